@@ -1,0 +1,120 @@
+"""Models of flax linen: read the names in their boxes, and let their constraints follow a strategy.
+
+The model's source stays as it is. `names` maps each of its logical names to an axis and a role, as
+in `logical_rules`.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+
+from shardwright.errors import (
+    Problem,
+    StrategyError,
+    UnknownAxisError,
+    did_you_mean,
+    raise_problems,
+)
+from shardwright.interop.logical_rules import Names, to_logical_axis_rules
+from shardwright.vocabulary.axes import EMPTY, canonical_axis
+
+if TYPE_CHECKING:
+    from shardwright.manager.manager import PartitionManager
+
+
+def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
+    """Return variables without boxes, and the annotation of each.
+
+    Reads the boxes of `with_logical_partitioning` and `with_partitioning`, with the names that
+    `nn.scan` and `nn.vmap` add. As in flax, a box with too few names leaves the last dims
+    replicated, and so is a variable without a box.
+
+    Args:
+      variables: What `model.init` returns, or its shapes by `jax.eval_shape`.
+      names: Their name -> (axis, role), or an axis for both roles.
+
+    Raises:
+      UnknownAxisError: Boxes have names that are not in `names`; all are reported at once.
+
+    >>> import flax.linen as nn, jax, shardwright as sw
+    >>> init = nn.with_logical_partitioning(nn.initializers.ones, ("embed", "mlp"))
+    >>> model = nn.Dense(8, use_bias=False, kernel_init=init)
+    >>> shapes = jax.eval_shape(model.init, jax.random.key(0), jax.numpy.ones((1, 4)))
+    >>> names = {"embed": (sw.EMBED, "param"), "mlp": (sw.MLP_INTERMEDIATE, "param")}
+    >>> annotations(shapes, names)[1]
+    {'params': {'kernel': ('__EMBED__', '__MLP_INTERMEDIATE__')}}
+    """
+    meta = _meta()
+    problems: list[Problem] = []
+
+    def read(path: Any, leaf: Any) -> tuple[str, ...]:
+        rank = len(np.shape(_unboxed(leaf, meta)))
+        own = leaf.names if isinstance(leaf, meta.Partitioned) else ()
+        place = "/".join(str(getattr(key, "key", key)) for key in path)
+        axes = [EMPTY if name is None else _axis(name, names, place, problems) for name in own]
+        return (*axes, *(EMPTY,) * (rank - len(axes)))
+
+    def is_box(leaf: Any) -> bool:
+        return isinstance(leaf, meta.AxisMetadata)
+
+    axes = jax.tree_util.tree_map_with_path(read, variables, is_leaf=is_box)
+    raise_problems(problems)
+    values = jax.tree.map(lambda leaf: _unboxed(leaf, meta), variables, is_leaf=is_box)
+    return values, axes
+
+
+def _unboxed(leaf: Any, meta: Any) -> Any:
+    """Return what is in a box, and in a box inside it, without flax's constraint on it."""
+    while isinstance(leaf, meta.AxisMetadata):
+        is_named = isinstance(leaf, meta.Partitioned)
+        leaf = leaf.unbox(apply_constraint=False) if is_named else leaf.unbox()
+    return leaf
+
+
+def _axis(name: Any, names: Mapping[str, Any], place: str, problems: list[Problem]) -> str:
+    if name not in names:
+        what = f"the box has the name {name!r}, which is not in names"
+        hint = did_you_mean(str(name), list(names))
+        fix = f"{hint} add it to names, such as {name!r}: (sw.EMBED, 'param')".strip()
+        problems.append(Problem(error=UnknownAxisError, what=what, path=place, fix=fix))
+        return EMPTY
+    target = names[name]
+    return canonical_axis(target if isinstance(target, str) else target[0])
+
+
+@contextlib.contextmanager
+def rules(
+    pm: "PartitionManager", names: Names, *, sizes: Mapping[str, int] | None = None
+) -> Iterator[None]:
+    """Enter a manager, and let `nn.with_logical_constraint` in a model follow it.
+
+    flax's rules are not part of jit's cache key, but the manager is: under another strategy a
+    jitted function is traced again.
+
+    Args:
+      pm: The manager.
+      names: Their name -> (axis, role), or an axis for both roles.
+      sizes: Size of the dims of a name, for rules whose answer depends on it.
+
+    Raises:
+      StrategyError: The mesh has Explicit axes, which flax does not support.
+    """
+    import flax.linen as nn
+
+    if AxisType.Explicit in pm.mesh.axis_types:
+        what = "flax's constraints need Auto mesh axes, and the mesh has Explicit ones"
+        raise StrategyError(what, fix='use axis_types = "auto"')
+    with pm, nn.logical_axis_rules(to_logical_axis_rules(pm, names, sizes=sizes)):
+        yield
+
+
+def _meta() -> Any:
+    try:
+        from flax.core import meta
+    except ImportError as error:
+        raise ImportError("this bridge needs flax: python -m pip install flax") from error
+    return meta

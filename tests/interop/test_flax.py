@@ -1,0 +1,186 @@
+"""A linen model in flax's idiom follows a strategy; its source knows nothing of this package."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardwright as sw
+from shardwright.interop import flax as bridge
+
+nn = pytest.importorskip("flax.linen")
+
+NAMES = {
+    "batch": (sw.BATCH, "activation"),
+    "length": (sw.LENGTH, "activation"),
+    "activation_embed": (sw.EMBED, "activation"),
+    "activation_mlp": (sw.MLP_INTERMEDIATE, "activation"),
+    "vocab": (sw.VOCAB, "param"),
+    "embed": (sw.EMBED, "param"),
+    "mlp": (sw.MLP_INTERMEDIATE, "param"),
+    "heads": (sw.HEAD, "param"),
+    "kv": (sw.HEAD_DIM, "param"),
+    "layers": (sw.LAYERS, "param"),
+}
+MESHES = ("fsdp:8", "fsdp:4,tp:2", "dp:2,tp:4")
+traces = []
+
+
+def kernel(*names: str) -> Any:
+    return nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
+
+
+class Projection(nn.Module):
+    """A product over the first dims of a kernel."""
+
+    equation: str
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return jnp.einsum(self.equation, x, self.param("kernel", kernel(*self.names), self.shape))
+
+
+class Block(nn.Module):
+    """Attention and MLP, as models of flax write them."""
+
+    @nn.compact
+    def __call__(self, x: Any, _: None) -> Any:
+        hidden = nn.LayerNorm(use_bias=False)(x)
+        q, k, v = (
+            Projection("ble,ehd->blhd", (32, 4, 8), ("embed", "heads", "kv"))(hidden)
+            for _ in range(3)
+        )
+        mixed = nn.dot_product_attention(q, k, v)
+        x = x + Projection("blhd,hde->ble", (4, 8, 32), ("heads", "kv", "embed"))(mixed)
+        x = nn.with_logical_constraint(x, ("batch", "length", "activation_embed"))
+        hidden = nn.gelu(nn.Dense(64, use_bias=False, kernel_init=kernel("embed", "mlp"))(x))
+        hidden = nn.with_logical_constraint(hidden, ("batch", "length", "activation_mlp"))
+        return x + nn.Dense(32, use_bias=False, kernel_init=kernel("mlp", "embed"))(hidden), None
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, tokens: Any) -> Any:
+        traces.append(1)
+        table = nn.Embed(64, 32, embedding_init=kernel("vocab", "embed"))
+        x = table(tokens)
+        layers = nn.scan(
+            Block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=2,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )
+        x, _ = layers()(x, None)
+        return table.attend(x)
+
+
+MODEL = Model()
+TOKENS = np.asarray(np.random.default_rng(0).integers(0, 64, (8, 16)))
+OPTIMIZER = optax.adamw(1e-3)
+
+
+def step(params: Any, state: Any, tokens: Any) -> Any:
+    def loss(params: Any) -> Any:
+        logits = MODEL.apply(params, tokens[:, :-1]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    updates, state = OPTIMIZER.update(gradient, state, params)
+    return optax.apply_updates(params, updates), state, value
+
+
+def losses(params: Any) -> list[float]:
+    run, state, found = jax.jit(step), jax.jit(OPTIMIZER.init)(params), []
+    for _ in range(20):
+        params, state, value = run(params, state, TOKENS)
+        found.append(float(value))
+    return found
+
+
+@functools.cache
+def unsharded() -> tuple[Any, Any, list[float]]:
+    values, axes = bridge.annotations(MODEL.init(jax.random.key(0), TOKENS[:, :-1]), NAMES)
+    return values, axes, losses(values)
+
+
+@pytest.mark.parametrize(
+    "mesh", ["fsdp:4,tp:2", *(pytest.param(mesh, marks=pytest.mark.wide) for mesh in MESHES[::2])]
+)
+def test_training_equals_unsharded(mesh: str) -> None:
+    values, axes, expected = unsharded()
+    assert expected[-1] < expected[0] - 0.1
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh(mesh))
+    placed = jax.device_put(values, pm.shardings(values, axes))
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(placed))
+    assert held < 0.6 * sum(leaf.nbytes for leaf in jax.tree.leaves(values))
+    with bridge.rules(pm, NAMES):
+        found = losses(placed)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_annotations_of_boxes() -> None:
+    shapes = jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS)
+    layers = bridge.annotations(shapes, NAMES)[1]["params"]["ScanBlock_0"]
+    assert layers["Dense_0"]["kernel"] == (sw.LAYERS, sw.EMBED, sw.MLP_INTERMEDIATE)
+    assert layers["LayerNorm_0"]["scale"] == (sw.EMPTY, sw.EMPTY)
+
+
+def test_shardings_equal_those_of_flax() -> None:
+    variables = jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS)
+    values, axes = bridge.annotations(variables, NAMES)
+    specs = nn.get_partition_spec(variables)
+    for mesh in MESHES:
+        pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh(mesh))
+        exported = bridge.to_logical_axis_rules(pm, NAMES)
+        theirs = nn.logical_to_mesh_sharding(specs, pm.mesh, exported)
+        own = pm.shardings(values, axes)
+        triples = zip(*map(jax.tree.leaves, (own, theirs, values)), strict=True)
+        for one, other, value in triples:
+            assert one.shard_shape(value.shape) == other.shard_shape(value.shape), mesh
+
+
+def test_another_strategy_retraces() -> None:
+    values = jax.jit(MODEL.init)(jax.random.key(0), TOKENS)
+    values, _ = bridge.annotations(values, NAMES)
+    run = jax.jit(MODEL.apply)
+    before = len(traces)
+    for mesh, count in (("fsdp:8", 1), ("fsdp:8", 1), ("dp:2,tp:4", 2)):
+        pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh(mesh))
+        with bridge.rules(pm, NAMES):
+            run.lower(values, TOKENS)
+        assert len(traces) - before == count
+
+
+def test_names_that_are_missing() -> None:
+    variables = jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS)
+    names = {name: target for name, target in NAMES.items() if name not in ("mlp", "kv")}
+    with pytest.raises(sw.UnknownAxisError) as caught:
+        bridge.annotations(variables, names)
+    assert len(caught.value.problems) == 6
+    assert str(caught.value.problems[0]).startswith(
+        "params/ScanBlock_0/Dense_0/kernel: the box has the name 'mlp', which is not in names"
+    )
+
+
+def test_boxes_of_physical_names() -> None:
+    init = nn.with_partitioning(nn.initializers.ones, ("embed",))
+    shapes = jax.eval_shape(nn.Dense(8, kernel_init=init).init, jax.random.key(0), jnp.ones((1, 4)))
+    assert bridge.annotations(shapes, NAMES)[1] == {
+        "params": {"kernel": (sw.EMBED, sw.EMPTY), "bias": (sw.EMPTY,)}
+    }
+
+
+def test_explicit_mesh_is_refused() -> None:
+    mesh = sw.create_mesh("fsdp:8", axis_types="explicit")
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=mesh)
+    with pytest.raises(sw.StrategyError, match="need Auto mesh axes"), bridge.rules(pm, NAMES):
+        pass
