@@ -96,6 +96,11 @@ def test_indivisible_candidates_are_counted() -> None:
     assert found.dropped == {"IndivisibleError BATCH": 2, "IndivisibleError HEAD": 1}
 
 
+def test_axes_vary_where_a_strategy_has_them() -> None:
+    found = search(axes=("fsdp", "tp"))
+    assert {one.mesh for one in found.candidates if one.name == "fsdp"} == {"fsdp:8"}
+
+
 def test_candidates_are_files_that_load(tmp_path: Path) -> None:
     for candidate in search(axes=("fsdp",)).candidates:
         path = candidate.strategy.dump(tmp_path / "found.toml")
@@ -108,7 +113,7 @@ def test_candidates_are_files_that_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"axes": ("fsdp", "model")}, "has no mesh axis 'model'"),
+        ({"axes": ("fsdp", "model")}, "no strategy has the mesh axis 'model'"),
         ({"mode": "sleep"}, "sleep"),
     ],
 )

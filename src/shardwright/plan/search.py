@@ -135,16 +135,20 @@ def search(
       strategies: Name -> strategy with a `[mesh]`.
       topology: The slice, such as `v5p:4x4x4`.
       mode: Runtime mode. Defaults to train.
-      axes: Mesh axes that may have a size above 1. Defaults to all of the strategy's.
+      axes: Mesh axes that may have a size above 1, where a strategy has them. Defaults to all.
 
     Raises:
-      StrategyError: A strategy has no mesh or lacks one of `axes`, or there are too many
-        candidates.
-      MeshSpecError: There is no such slice.
+      StrategyError: A strategy has no mesh, or there are no or too many candidates.
+      MeshSpecError: There is no such slice, or no strategy has one of `axes`.
       ShardingError: No candidate resolves: the error of the first one.
     """
     mode = None if mode is None else parse_mode(mode)
     slice_ = parse_topology(topology, read_hardware()) if isinstance(topology, str) else topology
+    known = {axis: None for strategy in strategies.values() for axis in strategy.mesh}
+    for axis in axes or ():
+        if axis not in known:
+            fix = f"the mesh axes are {', '.join(known)}"
+            raise MeshSpecError(f"no strategy has the mesh axis {axis!r}", fix=fix)
     meshes = {
         name: list(_meshes(name, strategy, slice_.devices, axes))
         for name, strategy in strategies.items()
@@ -186,13 +190,7 @@ def _meshes(
     """Yield every mesh of a number of devices over the axes of a strategy."""
     if not strategy.mesh:
         raise StrategyError(f"strategy {name} has no [mesh]", fix="name its mesh axes in [mesh]")
-    vary = tuple(strategy.mesh) if axes is None else tuple(axes)
-    unknown = [axis for axis in vary if axis not in strategy.mesh]
-    if unknown:
-        raise MeshSpecError(
-            f"strategy {name} has no mesh axis {unknown[0]!r}",
-            fix=f"its mesh axes are {', '.join(strategy.mesh)}",
-        )
+    vary = [axis for axis in strategy.mesh if axes is None or axis in axes]
     for split in _splits(devices, len(vary)):
         chosen = dict(zip(vary, split, strict=True))
         yield {axis: chosen.get(axis, 1) for axis in strategy.mesh}
