@@ -112,9 +112,8 @@ def unsharded() -> tuple[Any, Any, list[float]]:
     return values, axes, losses(values)
 
 
-@pytest.mark.parametrize(
-    "mesh", ["fsdp:4,tp:2", *(pytest.param(mesh, marks=pytest.mark.wide) for mesh in MESHES[::2])]
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("mesh", MESHES)
 def test_training_equals_unsharded(mesh: str) -> None:
     values, axes, expected = unsharded()
     assert expected[-1] < expected[0] - 0.1
