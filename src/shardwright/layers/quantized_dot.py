@@ -109,8 +109,7 @@ def quantized_dot_general(
     """Compute `jax.lax.dot_general` on integers.
 
     Gradients are straight-through, and quantized to the same number of bits. If `rhs` is
-    `Quantized`, it is a
-    constant: it is not rounded again and has no gradient, but `lhs` has one.
+    `Quantized`, it is a constant: it is not rounded again and has no gradient, but `lhs` has one.
 
     Args:
       lhs: Floats.

@@ -17,9 +17,8 @@ def shard(x: Any, *axes: Any, mode: str | None = None, role: Role | str | None =
     """Shard an array, or every array of a tree, as the ambient manager resolves it.
 
     `shard(x, BATCH, LENGTH, EMBED)`, `shard(x, ColumnWise)`, or `shard(tree, annotations)`. `shard`
-    is
-    strict: an array that does not fit raises an error. See `PartitionManager.shard` for the
-      arguments.
+    is strict: an array that does not fit raises an error. See `PartitionManager.shard` for the
+    arguments.
 
     Raises:
       ShardingError: The annotation does not fit the array, the rules or the mesh.

@@ -95,7 +95,7 @@ def with_colons(word: str) -> str:
     """
     if len(word) > 200:
         return ""
-    import unicodedata  # only a mistake needs it
+    import unicodedata  # imported late, because only an error message needs this function
 
     word = unicodedata.normalize("NFKC", word)
     if _PAIR.sub("", word).strip(" ,"):

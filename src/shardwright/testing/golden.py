@@ -156,7 +156,7 @@ class Golden:
 
 
 def _shown(path: Path) -> str:
-    """Return a path as one types it here."""
+    """Return a path relative to the current folder, or the whole path if it is elsewhere."""
     with contextlib.suppress(ValueError):
         return path.relative_to(Path.cwd()).as_posix()
     return str(path)

@@ -83,9 +83,9 @@ def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
     """Constrain an array or a tree of arrays, if the current mesh has all mesh axes of the specs.
 
     Otherwise return it unchanged. So one model runs on any mesh, and without one. But a mistyped
-    name is ignored too; `shard` raises an error for it. A spec longer
-    than its array and a dim that does not divide are errors here too. It works on Auto and Explicit
-    axes, eagerly and traced. Inside `shard_map` the Manual axes are left out.
+    name is ignored too; `shard` raises an error for it. A spec longer than its array and a dim that
+    does not divide are errors here too. The function works on Auto and Explicit axes, eagerly and
+    traced. Inside `shard_map` the Manual axes are left out.
 
     Args:
       x: Arrays.
