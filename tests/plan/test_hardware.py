@@ -12,7 +12,7 @@ import pytest
 from jax.experimental import mesh_utils
 
 import shardwright as sw
-from shardwright.plan.hardware import Topology, parse_topology, read_hardware
+from shardwright.plan.hardware import Topology, parse_topology, read_hardware, smallest_slice
 from shardwright.plan.layout import lay_out
 
 HARDWARE = read_hardware()
@@ -129,6 +129,14 @@ def test_unknown_topologies_name_the_nearest(text: str, says: str) -> None:
 def test_mesh_of_another_size_is_refused() -> None:
     with pytest.raises(sw.MeshSpecError, match="8 devices, and v5p:4x4x4 has 64"):
         lay_out(parse_topology("v5p:4x4x4", HARDWARE), {"fsdp": 8})
+
+
+def test_smallest_slice_holds_the_bytes() -> None:
+    """A v5e has 15.75 GiB that a program may use."""
+    chip = HARDWARE["v5e"]
+    for gib, slice_ in ((15, "v5e:1x1"), (16, "v5e:2x2"), (63, "v5e:2x2"), (64, "v5e:2x4")):
+        assert str(smallest_slice(chip, gib * 2**30)) == slice_
+    assert smallest_slice(chip, 257 * 16 * 2**30) is None
 
 
 def test_every_cell_has_source_and_date() -> None:

@@ -20,7 +20,7 @@ from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
 from shardwright.errors import StrategyError
 from shardwright.plan.fit import Verdict
-from shardwright.plan.hardware import Topology, parse_topology, read_hardware
+from shardwright.plan.hardware import Topology, parse_topology, read_hardware, smallest_slice
 from shardwright.plan.layout import lay_out
 from shardwright.plan.planner import PlanReport
 from shardwright.plan.report.state import state_text
@@ -183,7 +183,7 @@ def _run_programs(
         topology,
     )
     failures += [
-        f"mode {mode_name(mode)} does not fit"
+        f"mode {mode_name(mode)} does not fit{_what_holds(report.state, topology)}"
         for mode, report in reports.items()
         if report.verdict is Verdict.DOES_NOT_FIT
     ]
@@ -225,7 +225,7 @@ def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topo
     needed = state.of().per_device
     failures = _failures(arguments, {mode: state}, {mode: needed}, topology)
     if topology is not None and needed > topology.chip.hbm_bytes:
-        failures.append(f"mode {mode_name(mode)} does not fit: the state alone is too large")
+        failures.append(f"mode {mode_name(mode)} does not fit{_what_holds(state, topology)}")
     failed = bool(failures or state.missing)
     if arguments.json:
         plan = {"layout": None if layout is None else layout.to_json(), "state": state.to_json()}
@@ -241,6 +241,16 @@ def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topo
     ]
     print_lines(lines)
     return 1 if failed else 0
+
+
+def _what_holds(state: StateBytes, topology: Topology | None) -> str:
+    """Return the smallest slice that holds one copy of the state, as a remark."""
+    if topology is None:
+        return ""
+    needed = state.of().total
+    slice_ = smallest_slice(topology.chip, needed)
+    least = f"fits {slice_} at best" if slice_ else f"fits no slice of {topology.chip.name}"
+    return f": one copy of the state is {bytes_text(needed)}, and {least}"
 
 
 def _failures(

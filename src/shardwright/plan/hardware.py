@@ -229,6 +229,13 @@ def parse_topology(text: str, hardware: Mapping[str, Chip]) -> Topology:
     return Topology(chip=chip, shape=shape)
 
 
+def smallest_slice(chip: Chip, needed: int) -> Topology | None:
+    """Return the slice with fewest devices whose usable memory is at least so many bytes in all."""
+    slices = [Topology(chip=chip, shape=shape) for shape in chip.slices()]
+    large = [each for each in slices if each.devices * chip.hbm_bytes >= needed]
+    return min(large, key=lambda each: (each.devices, each.shape), default=None)
+
+
 def _distance(known: Shape, wanted: Shape) -> tuple[float, int]:
     """Compare the number of chips first, then the sides."""
     chips = math.prod(known) / max(1, math.prod(wanted))
