@@ -46,7 +46,7 @@ def by_blocks(params: Any, x: Any) -> Any:
 
 
 def test_scan_equals_a_loop_over_blocks() -> None:
-    blocks.assert_close(unsharded(), blocks.values_and_gradients(by_blocks, PARAMS, X))
+    blocks.assert_close(unsharded()[0][1], jax.jit(by_blocks)(PARAMS, X))
 
 
 def test_unstack_gives_the_same_layers() -> None:
@@ -124,6 +124,12 @@ def test_decode_equals_one_call(kind: str) -> None:
     blocks.assert_close(np.concatenate(rows, 1), unsharded()[0][1], rtol=1e-4)
 
 
+@pytest.mark.wide
+def test_gradients_equal_a_loop_over_blocks() -> None:
+    blocks.assert_close(unsharded(), blocks.values_and_gradients(by_blocks, PARAMS, X))
+
+
+@pytest.mark.wide
 def test_dropout_is_the_same_with_scan() -> None:
     config = dataclasses.replace(CONFIG, dropout=0.5, layers=2, windows=())
     params = [jax.tree.map(lambda w: w[:2], PARAMS[0])]
