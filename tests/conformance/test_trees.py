@@ -62,7 +62,7 @@ def test_weight_stack_and_bias() -> None:
     ]
     with pytest.raises(
         sw.RankMismatchError,
-        match=r"(?s)bias: ColumnWise has 2 dims.*for its bias use ColumnWise\.bias",
+        match=r"(?s)bias: ColumnWise has rank 2.*for its bias use ColumnWise\.bias",
     ):
         PM.shardings({"bias": shaped(16)}, sw.ColumnWise)
 
