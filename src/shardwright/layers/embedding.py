@@ -8,14 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardwright import _jax
 from shardwright.errors import LayerError, RankMismatchError
 from shardwright.layers.dtypes import FLOAT32, Dtypes
-from shardwright.layers.placement import place, use
+from shardwright.layers.placement import RESIDUAL, is_inside_shard_map, place, use
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.vocabulary.annotations import ArraySpec
-from shardwright.vocabulary.axes import BATCH, EMBED, EMPTY, LENGTH, QUERY_LENGTH, VOCAB, axis_label
+from shardwright.vocabulary.axes import BATCH, EMBED, EMPTY, QUERY_LENGTH, VOCAB, axis_label
 
 TOKENS = (BATCH, QUERY_LENGTH)
 
@@ -59,11 +58,11 @@ def apply(
     vocab, embed = table.shape
     table = use(table, specs(vocab, embed, dtypes=dtypes), path=path).astype(dtypes.compute)
     manager: PartitionManager | None = context.current()
-    if manager is None or _is_inside_shard_map():
+    if manager is None or is_inside_shard_map():
         rows = _lookup(table, tokens, ())
     else:
         rows = _on_shards(manager, vocab, tokens)(table, tokens)
-    residual: jax.Array = place(rows.astype(dtypes.output), (BATCH, LENGTH, EMBED))
+    residual: jax.Array = place(rows.astype(dtypes.output), RESIDUAL)
     return residual
 
 
@@ -99,11 +98,6 @@ def _lookup(table: Any, tokens: Any, names: tuple[str, ...]) -> Any:
     found = table.at[jnp.where(is_here, local, 0)].get(mode="promise_in_bounds")
     found = jnp.where(is_here[..., None], found, jnp.zeros((), found.dtype))
     return jax.lax.psum(found, names) if names else found
-
-
-def _is_inside_shard_map() -> bool:
-    mesh = _jax.ambient_mesh()
-    return mesh is not None and bool(mesh.manual_axes)
 
 
 def _check(table: Any, tokens: Any) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardwright.errors import LayerError, RankMismatchError
 from shardwright.layers.dtypes import FLOAT32, Dtypes
-from shardwright.layers.placement import place, use
+from shardwright.layers.placement import OPERAND, place, use
 from shardwright.manager.einsum import einsum
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import BATCH, EMBED, QUERY_LENGTH, VOCAB
@@ -19,7 +19,6 @@ from shardwright.vocabulary.integers import read_integer
 
 LOGITS = (BATCH, QUERY_LENGTH, VOCAB)
 _TOKENS = (BATCH, QUERY_LENGTH)
-_OPERAND = (BATCH, QUERY_LENGTH, EMBED)
 
 
 @jax.tree_util.register_dataclass
@@ -82,7 +81,7 @@ def logits(
     _check_head(x, head, tied)
     axes = (VOCAB, EMBED) if tied else (EMBED, VOCAB)
     weight = use(head, axes, path=path).astype(dtypes.compute)
-    return _logits(place(x, _OPERAND).astype(dtypes.compute), weight, tied, _cap(softcap))
+    return _logits(place(x, OPERAND).astype(dtypes.compute), weight, tied, _cap(softcap))
 
 
 def cross_entropy(
@@ -126,7 +125,7 @@ def cross_entropy(
     _check_labels(x, labels, chunks, z_loss)
     axes = (VOCAB, EMBED) if tied else (EMBED, VOCAB)
     weight = use(head, axes, path=path).astype(dtypes.compute)
-    x, labels = place(x, _OPERAND).astype(dtypes.compute), place(labels, _TOKENS)
+    x, labels = place(x, OPERAND).astype(dtypes.compute), place(labels, _TOKENS)
     cap = _cap(softcap)
 
     def sums(x: Any, labels: Any) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwright import _jax
 from shardwright.errors import RankMismatchError
 from shardwright.manager import context
 from shardwright.vocabulary.axes import BATCH, EMBED, LENGTH, QUERY_LENGTH
 
 RESIDUAL = (BATCH, LENGTH, EMBED)
 OPERAND = (BATCH, QUERY_LENGTH, EMBED)
+
+
+def is_inside_shard_map() -> bool:
+    """Tell whether a surrounding `shard_map` has made mesh axes Manual: shapes are then local."""
+    mesh = _jax.ambient_mesh()
+    return mesh is not None and bool(mesh.manual_axes)
 
 
 def place(x: Any, axes: Any) -> Any:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 import shardwright as sw
 from shardwright.errors import IndivisibleError, LayerError, RankMismatchError, StrategyError
@@ -81,3 +83,17 @@ def test_strategies_that_it_cannot_follow(overlay: str, text: str) -> None:
     with pm, pytest.raises(StrategyError) as error:
         moe.explain(config(), (8, 4, 16))
     assert text in str(error.value)
+
+
+def test_inside_shard_map_is_refused() -> None:
+    mixture = config()
+    with manager("ddp", "dp:8") as pm:
+        spec = PartitionSpec("dp")
+        local = jax.shard_map(
+            lambda x: moe.apply(mixture, parameters(mixture), x)[0],
+            mesh=pm.mesh,
+            in_specs=spec,
+            out_specs=spec,
+        )
+        with pytest.raises(LayerError, match="call it outside"):
+            local(tokens(64, 4, 16))

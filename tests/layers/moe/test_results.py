@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 import shardwright as sw
 from shardwright.layers import moe
 from shardwright.layers.dtypes import Dtypes
+from shardwright.layers.moe import block
 from tests.layers.moe.reference import config, dense, error, manager, parameters, tokens
 
 TOKENS = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
@@ -110,6 +111,23 @@ def test_without_a_manager() -> None:
     assert error(y, dense(mixture, params, x)) <= 1e-6
     flat, _ = moe.apply(mixture, params, x.reshape(15, 16))
     np.testing.assert_array_equal(flat.reshape(y.shape), y)
+
+
+def test_equal_layers_share_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixture = config()
+    params, x = parameters(mixture), tokens(8, 4, 16)
+    traces = []
+    route = block.route
+
+    def counted(*args: Any) -> Any:
+        traces.append(args)
+        return route(*args)
+
+    monkeypatch.setattr(block, "route", counted)
+    with manager("moe_ep", "fsdp:2,ep:4"):
+        for _ in range(3):
+            moe.apply(mixture, params, x)
+    assert len(traces) <= 2
 
 
 def test_decode_with_one_token_per_device_and_with_none() -> None:

@@ -11,6 +11,7 @@ sent: each device serves its own experts, and a sum over the devices adds up the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -22,6 +23,7 @@ from shardwright.layers.activation import activation
 from shardwright.layers.moe.config import MoEConfig, specs
 from shardwright.layers.moe.dispatch import Slots, assign_slots, combine, fill_slots
 from shardwright.layers.moe.routing import Routes, route
+from shardwright.layers.placement import is_inside_shard_map
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.vocabulary.axes import (
@@ -142,7 +144,7 @@ def apply(
 
     Raises:
       IndivisibleError: The experts or the tokens do not divide over their mesh axes.
-      LayerError: A parameter is missing or has a wrong shape.
+      LayerError: A parameter is missing or has a wrong shape, or a `shard_map` surrounds the call.
       RankMismatchError: x does not have 2 or 3 dims, or another size of a token.
       StrategyError: The strategy shards a dim that the layer needs whole.
     """
@@ -154,8 +156,8 @@ def apply(
     if manager is None:
         y, sums = _on_shard(config, _plan_alone(config, x), params, state.bias, x)
     else:
-        params = manager.gather(params, specs(config), path=path, mode=mode)
         dispatch = explain(config, x.shape, mode=mode)
+        params = manager.gather(params, specs(config), path=path, mode=mode)
         y, sums = _over_shards(config, dispatch, manager, params, state.bias, x, mode)
     stats = _stats(config, sums, tokens=x.size // config.embed)
     return y.astype(config.dtypes.output), MoEState(bias=state.bias, stats=stats)
@@ -173,6 +175,11 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
       ShardingError: As `apply` does.
     """
     manager: PartitionManager = context.require("moe.explain", method=False)
+    if is_inside_shard_map():
+        raise LayerError(
+            "a mixture inside a shard_map, where the shape of the tokens is that of one shard",
+            fix="call it outside: the mixture maps itself over the shards",
+        )
     sizes = dict(zip(manager.mesh.axis_names, manager.mesh.axis_sizes, strict=True))
     tokens = manager.explain(_token_axes(shape), mode=mode, shape=shape)
     tokens.require()
@@ -222,7 +229,7 @@ def _check_capacity(
     """Check that the strategy shards CAPACITY over the mesh axes that the senders have besides the
     experts' own.
     """
-    # A multiple of every number of shards, because only the mesh axes are asked for.
+    # Any size that divides: the answer is only used for its mesh axes.
     rows = max(dispatch.slots, 1) * math.prod(manager.mesh.axis_sizes)
     shape = (config.experts, rows, config.embed)
     capacity = manager.explain((EXPERT, CAPACITY, EMBED), mode=mode, shape=shape)
@@ -284,15 +291,16 @@ def _over_shards(
     """Run the layer on the shards of tokens and experts."""
     axes = _token_axes(x.shape)
     sums = {"load": (EMPTY,), "losses": (EMPTY,)} if config.has_loss else {"load": (EMPTY,)}
-    on_shard = manager.shard_map(
-        lambda weights, shift, tokens: _on_shard(config, dispatch, weights, shift, tokens),
-        in_axes=(
-            {name: _USED_AS[name] for name in params},
-            None if bias is None else (EMPTY,),
-            axes,
+    weight_axes = {name: _USED_AS[name] for name in params}
+    # Kept with the manager, so that layers with the same options share one trace.
+    on_shard = manager.remember(
+        ("moe", config, dispatch, axes, bias is None, mode),
+        lambda: manager.shard_map(
+            functools.partial(_on_shard, config, dispatch),
+            in_axes=(weight_axes, None if bias is None else (EMPTY,), axes),
+            out_axes=(axes, sums),
+            mode=mode,
         ),
-        out_axes=(axes, sums),
-        mode=mode,
     )
     y, totals = on_shard(params, bias, x)
     return y, totals
