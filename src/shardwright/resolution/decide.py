@@ -127,17 +127,21 @@ class Decider:
         return math.prod([self.sizes[axis] for axis in live if axis not in self.manual])
 
     def _by_rule(self, draft: Draft, dim: Dim) -> DimDecision:
+        rule, size = self.rule_and_size(draft, dim)
+        return self.without_rule(draft) if rule is None else self._choose(draft, rule, size)
+
+    def rule_and_size(self, draft: Draft, dim: Dim) -> tuple[Chain | None, int | None]:
+        """Return the rule of a dim, or None, and the size that must divide."""
         rule = self.rule_for(dim, draft.dim)
-        if rule is None:
-            return self.without_rule(draft)
+        size = draft.size
         if dim.merged:
             draft.judged_as = axis_label(dim.axes[0])
-        size = dim.merged[0][1] if dim.merged else draft.size
-        if isinstance(rule, Rule) and rule.of_one is not None and self.is_one(size, rule):
+            size = dim.merged[0][1]
+        if isinstance(rule, Rule) and rule.of_one is not None and self._is_one(size, rule):
             rule = rule.of_one
-        return self._choose(draft, rule, size)
+        return rule, size
 
-    def is_one(self, size: int | None, rule: Rule) -> bool:
+    def _is_one(self, size: int | None, rule: Rule) -> bool:
         """Tell whether the global size of a dim is 1. A local size is not: it has been divided."""
         if size is None or _jax.is_symbolic(size) or not self.manual.isdisjoint(rule.mesh_axes):
             return False

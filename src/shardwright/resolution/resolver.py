@@ -1,9 +1,9 @@
 """Resolve an annotation: which mesh axes each dim is sharded over, and why.
 
 The resolver is pure: no arrays, devices, globals or environment. It lowers a request to dims, a
-mode and a role. `decide` decides each dim from left to right, or `rule_order` in the order of the
-rules; `parts` derives parts of a weight and
-optimizer state. The rules keep the answers of recent requests.
+mode and a role. `decide` decides the dims from left to right, or `rule_order` in the order of the
+rules. `parts` derives parts of a weight and optimizer state. The rules keep the answers of recent
+requests.
 """
 
 from __future__ import annotations

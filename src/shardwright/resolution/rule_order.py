@@ -26,8 +26,7 @@ from shardwright.resolution.decisions import DimDecision, Outcome, Reason, Skip
 from shardwright.resolution.drafts import Chain, Draft, Trial
 from shardwright.resolution.fallbacks import fall_back
 from shardwright.resolution.ranks import DEFAULT, Rank, ranks_of
-from shardwright.resolution.rules import Conflict, Rule
-from shardwright.vocabulary.axes import axis_label
+from shardwright.resolution.rules import Conflict
 from shardwright.vocabulary.lowering import Dim
 
 
@@ -84,14 +83,9 @@ def _opened(decider: Decider, position: int, dim: Dim) -> DimDecision | _Open:
         return decider.decide(position, dim)
     size = None if decider.shape is None else decider.shape[position]
     draft = Draft(dim=position, label=dim.label, size=dim.size if dim.merged else size)
-    rule = decider.rule_for(dim, position)
+    rule, size = decider.rule_and_size(draft, dim)
     if rule is None:
         return decider.without_rule(draft)
-    if dim.merged:
-        draft.judged_as = axis_label(dim.axes[0])
-        size = dim.merged[0][1]
-    if isinstance(rule, Rule) and rule.of_one is not None and decider.is_one(size, rule):
-        rule = rule.of_one
     draft.rule = rule.ref
     entry = _Open(draft=draft, rule=rule, candidates=tuple(decider.candidates(rule)), size=size)
     if size is None and _needs_shape(decider, entry):
