@@ -9,11 +9,11 @@ from shardwright.cli.arguments import EXIT_CODES, STRATEGY_HELP, add_output, mak
 from shardwright.cli.inputs import Setting, read_count, read_setting
 from shardwright.cli.plan_checks import (
     Forbidden,
-    MostMemory,
-    MostReplicated,
+    Limit,
+    copies_breach,
+    memory_breach,
     read_forbidden,
-    read_most_memory,
-    read_most_replicated,
+    read_limit,
 )
 from shardwright.cli.programs import plan_program, read_programs
 from shardwright.cli.show import print_json, print_lines, width_of
@@ -109,13 +109,13 @@ def _add_checks(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--max-hbm",
-        type=read_most_memory,
+        type=read_limit,
         metavar="SIZE",
         help="fail if a device may need more memory; a share of the chip's such as 90%%, or bytes",
     )
     command.add_argument(
         "--max-replicated",
-        type=read_most_replicated,
+        type=read_limit,
         metavar="SHARE",
         help="fail if more of the state is copies; a share such as 2%%, or bytes such as 1GiB",
     )
@@ -260,15 +260,15 @@ def _failures(
     topology: Topology | None,
 ) -> list[str]:
     """Return how the state and the memory of each mode exceed their limits."""
-    copies: MostReplicated | None = arguments.max_replicated
-    memory: MostMemory | None = arguments.max_hbm
+    copies: Limit | None = arguments.max_replicated
+    memory: Limit | None = arguments.max_hbm
     usable = None if topology is None else topology.chip.hbm_bytes
     failures: list[str] = []
     for mode, state in states.items():
-        breach = "" if copies is None else copies.breach(state)
+        breach = "" if copies is None else copies_breach(copies, state)
         if copies is not None and breach:
             failures.append(f"--max-replicated {copies.text}: mode {mode_name(mode)}: {breach}")
-        breach = "" if memory is None else memory.breach(peaks[mode], usable)
+        breach = "" if memory is None else memory_breach(memory, peaks[mode], usable)
         if memory is not None and breach:
             failures.append(f"--max-hbm {memory.text}: mode {mode_name(mode)}: {breach}")
     return failures

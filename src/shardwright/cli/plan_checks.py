@@ -72,90 +72,62 @@ def read_forbidden(text: str) -> Forbidden:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MostReplicated:
-    """A limit on copies of parameters, gradients, optimizer state and caches.
+class Limit:
+    """A limit on bytes: a share of something, or a number.
 
     Attributes:
       text: As written.
-      share: Share of all bytes held, or None.
-      bytes: Bytes on all devices, or None.
+      share: The share, or None.
+      bytes: The number, or None.
     """
 
     text: str
     share: float | None = None
     bytes: int | None = None
 
-    def breach(self, state: StateBytes) -> str:
-        """Return how a state exceeds the limit, or ""."""
-        held = state.stored
-        if self.share is not None and held.replicated_share > self.share:
-            return f"{held.replicated_share:.1%} of the state are copies"
-        if self.bytes is not None and held.replicated > self.bytes:
-            return f"{bytes_text(held.replicated)} of the state are copies"
-        return ""
 
-
-def read_most_replicated(text: str) -> MostReplicated:
+def read_limit(text: str) -> Limit:
     """Return the limit that text such as `2%` or `1GiB` sets. An argparse type.
 
     Raises:
       argparse.ArgumentTypeError: The text is neither a share nor a number of bytes.
     """
-    number, unit = _read_size(text, "2% or 1GiB")
-    if unit == "%":
-        return MostReplicated(text=text, share=number / 100)
-    return MostReplicated(text=text, bytes=int(number * _UNITS[unit]))
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MostMemory:
-    """A limit on the bytes of one device.
-
-    Attributes:
-      text: As written.
-      share: Share of the usable bytes of the chip, or None.
-      bytes: Bytes, or None.
-    """
-
-    text: str
-    share: float | None = None
-    bytes: int | None = None
-
-    def breach(self, most: int, usable: int | None) -> str:
-        """Return how a peak exceeds the limit, or "".
-
-        Args:
-          most: Upper end of the peak.
-          usable: Usable bytes of the chip, or None if it is not known.
-
-        Raises:
-          StrategyError: The limit is a share, and the chip is not known.
-        """
-        if self.share is not None and usable is None:
-            raise StrategyError(
-                f"--max-hbm {self.text} is a share of a chip, and no --topology is given",
-                fix="add --topology v5p:4x4x4, or give bytes such as 16GiB",
-            )
-        limit = self.bytes if self.share is None else int(self.share * (usable or 0))
-        if limit is not None and most > limit:
-            return f"up to {bytes_text(most)} per device"
-        return ""
-
-
-def read_most_memory(text: str) -> MostMemory:
-    """Return the limit that text such as `90%` or `16GiB` sets. An argparse type.
-
-    Raises:
-      argparse.ArgumentTypeError: The text is neither a share nor a number of bytes.
-    """
-    number, unit = _read_size(text, "90% or 16GiB")
-    if unit == "%":
-        return MostMemory(text=text, share=number / 100)
-    return MostMemory(text=text, bytes=int(number * _UNITS[unit]))
-
-
-def _read_size(text: str, example: str) -> tuple[float, str]:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a size; write {example}")
-    return float(match[1]), match[2]
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a size; write 2% or 1GiB")
+    number, unit = float(match[1]), match[2]
+    if unit == "%":
+        return Limit(text=text, share=number / 100)
+    return Limit(text=text, bytes=int(number * _UNITS[unit]))
+
+
+def copies_breach(limit: Limit, state: StateBytes) -> str:
+    """Return how the copies in a state exceed a limit, or ""; a share is of all bytes held."""
+    held = state.stored
+    if limit.share is not None and held.replicated_share > limit.share:
+        return f"{held.replicated_share:.1%} of the state are copies"
+    if limit.bytes is not None and held.replicated > limit.bytes:
+        return f"{bytes_text(held.replicated)} of the state are copies"
+    return ""
+
+
+def memory_breach(limit: Limit, most: int, usable: int | None) -> str:
+    """Return how a peak exceeds a limit, or ""; a share is of the usable bytes of the chip.
+
+    Args:
+      limit: The limit.
+      most: Upper end of the peak.
+      usable: Usable bytes of the chip, or None if it is not known.
+
+    Raises:
+      StrategyError: The limit is a share, and the chip is not known.
+    """
+    if limit.share is not None and usable is None:
+        raise StrategyError(
+            f"--max-hbm {limit.text} is a share of a chip, and no --topology is given",
+            fix="add --topology v5p:4x4x4, or give bytes such as 16GiB",
+        )
+    allowed = limit.bytes if limit.share is None else int(limit.share * (usable or 0))
+    if allowed is not None and most > allowed:
+        return f"up to {bytes_text(most)} per device"
+    return ""
