@@ -142,7 +142,7 @@ def renamed(module: str, name: str, table: Mapping[str, str]) -> Any:
 
     Args:
       module: The module.
-      name: The name asked for.
+      name: The old name.
       table: The new name by old name.
 
     Raises:

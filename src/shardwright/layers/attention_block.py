@@ -213,7 +213,7 @@ def apply(
     else:
         context_rows, state = _attend_to_cache(config, q, k, v, state, valid)
     context_rows = checkpoint_name(place(context_rows, QUERIES), "context")
-    # And here the sums over shards are scattered.
+    # With sequence parallelism this product scatters the sums over shards.
     y = dense.dense(
         context_rows.astype(compute),
         weights["out"]["kernel"],

@@ -128,7 +128,7 @@ def apply(
     hidden = gated(config.activations, checkpoint_name(hidden, "mlp_up"), clamp=config.clamp)
     key = (keys or {}).get("dropout")
     hidden = dropout(hidden, key, config.dropout, shared=config.dropout_shared)
-    # And here the sums over shards are scattered.
+    # With sequence parallelism this product scatters the sums over shards.
     y = dense.dense(
         place(hidden, HIDDEN),
         weights["down"]["kernel"],
