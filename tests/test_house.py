@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import graphlib
 import os
 import subprocess
@@ -102,6 +103,16 @@ def unit(module: str) -> str:
     return module.split(".")[1] if "." in module else module
 
 
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file. Most tests here read the same files."""
+    return _parsed(path, path.stat().st_mtime_ns)
+
+
+@functools.cache
+def _parsed(path: Path, _modified: int) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def import_problems(src: Path) -> list[str]:
     """Imports against `ORDER`, import cycles, and modules that `ORDER` does not contain."""
     files = module_files(src)
@@ -112,7 +123,7 @@ def import_problems(src: Path) -> list[str]:
         if unit(module) not in ORDER:
             problems.append(unknown(where, unit(module)))
             continue
-        targets = list(own_imports(ast.parse(path.read_text(encoding="utf-8")), files))
+        targets = list(own_imports(parsed(path), files))
         if path.name == "__init__.py":
             # A room's face lists what its modules define.
             targets = [(line, target) for line, target in targets if unit(target) != unit(module)]
@@ -190,7 +201,7 @@ def foreign_problems(src: Path) -> list[str]:
     """Private JAX outside `_jax.py`, and pydantic outside `strategy/`."""
     problems = []
     for module, path in module_files(src).items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path)
         where = path.relative_to(src.parent).as_posix()
         if module != f"{PACKAGE}._jax":
             problems += [
@@ -242,7 +253,7 @@ def size_problems(files: Iterable[Path], root: Path) -> list[str]:
             problems.append(f"{where}: {count} lines, at most {MAX_FILE_LINES}; split it by reader")
         functions = [
             node
-            for node in ast.walk(ast.parse(text))
+            for node in ast.walk(parsed(path))
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         ]
         problems += [
@@ -268,7 +279,7 @@ def nested_conditionals(files: Iterable[Path], root: Path) -> list[str]:
         f"{path.relative_to(root).as_posix()}:{node.lineno}: nested conditional expression; "
         "write an if statement"
         for path in files
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.IfExp)
         and any(isinstance(part, ast.IfExp) for part in (node.body, node.test, node.orelse))
     ]
@@ -292,7 +303,7 @@ def upward_problems(src: Path, table: Mapping[str, str]) -> list[str]:
             problems.append(f"{method}: {module} is not above the manager; import it as usual")
         functions = [
             node
-            for node in ast.parse(files[module].read_text(encoding="utf-8")).body
+            for node in parsed(files[module]).body
             if isinstance(node, ast.FunctionDef) and node.name == name
         ]
         first = [argument.arg for node in functions for argument in node.args.args[:1]]
@@ -332,7 +343,7 @@ def test_every_room_says_what_belongs_there() -> None:
     silent = [
         path.parent.name
         for path in sorted((ROOT / "src" / PACKAGE).glob("*/__init__.py"))
-        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        if not ast.get_docstring(parsed(path))
     ]
     assert silent == []
 

@@ -100,9 +100,9 @@ def cells() -> Iterator[tuple[Cell, str]]:
 
     Every case is on every mesh twice: in float32 on Auto axes, and in one of the other three
     combinations in turn. By default a case runs once for every fourth implementation; its mesh and
-    its combination take turns too. For implementations after the first four, half of these cells
-    are in the wide run. Implementations come last, so that those with equal programs follow each
-    other.
+    its combination take turns too. For implementations after the first four, three quarters of
+    these cells are in the wide run. Implementations come last, so that those with equal programs
+    follow each other.
     """
     for number, case in enumerate(CASES):
         for at, mesh in enumerate(MESHES):
@@ -123,7 +123,7 @@ def cells() -> Iterator[tuple[Cell, str]]:
                         and at == (number * 3 + mine) % len(MESHES)
                         and which == (number // 2 + mine) % 2
                     )
-                    wide = mine >= 4 and number % 8 != mine % 8
+                    wide = mine >= 4 and number % 16 != mine % 16
                     yield cell, marker_of(fast=fast, wide=wide)
 
 

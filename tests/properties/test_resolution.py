@@ -60,7 +60,7 @@ def oracles_outcome(case: Case) -> Any:
     return P(*spec_entries)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=500)
 @given(cases.cases(composites=True))
 def test_answer_equals_oracle(case: Case) -> None:
     assert outcome(case) == oracles_outcome(case)
