@@ -28,10 +28,8 @@ def test_the_last_values_are_identical() -> None:
         assert cache.keep(at, value) is value
     for more in range(KEPT - 1):
         cache.keep(("more", more), object())
-        assert cache.recall(0) is values[0], "asked for again and again, it stays"
-    assert all(
-        cache.recall(at) is None or cache.recall(at) is value for at, value in enumerate(values)
-    )
+        assert cache[0] is values[0], "asked for again and again, it stays"
+    assert all(cache[at] is None or cache[at] is value for at, value in enumerate(values))
     assert cache.keep(0, object()) is values[0]
 
 
@@ -41,7 +39,7 @@ def test_promised_number_of_values_is_kept(start: int) -> None:
     for at in range(start):
         cache.keep(("before", at), object())
     values = [cache.keep(at, object()) for at in range(KEPT)]
-    assert [cache.recall(at) for at in range(KEPT)] == values
+    assert [cache[at] for at in range(KEPT)] == values
     assert len(cache) + len(cache._older) <= 2 * KEPT
 
 
@@ -49,9 +47,7 @@ def test_threads_get_one_object() -> None:
     cache = Recent()
 
     def ask(_: int) -> list[Any]:
-        return [
-            cache.get(key) or cache.recall(key) or cache.keep(key, object()) for key in range(2000)
-        ]
+        return [cache[key] or cache.keep(key, object()) for key in range(2000)]
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         first, *others = pool.map(ask, range(4))

@@ -179,7 +179,7 @@ class ArrayMethods(ManagerCore):
             path and self.rules.tensors and path,  # only exceptions by path read the path
         )
         try:
-            answer = self._cache.get(key) or self._cache.recall(key)
+            answer = self._cache[key]
         except TypeError:  # an unhashable annotation, such as a list among the axes
             answer, key = None, None
         if answer is None:

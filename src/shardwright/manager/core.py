@@ -87,7 +87,7 @@ class ManagerCore:
           key: Names the question; it starts with the name of the function that asks.
           compute: Returns the answer, which is not None.
         """
-        value = self._cache.get(key) or self._cache.recall(key)
+        value = self._cache[key]
         return self._cache.keep(key, compute()) if value is None else value
 
     def _sharding(self, resolution: Resolution, memory_kind: str | None = None) -> NamedSharding:
@@ -101,7 +101,7 @@ class ManagerCore:
         if PartitionSpec.UNCONSTRAINED in spec.partitions:
             raise_problems(needs_sharding(resolution), resolution=resolution)
         key = ("sharding", spec, memory_kind)
-        known = self._cache.get(key) or self._cache.recall(key)
+        known = self._cache[key]
         if known is None:
             known = self._cache.keep(key, NamedSharding(self.mesh, spec, memory_kind=memory_kind))
         sharding: NamedSharding = known

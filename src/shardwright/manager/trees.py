@@ -75,7 +75,7 @@ class TreeMethods(ManagerCore):
     def _by_annotation(self, mode: str | None, role: Role | str) -> Shardings:
         """Return a table of shardings by annotation and shape, filled at each first request."""
         key = ("shardings", mode, role)
-        known = self._cache.get(key) or self._cache.recall(key)
+        known = self._cache[key]
         if known is None:
 
             def make(annotation: Any, shape: tuple[int, ...]) -> NamedSharding:
@@ -124,7 +124,7 @@ class TreeMethods(ManagerCore):
         if isinstance(self.mesh, AbstractMesh):
             raise constraint.no_devices()
         request = (*jax.tree.flatten(specs), mode)
-        kept: tuple[Any, Any] = self._cache.recall("init") or (None, None)
+        kept: tuple[Any, Any] = self._cache["init"] or (None, None)
         before, init = kept
         # Keep only the last function: initializers of jax.nn that are created twice are not equal.
         if before != request:

@@ -90,7 +90,7 @@ class WeightMethods(ManagerCore):
             return self._gather_shard(w, request, key)
         if shape not in (None, local):
             raise_problems([_shape_problem(request, local)])
-        placements = self._cache.get(key) or self._cache.recall(key)
+        placements = self._cache[key]
         if placements is None:
             request = request._replace(annotation=annotation)
             placements = [
@@ -112,7 +112,7 @@ class WeightMethods(ManagerCore):
         """Gather a value inside `shard_map`; the plan is kept for equal values."""
         varying = _jax.varying_axes(w) if _jax.tracks_varying() else None
         key = (*key, varying, context.mapped_inputs())
-        plan = self._cache.get(key) or self._cache.recall(key)
+        plan = self._cache[key]
         if plan is None:
             plan = self._cache.keep(key, self._plan_gather(request, np.shape(w), varying))
         return plan(w)

@@ -12,9 +12,8 @@ KEPT: Final = 10_000
 class Recent(dict[Any, Any]):
     """Keep at least the last `KEPT` values that were used, and at most twice as many.
 
-    `get` finds most of them, at the speed of a dict. If it finds nothing, `recall` looks among the
-    older ones, and `keep` adds a new value. Threads that compute one value at the same time all get
-    the object that was kept first.
+    `recent[key]` returns a value, or None if there is none; `keep` adds a new one. Threads that
+    compute one value at the same time all get the object that was kept first.
     """
 
     __slots__ = ("_lock", "_older")
@@ -24,14 +23,10 @@ class Recent(dict[Any, Any]):
         self._lock = threading.Lock()
         self._older: dict[Any, Any] = {}
 
-    def recall(self, key: Any) -> Any:
-        """Return a value, or None; an older value counts as used again."""
-        value = self.get(key)
-        if value is None and self._older:
-            value = self._older.get(key)
-            if value is not None:
-                value = self.keep(key, value)
-        return value
+    def __missing__(self, key: Any) -> Any:
+        """Look among the older values; one that is found counts as used again."""
+        value = self._older.get(key) if self._older else None
+        return None if value is None else self.keep(key, value)
 
     def replace(self, key: Any, value: Any) -> None:
         """Replace the value of a key."""

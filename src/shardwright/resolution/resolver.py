@@ -123,7 +123,7 @@ def explain(
         )
     manual = frozenset(manual)
     request = (annotation, sizes.pairs, mode, role, dims, path, manual, mode_from)
-    resolution: Resolution | None = rules._cache.get(request) or rules._cache.recall(request)
+    resolution: Resolution | None = rules._cache[request]
     if resolution is None:
         fresh = _explain(
             annotation,

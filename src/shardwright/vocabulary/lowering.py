@@ -25,6 +25,7 @@ from shardwright.vocabulary.axes import (
     EMPTY,
     HEAD,
     HEAD_DIM,
+    KNOWN_AXES,
     KV_HEAD,
     KV_HEAD_DIM,
     LAYERS,
@@ -121,6 +122,8 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
     else:
         dims = [_DIMS.get(entry) or _lower_dim(entry, "") for entry in annotation]
         lowered = Lowered(dims=tuple(dims))
+        if _are_different_axes(annotation) and (shape is None or len(shape) == len(dims)):
+            return lowered
     _check_composites(lowered.dims)
     _check_rank(annotation, lowered.dims, shape)
     _check_repeats(lowered.dims)
@@ -229,10 +232,11 @@ def as_shape(shape: Any) -> tuple[int, ...]:
       RankMismatchError: The value is not a shape, or has a negative size.
     """
     try:
-        sizes = tuple(map(operator.index, shape))
+        sizes = known = tuple(map(operator.index, shape))
     except TypeError as error:
         sizes = _symbolic_shape(shape, error)
-    if any(type(size) is int and size < 0 for size in sizes):
+        known = tuple(size for size in sizes if type(size) is int)
+    if min(known, default=0) < 0:
         raise RankMismatchError(f"{sizes} has a negative size", fix=_SHAPE_FIX)
     return sizes
 
@@ -338,6 +342,13 @@ def _check_composites(dims: tuple[Dim, ...]) -> None:
                     f"then the number of heads must divide"
                 ),
             )
+
+
+def _are_different_axes(annotation: tuple[Any, ...]) -> bool:
+    """Tell whether all dims are single known axes, none of them twice. Most annotations are so, and
+    then only the rank can be wrong.
+    """
+    return len(KNOWN_AXES.intersection(annotation)) == len(annotation)
 
 
 def _check_repeats(dims: tuple[Dim, ...]) -> None:
