@@ -63,7 +63,8 @@ def total(f: Callable[..., Any]) -> Loss:
 
     def loss(*args: Any) -> tuple[jax.Array, Any]:
         y = f(*args)
-        return sum(jnp.sum(jnp.sin(part)) for part in jax.tree.leaves(y)), y  # type: ignore[return-value]
+        sums = [jnp.sum(jnp.sin(part)) for part in jax.tree.leaves(y)]
+        return jnp.stack(sums).sum(), y
 
     return loss
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -37,7 +37,8 @@ def by_numpy(params: Any, x: Any, config: mlp_block.MlpConfig) -> np.ndarray:
     """Return a SwiGLU block with a layer norm and biases, in float64."""
     params = jax.tree.map(lambda w: np.asarray(w, np.float64), params)
     x = np.asarray(x, np.float64)
-    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + config.norm.epsilon)  # type: ignore[union-attr]
+    assert config.norm is not None
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + config.norm.epsilon)
     x = x * (1 + params["norm"]["scale"]) + params["norm"]["bias"]
     hidden = np.einsum("ble,enf->blnf", x, params["up"]["kernel"]) + params["up"]["bias"]
     gate, linear = hidden[..., 0, :], hidden[..., 1, :]
@@ -121,7 +122,7 @@ def test_bad_input() -> None:
             "activation 'siloo' is unknown",
         ),
         (
-            lambda: mlp_block.MlpConfig(embed=4, hidden=4, activations="silu"),  # type: ignore[arg-type]
+            lambda: mlp_block.MlpConfig(embed=4, hidden=4, activations=cast("Any", "silu")),
             "is not a tuple of names",
         ),
         (lambda: mlp_block.MlpConfig(embed=4, hidden=4, dropout=1.0), r"dropout=1.0 is not in"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -162,7 +162,7 @@ def test_bad_input() -> None:
         (lambda: stack(PARAMS[:1], X), "params has 1 trees, and the config describes 2"),
         (lambda: stack(PARAMS, X[0]), r"x has shape \(8, 16\)"),
         (
-            lambda: transformer_block.apply(CONFIG, PARAMS, X, state=caches),  # type: ignore[arg-type]
+            lambda: transformer_block.apply(CONFIG, PARAMS, X, state=cast("Any", caches)),
             "caches with scan=True",
         ),
         (

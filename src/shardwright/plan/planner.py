@@ -278,7 +278,7 @@ def price(
     walked = walk(
         traced,
         manager,
-        # Gradients come last, and are no arguments.
+        # Gradients come last. They are not arguments.
         kinds=[str(leaf.category) for leaf in state.leaves[: len(traced.inputs)]],
         donated=[
             at in program.donated for at, tree in enumerate(shapes) for _ in jax.tree.leaves(tree)
