@@ -359,7 +359,7 @@ def test_files_and_functions_are_short() -> None:
 
 
 def test_no_line_is_over_100_columns() -> None:
-    """Tables and links in pages cannot be wrapped. ruff excuses comments for tools; this does not."""
+    """Tables and links of pages cannot be wrapped. ruff excuses comments for tools."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     lines = [
         (path.relative_to(ROOT).as_posix(), number, line)
