@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import shardwright as sw
+from shardwright._jax import watch_compilations
 from tests.manager.programs import AXIS_TYPES, make_manager, numbers, sharded_over
 
 HIDDEN = (sw.BATCH, sw.LENGTH, sw.MLP_INTERMEDIATE)
@@ -90,6 +91,17 @@ def test_products_equal_unsharded(kind: str) -> None:
                 assert kind == "auto" or sharded_over(
                     actual, pm.mesh, *placed[number].sharding.spec
                 )
+
+
+@pytest.mark.parametrize("kind", AXIS_TYPES)
+def test_eager_products_compile_once(kind: str) -> None:
+    with make_manager(kind, text=RULES):
+        for f in (by_einsum, by_dot_general):
+            first = f(*operands())
+            with watch_compilations() as compilations:
+                again = f(*operands())
+            assert compilations.compiled == []
+            np.testing.assert_array_equal(again, first)
 
 
 def test_products_without_a_manager() -> None:

@@ -7,6 +7,7 @@ sharding is the argument `out_sharding`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,34 @@ from shardwright.manager.request import Request
 from shardwright.resolution.partition_specs import UNCONSTRAINED
 from shardwright.vocabulary.annotations import read_annotation
 
-_Product = Callable[..., Any]  # (*operands, out_sharding=...) -> array
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Product:
+    """A product of arrays whose options are fixed. It is hashable, so that jit can keep it.
+
+    Attributes:
+      function: `jnp.einsum` or `jax.lax.dot_general`.
+      before: Arguments before the operands.
+      after: Arguments after the operands.
+      precision: As in both functions.
+      preferred_element_type: As in both functions.
+    """
+
+    function: Callable[..., Any]
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+    precision: Any
+    preferred_element_type: Any
+
+    def __call__(self, *operands: Any, out_sharding: Any = None) -> Any:
+        return self.function(
+            *self.before,
+            *operands,
+            *self.after,
+            precision=self.precision,
+            preferred_element_type=self.preferred_element_type,
+            out_sharding=out_sharding,
+        )
 
 
 def einsum(
@@ -57,16 +85,7 @@ def einsum(
     Raises:
       ShardingError: The annotation does not fit the result, the rules or the mesh.
     """
-
-    def product(*operands: Any, out_sharding: Any = None) -> Any:
-        return jnp.einsum(
-            spec,
-            *operands,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        )
-
+    product = _Product(jnp.einsum, (spec,), (), precision, preferred_element_type)
     return _sharded(product, operands, out, mode)
 
 
@@ -97,18 +116,13 @@ def dot_general(
     Raises:
       ShardingError: The annotation does not fit the result, the rules or the mesh.
     """
-
-    def product(lhs: Any, rhs: Any, out_sharding: Any = None) -> Any:
-        return jax.lax.dot_general(
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        )
-
+    numbers = _as_tuples(dimension_numbers)
+    product = _Product(jax.lax.dot_general, (), (numbers,), precision, preferred_element_type)
     return _sharded(product, (lhs, rhs), out, mode)
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def _sharded(product: _Product, operands: tuple[Any, ...], out: Any, mode: str | None) -> Any:
@@ -124,16 +138,16 @@ def _sharded(product: _Product, operands: tuple[Any, ...], out: Any, mode: str |
     if placement is None:  # a surrounding shard_map has made all mesh axes Manual
         y = product(*operands)
     elif placement.auto is None or _jax.in_trace():
-        y = _place_result(product, operands, placement)
+        y = _place_result(product, placement, *operands)
     else:
         # Eagerly the constraint over Auto axes would undo the sharding over Explicit ones.
-        y = jax.jit(lambda *operands: _place_result(product, operands, placement))(*operands)
+        y = _place_result_jitted(product, placement, *operands)
     if resolution is not None:
         check_varying(y, resolution, None)
     return y
 
 
-def _place_result(product: _Product, operands: tuple[Any, ...], placement: Placement) -> Any:
+def _place_result(product: _Product, placement: Placement, *operands: Any) -> Any:
     assert placement.explicit is not None
     entries = [None if entry is UNCONSTRAINED else entry for entry in placement.explicit.partitions]
     spec: Any = PartitionSpec(*entries)
@@ -142,3 +156,6 @@ def _place_result(product: _Product, operands: tuple[Any, ...], placement: Place
         spec = NamedSharding(placement.mesh, spec)
     y = product(*operands, out_sharding=spec)
     return y if placement.auto is None else constraint.constrain(y, constraint.auto_part(placement))
+
+
+_place_result_jitted = jax.jit(_place_result, static_argnums=(0, 1))
