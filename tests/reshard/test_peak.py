@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import pytest
 
 from benchmarks import moving
@@ -20,3 +21,9 @@ def test_peak_is_planned(tree: str, way: str) -> None:
     peak = moving.measure(tree, way)
     assert peak.growth <= peak.allowed
     assert peak.growth <= peak.planned
+
+
+def test_parent_process_does_not_count() -> None:
+    large = np.ones(2**30, np.uint8)
+    peak = moving.measure("512 MiB, 16 leaves", moving.DONATED)
+    assert peak.growth <= peak.allowed < large.nbytes
