@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -223,6 +225,22 @@ def watch_compilations() -> Iterator[Compilations]:
     finally:
         log.removeHandler(handler)
         jax.monitoring.unregister_event_duration_listener(note)
+
+
+# A line in one of these packages is not a line of the model.
+_NOT_THE_MODEL: tuple[str, ...] = tuple(
+    f"{folder}{os.sep}"
+    for folder in (Path(jax.__file__ or "").resolve().parent, Path(__file__).resolve().parent)
+)
+
+
+def source_line(equation: Any) -> str:
+    """Return the line of the model that an equation comes from, as `model.py:12`, or ""."""
+    traceback = equation.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(_NOT_THE_MODEL):
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+    return ""
 
 
 def newly_manual_axes(parameters: dict[str, Any]) -> frozenset[str]:

@@ -19,7 +19,7 @@ from shardwright.plan.annotate import Annotation, annotate, annotate_axes_p, ann
 from shardwright.plan.walk.equations import holds_shard_map
 from shardwright.plan.walk.events import Walked
 from shardwright.plan.walk.ledger import Ledger
-from shardwright.plan.walk.program import source_line, walk_jaxpr, written_target
+from shardwright.plan.walk.program import walk_jaxpr, written_target
 from shardwright.plan.walk.values import KEEP, Dims, Origin, Value, dims_of_spec
 from shardwright.resolution import resolver
 from shardwright.resolution.decisions import DimDecision, Resolution, RuleRef
@@ -303,7 +303,7 @@ def walk(
         if equation.primitive is not annotate_axes_p:
             return written_target(equation, ledger)
         annotation: Annotation = equation.params["annotation"]
-        value = resolved(annotation.request, annotation.strict, source_line(equation))
+        value = resolved(annotation.request, annotation.strict, _jax.source_line(equation))
         dims = list(value.dims)
         for at in sorted(equation.params["added"]):
             dims.insert(at, KEEP)

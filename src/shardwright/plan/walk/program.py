@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
-import jax
 from jax.extend.core import Literal
 from jax.sharding import AxisType, NamedSharding
 
+from shardwright import _jax
 from shardwright.plan.walk import control, elementwise, indexing, products, shapes
 from shardwright.plan.walk.buffers import with_buffers
 from shardwright.plan.walk.demands import demands
@@ -73,11 +71,6 @@ _RULES: Final[Mapping[str, Rule]] = {
 }
 # The rules of these primitives set how often a result is computed.
 _LOOPS: Final = frozenset({"scan", "while", "cond"})
-# A line in one of these packages is not a line of the model.
-_NOT_THE_MODEL: Final = tuple(
-    f"{folder}{os.sep}"
-    for folder in (Path(jax.__file__ or "").resolve().parent, Path(__file__).resolve().parents[2])
-)
 
 
 class Walker:
@@ -131,7 +124,7 @@ class Walker:
             return anywhere(_rank(variable)) if isinstance(variable, Literal) else held[variable]
 
         for equation in equations:
-            source = source_line(equation) or outer.source
+            source = _jax.source_line(equation) or outer.source
             step = Step(
                 equation=equation,
                 values=[value(variable) for variable in equation.invars],
@@ -163,15 +156,6 @@ def _follow(step: Step) -> Sequence[Value]:
     return with_buffers(step, step.replicated())
 
 
-def source_line(equation: Any) -> str:
-    """Return the line of the model that an equation comes from, as `model.py:12`, or ""."""
-    traceback = equation.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(_NOT_THE_MODEL):
-            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
-    return ""
-
-
 def written_target(equation: Any, ledger: Ledger) -> Value | None:
     """Return where a constraint with a PartitionSpec moves its operand."""
     parameters = equation.params
@@ -182,7 +166,7 @@ def written_target(equation: Any, ledger: Ledger) -> Value | None:
         return None  # library code marks values so; over Auto axes it changes nothing
     aval = equation.invars[0].aval
     dims = dims_of_spec(sharding.spec.partitions, aval.ndim, ledger.sizes)
-    origin = Origin(source=source_line(equation))
+    origin = Origin(source=_jax.source_line(equation))
     return Value(dims=dims, origins={axis: origin for dim in dims for axis in dim})
 
 
