@@ -40,7 +40,7 @@ from shardwright.vocabulary.lowering import (
 )
 from shardwright.vocabulary.merged_dims import (
     MergedDim,
-    merged,  # noqa: F401
+    merged,
 )
 
 Initializer = Callable[..., Any]
@@ -237,7 +237,7 @@ def as_annotation(value: Any) -> Any:
 
 def _frozen(entries: list[Any] | tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a list of dims as a tuple of dims."""
-    frozen = tuple(tuple(entry) if isinstance(entry, (list, tuple)) else entry for entry in entries)
+    frozen = tuple(map(_frozen_entry, entries))
     for position, entry in enumerate(frozen):
         if not _is_dim(entry):
             what = "is not an axis, a tuple of axes or merged(...)"
@@ -250,6 +250,15 @@ def _frozen(entries: list[Any] | tuple[Any, ...]) -> tuple[Any, ...]:
                 fix=fix,
             )
     return frozen
+
+
+def _frozen_entry(entry: Any) -> Any:
+    """Return one entry of a list of dims. In TOML, merged axes are lists: `[["HEAD", 8], …]`."""
+    if not isinstance(entry, (list, tuple)):
+        return entry
+    if entry and all(isinstance(member, list) and len(member) == 2 for member in entry):
+        return merged(*(tuple(member) for member in entry))
+    return tuple(entry)
 
 
 def read_annotation(axes: tuple[Any, ...]) -> Any:
