@@ -16,6 +16,7 @@ ROOMS = (
     ("reshard", "moves of arrays between specs"),
     ("plan", "memory, collectives, differences"),
     ("lints", "likely mistakes in a strategy"),
+    ("inference", "axes of models that nobody annotated"),
     ("manager", "PartitionManager: shard, gather, explain"),
     ("strategy", "strategy files and presets"),
     ("trees", "annotated trees, optimizer state"),

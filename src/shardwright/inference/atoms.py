@@ -1,0 +1,166 @@
+"""Dims as ordered factors, and which dims are the same.
+
+A dim is a tuple of atoms, major first. An atom is split if another part of the program uses its
+factors, as in a reshape from `heads * head_dim` to `(heads, head_dim)`. Atoms that an operation
+aligns are one class, as in union-find.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from shardwright.inference.evidence import Evidence
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Atom:
+    """One factor of a dim.
+
+    Attributes:
+      size: Number of elements.
+      name: Axis, or empty.
+      evidence: Why it has this name.
+      guess: Whether a default rule chose the name.
+      whole: The dim that this atom is a slice of, or None.
+      learned: Whether it is a dim of a parameter, or a piece of one.
+      counts: Whether an iota counts along it.
+      nonlinear: Whether an activation function was applied to it.
+      residual: Whether two activations were added along it.
+      params: The dims of parameters that it is part of, as (leaf, dim).
+      parts: Its (major, minor) factors, after a split.
+      same: The atom that represents its class, or None if it does so itself.
+    """
+
+    size: int
+    name: str = ""
+    evidence: Evidence | None = None
+    guess: bool = False
+    whole: Dim | None = None
+    learned: bool = False
+    counts: bool = False
+    nonlinear: bool = False
+    residual: bool = False
+    params: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    parts: tuple[Atom, Atom] | None = None
+    same: Atom | None = None
+
+    def split(self, major: int) -> None:
+        """Split into factors of sizes (major, size // major), which inherit what is known."""
+        self.parts = (self._factor(major), self._factor(self.size // major))
+
+    def _factor(self, size: int) -> Atom:
+        return Atom(
+            size,
+            learned=self.learned,
+            counts=self.counts,
+            nonlinear=self.nonlinear,
+            residual=self.residual,
+            params=set(self.params),
+        )
+
+    def absorb(self, other: Atom) -> None:
+        """Take over what is known of an atom that is the same."""
+        if not self.name:
+            self.name, self.evidence, self.guess = other.name, other.evidence, other.guess
+        self.whole = self.whole or other.whole
+        self.learned |= other.learned
+        self.counts |= other.counts
+        self.nonlinear |= other.nonlinear
+        self.residual |= other.residual
+        self.params |= other.params
+        other.same = self
+
+
+Dim = tuple[Atom, ...]
+Dims = tuple[Dim, ...]
+
+
+def new_dim(size: int) -> Dim:
+    """Return a dim about which nothing is known."""
+    return (Atom(size),)
+
+
+def new_dims(shape: Iterable[int]) -> Dims:
+    """Return the dims of an array about which nothing is known."""
+    return tuple(new_dim(size) for size in shape)
+
+
+def finest(dim: Iterable[Atom]) -> list[Atom]:
+    """Return the finest known factors of a dim, each the representative of its class.
+
+    Factors of size 1 are left out, since they do not change the order of the elements.
+    """
+    factors: list[Atom] = []
+    for member in dim:
+        atom = member
+        while atom.same is not None:
+            atom = atom.same
+        if atom.parts is not None:
+            factors += finest(atom.parts)
+        elif atom.size != 1:
+            factors.append(atom)
+    return factors
+
+
+def size_of(dim: Iterable[Atom]) -> int:
+    """Return the number of elements of a dim."""
+    return math.prod([atom.size for atom in dim])
+
+
+def unify(left: Dim, right: Dim, clash: Callable[[Atom, Atom], None]) -> None:
+    """Record that two dims are the same.
+
+    Args:
+      left: A dim.
+      right: Another dim. Nothing is recorded if its size is another.
+      clash: Called for two atoms with different names, which stay apart.
+    """
+    lefts, rights = finest(left), finest(right)
+    if size_of(lefts) != size_of(rights):
+        return
+    while lefts and rights:
+        first, second = lefts[0], rights[0]
+        if first is not second and first.size != second.size:
+            larger, smaller = (first, second) if first.size > second.size else (second, first)
+            if larger.size % smaller.size or larger.name:
+                return  # other factors: nothing can be said about the rest
+            larger.split(smaller.size)
+            lefts, rights = finest(lefts), finest(rights)
+            continue
+        if first is not second:
+            if first.name and second.name and first.name != second.name:
+                clash(first, second)
+                return
+            wholes = first.whole, second.whole
+            first.absorb(second)
+            if wholes[0] is not None and wholes[1] is not None:
+                # Slices of the same size that are one dim: so are the dims that they are cut from.
+                unify(wholes[0], wholes[1], clash)
+        lefts, rights = lefts[1:], rights[1:]
+
+
+def regroup(dims: Sequence[Dim], shape: Sequence[int]) -> Dims:
+    """Return the dims of an array after a reshape, which keeps the order of all factors.
+
+    A factor that falls into two dims is split. If that is not possible, all dims are new.
+    """
+    factors = finest([atom for dim in dims for atom in dim])
+    regrouped: list[Dim] = []
+    for size in shape:
+        taken: list[Atom] = []
+        while (missing := size // size_of(taken)) > 1:
+            if not factors:
+                return new_dims(shape)
+            first = factors[0]
+            if missing % first.size == 0:
+                taken.append(first)
+                factors = factors[1:]
+            elif first.size % missing or first.name:
+                return new_dims(shape)
+            else:
+                first.split(missing)
+                factors = finest(factors)
+        regrouped.append(tuple(taken))
+    return tuple(regrouped)

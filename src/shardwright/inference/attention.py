@@ -1,0 +1,140 @@
+"""Name the dims of attention: heads, head dims, and groups of heads that share keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Final
+
+from shardwright.inference.atoms import Atom, Dim, finest
+from shardwright.inference.evidence import Evidence
+from shardwright.inference.facts import Product
+from shardwright.inference.names import Names
+from shardwright.vocabulary.axes import BATCH, HEAD, HEAD_DIM, KV_HEAD, LENGTH
+
+# Query heads that share a kv head. It is not an axis: (KV_HEAD, GROUP) is spelled HEAD.
+GROUP: Final = "__GROUP__"
+_HEADS: Final = frozenset({HEAD, KV_HEAD, GROUP})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """A product of queries and keys.
+
+    Attributes:
+      batch: The factors of its batch dims.
+      contracted: The factors that are summed over: the head dim.
+      sequence: Free factors that are positions.
+      groups: Free factors of the queries that the keys do not have.
+      equation: The equation.
+    """
+
+    batch: list[Atom]
+    contracted: list[Atom]
+    sequence: set[Atom]
+    groups: list[Atom]
+    equation: object
+
+
+def name_attention(names: Names) -> None:
+    """Find products of queries and keys, then of their scores and values, and name their dims."""
+    found: list[Scores] = []
+    for product in names.facts.activations:
+        scores = _scores(product)
+        if scores is None:
+            _name_values(names, product, found)
+        else:
+            _name_scores(names, scores)
+            found.append(scores)
+
+
+def _factors(dims: Iterable[Dim]) -> list[Atom]:
+    return [atom for dim in dims for atom in finest(dim)]
+
+
+def _scores(product: Product) -> Scores | None:
+    """Return a product as queries times keys, or None if it is something else.
+
+    Queries and keys both have positions, and sum over a dim that a weight made.
+    """
+    left, right = _factors(product.left), _factors(product.right)
+    contracted = _factors(product.contracted)
+    if not contracted or any(
+        not atom.learned or atom.name not in ("", HEAD_DIM) for atom in contracted
+    ):
+        return None
+    shared = set(left) & set(right)
+
+    def is_position(atom: Atom) -> bool:
+        # A table of positions makes the length a dim of a parameter, too.
+        return not atom.learned or atom.name == LENGTH or atom in shared
+
+    if not any(map(is_position, left)) or not any(map(is_position, right)):
+        return None
+    groups = [
+        [atom for atom in side if not is_position(atom) and atom.name in ("", *_HEADS)]
+        for side in (left, right)
+    ]
+    if all(groups):
+        return None
+    return Scores(
+        batch=_factors(product.batch),
+        contracted=contracted,
+        sequence={atom for atom in (*left, *right) if is_position(atom)},
+        groups=groups[0] or groups[1],
+        equation=product.equation,
+    )
+
+
+def _name_scores(names: Names, scores: Scores) -> None:
+    equation = scores.equation
+    heads = [
+        atom
+        for atom in scores.batch
+        if atom.learned and atom.name not in (BATCH, LENGTH) and atom.name in ("", *_HEADS)
+    ]
+    # Without heads, this may be a product of two activations of another kind.
+    guess = not heads and not scores.groups
+    why = Evidence("queries times keys: summed over", equation)
+    names.give(scores.contracted, HEAD_DIM, why, guess=guess)
+    for atom in scores.sequence:
+        if atom.learned:
+            names.give((atom,), LENGTH, Evidence("queries times keys: a position", equation))
+    shared = Evidence("queries times keys: heads that share keys", equation)
+    batch = Evidence("queries times keys: a batch dim", equation)
+    kv_heads, copies = _grouped(heads)
+    if scores.groups and heads:
+        kv_heads, copies = heads, scores.groups
+    elif scores.groups:
+        heads = scores.groups
+    if copies:
+        names.give(kv_heads, KV_HEAD, batch)
+        names.give(copies, GROUP, shared)
+    else:
+        names.give(heads, HEAD, batch)
+
+
+def _grouped(heads: list[Atom]) -> tuple[list[Atom], list[Atom]]:
+    """Split factors of heads into kv heads and copies, if keys have only some of the factors."""
+    most = max((len(atom.params) for atom in heads), default=0)
+    kv_heads = [atom for atom in heads if len(atom.params) == most]
+    copies = [atom for atom in heads if len(atom.params) < most]
+    return (kv_heads, copies) if len(heads) == 2 and copies else (heads, [])
+
+
+def _name_values(names: Names, product: Product, found: Iterable[Scores]) -> None:
+    """Name the head dim of values, if a product sums over the positions of scores."""
+    contracted = set(_factors(product.contracted))
+    batch = set(_factors(product.batch))
+    free = _factors((*product.left, *product.right))
+    has_heads = any(atom.name in _HEADS for atom in (*batch, *free))
+    is_values = any(
+        contracted and contracted <= scores.sequence and (has_heads or batch == set(scores.batch))
+        for scores in found
+    )
+    if not is_values:
+        return
+    why = Evidence("scores times values: made by a weight", product.equation)
+    for atom in free:
+        if atom.learned:
+            names.give((atom,), HEAD_DIM, why, guess=not has_heads)

@@ -1,0 +1,93 @@
+"""Loops, branches and calls: walk the jaxprs that an equation holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from shardwright import _jax
+from shardwright.inference.atoms import new_dim
+from shardwright.inference.facts import Use
+from shardwright.inference.step import Step, Value
+
+
+def scan(step: Step) -> list[Value]:
+    """Walk the body once. A carry keeps its dims.
+
+    The first dim of a scanned parameter is recorded: it is LAYERS.
+    """
+    constants, carries, body = _jax.scan_parts(step.parameters)
+    split = constants + carries
+    scanned = step.values[split:]
+    for value in scanned:
+        if value.is_weight and value.dims:
+            step.facts.scans.append(Use(dim=value.dims[0], equation=step.site))
+    starts = _carried(step, step.values[constants:split])
+    rows = [dataclasses.replace(value, dims=value.dims[1:], one_hot=None) for value in scanned]
+    ends = step.walker.walk(body, [*step.values[:constants], *starts, *rows])
+    _align(step, starts, ends)
+    lead = scanned[0].dims[0] if scanned else new_dim(step.parameters["length"])
+    stacked = [dataclasses.replace(end, dims=(lead, *end.dims)) for end in ends[carries:]]
+    return [*ends[:carries], *stacked]
+
+
+def while_loop(step: Step) -> list[Value]:
+    """Walk the body once. A carry keeps its dims."""
+    skipped = step.parameters["cond_nconsts"]
+    split = skipped + step.parameters["body_nconsts"]
+    starts = _carried(step, step.values[split:])
+    body = step.parameters["body_jaxpr"].jaxpr
+    ends = step.walker.walk(body, [*step.values[skipped:split], *starts])
+    _align(step, starts, ends)
+    return ends
+
+
+def cond(step: Step) -> list[Value]:
+    """Walk every branch. Their results have the same dims."""
+    branches = [
+        step.walker.walk(branch.jaxpr, step.values[1:]) for branch in step.parameters["branches"]
+    ]
+    for other in branches[1:]:
+        _align(step, branches[0], other)
+    return [
+        dataclasses.replace(
+            ends[0],
+            data=any(end.data for end in ends),
+            learned=any(end.learned for end in ends),
+        )
+        for ends in zip(*branches, strict=True)
+    ]
+
+
+def call(step: Step) -> list[Value] | None:
+    """Walk the jaxpr of a call (jit, remat, custom derivatives), or return None without one."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = step.parameters.get(key)
+        if inner is not None:
+            body = getattr(inner, "jaxpr", inner)
+            values = step.values[len(step.values) - len(body.invars) :]
+            return step.walker.walk(body, values, called_at=step.site)
+    return None
+
+
+def _carried(step: Step, starts: Sequence[Value]) -> list[Value]:
+    """Return the first values of carries. Arrays depend on whatever the loop reads.
+
+    Accumulators start as zeros, which depend on nothing. Scalars are often counters, and stay.
+    """
+    data = any(value.data for value in step.values)
+    learned = any(value.learned for value in step.values)
+    return [
+        dataclasses.replace(
+            start, data=start.data or data, learned=start.learned or learned, one_hot=None
+        )
+        if start.dims
+        else start
+        for start in starts
+    ]
+
+
+def _align(step: Step, before: Sequence[Value], after: Sequence[Value]) -> None:
+    for first, second in zip(before, after, strict=False):
+        for left, right in zip(first.dims, second.dims, strict=True):
+            step.same(left, right)

@@ -1,0 +1,120 @@
+"""What the walk records about a program, for the rules that name dims."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from shardwright.inference.atoms import Atom, Dim, Dims, unify
+from shardwright.inference.evidence import Evidence
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup:
+    """Rows of a table, selected by indices or by one-hot rows.
+
+    Attributes:
+      key: The dim that the indices count along.
+      kept: The dims of the table that each row has.
+      index: The dims of the indices.
+      by: What the indices depend on: "inputs", "both" (inputs and parameters), or "neither".
+      of_data: Whether the table itself depends on the inputs.
+      equation: The equation.
+    """
+
+    key: Dim
+    kept: Dims
+    index: Dims
+    by: str
+    of_data: bool
+    equation: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """A product: of two activations, or of an activation (left) and a weight (right).
+
+    Attributes:
+      batch: Dims that both operands and the result have.
+      contracted: Dims that are summed over.
+      left: The other dims of the left operand.
+      right: The other dims of the right operand.
+      groups: Whether the batch dims are the groups of a ragged product.
+      equation: The equation.
+    """
+
+    batch: Dims
+    contracted: Dims
+    left: Dims
+    right: Dims
+    groups: bool = False
+    equation: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A dim that is part of another: a slice of it, or one operand of a concatenation."""
+
+    whole: Dim
+    start: int
+    dim: Dim
+    equation: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """A dim, and the equation that uses it in some way."""
+
+    dim: Dim
+    equation: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Clash:
+    """Two operations that name one dim differently.
+
+    Attributes:
+      params: The dims of parameters concerned, as (leaf, dim).
+      first: A name, and why.
+      second: Another name, and why.
+      meeting: What makes the two dims one, or None if both names are for the same dim.
+    """
+
+    params: frozenset[tuple[int, int]]
+    first: tuple[str, Evidence]
+    second: tuple[str, Evidence]
+    meeting: Evidence | None
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Facts:
+    """What the walk records: how dims are used, and names that contradict each other."""
+
+    lookups: list[Lookup] = dataclasses.field(default_factory=list)
+    activations: list[Product] = dataclasses.field(default_factory=list)
+    projections: list[Product] = dataclasses.field(default_factory=list)
+    pieces: list[Piece] = dataclasses.field(default_factory=list)
+    top_k: list[Use] = dataclasses.field(default_factory=list)
+    scans: list[Use] = dataclasses.field(default_factory=list)
+    rows: list[Use] = dataclasses.field(default_factory=list)
+    windows: list[Use] = dataclasses.field(default_factory=list)
+    conflicts: list[Clash] = dataclasses.field(default_factory=list)
+    unknown: dict[str, Evidence] = dataclasses.field(default_factory=dict)
+
+    def same(self, left: Dim, right: Dim, equation: Any) -> None:
+        """Record that an equation makes two dims the same."""
+
+        def clash(first: Atom, second: Atom) -> None:
+            assert first.evidence is not None
+            assert second.evidence is not None
+            meeting = Evidence("used as one dim", equation)
+            self.conflicts.append(
+                Clash(
+                    params=frozenset(first.params | second.params),
+                    first=(first.name, first.evidence),
+                    second=(second.name, second.evidence),
+                    meeting=meeting,
+                )
+            )
+
+        unify(left, right, clash)

@@ -1,0 +1,87 @@
+"""Equations that read or write at indices."""
+
+from __future__ import annotations
+
+from shardwright.inference.atoms import Dims, new_dim, new_dims
+from shardwright.inference.facts import Lookup, Use
+from shardwright.inference.step import Step, Value
+
+
+def gather(step: Step) -> list[Value]:
+    """Keep the dims that are read whole; the other dims are those of the indices."""
+    table, index = step.values[:2]
+    numbers, sizes = step.parameters["dimension_numbers"], step.parameters["slice_sizes"]
+    shape = step.operand_shapes[0]
+    batching = numbers.operand_batching_dims
+    for at, other in zip(batching, numbers.start_indices_batching_dims, strict=True):
+        step.same(table.dims[at], index.dims[other])
+    offsets = [
+        at for at in range(len(shape)) if at not in (*numbers.collapsed_slice_dims, *batching)
+    ]
+    sources = dict(zip(numbers.offset_dims, offsets, strict=True))
+    indices = iter(index.dims)
+    dims = []
+    for at, size in enumerate(step.shapes[0]):
+        if at not in sources:
+            dims.append(next(indices, new_dim(size)))
+        elif sizes[sources[at]] == shape[sources[at]]:
+            dims.append(table.dims[sources[at]])
+        else:
+            dims.append(new_dim(size))
+    _record_lookup(step, tuple(table.dims[at] for at in offsets if sizes[at] == shape[at]))
+    return [step.result(dims)]
+
+
+def _record_lookup(step: Step, kept: Dims) -> None:
+    table, index = step.values[:2]
+    numbers, sizes = step.parameters["dimension_numbers"], step.parameters["slice_sizes"]
+    keys = [at for at in numbers.start_index_map if sizes[at] == 1 < step.operand_shapes[0][at]]
+    if len(keys) != 1 or not table.learned:
+        return
+    by = "neither"
+    if index.data:
+        by = "both" if index.learned else "inputs"
+    step.facts.lookups.append(
+        Lookup(
+            key=table.dims[keys[0]],
+            kept=kept,
+            index=index.dims,
+            by=by,
+            of_data=table.data,
+            equation=step.site,
+        )
+    )
+
+
+def update_slice(step: Step) -> list[Value]:
+    """Align the dims that are written whole, as in a cache."""
+    old, new = step.values[:2]
+    shapes = step.operand_shapes
+    for left, right, size, written in zip(old.dims, new.dims, shapes[0], shapes[1], strict=True):
+        if size == written:
+            step.same(left, right)
+    return [step.result(old.dims)]
+
+
+def top_k(step: Step) -> list[Value]:
+    """Keep all dims but the one that is searched."""
+    axis = step.parameters.get("axis", -1)
+    dims = list(step.values[0].dims)
+    axis %= len(dims)
+    step.facts.top_k.append(Use(dim=dims[axis], equation=step.site))
+    return [
+        step.result([new_dim(shape[axis]) if at == axis else dim for at, dim in enumerate(dims)])
+        for shape in step.shapes
+    ]
+
+
+def arg_reduction(step: Step) -> list[Value]:
+    """Drop the dim that is searched."""
+    axes = step.parameters["axes"]
+    kept = [dim for at, dim in enumerate(step.values[0].dims) if at not in axes]
+    return [step.result(kept)]
+
+
+def random(step: Step) -> list[Value]:
+    """Return new dims: random bits say nothing about their shape."""
+    return [Value(dims=new_dims(shape)) for shape in step.shapes]

@@ -1,0 +1,174 @@
+"""The public call: infer the axes of parameters from one trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardwright.errors import RankMismatchError, StrategyError, raise_problems
+from shardwright.inference.atoms import Dims, new_dims
+from shardwright.inference.attention import name_attention
+from shardwright.inference.evidence import Evidence
+from shardwright.inference.facts import Clash, Facts
+from shardwright.inference.inferred import Conflict, Inferred, InferredDim
+from shardwright.inference.names import (
+    Names,
+    name_by_size,
+    name_experts,
+    name_hidden,
+    name_logits,
+    name_residual,
+    name_rows,
+    name_stacks,
+    name_tables,
+    name_windows,
+)
+from shardwright.inference.pieces import name_pieces
+from shardwright.inference.spelling import spell
+from shardwright.inference.step import Value
+from shardwright.inference.walk import Walker
+from shardwright.trees.paths import path_text
+from shardwright.vocabulary.axes import canonical_axis
+
+
+def infer_axes(
+    forward: Callable[..., Any],
+    params: Any,
+    *inputs: Any,
+    seeds: Sequence[Any],
+    sizes: Mapping[int, str] | None = None,
+    strict: bool = False,
+) -> Inferred:
+    """Infer the axes of each parameter of `forward(params, *inputs)` from one trace.
+
+    Nothing is computed. Review what is inferred, and commit the file that `toml()` writes.
+
+    Args:
+      forward: The model.
+      params: Tree of arrays, or of their shapes (`jax.eval_shape`).
+      *inputs: The other arguments: trees of arrays or of their shapes.
+      seeds: The axes of each array of the inputs, such as `[(BATCH, LENGTH), None]`. None if
+        nothing is known about an array, or about one of its dims.
+      sizes: Size -> axis, from the model's config. They name what is otherwise open or a
+        guess.
+      strict: Raise an error for conflicts, open dims and guesses.
+
+    Raises:
+      StrategyError: There are not as many seeds as arrays; or, with `strict`, a dim is open, a
+        guess, or named differently by two operations.
+      RankMismatchError: A seed does not have one axis per dim.
+
+    >>> import shardwright as sw
+    >>> def forward(params, tokens):
+    ...     return params["table"][tokens] @ params["table"].T
+    >>> params = {"table": jax.ShapeDtypeStruct((512, 64), "float32")}
+    >>> tokens = jax.ShapeDtypeStruct((2, 16), "int32")
+    >>> infer_axes(forward, params, tokens, seeds=[(sw.BATCH, sw.LENGTH)]).annotations
+    {'table': ('__VOCAB__', '__EMBED__')}
+    """
+    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+    closed = jax.make_jaxpr(forward)(params, *inputs)
+    values = [_parameter(at, np.shape(leaf)) for at, (_, leaf) in enumerate(leaves)]
+    given = _seeded([np.shape(leaf) for leaf in jax.tree.leaves(inputs)], seeds)
+    walker = Walker()
+    results = walker.walk(closed.jaxpr, [*values, *given])
+    by_size = {size: canonical_axis(axis) for size, axis in (sizes or {}).items()}
+    _name_all(walker.facts, [value.dims for value in values], results, by_size)
+    rows = [spell(value.dims) for value in values]
+    evidence = tuple(
+        InferredDim(
+            path=path_text(path),
+            dim=at,
+            size=int(size),
+            axis=entry.axis,
+            evidence=entry.evidence,
+            guess=entry.guess,
+            is_open=entry.is_open,
+        )
+        for (path, leaf), row in zip(leaves, rows, strict=True)
+        for at, (size, entry) in enumerate(zip(np.shape(leaf), row, strict=True))
+    )
+    annotations = [tuple(entry.axis for entry in row) for row in rows]
+    inferred = Inferred(
+        annotations=jax.tree.unflatten(tree, annotations),
+        evidence=evidence,
+        conflicts=_conflicts(walker.facts.conflicts, leaves),
+        unknown=tuple(
+            f"{name} ({why.source})" if why.source else name
+            for name, why in walker.facts.unknown.items()
+        ),
+    )
+    if strict:
+        raise_problems(inferred.problems())
+    return inferred
+
+
+def _parameter(at: int, shape: Sequence[int]) -> Value:
+    dims = new_dims(shape)
+    for position, (atom,) in enumerate(dims):
+        atom.learned = True
+        atom.params.add((at, position))
+    return Value(dims=dims, learned=True)
+
+
+def _seeded(shapes: Sequence[tuple[int, ...]], seeds: Sequence[Any]) -> list[Value]:
+    """Return the inputs, with the names of the seeds."""
+    if len(seeds) != len(shapes):
+        raise StrategyError(
+            f"{len(seeds)} seeds for {len(shapes)} arrays of the inputs",
+            fix="pass one entry per array, such as seeds=[(BATCH, LENGTH), None]",
+        )
+    values = []
+    for at, (shape, seed) in enumerate(zip(shapes, seeds, strict=True)):
+        dims = new_dims(shape)
+        if seed is not None and len(seed) != len(shape):
+            raise RankMismatchError(
+                f"seed {at} has {len(seed)} axes, the array has shape {tuple(shape)}",
+                fix="write one axis per dim, and None for a dim of unknown axis",
+            )
+        for axis, (atom,) in zip(seed or (), dims, strict=False):
+            if axis is not None:
+                atom.name = canonical_axis(axis)
+                atom.evidence = Evidence(f"seed of input {at}")
+        values.append(Value(dims=dims, data=True))
+    return values
+
+
+def _name_all(
+    facts: Facts, params: Sequence[Dims], results: Sequence[Value], sizes: Mapping[int, str]
+) -> None:
+    names = Names(facts)
+    name_tables(names)
+    name_stacks(names)
+    name_windows(names)
+    name_attention(names)
+    name_experts(names)
+    name_pieces(names)
+    name_residual(names)
+    name_logits(names, results[0] if results else None)
+    name_hidden(names, guess=False)
+    name_pieces(names)
+    every = [dim for dims in params for dim in dims]
+    name_by_size(names, every, sizes)
+    name_hidden(names, guess=True)
+    name_rows(names, every)
+    name_pieces(names)
+
+
+def _conflicts(clashes: Iterable[Clash], leaves: Sequence[Any]) -> tuple[Conflict, ...]:
+    """Return each conflict once, with the first dim of a parameter that it is about."""
+    conflicts: dict[Any, Conflict] = {}
+    for clash in clashes:
+        places = sorted(clash.params)
+        conflict = Conflict(
+            path=path_text(leaves[places[0][0]][0]) if places else "",
+            dim=places[0][1] if places else None,
+            first=clash.first,
+            second=clash.second,
+            meeting=clash.meeting,
+        )
+        conflicts.setdefault(conflict.text, conflict)
+    return tuple(conflicts.values())

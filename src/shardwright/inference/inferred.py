@@ -1,0 +1,145 @@
+"""What inference returns: the axes of parameters, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from shardwright.errors import Problem, StrategyError, raise_problems
+from shardwright.inference import report
+from shardwright.inference.evidence import Evidence
+from shardwright.resolution.tables import WIDTH
+from shardwright.vocabulary.axes import axis_label
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class InferredDim:
+    """One dim of a parameter.
+
+    Attributes:
+      path: Path of the parameter.
+      dim: Position of the dim.
+      size: Number of elements.
+      axis: Axis, or `merged(...)`; EMPTY if the dim is open.
+      evidence: Why: a reason, the primitive and the line of the model.
+      guess: Whether a default rule chose the axis.
+      is_open: Whether nothing names the dim.
+    """
+
+    path: str
+    dim: int
+    size: int
+    axis: Any
+    evidence: Evidence
+    guess: bool
+    is_open: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Conflict:
+    """Two operations that name one dim differently.
+
+    Attributes:
+      path: Path of a parameter that has the dim, or empty.
+      dim: Position of the dim there, or None.
+      first: A name, and why.
+      second: Another name, and why.
+      meeting: What makes two named dims one, or None if both names are for the same dim.
+    """
+
+    path: str
+    dim: int | None
+    first: tuple[str, Evidence]
+    second: tuple[str, Evidence]
+    meeting: Evidence | None
+
+    @property
+    def text(self) -> str:
+        """The conflict in one line, with the source lines of both operations."""
+        place = f"{self.path} dim {self.dim}: " if self.dim is not None else ""
+        names = [f"{axis_label(axis)}: {evidence}" for axis, evidence in (self.first, self.second)]
+        meeting = f"; {self.meeting}" if self.meeting is not None else ""
+        return f"{place}two names: {' and '.join(names)}{meeting}"
+
+    def problem(self) -> Problem:
+        """Return the conflict as a problem."""
+        text = dataclasses.replace(self, path="", dim=None).text
+        return Problem(
+            error=StrategyError,
+            what=text,
+            path=self.path,
+            dim=self.dim,
+            fix="check the seeds; if they are right, annotate this array by hand",
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Inferred:
+    """The axes of all parameters of a model, and why. Printed, it is a table.
+
+    Attributes:
+      annotations: Tree like the parameters, with one annotation per array. Open dims are EMPTY.
+      evidence: Every dim of every parameter.
+      conflicts: Dims that two operations name differently.
+      unknown: Primitives that inference does not understand, such as `pallas_call`.
+    """
+
+    annotations: Any
+    evidence: tuple[InferredDim, ...]
+    conflicts: tuple[Conflict, ...]
+    unknown: tuple[str, ...]
+
+    @property
+    def open(self) -> tuple[InferredDim, ...]:
+        """The dims that nothing names."""
+        return tuple(dim for dim in self.evidence if dim.is_open)
+
+    @property
+    def guesses(self) -> tuple[InferredDim, ...]:
+        """The dims that a default rule named."""
+        return tuple(dim for dim in self.evidence if dim.guess)
+
+    def __str__(self) -> str:
+        return report.table_text(self)
+
+    def text(self, *, width: int = WIDTH) -> str:
+        """Return the table at a width, in characters per line."""
+        return report.table_text(self, width=width)
+
+    def toml(self) -> str:
+        """Return path rules as TOML, for a person to review and commit.
+
+        `sw.match_paths(params, tomllib.loads(text).items())` reads them.
+
+        Raises:
+          StrategyError: Two operations name one dim differently.
+        """
+        raise_problems([conflict.problem() for conflict in self.conflicts])
+        return report.toml_text(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as data for JSON."""
+        return report.to_json(self)
+
+    def problems(self) -> list[Problem]:
+        """Return a problem for each conflict, open dim and guess."""
+        opened = [
+            _problem(dim, "no rule names this dim", "name it in seeds= or sizes=")
+            for dim in self.open
+        ]
+        guesses = [
+            _problem(
+                dim,
+                f"{report.axis_text(dim.axis)} is a guess: {dim.evidence}",
+                f"if it is right, write sizes={{{dim.size}: {report.axis_text(dim.axis)!r}}}, "
+                "or review the rules that toml() writes",
+            )
+            for dim in self.guesses
+        ]
+        return [*(conflict.problem() for conflict in self.conflicts), *opened, *guesses]
+
+
+def _problem(dim: InferredDim, what: str, fix: str) -> Problem:
+    return Problem(
+        error=StrategyError, what=what, path=dim.path, dim=dim.dim, size=dim.size, fix=fix
+    )

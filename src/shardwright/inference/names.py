@@ -1,0 +1,264 @@
+"""Name dims by how the program uses them.
+
+Rules run in order, and the first that names a dim wins. A rule that may be wrong marks its names as
+guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from shardwright.inference.atoms import Atom, Dim, finest
+from shardwright.inference.evidence import Evidence
+from shardwright.inference.facts import Clash, Facts, Lookup, Product
+from shardwright.inference.step import Value
+from shardwright.vocabulary.axes import (
+    BATCH,
+    EMBED,
+    EMPTY,
+    EXPERT,
+    LAYERS,
+    LENGTH,
+    MLP_INTERMEDIATE,
+    VOCAB,
+)
+
+# A second table with fewer rows than this part of the largest holds types or positions, not tokens.
+_SMALL_TABLE = 8
+
+
+class Names:
+    """Gives names to dims, and records names that contradict each other."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+
+    def give(self, dim: Iterable[Atom], axis: str, evidence: Evidence, **options: bool) -> bool:
+        """Name the unnamed factors of a dim; return whether one was named.
+
+        Args:
+          dim: The dim. If a factor has another name already, nothing is named.
+          axis: The name.
+          evidence: Why.
+          **options: `guess` marks the name as a guess. `sure` records a conflict if a factor has
+            another name that is not a guess.
+        """
+        atoms = finest(dim)
+        others = [atom for atom in atoms if atom.name not in ("", axis)]
+        if others:
+            first = others[0]
+            if options.get("sure") and not first.guess and first.evidence is not None:
+                self.facts.conflicts.append(
+                    Clash(
+                        params=frozenset(first.params),
+                        first=(first.name, first.evidence),
+                        second=(axis, evidence),
+                        meeting=None,
+                    )
+                )
+            return False
+        unnamed = [atom for atom in atoms if not atom.name]
+        for atom in unnamed:
+            atom.name, atom.evidence = axis, evidence
+            atom.guess = options.get("guess", False)
+        return bool(unnamed)
+
+
+def unnamed(dim: Iterable[Atom]) -> bool:
+    """Tell whether a dim has factors, and none has a name."""
+    atoms = finest(dim)
+    return bool(atoms) and not any(atom.name for atom in atoms)
+
+
+def learned(dim: Iterable[Atom]) -> bool:
+    """Tell whether parameters have a factor of a dim."""
+    return any(atom.learned for atom in finest(dim))
+
+
+def name_tables(names: Names) -> None:
+    """Name the dims of tables that are looked up by tokens, by positions or by a router."""
+    lookups = [lookup for lookup in names.facts.lookups if not lookup.of_data]
+    tables = [lookup for lookup in lookups if lookup.by == "inputs"]
+    for lookup in tables:
+        _name_table(names, lookup, tables)
+    for lookup in lookups:
+        if lookup.by == "both":
+            why = Evidence("rows are selected by a router", lookup.equation)
+            names.give(lookup.key, EXPERT, why)
+        elif lookup.by == "neither":
+            _name_positions(names, lookup)
+
+
+def _name_table(names: Names, lookup: Lookup, tables: Sequence[Lookup]) -> None:
+    largest = max(_rows(other) for other in tables)
+    is_small = _rows(lookup) * _SMALL_TABLE <= largest
+    if is_small:
+        why = Evidence("a smaller table, looked up by the inputs", lookup.equation)
+        names.give(lookup.key, EMPTY, why, guess=True)
+    else:
+        why = Evidence("a table looked up by the inputs", lookup.equation)
+        names.give(lookup.key, VOCAB, why, sure=True)
+    for dim in lookup.kept:
+        why = Evidence("rows of a table looked up by the inputs", lookup.equation)
+        names.give(dim, EMBED, why, sure=not is_small, guess=is_small)
+
+
+def _rows(lookup: Lookup) -> int:
+    size = 1
+    for atom in finest(lookup.key):
+        size *= atom.size
+    return size
+
+
+def _name_positions(names: Names, lookup: Lookup) -> None:
+    counted = [dim for dim in lookup.index if any(atom.counts for atom in finest(dim))]
+    if len(counted) == 1:
+        why = Evidence("a table looked up by positions", lookup.equation)
+        names.give(lookup.key, LENGTH, why)
+    else:
+        why = Evidence("a table looked up by distances or constants", lookup.equation)
+        names.give(lookup.key, EMPTY, why)
+
+
+def name_stacks(names: Names) -> None:
+    """Name the dim that a scan over parameters runs along."""
+    for use in names.facts.scans:
+        if learned(use.dim):
+            names.give(use.dim, LAYERS, Evidence("scanned over", use.equation), sure=True)
+
+
+def name_experts(names: Names) -> None:
+    """Name the dim along which every expert has weights of its own."""
+    routed: set[Atom] = set()
+    for use in names.facts.top_k:
+        if learned(use.dim):
+            names.give(use.dim, EXPERT, Evidence("the best are chosen", use.equation))
+            routed.update(finest(use.dim))
+    for product in names.facts.projections:
+        for dim in product.batch:
+            why = Evidence("every index has a weight of its own", product.equation)
+            is_routed = product.groups or any(atom.counts or atom in routed for atom in finest(dim))
+            names.give(dim, EXPERT, why, guess=not is_routed)
+
+
+def name_windows(names: Names) -> None:
+    """Name the window of a convolution's kernel, which is replicated."""
+    for use in names.facts.windows:
+        names.give(use.dim, EMPTY, Evidence("window of a convolution", use.equation))
+
+
+def name_residual(names: Names) -> None:
+    """Name the residual stream, if no table of tokens did."""
+    made, used = _made(names.facts.projections), _used(names.facts.projections)
+    if any(atom.name == EMBED for atom in (*made, *used)):
+        return
+    links = [atom for atom in made if atom in used and not atom.name]
+    streams = [atom for atom in links if atom.residual]
+    if streams or links:
+        stream = max(streams or links, key=lambda atom: len(atom.params))
+        why = Evidence("the residual stream: most weights read or write it", made[stream])
+        names.give((stream,), EMBED, why, guess=not streams)
+
+
+def name_logits(names: Names, result: Value | None) -> None:
+    """Name the last dim of the first result, and dims that labels select from.
+
+    It is a guess, unless a table of tokens has as many rows: a classifier has classes.
+    """
+    rows = {_rows(lookup) for lookup in names.facts.lookups if _is_vocab(lookup)}
+    ends = [] if result is None or not result.dims else [(result.dims[-1], _maker(names, result))]
+    ends += [
+        (lookup.key, lookup.equation)
+        for lookup in names.facts.lookups
+        if lookup.of_data and lookup.by == "inputs"
+    ]
+    for dim, equation in ends:
+        if learned(dim) and unnamed(dim):
+            sizes = [atom.size for atom in finest(dim)]
+            is_known = len(sizes) == 1 and sizes[0] in rows
+            reason = "logits: as many as the table of tokens has rows" if is_known else "logits"
+            names.give(dim, VOCAB, Evidence(reason, equation), guess=not is_known)
+
+
+def _is_vocab(lookup: Lookup) -> bool:
+    return any(atom.name == VOCAB for atom in finest(lookup.key))
+
+
+def _maker(names: Names, result: Value) -> Any:
+    """Return the last equation that makes the last dim of a result, or None."""
+    made = _made(reversed(names.facts.projections))
+    return next((made[atom] for atom in finest(result.dims[-1]) if atom in made), None)
+
+
+def name_hidden(names: Names, *, guess: bool) -> None:
+    """Name the hidden dims: one weight makes them, and another one uses them up.
+
+    Args:
+      names: Gives the names.
+      guess: If false, name only dims that come from EMBED, pass through an activation function, and
+        return to EMBED. If true, name all that are left, as guesses.
+    """
+    from_stream = [p for p in names.facts.projections if guess or _has(p.contracted, EMBED)]
+    to_stream = [p for p in names.facts.projections if guess or _has(p.right, EMBED)]
+    made, used = _made(from_stream), _used(to_stream)
+    for piece in names.facts.pieces:
+        for atom in finest(piece.whole):
+            if atom in made:
+                made |= dict.fromkeys(finest(piece.dim), made[atom])
+    for atom, equation in made.items():
+        if atom in used and not atom.name and (guess or atom.nonlinear):
+            reason = "one weight makes it, another uses it"
+            if not guess:
+                reason = "from EMBED through an activation function to EMBED"
+            names.give((atom,), MLP_INTERMEDIATE, Evidence(reason, equation), guess=guess)
+
+
+def _has(dims: Iterable[Dim], axis: str) -> bool:
+    return any(atom.name == axis for dim in dims for atom in finest(dim))
+
+
+def _made(projections: Iterable[Product]) -> dict[Atom, Any]:
+    """Return what projections make, each with the first equation that does."""
+    made: dict[Atom, Any] = {}
+    for product in projections:
+        for dim in product.right:
+            for atom in finest(dim):
+                made.setdefault(atom, product.equation)
+    return made
+
+
+def _used(projections: Iterable[Product]) -> set[Atom]:
+    """Return what projections sum over."""
+    return {
+        atom
+        for product in projections
+        for dim in product.contracted
+        for atom in finest(dim)
+        if atom.name != BATCH
+    }
+
+
+def name_rows(names: Names, dims: Iterable[Dim]) -> None:
+    """Name dims of parameters of which single rows are taken.
+
+    A whole dim may be that of layers, so it is a guess. A factor, as in `3 * heads * head_dim`, is
+    the number of weights that are fused.
+    """
+    factors = {atom for dim in dims if len(finest(dim)) > 1 for atom in finest(dim)}
+    for use in names.facts.rows:
+        atoms = finest(use.dim)
+        if unnamed(use.dim) and all(atom.params for atom in atoms):
+            why = Evidence("single rows are taken", use.equation)
+            names.give(use.dim, EMPTY, why, guess=not factors.issuperset(atoms))
+
+
+def name_by_size(names: Names, dims: Iterable[Dim], sizes: Mapping[int, str]) -> None:
+    """Name what is open or a guess by sizes from the model's config."""
+    for dim in dims:
+        for atom in finest(dim):
+            if atom.size in sizes:
+                if atom.guess:
+                    atom.name, atom.guess = "", False
+                why = Evidence(f"size {atom.size} is in sizes")
+                names.give((atom,), sizes[atom.size], why)

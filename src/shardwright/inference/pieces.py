@@ -1,0 +1,117 @@
+"""Names pass between a dim and its pieces: fused projections, and dims that are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwright.inference.atoms import Atom, finest
+from shardwright.inference.attention import GROUP
+from shardwright.inference.evidence import Evidence
+from shardwright.inference.facts import Piece
+from shardwright.inference.names import Names
+from shardwright.vocabulary.axes import (
+    EMBED,
+    HEAD,
+    HEAD_DIM,
+    KV_HEAD,
+    LENGTH,
+    MLP_INTERMEDIATE,
+    VOCAB,
+)
+
+# A piece of one of these has the same name.
+_INHERITED = (EMBED, HEAD_DIM, MLP_INTERMEDIATE, VOCAB)
+# Names pass through a piece of a piece in as many rounds.
+_ROUNDS = 3
+
+Factors = tuple[tuple[str, int], ...]
+
+
+def name_pieces(names: Names) -> None:
+    """Name pieces by their whole, and wholes by their pieces."""
+    for _ in range(_ROUNDS):
+        for piece in names.facts.pieces:
+            _name_piece(names, piece)
+        for pieces in _by_whole(names.facts.pieces):
+            _name_whole(names, pieces)
+
+
+def _name_piece(names: Names, piece: Piece) -> None:
+    wholes = finest(piece.whole)
+    if len(wholes) == 1 and wholes[0].name in _INHERITED:
+        why = Evidence(f"a piece of {wholes[0].name.strip('_')}", piece.equation)
+        names.give(piece.dim, wholes[0].name, why, guess=wholes[0].guess)
+
+
+def _by_whole(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    grouped: dict[tuple[Atom, ...], list[Piece]] = {}
+    for piece in pieces:
+        grouped.setdefault(tuple(finest(piece.whole)), []).append(piece)
+    return list(grouped.values())
+
+
+def _name_whole(names: Names, pieces: Sequence[Piece]) -> None:
+    """Name a whole whose pieces have names: `3 * heads * head_dim` is HEAD by HEAD_DIM."""
+    whole = finest(pieces[0].whole)
+    if len(whole) != 1 or whole[0].name:
+        return
+    atom = whole[0]
+    first = min(pieces, key=lambda piece: piece.start)
+    if [part.name for part in finest(first.dim)] == [LENGTH] and first.start == 0:
+        names.give((atom,), LENGTH, Evidence("cut to the length", first.equation))
+        return
+    covering = _covering(pieces, atom.size)
+    factors = [named_factors(piece.dim) for piece in covering]
+    if not factors or any(not part or not part[0][0] for part in factors):
+        return
+    leads = {part[0][0] for part in factors}
+    tails = {part[1:] for part in factors}
+    if len(tails) != 1 or (len(leads) > 1 and leads != {HEAD, KV_HEAD}):
+        return
+    (tail,) = tails
+    lead = HEAD if len(leads) > 1 else leads.pop()
+    guess = any(part.guess for piece in covering for part in finest(piece.dim))
+    why = Evidence(f"{len(covering)} parts that have this name", first.equation)
+    rest: list[Atom] = [atom]
+    for size in (sum(part[0][1] for part in factors), *(size for _, size in tail[:-1])):
+        last = rest.pop()
+        if tail and last.size != size:
+            last.split(size)
+        rest += last.parts or (last,)
+    for part, axis in zip(rest, (lead, *(axis for axis, _ in tail)), strict=True):
+        names.give((part,), axis, why, guess=guess)
+
+
+def _covering(pieces: Sequence[Piece], size: int) -> list[Piece]:
+    """Return pieces that cover a whole without overlap, or nothing."""
+    covering: list[Piece] = []
+    end = 0
+    for piece in sorted(pieces, key=lambda piece: piece.start):
+        if piece.start == end:
+            covering.append(piece)
+            end += _size(piece)
+    return covering if end == size and len(covering) > 1 else []
+
+
+def _size(piece: Piece) -> int:
+    size = 1
+    for atom in finest(piece.dim):
+        size *= atom.size
+    return size
+
+
+def named_factors(dim: Sequence[Atom]) -> Factors:
+    """Return the named factors of a dim; neighbors that are one axis are one factor.
+
+    A kv head and its group are one query head.
+    """
+    factors: list[tuple[str, int]] = []
+    for atom in finest(dim):
+        last = factors[-1][0] if factors else ""
+        if factors and {last, atom.name} == {KV_HEAD, GROUP}:
+            factors[-1] = (HEAD, factors[-1][1] * atom.size)
+        elif factors and last == atom.name and last:
+            factors[-1] = (last, factors[-1][1] * atom.size)
+        else:
+            factors.append((atom.name, atom.size))
+    return tuple(factors)

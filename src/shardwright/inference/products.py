@@ -1,0 +1,123 @@
+"""Products: `dot_general`, `ragged_dot_general` and convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwright.inference.atoms import Dims, finest, new_dim
+from shardwright.inference.facts import Lookup, Product, Use
+from shardwright.inference.step import Step, Value
+
+
+def dot_general(step: Step) -> list[Value]:
+    """Align contracted and batch dims. The result has the batch dims and the free dims."""
+    left, right = step.values
+    (left_sum, right_sum), (left_batch, right_batch) = step.parameters["dimension_numbers"]
+    for i, j in [
+        *zip(left_sum, right_sum, strict=True),
+        *zip(left_batch, right_batch, strict=True),
+    ]:
+        step.same(left.dims[i], right.dims[j])
+    left_free = _others(left.dims, [*left_sum, *left_batch])
+    right_free = _others(right.dims, [*right_sum, *right_batch])
+    batch = tuple(left.dims[i] for i in left_batch)
+    contracted = tuple(left.dims[i] for i in left_sum)
+    _record(step, batch, contracted, (left_free, right_free))
+    return [step.result([*batch, *left_free, *right_free])]
+
+
+def _others(dims: Dims, taken: Sequence[int]) -> Dims:
+    return tuple(dim for at, dim in enumerate(dims) if at not in taken)
+
+
+def _record(step: Step, batch: Dims, contracted: Dims, free: tuple[Dims, Dims]) -> None:
+    """Record a product of two activations, or of an activation and a weight."""
+    left, right = step.values[:2]
+    if left.data and right.data:
+        product = Product(
+            batch=batch, contracted=contracted, left=free[0], right=free[1], equation=step.site
+        )
+        step.facts.activations.append(product)
+        return
+    if left.is_weight:
+        left, right, free = right, left, (free[1], free[0])
+    if not (left.data and right.is_weight):
+        return
+    if left.one_hot is not None and [finest(dim) for dim in contracted] == [finest(left.one_hot)]:
+        step.facts.lookups.append(
+            Lookup(
+                key=contracted[0],
+                kept=free[1],
+                index=free[0],
+                by="both" if left.learned else "inputs",
+                of_data=False,
+                equation=step.site,
+            )
+        )
+        return
+    product = Product(
+        batch=batch, contracted=contracted, left=free[0], right=free[1], equation=step.site
+    )
+    step.facts.projections.append(product)
+
+
+def ragged_dot(step: Step) -> list[Value]:
+    """Align the contracted dims. Every group of rows has a matrix of its own."""
+    numbers = step.parameters["ragged_dot_dimension_numbers"]
+    (left_sum, right_sum), (left_batch, right_batch) = numbers.dot_dimension_numbers
+    left, right = step.values[:2]
+    for i, j in [
+        *zip(left_sum, right_sum, strict=True),
+        *zip(left_batch, right_batch, strict=True),
+    ]:
+        step.same(left.dims[i], right.dims[j])
+    groups = tuple(numbers.rhs_group_dimensions)
+    if not groups:
+        return step.new_results()
+    batch = tuple(left.dims[i] for i in left_batch)
+    left_free = _others(left.dims, [*left_sum, *left_batch])
+    right_free = _others(right.dims, [*right_sum, *right_batch, *groups])
+    if left.data and right.is_weight:
+        product = Product(
+            batch=tuple(right.dims[i] for i in groups),
+            contracted=tuple(left.dims[i] for i in left_sum),
+            left=left_free,
+            right=right_free,
+            groups=True,
+            equation=step.site,
+        )
+        step.facts.projections.append(product)
+    return [step.result([*batch, *left_free, *right_free])]
+
+
+def convolution(step: Step) -> list[Value]:
+    """Align batch and channels. The window of a kernel is replicated."""
+    numbers = step.parameters["dimension_numbers"]
+    image, kernel = step.values
+    is_grouped = (
+        step.parameters["feature_group_count"] > 1 or step.parameters["batch_group_count"] > 1
+    )
+    batch, channels, *_ = (image.dims[at] for at in numbers.lhs_spec)
+    outputs, inputs, *window = (kernel.dims[at] for at in numbers.rhs_spec)
+    if not is_grouped:
+        step.same(channels, inputs)
+    elif step.parameters["feature_group_count"] == step.operand_shapes[1][numbers.rhs_spec[0]]:
+        step.same(channels, outputs)  # depthwise: each channel has a window of its own
+    if kernel.is_weight:
+        step.facts.windows += [Use(dim=dim, equation=step.site) for dim in window]
+        if image.data and not is_grouped:
+            product = Product(
+                batch=(),
+                contracted=(inputs,),
+                left=(batch,),
+                right=(outputs,),
+                equation=step.site,
+            )
+            step.facts.projections.append(product)
+    dims = [new_dim(size) for size in step.shapes[0]]
+    for at, dim in zip(numbers.out_spec[:2], (batch, outputs), strict=True):
+        dims[at] = dim
+    for at, old in zip(numbers.out_spec[2:], numbers.lhs_spec[2:], strict=True):
+        if step.shapes[0][at] == step.operand_shapes[0][old]:
+            dims[at] = image.dims[old]
+    return [step.result(dims)]

@@ -1,0 +1,192 @@
+"""What was inferred, as a table, as a file of path rules, and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardwright.resolution.tables import WIDTH, remarked_table
+from shardwright.vocabulary.axes import axis_label
+from shardwright.vocabulary.merged_dims import MergedDim
+
+if TYPE_CHECKING:
+    from shardwright.inference.inferred import Inferred, InferredDim
+
+Row = tuple["InferredDim", ...]
+_NUMBER = re.compile(r"\d+")
+
+
+def table_text(inferred: Inferred, *, width: int = WIDTH) -> str:
+    """Return a line per dim, then conflicts and a line that counts.
+
+    Arrays that differ only in a number of their path, such as those of layers, are one entry.
+    """
+    rows = [("path", "dim", "size", "axis", "evidence")]
+    for rule in path_rules(inferred):
+        rows += [
+            (
+                rule.label if at == 0 else "",
+                str(dim.dim),
+                str(dim.size),
+                "?" if dim.is_open else axis_text(dim.axis),
+                f"guess: {dim.evidence}" if dim.guess else str(dim.evidence),
+            )
+            for at, dim in enumerate(rule.dims)
+        ]
+    lines = remarked_table(rows, width=width) if len(rows) > 1 else []
+    lines += [conflict.text for conflict in inferred.conflicts]
+    if inferred.unknown:
+        lines.append(f"not understood: {', '.join(inferred.unknown)}")
+    return "\n".join([*lines, counts_text(inferred)])
+
+
+def counts_text(inferred: Inferred) -> str:
+    """Return how many dims were named, and how."""
+    total, guesses = len(inferred.evidence), len(inferred.guesses)
+    named = total - len(inferred.open)
+    return (
+        f"{named} of {total} dims named, {guesses} of them by guess; "
+        f"{len(inferred.open)} open; {len(inferred.conflicts)} conflicts"
+    )
+
+
+def by_path(inferred: Inferred) -> dict[str, Row]:
+    """Return the dims of each array."""
+    rows: dict[str, list[InferredDim]] = {}
+    for dim in inferred.evidence:
+        rows.setdefault(dim.path, []).append(dim)
+    return {path: tuple(row) for path, row in rows.items()}
+
+
+def axis_text(axis: Any) -> str:
+    """Return an entry of an annotation as people write it."""
+    if isinstance(axis, MergedDim):
+        return "*".join(f"{axis_label(name)}:{size}" for name, size in axis.members)
+    return axis_label(axis)
+
+
+def toml_text(inferred: Inferred) -> str:
+    """Return path rules as TOML, one line per pattern, with a comment for guesses and open dims."""
+    lines = [
+        "# Axes of parameters, inferred by shardwright. Review every line.",
+        "# sw.match_paths(params, tomllib.loads(text).items()) reads it.",
+    ]
+    for rule in path_rules(inferred):
+        axes = ", ".join(_toml_axis(dim.axis) for dim in rule.dims)
+        remarks = [f"{rule.arrays} arrays"] if rule.arrays > 1 else []
+        for what, dims in (
+            ("guess", [dim for dim in rule.dims if dim.guess]),
+            ("open", [dim for dim in rule.dims if dim.is_open]),
+        ):
+            if dims:
+                numbers = ", ".join(str(dim.dim) for dim in dims)
+                remarks.append(f"{what}: dim {numbers}")
+        comment = f"  # {'; '.join(remarks)}" if remarks else ""
+        lines.append(f"{_toml_key(rule.pattern)} = [{axes}]{comment}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml_axis(axis: Any) -> str:
+    if isinstance(axis, MergedDim):
+        members = [f"[{json.dumps(axis_label(name))}, {size}]" for name, size in axis.members]
+        return f"[{', '.join(members)}]"
+    return json.dumps(axis_label(axis))
+
+
+def _toml_key(pattern: str) -> str:
+    is_literal = "'" not in pattern and pattern.isprintable()
+    return f"'{pattern}'" if is_literal else json.dumps(pattern)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PathRule:
+    """The axes of one array, or of the same array of every layer.
+
+    Attributes:
+      pattern: Regular expression of the paths.
+      label: The path as people read it, with `*` for any number.
+      dims: The dims of the first such array.
+      arrays: Number of arrays.
+    """
+
+    pattern: str
+    label: str
+    dims: Row
+    arrays: int
+
+
+def path_rules(inferred: Inferred) -> Iterator[PathRule]:
+    """Yield the rules that annotate the parameters; one rule may stand for all layers."""
+    rows = by_path(inferred)
+    groups: dict[str, list[str]] = {}
+    for path in rows:
+        groups.setdefault(_NUMBER.sub("0", path), []).append(path)
+    for paths in groups.values():
+        counting = _counting(paths, rows)
+        alike: dict[str, list[str]] = {}
+        for path in paths:
+            alike.setdefault(_with_wildcards(path, counting, "*"), []).append(path)
+        for label, members in alike.items():
+            is_single = len(members) == 1
+            yield PathRule(
+                pattern=_pattern(members[0], frozenset() if is_single else counting),
+                label=members[0] if is_single else label,
+                dims=rows[members[0]],
+                arrays=len(members),
+            )
+
+
+def _counting(paths: Sequence[str], rows: Mapping[str, Row]) -> frozenset[int]:
+    """Return which numbers of similar paths may be any number, without changing an annotation."""
+    every = frozenset(range(len(_NUMBER.findall(paths[0]))))
+    for candidate in (every, *(every - {at} for at in sorted(every, reverse=True))):
+        meanings: dict[str, set[Any]] = {}
+        for path in paths:
+            meaning = tuple((dim.axis, dim.guess, dim.is_open) for dim in rows[path])
+            meanings.setdefault(_with_wildcards(path, candidate, "*"), set()).add(meaning)
+        if all(len(meaning) == 1 for meaning in meanings.values()):
+            return candidate
+    return frozenset()
+
+
+def _with_wildcards(path: str, counting: frozenset[int], wildcard: str) -> str:
+    """Return a path with a wildcard for the numbers at these positions."""
+    numbers = itertools.count()
+    return _NUMBER.sub(lambda match: wildcard if next(numbers) in counting else match[0], path)
+
+
+def _pattern(path: str, counting: frozenset[int]) -> str:
+    numbers = itertools.count()
+    parts = re.split(r"(\d+)", path)
+    escaped = [
+        "[0-9]+" if part.isdigit() and next(numbers) in counting else re.escape(part)
+        for part in parts
+    ]
+    return f"^{''.join(escaped)}$"
+
+
+def to_json(inferred: Inferred) -> dict[str, Any]:
+    """Return everything as data for JSON."""
+    return {
+        "dims": [
+            {
+                "path": dim.path,
+                "dim": dim.dim,
+                "size": dim.size,
+                "axis": None if dim.is_open else axis_text(dim.axis),
+                "guess": dim.guess,
+                "reason": dim.evidence.reason,
+                "primitive": dim.evidence.primitive,
+                "source": dim.evidence.source,
+            }
+            for dim in inferred.evidence
+        ],
+        "conflicts": [conflict.text for conflict in inferred.conflicts],
+        "not_understood": list(inferred.unknown),
+        "open": len(inferred.open),
+        "guesses": len(inferred.guesses),
+    }

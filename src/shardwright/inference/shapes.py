@@ -1,0 +1,140 @@
+"""Equations that move, cut, join or repeat dims."""
+
+from __future__ import annotations
+
+import itertools
+
+from shardwright.inference.atoms import Atom, Dim, finest, new_dim, new_dims, regroup, size_of
+from shardwright.inference.facts import Piece, Use
+from shardwright.inference.step import Step, Value
+
+
+def transpose(step: Step) -> list[Value]:
+    """Permute the dims."""
+    dims = step.values[0].dims
+    return [step.result([dims[at] for at in step.parameters["permutation"]])]
+
+
+def reshape(step: Step) -> list[Value]:
+    """Regroup the factors of all dims."""
+    return [step.result(regroup(step.values[0].dims, step.shapes[0]), step.values[0].one_hot)]
+
+
+def broadcast(step: Step) -> list[Value]:
+    """Keep the dims that keep their size; the others are new."""
+    dims = list(new_dims(step.shapes[0]))
+    for old, new in enumerate(step.parameters["broadcast_dimensions"]):
+        if step.operand_shapes[0][old] == step.shapes[0][new]:
+            dims[new] = step.values[0].dims[old]
+    return [step.result(dims, step.values[0].one_hot)]
+
+
+def iota(step: Step) -> list[Value]:
+    """Mark the dim that is counted along."""
+    at = step.parameters["dimension"]
+    return [
+        step.result([(Atom(size, counts=at == axis),) for axis, size in enumerate(step.shapes[0])])
+    ]
+
+
+def cut(step: Step) -> list[Value]:
+    """Keep the dims that keep their size. A shorter dim is a piece of the old one."""
+    value, old_shape = step.values[0], step.operand_shapes[0]
+    starts = step.parameters.get("start_indices") or (0,) * len(old_shape)
+    is_static = step.equation.primitive.name == "slice" and not step.parameters.get("strides")
+    dims = [
+        dim if new == old else piece(step, dim, new, start if is_static else None)
+        for dim, old, new, start in zip(
+            value.dims, old_shape, step.shapes[0], starts[: len(old_shape)], strict=True
+        )
+    ]
+    return [step.result(dims)]
+
+
+def dynamic_slice(step: Step) -> list[Value]:
+    """Keep the dims that keep their size. Where a shorter slice starts is not known."""
+    pairs = zip(step.values[0].dims, step.operand_shapes[0], step.shapes[0], strict=True)
+    return [step.result([dim if new == old else piece(step, dim, new) for dim, old, new in pairs])]
+
+
+def split(step: Step) -> list[Value]:
+    """Cut one dim into pieces."""
+    axis, dims = step.parameters["axis"], step.values[0].dims
+    sizes = [int(size) for size in step.parameters["sizes"]]
+    starts = [0, *itertools.accumulate(sizes)]
+    return [
+        step.result(
+            [
+                dim if at != axis or len(sizes) == 1 else piece(step, dim, size, start)
+                for at, dim in enumerate(dims)
+            ]
+        )
+        for size, start in zip(sizes, starts, strict=False)
+    ]
+
+
+def unstack(step: Step) -> list[Value]:
+    """Drop the dim that is taken apart."""
+    axis, dims = step.parameters["axis"], step.values[0].dims
+    step.facts.rows.append(Use(dim=dims[axis], equation=step.site))
+    kept = [dim for at, dim in enumerate(dims) if at != axis]
+    return [step.result(kept)] * len(step.shapes)
+
+
+def piece(step: Step, whole: Dim, size: int, start: int | None = None) -> Dim:
+    """Return a dim that is a slice of another one.
+
+    Args:
+      step: The equation that cuts.
+      whole: The dim that is cut.
+      size: Size of the slice.
+      start: First element of the slice, or None if it is not known.
+    """
+    if size >= size_of(finest(whole)):
+        return new_dim(size)  # padding
+    if size == 1:
+        step.facts.rows.append(Use(dim=whole, equation=step.site))
+    atoms = finest(whole)
+    dim = (Atom(size, whole=whole, learned=any(atom.learned for atom in atoms)),)
+    if start is not None:
+        step.facts.pieces.append(Piece(whole=whole, start=start, dim=dim, equation=step.site))
+    return dim
+
+
+def pad(step: Step) -> list[Value]:
+    """Keep the dims that keep their size; the others are new."""
+    pairs = zip(step.values[0].dims, step.operand_shapes[0], step.shapes[0], strict=True)
+    return [step.result([dim if new == old else new_dim(new) for dim, old, new in pairs])]
+
+
+def concatenate(step: Step) -> list[Value]:
+    """Align the dims that are not joined. Pieces that are joined again become their whole."""
+    axis, size = step.parameters["dimension"], step.shapes[0][step.parameters["dimension"]]
+    first = step.values[0].dims
+    for other in step.values[1:]:
+        for at, dim in enumerate(first):
+            if at != axis:
+                step.same(dim, other.dims[at])
+    joined = _joined(step, [value.dims[axis] for value in step.values], size)
+    return [step.result([joined if at == axis else dim for at, dim in enumerate(first)])]
+
+
+def _joined(step: Step, parts: list[Dim], size: int) -> Dim:
+    atoms = [atom for part in parts for atom in finest(part)]
+    wholes = [atom.whole for atom in atoms]
+    if len(parts) > 1 and all(
+        whole is not None and size_of(finest(whole)) == size for whole in wholes
+    ):
+        # Rotary embeddings cut the head dim in halves, and join them again.
+        first = wholes[0]
+        assert first is not None
+        for other in wholes[1:]:
+            assert other is not None
+            step.same(first, other)
+        return first
+    joined = (Atom(size, learned=any(atom.learned for atom in atoms)),)
+    start = 0
+    for part, shape in zip(parts, step.operand_shapes, strict=True):
+        step.facts.pieces.append(Piece(whole=joined, start=start, dim=part, equation=step.site))
+        start += shape[step.parameters["dimension"]]
+    return joined

@@ -1,0 +1,121 @@
+"""Spell the dims of a parameter as an annotation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from shardwright.inference.atoms import Dim, Dims, finest
+from shardwright.inference.attention import GROUP
+from shardwright.inference.evidence import Evidence
+from shardwright.inference.pieces import named_factors
+from shardwright.vocabulary.axes import (
+    EMBED,
+    EMPTY,
+    EXPERT,
+    EXPERT_GATE,
+    HEAD_DIM,
+    KV_HEAD,
+    KV_HEAD_DIM,
+    LAYERS,
+    NORM,
+)
+from shardwright.vocabulary.merged_dims import MergedDim, merged
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spelled:
+    """One dim of a parameter.
+
+    Attributes:
+      axis: Axis or merged axes; EMPTY if the dim is open.
+      evidence: Why.
+      guess: Whether a default rule chose it.
+      is_open: Whether nothing names it.
+    """
+
+    axis: Any
+    evidence: Evidence
+    guess: bool = False
+    is_open: bool = False
+
+
+def spell(dims: Dims) -> list[Spelled]:
+    """Return the entries of an annotation.
+
+    The spelling depends on the other dims: a head dim beside KV_HEAD is KV_HEAD_DIM, and a vector
+    along EMBED is NORM.
+    """
+    row = [_spell_dim(dim) for dim in dims]
+    row = _without_repeats(row)
+    axes = [entry.axis for entry in row]
+    if any(_has(axis, KV_HEAD) for axis in axes):
+        row = [_renamed(entry, HEAD_DIM, KV_HEAD_DIM) for entry in row]
+    others = [axis for axis in axes if axis != LAYERS]
+    if others == [EMBED]:
+        row = [_renamed(entry, EMBED, NORM) for entry in row]
+    if others in ([EXPERT], [EMBED, EXPERT]):
+        # What a router makes. Only the weights of experts are sharded over them.
+        row = [_renamed(entry, EXPERT, EXPERT_GATE) for entry in row]
+    return row
+
+
+def _spell_dim(dim: Dim) -> Spelled:
+    atoms = finest(dim)
+    if not atoms:
+        return Spelled(EMPTY, Evidence("size 1"))
+    nameless = next((atom for atom in atoms if not atom.name), None)
+    if nameless is not None:
+        return Spelled(EMPTY, Evidence("no rule names it"), is_open=True)
+    # A factor that joins its neighbor explains nothing.
+    explaining = [atom for atom in atoms if atom.name != EMPTY] or atoms
+    evidence = next(atom.evidence for atom in explaining if atom.evidence is not None)
+    guess = any(atom.guess for atom in atoms)
+    factors = [(EMPTY if name == GROUP else name, size) for name, size in named_factors(dim)]
+    return Spelled(_entry(factors), evidence, guess=guess)
+
+
+def _entry(factors: Sequence[tuple[str, int]]) -> Any:
+    """Return factors as one entry. A factor that is not sharded joins its neighbor."""
+    members: list[tuple[str, int]] = []
+    for name, size in factors:
+        if members and EMPTY in (name, members[-1][0]):
+            last, count = members[-1]
+            members[-1] = (name if last == EMPTY else last, count * size)
+        else:
+            members.append((name, size))
+    return members[0][0] if len(members) == 1 else merged(*members)
+
+
+def _members(axis: Any) -> tuple[str, ...]:
+    if isinstance(axis, MergedDim):
+        return tuple(name for name, _ in axis.members)
+    return (axis,)
+
+
+def _has(axis: Any, name: str) -> bool:
+    return name in _members(axis)
+
+
+def _renamed(entry: Spelled, old: str, new: str) -> Spelled:
+    if isinstance(entry.axis, MergedDim):
+        members = [(new if name == old else name, size) for name, size in entry.axis.members]
+        return dataclasses.replace(entry, axis=merged(*members))
+    return dataclasses.replace(entry, axis=new) if entry.axis == old else entry
+
+
+def _without_repeats(row: Sequence[Spelled]) -> list[Spelled]:
+    """Replicate a dim whose axis an earlier dim has: an annotation names each axis once."""
+    seen: set[str] = set()
+    entries = []
+    for entry in row:
+        names = {name for name in _members(entry.axis) if name != EMPTY}
+        if names & seen:
+            reason = f"{'/'.join(sorted(name.strip('_') for name in names & seen))} a second time"
+            evidence = Evidence(reason, entry.evidence.equation)
+            entries.append(Spelled(EMPTY, evidence, guess=True))
+        else:
+            entries.append(entry)
+        seen |= names
+    return entries

@@ -1,0 +1,92 @@
+"""One equation of a jaxpr, with what is known about its operands."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardwright.inference.atoms import Dim, Dims, new_dims
+from shardwright.inference.facts import Facts
+
+if TYPE_CHECKING:
+    from shardwright.inference.walk import Walker
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """What is known about an array.
+
+    Attributes:
+      dims: Its dims.
+      data: Whether it depends on the inputs.
+      learned: Whether it depends on parameters.
+      one_hot: The dim along which each row has a single 1, selected by the inputs, or None.
+    """
+
+    dims: Dims
+    data: bool = False
+    learned: bool = False
+    one_hot: Dim | None = None
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it depends on parameters alone."""
+        return self.learned and not self.data
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One equation.
+
+    Attributes:
+      equation: The equation.
+      site: The equation that messages name: this one, or the call of the library function that has
+        it.
+      values: The operands.
+      walker: Walks the jaxprs that the equation holds.
+    """
+
+    equation: Any
+    site: Any
+    values: Sequence[Value]
+    walker: Walker
+
+    @property
+    def facts(self) -> Facts:
+        """What the walk has recorded."""
+        return self.walker.facts
+
+    @property
+    def parameters(self) -> Any:
+        """The parameters of the primitive."""
+        return self.equation.params
+
+    @property
+    def operand_shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the operands."""
+        return [tuple(np.shape(variable.aval)) for variable in self.equation.invars]
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the results."""
+        return [tuple(getattr(v.aval, "shape", ())) for v in self.equation.outvars]
+
+    def same(self, left: Dim, right: Dim) -> None:
+        """Record that two dims are the same."""
+        self.facts.same(left, right, self.site)
+
+    def result(self, dims: Iterable[Dim], one_hot: Dim | None = None) -> Value:
+        """Return a result that depends on whatever the operands depend on."""
+        return Value(
+            dims=tuple(dims),
+            data=any(value.data for value in self.values),
+            learned=any(value.learned for value in self.values),
+            one_hot=one_hot,
+        )
+
+    def new_results(self) -> list[Value]:
+        """Return results with dims about which nothing is known."""
+        return [self.result(new_dims(shape)) for shape in self.shapes]

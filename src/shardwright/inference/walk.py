@@ -1,0 +1,115 @@
+"""Walk over a jaxpr: which dims are the same, and how the program uses them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from shardwright.inference import control, elementwise, indexing, products, shapes
+from shardwright.inference.atoms import new_dims
+from shardwright.inference.evidence import Evidence
+from shardwright.inference.facts import Facts
+from shardwright.inference.step import Step, Value
+
+# A new primitive is a line here, and a function in one of the files above. Primitives without a
+# line are elementwise, hold a jaxpr, or give new dims.
+RULES: Final[dict[str, Callable[[Step], list[Value]]]] = {
+    **dict.fromkeys(
+        ["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"],
+        elementwise.reduction,
+    ),
+    **dict.fromkeys(["argmax", "argmin"], indexing.arg_reduction),
+    **dict.fromkeys(["reshape", "squeeze", "expand_dims"], shapes.reshape),
+    **dict.fromkeys(
+        ["random_bits", "random_wrap", "random_seed", "random_fold_in", "random_split"],
+        indexing.random,
+    ),
+    "broadcast_in_dim": shapes.broadcast,
+    "concatenate": shapes.concatenate,
+    "cond": control.cond,
+    "conv_general_dilated": products.convolution,
+    "dot_general": products.dot_general,
+    "dynamic_slice": shapes.dynamic_slice,
+    "dynamic_update_slice": indexing.update_slice,
+    "gather": indexing.gather,
+    "iota": shapes.iota,
+    "pad": shapes.pad,
+    "ragged_dot_general": products.ragged_dot,
+    "scan": control.scan,
+    "slice": shapes.cut,
+    "split": shapes.split,
+    "top_k": indexing.top_k,
+    "transpose": shapes.transpose,
+    "unstack": shapes.unstack,  # JAX 0.12
+    "while": control.while_loop,
+}
+# These hold a jaxpr about local arrays or references, which says nothing about whole arrays.
+_OPAQUE: Final = frozenset({"shard_map", "pallas_call"})
+_JAX: Final = f"{Path(jax.__file__ or '').resolve().parent}{os.sep}"
+
+
+class Walker:
+    """Walks over jaxprs and records facts."""
+
+    def __init__(self) -> None:
+        self.facts = Facts()
+
+    def walk(self, jaxpr: Any, values: Sequence[Value], called_at: Any = None) -> list[Value]:
+        """Return the results of a jaxpr.
+
+        Args:
+          jaxpr: An open jaxpr, whose constants say nothing.
+          values: One per input.
+          called_at: The equation that calls it, or None. Evidence inside a function of JAX names
+            its caller, since JAX caches the function with the lines of its first call.
+        """
+        known: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
+        known |= {variable: _unknown(variable.aval) for variable in jaxpr.constvars}
+        site = called_at if called_at is not None and _is_of_jax(jaxpr) else None
+
+        def read(variable: Any) -> Value:
+            if isinstance(variable, core.Literal):
+                return _unknown(variable.val)
+            return known[variable]
+
+        for equation in jaxpr.eqns:
+            step = Step(
+                equation=equation,
+                site=equation if site is None else site,
+                values=[read(variable) for variable in equation.invars],
+                walker=self,
+            )
+            known.update(zip(equation.outvars, self._results(step), strict=True))
+        return [read(variable) for variable in jaxpr.outvars]
+
+    def _results(self, step: Step) -> list[Value]:
+        name = step.equation.primitive.name
+        if name in RULES:
+            return RULES[name](step)
+        if name not in _OPAQUE:
+            called = control.call(step)
+            if called is not None:
+                return called
+            aligned = elementwise.elementwise(step)
+            if aligned is not None:
+                return aligned
+        if any(step.shapes):
+            reason = "its results have new dims"
+            self.facts.unknown.setdefault(name, Evidence(reason, step.site))
+        return step.new_results()
+
+
+def _unknown(value: Any) -> Value:
+    return Value(dims=new_dims(np.shape(value)))
+
+
+def _is_of_jax(jaxpr: Any) -> bool:
+    """Tell whether a jaxpr is that of a function of JAX itself, such as `jnp.take`."""
+    described = str(getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "") or "")
+    return _JAX in described

@@ -1,0 +1,237 @@
+"""Inferred axes equal those that a person wrote, and what is not certain is marked."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright.inference.report import axis_text
+from shardwright.testing import cpu_mesh
+from tests.inference import models
+from tests.inference.models import LLAMA, MODELS, Model
+
+MESHES = ("fsdp:8", "fsdp:4,tp:2", "dp:2,tp:4")
+
+
+def infer(model: Model, **options: Any) -> Any:
+    return sw.infer_axes(
+        model.forward, model.shapes, *model.inputs, **{"seeds": model.seeds, **options}
+    )
+
+
+def test_axes_equal_hand_annotations() -> None:
+    wrong, guesses, total = [], [], 0
+    for model in MODELS:
+        inferred = infer(model)
+        expected = [axis for row in model.axes for axis in row]
+        total += len(expected)
+        assert inferred.conflicts == (), model.name
+        assert inferred.unknown == (), model.name
+        for dim, axis in zip(inferred.evidence, expected, strict=True):
+            if dim.is_open or axis_text(dim.axis) != axis:
+                where = f"{model.name} {dim.path} dim {dim.dim}: {dim.axis}, not {axis}"
+                (guesses if dim.guess or dim.is_open else wrong).append(where)
+    assert wrong == []
+    assert len(guesses) <= 0.02 * total, guesses
+
+
+def test_evidence_names_primitive_and_line() -> None:
+    dims = {(dim.path, dim.dim): dim for dim in infer(LLAMA).evidence}
+    key = dims["layers/1/attention/k", 2].evidence
+    assert key.reason == "queries times keys: summed over"
+    assert key.primitive == "dot_general"
+    lines = Path(models.__file__).read_text(encoding="utf-8").splitlines()
+    name, _, number = key.source.partition(":")
+    assert name == "models.py"
+    assert 'einsum("bqhd,bkhd->bhqk"' in lines[int(number) - 1]
+
+
+def test_evidence_inside_jax_names_the_caller() -> None:
+    """JAX caches `jnp.take` with the lines of its first call."""
+
+    def forward(params: Any, tokens: Any) -> Any:
+        first = jnp.take(params["first"], tokens, axis=0)
+        second = jnp.take(params["second"], tokens, axis=0)
+        return first + second
+
+    table = jax.ShapeDtypeStruct((96, 24), jnp.float32)
+    inferred = sw.infer_axes(
+        forward, {"first": table, "second": table}, models.TOKENS, seeds=[("BATCH", "LENGTH")]
+    )
+    first, second = (
+        int(dim.evidence.source.partition(":")[2]) for dim in inferred.evidence if dim.dim == 0
+    )
+    assert second == first + 1
+
+
+def test_toml_annotates_the_same_tree() -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("fsdp:4,tp:2"))
+    for model in MODELS:
+        inferred = infer(model)
+        if model.name == "vit":
+            inferred = infer(model, sizes={7: "_"})
+        rules = tomllib.loads(inferred.toml())
+        match = sw.match_paths(model.shapes, rules.items())
+        assert match.unused == match.shadowed == (), model.name
+        expected = pm.shardings(model.shapes, inferred.annotations)
+        assert pm.shardings(model.shapes, match.annotations) == expected, model.name
+
+
+def test_layers_share_a_rule() -> None:
+    text = infer(LLAMA).toml()
+    assert '\'^layers/[0-9]+/up$\' = ["EMBED", "MLP_INTERMEDIATE"]  # 3 arrays' in text
+    assert "layers/*/up" in str(infer(LLAMA))
+
+
+def test_rules_of_unlike_numbers_stay_apart() -> None:
+    params = {
+        f"block_{layer}": {"dense_0": ((24, 40), ""), "dense_1": ((40, 24), "")}
+        for layer in range(2)
+    }
+
+    def forward(params: Any, tokens: Any) -> Any:
+        x = jnp.ones((96, 24))[tokens]
+        for block in params.values():
+            x = x + jax.nn.gelu(x @ block["dense_0"]) @ block["dense_1"]
+        return x
+
+    model = Model("dense", forward, params, seeds=(("BATCH", "LENGTH"),))
+    rules = tomllib.loads(infer(model).toml())
+    assert rules == {
+        r"^block_[0-9]+/dense_0$": ["EMBED", "MLP_INTERMEDIATE"],
+        r"^block_[0-9]+/dense_1$": ["MLP_INTERMEDIATE", "EMBED"],
+    }
+
+
+def test_two_names_for_one_dim() -> None:
+    def forward(params: Any, tokens: Any) -> Any:
+        rows = params["table"][tokens]
+        total, _ = jax.lax.scan(
+            lambda total, row: (total + row, None), jnp.zeros(24), params["table"]
+        )
+        return rows + total
+
+    model = Model("two names", forward, {"table": ((96, 24), "")})
+    inferred = infer(model)
+    (conflict,) = inferred.conflicts
+    assert (conflict.path, conflict.dim) == ("table", 0)
+    assert {conflict.first[0], conflict.second[0]} == {sw.VOCAB, sw.LAYERS}
+    sources = {evidence.source for _, evidence in (conflict.first, conflict.second)}
+    assert len(sources) == 2
+    assert all(source in str(inferred) for source in sources)
+    with pytest.raises(sw.StrategyError, match=r"two names: VOCAB: .* and LAYERS: "):
+        inferred.toml()
+
+
+def test_seeds_that_contradict_each_other() -> None:
+    square = jax.ShapeDtypeStruct((10, 10), jnp.float32)
+    inferred = sw.infer_axes(
+        lambda params, x, mask: (x * mask) @ params,
+        square,
+        square,
+        square,
+        seeds=[("BATCH", "LENGTH"), ("LENGTH", "BATCH")],
+    )
+    assert "used as one dim (mul, test_infer.py:" in inferred.conflicts[0].text
+
+
+def test_strict_reports_open_and_guessed_dims() -> None:
+    model = models.VIT
+    with pytest.raises(sw.StrategyError, match="VOCAB is a guess: logits") as caught:
+        infer(model, strict=True)
+    assert [problem.path for problem in caught.value.problems] == ["head", "head_bias"]
+    named = infer(model, sizes={7: "CLASSES"}, strict=True)
+    assert named.annotations["head"] == (sw.EMBED, "__CLASSES__")
+
+    unused = Model("unused", lambda params, tokens: tokens, {"weight": ((3, 5), "")})
+    with pytest.raises(sw.StrategyError, match="no rule names this dim"):
+        infer(unused, strict=True)
+    assert infer(unused).annotations == {"weight": ("_", "_")}
+    assert infer(unused).toml().endswith("# open: dim 0, 1\n")
+
+
+def test_primitives_without_a_rule_are_listed() -> None:
+    def forward(params: Any, tokens: Any) -> Any:
+        return params["table"][tokens] @ jnp.linalg.eigh(params["square"])[1]
+
+    params = {"table": ((96, 24), ""), "square": ((24, 24), "")}
+    inferred = infer(Model("eigh", forward, params))
+    assert inferred.unknown[0].startswith("eigh (test_infer.py:")
+    assert "not understood: eigh" in str(inferred)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "error", "says"),
+    [
+        ([], sw.StrategyError, "0 seeds for 1 arrays of the inputs"),
+        ([("BATCH",)], sw.RankMismatchError, r"seed 0 has 1 axes, the array has shape \(2, 10\)"),
+    ],
+)
+def test_invalid_seeds(seeds: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        infer(LLAMA, seeds=seeds)
+
+
+def test_nothing_is_computed() -> None:
+    seen = []
+
+    def forward(params: Any, tokens: Any) -> Any:
+        seen.append(type(tokens))
+        return params[tokens]
+
+    with jax.transfer_guard("disallow"):
+        sw.infer_axes(
+            forward,
+            jax.ShapeDtypeStruct((96, 24), jnp.float32),
+            models.TOKENS,
+            seeds=[("BATCH", "LENGTH")],
+        )
+    assert len(seen) == 1
+
+
+def train(model: Model, params: Any, tokens: Any, shardings: Any = None, batch: Any = None) -> Any:
+    """Return the losses of some steps of gradient descent."""
+
+    def loss(params: Any) -> Any:
+        logits = model.forward(params, tokens[:, :-1])
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)
+        return -picked.mean()
+
+    @jax.jit
+    def step(params: Any) -> Any:
+        value, gradient = jax.value_and_grad(loss)(params)
+        return value, jax.tree.map(lambda weight, slope: weight - slope, params, gradient)
+
+    if shardings is not None:
+        params, tokens = jax.device_put(params, shardings), jax.device_put(tokens, batch)
+    losses = []
+    for _ in range(20):
+        value, params = step(params)
+        losses.append(float(value))
+    return losses
+
+
+@pytest.mark.wide
+def test_training_by_inferred_axes() -> None:
+    keys = iter(jax.random.split(jax.random.key(0), 99))
+    model = LLAMA
+    params = jax.tree.map(
+        lambda shape: jax.random.normal(next(keys), shape.shape) * 0.1, model.shapes
+    )
+    tokens = jax.random.randint(next(keys), (8, 11), 0, models.VOCAB)
+    expected = train(model, params, tokens)
+    assert expected[-1] < expected[0] - 0.1
+    for text in MESHES:
+        pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh(text))
+        shardings = pm.shardings(params, infer(model).annotations)
+        assert not all(sharding.is_fully_replicated for sharding in jax.tree.leaves(shardings))
+        batch = pm.sharding(sw.BATCH, shape=(8,))
+        actual = train(model, params, tokens, shardings, batch)
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, err_msg=text)
