@@ -29,6 +29,7 @@ COMMANDS: dict[str, str] = {
     "diff": "compare how tensors are sharded under two strategies, meshes or modes",
     "plan": "show what a model holds on each device, and what it sends",
     "search": "find meshes and strategies for a model on a slice of TPUs",
+    "infer": "infer the axes of a model that nobody annotated",
     "presets": "list, show or copy the strategies of the package",
     "schema": "write the JSON Schema of strategy files",
 }

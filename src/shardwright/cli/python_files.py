@@ -1,0 +1,74 @@
+"""Read functions of a Python file that a command names."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardwright.errors import ShardingError, StrategyError
+
+
+def read_function(text: str, *, example: str, fix: str) -> Callable[..., Any]:
+    """Return the function that `file.py:function` names.
+
+    Args:
+      text: The file and the function.
+      example: What to write instead of a text of another form.
+      fix: What to do if the file has no such function.
+
+    Raises:
+      StrategyError: The text has another form, the file cannot be read or raises, or it has no such
+        function.
+    """
+    name, colon, function = text.rpartition(":")
+    if not colon or not name.endswith(".py"):
+        raise StrategyError(f"MODEL {text!r} is not file.py:function", fix=example)
+    value = getattr(read_module(Path(name)), function, None)
+    if not callable(value):
+        raise StrategyError(f"{name} has no function {function!r}", fix=fix)
+    result: Callable[..., Any] = value
+    return result
+
+
+def read_module(path: Path) -> ModuleType:
+    """Import a file. Files beside it can be imported from it.
+
+    Raises:
+      StrategyError: There is no such file, or it raises.
+    """
+    if not path.is_file():
+        raise StrategyError(f"no file {str(path)!r}", fix="check the path")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[path.stem] = module  # where dataclasses look up the module of their class
+    try:
+        spec.loader.exec_module(module)
+    except ShardingError:
+        raise
+    except SyntaxError as error:
+        what = f"{path}:{error.lineno} is not Python: {error.msg}"
+        raise StrategyError(what, fix="repair the file") from error
+    except (Exception, SystemExit) as error:
+        raise raised_error(str(path), error) from error
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def raised_error(what: str, error: BaseException) -> StrategyError:
+    """Return the error of user code that raised, with the line that did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if "site-packages" not in frame.filename]
+    place = f" at {Path(inside[-1].filename).name}:{inside[-1].lineno}" if inside else ""
+    return StrategyError(
+        f"{what} raised {type(error).__name__}: {error}{place}",
+        fix="make it importable, and make the function run under jax.eval_shape",
+    )
