@@ -350,4 +350,4 @@ def test_parser_marks_files_for_completion() -> None:
         for action in parser()._subparsers._group_actions[0].choices[command]._actions
         if hasattr(action, "complete")
     }
-    assert marked == {"strategies", "strategy", "tensors", "file", "hardware", "out"}
+    assert marked == {"strategies", "strategy", "tensors", "file", "hardware", "out", "axes"}

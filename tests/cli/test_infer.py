@@ -1,4 +1,4 @@
-"""`shardwright infer`: what it prints and writes, what it refuses, and its exit codes."""
+"""`shardwright infer`, and `check` of a model: outputs, refusals and exit codes."""
 
 from __future__ import annotations
 
@@ -34,6 +34,18 @@ def scanned(params, tokens):
 
 def ready():
     return {"table": jnp.ones((96, 24))}
+
+
+def specs():
+    import shardwright as sw
+
+    axes = {"table": "VOCAB EMBED", "up": "EMBED VOCAB", "down": "MLP_INTERMEDIATE EMBED"}
+    shapes = {**jax.eval_shape(init, jax.random.key(0))}
+    axes["head"] = "EMBED CLASSES"
+    return {
+        name: sw.ArraySpec(shape.shape, shape.dtype, tuple(axes[name].split()))
+        for name, shape in shapes.items()
+    }
 
 
 def fails(params, tokens):
@@ -104,7 +116,7 @@ def test_conflict_writes_no_file(
         ('MODEL:forward --params init --input "int32[2,3] BATCH"', "one axis for each of 2 dims"),
         (f"MODEL:forward --params init {TOKENS} --size 7", "--size '7' is not N=AXIS"),
         (f"MODEL:forward --params init {TOKENS} -o axes.txt", "'axes.txt' is not a .toml file"),
-        (f"MODEL:fails --params init {TOKENS}", "raised KeyError: 'missing' at plain_model.py:27"),
+        (f"MODEL:fails --params init {TOKENS}", "raised KeyError: 'missing' at plain_model.py:39"),
         ("MODEL:forward --params init", "missing 1 required positional argument: 'tokens'"),
     ],
 )
@@ -116,3 +128,51 @@ def test_invalid_question(
     assert captured.out == ""
     assert says in captured.err
     assert "Traceback" not in captured.err
+
+
+def check(words: str) -> int:
+    """Run the command and return its exit code."""
+    return main(shlex.split(f"check {words}"))
+
+
+def test_check_compares_names_with_the_program(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{model}:forward --params specs {TOKENS}"
+    assert check(words) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "plain_model.py:8 up dim 1: warning other_name the dim is named VOCAB" in printed
+    assert "write MLP_INTERMEDIATE 1 warning" in printed
+    assert check(f"{words} --strict --json") == 1
+    (result,) = json.loads(capsys.readouterr().out)["strategies"]
+    (finding,) = result["findings"]
+    assert finding["code"] == "other_name"
+    assert (finding["file"], finding["line"]) == ("plain_model.py", 8)
+
+
+def test_check_reads_path_rules(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "axes.toml"
+    assert infer(f"{model}:forward --params init {TOKENS} -o {out}") == 0
+    words = f"{model}:forward --params init {TOKENS} --strict --axes {out}"
+    assert check(words) == 0
+    out.write_text(out.read_text(encoding="utf-8").replace("VOCAB", "LENGTH"), encoding="utf-8")
+    assert check(words) == 1
+    assert "table dim 0: warning other_name" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("MODEL:forward", "needs --params"),
+        (f"MODEL:forward --params init {TOKENS}", "init returns arrays without annotations"),
+        (f"MODEL:forward --params init {TOKENS} --axes no.toml", "cannot read 'no.toml'"),
+        (f"MODEL:forward --params init {TOKENS} --axes MODEL", "is not TOML"),
+    ],
+)
+def test_invalid_check_of_a_model(
+    words: str, says: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(words.replace("MODEL", model)) == 2
+    assert says in capsys.readouterr().err

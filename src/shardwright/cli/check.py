@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import textwrap
 from collections import Counter
@@ -17,12 +16,14 @@ from shardwright.cli.arguments import (
     add_strategies,
     make_parser,
 )
+from shardwright.cli.check_model import Checked, check_model, is_model
 from shardwright.cli.inputs import (
     read_count,
     read_mesh_text,
     read_strategy,
     strategy_names,
 )
+from shardwright.cli.models import add_model
 from shardwright.cli.show import SEVERITIES, print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
 from shardwright.errors import ShardingError
@@ -33,10 +34,15 @@ _EPILOG = f"""\
 Each strategy is checked on its own. --tensors also compares it with what a model uses and, with a
 mesh of known sizes, checks that every tensor fits.
 
+file.py:function is a model. The axes of its parameters are compared with those that `shardwright
+infer` finds. --params names a function of the file that returns ArraySpecs or, with --axes, arrays.
+
 examples:
   shardwright check mine.toml
   shardwright check strategies/*.toml --strict
   shardwright check "fsdp_tp | mine.toml" --tensors model.toml --mesh dp:2,fsdp:2,tp:4
+  shardwright check model.py:forward --params init --axes axes.toml \\
+      --input "int32[8,32] BATCH LENGTH"
 
 exit codes: 0 no errors; 1 errors, with --strict also warnings;
 {EXIT_CODES}."""
@@ -65,22 +71,13 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--devices", type=read_count, metavar="N", help="number of devices, if a mesh has a -1"
     )
+    add_model(command, required=False)
+    command.add_argument(
+        "--axes", metavar="FILE", help="a .toml file of path rules that annotate the parameters"
+    )
     command.add_argument("--strict", action="store_true", help="fail on warnings too")
     add_output(command)
     return command
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
-    """A strategy and its findings."""
-
-    strategy: str
-    findings: tuple[Finding, ...]
-
-    def fails(self, *, strict: bool) -> bool:
-        """Whether the findings make the command fail."""
-        failing = (Severity.ERROR, Severity.WARNING) if strict else (Severity.ERROR,)
-        return any(finding.severity in failing for finding in self.findings)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -96,7 +93,12 @@ def run(arguments: argparse.Namespace) -> int:
     if not strategies:
         parser().error("the following arguments are required: STRATEGY")
     tensors = None if arguments.tensors is None else read_tensors(arguments.tensors)
-    results = [_check(text, tensors, arguments.mesh, arguments.devices) for text in strategies]
+    results = [
+        check_model(text, arguments)
+        if is_model(text)
+        else _check(text, tensors, arguments.mesh, arguments.devices)
+        for text in strategies
+    ]
     failed = any(result.fails(strict=arguments.strict) for result in results)
     if arguments.json:
         print_json(

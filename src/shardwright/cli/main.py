@@ -25,7 +25,7 @@ OK, USAGE, DEFECT = 0, 2, 70
 # One line per command. Its module is the file of that name, with `parser()` and `run(arguments)`.
 COMMANDS: dict[str, str] = {
     "explain": "show how each dim of an array is sharded, and why",
-    "check": "find mistakes in a strategy",
+    "check": "find mistakes in a strategy, or in the axes of a model",
     "diff": "compare how tensors are sharded under two strategies, meshes or modes",
     "plan": "show what a model holds on each device, and what it sends",
     "search": "find meshes and strategies for a model on a slice of TPUs",

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from shardwright.errors import RankMismatchError, StrategyError, raise_problems
-from shardwright.inference.atoms import Dims, new_dims
+from shardwright.inference.atoms import Atom, Dims, finest, new_dims
 from shardwright.inference.attention import name_attention
 from shardwright.inference.evidence import Evidence
 from shardwright.inference.facts import Clash, Facts
@@ -78,6 +78,7 @@ def infer_axes(
     by_size = {size: canonical_axis(axis) for size, axis in (sizes or {}).items()}
     _name_all(walker.facts, [value.dims for value in values], results, by_size)
     rows = [spell(value.dims) for value in values]
+    numbers: dict[Atom, int] = {}
     evidence = tuple(
         InferredDim(
             path=path_text(path),
@@ -87,9 +88,10 @@ def infer_axes(
             evidence=entry.evidence,
             guess=entry.guess,
             is_open=entry.is_open,
+            classes=tuple(numbers.setdefault(atom, len(numbers)) for atom in finest(dim)),
         )
-        for (path, leaf), row in zip(leaves, rows, strict=True)
-        for at, (size, entry) in enumerate(zip(np.shape(leaf), row, strict=True))
+        for (path, leaf), row, value in zip(leaves, rows, values, strict=True)
+        for at, (size, entry, dim) in enumerate(zip(np.shape(leaf), row, value.dims, strict=True))
     )
     annotations = [tuple(entry.axis for entry in row) for row in rows]
     inferred = Inferred(

@@ -24,6 +24,8 @@ class InferredDim:
       evidence: Why: a reason, the primitive and the line of the model.
       guess: Whether a default rule chose the axis.
       is_open: Whether nothing names the dim.
+      classes: A number for each factor of the dim. Equal numbers, also of other parameters, are one
+        dim, whatever its name.
     """
 
     path: str
@@ -33,6 +35,7 @@ class InferredDim:
     evidence: Evidence
     guess: bool
     is_open: bool
+    classes: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

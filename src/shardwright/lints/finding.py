@@ -39,6 +39,7 @@ class Code(enum.StrEnum):
     NO_RULE = "no_rule"
     UNUSED_TENSORS = "unused_tensors"
     UNUSED_RULE = "unused_rule"
+    OTHER_NAME = "other_name"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

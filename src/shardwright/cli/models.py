@@ -1,0 +1,153 @@
+"""Read a model from a Python file: its forward function, its parameters, and its inputs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from shardwright.cli.python_files import raised_error, read_function
+from shardwright.errors import ShardingError, StrategyError
+from shardwright.inference.infer import infer_axes
+from shardwright.inference.inferred import Inferred
+from shardwright.trees.paths import is_array_spec
+from shardwright.trees.tensors import is_dtype
+from shardwright.vocabulary.axes import canonical_axis
+
+_INPUT = re.compile(r"\s*([a-z0-9_]+)\[([0-9, ]*)\](.*)")
+_AXIS = re.compile(r"\?|[A-Za-z_][A-Za-z0-9_]*")
+_INPUT_EXAMPLE = '--input "int32[8,32] BATCH LENGTH"'
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model that a command names.
+
+    Attributes:
+      name: `file.py:function`.
+      forward: The function.
+      params: Shapes of the parameters, or a tree of `ArraySpec`s.
+      inputs: Shapes of the inputs.
+      seeds: Axes of the inputs.
+    """
+
+    name: str
+    forward: Callable[..., Any]
+    params: Any
+    inputs: tuple[jax.ShapeDtypeStruct, ...]
+    seeds: tuple[tuple[str | None, ...], ...]
+
+
+def add_model(command: argparse.ArgumentParser, *, required: bool) -> None:
+    """Add the options of a model."""
+    command.add_argument(
+        "--params",
+        required=required,
+        metavar="NAME",
+        help="the function of the model's file that returns the parameters",
+    )
+    command.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="ARRAY",
+        help='an input, such as "int32[8,32] BATCH LENGTH"; repeat it for more',
+    )
+
+
+def read_model(name: str, params: str, inputs: Sequence[str]) -> Model:
+    """Return a model.
+
+    Args:
+      name: `file.py:function`.
+      params: Name of the function that returns the parameters, or their `ArraySpec`s.
+      inputs: Dtype, shape and axes of each input.
+
+    Raises:
+      StrategyError: The file has no such functions, one of them raises, or an input cannot be read.
+    """
+    forward = read_function(name, example="model.py:forward", fix="define it, or check the name")
+    file, _, _ = name.rpartition(":")
+    init = read_function(
+        f"{file}:{params}", example="init", fix="name a function of the file in --params"
+    )
+    pairs = [read_input(text) for text in inputs]
+    try:
+        specs: list[Any] = []
+        # `ArraySpec`s are not arrays, so they leave the trace by another way.
+        shapes = jax.eval_shape(lambda *keys: _arrays(init(*keys), specs), *_keys(init))
+    except ShardingError:
+        raise
+    except Exception as error:
+        raise raised_error(f"{file}:{params}", error) from error
+    return Model(
+        name=name,
+        forward=forward,
+        params=specs[0] if specs else shapes,
+        inputs=tuple(shape for shape, _ in pairs),
+        seeds=tuple(axes for _, axes in pairs),
+    )
+
+
+def _arrays(params: Any, specs: list[Any]) -> Any:
+    if any(map(is_array_spec, jax.tree.leaves(params, is_leaf=is_array_spec))):
+        specs.append(params)
+        return None
+    return params
+
+
+def infer_model(model: Model, *, sizes: Mapping[int, str]) -> Inferred:
+    """Return the axes of a model's parameters.
+
+    Raises:
+      StrategyError: The model raises.
+    """
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+        model.params,
+        is_leaf=is_array_spec,
+    )
+    try:
+        return infer_axes(model.forward, params, *model.inputs, seeds=model.seeds, sizes=sizes)
+    except ShardingError:
+        raise
+    except Exception as error:
+        raise raised_error(model.name, error) from error
+
+
+def _keys(init: Any) -> Sequence[Any]:
+    """Return a PRNG key for each required argument of a function: none or one."""
+    required = [
+        argument
+        for argument in inspect.signature(init).parameters.values()
+        if argument.default is argument.empty
+        and argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)
+    ]
+    return [jax.random.key(0)] * min(len(required), 1)
+
+
+def read_input(text: str) -> tuple[jax.ShapeDtypeStruct, tuple[str | None, ...]]:
+    """Return the shape and the axes of an input, such as `int32[8,32] BATCH LENGTH`.
+
+    Raises:
+      StrategyError: The text has another form, or not one axis per dim.
+    """
+    match = _INPUT.fullmatch(text)
+    if match is None or not is_dtype(match[1]):
+        raise StrategyError(
+            f"--input {text!r} is not dtype[shape] and axes", fix=f"write {_INPUT_EXAMPLE}"
+        )
+    shape = tuple(int(size) for size in match[2].replace(",", " ").split())
+    words = match[3].replace(",", " ").split()
+    if len(words) not in (0, len(shape)) or not all(map(_AXIS.fullmatch, words)):
+        raise StrategyError(
+            f"--input {text!r} does not have one axis for each of {len(shape)} dims",
+            fix=f"write {_INPUT_EXAMPLE}, with ? for a dim of unknown axis",
+        )
+    axes = [None if word == "?" else canonical_axis(word) for word in words or ["?"] * len(shape)]
+    return jax.ShapeDtypeStruct(shape, match[1]), tuple(axes)

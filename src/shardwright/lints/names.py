@@ -1,0 +1,173 @@
+"""Compare the axes of an annotated model with those that its program uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import jax
+
+from shardwright.errors import StrategyError
+from shardwright.inference.inferred import Inferred, InferredDim
+from shardwright.inference.report import axis_text
+from shardwright.lints.finding import Code, Finding, Severity, dim_key
+from shardwright.trees.paths import path_text
+from shardwright.vocabulary.annotations import is_annotation
+from shardwright.vocabulary.axes import (
+    EMBED,
+    EMPTY,
+    EXPERT,
+    EXPERT_GATE,
+    HEAD,
+    HEAD_DIM,
+    KV_HEAD,
+    KV_HEAD_DIM,
+    KV_LENGTH,
+    LENGTH,
+    NORM,
+    QUERY_LENGTH,
+    SEMANTIC_AXES,
+)
+from shardwright.vocabulary.lowering import Dim, lower
+from shardwright.vocabulary.merged_dims import MergedDim
+
+# Names of one dim, by the kind of array.
+_SYNONYMS: Final[tuple[frozenset[str], ...]] = (
+    frozenset({EMBED, NORM}),
+    frozenset({EXPERT, EXPERT_GATE}),
+    frozenset({HEAD_DIM, KV_HEAD_DIM, NORM}),
+    frozenset({LENGTH, QUERY_LENGTH, KV_LENGTH}),
+)
+# Without grouped heads, keys have as many heads as queries.
+_EQUAL_HEADS: Final = frozenset({HEAD, KV_HEAD})
+
+Names = tuple[str, ...]
+
+
+def lint_names(annotations: Any, inferred: Inferred) -> tuple[Finding, ...]:
+    """Return where the annotations of a model contradict its program.
+
+    Names that differ by the kind of array only are equal: EMBED and NORM, HEAD_DIM and KV_HEAD_DIM.
+    Axes of your own are compared with each other. A guess of inference is no evidence.
+
+    Args:
+      annotations: Tree like the parameters, with an annotation or an `ArraySpec` per array.
+      inferred: What `infer_axes` returns for the same parameters.
+
+    Raises:
+      StrategyError: The trees have other paths.
+      RankMismatchError: An annotation does not fit its array.
+    """
+    rows = _annotated(annotations, inferred)
+    findings = [
+        Finding(
+            code=Code.OTHER_NAME,
+            severity=Severity.WARNING,
+            message=conflict.text,
+            fix="check the model: one dim is used in two ways",
+        )
+        for conflict in inferred.conflicts
+    ]
+    synonyms = _synonyms(inferred)
+    for dim in inferred.evidence:
+        finding = _compare(dim, rows[dim.path][dim.dim], synonyms)
+        if finding is not None:
+            findings.append(finding)
+    findings += _unlike(inferred, rows, synonyms)
+    return tuple(findings)
+
+
+def _annotated(annotations: Any, inferred: Inferred) -> dict[str, tuple[Dim, ...]]:
+    """Return the lowered dims of each annotated array."""
+    shapes: dict[str, list[int]] = {}
+    for dim in inferred.evidence:
+        shapes.setdefault(dim.path, []).append(dim.size)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(annotations, is_leaf=is_annotation)
+    annotated = {path_text(path): leaf for path, leaf in leaves}
+    missing = [path for path in shapes if path not in annotated]
+    if missing:
+        raise StrategyError(
+            "the array has no annotation",
+            path=missing[0],
+            fix="pass a tree of annotations with the structure of the parameters",
+        )
+    return {path: lower(annotated[path], tuple(shape)).dims for path, shape in shapes.items()}
+
+
+def _synonyms(inferred: Inferred) -> tuple[frozenset[str], ...]:
+    names = {name for dim in inferred.evidence for name in _inferred_names(dim)}
+    return _SYNONYMS if KV_HEAD in names else (*_SYNONYMS, _EQUAL_HEADS)
+
+
+def _inferred_names(dim: InferredDim) -> Names:
+    if isinstance(dim.axis, MergedDim):
+        return tuple(name for name, _ in dim.axis.members)
+    return () if dim.axis == EMPTY else (dim.axis,)
+
+
+def _annotated_names(dim: Dim) -> Names | None:
+    """Return the axes of an annotated dim, or None for composites and literal specs."""
+    if dim.merged:
+        return tuple(name for name, _ in dim.merged)
+    if dim.means:
+        return (dim.means,)
+    if dim.literal is not None or len(dim.axes) > 1:
+        return None
+    return dim.axes
+
+
+def _compare(
+    dim: InferredDim, annotated: Dim, synonyms: tuple[frozenset[str], ...]
+) -> Finding | None:
+    names, actual = _annotated_names(annotated), _inferred_names(dim)
+    if dim.guess or dim.is_open or names is None or dim.size == 1:
+        return None
+    if any(name not in SEMANTIC_AXES for name in (*names, *actual)):
+        return None
+    is_same = len(names) == len(actual) and all(
+        _are_synonyms(*pair, synonyms) for pair in zip(names, actual, strict=True)
+    )
+    if is_same:
+        return None
+    text = axis_text(dim.axis)
+    replicated = not names
+    what = "is not named" if replicated else f"is named {annotated.label}"
+    return Finding(
+        code=Code.OTHER_NAME,
+        severity=Severity.NOTE if replicated else Severity.WARNING,
+        message=f"the dim {what}, and the program uses it as {text}: {dim.evidence.reason}",
+        fix=f"write {text}" + (", or leave it replicated" if replicated else ""),
+        source=dim.evidence.source,
+        key=dim_key(dim.path, dim.dim, ""),
+    )
+
+
+def _are_synonyms(first: str, second: str, synonyms: tuple[frozenset[str], ...]) -> bool:
+    return first == second or any({first, second} <= group for group in synonyms)
+
+
+def _unlike(
+    inferred: Inferred,
+    rows: Mapping[str, tuple[Dim, ...]],
+    synonyms: tuple[frozenset[str], ...],
+) -> Iterator[Finding]:
+    """Yield dims that the program uses as one, and that have unlike names."""
+    first: dict[int, tuple[InferredDim, Dim, str]] = {}
+    for dim in inferred.evidence:
+        annotated = rows[dim.path][dim.dim]
+        names = _annotated_names(annotated)
+        if len(dim.classes) != 1 or names is None or len(names) != 1:
+            continue
+        is_checked = not (dim.guess or dim.is_open) and names[0] in SEMANTIC_AXES  # by `_compare`
+        other, other_dim, name = first.setdefault(dim.classes[0], (dim, annotated, names[0]))
+        if is_checked or _are_synonyms(names[0], name, synonyms):
+            continue
+        place = dim_key(other.path, other.dim, other_dim.label)
+        yield Finding(
+            code=Code.OTHER_NAME,
+            severity=Severity.WARNING,
+            message=f"the program uses the dim as one with {place}, which has another name",
+            fix=f"give both one name: {annotated.label} or {other_dim.label}",
+            source=dim.evidence.source,
+            key=dim_key(dim.path, dim.dim, annotated.label),
+        )

@@ -1,0 +1,142 @@
+"""Annotations that contradict the program are found, and equal names are not reported."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import pytest
+
+import shardwright as sw
+from shardwright.inference.inferred import Inferred
+from shardwright.lints.finding import Code, Severity
+from shardwright.lints.names import lint_names
+from shardwright.vocabulary.annotations import is_annotation
+from tests.inference import models
+from tests.inference.models import GPT2, LLAMA, MODELS, Model, is_leaf
+
+SYNONYMS = {"NORM": "EMBED", "KV_HEAD_DIM": "HEAD_DIM", "EXPERT_GATE": "EXPERT"}
+
+
+def infer(model: Model) -> Inferred:
+    return sw.infer_axes(model.forward, model.shapes, *model.inputs, seeds=model.seeds)
+
+
+def dim_of(text: str) -> Any:
+    if ":" not in text:
+        return text
+    members = [part.split(":") for part in text.split("*")]
+    return sw.merged(*((name, int(size)) for name, size in members))
+
+
+def annotations(model: Model) -> Any:
+    return jax.tree.map(
+        lambda leaf: tuple(dim_of(text) for text in leaf[1].split()), model.params, is_leaf=is_leaf
+    )
+
+
+def plain(axes: tuple[Any, ...]) -> list[str]:
+    """Return axes as text, with one word for synonyms."""
+    return [SYNONYMS.get(str(axis), str(axis)) for axis in axes]
+
+
+def test_hand_annotations_have_no_findings() -> None:
+    for model in MODELS:
+        assert lint_names(annotations(model), infer(model)) == (), model.name
+
+
+def test_every_swap_is_found() -> None:
+    """Swap the annotations of two arrays of one rank, in every model."""
+    missed, swaps = [], 0
+    for model in MODELS:
+        inferred = infer(model)
+        leaves, tree = jax.tree.flatten(annotations(model), is_leaf=is_annotation)
+        shapes = [shape.shape for shape in jax.tree.leaves(model.shapes)]
+        swapped_already = set()
+        for i, j in itertools.combinations(range(len(leaves)), 2):
+            pair = (leaves[i], leaves[j], shapes[i], shapes[j])
+            if len(shapes[i]) != len(shapes[j]) or plain(leaves[i]) == plain(leaves[j]):
+                continue
+            if pair in swapped_already or not fits(*pair):
+                continue  # another layer has the same pair; or the sizes are an error anyway
+            swapped_already.add(pair)
+            changed = list(leaves)
+            changed[i], changed[j] = leaves[j], leaves[i]
+            swaps += 1
+            if not lint_names(jax.tree.unflatten(tree, changed), inferred):
+                missed.append((model.name, leaves[i], leaves[j]))
+    assert missed == []
+    assert swaps > 100
+
+
+def fits(first: Any, second: Any, first_shape: Any, second_shape: Any) -> bool:
+    try:
+        for axes, shape in ((first, second_shape), (second, first_shape)):
+            sw.ArraySpec(shape, "float32", axes)
+    except sw.ShardingError:
+        return False
+    return True
+
+
+def changed(model: Model, axes: tuple[Any, ...], *path: Any) -> Any:
+    """Return the annotations with another one at a path."""
+    tree = annotations(model)
+    at = tree
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = axes
+    return tree
+
+
+def test_finding_has_place_and_source_line() -> None:
+    wrong_axes = ("MLP_INTERMEDIATE", "_", "HEAD_DIM")
+    tree = changed(LLAMA, wrong_axes, "layers", 1, "attention", "q")
+    findings = lint_names(tree, infer(LLAMA))
+    assert [(finding.key, finding.severity, finding.code) for finding in findings] == [
+        ("layers/1/attention/q dim 0", Severity.WARNING, Code.OTHER_NAME),
+        ("layers/1/attention/q dim 1", Severity.NOTE, Code.OTHER_NAME),
+    ]
+    wrong, replicated = findings
+    assert "the dim is named MLP_INTERMEDIATE, and the program uses it as EMBED" in wrong.message
+    assert wrong.fix == "write EMBED"
+    assert wrong.source.startswith("models.py:")
+    assert "the dim is not named, and the program uses it as HEAD: queries" in replicated.message
+
+
+def test_layouts_are_compared_by_meaning() -> None:
+    tree = changed(LLAMA, sw.ColumnWise, "layers", 0, "up")
+    assert lint_names(tree, infer(LLAMA)) == ()
+
+
+def test_equal_heads_of_keys_have_two_names() -> None:
+    tree = annotations(models.BERT)
+    attention = tree["layers"][0]["attention"]
+    attention["k"] = ("EMBED", "KV_HEAD", "KV_HEAD_DIM")
+    assert lint_names(tree, infer(models.BERT)) == ()
+
+
+def test_axes_of_your_own_are_compared_with_each_other() -> None:
+    tree = changed(models.VIT, ("CATEGORIES",), "head_bias")
+    (finding,) = lint_names(tree, infer(models.VIT))
+    assert finding.key == "head_bias dim 0 CATEGORIES"
+    assert "as one with head dim 1 CLASSES" in finding.message
+
+
+def test_conflicts_are_findings() -> None:
+    def forward(params: Any, tokens: Any) -> Any:
+        total = jax.lax.scan(lambda sums, row: (sums + row, None), params[0], params)[0]
+        return params[tokens] + total
+
+    shape = jax.ShapeDtypeStruct((96, 24), "float32")
+    inferred = sw.infer_axes(forward, shape, models.TOKENS, seeds=[("BATCH", "LENGTH")])
+    findings = lint_names(("VOCAB", "EMBED"), inferred)
+    assert "two names" in findings[0].message
+
+
+def test_unlike_trees_and_ranks() -> None:
+    inferred = infer(GPT2)
+    with pytest.raises(sw.StrategyError, match="the array has no annotation"):
+        lint_names({"wte": ("VOCAB", "EMBED")}, inferred)
+    with pytest.raises(sw.RankMismatchError):
+        lint_names(changed(GPT2, ("VOCAB",), "wte"), inferred)
