@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -232,14 +233,26 @@ _NOT_THE_MODEL: tuple[str, ...] = tuple(
     f"{folder}{os.sep}"
     for folder in (Path(jax.__file__ or "").resolve().parent, Path(__file__).resolve().parent)
 )
+# Installed packages, and Python's own files.
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<frozen ")
 
 
-def source_line(equation: Any) -> str:
-    """Return the line of the model that an equation comes from, as `model.py:12`, or ""."""
+def source_line(equation: Any, *, skip_libraries: bool = False) -> str:
+    """Return the line of the model that an equation comes from, as `model.py:12`, or "".
+
+    Args:
+      equation: An equation of a jaxpr.
+      skip_libraries: Prefer a line outside of installed packages, such as flax.
+    """
     traceback = equation.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(_NOT_THE_MODEL):
-            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+    frames = [
+        frame
+        for frame in (traceback.frames if traceback is not None else ())
+        if not frame.file_name.startswith(_NOT_THE_MODEL)
+    ]
+    own = [frame for frame in frames if skip_libraries and not _LIBRARY.search(frame.file_name)]
+    for frame in (*own, *frames):
+        return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
     return ""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from shardwright.inference.atoms import Atom, Dim, finest
-from shardwright.inference.evidence import Evidence
+from shardwright.inference.evidence import Evidence, Site
 from shardwright.inference.facts import Product
 from shardwright.inference.names import Names
 from shardwright.vocabulary.axes import BATCH, HEAD, HEAD_DIM, KV_HEAD, LENGTH
@@ -26,14 +26,14 @@ class Scores:
       contracted: The factors that are summed over: the head dim.
       sequence: Free factors that are positions.
       groups: Free factors of the queries that the keys do not have.
-      equation: The equation.
+      site: The equation.
     """
 
     batch: list[Atom]
     contracted: list[Atom]
     sequence: set[Atom]
     groups: list[Atom]
-    equation: object
+    site: Site | None
 
 
 def name_attention(names: Names) -> None:
@@ -82,12 +82,12 @@ def _scores(product: Product) -> Scores | None:
         contracted=contracted,
         sequence={atom for atom in (*left, *right) if is_position(atom)},
         groups=groups[0] or groups[1],
-        equation=product.equation,
+        site=product.site,
     )
 
 
 def _name_scores(names: Names, scores: Scores) -> None:
-    equation = scores.equation
+    site = scores.site
     heads = [
         atom
         for atom in scores.batch
@@ -95,13 +95,13 @@ def _name_scores(names: Names, scores: Scores) -> None:
     ]
     # Without heads, this may be a product of two activations of another kind.
     guess = not heads and not scores.groups
-    why = Evidence("queries times keys: summed over", equation)
+    why = Evidence("queries times keys: summed over", site)
     names.give(scores.contracted, HEAD_DIM, why, guess=guess)
     for atom in scores.sequence:
         if atom.learned:
-            names.give((atom,), LENGTH, Evidence("queries times keys: a position", equation))
-    shared = Evidence("queries times keys: heads that share keys", equation)
-    batch = Evidence("queries times keys: a batch dim", equation)
+            names.give((atom,), LENGTH, Evidence("queries times keys: a position", site))
+    shared = Evidence("queries times keys: heads that share keys", site)
+    batch = Evidence("queries times keys: a batch dim", site)
     kv_heads, copies = _grouped(heads)
     if scores.groups and heads:
         kv_heads, copies = heads, scores.groups
@@ -134,7 +134,7 @@ def _name_values(names: Names, product: Product, found: Iterable[Scores]) -> Non
     )
     if not is_values:
         return
-    why = Evidence("scores times values: made by a weight", product.equation)
+    why = Evidence("scores times values: made by a weight", product.site)
     for atom in free:
         if atom.learned:
             names.give((atom,), HEAD_DIM, why, guess=not has_heads)

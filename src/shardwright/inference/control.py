@@ -21,7 +21,7 @@ def scan(step: Step) -> list[Value]:
     scanned = step.values[split:]
     for value in scanned:
         if value.is_weight and value.dims:
-            step.facts.scans.append(Use(dim=value.dims[0], equation=step.site))
+            step.facts.scans.append(Use(dim=value.dims[0], site=step.site))
     starts = _carried(step, step.values[constants:split])
     rows = [dataclasses.replace(value, dims=value.dims[1:], one_hot=None) for value in scanned]
     ends = step.walker.walk(body, [*step.values[:constants], *starts, *rows])
@@ -66,7 +66,7 @@ def call(step: Step) -> list[Value] | None:
         if inner is not None:
             body = getattr(inner, "jaxpr", inner)
             values = step.values[len(step.values) - len(body.invars) :]
-            return step.walker.walk(body, values, called_at=step.site)
+            return step.walker.walk(body, values, called_at=step.site.caller)
     return None
 
 

@@ -9,26 +9,50 @@ from shardwright import _jax
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Site:
+    """An equation of a jaxpr, and where it is in the model.
+
+    Attributes:
+      equation: The equation.
+      caller: The equation whose line is the model's: the call of the library function that has this
+        equation, or the equation itself.
+    """
+
+    equation: Any
+    caller: Any
+
+    @property
+    def primitive(self) -> str:
+        """Name of the JAX primitive."""
+        return str(self.equation.primitive.name)
+
+    @property
+    def source(self) -> str:
+        """Line of the model, such as `model.py:12`, or empty."""
+        return _jax.source_line(self.caller, skip_libraries=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Evidence:
     """Why a dim has its name.
 
     Attributes:
       reason: What the program does with the dim.
-      equation: The equation of the jaxpr that does it, or None.
+      site: Where, or None.
     """
 
     reason: str
-    equation: Any = None
+    site: Site | None = None
 
     @property
     def primitive(self) -> str:
         """Name of the JAX primitive, or empty."""
-        return "" if self.equation is None else str(self.equation.primitive.name)
+        return "" if self.site is None else self.site.primitive
 
     @property
     def source(self) -> str:
         """Line of the model, such as `model.py:12`, or empty."""
-        return "" if self.equation is None else _jax.source_line(self.equation)
+        return "" if self.site is None else self.site.source
 
     def __str__(self) -> str:
         place = ", ".join(part for part in (self.primitive, self.source) if part)

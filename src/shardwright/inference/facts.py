@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from shardwright.inference.atoms import Atom, Dim, Dims, unify
-from shardwright.inference.evidence import Evidence
+from shardwright.inference.evidence import Evidence, Site
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +18,7 @@ class Lookup:
       index: The dims of the indices.
       by: What the indices depend on: "inputs", "both" (inputs and parameters), or "neither".
       of_data: Whether the table itself depends on the inputs.
-      equation: The equation.
+      site: The equation.
     """
 
     key: Dim
@@ -27,7 +26,7 @@ class Lookup:
     index: Dims
     by: str
     of_data: bool
-    equation: Any
+    site: Site
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +39,7 @@ class Product:
       left: The other dims of the left operand.
       right: The other dims of the right operand.
       groups: Whether the batch dims are the groups of a ragged product.
-      equation: The equation.
+      site: The equation.
     """
 
     batch: Dims
@@ -48,7 +47,7 @@ class Product:
     left: Dims
     right: Dims
     groups: bool = False
-    equation: Any
+    site: Site
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +57,15 @@ class Piece:
     whole: Dim
     start: int
     dim: Dim
-    equation: Any
+    site: Site
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """A dim, and the equation that uses it in some way."""
+    """A dim, and where it is used in some way."""
 
     dim: Dim
-    equation: Any
+    site: Site
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +100,13 @@ class Facts:
     conflicts: list[Clash] = dataclasses.field(default_factory=list)
     unknown: dict[str, Evidence] = dataclasses.field(default_factory=dict)
 
-    def same(self, left: Dim, right: Dim, equation: Any) -> None:
+    def same(self, left: Dim, right: Dim, site: Site) -> None:
         """Record that an equation makes two dims the same."""
 
         def clash(first: Atom, second: Atom) -> None:
             assert first.evidence is not None
             assert second.evidence is not None
-            meeting = Evidence("used as one dim", equation)
+            meeting = Evidence("used as one dim", site)
             self.conflicts.append(
                 Clash(
                     params=frozenset(first.params | second.params),

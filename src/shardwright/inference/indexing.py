@@ -48,7 +48,7 @@ def _record_lookup(step: Step, kept: Dims) -> None:
             index=index.dims,
             by=by,
             of_data=table.data,
-            equation=step.site,
+            site=step.site,
         )
     )
 
@@ -68,7 +68,7 @@ def top_k(step: Step) -> list[Value]:
     axis = step.parameters.get("axis", -1)
     dims = list(step.values[0].dims)
     axis %= len(dims)
-    step.facts.top_k.append(Use(dim=dims[axis], equation=step.site))
+    step.facts.top_k.append(Use(dim=dims[axis], site=step.site))
     return [
         step.result([new_dim(shape[axis]) if at == axis else dim for at, dim in enumerate(dims)])
         for shape in step.shapes

@@ -7,10 +7,9 @@ guesses.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from shardwright.inference.atoms import Atom, Dim, finest
-from shardwright.inference.evidence import Evidence
+from shardwright.inference.evidence import Evidence, Site
 from shardwright.inference.facts import Clash, Facts, Lookup, Product
 from shardwright.inference.step import Value
 from shardwright.vocabulary.axes import (
@@ -84,7 +83,7 @@ def name_tables(names: Names) -> None:
         _name_table(names, lookup, tables)
     for lookup in lookups:
         if lookup.by == "both":
-            why = Evidence("rows are selected by a router", lookup.equation)
+            why = Evidence("rows are selected by a router", lookup.site)
             names.give(lookup.key, EXPERT, why)
         elif lookup.by == "neither":
             _name_positions(names, lookup)
@@ -94,13 +93,13 @@ def _name_table(names: Names, lookup: Lookup, tables: Sequence[Lookup]) -> None:
     largest = max(_rows(other) for other in tables)
     is_small = _rows(lookup) * _SMALL_TABLE <= largest
     if is_small:
-        why = Evidence("a smaller table, looked up by the inputs", lookup.equation)
+        why = Evidence("a smaller table, looked up by the inputs", lookup.site)
         names.give(lookup.key, EMPTY, why, guess=True)
     else:
-        why = Evidence("a table looked up by the inputs", lookup.equation)
+        why = Evidence("a table looked up by the inputs", lookup.site)
         names.give(lookup.key, VOCAB, why, sure=True)
     for dim in lookup.kept:
-        why = Evidence("rows of a table looked up by the inputs", lookup.equation)
+        why = Evidence("rows of a table looked up by the inputs", lookup.site)
         names.give(dim, EMBED, why, sure=not is_small, guess=is_small)
 
 
@@ -114,10 +113,10 @@ def _rows(lookup: Lookup) -> int:
 def _name_positions(names: Names, lookup: Lookup) -> None:
     counted = [dim for dim in lookup.index if any(atom.counts for atom in finest(dim))]
     if len(counted) == 1:
-        why = Evidence("a table looked up by positions", lookup.equation)
+        why = Evidence("a table looked up by positions", lookup.site)
         names.give(lookup.key, LENGTH, why)
     else:
-        why = Evidence("a table looked up by distances or constants", lookup.equation)
+        why = Evidence("a table looked up by distances or constants", lookup.site)
         names.give(lookup.key, EMPTY, why)
 
 
@@ -125,7 +124,7 @@ def name_stacks(names: Names) -> None:
     """Name the dim that a scan over parameters runs along."""
     for use in names.facts.scans:
         if learned(use.dim):
-            names.give(use.dim, LAYERS, Evidence("scanned over", use.equation), sure=True)
+            names.give(use.dim, LAYERS, Evidence("scanned over", use.site), sure=True)
 
 
 def name_experts(names: Names) -> None:
@@ -133,11 +132,11 @@ def name_experts(names: Names) -> None:
     routed: set[Atom] = set()
     for use in names.facts.top_k:
         if learned(use.dim):
-            names.give(use.dim, EXPERT, Evidence("the best are chosen", use.equation))
+            names.give(use.dim, EXPERT, Evidence("the best are chosen", use.site))
             routed.update(finest(use.dim))
     for product in names.facts.projections:
         for dim in product.batch:
-            why = Evidence("every index has a weight of its own", product.equation)
+            why = Evidence("every index has a weight of its own", product.site)
             is_routed = product.groups or any(atom.counts or atom in routed for atom in finest(dim))
             names.give(dim, EXPERT, why, guess=not is_routed)
 
@@ -145,7 +144,7 @@ def name_experts(names: Names) -> None:
 def name_windows(names: Names) -> None:
     """Name the window of a convolution's kernel, which is replicated."""
     for use in names.facts.windows:
-        names.give(use.dim, EMPTY, Evidence("window of a convolution", use.equation))
+        names.give(use.dim, EMPTY, Evidence("window of a convolution", use.site))
 
 
 def name_residual(names: Names) -> None:
@@ -169,23 +168,23 @@ def name_logits(names: Names, result: Value | None) -> None:
     rows = {_rows(lookup) for lookup in names.facts.lookups if _is_vocab(lookup)}
     ends = [] if result is None or not result.dims else [(result.dims[-1], _maker(names, result))]
     ends += [
-        (lookup.key, lookup.equation)
+        (lookup.key, lookup.site)
         for lookup in names.facts.lookups
         if lookup.of_data and lookup.by == "inputs"
     ]
-    for dim, equation in ends:
+    for dim, site in ends:
         if learned(dim) and unnamed(dim):
             sizes = [atom.size for atom in finest(dim)]
             is_known = len(sizes) == 1 and sizes[0] in rows
             reason = "logits: as many as the table of tokens has rows" if is_known else "logits"
-            names.give(dim, VOCAB, Evidence(reason, equation), guess=not is_known)
+            names.give(dim, VOCAB, Evidence(reason, site), guess=not is_known)
 
 
 def _is_vocab(lookup: Lookup) -> bool:
     return any(atom.name == VOCAB for atom in finest(lookup.key))
 
 
-def _maker(names: Names, result: Value) -> Any:
+def _maker(names: Names, result: Value) -> Site | None:
     """Return the last equation that makes the last dim of a result, or None."""
     made = _made(reversed(names.facts.projections))
     return next((made[atom] for atom in finest(result.dims[-1]) if atom in made), None)
@@ -206,25 +205,25 @@ def name_hidden(names: Names, *, guess: bool) -> None:
         for atom in finest(piece.whole):
             if atom in made:
                 made |= dict.fromkeys(finest(piece.dim), made[atom])
-    for atom, equation in made.items():
+    for atom, site in made.items():
         if atom in used and not atom.name and (guess or atom.nonlinear):
             reason = "one weight makes it, another uses it"
             if not guess:
                 reason = "from EMBED through an activation function to EMBED"
-            names.give((atom,), MLP_INTERMEDIATE, Evidence(reason, equation), guess=guess)
+            names.give((atom,), MLP_INTERMEDIATE, Evidence(reason, site), guess=guess)
 
 
 def _has(dims: Iterable[Dim], axis: str) -> bool:
     return any(atom.name == axis for dim in dims for atom in finest(dim))
 
 
-def _made(projections: Iterable[Product]) -> dict[Atom, Any]:
+def _made(projections: Iterable[Product]) -> dict[Atom, Site]:
     """Return what projections make, each with the first equation that does."""
-    made: dict[Atom, Any] = {}
+    made: dict[Atom, Site] = {}
     for product in projections:
         for dim in product.right:
             for atom in finest(dim):
-                made.setdefault(atom, product.equation)
+                made.setdefault(atom, product.site)
     return made
 
 
@@ -249,7 +248,7 @@ def name_rows(names: Names, dims: Iterable[Dim]) -> None:
     for use in names.facts.rows:
         atoms = finest(use.dim)
         if unnamed(use.dim) and all(atom.params for atom in atoms):
-            why = Evidence("single rows are taken", use.equation)
+            why = Evidence("single rows are taken", use.site)
             names.give(use.dim, EMPTY, why, guess=not factors.issuperset(atoms))
 
 

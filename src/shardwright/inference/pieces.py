@@ -39,7 +39,7 @@ def name_pieces(names: Names) -> None:
 def _name_piece(names: Names, piece: Piece) -> None:
     wholes = finest(piece.whole)
     if len(wholes) == 1 and wholes[0].name in _INHERITED:
-        why = Evidence(f"a piece of {wholes[0].name.strip('_')}", piece.equation)
+        why = Evidence(f"a piece of {wholes[0].name.strip('_')}", piece.site)
         names.give(piece.dim, wholes[0].name, why, guess=wholes[0].guess)
 
 
@@ -58,7 +58,7 @@ def _name_whole(names: Names, pieces: Sequence[Piece]) -> None:
     atom = whole[0]
     first = min(pieces, key=lambda piece: piece.start)
     if [part.name for part in finest(first.dim)] == [LENGTH] and first.start == 0:
-        names.give((atom,), LENGTH, Evidence("cut to the length", first.equation))
+        names.give((atom,), LENGTH, Evidence("cut to the length", first.site))
         return
     covering = _covering(pieces, atom.size)
     factors = [named_factors(piece.dim) for piece in covering]
@@ -71,7 +71,7 @@ def _name_whole(names: Names, pieces: Sequence[Piece]) -> None:
     (tail,) = tails
     lead = HEAD if len(leads) > 1 else leads.pop()
     guess = any(part.guess for piece in covering for part in finest(piece.dim))
-    why = Evidence(f"{len(covering)} parts that have this name", first.equation)
+    why = Evidence(f"{len(covering)} parts that have this name", first.site)
     rest: list[Atom] = [atom]
     for size in (sum(part[0][1] for part in factors), *(size for _, size in tail[:-1])):
         last = rest.pop()

@@ -35,7 +35,7 @@ def _record(step: Step, batch: Dims, contracted: Dims, free: tuple[Dims, Dims]) 
     left, right = step.values[:2]
     if left.data and right.data:
         product = Product(
-            batch=batch, contracted=contracted, left=free[0], right=free[1], equation=step.site
+            batch=batch, contracted=contracted, left=free[0], right=free[1], site=step.site
         )
         step.facts.activations.append(product)
         return
@@ -51,12 +51,12 @@ def _record(step: Step, batch: Dims, contracted: Dims, free: tuple[Dims, Dims]) 
                 index=free[0],
                 by="both" if left.learned else "inputs",
                 of_data=False,
-                equation=step.site,
+                site=step.site,
             )
         )
         return
     product = Product(
-        batch=batch, contracted=contracted, left=free[0], right=free[1], equation=step.site
+        batch=batch, contracted=contracted, left=free[0], right=free[1], site=step.site
     )
     step.facts.projections.append(product)
 
@@ -84,7 +84,7 @@ def ragged_dot(step: Step) -> list[Value]:
             left=left_free,
             right=right_free,
             groups=True,
-            equation=step.site,
+            site=step.site,
         )
         step.facts.projections.append(product)
     return [step.result([*batch, *left_free, *right_free])]
@@ -104,14 +104,14 @@ def convolution(step: Step) -> list[Value]:
     elif step.parameters["feature_group_count"] == step.operand_shapes[1][numbers.rhs_spec[0]]:
         step.same(channels, outputs)  # depthwise: each channel has a window of its own
     if kernel.is_weight:
-        step.facts.windows += [Use(dim=dim, equation=step.site) for dim in window]
+        step.facts.windows += [Use(dim=dim, site=step.site) for dim in window]
         if image.data and not is_grouped:
             product = Product(
                 batch=(),
                 contracted=(inputs,),
                 left=(batch,),
                 right=(outputs,),
-                equation=step.site,
+                site=step.site,
             )
             step.facts.projections.append(product)
     dims = [new_dim(size) for size in step.shapes[0]]

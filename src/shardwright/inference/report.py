@@ -6,10 +6,11 @@ import dataclasses
 import itertools
 import json
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwright.resolution.tables import WIDTH, remarked_table
+from shardwright.resolution.tables import WIDTH
 from shardwright.vocabulary.axes import axis_label
 from shardwright.vocabulary.merged_dims import MergedDim
 
@@ -17,31 +18,45 @@ if TYPE_CHECKING:
     from shardwright.inference.inferred import Inferred, InferredDim
 
 Row = tuple["InferredDim", ...]
+# Characters; in a narrower column prose is not readable.
+_LEAST_ROOM = 24
 _NUMBER = re.compile(r"\d+")
 
 
 def table_text(inferred: Inferred, *, width: int = WIDTH) -> str:
-    """Return a line per dim, then conflicts and a line that counts.
+    """Return a line per dim, below the path of its array; then conflicts and a line that counts.
 
     Arrays that differ only in a number of their path, such as those of layers, are one entry.
     """
-    rows = [("path", "dim", "size", "axis", "evidence")]
-    for rule in path_rules(inferred):
-        rows += [
-            (
-                rule.label if at == 0 else "",
-                str(dim.dim),
-                str(dim.size),
-                "?" if dim.is_open else axis_text(dim.axis),
-                f"guess: {dim.evidence}" if dim.guess else str(dim.evidence),
-            )
-            for at, dim in enumerate(rule.dims)
-        ]
-    lines = remarked_table(rows, width=width) if len(rows) > 1 else []
+    rules = list(path_rules(inferred))
+    cells = [
+        (str(dim.dim), str(dim.size), "?" if dim.is_open else axis_text(dim.axis))
+        for rule in rules
+        for dim in rule.dims
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for rule in rules:
+        arrays = f"  ({rule.arrays} arrays)" if rule.arrays > 1 else ""
+        lines.append(f"{rule.label or '(root)'}{arrays}")
+        for dim in rule.dims:
+            cell = cells.pop(0)
+            padded = [text.ljust(size) for text, size in zip(cell, widths, strict=True)]
+            evidence = f"guess: {dim.evidence}" if dim.guess else str(dim.evidence)
+            lines += _hanging(f"  {'  '.join(padded)}  ", evidence, width)
     lines += [conflict.text for conflict in inferred.conflicts]
     if inferred.unknown:
         lines.append(f"not understood: {', '.join(inferred.unknown)}")
     return "\n".join([*lines, counts_text(inferred)])
+
+
+def _hanging(head: str, text: str, width: int) -> list[str]:
+    """Return a text after its head, wrapped below itself."""
+    room = max(width - len(head), _LEAST_ROOM)
+    first, *others = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [
+        ""
+    ]
+    return [head + first, *(" " * len(head) + line for line in others)]
 
 
 def counts_text(inferred: Inferred) -> str:

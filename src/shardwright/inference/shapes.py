@@ -76,7 +76,7 @@ def split(step: Step) -> list[Value]:
 def unstack(step: Step) -> list[Value]:
     """Drop the dim that is taken apart."""
     axis, dims = step.parameters["axis"], step.values[0].dims
-    step.facts.rows.append(Use(dim=dims[axis], equation=step.site))
+    step.facts.rows.append(Use(dim=dims[axis], site=step.site))
     kept = [dim for at, dim in enumerate(dims) if at != axis]
     return [step.result(kept)] * len(step.shapes)
 
@@ -93,11 +93,11 @@ def piece(step: Step, whole: Dim, size: int, start: int | None = None) -> Dim:
     if size >= size_of(finest(whole)):
         return new_dim(size)  # padding
     if size == 1:
-        step.facts.rows.append(Use(dim=whole, equation=step.site))
+        step.facts.rows.append(Use(dim=whole, site=step.site))
     atoms = finest(whole)
     dim = (Atom(size, whole=whole, learned=any(atom.learned for atom in atoms)),)
     if start is not None:
-        step.facts.pieces.append(Piece(whole=whole, start=start, dim=dim, equation=step.site))
+        step.facts.pieces.append(Piece(whole=whole, start=start, dim=dim, site=step.site))
     return dim
 
 
@@ -135,6 +135,6 @@ def _joined(step: Step, parts: list[Dim], size: int) -> Dim:
     joined = (Atom(size, learned=any(atom.learned for atom in atoms)),)
     start = 0
     for part, shape in zip(parts, step.operand_shapes, strict=True):
-        step.facts.pieces.append(Piece(whole=joined, start=start, dim=part, equation=step.site))
+        step.facts.pieces.append(Piece(whole=joined, start=start, dim=part, site=step.site))
         start += shape[step.parameters["dimension"]]
     return joined

@@ -113,7 +113,7 @@ def _without_repeats(row: Sequence[Spelled]) -> list[Spelled]:
         names = {name for name in _members(entry.axis) if name != EMPTY}
         if names & seen:
             reason = f"{'/'.join(sorted(name.strip('_') for name in names & seen))} a second time"
-            evidence = Evidence(reason, entry.evidence.equation)
+            evidence = Evidence(reason, entry.evidence.site)
             entries.append(Spelled(EMPTY, evidence, guess=True))
         else:
             entries.append(entry)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardwright.inference.atoms import Dim, Dims, new_dims
+from shardwright.inference.evidence import Site
 from shardwright.inference.facts import Facts
 
 if TYPE_CHECKING:
@@ -43,14 +44,13 @@ class Step:
 
     Attributes:
       equation: The equation.
-      site: The equation that messages name: this one, or the call of the library function that has
-        it.
+      site: Where it is in the model.
       values: The operands.
       walker: Walks the jaxprs that the equation holds.
     """
 
     equation: Any
-    site: Any
+    site: Site
     values: Sequence[Value]
     walker: Walker
 

@@ -13,7 +13,7 @@ from jax.extend import core
 
 from shardwright.inference import control, elementwise, indexing, products, shapes
 from shardwright.inference.atoms import new_dims
-from shardwright.inference.evidence import Evidence
+from shardwright.inference.evidence import Evidence, Site
 from shardwright.inference.facts import Facts
 from shardwright.inference.step import Step, Value
 
@@ -71,7 +71,7 @@ class Walker:
         """
         known: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
         known |= {variable: _unknown(variable.aval) for variable in jaxpr.constvars}
-        site = called_at if called_at is not None and _is_of_jax(jaxpr) else None
+        caller = called_at if called_at is not None and _is_of_jax(jaxpr) else None
 
         def read(variable: Any) -> Value:
             if isinstance(variable, core.Literal):
@@ -81,7 +81,7 @@ class Walker:
         for equation in jaxpr.eqns:
             step = Step(
                 equation=equation,
-                site=equation if site is None else site,
+                site=Site(equation, equation if caller is None else caller),
                 values=[read(variable) for variable in equation.invars],
                 walker=self,
             )
