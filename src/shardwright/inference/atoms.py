@@ -28,6 +28,7 @@ class Atom:
       counts: Whether an iota counts along it.
       nonlinear: Whether an activation function was applied to it.
       residual: Whether two activations were added along it.
+      is_shards: Whether it counts the shards of a `shard_map`; then the next factor names it.
       params: The dims of parameters that it is part of, as (leaf, dim).
       parts: Its (major, minor) factors, after a split.
       same: The atom that represents its class, or None if it does so itself.
@@ -42,13 +43,23 @@ class Atom:
     counts: bool = False
     nonlinear: bool = False
     residual: bool = False
+    is_shards: bool = False
     params: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     parts: tuple[Atom, Atom] | None = None
     same: Atom | None = None
 
-    def split(self, major: int) -> None:
-        """Split into factors of sizes (major, size // major), which inherit what is known."""
+    def split(self, major: int, *, keep_name: bool = False) -> None:
+        """Split into factors of sizes (major, size // major), which inherit what is known.
+
+        Args:
+          major: Size of the first factor.
+          keep_name: Whether both factors have the same name, and the first counts shards.
+        """
         self.parts = (self._factor(major), self._factor(self.size // major))
+        if keep_name:
+            for part in self.parts:
+                part.name, part.evidence, part.guess = self.name, self.evidence, self.guess
+            self.parts[0].is_shards = True
 
     def _factor(self, size: int) -> Atom:
         return Atom(
@@ -57,6 +68,7 @@ class Atom:
             counts=self.counts,
             nonlinear=self.nonlinear,
             residual=self.residual,
+            is_shards=self.is_shards,
             params=set(self.params),
         )
 
@@ -69,6 +81,7 @@ class Atom:
         self.counts |= other.counts
         self.nonlinear |= other.nonlinear
         self.residual |= other.residual
+        self.is_shards |= other.is_shards
         self.params |= other.params
         other.same = self
 
@@ -124,9 +137,9 @@ def unify(left: Dim, right: Dim, clash: Callable[[Atom, Atom], None]) -> None:
         first, second = lefts[0], rights[0]
         if first is not second and first.size != second.size:
             larger, smaller = (first, second) if first.size > second.size else (second, first)
-            if larger.size % smaller.size or larger.name:
+            if larger.size % smaller.size or (larger.name and not smaller.is_shards):
                 return  # other factors: nothing can be said about the rest
-            larger.split(smaller.size)
+            larger.split(smaller.size, keep_name=smaller.is_shards)
             lefts, rights = finest(lefts), finest(rights)
             continue
         if first is not second:

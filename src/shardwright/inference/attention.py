@@ -93,6 +93,7 @@ def _name_scores(names: Names, scores: Scores) -> None:
         for atom in scores.batch
         if atom.learned and atom.name not in (BATCH, LENGTH) and atom.name in ("", *_HEADS)
     ]
+    heads = _with_shards(heads, names.facts.shards)
     # Without heads, this may be a product of two activations of another kind.
     guess = not heads and not scores.groups
     why = Evidence("queries times keys: summed over", site)
@@ -112,6 +113,15 @@ def _name_scores(names: Names, scores: Scores) -> None:
         names.give(copies, GROUP, shared)
     else:
         names.give(heads, HEAD, batch)
+
+
+def _with_shards(heads: list[Atom], shards: Iterable[tuple[Dim, Dim]]) -> list[Atom]:
+    """Put the shards of heads in front of their local part, inside a `shard_map`."""
+    for major, part in shards:
+        extra = [atom for atom in finest(major) if not atom.name and atom not in heads]
+        if heads and finest(part)[:1] == heads[:1]:
+            heads = [*extra, *heads]
+    return heads
 
 
 def _grouped(heads: list[Atom]) -> tuple[list[Atom], list[Atom]]:

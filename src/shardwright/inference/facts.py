@@ -87,7 +87,10 @@ class Clash:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Facts:
-    """What the walk records: how dims are used, and names that contradict each other."""
+    """What the walk records: how dims are used, and names that contradict each other.
+
+    `shards` pairs the shards of each dim that a `shard_map` shards with its local part.
+    """
 
     lookups: list[Lookup] = dataclasses.field(default_factory=list)
     activations: list[Product] = dataclasses.field(default_factory=list)
@@ -97,6 +100,7 @@ class Facts:
     scans: list[Use] = dataclasses.field(default_factory=list)
     rows: list[Use] = dataclasses.field(default_factory=list)
     windows: list[Use] = dataclasses.field(default_factory=list)
+    shards: list[tuple[Dim, Dim]] = dataclasses.field(default_factory=list)
     conflicts: list[Clash] = dataclasses.field(default_factory=list)
     unknown: dict[str, Evidence] = dataclasses.field(default_factory=dict)
 

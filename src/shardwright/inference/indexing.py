@@ -53,6 +53,26 @@ def _record_lookup(step: Step, kept: Dims) -> None:
     )
 
 
+def scatter(step: Step) -> list[Value]:
+    """Align the dims that are written whole, and those of updates with those of the indices."""
+    old, index, new = step.values
+    numbers = step.parameters["dimension_numbers"]
+    batching = numbers.operand_batching_dims
+    for at, other in zip(batching, numbers.scatter_indices_batching_dims, strict=True):
+        step.same(old.dims[at], index.dims[other])
+    window = [
+        at for at in range(len(old.dims)) if at not in (*numbers.inserted_window_dims, *batching)
+    ]
+    shapes = step.operand_shapes
+    for at, written in zip(window, numbers.update_window_dims, strict=True):
+        if shapes[0][at] == shapes[2][written]:
+            step.same(old.dims[at], new.dims[written])
+    scattered = [at for at in range(len(new.dims)) if at not in numbers.update_window_dims]
+    for at, dim in zip(scattered, index.dims, strict=False):
+        step.same(new.dims[at], dim)
+    return [step.result(old.dims)]
+
+
 def update_slice(step: Step) -> list[Value]:
     """Align the dims that are written whole, as in a cache."""
     old, new = step.values[:2]

@@ -103,15 +103,20 @@ def _size(piece: Piece) -> int:
 def named_factors(dim: Sequence[Atom]) -> Factors:
     """Return the named factors of a dim; neighbors that are one axis are one factor.
 
-    A kv head and its group are one query head.
+    A kv head and its group are one query head. Shards belong to the factor behind them.
     """
     factors: list[tuple[str, int]] = []
+    shards = 1
     for atom in finest(dim):
-        last = factors[-1][0] if factors else ""
+        if atom.is_shards and not atom.name:
+            shards *= atom.size
+            continue
+        last, size = factors[-1][0] if factors else "", atom.size * shards
+        shards = 1
         if factors and {last, atom.name} == {KV_HEAD, GROUP}:
-            factors[-1] = (HEAD, factors[-1][1] * atom.size)
+            factors[-1] = (HEAD, factors[-1][1] * size)
         elif factors and last == atom.name and last:
-            factors[-1] = (last, factors[-1][1] * atom.size)
+            factors[-1] = (last, factors[-1][1] * size)
         else:
-            factors.append((atom.name, atom.size))
-    return tuple(factors)
+            factors.append((atom.name, size))
+    return (*factors, ("", shards)) if shards > 1 else tuple(factors)

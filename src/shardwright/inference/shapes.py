@@ -122,8 +122,10 @@ def concatenate(step: Step) -> list[Value]:
 def _joined(step: Step, parts: list[Dim], size: int) -> Dim:
     atoms = [atom for part in parts for atom in finest(part)]
     wholes = [atom.whole for atom in atoms]
-    if len(parts) > 1 and all(
-        whole is not None and size_of(finest(whole)) == size for whole in wholes
+    if (
+        wholes
+        and len(parts) > 1
+        and all(whole is not None and size_of(finest(whole)) == size for whole in wholes)
     ):
         # Rotary embeddings cut the head dim in halves, and join them again.
         first = wholes[0]

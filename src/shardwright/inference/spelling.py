@@ -65,14 +65,14 @@ def _spell_dim(dim: Dim) -> Spelled:
     atoms = finest(dim)
     if not atoms:
         return Spelled(EMPTY, Evidence("size 1"))
-    nameless = next((atom for atom in atoms if not atom.name), None)
-    if nameless is not None:
+    named = named_factors(dim)
+    if not all(name for name, _ in named):
         return Spelled(EMPTY, Evidence("no rule names it"), is_open=True)
     # A factor that joins its neighbor explains nothing.
     explaining = [atom for atom in atoms if atom.name != EMPTY] or atoms
     evidence = next(atom.evidence for atom in explaining if atom.evidence is not None)
     guess = any(atom.guess for atom in atoms)
-    factors = [(EMPTY if name == GROUP else name, size) for name, size in named_factors(dim)]
+    factors = [(EMPTY if name == GROUP else name, size) for name, size in named]
     return Spelled(_entry(factors), evidence, guess=guess)
 
 

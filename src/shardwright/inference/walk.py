@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from shardwright.inference import control, elementwise, indexing, products, shapes
+from shardwright.inference import control, elementwise, indexing, manual, products, shapes
 from shardwright.inference.atoms import new_dims
 from shardwright.inference.evidence import Evidence, Site
 from shardwright.inference.facts import Facts
@@ -30,6 +30,17 @@ RULES: Final[dict[str, Callable[[Step], list[Value]]]] = {
         ["random_bits", "random_wrap", "random_seed", "random_fold_in", "random_split"],
         indexing.random,
     ),
+    **dict.fromkeys(
+        ["scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub"],
+        indexing.scatter,
+    ),
+    **dict.fromkeys(
+        ["psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "pvary", "pbroadcast"],
+        manual.collective,
+    ),
+    **dict.fromkeys(
+        ["all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter"], manual.resized
+    ),
     "broadcast_in_dim": shapes.broadcast,
     "concatenate": shapes.concatenate,
     "cond": control.cond,
@@ -42,6 +53,7 @@ RULES: Final[dict[str, Callable[[Step], list[Value]]]] = {
     "pad": shapes.pad,
     "ragged_dot_general": products.ragged_dot,
     "scan": control.scan,
+    "shard_map": manual.shard_map,
     "slice": shapes.cut,
     "split": shapes.split,
     "top_k": indexing.top_k,
@@ -49,8 +61,8 @@ RULES: Final[dict[str, Callable[[Step], list[Value]]]] = {
     "unstack": shapes.unstack,  # JAX 0.12
     "while": control.while_loop,
 }
-# These hold a jaxpr about local arrays or references, which says nothing about whole arrays.
-_OPAQUE: Final = frozenset({"shard_map", "pallas_call"})
+# A kernel holds a jaxpr about references, which says nothing about whole arrays.
+_OPAQUE: Final = frozenset({"pallas_call"})
 _JAX: Final = f"{Path(jax.__file__ or '').resolve().parent}{os.sep}"
 
 

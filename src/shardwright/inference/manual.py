@@ -1,0 +1,107 @@
+"""`shard_map` and its collectives: a sharded dim is (shards, local part)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shardwright import _jax
+from shardwright.inference.atoms import Atom, Dim, finest, new_dim, size_of
+from shardwright.inference.step import Step, Value
+
+
+def shard_map(step: Step) -> list[Value]:
+    """Walk the body with local dims; the results have their shards in front again."""
+    parameters = step.parameters
+    manual = _jax.newly_manual_axes(parameters)
+    sizes = {name: size for name, size in parameters["mesh"].shape.items() if name in manual}
+    local, sharded = [], []
+    for value, spec in zip(step.values, parameters["in_specs"], strict=True):
+        dims = []
+        for dim, shards in zip(value.dims, _shards(spec, len(value.dims), sizes), strict=True):
+            dims.append(_local(dim, shards))
+            major = tuple(finest(dim)[: len(finest(dim)) - len(dims[-1])])
+            if major and dims[-1]:
+                sharded.append((major, dims[-1]))
+        local.append(Value(dims=tuple(dims), data=value.data, learned=value.learned))
+    body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
+    results = step.walker.walk(body, local)
+    for (major, part), (other_major, other_part) in itertools.combinations(sharded, 2):
+        if finest(part) == finest(other_part):
+            step.same(major, other_major)
+    step.facts.shards.extend(sharded)
+    whole = []
+    for value, spec in zip(results, parameters["out_specs"], strict=True):
+        counts = _shards(spec, len(value.dims), sizes)
+        dims = [
+            _known_whole(dim, shards, sharded) or _whole(dim, shards)
+            for dim, shards in zip(value.dims, counts, strict=True)
+        ]
+        whole.append(Value(dims=tuple(dims), data=value.data, learned=value.learned))
+    return whole
+
+
+def _shards(spec: Any, rank: int, sizes: Mapping[str, int]) -> list[int]:
+    """Return the number of shards of each dim."""
+    entries = [*spec, *(None,) * (rank - len(spec))]
+    names = [(entry,) if isinstance(entry, str) else entry or () for entry in entries]
+    return [math.prod([sizes.get(name, 1) for name in axes]) for axes in names]
+
+
+def _local(dim: Dim, shards: int) -> Dim:
+    """Return the part of a dim that each shard has, and split its first factor if necessary."""
+    factors = finest(dim)
+    while shards > 1 and factors:
+        first = factors[0]
+        if shards % first.size == 0:
+            first.is_shards = True
+            shards //= first.size
+            factors = factors[1:]
+        elif first.size % shards:
+            break
+        else:
+            first.split(shards, keep_name=True)
+            factors = finest(factors)
+    return tuple(factors)
+
+
+def _known_whole(dim: Dim, shards: int, sharded: Iterable[tuple[Dim, Dim]]) -> Dim:
+    """Return the whole of an operand's local part, or nothing if it is not one."""
+    for major, part in sharded:
+        if finest(part) == finest(dim) and size_of(finest(major)) == shards:
+            return (*major, *part)
+    return ()
+
+
+def _whole(dim: Dim, shards: int) -> Dim:
+    if shards == 1:
+        return dim
+    return (Atom(shards, is_shards=True), *dim)
+
+
+def collective(step: Step) -> list[Value]:
+    """Pass each operand on: a sum over shards, or a permutation of them, keeps all dims."""
+    return [Value(dims=value.dims, data=value.data, learned=value.learned) for value in step.values]
+
+
+def resized(step: Step) -> list[Value]:
+    """Follow collectives that change the sizes of dims: longer ones get shards in front."""
+    results = []
+    pairs = zip(step.values, step.operand_shapes, step.shapes, strict=True)
+    for value, old_shape, new_shape in pairs:
+        if len(old_shape) != len(new_shape):
+            return step.new_results()
+        dims = [
+            _resized(dim, old, new)
+            for dim, old, new in zip(value.dims, old_shape, new_shape, strict=True)
+        ]
+        results.append(Value(dims=tuple(dims), data=value.data, learned=value.learned))
+    return results
+
+
+def _resized(dim: Dim, old: int, new: int) -> Dim:
+    if new >= old:
+        return _whole(dim, new // old) if new % old == 0 else new_dim(new)
+    return _local(dim, old // new) if old % new == 0 else new_dim(new)
