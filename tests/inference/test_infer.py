@@ -84,6 +84,48 @@ def test_toml_annotates_the_same_tree() -> None:
         assert pm.shardings(model.shapes, match.annotations) == expected, model.name
 
 
+@pytest.mark.parametrize("queries", [1, 4])
+def test_decode_with_a_cache(queries: int) -> None:
+    """One query per sequence has no dim of positions; softmax does not make heads an MLP."""
+
+    def forward(params: Any, tokens: Any, cache: Any, start: Any) -> Any:
+        x = params["e"][tokens]
+        q = jnp.einsum("ble,ehd->blhd", x, params["q"])
+        k = jnp.einsum("ble,ehd->blhd", x, params["k"])
+        cache = jax.lax.dynamic_update_slice(cache, k, (0, start, 0, 0))
+        scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, cache))
+        x = x + jnp.einsum("bhqk,bkhd,hde->bqe", scores, cache, params["o"])
+        return x @ params["e"].T, cache
+
+    shapes = {"e": (96, 24), "q": (24, 4, 6), "k": (24, 4, 6), "o": (4, 6, 24)}
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    inputs = [
+        jax.ShapeDtypeStruct((2, queries), "int32"),
+        jax.ShapeDtypeStruct((2, 32, 4, 6), "float32"),
+        jax.ShapeDtypeStruct((), "int32"),
+    ]
+    inferred = sw.infer_axes(
+        forward, params, *inputs, seeds=[("BATCH", "LENGTH"), None, None], strict=True
+    )
+    assert inferred.annotations == {
+        "e": (sw.VOCAB, sw.EMBED),
+        "q": (sw.EMBED, sw.HEAD, sw.HEAD_DIM),
+        "k": (sw.EMBED, sw.HEAD, sw.HEAD_DIM),
+        "o": (sw.HEAD, sw.HEAD_DIM, sw.EMBED),
+    }
+
+
+def test_loss_with_labels() -> None:
+    """The result is a number; the labels select from the logits."""
+
+    def loss(params: Any, tokens: Any) -> Any:
+        logits = jax.nn.log_softmax(LLAMA.forward(params, tokens))
+        return -jnp.take_along_axis(logits, tokens[..., None], axis=-1).mean()
+
+    inferred = sw.infer_axes(loss, LLAMA.shapes, *LLAMA.inputs, seeds=LLAMA.seeds, strict=True)
+    assert inferred.annotations == infer(LLAMA).annotations
+
+
 def test_layers_share_a_rule() -> None:
     text = infer(LLAMA).toml()
     assert '\'^layers/[0-9]+/up$\' = ["EMBED", "MLP_INTERMEDIATE"]  # 3 arrays' in text

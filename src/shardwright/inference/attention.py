@@ -69,7 +69,11 @@ def _scores(product: Product) -> Scores | None:
         # A table of positions makes the length a dim of a parameter, too.
         return not atom.learned or atom.name == LENGTH or atom in shared
 
-    if not any(map(is_position, left)) or not any(map(is_position, right)):
+    positions = [any(map(is_position, side)) for side in (left, right)]
+    heads = [atom for atom in _factors(product.batch) if atom.learned and not atom.name]
+    # In decode, one query per sequence has no dim of positions.
+    is_decode = any(positions) and bool(heads) and not (left and right)
+    if not all(positions) and not is_decode:
         return None
     groups = [
         [atom for atom in side if not is_position(atom) and atom.name in ("", *_HEADS)]

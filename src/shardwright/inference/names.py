@@ -200,6 +200,9 @@ def name_hidden(names: Names, *, guess: bool) -> None:
     """
     from_stream = [p for p in names.facts.projections if guess or _has(p.contracted, EMBED)]
     to_stream = [p for p in names.facts.projections if guess or _has(p.right, EMBED)]
+    if not guess:
+        # Softmax is nonlinear too, along heads; but weights sum over heads and their dims together.
+        to_stream = [p for p in to_stream if len(finest(_joined(p.contracted))) == 1]
     made, used = _made(from_stream), _used(to_stream)
     for piece in names.facts.pieces:
         for atom in finest(piece.whole):
@@ -211,6 +214,10 @@ def name_hidden(names: Names, *, guess: bool) -> None:
             if not guess:
                 reason = "from EMBED through an activation function to EMBED"
             names.give((atom,), MLP_INTERMEDIATE, Evidence(reason, site), guess=guess)
+
+
+def _joined(dims: Iterable[Dim]) -> Dim:
+    return tuple(atom for dim in dims for atom in dim)
 
 
 def _has(dims: Iterable[Dim], axis: str) -> bool:
