@@ -403,6 +403,147 @@ SCANNED = Model(
     },
 )
 
+LATENT = 10
+
+
+def latent_attention(params: Any, tokens: Any) -> Any:
+    """Queries and keys by way of low ranks, with a rotary part that all heads share (MLA)."""
+    x = params["table"][tokens]
+    shape = (*tokens.shape, HEADS)
+    q = rms_norm(x @ params["q_down"], params["q_norm"]) @ params["q_up"]
+    plain_q, rotary_q = jnp.split(q.reshape(*shape, 12), [8], axis=-1)
+    latent, shared = jnp.split(x @ params["kv_down"], [LATENT], axis=-1)
+    kv = rms_norm(latent, params["kv_norm"]) @ params["kv_up"]
+    plain_k, v = jnp.split(kv.reshape(*shape, 14), [8], axis=-1)
+    shared = jnp.broadcast_to(rotary(shared[:, :, None]), (*shape, 4))
+    q = jnp.concatenate([plain_q, rotary(rotary_q)], axis=-1)
+    mixed = attend(q, jnp.concatenate([plain_k, shared], axis=-1), v)
+    x = x + mixed.reshape(*tokens.shape, HEADS * 6) @ params["o"]
+    return (x + plain_mlp(params["mlp"], x)) @ params["table"].T
+
+
+MLA = Model(
+    "latent attention",
+    latent_attention,
+    {
+        "table": ((VOCAB, EMBED), "VOCAB EMBED"),
+        "q_down": ((EMBED, 14), "EMBED _"),
+        "q_norm": ((14,), "_"),
+        "q_up": ((14, HEADS * 12), "_ HEAD:4*HEAD_DIM:12"),
+        "kv_down": ((EMBED, LATENT + 4), "EMBED _"),
+        "kv_norm": ((LATENT,), "_"),
+        "kv_up": ((LATENT, HEADS * 14), "_ HEAD:4*HEAD_DIM:14"),
+        "o": ((HEADS * 6, EMBED), "HEAD:4*HEAD_DIM:6 EMBED"),
+        "mlp": PLAIN_MLP,
+    },
+)
+
+
+def state_space(params: Any, tokens: Any) -> Any:
+    """Scan over time with a state per channel, as Mamba does."""
+    x = params["table"][tokens]
+    hidden = jax.nn.silu(x @ params["in"])
+    step_sizes = jax.nn.softplus(hidden @ params["dt_down"] @ params["dt_up"])
+    rates, reads = hidden @ params["B"], hidden @ params["C"]
+
+    def step(state: Any, rows: Any) -> Any:
+        hidden, step_size, rate, read = rows
+        decay = jnp.exp(step_size[..., None] * params["A"])
+        state = state * decay + (step_size * hidden)[..., None] * rate[:, None]
+        return state, jnp.einsum("bfn,bn->bf", state, read)
+
+    rows = jax.tree.map(lambda array: array.swapaxes(0, 1), (hidden, step_sizes, rates, reads))
+    _, mixed = jax.lax.scan(step, jnp.zeros((tokens.shape[0], HIDDEN, 5)), rows)
+    x = x + (mixed.swapaxes(0, 1) + params["D"] * hidden) @ params["out"]
+    return x @ params["table"].T
+
+
+STATE_SPACE = Model(
+    "state space",
+    state_space,
+    {
+        "table": ((VOCAB, EMBED), "VOCAB EMBED"),
+        "in": ((EMBED, HIDDEN), "EMBED MLP_INTERMEDIATE"),
+        "dt_down": ((HIDDEN, 3), "MLP_INTERMEDIATE _"),
+        "dt_up": ((3, HIDDEN), "_ MLP_INTERMEDIATE"),
+        "A": ((HIDDEN, 5), "MLP_INTERMEDIATE STATE"),
+        "B": ((HIDDEN, 5), "MLP_INTERMEDIATE STATE"),
+        "C": ((HIDDEN, 5), "MLP_INTERMEDIATE STATE"),
+        "D": ((HIDDEN,), "MLP_INTERMEDIATE"),
+        "out": ((HIDDEN, EMBED), "MLP_INTERMEDIATE EMBED"),
+    },
+)
+
+
+def gemma(params: Any, tokens: Any) -> Any:
+    """One kv head, keys and values in one array, capped scores and logits."""
+    x = params["table"][tokens] * EMBED**0.5
+    q = rotary(jnp.einsum("ble,hed->blhd", x, params["q"]))
+    k, v = jnp.einsum("ble,ced->cbld", x, params["kv"])
+    scores = jnp.tanh(jnp.einsum("bqhd,bkd->bhqk", q, k) / 50) * 50
+    mixed = jnp.einsum("bhqk,bkd->bqhd", jax.nn.softmax(scores), v)
+    x = x + jnp.einsum("blhd,hde->ble", mixed, params["o"])
+    gate, up = jnp.einsum("ble,cef->cblf", x, params["up"])
+    x = x + (jax.nn.gelu(gate) * up) @ params["down"]
+    return jnp.tanh(rms_norm(x, 1 + params["norm"]) @ params["table"].T / 30) * 30
+
+
+GEMMA = Model(
+    "gemma",
+    gemma,
+    {
+        "table": ((VOCAB, EMBED), "VOCAB EMBED"),
+        "q": ((HEADS, EMBED, HEAD_DIM), "HEAD EMBED HEAD_DIM"),
+        "kv": ((2, EMBED, HEAD_DIM), "_ EMBED HEAD_DIM"),
+        "o": ((HEADS, HEAD_DIM, EMBED), "HEAD HEAD_DIM EMBED"),
+        "up": ((2, EMBED, HIDDEN), "_ EMBED MLP_INTERMEDIATE"),
+        "down": ((HIDDEN, EMBED), "MLP_INTERMEDIATE EMBED"),
+        "norm": ((EMBED,), "NORM"),
+    },
+)
+
+
+def vmapped(params: Any, tokens: Any) -> Any:
+    """A model of one token or one head, vmapped, with weights [out, in], as in equinox."""
+
+    def one(tokens: Any) -> Any:
+        x = jax.vmap(lambda token: params["table"][token])(tokens) + params["positions"][:LENGTH]
+        q, k, v = (
+            jax.vmap(lambda row, name=name: params[name] @ row + params["bias"])(x).reshape(
+                LENGTH, HEADS, HEAD_DIM
+            )
+            for name in "qkv"
+        )
+
+        def head(q: Any, k: Any, v: Any) -> Any:
+            return jax.nn.softmax(q @ k.T) @ v
+
+        mixed = jax.vmap(head, in_axes=1, out_axes=1)(q, k, v).reshape(LENGTH, -1)
+        x = x + jax.vmap(lambda row: params["o"] @ row)(mixed)
+        x = x + jax.vmap(lambda row: params["down"] @ jax.nn.gelu(params["up"] @ row))(x)
+        return jax.vmap(lambda row: params["head"] @ row)(x)
+
+    return jax.vmap(one)(tokens)
+
+
+FLAT = ((HEADS * HEAD_DIM, EMBED), "HEAD:4*HEAD_DIM:6 EMBED")
+VMAPPED = Model(
+    "vmapped",
+    vmapped,
+    {
+        "table": ((VOCAB, EMBED), "VOCAB EMBED"),
+        "positions": ((16, EMBED), "LENGTH EMBED"),
+        "q": FLAT,
+        "k": FLAT,
+        "v": FLAT,
+        "bias": ((HEADS * HEAD_DIM,), "HEAD:4*HEAD_DIM:6"),
+        "o": ((EMBED, HEADS * HEAD_DIM), "EMBED HEAD:4*HEAD_DIM:6"),
+        "up": ((HIDDEN, EMBED), "MLP_INTERMEDIATE EMBED"),
+        "down": ((EMBED, HIDDEN), "EMBED MLP_INTERMEDIATE"),
+        "head": ((VOCAB, EMBED), "VOCAB EMBED"),
+    },
+)
+
 MODELS = (
     GPT2,
     LLAMA,
@@ -413,4 +554,8 @@ MODELS = (
     ENCODER_DECODER,
     VIT,
     SCANNED,
+    MLA,
+    STATE_SPACE,
+    GEMMA,
+    VMAPPED,
 )

@@ -16,6 +16,7 @@ from shardwright.inference.facts import Clash, Facts
 from shardwright.inference.inferred import Conflict, Inferred, InferredDim
 from shardwright.inference.names import (
     Names,
+    guess_links,
     name_by_size,
     name_experts,
     name_hidden,
@@ -151,11 +152,11 @@ def _name_all(
     name_pieces(names)
     name_residual(names)
     name_logits(names, results[0] if results else None)
-    name_hidden(names, guess=False)
+    name_hidden(names)
     name_pieces(names)
     every = [dim for dims in params for dim in dims]
     name_by_size(names, every, sizes)
-    name_hidden(names, guess=True)
+    guess_links(names)
     name_rows(names, every)
     name_pieces(names)
 

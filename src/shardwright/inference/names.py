@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from shardwright.inference.atoms import Atom, Dim, finest
 from shardwright.inference.evidence import Evidence, Site
-from shardwright.inference.facts import Clash, Facts, Lookup, Product
+from shardwright.inference.facts import Clash, Facts, Lookup, Piece, Product
 from shardwright.inference.step import Value
 from shardwright.vocabulary.axes import (
     BATCH,
@@ -190,30 +190,52 @@ def _maker(names: Names, result: Value) -> Site | None:
     return next((made[atom] for atom in finest(result.dims[-1]) if atom in made), None)
 
 
-def name_hidden(names: Names, *, guess: bool) -> None:
-    """Name the hidden dims: one weight makes them, and another one uses them up.
+def name_hidden(names: Names) -> None:
+    """Name the hidden dims of an MLP.
 
-    Args:
-      names: Gives the names.
-      guess: If false, name only dims that come from EMBED, pass through an activation function, and
-        return to EMBED. If true, name all that are left, as guesses.
+    They come from EMBED, pass through an activation function, and return to EMBED. Softmax is
+    nonlinear too, along heads; but weights sum over heads and their dims together.
     """
-    from_stream = [p for p in names.facts.projections if guess or _has(p.contracted, EMBED)]
-    to_stream = [p for p in names.facts.projections if guess or _has(p.right, EMBED)]
-    if not guess:
-        # Softmax is nonlinear too, along heads; but weights sum over heads and their dims together.
-        to_stream = [p for p in to_stream if len(finest(_joined(p.contracted))) == 1]
-    made, used = _made(from_stream), _used(to_stream)
-    for piece in names.facts.pieces:
+    projections = names.facts.projections
+    made = _made([product for product in projections if _has(product.contracted, EMBED)])
+    used = _used(
+        product
+        for product in projections
+        if _has(product.right, EMBED) and len(finest(_joined(product.contracted))) == 1
+    )
+    for atom, site in _with_pieces(made, names.facts.pieces).items():
+        if atom in used and not atom.name and atom.nonlinear:
+            reason = "from EMBED through an activation function to EMBED"
+            names.give((atom,), MLP_INTERMEDIATE, Evidence(reason, site))
+
+
+def guess_links(names: Names) -> None:
+    """Guess the dims that one weight makes and another one uses.
+
+    With an activation function between them they are called MLP_INTERMEDIATE, and without one they
+    are a low rank, which is replicated. Where activations are added is another residual stream.
+    """
+    made, used = _made(names.facts.projections), _used(names.facts.projections)
+    for atom, site in _with_pieces(made, names.facts.pieces).items():
+        if atom not in used or atom.name:
+            continue
+        axis, what = EMPTY, "a low rank"
+        if atom.nonlinear:
+            axis, what = MLP_INTERMEDIATE, "with an activation function"
+        elif atom.residual:
+            axis, what = EMBED, "another residual stream"
+        why = Evidence(f"between two weights: {what}", site)
+        names.give((atom,), axis, why, guess=True)
+
+
+def _with_pieces(made: Mapping[Atom, Site], pieces: Iterable[Piece]) -> dict[Atom, Site]:
+    """Return what is made, and the pieces that are cut from it."""
+    every = dict(made)
+    for piece in pieces:
         for atom in finest(piece.whole):
-            if atom in made:
-                made |= dict.fromkeys(finest(piece.dim), made[atom])
-    for atom, site in made.items():
-        if atom in used and not atom.name and (guess or atom.nonlinear):
-            reason = "one weight makes it, another uses it"
-            if not guess:
-                reason = "from EMBED through an activation function to EMBED"
-            names.give((atom,), MLP_INTERMEDIATE, Evidence(reason, site), guess=guess)
+            if atom in every:
+                every |= dict.fromkeys(finest(piece.dim), every[atom])
+    return every
 
 
 def _joined(dims: Iterable[Dim]) -> Dim:

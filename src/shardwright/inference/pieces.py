@@ -11,6 +11,7 @@ from shardwright.inference.facts import Piece
 from shardwright.inference.names import Names
 from shardwright.vocabulary.axes import (
     EMBED,
+    EMPTY,
     HEAD,
     HEAD_DIM,
     KV_HEAD,
@@ -67,6 +68,8 @@ def _name_whole(names: Names, pieces: Sequence[Piece]) -> None:
     leads = {part[0][0] for part in factors}
     tails = {part[1:] for part in factors}
     if len(tails) != 1 or (len(leads) > 1 and leads != {HEAD, KV_HEAD}):
+        why = Evidence("parts of different axes", first.site)
+        names.give((atom,), EMPTY, why, guess=True)
         return
     (tail,) = tails
     lead = HEAD if len(leads) > 1 else leads.pop()

@@ -156,16 +156,19 @@ def _unlike(
     for dim in inferred.evidence:
         annotated = rows[dim.path][dim.dim]
         names = _annotated_names(annotated)
-        if len(dim.classes) != 1 or names is None or len(names) != 1:
+        if len(dim.classes) != 1 or names is None or len(names) > 1:
             continue
-        is_checked = not (dim.guess or dim.is_open) and names[0] in SEMANTIC_AXES  # by `_compare`
-        other, other_dim, name = first.setdefault(dim.classes[0], (dim, annotated, names[0]))
-        if is_checked or _are_synonyms(names[0], name, synonyms):
+        name = names[0] if names else EMPTY
+        other, other_dim, other_name = first.setdefault(dim.classes[0], (dim, annotated, name))
+        is_certain = not (dim.guess or dim.is_open)
+        if is_certain and (name == EMPTY or name in SEMANTIC_AXES):
+            continue  # `_compare` checks it
+        if _are_synonyms(name, other_name, synonyms):
             continue
         place = dim_key(other.path, other.dim, other_dim.label)
         yield Finding(
             code=Code.OTHER_NAME,
-            severity=Severity.WARNING,
+            severity=Severity.NOTE if EMPTY in (name, other_name) else Severity.WARNING,
             message=f"the program uses the dim as one with {place}, which has another name",
             fix=f"give both one name: {annotated.label} or {other_dim.label}",
             source=dim.evidence.source,
