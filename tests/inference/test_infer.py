@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import shardwright as sw
+from shardwright.inference import infer as infer_module
 from shardwright.inference.report import axis_text
 from shardwright.testing import cpu_mesh
 from tests.inference import models
@@ -236,6 +238,30 @@ def test_nothing_is_computed() -> None:
             seeds=[("BATCH", "LENGTH")],
         )
     assert len(seen) == 1
+
+
+def calls_by_inference(layers: int) -> int:
+    """Return how many calls of functions inference makes for a model with so many layers."""
+    params = {**LLAMA.params, "layers": [models.LLAMA_LAYER] * layers}
+    model = Model("deep", LLAMA.forward, params)
+    folder = str(Path(infer_module.__file__).parent)
+    calls = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(folder)
+
+    sys.setprofile(count)
+    try:
+        infer(model)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_work_is_linear_in_the_layers() -> None:
+    calls = [calls_by_inference(layers) for layers in (2, 6, 10)]
+    assert calls[2] - calls[1] <= 1.1 * (calls[1] - calls[0]), calls
 
 
 def train(model: Model, params: Any, tokens: Any, shardings: Any = None, batch: Any = None) -> Any:
