@@ -34,7 +34,14 @@ BAD = {
     "check fsdp --mesh dp:99999999999999999999": "a size of 20 digits is too large",
     "check fsdp_tp --devices 6": "6 devices cannot be divided by",
     "check fsdp_tp --devices 0": "'0' is not a positive integer",
-    "diff fsdp": "the following arguments are required: --tensors",
+    "diff fsdp": "one of the arguments --tensors --model --plan is required",
+    "diff --tensors tensors.toml": "no strategy is given",
+    "diff fsdp ddp --tensors tensors.toml --topology v5e:2x4": "--topology is for programs",
+    "diff fsdp --model m.py:f --plan a.json": "not allowed with argument",
+    "diff --plan a.json": "--plan is given 1 times",
+    "diff --plan absent.json --plan absent.json": "cannot read 'absent.json'",
+    "diff --plan latin.toml --plan latin.toml": "'latin.toml' is not JSON",
+    "diff fsdp --plan a.json --plan b.json": "STRATEGY does not change a plan",
     "diff fsdp --tensors tensors.toml": "both sides are the same\n  fix   give two strategies, or "
     "--mesh, --devices or --mode twice",
     "diff fsdp fsdp --tensors tensors.toml --mesh dp:2": "both sides are the same",
@@ -350,4 +357,13 @@ def test_parser_marks_files_for_completion() -> None:
         for action in parser()._subparsers._group_actions[0].choices[command]._actions
         if hasattr(action, "complete")
     }
-    assert marked == {"strategies", "strategy", "tensors", "file", "hardware", "out", "axes"}
+    assert marked == {
+        "strategies",
+        "strategy",
+        "tensors",
+        "file",
+        "hardware",
+        "out",
+        "axes",
+        "plan",
+    }

@@ -1,7 +1,4 @@
-"""`shardwright diff`.
-
-Compare shardings and bytes per device under two strategies, meshes or modes.
-"""
+"""`shardwright diff`: what another strategy, mesh or mode changes in a tree, or in a plan."""
 
 from __future__ import annotations
 
@@ -14,9 +11,9 @@ from shardwright.cli.arguments import (
     EXIT_CODES,
     STRATEGY_HELP,
     add_output,
-    add_strategies,
     make_parser,
 )
+from shardwright.cli.diff_plans import run_files, run_model
 from shardwright.cli.inputs import Setting, read_count, read_setting
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
@@ -30,13 +27,17 @@ from shardwright.vocabulary.modes import MODE_NAMES, mode_name
 
 _GROWS = {r"\+[0-9][0-9,]*(?: \(.*\))?$": "red", r"-[0-9][0-9,]*(?: \(.*\))?$": "green"}
 _EPILOG = f"""\
-Give two strategies, or one strategy and --mesh, --devices or --mode twice: first the left side,
-then the right. Bytes are exact and per device; those of weights are of the stored shards.
+Give two strategies, or one strategy and --mesh, --devices, --mode or --topology twice: first the
+left side, then the right. Bytes are exact and per device; those of weights are of the stored
+shards. --model compares what a program holds and sends; --plan compares what `shardwright plan
+--json` wrote.
 
 examples:
   shardwright diff fsdp fsdp_tp --tensors model.toml --mesh dp:1,fsdp:2,tp:4
   shardwright diff fsdp_tp --tensors model.toml --mesh fsdp:4,tp:2 --mesh fsdp:2,tp:4
   shardwright diff fsdp_tp --tensors model.toml --devices 8 --mode train --mode decode
+  shardwright diff fsdp fsdp_tp --model model.py:programs --mesh fsdp:2,tp:4
+  shardwright diff --plan before.json --plan after.json --exit-code
 
 exit codes: 0 compared; 1 a tensor has no spec on one side, or with --exit-code something differs;
 {EXIT_CODES}."""
@@ -46,12 +47,18 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
     command = make_parser(
         "diff",
-        "Compare how tensors are sharded under two strategies, meshes or modes. Needs no devices.",
+        "Compare how tensors are sharded, or what a program sends, under two strategies, meshes or "
+        "modes. Needs no devices.",
         epilog=_EPILOG,
     )
-    add_strategies(command, "+", f"one or two; {STRATEGY_HELP}")
     command.add_argument(
-        "--tensors", metavar="FILE", required=True, help="a .toml or .json file of named tensors"
+        "strategies", nargs="*", metavar="STRATEGY", help=f"one or two; {STRATEGY_HELP}"
+    )
+    what = command.add_mutually_exclusive_group(required=True)
+    what.add_argument("--tensors", metavar="FILE", help="a .toml or .json file of named tensors")
+    what.add_argument("--model", metavar="MODEL", help="file.py:function, as for plan")
+    what.add_argument(
+        "--plan", action="append", metavar="FILE", help="a plan as JSON; give it twice"
     )
     command.add_argument(
         "--mesh",
@@ -71,6 +78,18 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         choices=MODE_NAMES,
         help="runtime mode (default: compare every mode)",
+    )
+    command.add_argument(
+        "--topology",
+        action="append",
+        metavar="T",
+        help="the slice that the mesh is on, such as v5p:4x4x4; with --model",
+    )
+    command.add_argument(
+        "--hardware", metavar="FILE", help="a .toml file of chips; with --topology"
+    )
+    command.add_argument(
+        "--rows", type=read_count, metavar="N", help="show only N collectives; with --model, --plan"
     )
     command.add_argument(
         "--exit-code", action="store_true", help="exit with 1 if something differs"
@@ -100,13 +119,27 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
       ShardingError: The question is invalid.
     """
+    if arguments.plan is not None:
+        return run_files(arguments)
+    if not arguments.strategies:
+        raise StrategyError("no strategy is given", fix="give one or two, such as fsdp fsdp_tp")
     strategies, meshes = _two("STRATEGY", arguments.strategies), _two("--mesh", arguments.mesh)
     devices, modes = _two("--devices", arguments.devices), _two("--mode", arguments.mode)
-    if all(left == right for left, right in (strategies, meshes, devices, modes)):
+    topologies = _two("--topology", arguments.topology)
+    sides = (strategies, meshes, devices, modes, topologies)
+    if all(left == right for left, right in sides):
         raise StrategyError(
             "both sides are the same",
             fix="give two strategies, or --mesh, --devices or --mode twice",
         )
+    if arguments.model is not None:
+        return run_model(arguments, tuple(zip(*sides, strict=True)))
+    for option in ("topology", "hardware", "rows"):
+        if getattr(arguments, option) is not None:
+            raise StrategyError(
+                f"--{option} is for programs, and --tensors gives arrays alone",
+                fix="leave it out, or compare a program: --model file.py:function",
+            )
     left, right = (
         Side(
             setting=read_setting([strategies[at]], mesh=meshes[at], devices=devices[at]),

@@ -228,7 +228,12 @@ def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topo
         failures.append(f"mode {mode_name(mode)} does not fit{_what_holds(state, topology)}")
     failed = bool(failures or state.missing)
     if arguments.json:
-        plan = {"layout": None if layout is None else layout.to_json(), "state": state.to_json()}
+        plan = {
+            "strategy": setting.strategy,
+            "mesh": ",".join(f"{axis}:{size}" for axis, size in setting.sizes.items()),
+            "layout": None if layout is None else layout.to_json(),
+            "state": state.to_json(),
+        }
         modes = {mode_name(mode): plan}
         print_json({"modes": modes, "failed": failures, "ok": not failed})
         return 1 if failed else 0

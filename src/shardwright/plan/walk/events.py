@@ -67,6 +67,17 @@ class Event:
         lists = {name: list(fields[name]) for name in ("mesh_axes", "axes", "rules")}
         return {**fields, **lists, "kind": str(self.kind)}
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Event:
+        """Return the event of what `to_json` returned.
+
+        Raises:
+          ValueError: The kind is unknown.
+          TypeError: A field is missing or unknown.
+        """
+        lists = {name: tuple(data[name]) for name in ("mesh_axes", "axes", "rules")}
+        return cls(**{**data, **lists, "kind": Kind(data["kind"])})
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:

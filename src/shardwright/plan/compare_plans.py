@@ -1,0 +1,249 @@
+"""Compare two plans of a program: what changes in memory, time and traffic, and by which line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from shardwright.errors import StrategyError
+from shardwright.plan.collectives.collective import Kind
+from shardwright.plan.planner import PlanReport
+from shardwright.plan.walk.events import Event
+
+PLAN_FIX: Final = "write it with: shardwright plan MODEL --strategy F --mesh M --json > FILE"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A quantity on both sides, on one device.
+
+    Attributes:
+      name: What it is, such as `memory at most` or `sent for BATCH`.
+      unit: `B`, `s`, `FLOP`, or "" for text.
+      before: Value on the left; None where that side does not have it.
+      after: Value on the right; None where that side does not have it.
+    """
+
+    name: str
+    unit: str
+    before: float | str | None
+    after: float | str | None
+
+    @property
+    def changed(self) -> bool:
+        """Whether both sides differ."""
+        return self.before != self.after
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Collectives of one kind, from one line, over the same axes.
+
+    Attributes:
+      kind: Kind of collective.
+      mesh_axes: Mesh axes that they run over.
+      axes: Semantic axes that cause them.
+      source: Line of the model.
+      before: Number of runs and bytes that a device sends in all of them, on the left.
+      after: The same on the right.
+    """
+
+    kind: Kind
+    mesh_axes: tuple[str, ...]
+    axes: tuple[str, ...]
+    source: str
+    before: tuple[int, int]
+    after: tuple[int, int]
+
+    @property
+    def changed(self) -> bool:
+        """Whether both sides differ."""
+        return self.before != self.after
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as plain data."""
+        sides = {
+            side: dict(zip(("runs", "sent_bytes"), pair, strict=True))
+            for side, pair in (("before", self.before), ("after", self.after))
+        }
+        axes = {"mesh_axes": list(self.mesh_axes), "axes": list(self.axes)}
+        return {"kind": str(self.kind), **axes, "source": self.source, **sides}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlanComparison:
+    """Two plans of one program, compared.
+
+    Attributes:
+      before: Strategy, mesh and slice of the left side.
+      after: The same of the right side.
+      changes: Each quantity.
+      traffic: Each group of collectives, the largest difference first.
+      gone: What only the left plan is unsure about.
+      new: What only the right plan is unsure about.
+    """
+
+    before: str
+    after: str
+    changes: tuple[Change, ...]
+    traffic: tuple[Traffic, ...]
+    gone: tuple[str, ...]
+    new: tuple[str, ...]
+
+    @property
+    def changed(self) -> bool:
+        """Whether both plans differ in anything that they count."""
+        counts = [row.changed for row in self.changes] + [row.changed for row in self.traffic]
+        return any(counts) or bool(self.gone or self.new)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the comparison as plain data."""
+        return {
+            "before": self.before,
+            "after": self.after,
+            "changes": [dataclasses.asdict(change) for change in self.changes],
+            "traffic": [row.to_json() for row in self.traffic],
+            "unsure": {"before": list(self.gone), "after": list(self.new)},
+            "changed": self.changed,
+        }
+
+
+def compare_plans(
+    before: PlanReport | Mapping[str, Any], after: PlanReport | Mapping[str, Any]
+) -> PlanComparison:
+    """Compare two plans of a program.
+
+    Args:
+      before: A plan, or what its `to_json` returned.
+      after: Another one: under another strategy, mesh or slice, or of a changed program.
+
+    Raises:
+      StrategyError: The data is not that of a plan.
+    """
+    left, right = (
+        each.to_json() if isinstance(each, PlanReport) else each for each in (before, after)
+    )
+    try:
+        return _compare(left, right)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise StrategyError(
+            f"the data is not that of a plan ({problem:.80})", fix=PLAN_FIX
+        ) from error
+
+
+def _compare(left: Mapping[str, Any], right: Mapping[str, Any]) -> PlanComparison:
+    quantities = _quantities(left), _quantities(right)
+    sent = _sent_by_axis(left), _sent_by_axis(right)
+    names = dict.fromkeys((*quantities[0], *quantities[1]))
+    changes = [
+        Change(
+            name=name,
+            unit=unit,
+            before=quantities[0].get((name, unit)),
+            after=quantities[1].get((name, unit)),
+        )
+        for name, unit in names
+    ]
+    changes += [
+        Change(name=f"sent for {axis}", unit="B", before=sent[0][axis], after=sent[1][axis])
+        for axis in sorted({*sent[0], *sent[1]})
+    ]
+    unsure = _unsure(left), _unsure(right)
+    return PlanComparison(
+        before=_label(left),
+        after=_label(right),
+        changes=tuple(changes),
+        traffic=tuple(_traffic(_events(left), _events(right))),
+        gone=tuple(sorted(unsure[0] - unsure[1])),
+        new=tuple(sorted(unsure[1] - unsure[0])),
+    )
+
+
+def _label(plan: Mapping[str, Any]) -> str:
+    layout = plan.get("layout")
+    parts = [f"{plan['strategy']} on {plan['mesh']}"] if "mesh" in plan else []
+    parts += [] if layout is None else [str(layout["topology"])]
+    return ", ".join(parts) or "state"
+
+
+def _quantities(plan: Mapping[str, Any]) -> dict[tuple[str, str], float | str]:
+    """Return the value of each quantity of a plan by name and unit. State alone has fewer."""
+    held = plan["state"]["by_category"].items()
+    rows: list[tuple[str, str, Any]] = [
+        (str(category), "B", sums["per_device"]) for category, sums in held
+    ]
+    for name in ("memory", "time"):
+        span = plan.get(name)
+        if span is not None:
+            unit = "B" if name == "memory" else "s"
+            rows += [(f"{name} at {end}", unit, span[end]) for end in ("low", "high")]
+    rows += [
+        (name, unit, plan.get(key))
+        for key, name, unit in (
+            ("verdict", "verdict", ""),
+            ("flops", "operations of products", "FLOP"),
+            ("product_bytes", "bytes of products", "B"),
+            ("sent_bytes", "sent", "B"),
+        )
+    ]
+    words = {"memory at low": "memory at least", "memory at high": "memory at most"}
+    words |= {"time at low": "time at least", "time at high": "time at most"}
+    return {
+        (words.get(name, name), unit): str(value) if unit == "" else value
+        for name, unit, value in rows
+        if value is not None
+    }
+
+
+def _events(plan: Mapping[str, Any]) -> list[Event]:
+    return [Event.from_json(data) for data in plan.get("events", ())]
+
+
+def _sent_by_axis(plan: Mapping[str, Any]) -> Counter[str]:
+    sent: Counter[str] = Counter()
+    for event in _events(plan):
+        for axis in event.axes or ("specs by hand",):
+            sent[axis] += event.total_wire_bytes
+    return sent
+
+
+def _unsure(plan: Mapping[str, Any]) -> set[str]:
+    """Return each place where a plan is unsure, as text."""
+    chosen = {
+        f"chosen: {each['mesh_axis']} at {each['source']}" for each in plan.get("choices", ())
+    }
+    idle = {
+        f"idle: {'+'.join(each['mesh_axes'])} at {each['source']}" for each in plan.get("idle", ())
+    }
+    return chosen | idle | {f"incomplete: no rule for {name}" for name in plan.get("unknown", ())}
+
+
+def _traffic(left: Iterable[Event], right: Iterable[Event]) -> list[Traffic]:
+    totals = [_totals(events) for events in (left, right)]
+    rows = [
+        Traffic(
+            kind=kind,
+            mesh_axes=mesh_axes,
+            axes=axes,
+            source=source,
+            before=totals[0].get((kind, mesh_axes, axes, source), (0, 0)),
+            after=totals[1].get((kind, mesh_axes, axes, source), (0, 0)),
+        )
+        for kind, mesh_axes, axes, source in dict.fromkeys((*totals[0], *totals[1]))
+    ]
+    return sorted(rows, key=lambda row: -abs(row.after[1] - row.before[1]))
+
+
+def _totals(
+    events: Iterable[Event],
+) -> dict[tuple[Kind, tuple[str, ...], tuple[str, ...], str], tuple[int, int]]:
+    """Return runs and sent bytes of all collectives that only sizes and tensors tell apart."""
+    totals: dict[tuple[Kind, tuple[str, ...], tuple[str, ...], str], tuple[int, int]] = {}
+    for event in events:
+        key = (event.kind, event.mesh_axes, event.axes, event.source)
+        runs, sent = totals.get(key, (0, 0))
+        totals[key] = runs + event.runs, sent + event.total_wire_bytes
+    return totals

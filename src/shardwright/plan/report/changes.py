@@ -1,0 +1,81 @@
+"""Show what changes between two plans."""
+
+from __future__ import annotations
+
+from shardwright.plan.compare_plans import Change, PlanComparison, Traffic
+from shardwright.plan.report.text import bytes_text
+from shardwright.plan.time import seconds_text
+from shardwright.resolution.tables import WIDTH, remarked_table, table
+from shardwright.vocabulary.axes import axis_label
+
+_HEAD = ("on each device", "before", "after", "change")
+_TRAFFIC = ("collective", "over", "axis", "times", "sent before", "sent after", "where")
+
+
+def changes_text(comparison: PlanComparison, *, rows: int | None = None, width: int = WIDTH) -> str:
+    """Return what differs between two plans: quantities, collectives, and what is unsure.
+
+    Args:
+      comparison: Both plans, compared.
+      rows: How many rows of collectives to show. Defaults to all.
+      width: Characters per line.
+    """
+    lines = [f"- {comparison.before}", f"+ {comparison.after}", ""]
+    if not comparison.changed:
+        return "\n".join([*lines, "both plans are equal"])
+    changes = [change for change in comparison.changes if change.changed]
+    if changes:
+        lines += table([_HEAD, *map(_change_row, changes)], width=width)
+    traffic = [row for row in comparison.traffic if row.changed]
+    shown = traffic if rows is None else traffic[:rows]
+    if shown:
+        lines += ["", *remarked_table([_TRAFFIC, *map(_traffic_row, shown)], width=width)]
+    if len(shown) < len(traffic):
+        lines.append(f"and {len(traffic) - len(shown)} more")
+    same = len(comparison.traffic) - len(traffic)
+    if same:
+        lines.append(f"{same} other {'row' if same == 1 else 'rows'} of collectives are equal")
+    lines += [f"- {text}" for text in comparison.gone]
+    lines += [f"+ {text}" for text in comparison.new]
+    return "\n".join(lines)
+
+
+def _change_row(change: Change) -> tuple[str, ...]:
+    name = change.name
+    if name.startswith("sent for "):
+        name = f"sent for {axis_label(name.removeprefix('sent for '))}"
+    sides = [_value_text(value, change.unit) for value in (change.before, change.after)]
+    return (name, *sides, _share_text(change))
+
+
+def _value_text(value: float | str | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    if unit == "s":
+        return seconds_text(value)
+    return bytes_text(int(value)) if unit == "B" else f"{value / 1e9:,.2f} G{unit}"
+
+
+def _share_text(change: Change) -> str:
+    """Return the change in percent; a factor where it more than doubles; "" where neither fits."""
+    before, after = change.before, change.after
+    if isinstance(before, str) or isinstance(after, str) or not before or after is None:
+        return ""
+    if after > 2 * before:
+        return f"x {after / before:.1f}"
+    return f"{(after - before) / before:+.1%}"
+
+
+def _traffic_row(row: Traffic) -> tuple[str, ...]:
+    (runs, sent), (runs_after, sent_after) = row.before, row.after
+    return (
+        str(row.kind),
+        "+".join(row.mesh_axes),
+        ", ".join(map(axis_label, row.axes)) or "-",
+        str(runs) if runs == runs_after else f"{runs} -> {runs_after}",
+        bytes_text(sent),
+        bytes_text(sent_after),
+        row.source,
+    )
