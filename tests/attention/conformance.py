@@ -45,8 +45,10 @@ def too_few_heads(call: AttentionCall) -> bool:
     return bool(call.heads % (call.shards(call.specs.heads) * call.shards(call.specs.q_length)))
 
 
-def both_sharded(call: AttentionCall) -> bool:
-    return bool(set(call.specs.q_length) & set(call.specs.kv_length))
+def partly_shared(call: AttentionCall) -> bool:
+    """Whether some, but not all, mesh axes of the keys shard the queries too."""
+    shared = set(call.specs.q_length) & set(call.specs.kv_length)
+    return bool(shared) and shared != set(call.specs.kv_length)
 
 
 def explicit(call: AttentionCall) -> bool:
@@ -82,7 +84,7 @@ ROWS: dict[str, Row] = {
     "ring": Row(refuses=lambda call: apart(call) or scales(call)),
     "ulysses": Row(refuses=lambda call: apart(call) or too_few_heads(call) or scales(call)),
     "allgather_kv": Row(refuses=lambda call: apart(call) or scales(call)),
-    "flash_decode": Row(refuses=both_sharded),
+    "flash_decode": Row(refuses=partly_shared),
     "sdpa": Row(refuses=lambda call: sharded_length(call) or not_in_jax(call) or scales(call)),
     "cudnn": Row(refuses=lambda call: True),  # no GPU here; tests/attention/test_sdpa.py
     "splash": Row(refuses=lambda call: sharded_length(call) or not_in_splash(call) or scales(call)),

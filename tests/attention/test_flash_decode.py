@@ -369,12 +369,12 @@ def test_auto_choice_for_sharded_keys_in_decode() -> None:
 
 
 REFUSED = {
-    "queries over the same mesh axis": (
-        Call(queries="sp", drafts=4),
+    "queries over some of the mesh axes": (
+        Call(mesh="sp:2,ep:2", keys="sp+ep", queries="sp", drafts=4),
         {},
         (
-            "the lengths of the keys and of the queries are both sharded over sp: every shard "
-            "needs all queries"
+            "sp shards the lengths of the keys and of the queries, and ep only that of the keys: "
+            "it needs all mesh axes of the keys to shard the queries, or none"
         ),
     ),
     "weights": (

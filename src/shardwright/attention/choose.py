@@ -8,6 +8,7 @@ from typing import Any, Final
 from shardwright import _jax
 from shardwright.attention.call import AttentionCall
 from shardwright.attention.implementation import Implementation, find, implementations
+from shardwright.attention.kernels import flash_decode
 from shardwright.errors import AttentionError
 from shardwright.resolution.decisions import RuleRef
 from shardwright.resolution.rules import OWN_ATTENTION
@@ -228,11 +229,8 @@ def _sequence_parallel(call: AttentionCall) -> list[tuple[str, str]]:
     """Rank the implementations for a sharded sequence by bytes sent."""
     specs = call.specs
     shards = call.shards(specs.kv_length or specs.q_length)
-    local_heads = call.kv_heads / call.shards(specs.kv_heads)
-    local_batch = call.batch / call.shards(specs.batch)
-    size = 4 if call.dtype == "float32" else 2
-    dims = call.head_dim + call.v_dim
-    gathered = int(local_heads * local_batch * call.kv_length * dims * size)
+    gathered = _gathered_bytes(call)
+    few = _few_queries(call, gathered * (shards - 1) // shards)
     # A ring sends keys and values n - 1 times; all-to-alls send queries and outputs too, but once.
     even = 1 + call.heads / call.kv_heads
     limit = f"1 + heads / kv_heads = {even:g}"
@@ -246,7 +244,28 @@ def _sequence_parallel(call: AttentionCall) -> list[tuple[str, str]]:
         why = "every device has all keys already: nothing is gathered"
     gather = ("allgather_kv", why)
     rest = [ulysses, ring] if shards > even else [ring, ulysses]
-    return [gather, *rest] if gathered <= _GATHER_BYTES else [*rest, gather]
+    return [*few, *([gather, *rest] if gathered <= _GATHER_BYTES else [*rest, gather])]
+
+
+def _few_queries(call: AttentionCall, keys_sent: int) -> list[tuple[str, str]]:
+    """Rank first what sends the queries and their results, if those are fewer bytes than keys."""
+    specs = call.specs
+    if not specs.kv_length or not set(specs.kv_length) <= set(specs.q_length):
+        return []
+    sent = flash_decode.bytes_sent_by_rows(call)
+    if sent >= keys_sent:
+        return []
+    sizes = f"{sent / 2**20:.3g} MiB of queries and results are fewer than {keys_sent / 2**20:.3g}"
+    return [("flash_decode", f"{sizes} MiB of keys and values")]
+
+
+def _gathered_bytes(call: AttentionCall) -> int:
+    """Return the bytes of all keys and values of one device's heads and sequences."""
+    specs = call.specs
+    local_heads = call.kv_heads / call.shards(specs.kv_heads)
+    local_batch = call.batch / call.shards(specs.batch)
+    size = 4 if call.dtype == "float32" else 2
+    return int(local_heads * local_batch * call.kv_length * (call.head_dim + call.v_dim) * size)
 
 
 def _logit_bytes(call: AttentionCall) -> int:

@@ -11,6 +11,8 @@ or two collectives:
   over the shards take a maximum and a sum instead.
 - If the output's heads are sharded over the keys' mesh axes, the all-to-all suffices. The queries
   of those heads are gathered first.
+- If the queries are sharded over all mesh axes of the keys, as in a prefill chunk, their rows are
+  gathered first. The all-to-all then returns to each shard the partial results of its own rows.
 
 JAX differentiates it.
 """
@@ -23,7 +25,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from shardwright.attention.call import AttentionCall, JointSpecs, KVHeads, Operands, Result
+from shardwright.attention.call import (
+    AttentionCall,
+    JointSpecs,
+    KVHeads,
+    Operands,
+    Result,
+    default_positions,
+)
 from shardwright.attention.kernels import blockwise
 from shardwright.attention.parts import online_softmax, sequence, shards
 from shardwright.attention.parts.online_softmax import Running
@@ -39,6 +48,8 @@ class Combination:
     """How the partial results of the shards become the output: static.
 
     Attributes:
+      row_axes: The mesh axes of the keys if they shard the queries too, else (). The rows of the
+        queries are gathered over them. The output stays sharded over them.
       head_axes: The mesh axes of the keys that shard the query heads too, in their order. The heads
         of the queries are gathered over them. The output stays sharded over them.
       rest: The other mesh axes of the keys. The output is replicated over them.
@@ -47,6 +58,7 @@ class Combination:
       return_lse: Whether the call asks for the logsumexp.
     """
 
+    row_axes: tuple[str, ...]
     head_axes: tuple[str, ...]
     rest: tuple[str, ...]
     head_shards: int
@@ -56,7 +68,7 @@ class Combination:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes of the keys, in the order of the heads that each shard combines."""
-        return (*self.head_axes, *self.rest)
+        return (*self.row_axes, *self.head_axes, *self.rest)
 
     def with_all_heads(self, shard: Operands) -> Operands:
         """Return the operands with the queries of every shard that holds a part of their keys."""
@@ -95,6 +107,8 @@ class Combination:
         columns = [column[..., None] for column in (lse, lse_error) if column is not None]
         partial = jnp.concatenate([jnp.swapaxes(o, 1, 2), *columns], axis=-1)
         v_dim = o.shape[-1]
+        if self.row_axes:
+            return self._by_rows(partial, v_dim, sinks, dtype)
         if self._in_one(partial, v_dim, dtype):
             every = jax.lax.all_gather(partial, self.axes, to="invarying")
             o, lse = online_softmax.finish(_combined(every, v_dim), sinks=sinks)
@@ -112,18 +126,31 @@ class Combination:
         two_collectives = parts * (partial.nbytes + output) // self.shards
         return parts * partial.nbytes - two_collectives <= _FEW_BYTES
 
+    def _by_rows(
+        self, partial: jax.Array, v_dim: int, sinks: jax.Array | None, dtype: str
+    ) -> Result:
+        pieces = self._pieces(partial, dim=2)
+        o, lse = online_softmax.finish(_combined(pieces, v_dim), sinks=sinks)
+        return Result(o=o.astype(dtype), lse=lse)
+
     def _swapped(
         self, partial: jax.Array, v_dim: int, sinks: jax.Array | None, dtype: str
     ) -> Result:
-        batch, heads, *row = partial.shape
-        by_rank = jnp.moveaxis(
-            partial.reshape(batch, self.shards, heads // self.shards, *row), 1, 0
-        )
-        # Over a leading dim. Over an inner dim XLA for TPUs copies before and after.
-        pieces = jax.lax.all_to_all(by_rank, self.axes, split_axis=0, concat_axis=0)
-        own_sinks = None if sinks is None else _own(sinks, self.rest, heads // self.shards)
+        heads = partial.shape[1] // self.shards
+        pieces = self._pieces(partial, dim=1)
+        own_sinks = None if sinks is None else _own(sinks, self.rest, heads)
         o, lse = online_softmax.finish(_combined(pieces, v_dim), sinks=own_sinks)
         return self._gathered(o, lse, dtype)
+
+    def _pieces(self, partial: jax.Array, *, dim: int) -> jax.Array:
+        """Return every shard's partial results of a part of a dim, stacked in front."""
+        before, size, after = partial.shape[:dim], partial.shape[dim], partial.shape[dim + 1 :]
+        by_rank = jnp.moveaxis(
+            partial.reshape(*before, self.shards, size // self.shards, *after), dim, 0
+        )
+        # Over a leading dim. Over an inner dim XLA for TPUs copies before and after.
+        pieces: jax.Array = jax.lax.all_to_all(by_rank, self.axes, split_axis=0, concat_axis=0)
+        return pieces
 
     def _gathered(self, o: jax.Array, lse: jax.Array, dtype: str) -> Result:
         if not self.rest:
@@ -152,9 +179,11 @@ class Combination:
 def combination(specs: JointSpecs, call: AttentionCall) -> Combination:
     """Return how the partial results of a call are combined under these specs."""
     head_axes = tuple(axis for axis in specs.heads if axis in specs.kv_length)
+    row_axes = tuple(axis for axis in specs.kv_length if axis in specs.q_length)
     return Combination(
+        row_axes=row_axes,
         head_axes=head_axes,
-        rest=tuple(axis for axis in specs.kv_length if axis not in head_axes),
+        rest=tuple(axis for axis in specs.kv_length if axis not in (*head_axes, *row_axes)),
         head_shards=call.shards(head_axes),
         shards=call.shards(specs.kv_length),
         return_lse=call.return_lse,
@@ -162,16 +191,29 @@ def combination(specs: JointSpecs, call: AttentionCall) -> Combination:
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
-    """Return why a call cannot be served: a mesh axis of the keys that shards queries or heads."""
+    """Return why a call cannot be served: some mesh axes of the keys shard queries or heads."""
     specs = call.specs
     reasons = [*shards.no_weights(call)]
-    both = [axis for axis in specs.q_length if axis in specs.kv_length]
-    if both:
+    both = [axis for axis in specs.kv_length if axis in specs.q_length]
+    alone = [axis for axis in specs.kv_length if axis not in specs.q_length]
+    if both and alone:
         reasons.append(
-            f"the lengths of the keys and of the queries are both sharded over {both[0]}: "
-            "every shard needs all queries"
+            f"{both[0]} shards the lengths of the keys and of the queries, and {alone[0]} only "
+            "that of the keys: it needs all mesh axes of the keys to shard the queries, or none"
         )
     return (*reasons, *factored(call))
+
+
+def bytes_sent_by_rows(call: AttentionCall) -> int:
+    """Return the bytes that a device sends if the queries are sharded over the keys' mesh axes."""
+    specs = call.specs
+    others = tuple(axis for axis in specs.q_length if axis not in specs.kv_length)
+    rows = call.batch * call.q_length * call.heads
+    rows //= call.shards(specs.batch) * call.shards(specs.heads) * call.shards(others)
+    columns = call.v_dim + (1 if call.bias_shape is None else 2)
+    ranks = call.shards(specs.kv_length)
+    query = call.head_dim * jnp.dtype(call.dtype).itemsize
+    return rows * (query + 4 * columns) * (ranks - 1) // ranks
 
 
 def run(operands: Operands, call: AttentionCall) -> Result:
@@ -200,9 +242,33 @@ def _run(shard: Operands, *, call: AttentionCall) -> Result:
         o, lse = blockwise.attend(shard, call.recipe)
         return Result(o=o, lse=lse).only(call)
     combine = combination(call.specs, call)
-    whole = combine.with_all_heads(shard).replace(sinks=None)
+    all_rows = _with_all_rows(shard, combine.row_axes, call)
+    whole = combine.with_all_heads(all_rows).replace(sinks=None)
     o, lse, lse_error = blockwise.attend_exactly(whole, call.recipe, dtype="float32")
     return combine(o, lse, sinks=shard.sinks, dtype=call.dtype, lse_error=lse_error).only(call)
+
+
+def _with_all_rows(shard: Operands, axes: tuple[str, ...], call: AttentionCall) -> Operands:
+    """Return the operands with the rows of every shard of the queries over some mesh axes."""
+    if not axes:
+        return shard
+    names = ["q", *(["q_segment_ids"] if call.segments else [])]
+    changed = {}
+    if call.q_offset is not None and axes == call.specs.q_length:
+        changed["q_positions"] = default_positions(call.q_length, offset=call.q_offset)
+    else:
+        names.append("q_positions")
+    changed |= {name: sequence.gather(getattr(shard, name), axes, dim=1) for name in names}
+    for name, shape in (("mask", call.mask_shape), ("bias", call.bias_shape)):
+        array = getattr(shard, name)
+        if shape is None or shape[2] == 1:
+            continue
+        if shape[3] == 1:
+            changed[name] = sequence.gather(array, axes, dim=2)
+        else:
+            # A shard holds all columns of its rows. It needs its columns of all rows.
+            changed[name] = jax.lax.all_to_all(array, axes, split_axis=3, concat_axis=2, tiled=True)
+    return shard.replace(**changed)
 
 
 def _combined(pieces: jax.Array, v_dim: int) -> Running:
