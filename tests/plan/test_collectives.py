@@ -283,7 +283,8 @@ def test_collectives_of_two_slices() -> None:
         == 2 * 2 * 4
     )
     with pytest.raises(
-        MeshMismatchError, match=r"compiled for 16 devices, the mesh {'fsdp': 8, 'tp': 4} has 32"
+        MeshMismatchError,
+        match=r"compiled for 16 devices, but the mesh {'fsdp': 8, 'tp': 4} has 32",
     ):
         read_collectives(texts()["tpu_two_slices"], {"fsdp": 8, "tp": 4})
 
@@ -338,7 +339,7 @@ def test_one_device_sends_nothing() -> None:
     alone = jax.jit(lambda x: x + 1).lower(1.0).compile()
     assert read_collectives(alone, cpu_mesh("dp:1")) == ()
     with pytest.raises(
-        ProgramError, match=r"the program runs on one device, the mesh {'dp': 8} has 8"
+        ProgramError, match=r"the program runs on one device, but the mesh {'dp': 8} has 8"
     ):
         read_collectives(alone, cpu_mesh("dp:8"))
 
@@ -360,7 +361,7 @@ LIST = "replica_groups={{0,1,2,3},{4,5,6,7}}"
         (
             "num_partitions=8",
             "num_partitions=4",
-            r"compiled for 4 devices, the mesh {'dp': 2, 'tp': 4} has 8",
+            r"compiled for 4 devices, but the mesh {'dp': 2, 'tp': 4} has 8",
         ),
         (
             "f32[16,64]{1,0} fusion(%param.1)",

@@ -103,7 +103,7 @@ def test_two_modes_of_one_manager() -> None:
     assert row.grows == 8 * 16 * 32 * 2 // 4
     with pytest.raises(
         sw.StrategyError,
-        match=r"one side has a mode and the other has none\n  fix   give both a mode",
+        match=r"one manager has a mode and the other does not\n  fix   pass both with a mode",
     ):
         compare(pm.for_mode("train"), pm, tensors=acts)
 

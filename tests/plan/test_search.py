@@ -152,7 +152,7 @@ def test_command_prints_and_writes_the_front(
 
     code, out, _ = run(f"one --strategy fsdp_tp --out {tmp_path}")
     assert code == 0
-    assert "all 4 candidates on v5e:2x4 judged: 3 may fit" in out
+    assert "judged all 4 candidates on v5e:2x4: 3 may fit" in out
     assert "dropped 1: IndivisibleError HEAD" in out
     files = sorted(tmp_path.glob("*.toml"))
     assert files

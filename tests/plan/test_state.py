@@ -119,7 +119,7 @@ def test_state_without_annotation_is_named() -> None:
         (("parameters",), "holds is not a tuple with one entry for each of the 3 arguments"),
         (("parameters", "optimiser", "inputs"), "unknown category 'optimiser'"),
         (("gradients", None, None), "unknown category 'gradients'"),
-        (({"up": "parameters"}, None, None), "holds does not fit its argument"),
+        (({"up": "parameters"}, None, None), "holds does not fit the argument"),
     ],
 )
 def test_invalid_holds_are_refused(holds: Any, says: str) -> None:

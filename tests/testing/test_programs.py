@@ -20,7 +20,7 @@ from shardwright.testing import assert_collectives, assert_no_collectives, cpu_m
 P = jax.P
 WHOLE = np.ones((8, 8), np.float32)
 ONE_DEVICE = (
-    r"the program runs on one device, the mesh .* has 8: nothing is sharded.*\n"
+    r"the program runs on one device, but the mesh .* has 8: nothing is sharded.*\n"
     r"  fix   shard the arguments"
 )
 

@@ -1,4 +1,4 @@
-"""What a strategy costs, without a device: bytes, collectives, differences.
+"""Predict the bytes and collectives of a strategy without a device, and compare strategies.
 
 Code that measures a tree, a spec or a compiled program belongs here. Code that runs a program does
 not.

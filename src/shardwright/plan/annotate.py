@@ -1,7 +1,8 @@
 """The primitive that keeps an annotation in a jaxpr, in place of a resolved constraint.
 
-A program traced under a planning manager holds `annotate_axes` where an ordinary trace holds a
-constraint. The walk resolves it, so one trace has an answer under every strategy and mesh.
+A program that is traced under a `PlanningManager` contains `annotate_axes` where an ordinary trace
+contains a sharding constraint. The walk resolves each annotation later, so one trace can be planned
+under many strategies and meshes.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from shardwright.manager.request import Request
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Annotation:
-    """What one `shard`, `hint` or `gather` asks for.
+    """The request of one `shard`, `hint` or `gather` call.
 
     Attributes:
-      request: The question that the constraint resolves.
-      strict: True for `shard` and `gather`, which raise where `hint` leaves a dim to the compiler.
+      request: The annotation to resolve, with shape, mode, role and path.
+      strict: Whether a dim that does not fit is an error, as for `shard` and `gather`. Otherwise it
+        is left to the compiler, as for `hint`.
     """
 
     request: Request

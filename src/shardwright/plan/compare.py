@@ -17,14 +17,15 @@ from shardwright.vocabulary.modes import MODES
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """A tensor in one mode on one side.
+    """How one of the two managers shards a tensor in one mode.
 
     Attributes:
       found: Resolution, possibly with problems.
       mesh_axes: Mesh axes of each dim, major first; `("?",)` if it is left to the compiler. None
-        without a spec.
+        if there is no spec.
       shards: Number of shards of each dim, or None without a spec.
-      bytes: Bytes per device. None if spec, shape or dtype is missing, or the compiler decides.
+      bytes: Bytes per device. None if spec, shape or dtype is missing, or a dim is left to
+        the compiler.
     """
 
     found: Resolution
@@ -35,11 +36,11 @@ class Placed:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A tensor in one mode, on both sides.
+    """A tensor under both managers, the left one (`before`) and the right one (`after`).
 
     Attributes:
       tensor: The tensor.
-      role: activation, param or state. A weight counts as stored.
+      role: activation, param or state. Weights are compared as stored (param), not as used.
       mode: Mode on the left.
       mode_after: Mode on the right.
       before: Sharding on the left.
@@ -55,12 +56,12 @@ class Row:
 
     @property
     def moved(self) -> bool:
-        """Whether its dims are sharded over other mesh axes, or only one side has a spec."""
+        """Whether a dim is sharded over other mesh axes, or only one manager has a spec."""
         return self.before.mesh_axes != self.after.mesh_axes
 
     @property
     def changed(self) -> bool:
-        """Whether it moved, or its dims have other numbers of shards (one spec on two meshes)."""
+        """Whether a dim is sharded over other mesh axes, or into another number of shards."""
         return self.moved or self.before.shards != self.after.shards
 
     @property
@@ -75,7 +76,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Total:
-    """Bytes per device of the tensors of a role in one mode whose bytes are known on both sides."""
+    """Sum of the bytes per device, over the tensors of one role in one mode.
+
+    A tensor whose bytes are unknown on either side is not in the sums. `uncounted` is the number of
+    these tensors.
+    """
 
     role: Role
     mode: str
@@ -86,7 +91,7 @@ class Total:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Every tensor in every mode compared, in the tree's order."""
+    """One row per tensor and mode, in the order of the tree."""
 
     rows: tuple[Row, ...]
 
@@ -123,8 +128,9 @@ def _total(role: Role, mode: str, rows: Sequence[Row]) -> Total:
 def compare(before: PartitionManager, after: PartitionManager, *, tensors: Any) -> Comparison:
     """Compare how a tree is sharded under two managers. Weights count as stored.
 
-    Managers from `for_mode` compare one mode, others compare all modes. To compare two modes, pass
-    `pm.for_mode("train")` and `pm.for_mode("decode")`.
+    Managers with a mode (from `for_mode`) are compared in that mode. Managers without one are
+    compared in all modes. To compare two modes, pass `pm.for_mode("train")` and
+    `pm.for_mode("decode")`.
 
     Args:
       before: Manager of the left side.
@@ -132,7 +138,7 @@ def compare(before: PartitionManager, after: PartitionManager, *, tensors: Any) 
       tensors: Tree of `ArraySpec`s or annotations, or a list of `Tensor`s.
 
     Raises:
-      StrategyError: Only one side has a mode, or the tree has leaves that are not annotations.
+      StrategyError: Only one manager has a mode, or the tree has leaves that are not annotations.
 
     >>> import shardwright as sw
     >>> fsdp, ddp = (
@@ -146,8 +152,8 @@ def compare(before: PartitionManager, after: PartitionManager, *, tensors: Any) 
     """
     if (before.mode is None) != (after.mode is None):
         raise StrategyError(
-            "one side has a mode and the other has none",
-            fix='give both a mode, pm.for_mode("decode"), or neither',
+            "one manager has a mode and the other does not",
+            fix='pass both with a mode, such as pm.for_mode("decode"), or both without',
         )
     pairs = (
         [(mode, mode) for mode in MODES]
@@ -195,9 +201,10 @@ def _placed(tensor: Tensor, manager: PartitionManager, mode: str) -> Placed:
 def bytes_on_device(
     tensor: Tensor, resolution: Resolution, manager: PartitionManager
 ) -> int | None:
-    """Return the bytes per device.
+    """Return the bytes of a tensor on each device.
 
-    None if spec, size or dtype is unknown, or the compiler decides.
+    Returns:
+      None if spec, shape or dtype is unknown, or a dim is left to the compiler.
     """
     if not resolution.ok or any(
         decision.outcome is Outcome.UNCONSTRAINED for decision in resolution.decisions

@@ -7,7 +7,8 @@ from typing import Final
 
 from shardwright.plan.walk.liveness import Peak
 
-# A TPU compiler refused a program above 0.947 of the memory that it names as usable.
+# Measured: a TPU compiler accepts programs up to 0.947 of the usable memory, and rejects larger
+# ones.
 _SAFE: Final = 0.95
 
 
@@ -27,7 +28,8 @@ def judge(peak: Peak, usable: int, *, complete: bool = True) -> Verdict:
     Args:
       peak: The range of its peak, in bytes on one device.
       usable: Bytes that a program may use on one device.
-      complete: Whether the walk knew every primitive. If not, the upper end may be too low.
+      complete: Whether every primitive of the program has a rule. If not, the upper end of the
+        range may be too low.
     """
     if peak.low > usable:
         return Verdict.DOES_NOT_FIT

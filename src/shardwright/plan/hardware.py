@@ -1,6 +1,7 @@
 """Chips and slices as data: rates, usable memory, and which shapes a slice has.
 
-The values are in `hardware.toml`, each with its source and date. A file of the user overlays them.
+The values are in `hardware.toml`, each with its source and date. A file of
+the user can replace them.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ class Chip:
       name: `v5p`.
       dims: Dimensions of its interconnect.
       devices: Devices that JAX sees per chip.
-      shapes: Slices that are not multiples of `cube`.
-      cube: Every other slice has sides that are multiples of it; 0 for none.
+      shapes: Shapes of the slices that are not made of cubes.
+      cube: Side of a cube. Slices made of cubes have sides that are multiples of it. 0 if there are
+        no such slices.
       longest: Longest side of a slice.
       most_chips: Chips of the largest slice.
-      wraps: A side that is a multiple of it is a ring.
+      wraps: A side is a ring if its length is a multiple of this number.
       flops: bfloat16 operations per second of one device, at peak.
       hbm_bytes: Bytes of memory that a program may use on one device.
       hbm_rate: Bytes per second that one device reads or writes.
-      link_rates: Least and most bytes per second of one link in one direction, per device.
-      sources: Cell -> source and date.
+      link_rates: Lowest and highest bytes per second of one link in one direction, per device.
+      sources: Key of `hardware.toml` -> source and date of its value.
     """
 
     name: str
@@ -95,7 +97,7 @@ class Topology:
         return sides if self.chip.devices == 1 else {**sides, "core": self.chip.devices}
 
     def is_ring(self, side: str) -> bool:
-        """Tell whether the links along a side wrap around. For 3D slices all sides do, or none."""
+        """Tell whether the links along a side wrap around. In a 3D slice all sides do, or none."""
         lengths = self.shape if len(self.shape) > 2 else (self.sides[side],)
         return side != "core" and all(length % self.chip.wraps == 0 for length in lengths)
 
@@ -107,11 +109,11 @@ def read_hardware(overlay: str | None = None) -> dict[str, Chip]:
     """Return the known chips by name.
 
     Args:
-      overlay: A TOML file in the format of `hardware.toml`. Its cells replace those of the package,
-        and it may add chips.
+      overlay: A TOML file in the format of `hardware.toml`. Its values replace those of the
+        package, and it may add chips.
 
     Raises:
-      StrategyError: The file cannot be read, or has problems. All are named.
+      StrategyError: The file cannot be read, or has problems. The error lists all of them.
     """
     own = importlib.resources.files("shardwright.plan") / "hardware.toml"
     data: dict[str, Any] = tomllib.loads(own.read_text(encoding="utf-8"))
@@ -169,9 +171,14 @@ def _faults(cells: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         if not isinstance(cell, dict) or set(cell) != {*numbers, "source", "date"}:
             example = ", ".join(f"{number} = 100" for number in numbers)
             fix = f'write {key} = {{ {example}, source = "where", date = "2026-01-31" }}'
-            yield key, f"{cell!r} is not a cell", fix
+            what = f"{cell!r} is not a table of {', '.join((*numbers, 'source', 'date'))}"
+            yield key, what, fix
         elif not all(type(cell[each]) in (int, float) and cell[each] > 0 for each in numbers):
-            yield key, f"{cell!r} has a value that is not a positive number", "write a number"
+            yield (
+                key,
+                f"{cell!r} has a value that is not a positive number",
+                "write a positive number",
+            )
 
 
 def _is_shape(text: Any) -> bool:
@@ -230,7 +237,11 @@ def parse_topology(text: str, hardware: Mapping[str, Chip]) -> Topology:
 
 
 def smallest_slice(chip: Chip, needed: int) -> Topology | None:
-    """Return the slice with fewest devices whose usable memory is at least so many bytes in all."""
+    """Return the slice with the fewest devices whose usable memory holds `needed` bytes.
+
+    Returns:
+      None if the largest slice is too small.
+    """
     slices = [Topology(chip=chip, shape=shape) for shape in chip.slices()]
     large = [each for each in slices if each.devices * chip.hbm_bytes >= needed]
     return min(large, key=lambda each: (each.devices, each.shape), default=None)

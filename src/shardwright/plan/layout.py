@@ -1,8 +1,8 @@
-"""Where the axes of a mesh are on the links of a slice, and how fast each of them is.
+"""Assign the axes of a mesh to the links of a slice, and compute the rate of each mesh axis.
 
 The assignment is that of `jax.experimental.mesh_utils.create_device_mesh`: the last mesh axis is
-assigned first, to as many whole physical axes as its size allows. Where no whole axes fit, a mesh
-axis takes parts of them, and a part is not a ring.
+assigned first, to as many whole physical axes as its size allows. If no whole axes fit, a mesh axis
+takes parts of physical axes. A part is not a ring.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Layout:
     parts: Mapping[str, tuple[Part, ...]]
 
     def rates(self, mesh_axes: tuple[str, ...]) -> tuple[float, float]:
-        """Return least and most bytes per second that a device sends over mesh axes on rings.
+        """Return the lowest and highest rate at which a device sends over mesh axes, in bytes/s.
 
         The physical axes send at the same time, and a ring sends both ways.
         """
@@ -90,7 +90,7 @@ def lay_out(topology: Topology, sizes: Mapping[str, int]) -> Layout:
 
     Args:
       topology: The slice.
-      sizes: Size of each mesh axis, slowest first.
+      sizes: Size of each mesh axis, in mesh order.
 
     Raises:
       MeshSpecError: The mesh has another number of devices than the slice.
@@ -118,7 +118,7 @@ def lay_out(topology: Topology, sizes: Mapping[str, int]) -> Layout:
 
 
 def _whole_sides(free: Mapping[str, int], size: int) -> tuple[str, ...]:
-    """Return free sides whose lengths multiply to a size, as many as possible."""
+    """Return as many free sides as possible whose lengths multiply to `size`."""
     sides = [side for side, length in free.items() if length > 1]
     for count in range(len(sides), 0, -1):
         for chosen in itertools.combinations(sides, count):
@@ -128,12 +128,12 @@ def _whole_sides(free: Mapping[str, int], size: int) -> tuple[str, ...]:
 
 
 def _split_sides(free: Mapping[str, int], size: int) -> dict[str, int]:
-    """Return parts of free sides whose lengths multiply to a size, the longest parts first."""
+    """Return parts of free sides whose lengths multiply to `size`. Prefer long parts."""
     taken: dict[str, int] = {}
     while size > 1:
         left = {side: length // taken.get(side, 1) for side, length in free.items()}
         side = max(left, key=lambda each: math.gcd(left[each], size))
-        # The sizes of the mesh multiply to the devices, so some side has a factor left.
+        # The mesh has as many devices as the slice, so some side still has a common factor.
         length = math.gcd(left[side], size)
         taken[side] = taken.get(side, 1) * length
         size //= length

@@ -1,4 +1,4 @@
-"""Count the bytes of a tree of arrays by path: per device, replicated, and over which mesh axes.
+"""Count the bytes of each array of a tree, per device and in copies over mesh axes.
 
 Counts are exact and need only shapes, dtypes and shardings, so meshes and arrays may be abstract.
 They cover the arrays' elements, without the tiling and alignment of a backend.
@@ -110,7 +110,7 @@ class TreeBytes:
         return TreeBytes(leaves=tuple(leaf for leaf in self.leaves if compiled.search(leaf.path)))
 
     def most_replicated(self) -> TreeBytes:
-        """Return the arrays with replicated bytes, most first."""
+        """Return the arrays that have replicated bytes, the largest number first."""
         leaves = sorted(
             (leaf for leaf in self.leaves if leaf.replicated), key=lambda leaf: -leaf.replicated
         )
@@ -129,13 +129,13 @@ def bytes_by_path(tree: Any, shardings: Any = None) -> TreeBytes:
     """Count the bytes of every array of a tree. Nothing is computed or moved.
 
     Args:
-      tree: Arrays, `ShapeDtypeStruct`s with shardings, or with `shardings` any values with shape
-        and dtype.
+      tree: Tree of arrays, or of `ShapeDtypeStruct`s with shardings. If `shardings` is given, any
+        values that have shape and dtype.
       shardings: Tree of shardings, or a prefix of one. Defaults to the arrays' own.
 
     Raises:
-      StrategyError: Leaves have no sharding, or one that does not fit or leaves a dim to the
-        compiler. All are named.
+      StrategyError: A leaf has no sharding, its sharding does not fit its shape, or its sharding
+        leaves a dim to the compiler. The error lists all such leaves.
 
     >>> from shardwright import abstract_mesh
     >>> everywhere = NamedSharding(abstract_mesh("dp:8"), PartitionSpec())

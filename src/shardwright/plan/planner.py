@@ -1,4 +1,4 @@
-"""What a function sends and computes under a manager's strategy and mesh, before it runs."""
+"""Plan what a function sends and computes under a manager, without running the function."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _HEAD = ("times", "collective", "over", "axis", "bytes", "sent", "where")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """What to plan: a function and what it is called with. `shardwright plan` reads these.
+    """A function to plan, and its arguments as shapes. The command `shardwright plan` reads these.
 
     Attributes:
-      function: What would be jitted.
+      function: The function that you would pass to `jax.jit`.
       shapes: Per argument, a tree of arrays or ShapeDtypeStructs.
       specs: Per argument, a tree of annotations, or None. Defaults to None for all.
-      outputs: Annotations of the outputs. Defaults to leaving them as the program does.
+      outputs: Annotations of the outputs. Defaults to the shardings that the program gives them.
       holds: Per argument, `parameters`, `optimizer`, `cache`, `inputs`, or a tree of these; a name
-        covers a subtree. Defaults to telling parameters from inputs by their annotations.
+        covers a subtree. By default, arrays annotated as weights are parameters, and others inputs.
       donated: Positions of the arguments whose memory the program may overwrite.
     """
 
@@ -54,14 +54,14 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """A plan: collectives, operations, and where the answer is a guess.
+    """The plan of a program: its collectives, operations and memory, and what is uncertain.
 
     Attributes:
-      walked: What the walk over the program found.
+      walked: Collectives, operations and memory of the traced program.
       strategy: Name of the strategy.
       mesh: The mesh as text, `fsdp:2,tp:4`.
       state: Bytes of the arguments, and of the gradients if one of them is optimizer state.
-      layout: Where the mesh axes are on a slice, or None if no slice was given.
+      layout: Assignment of the mesh axes to a slice, or None if no slice was given.
     """
 
     walked: Walked
@@ -97,7 +97,7 @@ class PlanReport:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that one device sends in all runs of all collectives, on rings."""
+        """Bytes that one device sends in all runs of all collectives, with ring algorithms."""
         return sum(event.total_wire_bytes for event in self.events)
 
     def by_mesh_axes(self) -> dict[tuple[str, ...], int]:
@@ -108,7 +108,7 @@ class PlanReport:
         return dict(sent)
 
     def by_axis(self) -> dict[str, int]:
-        """Return the bytes that each semantic axis causes; "" for specs written by hand.
+        """Return the bytes sent because of each semantic axis. The key "" is for specs by hand.
 
         A collective that several axes cause counts for each of them.
         """
@@ -139,7 +139,7 @@ class PlanReport:
         }
 
     def text(self, *, rows: int | None = None, width: int = WIDTH) -> str:
-        """Return the plan for people: state, the collectives that send most, what is unsure.
+        """Return the plan as text: state, collectives (most bytes first), and uncertain places.
 
         Args:
           rows: How many rows to show. Defaults to all.
@@ -215,21 +215,22 @@ def plan(
     """Return what a function sends and computes under a manager, without a device or a compiler.
 
     The function is traced on an abstract mesh, with Auto axes; its annotations stay in the trace.
-    A walk then follows the sharding of every value and notes each collective that it needs.
+    A walk over the trace then follows the sharding of every value and records the collectives.
 
     Args:
       manager: Strategy, mesh and mode.
-      function: What would be jitted.
-      *shapes: Per argument, a tree of arrays or ShapeDtypeStructs. Their own shardings count where
-        `specs` gives no annotation.
+      function: The function that you would pass to `jax.jit`.
+      *shapes: Per argument, a tree of arrays or ShapeDtypeStructs. Their own shardings are
+        used where `specs` gives no annotation.
       specs: Per argument, a tree of annotations, or None. Defaults to None for all.
-      outputs: Annotations of the outputs. Defaults to leaving them as the program does.
+      outputs: Annotations of the outputs. Defaults to the shardings that the program gives them.
       holds: Per argument, `parameters`, `optimizer`, `cache`, `inputs`, or a tree of these; a name
-        covers a subtree. It chooses the role of annotations (`optimizer` is resolved as `state`).
-        Defaults to telling parameters from inputs by their annotations.
+        covers a subtree. The name decides the role of the annotations: `optimizer` resolves as
+        `state`. By default, arrays annotated as weights are parameters, and others inputs.
       donated: Positions of the arguments whose memory the program may overwrite, as in
         `jax.jit(donate_argnums=)`. Defaults to none.
-      topology: The slice that the mesh is on, such as `v5p:4x4x4`. Defaults to no hardware.
+      topology: The slice that the mesh is on, such as `v5p:4x4x4`. By default the report has no
+        times and no verdict.
 
     Raises:
       ShardingError: An annotation does not resolve.
@@ -243,7 +244,7 @@ def plan(
 
 
 def trace_program(manager: PartitionManager, program: Program) -> Trace:
-    """Trace a program, so that it can be priced under every manager that the trace fits.
+    """Trace a program. `price` then plans it under every manager that the trace fits.
 
     Raises:
       ShardingError: An annotation does not resolve.
@@ -266,9 +267,9 @@ def price(
 
     Args:
       manager: Strategy, mesh and mode.
-      traced: The program, whose trace the manager may share (`traced.fits(manager)`).
-      program: What was traced.
-      layout: Where the mesh axes are on a slice. Defaults to no hardware.
+      traced: Trace of the program. It must fit the manager (`traced.fits(manager)`).
+      program: The program that was traced.
+      layout: Assignment of the mesh axes to a slice. By default the report has no times.
 
     Raises:
       ShardingError: An annotation does not resolve.
@@ -291,7 +292,7 @@ def price(
 def _held(
     shapes: tuple[Any, ...], traced: Trace, categories: Sequence[Category | None]
 ) -> Iterator[Held]:
-    """Yield each argument's arrays as what to count."""
+    """Yield the arrays of the arguments, as `count_state` takes them."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(shapes)
     for (path, leaf), source, category in zip(leaves, traced.inputs, categories, strict=True):
         value = leaf if hasattr(leaf, "dtype") else jax.typeof(leaf)

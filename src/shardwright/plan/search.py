@@ -1,7 +1,7 @@
 """Plan a program under every mesh of a slice and every given strategy, and keep the best.
 
-The search is exhaustive: it walks each candidate, and counts why the others were dropped. Nothing
-is compiled.
+The search is exhaustive. It plans every candidate, and counts the dropped candidates by reason.
+Nothing is compiled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwright.vocabulary.modes import parse_mode
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
-_MOST: Final = 5_000  # candidates: about five minutes
+_MOST: Final = 5_000  # candidates, which take about five minutes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Candidate:
 
     Attributes:
       name: Name of the strategy that it comes from.
-      sizes: Size of each mesh axis, slowest first.
+      sizes: Size of each mesh axis, in mesh order.
       strategy: The strategy with this mesh, ready to be written to a file.
       report: Its plan.
     """
@@ -51,7 +51,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Upper end of the estimated time: nothing overlaps."""
+        """Upper end of the estimated time, at which nothing overlaps."""
         assert self.report.time is not None
         return self.report.time.high
 
@@ -76,7 +76,7 @@ class SearchReport:
 
     Attributes:
       topology: The slice.
-      candidates: What may fit, the fastest first.
+      candidates: Candidates that may fit, the fastest first.
       dropped: Reason -> number of candidates.
     """
 
@@ -91,7 +91,7 @@ class SearchReport:
 
     @property
     def front(self) -> tuple[Candidate, ...]:
-        """The candidates that no other one beats in time and in memory, the fastest first."""
+        """The Pareto front: no other candidate is better in both time and memory. Fastest first."""
         front: list[Candidate] = []
         least = math.inf
         for candidate in self.candidates:
@@ -126,7 +126,7 @@ def search(
 ) -> SearchReport:
     """Plan a program under every mesh of a slice and every strategy.
 
-    A mesh gives each axis a divisor of the number of devices; the order of the axes is that of the
+    The sizes of the mesh axes multiply to the number of devices. Their order is that of the
     strategy's `[mesh]`. Candidates that do not resolve, or do not fit, are dropped and counted. The
     rest is ordered by the upper end of the estimated time, then by memory.
 
@@ -140,7 +140,7 @@ def search(
     Raises:
       StrategyError: A strategy has no mesh, or there are no or too many candidates.
       MeshSpecError: There is no such slice, or no strategy has one of `axes`.
-      ShardingError: No candidate resolves: the error of the first one.
+      ShardingError: No candidate resolves. The error is that of the first candidate.
     """
     mode = None if mode is None else parse_mode(mode)
     slice_ = parse_topology(topology, read_hardware()) if isinstance(topology, str) else topology
@@ -179,7 +179,7 @@ def search(
                 found.append(candidate)
     if first_error is not None and not found and "does not fit" not in dropped:
         raise first_error
-    found.sort(key=lambda one: (one.seconds, one.report.memory.high, one.name, one.mesh))
+    found.sort(key=lambda each: (each.seconds, each.report.memory.high, each.name, each.mesh))
     ordered = sorted(dropped.items(), key=lambda item: (-item[1], item[0]))
     return SearchReport(topology=slice_, candidates=tuple(found), dropped=dict(ordered))
 
@@ -221,7 +221,7 @@ def _judge(
     manager = PartitionManager(strategy, mesh=abstract_mesh(dict(sizes)))
     if mode is not None:
         manager = manager.for_mode(mode)
-    # Candidates that give the same answers to what shapes a trace share it.
+    # Candidates share a trace if they resolve all requests that changed it in the same way.
     traced = next((known for known in traces if known.fits(manager)), None)
     if traced is None:
         traced = trace_program(manager, program)

@@ -1,7 +1,7 @@
 """Bytes of what a program holds between steps: parameters, gradients, optimizer state, caches.
 
-Counts are exact and need neither a function nor a device. Each mesh axis that an array is
-replicated over has a cause: the rule that leaves the array's dims unsharded over it.
+Counts are exact and need neither a function nor a device. If an array is replicated over a mesh
+axis, the count names the cause: the rule that shards no dim of the array over this axis.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class StateBytes:
         return tuple(category for category in Category if category in held)
 
     def of(self, *categories: str) -> TreeBytes:
-        """Return the bytes of some categories. Without names, of all but gradients.
+        """Return the bytes of some categories. Defaults to all categories except gradients.
 
         Gradients exist only during a step, so they are not among a program's arguments.
         """
@@ -140,8 +140,9 @@ class Held:
     Attributes:
       path: Its path.
       value: Anything with shape and dtype.
-      source: The request that its annotation is, or a sharding, or None (replicated).
-      category: What it is for. None: parameters if it resolves as a parameter, else inputs.
+      source: Its annotation as a request, or its sharding, or None if it is replicated.
+      category: What it is for. If None, it counts as parameters if its role is param, else as
+        inputs.
     """
 
     path: str
@@ -156,7 +157,7 @@ def count_state(manager: PartitionManager, arrays: Iterable[Held]) -> StateBytes
     A gradient has the sharding and the dtype of its parameter.
 
     Raises:
-      ShardingError: Annotations do not resolve. All are named.
+      ShardingError: Annotations do not resolve. The error lists all of them.
     """
     leaves: list[StateLeaf] = []
     problems: list[Problem] = []
@@ -198,7 +199,7 @@ def count_tensors(
       train: Whether to add the gradients.
 
     Raises:
-      ShardingError: Annotations do not resolve. All are named.
+      ShardingError: Annotations do not resolve. The error lists all of them.
     """
     cached = set(caches)
     arrays: list[Held] = []
@@ -248,7 +249,7 @@ def _category(role: Role, cached: bool) -> Category:
 
 
 def read_holds(shapes: Sequence[Any], holds: Any) -> list[Category | None]:
-    """Return the category of each array of some arguments; None where none is given.
+    """Return the category of each array of the arguments, or None where `holds` names none.
 
     Args:
       shapes: Per argument, a tree of arrays.
@@ -270,7 +271,7 @@ def read_holds(shapes: Sequence[Any], holds: Any) -> list[Category | None]:
         try:
             parts = structure.flatten_up_to(tree)  # type: ignore[attr-defined]
         except ValueError as error:
-            what = f"holds does not fit its argument: {str(error).splitlines()[0]}"
+            what = f"holds does not fit the argument: {str(error).splitlines()[0]}"
             raise StrategyError(what, fix=fix) from error
         for name, part in zip(covers, parts, strict=True):
             if name is not None and name not in known:
@@ -303,7 +304,7 @@ def _leaf(manager: PartitionManager, array: Held) -> StateLeaf:
 def _cause(
     resolution: Resolution | None, counted: LeafBytes, axis: str, sizes: Mapping[str, int]
 ) -> Cause:
-    """Return the cause: the rule that passed the mesh axis over, else that of the largest dim."""
+    """Return the rule that skipped the mesh axis, else the rule of the dim with the most room."""
     devices = sizes[axis]
     saves = counted.per_device - -(-counted.per_device // devices)
     decisions = () if resolution is None else resolution.decisions
@@ -322,7 +323,9 @@ def _cause(
         return local if local % devices == 0 else 0
 
     widest = max(decisions, key=room)
-    why = f"no candidate has {axis}" if room(widest) else f"{axis}: no dim divides by {devices}"
+    why = (
+        f"no candidate has {axis}" if room(widest) else f"{axis}: no dim is divisible by {devices}"
+    )
     return _caused(widest, axis, why, saves)
 
 

@@ -18,7 +18,8 @@ from shardwright.plan.walk.events import Event, Walked
 _LEAST_USE: Final = 0.5
 # Seconds of one hop on the interconnect: the scaling book's figure.
 _HOP: Final = 1e-6
-# On a ring that sends both ways, an all-to-all takes a quarter of an all-gather of the same bytes.
+# On a ring that sends both ways, an all-to-all takes a quarter of the time of an all-gather of the
+# same bytes.
 _EXCHANGE: Final = 0.25
 
 
@@ -35,9 +36,9 @@ class TimeRange:
     """The estimate for one run of a program.
 
     Attributes:
-      products: Operations of products, on the units that multiply.
-      memory: Bytes that products read and write.
-      links: Mesh axes -> what is sent over them.
+      products: Time of the operations of matrix products.
+      memory: Time in which matrix products read and write their operands and results.
+      links: Mesh axes -> time of the collectives over them.
     """
 
     products: Span
@@ -52,7 +53,7 @@ class TimeRange:
 
     @property
     def high(self) -> float:
-        """Seconds if nothing overlaps but the memory traffic of products with their operations."""
+        """Seconds if products overlap with their own memory traffic, and nothing else overlaps."""
         sent = sum(span.high for span in self.links.values())
         return max(self.products.high, self.memory.high) + sent
 
@@ -73,8 +74,8 @@ def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRa
 
     Args:
       walked: What the program computes and sends.
-      layout: Where its mesh axes are.
-      state_bytes: Bytes of the arguments on one device, each of which is read once at least.
+      layout: Assignment of its mesh axes to a slice.
+      state_bytes: Bytes of the arguments on one device. Each argument is read at least once.
     """
     chip = layout.topology.chip
     least = walked.flops / chip.flops

@@ -1,4 +1,4 @@
-"""Trace a program once, with its annotations kept, to price it under many strategies."""
+"""Trace a program once and keep its annotations, to plan it under many strategies."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ from shardwright.vocabulary.axes import Role
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A question that shapes a trace: asked by attention, a cache, `shard_map` or the model itself.
+    """A request that was resolved while tracing, and whose answer may change the trace.
+
+    Attention, caches, `shard_map` and the model itself make such requests.
 
     Attributes:
-      request: The question.
-      spec: What the manager of the trace answered; None for an error.
+      request: The request.
+      spec: Spec that the tracing manager returned; None for an error.
     """
 
     request: Request
@@ -48,10 +50,10 @@ class Trace:
     Attributes:
       jaxpr: The program.
       inputs: Per input, its annotation as a request, or its sharding, or None (replicated).
-      outputs: Likewise per output; None means that it stays as the program leaves it.
-      answers: The questions that shaped the trace.
+      outputs: Per output, its annotation as a request, or None if the program decides its sharding.
+      answers: The requests whose answers may have changed the trace.
       mesh: Size of each mesh axis.
-      attention: The strategy's lines on implementations of attention.
+      attention: Rules of the strategy that choose an implementation of attention.
     """
 
     jaxpr: Any
@@ -62,7 +64,7 @@ class Trace:
     attention: tuple[tuple[str, RuleRef], ...]
 
     def fits(self, manager: PartitionManager) -> bool:
-        """Tell whether a manager gives every answer that shaped the trace, and so may share it.
+        """Tell whether a manager may use the trace. It must resolve each request to the same spec.
 
         A trace with answers or with a `shard_map` holds shapes of shards, so it fits only meshes of
         the same sizes.
@@ -79,8 +81,8 @@ class Trace:
 class PlanningManager(PartitionManager):
     """A manager under which `shard`, `hint` and `gather` leave annotations in the trace.
 
-    It answers every question as the manager that it stands for, and records those that shape the
-    trace. It equals no other manager, so that JAX shares no trace of it.
+    It resolves every request like the manager that it is made from, and records the requests that
+    may change the trace. It is never equal to another manager, so JAX does not reuse its traces.
     """
 
     __slots__ = ("_answers", "_quiet")
@@ -90,10 +92,10 @@ class PlanningManager(PartitionManager):
 
     @classmethod
     def of(cls, manager: PartitionManager) -> PlanningManager:
-        """Return the planning manager of a manager, on a mesh with Auto axes.
+        """Return a planning manager with the rules of a manager, on a mesh with Auto axes.
 
-        It is abstract, unless the manager has devices and Auto axes: a `shard_map` of the model may
-        name that very mesh.
+        If all axes of the manager's mesh are Auto, this mesh is kept, since a `shard_map` of the
+        model may name it. Otherwise the new mesh is abstract.
         """
         mesh, shape = manager.mesh, manager.mesh.shape
         auto = (AxisType.Auto,) * len(shape)
@@ -107,7 +109,7 @@ class PlanningManager(PartitionManager):
         return planning
 
     def for_mode(self, mode: str) -> PartitionManager:
-        """Return a planning manager that resolves in a mode and records into the same place."""
+        """Return a planning manager for a mode. Both managers share the recorded requests."""
         other = super().for_mode(mode)
         if other is self or isinstance(other, PlanningManager):
             return other
@@ -124,11 +126,11 @@ class PlanningManager(PartitionManager):
 
     @property
     def answers(self) -> tuple[Answer, ...]:
-        """The questions that shaped the trace so far."""
+        """The requests recorded so far."""
         return tuple(self._answers.values())
 
     def answer(self, request: Request, ambient: AbstractMesh | None = None) -> Resolution:
-        """Resolve a request, and record it if its answer shapes the trace."""
+        """Resolve a request, and record it if its answer may change the trace."""
         resolution = super().answer(request, ambient)
         if not self._quiet:
             shape = None if request.shape is None else tuple(request.shape)
@@ -150,7 +152,7 @@ class PlanningManager(PartitionManager):
             return super()._place(x, axes, mode, role, strict, path)
         request = Request(read_annotation(axes), np.shape(x), mode or self.mode, role, path)
         placement, checked = self._unrecorded(lambda: self._placement(request, strict=strict))
-        if checked is not None:  # some mesh axes are Manual: the constraint names the others
+        if checked is not None:  # it has Manual mesh axes: the trace gets an ordinary constraint
             return super()._place(x, axes, mode, role, strict, path)
         return x if placement is None else annotate(x, Annotation(request, strict))
 
@@ -167,7 +169,7 @@ class PlanningManager(PartitionManager):
         return annotate_weight(w, use, stored)
 
     def _unrecorded(self, ask: Callable[[], Any]) -> Any:
-        """Ask a question that the walk asks again, so its answer does not shape the trace."""
+        """Resolve without recording: the walk resolves this again, so the trace stays the same."""
         object.__setattr__(self, "_quiet", True)
         try:
             return ask()
@@ -188,25 +190,26 @@ def trace(
 
     Args:
       manager: Rules and mesh whose answers shape the trace.
-      function: Takes the arguments that `shapes` stand for.
+      function: Function of arguments with these shapes.
       shapes: Per argument, a tree of arrays or ShapeDtypeStructs.
-      specs: Per argument, a tree of annotations, or None for arguments that bring shardings. As in
-        `shard`, `ArraySpec`s and weight layouts are parameters, other annotations activations.
-      outputs: Annotations of the outputs. Defaults to leaving them as the program does.
+      specs: Per argument, a tree of annotations, or None for arguments that have shardings. As in
+        `shard`, `ArraySpec`s and weight layouts resolve as parameters, and other annotations as
+        activations.
+      outputs: Annotations of the outputs. Defaults to the shardings that the program gives them.
       roles: Role of each array of the arguments, or None where its annotation decides.
     """
     if specs is not None and (not isinstance(specs, (tuple, list)) or len(specs) != len(shapes)):
         raise StrategyError(
             f"specs is not a tuple with one entry for each of the {len(shapes)} arguments",
-            fix="write specs=(annotations of the first argument, ...), None for an argument "
-            "that brings its own shardings",
+            fix="write specs=(annotations of the first argument, ...), with None for an argument "
+            "that has its own shardings",
         )
-    # One for all plans of a manager, so that JAX's caches do not grow with each plan.
+    # All plans of a manager share one planning manager, so that JAX's caches do not grow.
     planning = manager.remember(("planning",), lambda: PlanningManager.of(manager))
     bare = jax.tree.map(_bare, tuple(shapes))
 
     def traced_once(*arguments: Any) -> Any:
-        # A function of its own: JAX drops its trace with it.
+        # A new function for each call: when it is freed, JAX frees its trace too.
         return function(*arguments)
 
     with planning:
@@ -215,7 +218,8 @@ def trace(
     jaxpr = traced.jaxpr.jaxpr
     if len(inputs) != len(jaxpr.invars):
         raise StrategyError(
-            f"the function has {len(jaxpr.invars)} array arguments, its annotations {len(inputs)}",
+            f"the function has {len(jaxpr.invars)} array arguments, and {len(inputs)} annotations "
+            "were given",
             fix="give one annotation, or tree of them, per argument",
         )
     goals = _outputs(traced, outputs, planning.mode)
@@ -258,14 +262,14 @@ def _inputs(
 
 
 def _own_sharding(leaf: Any, mesh: Any) -> NamedSharding | None:
-    """Return the sharding that an argument brings, after checking that it is on the mesh."""
+    """Return the sharding of an argument. Raise if it is on another mesh."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None
     if dict(sharding.mesh.shape) != dict(mesh.shape):
         raise MeshMismatchError(
             f"an argument is sharded on the mesh {dict(sharding.mesh.shape)}, "
-            f"and the manager's is {dict(mesh.shape)}",
+            f"and the manager has the mesh {dict(mesh.shape)}",
             fix="give shapes without shardings and their annotations in specs=, "
             "or pm.abstract(specs) of this manager",
         )
@@ -291,9 +295,9 @@ def walk(
     """Walk a trace under a manager's rules and mesh.
 
     Args:
-      traced: The program, whose trace the manager may share (`traced.fits(manager)`).
-      manager: Rules and mesh to price it under.
-      kinds: What each input is for, in the account of memory. Defaults to `inputs`.
+      traced: Trace of the program. It must fit the manager (`traced.fits(manager)`).
+      manager: Rules and mesh.
+      kinds: Memory category of each input. Defaults to `inputs` for all.
       donated: Whether each input may be overwritten. Defaults to none.
     """
     sizes = {axis: size for axis, size in manager.mesh.shape.items() if size > 1}

@@ -55,7 +55,7 @@ def _named(rules: AxisRules, axis: str, mode: str) -> Iterator[str]:
 def by_axis(
     collectives: Iterable[Collective], manager: PartitionManager, *, mode: str | None = None
 ) -> dict[str, tuple[Collective, ...]]:
-    """Group collectives by the semantic axes that may cause them; those of no axis under `""`.
+    """Group collectives by the semantic axes that may cause them. The key "" is for all others.
 
     A program does not say why it uses a mesh axis. A collective over `tp` is therefore listed under
     every axis that may be sharded over `tp`.

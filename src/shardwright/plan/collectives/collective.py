@@ -26,7 +26,7 @@ class Collective:
 
     Attributes:
       kind: Kind of collective.
-      mesh_axes: Mesh axes along which its members differ, in mesh order.
+      mesh_axes: Mesh axes along which the devices of a group differ, in mesh order.
       devices: Number of devices in a group; for a permute, in the longest chain or ring.
       partial: Whether a group covers only part of its mesh axes.
       count: Number of runs, loops included. None if a loop's trip count depends on data.
@@ -80,7 +80,8 @@ class Collective:
 def total(collectives: Iterable[Collective]) -> int | None:
     """Return the logical bytes of all runs of all collectives.
 
-    None if one number of runs is unknown.
+    Returns:
+      None if the number of runs of a collective is unknown.
     """
     totals = [count.total_bytes for count in collectives]
     return None if None in totals else sum(count for count in totals if count is not None)

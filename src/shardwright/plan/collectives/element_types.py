@@ -1,9 +1,13 @@
 """Recover the element type of a program where the backend widened a collective.
 
-XLA for CPU runs bfloat16 collectives as float32, 8-bit and 4-bit floats as float16 (float8_e8m0fnu
-as float32), and int4 as int8, between conversions. Three signs show it: a reduction's `_promoted`
-computation; one that still adds the narrow type; and conversions right before and right after. A
-program that itself widens, moves and narrows again looks the same as the third.
+XLA for CPU converts some types before a collective and converts the result back: bfloat16 is sent
+as float32, floats of 8 and 4 bits as float16 (float8_e8m0fnu as float32), and int4 as int8. Any of
+these shows that the backend did so:
+
+* The reduction's computation has a name with `_promoted`.
+* The reduction's computation still adds the narrow type.
+* There is a conversion right before the collective, and one right after it. A program that converts
+  in this way by itself cannot be told apart.
 """
 
 from __future__ import annotations
@@ -41,8 +45,8 @@ def program_type(
             module, computation, instruction, None if lone or not instruction.is_tuple else position
         )
     )
-    # Of several reductions in one, only some may be promoted; a dot's own result is never narrowed
-    # before them.
+    # XLA may combine reductions and promote only some of them, so each one must be narrowed later.
+    # A promoted operand need not be widened right before: a dot may compute it in the wide type.
     if len(goes_to) == 1 and (promoted or goes_to == set(_sources(module, computation, operand))):
         narrow = goes_to.pop()
         if _widens(narrow, wire):
@@ -54,8 +58,8 @@ def _reduced_type(module: Module, reduction: str, wire: str) -> str:
     """Return the type that a reduction's computation adds, if the backend may have widened it."""
     computation = module.computations.get(reduction.lstrip("%"))  # absent if the text was cut
     adds = wire if computation is None else computation.root.shapes[0].dtype
-    # Wider ones come with computations of their own (`_promoted`); other backends may mix
-    # precisions.
+    # Up to 8 bits only: for wider types, XLA names the computation `_promoted`. Without that name,
+    # a program on another backend may itself add wider types in mixed precision.
     return adds if bits_of(adds) <= 8 and _widens(adds, wire) else wire
 
 

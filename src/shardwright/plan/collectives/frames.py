@@ -48,7 +48,7 @@ def _callers(frame: str, parents: Mapping[str, str]) -> Iterator[str]:
 
 
 def _shown_place(places: Sequence[str]) -> str:
-    """Return the innermost place outside of libraries, or outside of shardwright, or any."""
+    """Return the innermost place outside of libraries and shardwright, if there is one."""
     foreign = [place for place in places if place and not place.startswith(_OWN)]
     return next(
         (place for place in foreign if not _LIBRARY.search(place)),

@@ -28,7 +28,8 @@ _BETWEEN_SLICES: Mapping[str, Kind] = {
 }
 
 
-# Names of unknown collectives, which are errors. Otherwise a program would seem to send less.
+# Other opcodes that match are unknown collectives. They are errors, since a program in which they
+# are skipped would seem to send less.
 _COLLECTIVE_NAME = re.compile(r"all-|collective-|reduce-scatter|ragged-all")
 
 
@@ -50,7 +51,8 @@ CALLING = frozenset({"call", "conditional", "async-start", "custom-call"})
 def kind_of(instruction: Instruction) -> Kind | None:
     """Return the kind of a collective.
 
-    None for other instructions and for the end of an async pair.
+    Returns:
+      None for other instructions, and for the end of an async pair.
     """
     if instruction.opcode == "send":
         if match := MEGASCALE.search(instruction.rest):
@@ -79,7 +81,7 @@ def kind_of(instruction: Instruction) -> Kind | None:
 def calls_of(instruction: Instruction) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield (computation, operands) of each computation that an instruction calls.
 
-    One per branch.
+    A conditional calls one computation per branch.
     """
     attributes = instruction.attributes()
     if instruction.opcode == "conditional":
@@ -145,7 +147,7 @@ _RESHAPING = frozenset({"bitcast", "copy", "convert", "reshape", "transpose"})
 
 
 def is_scattered(computation: Computation, instruction: Instruction) -> bool:
-    """Tell whether a fused all-reduce only keeps this device's slices: a reduce-scatter.
+    """Tell whether a fused all-reduce is a reduce-scatter: each device keeps only its slices.
 
     A combined all-reduce has a tuple of results, each of which must be sliced.
     """

@@ -1,7 +1,4 @@
-"""Read the collectives of a compiled program.
-
-Kind, mesh axes, number of runs, bytes, source line.
-"""
+"""Read the collectives of a compiled program: kind, mesh axes, runs, bytes and source line."""
 
 from __future__ import annotations
 
@@ -58,12 +55,12 @@ def read_collectives(
 
     Args:
       program: `jitted.lower(...).compile()`, or its text.
-      mesh: Mesh that it was compiled for. Several TPU slices need a `Mesh`, whose devices know
-        their slice.
-      trips: Number of trips of loops that end on data. By default, their collectives have
+      mesh: Mesh that it was compiled for. For several TPU slices this must be a `Mesh`, since only
+        devices have the index of their slice.
+      trips: Trip count of loops whose end depends on data. By default, their collectives have
         `count=None`.
-      dtypes: Element type in the program, by element type that is sent (`{"f32": "bf16"}`), if the
-        conversions in the program do not show it.
+      dtypes: Element type that is sent -> element type in the program (`{"f32": "bf16"}`). Needed
+        only if the conversions in the program do not show it.
 
     Raises:
       ProgramError: The program cannot be parsed, or runs on one device of a larger mesh.
@@ -91,8 +88,8 @@ class _Reader:
       positions: Position in the mesh of each device of the program. With several slices, these are
         the devices of the first slice.
       slices: Span of the slices that run the program side by side, or None.
-      trips: Number of trips of loops that end on data, or None.
-      dtypes: Element type in the program, by element type that is sent.
+      trips: Trip count of loops whose end depends on data, or None.
+      dtypes: Element type that is sent -> element type in the program.
       holding: Computations that contain a collective, directly or through calls.
       started: Channels of collectives that are split into several fusions.
       seen: Computations visited so far.
@@ -135,9 +132,9 @@ class _Reader:
         )
 
     def visit(self, frame: Frame, times: int | None, maybe: bool) -> Iterator[Collective]:
-        """Yield the collectives of a computation and of those it calls. It runs `times` times."""
+        """Yield the collectives of a computation that runs `times` times, and of its callees."""
         self.seen.add(frame.computation.name)
-        channels: set[str] = set()  # of collectives in fusions, counted once
+        channels: set[str] = set()  # channels of fused collectives, so that each counts once
         for instruction in frame.computation.instructions.values():
             if instruction.opcode == "while":
                 yield from self._loop(frame, instruction, times, maybe)
@@ -182,8 +179,8 @@ class _Reader:
     ) -> Iterator[Collective]:
         """Yield the collectives of a fusion.
 
-        TPU programs print a collective that is fused with compute three times: start, compute,
-          done.
+        The text of a TPU program shows a collective that is fused with compute three times: in the
+        fusions that start it, run beside it and end it.
         """
         name = instruction.attributes()["calls"].lstrip("%")
         if name not in self.holding:
@@ -346,14 +343,14 @@ def _device_positions(
         return members[0], span_of(across, sizes)
     if module.partitions == 1:
         raise ProgramError(
-            f"the program runs on one device, the mesh {dict(sizes)} has {size}: "
+            f"the program runs on one device, but the mesh {dict(sizes)} has {size}: "
             "nothing is sharded, so nothing is sent",
             fix="shard the arguments (pm.shard, jax.device_put), "
             "or give ShapeDtypeStructs that have shardings",
         )
     raise MeshMismatchError(
         f"the program is compiled for {module.partitions} devices, "
-        f"the mesh {dict(sizes)} has {size}",
+        f"but the mesh {dict(sizes)} has {size}",
         fix="pass the mesh that the program's arrays are sharded over",
     )
 

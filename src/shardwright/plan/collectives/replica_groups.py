@@ -5,8 +5,8 @@ Ids are positions in `mesh.devices.flat`, not `device.id`. XLA writes groups in 
 - as an iota, `[2,4]<=[4,2]T(1,0)`;
 - by mesh axes, `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`.
 
-In the third form, `(2)2` is a part of an axis: of size 2, after a major part of size 2. The axes
-are the compiler's own, so they are expanded to ids.
+In the third form, `'b':(2)2` is the part of axis b that has size 2 and follows a major part of size
+2. These axes are those of the compiler's own mesh, so the groups are expanded to ids.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def parse_pairs(text: str, *, devices: int) -> Groups:
 def _unknown(text: str) -> ProgramError:
     return ProgramError(
         f"device groups have an unknown form: {text[:200]!r}",
-        fix="report it; collectives are never guessed",
+        fix="report it; shardwright does not guess the groups",
     )
 
 
@@ -155,7 +155,7 @@ def _order(text: str | None, count: int, whole: str) -> np.ndarray:
 
 
 def _cut(parts: list[tuple[int, bool]], major: int, size: int, text: str) -> list[tuple[int, bool]]:
-    """Cut a member of `size` after `major` positions out of the part of an axis that has it."""
+    """Split an axis before and after a member. Parts of total size `major` come before it."""
     done = 1
     result: list[tuple[int, bool]] = []
     for length, is_member in parts:

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwright.plan.collectives.hlo import BITS, Computation, Instruction, Module
 
-LIMIT = 1 << 16  # trips to interpret before the count is unknown
+LIMIT = 1 << 16  # trips to interpret before the count is given up as unknown
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _INTEGERS = frozenset({"pred", *(f"{sign}{bits}" for sign in "su" for bits in (4, 8, 16, 32, 64))})
@@ -66,8 +66,8 @@ class Frame:
 
     Attributes:
       computation: The computation.
-      arguments: For each parameter, (frame, name) of the caller's operand, or the integers of a
-        tuple, None if unknown.
+      arguments: For each parameter, either (frame, name) of the caller's operand, or the integers
+        of a tuple. An unknown integer is None.
       known: Values computed so far, by instruction.
     """
 

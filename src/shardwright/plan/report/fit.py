@@ -20,7 +20,7 @@ def fit_lines(peak: Peak, chip: Chip | None, *, complete: bool = True) -> list[s
     Args:
       peak: The range of the peak.
       chip: The chip, or None for no verdict.
-      complete: Whether the walk knew every primitive.
+      complete: Whether every primitive of the program has a rule.
     """
     kinds = sorted(peak.kinds.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds)

@@ -12,7 +12,7 @@ _HEAD = ("strategy", "mesh", "time", "memory per device", "sent", "fits")
 
 
 def search_text(found: SearchReport, *, rows: int | None = None, width: int = WIDTH) -> str:
-    """Return the front as a table, the fastest first, and what was dropped.
+    """Return the Pareto front as a table, the fastest first, and the dropped candidates.
 
     Args:
       found: The result.
@@ -25,7 +25,7 @@ def search_text(found: SearchReport, *, rows: int | None = None, width: int = WI
     if len(shown) < len(front):
         lines.append(f"and {len(front) - len(shown)} more")
     lines.append(
-        f"all {found.judged} candidates on {found.topology} judged: {len(found.candidates)} may "
+        f"judged all {found.judged} candidates on {found.topology}: {len(found.candidates)} may "
         f"fit, {len(front)} are not beaten in both time and memory"
     )
     lines += [f"dropped {count}: {reason}" for reason, count in found.dropped.items()]

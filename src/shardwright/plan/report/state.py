@@ -1,4 +1,4 @@
-"""Show state by category, and the rules that leave it replicated."""
+"""Show the state by category, and the rules that leave arrays replicated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Give the results of each equation their memory, and add the equation to the timeline."""
+"""Create the buffers of an equation's results, and add the equation to the timeline."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _JAXPRS: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr", "body_jaxpr")
 
 
 def with_buffers(step: Step, results: Iterable[Value]) -> list[Value]:
-    """Return the results of an equation with their memory, and note what it reads and makes."""
+    """Return the results of an equation with their buffers, and add it to the timeline."""
     values, ledger = list(results), step.ledger
     if ledger.timeline is None:
         return values
@@ -55,7 +55,7 @@ def with_buffers(step: Step, results: Iterable[Value]) -> list[Value]:
         in_place=_overwritten(step.name, [value.buffer for value in step.values], step.parameters),
         inner=ledger.inner,
         loop=step.name in _LOOPS,
-        # A constraint's result is what it moves.
+        # The result of a constraint is the moved copy, so these bytes count once.
         moved=0 if step.name in CONSTRAINTS else ledger.moved,
     )
     pairs_of = zip(values, births, strict=True)

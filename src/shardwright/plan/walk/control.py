@@ -14,7 +14,8 @@ from shardwright.plan.walk.values import Value, merged_origins
 # If every device can make the first value of a carry by itself, the carry takes the sharding that
 # the body returns. The second round uses it.
 _ROUNDS = 2
-# Such a loop is listed like a primitive without a rule: what it sends and computes is not counted.
+# A `while` loop is listed under this name, like a primitive without a rule, if it sends or
+# computes: the number of its runs is not known, so nothing in it is counted.
 UNKNOWN_RUNS: Final = "while (number of runs)"
 
 
@@ -56,7 +57,7 @@ def scan(step: Step) -> list[Value]:
 
 
 def _with_slices(step: Step, values: list[Value], variables: Any) -> list[Value]:
-    """Return the layers of stacked operands with memory of their own, in a loop's timeline."""
+    """Give each slice of a stacked operand its own buffer in the timeline of a loop's body."""
     if step.ledger.timeline is None:
         return values
     slices = [
@@ -135,7 +136,7 @@ def while_loop(step: Step) -> list[Value]:
 
 
 def cond(step: Step) -> list[Value]:
-    """Follow a branch: every branch is walked and counted as one that may run."""
+    """Follow a `cond`. Every branch is walked, and its collectives are marked as `maybe`."""
     site = dataclasses.replace(step.site, maybe=True)
     values = [step.whole(at) for at in range(1, len(step.values))]
     branches, peaks = [], []

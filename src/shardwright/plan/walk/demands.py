@@ -1,7 +1,7 @@
-"""What later constraints ask of each value: a pass from the end of a jaxpr to its start.
+"""Find the dims that later constraints require, in a pass from the end of a jaxpr to its start.
 
-Two operands of a product may compete for a mesh axis. The dims that a constraint further down gives
-the result decide which of them keeps it.
+Two operands of a product may compete for a mesh axis. If a later constraint shards the result over
+this axis, the constraint decides which operand keeps it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def demands(
     sizes: Mapping[str, int],
     target: Callable[[Any], Dims | None],
 ) -> Demands:
-    """Return the dims that later constraints ask of the variables of a jaxpr.
+    """Return the dims that later constraints require of the variables of a jaxpr.
 
     Args:
       jaxpr: The equations.
-      outputs: What is asked of each output, or None.
+      outputs: Dims that are required of each output, or None.
       sizes: Size of each mesh axis.
-      target: The dims that a constraint equation asks for, or None where it asks for nothing.
+      target: Returns the dims that a constraint equation requires, or None if it has none.
     """
     demands_by_variable: Demands = {}
 
@@ -57,7 +57,7 @@ def demands(
 
 
 def _passed_on(equation: Any, dims: Dims, sizes: Mapping[str, int]) -> Sequence[Dims | None]:
-    """Return what an equation asks of its operands if `dims` are asked of its result."""
+    """Return the dims required of each operand, if `dims` are required of the result."""
     name, parameters, result = equation.primitive.name, equation.params, equation.outvars[0].aval
     shapes = [variable.aval.shape for variable in equation.invars]
     if name in ELEMENTWISE:

@@ -1,4 +1,4 @@
-"""Questions about the equations of a jaxpr: which matter, what they need, what they hold."""
+"""Find the live equations of a jaxpr, the sums that must be complete, and the nested jaxprs."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def live_equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def needed_whole(equations: Iterable[Any]) -> set[Any]:
-    """Return the variables with several uses, at least one of which needs a whole value.
+    """Return the variables with several uses, of which at least one needs the complete sum.
 
-    The sum of such a value is added once, and every use gets the result. A value whose only use is
-    an addition may stay a partial sum.
+    Such a partial sum is completed once, and every use gets the complete sum. A value whose only
+    use is an addition may stay a partial sum.
     """
     uses: Counter[Any] = Counter()
     needed = set()

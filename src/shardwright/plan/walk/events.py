@@ -32,15 +32,16 @@ class Event:
     Attributes:
       kind: Kind of collective.
       mesh_axes: Mesh axes that it runs over, in mesh order.
-      axes: Semantic axes that are sharded over them, and so cause it; empty for specs by hand.
-      rules: The rules that put these axes there.
+      axes: Semantic axes that cause it: they are sharded over these mesh axes. Empty for specs by
+        hand.
+      rules: The rules that shard these axes.
       dtype: Element type, as NumPy names it.
-      logical_bytes: Bytes of the array that is put together or taken apart: the result of an
-        all-gather, else the operand.
+      logical_bytes: Bytes on one device of the result of an all-gather, or of the operand of any
+        other collective.
       wire_bytes: Bytes that a device sends on a ring.
       runs: How often it runs.
       maybe: Whether it is in a branch that may not be taken.
-      source: Line of the model that asks for it, `model.py:12`.
+      source: Line of the model that causes it, `model.py:12`.
       path: Path of the tensor, or "".
     """
 
@@ -81,7 +82,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A mesh axis that two dims of a computation compete for, where no annotation says which wins.
+    """A mesh axis that two dims compete for, and no annotation decides between them.
 
     Attributes:
       mesh_axis: The mesh axis.

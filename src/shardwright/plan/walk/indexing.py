@@ -37,7 +37,7 @@ def scatter(step: Step) -> list[Value]:
     """Follow a scatter: updates move to the shards that they are written to.
 
     Batch dims of the operand stay sharded, so that appending to a cache sends nothing. Rows that
-    are added to zeros stay where they are: the shards then owe a sum.
+    are added to zeros stay where they are. The result is then a partial sum.
     """
     value, update = step.whole(0), step.whole(2)
     numbers, shape = step.parameters["dimension_numbers"], step.avals[0].shape
@@ -60,7 +60,7 @@ def scatter(step: Step) -> list[Value]:
 
 
 def _update_dims(numbers: Any, shape: Any, part: Any) -> dict[int, int]:
-    """Return the dims of the operand that the updates have too: operand dim -> update dim."""
+    """Return operand dim -> update dim, for the dims that operand and updates share."""
     batching = sorted(getattr(numbers, "operand_batching_dims", ()))
     window = [
         dim
@@ -82,7 +82,7 @@ def _followed(dims: Dims, update: Dims, pairs: dict[int, int]) -> Dims:
 
 
 def _targets(dims: Dims, update: Dims, pairs: dict[int, int]) -> Dims:
-    """Return the dims that updates need, to be written to an operand with `dims`."""
+    """Return the dims that updates must have before they are written to an operand with `dims`."""
     targets: list[tuple[str, ...]] = [()] * len(update)
     for dim, at in pairs.items():
         targets[at] = dims[dim]
@@ -112,7 +112,7 @@ def gather(step: Step) -> list[Value]:
             dims[at] = kept[dim] = index.dims[dim]
             used |= set(dims[at])
     if not index.free:
-        # Every device along a sharded dim looks all rows up, so it needs all of their positions.
+        # Every device along a sharded dim looks up all rows, so it needs all indices.
         step.move(1, tuple(kept))
     looked_up = Value(dims=tuple(dims), owed=owed, origins={**index.origins, **value.origins})
     return [step.ledger.settle(looked_up, result, step.site)]

@@ -1,4 +1,4 @@
-"""Moves between shardings and sums over shards, and the collectives that they cost."""
+"""Move values between shardings, complete partial sums, and note the collectives for both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwright.plan.walk.values import Dims, Origin, Value, axes_of, local_ele
 
 
 class Ledger:
-    """Everything that a walk has noted so far.
+    """The results of a walk so far: collectives, operations, memory and uncertain places.
 
     Attributes:
       sizes: Size of each mesh axis that has more than one device, in mesh order.
@@ -60,17 +60,17 @@ class Ledger:
     def move(
         self, value: Value, aval: Any, dims: Dims, site: Site, *, origins: Mapping[str, Origin]
     ) -> Value:
-        """Bring a value to other dims, and note what that sends.
+        """Move a value to other dims, and note the collectives of the move.
 
-        The order is that of XLA's partitioner: sums that end in shards, slices (which send
-        nothing), sums that stay whole, moves between dims, gathers.
+        The order is that of XLA's partitioner: reduce-scatters, slices (which send nothing),
+        all-reduces, all-to-alls, all-gathers and permutes.
 
         Args:
-          value: The value as it is.
+          value: The value before the move.
           aval: Its shape and dtype.
-          dims: Where it goes.
-          site: The equation that asks for it.
-          origins: Why each mesh axis of `dims` is there.
+          dims: Mesh axes of each dim after the move.
+          site: The equation that needs the move.
+          origins: Why each mesh axis of `dims` shards its dim.
         """
         target = Value(dims=dims, runs=value.runs, origins={**value.origins, **origins}).pruned()
         if value.free:
@@ -127,12 +127,12 @@ class Ledger:
             self._note(Kind.PERMUTE, reordered, value, aval, _frozen(current), site)
 
     def settle(self, value: Value, aval: Any, site: Site, *, wanted: Dims | None = None) -> Value:
-        """Sum a partial sum over its mesh axes; by a reduce-scatter, if the consumer wants shards.
+        """Complete a partial sum by an all-reduce, or by a reduce-scatter if `wanted` is sharded.
 
         Args:
           value: The value, maybe a partial sum.
           aval: Its shape and dtype.
-          site: The equation that asks for it.
+          site: The equation that needs the complete sum.
           wanted: The dims that a later constraint gives the value.
         """
         if not value.owed:

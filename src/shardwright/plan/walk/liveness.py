@@ -43,7 +43,7 @@ class Peak:
 
     Attributes:
       low: Bytes that every schedule needs.
-      high: Bytes if nothing is fused but single elementwise uses.
+      high: Bytes if a compiler fuses only elementwise values with a single use.
       kinds: Kind -> bytes at the time of `high`.
     """
 
@@ -53,7 +53,7 @@ class Peak:
 
     @staticmethod
     def most(peaks: Iterable[Peak]) -> Peak:
-        """Return the peak of programs of which one runs."""
+        """Return the peak of several programs, if only one of them runs at a time."""
         peaks = list(peaks)
         if not peaks:
             return Peak()
@@ -67,9 +67,9 @@ class _Entry:
     """One equation.
 
     Attributes:
-      uses: What it reads.
-      births: What it makes.
-      in_place: What it reads and may overwrite.
+      uses: Buffers that it reads.
+      births: Buffers of its results.
+      in_place: Buffers that it reads and may overwrite.
       inner: The peak of the program that it runs.
       loop: Whether it is a loop, into which nothing is fused.
       moved: Bytes of its operands that are moved to another sharding first.
@@ -197,7 +197,7 @@ def _by_kind(alive: Iterable[Buffer], entry: _Entry) -> dict[str, int]:
 
 
 def _held(buffer: Buffer, fused: set[Buffer]) -> list[Buffer]:
-    """Return the buffers that are read where a buffer is read: itself, or what it is fused from."""
+    """Return what a use of a buffer reads: the buffer, or if it is fused, its operands."""
     found: dict[Buffer, None] = {}
     seen = {buffer}
     waiting = [buffer]

@@ -71,9 +71,9 @@ def dot_general(step: Step) -> list[Value]:
 def _use(step: Step, value: Value, names: Sequence[str], order: dict[str, list[str]]) -> object:
     """Return a key: XLA merges two moves of one value only if their keys are equal.
 
-    XLA partitions a product over the mesh axes with most devices first. A gather over them is then
-    shared only by products that keep the same kinds of dims sharded. A gather over fewer devices
-    is shared by all.
+    XLA partitions a product over the mesh axes with most devices first. Products
+    then share a gather over these axes only if they keep the same kinds of dims sharded. All
+    products share a gather over fewer devices.
     """
     sizes = step.ledger.sizes
     kept = {axis for name in names for axis in order.get(name, ())}
@@ -88,7 +88,7 @@ def _places(step: Step, values: Sequence[Value], labels: Labels) -> dict[str, st
 
     XLA decides so (measured on compiled programs):
 
-    * A label that the result keeps and a constraint asks for wins.
+    * If a constraint shards a label of the result over the mesh axis, this label is chosen.
     * A contracted label that both operands shard is summed.
     * A contracted label that one operand shards is summed if the result is smaller than that
       operand, else the operand is gathered.
@@ -97,7 +97,7 @@ def _places(step: Step, values: Sequence[Value], labels: Labels) -> dict[str, st
     places: dict[str, str] = {}
     one_sided: dict[str, tuple[str, int]] = {}
     for axis, claims in _claims(step, values, labels).items():
-        decided_label = _told(axis, labels, step.wanted[0])
+        decided_label = _constrained_label(axis, labels, step.wanted[0])
         contracted = [label for label in claims if label.startswith("c")]
         shared = [label for label in contracted if len(claims[label].operands) == 2]
         if decided_label in claims:
@@ -147,7 +147,7 @@ def _claims(step: Step, values: Sequence[Value], labels: Labels) -> dict[str, di
 
 
 def _sum_is_smaller(step: Step, labels: Labels, places: dict[str, str], side: int) -> bool:
-    """Say whether the result has fewer bytes on one device than the operand, once gathered."""
+    """Tell whether the result has fewer bytes on one device than the gathered operand."""
 
     def local_bytes(names: Sequence[str], aval: Any) -> int:
         placed = [axis for axis, label in places.items() if label in names]
@@ -161,7 +161,7 @@ def _bytes(aval: Any) -> int:
     return int(math.prod(aval.shape) * aval.dtype.itemsize)
 
 
-def _told(axis: str, labels: Labels, wanted: Dims | None) -> str | None:
+def _constrained_label(axis: str, labels: Labels, wanted: Dims | None) -> str | None:
     if wanted is None:
         return None
     pairs = zip(labels.result, wanted, strict=True)

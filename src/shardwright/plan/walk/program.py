@@ -74,7 +74,7 @@ _LOOPS: Final = frozenset({"scan", "while", "cond"})
 
 
 class Walker:
-    """One walk: the rules of constraints and the ledger of what they cost."""
+    """Follows shardings through a jaxpr and through the jaxprs inside it."""
 
     def __init__(self, ledger: Ledger, target: Callable[[Any, Ledger], Value | None]) -> None:
         self.ledger = ledger
@@ -95,7 +95,7 @@ class Walker:
           jaxpr: The equations.
           inputs: One value per input.
           site: Where the jaxpr runs. Defaults to the start of the program.
-          wanted: Per output, the dims that its consumer asks for, or None.
+          wanted: Per output, the dims that its consumer requires, or None.
           ledger: Where events are noted. Defaults to the walker's.
         """
         notes = self.ledger if ledger is None else ledger
@@ -141,7 +141,7 @@ def _rank(variable: Any) -> int:
 
 
 def _follow(step: Step) -> Sequence[Value]:
-    """Return the results of an equation, each with its memory."""
+    """Return the results of an equation, each with its buffer."""
     rule = _RULES.get(step.name)
     if rule is not None:
         results = [value.pruned() for value in rule(step)]
@@ -157,13 +157,13 @@ def _follow(step: Step) -> Sequence[Value]:
 
 
 def written_target(equation: Any, ledger: Ledger) -> Value | None:
-    """Return where a constraint with a PartitionSpec moves its operand."""
+    """Return the sharding that a constraint with a PartitionSpec moves its operand to."""
     parameters = equation.params
     sharding = parameters.get("sharding", parameters.get("dst_sharding"))
     if not isinstance(sharding, NamedSharding):
         return None
     if equation.primitive.name == "reshard" and AxisType.Explicit not in sharding.mesh.axis_types:
-        return None  # library code marks values so; over Auto axes it changes nothing
+        return None  # JAX's own code calls `reshard`; over Auto axes it changes nothing
     aval = equation.invars[0].aval
     dims = dims_of_spec(sharding.spec.partitions, aval.ndim, ledger.sizes)
     origin = Origin(source=_jax.source_line(equation))
@@ -173,7 +173,7 @@ def written_target(equation: Any, ledger: Ledger) -> Value | None:
 def _with_memory(
     ledger: Ledger, variables: Sequence[Any], inputs: Sequence[Value], kinds: Sequence[str] | None
 ) -> list[Value]:
-    """Return the inputs of a program with their memory."""
+    """Return the inputs of a program with their buffers."""
     assert ledger.timeline is not None
     buffers = [
         Buffer(size=ledger.local_bytes(variable.aval, value.dims), kind=kind)
@@ -187,7 +187,7 @@ def _with_memory(
 
 
 def _peak(ledger: Ledger, results: Sequence[Value], kept: Sequence[Buffer]) -> Peak:
-    """Return the peak of a program. What it returns and did not get is counted as results."""
+    """Return the peak of a program. Outputs that are not inputs are counted as results."""
     assert ledger.timeline is not None
     buffers = [value.buffer for value in results if value.buffer is not None]
     for buffer in buffers:
@@ -212,9 +212,9 @@ def walk_jaxpr(
       jaxpr: `jax.jit(f).trace(...).jaxpr.jaxpr`.
       inputs: One value per input of the jaxpr.
       sizes: Mesh axis -> size, in mesh order.
-      outputs: Where each output goes, or None where it stays as it is.
-      target: Where a constraint moves its operand: `(equation, ledger) -> Value`.
-      kinds: What each input is for, in the account of memory. Defaults to `inputs`.
+      outputs: Sharding that each output is moved to, or None if it stays as it is.
+      target: Returns the sharding that a constraint moves its operand to, from (equation, ledger).
+      kinds: Memory category of each input. Defaults to `inputs` for all.
       donated: Whether each input may be overwritten. Defaults to none.
     """
     ledger = Ledger(sizes)

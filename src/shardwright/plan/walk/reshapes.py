@@ -14,8 +14,8 @@ def through_reshape(
 ) -> Dims | None:
     """Return the dims of a reshaped value, or None where no sharding of the result fits.
 
-    Dims are cut into the smallest groups with equal products. In a group, the shards of the first
-    dim become those of the first dim of the result, if they divide it.
+    Dims are cut into the smallest groups with equal products. In a group, the mesh axes of the
+    first dim shard the first dim of the result, if its size is divisible by the number of shards.
 
     Args:
       dims: Mesh axes of each dim before.

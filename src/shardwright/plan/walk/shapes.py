@@ -54,7 +54,7 @@ def broadcast_in_dim(step: Step) -> list[Value]:
 
 
 def reverse(step: Step) -> list[Value]:
-    """Follow `rev`: a reversed dim that is sharded changes places with its mirror image."""
+    """Follow `rev`: a reversed dim must be whole."""
     return _cut(step, step.parameters["dimensions"])
 
 
@@ -100,7 +100,7 @@ def _cut(step: Step, whole: object) -> list[Value]:
 
 
 def constraint(step: Step) -> list[Value]:
-    """Follow a constraint: the value moves to its dims, once per value and dims."""
+    """Follow a constraint. Equal constraints on one variable cost one move."""
     target = step.scope.target(step.equation)
     if target is None:
         return step.values

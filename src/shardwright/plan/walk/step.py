@@ -19,12 +19,12 @@ class Scope:
 
     Attributes:
       ledger: Where events are noted.
-      asked: Variable -> the dims that a later constraint asks for.
-      needed_whole: Variables with several uses, one of which needs the sum to be added.
-      target: Returns the dims and origins that a constraint equation asks for.
+      asked: Variable -> the dims that a later constraint requires.
+      needed_whole: Variables with several uses, of which at least one needs the complete sum.
+      target: Returns the dims and origins that a constraint equation requires.
       follow: Walks an inner jaxpr, see `Walker.run`.
-      settled: Variables whose sum was added already, and what they became.
-      moved: (variable, dims, use) of moves that were paid already, and what they became.
+      settled: Variable -> its complete sum, for partial sums that are completed already.
+      moved: (variable, dims, use) -> the moved value, for moves that are noted already.
     """
 
     ledger: Ledger
@@ -59,7 +59,7 @@ class Step:
 
     @property
     def wanted(self) -> list[Dims | None]:
-        """Per result, the dims that a later constraint asks for, or None."""
+        """Per result, the dims that a later constraint requires, or None."""
         return [self.scope.asked.get(variable) for variable in self.equation.outvars]
 
     def walk(
@@ -98,7 +98,7 @@ class Step:
         return [variable.aval for variable in self.equation.outvars]
 
     def whole(self, at: int) -> Value:
-        """Return an operand that is not a partial sum: sum it if needed, once per value."""
+        """Return an operand as a complete sum. A partial sum is completed once per variable."""
         variable, value = self.equation.invars[at], self.values[at]
         if isinstance(variable, Literal) or not value.owed:
             return value
@@ -109,18 +109,20 @@ class Step:
         return self.scope.settled[variable]
 
     def maybe_partial(self, at: int) -> Value:
-        """Return an operand as it is, or whole if another use needs it whole."""
+        """Return an operand as it is, or as a complete sum if another use needs that."""
         variable = self.equation.invars[at]
         if not isinstance(variable, Literal) and variable in self.scope.needed_whole:
             return self.whole(at)
         return self.values[at]
 
     def move(self, at: int, dims: Dims, *, use: object = None) -> Value:
-        """Move a whole operand to other dims, once per value, dims and use, as XLA merges moves.
+        """Move an operand to other dims. Like XLA, merge moves of one value that have equal keys.
+
+        The key is the variable, the dims and the use.
 
         Args:
           at: Position of the operand.
-          dims: Where it goes.
+          dims: Mesh axes of each dim after the move.
           use: What the equation does with the dims that stay sharded. XLA moves a value once for
             products that contract the same dims, and again for others.
         """

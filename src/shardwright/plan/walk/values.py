@@ -50,7 +50,7 @@ class Value:
       free: Whether every device can make the value by itself (constants, iotas), so that any
         sharding of it costs nothing.
       origins: Mesh axis -> why it is in `dims` or `owed`.
-      buffer: Its memory, or None if it takes none (constants) or memory is not followed.
+      buffer: Its memory, or None if it needs none (constants) or the walk does not count memory.
     """
 
     dims: Dims
@@ -129,12 +129,12 @@ def axes_of(dims: Dims) -> frozenset[str]:
 
 
 def most_sharded(candidates: Iterable[Dims], sizes: Mapping[str, int]) -> Dims:
-    """Return the dims with the most shards in all, the first of several."""
+    """Return the dims with the most shards in total. On a tie, return the first."""
     return max(candidates, key=lambda dims: shards(axes_of(dims), sizes))
 
 
 def shards(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
-    """Return into how many parts mesh axes cut a dim."""
+    """Return the number of shards along mesh axes."""
     return math.prod(sizes[axis] for axis in axes)
 
 
@@ -151,7 +151,7 @@ def most_runs(values: Iterable[Value]) -> int:
 
 
 def merged_origins(values: Iterable[Value]) -> dict[str, Origin]:
-    """Return the origins of several values. Of two for one mesh axis the first with a name wins."""
+    """Merge the origins of values. For each mesh axis, prefer an origin with a semantic axis."""
     origins: dict[str, Origin] = {}
     for value in values:
         for axis, origin in value.origins.items():
