@@ -195,6 +195,7 @@ def test_insert_sends_new_rows_and_writes_in_place(axis_types: str) -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "quantized", "interleaved"])
 @pytest.mark.parametrize("axis_types", ["auto", pytest.param("explicit", marks=pytest.mark.wide)])
+@pytest.mark.sweep(keep=1)
 def test_insert_of_equal_rows_sends_nothing(kind: str, axis_types: str) -> None:
     """Each row goes to the row of the same number, on the shard where it is."""
     options: dict[str, Any] = CACHES.get(kind, {"kind": kind})

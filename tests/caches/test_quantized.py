@@ -208,7 +208,7 @@ def step_by_step(cache: Any, every: int, k: Any, v: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("stored", STORED)
-@pytest.mark.sweep(keep=1)
+@pytest.mark.wide
 def test_thousand_steps_do_not_drift(stored: str) -> None:
     k, v = (normal(BATCH, 1000, HEADS, DIM, seed=seed) for seed in (4, 5))
     empty = init(stored, capacity=1000)

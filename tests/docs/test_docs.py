@@ -26,10 +26,14 @@ LONG = {
         "attention",
         "caches",
         "generation",
+        "layers",
         "managers",
+        "mixture",
+        "moving",
         "serving",
         "testing",
         "training",
+        "trees",
         "utilities",
     )
 }

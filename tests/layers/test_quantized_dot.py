@@ -117,7 +117,7 @@ def test_empty_arrays() -> None:
 
 
 @pytest.mark.parametrize(("name", "bits"), [*((name, 8) for name in DOTS), ("several_of_each", 5)])
-@pytest.mark.sweep(keep=4)
+@pytest.mark.sweep(keep=2)
 def test_dot_equals_dot_of_integers(name: str, bits: int) -> None:
     x, y, dims = operands(name)
     (left, left_scale), (right, right_scale) = (
@@ -167,6 +167,7 @@ def test_scale_per_channel_keeps_small_channels() -> None:
         (jnp.float16, jnp.float16, jnp.float32, jnp.float32),
     ],
 )
+@pytest.mark.sweep(keep=1)
 def test_dtypes_equal_those_of_float_dot(
     left: Any, right: Any, preferred: Any, result: Any
 ) -> None:
@@ -210,7 +211,7 @@ def gradients(dot: Any, x: Any, y: Any, weight: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("name", "bits", "bound"), [*((name, 8, 0.03) for name in DOTS), ("several_of_each", 4, 0.5)]
 )
-@pytest.mark.sweep(keep=4)
+@pytest.mark.sweep(keep=2)
 def test_gradients_are_straight_through(name: str, bits: int, bound: float) -> None:
     """Up to rounding of the cotangent, they equal those of a float dot of rounded operands."""
     x, y, dims = operands(name)

@@ -76,7 +76,7 @@ def local_loss(pm: Any, x: Any, w: Any, shape: Any, gather: Any) -> Any:
 @VMA
 @pytest.mark.parametrize("names", [{"dp"}, {"dp", "tp"}], ids=["partly", "fully"])
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
-@pytest.mark.sweep(keep=4)
+@pytest.mark.sweep(keep=2)
 def test_values_gradients_and_collectives(kind: str, names: set[str], check_vma: bool) -> None:
     pm = make_manager(kind)
     x, w = waves(4, 8), waves(8, 12)

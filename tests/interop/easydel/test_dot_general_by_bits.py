@@ -170,6 +170,7 @@ def converted(bits: int = 8) -> tuple[Any, Any, Any]:
     return variables, stored, y
 
 
+@pytest.mark.wide
 def test_convert_then_serve() -> None:
     variables, stored, y = converted()
     leaves = {

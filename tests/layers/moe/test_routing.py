@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from shardwright.layers import moe
 from shardwright.layers.moe.routing import route
@@ -67,6 +68,7 @@ def test_equal_scores_go_to_the_lower_index() -> None:
     assert routes.experts.tolist() == [[0, 1]] * 4
 
 
+@pytest.mark.wide
 def test_losses_are_global_means() -> None:
     mixture = config(balance_loss=0.5, z_loss=0.25)
     params, x = parameters(mixture), tokens(8, 4, 16)
