@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
 
 from shardwright.cli.arguments import EXIT_CODES, STRATEGY_HELP, add_output, make_parser
 from shardwright.cli.inputs import Setting, read_count, read_setting
-from shardwright.cli.plan_checks import (
-    Forbidden,
-    Limit,
-    copies_breach,
-    memory_breach,
-    read_forbidden,
-    read_limit,
-)
-from shardwright.cli.programs import plan_program, read_programs
+from shardwright.cli.plan_checks import limit_failures, read_forbidden, read_limit, what_holds
+from shardwright.cli.plan_programs import run_programs
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
+from shardwright.cli.verify import add_verify_options, check_verify_options
 from shardwright.errors import StrategyError
-from shardwright.plan.fit import Verdict
-from shardwright.plan.hardware import Topology, parse_topology, read_hardware, smallest_slice
+from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.plan.layout import lay_out
-from shardwright.plan.planner import PlanReport
 from shardwright.plan.report.state import state_text
-from shardwright.plan.report.text import bytes_text
-from shardwright.plan.state import StateBytes, count_tensors
-from shardwright.plan.walk.events import Event
+from shardwright.plan.state import count_tensors
 from shardwright.trees.paths import compile_pattern
 from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
 
@@ -43,8 +32,11 @@ examples:
       --forbid "all_gather@decode>1MiB"
   shardwright plan model.toml --strategy fsdp --mesh fsdp:64 --optimizer-copies 2 \\
       --max-replicated 2%
+  shardwright plan model.py:programs --strategy fsdp_tp --mesh fsdp:16,tp:4 \\
+      --topology v5p:4x4x4 --verify
 
-exit codes: 0 planned; 1 a check fails, or the plan does not fit or is incomplete;
+exit codes: 0 planned; 1 a check fails, or the plan does not fit, is incomplete, or cannot be
+verified;
 {EXIT_CODES}."""
 
 
@@ -76,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_tensor_options(command)
     _add_checks(command)
+    add_verify_options(command)
     command.add_argument(
         "--rows", type=read_count, metavar="N", help="show only the N rows that send most"
     )
@@ -128,6 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
       ShardingError: The question is invalid.
     """
     topology = _read_topology(arguments)
+    check_verify_options(arguments, topology)
     devices = arguments.devices if topology is None else topology.devices
     setting = read_setting(arguments.strategy, mesh=arguments.mesh, devices=devices)
     if arguments.model.endswith((".toml", ".json")):
@@ -138,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--{option.replace('_', '-')} is for a file of tensors",
                 fix="a Program says in holds= what each argument is",
             )
-    return _run_programs(arguments, setting, topology)
+    return run_programs(arguments, setting, topology)
 
 
 def _read_topology(arguments: argparse.Namespace) -> Topology | None:
@@ -156,61 +150,14 @@ def _read_topology(arguments: argparse.Namespace) -> Topology | None:
     return parse_topology(arguments.topology, read_hardware(arguments.hardware))
 
 
-def _run_programs(
-    arguments: argparse.Namespace, setting: Setting, topology: Topology | None
-) -> int:
-    programs = read_programs(arguments.model, arguments.mode)
-    for rule in arguments.forbid:
-        if rule.mode is not None and rule.mode not in programs:
-            raise StrategyError(
-                f"--forbid {rule.text!r} names a mode that is not planned",
-                fix=f"the modes are {', '.join(map(mode_name, programs))}",
-            )
-    reports = {
-        mode: plan_program(
-            program,
-            setting.manager.for_mode(mode),
-            f"{arguments.model} for {mode_name(mode)}",
-            topology=topology,
-        )
-        for mode, program in programs.items()
-    }
-    breaches = list(_breaches(reports, arguments.forbid))
-    failures = _failures(
-        arguments,
-        {mode: report.state for mode, report in reports.items()},
-        {mode: report.memory.high for mode, report in reports.items()},
-        topology,
-    )
-    failures += [
-        f"mode {mode_name(mode)} does not fit{_what_holds(report.state, topology)}"
-        for mode, report in reports.items()
-        if report.verdict is Verdict.DOES_NOT_FIT
-    ]
-    incomplete = any(not report.walked.complete for report in reports.values())
-    failed = bool(breaches or failures or incomplete)
-    if arguments.json:
-        print_json(
-            {
-                "modes": {mode_name(mode): report.to_json() for mode, report in reports.items()},
-                "forbidden": [{"rule": rule, "event": event.to_json()} for rule, event in breaches],
-                "failed": failures,
-                "ok": not failed,
-            }
-        )
-    else:
-        lines = _lines(reports, breaches, rows=arguments.rows, width=arguments.width)
-        print_lines([*lines, *failures])
-    return 1 if failed else 0
-
-
 def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topology | None) -> int:
     """Count the state of a file of tensors."""
-    if arguments.forbid:
-        raise StrategyError(
-            "--forbid needs a function, and a file of tensors has none",
-            fix="pass file.py:function as MODEL",
-        )
+    for option in ("forbid", "verify"):
+        if getattr(arguments, option):
+            raise StrategyError(
+                f"--{option} needs a function, and a file of tensors has none",
+                fix="pass file.py:function as MODEL",
+            )
     mode = MODE_TRAIN if arguments.mode is None else parse_mode(arguments.mode)
     tensors = read_tensors(arguments.model)
     pattern = None if arguments.cache is None else compile_pattern(arguments.cache)
@@ -223,9 +170,9 @@ def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topo
     )
     layout = None if topology is None else lay_out(topology, setting.sizes)
     needed = state.of().per_device
-    failures = _failures(arguments, {mode: state}, {mode: needed}, topology)
+    failures = limit_failures(arguments, {mode: state}, {mode: needed}, topology)
     if topology is not None and needed > topology.chip.hbm_bytes:
-        failures.append(f"mode {mode_name(mode)} does not fit{_what_holds(state, topology)}")
+        failures.append(f"mode {mode_name(mode)} does not fit{what_holds(state, topology)}")
     failed = bool(failures or state.missing)
     if arguments.json:
         plan = {
@@ -246,59 +193,3 @@ def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topo
     ]
     print_lines(lines)
     return 1 if failed else 0
-
-
-def _what_holds(state: StateBytes, topology: Topology | None) -> str:
-    """Return the smallest slice that holds one copy of the state, as a remark."""
-    if topology is None:
-        return ""
-    needed = state.of().total
-    slice_ = smallest_slice(topology.chip, needed)
-    least = f"fits {slice_} at best" if slice_ else f"fits no slice of {topology.chip.name}"
-    return f": one copy of the state is {bytes_text(needed)}, and {least}"
-
-
-def _failures(
-    arguments: argparse.Namespace,
-    states: Mapping[str, StateBytes],
-    peaks: Mapping[str, int],
-    topology: Topology | None,
-) -> list[str]:
-    """Return how the state and the memory of each mode exceed their limits."""
-    copies: Limit | None = arguments.max_replicated
-    memory: Limit | None = arguments.max_hbm
-    usable = None if topology is None else topology.chip.hbm_bytes
-    failures: list[str] = []
-    for mode, state in states.items():
-        breach = "" if copies is None else copies_breach(copies, state)
-        if copies is not None and breach:
-            failures.append(f"--max-replicated {copies.text}: mode {mode_name(mode)}: {breach}")
-        breach = "" if memory is None else memory_breach(memory, peaks[mode], usable)
-        if memory is not None and breach:
-            failures.append(f"--max-hbm {memory.text}: mode {mode_name(mode)}: {breach}")
-    return failures
-
-
-def _breaches(
-    reports: Mapping[str, PlanReport], forbidden: Sequence[Forbidden]
-) -> Iterator[tuple[str, Event]]:
-    for mode, report in reports.items():
-        for event in report.events:
-            yield from ((rule.text, event) for rule in forbidden if rule.matches(event, mode))
-
-
-def _lines(
-    reports: Mapping[str, PlanReport],
-    breaches: Sequence[tuple[str, Event]],
-    *,
-    rows: int | None,
-    width: int | None,
-) -> Iterator[str]:
-    for number, (mode, report) in enumerate(reports.items()):
-        if number:
-            yield ""
-        yield f"mode {mode_name(mode)}"
-        yield from report.text(rows=rows, width=width_of(width)).split("\n")
-    for rule, event in breaches:
-        over, sent = "+".join(event.mesh_axes), bytes_text(event.total_wire_bytes)
-        yield f"forbidden by {rule}: {event.kind} over {over} sends {sent} at {event.source}"

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+from collections.abc import Mapping
 
 from shardwright.errors import ShardingError, StrategyError, did_you_mean
-from shardwright.plan.collectives.collective import Kind
+from shardwright.plan.collectives.collective import Collective, Kind
+from shardwright.plan.hardware import Topology, smallest_slice
 from shardwright.plan.report.text import bytes_text
 from shardwright.plan.state import StateBytes
 from shardwright.plan.walk.events import Event
-from shardwright.vocabulary.modes import parse_mode
+from shardwright.vocabulary.modes import mode_name, parse_mode
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(B|KiB|MiB|GiB|TiB|%)")
 _FORBID = re.compile(r"([a-z_*]+)(?:@([a-z]+))?(?:>([0-9]+(?:\.[0-9]+)?)\s*(B|KiB|MiB|GiB|TiB))?")
@@ -34,13 +36,12 @@ class Forbidden:
     mode: str | None
     more_than: int
 
-    def matches(self, event: Event, mode: str) -> bool:
-        """Tell whether an event is forbidden."""
-        return (
-            self.kind in (None, event.kind)
-            and self.mode in (None, mode)
-            and event.total_wire_bytes > self.more_than
-        )
+    def matches(self, event: Event | Collective, mode: str) -> bool:
+        """Tell whether a planned or a compiled collective is forbidden."""
+        sent = event.total_wire_bytes
+        # How often a loop on data runs is unknown, and so is what it sends.
+        too_much = sent is None or sent > self.more_than
+        return too_much and self.kind in (None, event.kind) and self.mode in (None, mode)
 
 
 def read_forbidden(text: str) -> Forbidden:
@@ -131,3 +132,44 @@ def memory_breach(limit: Limit, most: int, usable: int | None) -> str:
     if allowed is not None and most > allowed:
         return f"up to {bytes_text(most)} per device"
     return ""
+
+
+def limit_failures(
+    arguments: argparse.Namespace,
+    states: Mapping[str, StateBytes],
+    peaks: Mapping[str, int],
+    topology: Topology | None,
+) -> list[str]:
+    """Return how the state and the memory of each mode exceed `--max-replicated` and `--max-hbm`.
+
+    Args:
+      arguments: The command's arguments.
+      states: State by mode.
+      peaks: Most bytes on one device by mode.
+      topology: The slice, or None.
+
+    Raises:
+      StrategyError: A limit is a share of a chip, and the chip is not known.
+    """
+    copies: Limit | None = arguments.max_replicated
+    memory: Limit | None = arguments.max_hbm
+    usable = None if topology is None else topology.chip.hbm_bytes
+    failures: list[str] = []
+    for mode, state in states.items():
+        breach = "" if copies is None else copies_breach(copies, state)
+        if copies is not None and breach:
+            failures.append(f"--max-replicated {copies.text}: mode {mode_name(mode)}: {breach}")
+        breach = "" if memory is None else memory_breach(memory, peaks[mode], usable)
+        if memory is not None and breach:
+            failures.append(f"--max-hbm {memory.text}: mode {mode_name(mode)}: {breach}")
+    return failures
+
+
+def what_holds(state: StateBytes, topology: Topology | None) -> str:
+    """Return the smallest slice that holds one copy of the state, as a remark."""
+    if topology is None:
+        return ""
+    needed = state.of().total
+    slice_ = smallest_slice(topology.chip, needed)
+    least = f"fits {slice_} at best" if slice_ else f"fits no slice of {topology.chip.name}"
+    return f": one copy of the state is {bytes_text(needed)}, and {least}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -75,6 +75,17 @@ class Collective:
         """Return the collective as plain data."""
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**data, "kind": str(self.kind), "mesh_axes": list(self.mesh_axes)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Collective:
+        """Return the collective of what `to_json` returned.
+
+        Raises:
+          ValueError: The kind is unknown.
+          TypeError: A field is missing or unknown.
+        """
+        axes = tuple(data["mesh_axes"])
+        return cls(**{**data, "kind": Kind(data["kind"]), "mesh_axes": axes})
 
 
 def total(collectives: Iterable[Collective]) -> int | None:

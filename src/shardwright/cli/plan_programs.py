@@ -1,0 +1,133 @@
+"""`shardwright plan` of a Python file: plan each mode, check it, compile it if asked, print it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardwright.cli.inputs import Setting
+from shardwright.cli.plan_checks import limit_failures, what_holds
+from shardwright.cli.programs import plan_program, read_programs
+from shardwright.cli.show import print_json, print_lines, width_of
+from shardwright.cli.verify import verify_programs
+from shardwright.errors import StrategyError
+from shardwright.plan.collectives.collective import Collective
+from shardwright.plan.fit import Verdict
+from shardwright.plan.hardware import Topology
+from shardwright.plan.planner import PlanReport
+from shardwright.plan.report.text import bytes_text
+from shardwright.plan.report.verification import verification_text
+from shardwright.plan.verify.run import Verification
+from shardwright.plan.walk.events import Event
+from shardwright.vocabulary.modes import mode_name
+
+Breach = tuple[str, Event | Collective]
+
+
+def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topology | None) -> int:
+    """Plan the programs of a file, print, and return the exit code.
+
+    Raises:
+      ShardingError: The question is invalid.
+    """
+    programs = read_programs(arguments.model, arguments.mode)
+    for rule in arguments.forbid:
+        if rule.mode is not None and rule.mode not in programs:
+            raise StrategyError(
+                f"--forbid {rule.text!r} names a mode that is not planned",
+                fix=f"the modes are {', '.join(map(mode_name, programs))}",
+            )
+    reports = {
+        mode: plan_program(
+            program,
+            setting.manager.for_mode(mode),
+            f"{arguments.model} for {mode_name(mode)}",
+            topology=topology,
+        )
+        for mode, program in programs.items()
+    }
+    verified: dict[str, Verification] = {}
+    failures: list[str] = []
+    if arguments.verify:
+        verified, failures = verify_programs(arguments, setting, topology, programs)
+    breaches = list(_breaches(arguments, reports, verified))
+    failures += limit_failures(
+        arguments,
+        {mode: report.state for mode, report in reports.items()},
+        {
+            mode: verified[mode].most_bytes if mode in verified else report.memory.high
+            for mode, report in reports.items()
+        },
+        topology,
+    )
+    failures += [
+        f"mode {mode_name(mode)} does not fit{what_holds(report.state, topology)}"
+        for mode, report in reports.items()
+        if (verified.get(mode) or report).verdict is Verdict.DOES_NOT_FIT
+    ]
+    incomplete = any(not report.walked.complete for report in reports.values())
+    failed = bool(breaches or failures or incomplete)
+    if arguments.json:
+        print_json(
+            {
+                "modes": {
+                    mode_name(mode): _mode_json(report, verified.get(mode))
+                    for mode, report in reports.items()
+                },
+                "forbidden": [{"rule": rule, "event": event.to_json()} for rule, event in breaches],
+                "failed": failures,
+                "ok": not failed,
+            }
+        )
+    else:
+        print_lines(
+            [*_lines(arguments, reports, verified), *map(_breach_text, breaches), *failures]
+        )
+    return 1 if failed else 0
+
+
+def _mode_json(report: PlanReport, verification: Verification | None) -> dict[str, Any]:
+    if verification is None:
+        return report.to_json()
+    return {**report.to_json(), "verified": verification.to_json()}
+
+
+def _breaches(
+    arguments: argparse.Namespace,
+    reports: Mapping[str, PlanReport],
+    verified: Mapping[str, Verification],
+) -> Iterator[Breach]:
+    """Yield each forbidden collective: compiled ones where the program was compiled."""
+    for mode, report in reports.items():
+        found: tuple[Event | Collective, ...] = report.events
+        if mode in verified and not verified[mode].compiled.refused:
+            found = verified[mode].compiled.collectives
+        for event in found:
+            yield from (
+                (rule.text, event) for rule in arguments.forbid if rule.matches(event, mode)
+            )
+
+
+def _breach_text(breach: Breach) -> str:
+    rule, event = breach
+    over, source = "+".join(event.mesh_axes), event.source.rpartition("/")[2]
+    sent = event.total_wire_bytes
+    size = "an unknown number of bytes" if sent is None else bytes_text(sent)
+    return f"forbidden by {rule}: {event.kind} over {over} sends {size} at {source}"
+
+
+def _lines(
+    arguments: argparse.Namespace,
+    reports: Mapping[str, PlanReport],
+    verified: Mapping[str, Verification],
+) -> Iterator[str]:
+    width = width_of(arguments.width)
+    for number, (mode, report) in enumerate(reports.items()):
+        if number:
+            yield ""
+        yield f"mode {mode_name(mode)}"
+        yield from report.text(rows=arguments.rows, width=width).split("\n")
+        if mode in verified:
+            yield ""
+            yield from verification_text(verified[mode], width=width).split("\n")

@@ -1,0 +1,100 @@
+"""Show a plan beside its compiled program."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from shardwright.plan.report.text import bytes_text
+from shardwright.plan.verify.compiler import Compiled
+from shardwright.plan.verify.differences import Reason, Sent
+from shardwright.plan.verify.run import Verification
+from shardwright.resolution.tables import WIDTH, table
+
+_MEMORY = ("on each device", "planned", "compiled", "")
+_SENT = ("over", "collective", "planned", "compiled", "")
+_SHOWN = 3  # source lines of one reason
+
+
+def verification_text(verification: Verification, *, width: int = WIDTH) -> str:
+    """Return the planned and the compiled numbers, and why they differ.
+
+    Args:
+      verification: Both.
+      width: Characters per line.
+    """
+    compiled = verification.compiled
+    lines = [f"compiled by {compiled.target.compiler}, {compiled.target.effort} effort"]
+    if compiled.refused:
+        lines.append(f"does not fit: {_refusal(compiled)}")
+        return "\n".join(lines)
+    lines += table([_MEMORY, *_memory_rows(verification)], width=width)
+    layout, peak = verification.report.layout, compiled.peak
+    if layout is not None and peak is not None:
+        chip = layout.topology.chip
+        share = f"{peak / chip.hbm_bytes:.0%} of the {bytes_text(chip.hbm_bytes)}"
+        lines.append(f"{verification.verdict}: {share} usable on {chip.name}")
+    if verification.traffic:
+        rows = [row for sent in verification.traffic for row in _sent_rows(sent)]
+        lines += ["", *table([_SENT, *rows], width=width)]
+    for sent in verification.traffic:
+        for text in _reason_texts(sent):
+            line = f"{'+'.join(sent.mesh_axes)}: {text}"
+            lines += textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False)
+    unknown = sum(each.count is None for each in compiled.collectives)
+    if unknown:
+        lines.append(f"{unknown} collectives run an unknown number of times, and are left out")
+    return "\n".join(lines)
+
+
+def _refusal(compiled: Compiled) -> str:
+    """Return the line of the compiler's message that says how much is too much."""
+    lines = [line.strip() for line in compiled.refused.splitlines()]
+    return next((line for line in lines if "sed " in line and " of " in line), lines[0])
+
+
+def _memory_rows(verification: Verification) -> Iterator[tuple[str, ...]]:
+    report, compiled = verification.report, verification.compiled
+    held, actual = report.state.of().per_device, compiled.memory["argument_size"]
+    remark = "equal" if actual == held else f"{_signed(actual - held)}, from tiles and alignment"
+    yield "arguments", bytes_text(held), bytes_text(actual), remark
+    if compiled.peak is None:
+        return
+    low, high = report.memory.low, report.memory.high
+    if compiled.peak > high:
+        remark = f"{compiled.peak / high - 1:.1%} above the range"
+    elif compiled.peak < low:
+        remark = f"{1 - compiled.peak / low:.1%} below the range"
+    else:
+        remark = "inside the range"
+    yield "memory", f"{bytes_text(low)} to {bytes_text(high)}", bytes_text(compiled.peak), remark
+
+
+def _sent_rows(sent: Sent) -> Iterator[tuple[str, ...]]:
+    axes = "+".join(sent.mesh_axes)
+    kinds = sorted({*sent.planned, *sent.compiled})
+    for kind in kinds:
+        sides = [bytes_text(side.get(kind, 0)) for side in (sent.planned, sent.compiled)]
+        yield axes, str(kind), *sides, ""
+    totals = [bytes_text(sum(side.values())) for side in (sent.planned, sent.compiled)]
+    yield axes, "all", *totals, "equal" if sent.equal else _signed(sent.difference)
+
+
+def _reason_texts(sent: Sent) -> Iterator[str]:
+    for reason in sent.reasons:
+        share = f" ({_signed(reason.adds)})" if reason.adds else ""
+        yield f"{reason.what}{share}{_places(reason)}"
+    if not sent.equal and abs(sent.unexplained) > abs(sent.difference) // 20:
+        yield f"not explained ({_signed(sent.unexplained)})"
+
+
+def _places(reason: Reason) -> str:
+    if not reason.sources:
+        return ""
+    more = len(reason.sources) - _SHOWN
+    shown = ", ".join(reason.sources[:_SHOWN])
+    return f" at {shown} and {more} more" if more > 0 else f" at {shown}"
+
+
+def _signed(count: int) -> str:
+    return f"{'-' if count < 0 else '+'}{bytes_text(abs(count))}"

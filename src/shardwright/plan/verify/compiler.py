@@ -1,0 +1,275 @@
+"""Ask a compiler in a worker process, and keep its answers on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from shardwright.errors import ProgramError, StrategyError
+from shardwright.plan.collectives.collective import Collective
+from shardwright.plan.hardware import Topology
+from shardwright.plan.verify.export import Exported
+
+Platform = Literal["tpu", "cpu"]
+Effort = Literal["low", "full"]
+
+TIMEOUT: Final = 600.0  # seconds; an 8B training step takes 40 to 200
+# With these, libtpu is silent where there is no TPU, and harmless next to another process.
+_TPU_SETTINGS: Final = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+# Without it, libtpu compiles for the two cores of a v4 chip as two devices.
+_TPU_OPTIONS: Final = {"v4": {"chip_config_name": "megacore"}}
+_TPUS: Final = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+_USED = re.compile(r"[Uu]sed ([0-9.]+)([KMGT]?) of ([0-9.]+)([KMGT]?)")
+_UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_FORMAT: Final = 1  # of results on disk
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What to compile for.
+
+    Attributes:
+      platform: `tpu`, or `cpu` for sharding only.
+      topology: The slice; "" on CPU.
+      effort: `full`, or `low` for a compile that is four times as fast and keeps the collectives.
+    """
+
+    platform: Platform
+    topology: str = ""
+    effort: Effort = "low"
+
+    @property
+    def compiler(self) -> str:
+        """Name and version of the compiler."""
+        name = "libtpu" if self.platform == "tpu" else "jaxlib"
+        words = f"{name} {importlib.metadata.version(name)}"
+        return f"{words} for {self.topology}" if self.topology else f"{words} for CPUs"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """What a compiler made of a program.
+
+    Attributes:
+      target: What it was compiled for.
+      collectives: Its collectives.
+      memory: Bytes on one device by name: `argument_size`, `output_size`, `alias_size`,
+        `temp_size`, `peak_memory`; empty if the compiler refused the program.
+      seconds: Seconds that the compile took.
+      refused: The compiler's message if the program needs more memory than the chip has, or "".
+      cached: Whether the answer was on disk.
+    """
+
+    target: Target
+    collectives: tuple[Collective, ...] = ()
+    memory: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+    refused: str = ""
+    cached: bool = False
+
+    @property
+    def peak(self) -> int | None:
+        """Bytes that the program needs on one device at one time; None if that is unknown."""
+        if self.refused:
+            match = _USED.search(self.refused)
+            return None if match is None else int(float(match[1]) * _UNITS[match[2]])
+        # The CPU compiler's peak is not one of a device's memory.
+        return self.memory["peak_memory"] if self.target.platform == "tpu" else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the answer as plain data."""
+        return {
+            **dataclasses.asdict(self.target),
+            "compiler": self.target.compiler,
+            "collectives": [found.to_json() for found in self.collectives],
+            "memory": dict(self.memory),
+            "peak": self.peak,
+            "refused": self.refused,
+        }
+
+
+def make_target(
+    topology: Topology | None, *, platform: Platform | None = None, effort: Effort = "low"
+) -> Target:
+    """Return what to compile for, after checking that its compiler is installed.
+
+    Args:
+      topology: The slice, or None.
+      platform: Defaults to `tpu` if there is a slice, else to `cpu`.
+      effort: How much the compiler optimizes.
+
+    Raises:
+      StrategyError: There is no compiler for it.
+    """
+    if platform == "cpu" or (platform is None and topology is None):
+        return Target(platform="cpu", effort=effort)
+    if topology is None:
+        raise StrategyError(
+            "compiling for TPUs needs a slice, and no topology is given",
+            fix="--topology v5p:4x4x4, or --compiler cpu for sharding only",
+        )
+    if topology.chip.name not in _TPUS:
+        raise StrategyError(
+            f"there is no compiler for the chip {topology.chip.name}",
+            fix=f"compilers are for {', '.join(_TPUS)}; --compiler cpu compiles for sharding only",
+        )
+    if importlib.util.find_spec("libtpu") is None:
+        raise StrategyError(
+            f"compiling for {topology} needs libtpu, which is not installed",
+            fix="pip install 'shardwright[tpu-aot]', or --compiler cpu for sharding only",
+        )
+    return Target(platform="tpu", topology=str(topology), effort=effort)
+
+
+def compile_exported(
+    exported: Exported,
+    target: Target,
+    *,
+    timeout: float = TIMEOUT,
+    cache: Path | None = None,
+    lines: Sequence[str] = (),
+) -> Compiled:
+    """Compile a program in a worker process, or return the answer that is on disk.
+
+    Args:
+      exported: The program.
+      target: What to compile for.
+      timeout: Seconds after which the worker is killed.
+      cache: Folder of answers. Defaults to none.
+      lines: Source lines that an answer names. An answer is not used again once they move.
+
+    Raises:
+      ProgramError: The worker died or ran out of time, or the compiler cannot compile the program.
+      StrategyError: The folder cannot be written.
+    """
+    request = {
+        **dataclasses.asdict(target),
+        "options": _TPU_OPTIONS.get(target.topology.partition(":")[0], {}),
+        "mesh": exported.mesh,
+        "donated": list(exported.donated),
+    }
+    answer = None if cache is None else cache / f"{_key(exported, request, lines)}.json"
+    known = None if answer is None else _read_answer(answer)
+    result = known or _ask(exported.program, request, target, timeout)
+    if answer is not None and known is None:
+        _write_answer(answer, result)
+    return Compiled(
+        target=target,
+        collectives=tuple(Collective.from_json(data) for data in result.get("collectives", ())),
+        memory=result.get("memory", {}),
+        seconds=result.get("seconds", 0.0),
+        refused=result.get("refused", ""),
+        cached=known is not None,
+    )
+
+
+def _key(exported: Exported, request: Mapping[str, Any], lines: Sequence[str]) -> str:
+    """Return a name for a program, its target, and the versions that compile it."""
+    names = ("jax", "jaxlib", *(["libtpu"] if request["platform"] == "tpu" else []))
+    versions = {name: importlib.metadata.version(name) for name in names}
+    text = json.dumps([_FORMAT, request, versions, lines, exported.text], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read_answer(answer: Path) -> dict[str, Any] | None:
+    """Return an answer on disk; None if there is none, or a half-written one."""
+    try:
+        data = json.loads(answer.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _write_answer(answer: Path, result: Mapping[str, Any]) -> None:
+    try:
+        answer.parent.mkdir(parents=True, exist_ok=True)
+        # Another process may write the same answer, so it appears whole or not at all.
+        with tempfile.NamedTemporaryFile(
+            "w", dir=answer.parent, delete=False, encoding="utf-8"
+        ) as file:
+            json.dump(result, file)
+        os.replace(file.name, answer)
+    except OSError as error:
+        raise StrategyError(
+            f"cannot write {str(answer.parent)!r}: {(error.strerror or str(error)).lower()}",
+            fix="name another folder: --verify-cache DIR",
+        ) from error
+
+
+def _ask(
+    program: bytes, request: Mapping[str, Any], target: Target, timeout: float
+) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="shardwright-") as name:
+        folder = Path(name)
+        (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
+        (folder / "program.bin").write_bytes(program)
+        with (folder / "messages").open("w+", encoding="utf-8", errors="replace") as messages:
+            code = _run_worker(folder, messages, target, timeout)
+            messages.seek(0)
+            last = messages.read().strip().rpartition("\n")[2]
+        result = _read_answer(folder / "result.json")
+    if result is None:
+        raise _dead(code, last, target)
+    if "error" in result:
+        raise ProgramError(
+            f"{target.compiler} cannot compile the program: {result['error']:.500}",
+            fix="see the compiler's message; --compiler cpu compiles for sharding only",
+        )
+    return result
+
+
+def _run_worker(folder: Path, messages: Any, target: Target, timeout: float) -> int:
+    """Run the worker and return its exit status. It is killed if it runs out of time."""
+    paths = os.pathsep.join(filter(None, sys.path))
+    settings = _TPU_SETTINGS if target.platform == "tpu" else {"JAX_PLATFORMS": "cpu"}
+    # The number of devices comes with the request.
+    unset = ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "shardwright.plan.verify.worker", str(folder)],
+        env={**environment, **settings, "PYTHONPATH": paths},
+        stdin=subprocess.DEVNULL,
+        stdout=messages,
+        stderr=messages,
+        start_new_session=True,
+    )
+    try:
+        return worker.wait(timeout)
+    except subprocess.TimeoutExpired as error:
+        raise ProgramError(
+            f"{target.compiler} did not finish within {timeout:g} seconds, and was stopped",
+            fix="allow more with --verify-timeout, or scan over layers, so that the program is "
+            "smaller",
+        ) from error
+    finally:
+        if worker.poll() is None:
+            os.killpg(worker.pid, signal.SIGKILL)
+            worker.wait()
+
+
+def _dead(code: int, last: str, target: Target) -> ProgramError:
+    """Return the error for a worker that left no result."""
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+        fix = "the machine may be out of memory: free some, or scan over layers"
+    else:
+        how = f"ended with status {code}: {last:.300}"
+        fix = "check that the environment of this Python can compile for the target"
+    return ProgramError(f"the process of {target.compiler} {how}", fix=fix)

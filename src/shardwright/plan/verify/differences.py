@@ -1,0 +1,266 @@
+"""Compare the traffic of a plan with that of its compiled program, and name the reasons.
+
+A reason is a pattern of the compiled program that adds or saves a known number of bytes. What no
+pattern accounts for is reported as not explained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from shardwright.plan.collectives.collective import Collective, Kind
+from shardwright.plan.collectives.hlo import bytes_of
+from shardwright.plan.walk.events import Event
+
+_EQUAL: Final = 0.02  # a difference up to this share needs no reason
+_SMALL: Final = 0.01  # reasons of less than this share are left out
+_LOOKUPS: Final = ("scatter-add", "scatter", "gather")
+# What a collective matmul replaces.
+_MOVED: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+_FLOATS: Final = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Why a compiled program sends something else than planned.
+
+    Attributes:
+      what: What the compiler did.
+      adds: Bytes that one device sends because of it in all runs; negative if it saves.
+      sources: Lines of the model where it did so.
+    """
+
+    what: str
+    adds: int
+    sources: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What one device sends over some mesh axes, as planned and as compiled.
+
+    Attributes:
+      mesh_axes: The mesh axes.
+      planned: Bytes by kind of collective, in all runs.
+      compiled: The same of the compiled program.
+      reasons: Why they differ.
+    """
+
+    mesh_axes: tuple[str, ...]
+    planned: Mapping[Kind, int]
+    compiled: Mapping[Kind, int]
+    reasons: tuple[Reason, ...]
+
+    @property
+    def difference(self) -> int:
+        """Bytes that the compiled program sends more."""
+        return sum(self.compiled.values()) - sum(self.planned.values())
+
+    @property
+    def equal(self) -> bool:
+        """Whether the totals are within 2% of each other."""
+        return abs(self.difference) <= _EQUAL * max(sum(self.planned.values()), 1)
+
+    @property
+    def unexplained(self) -> int:
+        """Bytes of the difference that no reason accounts for."""
+        return self.difference - sum(reason.adds for reason in self.reasons)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as plain data."""
+        return {
+            "mesh_axes": list(self.mesh_axes),
+            "planned": {str(kind): size for kind, size in self.planned.items()},
+            "compiled": {str(kind): size for kind, size in self.compiled.items()},
+            "difference": self.difference,
+            "reasons": [
+                {"what": reason.what, "adds": reason.adds, "sources": list(reason.sources)}
+                for reason in self.reasons
+            ],
+            "unexplained": self.unexplained,
+        }
+
+
+def compare_traffic(
+    events: Sequence[Event], collectives: Sequence[Collective], *, cpu: bool
+) -> tuple[Sent, ...]:
+    """Compare a plan's collectives with those of the compiled program, by mesh axes.
+
+    Collectives that run an unknown number of times are left out.
+
+    Args:
+      events: Those of the plan.
+      collectives: Those of the program.
+      cpu: Whether it was compiled for CPUs, whose compiler makes all-reduces of reduce-scatters.
+    """
+    planned: dict[tuple[str, ...], list[Event]] = defaultdict(list)
+    compiled: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
+    for event in events:
+        planned[event.mesh_axes].append(event)
+    for collective in collectives:
+        if collective.count is not None:
+            compiled[collective.mesh_axes].append(collective)
+    return tuple(
+        _sent(axes, planned[axes], compiled[axes], cpu=cpu)
+        for axes in dict.fromkeys((*planned, *compiled))
+    )
+
+
+def _sent(
+    axes: tuple[str, ...], events: Sequence[Event], found: Sequence[Collective], *, cpu: bool
+) -> Sent:
+    planned: Counter[Kind] = Counter()
+    compiled: Counter[Kind] = Counter()
+    for event in events:
+        planned[event.kind] += event.total_wire_bytes
+    for collective in found:
+        compiled[collective.kind] += _wire(collective)
+    row = Sent(mesh_axes=axes, planned=dict(planned), compiled=dict(compiled), reasons=())
+    if row.equal and planned.keys() == compiled.keys():
+        return row
+    reasons = [*_known_reasons(row, events, found)]
+    if cpu:
+        reasons += _cpu_reasons(planned, compiled, events)
+    reasons += _last_reasons(dataclasses.replace(row, reasons=tuple(reasons)), events, found, cpu)
+    least = _SMALL * max(sum(planned.values()), sum(compiled.values()))
+    large = tuple(reason for reason in reasons if abs(reason.adds) > least)
+    return dataclasses.replace(row, reasons=large)
+
+
+def _wire(collective: Collective) -> int:
+    return collective.total_wire_bytes or 0
+
+
+def _known_reasons(
+    row: Sent, events: Sequence[Event], found: Sequence[Collective]
+) -> Iterator[Reason]:
+    """Yield the reasons that the collectives themselves show."""
+    if gathers := [each for each in found if each.gathers and each.kind is Kind.ALL_REDUCE]:
+        yield _reason(
+            "all-reduces that sum slices into zeros: gathers that send twice the bytes",
+            gathers,
+            sum(map(_wire, gathers)) // 2,
+        )
+    permutes = [] if Kind.PERMUTE in row.planned else _in_products(found)
+    converted = _converted(events, found, permutes)
+    if permutes:
+        missing = {
+            kind: row.planned.get(kind, 0) - row.compiled.get(kind, 0)
+            for kind in _MOVED
+            if row.planned.get(kind, 0) > row.compiled.get(kind, 0)
+        }
+        # In the planned element type; the conversion is a reason of its own.
+        parts = sum(converted[id(each)].planned for each in permutes)
+        kinds = " and ".join(missing) or "other collectives"
+        yield _reason(
+            f"permutes inside products (collective matmul) in place of {kinds}",
+            permutes,
+            parts - sum(missing.values()),
+        )
+    for what in sorted({each.what for each in converted.values()} - {""}):
+        members = [each for each in found if converted[id(each)].what == what]
+        adds = sum(_wire(each) - converted[id(each)].planned for each in members)
+        yield _reason(what, members, adds)
+    lookups = [each for each in found if each.op_name.rpartition("/")[2] in _LOOKUPS]
+    for kind in sorted({each.kind for each in lookups}):
+        members = [each for each in lookups if each.kind is kind]
+        # Without what other element types add.
+        alike = [each for each in found if each.kind is kind]
+        wider = sum(_wire(each) - converted[id(each)].planned for each in alike)
+        more = row.compiled[kind] - wider - row.planned.get(kind, 0)
+        if more > 0:
+            yield _reason(
+                f"{kind} of rows and indices, for lookups and their gradients",
+                members,
+                min(more, sum(map(_wire, members))),
+            )
+
+
+def _in_products(found: Sequence[Collective]) -> list[Collective]:
+    return [
+        each
+        for each in found
+        if each.kind is Kind.PERMUTE and each.op_name.rpartition("/")[2].startswith("dot_general")
+    ]
+
+
+class _Converted(NamedTuple):
+    """Bytes that a collective would send in the planned element type, and the change of type."""
+
+    planned: int
+    what: str
+
+
+def _converted(
+    events: Sequence[Event], found: Sequence[Collective], permutes: Sequence[Collective]
+) -> dict[int, _Converted]:
+    """Return what each collective would send in its planned element type, by its identity.
+
+    Two runs of one computation are equal as data, so equality does not tell them apart.
+    """
+    at_line: dict[str, set[str]] = defaultdict(set)
+    for event in events:
+        at_line[event.source].add(event.dtype)
+    moved = {event.dtype for event in events if event.kind in _MOVED}
+    converted = {}
+    for each in found:
+        # Permutes of a collective matmul are at the line of the product, not of the gather.
+        types = moved if each in permutes else at_line.get(_line(each), set())
+        dtype = next(iter(types)) if len(types) == 1 else ""
+        sent, planned = _itemsize(each.wire_dtype), _itemsize(_FLOATS.get(dtype, ""))
+        converted[id(each)] = _Converted(_wire(each), "")
+        if sent and planned and _FLOATS[dtype] != each.wire_dtype:
+            what = f"{dtype} values are sent as {each.wire_dtype}"
+            converted[id(each)] = _Converted(_wire(each) * planned // sent, what)
+    return converted
+
+
+def _itemsize(dtype: str) -> int | None:
+    """Return the bytes of an element type as HLO names it; None for several types at once."""
+    return bytes_of(dtype, 1) if dtype in _FLOATS.values() else None
+
+
+def _line(collective: Collective) -> str:
+    """Return the source line as a plan writes it, without folders."""
+    return collective.source.rpartition("/")[2]
+
+
+def _cpu_reasons(
+    planned: Mapping[Kind, int], compiled: Mapping[Kind, int], events: Sequence[Event]
+) -> Iterator[Reason]:
+    scattered = planned.get(Kind.REDUCE_SCATTER, 0)
+    if scattered and Kind.REDUCE_SCATTER not in compiled:
+        sources = dict.fromkeys(
+            event.source for event in events if event.kind is Kind.REDUCE_SCATTER
+        )
+        yield Reason(
+            what="reduce-scatters are all-reduces on CPUs, which send twice the bytes",
+            adds=scattered,
+            sources=tuple(sources),
+        )
+
+
+def _last_reasons(
+    row: Sent, events: Sequence[Event], found: Sequence[Collective], cpu: bool
+) -> Iterator[Reason]:
+    """Yield reasons for what is left of a difference, where the program shows their pattern."""
+    left = row.unexplained
+    if left <= _EQUAL * max(sum(row.planned.values()), 1):
+        return
+    again = [each for each in found if "rematted_computation" in each.op_name]
+    again = [each for each in again if each.kind in (Kind.ALL_GATHER, Kind.PERMUTE)]
+    if again and Kind.ALL_GATHER in row.planned:
+        yield _reason("weights are gathered again for rematerialization", again, left)
+        return
+    sums = [each for each in found if each.kind is Kind.ALL_REDUCE and not each.gathers]
+    runs = sum(event.runs for event in events if event.kind is Kind.ALL_REDUCE)
+    if cpu and sum(each.count or 0 for each in sums) > runs:
+        yield _reason("sums stay apart that a TPU's compiler merges", sums, left)
+
+
+def _reason(what: str, found: Sequence[Collective], adds: int) -> Reason:
+    sources = tuple(dict.fromkeys(_line(each) for each in found if each.source))
+    return Reason(what=what, adds=adds, sources=sources)

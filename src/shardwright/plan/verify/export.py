@@ -1,0 +1,119 @@
+"""Export a planned program, so that another process can compile it for any devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.export
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+
+from shardwright.errors import ProgramError, ShardingError
+from shardwright.manager.manager import PartitionManager
+from shardwright.manager.request import Request
+from shardwright.plan.planner import Program
+from shardwright.plan.trace import Trace
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A program without devices.
+
+    Attributes:
+      program: The serialized `jax.export.Exported`. Its arguments are a flat list of arrays.
+      text: The same without source lines, so that equal programs have equal texts.
+      donated: Positions of the arrays whose memory the program may overwrite.
+      mesh: Size of each mesh axis.
+    """
+
+    program: bytes
+    text: str
+    donated: tuple[int, ...]
+    mesh: dict[str, int]
+
+
+def export_program(
+    manager: PartitionManager, program: Program, traced: Trace, *, platform: str
+) -> Exported:
+    """Export a program under a manager. No device is needed.
+
+    Args:
+      manager: Strategy, mesh and mode. Explicit axes are compiled as Auto ones, as they are
+        planned.
+      program: What to export.
+      traced: Its trace, which knows the annotation of each array.
+      platform: `tpu` or `cpu`.
+
+    Raises:
+      ShardingError: An annotation does not resolve.
+      ProgramError: The program has a part that JAX cannot export.
+    """
+    shape = manager.mesh.shape
+    auto = (AxisType.Auto,) * len(shape)
+    mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=auto)
+    abstract = PartitionManager(manager.rules, mesh=mesh, mode=manager.mode)
+
+    def sharding(given: Request | NamedSharding | None) -> NamedSharding | None:
+        if given is None:
+            return None
+        if isinstance(given, NamedSharding):
+            return NamedSharding(mesh, given.spec)
+        return NamedSharding(mesh, abstract.answer(given).require())
+
+    leaves, structure = jax.tree.flatten(tuple(program.shapes))
+    arguments = [
+        _argument(leaf, sharding(given) or NamedSharding(mesh, jax.P()))
+        for leaf, given in zip(leaves, traced.inputs, strict=True)
+    ]
+    donated = [
+        at in program.donated
+        for at, tree in enumerate(program.shapes)
+        for _ in jax.tree.leaves(tree)
+    ]
+
+    def flat(*arrays: Any) -> list[Any]:
+        return jax.tree.leaves(program.function(*jax.tree.unflatten(structure, arrays)))
+
+    positions = tuple(at for at, may_overwrite in enumerate(donated) if may_overwrite)
+    step = jax.jit(
+        flat,
+        out_shardings=[sharding(goal) for goal in traced.outputs],
+        donate_argnums=positions,
+    )
+    try:
+        with abstract:
+            exported = jax.export.export(step, platforms=[platform], disabled_checks=_CALLS)(
+                *arguments
+            )
+    except ShardingError:
+        raise
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ProgramError(
+            f"JAX cannot export the program for {platform}: {error!s:.300}",
+            fix="plan it without --verify",
+        ) from error
+    return Exported(
+        program=bytes(exported.serialize()),
+        text=_LOCATION.sub("", exported.mlir_module()),
+        donated=positions,
+        mesh=dict(shape),
+    )
+
+
+_LOCATION = re.compile(
+    r'^#loc.*$| ?loc\((?:#loc\d*|unknown|"[^"]*"(?:\(#loc\d*\))?)\)', re.MULTILINE
+)
+# Kernels are custom calls that JAX does not promise to keep between versions. Both processes here
+# have the same version.
+_CALLS = [
+    jax.export.DisabledSafetyCheck.custom_call(name)
+    for name in ("tpu_custom_call", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
+]
+
+
+def _argument(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)

@@ -1,0 +1,106 @@
+"""Verify a plan: compile its program and put both side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from shardwright.manager.manager import PartitionManager
+from shardwright.mesh.build import mesh_sizes
+from shardwright.plan.fit import Verdict
+from shardwright.plan.hardware import Topology, parse_topology, read_hardware
+from shardwright.plan.layout import lay_out
+from shardwright.plan.planner import PlanReport, Program, price, trace_program
+from shardwright.plan.verify.compiler import (
+    TIMEOUT,
+    Compiled,
+    Effort,
+    Platform,
+    compile_exported,
+    make_target,
+)
+from shardwright.plan.verify.differences import Sent, compare_traffic
+from shardwright.plan.verify.export import export_program
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """A plan and what a compiler made of the same program.
+
+    Attributes:
+      report: The plan.
+      compiled: The compiler's answer.
+      traffic: Planned and compiled bytes over each set of mesh axes.
+    """
+
+    report: PlanReport
+    compiled: Compiled
+    traffic: tuple[Sent, ...]
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Whether the program fits: by the compiler, or by the plan where it cannot say."""
+        layout, peak = self.report.layout, self.compiled.peak
+        if self.compiled.refused:
+            return Verdict.DOES_NOT_FIT
+        if layout is None or peak is None:
+            return self.report.verdict
+        fits = peak <= layout.topology.chip.hbm_bytes
+        return Verdict.FITS if fits else Verdict.DOES_NOT_FIT
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes that the program needs on one device: compiled, or the plan's upper end."""
+        peak = self.compiled.peak
+        return self.report.memory.high if peak is None else peak
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the compiled numbers and the differences as plain data, without the plan."""
+        return {
+            "compiled": self.compiled.to_json(),
+            "verdict": self.verdict,
+            "traffic": [row.to_json() for row in self.traffic],
+        }
+
+
+def verify_plan(
+    manager: PartitionManager,
+    program: Program,
+    *,
+    topology: str | Topology | None = None,
+    platform: Platform | None = None,
+    effort: Effort = "low",
+    timeout: float = TIMEOUT,
+    cache: Path | None = None,
+) -> Verification:
+    """Plan a program, compile it for its target in a worker process, and compare both.
+
+    The target's devices are not needed. TPUs need libtpu, which the extra `tpu-aot` installs. A
+    compile for CPUs shows the sharding only: its bytes and its memory are not those of a TPU.
+
+    Args:
+      manager: Strategy, mesh and mode.
+      program: What to verify.
+      topology: The slice that the mesh is on, such as `v5p:4x4x4`. Defaults to no hardware.
+      platform: `tpu` or `cpu`. Defaults to `tpu` if there is a slice.
+      effort: `low` takes a quarter of the time, and changes memory by less than 10%.
+      timeout: Seconds after which the worker is killed.
+      cache: Folder of compiled answers. Defaults to none.
+
+    Raises:
+      ShardingError: An annotation does not resolve.
+      StrategyError: There is no compiler for the slice, or it is not installed.
+      ProgramError: The worker died or ran out of time, or the compiler cannot compile the program.
+    """
+    if isinstance(topology, str):
+        topology = parse_topology(topology, read_hardware())
+    target = make_target(topology, platform=platform, effort=effort)
+    layout = None if topology is None else lay_out(topology, mesh_sizes(manager.mesh))
+    traced = trace_program(manager, program)
+    report = price(manager, traced, program, layout=layout)
+    exported = export_program(manager, program, traced, platform=target.platform)
+    lines = [event.source for event in report.events]
+    compiled = compile_exported(exported, target, timeout=timeout, cache=cache, lines=lines)
+    traffic = compare_traffic(report.events, compiled.collectives, cpu=target.platform == "cpu")
+    return Verification(report=report, compiled=compiled, traffic=traffic)

@@ -1,0 +1,99 @@
+"""The process that compiles: `python -m shardwright.plan.verify.worker FOLDER`.
+
+A compiler may run out of memory or abort, and libtpu reads its settings when it is loaded. So each
+program is compiled in a process of its own. The folder has `request.json` and `program.bin`; the
+process writes `result.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+from jax.experimental import mesh_utils, topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from shardwright.plan.collectives.read import read_collectives
+
+_MEMORY = ("argument_size", "output_size", "alias_size", "temp_size", "peak_memory")
+
+
+def main(folder: Path) -> None:
+    """Compile the program of a folder and write the result into it."""
+    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    try:
+        result = compile_program((folder / "program.bin").read_bytes(), request)
+    except jax.errors.JaxRuntimeError as error:
+        # The compiler speaks: memory is a result, everything else an error.
+        key = "refused" if "RESOURCE_EXHAUSTED" in str(error) else "error"
+        result = {key: str(error)}
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        result = {"error": f"{type(error).__name__}: {error}"}
+    (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def compile_program(program: bytes, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Compile an exported program and return what the compiler says about it, as plain data.
+
+    Args:
+      program: The serialized program.
+      request: platform, topology, options of the topology, mesh, donated and effort.
+    """
+    exported = jax.export.deserialize(bytearray(program))
+    mesh = make_mesh(request)
+    arguments = [
+        jax.ShapeDtypeStruct(
+            aval.shape, aval.dtype, sharding=sharding or NamedSharding(mesh, jax.P())
+        )
+        for aval, sharding in zip(exported.in_avals, exported.in_shardings_jax(mesh), strict=True)
+    ]
+    options: dict[str, Any] = {}
+    if request["platform"] == "tpu" and request["effort"] == "low":
+        options = {"exec_time_optimization_effort": -1.0}
+    started = time.monotonic()
+    step = jax.jit(exported.call, donate_argnums=tuple(request["donated"]))
+    compiled = step.lower(*arguments).compile(compiler_options=options or None)
+    seconds = time.monotonic() - started
+    memory = compiled.memory_analysis()
+    return {
+        "seconds": seconds,
+        "memory": {name: int(getattr(memory, f"{name}_in_bytes")) for name in _MEMORY},
+        "collectives": [found.to_json() for found in read_collectives(compiled, mesh)],
+    }
+
+
+def make_mesh(request: Mapping[str, Any]) -> Mesh:
+    """Return the mesh of the target, its axes laid on the slice as a program's own mesh would be.
+
+    Raises:
+      RuntimeError: The compiler does not know the topology.
+    """
+    sizes: dict[str, int] = request["mesh"]
+    shape = tuple(sizes.values())
+    auto = (AxisType.Auto,) * len(shape)
+    if request["platform"] == "cpu":
+        jax.config.update("jax_num_cpu_devices", math.prod(shape))
+        return Mesh(np.array(jax.devices("cpu")).reshape(shape), tuple(sizes), axis_types=auto)
+    described = topologies.get_topology_desc(
+        topology_name=request["topology"], platform="tpu", **request["options"]
+    )
+    try:
+        devices = mesh_utils.create_device_mesh(
+            shape, devices=described.devices, allow_split_physical_axes=True
+        )
+    except (NotImplementedError, TypeError, ValueError, AssertionError):
+        # JAX cannot lay some shapes on a slice. The order of devices changes no bytes.
+        devices = np.array(described.devices).reshape(shape)
+    return Mesh(devices, tuple(sizes), axis_types=auto)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,226 @@
+"""A plan beside its compiled program: the worker, its answers on disk, and reasons."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardwright as sw
+from shardwright.cli.main import main
+from shardwright.plan import Program
+from shardwright.plan.collectives.collective import Collective, Kind
+from shardwright.plan.fit import Verdict
+from shardwright.plan.hardware import parse_topology, read_hardware
+from shardwright.plan.report.verification import verification_text
+from shardwright.plan.verify import compiler
+from shardwright.plan.verify.differences import compare_traffic
+from shardwright.plan.verify.run import verify_plan
+from shardwright.plan.walk.events import Event
+from tests.cli.test_plan import MODEL
+from tests.plan.test_walk import HIDDEN, SPECS, X, gradient, manager, shapes
+from tests.tpu_compile import MARKS
+
+PM = manager("fsdp_tp", "fsdp:2,tp:4")
+PROGRAM = Program(gradient, (shapes(SPECS), X), (SPECS, HIDDEN), SPECS)
+
+
+def test_cpu_compile_is_compared_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = verify_plan(PM, PROGRAM, cache=tmp_path)
+    assert not found.compiled.cached
+    memory = found.compiled.memory
+    assert memory["argument_size"] == found.report.state.of().per_device
+    assert found.compiled.peak is None
+    (fsdp,) = [row for row in found.traffic if row.mesh_axes == ("fsdp",)]
+    gathered = sum(
+        event.total_wire_bytes for event in found.report.events if event.kind is Kind.ALL_GATHER
+    )
+    assert fsdp.planned[Kind.ALL_GATHER] == fsdp.compiled[Kind.ALL_GATHER] == gathered
+    assert [reason.adds for reason in fsdp.reasons] == [fsdp.planned[Kind.REDUCE_SCATTER]]
+    assert fsdp.unexplained == 0
+    assert "reduce-scatters are all-reduces on CPUs" in verification_text(found)
+    # The answer is on disk, so no process is started.
+    monkeypatch.setattr(sys, "executable", "absent")
+    again = verify_plan(PM, PROGRAM, cache=tmp_path)
+    assert again.compiled.cached
+    assert again.to_json() == json.loads(json.dumps(found.to_json()))
+
+
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Replace the worker process by a script; `$3` is its folder."""
+    path = tmp_path / "worker"
+    path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+
+
+BAD = {
+    "kill -9 $$": ("was killed by SIGKILL", "out of memory"),
+    "echo some >&2; echo last words >&2; exit 3": (
+        "ended with status 3: last words",
+        "environment",
+    ),
+    "sleep 60": ("did not finish within 1 seconds", "--verify-timeout"),
+    """echo '{"error": "no such thing"}' > $3/result.json""": ("no such thing", "--compiler cpu"),
+}
+
+
+@pytest.mark.parametrize("script", BAD)
+def test_dead_worker_is_bad_news(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "planned_model.py"
+    model.write_text(MODEL, encoding="utf-8")
+    worker(tmp_path, monkeypatch, script)
+    command = f"plan {model}:programs --strategy fsdp_tp --mesh fsdp:2,tp:4 --mode decode --verify"
+    assert main([*shlex.split(command), "--verify-timeout", "1"]) == 1
+    out = capsys.readouterr().out
+    assert "mode decode is not verified" in out
+    assert "all_gather" in out  # the plan is shown nevertheless
+    assert all(text in out for text in BAD[script])
+
+
+def test_refused_program_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = "RESOURCE_EXHAUSTED: Used 17.50G of 15.75G hbm. Exceeded by 1.75G."
+    worker(tmp_path, monkeypatch, f"echo '{json.dumps({'refused': used})}' > $3/result.json")
+    monkeypatch.setattr(compiler, "make_target", lambda *_, **__: None)
+    monkeypatch.setattr(
+        "shardwright.plan.verify.run.make_target",
+        lambda *_, **__: compiler.Target(platform="tpu", topology="v5e:2x4"),
+    )
+    monkeypatch.setattr(compiler.importlib.metadata, "version", lambda _: "1")
+    found = verify_plan(PM, PROGRAM, topology="v5e:2x4")
+    assert found.report.verdict is Verdict.FITS
+    assert found.verdict is Verdict.DOES_NOT_FIT
+    assert found.most_bytes == int(17.5 * 2**30)
+    assert "does not fit: RESOURCE_EXHAUSTED: Used 17.50G" in verification_text(found)
+
+
+def test_missing_compilers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = read_hardware()
+    slice_ = parse_topology("v5e:2x4", hardware)
+    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(sw.StrategyError, match=r"pip install 'shardwright\[tpu-aot\]'"):
+        compiler.make_target(slice_)
+    own = dataclasses.replace(slice_, chip=dataclasses.replace(slice_.chip, name="mine"))
+    with pytest.raises(sw.StrategyError, match="no compiler for the chip mine"):
+        compiler.make_target(own)
+    with pytest.raises(sw.StrategyError, match="needs a slice"):
+        compiler.make_target(None, platform="tpu")
+    assert compiler.make_target(own, platform="cpu").platform == "cpu"
+
+
+EVENT = Event(
+    kind=Kind.ALL_GATHER,
+    mesh_axes=("fsdp",),
+    dtype="float32",
+    logical_bytes=4000,
+    wire_bytes=3000,
+    runs=2,
+    source="model.py:7",
+)
+
+
+def collective(**fields: Any) -> Collective:
+    usual = {
+        "kind": Kind.ALL_GATHER,
+        "mesh_axes": ("fsdp",),
+        "devices": 4,
+        "partial": False,
+        "count": 2,
+        "maybe": False,
+        "gathers": False,
+        "between_slices": False,
+        "dtype": "f32",
+        "wire_dtype": "f32",
+        "logical_bytes": 4000,
+        "wire_bytes": 3000,
+        "name": "x",
+        "op_name": "jit(f)/sharding_constraint",
+        "source": "/somewhere/model.py:7",
+    }
+    return Collective(**{**usual, **fields})
+
+
+REASONS = {
+    "equal": ([collective()], []),
+    "gathers as all-reduces": (
+        [collective(kind=Kind.ALL_REDUCE, gathers=True, wire_bytes=6000)],
+        [("sum slices into zeros", 6000)],
+    ),
+    "other element type": (
+        [collective(wire_dtype="bf16", wire_bytes=1500)],
+        [("float32 values are sent as bf16", -3000)],
+    ),
+    "collective matmul": (
+        [collective(kind=Kind.PERMUTE, wire_bytes=1000, count=8, op_name="jit(f)/dot_general")],
+        [("collective matmul) in place of all_gather", 2000)],
+    ),
+    "gathered again": (
+        [collective(), collective(count=1, op_name="jit(f)/rematted_computation/x")],
+        [("gathered again for rematerialization", 3000)],
+    ),
+    "lookup": (
+        [collective(), collective(kind=Kind.ALL_TO_ALL, op_name="jit(f)/scatter-add")],
+        [("all_to_all of rows and indices", 6000)],
+    ),
+    "unknown runs": ([collective(), collective(count=None)], []),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_patterns_explain_differences(name: str) -> None:
+    found, expected = REASONS[name]
+    (row,) = compare_traffic([EVENT, EVENT], [*found, *found], cpu=False)
+    assert [(reason.adds) for reason in row.reasons] == [2 * adds for _, adds in expected]
+    assert all(what in reason.what for reason, (what, _) in zip(row.reasons, expected, strict=True))
+    assert row.unexplained == 0
+    assert all(reason.sources == ("model.py:7",) for reason in row.reasons)
+
+
+def test_other_differences_are_not_explained() -> None:
+    (row,) = compare_traffic([EVENT], [collective(), collective(source="")], cpu=False)
+    assert (row.reasons, row.unexplained) == ((), 6000)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--effort full", "--effort is for --verify"),
+        ("--verify --compiler tpu", "needs a slice"),
+    ],
+)
+def test_bad_options_are_refused(
+    options: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = shlex.split(f"plan absent.py:f --strategy fsdp --mesh fsdp:8 {options}")
+    assert main(words) == 2
+    assert says in capsys.readouterr().err
+
+
+class TestOnTpu:
+    """Compiled for TPUs that are not there."""
+
+    pytestmark = MARKS
+
+    def test_forward_is_exact_and_memory_in_range(self) -> None:
+        from tests.plan.tpu_programs import forward_program
+
+        found = verify_plan(PM, forward_program(), topology="v5e:2x4")
+        assert found.verdict is Verdict.FITS
+        assert all(row.difference == 0 for row in found.traffic), found.traffic
+        assert found.compiled.peak is not None
+        assert found.compiled.peak <= found.report.memory.high
+
+    def test_too_large_program_is_refused(self) -> None:
+        from tests.plan.tpu_programs import large_program
+
+        found = verify_plan(PM, large_program(), topology="v5e:2x4")
+        assert found.compiled.refused
+        assert found.verdict is Verdict.DOES_NOT_FIT
+        assert found.most_bytes > 15.75 * 2**30
