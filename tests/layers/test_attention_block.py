@@ -160,9 +160,12 @@ def test_bad_input() -> None:
         (lambda: make(embed=16, heads=4, dropout=2), r"dropout=2 is not in"),
         (lambda: make(embed=16, heads=4, norm=NormConfig(zero_centered=True)), "RMS norm"),
         (lambda: attention_block.apply(CONFIG, {}, X[..., :4]), r"x has shape \(8, 8, 4\)"),
-        (lambda: apply(state=cache, segment_ids=SEGMENTS), "segment_ids with a cache"),
-        (lambda: apply(state=cache, keys={"dropout": 1}), "dropout.* with a cache"),
-        (lambda: apply(valid=SEGMENTS == 0), "valid= without a cache"),
+        (
+            lambda: apply(state=cache, segment_ids=SEGMENTS),
+            "segment_ids is not allowed with a cache",
+        ),
+        (lambda: apply(state=cache, keys={"dropout": 1}), "dropout.* is not allowed with a cache"),
+        (lambda: apply(valid=SEGMENTS == 0), "valid= is only allowed with a cache"),
         (lambda: apply(state={}), "state is dict, not a cache"),
     ]
     for call, message in cases:

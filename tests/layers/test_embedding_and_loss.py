@@ -185,6 +185,6 @@ def test_bad_input() -> None:
     mesh = blocks.make_manager("fsdp_tp", "auto").mesh
     with (
         sw.PartitionManager(strategy, mesh=mesh),
-        pytest.raises(sw.LayerError, match="tp shards VOCAB and the tokens"),
+        pytest.raises(sw.LayerError, match="tp shards both VOCAB and the tokens"),
     ):
         embedding.apply(table, TOKENS)

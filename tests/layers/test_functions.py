@@ -148,7 +148,7 @@ def test_dropout_mask() -> None:
 
 def test_bad_input() -> None:
     cases: list[tuple[Any, str]] = [
-        (lambda: NormConfig(zero_centered=True), "zero_centered=True with an RMS norm"),
+        (lambda: NormConfig(zero_centered=True), "zero_centered=True is only for layer norms"),
         (lambda: NormConfig(kind="rsm"), "norm kind 'rsm' is unknown"),
         (lambda: NormConfig(epsilon=0), "epsilon=0 is not positive"),
         (lambda: rms_norm(X, SCALE[:3]), r"scale has shape \(3,\), and x"),
@@ -160,7 +160,7 @@ def test_bad_input() -> None:
         (lambda: dropout(X, jax.random.key(0), 0.5, shared=(3,)), "names a dim that x of shape"),
         (
             lambda: dense.dense(X, SCALE[:4, None], out=(sw.EMPTY,) * 3),
-            r"kernel has shape \(4, 1\), and x",
+            r"kernel has shape \(4, 1\), and does not fit",
         ),
         (
             lambda: dense.dense(X, np.ones((16, 2)), np.ones(3), out=(sw.EMPTY,) * 3),

@@ -86,11 +86,11 @@ def test_bad_input() -> None:
             lambda: lora.apply(
                 LoraConfig(rank=3), {"a": X[0].T, "b": X[0]}, X, out=OUT, inner=INNER
             ),
-            r"a has shape \(16, 4\) and b \(4, 16\), and the rank is 3",
+            r"a has shape \(16, 4\), b has shape \(4, 16\), and the rank is 3",
         ),
         (lambda: RelativeBiasConfig(heads=0), "heads must be a positive integer"),
-        (lambda: RelativeBiasConfig(heads=2, buckets=1), "buckets=1 with max_distance=128"),
-        (lambda: RelativeBiasConfig(heads=2, max_distance=16), "16 distances have a bucket"),
+        (lambda: RelativeBiasConfig(heads=2, buckets=1), "buckets=1 does not fit max_distance=128"),
+        (lambda: RelativeBiasConfig(heads=2, max_distance=16), "16 buckets of a direction"),
         (
             lambda: relative_bias.apply(config, np.ones((2, 3)), q_length=1, kv_length=1),
             r"the table has shape \(2, 3\)",

@@ -495,7 +495,7 @@ def test_invalid_bits(bits: Any) -> None:
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.int8, jnp.bool, jnp.complex64])
 def test_operands_must_be_floats(dtype: Any) -> None:
     with pytest.raises(
-        sw.LayerError, match=f"a quantized dot of {jnp.dtype(dtype)}, not of floats"
+        sw.LayerError, match=f"a quantized dot takes floats, got {jnp.dtype(dtype)}"
     ):
         quantized_dot_general(jnp.ones((2, 2)), jnp.ones((2, 2), dtype), MATMUL)
 
@@ -553,8 +553,8 @@ def test_long_contraction_of_smallest_integer() -> None:
 @pytest.mark.parametrize(
     ("scale", "says"),
     [
-        (jnp.ones((1, 4)), r"scales of shape \(1, 4\) for a quantized operand of shape \(64, 8\)"),
-        (jnp.float32(1), r"scales of shape \(\) for a quantized operand of shape \(64, 8\)"),
+        (jnp.ones((1, 4)), r"the scales have shape \(1, 4\), and the quantized operand \(64, 8\)"),
+        (jnp.float32(1), r"the scales have shape \(\), and the quantized operand \(64, 8\)"),
         (jnp.ones((1, 8), jnp.int32), "scales of the quantized operand are int32, not floats"),
     ],
 )
@@ -578,10 +578,7 @@ def test_floats_of_eight_bits_are_quantized() -> None:
         [[1.5]],
         rtol=0.02,
     )
-    with pytest.raises(
-        sw.LayerError,
-        match="a dot of float8_e4m3fn with float32, which JAX does not promote to a common dtype",
-    ):
+    with pytest.raises(sw.LayerError, match="JAX does not promote float8_e4m3fn and float32 to"):
         quantized_dot_general(x, wide, MATMUL)
     grads = jax.grad(
         lambda x, y: quantized_dot_general(x, y, MATMUL).astype(jnp.float32).sum(), argnums=(0, 1)

@@ -155,7 +155,7 @@ def test_bad_input() -> None:
 
     cases: list[tuple[Any, str]] = [
         (lambda: change(layers=0), "layers must be a positive integer"),
-        (lambda: change(mlp=small), "mlp.embed=8, and attention.embed=16"),
+        (lambda: change(mlp=small), "mlp.embed=8 differs from attention.embed=16"),
         (lambda: change(remat="all"), "remat='all' is unknown"),
         (lambda: change(windows=(None,) * 3), "windows has 3 entries, which do not divide 4"),
         (lambda: change(dropout=-1), "dropout=-1 is not in"),
@@ -163,7 +163,7 @@ def test_bad_input() -> None:
         (lambda: stack(PARAMS, X[0]), r"x has shape \(8, 16\)"),
         (
             lambda: transformer_block.apply(CONFIG, PARAMS, X, state=cast("Any", caches)),
-            "caches with scan=True",
+            "caches cannot be used with scan=True",
         ),
         (
             lambda: transformer_block.apply(

@@ -1,4 +1,4 @@
-"""Activations by name, and gated ones: products of several."""
+"""Activation functions by name, and gated activations, which are products of several."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Clamp:
     """Constants of the clamped activations; the defaults are those of gpt-oss.
 
     Attributes:
-      limit: Where values are clamped.
+      limit: Largest size of a clamped value.
       alpha: Factor inside the sigmoid of "clamped_silu".
       offset: Added by "clamped_linear".
     """
@@ -60,7 +60,7 @@ ACTIVATIONS: Final[Mapping[str, Callable[[Any, Clamp], Any]]] = MappingProxyType
 
 
 def activation(name: str, x: Any, *, clamp: Clamp = CLAMP) -> Any:
-    """Return an activation of `x`, in its dtype.
+    """Apply an activation function to `x`, in the dtype of `x`.
 
     Args:
       name: A key of `ACTIVATIONS`; upper and lower case are the same.
@@ -74,7 +74,7 @@ def activation(name: str, x: Any, *, clamp: Clamp = CLAMP) -> Any:
 
 
 def gated(names: Sequence[str], x: Any, *, axis: int = -2, clamp: Clamp = CLAMP) -> Any:
-    """Return the product of activations of the slices of `x`, and remove their dim.
+    """Apply one activation to each slice of `x` along `axis`, and return their product.
 
     `gated(("silu", "linear"), x)` is SwiGLU, `("gelu", "linear")` GEGLU (Shazeer,
     arXiv:2002.05202). One name is a plain activation.
@@ -82,7 +82,7 @@ def gated(names: Sequence[str], x: Any, *, axis: int = -2, clamp: Clamp = CLAMP)
     Args:
       names: One per slice.
       x: Array whose dim `axis` has as many elements as there are names.
-      axis: The dim of the slices; not the one that is sharded.
+      axis: The dim of the slices. It must not be sharded.
       clamp: Constants of the clamped activations. Defaults to `Clamp()`.
 
     Raises:

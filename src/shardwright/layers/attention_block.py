@@ -48,17 +48,18 @@ class AttentionConfig:
       heads: Heads of queries.
       kv_heads: Heads of keys and values; they divide `heads`. Defaults to `heads`.
       head_dim: Size of a head. Defaults to `embed / heads`.
-      causal: Whether a query sees no key after it.
-      window: (left, right), positions seen before and after the query. Defaults to all.
+      causal: Whether a query attends only to keys up to its own position.
+      window: (left, right), the number of positions before and after the query that it attends to.
+        Defaults to all.
       softcap: c in `c * tanh(logits / c)`. Defaults to none.
-      scale: Factor of the products. Defaults to `1 / sqrt(head_dim)`.
+      scale: Factor of the logits. Defaults to `1 / sqrt(head_dim)`.
       rope_theta: Base of the rotary frequencies. None for no rotary positions.
       norm: The norm before the block. None for none.
       qk_norm: The norm of each head of queries and keys, before the rotation. None for none.
       bias: Whether the projections have biases.
-      dropout: Probability of dropping a weight, where a key is given.
+      dropout: Probability of dropping an attention weight, if `keys` has a dropout key.
       init: Initializer of the kernels. Defaults to that of `dense.specs`.
-      dtypes: Of parameters, products, the result and the cache.
+      dtypes: Dtypes of the parameters, products, result and cache.
 
     Raises:
       LayerError: A size or rate is not valid, or the sizes do not fit each other.
@@ -89,7 +90,7 @@ class AttentionConfig:
             if self.embed % self.heads:
                 raise LayerError(
                     f"heads={self.heads} do not divide embed={self.embed}",
-                    fix="pass head_dim=, or a number of heads that divides",
+                    fix="pass head_dim=, or a number of heads that divides embed",
                 )
             object.__setattr__(self, "head_dim", self.embed // self.heads)
         self._check("kv_heads", self.kv_heads)
@@ -97,7 +98,7 @@ class AttentionConfig:
         if self.heads % self.key_heads:
             raise LayerError(
                 f"kv_heads={self.kv_heads} do not divide heads={self.heads}",
-                fix="each kv head serves the same number of query heads",
+                fix="pass a divisor of heads: each kv head serves the same number of query heads",
             )
         check_rate("dropout", self.dropout)
 
@@ -170,26 +171,28 @@ def apply(
 ) -> tuple[jax.Array, KVCache | None]:
     """Return what the block adds to the residual `x`, and the cache after the append.
 
-    Without a cache the tokens of `x` attend to each other. With one they are appended, at the next
-    positions of their slot, and attend to all that the slot then holds: prefill, a chunk of it, and
-    decode are the same call. The mode is that of the cache, else that of the ambient manager.
+    Without a cache the tokens of `x` attend to each other. With a cache they are appended at the
+    next positions of their slot, and attend to all tokens of the slot. So prefill, chunked prefill
+    and decode are the same call. The mode is the cache's. Without a cache it is the
+    ambient manager's.
 
     Args:
       config: Sizes and options.
       params: The tree that `specs` describes, as stored.
       x: `[batch, length, embed]`.
-      keys: `{"dropout": key}`. Defaults to none: nothing is dropped. Not with a cache.
+      keys: `{"dropout": key}`. By default nothing is dropped. Not allowed with a cache.
       state: A cache, such as that of `init_cache`. Under `jit`, donate it.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
-      positions: `[batch, length]`, for rotary positions and masks. Defaults to the row number;
-        with a cache it follows from the cache.
-      segment_ids: `[batch, length]`. Packed sequences do not see each other. Not with a cache.
-      valid: `[batch, length]` bool, which rows are tokens. With a cache only.
-      bias: As in `dot_product_attention`. Not with a cache.
+      positions: `[batch, length]`, for rotary positions and masks. Defaults to 0, 1, 2 and so on.
+        Not allowed with a cache, which has its own positions.
+      segment_ids: `[batch, length]`. Packed sequences do not attend to each other. Not allowed with
+        a cache.
+      valid: `[batch, length]` bool, whether a row is a token. Only allowed with a cache.
+      bias: As in `dot_product_attention`. Not allowed with a cache.
 
     Raises:
       RankMismatchError: `x` is not `[batch, length, embed]`.
-      LayerError: An argument does not go with a cache, or goes only with one.
+      LayerError: An argument is not allowed with a cache, or only allowed with one.
       AttentionError: The arguments do not fit each other.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
@@ -213,7 +216,7 @@ def apply(
     else:
         context_rows, state = _attend_to_cache(config, q, k, v, state, valid)
     context_rows = checkpoint_name(place(context_rows, QUERIES), "context")
-    # With sequence parallelism this product scatters the sums over shards.
+    # With sequence parallelism this product ends in a reduce-scatter.
     y = dense.dense(
         context_rows.astype(compute),
         weights["out"]["kernel"],
@@ -281,7 +284,9 @@ def _check_arguments(state: Any, valid: Any, given: dict[str, Any], key: Any) ->
     if state is None:
         if valid is not None:
             raise LayerError(
-                "valid= without a cache", path="valid", fix="pass segment_ids= for padding"
+                "valid= is only allowed with a cache",
+                path="valid",
+                fix="pass segment_ids= for padding",
             )
         return
     if not isinstance(state, KVCache):
@@ -293,7 +298,7 @@ def _check_arguments(state: Any, valid: Any, given: dict[str, Any], key: Any) ->
     for name, value in {**given, 'keys["dropout"]': key}.items():
         if value is not None:
             raise LayerError(
-                f"{name} with a cache",
+                f"{name} is not allowed with a cache",
                 path=name,
-                fix="leave it out: positions follow from the cache, and it is for inference only",
+                fix="leave it out: a cache has its own positions, and is for inference only",
             )

@@ -1,4 +1,4 @@
-"""A product with a kernel whose result is sharded by its axes."""
+"""A product with a kernel. The result is sharded by its axes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def specs(
       inputs: Axis and size of the dims that are contracted.
       outputs: Axis and size of the dims of the result.
       bias: Whether there is a bias.
-      init: Initializer of the kernel. Defaults to a normal distribution with the variance of 1 /
-        (number of inputs), truncated.
+      init: Initializer of the kernel. Defaults to a truncated normal distribution with variance 1 /
+        (number of inputs).
       bias_init: Initializer of the bias. Defaults to zeros.
-      dtypes: Whose `param` is that of the parameters.
+      dtypes: `param` is the dtype of the parameters.
     """
     dtype = dtypes.param
     axes, shape = zip(*inputs, *outputs, strict=True)
@@ -75,12 +75,12 @@ def dense(
 
     Args:
       x: `[..., *inputs]`.
-      kernel: `[*inputs, *outputs]`, as it is used: gathered.
+      kernel: `[*inputs, *outputs]`, already gathered.
       bias: `[*outputs]`. Defaults to none.
       out: Annotation of the result, `[..., *outputs]`.
       contract: Number of dims that are contracted.
       mode: Runtime mode. Defaults to the manager's.
-      dtype: Of the operands and the result. Defaults to that of `x`.
+      dtype: Dtype of the operands and the result. Defaults to that of `x`.
 
     Raises:
       RankMismatchError: The shapes do not fit each other.
@@ -98,13 +98,13 @@ def _check(x: Any, kernel: Any, bias: Any, contract: int) -> None:
     left, right = np.shape(x), np.shape(kernel)
     if len(left) < contract or left[len(left) - contract :] != right[:contract]:
         raise RankMismatchError(
-            f"kernel has shape {right}, and x {left}, whose last {contract} dims are contracted",
+            f"kernel has shape {right}, and does not fit the last {contract} dims of x, {left}",
             path="kernel",
             fix=f"pass a kernel of shape ({', '.join(map(str, left[-contract:]))}, ...)",
         )
     if bias is not None and np.shape(bias) != right[contract:]:
         raise RankMismatchError(
-            f"bias has shape {np.shape(bias)}, and the kernel {right}",
+            f"bias has shape {np.shape(bias)}, and the kernel has shape {right}",
             path="bias",
             fix=f"pass a bias of shape {right[contract:]}",
         )

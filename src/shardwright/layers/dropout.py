@@ -20,7 +20,7 @@ def dropout(x: Any, key: Any, rate: float, *, shared: Sequence[int] = ()) -> Any
       x: Floats.
       key: A JAX key. None drops nothing.
       rate: From 0 (nothing is dropped) up to, but not including, 1.
-      shared: Dims along which all elements have one mask.
+      shared: Dims along which the mask is the same.
 
     Raises:
       LayerError: The rate is outside of [0, 1), or a shared dim does not exist.
@@ -34,14 +34,14 @@ def dropout(x: Any, key: Any, rate: float, *, shared: Sequence[int] = ()) -> Any
             path="shared",
             fix=f"write dims from 0 to {x.ndim - 1}",
         )
-    one = {dim % x.ndim for dim in shared}
-    shape = tuple(1 if dim in one else size for dim, size in enumerate(x.shape))
+    broadcast = {dim % x.ndim for dim in shared}
+    shape = tuple(1 if dim in broadcast else size for dim, size in enumerate(x.shape))
     keep = jax.random.bernoulli(key, 1 - rate, shape)
     return jnp.where(keep, x / jnp.asarray(1 - rate, x.dtype), jnp.zeros((), x.dtype))
 
 
 def check_rate(name: str, rate: Any) -> None:
-    """Check a probability of dropping.
+    """Check a dropout rate.
 
     Raises:
       LayerError: It is not a number from 0 up to, but not including, 1.

@@ -17,10 +17,10 @@ class Dtypes:
     """The dtypes of a block. Norms, softmax, logsumexp and sums of losses are float32 in any case.
 
     Attributes:
-      param: Of stored parameters.
-      compute: Of the operands of products. Defaults to `param`.
-      output: Of what a block returns. Defaults to `compute`.
-      cache: Of keys and values in a cache. Defaults to `compute`.
+      param: Dtype of stored parameters.
+      compute: Dtype of the operands of products. Defaults to `param`.
+      output: Dtype of the result of a block. Defaults to `compute`.
+      cache: Dtype of keys and values in a cache. Defaults to `compute`.
 
     Raises:
       LayerError: A value is not a floating-point dtype.

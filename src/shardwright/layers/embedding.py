@@ -26,7 +26,7 @@ def specs(vocab: int, embed: int, *, init: Any = None, dtypes: Dtypes = FLOAT32)
       vocab: Number of tokens.
       embed: Size of the residual.
       init: Initializer. Defaults to a normal distribution with the variance 1 / embed.
-      dtypes: Whose `param` is that of the table.
+      dtypes: `param` is the dtype of the table.
     """
     if init is None:
         init = jax.nn.initializers.variance_scaling(1.0, "fan_out", "normal", in_axis=0, out_axis=1)
@@ -38,9 +38,9 @@ def apply(
 ) -> jax.Array:
     """Return the residual of tokens, sharded as (BATCH, LENGTH, EMBED).
 
-    Each shard of the vocabulary looks up its own tokens, and the results are summed. Nothing
-    multiplies one-hot rows: that would cost as much as the output projection. A token outside of
-    `[0, vocab)`, such as padding of -1, gets zeros and has no gradient.
+    Each shard of the vocabulary looks up its own tokens, and the results are summed. There is
+    no product with one-hot rows, which would cost as much as the output projection. A token outside
+    of `[0, vocab)`, such as padding of -1, gets zeros and has no gradient.
 
     Args:
       table: `[vocab, embed]`, as stored. A tied output projection uses the same leaf.
@@ -74,7 +74,8 @@ def _on_shards(manager: PartitionManager, vocab: int, tokens: Any) -> Any:
     both = [axis for dim in resolution.decisions for axis in dim.mesh_axes if axis in names]
     if both:
         raise LayerError(
-            f"{both[0]} shards VOCAB and the tokens, so no device has the tokens of its rows",
+            f"{both[0]} shards both VOCAB and the tokens, so a device with a part of the table has "
+            "only a part of the tokens",
             path="tokens",
             fix=f"give VOCAB or {' and '.join(map(axis_label, TOKENS))} a rule without {both[0]}",
         )
@@ -89,9 +90,7 @@ def _on_shards(manager: PartitionManager, vocab: int, tokens: Any) -> Any:
 
 
 def _lookup(table: Any, tokens: Any, names: tuple[str, ...]) -> Any:
-    """Look up tokens in a shard of the vocabulary; `names` are the mesh axes that it is split
-    over.
-    """
+    """Look up tokens in one shard of the table. `names` are the mesh axes that shard VOCAB."""
     rows = table.shape[0]
     local = tokens - jax.lax.axis_index(names) * rows if names else tokens
     is_here = (local >= 0) & (local < rows)

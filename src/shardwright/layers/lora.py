@@ -61,7 +61,7 @@ def specs(
       inputs: Axis and size of the dims that the adapted product contracts.
       outputs: Axis and size of the dims of its result.
       init: Initializer of `a`. Defaults to that of `dense.specs`.
-      dtypes: Whose `param` is that of the parameters.
+      dtypes: `param` is the dtype of the parameters.
     """
     rank = [(EMPTY, config.rank)]
     zeros = jax.nn.initializers.zeros
@@ -85,21 +85,21 @@ def apply(
 
     Args:
       config: The scale.
-      params: `a` and `b`, as they are used: gathered.
+      params: `a` and `b`, already gathered.
       x: `[..., *inputs]`: the input of the adapted product.
       out: Annotation of the result, `[..., *outputs]`.
       inner: Annotation of `x A`, `[..., rank]`; the rank is `EMPTY`.
       contract: Number of dims of `x` that are contracted.
-      dtype: Of the operands and the result. Defaults to that of `x`.
+      dtype: Dtype of the operands and the result. Defaults to that of `x`.
 
     Raises:
       RankMismatchError: The shapes do not fit each other.
-      ShardingError: An annotation does not fit, or the rules or the mesh do not.
+      ShardingError: An annotation does not fit its array, the rules or the mesh.
     """
     a, b = np.shape(params["a"]), np.shape(params["b"])
     if a[-1:] != (config.rank,) or b[:1] != (config.rank,):
         raise RankMismatchError(
-            f"a has shape {a} and b {b}, and the rank is {config.rank}",
+            f"a has shape {a}, b has shape {b}, and the rank is {config.rank}",
             fix=f"pass a of shape (..., {config.rank}) and b of shape ({config.rank}, ...)",
         )
     low = dense.dense(x, params["a"], out=inner, contract=contract, dtype=dtype)

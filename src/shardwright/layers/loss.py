@@ -24,13 +24,13 @@ _TOKENS = (BATCH, QUERY_LENGTH)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A mean over the tokens that count.
+    """Means over the tokens that are not ignored.
 
     Attributes:
       mean: Cross-entropy in nats per token, plus the z-loss: what training minimizes.
-      cross_entropy: Without the z-loss.
+      cross_entropy: Cross-entropy in nats per token, without the z-loss.
       z_loss: Mean of the squared logsumexp, times its factor.
-      tokens: Number of tokens that count, int32.
+      tokens: Number of tokens that are not ignored, int32.
     """
 
     mean: jax.Array
@@ -40,13 +40,13 @@ class Loss:
 
 
 def specs(vocab: int, embed: int, *, init: Any = None, dtypes: Dtypes = FLOAT32) -> ArraySpec:
-    """Return the output projection, `[embed, vocab]`. A tied one is the embedding table instead.
+    """Return the output projection, `[embed, vocab]`. Tied models use the embedding table.
 
     Args:
       vocab: Number of tokens.
       embed: Size of the residual.
       init: Initializer. Defaults to a normal distribution with the variance 1 / embed.
-      dtypes: Whose `param` is that of the projection.
+      dtypes: `param` is the dtype of the projection.
     """
     if init is None:
         init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
@@ -69,7 +69,7 @@ def logits(
       head: As stored: `[embed, vocab]`, or the embedding table `[vocab, embed]`.
       tied: Whether `head` is the embedding table.
       softcap: c in `c * tanh(logits / c)`. Defaults to none.
-      dtypes: Whose `compute` is that of the operands.
+      dtypes: `compute` is the dtype of the operands.
       path: Path of `head` in the model, required if the strategy has `[[tensors]]` entries.
 
     Raises:
@@ -99,20 +99,21 @@ def cross_entropy(
 ) -> Loss:
     """Return the cross-entropy of labels, averaged over all tokens of all shards.
 
-    Each shard of the vocabulary has its part of the logits. What is sent per token is a maximum, a
-    sum and the logit of the label. With `chunks`, the logits of only one part of the tokens exist
-    at a time, in the backward pass too, which computes them again.
+    Each shard of the vocabulary has its part of the logits. Per token, only a maximum, a sum and
+    the logit of the label are sent. With `chunks`, only one part of the tokens has logits in memory
+    at a time. The backward pass computes these logits again, also part by part.
 
     Args:
       x: `[batch, length, embed]`, after the last norm.
       head: As stored: `[embed, vocab]`, or the embedding table `[vocab, embed]`.
       labels: `[batch, length]` integers.
       tied: Whether `head` is the embedding table.
-      chunks: Number of parts. It divides the length; with a sharded length, that of a shard.
+      chunks: Number of parts. It must divide the length, or if the length is sharded, the length of
+        a shard.
       z_loss: Factor of the mean squared logsumexp (PaLM, arXiv:2204.02311, section 5).
       softcap: As in `logits`.
-      ignore: Tokens with this label, or with any negative one, do not count.
-      dtypes: Whose `compute` is that of the operands. All sums are float32.
+      ignore: Tokens with this label, or with any negative label, are ignored.
+      dtypes: `compute` is the dtype of the operands. All sums are float32.
       path: As in `logits`.
 
     Raises:
@@ -166,8 +167,8 @@ def _sums(values: Any, labels: Any, ignore: int) -> tuple[jax.Array, jax.Array, 
 def _by_chunks(sums: Any, x: Any, labels: Any, chunks: int) -> Any:
     """Add the sums of one chunk after the other.
 
-    Chunk i takes every token whose position is i modulo `chunks`. So a sharded length stays sharded
-    within a chunk, and nothing is sent.
+    Chunk i has the tokens at the positions that are i modulo `chunks`. So a sharded length stays
+    sharded within a chunk, and nothing is sent.
     """
     batch, length, embed = x.shape
     x = x.reshape(batch, length // chunks, chunks, embed)
@@ -199,7 +200,7 @@ def _check_head(x: Any, head: Any, tied: bool) -> None:
     if len(shape) != 3 or len(own) != 2 or own[1 if tied else 0] != shape[-1]:
         kind = "[vocab, embed], the embedding table" if tied else "[embed, vocab]"
         raise RankMismatchError(
-            f"head has shape {own}, and x {shape}",
+            f"head has shape {own}, and x has shape {shape}",
             path="head",
             fix=f"pass x as [batch, length, embed], and head as {kind}",
         )
@@ -208,7 +209,7 @@ def _check_head(x: Any, head: Any, tied: bool) -> None:
 def _check_labels(x: Any, labels: Any, chunks: int, z_loss: float) -> None:
     if labels.shape != x.shape[:2]:
         raise RankMismatchError(
-            f"labels have shape {labels.shape}, and x {x.shape}",
+            f"labels have shape {labels.shape}, and x has shape {x.shape}",
             path="labels",
             fix=f"pass shape {x.shape[:2]}, one label per token",
         )

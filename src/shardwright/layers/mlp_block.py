@@ -34,15 +34,15 @@ class MlpConfig:
 
     Attributes:
       embed: Size of the residual.
-      hidden: Size between the products.
+      hidden: Size of the hidden layer, between the two products.
       activations: One name per up projection; their results are multiplied. See `activation`.
       clamp: Constants of the clamped activations.
       norm: The norm before the block. None for none.
       bias: Whether the products have biases.
-      dropout: Probability of dropping a hidden element, where a key is given.
-      dropout_shared: Dims of `[batch, length, hidden]` along which all elements have one mask.
+      dropout: Probability of dropping a hidden element, if `keys` has a dropout key.
+      dropout_shared: Dims of `[batch, length, hidden]` along which the dropout mask is the same.
       init: Initializer of the kernels. Defaults to that of `dense.specs`.
-      dtypes: Of parameters, products and the result.
+      dtypes: Dtypes of the parameters, products and result.
 
     Raises:
       LayerError: A size, name or rate is not valid.
@@ -95,14 +95,14 @@ def apply(
 ) -> tuple[jax.Array, Any]:
     """Return what the block adds to the residual `x`, and the state.
 
-    The residual is sharded as (BATCH, LENGTH, EMBED); what enters the products as (BATCH,
-    QUERY_LENGTH, EMBED), with the hidden values as (BATCH, QUERY_LENGTH, MLP_INTERMEDIATE).
+    The residual is sharded as (BATCH, LENGTH, EMBED). The input of the up projections is sharded as
+    (BATCH, QUERY_LENGTH, EMBED), and the hidden values as (BATCH, QUERY_LENGTH, MLP_INTERMEDIATE).
 
     Args:
       config: Sizes and options.
       params: The tree that `specs` describes, as stored.
       x: `[batch, length, embed]`.
-      keys: `{"dropout": key}`. Defaults to none: nothing is dropped.
+      keys: `{"dropout": key}`. By default nothing is dropped.
       state: Returned as it is.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
 
@@ -128,7 +128,7 @@ def apply(
     hidden = gated(config.activations, checkpoint_name(hidden, "mlp_up"), clamp=config.clamp)
     key = (keys or {}).get("dropout")
     hidden = dropout(hidden, key, config.dropout, shared=config.dropout_shared)
-    # With sequence parallelism this product scatters the sums over shards.
+    # With sequence parallelism this product ends in a reduce-scatter.
     y = dense.dense(
         place(hidden, HIDDEN),
         weights["down"]["kernel"],

@@ -44,7 +44,7 @@ class NormConfig:
             raise LayerError(f"epsilon={self.epsilon!r} is not positive", fix="write 1e-6")
         if self.zero_centered and self.kind == "rms":
             raise LayerError(
-                "zero_centered=True with an RMS norm, whose scale is centered on 1",
+                "zero_centered=True is only for layer norms: an RMS norm has a scale centered on 1",
                 fix='leave zero_centered out, or write kind="layer"',
             )
 
@@ -69,7 +69,7 @@ def apply(config: NormConfig, params: dict[str, Any], x: Any, *, dtype: Any = No
       config: Which norm.
       params: `scale`, and `bias` for "layer".
       x: `[..., size]`.
-      dtype: Of the result. Defaults to that of `x`.
+      dtype: Dtype of the result. Defaults to that of `x`.
     """
     if config.kind == "rms":
         return rms_norm(x, params["scale"], epsilon=config.epsilon, dtype=dtype)
@@ -94,8 +94,8 @@ def layer_norm(
 ) -> Any:
     """Return `(x - mean) / sqrt(variance + epsilon) * scale + bias` (Ba et al., arXiv:1607.06450).
 
-    The statistics are those of the last dim, in float32: first the mean, then the mean square of
-    the differences. The result is cast once, at the end.
+    The mean and the variance of the last dim are computed in float32, the variance as the mean
+    square of `x - mean`. The result is cast once, at the end.
 
     Args:
       x: `[..., size]`.
@@ -103,7 +103,7 @@ def layer_norm(
       bias: `[size]`. Defaults to none.
       epsilon: Added to the variance.
       zero_centered: Multiply by `1 + scale`.
-      dtype: Of the result. Defaults to that of `x`.
+      dtype: Dtype of the result. Defaults to that of `x`.
 
     Raises:
       RankMismatchError: `scale` or `bias` does not fit the last dim.
@@ -121,13 +121,13 @@ def layer_norm(
 def rms_norm(x: Any, scale: Any, *, epsilon: float = 1e-6, dtype: Any = None) -> Any:
     """Return `x / sqrt(mean(x^2) + epsilon) * scale` (Zhang and Sennrich, arXiv:1910.07467).
 
-    The mean is that of the last dim, in float32. The result is cast once, at the end.
+    The mean over the last dim is computed in float32. The result is cast once, at the end.
 
     Args:
       x: `[..., size]`.
       scale: `[size]`.
       epsilon: Added to the mean square, inside the root.
-      dtype: Of the result. Defaults to that of `x`.
+      dtype: Dtype of the result. Defaults to that of `x`.
 
     Raises:
       RankMismatchError: `scale` does not fit the last dim.
@@ -143,7 +143,7 @@ def _check(x: Any, **params: Any) -> None:
     for name, value in params.items():
         if value is not None and np.shape(value) != np.shape(x)[-1:]:
             raise RankMismatchError(
-                f"{name} has shape {np.shape(value)}, and x {np.shape(x)}",
+                f"{name} has shape {np.shape(value)}, and x has shape {np.shape(x)}",
                 path=name,
                 fix=f"pass {name} of shape {np.shape(x)[-1:]}, one value per element of the last "
                 "dim",

@@ -1,7 +1,7 @@
 """Shard activations and gather weights under the ambient manager; without one, do nothing.
 
-`sw.shard` and `sw.gather` refuse to run without a manager. Layers do not: the same code runs on
-one device.
+`sw.shard` and `sw.gather` raise an error without a manager. These functions do not, so that a layer
+also runs on one device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def use(params: Any, specs: Any, *, path: str | None = None) -> Any:
 
     Args:
       params: A weight, or a tree of them.
-      specs: Its `ArraySpec`s.
+      specs: The `ArraySpec`s of `params`.
       path: Path of the tree in the model, required if the strategy has `[[tensors]]` entries.
     """
     manager = context.current()

@@ -1,4 +1,4 @@
-"""Dot products on integers: operands with few bits and one scale per channel, exact integer sums.
+"""Dot products of integers with 4 to 8 bits, one scale per channel, and exact sums.
 
     x ~ value * scale
     scale = max|x| / (2^(bits-1) - 1), with the maximum over the contracted dims
@@ -16,8 +16,8 @@ where g * y.scale is quantized over the dims that this dot contracts. So the for
 8-bit operands, and nothing is quantized twice. Gradients are rounded to nearest too, not
 stochastically: the same step gives the same bits.
 
-A dim that is contracted over mesh axes costs an all-reduce of int32 (as many bytes as float32), and
-an all-reduce of the scales of each operand.
+If a contracted dim is sharded, there is one all-reduce of int32 sums (as many bytes as float32),
+and one all-reduce of the scales of each operand.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def quantize(x: Any, *, shared: Sequence[int], bits: int = 8) -> Quantized:
       bits: 4 to 8.
 
     Raises:
-      LayerError: Not floats, or another number of bits.
+      LayerError: `x` is not an array of floats, or `bits` is not from 4 to 8.
 
     >>> quantize(jnp.array([[1.0, -4.0], [0.5, 2.0]]), shared=(0,)).value
     Array([[ 127, -127],
@@ -76,7 +76,7 @@ def quantize(x: Any, *, shared: Sequence[int], bits: int = 8) -> Quantized:
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise LayerError(
-            f"a quantized dot of {x.dtype}, not of floats",
+            f"a quantized dot takes floats, got {x.dtype}",
             fix="cast the operand, or use jax.lax.dot_general",
         )
     largest = _largest(check_bits(bits))
@@ -89,7 +89,7 @@ def quantize(x: Any, *, shared: Sequence[int], bits: int = 8) -> Quantized:
 
 
 def _wide(dtype: Any) -> Any:
-    """Return the dtype of scales, explicitly: JAX does not promote floats of 8 bits or fewer."""
+    """Return the dtype of scales. JAX does not choose it: it does not promote floats of 8 bits."""
     return jnp.dtype(dtype if jnp.dtype(dtype).itemsize > 4 else jnp.float32)
 
 
@@ -120,9 +120,10 @@ def quantized_dot_general(
       out_sharding: As in `jax.lax.dot_general`, for meshes with Explicit axes.
 
     Raises:
-      LayerError: An operand is not floats, or JAX does not promote the dtypes; another number of
-        bits; a quantized operand whose values are not signed integers of 8 bits or fewer, that has
-        zero points, or whose scales differ along a contracted dim or do not fit the values.
+      LayerError: An operand does not have floats, JAX does not promote the dtypes, or `bits` is not
+        from 4 to 8. Or the quantized operand has zero points, has values other than signed integers
+        of at most 8 bits, or has scales that do not fit the values or differ along a contracted
+        dim.
     """
     (left_contract, right_contract), (left_batch, right_batch) = dimension_numbers
     stored = isinstance(rhs, Quantized)
@@ -177,12 +178,12 @@ class _Call:
     """The static part of a dot.
 
     Attributes:
-      dims: Of both operands.
+      dims: Dims of both operands.
       bits: 4 to 8.
-      dtype: Of the result.
-      dtypes: Of the operands; None for a quantized one.
-      out_sharding: Of the result.
-      specs: Of the operands, if the mesh has Explicit axes; else None.
+      dtype: Dtype of the result.
+      dtypes: Dtypes of the operands; None for a quantized operand.
+      out_sharding: Sharding of the result.
+      specs: Specs of the operands if the mesh has Explicit axes, else None.
     """
 
     dims: _Dims
@@ -194,7 +195,7 @@ class _Call:
 
 
 def _explicit_spec(x: Any) -> PartitionSpec | None:
-    """Return the spec in an array's type over Explicit mesh axes, which its gradient must have."""
+    """Return the spec that an array's type has over Explicit axes. The gradient must have it."""
     sharding = jax.typeof(x).sharding
     return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else None
 
@@ -205,9 +206,7 @@ def _promoted(lhs: Any, rhs: Any) -> Any:
     try:
         return jnp.result_type(lhs, rhs)
     except ValueError as error:
-        what = (
-            f"a dot of {lhs.dtype} with {rhs.dtype}, which JAX does not promote to a common dtype"
-        )
+        what = f"JAX does not promote {lhs.dtype} and {rhs.dtype} to a common dtype"
         raise LayerError(what, fix="pass preferred_element_type=, or cast an operand") from error
 
 
@@ -236,7 +235,7 @@ def _checked(rhs: Quantized, contract: Sequence[int]) -> Quantized:
         )
     if scale.ndim != value.ndim:
         raise LayerError(
-            f"scales of shape {scale.shape} for a quantized operand of shape {value.shape}",
+            f"the scales have shape {scale.shape}, and the quantized operand {value.shape}",
             fix=f"pass {fix}",
         )
     wrong = [dim for dim in contract if scale.shape[dim] != 1]
@@ -249,7 +248,7 @@ def _checked(rhs: Quantized, contract: Sequence[int]) -> Quantized:
     sizes = zip(scale.shape, value.shape, strict=True)
     if any(scales not in (1, values) for scales, values in sizes):
         raise LayerError(
-            f"scales of shape {scale.shape} for a quantized operand of shape {value.shape}",
+            f"the scales have shape {scale.shape}, and the quantized operand {value.shape}",
             fix=f"pass {fix}: along a dim there is one scale, or one per element",
         )
     return Quantized(value=value.astype(jnp.int8), scale=scale)
@@ -341,8 +340,8 @@ def _gradient(g: Any, other: Quantized, side: int, call: _Call) -> Any:
       call: The dot.
     """
     dims = call.dims
-    # The dims of the other operand's scales are contracted now, so the scales go into g. Its
-    # integers are used as they are.
+    # This dot contracts the dims of the other operand's scales, so g is multiplied by the scales.
+    # The integers of the other operand are used as they are.
     scaled = g.astype(
         _wide(jnp.promote_types(_wide(g.dtype), _wide(other.scale.dtype)))
     ) * _like_result(other.scale, 1 - side, dims)
@@ -353,8 +352,8 @@ def _gradient(g: Any, other: Quantized, side: int, call: _Call) -> Any:
         ranks=(g.ndim, dims.ranks[1 - side]),
     )
     quantized = quantize(scaled, shared=back.contract[0], bits=call.bits)
-    # The free dims of the other operand are now those that the forward dot contracted, in its own
-    # order.
+    # In this dot, the free dims of the other operand are the dims that the forward dot contracted.
+    # They have the order that they have in the other operand.
     contracted = dims.contract[1 - side]
     meets = [dims.contract[side][contracted.index(dim)] for dim in sorted(contracted)]
     order = (*dims.batch[side], *dims.free(side), *meets)

@@ -22,7 +22,8 @@ class QuantizedDotGeneral(_Module):  # type: ignore[misc]
 
     Attributes:
       bits: 4 to 8.
-      convert: Quantize the right operand and store it. Otherwise the stored one is used.
+      convert: Whether to quantize and store the right operand. Otherwise the stored operand is
+        used.
     """
 
     bits: int
@@ -41,7 +42,8 @@ class QuantizedDotGeneral(_Module):  # type: ignore[misc]
         """Compute the dot. `precision` has no meaning for integers.
 
         Raises:
-          LayerError: Nothing is stored, it has another shape, or the collection is not mutable.
+          LayerError: No weights are stored, their shape does not fit, or the collection is not
+            mutable.
         """
         rhs = self._stored(rhs, dimension_numbers[0][1])
         return quantized_dot_general(
@@ -58,7 +60,7 @@ class QuantizedDotGeneral(_Module):  # type: ignore[misc]
         write = self.convert or self.is_initializing()
         if write and not self.is_mutable_collection(COLLECTION):
             raise LayerError(
-                "convert stores quantized weights",
+                f"the collection {COLLECTION!r} is not mutable, and convert stores weights in it",
                 path=place,
                 fix=f'model.apply(variables, x, mutable=["{COLLECTION}"])',
             )
@@ -80,6 +82,6 @@ class QuantizedDotGeneral(_Module):  # type: ignore[misc]
         if write:
             value.value, scale.value = fresh.value, fresh.scale
         if value.value.shape != rhs.shape:
-            what = f"the stored weights have shape {value.value.shape}, the operand has {rhs.shape}"
+            what = f"the stored weights have shape {value.value.shape}, the operand {rhs.shape}"
             raise LayerError(what, path=place, fix="convert the model that is served")
         return Quantized(value=value.value, scale=scale.value)

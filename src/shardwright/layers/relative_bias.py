@@ -23,11 +23,11 @@ class RelativeBiasConfig:
 
     Attributes:
       heads: Heads of queries.
-      buckets: Number of buckets. Half of those of a direction hold one distance each, the other
-        half logarithmic ranges.
+      buckets: Number of buckets. In each direction, half of the buckets hold one distance each. The
+        other half hold ranges of distances that grow logarithmically.
       max_distance: From this distance on, all keys are in the last bucket.
-      bidirectional: Whether keys after the query have buckets of their own, half of all. Otherwise
-        they are in bucket 0.
+      bidirectional: Whether keys after the query use the second half of the buckets. Otherwise they
+        are in bucket 0.
 
     Raises:
       LayerError: A value is not valid, or there are too few buckets.
@@ -45,9 +45,9 @@ class RelativeBiasConfig:
         exact = self.buckets // (4 if self.bidirectional else 2)
         if not exact or self.max_distance <= exact:
             raise LayerError(
-                f"buckets={self.buckets} with max_distance={self.max_distance}: "
-                f"{exact} distances have a bucket of their own",
-                fix="pass at least 4 buckets, and a max_distance beyond half of a direction's",
+                f"buckets={self.buckets} does not fit max_distance={self.max_distance}: "
+                f"{exact} buckets of a direction hold one distance each",
+                fix=f"pass at least 4 buckets, and a max_distance above {exact}",
             )
 
 
@@ -58,7 +58,7 @@ def specs(config: RelativeBiasConfig, *, init: Any = None, dtypes: Dtypes = FLOA
       config: Sizes.
       init: Initializer. Defaults to a uniform distribution with the variance of 2 / (heads +
         buckets).
-      dtypes: Whose `param` is that of the table.
+      dtypes: `param` is the dtype of the table.
     """
     if init is None:
         init = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
@@ -78,11 +78,11 @@ def apply(
 
     Args:
       config: Sizes.
-      table: `[heads, buckets]`, as it is used.
+      table: `[heads, buckets]`, already gathered.
       q_length: Number of queries.
       kv_length: Number of keys, at the positions from 0 on.
-      q_start: Position of the first query. A decoded token has the length of the cache.
-      dtype: Of the bias. Defaults to that of the table.
+      q_start: Position of the first query. For a decoded token, this is the length of the cache.
+      dtype: Dtype of the bias. Defaults to that of the table.
 
     Raises:
       RankMismatchError: The table has another shape.
@@ -119,7 +119,7 @@ def bucket(config: RelativeBiasConfig, distance: Any) -> np.ndarray:
         before = np.abs(before)
     before = np.maximum(before, 0)
     exact = count // 2
-    # In float32, as T5 computes it: a distance on the border of two buckets falls as it does there.
+    # Use float32, as T5 does, so that a distance on the border of two buckets gets the same bucket.
     share = np.log(before.astype(np.float32) / exact + np.finfo(np.float32).eps)
     steps = share / np.log(config.max_distance / exact) * (count - exact)
     far = np.minimum(exact + steps.astype(np.int32), count - 1)

@@ -15,7 +15,7 @@ from shardwright.errors import LayerError, Problem, RankMismatchError, raise_pro
 def rope(x: jax.Array, positions: Any, *, theta: float = 10_000.0) -> jax.Array:
     """Rotate queries or keys by the positions of their tokens (Su et al. 2021).
 
-    Element i of the first half of a head and element i of its second half are a point, rotated by
+    Element i of the first half of a head and element i of its second half form a point, rotated by
     the angle `position * theta ** (-2i / head_dim)`, in float32. Every token has its own position,
     so sequences may be permuted, packed, or continue a cache. Nothing is sent, if `x` is sharded
     over batch, length or heads.
@@ -35,7 +35,8 @@ def rope(x: jax.Array, positions: Any, *, theta: float = 10_000.0) -> jax.Array:
       An array like `x`.
 
     Raises:
-      RankMismatchError: Shapes do not fit each other, or `head_dim` is odd; all problems at once.
+      RankMismatchError: Shapes do not fit each other, or `head_dim` is odd. The error lists all
+        problems.
       LayerError: Positions are not integers, or `theta` is not positive.
     """
     raise_problems(_problems(x, positions, theta))
@@ -81,7 +82,7 @@ def _problems(x: Any, positions: Any, theta: Any) -> list[Problem]:
         problems.append(
             Problem(
                 error=LayerError,
-                what=f"theta={theta!r}",
+                what=f"theta={theta!r} is not a positive number",
                 path="theta",
                 fix="pass a positive number, such as 10_000.0",
             )

@@ -38,15 +38,15 @@ class TransformerConfig:
 
     Attributes:
       layers: Number of layers.
-      attention: Of every layer.
-      mlp: Of every layer.
+      attention: Attention of every layer.
+      mlp: MLP of every layer.
       windows: Window of each layer, as a pattern that repeats: `((1023, 0), None)` alternates
         local and global attention. Defaults to that of `attention` for all.
-      dropout: Probability of dropping an element of what a block adds, where a key is given.
-      remat: What is kept for the backward pass: "none" keeps everything, "full" nothing but the
-        residual, "dots" products with weights, "blocks" what each block adds.
+      dropout: Probability of dropping an element of a block's output, if `keys` has a dropout key.
+      remat: What is kept for the backward pass. "none" keeps everything, "full" keeps only the
+        residual, "dots" keeps products with weights, and "blocks" keeps the outputs of the blocks.
       scan: Whether the layers are one `jax.lax.scan` over stacked parameters, which compiles one
-        layer. Not with caches: see `unstack`.
+        layer. Not possible with caches, see `unstack`.
 
     Raises:
       LayerError: The sizes do not fit each other, or a value is not valid.
@@ -65,7 +65,7 @@ class TransformerConfig:
         check_rate("dropout", self.dropout)
         if self.mlp.embed != self.attention.embed:
             raise LayerError(
-                f"mlp.embed={self.mlp.embed}, and attention.embed={self.attention.embed}",
+                f"mlp.embed={self.mlp.embed} differs from attention.embed={self.attention.embed}",
                 fix="give both the size of the residual",
             )
         if self.remat not in REMAT:
@@ -83,15 +83,15 @@ class TransformerConfig:
 
     @property
     def pattern(self) -> tuple[Window | None, ...]:
-        """The windows of the layers that repeat; one entry if all layers are alike."""
+        """The pattern of windows that repeats over the layers. It may have one entry."""
         return tuple(self.windows) or (self.attention.window,)
 
 
 def specs(config: TransformerConfig) -> list[Any]:
     """Return the parameters as `ArraySpec`s.
 
-    With `scan` there is one tree per entry of the pattern of windows, with a leading LAYERS dim;
-    without, one tree per layer. Each tree is `{"attention": ..., "mlp": ...}`.
+    With `scan` there is one tree per window of the pattern, with a leading LAYERS dim. Without
+    `scan` there is one tree per layer. Each tree is `{"attention": ..., "mlp": ...}`.
     """
     layer = {
         "attention": attention_block.specs(config.attention),
@@ -106,8 +106,9 @@ def specs(config: TransformerConfig) -> list[Any]:
 def unstack(
     config: TransformerConfig, params: Sequence[Any]
 ) -> tuple[TransformerConfig, list[Any]]:
-    """Return config and parameters without `scan`, for serving: a stack of caches in a scan would
-    be copied at each step.
+    """Return config and parameters without `scan`, for serving.
+
+    A scan would copy the stack of caches at each step.
     """
     if not config.scan:
         return config, list(params)
@@ -152,7 +153,7 @@ def apply(
       config: Sizes and options.
       params: The trees that `specs` describes, as stored.
       x: The residual, `[batch, length, embed]`.
-      keys: `{"dropout": key}`. Defaults to none: nothing is dropped.
+      keys: `{"dropout": key}`. By default nothing is dropped.
       state: One cache per layer, as `init_caches` returns them. Under `jit`, donate them.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
       positions: As in `attention_block.apply`.
@@ -160,7 +161,7 @@ def apply(
       valid: As in `attention_block.apply`.
 
     Raises:
-      LayerError: Caches with `scan`, or the wrong number of caches or trees of parameters.
+      LayerError: Caches are given with `scan`, or the number of caches or of trees is wrong.
       RankMismatchError: `x` is not `[batch, length, embed]`.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
@@ -265,7 +266,7 @@ def _check_counts(config: TransformerConfig, params: Any, state: Any) -> None:
         return
     if config.scan:
         raise LayerError(
-            "caches with scan=True",
+            "caches cannot be used with scan=True",
             path="state",
             fix="config, params = transformer_block.unstack(config, params)",
         )

@@ -240,13 +240,14 @@ def test_serve_without_stored_kernels() -> None:
     with pytest.raises(
         sw.LayerError,
         match=(
-            r"convert stores quantized weights\n  fix   model.apply\(variables, x, "
+            r"the collection 'quantized' is not mutable, and convert stores weights in it\n"
+            r"  fix   model.apply\(variables, x, "
             r"mutable=\[.quantized.\]\)"
         ),
     ):
         model(8, "convert").apply(variables, X)
     small = model(None).init(jax.random.key(0), X[:, :4])
     with pytest.raises(
-        sw.LayerError, match=r"the stored weights have shape \(8, 32\), the operand has \(4, 32\)"
+        sw.LayerError, match=r"the stored weights have shape \(8, 32\), the operand \(4, 32\)"
     ):
         model(8, "serve").apply({**small, **stored}, X[:, :4])

@@ -20,10 +20,13 @@ from tests.layers.moe.reference import config, manager, parameters, tokens
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (lambda: config(per_token=9), "per_token=9 of 8 experts\n  fix   give at most 8"),
+        (
+            lambda: config(per_token=9),
+            "per_token=9 is more than the 8 experts\n  fix   give at most 8",
+        ),
         (lambda: config(groups=3), "8 experts do not divide into 3 groups"),
-        (lambda: config(groups=4, top_groups=5), "top_groups=5 of 4 groups"),
-        (lambda: config(groups=4, per_token=3), "of 2 experts in the 1 best groups"),
+        (lambda: config(groups=4, top_groups=5), "top_groups=5 is more than the 4 groups"),
+        (lambda: config(groups=4, per_token=3), "more than the 2 experts in the 1 best groups"),
         (lambda: config(experts=0), "experts"),
         (lambda: config(shared=-1), "shared"),
         (lambda: config(score="tanh"), "give one of softmax, sigmoid"),

@@ -4,8 +4,8 @@
     [X / ep, ep * C, E]  --all-to-all-->  [X, C, E]  --weighted sum-->  y [t, E]
 
 t: tokens of a device, E: embed, X: experts, C: slots of a sender at an expert, ep: devices that the
-experts are sharded over. Where the tokens are replicated over those devices instead, nothing is
-sent: each device serves its own experts, and a sum over the devices adds up the results.
+experts are sharded over. If the tokens are replicated over these devices, no tokens are sent. Each
+device then runs its own experts, and an all-reduce adds the results.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _USED_AS = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoEStats:
-    """What the router did with all tokens of the batch, over all devices.
+    """Statistics of the router over all tokens of the batch, on all devices.
 
     Attributes:
       load: [experts] int32, how many tokens picked each expert, the dropped ones included.
       dropped: int32, how many copies of tokens found no slot; 0 if dropless.
-      aux: float32, the losses of the router times their factors: add it to the loss.
+      aux: float32, the losses of the router times their factors. Add it to the loss.
     """
 
     load: Any
@@ -72,7 +72,8 @@ class MoEState:
     """State of the router.
 
     Attributes:
-      bias: [experts] float32, added to the scores for picking only; None picks by the scores.
+      bias: [experts] float32, added to the scores when experts are picked, but not to the weights.
+        None adds nothing.
       stats: `MoEStats` of the last call, or None before it.
     """
 
@@ -86,8 +87,8 @@ class Dispatch:
 
     Attributes:
       sent: Mesh axes that tokens are sent over: the experts and the tokens are sharded over them.
-      summed: Mesh axes that results are summed over: experts or their hidden dims are sharded over
-        them, the tokens are not.
+      summed: Mesh axes that results are summed over. The experts or their hidden dims are sharded
+        over them, but the tokens are not.
       expert_axes: Mesh axes that the experts are sharded over.
       token_axes: Mesh axes that the tokens are sharded over.
       senders: Number of shards of the tokens.
@@ -126,15 +127,15 @@ def apply(
 ) -> tuple[Any, MoEState]:
     """Send each token through its experts and return the weighted sum of their results.
 
-    With a manager entered, the experts and the tokens are sharded as it resolves their axes.
-    Without one, the layer is a function of whole arrays.
+    If there is an ambient manager, its rules shard the experts and the tokens. Otherwise nothing is
+    sharded.
 
     Args:
       config: The mixture.
       params: Arrays as `specs(config)` describes them, stored as the manager shards parameters.
       x: Tokens, (BATCH, QUERY_LENGTH, EMBED) or flattened to (BATCH, EMBED).
       keys: Not used: the layer has no randomness.
-      state: The router's bias. None means that it has none.
+      state: State of the router. Defaults to a state without a bias.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
       mode: Runtime mode. Defaults to the manager's.
 
@@ -145,7 +146,7 @@ def apply(
     Raises:
       IndivisibleError: The experts or the tokens do not divide over their mesh axes.
       LayerError: A parameter is missing or has a wrong shape, or a `shard_map` surrounds the call.
-      RankMismatchError: x does not have 2 or 3 dims, or another size of a token.
+      RankMismatchError: x does not have 2 or 3 dims, or its last dim is not `embed`.
       StrategyError: The strategy shards a dim that the layer needs whole.
     """
     del keys
@@ -164,7 +165,7 @@ def apply(
 
 
 def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = None) -> Dispatch:
-    """Return how the entered manager lets tokens of a shape reach their experts.
+    """Return how tokens of a shape reach their experts under the ambient manager.
 
     Args:
       config: The mixture.
@@ -172,13 +173,13 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
       mode: Runtime mode. Defaults to the manager's.
 
     Raises:
-      ShardingError: As `apply` does.
+      ShardingError: As in `apply`.
     """
     manager: PartitionManager = context.require("moe.explain", method=False)
     if is_inside_shard_map():
         raise LayerError(
-            "a mixture inside a shard_map, where the shape of the tokens is that of one shard",
-            fix="call it outside: the mixture maps itself over the shards",
+            "the mixture is called inside a shard_map, where x is only one shard of the tokens",
+            fix="call it outside: the mixture runs a shard_map of its own",
         )
     sizes = dict(zip(manager.mesh.axis_names, manager.mesh.axis_sizes, strict=True))
     tokens = manager.explain(_token_axes(shape), mode=mode, shape=shape)
@@ -198,7 +199,7 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
     both = tuple(axis for axis in expert_axes if axis in token_axes)
     if both and both != expert_axes:
         raise StrategyError(
-            f"the experts are sharded over {'+'.join(expert_axes)}, the tokens only over "
+            f"the experts are sharded over {'+'.join(expert_axes)}, but the tokens only over "
             f"{'+'.join(both)} of these",
             fix="shard BATCH over all mesh axes of EXPERT, or over none of them",
         )
@@ -226,10 +227,8 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
 def _check_capacity(
     config: MoEConfig, dispatch: Dispatch, manager: PartitionManager, mode: str | None
 ) -> None:
-    """Check that the strategy shards CAPACITY over the mesh axes that the senders have besides the
-    experts' own.
-    """
-    # Any size that divides: the answer is only used for its mesh axes.
+    """Check that CAPACITY is sharded over all mesh axes of the tokens that do not shard experts."""
+    # Only the mesh axes of the resolution are used, so any divisible size will do.
     rows = max(dispatch.slots, 1) * math.prod(manager.mesh.axis_sizes)
     shape = (config.experts, rows, config.embed)
     capacity = manager.explain((EXPERT, CAPACITY, EMBED), mode=mode, shape=shape)
@@ -254,7 +253,7 @@ def _token_axes(shape: tuple[int, ...]) -> tuple[str, ...]:
 def _check(config: MoEConfig, params: Any, x: Any, state: MoEState) -> None:
     if x.ndim not in (2, 3) or x.shape[-1] != config.embed:
         raise RankMismatchError(
-            f"tokens of shape {x.shape}, the mixture takes [..., {config.embed}]",
+            f"the tokens have shape {x.shape}, but the mixture takes [..., {config.embed}]",
             fix=f"pass (BATCH, QUERY_LENGTH, EMBED) or (BATCH, EMBED) with EMBED {config.embed}",
         )
     shapes = {name: spec.shape for name, spec in specs(config).items()}
@@ -262,7 +261,7 @@ def _check(config: MoEConfig, params: Any, x: Any, state: MoEState) -> None:
         has = getattr(params.get(name), "shape", None)
         if has != shape:
             raise LayerError(
-                f"parameter {name} has shape {has}, the mixture needs {shape}"
+                f"parameter {name} has shape {has}, but the mixture needs {shape}"
                 if has is not None
                 else f"parameter {name} is missing",
                 fix="create the parameters from moe.specs(config)",
@@ -324,8 +323,9 @@ def _on_shard(
 
 
 def _serve(config: MoEConfig, dispatch: Dispatch, params: Any, filled: Any, slots: Slots) -> Any:
-    """Return the results of the slots, [experts * slots, embed]; 0 where another device has the
-    expert.
+    """Return the results of the slots, [experts * slots, embed].
+
+    They are 0 for an expert of another device, unless tokens are sent.
     """
     rows = filled.reshape(config.experts, dispatch.slots, config.embed)
     if dispatch.sent:
@@ -367,8 +367,9 @@ def _shared(config: MoEConfig, dispatch: Dispatch, params: Any, tokens: Any) -> 
 
 
 def _sums(config: MoEConfig, dispatch: Dispatch, routes: Routes, slots: Slots) -> dict[str, Any]:
-    """Return what the statistics need, summed over all tokens: one all-reduce of integers, and one
-    of floats if the router has a loss.
+    """Return the sums over all tokens that the statistics need.
+
+    This is one all-reduce of integers, and one of floats if the router has a loss.
     """
     sums = {"load": jnp.append(slots.load, slots.dropped)}
     if config.has_loss:

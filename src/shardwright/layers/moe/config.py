@@ -27,26 +27,25 @@ from shardwright.vocabulary.layouts import (
 class Dropless:
     """Every token reaches every expert that it picked.
 
-    A device then has room for all of its tokens at each expert, so its buffers hold `experts`
-    times its tokens.
+    Each expert has a slot for every token of a device, so the buffers are `experts` times as large
+    as the tokens.
     """
 
     def slots(self, tokens: int, per_token: int, experts: int) -> int:
-        """Return how many tokens of one device each expert has room for."""
+        """Return the number of slots that each expert has for the tokens of one device."""
         del per_token, experts
         return tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Factor:
-    """Each expert has room for `factor` times the tokens that it gets if all experts get equally
-    many; further tokens are dropped, and counted in `MoEStats.dropped`.
+    """Each expert has `factor` times the slots that an even load needs.
 
-    The room is counted per device that sends tokens, so which tokens are dropped depends on the
-    mesh.
+    Tokens without a slot are dropped, and counted in `MoEStats.dropped`. The slots of an
+    expert are divided among the devices that send tokens, so the mesh decides which are dropped.
 
     Attributes:
-      factor: 1.25 leaves a quarter of the room free if the load is even.
+      factor: Slots / tokens of an expert at an even load, such as 1.25.
     """
 
     factor: float
@@ -59,7 +58,7 @@ class Factor:
             )
 
     def slots(self, tokens: int, per_token: int, experts: int) -> int:
-        """Return how many tokens of one device each expert has room for."""
+        """Return the number of slots that each expert has for the tokens of one device."""
         return math.ceil(tokens * per_token / experts * self.factor)
 
 
@@ -82,7 +81,7 @@ class MoEConfig:
       activation: Name of the gate's activation; see `shardwright.layers.activation`.
       balance_loss: Factor of the loss for an even load (Fedus et al., arXiv:2101.03961, eq. 4).
       z_loss: Factor of the loss for small router logits (Zoph et al., arXiv:2202.08906, eq. 5).
-      dtypes: Of the experts, their products and the result. The router is float32.
+      dtypes: Dtypes of the experts, their products and the result. The router is float32.
 
     Raises:
       LayerError: An option is not valid.
@@ -122,13 +121,13 @@ class MoEConfig:
             )
         if self.top_groups > self.groups:
             raise LayerError(
-                f"top_groups={self.top_groups} of {self.groups} groups",
+                f"top_groups={self.top_groups} is more than the {self.groups} groups",
                 fix=f"give at most {self.groups}",
             )
         if self.per_token > self.pickable:
             where = "" if self.groups == 1 else f" in the {self.top_groups} best groups"
             raise LayerError(
-                f"per_token={self.per_token} of {self.pickable} experts{where}",
+                f"per_token={self.per_token} is more than the {self.pickable} experts{where}",
                 fix=f"give at most {self.pickable}",
             )
 
@@ -157,8 +156,8 @@ def specs(config: MoEConfig) -> dict[str, ArraySpec]:
     """Return the parameters: router, gate, up and down of the experts, and of the shared experts.
 
     Shapes: router [embed, experts]; gate and up [experts, embed, hidden]; down [experts,
-    hidden, embed]; shared_gate and shared_up [embed, shared * hidden]; shared_down the other way
-    round.
+    hidden, embed]; shared_gate and shared_up [embed, shared * hidden]; shared_down
+    [shared * hidden, embed].
     """
     init = jax.nn.initializers.lecun_normal
     embed, hidden, experts = config.embed, config.hidden, config.experts

@@ -1,8 +1,8 @@
-"""Dispatch: one device's tokens to the slots of the experts, and their results back.
+"""Move the tokens of one device to the slots of the experts, and the results back.
 
 A slot is a place for one token at one expert. The tokens of a device fill the slots of an expert in
-the order of the tokens, so the same tokens get the same slots in every run. These functions see the
-tokens of one device; the collectives are in `block`.
+the order of the tokens, so the same tokens get the same slots in every run. These functions work
+on the tokens of one device; the collectives are in `block`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:
-    """Where each copy of each token goes.
+    """The slot of each copy of a token. A token has one copy per expert that it picked.
 
     Attributes:
       places: [tokens * per_token] int32, expert * slots + slot; at least `total` if dropped.
@@ -42,7 +42,7 @@ def assign_slots(picked: Any, *, experts: int, slots: int) -> Slots:
     """
     flat = picked.reshape(-1)
     load = jnp.zeros(experts, jnp.int32).at[flat].add(1)
-    # Sorted by expert, a copy's slot is its distance from the first copy of its expert.
+    # Sort the copies by expert. A copy's slot is its distance from the first copy of its expert.
     order = jnp.argsort(flat, stable=True)
     first = jnp.cumsum(load) - load
     rank = jnp.arange(flat.size, dtype=jnp.int32) - first[flat[order]]
@@ -50,7 +50,7 @@ def assign_slots(picked: Any, *, experts: int, slots: int) -> Slots:
     total = experts * slots
     is_kept = slot < slots
     return Slots(
-        # Dropped copies get places of their own, because a scatter wants no place twice.
+        # Dropped copies get places of their own, because the indices of the scatter must be unique.
         places=jnp.where(is_kept, flat * slots + slot, total + jnp.arange(flat.size)),
         load=load,
         dropped=jnp.sum(~is_kept, dtype=jnp.int32),
@@ -71,8 +71,9 @@ def fill_slots(x: Any, assigned: Slots) -> Any:
 
 
 def combine(results: Any, assigned: Slots, weights: Any) -> Any:
-    """Return the weighted sum of each token's results, [tokens, embed] float32; dropped copies
-    add 0.
+    """Return the weighted sum of each token's results, [tokens, embed] float32.
+
+    Dropped copies add 0.
 
     Args:
       results: [experts * slots, embed].
@@ -82,6 +83,6 @@ def combine(results: Any, assigned: Slots, weights: Any) -> Any:
     copies = results.at[assigned.places].get(mode="fill", fill_value=0)
     copies = copies.reshape(*weights.shape, results.shape[-1]).astype(jnp.float32)
     is_kept = (assigned.places < assigned.total).reshape(weights.shape)
-    # Not 0 * weight: a weight that is not finite would reach rows that have no result.
+    # Not `0 * weight`, which is NaN if the weight is not finite.
     scaled = jnp.where(is_kept[..., None], copies * weights[..., None], 0)
     return scaled.sum(axis=1)

@@ -65,7 +65,8 @@ def route(config: MoEConfig, router: Any, bias: Any, x: Any) -> Routes:
 def _in_best_groups(config: MoEConfig, preferred: Any) -> Any:
     """Return the scores with -inf outside each token's best groups of experts.
 
-    A group's score is the sum of its two best experts (DeepSeek-V3, arXiv:2412.19437, §2.1.2).
+    A group's score is the sum of the scores of its two best experts
+    (DeepSeek-V3, arXiv:2412.19437, §2.1.2).
     """
     if config.top_groups == config.groups:
         return preferred
