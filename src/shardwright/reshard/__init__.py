@@ -1,8 +1,8 @@
-"""Move arrays between shardings: plan the bytes and the peak, then keep to the plan.
+"""Move arrays between shardings. First plan the bytes sent and the peak memory, then move.
 
 `tree` plans whole trees and `move` moves them; both are methods of the manager. `plan` finds the
-collectives between two specs and `run` runs them inside `shard_map`, which caches use inside `jit`
-too. Reading and writing files is not part of this room.
+collectives between two specs, and `run` runs them inside `shard_map`. Caches also use these two,
+inside `jit`. Reading and writing files does not belong here.
 """
 
 from shardwright.reshard.move import Progress as Progress

@@ -1,9 +1,9 @@
 """Move blocks directly from the devices that hold them to the devices that need them.
 
 This sends the least possible bytes between any two shardings. Each device sends at most one block
-and receives at most one block in a round, so a round is one permute. It takes more rounds than
-collectives take steps, so it serves where collectives would send much more, or cannot express the
-move.
+and receives at most one block in a round, so a round is one permute. It needs more rounds than
+collectives need steps. So it is used only where collectives would send many more bytes, or cannot
+express the move.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ class Send:
 
 
 def units_of(source: Grid, target: Grid) -> tuple[int, ...]:
-    """Return into how many units each dimension is cut. A unit is the block that is sent."""
+    """Return the number of units along each dimension. A unit is the block that is sent."""
     return tuple(map(math.lcm, source.counts, target.counts))
 
 
 def sends_of(source: Grid, target: Grid) -> tuple[Send, ...]:
     """Return what every target device receives, in the order of its units.
 
-    A device that holds a unit keeps it. Of several holders the one that has sent least sends.
+    A device that holds a unit keeps it. If several devices hold a unit that another device needs,
+    the one that has sent the fewest units sends it.
     """
     units = units_of(source, target)
     holders: dict[Block, list[int]] = {}
@@ -61,7 +62,7 @@ def sends_of(source: Grid, target: Grid) -> tuple[Send, ...]:
             )
             candidates = holders[holder]
             stays = own in candidates
-            # The distance breaks ties, so that equal devices send in a ring.
+            # The distance breaks ties, so that devices with the same block send in a ring.
             sender = (
                 own
                 if own is not None and stays
@@ -86,7 +87,7 @@ def sends_of(source: Grid, target: Grid) -> tuple[Send, ...]:
 def rounds_of(sends: Sequence[Send], devices: int) -> tuple[tuple[Send, ...], ...]:
     """Arrange sends in rounds: in each, a device sends at most once and receives at most once.
 
-    What stays on its device comes first, in rounds of its own.
+    Blocks that stay on their device come first, in separate rounds.
     """
     order = sorted(
         sends,
@@ -104,7 +105,7 @@ def rounds_of(sends: Sequence[Send], devices: int) -> tuple[tuple[Send, ...], ..
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Round:
-    """The sends of one round, as they are found."""
+    """The sends of one round so far."""
 
     stays: bool
     by_sender: dict[int, Send] = dataclasses.field(default_factory=dict)

@@ -1,6 +1,4 @@
-"""Which block of an array each device holds, for any sharding: the common form of both ends of a
-move.
-"""
+"""Describe any sharding as a grid: the block of the array that each device holds."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ class Grid:
       devices: Ids of the devices, in mesh order. The devices of an abstract mesh are numbered from
         0.
       counts: Number of blocks along each dimension.
-      blocks: Of each device, the number of its block along each dimension.
+      blocks: Per device, the number of its block along each dimension.
       axes: Mesh axes with their sizes, major first; empty if the array is not on a mesh.
       dims: Mesh axes of each dimension; all empty if the array is not on a mesh.
     """

@@ -25,7 +25,7 @@ from shardwright.reshard.programs import (
 )
 from shardwright.reshard.route import Route, Way
 
-# Called with the number of pieces that have moved, and that of all.
+# Called with the number of pieces that have moved, and the number of all pieces.
 Tick = Callable[[int, int], None]
 
 
@@ -51,9 +51,10 @@ def move_leaf(
 
     Args:
       value: JAX array, array of the host, or number.
-      target: Its sharding after.
+      target: Sharding after the move.
       route: How it moves.
-      donate: Whether the caller deletes the source afterwards, so that nothing may be shared.
+      donate: Whether the caller deletes the source afterwards. The result then shares no memory
+        with the source.
       tick: Called after each piece.
     """
     if route.way is Way.STAYS:
@@ -99,7 +100,7 @@ def _assemble(
 
 
 def _flat(shards: dict[jax.Device, jax.Array], mesh: Mesh) -> jax.Array:
-    """Return shards as the one array that programs take."""
+    """Return shards as one flat array, as programs take it."""
     local = next(iter(shards.values())).shape
     return _assemble(shards, flat_sharding(mesh, len(local)), flat_shape(local, mesh))
 
@@ -187,7 +188,7 @@ def _units_of_sender(route: Route) -> dict[tuple[int, ...], int]:
 def _send_missing(
     blocks: Sequence[jax.Array], devices: Sequence[jax.Device], stays: Sequence[bool]
 ) -> list[jax.Array]:
-    """Return the blocks on their devices; only those that are not there are sent."""
+    """Return the blocks on their target devices. Blocks that stay are not sent."""
     moving = [at for at, there in enumerate(stays) if not there]
     result = list(blocks)
     if moving:
@@ -225,7 +226,7 @@ def _upload(value: Any, target: NamedSharding, route: Route, tick: Tick) -> jax.
     result = None if whole else _zeros(mesh, route)
     for number in range(route.pieces.count):
         start = route.pieces.start(number)
-        # Each device gets a copy of its own: on the CPU, JAX may use the memory without copying.
+        # Copy the block for each device: on the CPU, JAX may use NumPy's memory without a copy.
         blocks = [host_block(value, box, route, start) for box in boxes.values()]
         sent = transfer.send(blocks, list(boxes))
         arrived = [_flat(dict(zip(boxes, sent, strict=True)), mesh)]

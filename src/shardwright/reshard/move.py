@@ -20,20 +20,20 @@ from shardwright.reshard.tree import LeafMove, ReshardPlan, plan_moves_of, targe
 from shardwright.trees.paths import is_array_spec
 
 _LOG = logging.getLogger("shardwright.reshard")
-# A move that takes longer than this is reported in the log, and then again and again.
+# A long move writes a line to the log each time this many seconds have passed.
 _SECONDS_BETWEEN_REPORTS = 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a move is.
+    """The progress of a move.
 
     Attributes:
       path: Path of the leaf that moves.
       leaf: Its number among the leaves that move, from 1.
       leaves: How many leaves move.
-      bytes_done: Bytes of the target that are there, over all devices.
-      bytes_all: Bytes of the target that move.
+      bytes_done: Bytes of the target that have arrived, over all devices.
+      bytes_all: Bytes of the target that move, over all devices.
     """
 
     path: str
@@ -59,12 +59,12 @@ def reshard(
 ) -> Any:
     """Move a tree of arrays to this manager's shardings, exactly as `plan_reshard` says.
 
-    A leaf that is in place is returned as the same object. A leaf whose shards are all in place,
-    under another mesh, shares them with the result. An array that is in the tree twice moves once.
-    A second move of the same kind compiles nothing.
+    A leaf that is in place is returned as the same object. If all shards of a leaf are in place and
+    only its mesh differs, the result shares them. An array that is in the tree twice moves once. A
+    second move of the same kind compiles nothing.
 
     Args:
-      manager: The manager that the tree goes to. Its mesh has devices.
+      manager: The manager with the target shardings. Its mesh has devices.
       tree: Tree of arrays or NumPy arrays, on any mesh or none.
       specs: As for `plan_reshard`.
       piece: As for `plan_reshard`.
@@ -78,8 +78,8 @@ def reshard(
       MeshSpecError: The manager's mesh is abstract.
       ShardingError: As for `plan_reshard`; or blocks would go directly between the devices of
         different processes.
-      MoveError: A piece failed. The error holds the tree as it is then, from which the move can be
-        resumed: `pm.reshard(error.tree, specs, ...)`.
+      MoveError: A piece failed. `error.tree` has the moved leaves, and the other leaves as before.
+        `pm.reshard(error.tree, specs, ...)` resumes the move.
     """
     if isinstance(manager.mesh, AbstractMesh):
         raise constraint.no_devices()
@@ -96,7 +96,7 @@ def move_tree(
     dtype: Any = None,
     progress: Callable[[Progress], object] | None = None,
 ) -> Any:
-    """Move a tree to a tree of shardings; the other arguments are of `reshard`."""
+    """Move a tree to a tree of shardings. The other arguments are those of `reshard`."""
     plan = plan_moves_of(tree, targets, piece=piece, donate=donate, dtype=dtype)
     values, structure = jax.tree.flatten(tree, is_leaf=is_array_spec)
     shardings: list[NamedSharding] = structure.flatten_up_to(targets)  # type: ignore[attr-defined]
@@ -125,7 +125,7 @@ def move_tree(
             uses[id(values[index])] -= 1
             if leaf.moves:
                 done.append(leaf.path)
-            # A tied array is deleted after its last place.
+            # An array that is in the tree more than once is deleted after its last place.
             if donate and leaf.route.moves and not uses[id(values[index])]:
                 _delete(values[index])
     except Exception as error:
@@ -145,9 +145,9 @@ def move_tree(
 
 
 def _resume(done: list[str], *, donate: bool) -> str:
-    resume = "reshard(error.tree, ...) resumes: it has what has moved, and the rest as before"
+    resume = "reshard(error.tree, ...) resumes: error.tree has all arrays, moved or not"
     if not donate:
-        return f"the source is untouched, so call it again; or {resume}"
+        return f"the source is untouched, so call reshard again; or {resume}"
     if not done:
         return f"nothing has moved; {resume}"
     return f"{resume}\nmoved, with their sources deleted: {', '.join(done)}"
@@ -180,7 +180,7 @@ class _Reporter:
             self._leaf_bytes = leaf.route.target_bytes
 
     def tick(self, pieces: int, of: int) -> None:
-        """Report that some pieces of the leaf are there."""
+        """Report that some pieces of the leaf have arrived."""
         state = Progress(
             path=self.path,
             leaf=self._leaf,

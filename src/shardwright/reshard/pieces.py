@@ -16,12 +16,13 @@ _UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 class Pieces:
     """How a leaf is cut along one dimension.
 
-    Every shard of the dimension, at every step of the move, consists of `groups` in which rows are
-    never reordered. A piece has the same rows of each group, so it moves exactly like the whole.
+    The dimension consists of equal groups of rows. No step of the move divides a group between
+    devices, or reorders its rows. A piece has the same rows of each group, so it moves exactly like
+    the whole leaf.
 
     Attributes:
       dim: The dimension, or None if the leaf moves in one piece.
-      groups: Into how many groups the dimension of the whole array is cut.
+      groups: Number of groups along the dimension of the whole array.
       rows: Rows of a group.
       size: Rows of a group in a piece.
       count: Number of pieces. The last overlaps the one before if `size` does not divide `rows`.
@@ -36,7 +37,7 @@ class Pieces:
     bytes: int = 0
 
     def of_all(self, whole: int) -> int:
-        """Return the bytes that all pieces have together, given those of the whole leaf."""
+        """Return the bytes of all pieces together, if the whole leaf has `whole` bytes."""
         return whole // self.rows * self.size * self.count
 
     def start(self, number: int) -> int:
@@ -58,9 +59,9 @@ def cut(
     """Return the pieces of a leaf.
 
     Args:
-      shape: Of the leaf.
+      shape: Shape of the leaf.
       counts: Number of shards along each dimension, at every step of the move.
-      largest: Its bytes over all devices, at the step where it is largest.
+      largest: Bytes of the leaf over all devices, at the step with the most bytes.
       limit: Bytes that a piece should not exceed. A piece has at least one row of each group.
     """
     groups = [math.lcm(*each) for each in zip(*counts, strict=True)]
@@ -82,8 +83,8 @@ def cut(
 
 
 def _size(rows: int, most: int) -> int:
-    """Return the rows of a piece: a divisor of all rows if one is near, else about equal parts."""
-    # Of few rows, an overlap would be a large share, so a small divisor is better.
+    """Return the rows of a piece: a divisor of `rows` near `most`, else about equal parts."""
+    # With few rows, an overlap would be a large part of a piece, so even a small divisor is better.
     least = most // 2 if most >= 8 else 0
     for size in range(most, least, -1):
         if rows % size == 0:

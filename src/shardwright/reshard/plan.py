@@ -1,10 +1,10 @@
 """Plan how to reshard an array with the fewest bytes sent: a shortest path from spec to spec.
 
-The partitioner plans one collective at a time. Where none is enough, it gathers the whole array
+XLA's partitioner plans one collective at a time. If one is not enough, it gathers the whole array
 ("involuntary full rematerialization"). Here a plan is a sequence of steps, each of which is one of
 these:
 
-- an all-to-all moves the last mesh axes of one dimension behind those of another;
+- an all-to-all moves the last mesh axes of one dimension to the end of another dimension's axes;
 - an all-gather removes the last mesh axes of a dimension;
 - a slice adds a mesh axis to a dimension, and sends nothing;
 - a permute exchanges shards of the same shape between devices.
@@ -78,9 +78,9 @@ def plan_moves(
     The search is Dijkstra's algorithm over all specs that divide the shape.
 
     Args:
-      source: Mesh axes of every dimension, the major axis first.
-      target: Likewise. Both divide the shape.
-      shape: Of the global array.
+      source: Mesh axes of every dimension before the move, the major axis first.
+      target: Mesh axes of every dimension after the move. Both specs divide the shape.
+      shape: Shape of the global array.
       itemsize: Bytes of an element.
       mesh: Sizes of the mesh axes.
     """
@@ -109,7 +109,7 @@ def plan_moves(
 
 
 def shard_count(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
-    """Return into how many shards mesh axes divide a dimension."""
+    """Return the number of shards of a dimension that is sharded over mesh axes."""
     return math.prod(mesh[name] for name in axes)
 
 
@@ -177,8 +177,9 @@ def _permuted(
 ) -> Iterator[Dims]:
     """Yield shardings that put shards of the same shapes on other devices.
 
-    Either the axes of one dimension change their order. Or the axes in use go to their dimensions
-    in the target, and those that the target lacks become the minor axes of one dimension.
+    One kind changes the order of the mesh axes of one dimension. The other kind moves each mesh
+    axis to its dimension in the target. Mesh axes that the target does not use become the minor
+    axes of one dimension.
     """
     used = {name for axes in place for name in axes}
     ahead = tuple(tuple(name for name in axes if name in used) for axes in target)

@@ -1,8 +1,8 @@
 """The compiled programs of a move.
 
-A program sees the shards of an array as one array whose first dimension is sharded over all
+A program takes the shards of an array as one flat array: the first dimension is sharded over all
 devices. JAX relabels shards without a copy, so a program depends neither on the axis types nor on
-the names of the user's meshes, and every byte that it sends is one of the plan's.
+the names of the user's meshes. It sends only the bytes that the plan counts.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ def flat_shape(local: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
 
 
 class Program:
-    """A program that is compiled at its first call, whatever mesh or manager is ambient then.
+    """A program that is compiled once, at its first call, under any ambient mesh or manager.
 
-    JAX would compile a jitted function again under each manager, and refuse it under another mesh.
+    JAX would compile a jitted function again under each manager, and raise an error under another
+    mesh.
     """
 
     def __init__(self, mesh: Mesh, jitted: Any) -> None:
@@ -57,7 +58,7 @@ class Program:
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the program on flat arrays."""
-        # Compiled ahead of time, JAX 0.10 refuses the layout of arrays of int4.
+        # A program that JAX 0.10 compiles ahead of time does not accept the layout of int4 arrays.
         if any(_bits(argument.dtype) < 8 for argument in arguments):
             with jax.set_mesh(self.mesh):
                 return self._jitted(*arguments)
@@ -194,7 +195,7 @@ def _carrier(dtype: np.dtype) -> Any:
 
 
 def _bits(dtype: np.dtype) -> int:
-    """Return the bits of an element; `itemsize` is that of the host, where int4 takes a byte."""
+    """Return the bits of an element. `itemsize` is not enough: an int4 takes a byte on the host."""
     first = re.search(r"\d+", dtype.name)
     return int(first[0]) if first and int(first[0]) < 8 else 8 * dtype.itemsize
 
@@ -290,7 +291,8 @@ def _exchange(route: Route, mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     assert route.source is not None
     unit = _piece_unit(route)
     local = route.pieces.shape(route.target.local_shape(route.shape))
-    # Devices have the order of the target; the sends count those of the source in its own order.
+    # The mesh has the device order of the target. Senders are numbered in the device order of the
+    # source.
     order = {device: at for at, device in enumerate(route.target.devices)}
     place = [order[device] for device in route.source.devices]
     rounds = schedule(route.source, route.target)

@@ -1,7 +1,8 @@
 """The mesh axes that two meshes of the same devices have in common.
 
-`fsdp:2,tp:4` and `fsdp:4,tp:2` name the same eight devices. Split into `2,2,2`, one mesh expresses
-the specs of both, so a move between them is a sequence of collectives over parts of mesh axes.
+`fsdp:2,tp:4` and `fsdp:4,tp:2` may have the same eight devices. A mesh `2,2,2` of these devices can
+express the specs of both. So a move between them is a sequence of collectives over parts of mesh
+axes.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class CommonAxes:
 def common_axes(source: Grid, target: Grid) -> CommonAxes | None:
     """Return the axes that two meshes have in common, or None if no mesh expresses both specs.
 
-    That is so if the meshes have different devices, if their sizes have no common factorization
-    (`2,3` and `3,2`), or if one lists its devices in an order that is not a transposition of the
+    The result is None if the meshes have different devices, if their sizes have no common
+    factorization (`2,3` and `3,2`), or if the device order of one is not a transposition of the
     other.
     """
     if not source.axes or set(source.devices) != set(target.devices):
@@ -66,7 +67,7 @@ def _own_strides(axes: Sequence[tuple[str, int]]) -> dict[str, int]:
 
 
 def _strides_in(grid: Grid, devices: Sequence[int]) -> dict[str, int] | None:
-    """Return how far one step along each axis goes in a list of devices, or None if that varies."""
+    """Return the stride of each axis in a list of devices, or None if an axis has several."""
     place = {device: at for at, device in enumerate(devices)}
     own = _own_strides(grid.axes)
     first = place[grid.devices[0]]

@@ -95,8 +95,8 @@ def plan_text(plan: ReshardPlan) -> str:
         f"the least possible is {bytes_text(plan.least_bytes)}"
     )
     lines.append(
-        f"peak: at most {bytes_text(plan.peak_growth)} more on all devices, "
-        f"{bytes_text(plan.peak_per_device)} on one"
+        f"peak: at most {bytes_text(plan.peak_growth)} more than before on all devices, "
+        f"{bytes_text(plan.peak_per_device)} on one device"
         + (f", {bytes_text(plan.host_bytes)} on the host" if plan.host_bytes else "")
     )
     if moved:

@@ -1,4 +1,4 @@
-"""How one array goes from one sharding to another: which way, in which pieces, with which bytes."""
+"""Choose how one array moves between two shardings: the way, the pieces and the bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Way(enum.StrEnum):
 
     Attributes:
       STAYS: It is in place. The result is the same object.
-      RELABEL: Every device keeps its shard; only the sharding is another one.
+      RELABEL: Every device keeps its shard. Only the sharding object is new.
       COLLECTIVES: By collectives over mesh axes, on the devices that hold it.
       EXCHANGE: By permutes that send each block to the devices that need it.
       TRANSFER: By copies of blocks from device to device, to another set of devices.
@@ -54,18 +54,18 @@ class Route:
     Attributes:
       way: How it moves.
       shape: Shape of the array.
-      dtype: Its dtype before.
-      to_dtype: Its dtype after.
-      source: Which block each device holds before; None for an array of the host.
-      target: Which block each device holds after.
+      dtype: Dtype before the move.
+      to_dtype: Dtype after the move.
+      source: Which block each device holds before the move; None for an array on the host.
+      target: Which block each device holds after the move.
       common: Mesh axes of the steps; None without collectives.
       steps: The collectives of the whole array.
       rounds: Number of permutes of an exchange.
       pieces: How it is cut.
       bytes_sent: Bytes that devices send to others, or that the host sends.
       least_bytes: The least that any move sends.
-      source_bytes: Bytes before.
-      target_bytes: Bytes after.
+      source_bytes: Bytes before the move.
+      target_bytes: Bytes after the move.
     """
 
     way: Way
@@ -100,7 +100,7 @@ class Route:
 
     @property
     def casts_first(self) -> bool:
-        """Whether the cast comes before the steps: on the host, or since it saves bytes."""
+        """Whether the array is cast before it is sent: on the host, or because it saves bytes."""
         return self.way is Way.UPLOAD or self.to_dtype.itemsize <= self.dtype.itemsize
 
 
@@ -117,10 +117,10 @@ def find_route(
 
     Args:
       shape: Shape of the array.
-      dtype: Its dtype before.
-      to_dtype: Its dtype after.
-      source: Its sharding before; None for an array of the host.
-      target: Its sharding after.
+      dtype: Dtype before the move.
+      to_dtype: Dtype after the move.
+      source: Sharding before the move; None for an array on the host.
+      target: Sharding after the move.
       limit: Bytes of a piece, over all devices.
 
     Raises:

@@ -13,7 +13,7 @@ def send(blocks: Sequence[Any], devices: Sequence[jax.Device]) -> list[jax.Array
 
     Args:
       blocks: Arrays of one device each, or of the host.
-      devices: Where they go; a block never is on its device already.
+      devices: Target device of each block. No block is already on its target device.
     """
     sent: list[jax.Array] = jax.device_put(list(blocks), list(devices))
     return sent

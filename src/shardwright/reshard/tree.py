@@ -1,4 +1,4 @@
-"""Plan how a tree of arrays goes to the shardings of a manager: the bytes and the peak, in advance.
+"""Plan how a tree of arrays moves to other shardings: the bytes sent and the peak memory.
 
 `plan_reshard` and `shardwright.reshard.move.reshard` are methods of the manager.
 """
@@ -51,10 +51,10 @@ class LeafMove:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardPlan:
-    """How a tree moves. Print it. Bytes are summed over all devices, copies included.
+    """How a tree moves. `print(plan)` shows a table. Bytes are sums over all devices and copies.
 
     Attributes:
-      leaves: In the order of the tree.
+      leaves: One entry per array, in the order of the tree.
       order: Positions of the leaves in the order in which they move.
       piece: Bytes of a piece that a leaf is cut into.
       donate: Whether each source array is deleted once its leaf has moved.
@@ -87,12 +87,12 @@ class ReshardPlan:
 
     @property
     def peak_growth(self) -> int:
-        """Upper bound of the bytes that all devices hold at one time beyond those before."""
+        """Upper bound of the bytes that the move adds on all devices together, at one time."""
         return max((now for now, _ in self._growth()), default=0)
 
     @property
     def peak_per_device(self) -> int:
-        """Upper bound of the bytes that one device holds at one time, this tree alone."""
+        """Upper bound of the bytes of this tree that one device holds at one time."""
         return max((int(held.max()) for _, held in self._growth()), default=0)
 
     @property
@@ -102,7 +102,7 @@ class ReshardPlan:
         return max(sizes, default=0)
 
     def _growth(self) -> list[tuple[int, Any]]:
-        """Return, at the peak of each leaf, the growth of all devices and the bytes of each."""
+        """Return (growth of all devices, bytes of each device) at the peak of each leaf."""
         routes = [leaf.route for leaf in self.leaves if not leaf.tied_to]
         devices = sorted({number for route in routes for number in _devices(route)})
         place = {device: at for at, device in enumerate(devices)}
@@ -179,12 +179,11 @@ def plan_reshard(
     two abstract meshes share their first devices.
 
     Args:
-      manager: The manager that the tree goes to.
+      manager: The manager with the target shardings.
       tree: Tree of arrays, of NumPy arrays, or of anything with a shape and a dtype.
       specs: Tree of annotations, as for `shardings`; or a tree of shardings, such as that of
         `state_shardings`.
-      source: Manager or tree of shardings that the tree comes from. Defaults to where its arrays
-        are.
+      source: Manager or tree of shardings before the move. Defaults to the shardings of the arrays.
       piece: Bytes of a piece, summed over all devices, as an integer or as text. Defaults to 64
         MiB. A leaf that is larger moves in several pieces.
       donate: Delete each source array once its leaf has moved. Defaults to False.
@@ -212,17 +211,17 @@ def plan_reshard(
 
 
 def target_shardings(manager: PartitionManager, tree: Any, specs: Any) -> Any:
-    """Return the shardings that a tree goes to; `specs` are annotations or already shardings."""
+    """Return the target shardings of a tree. `specs` are annotations or already shardings."""
     if _are_shardings(specs):
         return specs
     return manager.shardings(_with_shapes(tree), specs)
 
 
 def source_shardings(source: Any, tree: Any, specs: Any) -> Any:
-    """Return the shardings that a tree comes from, given a manager or these shardings.
+    """Return the shardings of a tree before the move. `source` is a manager or the shardings.
 
     Raises:
-      StrategyError: It is neither.
+      StrategyError: `source` is neither.
     """
     if isinstance(source, PartitionManager):
         if _are_shardings(specs):
@@ -250,7 +249,7 @@ def plan_moves_of(
     donate: bool = False,
     dtype: Any = None,
 ) -> ReshardPlan:
-    """Return how a tree moves to a tree of shardings; the other arguments are of `plan_reshard`."""
+    """Plan a move to a tree of shardings. The other arguments are those of `plan_reshard`."""
     limit = parse_bytes(piece)
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_array_spec)
     to = _flattened(structure, targets, "specs")
@@ -306,7 +305,7 @@ def _plan_leaf(
 
 
 def plain_type(value: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Return the shape and the dtype of the numbers of a leaf: for PRNG keys, of their data."""
+    """Return the shape and dtype of a leaf, or those of the key data of PRNG keys."""
     if not hasattr(value, "dtype"):
         value = np.asarray(value)
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -326,7 +325,7 @@ def where_is(value: Any, target: NamedSharding) -> Sharding | None:
     """Return the sharding of a leaf; None if it is in the memory of the host.
 
     Raises:
-      ShardingError: Nothing says where it is.
+      ShardingError: The sharding of the leaf is unknown.
     """
     if isinstance(value, jax.core.Tracer):
         raise ShardingError(
@@ -337,7 +336,7 @@ def where_is(value: Any, target: NamedSharding) -> Sharding | None:
     if sharding is None:
         if isinstance(value, jax.ShapeDtypeStruct | ArraySpec):
             raise ShardingError(
-                "nothing says where it is",
+                "its current sharding is unknown",
                 fix="pass source=, a manager or a tree of shardings",
             )
         return None
@@ -348,7 +347,7 @@ def where_is(value: Any, target: NamedSharding) -> Sharding | None:
 
 
 def _other_platform(value: Any, target: NamedSharding) -> bool:
-    """Tell whether an array is on a backend other than the target's, as a CPU array is to a GPU."""
+    """Tell whether an array is on another backend than the target, such as CPU and GPU."""
     if not isinstance(value, jax.Array) or not hasattr(target.mesh, "devices"):
         return False
     platforms = {device.platform for device in target.mesh.devices.flat}
