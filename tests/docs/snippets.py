@@ -205,7 +205,13 @@ def needs(page: Path) -> set[str]:
 
 
 def _check_file(block: Block, place: str) -> None:
-    """Load a strategy or a file of tensors, and leave it in the folder under its title."""
+    """Load a strategy or a file of tensors, and leave it in the folder under its title.
+
+    A YAML file is read by the snippets after it.
+    """
+    if block.lang == "yaml" and block.title:
+        Path(block.title).write_text(block.text + "\n", encoding="utf-8")
+        return
     if block.lang not in ("toml", "json"):
         assert block.lang == "text", (
             f"{place}: a block of {block.lang!r} is not checked by anything"

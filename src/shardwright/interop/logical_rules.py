@@ -7,6 +7,7 @@ functions turn such a list into a strategy and back. Every bridge may use them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -46,7 +47,7 @@ from shardwright.vocabulary.axes import (
     canonical_axis,
     file_name,
 )
-from shardwright.vocabulary.modes import MODE_TRAIN
+from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
 
 if TYPE_CHECKING:
     from shardwright.manager.manager import PartitionManager
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 Semantics = Literal["flax", "nnx", "strict"]
 Names = Mapping[str, "tuple[str, Role | str] | str"]
+Modes = Mapping[str, tuple[str, str]]
 MeshAxes = str | tuple[str, ...] | None
 Pairs = Sequence[tuple[str, MeshAxes]]
 
@@ -115,6 +117,7 @@ def from_logical_axis_rules(
     mesh: Any,
     names: Names | None = None,
     semantics: Semantics = "flax",
+    modes: Modes | None = None,
     source: str | Sequence[str] = "rules",
 ) -> Imported:
     """Turn a list of rules into a strategy with the same specs.
@@ -127,6 +130,8 @@ def from_logical_axis_rules(
       semantics: "flax": the rule that comes first decides first, and a rule whose mesh axis is
         taken is passed over. "nnx": the last rule of a name counts, and a conflict is an error; a
         mesh axis is a name too. "strict": one rule for each name, and a conflict is an error.
+      modes: Names that are used in one mode only -> (the name that other modes use, mode). Such a
+        name becomes the rule of the other name in that mode.
       source: Where the rules are written: one text, or one for each rule. `explain` shows it.
 
     Raises:
@@ -153,29 +158,63 @@ def from_logical_axis_rules(
         pairs = _one_each(pairs, semantics, notes)
     if semantics == "nnx":
         pairs += _mesh_axes_as_names(pairs, sizes, notes)
-    targets = _targets(pairs, names or {}, notes)
-    raise_problems(_disagreements(pairs, targets, notes))
-    tables = {"rules": _table(pairs, targets, Role.ACTIVATION)}
-    if (params := _table(pairs, targets, Role.PARAM)) != tables["rules"]:
-        tables["params"] = params
+    replaced = _replaced(pairs, names or {}, modes or {}, notes)
+    common = [pair for pair in pairs if pair.name not in replaced]
+    targets = _targets(common, names or {}, notes)
+    targets |= {name: targets[other] for name, (other, _) in replaced.items()}
+    problems = _disagreements(common, targets, notes)
+    tables: dict[_Path, list[tuple[str, _Pair]]] = {}
+    tables["rules",] = _table(common, targets, Role.ACTIVATION)
+    if (params := _table(common, targets, Role.PARAM)) != tables["rules",]:
+        tables["params",] = params
+    for mode in dict.fromkeys(mode for _, mode in replaced.values()):
+        own = _in_mode(pairs, replaced, mode)
+        problems += _disagreements(own, targets, [])
+        tables["modes", mode] = _table(own, targets, Role.ACTIVATION)
+    raise_problems(problems)
     policy = {"order": "rules", "conflict": "next"} if semantics == "flax" else {}
     idle = _idle(pairs, sizes)
     if idle:
         policy["idle"] = "+".join(idle)
         notes.append(f"mesh axes that no rule names are idle: {', '.join(idle)}")
-    own = {
-        file_name(axis): f"{name} in the imported rules"
-        for name, target in targets.items()
-        for axis in [target if isinstance(target, str) else target[0]]
-        if canonical_axis(axis) not in KNOWN_AXES
-    }
-    data: dict[str, Any] = {"version": 1, "mesh": sizes, "axes": own, "policy": policy}
-    origin: dict[tuple[str, ...], str] = {}
-    for key, table in tables.items():
-        data[key] = [{axis: pair.text} for axis, pair in table]
-        for at, (axis, pair) in enumerate(table):
-            origin[key, str(at), axis] = pair.source
+    data, origin = _written(tables, {"mesh": sizes, "axes": _own_axes(targets), "policy": policy})
     return Imported(strategy=Strategy._from_data(data, origin), names=targets, notes=tuple(notes))
+
+
+_Path = tuple[str, ...]
+
+
+def _written(
+    tables: Mapping[_Path, Sequence[tuple[str, _Pair]]], other: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[_Path, str]]:
+    """Return the data of a strategy, and where its rules were written."""
+    data: dict[str, Any] = {"version": 1, **other}
+    origin: dict[_Path, str] = {}
+    for path, table in tables.items():
+        if len(path) == 1:
+            data[path[0]] = [{axis: pair.text} for axis, pair in table]
+            for at, (axis, pair) in enumerate(table):
+                origin[(*path, str(at), axis)] = pair.source
+            continue
+        chains: dict[str, list[_Pair]] = {}
+        for axis, pair in table:
+            chains.setdefault(axis, []).append(pair)
+        data.setdefault("modes", {})[path[1]] = {
+            axis: " | ".join(pair.text for pair in chain) for axis, chain in chains.items()
+        }
+        for axis, chain in chains.items():
+            origin[(*path, axis)] = ", ".join(pair.source for pair in chain)
+    return data, origin
+
+
+def _own_axes(targets: Mapping[str, tuple[str, Role] | str]) -> dict[str, str]:
+    """Return the axes that the strategy must declare, each with a description."""
+    axes: dict[str, str] = {}
+    for name, target in targets.items():
+        axis = target if isinstance(target, str) else target[0]
+        if canonical_axis(axis) not in KNOWN_AXES:
+            axes.setdefault(file_name(axis), f"{name} in the imported rules")
+    return axes
 
 
 def _read(rules: Any, sizes: Mapping[str, int], source: str | Sequence[str]) -> list[_Pair]:
@@ -258,6 +297,47 @@ def _mesh_axes_as_names(
     if new:
         notes.append(f"mesh axes are names too: {', '.join(new)}")
     return [_Pair(name=axis, axes=(axis,), source="mesh axis") for axis in new]
+
+
+def _replaced(
+    pairs: Sequence[_Pair], names: Names, modes: Modes, notes: list[str]
+) -> dict[str, tuple[str, str]]:
+    """Return the names that become rules of a mode: name -> (name in other modes, mode)."""
+    known = {pair.name for pair in pairs}
+    replaced: dict[str, tuple[str, str]] = {}
+    for name, (other, mode) in modes.items():
+        if name not in known or name in names:
+            continue
+        if other in known or other in names:
+            replaced[name] = (other, mode_name(parse_mode(mode)))
+        else:
+            notes.append(f"{name} stays a name of all modes, because {other} has no rule")
+    for mode in dict.fromkeys(mode for _, mode in replaced.values()):
+        own = [name for name, (_, each) in replaced.items() if each == mode]
+        texts = [f"{name} as {replaced[name][0]}" for name in own]
+        # Only [rules] and [params] may be arrays, in which chains interleave.
+        if _interleaves(_in_mode(pairs, replaced, mode)):
+            replaced = {name: replaced[name] for name in replaced if name not in own}
+            text = ", ".join(own)
+            notes.append(f"names of all modes, because rules of other names interleave: {text}")
+        else:
+            notes.append(f"rules of mode {mode}: {', '.join(texts)}")
+    return replaced
+
+
+def _in_mode(
+    pairs: Sequence[_Pair], replaced: Mapping[str, tuple[str, str]], mode: str
+) -> list[_Pair]:
+    """Return the rules that count in a mode."""
+    absent = {other for other, each in replaced.values() if each == mode}
+    absent |= {name for name, (_, each) in replaced.items() if each != mode}
+    return [pair for pair in pairs if pair.name not in absent]
+
+
+def _interleaves(pairs: Sequence[_Pair]) -> bool:
+    """Tell whether the rules of a name are not all next to each other."""
+    runs = [name for name, _ in itertools.groupby(pair.name for pair in pairs)]
+    return len({*runs}) < len(runs)
 
 
 def _targets(

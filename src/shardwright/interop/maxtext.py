@@ -1,0 +1,351 @@
+"""Configurations of MaxText: `base.yml`, overrides and mesh become a strategy.
+
+MaxText need not be installed. Files are read with PyYAML (the extra `maxtext`); a mapping needs
+nothing. Keys that have nothing to do with sharding are ignored.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwright.errors import Problem, StrategyError, did_you_mean, raise_problems
+from shardwright.interop.logical_rules import Imported, Modes, Names, from_logical_axis_rules
+from shardwright.strategy.model import Strategy
+from shardwright.vocabulary.integers import as_integer
+
+# MaxText's attention and decoder layers use these names in one mode only, each instead of the name
+# beside it. If a configuration lacks that name, the next pair of the same first name counts.
+MODES: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "prefill_activation_length": (("activation_length", "prefill"),),
+    "prefill_activation_norm_length": (("activation_norm_length", "prefill"),),
+    "activation_prefill_kv_batch": (("activation_kv_batch", "prefill"),),
+    "cache_batch_prefill": (("cache_batch", "prefill"),),
+    "decode_batch": (("activation_batch_attn", "decode"), ("activation_batch", "decode")),
+    "decode_length": (("activation_length_attn", "decode"), ("activation_length", "decode")),
+}
+# MaxText's names in the vocabulary, for models that use that.
+NAMES: Names = {
+    "activation_batch": ("BATCH", "activation"),
+    "activation_norm_length": ("LENGTH", "activation"),
+    "activation_length": ("QUERY_LENGTH", "activation"),
+    "activation_kv_length": ("KV_LENGTH", "activation"),
+    "activation_embed": ("EMBED", "activation"),
+    "activation_heads": ("HEAD", "activation"),
+    "activation_kv": ("HEAD_DIM", "activation"),
+    "activation_kv_heads": ("KV_HEAD", "activation"),
+    "activation_kv_head_dim": ("KV_HEAD_DIM", "activation"),
+    "activation_mlp": ("MLP_INTERMEDIATE", "activation"),
+    "activation_vocab": ("VOCAB", "activation"),
+    "activation_exp": ("EXPERT", "activation"),
+    "embed": ("EMBED", "param"),
+    "q_heads": ("HEAD", "param"),
+    "kv": ("HEAD_DIM", "param"),
+    "kv_heads": ("KV_HEAD", "param"),
+    "kv_head_dim": ("KV_HEAD_DIM", "param"),
+    "mlp": ("MLP_INTERMEDIATE", "param"),
+    "vocab": ("VOCAB", "param"),
+    "exp": ("EXPERT", "param"),
+    "norm": ("NORM", "param"),
+    "layers": ("LAYERS", "param"),
+}
+
+_RULES = "logical_axis_rules"
+_OVERRIDE = "override_logical_axis_rules"
+_CUSTOM = "custom_mesh_and_rule"
+# The keys that a custom file may replace.
+_REPLACED = ("mesh_axes", _RULES, "data_sharding")
+_INPUTS = "input_data_sharding_logical_axes"
+# The keys of these mesh axes have other names.
+_PARALLELISM = {"stage": "pipeline", "model": "tensor"}
+_KEYS = {*_REPLACED, _OVERRIDE, _CUSTOM, _INPUTS, "model_name", "num_slices", "shard_mode"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Config:
+    """Keys and values of one file or of several merged ones, and where each rule is written."""
+
+    values: Mapping[str, Any]
+    places: tuple[str, ...] = ()
+
+    @property
+    def rules(self) -> list[Any]:
+        return list(self.values.get(_RULES) or [])
+
+
+def from_config(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    names: Names | None = None,
+) -> Imported:
+    """Turn a configuration of MaxText into a strategy with the same mesh and the same specs.
+
+    As in MaxText, a `base_config` is read first. The rules of the model (`model_name`) and of
+    `overrides` replace those of the same name, or all with `override_logical_axis_rules`. The file
+    that `custom_mesh_and_rule` names replaces mesh and rules. Other files are looked for beside the
+    configuration and in the folders above. Names that MaxText uses in one mode only become rules of
+    that mode.
+
+    Args:
+      config: Path of a YAML file, or its content.
+      overrides: Keys and values that replace those of the file.
+      names: Their name -> (axis, role), such as `NAMES`. A name that is not listed becomes an axis
+        of its own.
+
+    Returns:
+      The strategy, the axis of each name, and notes. One mesh axis may have size -1.
+
+    Raises:
+      StrategyError: A file is missing or is not YAML, a key is unknown, or sizes are invalid.
+      MissingMeshAxisError: Rules name mesh axes that the mesh lacks; all are reported at once.
+    """
+    notes: list[str] = []
+    merged = _merged(config, dict(overrides or {}), notes)
+    mesh, dcn = _mesh(merged.values, notes)
+    known = {rule[0] for rule in merged.rules if _name(rule) is not None}
+    modes: Modes = {
+        name: next((pair for pair in pairs if pair[0] in known), pairs[0])
+        for name, pairs in MODES.items()
+    }
+    imported = from_logical_axis_rules(
+        merged.rules,
+        # The sizes do not matter for the rules; -1 is not a size yet.
+        mesh=dict.fromkeys(mesh, 1),
+        names=names,
+        modes=modes,
+        source=merged.places,
+    )
+    sized: dict[str, Any] = {"mesh": mesh}
+    if dcn:
+        sized["dcn"] = dcn
+    if merged.values.get("shard_mode") == "explicit":
+        sized["axis_types"] = "explicit"
+    if inputs := merged.values.get(_INPUTS):
+        notes.append(f"the names of inputs are {', '.join(map(str, inputs))}")
+    if merged.values.get("shard_optimizer_over_data"):
+        notes.append("shard_optimizer_over_data is not imported: see [policy] zero1")
+    return dataclasses.replace(
+        imported,
+        strategy=imported.strategy | Strategy.model_validate(sized),
+        notes=(*notes, *imported.notes),
+    )
+
+
+def _merged(config: Any, overrides: dict[str, Any], notes: list[str]) -> _Config:
+    """Merge the files in MaxText's order: bases, the model, the overrides, the custom file."""
+    if isinstance(config, Mapping):
+        folder, base = None, _Config(values=config, places=_numbered("config", config))
+    else:
+        path = Path(config)
+        folder, base = path.parent, _read_with_bases(path)
+    _check_keys(overrides, base.values)
+    model = _model_file({**base.values, **overrides}, folder, notes)
+    above = _Config(values=overrides, places=_numbered("overrides", overrides))
+    merged = base
+    for layer in (model, above):
+        if layer is not None:
+            merged = _over(merged, layer)
+    custom = merged.values.get(_CUSTOM)
+    if not custom:
+        return merged
+    custom_path = _find(f"{_CUSTOM}/{custom}.yml", folder)
+    if custom_path is None:
+        what = f"the file {_CUSTOM}/{custom}.yml is missing"
+        raise StrategyError(what, fix="put it beside the configuration, or in a folder above")
+    replacement = _read(custom_path)
+    values = {key: replacement.values[key] for key in _REPLACED if key in replacement.values}
+    notes.append(f"{_CUSTOM}/{custom}.yml replaces {', '.join(values)}")
+    places = replacement.places if _RULES in values else merged.places
+    return _Config(values={**merged.values, **values}, places=places)
+
+
+def _numbered(source: str, values: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{source}[{at}]" for at in range(len(values.get(_RULES) or ())))
+
+
+def _read_with_bases(path: Path) -> _Config:
+    """Read a file over its `base_config`. Its rules replace all rules of the base."""
+    layers = [_read(path)]
+    chain = [path.resolve()]
+    while (name := layers[0].values.get("base_config")) is not None:
+        base = _find(str(name), chain[-1].parent)
+        if base is None:
+            what = f"the base_config {str(name)!r} is missing"
+            fix = "put it beside the configuration, or in a folder above"
+            raise StrategyError(what, path=chain[-1].name, fix=fix)
+        if base.resolve() in chain:
+            names = " -> ".join(each.name for each in [*chain, base])
+            raise StrategyError(f"base_config leads back: {names}", fix="remove one of them")
+        chain.append(base.resolve())
+        layers.insert(0, _read(base))
+    values: dict[str, Any] = {}
+    places: tuple[str, ...] = ()
+    for layer in layers:
+        values.update(layer.values)
+        places = layer.places if _RULES in layer.values else places
+    return _Config(values=values, places=places)
+
+
+def _check_keys(overrides: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Check that each override replaces a key.
+
+    Raises:
+      StrategyError: Some do not; all are reported at once.
+    """
+    known = {*values, *_KEYS, *(key for axis in _axes(values, overrides) for key in _keys(axis))}
+    problems = []
+    for key in overrides:
+        if key not in known:
+            fix = f"{did_you_mean(key, known)} correct the key or drop it".strip()
+            what = f"the configuration has no key {key!r}"
+            problems.append(Problem(error=StrategyError, what=what, fix=fix))
+    raise_problems(problems)
+
+
+def _model_file(values: Mapping[str, Any], folder: Path | None, notes: list[str]) -> _Config | None:
+    name = str(values.get("model_name") or "default").replace("-Instruct", "")
+    if name == "default":
+        return None
+    path = _find(f"models/{name}.yml", folder)
+    if path is None:
+        notes.append(f"models/{name}.yml is missing: its rules, if any, are not imported")
+        return None
+    return _read(path)
+
+
+def _over(base: _Config, layer: _Config) -> _Config:
+    """Merge a layer over a base: its rules replace those of the same name and come last."""
+    rules = list(zip(base.rules, base.places, strict=True))
+    own = list(zip(layer.rules, layer.places, strict=True))
+    if layer.values.get(_OVERRIDE):
+        rules = []
+    replaced = {_name(rule) for rule, _ in own}
+    merged = [pair for pair in rules if _name(pair[0]) not in replaced] + own
+    values = {**base.values, **layer.values, _RULES: [rule for rule, _ in merged]}
+    return _Config(values=values, places=tuple(place for _, place in merged))
+
+
+def _name(rule: Any) -> str | None:
+    """Return the name of a rule; None if the rule is malformed."""
+    is_pair = isinstance(rule, Sequence) and not isinstance(rule, str) and len(rule) == 2
+    return rule[0] if is_pair and isinstance(rule[0], str) else None
+
+
+def _find(name: str, folder: Path | None) -> Path | None:
+    """Return a file of a folder, or of the nearest folder above that has it."""
+    folders = [] if folder is None else [folder, *folder.resolve().parents]
+    return next((each / name for each in folders if (each / name).is_file()), None)
+
+
+# The mesh.
+
+
+def _axes(*layers: Mapping[str, Any]) -> list[str]:
+    """Return the mesh axes of the last layer that has some."""
+    written = [layer["mesh_axes"] for layer in layers if "mesh_axes" in layer]
+    is_list = bool(written) and isinstance(written[-1], (list, tuple))
+    return [str(axis) for axis in written[-1]] if is_list else []
+
+
+def _keys(axis: str) -> Iterator[str]:
+    """Return the keys of the sizes of a mesh axis, inside a slice and across slices."""
+    for network in ("ici", "dcn"):
+        yield f"{network}_{_PARALLELISM.get(axis, axis)}_parallelism"
+
+
+def _mesh(values: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the total size of each mesh axis, and the parts that cross slices.
+
+    Raises:
+      StrategyError: There are no mesh axes, or sizes are invalid.
+    """
+    axes = _axes(values)
+    if not axes:
+        raise StrategyError("the configuration has no mesh_axes", fix="add mesh_axes: ['fsdp']")
+    inside: dict[str, int] = {}
+    across: dict[str, int] = {}
+    problems: list[Problem] = []
+    for axis in axes:
+        for key, sizes in zip(_keys(axis), (inside, across), strict=True):
+            size = as_integer(values.get(key, 1))
+            if size is None or (size < 1 and size != -1):
+                what = f"{key} must be a positive integer or -1, got {values[key]!r}"
+                problems.append(Problem(error=StrategyError, what=what, fix=f"write {key}: 1"))
+            sizes[axis] = size or 1
+    raise_problems(problems)
+    if unsized := [axis for axis in axes if not any(key in values for key in _keys(axis))]:
+        notes.append(f"mesh axes without a size have size 1: {', '.join(unsized)}")
+    across = _filled(across, _slices(values))
+    mesh = {axis: -1 if size == -1 else size * across[axis] for axis, size in inside.items()}
+    if len(free := [axis for axis, size in mesh.items() if size == -1]) > 1:
+        what = f"the sizes of {', '.join(free)} are -1"
+        raise StrategyError(what, fix="give all of them but one a size")
+    return mesh, {axis: size for axis, size in across.items() if size > 1}
+
+
+def _slices(values: Mapping[str, Any]) -> int:
+    """Return the number of slices; 1 where MaxText would find it out from the devices."""
+    count = as_integer(values.get("num_slices", 1))
+    return count if count is not None and count > 0 else 1
+
+
+def _filled(across: Mapping[str, int], slices: int) -> dict[str, int]:
+    """Return the sizes across slices, without -1. On one slice they do not count, as in MaxText."""
+    if slices == 1:
+        return dict.fromkeys(across, 1)
+    free = [axis for axis, size in across.items() if size == -1]
+    known = math.prod(size for size in across.values() if size != -1)
+    if len(free) > 1 or slices % known or (not free and known != slices):
+        sizes = ", ".join(f"{axis}={size}" for axis, size in across.items() if size != 1)
+        what = f"the dcn sizes {sizes or 'are all 1, which'} do not fit {slices} slices"
+        raise StrategyError(what, fix=f"make their product {slices}; one of them may be -1")
+    return {axis: slices // known if size == -1 else size for axis, size in across.items()}
+
+
+# Files.
+
+
+def _read(path: Path) -> _Config:
+    """Read a YAML file, and the line of each of its rules.
+
+    Raises:
+      StrategyError: The file cannot be read, is not YAML, or is not a mapping.
+    """
+    yaml = _yaml()
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        fix = "check the path and its permissions"
+        raise StrategyError(f"cannot read {str(path)!r}: {reason.lower()}", fix=fix) from error
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
+    try:
+        root = loader.get_single_node()
+        values = {} if root is None else loader.construct_document(root)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = path.name if mark is None else f"{path.name}:{mark.line + 1}"
+        what = f"the file is not YAML: {getattr(error, 'problem', None) or error}"
+        raise StrategyError(what, path=place, fix="correct the syntax there") from error
+    finally:
+        loader.dispose()
+    if not isinstance(values, dict):
+        what = f"a configuration is a mapping, got {type(values).__name__}"
+        raise StrategyError(what, path=path.name, fix="write one key: value on each line")
+    lines: list[int] = []
+    for key, value in root.value if root is not None else ():
+        if key.value == _RULES and isinstance(value.value, list):
+            lines = [entry.start_mark.line + 1 for entry in value.value]
+    return _Config(values=values, places=tuple(f"{path.name}:{line}" for line in lines))
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        what = "reading YAML needs PyYAML: python -m pip install 'shardwright[maxtext]'"
+        raise ImportError(what) from error
+    return yaml
