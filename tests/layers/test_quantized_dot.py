@@ -167,7 +167,6 @@ def test_scale_per_channel_keeps_small_channels() -> None:
         (jnp.float16, jnp.float16, jnp.float32, jnp.float32),
     ],
 )
-@pytest.mark.sweep(keep=1)
 def test_dtypes_equal_those_of_float_dot(
     left: Any, right: Any, preferred: Any, result: Any
 ) -> None:

@@ -115,7 +115,9 @@ def test_decode_equals_one_call(kind: str) -> None:
         return transformer_block.apply(config, params, x, state=caches)
 
     with pm:
-        caches = transformer_block.init_caches(config, batch=8, capacity=8)
+        caches = transformer_block.StackState(
+            caches=transformer_block.init_caches(config, batch=8, capacity=8)
+        )
         stored = pm.shard(layers, transformer_block.specs(config), role="param")
         run, rows = jax.jit(step, donate_argnums=2), []
         for at in range(8):
@@ -147,7 +149,7 @@ def test_dropout_is_the_same_with_scan() -> None:
 
 
 def test_bad_input() -> None:
-    caches = [None] * 4
+    caches = [cast("Any", None)] * 4
     small = mlp_block.MlpConfig(embed=8, hidden=32)
 
     def change(**given: Any) -> Any:
@@ -162,15 +164,29 @@ def test_bad_input() -> None:
         (lambda: stack(PARAMS[:1], X), "params has 1 trees, and the config describes 2"),
         (lambda: stack(PARAMS, X[0]), r"x has shape \(8, 16\)"),
         (
-            lambda: transformer_block.apply(CONFIG, PARAMS, X, state=cast("Any", caches)),
+            lambda: transformer_block.apply(
+                CONFIG, PARAMS, X, state=transformer_block.StackState(caches=caches)
+            ),
             "caches cannot be used with scan=True",
         ),
+        (
+            lambda: transformer_block.apply(CONFIG, PARAMS, X, state=cast("Any", caches)),
+            "state is a list",
+        ),
+        (
+            lambda: transformer_block.apply(
+                CONFIG, PARAMS, X, state=transformer_block.StackState(mixtures=[None])
+            ),
+            "state has 1 mixtures for 2 trees",
+        ),
+        (lambda: change(mlp=()), "mlp is an empty tuple"),
+        (lambda: change(mlp=(CONFIG.mlp,) * 3), "mlp has 3 entries, which do not divide 4"),
         (
             lambda: transformer_block.apply(
                 change(scan=False),
                 [{}] * 4,
                 X,
-                state=caches[:3],  # type: ignore[arg-type]
+                state=transformer_block.StackState(caches=caches[:3]),
             ),
             "state has 3 caches for 4 layers",
         ),

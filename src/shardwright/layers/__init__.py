@@ -18,6 +18,7 @@ from shardwright.layers import dtypes as dtypes
 from shardwright.layers import embedding as embedding
 from shardwright.layers import lora as lora
 from shardwright.layers import loss as loss
+from shardwright.layers import mixture_block as mixture_block
 from shardwright.layers import mlp_block as mlp_block
 from shardwright.layers import moe as moe
 from shardwright.layers import norm as norm

@@ -1,22 +1,29 @@
-"""A stack of transformer layers: attention and MLP, scanned or unrolled, with a remat policy."""
+"""A stack of transformer layers: attention, then an MLP or a mixture of experts.
+
+The layers are scanned or unrolled, with a remat policy.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 
 from shardwright.attention.masks import Window
 from shardwright.caches.base import KVCache
 from shardwright.errors import LayerError, did_you_mean
-from shardwright.layers import attention_block, mlp_block
+from shardwright.layers import attention_block, mixture_block, mlp_block
 from shardwright.layers.attention_block import AttentionConfig
 from shardwright.layers.dropout import check_rate, dropout
+from shardwright.layers.mixture_block import MixtureConfig
 from shardwright.layers.mlp_block import MlpConfig
+from shardwright.layers.moe import MoEState
 from shardwright.layers.placement import RESIDUAL, check_residual, place
 from shardwright.trees.initialize import stack_specs
 from shardwright.vocabulary.integers import read_integer
@@ -39,7 +46,8 @@ class TransformerConfig:
     Attributes:
       layers: Number of layers.
       attention: Attention of every layer.
-      mlp: MLP of every layer.
+      mlp: The MLP or the mixture of experts of every layer. A tuple of them is a pattern that
+        repeats: `(MlpConfig(...), MixtureConfig(...))` alternates the two.
       windows: Window of each layer, as a pattern that repeats: `((1023, 0), None)` alternates
         local and global attention. Defaults to that of `attention` for all.
       dropout: Probability of dropping an element of a block's output, if `keys` has a dropout key.
@@ -54,7 +62,7 @@ class TransformerConfig:
 
     layers: int
     attention: AttentionConfig
-    mlp: MlpConfig
+    mlp: MlpConfig | MixtureConfig | tuple[MlpConfig | MixtureConfig, ...]
     windows: tuple[Window | None, ...] = ()
     dropout: float = 0.0
     remat: str = "none"
@@ -63,44 +71,91 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         read_integer("layers", self.layers, error=LayerError, fix="pass layers=12")
         check_rate("dropout", self.dropout)
-        if self.mlp.embed != self.attention.embed:
-            raise LayerError(
-                f"mlp.embed={self.mlp.embed} differs from attention.embed={self.attention.embed}",
-                fix="give both the size of the residual",
-            )
+        for mlp in self.mlps:
+            if mlp.embed != self.attention.embed:
+                raise LayerError(
+                    f"mlp.embed={mlp.embed} differs from attention.embed={self.attention.embed}",
+                    fix="give both the size of the residual",
+                )
         if self.remat not in REMAT:
             hint = did_you_mean(str(self.remat), REMAT)
             raise LayerError(
                 f"remat={self.remat!r} is unknown",
                 fix=f"{hint} write one of {', '.join(REMAT)}".strip(),
             )
-        if self.layers % len(self.pattern):
-            raise LayerError(
-                f"windows has {len(self.pattern)} entries, which do not divide {self.layers} "
-                "layers",
-                fix="write a pattern that repeats, or one window per layer",
-            )
+        for name, pattern in (("windows", self.windows), ("mlp", self.mlps)):
+            if pattern and self.layers % len(pattern):
+                raise LayerError(
+                    f"{name} has {len(pattern)} entries, which do not divide {self.layers} layers",
+                    fix="write a pattern that repeats, or one entry per layer",
+                )
 
     @property
-    def pattern(self) -> tuple[Window | None, ...]:
-        """The pattern of windows that repeats over the layers. It may have one entry."""
-        return tuple(self.windows) or (self.attention.window,)
+    def mlps(self) -> tuple[MlpConfig | MixtureConfig, ...]:
+        """The MLPs and mixtures of the layers that repeat."""
+        mlps = self.mlp if isinstance(self.mlp, tuple) else (self.mlp,)
+        if not mlps:
+            raise LayerError("mlp is an empty tuple", fix="give at least one MlpConfig")
+        return mlps
+
+    @property
+    def period(self) -> int:
+        """After how many layers the patterns repeat; 1 if all layers are alike."""
+        return math.lcm(len(self.windows) or 1, len(self.mlps))
+
+    def window(self, number: int) -> Window | None:
+        """Return the window of a layer."""
+        return self.windows[number % len(self.windows)] if self.windows else self.attention.window
+
+    def mlp_of(self, number: int) -> MlpConfig | MixtureConfig:
+        """Return the MLP or the mixture of a layer."""
+        return self.mlps[number % len(self.mlps)]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StackState:
+    """What the layers of a stack carry from call to call.
+
+    Attributes:
+      caches: One KV cache per layer, or None.
+      mixtures: One `MoEState` per tree of parameters, or None for an MLP. With `scan`, its arrays
+        have a leading dim of the layers of that tree. None as a whole before the first call.
+    """
+
+    caches: list[KVCache] | None = None
+    mixtures: list[MoEState | None] | None = None
+
+    @property
+    def aux(self) -> Any:
+        """The losses of all routers, float32: add it to the loss. 0 without a mixture."""
+        stats = [mixture.stats for mixture in self.mixtures or () if mixture is not None]
+        return sum((jnp.sum(each.aux) for each in stats if each is not None), jnp.float32(0))
 
 
 def specs(config: TransformerConfig) -> list[Any]:
     """Return the parameters as `ArraySpec`s.
 
-    With `scan` there is one tree per window of the pattern, with a leading LAYERS dim. Without
+    With `scan` there is one tree per layer of the pattern, with a leading LAYERS dim. Without
     `scan` there is one tree per layer. Each tree is `{"attention": ..., "mlp": ...}`.
     """
-    layer = {
-        "attention": attention_block.specs(config.attention),
-        "mlp": mlp_block.specs(config.mlp),
-    }
+    count = config.period if config.scan else config.layers
+    layers = [
+        {
+            "attention": attention_block.specs(config.attention),
+            "mlp": _specs_of(config.mlp_of(number)),
+        }
+        for number in range(count)
+    ]
     if not config.scan:
-        return [layer] * config.layers
-    count = len(config.pattern)
-    return [stack_specs(layer, config.layers // count)] * count
+        return layers
+    return [stack_specs(layer, config.layers // count) for layer in layers]
+
+
+def _specs_of(mlp: MlpConfig | MixtureConfig) -> dict[str, Any]:
+    if isinstance(mlp, MixtureConfig):
+        return mixture_block.specs(mlp)
+    return mlp_block.specs(mlp)
 
 
 def unstack(
@@ -112,7 +167,7 @@ def unstack(
     """
     if not config.scan:
         return config, list(params)
-    count = len(config.pattern)
+    count = config.period
     layers = [
         jax.tree.map(lambda w, at=number // count: w[at], params[number % count])
         for number in range(config.layers)
@@ -123,7 +178,10 @@ def unstack(
 def init_caches(
     config: TransformerConfig, kind: str = "dense", *, batch: int, capacity: int, **options: Any
 ) -> list[KVCache]:
-    """Create an empty cache per layer, already sharded; see `caches.init` for the arguments."""
+    """Create an empty cache per layer, already sharded; see `caches.init` for the arguments.
+
+    They are the `caches` of a `StackState`.
+    """
     return [
         attention_block.init_cache(
             config.attention, kind, batch=batch, capacity=capacity, **options
@@ -138,13 +196,13 @@ def apply(
     x: Any,
     *,
     keys: Mapping[str, jax.Array] | None = None,
-    state: Sequence[KVCache] | None = None,
+    state: StackState | None = None,
     path: str | None = None,
     positions: Any = None,
     segment_ids: Any = None,
     valid: Any = None,
-) -> tuple[jax.Array, list[KVCache] | None]:
-    """Return the residual after all layers, and the caches.
+) -> tuple[jax.Array, StackState]:
+    """Return the residual after all layers, and the state.
 
     Each layer is `x += attention(x)`, then `x += mlp(x)`. The norm after the last layer is not
     part of the stack.
@@ -154,56 +212,78 @@ def apply(
       params: The trees that `specs` describes, as stored.
       x: The residual, `[batch, length, embed]`.
       keys: `{"dropout": key}`. By default nothing is dropped.
-      state: One cache per layer, as `init_caches` returns them. Under `jit`, donate them.
+      state: Caches, and the biases of the routers. By default there are neither. Under `jit`,
+        donate it.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
       positions: As in `attention_block.apply`.
       segment_ids: As in `attention_block.apply`.
       valid: As in `attention_block.apply`.
 
+    Returns:
+      (x, state). The state has the written caches, and of each mixture the same bias and this
+      call's statistics.
+
     Raises:
-      LayerError: Caches are given with `scan`, or the number of caches or of trees is wrong.
+      LayerError: Caches are given with `scan`, or the number of caches, of mixtures or of trees is
+        wrong.
       RankMismatchError: `x` is not `[batch, length, embed]`.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
     check_residual(x, config.attention.embed)
+    state = StackState() if state is None else state
     _check_counts(config, params, state)
     given = {"positions": positions, "segment_ids": segment_ids, "valid": valid}
     x, key = place(x, RESIDUAL), (keys or {}).get("dropout")
+    biases = [None] * len(params) if state.mixtures is None else state.mixtures
     if config.scan:
-        return _scan(config, params, x, key, path, given), None
-    after = []
+        return _scan(config, params, x, key, biases, path, given)
+    caches, mixtures = [], []
     for number, layer_params in enumerate(params):
         run = _layer(config, number, None if path is None else f"{path}/{number}", given)
-        cache = None if state is None else state[number]
-        x, cache = run(layer_params, x, _layer_key(key, number), cache)
-        after.append(cache)
-    return x, None if state is None else after
+        cache = None if state.caches is None else state.caches[number]
+        x, cache, mixture = run(layer_params, x, _layer_key(key, number), cache, biases[number])
+        caches.append(cache)
+        mixtures.append(mixture)
+    return x, StackState(
+        caches=None if state.caches is None else caches, mixtures=_if_any(mixtures)
+    )
 
 
 def _scan(
-    config: TransformerConfig, params: Any, x: Any, key: Any, path: str | None, given: Any
-) -> jax.Array:
-    count = len(config.pattern)
+    config: TransformerConfig,
+    params: Any,
+    x: Any,
+    key: Any,
+    biases: Any,
+    path: str | None,
+    given: Any,
+) -> tuple[jax.Array, StackState]:
+    count = config.period
     runs = [
         _layer(config, at, None if path is None else f"{path}/{at}", given) for at in range(count)
     ]
 
-    def body(x: Any, trip: Any) -> tuple[Any, None]:
-        trees, number = trip
-        for at, (run, tree) in enumerate(zip(runs, trees, strict=True)):
-            x, _ = run(tree, x, _layer_key(key, number * count + at), None)
-        return x, None
+    def body(x: Any, trip: Any) -> tuple[Any, list[Any]]:
+        trees, states, number = trip
+        after = []
+        for at, (run, tree, state) in enumerate(zip(runs, trees, states, strict=True)):
+            x, _, mixture = run(tree, x, _layer_key(key, number * count + at), None, state)
+            after.append(mixture)
+        return x, after
 
-    numbers = jax.numpy.arange(config.layers // count)
-    residual: jax.Array = jax.lax.scan(body, x, (list(params), numbers))[0]
-    return residual
+    numbers = jnp.arange(config.layers // count)
+    residual, mixtures = jax.lax.scan(body, x, (list(params), list(biases), numbers))
+    return residual, StackState(mixtures=_if_any(mixtures))
+
+
+def _if_any(mixtures: list[Any]) -> list[Any] | None:
+    return mixtures if any(mixture is not None for mixture in mixtures) else None
 
 
 def _layer(config: TransformerConfig, number: int, path: str | None, given: Any) -> Any:
     """Return one layer as a function of arrays alone, under the remat policy."""
-    window = config.pattern[number % len(config.pattern)]
-    attention = dataclasses.replace(config.attention, window=window)
-    run = functools.partial(_run_layer, config, attention, path, given)
+    attention = dataclasses.replace(config.attention, window=config.window(number))
+    run = functools.partial(_run_layer, config, attention, config.mlp_of(number), path, given)
     if config.remat == "none":
         return run
     # A scan is a barrier that keeps XLA from merging the second computation with the first.
@@ -213,13 +293,15 @@ def _layer(config: TransformerConfig, number: int, path: str | None, given: Any)
 def _run_layer(
     config: TransformerConfig,
     attention: AttentionConfig,
+    mlp: MlpConfig | MixtureConfig,
     path: str | None,
     given: Any,
     params: Any,
     x: Any,
     keys: Any,
     cache: Any,
-) -> tuple[Any, Any]:
+    mixture: Any,
+) -> tuple[Any, Any, Any]:
     own, after_attention, inner, after_mlp = [None] * 4 if keys is None else list(keys)
 
     def part(name: str) -> str | None:
@@ -235,14 +317,16 @@ def _run_layer(
         **given,
     )
     x = _add(x, dropout(added, after_attention, config.dropout))
-    added, _ = mlp_block.apply(
-        config.mlp,
+    apply_mlp = mixture_block.apply if isinstance(mlp, MixtureConfig) else mlp_block.apply
+    added, mixture = apply_mlp(
+        mlp,  # type: ignore[arg-type]
         params["mlp"],
         x,
         keys=None if inner is None else {"dropout": inner},
+        state=mixture,
         path=part("mlp"),
     )
-    return _add(x, dropout(added, after_mlp, config.dropout)), cache
+    return _add(x, dropout(added, after_mlp, config.dropout)), cache, mixture
 
 
 def _add(x: Any, added: Any) -> Any:
@@ -254,15 +338,27 @@ def _layer_key(key: Any, number: Any) -> Any:
     return None if key is None else jax.random.split(jax.random.fold_in(key, number), 4)
 
 
-def _check_counts(config: TransformerConfig, params: Any, state: Any) -> None:
-    trees = len(config.pattern) if config.scan else config.layers
+def _check_counts(config: TransformerConfig, params: Any, state: StackState) -> None:
+    trees = config.period if config.scan else config.layers
     if len(params) != trees:
         raise LayerError(
             f"params has {len(params)} trees, and the config describes {trees}",
             path="params",
             fix="pass the list that transformer_block.specs(config) describes",
         )
-    if state is None:
+    if not isinstance(state, StackState):
+        raise LayerError(
+            f"state is a {type(state).__name__}",
+            path="state",
+            fix="pass transformer_block.StackState(caches=...)",
+        )
+    if state.mixtures is not None and len(state.mixtures) != trees:
+        raise LayerError(
+            f"state has {len(state.mixtures)} mixtures for {trees} trees of parameters",
+            path="state",
+            fix="pass one MoEState per tree, and None where a layer has an MLP",
+        )
+    if state.caches is None:
         return
     if config.scan:
         raise LayerError(
@@ -270,9 +366,9 @@ def _check_counts(config: TransformerConfig, params: Any, state: Any) -> None:
             path="state",
             fix="config, params = transformer_block.unstack(config, params)",
         )
-    if len(state) != config.layers:
+    if len(state.caches) != config.layers:
         raise LayerError(
-            f"state has {len(state)} caches for {config.layers} layers",
+            f"state has {len(state.caches)} caches for {config.layers} layers",
             path="state",
             fix="pass transformer_block.init_caches(config, batch=..., capacity=...)",
         )

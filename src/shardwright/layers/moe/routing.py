@@ -85,9 +85,9 @@ def update_bias(bias: Any, load: Any, rate: float = 0.001) -> Any:
     arXiv:2408.15664, algorithm 1).
 
     Args:
-      bias: [experts] float32.
-      load: [experts], `MoEStats.load` of the step.
+      bias: [experts] float32, or [layers, experts] of a stack.
+      load: Of the same shape, `MoEStats.load` of the step.
       rate: Size of the change.
     """
     load = load.astype(jnp.float32)
-    return bias + rate * jnp.sign(load.mean() - load)
+    return bias + rate * jnp.sign(load.mean(-1, keepdims=True) - load)

@@ -1,0 +1,83 @@
+"""A mixture of experts in place of the MLP of a transformer layer: norm, then the mixture."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from shardwright.layers import moe, norm
+from shardwright.layers.moe import MoEConfig, MoEState
+from shardwright.layers.norm import RMS, NormConfig
+from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, place, use
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureConfig:
+    """A norm and a mixture.
+
+    Attributes:
+      moe: The mixture.
+      norm: The norm before it. None for none.
+    """
+
+    moe: MoEConfig
+    norm: NormConfig | None = RMS
+
+    @property
+    def embed(self) -> int:
+        """Size of the residual."""
+        return self.moe.embed
+
+
+def specs(config: MixtureConfig) -> dict[str, Any]:
+    """Return the parameters of the block as `ArraySpec`s: `moe`, and `norm` if it has one."""
+    tree: dict[str, Any] = {"moe": moe.specs(config.moe)}
+    if config.norm is not None:
+        tree["norm"] = norm.specs(config.norm, config.embed, config.moe.dtypes)
+    return tree
+
+
+def apply(
+    config: MixtureConfig,
+    params: dict[str, Any],
+    x: Any,
+    *,
+    keys: Any = None,
+    state: MoEState | None = None,
+    path: str | None = None,
+) -> tuple[jax.Array, MoEState]:
+    """Return what the block adds to the residual `x`, and the state of the router.
+
+    The residual is sharded as (BATCH, LENGTH, EMBED), and the tokens that enter the mixture as
+    (BATCH, QUERY_LENGTH, EMBED).
+
+    Args:
+      config: The norm and the mixture.
+      params: The tree that `specs` describes, as stored.
+      x: `[batch, length, embed]`.
+      keys: Not used: the block has no randomness.
+      state: The router's bias. None means that it has none.
+      path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
+
+    Returns:
+      (y, state). The state has the same bias and this call's statistics; see `moe.apply`.
+
+    Raises:
+      RankMismatchError: `x` is not `[batch, length, embed]`.
+      ShardingError: As `moe.apply` raises it.
+    """
+    check_residual(x, config.embed)
+
+    def part(name: str) -> str | None:
+        return None if path is None else f"{path}/{name}"
+
+    x = place(x, RESIDUAL)
+    if config.norm is not None:
+        scale = use(params["norm"], specs(config)["norm"], path=part("norm"))
+        x = norm.apply(config.norm, scale, x, dtype=config.moe.dtypes.compute)
+    x = place(x.astype(config.moe.dtypes.compute), OPERAND)
+    y, state = moe.apply(config.moe, params["moe"], x, keys=keys, state=state, path=part("moe"))
+    return checkpoint_name(place(y, RESIDUAL), "mlp_down"), state
