@@ -105,7 +105,7 @@ def test_missing_compilers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     hardware = read_hardware()
     slice_ = parse_topology("v5e:2x4", hardware)
     monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(sw.StrategyError, match=r"pip install 'shardwright\[tpu-aot\]'"):
+    with pytest.raises(sw.StrategyError, match=r"pip install -e .\.\[tpu-aot\]"):
         compiler.make_target(slice_)
     own = dataclasses.replace(slice_, chip=dataclasses.replace(slice_.chip, name="mine"))
     with pytest.raises(sw.StrategyError, match="no compiler for the chip mine"):

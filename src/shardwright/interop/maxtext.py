@@ -346,6 +346,6 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError as error:
-        what = "reading YAML needs PyYAML: python -m pip install 'shardwright[maxtext]'"
+        what = "reading YAML needs PyYAML: python -m pip install pyyaml"
         raise ImportError(what) from error
     return yaml

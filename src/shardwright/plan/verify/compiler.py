@@ -133,7 +133,8 @@ def make_target(
     if importlib.util.find_spec("libtpu") is None:
         raise StrategyError(
             f"compiling for {topology} needs libtpu, which is not installed",
-            fix="pip install 'shardwright[tpu-aot]', or --compiler cpu for sharding only",
+            fix='python -m pip install -e ".[tpu-aot]" in a clone of shardwright, or '
+            "--compiler cpu for sharding only",
         )
     return Target(platform="tpu", topology=str(topology), effort=effort)
 
