@@ -366,4 +366,5 @@ def test_parser_marks_files_for_completion() -> None:
         "out",
         "axes",
         "plan",
+        "html",
     }

@@ -69,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     _add_tensor_options(command)
     _add_checks(command)
     add_verify_options(command)
+    command.add_argument("--html", metavar="FILE", help="also write the plan as one HTML page")
     command.add_argument(
         "--rows", type=read_count, metavar="N", help="show only the N rows that send most"
     )
@@ -152,7 +153,7 @@ def _read_topology(arguments: argparse.Namespace) -> Topology | None:
 
 def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topology | None) -> int:
     """Count the state of a file of tensors."""
-    for option in ("forbid", "verify"):
+    for option in ("forbid", "verify", "html"):
         if getattr(arguments, option):
             raise StrategyError(
                 f"--{option} needs a function, and a file of tensors has none",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from shardwright.cli.inputs import Setting
+from shardwright.cli.inputs import Setting, unreadable
 from shardwright.cli.plan_checks import limit_failures, what_holds
 from shardwright.cli.programs import plan_program, read_programs
 from shardwright.cli.show import print_json, print_lines, width_of
@@ -16,6 +18,7 @@ from shardwright.plan.collectives.collective import Collective
 from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology
 from shardwright.plan.planner import PlanReport
+from shardwright.plan.report.page import plan_html
 from shardwright.plan.report.text import bytes_text
 from shardwright.plan.report.verification import verification_text
 from shardwright.plan.verify.run import Verification
@@ -66,6 +69,8 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
         for mode, report in reports.items()
         if (verified.get(mode) or report).verdict is Verdict.DOES_NOT_FIT
     ]
+    if arguments.html is not None:
+        _write_page(arguments, reports, verified)
     incomplete = any(not report.walked.complete for report in reports.values())
     failed = bool(breaches or failures or incomplete)
     if arguments.json:
@@ -91,6 +96,22 @@ def _mode_json(report: PlanReport, verification: Verification | None) -> dict[st
     if verification is None:
         return report.to_json()
     return {**report.to_json(), "verified": verification.to_json()}
+
+
+def _write_page(
+    arguments: argparse.Namespace,
+    reports: Mapping[str, PlanReport],
+    verified: Mapping[str, Verification],
+) -> None:
+    page = plan_html(
+        {mode_name(mode): report for mode, report in reports.items()},
+        title=f"Plan of {os.path.basename(arguments.model)}",
+        verified={mode_name(mode): each for mode, each in verified.items()},
+    )
+    try:
+        Path(arguments.html).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise unreadable(arguments.html, error, verb="write") from error
 
 
 def _breaches(

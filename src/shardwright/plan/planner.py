@@ -14,20 +14,17 @@ from shardwright.mesh.build import mesh_sizes
 from shardwright.plan.fit import Verdict, judge
 from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.plan.layout import Layout, lay_out
+from shardwright.plan.report.events import event_lines
 from shardwright.plan.report.fit import fit_lines
 from shardwright.plan.report.state import state_text
-from shardwright.plan.report.text import bytes_text
 from shardwright.plan.report.time import time_lines
 from shardwright.plan.state import ROLES, Category, Held, StateBytes, count_state, read_holds
 from shardwright.plan.time import TimeRange, estimate_time
 from shardwright.plan.trace import Trace, trace, walk
 from shardwright.plan.walk.events import Event, Walked
 from shardwright.plan.walk.liveness import Peak
-from shardwright.resolution.tables import WIDTH, remarked_table
+from shardwright.resolution.tables import WIDTH
 from shardwright.trees.paths import path_text
-from shardwright.vocabulary.axes import axis_label
-
-_HEAD = ("times", "collective", "over", "axis", "bytes", "sent", "where")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,55 +148,28 @@ class PlanReport:
             lines += [state_text(self.state, rows=rows, width=width), ""]
         chip = None if self.layout is None else self.layout.topology.chip
         lines += [*fit_lines(self.memory, chip, complete=self.walked.complete), ""]
-        lines += self._table(rows, width)
+        lines += event_lines(self.events, rows=rows, width=width)
         if self.time is not None and self.layout is not None:
             lines += ["", *time_lines(self.time, self.layout, width=width)]
-        lines += [f"incomplete: no rule for {name} ({count})" for name, count in self._unknown()]
-        lines += [
-            f"chosen: {choice.mesh_axis} at {choice.source}\n  fix   {choice.fix}"
-            for choice in self.walked.choices
-        ]
-        idle = {(item.source, "+".join(item.mesh_axes)) for item in self.walked.idle}
-        lines += [f"idle: {axes} at {source}" for source, axes in sorted(idle)]
+        lines += self.unsure_lines()
         return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.text()
 
-    def _unknown(self) -> list[tuple[str, int]]:
-        return sorted(self.walked.unknown.items())
-
-    def _table(self, rows: int | None, width: int) -> list[str]:
-        alike: dict[tuple[Any, ...], list[Event]] = {}
-        for event in self.events:
-            key = (event.kind, event.mesh_axes, event.axes, event.logical_bytes, event.source)
-            alike.setdefault(key, []).append(event)
-        groups = sorted(alike.values(), key=_sent, reverse=True)
-        if not groups:
-            return ["nothing is sent"]
-        shown = groups if rows is None else groups[:rows]
-        table = remarked_table([_HEAD, *map(_row, shown)], width=width)
-        if len(shown) < len(groups):
-            table.append(f"and {len(groups) - len(shown)} more")
-        return [*table, f"sent per device: {bytes_text(self.sent_bytes)}"]
-
-
-def _sent(events: list[Event]) -> int:
-    return sum(event.total_wire_bytes for event in events)
-
-
-def _row(events: list[Event]) -> tuple[str, ...]:
-    event = events[0]
-    times = sum(each.runs for each in events)
-    return (
-        f"≤{times}" if event.maybe else str(times),
-        str(event.kind),
-        "+".join(event.mesh_axes),
-        ", ".join(map(axis_label, event.axes)) or "-",
-        bytes_text(event.logical_bytes),
-        bytes_text(_sent(events)),
-        event.source,
-    )
+    def unsure_lines(self) -> list[str]:
+        """Return each place where the plan is unsure, and what would settle it."""
+        walked = self.walked
+        unknown = sorted(walked.unknown.items())
+        idle = {(item.source, "+".join(item.mesh_axes)) for item in walked.idle}
+        return [
+            *(f"incomplete: no rule for {name} ({count})" for name, count in unknown),
+            *(
+                f"chosen: {choice.mesh_axis} at {choice.source}\n  fix   {choice.fix}"
+                for choice in walked.choices
+            ),
+            *(f"idle: {axes} at {source}" for source, axes in sorted(idle)),
+        ]
 
 
 def plan(

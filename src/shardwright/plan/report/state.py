@@ -6,8 +6,8 @@ from shardwright.plan.report.text import bytes_text
 from shardwright.plan.state import Category, StateBytes
 from shardwright.resolution.tables import WIDTH, remarked_table, table
 
-_HEAD = ("state", "arrays", "per device", "on all devices", "copies")
-_CAUSES = ("replicated over", "could save", "arrays", "rule", "why")
+STATE_HEAD = ("state", "arrays", "per device", "on all devices", "copies")
+CAUSE_HEAD = ("replicated over", "could save", "arrays", "rule", "why")
 _ROWS = 5
 
 
@@ -19,18 +19,21 @@ def state_text(state: StateBytes, *, rows: int | None = None, width: int = WIDTH
       rows: How many rules to show. Defaults to 5.
       width: Characters per line.
     """
-    lines = table([_HEAD, *(_row(state, category) for category in state.categories)], width=width)
-    causes = _cause_rows(state)
+    lines = table(
+        [STATE_HEAD, *(state_row(state, category) for category in state.categories)], width=width
+    )
+    causes = cause_rows(state)
     shown = causes[: _ROWS if rows is None else rows]
     if shown:
-        lines += ["", *remarked_table([_CAUSES, *shown], width=width)]
+        lines += ["", *remarked_table([CAUSE_HEAD, *shown], width=width)]
     if len(shown) < len(causes):
         lines.append(f"and {len(causes) - len(shown)} more")
     lines += [f"not counted: {text}" for text in state.missing]
     return "\n".join(lines)
 
 
-def _row(state: StateBytes, category: Category) -> tuple[str, ...]:
+def state_row(state: StateBytes, category: Category) -> tuple[str, ...]:
+    """Return the cells of a category, in the order of `STATE_HEAD`."""
     tree = state.of(category)
     return (
         str(category),
@@ -41,7 +44,7 @@ def _row(state: StateBytes, category: Category) -> tuple[str, ...]:
     )
 
 
-def _cause_rows(state: StateBytes) -> list[tuple[str, ...]]:
+def cause_rows(state: StateBytes) -> list[tuple[str, ...]]:
     """Return one row per mesh axis and rule, the one that saves most first."""
     saved: dict[tuple[str, ...], list[int]] = {}
     for leaf in state.leaves:

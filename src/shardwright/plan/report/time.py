@@ -17,11 +17,16 @@ def time_lines(time: TimeRange, layout: Layout, *, width: int = WIDTH) -> list[s
       layout: Assignment of the mesh axes to a slice.
       width: Characters per line.
     """
+    rows = [(name, *map(seconds_text, ends), how) for name, *ends, how in time_rows(time, layout)]
+    return remarked_table([_HEAD, *rows], width=width)
+
+
+def time_rows(time: TimeRange, layout: Layout) -> list[tuple[str, float, float, str]]:
+    """Return each part of an estimate: name, seconds at least and at most, and the assumption."""
     chip = layout.topology.chip
-    rows = [
-        _HEAD,
-        _row("products", time.products, f"{chip.flops / 1e12:g} TFLOP/s, at 100% to 50%"),
-        _row(
+    parts = [
+        ("products", time.products, f"{chip.flops / 1e12:g} TFLOP/s, at 100% to 50%"),
+        (
             "memory",
             time.memory,
             f"{chip.hbm_rate / 1e9:g} GB/s; from all arguments to all operands",
@@ -30,11 +35,7 @@ def time_lines(time: TimeRange, layout: Layout, *, width: int = WIDTH) -> list[s
     for axes, span in time.links.items():
         slow, fast = layout.rates(axes)
         rates = f"{slow / 1e9:g}" if slow == fast else f"{slow / 1e9:g} to {fast / 1e9:g}"
-        rows.append(_row("+".join(axes), span, f"{rates} GB/s one way, 1 µs per hop at most"))
+        parts.append(("+".join(axes), span, f"{rates} GB/s one way, 1 µs per hop at most"))
     whole = Span(low=time.low, high=time.high)
-    rows.append(_row("all", whole, "from full overlap to none; not calibrated"))
-    return remarked_table(rows, width=width)
-
-
-def _row(name: str, span: Span, assumed: str) -> tuple[str, ...]:
-    return (name, seconds_text(span.low), seconds_text(span.high), assumed)
+    parts.append(("all", whole, "from full overlap to none; not calibrated"))
+    return [(name, span.low, span.high, assumed) for name, span, assumed in parts]

@@ -11,8 +11,8 @@ from shardwright.plan.verify.differences import Reason, Sent
 from shardwright.plan.verify.run import Verification
 from shardwright.resolution.tables import WIDTH, table
 
-_MEMORY = ("on each device", "planned", "compiled", "")
-_SENT = ("over", "collective", "planned", "compiled", "")
+MEMORY_HEAD = ("on each device", "planned", "compiled", "")
+SENT_HEAD = ("over", "collective", "planned", "compiled", "")
 _SHOWN = 3  # source lines of one reason
 
 
@@ -26,19 +26,19 @@ def verification_text(verification: Verification, *, width: int = WIDTH) -> str:
     compiled = verification.compiled
     lines = [f"compiled by {compiled.target.compiler}, {compiled.target.effort} effort"]
     if compiled.refused:
-        lines.append(f"does not fit: {_refusal(compiled)}")
+        lines.append(f"does not fit: {refusal_text(compiled)}")
         return "\n".join(lines)
-    lines += table([_MEMORY, *_memory_rows(verification)], width=width)
+    lines += table([MEMORY_HEAD, *memory_rows(verification)], width=width)
     layout, peak = verification.report.layout, compiled.peak
     if layout is not None and peak is not None:
         chip = layout.topology.chip
         share = f"{peak / chip.hbm_bytes:.0%} of the {bytes_text(chip.hbm_bytes)}"
         lines.append(f"{verification.verdict}: {share} usable on {chip.name}")
     if verification.traffic:
-        rows = [row for sent in verification.traffic for row in _sent_rows(sent)]
-        lines += ["", *table([_SENT, *rows], width=width)]
+        rows = [row for sent in verification.traffic for row in sent_rows(sent)]
+        lines += ["", *table([SENT_HEAD, *rows], width=width)]
     for sent in verification.traffic:
-        for text in _reason_texts(sent):
+        for text in reason_texts(sent):
             line = f"{'+'.join(sent.mesh_axes)}: {text}"
             lines += textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False)
     unknown = sum(each.count is None for each in compiled.collectives)
@@ -47,13 +47,14 @@ def verification_text(verification: Verification, *, width: int = WIDTH) -> str:
     return "\n".join(lines)
 
 
-def _refusal(compiled: Compiled) -> str:
+def refusal_text(compiled: Compiled) -> str:
     """Return the line of the compiler's message that says how much is too much."""
     lines = [line.strip() for line in compiled.refused.splitlines()]
     return next((line for line in lines if "sed " in line and " of " in line), lines[0])
 
 
-def _memory_rows(verification: Verification) -> Iterator[tuple[str, ...]]:
+def memory_rows(verification: Verification) -> Iterator[tuple[str, ...]]:
+    """Yield planned and compiled bytes of arguments and memory, in the order of `MEMORY_HEAD`."""
     report, compiled = verification.report, verification.compiled
     held, actual = report.state.of().per_device, compiled.memory["argument_size"]
     remark = "equal" if actual == held else f"{_signed(actual - held)}, from tiles and alignment"
@@ -70,7 +71,8 @@ def _memory_rows(verification: Verification) -> Iterator[tuple[str, ...]]:
     yield "memory", f"{bytes_text(low)} to {bytes_text(high)}", bytes_text(compiled.peak), remark
 
 
-def _sent_rows(sent: Sent) -> Iterator[tuple[str, ...]]:
+def sent_rows(sent: Sent) -> Iterator[tuple[str, ...]]:
+    """Yield planned and compiled bytes by kind and in all, in the order of `SENT_HEAD`."""
     axes = "+".join(sent.mesh_axes)
     kinds = sorted({*sent.planned, *sent.compiled})
     for kind in kinds:
@@ -80,7 +82,8 @@ def _sent_rows(sent: Sent) -> Iterator[tuple[str, ...]]:
     yield axes, "all", *totals, "equal" if sent.equal else _signed(sent.difference)
 
 
-def _reason_texts(sent: Sent) -> Iterator[str]:
+def reason_texts(sent: Sent) -> Iterator[str]:
+    """Yield why the compiled program sends something else."""
     for reason in sent.reasons:
         share = f" ({_signed(reason.adds)})" if reason.adds else ""
         yield f"{reason.what}{share}{_places(reason)}"

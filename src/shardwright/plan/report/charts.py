@@ -1,0 +1,134 @@
+"""Bars and tables as HTML, without scripts and without anything from the network."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+# Colors of the page, by position.
+COLORS: Final = ("--a", "--b", "--c", "--d", "--e", "--f")
+_WIDTH: Final = 1000  # units of a picture; it is scaled to the page
+_LABEL: Final = 190
+_VALUE: Final = 190
+_ROW: Final = 24
+_FAR: Final = 6
+
+
+def stacked_bar(
+    parts: Mapping[str, int], *, low: int, usable: int | None, peak: int | None = None
+) -> str:
+    """Return memory as a bar of parts, with marks for the lower end, the limit and the peak.
+
+    Args:
+      parts: Bytes by name, of the upper end.
+      low: Bytes of the lower end.
+      usable: Bytes that the chip has for a program, or None.
+      peak: Bytes of the compiled program, or None.
+    """
+    whole = max(sum(parts.values()), peak or 0, 1)
+    # A limit far to the right would make the parts unreadable.
+    usable = None if usable is None or usable > _FAR * whole else usable
+    whole = max(whole, usable or 0)
+    scale = (_WIDTH - 2) / whole
+    at, drawn = 1.0, []
+    for position, size in enumerate(parts.values()):
+        drawn.append(_rect(at, 22, size * scale, 22, COLORS[position % len(COLORS)]))
+        at += size * scale
+    marks = [("at least", low), ("compiled", peak), ("usable", usable)]
+    placed = sorted((size, name) for name, size in marks if size is not None)
+    for level, (size, name) in enumerate(placed):
+        x = 1 + size * scale
+        anchor = "end" if x > _WIDTH / 2 else "start"
+        y = 14 if level % 2 == 0 else 62
+        drawn.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="17" y2="49" stroke="var(--text)"/>'
+            f'<text class="quiet" x="{x:.1f}" y="{y}" text-anchor="{anchor}">{name}</text>'
+        )
+    return _picture(66, "".join(drawn), "memory of one device")
+
+
+def bars(values: Mapping[str, float], text: Callable[[float], str], *, label: str) -> str:
+    """Return one bar per name, from zero."""
+    return spans({name: (0.0, value, text(value)) for name, value in values.items()}, label=label)
+
+
+def spans(values: Mapping[str, tuple[float, float, str]], *, label: str) -> str:
+    """Return one bar per name, from its low to its high value.
+
+    Args:
+      values: Name -> low, high and the text beside the bar.
+      label: What the picture shows, for readers that cannot see it.
+    """
+    most = max((high for _, high, _ in values.values()), default=0.0) or 1.0
+    room = _WIDTH - _LABEL - _VALUE
+    drawn = []
+    for row, (name, (low, high, text)) in enumerate(values.items()):
+        y = row * _ROW
+        start = _LABEL + room * low / most
+        width = max(room * (high - low) / most, 1.5)
+        drawn.append(
+            f'<text x="0" y="{y + 16}">{html.escape(_shortened(name))}</text>'
+            f"{_rect(start, y + 5, width, 14, '--a')}"
+            f'<text class="quiet" x="{start + width + 8:.1f}" y="{y + 16}">'
+            f"{html.escape(text)}</text>"
+        )
+    return _picture(max(len(values) * _ROW, 1), "".join(drawn), label)
+
+
+def html_table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    numbers: Sequence[int] = (),
+    code: Sequence[int] = (),
+) -> str:
+    """Return a table.
+
+    Args:
+      head: Titles of the columns.
+      rows: Cells as plain text.
+      numbers: Columns that are aligned to the right.
+      code: Columns in the typeface of code.
+    """
+
+    def cell(tag: str, at: int, text: str) -> str:
+        inner = html.escape(text)
+        if tag == "td" and at in code and text:
+            inner = f"<code>{inner}</code>"
+        style = ' class="number"' if at in numbers else ""
+        return f"<{tag}{style}>{inner}</{tag}>"
+
+    lines = ["".join(cell("th", at, text) for at, text in enumerate(head))]
+    lines += ["".join(cell("td", at, text) for at, text in enumerate(row)) for row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="wide"><table>{body}</table></div>'
+
+
+def key(names: Mapping[str, str]) -> str:
+    """Return which color is what: name -> text beside it, in the order of the colors."""
+    items = [
+        f'<span><i style="background:var({COLORS[at % len(COLORS)]})"></i>'
+        f"{html.escape(name)} {html.escape(text)}</span>"
+        for at, (name, text) in enumerate(names.items())
+    ]
+    return f'<div class="key">{"".join(items)}</div>'
+
+
+def _rect(x: float, y: float, width: float, height: float, color: str) -> str:
+    return (
+        f'<rect x="{x:.1f}" y="{y}" width="{max(width, 0):.1f}" height="{height}" rx="2" '
+        f'fill="var({color})"/>'
+    )
+
+
+def _picture(height: float, inner: str, label: str) -> str:
+    return (
+        f'<div class="wide"><svg viewBox="0 0 {_WIDTH} {math.ceil(height)}" role="img" '
+        f'aria-label="{html.escape(label)}">{inner}</svg></div>'
+    )
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= 24 else f"{name[:23]}…"
