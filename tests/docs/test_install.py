@@ -18,7 +18,7 @@ FILES = [
         for path in sorted((ROOT / folder).rglob("*.py"))
     ),
 ]
-BY_NAME = re.compile(r"""pip install (?:-\S+ )*["']?shardwright\b""")
+BY_NAME = re.compile(r"""pip install\s+(?:-\S+\s+)*["']?shardwright\b""")
 EXTRAS = re.compile(r"""pip install -e ["']?\.\[([\w,]+)\]""")
 
 
@@ -45,6 +45,7 @@ def test_extras_that_are_named_exist() -> None:
     "text",
     [
         'pip install "shardwright[checkpoint]"',
+        'pip install\n  "shardwright[checkpoint]"',
         "pip install shardwright",
         "pip install -U shardwright",
     ],

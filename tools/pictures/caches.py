@@ -25,7 +25,7 @@ def draw() -> str:
     picture = Picture(title=title, width=480, height=590)
     picture.text(20, 32, f"A KV cache under {PRESET}", kind="title")
     picture.text(20, 54, f"Mesh {MESH}. A cell is one kv head of one slot, with the", kind="soft")
-    legend = "devices that hold it; yellow: device 0. Bars: tokens, red: new."
+    legend = "devices that hold it. Yellow: device 0. Bar: tokens; red: new."
     picture.text(20, 72, legend, kind="soft")
     _stage(picture, 92, pm, mode="prefill", held={}, new={0: PROMPT})
     _next(picture, 230, f"insert the row into slot {SLOT}")

@@ -6,15 +6,15 @@ from tools.pictures.svg import Box, Picture
 
 # What each room holds, the highest first; a test compares the names with the packages.
 ROOMS = (
-    ("cli", "commands: explain, check, diff"),
+    ("cli", "commands: explain, check, diff, plan"),
     ("testing", "virtual devices, assertions, golden files"),
     ("interop", "names of other libraries, one package each"),
     ("serving", "engine, scheduler, sampling"),
-    ("layers", "rotary positions, quantized products"),
+    ("layers", "norms, attention, MLP, experts, loss"),
     ("attention", "one call, many kernels"),
     ("caches", "dense, sliding, 8 bits, paged"),
-    ("reshard", "moves of arrays between specs"),
-    ("plan", "memory, collectives, differences"),
+    ("reshard", "arrays from one sharding to another"),
+    ("plan", "memory, collectives, time, search"),
     ("lints", "likely mistakes in a strategy"),
     ("inference", "axes of models that nobody annotated"),
     ("manager", "PartitionManager: shard, gather, explain"),

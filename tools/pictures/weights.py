@@ -59,7 +59,7 @@ def _product(picture: Picture, y: float, pm: sw.PartitionManager) -> None:
     """Draw `x @ w = y`: device 0 holds its factors, and computes its part of the result."""
     picture.text(20, y + 16, "3 used", kind="title")
     picture.text(100, y + 16, "x @ w = y", kind="code")
-    picture.text(200, y + 16, "each device has its factors", kind="soft")
+    picture.text(200, y + 16, "each device multiplies its shards", kind="soft")
     x = pm.sharding(*INPUT, shape=INPUT_SHAPE)
     w = pm.sharding(*WEIGHT, role="use", shape=WEIGHT_SHAPE)
     out = pm.sharding(*OUTPUT, shape=OUTPUT_SHAPE)
