@@ -412,7 +412,7 @@ def test_20_weight_layouts_of_stacks_and_biases() -> None:
     tree = {"kernel": ones(8, 4), "bias": ones(4), "scale": ones(8), "step": 3}
     with pytest.raises(
         sw.RankMismatchError,
-        match=r"scale: the spec P\('fsdp', 'tp'\) has 2 entries, the array has shape \(8,\)",
+        match=r"scale: the spec P\('fsdp', 'tp'\) has 2 entries, and the array has shape \(8,\)",
     ):
         ef.match_partition_rules(rules, tree)
     cut = ef.match_partition_rules(rules, tree, policy="eformer")
@@ -474,7 +474,9 @@ def test_24_values_survive_text_pickle_and_copies(mesh: jax.sharding.Mesh) -> No
     pm = PartitionManager(paxis)
     assert jax.tree.leaves({"pm": pm, "paxis": paxis}) == []
     assert jax.tree.map(lambda x: x, [pm]) == [pm]
-    with pytest.raises(sw.MeshSpecError, match="the text has the axes tp, dp, names has dp, tp"):
+    with pytest.raises(
+        sw.MeshSpecError, match="the text has the axes tp, dp, but names has dp, tp"
+    ):
         ef.parse_mesh_from_string("tp:4,dp:2", ["dp", "tp"])
     assert ef.parse_mesh_from_string("dp:2,tp:4", ["dp", "tp"]) == mesh
     assert ef.get_corrected_named_sharding((4,), P("tp"), raise_mesh_error=False).spec == P()

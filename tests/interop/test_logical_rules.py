@@ -79,7 +79,9 @@ def test_explain_names_the_imported_rule() -> None:
         'logical_batch = "data"   (base.yml:10, [rules])',
     ]
     assert resolution.spec == P(None, "model", "data")
-    assert imported.notes == ('never applies, after "-": embed = "model"   (base.yml:15)',)
+    assert imported.notes == (
+        'never applies, since an earlier rule replicates: embed = "model"   (base.yml:15)',
+    )
     assert str(imported).splitlines()[0] == "5 names imported"
 
 
@@ -173,7 +175,7 @@ def test_every_bad_rule_is_reported() -> None:
         ("[0]: the rule of 'embed' names fsdp, which the mesh lacks", size),
         ("[1]: the rule of 'mlp' names sp, which the mesh lacks", size),
         ("[2]: the rule ('heads',) is not a pair of a name and mesh axes", pair),
-        ("[3]: the rule of 'kv' has 3, which is not mesh axes", pair),
+        ("[3]: the rule of 'kv' has 3 instead of mesh axes", pair),
         ("[4]: the rule of 'vocab' has a mesh axis twice", "name each mesh axis once"),
     )
     assert [str(problem) for problem in caught.value.problems] == [
@@ -322,7 +324,7 @@ def test_exports_that_are_refused() -> None:
         mesh=sw.abstract_mesh("dp:2,tp:4"),
     )
     for names, sizes, error, message in (
-        ({"b": sw.BATCH}, {}, sw.ShapeRequiredError, r"'b' has depends on its size"),
+        ({"b": sw.BATCH}, {}, sw.ShapeRequiredError, r"'b' depend on its size"),
         ({"v": (sw.VOCAB, "activation")}, {}, sw.StrategyError, r"cannot leave a dim open"),
         ({"e": sw.EMBED}, {}, sw.StrategyError, "different rules as an activation and as a param"),
         ({"h": sw.HEAD}, {"h": 6}, sw.IndivisibleError, "size 6 of 'h' does not divide over tp"),

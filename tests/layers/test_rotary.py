@@ -131,7 +131,7 @@ def test_repeated_kv_heads_are_adjacent(repeats: int) -> None:
         (lambda x: rotate_half(x[..., :3]), "the last dim of (1, 2, 4, 3) is odd"),
         (
             lambda x: apply_rotary_pos_emb(x, *tables(3, 8)),
-            "sin_: sin_ has shape (1, 1, 3, 8), the tensor (1, 2, 4, 8)",
+            "sin_: sin_ has shape (1, 1, 3, 8), and the tensor has shape (1, 2, 4, 8)",
         ),
         (
             lambda x: apply_rotary_pos_emb(x, tables(4, 8)[0], tables(4, 6)[1]),
@@ -151,7 +151,7 @@ def test_repeated_kv_heads_are_adjacent(repeats: int) -> None:
         ),
         (
             lambda x: apply_rotary_pos_emb(x, tables(4, 8)[0], tables(9, 8)[1]),
-            "cos_: sin_ has shape (1, 1, 4, 8), and cos_ (1, 1, 9, 8)",
+            "cos_: sin_ has shape (1, 1, 4, 8), and cos_ has shape (1, 1, 9, 8)",
         ),
         (
             lambda x: apply_rotary_pos_emb(jnp.swapaxes(x, 1, 2), *tables(4, 8)),
@@ -164,8 +164,8 @@ def test_repeated_kv_heads_are_adjacent(repeats: int) -> None:
             "positions: it has shape (1, 4), and x has (1, 2, 4, 8)",
         ),
         (lambda x: rope(x, jnp.arange(2)), "positions: it has shape (2,), and x has"),
-        (lambda x: repeat_kv_bnsh(x[0], 2), "the array has shape (2, 4, 8), not 4 dims"),
-        (lambda x: repeat_kv_bsnh(x, 0), "n_rep=0 copies"),
+        (lambda x: repeat_kv_bnsh(x[0], 2), "the array has shape (2, 4, 8), and needs 4 dims"),
+        (lambda x: repeat_kv_bsnh(x, 0), "n_rep=0 is not a positive integer"),
     ],
 )
 @pytest.mark.sweep(keep=5)

@@ -1,4 +1,4 @@
-"""Models of flax linen: read the names in their boxes, and let their constraints follow a strategy.
+"""Models of flax linen: read the logical names of variables, and resolve constraints by a strategy.
 
 The model's source stays as it is. `names` maps each of its logical names to an axis and a role, as
 in `logical_rules`.
@@ -30,12 +30,12 @@ def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
     """Return variables without boxes, and the annotation of each.
 
     Reads the boxes of `with_logical_partitioning` and `with_partitioning`, with the names that
-    `nn.scan` and `nn.vmap` add. As in flax, a box with too few names leaves the last dims
-    replicated, and so is a variable without a box.
+    `nn.scan` and `nn.vmap` add. As in flax, the last dims are replicated if a
+    box has too few names. A variable without a box is replicated.
 
     Args:
       variables: What `model.init` returns, or its shapes by `jax.eval_shape`.
-      names: Their name -> (axis, role), or an axis for both roles.
+      names: Name in the model -> (axis, role), or an axis for both roles.
 
     Raises:
       UnknownAxisError: Boxes have names that are not in `names`; all are reported at once.
@@ -68,7 +68,7 @@ def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
 
 
 def _unboxed(leaf: Any, meta: Any) -> Any:
-    """Return what is in a box, and in a box inside it, without flax's constraint on it."""
+    """Remove all boxes around a value, without applying flax's constraint."""
     while isinstance(leaf, meta.AxisMetadata):
         is_named = isinstance(leaf, meta.Partitioned)
         leaf = leaf.unbox(apply_constraint=False) if is_named else leaf.unbox()
@@ -90,15 +90,15 @@ def _axis(name: Any, names: Mapping[str, Any], place: str, problems: list[Proble
 def rules(
     pm: "PartitionManager", names: Names, *, sizes: Mapping[str, int] | None = None
 ) -> Iterator[None]:
-    """Enter a manager, and let `nn.with_logical_constraint` in a model follow it.
+    """Enter a manager. `nn.with_logical_constraint` in a model then uses its rules.
 
     flax's rules are not part of jit's cache key, but the manager is: under another strategy a
     jitted function is traced again.
 
     Args:
       pm: The manager.
-      names: Their name -> (axis, role), or an axis for both roles.
-      sizes: Size of the dims of a name, for rules whose answer depends on it.
+      names: Name in the model -> (axis, role), or an axis for both roles.
+      sizes: Name -> size of its dims, for rules that depend on the size.
 
     Raises:
       StrategyError: The mesh has Explicit axes, which flax does not support.

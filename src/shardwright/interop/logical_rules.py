@@ -62,11 +62,11 @@ Pairs = Sequence[tuple[str, MeshAxes]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """A strategy that means what a list of rules means.
+    """A strategy with the same meaning as a list of rules.
 
     Attributes:
       strategy: The strategy.
-      names: Their name -> axis and role, or an axis of their own for both roles.
+      names: Name in the list -> (axis, role), or one axis for both roles.
       notes: What was declared, merged or dropped on the way.
     """
 
@@ -75,7 +75,7 @@ class Imported:
     notes: tuple[str, ...]
 
     def annotation(self, names: Sequence[str | None]) -> tuple[str, ...]:
-        """Return the annotation of an array from their names; None is `EMPTY`.
+        """Return the annotation of an array from the names of its dims; None is `EMPTY`.
 
         Raises:
           UnknownAxisError: A name has no rule and is not in `names`.
@@ -125,11 +125,11 @@ def from_logical_axis_rules(
     Args:
       rules: Pairs of a name and mesh axes: one, a tuple of them, or None for replicated.
       mesh: A `Mesh`, an `AbstractMesh`, a mapping of mesh axis to size, or pairs of them.
-      names: Their name -> (axis, role), or the name of an axis of their own. A name that is not
-        listed becomes an axis of its own: `embed` becomes `logical_embed`.
-      semantics: "flax": the rule that comes first decides first, and a rule whose mesh axis is
-        taken is passed over. "nnx": the last rule of a name counts, and a conflict is an error; a
-        mesh axis is a name too. "strict": one rule for each name, and a conflict is an error.
+      names: Name in the list -> (axis, role), or an axis for both roles. A name that is not in
+        `names` becomes a new axis: `embed` becomes `logical_embed`.
+      semantics: "flax": rules apply in their order, and a rule is skipped if its mesh axis is
+        already used. "nnx": the last rule of a name applies, a conflict is an error, and mesh axes
+        are names too. "strict": each name has one rule, and a conflict is an error.
       modes: Names that are used in one mode only -> (the name that other modes use, mode). Such a
         name becomes the rule of the other name in that mode.
       source: Where the rules are written: one text, or one for each rule. `explain` shows it.
@@ -221,7 +221,7 @@ def _read(rules: Any, sizes: Mapping[str, int], source: str | Sequence[str]) -> 
     """Return checked rules.
 
     Raises:
-      ShardingError: Every rule that cannot be read, or names an absent mesh axis.
+      ShardingError: Rules cannot be read, or name absent mesh axes. The error lists all of them.
     """
     pairs, problems = [], []
     for at, rule in enumerate(rules):
@@ -247,7 +247,7 @@ def _fault(rule: Any, sizes: Mapping[str, int]) -> Problem | None:
     if value is None:
         return None
     if not isinstance(value, (tuple, list)) or not all(isinstance(axis, str) for axis in value):
-        what = f"the rule of {rule[0]!r} has {rule[1]!r}, which is not mesh axes"
+        what = f"the rule of {rule[0]!r} has {rule[1]!r} instead of mesh axes"
     elif absent := [axis for axis in value if axis not in sizes]:
         error = MissingMeshAxisError
         what = f"the rule of {rule[0]!r} names {', '.join(absent)}, which the mesh lacks"
@@ -263,7 +263,7 @@ def _until_replicated(pairs: Sequence[_Pair], notes: list[str]) -> list[_Pair]:
     kept = []
     for pair in pairs:
         if pair.name in ended:
-            notes.append(f'never applies, after "{REPLICATED}": {pair}')
+            notes.append(f"never applies, since an earlier rule replicates: {pair}")
             continue
         kept.append(pair)
         if not pair.axes:
@@ -343,7 +343,7 @@ def _interleaves(pairs: Sequence[_Pair]) -> bool:
 def _targets(
     pairs: Sequence[_Pair], names: Names, notes: list[str]
 ) -> dict[str, tuple[str, Role] | str]:
-    """Return the axis and role of each of their names."""
+    """Return the axis and role of each name in the list."""
     targets: dict[str, tuple[str, Role] | str] = {}
     for name, target in names.items():
         if isinstance(target, str):
@@ -404,7 +404,7 @@ def _disagreements(
 def _table(
     pairs: Sequence[_Pair], targets: Mapping[str, Any], role: Role
 ) -> list[tuple[str, _Pair]]:
-    """Return the whole list for one role, since the order of all rules counts.
+    """Return the whole list for one role, since the order of all rules matters.
 
     A name of the other role is left out if its axis has a name of this role.
     """
@@ -417,7 +417,7 @@ def _table(
         axis = target if isinstance(target, str) else target[0]
         if not isinstance(target, str) and target[1] is not role and axis in own:
             continue
-        # Names with the same rule may have become one axis: the first one speaks for it.
+        # Names with the same rule may have become one axis. The rules of the first name are used.
         if speaker.setdefault(axis, pair.name) == pair.name:
             table.append((file_name(axis), pair))
     return table
@@ -433,19 +433,19 @@ def to_logical_axis_rules(
 ) -> tuple[tuple[str, MeshAxes], ...]:
     """Return a manager's rules as an ordered list of pairs, in the manager's mode.
 
-    Under `order = "dims"` the earlier dim of an annotation gets a mesh axis that two dims want. A
-    list cannot say this: in it, the name that comes first in `names` gets the mesh axis.
+    If two dims of an annotation use one mesh axis, the earlier dim gets it under `order = "dims"`.
+    A list cannot express this: the name that comes first in `names` gets the mesh axis.
 
     Args:
       pm: The manager.
-      names: Their name -> (axis, role), or an axis that has one rule for both roles.
-      sizes: Size of the dims of a name, for rules whose answer depends on it.
+      names: Name in the list -> (axis, role), or an axis that has one rule for both roles.
+      sizes: Name -> size of its dims, for rules that depend on the size.
 
     Raises:
-      ShapeRequiredError: The answer of a rule depends on a size that is not given.
+      ShapeRequiredError: A rule depends on a size that is not given.
       IndivisibleError: A size does not divide, and the strategy has no fallback for it.
-      StrategyError: A rule has `?`, or the policy is `conflict = "first_dim"`, which a list cannot
-        say.
+      StrategyError: A rule has `?`, or the policy is `conflict = "first_dim"`. A list cannot
+        express these.
     """
     if pm.rules.policy.conflict is Conflict.FIRST_DIM:
         what = 'conflict = "first_dim" cannot be written as a list of rules'
@@ -485,9 +485,10 @@ def _rule(pm: PartitionManager, axis: str, role: Role) -> Rule | None:
 def _chain(
     pm: PartitionManager, axis: str, role: Role, name: str, size: int | None
 ) -> tuple[list[MeshAxes], list[Any]]:
-    """Return the rules of one name, and under `order = "rules"` the rank of each but the last None.
+    """Return the mesh axes of each rule of one name, and the ranks of the rules.
 
-    Candidates whose size does not divide are left out, since a list knows no sizes.
+    There are ranks under `order = "rules"` only, and none for a None at the end. A list has no
+    sizes, so a candidate is left out if its shards do not divide the size.
     """
     rule, policy = _rule(pm, axis, role), pm.rules.policy
     if rule is None:
@@ -541,11 +542,11 @@ def _entry(live: tuple[str, ...]) -> MeshAxes:
 
 
 def _check_shape(rule: Rule, lives: Sequence[tuple[str, ...]], policy: Policy, name: str) -> None:
-    """Check that the answer of a rule depends on no size."""
+    """Check that a rule does not depend on a size."""
     is_lenient = policy.indivisible is not Indivisible.ERROR and bool(lives)
     answers = len({*lives}) + bool(rule.fallback)
     if is_lenient or (answers > 1 and policy.conflict is not Conflict.NEXT):
-        what = f"which mesh axes {name!r} has depends on its size"
+        what = f"the mesh axes of {name!r} depend on its size"
         fix = f"pass sizes={{{name!r}: ...}}"
         raise ShapeRequiredError(what, rule=str(rule.ref), fix=fix)
 
@@ -553,7 +554,7 @@ def _check_shape(rule: Rule, lives: Sequence[tuple[str, ...]], policy: Policy, n
 def _by_policy(
     pm: PartitionManager, rule: Rule, name: str, size: int, live: tuple[str, ...]
 ) -> MeshAxes:
-    """Return what the policy makes of a size that does not divide."""
+    """Return the mesh axes that the policy gives a dim with an indivisible size."""
     policy = pm.rules.policy.indivisible
     if policy is Indivisible.PREFIX:
         ends = range(len(live) - 1, -1, -1)

@@ -166,7 +166,7 @@ def test_tokens_beyond_the_capacity(
 def test_invalid_shapes() -> None:
     module, state = started(Config())
     k = rows(2)
-    with pytest.raises(LayerError, match="query_states have length 1, and key 2"):
+    with pytest.raises(LayerError, match="query_states has length 1, and key has 2"):
         module.apply(state, k, k, k[:, :1], mutable=["cache"])
     with pytest.raises(LayerError, match=r"key has shape \(4, 2, 2, 4\), and value \(4, 1, 2, 4\)"):
         module.apply(state, k, k[:, :1], k, mutable=["cache"])

@@ -239,7 +239,7 @@ def test_spec_longer_than_its_array() -> None:
     with pytest.raises(
         sw.RankMismatchError,
         match=(
-            r"blocks/0/up/bias: the spec P\('fsdp', 'tp'\) has 2 entries, the array has "
+            r"blocks/0/up/bias: the spec P\('fsdp', 'tp'\) has 2 entries, and the array has "
             r"shape \(32,\)"
         ),
     ):
@@ -351,7 +351,7 @@ def test_array_with_another_sharding() -> None:
     ("specs", "dtypes", "says"),
     [
         ({"w": ("dp", None)}, None, "^w/0: 'dp' of type str is not a PartitionSpec"),
-        (P("dp"), jnp.int8, "dtype_specs is int8, one dtype for all must be a float"),
+        (P("dp"), jnp.int8, "dtype_specs is int8, but one dtype for all leaves must be a float"),
         ({"w": P("dp")}, {"v": jnp.float32}, "dtype_specs does not fit the tree of specs"),
         ({"w": P("dp")}, {"w": "no such"}, "'no such' of type str has no dtype"),
         ({"w": P("dp")}, {"w": object()}, "of type object has no dtype"),
@@ -359,11 +359,11 @@ def test_array_with_another_sharding() -> None:
             {"w": P("dp")},
             np.float64,
             (
-                r"dtype_specs asks for float64, of which JAX makes float32 while jax_enable_x64 is "
+                r"dtype_specs has float64, but JAX uses float32 while jax_enable_x64 is "
                 r"off\n  fix   jax\.conf"
             ),
         ),
-        ({"w": P("dp")}, {"w": jnp.int64}, "dtype_specs asks for int64, of which JAX makes int32"),
+        ({"w": P("dp")}, {"w": jnp.int64}, "dtype_specs has int64, but JAX uses int32"),
     ],
 )
 def test_invalid_function_arguments(specs: Any, dtypes: Any, says: str) -> None:

@@ -140,7 +140,7 @@ def test_unreplicate() -> None:
         (
             [{"a": 1.0}, {"a": 1.0, "b": 2.0}],
             {"stack": True},
-            "step 1 has the metrics a, b, step 0 has a",
+            "step 1 has the metrics a, b, and step 0 has a",
         ),
         (
             {"grad": {"norm": 1.0}},
@@ -162,7 +162,7 @@ def test_unreplicate() -> None:
         (
             [{"a": np.ones(2)}, {"a": np.ones(3)}],
             {"stack": True},
-            r"metric 'a' has shape \(3,\) in step 1, \(2,\) in step 0",
+            r"metric 'a' has shape \(3,\) in step 1, and \(2,\) in step 0",
         ),
         (
             [{"a": jnp.bfloat16(1)}, {"a": 1}],

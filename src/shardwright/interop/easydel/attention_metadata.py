@@ -77,8 +77,8 @@ class AttentionMetadata:
         to float32.
       runtime_softmax_dtype: Must have at most 32 bits; softmax is always float32. Defaults to
         `attn_softmax_dtype` of the configuration, else to float32.
-      sequence_axis_name: The mesh axis over which the rules shard the sequence; another one is
-        refused. The default, "sp", is not checked.
+      sequence_axis_name: The mesh axis over which the rules shard the sequence. Any other axis is
+        an error. The default, "sp", is not checked.
       mesh: Defaults to that of the ambient manager, else to the ambient mesh.
       platform: Must equal `backend`, which is the default.
       backend: "cpu", "gpu" or "tpu". Defaults to the current one.
@@ -88,7 +88,7 @@ class AttentionMetadata:
       base_config: Any object with attributes.
       scan_ring_attention: Run ring attention as a `lax.scan` instead of unrolled. Defaults to True.
       softmax_scale: Factor of the logits. None means `1 / sqrt(head_dim)`.
-      dropout_prob: Probability of dropping a weight in training. Defaults to 0.0.
+      dropout_prob: Probability of dropping an attention weight in training. Defaults to 0.0.
       blocksize_q: Rows of queries in a block. Defaults to 512.
       blocksize_k: Rows of keys in a block. Defaults to 1024.
       blocksize_b: Sequences in a block. Must be 1.
@@ -148,7 +148,7 @@ class AttentionMetadata:
             raise AttentionError(
                 f"platform={self.platform!r} is not the backend {self.backend!r}",
                 path="platform",
-                fix='pass backend="cpu", "gpu" or "tpu"; a kernel is asked for by implementation=',
+                fix='pass backend="cpu", "gpu" or "tpu"; choose a kernel with implementation=',
             )
         if jnp.finfo(self.runtime_softmax_dtype).bits > 32:
             raise AttentionError(
@@ -223,7 +223,7 @@ class AttentionMetadata:
     def from_config(
         cls, config: Any, softmax_scale: float | None, dropout_prob: float = 0.0
     ) -> AttentionMetadata:
-        """Return metadata that takes the rest from a configuration."""
+        """Return metadata. Attributes that are not given come from a configuration."""
         return cls(
             NOT_GIVEN, base_config=config, softmax_scale=softmax_scale, dropout_prob=dropout_prob
         )
@@ -371,9 +371,7 @@ class AttentionMetadata:
           AttentionError: The manager does not come from `partition_axis`.
         """
         if self.partition_manager != PartitionManager(self.partition_axis, mesh=self.mesh):
-            what = (
-                "the manager has other rules than partition_axis, which is what JSON has room for"
-            )
+            what = "JSON holds only partition_axis, and the manager has other rules"
             raise AttentionError(
                 what,
                 path="partition_manager",

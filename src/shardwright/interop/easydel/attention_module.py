@@ -52,9 +52,9 @@ class BaseJAXAttentionModule(_Module):  # type: ignore[misc]
     - The strategy decides the sharding of the cache. No mesh axis is written into the code.
 
     Attributes:
-      config: Has `quantize_kv_cache` and `use_sharded_kv_caching`. A sharded cache has the specs of
-        the ambient manager in its mode, or in decode if that mode does not generate. Without a
-        manager it uses `config.partition_axis`, by default `PartitionAxis()`, on the mesh of
+      config: Has `quantize_kv_cache` and `use_sharded_kv_caching`. The ambient manager
+        shards the cache in its own mode, or in decode if that is not a generation mode. Without a
+        manager the cache uses `config.partition_axis`, by default `PartitionAxis()`, on the mesh of
         `config.jax_mesh()`.
     """
 
@@ -177,7 +177,7 @@ def _plain(x: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
 
 def _check(key: Any, value: Any, query_states: Any) -> None:
     if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
-        what = f"key has shape {key.shape}, and value {value.shape}"
+        what = f"key has shape {key.shape}, and value has shape {value.shape}"
         raise LayerError(
             what,
             path="key",
@@ -187,7 +187,7 @@ def _check(key: Any, value: Any, query_states: Any) -> None:
             ),
         )
     if query_states.shape[1] != key.shape[1]:
-        what = f"query_states have length {query_states.shape[1]}, and key {key.shape[1]}"
+        what = f"query_states has length {query_states.shape[1]}, and key has {key.shape[1]}"
         raise LayerError(
             what, path="query_states", fix="pass the queries of the tokens that are appended"
         )
@@ -209,7 +209,7 @@ def _mask(mask: Any, *, batch: int, q_length: int, capacity: int) -> Any:
     if not fits or jnp.issubdtype(mask.dtype, jnp.floating):
         what = f"attention_mask is {mask.dtype} of shape {mask.shape}"
         fix = (
-            "pass bool [batch, heads, q_length, capacity], each dim 1 or that of "
+            "pass bool [batch, heads, q_length, capacity]; each dim has size 1 or that in "
             f"{(batch, 'heads', q_length, capacity)}"
         )
         raise LayerError(what, path="attention_mask", fix=fix)

@@ -1,8 +1,8 @@
 """EasyDeL's implementation classes of attention, as an adapter of `attention.register`.
 
-A class has a name, a `supports` that judges a call before anything is traced, and a forward for
-each backend that takes global arrays. Registering it registers an `attention.Implementation` with
-the same functions.
+A class has a name, a `supports` that checks a call before anything is traced, and for each backend
+a forward that takes global arrays. Registering it registers an `attention.Implementation` with the
+same functions.
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ class AttentionImpl(abc.ABC):
         )
 
     def __call__(self, q: Any, k: Any, v: Any, **options: Any) -> AttentionOutput:
-        """Attend as the metadata and the options say.
+        """Run attention. Options that the call does not give come from the metadata.
 
         Args:
-          q: As for `dot_product_attention`.
-          k: As for `dot_product_attention`.
-          v: As for `dot_product_attention`.
-          **options: As for `dot_product_attention`. The options or the manager have a mode.
+          q: As in `dot_product_attention`.
+          k: As in `dot_product_attention`.
+          v: As in `dot_product_attention`.
+          **options: As in `dot_product_attention`. The options or the manager must have a mode.
 
         Raises:
           AttentionError: The implementation cannot serve the call.
@@ -151,7 +151,7 @@ class AttentionImpl(abc.ABC):
         )
 
     def get_impl_metadata(self) -> AttentionMetadata:
-        """Return how the instance runs."""
+        """Return the metadata of the instance."""
         return self.metadata
 
     @staticmethod
@@ -167,7 +167,7 @@ class AttentionImpl(abc.ABC):
 
     @staticmethod
     def _split_attention_mask(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the queries with a key, and the keys with a query, of a mask `[..., q, kv]`."""
+        """Return which queries have a key, and which keys a query, in a mask `[..., q, kv]`."""
         return jnp.any(mask, axis=-1), jnp.any(mask, axis=-2)
 
     @staticmethod

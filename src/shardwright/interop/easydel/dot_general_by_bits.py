@@ -92,7 +92,7 @@ def get_dot_general_by_bits(bits: int | None = None, mode: str = "train") -> dic
       `{}` if bits is None, else `{"dot_general_cls": ...}`.
 
     Raises:
-      LayerError: Other bits or another mode. (It is a ValueError.)
+      LayerError: `bits` is not from 4 to 8, or the mode is unknown. (It is a ValueError.)
 
     >>> get_dot_general_by_bits()
     {}

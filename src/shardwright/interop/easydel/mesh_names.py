@@ -1,4 +1,4 @@
-"""A question about the axes of the current mesh."""
+"""Check which axes the current mesh has."""
 
 from __future__ import annotations
 

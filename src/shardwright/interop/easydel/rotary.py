@@ -30,21 +30,20 @@ def apply_rotary_pos_emb(tensor: jax.Array, sin_: jax.Array, cos_: jax.Array) ->
     `[batch, length, heads, head_dim]`, which attention here takes, use `layers.rope`.
 
     Args:
-      tensor: Queries or keys, `[batch, heads, length, head_dim]`. A tensor with the dimensions in
-        the order of `layers.rope` is refused where the shapes show it. If it has as many rows as
-        the tables, the shapes do not show it.
+      tensor: Queries or keys, `[batch, heads, length, head_dim]`. The dim order of `layers.rope` is
+        an error, but it cannot be detected if the tensor has as many rows as the tables.
       sin_: `[batch or 1, heads or 1, length or more, head_dim]`.
       cos_: Like `sin_`.
 
     Raises:
       RankMismatchError: The tables do not have rank 4, are shorter than the tensor, differ from
-        each other in shape, or have another batch, number of heads or head_dim; or dim 2 of the
-        tensor can only be its heads.
+        each other in shape, or have another batch, number of heads or head_dim. Or the tensor has
+        the dim order of `layers.rope`.
     """
     for name, table in (("sin_", sin_), ("cos_", cos_)):
         _check_table(name, table.shape, tensor.shape)
     if sin_.shape != cos_.shape:
-        what = f"sin_ has shape {sin_.shape}, and cos_ {cos_.shape}"
+        what = f"sin_ has shape {sin_.shape}, and cos_ has shape {cos_.shape}"
         raise RankMismatchError(
             what, path="cos_", fix="pass the sines and the cosines of the same angles"
         )
@@ -64,12 +63,12 @@ def _check_table(name: str, table: tuple[int, ...], tensor: tuple[int, ...]) -> 
     if fits and table[2] == tensor[1] > tensor[2]:
         fits = False
         fix = (
-            "dim 1 is as long as the table: for [batch, length, heads, head_dim] use "
-            "layers.rope; for heads first cut the table yourself"
+            "dim 1 is as long as the table: use layers.rope for [batch, length, heads, head_dim]; "
+            "if dim 1 is heads, cut the table to the length"
         )
     if not fits:
         raise RankMismatchError(
-            f"{name} has shape {table}, the tensor {tensor}", path=name, fix=fix
+            f"{name} has shape {table}, and the tensor has shape {tensor}", path=name, fix=fix
         )
 
 
@@ -89,9 +88,11 @@ def repeat_kv_bsnh(x: jax.Array, n_rep: int) -> jax.Array:
 def _repeat(x: jax.Array, n_rep: int, dim: int) -> jax.Array:
     if x.ndim != 4:
         raise RankMismatchError(
-            f"the array has shape {x.shape}, not 4 dims",
+            f"the array has shape {x.shape}, and needs 4 dims",
             fix="pass keys or values with batch and heads",
         )
     if n_rep < 1:
-        raise RankMismatchError(f"n_rep={n_rep} copies", fix="pass query heads // kv heads")
+        raise RankMismatchError(
+            f"n_rep={n_rep} is not a positive integer", fix="pass query heads // kv heads"
+        )
     return x if n_rep == 1 else jnp.repeat(x, n_rep, axis=dim)

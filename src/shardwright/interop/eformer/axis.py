@@ -43,7 +43,7 @@ from shardwright.vocabulary.modes import GENERATION_MODES, MODES, parse_mode
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class PartitionAxis(Attributes):
-    """Rules as attributes. Each attribute reads as its mesh axes.
+    """Rules as attributes. Reading an attribute returns its mesh axes.
 
     A value is a mesh axis, a tuple of them (one dim over several), a parallelism axis such as `TP`,
     a rule such as `"tp | -"`, or None to replicate, also for `decode_*`. `NOT_GIVEN` is the
@@ -54,7 +54,7 @@ class PartitionAxis(Attributes):
     'model'
 
     Raises:
-      StrategyError: A value is not a rule; all of them at once.
+      StrategyError: Values are not rules. The error lists all of them.
     """
 
     _cache: dict[Any, Any] = dataclasses.field(
@@ -145,9 +145,10 @@ class PartitionAxis(Attributes):
 
         Args:
           semantic_axis: Its name.
-          axis_rule: An attribute (`"head_axis"`) or an axis (`HEAD`), of which this is then an
-            alias in every mode; a mesh axis; a tuple of those; or None to replicate.
-          generation_axis_rule: The same for decode and insert. Defaults to what follows from
+          axis_rule: An attribute (`"head_axis"`), an axis (`HEAD`), a mesh axis, a tuple of those,
+            or None to replicate. For an attribute or an axis, the new axis is an alias in every
+            mode.
+          generation_axis_rule: The same for decode and insert. By default it is derived from
             `axis_rule`.
           override: Replace the rule of an existing axis.
 
@@ -203,7 +204,7 @@ class PartitionAxis(Attributes):
     def compile(
         self, *, policy: Policy | None = None, registered: registry.Registered | None = None
     ) -> AxisRules:
-        """Return the frozen rules, with the axes of `registered`, by default those registered now.
+        """Return the frozen rules with registered axes, by default those that are registered now.
 
         Raises:
           StrategyError: A value is not a rule, or registered aliases form a circle.
@@ -274,11 +275,12 @@ class PartitionAxis(Attributes):
     def resolve_spec(self, axes: Sequence[Any], mode: str) -> PartitionSpec:
         """Return the spec that the rules write, one entry per axis; sizes are not checked.
 
-        If two entries want one mesh axis and the current mesh has it with size 1, only the first
-        entry keeps it. Without a mesh both keep it, and a later constraint checks it.
+        If two entries have the same mesh axis, and its size is 1 in the current mesh, only the
+        first entry keeps it. Without a mesh both entries keep it, and a later constraint checks
+        them.
 
         Raises:
-          AxisConflictError: The current mesh has this axis with another size.
+          AxisConflictError: Two entries have a mesh axis whose size is above 1.
           UnknownAxisError, StrategyError: An axis or the mode is unknown.
         """
         rules = self.compile()
@@ -286,7 +288,7 @@ class PartitionAxis(Attributes):
 
 
 def written(annotation: Sequence[Any], rules: AxisRules, mode: str) -> list[Any]:
-    """Return the entry of each dim as its rule writes it, as if the mesh had every mesh axis.
+    """Return the entry of each dim by its rule, for a mesh that has every mesh axis.
 
     The rules must be strict, because a lenient policy depends on sizes.
     """

@@ -41,7 +41,7 @@ _CHANGED = (
 
 
 def parse_policy(policy: Policy | str | None) -> Policy:
-    """Return a policy, or that of a preset. None means the ambient manager's, else strict.
+    """Return a policy, or the policy of a preset. None is the ambient manager's, else strict.
 
     Raises:
       StrategyError: The preset is unknown.
@@ -80,13 +80,13 @@ def with_sharding_constraint(
 
     Args:
       arr: Arrays.
-      sharding: One for all of them.
+      sharding: One spec or sharding for all arrays.
       policy: What happens to a dim that does not fit. Defaults to the policy of the ambient
         manager, else to an error.
 
     Raises:
       NoMeshError: There is no mesh.
-      ShardingError: The spec does not fit; the problems of all leaves at once.
+      ShardingError: The spec does not fit. The error lists the problems of all leaves.
     """
     mesh, spec = _mesh_and_spec(sharding)
     native = manager.PartitionManager(_rules_for(mesh, parse_policy(policy)), mesh=mesh)
@@ -152,7 +152,7 @@ def get_corrected_named_sharding(
     The spec stays as written: it has one entry per dim, and mesh axes of size 1 stay.
 
     Args:
-      shape: Of the array.
+      shape: Shape of the array.
       partition_spec: A literal spec.
       raise_mesh_error: False returns a replicated sharding on the empty mesh if there is no mesh.
       policy: What happens to a dim that does not fit; `"eformer"` replicates it. Defaults to the

@@ -37,7 +37,7 @@ class PartitionManager:
       mesh: Defaults to that of `jax.set_mesh`, of a surrounding `shard_map`, or of a legacy
         `with mesh:`.
       policy: What happens to a dim that does not fit. `"strict"` raises an error. `"eformer"`
-        replicates it, and `explain` shows that. Or any `Policy`.
+        replicates it, and `explain` shows that. A `Policy` is possible too.
 
     Raises:
       WrongTypeError: `paxis` is not a `PartitionAxis`.
@@ -166,7 +166,7 @@ class PartitionManager:
         dynamic_axes: Any = NOT_GIVEN,
         shape: Any = NOT_GIVEN,
     ) -> Resolution:
-        """Return how `shard` decides on the current mesh, dim by dim, also what a policy drops.
+        """Return the decision of `shard` for each dim on the current mesh, and what a policy drops.
 
         Raises:
           NoMeshError: There is no mesh.
@@ -195,7 +195,7 @@ class PartitionManager:
 
         Raises:
           NoMeshError: There is no mesh.
-          ShardingError: The axes do not fit; the problems of all leaves at once.
+          ShardingError: The axes do not fit. The error lists the problems of all leaves.
         """
         annotation, mode_name = self._request(axes, mode, dynamic_axes)
         manager = self.native(strict=not auto_correct)
@@ -303,7 +303,7 @@ def get_current_partition_manager() -> Any:
 
 
 def get_partition_manager() -> Any:
-    """Return the ambient manager, or None. It is never the one that was built last."""
+    """Return the ambient manager, or None. Building a manager does not make it ambient."""
     return context.current()
 
 

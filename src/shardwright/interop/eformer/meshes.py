@@ -68,7 +68,7 @@ def create_mesh(
     """Build a mesh. This starts the backend.
 
     Args:
-      axis_dims: Total sizes, slices included, slowest first; one may be -1.
+      axis_dims: Total sizes in mesh order, slices included. One may be -1.
       axis_names: Their names.
       dcn_mesh_dims: The part of each axis that crosses slices.
       should_sort_granules_by_key: Must be True; slices are always in their order.
@@ -110,7 +110,7 @@ def _axis_types(names: tuple[str, ...], axis_types: Any) -> Any:
         return _axis_types(names, types[0])
     if len(types) != len(names):
         raise MeshSpecError(
-            f"{len(types)} axis_types for {len(names)} axes",
+            f"there are {len(types)} axis_types for {len(names)} axes",
             fix="give one for all, or one per name",
         )
     return {name: _axis_types(names, kind) for name, kind in zip(names, types, strict=True)}
@@ -121,7 +121,7 @@ def _dcn(names: tuple[str, ...], dims: Sequence[int] | None) -> dict[str, int] |
         return None
     if len(dims) != len(names):
         raise MeshSpecError(
-            f"{len(dims)} dcn_mesh_dims for {len(names)} axes",
+            f"there are {len(dims)} dcn_mesh_dims for {len(names)} axes",
             fix="give one per name, 1 where it stays inside a slice",
         )
     return {name: size for name, size in zip(names, dims, strict=True) if size != 1}
@@ -142,13 +142,12 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
                     f"Axis name {name!r} not found in provided names: {', '.join(names)}", fix=fix
                 )
         if spec.names != tuple(names):
-            what = f"the text has the axes {', '.join(spec.names)}, names has {', '.join(names)}"
+            what = (
+                f"the text has the axes {', '.join(spec.names)}, but names has {', '.join(names)}"
+            )
             raise MeshSpecError(
                 what,
-                fix=(
-                    "write the same axes in the same order, which is the order of the "
-                    "devices, slowest first"
-                ),
+                fix="write the same axes in the same order; the devices are laid out in this order",
             )
         return build.create_mesh(axis_dims)
     return build.create_mesh(axis_dims, tuple(names))
@@ -216,7 +215,7 @@ def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
 
 
 def get_submesh_device_index(axis_names: str | Sequence[str]) -> Any:
-    """Return, inside `shard_map`, the index of this device along mesh axes, slowest first."""
+    """Return, inside `shard_map`, the index of this device along mesh axes, major first."""
     index: Any = 0
     for name in (axis_names,) if isinstance(axis_names, str) else axis_names:
         index = index * jax.lax.axis_size(name) + jax.lax.axis_index(name)

@@ -16,7 +16,7 @@ class RegisteredAxis:
     """One registered axis.
 
     Attributes:
-      name: As given.
+      name: The name as it was given.
       axis_rule: An attribute of `PartitionAxis`, an axis (then this is its alias), a mesh axis, a
         tuple of those, or None to replicate.
       generation_axis_rule: The same for decode and insert; `NOT_GIVEN` inherits.

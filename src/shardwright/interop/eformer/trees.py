@@ -41,8 +41,8 @@ def match_partition_rules(
         to the policy of the ambient manager, else to an error.
 
     Raises:
-      StrategyError: No rule matches a path, or a pattern is invalid; all at once.
-      RankMismatchError: A spec is longer than its array; all at once.
+      StrategyError: No rule matches a path, or a pattern is invalid. The error lists all of them.
+      RankMismatchError: A spec is longer than its array. The error lists all such specs.
     """
     annotations = match_paths(tree, rules).annotations
     least = min_sharding_size() if min_size is None else min_size
@@ -67,7 +67,7 @@ def match_partition_rules(
 def _too_long(path: str, spec: PartitionSpec, shape: tuple[int, ...]) -> Problem:
     return Problem(
         error=RankMismatchError,
-        what=f"the spec {spec} has {len(spec.partitions)} entries, the array has shape {shape}",
+        what=f"the spec {spec} has {len(spec.partitions)} entries, and the array has shape {shape}",
         path=path,
         fix='write a separate rule before that one; policy="eformer" cuts the spec',
     )
@@ -148,7 +148,7 @@ def get_partition_spec(tree: Any) -> Any:
     """Return the spec of each array; numbers are replicated.
 
     Raises:
-      StrategyError: Leaves are not on a mesh; all of them at once.
+      StrategyError: Leaves are not on a mesh. The error lists all of them.
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
     unplaced = [

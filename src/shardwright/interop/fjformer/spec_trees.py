@@ -93,8 +93,8 @@ def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
 
     Raises:
       StrategyError: A leaf is not a spec, or the trees do not fit.
-      RankMismatchError, IndivisibleError, AxisConflictError: Specs do not fit their arrays; all of
-        them at once.
+      RankMismatchError, IndivisibleError, AxisConflictError: Specs do not fit their arrays. The
+        error lists all of them.
     """
     specs, structure = jax.tree.flatten(partition_specs)
     for spec in specs:
@@ -160,8 +160,8 @@ def match_partition_rules(rules: Iterable[tuple[str, Any]], params: Any) -> Any:
 
     The first `(pattern, spec or axes)` whose pattern is found in the "/"-joined path wins. It works
     for parameters, train states and optimizer states. **Scalars and arrays of one element are
-    replicated, whatever matches them.** The ambient manager resolves semantic axes, as those of
-    parameters; specs are used as written.
+    replicated, whatever matches them.** The ambient manager resolves semantic axes
+    with the role param. Specs are used as written.
 
     Args:
       rules: In order of precedence; patterns are searched (`re.search`).
@@ -212,11 +212,12 @@ def _spec_of(path: str, shape: tuple[int, ...], matched: Any, problems: list[Pro
         return resolution.spec
     if len(matched.partitions) > len(shape):
         what = (
-            f"the spec {matched} has {len(matched.partitions)} entries, the array has shape {shape}"
+            f"the spec {matched} has {len(matched.partitions)} entries, "
+            f"and the array has shape {shape}"
         )
         fix = (
-            "write a separate rule before that one; PartitionManager.state_shardings "
-            "follows the parameters of an optimizer's state"
+            "write a separate rule before that one; PartitionManager.state_shardings shards "
+            "optimizer state like its parameters"
         )
         problems.append(Problem(error=RankMismatchError, what=what, path=path, fix=fix))
     return matched
@@ -237,8 +238,8 @@ def make_shard_and_gather_fns(partition_specs: Any, dtype_specs: Any = None) -> 
 
     Raises:
       StrategyError: A leaf is not a spec or not a dtype, a dtype has 64 bits without x64, or the
-        trees differ. (From a call:) values do not fit into the 32 bits that JAX uses for 64, or a
-        key is to be cast or to become a NumPy array.
+        trees differ. A call raises it if values do not fit into the 32 bits that JAX uses instead
+        of 64, or if a PRNG key would be cast or become a NumPy array.
       NoManagerError: (From a call.) There is no mesh.
       ShardingError: (From a call.) A spec does not fit the array.
     """
@@ -274,7 +275,7 @@ def _casts(structure: Any, dtype_specs: Any) -> list[Cast]:
     if dtype_of_all is not None:
         if not jax.numpy.issubdtype(dtype_of_all, jax.numpy.floating):
             raise StrategyError(
-                f"dtype_specs is {dtype_of_all}, one dtype for all must be a float",
+                f"dtype_specs is {dtype_of_all}, but one dtype for all leaves must be a float",
                 fix="pass a float dtype, or a tree with one per leaf",
             )
         return [
@@ -310,11 +311,11 @@ def _check_bits(dtypes: Iterable[Any]) -> None:
     ]
     if wide:
         what = (
-            f"dtype_specs asks for {wide[0]}, of which JAX makes "
+            f"dtype_specs has {wide[0]}, but JAX uses "
             f"{jax.dtypes.canonicalize_dtype(wide[0])} while jax_enable_x64 is off"
         )
         raise StrategyError(
-            what, fix='jax.config.update("jax_enable_x64", True), or ask for the dtype that you get'
+            what, fix='jax.config.update("jax_enable_x64", True), or pass a dtype of 32 bits'
         )
 
 

@@ -133,7 +133,7 @@ def _stacked(steps: list[Any]) -> Any:
                 ", ".join(flatten_tree(either, sep="/")) or "nothing" for either in (step, steps[0])
             ]
             raise StrategyError(
-                f"step {number} has the metrics {names[0]}, step 0 has {names[1]}",
+                f"step {number} has the metrics {names[0]}, and step 0 has {names[1]}",
                 fix="stack steps with the same metrics",
             )
     flat = [flatten_tree(step, sep="/") for step in steps]
@@ -146,7 +146,7 @@ def _stack(name: str, values: list[Any]) -> np.ndarray:
         if np.shape(value) != np.shape(values[0]):
             what = (
                 f"metric {name!r} has shape {np.shape(value)} in step {number}, "
-                f"{np.shape(values[0])} in step 0"
+                f"and {np.shape(values[0])} in step 0"
             )
             raise StrategyError(what, fix="stack steps whose metrics have one shape")
     try:
