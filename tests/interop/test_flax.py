@@ -166,7 +166,7 @@ def test_names_that_are_missing() -> None:
         bridge.annotations(variables, names)
     assert len(caught.value.problems) == 6
     assert str(caught.value.problems[0]).startswith(
-        "params/ScanBlock_0/Dense_0/kernel: the box has the name 'mlp', which is not in names"
+        "params/ScanBlock_0/Dense_0/kernel: the name 'mlp' is not in names"
     )
 
 

@@ -12,15 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from shardwright.errors import (
-    Problem,
-    StrategyError,
-    UnknownAxisError,
-    did_you_mean,
-    raise_problems,
-)
-from shardwright.interop.logical_rules import Names, to_logical_axis_rules
-from shardwright.vocabulary.axes import EMPTY, canonical_axis
+from shardwright.errors import Problem, StrategyError, raise_problems
+from shardwright.interop.logical_rules import Names, axis_of, to_logical_axis_rules
+from shardwright.vocabulary.axes import EMPTY
 
 if TYPE_CHECKING:
     from shardwright.manager.manager import PartitionManager
@@ -55,7 +49,7 @@ def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
         rank = len(np.shape(_unboxed(leaf, meta)))
         own = leaf.names if isinstance(leaf, meta.Partitioned) else ()
         place = "/".join(str(getattr(key, "key", key)) for key in path)
-        axes = [EMPTY if name is None else _axis(name, names, place, problems) for name in own]
+        axes = [axis_of(name, names, place, problems) for name in own]
         return (*axes, *(EMPTY,) * (rank - len(axes)))
 
     def is_box(leaf: Any) -> bool:
@@ -73,17 +67,6 @@ def _unboxed(leaf: Any, meta: Any) -> Any:
         is_named = isinstance(leaf, meta.Partitioned)
         leaf = leaf.unbox(apply_constraint=False) if is_named else leaf.unbox()
     return leaf
-
-
-def _axis(name: Any, names: Mapping[str, Any], place: str, problems: list[Problem]) -> str:
-    if name not in names:
-        what = f"the box has the name {name!r}, which is not in names"
-        hint = did_you_mean(str(name), list(names))
-        fix = f"{hint} add it to names, such as {name!r}: (sw.EMBED, 'param')".strip()
-        problems.append(Problem(error=UnknownAxisError, what=what, path=place, fix=fix))
-        return EMPTY
-    target = names[name]
-    return canonical_axis(target if isinstance(target, str) else target[0])
 
 
 @contextlib.contextmanager

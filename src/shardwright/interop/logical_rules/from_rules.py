@@ -1,98 +1,37 @@
-"""Rule lists of other libraries: pairs of a logical axis name and mesh axes.
-
-flax, T5X, MaxText and TransformerEngine map names to mesh axes by an ordered list of pairs. These
-functions turn such a list into a strategy and back. Every bridge may use them.
-"""
+"""Turn a list of rules into a strategy with the same specs."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, get_args
 
 from shardwright.errors import (
-    IndivisibleError,
     MissingMeshAxisError,
     Problem,
-    ShapeRequiredError,
     ShardingError,
     StrategyError,
-    UnknownAxisError,
-    did_you_mean,
     raise_problems,
 )
-from shardwright.mesh.build import mesh_sizes
-from shardwright.resolution.composites import reduced
-from shardwright.resolution.ranks import ranks_of
-from shardwright.resolution.resolver import as_role
-from shardwright.resolution.rules import (
-    Conflict,
-    Fallback,
-    Indivisible,
-    Order,
-    Policy,
-    Rule,
-    default_rule,
+from shardwright.interop.logical_rules.names import (
+    Imported,
+    Modes,
+    Names,
+    Semantics,
+    weight_or_activation,
 )
+from shardwright.mesh.build import mesh_sizes
 from shardwright.vocabulary.axes import (
-    EMPTY,
     KNOWN_AXES,
     REPLICATED,
     STANDARD_MESH_AXES,
     Role,
-    axis_label,
     canonical_axis,
     file_name,
 )
-from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
-
-if TYPE_CHECKING:
-    from shardwright.manager.manager import PartitionManager
-    from shardwright.strategy.model import Strategy
-
-Semantics = Literal["flax", "nnx", "strict"]
-Names = Mapping[str, "tuple[str, Role | str] | str"]
-Modes = Mapping[str, tuple[str, str]]
-MeshAxes = str | tuple[str, ...] | None
-Pairs = Sequence[tuple[str, MeshAxes]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Imported:
-    """A strategy with the same meaning as a list of rules.
-
-    Attributes:
-      strategy: The strategy.
-      names: Name in the list -> (axis, role), or one axis for both roles.
-      notes: What was declared, merged or dropped on the way.
-    """
-
-    strategy: Strategy
-    names: Mapping[str, tuple[str, Role] | str]
-    notes: tuple[str, ...]
-
-    def annotation(self, names: Sequence[str | None]) -> tuple[str, ...]:
-        """Return the annotation of an array from the names of its dims; None is `EMPTY`.
-
-        Raises:
-          UnknownAxisError: A name has no rule and is not in `names`.
-        """
-        axes = []
-        for name in names:
-            if name is not None and name not in self.names:
-                hint = did_you_mean(str(name), list(self.names))
-                fix = f"{hint} add it to names=".strip()
-                raise UnknownAxisError(f"the name {name!r} has no rule", fix=fix)
-            target = EMPTY if name is None else self.names[name]
-            axes.append(target if isinstance(target, str) else target[0])
-        return tuple(axes)
-
-    def __str__(self) -> str:
-        lines = [f"{len(self.names)} names imported"]
-        return "\n".join([*lines, *(f"  note  {note}" for note in self.notes)])
+from shardwright.vocabulary.modes import mode_name, parse_mode
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,7 +288,7 @@ def _targets(
         if isinstance(target, str):
             targets[name] = canonical_axis(target)
         else:
-            targets[name] = (canonical_axis(target[0]), _weight_or_activation(name, target[1]))
+            targets[name] = (canonical_axis(target[0]), weight_or_activation(name, target[1]))
     ruled = dict.fromkeys(pair.name for pair in pairs)
     if unruled := [name for name in names if name not in ruled]:
         notes.append(f"names without a rule are replicated: {', '.join(unruled)}")
@@ -368,13 +307,6 @@ def _targets(
     if own and names:
         notes.append(f"names that became axes of their own: {', '.join(own)}")
     return targets
-
-
-def _weight_or_activation(name: str, role: Role | str) -> Role:
-    if (known := as_role(role)) not in (Role.ACTIVATION, Role.PARAM):
-        fix = "map it as an activation or a param"
-        raise StrategyError(f"the name {name!r} is mapped to the role {role!r}", fix=fix)
-    return known
 
 
 def _disagreements(
@@ -426,141 +358,3 @@ def _table(
 def _idle(pairs: Sequence[_Pair], sizes: Mapping[str, int]) -> list[str]:
     named = {axis for pair in pairs for axis in pair.axes} | {*STANDARD_MESH_AXES}
     return [axis for axis in sizes if axis not in named]
-
-
-def to_logical_axis_rules(
-    pm: PartitionManager, names: Names, *, sizes: Mapping[str, int] | None = None
-) -> tuple[tuple[str, MeshAxes], ...]:
-    """Return a manager's rules as an ordered list of pairs, in the manager's mode.
-
-    If two dims of an annotation use one mesh axis, the earlier dim gets it under `order = "dims"`.
-    A list cannot express this: the name that comes first in `names` gets the mesh axis.
-
-    Args:
-      pm: The manager.
-      names: Name in the list -> (axis, role), or an axis that has one rule for both roles.
-      sizes: Name -> size of its dims, for rules that depend on the size.
-
-    Raises:
-      ShapeRequiredError: A rule depends on a size that is not given.
-      IndivisibleError: A size does not divide, and the strategy has no fallback for it.
-      StrategyError: A rule has `?`, or the policy is `conflict = "first_dim"`. A list cannot
-        express these.
-    """
-    if pm.rules.policy.conflict is Conflict.FIRST_DIM:
-        what = 'conflict = "first_dim" cannot be written as a list of rules'
-        raise StrategyError(what, fix='use conflict = "next" or "error"')
-    is_ordered = pm.rules.policy.order is Order.RULES
-    ranked: list[tuple[Any, tuple[str, MeshAxes]]] = []
-    for place, (name, target) in enumerate(names.items()):
-        axis, role = _exported(pm, name, target)
-        size = None if sizes is None else sizes.get(name)
-        chain, ranks = _chain(pm, axis, role, name, size)
-        for at, axes in enumerate(chain):
-            rank = (0, *ranks[at]) if is_ordered and at < len(ranks) else (is_ordered, 0, 0, 0)
-            ranked.append(((rank, place, at), (name, axes)))
-    return tuple(pair for _, pair in sorted(ranked, key=lambda entry: entry[0]))
-
-
-def _exported(pm: PartitionManager, name: str, target: Any) -> tuple[str, Role]:
-    """Return axis and role of a name that is exported."""
-    if not isinstance(target, str):
-        return canonical_axis(target[0]), _weight_or_activation(name, target[1])
-    axis = canonical_axis(target)
-    roles = (Role.ACTIVATION, Role.PARAM)
-    one, other = (_rule(pm, axis, role) for role in roles)
-    if one != other:
-        what = f"{axis_label(axis)} has different rules as an activation and as a param"
-        raise StrategyError(
-            what, fix=f'map {name!r} to ({axis_label(axis)}, "param"), for instance'
-        )
-    return axis, Role.ACTIVATION
-
-
-def _rule(pm: PartitionManager, axis: str, role: Role) -> Rule | None:
-    stated = pm.rules.stated(axis, mode=_mode_of(pm), role=role, path=None)
-    return stated or default_rule(axis)
-
-
-def _chain(
-    pm: PartitionManager, axis: str, role: Role, name: str, size: int | None
-) -> tuple[list[MeshAxes], list[Any]]:
-    """Return the mesh axes of each rule of one name, and the ranks of the rules.
-
-    There are ranks under `order = "rules"` only, and none for a None at the end. A list has no
-    sizes, so a candidate is left out if its shards do not divide the size.
-    """
-    rule, policy = _rule(pm, axis, role), pm.rules.policy
-    if rule is None:
-        return [None], []
-    if rule.fallback is Fallback.UNCONSTRAINED:
-        what = f'the rule of {name!r} has "?", and a list of rules cannot leave a dim open'
-        raise StrategyError(what, rule=str(rule.ref), fix='give it a rule without "?"')
-    is_ordered = policy.order is Order.RULES
-    places: list[Any] = []
-    if is_ordered:
-        places = ranks_of(pm.rules, axis, mode=_mode_of(pm), role=role, path=None)
-    candidates = [
-        (candidate, places[at] if places else None)
-        for at, written in enumerate(rule.candidates)
-        for candidate in [reduced(written, pm.mesh.shape, policy.missing, 1 if is_ordered else 2)]
-        if candidate.live or candidate.lost
-    ]
-    if size is None:
-        _check_shape(rule, [candidate.live for candidate, _ in candidates], policy, name)
-    chain: list[MeshAxes] = []
-    ranks: list[Any] = []
-    failed: tuple[str, ...] = ()
-    for candidate, rank in candidates:
-        if candidate.lost:
-            return [*chain, None], ranks
-        if size is not None and size % _shards(pm, candidate.live):
-            failed = failed or candidate.live
-            if policy.conflict is Conflict.NEXT:
-                return [*chain, _by_policy(pm, rule, name, size, candidate.live)], [*ranks, rank]
-            continue
-        chain.append(_entry(candidate.live))
-        ranks.append(rank)
-    if rule.fallback is Fallback.REPLICATED or not (chain or failed):
-        chain.append(None)
-    elif not chain:
-        assert size is not None
-        chain.append(_by_policy(pm, rule, name, size, failed))
-    return chain, ranks
-
-
-def _mode_of(pm: PartitionManager) -> str:
-    return pm.mode or MODE_TRAIN
-
-
-def _shards(pm: PartitionManager, live: Sequence[str]) -> int:
-    return math.prod(pm.mesh.shape[axis] for axis in live)
-
-
-def _entry(live: tuple[str, ...]) -> MeshAxes:
-    return live[0] if len(live) == 1 else live or None
-
-
-def _check_shape(rule: Rule, lives: Sequence[tuple[str, ...]], policy: Policy, name: str) -> None:
-    """Check that a rule does not depend on a size."""
-    is_lenient = policy.indivisible is not Indivisible.ERROR and bool(lives)
-    answers = len({*lives}) + bool(rule.fallback)
-    if is_lenient or (answers > 1 and policy.conflict is not Conflict.NEXT):
-        what = f"the mesh axes of {name!r} depend on its size"
-        fix = f"pass sizes={{{name!r}: ...}}"
-        raise ShapeRequiredError(what, rule=str(rule.ref), fix=fix)
-
-
-def _by_policy(
-    pm: PartitionManager, rule: Rule, name: str, size: int, live: tuple[str, ...]
-) -> MeshAxes:
-    """Return the mesh axes that the policy gives a dim with an indivisible size."""
-    policy = pm.rules.policy.indivisible
-    if policy is Indivisible.PREFIX:
-        ends = range(len(live) - 1, -1, -1)
-        return _entry(next(live[:end] for end in ends if size % _shards(pm, live[:end]) == 0))
-    if policy is not Indivisible.ERROR:
-        return None
-    what = f"size {size} of {name!r} does not divide over {'+'.join(live)}"
-    fix = "give the rule a fallback, or choose a size and a mesh that divide"
-    raise IndivisibleError(what, rule=str(rule.ref), fix=fix)

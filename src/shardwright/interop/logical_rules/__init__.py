@@ -1,0 +1,19 @@
+"""Rule lists of other libraries: pairs of a logical axis name and mesh axes.
+
+flax, T5X, MaxText and TransformerEngine map names to mesh axes by an ordered list of pairs. These
+functions turn such a list into a strategy and back. Every bridge may use them; what only one
+library has belongs in its bridge.
+"""
+
+from shardwright.interop.logical_rules.from_rules import (
+    from_logical_axis_rules as from_logical_axis_rules,
+)
+from shardwright.interop.logical_rules.names import Imported as Imported
+from shardwright.interop.logical_rules.names import MeshAxes as MeshAxes
+from shardwright.interop.logical_rules.names import Modes as Modes
+from shardwright.interop.logical_rules.names import Names as Names
+from shardwright.interop.logical_rules.names import Semantics as Semantics
+from shardwright.interop.logical_rules.names import axis_of as axis_of
+from shardwright.interop.logical_rules.to_rules import (
+    to_logical_axis_rules as to_logical_axis_rules,
+)

@@ -1,0 +1,83 @@
+"""Names of a list of rules, and the axis and role that each becomes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardwright.errors import Problem, StrategyError, UnknownAxisError, did_you_mean
+from shardwright.resolution.resolver import as_role
+from shardwright.vocabulary.axes import EMPTY, Role, canonical_axis
+
+if TYPE_CHECKING:
+    from shardwright.strategy.model import Strategy
+
+Semantics = Literal["flax", "nnx", "strict"]
+Names = Mapping[str, "tuple[str, Role | str] | str"]
+Modes = Mapping[str, tuple[str, str]]
+MeshAxes = str | tuple[str, ...] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """A strategy with the same meaning as a list of rules.
+
+    Attributes:
+      strategy: The strategy.
+      names: Name in the list -> (axis, role), or one axis for both roles.
+      notes: What was declared, merged or dropped on the way.
+    """
+
+    strategy: Strategy
+    names: Mapping[str, tuple[str, Role] | str]
+    notes: tuple[str, ...]
+
+    def annotation(self, names: Sequence[str | None]) -> tuple[str, ...]:
+        """Return the annotation of an array from the names of its dims; None is `EMPTY`.
+
+        Raises:
+          UnknownAxisError: A name has no rule and is not in `names`.
+        """
+        axes = []
+        for name in names:
+            if name is not None and name not in self.names:
+                hint = did_you_mean(str(name), list(self.names))
+                fix = f"{hint} add it to names=".strip()
+                raise UnknownAxisError(f"the name {name!r} has no rule", fix=fix)
+            target = EMPTY if name is None else self.names[name]
+            axes.append(target if isinstance(target, str) else target[0])
+        return tuple(axes)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.names)} names imported"]
+        return "\n".join([*lines, *(f"  note  {note}" for note in self.notes)])
+
+
+def axis_of(name: Any, names: Names, place: str, problems: list[Problem]) -> str:
+    """Return the axis of one of their names, for the bridges; None is `EMPTY`.
+
+    A name that is not in `names` becomes a problem at `place`.
+    """
+    if name is None:
+        return EMPTY
+    if name not in names:
+        hint = did_you_mean(str(name), list(names))
+        what = f"the name {name!r} is not in names"
+        fix = f"{hint} add it to names, such as {name!r}: (sw.EMBED, 'param')".strip()
+        problems.append(Problem(error=UnknownAxisError, what=what, path=place, fix=fix))
+        return EMPTY
+    target = names[name]
+    return canonical_axis(target if isinstance(target, str) else target[0])
+
+
+def weight_or_activation(name: str, role: Role | str) -> Role:
+    """Return the role of a name.
+
+    Raises:
+      StrategyError: It is neither an activation nor a param.
+    """
+    if (known := as_role(role)) not in (Role.ACTIVATION, Role.PARAM):
+        fix = "map it as an activation or a param"
+        raise StrategyError(f"the name {name!r} is mapped to the role {role!r}", fix=fix)
+    return known
