@@ -96,7 +96,7 @@ def run_page(page: Path) -> Iterator[Shown]:
         else:
             _check_file(block, place)
             continue
-        if after is not None and after.lang == "text":
+        if after is not None and after.lang == "text" and not after.title:
             yield Shown(block=after, actual=folded(actual))
         else:
             assert not actual, f"{place} prints, and the page does not show it:\n{actual}"
@@ -207,9 +207,9 @@ def needs(page: Path) -> set[str]:
 def _check_file(block: Block, place: str) -> None:
     """Load a strategy or a file of tensors, and leave it in the folder under its title.
 
-    A YAML file is read by the snippets after it.
+    Files of other kinds are read by the snippets after them.
     """
-    if block.lang == "yaml" and block.title:
+    if block.lang in ("yaml", "text") and block.title:
         Path(block.title).write_text(block.text + "\n", encoding="utf-8")
         return
     if block.lang not in ("toml", "json"):

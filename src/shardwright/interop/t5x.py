@@ -1,0 +1,357 @@
+"""Partitioners and models of T5X: their rules, mesh and axis names.
+
+T5X need not be installed. `names` maps each of its logical names to an axis and a role, as in
+`logical_rules`.
+"""
+
+import ast
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from shardwright.errors import Problem, StrategyError, raise_problems
+from shardwright.interop.logical_rules import (
+    Imported,
+    MeshAxes,
+    Names,
+    axis_of,
+    from_logical_axis_rules,
+)
+from shardwright.strategy.model import Strategy
+from shardwright.vocabulary.axes import EMPTY
+from shardwright.vocabulary.integers import as_integer
+
+Rules = Sequence[tuple[str, MeshAxes]]
+
+# T5X, t5x/partitioning.py: what `embed` has for each pair of activation and parameter dims.
+_EMBED: Mapping[tuple[int, int], Rules] = {
+    (1, 1): (("embed", None),),
+    (2, 1): (("embed", "model"),),
+    (1, 2): (("embed", "data"),),
+    (2, 2): (("embed", "model"), ("embed", "data")),
+}
+_SHARDED = {"batch": "data", **dict.fromkeys(("vocab", "mlp", "heads", "joined_kv"), "model")}
+_REPLICATED = (
+    "kv",
+    "relpos_buckets",
+    "abspos_buckets",
+    "length",
+    "layers",
+    "stack",
+    "mlp_activations",
+)
+
+
+def standard_rules(
+    activation_partitioning_dims: int = 1,
+    parameter_partitioning_dims: int = 1,
+    additional_rules: Rules = (),
+) -> tuple[tuple[str, MeshAxes], ...]:
+    """Return the rules of T5X's `standard_logical_axis_rules` with these arguments.
+
+    Raises:
+      StrategyError: A number of dims is neither 1 nor 2.
+
+    >>> standard_rules(2, 2)[-2:]
+    (('stack', None), ('mlp_activations', None))
+    """
+    dims = (activation_partitioning_dims, parameter_partitioning_dims)
+    if dims not in _EMBED:
+        what = f"activation and parameter partitioning dims are 1 or 2, got {dims[0]} and {dims[1]}"
+        raise StrategyError(what, fix="pass 1 or 2 for each")
+    replicated = tuple((name, None) for name in _REPLICATED)
+    return (*_SHARDED.items(), *_EMBED[dims], *replicated, *additional_rules)
+
+
+def from_partitioner(
+    rules: Rules | None = None,
+    *,
+    num_partitions: int | None = None,
+    model_parallel_submesh: Sequence[int] | None = None,
+    ici_mesh_shape: Sequence[int] | None = None,
+    dcn_mesh_shape: Sequence[int] | None = None,
+    names: Names | None = None,
+    source: str | Sequence[str] | None = None,
+) -> Imported:
+    """Turn the arguments of T5X's `PjitPartitioner` into a strategy with the same specs.
+
+    Args:
+      rules: Its `logical_axis_rules`. Defaults to `standard_rules()`.
+      num_partitions: Size of the mesh axis "model". Defaults to 1. The rest of the devices is
+        "data".
+      model_parallel_submesh: A submesh whose product is that size. `num_partitions` does then not
+        count, as in T5X.
+      ici_mesh_shape: Sizes of "replica", "data" and "model" inside a slice. The batch is then
+        sharded over "replica" too, and the arguments above do not count.
+      dcn_mesh_shape: Their parts that cross slices. Goes with `ici_mesh_shape`.
+      names: Their name -> (axis, role). A name that is not listed becomes an axis of its own.
+      source: Where the rules are written: one text, or one for each rule. `explain` shows it.
+
+    Raises:
+      StrategyError: Sizes are invalid, or a rule is not a pair.
+      MissingMeshAxisError: Rules name mesh axes that the mesh lacks; all are reported at once.
+
+    >>> imported = from_partitioner(standard_rules(1, 2), num_partitions=2)
+    >>> imported.strategy.mesh
+    mappingproxy({'data': -1, 'model': 2})
+    """
+    if rules is None:
+        rules = standard_rules()
+        source = source or "standard_logical_axis_rules"
+    shapes = {"ici_mesh_shape": ici_mesh_shape, "dcn_mesh_shape": dcn_mesh_shape}
+    sized: dict[str, Any] = {}
+    ignored = []
+    if any(shape is not None for shape in shapes.values()):
+        inside, across = _hybrid(shapes)
+        sized["mesh"] = {axis: size * across[axis] for axis, size in inside.items()}
+        if crossing := {axis: size for axis, size in across.items() if size > 1}:
+            sized["dcn"] = crossing
+        rules = [(name, ("replica", "data") if name == "batch" else axes) for name, axes in rules]
+        used = "ici_mesh_shape"
+        ignored += ["model_parallel_submesh"] if model_parallel_submesh is not None else []
+    else:
+        is_submesh = model_parallel_submesh is not None
+        used = "model_parallel_submesh" if is_submesh else "num_partitions"
+        listed = model_parallel_submesh if is_submesh else (num_partitions,)
+        sized["mesh"] = {"data": -1, "model": _product(used, listed)}
+    if num_partitions is not None and used != "num_partitions":
+        ignored.append("num_partitions")
+    notes = [f"{', '.join(ignored)} does not count beside {used}"] if ignored else []
+    # The sizes do not matter for the rules; -1 is not a size yet.
+    mesh = dict.fromkeys(sized["mesh"], 1)
+    imported = from_logical_axis_rules(rules, mesh=mesh, names=names, source=source or "rules")
+    strategy = imported.strategy | Strategy.model_validate(sized)
+    return dataclasses.replace(imported, strategy=strategy, notes=(*notes, *imported.notes))
+
+
+def _hybrid(
+    shapes: Mapping[str, Sequence[int] | None],
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the sizes of a mesh inside a slice and across slices."""
+    problems = []
+    for name, shape in shapes.items():
+        sizes = [as_integer(size) for size in shape] if isinstance(shape, Sequence) else []
+        if len(sizes) != 3 or any(size is None or size < 1 for size in sizes):
+            what = f"{name} must be 3 positive integers, got {shape!r}"
+            fix = f"write {name}=(1, 4, 2), the sizes of replica, data and model"
+            problems.append(Problem(error=StrategyError, what=what, fix=fix))
+    raise_problems(problems)
+    inside, across = (
+        {axis: int(size) for axis, size in zip(("replica", "data", "model"), shape, strict=True)}
+        for shape in shapes.values()
+        if shape is not None
+    )
+    return inside, across
+
+
+def _product(name: str, listed: Any) -> int:
+    sizes = [1 if size is None else as_integer(size) for size in listed]
+    if any(size is None or size < 1 for size in sizes):
+        what = f"{name} must be positive integers, got {listed!r}"
+        raise StrategyError(what, fix="pass num_partitions=2")
+    return math.prod(size for size in sizes if size is not None)
+
+
+def annotations(variables: Mapping[str, Any], names: Names) -> tuple[dict[str, Any], Any]:
+    """Return the collections of variables without those of axes, and the annotation of each.
+
+    T5X's models write the names of `params` into the collection `params_axes`, as `AxisMetadata`.
+    The `PartitionSpec`s of names that `flax.linen.partitioning.get_axis_names` returns are read
+    too. As in T5X, a variable without names is replicated.
+
+    Args:
+      variables: What `model.init` returns, or its shapes by `jax.eval_shape`.
+      names: Their name -> (axis, role), or an axis for both roles.
+
+    Raises:
+      UnknownAxisError: Variables have names that are not in `names`; all are reported at once.
+      StrategyError: A variable has another number of names than dims.
+    """
+    values = {name: tree for name, tree in variables.items() if not name.endswith("_axes")}
+    problems: list[Problem] = []
+    annotated = {
+        name: _annotated(tree, _names_of(variables.get(f"{name}_axes", {})), name, names, problems)
+        for name, tree in values.items()
+    }
+    raise_problems(problems)
+    return values, annotated
+
+
+def _annotated(
+    tree: Any, names_of: Mapping[str, Any], where: str, names: Names, problems: list[Problem]
+) -> Any:
+    def annotation(path: Any, leaf: Any) -> tuple[str, ...]:
+        place = "/".join(str(getattr(key, "key", key)) for key in path)
+        own = names_of.get(place)
+        rank = len(np.shape(leaf))
+        if own is None:
+            return (EMPTY,) * rank
+        if len(own) != rank:
+            what = f"{len(own)} names {tuple(own)} for {rank} dims"
+            fix = "write one name for each dim"
+            found = Problem(error=StrategyError, what=what, path=f"{where}/{place}", fix=fix)
+            problems.append(found)
+        return tuple(axis_of(name, names, f"{where}/{place}", problems) for name in own)
+
+    return jax.tree_util.tree_map_with_path(annotation, tree)
+
+
+def _names_of(axes: Any) -> dict[str, Any]:
+    """Return path -> names of a collection of axes."""
+
+    def is_leaf(value: Any) -> bool:
+        # AxisMetadata is a pytree node without leaves.
+        return not isinstance(value, Mapping)
+
+    leaves, _ = jax.tree_util.tree_flatten_with_path(axes, is_leaf=is_leaf)
+    named = {}
+    for path, leaf in leaves:
+        place = "/".join(str(getattr(key, "key", key)) for key in path)
+        own = leaf if isinstance(leaf, (PartitionSpec, tuple)) else getattr(leaf, "names", None)
+        named[place.removesuffix("_axes")] = own
+    return named
+
+
+# Files of gin.
+
+_PARTITIONER = ("num_partitions", "model_parallel_submesh", "ici_mesh_shape", "dcn_mesh_shape")
+_STANDARD = ("activation_partitioning_dims", "parameter_partitioning_dims", "additional_rules")
+_BINDING = re.compile(r"(?P<name>[\w./]+)\s*=\s*(?P<value>.+)", re.DOTALL)
+_INCLUDE = re.compile(r"include\s+(['\"])(?P<name>.+)\1")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Binding:
+    """Text of a value, and where it is written."""
+
+    text: str
+    place: str
+
+
+def from_gin(path: str | os.PathLike[str], *, names: Names | None = None) -> Imported:
+    """Turn the partitioner of a gin file of T5X into a strategy with the same specs.
+
+    Reads what is bound to `PjitPartitioner` and `standard_logical_axis_rules`, directly, through
+    macros, or in included files, which are looked for beside the file and in the folders above.
+
+    Args:
+      path: The gin file.
+      names: Their name -> (axis, role). A name that is not listed becomes an axis of its own.
+
+    Raises:
+      StrategyError: The file cannot be read, a value that is needed is not a literal, or the
+        partitioner is that of MoE models.
+    """
+    bindings: dict[str, _Binding] = {}
+    notes: list[str] = []
+    _read_gin(Path(path), bindings, notes, ())
+    for name, binding in bindings.items():
+        if "MoePjitPartitioner" in name or "MoePjitPartitioner" in binding.text:
+            what = "MoePjitPartitioner has a mesh and rules that the file does not state"
+            fix = "pass its rules and its mesh to from_logical_axis_rules"
+            raise StrategyError(what, path=binding.place, fix=fix)
+    sizes = {key: _value(bindings, f"PjitPartitioner.{key}") for key in _PARTITIONER}
+    rules_name = "PjitPartitioner.logical_axis_rules"
+    rules = bindings.get(rules_name)
+    if rules is None or rules.text.endswith("standard_logical_axis_rules()"):
+        bound = {key: f"standard_logical_axis_rules.{key}" for key in _STANDARD}
+        given = {key: _value(bindings, name) for key, name in bound.items() if name in bindings}
+        listed = standard_rules(**given)
+        places = [", ".join(bindings[bound[key]].place for key in given) or Path(path).name]
+        source = [f"standard_logical_axis_rules ({places[0]})"] * len(listed)
+    else:
+        listed = tuple(_value(bindings, rules_name))
+        source = [f"{rules.place}[{at}]" for at in range(len(listed))]
+    imported = from_partitioner(listed, **sizes, names=names, source=source)
+    return dataclasses.replace(imported, notes=(*notes, *imported.notes))
+
+
+def _read_gin(
+    path: Path, bindings: dict[str, _Binding], notes: list[str], above: tuple[Path, ...]
+) -> None:
+    """Read the bindings of a file and of what it includes; a later one replaces an earlier one."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        fix = "check the path and its permissions"
+        raise StrategyError(f"cannot read {str(path)!r}: {reason.lower()}", fix=fix) from error
+    resolved = path.resolve()
+    if resolved in above:
+        chain = " -> ".join(each.name for each in (*above, resolved))
+        raise StrategyError(f"the files include each other: {chain}", fix="remove one include")
+    for name, binding in _statements(text, path.name):
+        if name != "include":
+            bindings[name] = binding
+            continue
+        folders = [path.parent, *resolved.parents]
+        places = [folder / binding.text for folder in folders]
+        found = next((place for place in places if place.is_file()), None)
+        if found is None:
+            notes.append(f"not found, and not imported: {binding.text}")
+        else:
+            _read_gin(found, bindings, notes, (*above, resolved))
+
+
+def _statements(text: str, source: str) -> Iterator[tuple[str, _Binding]]:
+    """Yield the bindings of a file in order, with the name `include` for included files.
+
+    Of a name, the scope and the module are left out: `train/partitioning.PjitPartitioner.x` is
+    `PjitPartitioner.x`.
+    """
+    block = ""
+    for number, line in _logical_lines(text):
+        place = f"{source}:{number}"
+        if include := _INCLUDE.fullmatch(line.strip()):
+            yield "include", _Binding(text=include["name"], place=place)
+        elif line.rstrip().endswith(":") and not line.startswith((" ", "\t")):
+            block = line.strip()[:-1]
+        elif binding := _BINDING.fullmatch(line.strip()):
+            is_inside = line.startswith((" ", "\t")) and block
+            name = f"{block}.{binding['name']}" if is_inside else binding["name"]
+            parts = name.rpartition("/")[2].split(".")
+            yield ".".join(parts[-2:]), _Binding(text=binding["value"].strip(), place=place)
+
+
+def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield lines with their numbers, without comments; open brackets join the next line."""
+    start, pending, depth = 0, "", 0
+    for number, line in enumerate(text.splitlines(), 1):
+        code = re.sub(r"#(?=(?:[^'\"]|'[^']*'|\"[^\"]*\")*$).*", "", line).rstrip()
+        start = start if pending else number
+        pending += f"\n{code}" if pending else code
+        depth += sum(code.count(mark) for mark in "([{") - sum(code.count(mark) for mark in ")]}")
+        if depth > 0 or not pending:
+            continue
+        yield start, pending
+        pending, depth = "", 0
+    if pending:
+        yield start, pending
+
+
+def _value(bindings: Mapping[str, _Binding], name: str) -> Any:
+    """Return the value of a binding; None if the name is not bound.
+
+    Raises:
+      StrategyError: The value is not a literal.
+    """
+    binding, seen = bindings.get(name), {name}
+    while binding is not None and binding.text.startswith("%") and binding.text not in seen:
+        seen.add(binding.text)
+        binding = bindings.get(binding.text[1:].rpartition("/")[2], binding)
+    if binding is None:
+        return None
+    try:
+        return ast.literal_eval(binding.text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+        what = f"the value of {name} is not a literal: {binding.text}"
+        fix = "write the value there, or pass it to from_partitioner"
+        raise StrategyError(what, path=binding.place, fix=fix) from error
