@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from shardwright.attention import checks, masks
 from shardwright.attention.call import (
@@ -30,6 +29,7 @@ from shardwright.attention.sharding import resolve_joint
 from shardwright.errors import AttentionError, NoManagerError, did_you_mean
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
+from shardwright.mesh.platform import platform_of
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_INSERT, MODE_TRAIN, mode_name, parse_mode
 
 # Rows of queries and keys in a block. On a CPU a block that fits its caches, and skips more of a
@@ -161,7 +161,7 @@ def _read_call(
     mask = _read_mask(options, sizes)
     checks.check_arrays(options, mask, sizes)
     quantized = str(k.dtype) in checks.QUANTIZED
-    platform = options.platform or _platform(manager)
+    platform = options.platform or platform_of(None if manager is None else manager.mesh)
     cached = platform == "tpu" and (mode == MODE_DECODE or quantized)
     recipe = _read_recipe(options, mask, sizes, platform, cached)
     checks.check_dropout(recipe, q)
@@ -270,12 +270,6 @@ def _read_mode(mode: str | None, manager: PartitionManager | None) -> str:
             fix='pass mode="decode" or "prefill"',
         )
     return parsed
-
-
-def _platform(manager: PartitionManager | None) -> str:
-    mesh = None if manager is None else manager.mesh
-    name = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
-    return "gpu" if name in ("cuda", "rocm") else str(name)
 
 
 def _check_sequence_axis(name: str, specs: JointSpecs) -> None:

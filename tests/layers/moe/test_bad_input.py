@@ -31,6 +31,8 @@ from tests.layers.moe.reference import config, manager, parameters, tokens
         (lambda: config(shared=-1), "shared"),
         (lambda: config(score="tanh"), "give one of softmax, sigmoid"),
         (lambda: config(activation="swish2"), "activation 'swish2' is unknown"),
+        (lambda: config(product="grouped"), "give one of auto, padded, ragged"),
+        (lambda: config(product="ragged", activation="sigmoid"), 'write product="padded"'),
         (lambda: config(capacity=1.25), "write capacity=Factor(1.25)"),
         (lambda: moe.Factor(0), "write Factor(1.25)"),
         (lambda: moe.Factor(float("nan")), "write Factor(1.25)"),

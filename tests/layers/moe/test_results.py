@@ -14,6 +14,7 @@ import shardwright as sw
 from shardwright.layers import moe
 from shardwright.layers.dtypes import Dtypes
 from shardwright.layers.moe import block
+from shardwright.layers.moe.experts import choose_product
 from tests.layers.moe.reference import config, dense, error, manager, parameters, tokens
 
 TOKENS = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
@@ -75,6 +76,17 @@ def test_sharded_equals_dense() -> None:
 @pytest.mark.wide
 def test_sharded_equals_dense_on_more_meshes() -> None:
     sweep(MESHES[2:6])
+
+
+def test_ragged_product_equals_dense() -> None:
+    mixture = config(shared=1, product="ragged")
+    assert not check(manager(*MESHES[0]), mixture)
+
+
+@pytest.mark.wide
+def test_ragged_product_equals_dense_on_more_meshes() -> None:
+    mixture = config(shared=1, product="ragged")
+    assert not [fault for case in MESHES[1:6] if (fault := check(manager(*case), mixture))]
 
 
 @pytest.mark.slow
@@ -155,8 +167,9 @@ def test_a_prompt_that_does_not_divide_falls_back() -> None:
     assert error(y, dense(mixture, params, x)) <= 1e-6
 
 
-def test_all_tokens_to_one_expert() -> None:
-    mixture = config(per_token=1)
+@pytest.mark.parametrize("product", ["padded", pytest.param("ragged", marks=pytest.mark.wide)])
+def test_all_tokens_to_one_expert(product: str) -> None:
+    mixture = config(per_token=1, product=product)
     params, x = parameters(mixture), np.abs(tokens(8, 4, 16))
     params["router"] = np.zeros_like(params["router"])
     params["router"][:, 5] = 1
@@ -166,8 +179,9 @@ def test_all_tokens_to_one_expert() -> None:
     assert error(y, dense(mixture, params, x)) <= 1e-6
 
 
-def test_not_a_number_stays_in_its_row() -> None:
-    mixture = config()
+@pytest.mark.parametrize("product", ["padded", "ragged"])
+def test_not_a_number_stays_in_its_row(product: str) -> None:
+    mixture = config(product=product)
     params, x = parameters(mixture), tokens(8, 4, 16)
     with manager("moe_ep", "fsdp:2,ep:4"):
         expected, _ = moe.apply(mixture, params, x)
@@ -190,3 +204,21 @@ def test_permuted_experts_give_the_same_result() -> None:
         other, other_state = moe.apply(mixture, permuted, x)
     assert error(other, y) <= 1e-6
     np.testing.assert_array_equal(other_state.stats.load, np.array(state.stats.load)[order])
+
+
+def test_choice_of_product() -> None:
+    def chosen(platform: str = "tpu", **changes: Any) -> str:
+        sizes = {"experts": 2, "slots": 4 * 32, "tokens": 4 * 32}
+        product = choose_product(config(**changes), platform=platform, **sizes)
+        return f"{product.name}, {product.rows} rows: {product.why}"
+
+    assert chosen(per_token=1) == "ragged, 128 rows: at most 128 of 256 slots are filled"
+    assert chosen(per_token=2) == "padded, 256 rows: all 256 slots may be filled"
+    assert chosen("cpu", per_token=1) == (
+        "padded, 256 rows: XLA for CPU has no fast grouped product"
+    )
+    assert chosen(per_token=1, activation="sigmoid") == (
+        "padded, 256 rows: sigmoid(0) is not 0, so free slots must be multiplied"
+    )
+    assert chosen(per_token=1, product="padded") == "padded, 256 rows: the config names it"
+    assert chosen("cpu", per_token=1, product="ragged") == "ragged, 128 rows: the config names it"

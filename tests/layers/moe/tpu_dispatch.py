@@ -18,10 +18,12 @@ class Program:
     Attributes:
       name: "forward", "gradient" or "gradient of parameters".
       slot_bytes: Bytes of the slots of one device, which an all-to-all moves.
+      product: How the experts multiply their slots.
     """
 
     name: str
     slot_bytes: int
+    product: str
     counts: dict[str, int]
     sent: dict[str, int]
 
@@ -57,11 +59,13 @@ def main() -> None:
         "gradient of parameters": jax.grad(loss),
     }
     with pm:
-        slots = moe.explain(mixture, shape).slots
+        dispatch = moe.explain(mixture, shape)
         for name, function in programs.items():
             compiled = tpu_compile.compile_for_tpus(function, params, x)
             counts, sent = tpu_compile.collectives(compiled, mesh)
-            tpu_compile.tell(Program(name, mixture.experts * slots * 256 * 2, counts, sent))
+            slot_bytes = mixture.experts * dispatch.slots * 256 * 2
+            product = dispatch.product.name
+            tpu_compile.tell(Program(name, slot_bytes, product, counts, sent))
 
 
 if __name__ == "__main__":

@@ -22,10 +22,12 @@ from shardwright.errors import LayerError, RankMismatchError, StrategyError
 from shardwright.layers.activation import activation
 from shardwright.layers.moe.config import MoEConfig, specs
 from shardwright.layers.moe.dispatch import Slots, assign_slots, combine, fill_slots
+from shardwright.layers.moe.experts import Product, choose_product, run_experts
 from shardwright.layers.moe.routing import Routes, route
 from shardwright.layers.placement import is_inside_shard_map
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
+from shardwright.mesh.platform import platform_of
 from shardwright.vocabulary.axes import (
     BATCH,
     CAPACITY,
@@ -94,6 +96,7 @@ class Dispatch:
       senders: Number of shards of the tokens.
       shards: Number of shards of the experts.
       slots: Slots of a sender at each expert.
+      product: How the experts of a device multiply their slots.
     """
 
     sent: tuple[str, ...] = ()
@@ -103,6 +106,7 @@ class Dispatch:
     senders: int = 1
     shards: int = 1
     slots: int
+    product: Product
 
     @property
     def why(self) -> str:
@@ -209,15 +213,25 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
             fix="give BATCH and MLP_INTERMEDIATE different mesh axes",
         )
     senders = math.prod(sizes[axis] for axis in token_axes)
+    own_tokens = math.prod(shape[:-1]) // senders
+    slots = config.capacity.slots(own_tokens, config.per_token, config.experts)
+    shards = math.prod(sizes[axis] for axis in expert_axes)
+    # With tokens from other devices, an expert has the slots of all of them.
+    received = shards if both else 1
     dispatch = Dispatch(
         sent=both,
         summed=(*(() if both else expert_axes), *hidden_axes),
         expert_axes=expert_axes,
         token_axes=token_axes,
         senders=senders,
-        shards=math.prod(sizes[axis] for axis in expert_axes),
-        slots=config.capacity.slots(
-            math.prod(shape[:-1]) // senders, config.per_token, config.experts
+        shards=shards,
+        slots=slots,
+        product=choose_product(
+            config,
+            experts=config.experts // shards,
+            slots=slots * received,
+            tokens=own_tokens * received,
+            platform=platform_of(manager.mesh),
         ),
     )
     _check_capacity(config, dispatch, manager, mode)
@@ -243,7 +257,11 @@ def _check_capacity(
 
 def _plan_alone(config: MoEConfig, x: Any) -> Dispatch:
     tokens = math.prod(x.shape[:-1])
-    return Dispatch(slots=config.capacity.slots(tokens, config.per_token, config.experts))
+    slots = config.capacity.slots(tokens, config.per_token, config.experts)
+    product = choose_product(
+        config, experts=config.experts, slots=slots, tokens=tokens, platform=platform_of(None)
+    )
+    return Dispatch(slots=slots, product=product)
 
 
 def _token_axes(shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -330,27 +348,22 @@ def _serve(config: MoEConfig, dispatch: Dispatch, params: Any, filled: Any, slot
     rows = filled.reshape(config.experts, dispatch.slots, config.embed)
     if dispatch.sent:
         rows = jax.lax.all_to_all(rows, dispatch.sent, split_axis=0, concat_axis=1, tiled=True)
-        results = _experts(config, params, rows)
+        results = run_experts(config, dispatch.product, params, rows)
         results = jax.lax.all_to_all(
             results, dispatch.sent, split_axis=1, concat_axis=0, tiled=True
         )
         return results.reshape(slots.total, config.embed)
     if dispatch.shards == 1:
-        return _experts(config, params, rows).reshape(slots.total, config.embed)
+        return run_experts(config, dispatch.product, params, rows).reshape(
+            slots.total, config.embed
+        )
     own = config.experts // dispatch.shards
     first = jax.lax.axis_index(dispatch.expert_axes) * own
-    results = _experts(config, params, jax.lax.dynamic_slice_in_dim(rows, first, own))
+    own_rows = jax.lax.dynamic_slice_in_dim(rows, first, own)
+    results = run_experts(config, dispatch.product, params, own_rows)
     whole = jnp.zeros(rows.shape, results.dtype)
     whole = jax.lax.dynamic_update_slice_in_dim(whole, results, first, axis=0)
     return whole.reshape(slots.total, config.embed)
-
-
-def _experts(config: MoEConfig, params: Any, rows: Any) -> Any:
-    """Run each expert on its rows, [experts, rows, embed]."""
-    gate, up, down = (params[name].astype(rows.dtype) for name in ("gate", "up", "down"))
-    hidden = activation(config.activation, jnp.einsum("xre,xef->xrf", rows, gate))
-    hidden = hidden * jnp.einsum("xre,xef->xrf", rows, up)
-    return jnp.einsum("xrf,xfe->xre", hidden, down)
 
 
 def _shared(config: MoEConfig, dispatch: Dispatch, params: Any, tokens: Any) -> Any:

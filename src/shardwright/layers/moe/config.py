@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ from shardwright.vocabulary.layouts import (
     ExpertRowWiseAlt,
     RowWise,
 )
+
+# Of these activations f(0) is not 0, so a token of zeros and a free slot give different gradients.
+NOT_ZERO_AT_ZERO: Final = ("sigmoid", "clamped_linear")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,6 +84,8 @@ class MoEConfig:
       activation: Name of the gate's activation; see `shardwright.layers.activation`.
       balance_loss: Factor of the loss for an even load (Fedus et al., arXiv:2101.03961, eq. 4).
       z_loss: Factor of the loss for small router logits (Zoph et al., arXiv:2202.08906, eq. 5).
+      product: How the experts multiply their slots: "padded" multiplies all of them, "ragged" only
+        the filled ones. "auto" chooses; `moe.explain` says which one and why.
       dtypes: Dtypes of the experts, their products and the result. The router is float32.
 
     Raises:
@@ -101,6 +106,7 @@ class MoEConfig:
     activation: str = "silu"
     balance_loss: float = 0.0
     z_loss: float = 0.0
+    product: Literal["auto", "padded", "ragged"] = "auto"
     dtypes: Dtypes = FLOAT32
 
     def __post_init__(self) -> None:
@@ -108,7 +114,14 @@ class MoEConfig:
             _check_size(name, getattr(self, name), least=1)
         _check_size("shared", self.shared, least=0)
         _check_choice("score", self.score, ("softmax", "sigmoid"))
+        _check_choice("product", self.product, ("auto", "padded", "ragged"))
         check_names((self.activation,))
+        if self.product == "ragged" and self.activation in NOT_ZERO_AT_ZERO:
+            raise LayerError(
+                f'product="ragged" with the activation {self.activation}, which is not 0 at 0: a '
+                "free slot would differ from a token of zeros",
+                fix='write product="padded"',
+            )
         if not isinstance(self.capacity, Dropless | Factor):
             raise LayerError(
                 f"capacity={self.capacity!r} is neither Dropless() nor a Factor",

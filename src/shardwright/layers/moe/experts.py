@@ -1,0 +1,111 @@
+"""The products of the experts with their rows: over all slots, or over the filled ones.
+
+An expert of a dropless mixture has a slot for every token, and most slots are free. `padded`
+multiplies all slots. `ragged` moves the filled slots together and multiplies those, as one
+`jax.lax.ragged_dot` with a group of rows per expert.
+
+To add a product, write a function of `(config, weights, rows, most)`, add it to `_PRODUCTS`, and
+its name to `MoEConfig.product`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from shardwright.layers.activation import activation
+from shardwright.layers.moe.config import NOT_ZERO_AT_ZERO, MoEConfig
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """How the experts of one device multiply their rows.
+
+    Attributes:
+      name: "padded" or "ragged".
+      why: The reason for it.
+      rows: Rows that all experts of the device multiply.
+    """
+
+    name: str
+    why: str
+    rows: int
+
+
+def choose_product(
+    config: MoEConfig, *, experts: int, slots: int, tokens: int, platform: str
+) -> Product:
+    """Choose the product that multiplies the fewest rows.
+
+    Args:
+      config: The mixture.
+      experts: Number of experts of the device.
+      slots: Slots of each expert, of all senders.
+      tokens: Number of tokens of all senders.
+      platform: "cpu", "gpu" or "tpu".
+    """
+    padded = experts * slots
+    most = min(padded, tokens * min(config.per_token, experts))
+    if config.product != "auto":
+        rows = padded if config.product == "padded" else most
+        return Product(name=config.product, why="the config names it", rows=rows)
+    if config.activation in NOT_ZERO_AT_ZERO:
+        why = f"{config.activation}(0) is not 0, so free slots must be multiplied"
+    elif most == padded:
+        why = f"all {padded} slots may be filled"
+    elif platform == "cpu":
+        why = "XLA for CPU has no fast grouped product"
+    else:
+        why = f"at most {most} of {padded} slots are filled"
+        return Product(name="ragged", why=why, rows=most)
+    return Product(name="padded", why=why, rows=padded)
+
+
+def run_experts(config: MoEConfig, product: Product, params: Any, rows: Any) -> Any:
+    """Run each expert on its slots.
+
+    Args:
+      config: The mixture.
+      product: As `choose_product` returns it.
+      params: gate and up `[experts, embed, hidden]`, down `[experts, hidden, embed]`.
+      rows: `[experts, slots, embed]`. A free slot is 0.
+
+    Returns:
+      `[experts, slots, embed]`.
+    """
+    weights = [params[name].astype(rows.dtype) for name in ("gate", "up", "down")]
+    return _PRODUCTS[product.name](config, weights, rows, product.rows)
+
+
+def _padded(config: MoEConfig, weights: list[Any], rows: Any, most: int) -> Any:
+    del most
+    gate, up, down = weights
+    hidden = activation(config.activation, jnp.einsum("xre,xef->xrf", rows, gate))
+    hidden = hidden * jnp.einsum("xre,xef->xrf", rows, up)
+    return jnp.einsum("xrf,xfe->xre", hidden, down)
+
+
+def _ragged(config: MoEConfig, weights: list[Any], rows: Any, most: int) -> Any:
+    gate, up, down = weights
+    flat = rows.reshape(-1, rows.shape[-1])
+    # A token of zeros counts as free. Its result and its gradients are 0 too.
+    is_filled = jnp.any(flat != 0, axis=-1)
+    sizes = is_filled.reshape(rows.shape[:2]).sum(axis=1, dtype=jnp.int32)
+    # Ascending, so the rows of an expert stay together.
+    (places,) = jnp.nonzero(is_filled, size=most, fill_value=flat.shape[0])
+    packed = flat.at[places].get(mode="fill", fill_value=0)
+    hidden = activation(config.activation, jax.lax.ragged_dot(packed, gate, sizes))
+    hidden = hidden * jax.lax.ragged_dot(packed, up, sizes)
+    results = jax.lax.ragged_dot(hidden, down, sizes)
+    free = jnp.zeros_like(flat, dtype=results.dtype)
+    return free.at[places].set(results, mode="drop").reshape(rows.shape)
+
+
+_PRODUCTS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
+    {"padded": _padded, "ragged": _ragged}
+)
