@@ -31,7 +31,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         "--repeats",
         type=int,
         default=15,
-        help="repetitions that a median is of (default %(default)s)",
+        help="repetitions per median (default %(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")

@@ -1,4 +1,4 @@
-"""Attention on a CPU beside `jax.nn.dot_product_attention`, and decode beside repeated keys."""
+"""Attention on a CPU, compared with `jax.nn.dot_product_attention` and with repeated keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entering and leaving a manager, beside `jax.set_mesh` alone."""
+"""Entering and leaving a manager, compared with `jax.set_mesh` alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`import shardwright` beside `import jax`, each in a new process; it starts no backend."""
+"""`import shardwright`, compared with `import jax`, each in a new process without a backend."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def _environment() -> dict[str, str]:
     assert shardwright.__file__ is not None
     source = str(Path(shardwright.__file__).parents[1])
     paths = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Without bytecode every import compiles the package again, but jax may be installed with
-    # bytecode.
+    # Let Python write bytecode. Otherwise every import would compile this package again, while an
+    # installed jax may have bytecode.
     dropped = {"XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "PYTHONDONTWRITEBYTECODE"}
     kept = {key: value for key, value in os.environ.items() if key not in dropped}
     return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}

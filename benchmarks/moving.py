@@ -1,7 +1,8 @@
-"""`python -m benchmarks.moving`: the peak memory of moves on 8 CPU devices, beside `device_put`.
+"""`python -m benchmarks.moving`: the peak memory of moves on 8 CPU devices, and of `device_put`.
 
-Each case runs in a fresh process, which compiles with one leaf first and then resets its peak. The
-numbers are growths of the resident set, so they count all devices, and the compiler's own needs.
+Each case runs in a fresh process. The process first compiles with one leaf, and then resets its
+peak. The numbers are growths of the resident set. So they count all devices, and the memory of the
+compiler.
 Linux only.
 """
 
@@ -26,7 +27,7 @@ PIECE = 64 * MIB
 TREES = {"512 MiB, 16 leaves": (16, 32), "2 GiB, 16 leaves": (16, 128), "1 GiB, 1 leaf": (1, 1024)}
 DONATED, KEPT, DEVICE_PUT = "reshard, donated", "reshard", "device_put"
 WAYS = (DONATED, KEPT, DEVICE_PUT)
-# The C library returns freed memory at once, so that the resident set is what is in use.
+# Make the C library return freed memory at once. The resident set is then the memory in use.
 ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(MIB),
     "MALLOC_TRIM_THRESHOLD_": str(MIB),
@@ -119,8 +120,8 @@ def _reset_peak() -> int:
 def _peak() -> int:
     """Return the most resident bytes since the reset.
 
-    `getrusage` has the same number, unless the process that started this one was larger: its
-    resident set counts too.
+    `getrusage` cannot be used: its number may be that of the parent process, if the parent was
+    larger.
     """
     status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     (line,) = (line for line in status if line.startswith("VmHWM:"))

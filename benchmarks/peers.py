@@ -115,8 +115,8 @@ def _eformer_axes(axes: tuple[str, ...]) -> tuple[str | None, ...]:
 def eformer_shardings(rules: AxisRules, mesh: Mesh) -> Iterator[Callable[..., Callable[[], Any]]]:
     """Yield a function that prepares eformer's shardings of a tree.
 
-    Unchecked it resolves each leaf's axes and builds the sharding, the least it can do; checked it
-    fits the spec to the leaf's shape as well, as ours does.
+    Without `checked`, eformer only resolves the axes of each leaf and builds the sharding. With
+    `checked`, it also fits the spec to the shape of the leaf, as shardwright does.
     """
     from eformer.escale.partition.constraints import get_corrected_named_sharding
 
@@ -151,7 +151,7 @@ def _legacy_mesh(mesh: Mesh) -> Iterator[None]:
 def tracers(
     rules: AxisRules, mesh: Mesh, stack: contextlib.ExitStack
 ) -> dict[str, Callable[[Kinds, int], Callable[[], Any]]]:
-    """Return, for each peer, what prepares the tracing of a number of constraints."""
+    """Return, for each peer, a function that prepares a trace of `count` constraints."""
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")
     return {
@@ -209,7 +209,7 @@ def _trace(
 
 
 def _trace_haliax(rules: AxisRules, mesh: Mesh, kinds: Kinds, count: int) -> Callable[[], Any]:
-    """Trace `auto_sharded` of named arrays, which have axes without an annotation at the call."""
+    """Trace `auto_sharded` of named arrays. Their axes need no annotation at the call."""
     import haliax
 
     mapping = {

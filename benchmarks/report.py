@@ -65,8 +65,8 @@ def markdown(rows: Sequence[Row], where: dict[str, str]) -> str:
             "threads; import: of wall time)."
         ),
         (
-            "A ratio is the median of the ratios of the repetitions, and not the ratio of the "
-            "two medians beside it."
+            "A ratio is the median of the ratios of the repetitions. It is not the ratio of the "
+            "two median times in its row."
         ),
         "`spread` is the interquartile range divided by the median.",
         "",

@@ -1,4 +1,4 @@
-"""Serving on 8 CPU devices, beside single requests and beside a hand-written cache."""
+"""Serving on 8 CPU devices, compared with single requests and with a hand-written cache."""
 
 from __future__ import annotations
 

@@ -92,8 +92,8 @@ def interleave(
       clock: Returns the time in seconds.
 
     Returns:
-      Seconds by name, by default of the processor time of this thread, which does not count waiting
-      for other processes. The garbage collector is off during a measurement, as in `timeit`.
+      Seconds by name. By default they are processor time of this thread, without the time in which
+      other processes run. The garbage collector is off during a measurement, as in `timeit`.
     """
     names = list(cases)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -126,7 +126,7 @@ def warmed(run: Run) -> Run:
 
 
 def always(run: Run) -> Prepare:
-    """Return the preparation of a case that needs none."""
+    """Return a preparation that always returns the same function."""
     return lambda: run
 
 

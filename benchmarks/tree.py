@@ -1,15 +1,15 @@
-"""Shardings of a whole parameter tree, beside building the same `NamedSharding`s by hand.
+"""Shardings of a whole parameter tree, compared with building `NamedSharding`s by hand.
 
-By hand is `[NamedSharding(mesh, P(*entries)) for entries in ...]` over a list of each leaf's
-entries, known beforehand: no tree, no rules, no checks. Ours is `pm.shardings(tree, annotations)`,
-flattening and unflattening included, which also checks every size. "First" starts with empty
-caches: rules freshly compiled, a new manager. "Again" asks the same manager about the same tree, at
-once. Every repetition gets its input built anew; equal annotations are one tuple and equal names
-one string, as where a model's source names them once. All run once before the clock starts, "first"
-with a manager and caches that are thrown away then. "Again, rebuilt" does not run before, and has a
-tuple of its own for every leaf and a string for every
-key: it shows that nothing is remembered by identity, and what it costs to fetch the whole tree from
-memory.
+"by hand" is `[NamedSharding(mesh, P(*entries)) for entries in ...]` over a list with the entries of
+each leaf, without a tree, rules or checks. The other cases call `pm.shardings(tree, annotations)`,
+which flattens and unflattens the tree, and checks every size. "first" starts with empty caches, new
+rules and a new manager. "again" calls the same manager with the same tree once more.
+
+Every repetition gets a new tree. Equal annotations are one tuple, and equal names one string, as in
+a model that names them once. Every case but the last runs once before it is timed; "first" then
+drops its manager and its caches. In the last case, "again, rebuilt", every leaf and key has its own
+tuple and string. It shows that no cache depends on object identity, and how long it takes to read
+the whole tree from memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TARGETS = {
     "first, ArraySpecs": Target(at_most=1.0),
     "again, ArraySpecs": Target(at_most=0.5),
 }
-# Only with its size check does eformer do the same work; without it, it resolves names only.
+# eformer does the same work only with its size check. Without the check it only resolves names.
 PEER_TARGETS = {
     "flax logical_to_mesh_sharding": Target(at_least=8.0),
     "eformer, sizes checked": Target(at_least=4.0),
@@ -102,7 +102,7 @@ def _fresh(strategy: sw.Strategy, mesh: Mesh | AbstractMesh) -> sw.PartitionMana
 
 
 def _twice(make: Callable[[], timing.Run]) -> timing.Run:
-    """Return a run with empty caches, after another such run, so that only the question is new."""
+    """Return a run with empty caches. One such run comes before, so that the code is warm."""
     make()()
     return make()
 

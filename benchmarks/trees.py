@@ -1,7 +1,7 @@
 """Parameter trees of two published models, as annotated abstract arrays: nothing is allocated.
 
-Shapes follow the models' published configurations; every tree is built anew, leaf by leaf, so that
-nothing can be remembered by a tree's identity.
+Shapes follow the published configurations of the models. Every tree is built leaf by leaf, so that
+no cache can depend on the identity of a tree.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Model:
     """The parameters of a model, and the strategy of a user.
 
     Attributes:
-      name: the published name.
-      leaves: returns shape and axes by `/`-joined path.
-      preset: name of the preset.
-      overlay: a strategy file laid over it.
-      devices8: mesh of 8 devices.
-      cluster: mesh of a training cluster, without devices.
+      name: The published name.
+      leaves: Returns shape and axes by `/`-joined path.
+      preset: Name of the preset.
+      overlay: Text of a strategy file that overlays the preset.
+      devices8: Mesh of 8 devices.
+      cluster: Mesh of a training cluster, without devices.
     """
 
     name: str
@@ -151,9 +151,9 @@ def build(
 ) -> dict[str, Any]:
     """Return a new nested dict with `make(shape, axes)` at each path.
 
-    Each call gets a shape of its own. With `share` equal axes are one tuple, as where a model names
-    its annotations once, and equal names are one string, as Python makes of the names in a model's
-    source; without it every leaf and key has its own.
+    Each leaf has its own shape tuple. With `share`, equal axes are one tuple, as in a model that
+    names its annotations once. Equal keys are one string, as Python does for names in source code.
+    Without `share`, every leaf and key has its own tuple and string.
     """
     tree: dict[str, Any] = {}
     named: dict[tuple[str, ...], tuple[str, ...]] = {}

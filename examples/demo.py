@@ -67,7 +67,7 @@ PROMPTS = (
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     jax.config.update("jax_platforms", "cpu")
-    virtual_devices(8)  # the first operation of JAX fixes the number
+    virtual_devices(8)  # JAX fixes the number of devices at its first operation
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 132)
     try:
         failures = run(options, console)
@@ -95,14 +95,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--new-bytes", type=int, default=48, help="bytes to write after each prompt (48)"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="5 steps, and no more steps before serving"
+        "--quick", action="store_true", help="5 steps per strategy, and no further training"
     )
     options = parser.parse_args(argv)
     steps, further = (5, 0) if options.quick else (40, 200)
     options.steps = steps if options.steps is None else options.steps
     options.further = further if options.further is None else options.further
     if min(options.steps, options.batch, options.new_bytes) < 1 or options.further < 0:
-        parser.error("--steps, --batch and --new-bytes are at least 1, --further at least 0")
+        parser.error(
+            "--steps, --batch and --new-bytes must be at least 1, and --further at least 0"
+        )
     return options
 
 
@@ -192,7 +194,7 @@ def train_further(
         return begun.state["params"]
     console.print(
         f"\n[bold]Train on[/]  {options.further} more steps under {CONTINUED_UNDER}, for "
-        "weights worth serving"
+        "better texts"
     )
     with progress(console) as bar:
         advance = bar(CONTINUED_UNDER, options.further)

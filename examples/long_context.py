@@ -38,7 +38,7 @@ Tree = dict[str, Any]
 STRATEGIES = Path(__file__).parent / "strategies"
 TRAINED_UNDER = ("single", "long_context")
 BATCH_AXES = (sw.BATCH, sw.LENGTH)
-# Float32 sums in another order differ: allowed relative difference of losses.
+# Allowed relative difference of losses: float32 sums in another order differ.
 TOLERANCE = 2e-5
 SEED = 0
 
@@ -46,7 +46,7 @@ SEED = 0
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     jax.config.update("jax_platforms", "cpu")
-    virtual_devices(8)  # the first operation of JAX fixes the number
+    virtual_devices(8)  # JAX fixes the number of devices at its first operation
     config = DecoderConfig(layers=2, embed=64, heads=4, kv_heads=2, mlp=128)
     print(
         f"{options.steps} steps of one sequence of {options.length} bytes, a decoder of "
@@ -77,13 +77,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.length < 16 or options.length % 16 or options.steps < 1:
         parser.error(
-            "--length is a multiple of 16, two chunks for each of eight devices; --steps at least 1"
+            "--length must be a multiple of 16 (two chunks per device), and --steps at least 1"
         )
     return options
 
 
 def choice(pm: sw.PartitionManager, config: DecoderConfig, length: int) -> attention.Choice:
-    """Return the choice of an implementation under a strategy; print it."""
+    """Choose an implementation of attention under a strategy. Print and return the choice."""
     q = jax.ShapeDtypeStruct((1, length, config.heads, config.head_dim), config.dtype)
     k = jax.ShapeDtypeStruct((1, length, config.kv_heads, config.head_dim), config.dtype)
     positions = jax.ShapeDtypeStruct((1, length), jnp.int32)
@@ -124,7 +124,7 @@ def batches(pm: sw.PartitionManager, length: int) -> Iterator[Tree]:
 
 
 def next_byte_loss(params: Tree, batch: Tree, config: DecoderConfig) -> jax.Array:
-    """Return the mean cross entropy of the next byte, in nats; the order does not matter."""
+    """Return the mean cross entropy of the next byte, in nats. Tokens may have any order."""
     logits = forward(params, batch["inputs"], batch["positions"], config)
     hit = jnp.arange(config.vocab) == batch["targets"][:, :, None]
     return jnp.mean(

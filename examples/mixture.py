@@ -44,7 +44,7 @@ STRATEGIES = {
 }
 RESIDUAL = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
 OPTIMIZER = optax.adamw(3e-3)
-# Float32 sums in another order differ: allowed relative difference of losses.
+# Allowed relative difference of losses: float32 sums in another order differ.
 TOLERANCE = 2e-5
 
 
@@ -165,7 +165,7 @@ def generate(pm: sw.PartitionManager, params: Any, prompt: list[int], count: int
 
 
 def check_text(params: Any, prompt: list[int], tokens: list[int]) -> bool:
-    """Tell whether a model without caches and without a mesh generates the same."""
+    """Tell whether a model without caches and without a mesh generates the same text."""
     single = sw.PartitionManager(
         sw.Strategy.preset("single"), mesh=cpu_mesh("dp:1"), mode="prefill"
     )
@@ -178,7 +178,7 @@ def check_text(params: Any, prompt: list[int], tokens: list[int]) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     steps = parse(argv)
     jax.config.update("jax_platforms", "cpu")
-    virtual_devices(8)  # the first operation of JAX fixes the number
+    virtual_devices(8)  # JAX fixes the number of devices at its first operation
     text = stdlib_text()
     losses: dict[str, list[float]] = {}
     params = None

@@ -3,8 +3,8 @@
     python examples/serving.py [--quick] [--strategy NAME] [--cache KIND] [--json]
 
 Prompts are pieces of the standard library of Python. Half of the requests are greedy, and half
-sample with their own seed; one is canceled. At the end the example checks that each text equals the
-text of the request served alone, and prints the report of the engine.
+sample with their own seed; one is canceled. At the end the example serves each
+request alone, checks that the text is the same, and prints the report of the engine.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ STREAMED, CANCELED = (0, 1), 5
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     jax.config.update("jax_platforms", "cpu")
-    virtual_devices(8)  # the first operation of JAX fixes the number
+    virtual_devices(8)  # JAX fixes the number of devices at its first operation
     text = stdlib_text(200_000)
     config = (
         DecoderConfig(layers=1, embed=64, heads=8, kv_heads=4, head_dim=8, mlp=128)
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     different = differing(alone, requests, done)
     say(
         f"\n{len(done) - len(different)} of {len(done)} texts equal the text of the request "
-        "alone, on one device.\n"
+        "served alone, on one device.\n"
     )
     report = engine.report()
     print(
@@ -89,9 +89,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--strategy", choices=MESHES, default="serve_tp")
     parser.add_argument("--cache", choices=CACHES, default="dense")
-    parser.add_argument(
-        "--json", action="store_true", help="print the figures as JSON, nothing else"
-    )
+    parser.add_argument("--json", action="store_true", help="print only the figures, as JSON")
     options = parser.parse_args(argv)
     options.steps, options.requests, options.slots = (0, 12, 4) if options.quick else (60, 64, 16)
     return options
@@ -155,9 +153,9 @@ def serve(engine: Engine, requests: Sequence[Request], say: Any) -> list[Complet
 
 
 def differing(alone: Engine, requests: Sequence[Request], done: Sequence[Completion]) -> list[int]:
-    """Return the numbers of the requests whose text differs from that of the request alone.
+    """Return the numbers of the requests whose text differs if they are served alone.
 
-    Of a canceled request, only the tokens written before the end are compared.
+    For a canceled request, only the tokens before its end are compared.
     """
     different = []
     for number, (request, completion) in enumerate(zip(requests, done, strict=True)):

@@ -8,8 +8,8 @@
 # MINIMUM    lowest Python, default 3.11
 # FRESHNESS  any text; when it changes, packages are upgraded to the newest that fit
 #
-# PYTHON=... names the interpreter to use; otherwise the first suitable one is taken, see candidates() below.
-# A stamp in VENV holds what was installed from what, so that a second run costs milliseconds.
+# PYTHON=... names the interpreter. Otherwise the first suitable one of candidates() is used.
+# A stamp file in VENV says what is installed, so that a second run takes milliseconds.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -20,7 +20,8 @@ stamp=$venv/.shardwright-$(echo "$extras" | tr ',' '-')
 say() { echo "shardwright: $*" >&2; }
 die() { say "$*"; exit 1; }
 
-# What is wrong with interpreter $1, or nothing when it will do. A pyenv shim of an inactive version just fails to run.
+# Print what is wrong with the interpreter $1, or nothing if it is suitable. A pyenv shim of an
+# inactive version cannot run.
 complaint() {
   "$1" - "$minimum" 2>/dev/null <<'PROBE' || echo "does not run"
 import sys
@@ -65,7 +66,7 @@ find_python() {
   looked at:${seen:- nothing that runs}"
 }
 
-# An environment is kept while its interpreter runs and is the one that was asked for.
+# Keep an environment with an interpreter that runs. If PYTHON is set, the versions must be equal.
 usable() {
   [ -x "$python" ] && [ -z "$(complaint "$python")" ] || return 1
   [ -n "${PYTHON:-}" ] || return 0
@@ -84,16 +85,17 @@ create() {
 
 install() {
   say "installing shardwright[$extras] into $venv (a minute or two the first time)"
-  # -qq: pip's progress and warnings say nothing about this project; errors still show.
+  # -qq hides the progress and the warnings of pip. Errors are still shown.
   set -- -qq --disable-pip-version-check --no-input
   if [ -n "$freshness" ]; then set -- "$@" --upgrade --upgrade-strategy eager; fi
   "$python" -m pip install "$@" -e ".[$extras]" || die "pip could not install shardwright[$extras] into $venv, see above"
 }
 
-# flax and eformer, which some tests compare with, and what they import: 17 MB. Not an extra, since eformer also asks for ray and
-# cloud clients, which its sharding does not import, and neither may decide which JAX is tested. pip need not know of them.
+# Install flax, eformer and what they import (17 MB), because some tests compare with them. They are
+# not an extra: eformer also requires ray and cloud clients, which its sharding does not import.
+# --no-deps and --target keep both from changing the version of JAX that is tested.
 oracles() {
-  # Named like a folder of installed packages: what reads stack frames passes over such.
+  # Code that reads stack frames skips folders of this name.
   place=$(cd "$venv" && pwd)/oracles/site-packages
   rm -rf "$place"
   for names in "flax treescope pyyaml msgpack chex toolz contextlib2" eformer; do
@@ -110,7 +112,7 @@ if [ -n "${PYTHON:-}" ]; then
   [ -z "$why" ] || die "PYTHON=$PYTHON $why"
 fi
 usable || create
-# Another checkout's editable install makes every stamp of this one wrong.
+# If another checkout was installed into VENV, the stamps of this checkout are not valid.
 owner=$venv/.shardwright-checkout
 if [ "$(cat "$owner" 2>/dev/null || true)" != "$(pwd)" ]; then
   rm -f "$venv"/.shardwright-*

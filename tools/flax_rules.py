@@ -2,7 +2,7 @@
 
     python tools/flax_rules.py
 
-Run it where flax is installed. Tests compare them with the imported rules.
+Run it where flax is installed. Tests compare these specs with those of the imported rules.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, positions: jax.Array) ->
       positions: Positions of the queries, `[batch, q_length]`. A query sees the rows up to its own
         position, so it does not see rows of an earlier, longer text in the cache.
     """
-    # Written out, because a test compares the compiled program with a model in plain JAX, which
-    # cannot call the library. Models of your own call `attention.dot_product_attention`.
+    # Attention is written in plain JAX here, because a test compares the compiled program with a
+    # model in plain JAX. Your own models can call `attention.dot_product_attention`.
     heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
     # Query head h reads kv head h * kv_heads // heads.
     k, v = (jnp.repeat(sw.shard(rows, CACHE_AXES), heads // kv_heads, axis=2) for rows in (k, v))

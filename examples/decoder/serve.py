@@ -128,13 +128,13 @@ def generate(
 
     Args:
       server: From `make_server`.
-      params: Weights with any sharding; they are placed as the strategy of the server says.
+      params: Weights with any sharding. They are moved to the shardings of the server.
       prompts: At most one per slot, of any lengths that fit.
       new_bytes: Bytes to write after each prompt.
       on_step: Called with a description of each step.
 
     Raises:
-      ValueError: A prompt or its continuation does not fit. Nothing has run then.
+      ValueError: A prompt or its continuation does not fit. No step has run.
     """
     check_fits(server, prompts, new_bytes)
     pm = server.pm
@@ -163,13 +163,13 @@ def check_fits(server: Server, prompts: Sequence[bytes], new_bytes: int) -> None
     """Raise ValueError for the first prompt that does not fit the slots."""
     if len(prompts) > server.slots:
         raise ValueError(
-            f"{len(prompts)} prompts for {server.slots} slots: serve them in turns, or make "
-            "more slots"
+            f"there are {len(prompts)} prompts for {server.slots} slots: serve them in turns, or "
+            "make more slots"
         )
     for number, prompt in enumerate(prompts):
         if not 0 < len(prompt) <= server.prompt_length:
             raise ValueError(
-                f"prompt {number} has {len(prompt)} bytes, this server takes 1 to "
+                f"prompt {number} has {len(prompt)} bytes, but this server takes 1 to "
                 f"{server.prompt_length}"
             )
         if len(prompt) + new_bytes > server.capacity:

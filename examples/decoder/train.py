@@ -67,8 +67,8 @@ def make_trainer(
       mesh: Defaults to the mesh of the strategy.
 
     Raises:
-      ShardingError: Parameters do not fit the strategy; all of them at once, each with its path,
-        rule and fix.
+      ShardingError: Parameters do not fit the strategy. The error lists all of them, each with its
+        path, rule and fix.
     """
     pm = sw.PartitionManager(strategy, mesh=mesh, mode="train")
     specs = decoder_specs(config)

@@ -129,7 +129,7 @@ def test_cache_equals_full_forward_pass(
     ("prompts", "new", "says"),
     [
         ((b"a" * 24,), 25, r"prompt 0: 24 bytes and 25 new ones exceed the slot's capacity 48"),
-        ((b"a", b"b" * 25), 1, r"prompt 1 has 25 bytes, this server takes 1 to 24"),
+        ((b"a", b"b" * 25), 1, r"prompt 1 has 25 bytes, but this server takes 1 to 24"),
         ((b"",), 1, r"prompt 0 has 0 bytes"),
         ((b"a",) * 5, 1, r"5 prompts for 4 slots"),
     ],

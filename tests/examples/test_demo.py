@@ -138,4 +138,4 @@ def test_demo_reports_without_training(
 def test_wrong_option_has_a_fix() -> None:
     done = run_demo("--steps", "0")
     assert done.returncode == 2
-    assert "--steps, --batch and --new-bytes are at least 1" in done.stderr
+    assert "--steps, --batch and --new-bytes must be at least 1" in done.stderr

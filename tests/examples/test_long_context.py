@@ -32,7 +32,7 @@ def test_losses_that_differ_fail(
 def test_invalid_sizes(options: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         long_context.main(options)
-    assert "--length is a multiple of 16" in capsys.readouterr().err
+    assert "--length must be a multiple of 16" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -23,6 +23,6 @@ def test_output_streams_and_reports(capsys: pytest.CaptureFixture[str]) -> None:
     assert serving.main(["--quick"]) == 0
     text = capsys.readouterr().out
     assert "12 requests, 4 slots, dense caches, serve_tp on dp:2,tp:4" in text
-    assert "12 of 12 texts equal the text of the request alone" in text
+    assert "12 of 12 texts equal the text of the request served alone" in text
     assert "request 1: " in text
     assert "first token   p50 " in text

@@ -57,10 +57,10 @@ class Picture:
     """Shapes in the order in which they are drawn.
 
     Args:
-      title: what the picture shows, for readers who cannot see it.
-      width: in pixels of the drawing; a page may scale it.
-      height: likewise.
-      scale: how much larger the picture is shown where there is room.
+      title: What the picture shows, for readers who cannot see it.
+      width: Width of the drawing in pixels. A page may scale it.
+      height: Height of the drawing in pixels.
+      scale: Largest factor by which a page enlarges the picture.
     """
 
     def __init__(self, *, title: str, width: int, height: int, scale: float = 1.4) -> None:
