@@ -2,8 +2,7 @@
 
 Each case runs in a fresh process. The process first compiles with one leaf, and then resets its
 peak. The numbers are growths of the resident set. So they count all devices, and the memory of the
-compiler.
-Linux only.
+compiler. Linux only.
 """
 
 from __future__ import annotations

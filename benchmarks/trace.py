@@ -1,9 +1,9 @@
 """Trace 1,000 constraints, compared with `jax.lax.with_sharding_constraint`.
 
 The function consists of constraints, on arrays of four kinds in turn. It is a new function in every
-repetition, so JAX traces it again. The baseline gets ready-made
-`NamedSharding`s. "shard" calls `sw.shard` under a manager that has already resolved these
-annotations, as in the second layer of a model. "shard, first" uses a new manager.
+repetition, so JAX traces it again. The baseline gets ready-made `NamedSharding`s. "shard" calls
+`sw.shard` under a manager that has already resolved these annotations, as in the second layer of a
+model. "shard, first" uses a new manager.
 """
 
 from __future__ import annotations

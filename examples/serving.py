@@ -3,8 +3,8 @@
     python examples/serving.py [--quick] [--strategy NAME] [--cache KIND] [--json]
 
 Prompts are pieces of the standard library of Python. Half of the requests are greedy, and half
-sample with their own seed; one is canceled. At the end the example serves each
-request alone, checks that the text is the same, and prints the report of the engine.
+sample with their own seed; one is canceled. At the end the example serves each request alone,
+checks that the text is the same, and prints the report of the engine.
 """
 
 from __future__ import annotations

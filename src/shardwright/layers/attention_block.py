@@ -173,8 +173,8 @@ def apply(
 
     Without a cache the tokens of `x` attend to each other. With a cache they are appended at the
     next positions of their slot, and attend to all tokens of the slot. So prefill, chunked prefill
-    and decode are the same call. The mode is the cache's. Without a cache it is the
-    ambient manager's.
+    and decode are the same call. The mode is the cache's. Without a cache it is the ambient
+    manager's.
 
     Args:
       config: Sizes and options.

@@ -48,8 +48,8 @@ class TransformerConfig:
       attention: Attention of every layer.
       mlp: The MLP or the mixture of experts of every layer. A tuple of them is a pattern that
         repeats: `(MlpConfig(...), MixtureConfig(...))` alternates the two.
-      windows: Window of each layer, as a pattern that repeats: `((1023, 0), None)` alternates
-        local and global attention. Defaults to that of `attention` for all.
+      windows: Window of each layer, as a pattern that repeats: `((1023, 0), None)` alternates local
+        and global attention. Defaults to that of `attention` for all.
       dropout: Probability of dropping an element of a block's output, if `keys` has a dropout key.
       remat: What is kept for the backward pass. "none" keeps everything, "full" keeps only the
         residual, "dots" keeps products with weights, and "blocks" keeps the outputs of the blocks.
@@ -204,8 +204,8 @@ def apply(
 ) -> tuple[jax.Array, StackState]:
     """Return the residual after all layers, and the state.
 
-    Each layer is `x += attention(x)`, then `x += mlp(x)`. The norm after the last layer is not
-    part of the stack.
+    Each layer is `x += attention(x)`, then `x += mlp(x)`. The norm after the last layer is not part
+    of the stack.
 
     Args:
       config: Sizes and options.

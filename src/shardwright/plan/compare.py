@@ -21,11 +21,11 @@ class Placed:
 
     Attributes:
       found: Resolution, possibly with problems.
-      mesh_axes: Mesh axes of each dim, major first; `("?",)` if it is left to the compiler. None
-        if there is no spec.
+      mesh_axes: Mesh axes of each dim, major first; `("?",)` if it is left to the compiler. None if
+        there is no spec.
       shards: Number of shards of each dim, or None without a spec.
-      bytes: Bytes per device. None if spec, shape or dtype is missing, or a dim is left to
-        the compiler.
+      bytes: Bytes per device. None if spec, shape or dtype is missing, or a dim is left to the
+        compiler.
     """
 
     found: Resolution

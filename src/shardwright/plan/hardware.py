@@ -1,7 +1,7 @@
 """Chips and slices as data: rates, usable memory, and which shapes a slice has.
 
-The values are in `hardware.toml`, each with its source and date. A file of
-the user can replace them.
+The values are in `hardware.toml`, each with its source and date. A file of the user can replace
+them.
 """
 
 from __future__ import annotations

@@ -184,14 +184,14 @@ def plan(
 ) -> PlanReport:
     """Return what a function sends and computes under a manager, without a device or a compiler.
 
-    The function is traced on an abstract mesh, with Auto axes; its annotations stay in the trace.
-    A walk over the trace then follows the sharding of every value and records the collectives.
+    The function is traced on an abstract mesh, with Auto axes; its annotations stay in the trace. A
+    walk over the trace then follows the sharding of every value and records the collectives.
 
     Args:
       manager: Strategy, mesh and mode.
       function: The function that you would pass to `jax.jit`.
-      *shapes: Per argument, a tree of arrays or ShapeDtypeStructs. Their own shardings are
-        used where `specs` gives no annotation.
+      *shapes: Per argument, a tree of arrays or ShapeDtypeStructs. Their own shardings are used
+        where `specs` gives no annotation.
       specs: Per argument, a tree of annotations, or None. Defaults to None for all.
       outputs: Annotations of the outputs. Defaults to the shardings that the program gives them.
       holds: Per argument, `parameters`, `optimizer`, `cache`, `inputs`, or a tree of these; a name

@@ -33,8 +33,8 @@ class LeafMove:
       source: Where it is: a spec, `host`, or `one device`.
       target: Its spec after the move.
       route: How it moves.
-      tied_to: Path of the first place of an array that is in the tree more than once, or empty.
-        The array moves once, and the result is in all its places.
+      tied_to: Path of the first place of an array that is in the tree more than once, or empty. The
+        array moves once, and the result is in all its places.
     """
 
     path: str

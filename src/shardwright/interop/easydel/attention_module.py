@@ -52,9 +52,9 @@ class BaseJAXAttentionModule(_Module):  # type: ignore[misc]
     - The strategy decides the sharding of the cache. No mesh axis is written into the code.
 
     Attributes:
-      config: Has `quantize_kv_cache` and `use_sharded_kv_caching`. The ambient manager
-        shards the cache in its own mode, or in decode if that is not a generation mode. Without a
-        manager the cache uses `config.partition_axis`, by default `PartitionAxis()`, on the mesh of
+      config: Has `quantize_kv_cache` and `use_sharded_kv_caching`. The ambient manager shards the
+        cache in its own mode, or in decode if that is not a generation mode. Without a manager the
+        cache uses `config.partition_axis`, by default `PartitionAxis()`, on the mesh of
         `config.jax_mesh()`.
     """
 

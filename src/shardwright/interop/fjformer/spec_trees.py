@@ -160,8 +160,8 @@ def match_partition_rules(rules: Iterable[tuple[str, Any]], params: Any) -> Any:
 
     The first `(pattern, spec or axes)` whose pattern is found in the "/"-joined path wins. It works
     for parameters, train states and optimizer states. **Scalars and arrays of one element are
-    replicated, whatever matches them.** The ambient manager resolves semantic axes
-    with the role param. Specs are used as written.
+    replicated, whatever matches them.** The ambient manager resolves semantic axes with the role
+    param. Specs are used as written.
 
     Args:
       rules: In order of precedence; patterns are searched (`re.search`).

@@ -44,8 +44,8 @@ class Dropless:
 class Factor:
     """Each expert has `factor` times the slots that an even load needs.
 
-    Tokens without a slot are dropped, and counted in `MoEStats.dropped`. The slots of an
-    expert are divided among the devices that send tokens, so the mesh decides which are dropped.
+    Tokens without a slot are dropped, and counted in `MoEStats.dropped`. The slots of an expert are
+    divided among the devices that send tokens, so the mesh decides which are dropped.
 
     Attributes:
       factor: Slots / tokens of an expert at an even load, such as 1.25.
@@ -168,8 +168,8 @@ def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
 def specs(config: MoEConfig) -> dict[str, ArraySpec]:
     """Return the parameters: router, gate, up and down of the experts, and of the shared experts.
 
-    Shapes: router [embed, experts]; gate and up [experts, embed, hidden]; down [experts,
-    hidden, embed]; shared_gate and shared_up [embed, shared * hidden]; shared_down
+    Shapes: router [embed, experts]; gate and up [experts, embed, hidden]; down
+    [experts, hidden, embed]; shared_gate and shared_up [embed, shared * hidden]; shared_down
     [shared * hidden, embed].
     """
     init = jax.nn.initializers.lecun_normal

@@ -1,8 +1,8 @@
 """Move the tokens of one device to the slots of the experts, and the results back.
 
 A slot is a place for one token at one expert. The tokens of a device fill the slots of an expert in
-the order of the tokens, so the same tokens get the same slots in every run. These functions work
-on the tokens of one device; the collectives are in `block`.
+the order of the tokens, so the same tokens get the same slots in every run. These functions work on
+the tokens of one device; the collectives are in `block`.
 """
 
 from __future__ import annotations

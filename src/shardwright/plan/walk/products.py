@@ -71,9 +71,9 @@ def dot_general(step: Step) -> list[Value]:
 def _use(step: Step, value: Value, names: Sequence[str], order: dict[str, list[str]]) -> object:
     """Return a key: XLA merges two moves of one value only if their keys are equal.
 
-    XLA partitions a product over the mesh axes with most devices first. Products
-    then share a gather over these axes only if they keep the same kinds of dims sharded. All
-    products share a gather over fewer devices.
+    XLA partitions a product over the mesh axes with most devices first. Products then share a
+    gather over these axes only if they keep the same kinds of dims sharded. All products share a
+    gather over fewer devices.
     """
     sizes = step.ledger.sizes
     kept = {axis for name in names for axis in order.get(name, ())}
