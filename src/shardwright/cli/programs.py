@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from shardwright.cli.python_files import raised_error, read_function
 from shardwright.errors import ShardingError, StrategyError
@@ -43,12 +45,15 @@ def plan_program(
         raise raised_error(label, error) from error
 
 
-def read_programs(model: str, mode: str | None) -> dict[str, Program]:
+def read_programs(
+    model: str, mode: str | None, *, options: Mapping[str, Any] | None = None
+) -> dict[str, Program]:
     """Return the programs of `file.py:function` by mode.
 
     Args:
       model: The file and the function.
       mode: Return only this mode. None means all modes that the function returns.
+      options: Keyword arguments of the function. Defaults to none.
 
     Raises:
       StrategyError: The file cannot be read or raises, or the function returns something else.
@@ -58,8 +63,9 @@ def read_programs(model: str, mode: str | None) -> dict[str, Program]:
         example="model.py:programs",
         fix="define it; it returns a shardwright.plan.Program, or a dict of them by mode",
     )
+    _check_options(model, make, options or {})
     try:
-        returned = make()
+        returned = make(**(options or {}))
     except (Exception, SystemExit) as error:
         raise raised_error(model, error) from error
     programs = returned if isinstance(returned, Mapping) else {MODES[0]: returned}
@@ -82,3 +88,15 @@ def read_programs(model: str, mode: str | None) -> dict[str, Program]:
             fix=f"its modes are {', '.join(map(mode_name, by_mode))}",
         )
     return {wanted: by_mode[wanted]}
+
+
+def _check_options(model: str, make: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise an error if the function of a model does not take some keyword arguments."""
+    try:
+        inspect.signature(make).bind(**options)
+    except TypeError as error:
+        names = ", ".join(inspect.signature(make).parameters) or "no arguments"
+        raise StrategyError(
+            f"{model} cannot be called with ({', '.join(options)}): {error}",
+            fix=f"it takes {names}",
+        ) from error

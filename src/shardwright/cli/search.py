@@ -1,29 +1,42 @@
-"""`shardwright search`: the best meshes and strategies of a model on a slice, without a device."""
+"""`shardwright search`: the best meshes and rules of a model on a slice, without a device."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
 from shardwright.cli.inputs import read_count, read_strategy
 from shardwright.cli.programs import read_programs
+from shardwright.cli.relayout import relayout_lines
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.errors import StrategyError
 from shardwright.plan.hardware import parse_topology, read_hardware
+from shardwright.plan.planner import Program
 from shardwright.plan.report.search import search_text
-from shardwright.plan.search import SearchReport, mesh_text, search
-from shardwright.vocabulary.modes import mode_name
+from shardwright.plan.search.result import Candidate, SearchReport
+from shardwright.plan.search.run import WALKS, search_variants
+from shardwright.plan.search.space import parse_alternatives
+from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
 
 _EPILOG = f"""\
-MODEL is file.py:function, as for `shardwright plan`. Every mesh of the slice is planned under every
-strategy. The table has the candidates that no other one beats in both time and memory.
+MODEL is file.py:function, as for `shardwright plan`. Every mesh of the slice is resolved under
+every strategy, and the best are planned. The table has the candidates that no other one beats in
+both time and memory. With --modes, train is searched apart from the other modes, which share one
+strategy.
 
 examples:
   shardwright search model.py:programs --strategy fsdp --strategy fsdp_tp --topology v5p:4x4x4
   shardwright search model.py:programs --strategy fsdp_tp --topology v5e:4x8 --axes fsdp,tp \\
       --mode decode --out found
+  shardwright search model.py:programs --strategy fsdp_tp --topology v5p:4x4x4 \\
+      --modes train,prefill,decode --vary head --vary "params.embed = fsdp, -" --pin mesh.dp=1
+  shardwright search model.py:programs --strategy fsdp --topology v5e:4x4 --set remat=none,full
 
 exit codes: 0 found; 1 no candidate fits;
 {EXIT_CODES}."""
@@ -48,10 +61,20 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--hardware", metavar="FILE", help="a .toml file that adds chips, or replaces their values"
     )
+    _add_space_options(command)
+    modes = command.add_mutually_exclusive_group()
+    modes.add_argument("--mode", metavar="MODE", help="the mode, if the model has several")
+    modes.add_argument("--modes", metavar="A,B", help="several modes; all: those of the model")
     command.add_argument(
-        "--axes", metavar="A,B", help="mesh axes that may vary (default: all of each strategy)"
+        "--batch", type=read_count, metavar="B", help="call the function with batch=B"
     )
-    command.add_argument("--mode", metavar="MODE", help="the mode, if the model has several")
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=A,B",
+        help="call the function with NAME=A and with NAME=B, and compare both; repeat it for more",
+    )
     command.add_argument(
         "--out", metavar="DIR", help="write each candidate of the table as a strategy file"
     )
@@ -60,45 +83,171 @@ def parser() -> argparse.ArgumentParser:
     return command
 
 
+def _add_space_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--axes", metavar="A,B", help="mesh axes that may vary (default: all of each strategy)"
+    )
+    command.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="KEY=RULE",
+        help="a rule of every candidate, such as head=tp, params.embed=fsdp or mesh.tp=4",
+    )
+    command.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="KEY=A,B",
+        help="alternatives of a rule, such as 'head = tp, -'; a KEY alone also tries -",
+    )
+    command.add_argument(
+        "--orders", action="store_true", help="try the mesh axes in every order, too"
+    )
+    command.add_argument(
+        "--walks",
+        type=read_count,
+        default=WALKS,
+        metavar="N",
+        help=f"plan at most the N best by a closed form (default: {WALKS})",
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Search, print and return the exit code.
 
     Raises:
       ShardingError: The question is invalid.
     """
-    programs = read_programs(arguments.model, arguments.mode)
-    if len(programs) > 1:
-        raise StrategyError(
-            f"{arguments.model} has {len(programs)} modes, and a search is for one",
-            fix=f"--mode {' or '.join(map(mode_name, programs))}",
-        )
-    ((mode, program),) = programs.items()
+    variants = _read_variants(arguments)
+    groups = _groups(arguments, next(iter(variants.values())))
     strategies = {label: strategy for strategy, label in map(read_strategy, arguments.strategy)}
     axes = None if arguments.axes is None else arguments.axes.replace(" ", "").split(",")
-    found = search(
-        program,
-        strategies,
-        topology=parse_topology(arguments.topology, read_hardware(arguments.hardware)),
-        mode=mode,
-        axes=axes,
-    )
-    written = [] if arguments.out is None else _write(found, Path(arguments.out), arguments.rows)
+    topology = parse_topology(arguments.topology, read_hardware(arguments.hardware))
+    found = {
+        name: search_variants(
+            {
+                label: {mode: programs[mode] for mode in modes}
+                for label, programs in variants.items()
+            },
+            strategies,
+            topology=topology,
+            axes=axes,
+            pins=arguments.pin,
+            vary=dict(map(parse_alternatives, arguments.vary)),
+            orders=arguments.orders,
+            walks=arguments.walks,
+        )
+        for name, modes in groups.items()
+    }
+    written = {
+        name: [] if arguments.out is None else _write(report, arguments, name, len(found) > 1)
+        for name, report in found.items()
+    }
+    moved = _relayout(found, variants)
     if arguments.json:
-        print_json({"mode": mode_name(mode), **found.to_json(), "files": written})
+        _print_json(found, written)
     else:
-        text = search_text(found, rows=arguments.rows, width=width_of(arguments.width))
-        lines = [f"mode {mode_name(mode)}", *text.split("\n")]
-        print_lines([*lines, *(f"wrote {name}" for name in written)])
-    return 0 if found.candidates else 1
+        _print_text(arguments, found, written, moved)
+    return 0 if all(report.candidates for report in found.values()) else 1
 
 
-def _write(found: SearchReport, folder: Path, rows: int | None) -> list[str]:
+def _read_variants(arguments: argparse.Namespace) -> dict[str, dict[str, Program]]:
+    """Return the programs by mode, for each combination of the options of the function."""
+    options: dict[str, list[Any]] = {}
+    if arguments.batch is not None:
+        options["batch"] = [arguments.batch]
+    for text in arguments.set:
+        name, equals, values = text.partition("=")
+        if not equals or not name.strip().isidentifier() or not all(values.split(",")):
+            raise StrategyError(f"--set {text!r:.80} is not NAME=A,B", fix="--set remat=none,full")
+        options[name.strip()] = [
+            int(value) if value.strip().isdecimal() else value.strip()
+            for value in values.split(",")
+        ]
+    several = [name for name, values in options.items() if len(values) > 1]
+    variants = {}
+    for chosen in itertools.product(*options.values()):
+        settings = dict(zip(options, chosen, strict=True))
+        label = ", ".join(f"{name}={settings[name]}" for name in several)
+        variants[label] = read_programs(arguments.model, arguments.mode, options=settings)
+    return variants
+
+
+def _groups(arguments: argparse.Namespace, programs: Mapping[str, Program]) -> dict[str, list[str]]:
+    """Return the modes that share a strategy: train, and all others together."""
+    if arguments.modes is None:
+        if len(programs) > 1:
+            names = " or ".join(map(mode_name, programs))
+            raise StrategyError(
+                f"{arguments.model} has {len(programs)} modes, and a search is for one",
+                fix=f"--mode {names}, or --modes all",
+            )
+        wanted = list(programs)
+    elif arguments.modes == "all":
+        wanted = list(programs)
+    else:
+        wanted = [parse_mode(mode) for mode in arguments.modes.replace(" ", "").split(",")]
+    for mode in wanted:
+        if mode not in programs:
+            raise StrategyError(
+                f"{arguments.model} has no mode {mode_name(mode)}",
+                fix=f"its modes are {', '.join(map(mode_name, programs))}",
+            )
+    train = [mode for mode in wanted if mode == MODE_TRAIN]
+    others = [mode for mode in dict.fromkeys(wanted) if mode != MODE_TRAIN]
+    return {"+".join(map(mode_name, modes)): modes for modes in (train, others) if modes}
+
+
+def _relayout(
+    found: Mapping[str, SearchReport], variants: Mapping[str, Mapping[str, Program]]
+) -> list[str]:
+    """Return what moving the weights from the fastest of one group to that of another sends."""
+    best = [report.front[0] for report in found.values() if report.front]
+    if len(best) < 2:
+        return []
+    train, serve = best
+    programs = variants[train.variant], variants[serve.variant]
+    return relayout_lines(train, serve, *programs)
+
+
+def _print_json(found: Mapping[str, SearchReport], written: Mapping[str, list[str]]) -> None:
+    data = [
+        {"mode": name, **report.to_json(), "files": written[name]} for name, report in found.items()
+    ]
+    print_json(data[0] if len(data) == 1 else {"searches": data})
+
+
+def _print_text(
+    arguments: argparse.Namespace,
+    found: Mapping[str, SearchReport],
+    written: Mapping[str, list[str]],
+    moved: Sequence[str],
+) -> None:
+    lines: list[str] = []
+    for name, report in found.items():
+        text = search_text(report, rows=arguments.rows, width=width_of(arguments.width))
+        lines += ["", f"mode {name}", *text.split("\n")]
+        lines += [f"wrote {file}" for file in written[name]]
+    print_lines([*lines[1:], *(["", *moved] if moved else [])])
+
+
+def _write(
+    found: SearchReport, arguments: argparse.Namespace, group: str, several: bool
+) -> list[str]:
     """Write the front as strategy files, the fastest first, and return their names."""
+    folder = Path(arguments.out)
     if not folder.is_dir():
         raise StrategyError(f"no folder {str(folder)!r}", fix="create it")
-    written = []
-    for number, candidate in enumerate(found.front[:rows], 1):
-        name = re.sub(r"[^A-Za-z0-9]+", "-", f"{candidate.name}-{mesh_text(candidate.sizes)}")
-        path = candidate.strategy.dump(folder / f"{number:02}-{name}.toml")
-        written.append(str(path))
-    return written
+    return [
+        str(candidate.strategy.dump(folder / name))
+        for name, candidate in _file_names(found.front[: arguments.rows], group if several else "")
+    ]
+
+
+def _file_names(candidates: Sequence[Candidate], group: str) -> Iterator[tuple[str, Candidate]]:
+    """Yield a file name for each candidate: its place, strategy, mesh and variant."""
+    for number, candidate in enumerate(candidates, 1):
+        parts = (group, candidate.name, candidate.mesh, candidate.variant)
+        words = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(part for part in parts if part))
+        yield f"{number:02}-{words}.toml", dataclasses.replace(candidate)

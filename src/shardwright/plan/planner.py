@@ -245,7 +245,7 @@ def price(
       ShardingError: An annotation does not resolve.
     """
     shapes = program.shapes
-    state = count_state(manager, _held(shapes, traced, read_holds(shapes, program.holds)))
+    state = program_state(manager, traced, program)
     walked = walk(
         traced,
         manager,
@@ -257,6 +257,16 @@ def price(
     )
     mesh = ",".join(f"{axis}:{size}" for axis, size in manager.mesh.shape.items())
     return PlanReport(walked=walked, strategy=manager.name, mesh=mesh, state=state, layout=layout)
+
+
+def program_state(manager: PartitionManager, traced: Trace, program: Program) -> StateBytes:
+    """Return what the arguments of a traced program hold under a manager, without a walk.
+
+    Raises:
+      ShardingError: An annotation does not resolve.
+    """
+    categories = read_holds(program.shapes, program.holds)
+    return count_state(manager, _held(program.shapes, traced, categories))
 
 
 def _held(

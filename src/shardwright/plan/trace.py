@@ -63,15 +63,18 @@ class Trace:
     mesh: Mapping[str, int]
     attention: tuple[tuple[str, RuleRef], ...]
 
+    @property
+    def fits_all(self) -> bool:
+        """Whether nothing in the trace depends on the manager, so every manager may share it."""
+        return not self.answers and not holds_shard_map(self.jaxpr)
+
     def fits(self, manager: PartitionManager) -> bool:
         """Tell whether a manager may use the trace. It must resolve each request to the same spec.
 
         A trace with answers or with a `shard_map` holds shapes of shards, so it fits only meshes of
         the same sizes.
         """
-        if not self.answers and not holds_shard_map(self.jaxpr):
-            return True
-        return (
+        return self.fits_all or (
             dict(self.mesh) == dict(manager.mesh.shape)
             and self.attention == manager.rules.attention
             and all(manager.answer(known.request).spec == known.spec for known in self.answers)

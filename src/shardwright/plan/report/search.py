@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from shardwright.plan.fit import Verdict
+from shardwright.plan.planner import PlanReport
 from shardwright.plan.report.text import bytes_text
-from shardwright.plan.search import Candidate, SearchReport
+from shardwright.plan.search.result import Candidate, SearchReport
 from shardwright.plan.time import seconds_text
 from shardwright.resolution.tables import WIDTH, table
-
-_HEAD = ("strategy", "mesh", "time", "memory per device", "sent", "fits")
+from shardwright.vocabulary.modes import mode_name
 
 
 def search_text(found: SearchReport, *, rows: int | None = None, width: int = WIDTH) -> str:
@@ -21,27 +21,54 @@ def search_text(found: SearchReport, *, rows: int | None = None, width: int = WI
     """
     front = found.front
     shown = front if rows is None else front[:rows]
-    lines = table([_HEAD, *map(_row, shown)], width=width) if shown else ["no candidate fits"]
+    lines = _table(shown, width) if shown else ["no candidate fits"]
     if len(shown) < len(front):
         lines.append(f"and {len(front) - len(shown)} more")
-    lines.append(
-        f"judged all {found.judged} candidates on {found.topology}: {len(found.candidates)} may "
-        f"fit, {len(front)} are not beaten in both time and memory"
-    )
+    result = f"{len(found.candidates)} may fit, {len(front)} are not beaten in both time and memory"
+    if found.exhaustive:
+        lines.append(f"judged all {found.judged} candidates on {found.topology}: {result}")
+    else:
+        lines.append(
+            f"judged {found.judged} candidates on {found.topology}, and walked the {found.walked} "
+            f"that rank best: {result}"
+        )
     lines += [f"dropped {count}: {reason}" for reason, count in found.dropped.items()]
     return "\n".join(lines)
 
 
-def _row(candidate: Candidate) -> tuple[str, ...]:
-    report = candidate.report
-    time, memory = report.time, report.memory
-    assert time is not None
-    fits = "yes" if report.verdict is Verdict.FITS else "close"
-    return (
+def settings_text(candidate: Candidate) -> str:
+    """Return what a candidate changes in its strategy, as a strategy file writes it."""
+    return ", ".join(f'{key} = "{text}"' for key, text in candidate.settings.items()) or "-"
+
+
+def _table(shown: tuple[Candidate, ...], width: int) -> list[str]:
+    """Return the candidates as a table. Columns that no candidate needs are left out."""
+    modes = list(shown[0].reports)
+    times = ["time" if len(modes) == 1 else f"{mode_name(mode)} time" for mode in modes]
+    head = ["variant", "strategy", "mesh", "settings", *times, "memory per device", "sent", "fits"]
+    rows = [_row(candidate) for candidate in shown]
+    absent = {0} if not any(candidate.variant for candidate in shown) else set()
+    absent |= {3} if not any(candidate.settings for candidate in shown) else set()
+    kept = [[cell for at, cell in enumerate(row) if at not in absent] for row in (head, *rows)]
+    return table(kept, width=width)
+
+
+def _row(candidate: Candidate) -> list[str]:
+    reports = candidate.reports.values()
+    low = max(report.memory.low for report in reports)
+    fits = "yes" if candidate.verdict is Verdict.FITS else "close"
+    return [
+        candidate.variant,
         candidate.name,
         candidate.mesh,
-        f"{seconds_text(time.low)} to {seconds_text(time.high)}",
-        f"{bytes_text(memory.low)} to {bytes_text(memory.high)}",
-        bytes_text(report.sent_bytes),
-        fits if report.walked.complete else f"{fits}, incomplete",
-    )
+        settings_text(candidate),
+        *map(_time_text, reports),
+        f"{bytes_text(low)} to {bytes_text(candidate.most_bytes)}",
+        bytes_text(candidate.sent_bytes),
+        fits if candidate.complete else f"{fits}, incomplete",
+    ]
+
+
+def _time_text(report: PlanReport) -> str:
+    assert report.time is not None
+    return f"{seconds_text(report.time.low)} to {seconds_text(report.time.high)}"

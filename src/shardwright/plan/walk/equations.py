@@ -45,12 +45,12 @@ def needed_whole(equations: Iterable[Any]) -> set[Any]:
 def holds_shard_map(jaxpr: Any) -> bool:
     """Tell whether a jaxpr, or one inside it, has a `shard_map`."""
     return any(
-        equation.primitive.name == "shard_map" or any(map(holds_shard_map, _inner(equation)))
+        equation.primitive.name == "shard_map" or any(map(holds_shard_map, nested_jaxprs(equation)))
         for equation in jaxpr.eqns
     )
 
 
-def _inner(equation: Any) -> Iterator[Any]:
+def nested_jaxprs(equation: Any) -> Iterator[Any]:
     """Yield the jaxprs that an equation holds."""
     for value in equation.params.values():
         for held in value if isinstance(value, (tuple, list)) else (value,):

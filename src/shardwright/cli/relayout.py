@@ -1,0 +1,68 @@
+"""What moving the weights of a model from one strategy to another sends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from shardwright.errors import ShardingError
+from shardwright.manager.manager import PartitionManager
+from shardwright.mesh.build import abstract_mesh
+from shardwright.plan.planner import Program
+from shardwright.plan.report.text import bytes_text
+from shardwright.plan.search.result import Candidate
+from shardwright.plan.state import Category, read_holds
+from shardwright.reshard.tree import plan_reshard
+
+
+def relayout_lines(
+    source: Candidate,
+    target: Candidate,
+    before: Mapping[str, Program],
+    after: Mapping[str, Program],
+) -> list[str]:
+    """Return lines on moving the weights from the one candidate's shards to the other's.
+
+    Args:
+      source: The candidate to train with.
+      target: The candidate to serve with.
+      before: Programs of the source by mode.
+      after: Programs of the target by mode.
+    """
+    name = f"from {source.name} on {source.mesh} to {target.name} on {target.mesh}"
+    modes = next(iter(source.reports)), next(iter(target.reports))
+    weights = _weights(before[modes[0]]), _weights(after[modes[1]])
+    if weights[0] is None or weights[1] is None:
+        return [f"{name}: not priced, since holds= does not name one argument as parameters"]
+    tree, specs = weights[0]
+    if _shapes(tree) != _shapes(weights[1][0]):
+        return [f"{name}: not priced, since the two programs have other parameters"]
+    managers = [
+        PartitionManager(each.strategy, mesh=abstract_mesh(dict(each.sizes))).for_mode(mode)
+        for each, mode in zip((source, target), modes, strict=True)
+    ]
+    try:
+        plan = plan_reshard(managers[1], tree, specs, source=managers[0])
+    except ShardingError as error:
+        return [f"{name}: not priced: {error}"]
+    devices = managers[1].mesh.size
+    sent = f"{bytes_text(plan.bytes_sent)} in all, {bytes_text(plan.bytes_sent // devices)}"
+    return [f"moving the weights {name} sends {sent} per device"]
+
+
+def _weights(program: Program) -> tuple[Any, Any] | None:
+    """Return the argument that `holds` names as parameters, and its annotations."""
+    if program.holds is None or program.specs is None:
+        return None
+    for tree, spec, names in zip(program.shapes, program.specs, program.holds, strict=True):
+        categories = read_holds((tree,), (names,))
+        if spec is not None and set(categories) == {Category.PARAMETERS}:
+            return tree, spec
+    return None
+
+
+def _shapes(tree: Any) -> list[tuple[str, tuple[int, ...]]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(jax.tree_util.keystr(path), tuple(leaf.shape)) for path, leaf in leaves]

@@ -1,0 +1,10 @@
+"""Search meshes and rules of a program on a slice: the space, the ranking, and the result.
+
+Code that makes candidates, ranks or compares them belongs here. What one candidate costs is the
+business of `plan.planner`.
+"""
+
+from shardwright.plan.search.result import Candidate as Candidate
+from shardwright.plan.search.result import SearchReport as SearchReport
+from shardwright.plan.search.run import search as search
+from shardwright.plan.search.run import search_variants as search_variants

@@ -1,0 +1,178 @@
+"""The result of a search: candidates, the ones that no other beats, and why others were dropped."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from shardwright.plan.fit import Verdict
+from shardwright.plan.hardware import Topology
+from shardwright.plan.planner import PlanReport
+from shardwright.vocabulary.modes import mode_name
+
+if TYPE_CHECKING:
+    from shardwright.strategy.model import Strategy
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A strategy on a mesh that the programs may run under.
+
+    Attributes:
+      name: Name of the strategy that it comes from.
+      sizes: Size of each mesh axis, slowest first.
+      settings: What it changes in that strategy: `head` -> `-`, `params.embed` -> `fsdp`.
+      strategy: The strategy with this mesh and these changes, ready to be written to a file.
+      reports: Mode -> its plan.
+      variant: Label of the program, if several were searched; else "".
+    """
+
+    name: str
+    sizes: Mapping[str, int]
+    strategy: Strategy
+    reports: Mapping[str, PlanReport]
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    variant: str = ""
+
+    @property
+    def report(self) -> PlanReport:
+        """Its plan in the first mode."""
+        return next(iter(self.reports.values()))
+
+    @property
+    def mesh(self) -> str:
+        """The mesh axes of size > 1 as text."""
+        return mesh_text(self.sizes)
+
+    @property
+    def seconds(self) -> float:
+        """Upper end of the estimated time of one run of each mode: nothing overlaps."""
+        return sum(seconds_of(report) for report in self.reports.values())
+
+    @property
+    def most_bytes(self) -> int:
+        """Upper end of the memory of one device, in the mode that needs most."""
+        return max(report.memory.high for report in self.reports.values())
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that one device sends in one run of each mode."""
+        return sum(report.sent_bytes for report in self.reports.values())
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether every mode fits: the worst of them."""
+        verdicts = {report.verdict for report in self.reports.values()}
+        worst = (Verdict.DOES_NOT_FIT, Verdict.CLOSE)
+        return next((verdict for verdict in worst if verdict in verdicts), Verdict.FITS)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the walk knew every primitive of every mode."""
+        return all(report.walked.complete for report in self.reports.values())
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """What candidates are compared by: the time of each mode, and the memory."""
+        return (*map(seconds_of, self.reports.values()), float(self.most_bytes))
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """The key that candidates are sorted by: the fastest first, and never by chance."""
+        settings = tuple(self.settings.items())
+        names = (self.variant, self.name, self.mesh, tuple(self.sizes.items()), settings)
+        return (self.seconds, self.most_bytes, *names)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the candidate as plain data."""
+        times = [report.time for report in self.reports.values() if report.time is not None]
+        return {
+            "variant": self.variant,
+            "strategy": self.name,
+            "mesh": dict(self.sizes),
+            "settings": dict(self.settings),
+            "seconds": [sum(time.low for time in times), self.seconds],
+            "memory": [
+                max(report.memory.low for report in self.reports.values()),
+                self.most_bytes,
+            ],
+            "verdict": self.verdict,
+            "sent_bytes": self.sent_bytes,
+            "complete": self.complete,
+            "modes": {
+                mode_name(mode): {
+                    "seconds": seconds_of(report),
+                    "memory": report.memory.high,
+                    "sent_bytes": report.sent_bytes,
+                }
+                for mode, report in self.reports.items()
+            },
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SearchReport:
+    """The result of a search.
+
+    Attributes:
+      topology: The slice.
+      candidates: What was walked and may fit, the fastest first.
+      dropped: Reason -> number of candidates.
+      walked: Number of candidates that were walked.
+      skipped: Number of candidates that were ranked too low to be walked.
+    """
+
+    topology: Topology
+    candidates: tuple[Candidate, ...]
+    dropped: Mapping[str, int]
+    walked: int = 0
+    skipped: int = 0
+
+    @property
+    def judged(self) -> int:
+        """Number of candidates in all."""
+        return len(self.candidates) + sum(self.dropped.values())
+
+    @property
+    def exhaustive(self) -> bool:
+        """Whether every candidate that resolves was walked, or costs the same as one that was."""
+        return not self.skipped
+
+    @property
+    def front(self) -> tuple[Candidate, ...]:
+        """The candidates that no other one beats in time of a mode and in memory, fastest first."""
+        front: list[Candidate] = []
+        for candidate in self.candidates:
+            costs = candidate.costs
+            # Candidates are sorted by time, so only earlier ones can be better in everything.
+            if not any(_at_most(other.costs, costs) for other in front):
+                front.append(candidate)
+        return tuple(front)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain data."""
+        return {
+            "topology": str(self.topology),
+            "judged": self.judged,
+            "walked": self.walked,
+            "exhaustive": self.exhaustive,
+            "dropped": dict(self.dropped),
+            "front": [candidate.to_json() for candidate in self.front],
+            "candidates": [candidate.to_json() for candidate in self.candidates],
+        }
+
+
+def seconds_of(report: PlanReport) -> float:
+    """Return the upper end of the estimated time of a plan on a slice."""
+    assert report.time is not None
+    return report.time.high
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """Return the mesh axes of size > 1 as text."""
+    return ",".join(f"{axis}:{size}" for axis, size in sizes.items() if size > 1) or "one device"
+
+
+def _at_most(costs: tuple[float, ...], others: tuple[float, ...]) -> bool:
+    return all(cost <= other for cost, other in zip(costs, others, strict=True))

@@ -1,0 +1,350 @@
+"""Plan programs under every mesh of a slice and every setting of rules, and keep the best.
+
+Every candidate is resolved and its state is counted. The best by a closed form are walked: all of
+them if the space is small enough. Nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from shardwright.errors import ShardingError, StrategyError
+from shardwright.manager.manager import PartitionManager
+from shardwright.mesh.build import abstract_mesh
+from shardwright.plan.fit import Verdict
+from shardwright.plan.hardware import Topology, parse_topology, read_hardware
+from shardwright.plan.layout import Layout, lay_out
+from shardwright.plan.planner import PlanReport, Program, price, program_state, trace_program
+from shardwright.plan.search.rank import Answered, Asked, answer_all, closed_form, read_annotations
+from shardwright.plan.search.result import Candidate, SearchReport
+from shardwright.plan.search.space import Point, Space, parse_setting
+from shardwright.plan.trace import Trace
+from shardwright.vocabulary.modes import MODE_TRAIN, parse_mode
+
+if TYPE_CHECKING:
+    from shardwright.strategy.model import Strategy
+
+WALKS: Final = 300  # candidates that are walked by default: ten seconds for a decoder
+_TOO_LARGE: Final = "does not fit"
+
+
+def search(
+    program: Program | Mapping[str, Program],
+    strategies: Mapping[str, Strategy],
+    *,
+    topology: str | Topology,
+    mode: str | None = None,
+    axes: Sequence[str] | None = None,
+    pins: Sequence[str] = (),
+    vary: Mapping[str, Sequence[str | None]] | None = None,
+    orders: bool = False,
+    walks: int = WALKS,
+) -> SearchReport:
+    """Plan programs under every mesh of a slice and every strategy.
+
+    A mesh gives each axis a divisor of the number of devices. Candidates that do not resolve, do
+    not fit, or are the same program as another one are dropped and counted. The rest is ordered by
+    the upper end of the estimated time, then by memory. Two searches of the same question return
+    the same result.
+
+    Args:
+      program: What to plan, or one program per mode. One strategy serves all of them.
+      strategies: Name -> strategy with a `[mesh]`.
+      topology: The slice, such as `v5p:4x4x4`.
+      mode: Runtime mode of a single program. Defaults to train.
+      axes: Mesh axes that may have a size above 1, where a strategy has them. Defaults to all.
+      pins: Settings that hold in every candidate, such as `head = tp`, `params.embed = fsdp`,
+        `policy.zero1 = dp` or `mesh.tp = 4`.
+      vary: Settings and their alternatives: `{"head": ("tp", "-")}`. None is as the strategy has
+        it. A pin wins.
+      orders: Whether mesh axes also change places, which changes the links that they use.
+      walks: How many candidates to walk at most, the best by a closed form.
+
+    Raises:
+      StrategyError: A strategy has no mesh, or there are no or too many candidates.
+      MeshSpecError: There is no such slice, or no strategy has one of `axes`.
+      ShardingError: A pin is invalid; or no candidate resolves: the error of the first one.
+    """
+    slice_ = parse_topology(topology, read_hardware()) if isinstance(topology, str) else topology
+    if isinstance(program, Program):
+        programs = {MODE_TRAIN if mode is None else parse_mode(mode): program}
+    else:
+        programs = {parse_mode(key): each for key, each in program.items()}
+    if not programs:
+        raise StrategyError("there is no program to search", fix="give one program per mode")
+    space = Space(
+        strategies=strategies,
+        devices=slice_.devices,
+        axes=axes,
+        pins=dict(map(parse_setting, pins)),
+        vary=dict(vary or {}),
+        orders=orders,
+    )
+    return _Search(space=space, programs=programs, topology=slice_).run(walks)
+
+
+def search_variants(
+    variants: Mapping[str, Program | Mapping[str, Program]],
+    strategies: Mapping[str, Strategy],
+    *,
+    topology: str | Topology,
+    **options: Any,
+) -> SearchReport:
+    """Search several variants of a program, such as two batch sizes, and compare them all.
+
+    Args:
+      variants: Label -> what `search` takes as a program. Labels are shown with the candidates.
+      strategies: Name -> strategy with a `[mesh]`.
+      topology: The slice.
+      **options: Those of `search`. Each variant has its own number of walks.
+
+    Raises:
+      ShardingError: As `search` raises it, if it raises for every variant: the first error.
+    """
+    reports: dict[str, SearchReport] = {}
+    errors: list[ShardingError] = []
+    for label, program in variants.items():
+        try:
+            reports[label] = search(program, strategies, topology=topology, **options)
+        except ShardingError as error:
+            errors.append(error)
+    if not reports:
+        raise errors[0] if errors else StrategyError("there is no variant", fix="give one")
+    candidates = [
+        dataclasses.replace(candidate, variant=label)
+        for label, report in reports.items()
+        for candidate in report.candidates
+    ]
+    dropped = sum((Counter(report.dropped) for report in reports.values()), Counter())
+    return SearchReport(
+        topology=next(iter(reports.values())).topology,
+        candidates=tuple(sorted(candidates, key=lambda each: each.order)),
+        dropped=_ordered(dropped),
+        walked=sum(report.walked for report in reports.values()),
+        skipped=sum(report.skipped for report in reports.values()),
+    )
+
+
+# Mode -> position of its trace, and the mesh axes of each annotation: equal for equal programs.
+_Specs = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Resolved:
+    """A candidate that resolves and whose state fits.
+
+    Attributes:
+      point: The candidate.
+      strategy: Its strategy, with its mesh.
+      layout: Where its mesh axes are.
+      specs: What decides its walk.
+      rank: Seconds by the closed form.
+      held: Bytes of its state on one device.
+    """
+
+    point: Point
+    strategy: Strategy
+    layout: Layout
+    specs: _Specs
+    rank: float
+    held: int
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Search:
+    """One search. Traces and walks are kept, since many candidates share them.
+
+    Attributes:
+      space: The candidates.
+      programs: Program by mode.
+      topology: The slice.
+      traces: Traces with their annotations, by mode.
+      shared: Modes whose one trace fits every candidate.
+      walks: Plans by mode, of candidates that were walked.
+      flops: Operations of the products on all devices, by mode.
+      dropped: Reason -> number of candidates.
+    """
+
+    space: Space
+    programs: Mapping[str, Program]
+    topology: Topology
+    traces: dict[str, list[tuple[Trace, tuple[Asked, ...]]]] = dataclasses.field(
+        default_factory=dict
+    )
+    shared: set[str] = dataclasses.field(default_factory=set)
+    walks: dict[_Specs, dict[str, PlanReport]] = dataclasses.field(default_factory=dict)
+    flops: dict[str, float] = dataclasses.field(default_factory=dict)
+    dropped: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def run(self, most: int) -> SearchReport:
+        """Judge every candidate, walk the best, and return the result."""
+        points = self.space.points()
+        for name in self.space.strategies:
+            # A wrong pin is an error of the user, not a candidate that does not resolve.
+            pins = {key: text for key, text in points[0].settings.items() if key in self.space.pins}
+            self.space.strategy(name, pins)
+        resolved, first_error = self._resolve_all(points)
+        if first_error is not None and not resolved and _TOO_LARGE not in self.dropped:
+            raise first_error
+        chosen = self._choose(resolved, most)
+        candidates = []
+        for each in resolved:
+            if each.specs not in chosen:
+                continue
+            candidate = self._walk(each)
+            if candidate.verdict is Verdict.DOES_NOT_FIT:
+                self.dropped[_TOO_LARGE] += 1
+            else:
+                candidates.append(candidate)
+        skipped = sum(each.specs not in chosen for each in resolved)
+        if skipped:
+            self.dropped["not walked: ranked too low"] += skipped
+        return SearchReport(
+            topology=self.topology,
+            candidates=tuple(sorted(candidates, key=lambda each: each.order)),
+            dropped=_ordered(self.dropped),
+            walked=len(chosen),
+            skipped=skipped,
+        )
+
+    def _resolve_all(self, points: Iterable[Point]) -> tuple[list[_Resolved], ShardingError | None]:
+        resolved: list[_Resolved] = []
+        seen: set[Any] = set()
+        strategies: dict[Any, Strategy | ShardingError] = {}
+        first_error: ShardingError | None = None
+        for point in points:
+            try:
+                each = self._resolve(point, self._strategy(point, strategies))
+            except ShardingError as error:
+                self.dropped[_reason(error)] += 1
+                first_error = first_error or error
+                continue
+            # Axes of size 1 and rules of absent axes change nothing.
+            key = (point.name, each.specs, repr(each.layout.parts))
+            if key in seen:
+                self.dropped["same program as another"] += 1
+                continue
+            seen.add(key)
+            if each.held > self.topology.chip.hbm_bytes:
+                self.dropped[_TOO_LARGE] += 1
+            else:
+                resolved.append(each)
+        return resolved, first_error
+
+    def _strategy(self, point: Point, known: dict[Any, Strategy | ShardingError]) -> Strategy:
+        """Return the strategy of a point, without its mesh. Points with equal settings share it."""
+        key = (point.name, tuple(point.settings.items()))
+        if key not in known:
+            try:
+                known[key] = self.space.strategy(point.name, point.settings)
+            except ShardingError as error:
+                known[key] = error
+        result = known[key]
+        if isinstance(result, ShardingError):
+            raise result
+        return result
+
+    def _resolve(self, point: Point, base: Strategy) -> _Resolved:
+        strategy = base | type(base)(mesh=dict(point.sizes))
+        manager = PartitionManager(strategy, mesh=abstract_mesh(dict(point.sizes)))
+        layout = lay_out(self.topology, point.sizes)
+        sizes = {axis: size for axis, size in point.sizes.items() if size > 1}
+        specs: list[Any] = [tuple(sorted(sizes.items()))]
+        rank, held = 0.0, 0
+        for mode, program in self.programs.items():
+            in_mode = manager.for_mode(mode)
+            number, traced, asked = self._trace(in_mode, mode, program)
+            answered = answer_all(in_mode, asked, sizes)
+            specs.append((mode, number, tuple(each.dims for each in answered)))
+            held = max(held, program_state(in_mode, traced, program).of().per_device)
+            rank += self._rank(in_mode, mode, answered, layout)
+        return _Resolved(
+            point=point,
+            strategy=strategy,
+            layout=layout,
+            specs=tuple(specs),
+            rank=rank,
+            held=held,
+        )
+
+    def _rank(
+        self, manager: PartitionManager, mode: str, answered: Sequence[Answered], layout: Layout
+    ) -> float:
+        return closed_form(answered, manager, layout, flops=self.flops[mode])
+
+    def _trace(
+        self, manager: PartitionManager, mode: str, program: Program
+    ) -> tuple[int, Trace, tuple[Asked, ...]]:
+        """Return a trace that fits a candidate, and its position among those of the mode."""
+        traces = self.traces.setdefault(mode, [])
+        for number, (traced, asked) in enumerate(traces):
+            if mode in self.shared or traced.fits(manager):
+                return number, traced, asked
+        traced = trace_program(manager, program)
+        if mode not in self.flops:
+            # The operations of one device times all devices: an upper bound, equal for all.
+            flops = price(manager, traced, program).walked.flops
+            self.flops[mode] = float(flops * self.topology.devices)
+        if traced.fits_all:
+            self.shared.add(mode)
+        traces.append((traced, read_annotations(traced)))
+        return len(traces) - 1, *traces[-1]
+
+    def _choose(self, resolved: Sequence[_Resolved], most: int) -> set[_Specs]:
+        """Return what to walk: the fastest by the closed form, and the smallest by state."""
+        best: dict[_Specs, tuple[float, int]] = {}
+        for each in resolved:
+            rank, held = best.get(each.specs, (each.rank, each.held))
+            best[each.specs] = min(rank, each.rank), min(held, each.held)
+        if len(best) <= most:
+            return set(best)
+        # Sorting is stable, so equal ranks keep the order of the space.
+        fastest = sorted(best, key=lambda specs: best[specs][0])
+        smallest = sorted(best, key=lambda specs: (best[specs][1], best[specs][0]))
+        chosen = dict.fromkeys(fastest[: most - most // 4])
+        for specs in smallest:
+            if len(chosen) >= most:
+                break
+            chosen[specs] = None
+        return set(chosen)
+
+    def _walk(self, each: _Resolved) -> Candidate:
+        """Walk a candidate. Candidates whose axes only change places share their walks."""
+        manager = PartitionManager(each.strategy, mesh=abstract_mesh(dict(each.point.sizes)))
+        if each.specs not in self.walks:
+            self.walks[each.specs] = {
+                mode: price(
+                    manager.for_mode(mode),
+                    self._trace(manager.for_mode(mode), mode, program)[1],
+                    program,
+                )
+                for mode, program in self.programs.items()
+            }
+        mesh = ",".join(f"{axis}:{size}" for axis, size in each.point.sizes.items())
+        reports = {
+            mode: dataclasses.replace(
+                report, strategy=each.strategy.name, mesh=mesh, layout=each.layout
+            )
+            for mode, report in self.walks[each.specs].items()
+        }
+        return Candidate(
+            name=each.point.name,
+            sizes=each.point.sizes,
+            settings=each.point.settings,
+            strategy=each.strategy,
+            reports=reports,
+        )
+
+
+def _ordered(dropped: Counter[str]) -> dict[str, int]:
+    return dict(sorted(dropped.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _reason(error: ShardingError) -> str:
+    """Return why a candidate does not resolve: the first problem, without sizes."""
+    problem = error.problems[0]
+    axis = f" {problem.axis}" if problem.axis else ""
+    return f"{problem.error.__name__}{axis}"

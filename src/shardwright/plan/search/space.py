@@ -1,0 +1,196 @@
+"""The space of a search: every mesh of a slice, in every order, with every setting of rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from shardwright.errors import MeshSpecError, StrategyError
+
+if TYPE_CHECKING:
+    from shardwright.strategy.model import Strategy
+
+MOST: Final = 20_000  # candidates: about a minute
+_TABLES: Final = ("rules", "params", "modes", "policy")
+_MESH: Final = "mesh."
+# A key such as `head` or `params.embed` -> the text of its rule.
+Settings = Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One candidate of a space.
+
+    Attributes:
+      name: Name of the strategy that it comes from.
+      settings: What it changes in that strategy.
+      sizes: Size of each mesh axis, slowest first.
+    """
+
+    name: str
+    settings: Settings
+    sizes: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What a search may choose.
+
+    Attributes:
+      strategies: Name -> strategy with a `[mesh]`.
+      devices: Number of devices.
+      axes: Mesh axes that may have a size above 1, or None for all.
+      pins: Settings that hold in every candidate. `mesh.tp` pins the size of a mesh axis.
+      vary: Settings with their alternatives; None is as the strategy has it. A pin wins.
+      orders: Whether mesh axes of size > 1 also change places.
+    """
+
+    strategies: Mapping[str, Strategy]
+    devices: int
+    axes: Sequence[str] | None = None
+    pins: Settings = dataclasses.field(default_factory=dict)
+    vary: Mapping[str, Sequence[str | None]] = dataclasses.field(default_factory=dict)
+    orders: bool = False
+
+    def points(self) -> list[Point]:
+        """Return every candidate, always in the same order.
+
+        Raises:
+          MeshSpecError: No strategy has one of the axes, or a pinned size is not a number.
+          StrategyError: A strategy has no mesh, or there are no or too many candidates.
+        """
+        self._check_axes()
+        fixed = {key: text for key, text in self.pins.items() if not key.startswith(_MESH)}
+        keys = [key for key in self.vary if key not in self.pins]
+        chosen = [
+            {key: text for key, text in zip(keys, texts, strict=True) if text is not None}
+            for texts in self._alternatives(keys)
+        ]
+        meshes = {
+            name: list(self._meshes(name, strategy)) for name, strategy in self.strategies.items()
+        }
+        count = sum(map(len, meshes.values())) * len(chosen)
+        if not count:
+            raise StrategyError(
+                "there are no candidates", fix="name at least one strategy and axis, and fewer pins"
+            )
+        if count > MOST:
+            raise StrategyError(
+                f"there are {count:,} candidates, and a search judges at most {MOST:,}",
+                fix='name the mesh axes that may vary, such as axes=("fsdp", "tp"), or vary less',
+            )
+        return [
+            Point(name=name, settings={**settings, **fixed}, sizes=sizes)
+            for name, each in meshes.items()
+            for settings in chosen
+            for sizes in each
+        ]
+
+    def strategy(self, name: str, settings: Settings) -> Strategy:
+        """Return a strategy with settings.
+
+        Raises:
+          ShardingError: A setting is invalid, or does not fit the strategy.
+        """
+        base = self.strategies[name]
+        return base | type(base).model_validate(_tables(settings)) if settings else base
+
+    def _alternatives(self, keys: Sequence[str]) -> Iterator[tuple[str | None, ...]]:
+        return itertools.product(*(tuple(dict.fromkeys(self.vary[key])) for key in keys))
+
+    def _check_axes(self) -> None:
+        known = {axis: None for strategy in self.strategies.values() for axis in strategy.mesh}
+        pinned = [key.removeprefix(_MESH) for key in self.pins if key.startswith(_MESH)]
+        for axis in (*(self.axes or ()), *pinned):
+            if axis not in known:
+                fix = f"the mesh axes are {', '.join(known)}"
+                raise MeshSpecError(f"no strategy has the mesh axis {axis!r}", fix=fix)
+        for axis in pinned:
+            text = self.pins[_MESH + axis]
+            if not text.isdecimal() or not int(text):
+                what = f"pin {_MESH}{axis} = {text!r} is not a positive integer"
+                raise MeshSpecError(what, fix=f"write {_MESH}{axis} = 4")
+
+    def _meshes(self, name: str, strategy: Strategy) -> Iterator[dict[str, int]]:
+        """Yield every mesh of the devices over the axes of a strategy."""
+        if not strategy.mesh:
+            what = f"strategy {name} has no [mesh]"
+            raise StrategyError(what, fix="name its mesh axes in [mesh]")
+        vary = [axis for axis in strategy.mesh if self.axes is None or axis in self.axes]
+        for split in _splits(self.devices, len(vary)):
+            chosen = dict(zip(vary, split, strict=True))
+            sizes = {axis: chosen.get(axis, 1) for axis in strategy.mesh}
+            if all(self._allows(axis, size) for axis, size in sizes.items()):
+                yield from _orders(sizes) if self.orders else [sizes]
+
+    def _allows(self, axis: str, size: int) -> bool:
+        pinned = self.pins.get(_MESH + axis)
+        return pinned is None or int(pinned) == size
+
+
+def parse_setting(text: str) -> tuple[str, str]:
+    """Return key and value of text such as `head = tp`, `params.embed = "fsdp"` or `mesh.tp = 4`.
+
+    Raises:
+      StrategyError: The text has no key or no value.
+
+    >>> parse_setting('params.embed = "fsdp+sp"')
+    ('params.embed', 'fsdp+sp')
+    """
+    key, equals, value = text.partition("=")
+    key, value = key.strip(), value.strip().strip("\"'").strip()
+    if not equals or not key or not value:
+        raise StrategyError(
+            f"{text!r:.80} is not a setting", fix="write KEY = RULE, such as head = tp"
+        )
+    return key, value
+
+
+def parse_alternatives(text: str) -> tuple[str, tuple[str | None, ...]]:
+    """Return key and alternatives of text such as `head = tp, -`; a key alone also tries `-`.
+
+    Raises:
+      StrategyError: The text has no key or an empty alternative.
+
+    >>> parse_alternatives("head = tp, -"), parse_alternatives("vocab")
+    (('head', ('tp', '-')), ('vocab', (None, '-')))
+    """
+    if "=" not in text and text.strip():
+        return text.strip(), (None, "-")
+    key, values = parse_setting(text)
+    return key, tuple(parse_setting(f"{key} = {value}")[1] for value in values.split(","))
+
+
+def _tables(settings: Settings) -> dict[str, Any]:
+    """Return settings as the tables of a strategy file. A key without a table is a rule."""
+    data: dict[str, Any] = {}
+    for key, text in settings.items():
+        *tables, name = key.split(".")
+        table = data
+        for part in tables if tables and tables[0] in _TABLES else ["rules", *tables]:
+            table = table.setdefault(part, {})
+        table[name] = text
+    return data
+
+
+def _orders(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Yield a mesh with its axes of size > 1 in every order, the given one first."""
+    large = [axis for axis, size in sizes.items() if size > 1]
+    for order in itertools.permutations(large):
+        places = iter(order)
+        names = [next(places) if size > 1 else axis for axis, size in sizes.items()]
+        yield {axis: sizes[axis] for axis in names}
+
+
+def _splits(devices: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Yield every way to write a number as a product of so many factors, in order."""
+    if parts == 0:
+        if devices == 1:
+            yield ()
+        return
+    for first in range(1, devices + 1):
+        if devices % first == 0:
+            for rest in _splits(devices // first, parts - 1):
+                yield (first, *rest)

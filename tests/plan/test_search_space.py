@@ -1,0 +1,253 @@
+"""Search over rules and orders: brute force, planted best candidates, pins, and several modes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardwright as sw
+from shardwright.cli.main import main
+from shardwright.plan import Program
+from shardwright.plan.report.search import search_text
+from shardwright.plan.search import SearchReport, search_variants
+from tests.plan.decoder import Decoder
+from tests.plan.test_search import program
+
+FSDP_TP = {"fsdp_tp": sw.Strategy.preset("fsdp_tp")}
+AXES = ("dp", "fsdp", "tp")
+SMALL = Decoder(
+    embed=64, inner=128, heads=4, kv_heads=2, dim=16, vocab=256, layers=2, batch=8, length=16
+)
+
+
+def search(given: Any = None, **options: Any) -> SearchReport:
+    options = {"topology": "v5e:2x4", "axes": AXES, **options}
+    return sw.search(program(32) if given is None else given, FSDP_TP, **options)
+
+
+def brute_force(
+    vary: dict[str, tuple[str, ...]], axes: tuple[str, ...], *, orders: bool
+) -> set[tuple[float, ...]]:
+    """Return the costs of every candidate, each planned by itself."""
+    costs = set()
+    sizes = [
+        dict(zip(axes, split, strict=True))
+        for split in itertools.product((1, 2, 4, 8), repeat=len(axes))
+        if math.prod(split) == 8
+    ]
+    for texts in itertools.product(*vary.values()):
+        rules = dict(zip(vary, texts, strict=True))
+        params = {key[7:]: rules.pop(key) for key in list(rules) if key.startswith("params.")}
+        overlay = sw.Strategy.model_validate({"rules": rules, "params": params})
+        for mesh in sizes:
+            for order in itertools.permutations(axes) if orders else [axes]:
+                pm = sw.PartitionManager(
+                    FSDP_TP["fsdp_tp"] | overlay,
+                    mesh=sw.abstract_mesh({axis: mesh[axis] for axis in order}),
+                )
+                given = program(32)
+                try:
+                    report = pm.plan(
+                        given.function, *given.shapes, specs=given.specs, topology="v5e:2x4"
+                    )
+                except sw.ShardingError:
+                    continue
+                costs.add((report.time.high, float(report.memory.high)))
+    return costs
+
+
+@pytest.mark.parametrize(
+    ("orders", "axes", "meshes"), [(False, AXES, 10), (True, ("fsdp", "tp"), 6)]
+)
+def test_space_equals_brute_force(orders: bool, axes: tuple[str, ...], meshes: int) -> None:
+    vary = {"head": ("tp", "-"), "params.embed": ("fsdp", "-")}
+    found = search(vary=vary, orders=orders, axes=axes)
+    expected = brute_force(vary, axes, orders=orders)
+    assert found.exhaustive
+    assert {one.costs for one in found.candidates} == expected
+    best = {
+        costs
+        for costs in expected
+        if not any(t <= costs[0] and m <= costs[1] and (t, m) != costs for t, m in expected)
+    }
+    assert {one.costs for one in found.front} == best
+    assert found.judged == 4 * meshes
+
+
+def test_pins_hold_in_every_row() -> None:
+    pins = ("mesh.tp = 2", 'params.embed = "-"')
+    found = search(vary={"head": (None, "-"), "params.embed": ("fsdp",)}, pins=pins)
+    assert found.candidates
+    for one in found.candidates:
+        assert one.sizes["tp"] == 2
+        assert one.settings["params.embed"] == "-"
+        assert one.strategy.params["embed"] == "-"
+    assert {one.settings.get("head") for one in found.candidates} == {None, "-"}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"pins": ["head"]}, "is not a setting"),
+        ({"pins": ["heads = tp"]}, "heads"),
+        ({"pins": ["head = model"]}, "model"),
+        ({"pins": ["mesh.model = 2"]}, "no strategy has the mesh axis 'model'"),
+        ({"pins": ["mesh.tp = many"]}, "'many' is not a positive integer"),
+        ({"pins": ["mesh.tp = 3"]}, "there are no candidates"),
+        ({"vary": {f"modes.{mode}.{axis}": ("tp", "-", "sp", "ep", "dp") for mode in
+                   ("train", "prefill", "decode") for axis in ("head", "vocab")}}, "at most"),
+        ({"given": {}}, "no program"),
+    ],
+)  # fmt: skip
+def test_invalid_spaces_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(sw.ShardingError, match=says):
+        search(**options)
+
+
+def test_low_ranks_are_counted_not_walked() -> None:
+    every = search(vary={"head": (None, "-")}, orders=True)
+    some = search(vary={"head": (None, "-")}, orders=True, walks=4)
+    assert every.exhaustive
+    assert not some.exhaustive
+    assert some.walked == 4
+    assert some.judged == every.judged
+    assert some.dropped["not walked: ranked too low"] == some.skipped > 0
+    assert "walked the 4 that rank best" in search_text(some)
+    # The closed form ranks the fastest candidate of this space among the best.
+    assert some.candidates[0].costs == every.candidates[0].costs
+
+
+def test_the_only_candidate_that_fits_is_found() -> None:
+    """64 GiB of float32 weights on devices of 15.75 GiB fit only if all eight share them."""
+    specs = {"up": sw.ArraySpec((2**16, 2**18), jnp.float32, (sw.EMBED, sw.MLP_INTERMEDIATE))}
+    hidden = (sw.BATCH, sw.EMBED)
+
+    def forward(params: Any, x: Any) -> Any:
+        return sw.shard(x @ params["up"], sw.BATCH, sw.MLP_INTERMEDIATE)
+
+    up, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2**16, 2**18), (8, 2**16)))
+    given = Program(forward, ({"up": up}, x), (specs, hidden))
+    # Without tp each device gathers the whole weight; with dp there are copies of it.
+    found = search(given, vary={"mlp_intermediate": ("tp", "-")})
+    assert [one.mesh for one in found.candidates][:1] == ["tp:8"]
+    assert {one.report.verdict for one in found.candidates if one.mesh == "tp:8"} == {"fits"}
+    assert all(one.report.verdict != "fits" for one in found.candidates if one.mesh != "tp:8")
+    assert found.dropped["does not fit"] > 0
+
+
+def test_candidate_without_traffic_is_found() -> None:
+    """In decode, only replicated weights and a sharded batch send nothing."""
+    found = search(
+        {"decode": SMALL.program("decode")},
+        axes=("fsdp", "tp"),
+        vary={"params.embed": ("fsdp", "-")},
+        pins=["vocab=-"],
+    )
+    (silent,) = [one for one in found.candidates if one.sent_bytes == 0]
+    assert silent is found.candidates[0]
+    assert (silent.settings["params.embed"], silent.mesh) == ("-", "fsdp:8")
+
+
+def test_kv_heads_that_do_not_divide_are_dropped() -> None:
+    found = search({"prefill": SMALL.program("prefill")}, pins=["kv_head = tp"])
+    assert {one.sizes["tp"] for one in found.candidates} == {1, 2}
+    assert found.dropped["IndivisibleError KV_HEAD"] == 3  # tp:4 with dp or fsdp, and tp:8
+
+
+def test_modes_share_one_strategy() -> None:
+    given = {mode: SMALL.program(mode) for mode in ("prefill", "decode")}
+    found = search(given)
+    for one in found.candidates:
+        assert list(one.reports) == [sw.MODE_PREFILL, sw.MODE_DECODE]
+        assert one.seconds == sum(report.time.high for report in one.reports.values())
+        assert one.most_bytes == max(report.memory.high for report in one.reports.values())
+    for one in found.front:
+        others = [other.costs for other in found.candidates if other.costs != one.costs]
+        assert not any(
+            all(a <= b for a, b in zip(other, one.costs, strict=True)) for other in others
+        )
+
+
+def test_variants_are_compared() -> None:
+    found = search_variants(
+        {f"batch={batch}": program(batch) for batch in (8, 32)},
+        FSDP_TP,
+        topology="v5e:2x4",
+        axes=AXES,
+    )
+    assert {one.variant for one in found.candidates} == {"batch=8", "batch=32"}
+    assert found.judged == 2 * 10
+    assert [one.order for one in found.candidates] == sorted(one.order for one in found.candidates)
+
+
+MODEL = """
+from tests.plan.test_search_space import SMALL
+import dataclasses
+
+
+def programs(batch=8):
+    decoder = dataclasses.replace(SMALL, batch=batch)
+    return {mode: decoder.program(mode) for mode in ("train", "prefill", "decode")}
+"""
+
+
+def test_command_searches_modes_and_writes_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "searched_model.py"
+    model.write_text(MODEL, encoding="utf-8")
+
+    def run(words: str) -> tuple[int, str]:
+        command = f"search {model}:programs --strategy fsdp_tp --topology v5e:2x4 --axes fsdp,tp"
+        code = main(shlex.split(f"{command} {words}"))
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    options = "--modes all --vary params.embed --pin kv_head=- --set batch=8,16"
+    code, out = run(f"{options} --out {tmp_path}")
+    assert code == 0
+    assert "mode train\n" in out
+    assert "mode prefill+decode\n" in out
+    assert "moving the weights from fsdp_tp on" in out
+    assert run(f"{options} --out {tmp_path}") == (code, out)
+    files = sorted(tmp_path.glob("*.toml"))
+    assert {file.name.split("-")[1] for file in files} == {"train", "prefill"}
+    for file in files:
+        loaded = sw.Strategy.load(file)
+        assert loaded.rules["kv_head"] == "-"
+        assert main(["check", str(file)]) == 0
+    capsys.readouterr()
+    code, out = run("--mode decode --batch 16 --json")
+    assert code == 0
+    assert json.loads(out)["exhaustive"]
+    for words, says in {
+        "--modes train,insert": "has no mode insert",
+        "--mode train --set rows=3": "it takes batch",
+        "--mode train --set batch": "--set 'batch' is not NAME=A,B",
+    }.items():
+        code, out = run(words)
+        assert code == 2
+        assert says in out
+
+
+@pytest.mark.slow
+def test_decoder_of_8b_on_64_chips() -> None:
+    found = sw.search(
+        Decoder().program("train"),
+        {name: sw.Strategy.preset(name) for name in ("fsdp", "fsdp_tp")},
+        topology="v5p:4x4x4",
+        axes=AXES,
+        orders=True,
+        vary=dict.fromkeys(("head", "vocab", "params.embed"), (None, "-")),
+    )
+    assert found.judged >= 1000
+    assert found.walked >= 200
+    assert found.front[0].mesh
