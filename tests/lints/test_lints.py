@@ -41,6 +41,13 @@ def test_lint_fires_on_its_case_only(name: str) -> None:
         assert found(case, case.quiet, case.quiet_mesh or case.mesh) == []
 
 
+def test_modes_of_ordered_rules_may_repeat() -> None:
+    case = CASES["a mode that says nothing new"]
+    ordered = '[policy]\norder = "rules"\n'
+    assert len(found(case, case.text, case.mesh)) == 1
+    assert found(case, ordered + case.text, case.mesh) == []
+
+
 def test_every_code_has_a_case() -> None:
     elsewhere = {Code.INVALID, Code.OTHER_NAME}  # in tests/cli and in test_names.py
     assert {case.code for case in CASES.values()} | elsewhere == {*Code}

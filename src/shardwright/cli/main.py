@@ -17,12 +17,13 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from shardwright.errors import ShardingError, did_you_mean
 
 OK, USAGE, DEFECT = 0, 2, 70
 
-# One line per command. Its module is the file of that name, with `parser()` and `run(arguments)`.
+# One line per command. Its module has `parser()` and `run(arguments)`.
 COMMANDS: dict[str, str] = {
     "explain": "show how each dim of an array is sharded, and why",
     "check": "find mistakes in a strategy, or in the axes of a model",
@@ -30,9 +31,13 @@ COMMANDS: dict[str, str] = {
     "plan": "show what a model holds on each device, and what it sends",
     "search": "find meshes and strategies for a model on a slice of TPUs",
     "infer": "infer the axes of a model that nobody annotated",
+    "import": "write a strategy from rules of MaxText, T5X or another library",
     "presets": "list, show or copy the strategies of the package",
     "schema": "write the JSON Schema of strategy files",
 }
+
+# Modules have the names of their commands, but for names that Python reserves.
+_MODULES = {"import": "import_rules"}
 
 # How `shtab` completes an argument that is a file, by shell.
 _FILES = {
@@ -84,12 +89,16 @@ def parser() -> argparse.ArgumentParser:
     parent = argparse.ArgumentParser(prog="shardwright")
     commands = parent.add_subparsers()
     for name, what in COMMANDS.items():
-        command = importlib.import_module(f"shardwright.cli.{name}").parser()
+        command = _module(name).parser()
         for action in command._actions:
             if action.metavar in ("FILE", "STRATEGY"):
                 action.complete = _FILES
         commands.add_parser(name, help=what, parents=[command], add_help=False)
     return parent
+
+
+def _module(command: str) -> Any:
+    return importlib.import_module(f"shardwright.cli.{_MODULES.get(command, command)}")
 
 
 def _defect() -> int:
@@ -125,7 +134,7 @@ def _run(words: list[str]) -> int:
             file=sys.stderr,
         )
         return USAGE
-    command = importlib.import_module(f"shardwright.cli.{words[0]}")
+    command = _module(words[0])
     arguments = command.parser().parse_intermixed_args(words[1:])
     return int(command.run(arguments))
 

@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import Problem, StrategyError, did_you_mean, raise_problems
-from shardwright.interop.logical_rules import Imported, Modes, Names, from_logical_axis_rules
-from shardwright.strategy.model import Strategy
+from shardwright.interop.logical_rules import (
+    Imported,
+    Modes,
+    Names,
+    from_logical_axis_rules,
+    read_yaml,
+    resized,
+)
 from shardwright.vocabulary.integers import as_integer
 
 # MaxText's attention and decoder layers use these names in one mode only, each instead of the name
@@ -118,20 +124,13 @@ def from_config(
         modes=modes,
         source=merged.places,
     )
-    sized: dict[str, Any] = {"mesh": mesh}
-    if dcn:
-        sized["dcn"] = dcn
-    if merged.values.get("shard_mode") == "explicit":
-        sized["axis_types"] = "explicit"
     if inputs := merged.values.get(_INPUTS):
         notes.append(f"the names of inputs are {', '.join(map(str, inputs))}")
     if merged.values.get("shard_optimizer_over_data"):
         notes.append("shard_optimizer_over_data is not imported: see [policy] zero1")
-    return dataclasses.replace(
-        imported,
-        strategy=imported.strategy | Strategy.model_validate(sized),
-        notes=(*notes, *imported.notes),
-    )
+    is_explicit = merged.values.get("shard_mode") == "explicit"
+    imported = resized(imported, mesh=mesh, dcn=dcn, axis_types="explicit" if is_explicit else None)
+    return dataclasses.replace(imported, notes=(*notes, *imported.notes))
 
 
 def _merged(config: Any, overrides: dict[str, Any], notes: list[str]) -> _Config:
@@ -160,6 +159,14 @@ def _merged(config: Any, overrides: dict[str, Any], notes: list[str]) -> _Config
     notes.append(f"{_CUSTOM}/{custom}.yml replaces {', '.join(values)}")
     places = replacement.places if _RULES in values else merged.places
     return _Config(values={**merged.values, **values}, places=places)
+
+
+def _read(path: Path) -> _Config:
+    values, lines = read_yaml(path, _RULES)
+    if not isinstance(values, dict):
+        what = f"a configuration is a mapping, got {type(values).__name__}"
+        raise StrategyError(what, path=path.name, fix="write one key: value on each line")
+    return _Config(values=values, places=tuple(f"{path.name}:{line}" for line in lines))
 
 
 def _numbered(source: str, values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -303,49 +310,3 @@ def _filled(across: Mapping[str, int], slices: int) -> dict[str, int]:
         what = f"the dcn sizes {sizes or 'are all 1, which'} do not fit {slices} slices"
         raise StrategyError(what, fix=f"make their product {slices}; one of them may be -1")
     return {axis: slices // known if size == -1 else size for axis, size in across.items()}
-
-
-# Files.
-
-
-def _read(path: Path) -> _Config:
-    """Read a YAML file, and the line of each of its rules.
-
-    Raises:
-      StrategyError: The file cannot be read, is not YAML, or is not a mapping.
-    """
-    yaml = _yaml()
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        fix = "check the path and its permissions"
-        raise StrategyError(f"cannot read {str(path)!r}: {reason.lower()}", fix=fix) from error
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
-    try:
-        root = loader.get_single_node()
-        values = {} if root is None else loader.construct_document(root)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = path.name if mark is None else f"{path.name}:{mark.line + 1}"
-        what = f"the file is not YAML: {getattr(error, 'problem', None) or error}"
-        raise StrategyError(what, path=place, fix="correct the syntax there") from error
-    finally:
-        loader.dispose()
-    if not isinstance(values, dict):
-        what = f"a configuration is a mapping, got {type(values).__name__}"
-        raise StrategyError(what, path=path.name, fix="write one key: value on each line")
-    lines: list[int] = []
-    for key, value in root.value if root is not None else ():
-        if key.value == _RULES and isinstance(value.value, list):
-            lines = [entry.start_mark.line + 1 for entry in value.value]
-    return _Config(values=values, places=tuple(f"{path.name}:{line}" for line in lines))
-
-
-def _yaml() -> Any:
-    try:
-        import yaml
-    except ImportError as error:
-        what = "reading YAML needs PyYAML: python -m pip install pyyaml"
-        raise ImportError(what) from error
-    return yaml

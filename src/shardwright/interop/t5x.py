@@ -24,8 +24,8 @@ from shardwright.interop.logical_rules import (
     Names,
     axis_of,
     from_logical_axis_rules,
+    resized,
 )
-from shardwright.strategy.model import Strategy
 from shardwright.vocabulary.axes import EMPTY
 from shardwright.vocabulary.integers import as_integer
 
@@ -128,8 +128,8 @@ def from_partitioner(
     # The sizes do not matter for the rules; -1 is not a size yet.
     mesh = dict.fromkeys(sized["mesh"], 1)
     imported = from_logical_axis_rules(rules, mesh=mesh, names=names, source=source or "rules")
-    strategy = imported.strategy | Strategy.model_validate(sized)
-    return dataclasses.replace(imported, strategy=strategy, notes=(*notes, *imported.notes))
+    imported = resized(imported, **sized)
+    return dataclasses.replace(imported, notes=(*notes, *imported.notes))
 
 
 def _hybrid(
@@ -236,7 +236,9 @@ class _Binding:
     place: str
 
 
-def from_gin(path: str | os.PathLike[str], *, names: Names | None = None) -> Imported:
+def from_gin(
+    path: str | os.PathLike[str], *, bindings: Sequence[str] = (), names: Names | None = None
+) -> Imported:
     """Turn the partitioner of a gin file of T5X into a strategy with the same specs.
 
     Reads what is bound to `PjitPartitioner` and `standard_logical_axis_rules`, directly, through
@@ -244,31 +246,36 @@ def from_gin(path: str | os.PathLike[str], *, names: Names | None = None) -> Imp
 
     Args:
       path: The gin file.
+      bindings: Lines that follow the file, such as "PjitPartitioner.num_partitions = 2".
       names: Their name -> (axis, role). A name that is not listed becomes an axis of its own.
 
     Raises:
       StrategyError: The file cannot be read, a value that is needed is not a literal, or the
         partitioner is that of MoE models.
     """
-    bindings: dict[str, _Binding] = {}
+    bound: dict[str, _Binding] = {}
     notes: list[str] = []
-    _read_gin(Path(path), bindings, notes, ())
-    for name, binding in bindings.items():
+    _read_gin(Path(path), bound, notes, ())
+    bound |= dict(_statements("\n".join(bindings), "bindings"))
+    for name, binding in bound.items():
         if "MoePjitPartitioner" in name or "MoePjitPartitioner" in binding.text:
             what = "MoePjitPartitioner has a mesh and rules that the file does not state"
             fix = "pass its rules and its mesh to from_logical_axis_rules"
             raise StrategyError(what, path=binding.place, fix=fix)
-    sizes = {key: _value(bindings, f"PjitPartitioner.{key}") for key in _PARTITIONER}
-    rules_name = "PjitPartitioner.logical_axis_rules"
-    rules = bindings.get(rules_name)
-    if rules is None or rules.text.endswith("standard_logical_axis_rules()"):
-        bound = {key: f"standard_logical_axis_rules.{key}" for key in _STANDARD}
-        given = {key: _value(bindings, name) for key, name in bound.items() if name in bindings}
-        listed = standard_rules(**given)
-        places = [", ".join(bindings[bound[key]].place for key in given) or Path(path).name]
+    sizes = {key: _value(bound, f"PjitPartitioner.{key}") for key in _PARTITIONER}
+    rules = bound.get("PjitPartitioner.logical_axis_rules")
+    if rules is None or rules.text.endswith(("standard_logical_axis_rules()", "None")):
+        full = {key: f"standard_logical_axis_rules.{key}" for key in _STANDARD}
+        values = {key: _value(bound, name) for key, name in full.items()}
+        given = {key: value for key, value in values.items() if value is not None}
+        listed: Any = standard_rules(**given)
+        places = [", ".join(bound[full[key]].place for key in given) or Path(path).name]
         source = [f"standard_logical_axis_rules ({places[0]})"] * len(listed)
     else:
-        listed = tuple(_value(bindings, rules_name))
+        listed = _value(bound, "PjitPartitioner.logical_axis_rules")
+        if not isinstance(listed, (list, tuple)):
+            what = f"logical_axis_rules must be a list of pairs, got {listed!r}"
+            raise StrategyError(what, path=rules.place, fix="write [('embed', 'model')]")
         source = [f"{rules.place}[{at}]" for at in range(len(listed))]
     imported = from_partitioner(listed, **sizes, names=names, source=source)
     return dataclasses.replace(imported, notes=(*notes, *imported.notes))

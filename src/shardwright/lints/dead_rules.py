@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shardwright.lints.finding import Code, Finding, Severity
 from shardwright.lints.subject import NO_PARAMETER_HAS, KeyPath, Subject, axes_of, role_of
-from shardwright.resolution.rules import Missing, Rule, default_rule
+from shardwright.resolution.rules import Missing, Order, Rule, default_rule
 from shardwright.vocabulary.axes import Role, axis_label
 from shardwright.vocabulary.modes import MODES, mode_name
 
@@ -142,9 +142,15 @@ def _shadower(
 
 
 def mode_changes_nothing(subject: Subject) -> Iterator[Finding]:
-    """Yield tables of modes, or rules in them, that equal what the mode inherits."""
+    """Yield tables of modes, or rules in them, that equal what the mode inherits.
+
+    Under `order = "rules"` a line also gives its rule a place in the order, so no line is reported.
+    """
+    is_ordered = subject.rules.policy.order is Order.RULES
     for table, rules in subject.tables.items():
         if table[0] != "modes" or (not rules and (*table, "params") in subject.tables):
+            continue
+        if is_ordered and rules:
             continue
         same = [rule for axis, rule in rules.items() if rule == _inherited(subject, table, axis)]
         if len(same) == len(rules):

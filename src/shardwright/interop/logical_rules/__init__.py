@@ -5,6 +5,8 @@ functions turn such a list into a strategy and back. Every bridge may use them; 
 library has belongs in its bridge.
 """
 
+from shardwright.interop.logical_rules.files import read_rules as read_rules
+from shardwright.interop.logical_rules.files import read_yaml as read_yaml
 from shardwright.interop.logical_rules.from_rules import (
     from_logical_axis_rules as from_logical_axis_rules,
 )
@@ -14,6 +16,7 @@ from shardwright.interop.logical_rules.names import Modes as Modes
 from shardwright.interop.logical_rules.names import Names as Names
 from shardwright.interop.logical_rules.names import Semantics as Semantics
 from shardwright.interop.logical_rules.names import axis_of as axis_of
+from shardwright.interop.logical_rules.names import resized as resized
 from shardwright.interop.logical_rules.to_rules import (
     to_logical_axis_rules as to_logical_axis_rules,
 )

@@ -116,7 +116,8 @@ def from_logical_axis_rules(
     if idle:
         policy["idle"] = "+".join(idle)
         notes.append(f"mesh axes that no rule names are idle: {', '.join(idle)}")
-    data, origin = _written(tables, {"mesh": sizes, "axes": _own_axes(targets), "policy": policy})
+    other: dict[str, Any] = {"mesh": sizes, "axes": _own_axes(targets), "policy": policy}
+    data, origin = _written(tables, {key: value for key, value in other.items() if value})
     return Imported(strategy=Strategy._from_data(data, origin), names=targets, notes=tuple(notes))
 
 

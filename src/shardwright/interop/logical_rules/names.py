@@ -54,6 +54,25 @@ class Imported:
         return "\n".join([*lines, *(f"  note  {note}" for note in self.notes)])
 
 
+def resized(
+    imported: Imported,
+    *,
+    mesh: Mapping[str, int],
+    dcn: Mapping[str, int] | None = None,
+    axis_types: str | None = None,
+) -> Imported:
+    """Return an import with the sizes of its mesh axes, for the bridges; one size may be -1."""
+    from shardwright.strategy.model import Strategy
+
+    data: dict[str, Any] = {"mesh": dict(mesh)}
+    if dcn:
+        data["dcn"] = dict(dcn)
+    if axis_types is not None:
+        data["axis_types"] = axis_types
+    strategy = imported.strategy | Strategy.model_validate(data)
+    return dataclasses.replace(imported, strategy=strategy)
+
+
 def axis_of(name: Any, names: Names, place: str, problems: list[Problem]) -> str:
     """Return the axis of one of their names, for the bridges; None is `EMPTY`.
 

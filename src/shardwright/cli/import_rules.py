@@ -1,0 +1,221 @@
+"""`shardwright import`: write a strategy file from the rules of another library."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
+from shardwright.cli.inputs import unreadable
+from shardwright.cli.show import print_json, print_lines, width_of
+from shardwright.errors import StrategyError
+from shardwright.mesh.text import parse_mesh
+from shardwright.strategy import files
+from shardwright.vocabulary.axes import canonical_axis, file_name
+
+if TYPE_CHECKING:
+    from shardwright.interop.logical_rules import Imported
+
+_SOURCES = ("maxtext", "t5x", "rules")
+_SEMANTICS = ("flax", "nnx", "strict")
+_NAME = re.compile(r"([^=]+)=([A-Za-z_][A-Za-z0-9_]*)(?::(activation|param))?")
+_EPILOG = f"""\
+FORMAT is maxtext (a YAML configuration), t5x (a gin file) or rules (a YAML or JSON file with a list
+of pairs, alone or under logical_axis_rules). OVERRIDE is key=value of a configuration, or a binding
+of gin. The strategy has the same mesh and gives the same specs. Every rule has a comment with the
+file and line that it comes from. Each name becomes an axis of its own, unless --name or
+--vocabulary maps it.
+
+examples:
+  shardwright import maxtext base.yml ici_tensor_parallelism=4 -o strategy.toml
+  shardwright import t5x train.gin PjitPartitioner.num_partitions=2 -o strategy.toml
+  shardwright import rules rules.yml --mesh data:2,model:4 --name embed=EMBED:param
+
+exit codes: 0 imported;
+{EXIT_CODES}, a rule that cannot be imported, or the file exists."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments."""
+    what = "Write a strategy from the rules of another library, which need not be installed."
+    command = make_parser("import", what, epilog=_EPILOG)
+    command.add_argument("format", choices=_SOURCES, help="what the file is")
+    command.add_argument("file", metavar="FILE", help="the file to import")
+    command.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="maxtext, t5x: key=value that comes last"
+    )
+    command.add_argument("--mesh", metavar="MESH", help="rules: mesh axes, such as data:2,model:4")
+    command.add_argument(
+        "--semantics", choices=_SEMANTICS, help="rules: what the list means (default: flax)"
+    )
+    command.add_argument(
+        "--name",
+        action="append",
+        default=[],
+        metavar="NAME=AXIS[:ROLE]",
+        help="the axis of a name, and its role if it has one; repeat it for more",
+    )
+    command.add_argument(
+        "--vocabulary", action="store_true", help="maxtext: map its names to axes such as EMBED"
+    )
+    command.add_argument(
+        "-o", "--out", metavar="FILE", help="write a .toml file (default: print it)"
+    )
+    command.add_argument("--force", action="store_true", help="replace an existing file")
+    add_output(command)
+    return command
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Import, write or print, and return the exit code.
+
+    Raises:
+      ShardingError: The file cannot be read, or its rules cannot be imported.
+    """
+    _check_options(arguments)
+    imported = _imported(arguments)
+    text = commented(imported, os.path.basename(arguments.file))
+    if arguments.out is not None:
+        _write(arguments.out, text, force=arguments.force)
+    if arguments.json:
+        print_json(_to_json(imported, arguments.out))
+    elif arguments.out is None:
+        print_lines(text.rstrip("\n").split("\n"))
+    else:
+        width = width_of(arguments.width)
+        lines = [line for text in str(imported).split("\n") for line in _filled(text, width)]
+        print_lines([*lines, f"written to {arguments.out}"])
+    return 0
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Check that the options fit the format.
+
+    Raises:
+      StrategyError: One does not, or `rules` has no mesh.
+    """
+    is_rules = arguments.format == "rules"
+    unfit = {
+        "--mesh": not is_rules and arguments.mesh is not None,
+        "--semantics": not is_rules and arguments.semantics is not None,
+        "--vocabulary": arguments.format != "maxtext" and arguments.vocabulary,
+        "an override": is_rules and bool(arguments.overrides),
+        "--force": arguments.out is None and arguments.force,
+    }
+    if options := [option for option, is_unfit in unfit.items() if is_unfit]:
+        place = "without -o" if options == ["--force"] else arguments.format
+        what = f"import {place} takes no {' or '.join(options).removeprefix('an ')}"
+        raise StrategyError(what, fix="leave it out")
+    if is_rules and arguments.mesh is None:
+        what = "a list of rules does not state its mesh"
+        raise StrategyError(what, fix="add --mesh, such as --mesh data:2,model:4")
+    if arguments.out is not None and Path(arguments.out).suffix != ".toml":
+        raise StrategyError(f"{arguments.out!r} is not a .toml file", fix="write -o strategy.toml")
+
+
+def _imported(arguments: argparse.Namespace) -> Imported:
+    from shardwright.interop import maxtext, t5x
+    from shardwright.interop.logical_rules import from_logical_axis_rules, read_rules, resized
+
+    names = dict(map(read_name, arguments.name))
+    if arguments.format == "maxtext":
+        if arguments.vocabulary:
+            names = {**maxtext.NAMES, **names}
+        return maxtext.from_config(
+            arguments.file, overrides=dict(map(_override, arguments.overrides)), names=names
+        )
+    if arguments.format == "t5x":
+        return t5x.from_gin(arguments.file, bindings=arguments.overrides, names=names)
+    rules, places = read_rules(Path(arguments.file))
+    spec = parse_mesh(arguments.mesh)
+    imported = from_logical_axis_rules(
+        rules,
+        mesh=dict.fromkeys(spec.names, 1),
+        names=names,
+        semantics=arguments.semantics or "flax",
+        source=places,
+    )
+    return resized(imported, mesh=dict(zip(spec.names, spec.sizes, strict=True)))
+
+
+def read_name(text: str) -> tuple[str, Any]:
+    """Return the name and the target of `embed=EMBED:param`.
+
+    Raises:
+      StrategyError: The text has another form.
+    """
+    match = _NAME.fullmatch(text)
+    if match is None:
+        what = f"--name {text!r} is not NAME=AXIS or NAME=AXIS:ROLE"
+        raise StrategyError(what, fix="write --name embed=EMBED:param; roles: activation, param")
+    axis = canonical_axis(match[2])
+    return match[1], (axis, match[3]) if match[3] else axis
+
+
+def _override(text: str) -> tuple[str, Any]:
+    """Return key and value of `ici_tensor_parallelism=4`; the value is YAML, as in MaxText."""
+    import yaml
+
+    key, sign, value = text.partition("=")
+    try:
+        if key and sign:
+            return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        what = f"the value of {text!r} is not YAML"
+        raise StrategyError(what, fix="write ici_tensor_parallelism=4") from error
+    raise StrategyError(f"{text!r} is not key=value", fix="write ici_tensor_parallelism=4")
+
+
+def commented(imported: Imported, name: str) -> str:
+    """Return the text of a strategy file: notes on top, and the place of each rule beside it."""
+    head = [f"Imported from {name}.", *(f"note: {note}" for note in imported.notes)]
+    comments = [line for text in head for line in _filled(text, 96)]
+    return "\n".join([*(f"# {line}" for line in comments), "", *_with_places(imported), ""])
+
+
+def _with_places(imported: Imported) -> Iterator[str]:
+    """Yield the lines of a strategy file, each rule with its place."""
+    section: tuple[str, ...] = ()
+    counts: dict[str, int] = {}
+    for line in imported.strategy.dumps().rstrip("\n").split("\n"):
+        if line.startswith("[["):
+            name = line.strip("[]")
+            counts[name] = counts.get(name, -1) + 1
+            section = (name, str(counts[name]))
+        elif line.startswith("["):
+            section = tuple(line.strip("[]").split("."))
+        elif section[:1] in (("rules",), ("params",), ("modes",)) and " = " in line:
+            key = line.partition(" = ")[0].strip('"')
+            if place := imported.strategy.source(*section, key):
+                yield f"{line}  # {place}"
+                continue
+        yield line
+
+
+def _filled(text: str, width: int) -> list[str]:
+    indent = " " * (len(text) - len(text.lstrip()) + 2)
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False)
+
+
+def _to_json(imported: Imported, out: str | None) -> dict[str, Any]:
+    names = {}
+    for name, target in imported.names.items():
+        axis, role = (target, None) if isinstance(target, str) else target
+        names[name] = {"axis": file_name(axis), "role": role}
+    data = {"names": names, "notes": list(imported.notes), "strategy": imported.strategy.to_data()}
+    return data if out is None else {**data, "file": out}
+
+
+def _write(name: str, text: str, *, force: bool) -> None:
+    try:
+        files.write_text(Path(name), text, overwrite=force)
+    except FileExistsError as error:
+        fix = "choose another name, or replace it with --force"
+        raise StrategyError(f"{name!r} exists", fix=fix) from error
+    except OSError as error:
+        raise unreadable(name, error, verb="write") from error

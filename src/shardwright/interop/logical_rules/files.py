@@ -1,0 +1,89 @@
+"""Files of rules: YAML and JSON, with the line of each rule."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shardwright.errors import StrategyError
+
+RULES = "logical_axis_rules"
+
+
+def read_rules(path: Path) -> tuple[list[Any], list[str]]:
+    """Read a file of rules, and return them with the place of each.
+
+    A file is a list of pairs, or has one under `logical_axis_rules`.
+
+    Raises:
+      StrategyError: The file cannot be read, is neither YAML nor JSON, or has no list of rules.
+    """
+    if path.suffix == ".json":
+        try:
+            values = json.loads(_text(path))
+        except (json.JSONDecodeError, RecursionError) as error:
+            what = f"the file is not JSON: {error}"
+            raise StrategyError(what, path=path.name, fix="correct the syntax there") from error
+        lines: list[int] = []
+    elif path.suffix in (".yml", ".yaml"):
+        values, lines = read_yaml(path, RULES)
+    else:
+        what = f"{path.name!r} is neither a .json nor a .yml file"
+        raise StrategyError(what, fix="give the file one of these endings")
+    rules = values.get(RULES) if isinstance(values, dict) else values
+    if not isinstance(rules, list):
+        what = f"the file has no list of rules, under {RULES} or alone"
+        raise StrategyError(what, path=path.name, fix=f"write {RULES}: [[embed, fsdp]]")
+    if len(lines) == len(rules):
+        return rules, [f"{path.name}:{line}" for line in lines]
+    return rules, [f"{path.name}[{at}]" for at in range(len(rules))]
+
+
+def read_yaml(path: Path, key: str) -> tuple[Any, list[int]]:
+    """Read a YAML file, and return its value and the lines of the entries of a list.
+
+    Args:
+      path: The file.
+      key: Key of the list. If the file itself is a list, the lines are those of its entries.
+
+    Raises:
+      StrategyError: The file cannot be read, or is not YAML.
+    """
+    yaml = _yaml()
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(_text(path))
+    try:
+        root = loader.get_single_node()
+        value = {} if root is None else loader.construct_document(root)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = path.name if mark is None else f"{path.name}:{mark.line + 1}"
+        what = f"the file is not YAML: {getattr(error, 'problem', None) or error}"
+        raise StrategyError(what, path=place, fix="correct the syntax there") from error
+    finally:
+        loader.dispose()
+    if isinstance(value, list):
+        return value, [entry.start_mark.line + 1 for entry in root.value]
+    if not isinstance(value, dict) or root is None:
+        return value, []
+    lists = [node.value for name, node in root.value if name.value == key]
+    entries = lists[-1] if lists and isinstance(lists[-1], list) else []
+    return value, [entry.start_mark.line + 1 for entry in entries]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        fix = "check the path and its permissions"
+        raise StrategyError(f"cannot read {str(path)!r}: {reason.lower()}", fix=fix) from error
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        what = "reading YAML needs PyYAML: python -m pip install pyyaml"
+        raise ImportError(what) from error
+    return yaml

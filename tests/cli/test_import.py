@@ -1,0 +1,167 @@
+"""`shardwright import`: outputs, files and bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import shardwright as sw
+from tests.cli.cases import run
+
+CONFIG = """\
+mesh_axes: [data, fsdp, tensor]
+logical_axis_rules:
+  - [activation_batch, [data, fsdp]]
+  - [activation_length, tensor]
+  - [embed, [fsdp]]
+  - [prefill_activation_length, []]
+ici_fsdp_parallelism: -1
+ici_tensor_parallelism: 1
+"""
+GIN = "PjitPartitioner.num_partitions = 2\n"
+RULES = """\
+[["batch", "data"],
+ ["embed", "model"], ["mlp", "model"],
+ ["embed", ["data"]]]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "base.yml").write_text(CONFIG, encoding="utf-8")
+    (tmp_path / "train.gin").write_text(GIN, encoding="utf-8")
+    (tmp_path / "rules.json").write_text(RULES, encoding="utf-8")
+    (tmp_path / "rules.yml").write_text(RULES, encoding="utf-8")
+    return tmp_path
+
+
+def test_maxtext_to_a_file(folder: Path) -> None:
+    line = "import maxtext base.yml ici_tensor_parallelism=2 -o out.toml"
+    code, out, _ = run(line, folder)
+    assert code == 0
+    assert out.splitlines()[0] == "4 names imported"
+    assert out.splitlines()[-1] == "written to out.toml"
+    assert (
+        (folder / "out.toml").read_text(encoding="utf-8")
+        == """\
+# Imported from base.yml.
+# note: mesh axes without a size have size 1: data
+# note: rules of mode prefill: prefill_activation_length as activation_length
+
+version = 1
+
+[mesh]
+data = 1
+fsdp = -1
+tensor = 2
+
+[axes]
+logical_activation_batch = "activation_batch in the imported rules"
+logical_activation_length = "activation_length in the imported rules"
+logical_embed = "embed in the imported rules"
+
+[rules]
+logical_activation_batch = "data+fsdp"  # base.yml:3
+logical_activation_length = "tensor"  # base.yml:4
+logical_embed = "fsdp"  # base.yml:5
+
+[modes.prefill]
+logical_activation_batch = "data+fsdp"  # base.yml:3
+logical_embed = "fsdp"  # base.yml:5
+logical_activation_length = "-"  # base.yml:6
+
+[policy]
+conflict = "next"
+order = "rules"
+"""
+    )
+    code, _, err = run(line, folder)
+    assert code == 2
+    assert "'out.toml' exists" in err
+    assert run(f"{line} --force --vocabulary", folder)[0] == 0
+    strategy = sw.Strategy.load(folder / "out.toml")
+    assert strategy.rules == {"batch": "data+fsdp", "query_length": "tensor", "embed": "fsdp"}
+
+
+def test_t5x_with_a_binding(folder: Path) -> None:
+    code, out, _ = run("import t5x train.gin 'PjitPartitioner.num_partitions = 4'", folder)
+    assert code == 0
+    strategy = sw.Strategy.loads(out)
+    assert strategy.mesh == {"data": -1, "model": 4}
+    assert 'logical_mlp = "model"  # standard_logical_axis_rules (train.gin)' in out
+
+
+def test_rules_as_json(folder: Path) -> None:
+    names = "--name embed=EMBED:param --name mlp=hidden"
+    code, out, _ = run(f"import rules rules.json --mesh data:-1,model:2 {names} --json", folder)
+    assert code == 0
+    data = json.loads(out)
+    assert data["names"] == {
+        "embed": {"axis": "embed", "role": "param"},
+        "mlp": {"axis": "hidden", "role": None},
+        "batch": {"axis": "logical_batch", "role": None},
+    }
+    assert data["notes"] == ["names that became axes of their own: batch"]
+    assert data["strategy"]["mesh"] == {"data": -1, "model": 2}
+    assert data["strategy"]["rules"] == [
+        {"logical_batch": "data", "embed": "model", "hidden": "model"},
+        {"embed": "data"},
+    ]
+    sw.Strategy.model_validate(data["strategy"])
+
+
+def test_places_of_interleaved_rules(folder: Path) -> None:
+    code, out, _ = run("import rules rules.yml --mesh data:2,model:2", folder)
+    assert code == 0
+    assert (
+        out.partition("[[rules]]")[2]
+        == """
+logical_batch = "data"  # rules.yml:1
+logical_embed = "model"  # rules.yml:2
+logical_mlp = "model"  # rules.yml:2
+
+[[rules]]
+logical_embed = "data"  # rules.yml:3
+
+[policy]
+conflict = "next"
+order = "rules"
+"""
+    )
+    code, out, _ = run("import rules rules.yml --mesh data:2,model:2 --semantics nnx", folder)
+    assert 'logical_embed = "data"' in out
+    assert 'logical_data = "data"  # mesh axis' in out
+
+
+BAD = {
+    "import": "the following arguments are required",
+    "import flax x.yml": "invalid choice: 'flax'",
+    "import rules rules.json": "a list of rules does not state its mesh",
+    "import rules rules.json a=b --mesh data:2": "import rules takes no override",
+    "import maxtext base.yml --mesh data:2 --semantics nnx": "takes no --mesh or --semantics",
+    "import t5x train.gin --vocabulary": "import t5x takes no --vocabulary",
+    "import t5x train.gin --force": "import without -o takes no --force",
+    "import t5x train.gin -o out.json": "'out.json' is not a .toml file",
+    "import t5x train.gin -o no/out.toml": "no folder 'no' to write 'out.toml' in",
+    "import t5x none.gin": "cannot read 'none.gin': no such file",
+    "import maxtext base.yml ici_tensor_paralelism=2": "did you mean 'ici_tensor_parallelism'",
+    "import maxtext base.yml tensor": "'tensor' is not key=value",
+    "import maxtext base.yml num_slices=[": "the value of 'num_slices=[' is not YAML",
+    "import maxtext base.yml --name embed": "--name 'embed' is not NAME=AXIS",
+    "import maxtext base.yml --name embed=EMBED:use": "is not NAME=AXIS",
+    "import rules base.txt --mesh data:2": "'base.txt' is neither a .json nor a .yml file",
+    "import rules bad.json --mesh data:2": "bad.json: the file is not JSON",
+    "import rules few.json --mesh data:2": "few.json: the file has no list of rules",
+    "import rules rules.json --mesh data:2": "2 problems",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_input_has_a_message(line: str, folder: Path) -> None:
+    (folder / "bad.json").write_text("[", encoding="utf-8")
+    (folder / "few.json").write_text("{}", encoding="utf-8")
+    code, out, err = run(line, folder)
+    assert (code, out) == (2, "")
+    assert BAD[line] in err
