@@ -16,3 +16,4 @@ from shardwright.serving.request import Sampling as Sampling
 from shardwright.serving.scheduler import Phase as Phase
 from shardwright.serving.steps import CacheShape as CacheShape
 from shardwright.serving.steps import Model as Model
+from shardwright.serving.weights import Update as Update

@@ -23,6 +23,7 @@ from shardwright.serving import steps
 from shardwright.serving.request import Sampling
 from shardwright.serving.sampling import first_draws
 from shardwright.serving.steps import Caches, CacheShape, Model, Slots
+from shardwright.serving.weights import Update, Version, move_weights, next_version
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_INSERT, MODE_PREFILL
 
 # Compiled once for all engines of a model and its sizes.
@@ -108,10 +109,12 @@ class Arrays:
     Attributes:
       rows: Caches of the prefill batch, one per layer.
       slots: What decoding carries from step to step.
+      version: Version of the weights.
     """
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
+        self.version: Version = 0
         self.rows = setup.create_rows()
         self.slots = setup.create_slots()
 
@@ -202,6 +205,50 @@ class Arrays:
     def size(self, part: str) -> int:
         """Return the number of "rows" or "slots"."""
         return self._setup.prefill_rows if part == "rows" else self._setup.slots
+
+    def update_weights(
+        self,
+        params: Any,
+        prefill_params: Any,
+        version: Version | None,
+        *,
+        piece: int | str,
+        donate: bool,
+    ) -> Update:
+        """Replace the weights, or leave them as they are if a move fails.
+
+        Args:
+          params: The new weights.
+          prefill_params: Those of prefill. None: `params`.
+          version: As `next_version` reads it.
+          piece: As in `pm.reshard`.
+          donate: As in `pm.reshard`.
+        """
+        setup, version = self._setup, next_version(self.version, version)
+        move = functools.partial(move_weights, piece=piece)
+        if setup.prefill_params is setup.params:
+            if prefill_params is not None:
+                raise ServingError(
+                    "prefill has no weights of its own",
+                    path="prefill_params",
+                    fix="leave it out, or create the engine with prefill_params=",
+                )
+            new, plan = move(params, setup.params, name="params", donate=donate)
+            new_prefill, plans = new, [plan]
+        else:
+            apart = prefill_params is not None
+            # The same source moves twice; only the second move may donate it.
+            new_prefill, first = move(
+                prefill_params if apart else params,
+                setup.prefill_params,
+                name="prefill_params" if apart else "params",
+                donate=donate and apart,
+            )
+            new, second = move(params, setup.params, name="params", donate=donate)
+            plans = [second, first]
+        self._setup = dataclasses.replace(setup, params=new, prefill_params=new_prefill)
+        self.version = version
+        return Update(version=version, plans=tuple(plan for plan in plans if plan is not None))
 
     def weights_are_deleted(self) -> bool:
         """Tell whether arrays of the weights were deleted, or donated to another function."""

@@ -23,6 +23,7 @@ from shardwright.serving.metrics import Meter, Report
 from shardwright.serving.request import Completion, Finish, Request
 from shardwright.serving.scheduler import Job, Limits, Phase, Scheduler
 from shardwright.serving.steps import CacheShape, Model
+from shardwright.serving.weights import Update
 
 
 class Handle:
@@ -270,6 +271,56 @@ class Engine:
                 )
             self._loop.step()
             return not self.idle
+
+    @property
+    def version(self) -> int | str:
+        """Version of the weights; 0 until the first update."""
+        return self._arrays.version
+
+    def update_params(
+        self,
+        params: Any,
+        *,
+        version: int | str | None = None,
+        prefill_params: Any = None,
+        donate: bool = False,
+        piece: int | str = "64MiB",
+    ) -> Update:
+        """Replace the weights between two steps. Requests continue, and nothing is compiled.
+
+        The new weights move to the shardings and the dtype of the old ones, as `pm.reshard` moves
+        them. The old ones are served until all have arrived, and stay if the move fails. The caches
+        keep what the old weights wrote. `Completion.versions` lists the versions that a request was
+        computed with.
+
+        Args:
+          params: A tree like the params of the engine, on any mesh, or in the memory of the host.
+          version: An integer or a text other than the current one. Defaults to the next integer.
+          prefill_params: Likewise for prefill, if the engine has weights of its own for it.
+            Defaults to `params`.
+          donate: Delete the arrays of `params` as they move, or own those that are in place.
+            Without it, the engine copies what is in place, so that a training step may donate
+            `params` later.
+          piece: Bytes that move at a time; see `pm.reshard`.
+
+        Returns:
+          The version, and the plans with the bytes sent.
+
+        Raises:
+          ServingError: The trees differ, the version is not new, or the call comes from a callback
+            or from a second thread.
+          MoveError: The move failed; the engine serves the old weights.
+        """
+        with self._alone("update_params"):
+            if self._loop.stepping:
+                raise ServingError(
+                    "update_params() was called from within a step",
+                    path="on_token",
+                    fix="update the weights between two steps, not from a callback",
+                )
+            return self._arrays.update_weights(
+                params, prefill_params, version, piece=piece, donate=donate
+            )
 
     def compile(self) -> None:
         """Compile everything now. Otherwise the first request waits for it.

@@ -88,6 +88,8 @@ class Loop:
             tokens = np.asarray(
                 self.arrays.prefill({chunk.row: chunk.tokens for chunk in chunks}, sampling)
             )
+            for chunk in chunks:
+                chunk.job.used(self.arrays.version)
             self.scheduler.advance(chunks)
             self.meter.prefill_steps += 1
             self.meter.prompt_tokens += sum(len(chunk.tokens) for chunk in chunks)
@@ -126,6 +128,7 @@ class Loop:
             self.meter.decode_steps += 1
             self.meter.slot_steps += len(jobs)
             for slot, job in jobs.items():
+                job.used(self.arrays.version)
                 self._take(job, int(tokens[slot]), complete=True)
 
     def _take(self, job: Job, token: int, *, complete: bool) -> None:

@@ -146,11 +146,14 @@ class Completion:
       tokens: The text, without the stop sequence that ended it.
       finish: Why it ended.
       error: The error that made it fail, or None.
+      versions: Versions of the weights that read its prompt and drew its tokens, in order. More
+        than one if the weights were updated meanwhile.
     """
 
     tokens: tuple[int, ...]
     finish: Finish
     error: Exception | None = None
+    versions: tuple[int | str, ...] = ()
 
 
 def _tokens(name: str, given: Any, problems: list[Problem]) -> tuple[int, ...]:

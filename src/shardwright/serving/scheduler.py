@@ -90,6 +90,7 @@ class Job:
       read: Tokens of the prompt that were read.
       written: Every token drawn, including those of stop sequences.
       text: The tokens that may be handed out.
+      versions: Versions of the weights that it was computed with, in order.
       completion: How it ended, or None.
     """
 
@@ -101,7 +102,19 @@ class Job:
     read: int = 0
     written: list[int] = dataclasses.field(default_factory=list)
     text: list[int] = dataclasses.field(default_factory=list)
+    versions: list[int | str] = dataclasses.field(default_factory=list)
     completion: Completion | None = None
+
+    def used(self, version: int | str) -> None:
+        """Record the version of the weights of a step."""
+        if self.versions[-1:] != [version]:
+            self.versions.append(version)
+
+    def complete(self, finish: Finish, error: Exception | None) -> None:
+        """Set how it ended."""
+        self.completion = Completion(
+            tokens=tuple(self.text), finish=finish, error=error, versions=tuple(self.versions)
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,14 +270,14 @@ class Scheduler:
             self.dirty_slots[job.slot] = self.limits.pages_of(job.request)
             del self.slots[job.slot]
         job.phase = Phase.DONE
-        job.completion = Completion(tokens=tuple(job.text), finish=finish, error=error)
+        job.complete(finish, error)
         # Counted later, by the loop, because `cancel` may be called in the middle of a step.
         self._ended.append(job)
 
     def fail(self, job: Job, error: Exception) -> None:
         """End a job with an error, even if it has just ended without one."""
         self.end(job, Finish.FAILED, error)
-        job.completion = Completion(tokens=tuple(job.text), finish=Finish.FAILED, error=error)
+        job.complete(Finish.FAILED, error)
 
     def jobs(self) -> list[Job]:
         """Return every job that has not ended: those in the queue, then those with a slot."""

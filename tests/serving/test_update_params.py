@@ -1,0 +1,204 @@
+"""New weights for a running engine: who is served by which, and what a failed move leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoder.config import DecoderConfig, decoder_specs
+from decoder.served import cache_shape, served
+
+import shardwright as sw
+from shardwright import _jax, serving
+from shardwright.errors import MoveError, ServingError
+from shardwright.reshard import move
+from shardwright.serving import Request
+from shardwright.testing import cpu_mesh
+from tests.serving.stub import SHAPE, stub, text_of
+
+TINY = DecoderConfig(layers=1, embed=32, heads=8, kv_heads=4, head_dim=8, mlp=64)
+MODEL = served(TINY)
+REQUESTS = [
+    Request(prompt=list(range(1, 2 + 5 * at)), max_new_tokens=4 + 2 * at) for at in range(6)
+]
+
+
+def manager_of(preset: str, mesh: str) -> sw.PartitionManager:
+    return sw.PartitionManager(sw.Strategy.preset(preset), mesh=cpu_mesh(mesh))
+
+
+def weights(seed: int, manager: sw.PartitionManager, dtype: Any = None) -> Any:
+    """Weights whose most likely token is clear, so that the order of sums does not change it."""
+    params = jax.tree.map(
+        lambda x: 1.5 * x, manager.init(decoder_specs(TINY), jax.random.key(seed))
+    )
+    return params if dtype is None else jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def engine_of(params: Any, manager: sw.PartitionManager, **options: Any) -> serving.Engine:
+    sizes = {"slots": 4, "capacity": 64, "prefill_chunk": 8} | options
+    dtype = str(jax.tree.leaves(params)[0].dtype)
+    shape = dataclasses.replace(cache_shape(TINY), dtype=dtype)
+    return serving.Engine(MODEL, params, shape=shape, manager=manager, **sizes)
+
+
+def stub_engine(shift: Any = 0) -> serving.Engine:
+    return serving.Engine(
+        stub, shift, shape=SHAPE, slots=2, capacity=32, prefill_rows=1, prefill_chunk=4
+    )
+
+
+def test_requests_are_served_by_the_new_weights() -> None:
+    train, serve = manager_of("fsdp_tp", "fsdp:4,tp:2"), manager_of("serve_tp", "dp:2,tp:4")
+    engine = engine_of(weights(3, serve), serve)
+    engine.compile()
+    before = engine.run(REQUESTS)
+    new = weights(4, train)
+    update = engine.update_params(new)
+    assert (update.version, engine.version) == (1, 1)
+    assert update.bytes_sent == update.plans[0].bytes_sent > 0
+    assert str(update).splitlines()[0] == "version 1"
+    with _jax.watch_compilations() as compilations:
+        after = engine.run(REQUESTS)
+        engine.update_params(new, version="tuned")
+    assert compilations.compiled == []
+    alone = engine_of(weights(4, serve), serve).run(REQUESTS)
+    assert [done.tokens for done in after] == [done.tokens for done in alone]
+    assert [done.tokens for done in after] != [done.tokens for done in before]
+    assert {done.versions for done in before} == {(0,)}
+    assert {done.versions for done in after} == {(1,)}
+    assert engine.version == "tuned"
+
+
+def test_running_requests_continue_with_the_new_weights() -> None:
+    engine = stub_engine(shift=1)
+    running = engine.submit(Request(prompt=[2, 5], max_new_tokens=6))
+    engine.step()
+    engine.step()
+    written = list(running.tokens)
+    engine.update_params(2)
+    waiting = engine.submit(Request(prompt=[2, 5], max_new_tokens=3))
+    done = running.result()
+    assert list(done.tokens[: len(written)]) == text_of([2, 5], len(written), shift=1)
+    rest = text_of([2, 5, *written], 6 - len(written), shift=2)
+    assert list(done.tokens[len(written) :]) == rest
+    assert done.versions == (0, 1)
+    assert list(waiting.result().tokens) == text_of([2, 5], 3, shift=2)
+    assert waiting.result().versions == (1,)
+
+
+def test_training_may_donate_what_was_pushed() -> None:
+    """Arrays that are in place are copied, so that deleting the source deletes no weight."""
+    serve = manager_of("serve_tp", "dp:2,tp:4")
+    engine = engine_of(weights(3, serve), serve)
+    new = weights(4, serve)
+    update = engine.update_params(new)
+    assert update.bytes_sent == 0
+    wanted = engine_of(weights(4, serve), serve).run(REQUESTS[:2])
+    for leaf in jax.tree.leaves(new):
+        leaf.delete()
+    assert [done.tokens for done in engine.run(REQUESTS[:2])] == [done.tokens for done in wanted]
+
+
+def test_donation_keeps_what_is_in_place() -> None:
+    serve = manager_of("serve_tp", "dp:2,tp:4")
+    engine = engine_of(weights(3, serve), serve)
+    new = weights(4, serve)
+    engine.update_params(new, donate=True)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(new))
+    kept = jax.tree.leaves(engine._arrays._setup.params)
+    assert all(a is b for a, b in zip(kept, jax.tree.leaves(new), strict=True))
+
+
+def test_weights_are_cast_to_the_served_dtype() -> None:
+    serve = manager_of("serve_tp", "dp:2,tp:4")
+    engine = engine_of(weights(3, serve, jnp.bfloat16), serve)
+    host = jax.tree.map(np.asarray, weights(4, manager_of("single", "dp:1")))
+    engine.update_params(host)
+    wanted = engine_of(weights(4, serve, jnp.bfloat16), serve).run(REQUESTS[:2])
+    assert [done.tokens for done in engine.run(REQUESTS[:2])] == [done.tokens for done in wanted]
+
+
+def test_prefill_with_weights_of_its_own() -> None:
+    serve, prefill = manager_of("serve_tp", "dp:2,tp:4"), manager_of("serve_tp", "dp:4,tp:2")
+    options = {"prefill_manager": prefill, "prefill_rows": 4}
+    engine = engine_of(weights(3, serve), serve, prefill_params=weights(3, prefill), **options)
+    update = engine.update_params(weights(4, manager_of("fsdp_tp", "fsdp:4,tp:2")), donate=True)
+    assert len(update.plans) == 2
+    wanted = engine_of(weights(4, serve), serve).run(REQUESTS[:3])
+    assert [done.tokens for done in engine.run(REQUESTS[:3])] == [done.tokens for done in wanted]
+
+
+def test_failed_move_keeps_the_old_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    train, serve = manager_of("fsdp_tp", "fsdp:4,tp:2"), manager_of("serve_tp", "dp:2,tp:4")
+    engine = engine_of(weights(3, serve), serve)
+    wanted = engine.run(REQUESTS[:2])
+    new, moved = weights(4, train), []
+    move_leaf = move.move_leaf
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if len(moved) == 2:
+            raise RuntimeError("the link is down")
+        moved.append(args)
+        return move_leaf(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(move, "move_leaf", failing)
+        with pytest.raises(MoveError, match="the link is down"):
+            engine.update_params(new)
+    assert engine.version == 0
+    assert [done.tokens for done in engine.run(REQUESTS[:2])] == [done.tokens for done in wanted]
+    assert engine.update_params(new).version == 1
+
+
+def test_deleted_weights_can_be_replaced() -> None:
+    serve = manager_of("serve_tp", "dp:2,tp:4")
+    old = weights(3, serve)
+    engine = engine_of(old, serve)
+    for leaf in jax.tree.leaves(old):
+        leaf.delete()
+    engine.update_params(weights(4, serve))
+    assert engine.run(REQUESTS[:1])[0].versions == (1,)
+
+
+def test_bad_input() -> None:
+    serve = manager_of("serve_tp", "dp:2,tp:4")
+    params = weights(3, serve)
+    engine, small = engine_of(params, serve), stub_engine()
+    lacking = dict(params)
+    lacking.pop("embedding")
+    wrong = jax.tree.map(lambda x: x[..., :1], params)
+    cases: list[tuple[Any, str]] = [
+        (lambda: engine.update_params(lacking), "is missing"),
+        (lambda: engine.update_params({**params, "more": 1}), "more is unknown"),
+        (lambda: engine.update_params(wrong), "it has shape"),
+        (lambda: engine.update_params(params, version=0), "version=0 is served already"),
+        (lambda: engine.update_params(params, version=True), "version=True"),
+        (lambda: engine.update_params(params, prefill_params=params), "no weights of its own"),
+        (lambda: small.update_params(1.5), "it is float32, and the served weight is int32"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ServingError, match=message) as caught:
+            call()
+        assert "fix  " in str(caught.value)
+    assert engine.version == small.version == 0
+    small.update_params(1, version="a")
+    with pytest.raises(ServingError, match="the current one is the text 'a'"):
+        small.update_params(2)
+
+
+def test_update_from_a_callback_is_refused() -> None:
+    engine, seen = stub_engine(), []
+
+    def update(token: int) -> None:
+        try:
+            engine.update_params(1)
+        except ServingError as error:
+            seen.append(error)
+
+    engine.run([Request(prompt=[1], max_new_tokens=1, on_token=update)])
+    assert "between two steps" in str(seen[0])
