@@ -121,7 +121,8 @@ def _common_dtype(new: Any, old: Any, name: str) -> Any:
     """
     given = jax.tree_util.tree_flatten_with_path(new)[0]
     served = jax.tree_util.tree_flatten_with_path(old)[0]
-    if jax.tree.structure(new) != jax.tree.structure(old):
+    structure: Any = jax.tree.structure(new)
+    if structure != jax.tree.structure(old):
         raise _different_trees([path for path, _ in given], [path for path, _ in served], name)
     dtypes = {jnp.result_type(leaf) for _, leaf in served}
     floats = {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
