@@ -163,7 +163,11 @@ class PlanReport:
         unknown = sorted(walked.unknown.items())
         idle = {(item.source, "+".join(item.mesh_axes)) for item in walked.idle}
         return [
-            *(f"incomplete: no rule for {name} ({count})" for name, count in unknown),
+            *(
+                f"incomplete: no rule for {name} ({count})\n"
+                "  fix   compile the program to know the rest: --verify, or verify_plan"
+                for name, count in unknown
+            ),
             *(
                 f"chosen: {choice.mesh_axis} at {choice.source}\n  fix   {choice.fix}"
                 for choice in walked.choices
