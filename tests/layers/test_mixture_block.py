@@ -59,6 +59,7 @@ def by_blocks(params: Any, x: Any) -> Any:
     return x, aux
 
 
+@pytest.mark.wide
 def test_scan_equals_a_loop_over_blocks() -> None:
     blocks.assert_close(unsharded(), blocks.values_and_gradients(by_blocks, PARAMS, X), rtol=1e-4)
 

@@ -114,6 +114,7 @@ def test_donation_keeps_what_is_in_place() -> None:
     assert all(a is b for a, b in zip(kept, jax.tree.leaves(new), strict=True))
 
 
+@pytest.mark.wide
 def test_weights_are_cast_to_the_served_dtype() -> None:
     serve = manager_of("serve_tp", "dp:2,tp:4")
     engine = engine_of(weights(3, serve, jnp.bfloat16), serve)
@@ -123,6 +124,7 @@ def test_weights_are_cast_to_the_served_dtype() -> None:
     assert [done.tokens for done in engine.run(REQUESTS[:2])] == [done.tokens for done in wanted]
 
 
+@pytest.mark.wide
 def test_prefill_with_weights_of_its_own() -> None:
     serve, prefill = manager_of("serve_tp", "dp:2,tp:4"), manager_of("serve_tp", "dp:4,tp:2")
     options = {"prefill_manager": prefill, "prefill_rows": 4}

@@ -188,6 +188,7 @@ def test_convert_then_serve() -> None:
     np.testing.assert_allclose(served, model(8).apply(variables, X), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.wide
 def test_serve_does_not_read_the_float_kernels() -> None:
     variables, stored, y = converted()
     garbage = fjformer.named_tree_map(
