@@ -1,0 +1,148 @@
+"""Models of flax nnx: create them sharded, or read the logical names of their variables.
+
+The model's source stays as it is. `names` maps each of its logical names to an axis and a role, as
+in `logical_rules`.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from shardwright.errors import Problem, StrategyError, raise_problems
+from shardwright.interop.logical_rules import (
+    MeshAxes,
+    Names,
+    axis_of,
+    to_logical_axis_rules,
+)
+from shardwright.vocabulary.axes import EMPTY
+
+if TYPE_CHECKING:
+    from shardwright.manager.manager import PartitionManager
+
+# The key of a variable's names: since flax 0.12.4, from 0.11 to 0.12.3, and before that.
+_KEYS = ("out_sharding", "sharding_names", "sharding")
+
+
+@contextlib.contextmanager
+def bound(
+    pm: "PartitionManager", names: Names, *, sizes: Mapping[str, int] | None = None
+) -> Iterator[None]:
+    """Enter a manager, and let nnx create variables in the sharding of its strategy.
+
+    nnx shards a variable when it is created, eagerly or in jit, and maps names by one table without
+    fallbacks. A name has the first mesh axes of its rule that fit its size. If two dims of a
+    variable then have one mesh axis, JAX raises an error.
+
+    Args:
+      pm: The manager.
+      names: Name in the model -> (axis, role), or an axis for both roles.
+      sizes: Name -> size of its dims, for rules that depend on the size.
+
+    Raises:
+      ShapeRequiredError: A rule depends on a size that is not given.
+      StrategyError: The mesh has both Auto and Explicit axes, which nnx does not support.
+    """
+    spmd = _flax("core.spmd")
+    if len({*pm.mesh.axis_types}) > 1:
+        what = "nnx needs mesh axes of one type, and the mesh has several"
+        raise StrategyError(what, fix='use axis_types = "auto" or "explicit"')
+    table: dict[str, MeshAxes] = {}
+    for name, axes in to_logical_axis_rules(pm, names, sizes=sizes):
+        # The later rules of a name are for conflicts. nnx would use the last rule, always.
+        table.setdefault(name, axes)
+    with pm, spmd.logical_axis_rules(tuple(table.items())):
+        yield
+
+
+def annotations(model: Any, names: Names) -> tuple[Any, Any]:
+    """Return the state of a model without metadata, and the annotation of each array.
+
+    Reads the names that `nnx.with_partitioning` and the metadata of a variable give, with those
+    that `nnx.vmap` and `nnx.scan` add. As in nnx, the last dims are replicated if there are too few
+    names. A variable without names is replicated.
+
+    Args:
+      model: A module, an optimizer or their `nnx.State`; abstract ones by `nnx.eval_shape` too.
+      names: Name in the model -> (axis, role), or an axis for both roles.
+
+    Returns:
+      The state, which `nnx.update` takes, and its annotations.
+
+    Raises:
+      UnknownAxisError: Variables have names that are not in `names`; all are reported at once.
+
+    >>> import shardwright as sw
+    >>> from flax import nnx
+    >>> init = nnx.with_partitioning(nnx.initializers.ones, ("embed", "mlp"))
+    >>> with nnx.use_eager_sharding(False):
+    ...     model = nnx.Linear(4, 8, kernel_init=init, use_bias=False, rngs=nnx.Rngs(0))
+    >>> names = {"embed": (sw.EMBED, "param"), "mlp": (sw.MLP_INTERMEDIATE, "param")}
+    >>> annotations(model, names)[1]["kernel"]
+    ('__EMBED__', '__MLP_INTERMEDIATE__')
+    """
+    nnx = _flax("nnx")
+    state = model if isinstance(model, nnx.State) else nnx.state(model)
+    problems: list[Problem] = []
+
+    def is_variable(leaf: Any) -> bool:
+        return isinstance(leaf, nnx.Variable)
+
+    def value(leaf: Any) -> Any:
+        return leaf.get_value() if is_variable(leaf) else leaf
+
+    def annotation(path: Any, leaf: Any) -> tuple[Any, ...]:
+        place = "/".join(str(getattr(key, "key", key)) for key in path)
+        own = _names_of(leaf) if is_variable(leaf) else ()
+        axes = [_entry(name, names, place, problems) for name in own]
+        return (*axes, *(EMPTY,) * (len(np.shape(value(leaf))) - len(axes)))
+
+    axes = jax.tree_util.tree_map_with_path(annotation, state, is_leaf=is_variable)
+    raise_problems(problems)
+    return jax.tree.map(value, state, is_leaf=is_variable), axes
+
+
+def place(model: Any, pm: "PartitionManager", names: Names) -> None:
+    """Place the arrays of a model or an optimizer that was created elsewhere, as parameters.
+
+    Args:
+      model: A module or an optimizer. Its variables are updated.
+      pm: The manager.
+      names: Name in the model -> (axis, role), or an axis for both roles.
+
+    Raises:
+      UnknownAxisError: Variables have names that are not in `names`; all are reported at once.
+    """
+    values, axes = annotations(model, names)
+    _flax("nnx").update(model, jax.device_put(values, pm.shardings(values, axes)))
+
+
+def _names_of(variable: Any) -> tuple[Any, ...]:
+    """Return the names that a variable's metadata has under the key of any version of flax."""
+    metadata = variable.get_metadata()
+    sharding = next((metadata[key] for key in _KEYS if metadata.get(key)), ())
+    if not isinstance(sharding, (tuple, list, PartitionSpec)):
+        # A NamedSharding of names, or a Format around one.
+        sharding = getattr(sharding, "sharding", sharding)
+        sharding = sharding.spec
+    return tuple(sharding)
+
+
+def _entry(name: Any, names: Names, place: str, problems: list[Problem]) -> Any:
+    """Return the axis of a name, or a composite of those of several."""
+    if isinstance(name, (tuple, list)):
+        return tuple(axis_of(each, names, place, problems) for each in name)
+    return axis_of(name, names, place, problems)
+
+
+def _flax(module: str) -> Any:
+    try:
+        import flax.core.spmd
+        import flax.nnx
+    except ImportError as error:
+        raise ImportError("this bridge needs flax: python -m pip install flax") from error
+    return flax.nnx if module == "nnx" else flax.core.spmd

@@ -1,0 +1,218 @@
+"""An nnx model in flax's idiom follows a strategy; its source knows nothing of this package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardwright as sw
+from shardwright.interop import nnx as bridge
+
+nnx = pytest.importorskip("flax.nnx")
+
+NAMES = {
+    "vocab": (sw.VOCAB, "param"),
+    "embed": (sw.EMBED, "param"),
+    "mlp": (sw.MLP_INTERMEDIATE, "param"),
+    "heads": (sw.HEAD, "param"),
+    "kv": (sw.HEAD_DIM, "param"),
+    "layers": (sw.LAYERS, "param"),
+}
+MESHES = ("fsdp:8", "fsdp:4,tp:2", "dp:2,tp:4")
+TOKENS = np.asarray(np.random.default_rng(0).integers(0, 64, (8, 16)))
+
+
+def kernel(*names: str) -> Any:
+    return nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+
+
+class Block(nnx.Module):
+    """Attention and MLP, as models of nnx write them."""
+
+    def __init__(self, rngs: Any) -> None:
+        attention, general = kernel("embed", "heads", "kv"), nnx.LinearGeneral
+        self.q, self.k, self.v = (
+            general(32, (4, 8), kernel_init=attention, use_bias=False, rngs=rngs) for _ in range(3)
+        )
+        out = kernel("heads", "kv", "embed")
+        self.out = general((4, 8), 32, axis=(-2, -1), kernel_init=out, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(32, 64, kernel_init=kernel("embed", "mlp"), use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(
+            64, 32, kernel_init=kernel("mlp", "embed"), use_bias=False, rngs=rngs
+        )
+        self.norm = nnx.LayerNorm(32, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        hidden = self.norm(x)
+        mixed = nnx.dot_product_attention(self.q(hidden), self.k(hidden), self.v(hidden))
+        x = x + self.out(mixed)
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: Any) -> None:
+        self.table = nnx.Embed(64, 32, embedding_init=kernel("vocab", "embed"), rngs=rngs)
+
+        @nnx.split_rngs(splits=2)
+        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def blocks(rngs: Any) -> Any:
+            return Block(rngs)
+
+        self.blocks = blocks(rngs)
+
+    def __call__(self, tokens: Any) -> Any:
+        @nnx.scan(
+            in_axes=(0, nnx.Carry),
+            out_axes=nnx.Carry,
+            transform_metadata={nnx.PARTITION_NAME: "layers"},
+        )
+        def apply(block: Any, x: Any) -> Any:
+            return block(x)
+
+        return self.table.attend(apply(self.blocks, self.table(tokens)))
+
+
+def elsewhere() -> Any:
+    """Return a model that is created without a manager."""
+    with nnx.use_eager_sharding(False):
+        return Model(nnx.Rngs(0))
+
+
+def losses(model: Any) -> list[float]:
+    with nnx.use_eager_sharding(False):
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, tokens: Any) -> Any:
+        def loss(model: Any) -> Any:
+            logits = model(tokens[:, :-1]).astype(jnp.float32)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+        value, gradient = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, gradient)
+        return value
+
+    return [float(step(model, optimizer, TOKENS)) for _ in range(20)]
+
+
+def manager(mesh: str, **options: Any) -> sw.PartitionManager:
+    return sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh(mesh, **options))
+
+
+@pytest.mark.wide
+def test_training_equals_unsharded() -> None:
+    expected = losses(elsewhere())
+    assert expected[-1] < expected[0] - 0.1
+    for mesh in MESHES:
+        pm, model = manager(mesh), elsewhere()
+        bridge.place(model, pm, NAMES)
+        with bridge.bound(pm, NAMES):
+            found = losses(model)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=mesh)
+
+
+def linear() -> Any:
+    return nnx.Linear(32, 64, kernel_init=kernel("embed", "mlp"), rngs=nnx.Rngs(0))
+
+
+def test_variables_are_created_sharded() -> None:
+    for mesh in MESHES:
+        pm = manager(mesh)
+        with bridge.bound(pm, NAMES):
+            models = [linear(), nnx.jit(linear)()]
+        values, axes = bridge.annotations(models[0], NAMES)
+        expected = pm.shardings(values, axes)
+        for model in models:
+            found = jax.tree.map(lambda leaf: leaf.sharding, nnx.state(model))
+            triples = zip(*map(jax.tree.leaves, (found, expected, values)), strict=True)
+            for one, other, value in triples:
+                assert one.shard_shape(value.shape) == other.shard_shape(value.shape), mesh
+
+
+def test_explicit_mesh() -> None:
+    pm = manager("fsdp:4,tp:2", axis_types="explicit")
+    with bridge.bound(pm, NAMES):
+        model = linear()
+    assert jax.typeof(model.kernel.get_value()).sharding.spec == P("fsdp", "tp")
+    mixed = sw.create_mesh("fsdp:4,tp:2", axis_types={"fsdp": "explicit", "tp": "auto"})
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=mixed)
+    refused = pytest.raises(sw.StrategyError, match="needs mesh axes of one type")
+    with refused, bridge.bound(pm, NAMES):
+        pass
+
+
+def test_annotations_of_a_model() -> None:
+    model = elsewhere()
+    values, axes = bridge.annotations(model, NAMES)
+    assert axes["table"]["embedding"] == (sw.VOCAB, sw.EMBED)
+    assert axes["blocks"]["q"]["kernel"] == (sw.LAYERS, sw.EMBED, sw.HEAD, sw.HEAD_DIM)
+    assert axes["blocks"]["norm"]["scale"] == (sw.EMPTY, sw.EMPTY)
+    with nnx.use_eager_sharding(False):
+        abstract = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+    shapes, same = bridge.annotations(nnx.state(abstract), NAMES)
+    assert jax.tree.leaves(same) == jax.tree.leaves(axes)
+    assert shapes["table"]["embedding"].shape == values["table"]["embedding"].shape
+    nnx.update(model, values)
+    assert bridge.annotations(model, NAMES)[1] == axes
+
+
+def test_an_optimizer_is_placed_like_its_model() -> None:
+    with nnx.use_eager_sharding(False):
+        model = linear()
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    bridge.place(optimizer, manager("fsdp:4,tp:2"), NAMES)
+    moments = optimizer.opt_state[0].mu
+    assert moments["kernel"].get_value().sharding.spec == P("fsdp", "tp")
+    assert moments["bias"].get_value().sharding.spec == P()
+
+
+def test_metadata_of_every_version() -> None:
+    mesh = jax.sharding.AbstractMesh((1, 1), ("embed", "mlp"))
+    values: dict[str, Any] = {
+        "out_sharding": P("embed", "mlp"),
+        "sharding_names": ("embed", "mlp"),
+        "sharding": ("embed", "mlp"),
+        "named": jax.sharding.NamedSharding(mesh, P("embed", "mlp")),
+        "composite": (("embed", "mlp"), None),
+        "none": None,
+    }
+    found = {}
+    for key, value in values.items():
+        with nnx.use_eager_sharding(False):
+            variable = nnx.Param(jnp.ones((2, 2)))
+        # Keys of older versions, which flax would rename if they were set.
+        name = key if key.startswith(("out", "sharding")) else "out_sharding"
+        variable._var_metadata[name] = value
+        found[key] = bridge.annotations(nnx.State({"w": variable}), NAMES)[1]["w"]
+    plain = (sw.EMBED, sw.MLP_INTERMEDIATE)
+    assert found.pop("composite") == (plain, sw.EMPTY)
+    assert found.pop("none") == (sw.EMPTY, sw.EMPTY)
+    assert {*found.values()} == {plain}
+
+
+def test_names_that_are_missing() -> None:
+    names = {name: target for name, target in NAMES.items() if name not in ("mlp", "kv")}
+    with pytest.raises(sw.UnknownAxisError) as caught:
+        bridge.annotations(elsewhere(), names)
+    assert len(caught.value.problems) == 6
+    assert str(caught.value.problems[0]).startswith("blocks/down/kernel: the name 'mlp' is not in")
+
+
+def test_a_rule_with_a_fallback_needs_a_size() -> None:
+    strategy = sw.Strategy(mesh={"tp": 8}, rules={"head": "tp | -"})
+    pm = sw.PartitionManager(strategy, mesh=sw.create_mesh("tp:8"))
+    names = {"heads": (sw.HEAD, "param")}
+    needs_size = pytest.raises(sw.ShapeRequiredError, match="'heads' depend on its size")
+    with needs_size, bridge.bound(pm, names):
+        pass
+    for size, spec in ((8, P("tp")), (4, P())):
+        with bridge.bound(pm, names, sizes={"heads": size}):
+            init = nnx.with_partitioning(nnx.initializers.ones, ("heads",))
+            variable = nnx.Param(init(jax.random.key(0), (size,)))
+        assert variable.get_value().sharding.is_equivalent_to(jax.NamedSharding(pm.mesh, spec), 1)
