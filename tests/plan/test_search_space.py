@@ -15,13 +15,19 @@ import pytest
 
 import shardwright as sw
 from shardwright.cli.main import main
+from shardwright.errors import ProgramError
 from shardwright.plan import Program
-from shardwright.plan.report.search import search_text
-from shardwright.plan.search import SearchReport, search_variants
+from shardwright.plan.collectives.collective import Kind
+from shardwright.plan.report.search import search_text, verified_text
+from shardwright.plan.search import SearchReport, search_variants, verify_front
+from shardwright.plan.verify.compiler import Compiled, Target
+from shardwright.plan.verify.differences import Sent
+from shardwright.plan.verify.run import Verification
 from tests.plan.decoder import Decoder
 from tests.plan.test_search import program
 
 FSDP_TP = {"fsdp_tp": sw.Strategy.preset("fsdp_tp")}
+MEMORY = {"peak_memory": 2**30, "argument_size": 2**20}
 AXES = ("dp", "fsdp", "tp")
 SMALL = Decoder(
     embed=64, inner=128, heads=4, kv_heads=2, dim=16, vocab=256, layers=2, batch=8, length=16
@@ -236,6 +242,45 @@ def test_command_searches_modes_and_writes_files(
         code, out = run(words)
         assert code == 2
         assert says in out
+
+
+def test_verified_candidates_are_ranked_by_what_was_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = {"decode": SMALL.program("decode")}
+    found = search(given, vary={"params.embed": (None, "-")})
+    fast, slow = found.front[:2]
+    asked = iter((fast, slow))
+
+    def verify(*_: Any, **__: Any) -> Verification:
+        """Compile what was planned; for the fastest candidate, send much more."""
+        one = next(asked)
+        sent = Sent(
+            mesh_axes=("fsdp",),
+            planned={Kind.ALL_GATHER: 2**20},
+            compiled={Kind.ALL_REDUCE: 2**40 if one is fast else 2**20},
+            reasons=(),
+        )
+        compiled = Compiled(target=Target(platform="tpu", topology="v5e:2x4"), memory=MEMORY)
+        return Verification(report=one.report, compiled=compiled, traffic=(sent,))
+
+    monkeypatch.setattr("shardwright.plan.search.verify.verify_plan", verify)
+    verified = verify_front(found, {"": {sw.MODE_DECODE: given["decode"]}}, most=2)
+    assert [one.candidate for one in verified] == [slow, fast]
+    assert verified[-1].sent_bytes == 2**40
+    assert all(one.fits for one in verified)
+    assert "1.0 TiB" in verified_text(verified)
+    assert verified[0].to_json()["compiled"]["fits"]
+
+
+def test_candidate_that_cannot_be_compiled_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Verification:
+        raise ProgramError("the process was killed", fix="free memory")
+
+    monkeypatch.setattr("shardwright.plan.search.verify.verify_plan", fail)
+    (one,) = verify_front(search(), {"": {sw.MODE_TRAIN: program(32)}}, most=1)
+    assert not one.fits
+    assert "is not verified: the process was killed" in verified_text([one])
 
 
 @pytest.mark.slow

@@ -17,9 +17,11 @@ from shardwright.plan import Program
 from shardwright.plan.collectives.collective import Collective, Kind
 from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import parse_topology, read_hardware
+from shardwright.plan.planner import trace_program
 from shardwright.plan.report.verification import verification_text
 from shardwright.plan.verify import compiler
 from shardwright.plan.verify.differences import compare_traffic
+from shardwright.plan.verify.export import export_program
 from shardwright.plan.verify.run import verify_plan
 from shardwright.plan.walk.events import Event
 from tests.cli.test_plan import MODEL
@@ -49,6 +51,15 @@ def test_cpu_compile_is_compared_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     again = verify_plan(PM, PROGRAM, cache=tmp_path)
     assert again.compiled.cached
     assert again.to_json() == json.loads(json.dumps(found.to_json()))
+
+
+def test_unused_arguments_keep_their_shardings() -> None:
+    def unused(params: Any, x: Any) -> Any:
+        return x * 2
+
+    given = Program(unused, (shapes(SPECS), X), (SPECS, HIDDEN))
+    exported = export_program(PM, given, trace_program(PM, given), platform="cpu")
+    assert exported.specs == ((("tp",), ("fsdp",)), (("fsdp",), ("tp",)), (("fsdp",),))
 
 
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

@@ -15,13 +15,16 @@ from shardwright.cli.inputs import read_count, read_strategy
 from shardwright.cli.programs import read_programs
 from shardwright.cli.relayout import relayout_lines
 from shardwright.cli.show import print_json, print_lines, width_of
+from shardwright.cli.verify import add_compiler_options, cache_folder, check_verify_options
 from shardwright.errors import StrategyError
 from shardwright.plan.hardware import parse_topology, read_hardware
 from shardwright.plan.planner import Program
-from shardwright.plan.report.search import search_text
+from shardwright.plan.report.search import search_text, verified_text
 from shardwright.plan.search.result import Candidate, SearchReport
 from shardwright.plan.search.run import WALKS, search_variants
 from shardwright.plan.search.space import parse_alternatives
+from shardwright.plan.search.verify import VerifiedCandidate, verify_front
+from shardwright.plan.verify.compiler import TIMEOUT
 from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
 
 _EPILOG = f"""\
@@ -38,7 +41,7 @@ examples:
       --modes train,prefill,decode --vary head --vary "params.embed = fsdp, -" --pin mesh.dp=1
   shardwright search model.py:programs --strategy fsdp --topology v5e:4x4 --set remat=none,full
 
-exit codes: 0 found; 1 no candidate fits;
+exit codes: 0 found; 1 no candidate fits, as planned or as compiled;
 {EXIT_CODES}."""
 
 
@@ -78,6 +81,10 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--out", metavar="DIR", help="write each candidate of the table as a strategy file"
     )
+    command.add_argument(
+        "--verify", type=read_count, metavar="K", help="compile the K fastest, and rank them again"
+    )
+    add_compiler_options(command)
     command.add_argument("--rows", type=read_count, metavar="N", help="show only the N fastest")
     add_output(command)
     return command
@@ -124,6 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
     strategies = {label: strategy for strategy, label in map(read_strategy, arguments.strategy)}
     axes = None if arguments.axes is None else arguments.axes.replace(" ", "").split(",")
     topology = parse_topology(arguments.topology, read_hardware(arguments.hardware))
+    check_verify_options(arguments, topology)
     found = {
         name: search_variants(
             {
@@ -144,12 +152,36 @@ def run(arguments: argparse.Namespace) -> int:
         name: [] if arguments.out is None else _write(report, arguments, name, len(found) > 1)
         for name, report in found.items()
     }
-    moved = _relayout(found, variants)
+    verified = {
+        name: _verify(arguments, report, variants) if arguments.verify else ()
+        for name, report in found.items()
+    }
     if arguments.json:
-        _print_json(found, written)
+        _print_json(found, written, verified)
     else:
-        _print_text(arguments, found, written, moved)
-    return 0 if all(report.candidates for report in found.values()) else 1
+        _print_text(arguments, found, written, verified)
+        moved = _relayout(found, variants)
+        if moved:
+            print_lines(moved)
+    bad = [not report.candidates for report in found.values()]
+    bad += [not any(each.fits for each in compiled) for compiled in verified.values() if compiled]
+    return 1 if any(bad) else 0
+
+
+def _verify(
+    arguments: argparse.Namespace,
+    report: SearchReport,
+    variants: Mapping[str, Mapping[str, Program]],
+) -> tuple[VerifiedCandidate, ...]:
+    return verify_front(
+        report,
+        variants,
+        most=arguments.verify,
+        platform=arguments.compiler,
+        effort=arguments.effort or "low",
+        timeout=arguments.verify_timeout or TIMEOUT,
+        cache=cache_folder(arguments.verify_cache),
+    )
 
 
 def _read_variants(arguments: argparse.Namespace) -> dict[str, dict[str, Program]]:
@@ -202,18 +234,28 @@ def _groups(arguments: argparse.Namespace, programs: Mapping[str, Program]) -> d
 def _relayout(
     found: Mapping[str, SearchReport], variants: Mapping[str, Mapping[str, Program]]
 ) -> list[str]:
-    """Return what moving the weights from the fastest of one group to that of another sends."""
+    """Return a line on moving the weights from the fastest of one group to that of another."""
     best = [report.front[0] for report in found.values() if report.front]
     if len(best) < 2:
         return []
     train, serve = best
     programs = variants[train.variant], variants[serve.variant]
-    return relayout_lines(train, serve, *programs)
+    return ["", *relayout_lines(train, serve, *programs)]
 
 
-def _print_json(found: Mapping[str, SearchReport], written: Mapping[str, list[str]]) -> None:
+def _print_json(
+    found: Mapping[str, SearchReport],
+    written: Mapping[str, list[str]],
+    verified: Mapping[str, Sequence[VerifiedCandidate]],
+) -> None:
     data = [
-        {"mode": name, **report.to_json(), "files": written[name]} for name, report in found.items()
+        {
+            "mode": name,
+            **report.to_json(),
+            "files": written[name],
+            "verified": [each.to_json() for each in verified[name]],
+        }
+        for name, report in found.items()
     ]
     print_json(data[0] if len(data) == 1 else {"searches": data})
 
@@ -222,14 +264,17 @@ def _print_text(
     arguments: argparse.Namespace,
     found: Mapping[str, SearchReport],
     written: Mapping[str, list[str]],
-    moved: Sequence[str],
+    verified: Mapping[str, Sequence[VerifiedCandidate]],
 ) -> None:
+    width = width_of(arguments.width)
     lines: list[str] = []
     for name, report in found.items():
-        text = search_text(report, rows=arguments.rows, width=width_of(arguments.width))
+        text = search_text(report, rows=arguments.rows, width=width)
         lines += ["", f"mode {name}", *text.split("\n")]
+        if verified[name]:
+            lines += ["", *verified_text(verified[name], width=width).split("\n")]
         lines += [f"wrote {file}" for file in written[name]]
-    print_lines([*lines[1:], *(["", *moved] if moved else [])])
+    print_lines(lines[1:])
 
 
 def _write(

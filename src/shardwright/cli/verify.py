@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax
+
 from shardwright.cli.inputs import Setting, read_count
 from shardwright.errors import ProgramError, StrategyError
 from shardwright.plan.hardware import Topology
@@ -19,13 +21,18 @@ _OPTIONS = ("compiler", "effort", "verify_timeout", "verify_cache")
 
 
 def add_verify_options(command: argparse.ArgumentParser) -> None:
-    """Add the options."""
+    """Add the options of a command that plans."""
     command.add_argument(
         "--verify",
         action="store_true",
         help="compile for the target, without its devices, and compare; TPUs need the extra "
         "tpu-aot",
     )
+    add_compiler_options(command)
+
+
+def add_compiler_options(command: argparse.ArgumentParser) -> None:
+    """Add the options that say how `--verify` compiles."""
     command.add_argument(
         "--compiler",
         choices=("tpu", "cpu"),
@@ -57,6 +64,9 @@ def check_verify_options(arguments: argparse.Namespace, topology: Topology | Non
     """
     if arguments.verify:
         make_target(topology, platform=arguments.compiler)
+        # Exporting asks for the default device. Leave accelerators to those who run programs.
+        if not jax.config.jax_platforms:  # type: ignore[attr-defined]
+            jax.config.update("jax_platforms", "cpu")
         return
     for option in _OPTIONS:
         if getattr(arguments, option) is not None:
@@ -87,14 +97,15 @@ def verify_programs(
                 platform=arguments.compiler,
                 effort=arguments.effort or "low",
                 timeout=arguments.verify_timeout or 600,
-                cache=_cache_folder(arguments.verify_cache),
+                cache=cache_folder(arguments.verify_cache),
             )
         except ProgramError as error:
             failures.append(f"mode {mode_name(mode)} is not verified: {error}")
     return verified, failures
 
 
-def _cache_folder(name: str | None) -> Path:
+def cache_folder(name: str | None) -> Path:
+    """Return the folder of compiled results: as given, else in the user's cache."""
     if name is not None:
         return Path(name)
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")

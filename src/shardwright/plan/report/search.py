@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardwright.plan.fit import Verdict
 from shardwright.plan.planner import PlanReport
 from shardwright.plan.report.text import bytes_text
 from shardwright.plan.search.result import Candidate, SearchReport
+from shardwright.plan.search.verify import VerifiedCandidate
 from shardwright.plan.time import seconds_text
 from shardwright.resolution.tables import WIDTH, table
 from shardwright.vocabulary.modes import mode_name
@@ -39,6 +42,33 @@ def search_text(found: SearchReport, *, rows: int | None = None, width: int = WI
 def settings_text(candidate: Candidate) -> str:
     """Return what a candidate changes in its strategy, as a strategy file writes it."""
     return ", ".join(f'{key} = "{text}"' for key, text in candidate.settings.items()) or "-"
+
+
+def verified_text(verified: Sequence[VerifiedCandidate], *, width: int = WIDTH) -> str:
+    """Return compiled candidates as a table, the fastest first.
+
+    Args:
+      verified: Compiled candidates.
+      width: Characters per line.
+    """
+    head = ("compiled", "mesh", "settings", "time", "memory", "sent", "planned", "fits")
+    rows = [
+        (
+            " ".join(part for part in (each.candidate.name, each.candidate.variant) if part),
+            each.candidate.mesh,
+            settings_text(each.candidate),
+            f"at most {seconds_text(each.seconds)}",
+            bytes_text(each.most_bytes),
+            bytes_text(each.sent_bytes),
+            bytes_text(each.candidate.sent_bytes),
+            "yes" if each.fits else "no",
+        )
+        for each in verified
+    ]
+    lines = table([head, *rows], width=width)
+    for each in verified:
+        lines += [f"{each.candidate.mesh} is not verified: {text}" for text in each.failures]
+    return "\n".join(lines)
 
 
 def _table(shown: tuple[Candidate, ...], width: int) -> list[str]:

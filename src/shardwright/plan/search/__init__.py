@@ -8,3 +8,5 @@ from shardwright.plan.search.result import Candidate as Candidate
 from shardwright.plan.search.result import SearchReport as SearchReport
 from shardwright.plan.search.run import search as search
 from shardwright.plan.search.run import search_variants as search_variants
+from shardwright.plan.search.verify import VerifiedCandidate as VerifiedCandidate
+from shardwright.plan.search.verify import verify_front as verify_front

@@ -165,6 +165,7 @@ def compile_exported(
         "options": _TPU_OPTIONS.get(target.topology.partition(":")[0], {}),
         "mesh": exported.mesh,
         "donated": list(exported.donated),
+        "specs": exported.specs,
     }
     answer = None if cache is None else cache / f"{_key(exported, request, lines)}.json"
     known = None if answer is None else _read_answer(answer)

@@ -15,6 +15,7 @@ from shardwright.manager.manager import PartitionManager
 from shardwright.manager.request import Request
 from shardwright.plan.planner import Program
 from shardwright.plan.trace import Trace
+from shardwright.resolution.partition_specs import entry_names
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +25,15 @@ class Exported:
     Attributes:
       program: The serialized `jax.export.Exported`. Its arguments are a flat list of arrays.
       text: The same without source lines, so that equal programs have equal texts.
+      specs: Per array, the mesh axes of each dim. The program itself does not know those of arrays
+        that it does not use.
       donated: Positions of the arrays whose memory the program may overwrite.
       mesh: Size of each mesh axis.
     """
 
     program: bytes
     text: str
+    specs: tuple[tuple[tuple[str, ...], ...], ...]
     donated: tuple[int, ...]
     mesh: dict[str, int]
 
@@ -97,6 +101,7 @@ def export_program(
     return Exported(
         program=bytes(exported.serialize()),
         text=_LOCATION.sub("", exported.mlir_module()),
+        specs=tuple(_axes_of(argument.sharding) for argument in arguments),
         donated=positions,
         mesh=dict(shape),
     )
@@ -111,6 +116,10 @@ _CALLS = [
     jax.export.DisabledSafetyCheck.custom_call(name)
     for name in ("tpu_custom_call", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
 ]
+
+
+def _axes_of(sharding: NamedSharding) -> tuple[tuple[str, ...], ...]:
+    return tuple(entry_names(entry) for entry in sharding.spec.partitions)
 
 
 def _argument(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import jax
 import jax.export
 import numpy as np
 from jax.experimental import mesh_utils, topologies
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardwright.plan.collectives.read import read_collectives
 
@@ -45,15 +45,13 @@ def compile_program(program: bytes, request: Mapping[str, Any]) -> dict[str, Any
 
     Args:
       program: The serialized program.
-      request: platform, topology, options of the topology, mesh, donated and effort.
+      request: platform, topology, options of the topology, mesh, specs, donated and effort.
     """
     exported = jax.export.deserialize(bytearray(program))
     mesh = make_mesh(request)
     arguments = [
-        jax.ShapeDtypeStruct(
-            aval.shape, aval.dtype, sharding=sharding or NamedSharding(mesh, jax.P())
-        )
-        for aval, sharding in zip(exported.in_avals, exported.in_shardings_jax(mesh), strict=True)
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, _spec(entries)))
+        for aval, entries in zip(exported.in_avals, request["specs"], strict=True)
     ]
     options: dict[str, Any] = {}
     if request["platform"] == "tpu" and request["effort"] == "low":
@@ -68,6 +66,10 @@ def compile_program(program: bytes, request: Mapping[str, Any]) -> dict[str, Any
         "memory": {name: int(getattr(memory, f"{name}_in_bytes")) for name in _MEMORY},
         "collectives": [found.to_json() for found in read_collectives(compiled, mesh)],
     }
+
+
+def _spec(entries: Sequence[Sequence[str]]) -> PartitionSpec:
+    return PartitionSpec(*(tuple(names) or None for names in entries))
 
 
 def make_mesh(request: Mapping[str, Any]) -> Mesh:

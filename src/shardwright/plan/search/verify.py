@@ -1,0 +1,142 @@
+"""Compile the best candidates of a search, and rank them by what was compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwright.errors import ProgramError
+from shardwright.manager.manager import PartitionManager
+from shardwright.mesh.build import abstract_mesh
+from shardwright.plan.fit import Verdict
+from shardwright.plan.planner import Program
+from shardwright.plan.search.result import Candidate, SearchReport, seconds_of
+from shardwright.plan.verify.compiler import TIMEOUT, Effort, Platform
+from shardwright.plan.verify.run import Verification, verify_plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedCandidate:
+    """A candidate and its compiled programs.
+
+    Attributes:
+      candidate: The candidate.
+      verifications: Mode -> plan and compiled program; modes that could not be compiled are absent.
+      failures: Why modes could not be compiled.
+    """
+
+    candidate: Candidate
+    verifications: Mapping[str, Verification]
+    failures: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the compiler accepts every mode."""
+        verdicts = [each.verdict for each in self.verifications.values()]
+        return not self.failures and Verdict.DOES_NOT_FIT not in verdicts
+
+    @property
+    def seconds(self) -> float:
+        """Upper end of the time with what the compiled programs send in place of the plan."""
+        return sum(map(compiled_seconds, self.verifications.values()))
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes that one device needs, in the mode that needs most."""
+        return max((each.most_bytes for each in self.verifications.values()), default=0)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that one device sends in one run of each compiled program."""
+        return sum(
+            size
+            for each in self.verifications.values()
+            for sent in each.traffic
+            for size in sent.compiled.values()
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the candidate and its compiled numbers as plain data."""
+        return {
+            **self.candidate.to_json(),
+            "compiled": {
+                "seconds": self.seconds,
+                "memory": self.most_bytes,
+                "sent_bytes": self.sent_bytes,
+                "fits": self.fits,
+                "failures": list(self.failures),
+            },
+        }
+
+
+def compiled_seconds(verification: Verification) -> float:
+    """Return the upper end of the time, with the bytes that the compiled program sends.
+
+    Operations and memory traffic stay those of the plan.
+    """
+    report = verification.report
+    assert report.time is not None
+    assert report.layout is not None
+    if verification.compiled.refused:
+        return seconds_of(report)
+    planned = sum(span.high for span in report.time.links.values())
+    sending = 0.0
+    for sent in verification.traffic:
+        rate = report.layout.rates(sent.mesh_axes)[0]
+        sending += sum(sent.compiled.values()) / rate
+    return seconds_of(report) - planned + sending
+
+
+def verify_front(
+    found: SearchReport,
+    variants: Mapping[str, Mapping[str, Program]],
+    *,
+    most: int,
+    platform: Platform | None = None,
+    effort: Effort = "low",
+    timeout: float = TIMEOUT,
+    cache: Path | None = None,
+) -> tuple[VerifiedCandidate, ...]:
+    """Compile the fastest candidates that no other one beats, and order them by the result.
+
+    Args:
+      found: A search.
+      variants: Label -> programs by mode, as they were searched.
+      most: How many candidates to compile.
+      platform: `tpu` or `cpu`. Defaults to `tpu`.
+      effort: How much the compiler optimizes.
+      timeout: Seconds for each compile.
+      cache: Folder of compiled answers. Defaults to none.
+
+    Raises:
+      StrategyError: There is no compiler for the slice, or it is not installed.
+    """
+    verified = []
+    for candidate in found.front[:most]:
+        manager = PartitionManager(candidate.strategy, mesh=abstract_mesh(dict(candidate.sizes)))
+        verifications: dict[str, Verification] = {}
+        failures: list[str] = []
+        for mode in candidate.reports:
+            try:
+                verifications[mode] = verify_plan(
+                    manager.for_mode(mode),
+                    variants[candidate.variant][mode],
+                    topology=found.topology,
+                    platform=platform,
+                    effort=effort,
+                    timeout=timeout,
+                    cache=cache,
+                )
+            except ProgramError as error:
+                failures.append(str(error))
+        verified.append(
+            VerifiedCandidate(
+                candidate=candidate, verifications=verifications, failures=tuple(failures)
+            )
+        )
+    # What the compiler refuses comes last.
+    return tuple(
+        sorted(verified, key=lambda each: (not each.fits, each.seconds, each.candidate.order))
+    )
