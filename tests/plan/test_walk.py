@@ -112,6 +112,22 @@ def test_scanned_layers_run_once_per_layer() -> None:
     ]
 
 
+def test_unused_results_of_a_loop_send_nothing() -> None:
+    stacked = sw.stack_specs(SPECS, 3)
+
+    def forward(params: Any, x: Any) -> Any:
+        def step(x: Any, weights: Any) -> Any:
+            x = sw.shard(x, HIDDEN)
+            return x * 2, sw.gather(weights, SPECS)["up"].sum()
+
+        return jax.lax.scan(jax.checkpoint(step), x, params)[0]
+
+    pm = manager("fsdp_tp", "fsdp:2,tp:4")
+    report: PlanReport = pm.plan(forward, shapes(stacked), X, specs=(stacked, HIDDEN))
+    assert rows(report) == []
+    assert report.state.of("parameters").leaves  # they are held nevertheless
+
+
 def test_zero1_update_gathers_parameters() -> None:
     state = {"moment": SPECS["up"]}
     pm = manager("ddp", "dp:8", zero1="dp")

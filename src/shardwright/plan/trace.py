@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from shardwright import _jax
@@ -218,7 +219,9 @@ def trace(
     with planning:
         traced = jax.jit(traced_once).trace(*bare)
     inputs = _inputs(shapes, specs, planning, roles)
-    jaxpr = traced.jaxpr.jaxpr
+    # JAX keeps what a loop computes and nobody uses. Compilers do not, so it is not planned.
+    whole = traced.jaxpr.jaxpr
+    jaxpr, _ = dce_jaxpr(whole, [True] * len(whole.outvars), instantiate=True)
     if len(inputs) != len(jaxpr.invars):
         raise StrategyError(
             f"the function has {len(jaxpr.invars)} array arguments, and {len(inputs)} annotations "
