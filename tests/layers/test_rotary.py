@@ -155,7 +155,7 @@ def test_repeated_kv_heads_are_adjacent(repeats: int) -> None:
         ),
         (
             lambda x: apply_rotary_pos_emb(jnp.swapaxes(x, 1, 2), *tables(4, 8)),
-            "[batch, length, heads, head_dim] use layers.rope",
+            "use layers.rope for [batch, length, heads, head_dim]",
         ),
         (lambda x: rope(x[0], jnp.arange(2)[None]), "x: it has shape (2, 4, 8)"),
         (lambda x: rope(x[..., :3], jnp.arange(2)[None]), "x: it has shape (1, 2, 4, 3)"),

@@ -168,7 +168,8 @@ def test_invalid_shapes() -> None:
     k = rows(2)
     with pytest.raises(LayerError, match="query_states has length 1, and key has 2"):
         module.apply(state, k, k, k[:, :1], mutable=["cache"])
-    with pytest.raises(LayerError, match=r"key has shape \(4, 2, 2, 4\), and value \(4, 1, 2, 4\)"):
+    message = r"key has shape \(4, 2, 2, 4\), and value has shape \(4, 1, 2, 4\)"
+    with pytest.raises(LayerError, match=message):
         module.apply(state, k, k[:, :1], k, mutable=["cache"])
 
 
