@@ -170,7 +170,7 @@ CASES: dict[str, Case] = {
         code=Code.UNREACHABLE_CANDIDATE,
         severity=Severity.WARNING,
         where="s.toml:2 rules.batch",
-        says="the candidate fsdp+dp is never used: the earlier dp+fsdp fits whenever it does",
+        says="the candidate fsdp+dp is never used: whenever it fits, the earlier dp+fsdp fits too",
         fix="drop one of dp+fsdp and fsdp+dp",
         quiet='[rules]\nbatch = "dp+fsdp | dp"\n',
     ),
@@ -270,7 +270,7 @@ CASES: dict[str, Case] = {
         code=Code.MODE_CHANGES_NOTHING,
         severity=Severity.NOTE,
         where="s.toml:4 modes.decode.batch",
-        says='batch = "dp" changes nothing: it holds without this line',
+        says='batch = "dp" changes nothing: the same rule holds without this line',
         fix="drop the line",
         quiet='[rules]\nbatch = "dp"\n[modes.decode]\nbatch = "-"\nhead = "tp"\n',
     ),
@@ -331,7 +331,7 @@ CASES: dict[str, Case] = {
         code=Code.NOT_GATHERED,
         severity=Severity.WARNING,
         where="s.toml:4 params.embed",
-        says="weights with EMBED are stored over fsdp+dp, as BATCH of activations is",
+        says="weights with EMBED are stored over fsdp+dp, which also shards BATCH of activations",
         fix='gather them for use, [policy] gather = "fsdp+dp"',
         quiet='[rules]\nbatch = "dp"\nhead = "tp"\n[params]\nembed = "tp"\nlayers = "dp"\n',
     ),
@@ -343,7 +343,7 @@ CASES: dict[str, Case] = {
         code=Code.NOT_GATHERED,
         severity=Severity.WARNING,
         where="s.toml:5 params.embed",
-        says="weights with EMBED are stored over sp, as LENGTH of activations is",
+        says="weights with EMBED are stored over sp, which also shards LENGTH of activations",
         fix='gather them for use, [policy] gather = "fsdp+sp"',
         quiet='[rules]\nbatch = "fsdp"\nlength = "sp"\n[params]\nembed = "fsdp+sp"\n'
         '[policy]\ngather = "fsdp"\n',
@@ -354,7 +354,7 @@ CASES: dict[str, Case] = {
         code=Code.NOT_GATHERED,
         severity=Severity.WARNING,
         where="s.toml:4 modes.train.params.vocab",
-        says="weights with VOCAB are stored over dp, as BATCH of activations is",
+        says="weights with VOCAB are stored over dp, which also shards BATCH of activations",
         fix="or store them over another mesh axis",
         quiet='[rules]\nbatch = "dp"\n[modes.decode.params]\nvocab = "dp"\n',
     ),
@@ -376,7 +376,7 @@ CASES: dict[str, Case] = {
         severity=Severity.ERROR,
         where="s.toml:2 mesh.row",
         says="row=4 shards nothing: no rule names it, so groups of 4 devices do the same work",
-        fix='use it in a rule, such as batch = "row"',
+        fix='use row in a rule, such as batch = "row"',
         quiet='[mesh]\nrow = 4\n[rules]\nbatch = "row"\n',
     ),
     "a typing error in the mesh": Case(
@@ -385,7 +385,8 @@ CASES: dict[str, Case] = {
         severity=Severity.ERROR,
         where="s.toml:2 mesh.fdsp",
         says="fdsp=4 shards nothing: no rule names it",
-        fix="did you mean 'fsdp'? Rules name that, and the mesh does not have it. Else use it in",
+        fix="did you mean 'fsdp'? Rules name that mesh axis, and the mesh does not have it. "
+        "Otherwise use fdsp in",
         quiet='[mesh]\nfdsp = 4\n[rules]\nbatch = "dp"\n[policy]\nidle = "fdsp"\n',
     ),
     "a typing error in the mesh and in the rules": Case(
@@ -404,7 +405,7 @@ CASES: dict[str, Case] = {
         severity=Severity.NOTE,
         where="s.toml:3 mesh.tp",
         says="tp=4 is in no rule: only dims that are annotated TP are sharded over it",
-        fix='use it in a rule, such as batch = "tp"',
+        fix='use tp in a rule, such as batch = "tp"',
         quiet='[mesh]\ndp = 2\ntp = 1\nsp = 2\n[rules]\nbatch = "dp"\nsequence_parallel = "-"\n',
     ),
     "a standard mesh axis of a mesh for the check": Case(
@@ -413,7 +414,7 @@ CASES: dict[str, Case] = {
         severity=Severity.NOTE,
         where="s.toml:2 mesh.tp",
         says="tp=4 is in no rule",
-        fix="use it in a rule",
+        fix="use tp in a rule",
         quiet='[rules]\nbatch = "dp"\n',
         quiet_mesh="dp:2,tp:4",
     ),
@@ -435,7 +436,7 @@ CASES: dict[str, Case] = {
         severity=Severity.WARNING,
         where="mesh axis tp",
         says="tp=4 shards nothing: no tensor of the tree is sharded over it in any mode",
-        fix="use it in a rule",
+        fix="use tp in a rule",
         quiet='[rules]\nbatch = "dp+tp"\n',
     ),
     "a zero1 whose mesh axes every weight has": Case(
@@ -449,7 +450,7 @@ CASES: dict[str, Case] = {
         code=Code.IDLE_ZERO1,
         severity=Severity.WARNING,
         where="s.toml:5 policy.zero1",
-        says='zero1 = "fsdp | tp" shards nothing: of every weight of the tree, the parameter is '
+        says='zero1 = "fsdp | tp" shards nothing: for every weight of the tree, the parameter is '
         "already sharded over fsdp; "
         "the parameter is already sharded over tp",
         fix='name a mesh axis that parameters do not use, such as zero1 = "dp | -"',

@@ -72,8 +72,8 @@ def test_finding_is_data() -> None:
         "file": "s.toml",
         "line": 2,
         "key": "rules.batch",
-        "message": 'in "dp | dp" the candidate dp is never used: the earlier dp fits whenever it '
-        "does",
+        "message": 'in "dp | dp" the candidate dp is never used: whenever it fits, the earlier '
+        "dp fits too",
         "fix": "drop one of dp and dp",
     }
     assert str(finding).startswith("s.toml:2 rules.batch: warning unreachable_candidate: in ")

@@ -120,7 +120,7 @@ def test_axes_of_your_own_are_compared_with_each_other() -> None:
     tree = changed(models.VIT, ("CATEGORIES",), "head_bias")
     (finding,) = lint_names(tree, infer(models.VIT))
     assert finding.key == "head_bias dim 0 CATEGORIES"
-    assert "as one with head dim 1 CLASSES" in finding.message
+    assert "this dim and head dim 1 CLASSES as one dim" in finding.message
 
 
 def test_conflicts_are_findings() -> None:

@@ -54,7 +54,7 @@ def lint(strategy: Any, tensors: Any = None, *, mesh: Any = None) -> tuple[Findi
 
     >>> import shardwright as sw
     >>> [finding.message for finding in lint(sw.Strategy(rules={"batch": "dp | dp"}))]
-    ['in "dp | dp" the candidate dp is never used: the earlier dp fits whenever it does']
+    ['in "dp | dp" the candidate dp is never used: whenever it fits, the earlier dp fits too']
     """
     from shardwright.strategy.model import Strategy
 

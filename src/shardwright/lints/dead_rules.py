@@ -15,11 +15,11 @@ _EVERYTHING = ("", ".", ".*", ".+", "^", "^.*", "^.*$")
 
 
 def unreachable_candidates(subject: Subject) -> Iterator[Finding]:
-    """Yield candidates that are never used: an earlier one is free and divides whenever they do."""
+    """Yield candidates that are never used, because an earlier one fits whenever they fit."""
     for path, _, rule in subject.written():
         for at, candidate in enumerate(rule.candidates):
             earlier = next(
-                (other for other in rule.candidates[:at] if _beats(subject, other, candidate)), None
+                (other for other in rule.candidates[:at] if _hides(subject, other, candidate)), None
             )
             if earlier is None:
                 continue
@@ -30,20 +30,23 @@ def unreachable_candidates(subject: Subject) -> Iterator[Finding]:
                 Severity.WARNING,
                 path,
                 message=f'in "{rule.ref.text}" the candidate {second} is never used: '
-                f"the earlier {first} fits whenever it does",
+                f"whenever it fits, the earlier {first} fits too",
                 fix=f"drop one of {first} and {second}"
                 if same_axes
                 else f'write the longer one first, "{second} | {first}", or drop {second}',
             )
 
 
-def _beats(subject: Subject, earlier: tuple[str, ...], later: tuple[str, ...]) -> bool:
+def _hides(subject: Subject, earlier: tuple[str, ...], later: tuple[str, ...]) -> bool:
+    """Tell whether an earlier candidate fits whenever a later one fits."""
     if set(earlier) == set(later):
         return True
     if subject.rules.policy.missing is Missing.REPLICATE:
-        # If the mesh lacks a part of the longer candidate, that candidate is replicated.
+        # If the mesh lacks an axis of the longer candidate, that candidate replicates the dim, also
+        # where the earlier one does not fit.
         return False
-    # Compare candidates as written: on a mesh that lacks an axis, they may be equal on purpose.
+    # Compare candidates as written. On a mesh that lacks an axis, two of them may be equal, and a
+    # file that is meant for several meshes needs both.
     return set(earlier) < set(later) and bool(subject.sizes) and bool(subject.live(earlier))
 
 
@@ -95,16 +98,16 @@ def shadowed_tensors(subject: Subject) -> Iterator[Finding]:
     for at, pattern in enumerate(subject.patterns):
         matched = [tensor for tensor in weights if subject.rules.tensors[at].matches(tensor.path)]
         for axis, rule in subject.tables.get(("tensors", str(at)), {}).items():
-            mine = [tensor.path for tensor in matched if axis in axes_of(tensor)]
-            by = _shadower(axis, pattern, mine, first, deciding)
+            own_paths = [tensor.path for tensor in matched if axis in axes_of(tensor)]
+            shadower = _shadower(axis, pattern, own_paths, first, deciding)
             first.setdefault((axis, pattern), at)
-            for path in mine:
+            for path in own_paths:
                 deciding.setdefault((axis, path), at)
             # An overlay overrides the file below on purpose, so compare only entries of one file.
-            if by is not None and _file(subject, by) == _file(subject, at):
-                source = subject.source("tensors", str(by))
+            if shadower is not None and _file(subject, shadower) == _file(subject, at):
+                source = subject.source("tensors", str(shadower))
                 where = f" ({source})" if source else ""
-                earlier = f"the earlier match {subject.patterns[by]!r}{where} decides first"
+                earlier = f"the earlier match {subject.patterns[shadower]!r}{where} decides first"
                 yield subject.finding(
                     Code.SHADOWED_TENSORS,
                     Severity.WARNING,
@@ -121,7 +124,7 @@ def _file(subject: Subject, at: int) -> str:
 def _shadower(
     axis: str,
     pattern: str,
-    mine: Sequence[str],
+    own_paths: Sequence[str],
     first: Mapping[tuple[str, str], int],
     deciding: Mapping[tuple[str, str], int],
 ) -> int | None:
@@ -130,21 +133,22 @@ def _shadower(
     Args:
       axis: The axis.
       pattern: Pattern of this entry.
-      mine: Paths that this entry matches.
+      own_paths: Paths that this entry matches.
       first: First entry of each (axis, pattern).
       deciding: Entry that decides each (axis, path).
     """
     same = [first[axis, text] for text in (pattern, *_EVERYTHING) if (axis, text) in first]
     if same:
         return min(same)
-    takers = [deciding.get((axis, path)) for path in mine]
-    return None if not mine or None in takers else takers[0]
+    entries = [deciding.get((axis, path)) for path in own_paths]
+    return None if not own_paths or None in entries else entries[0]
 
 
 def mode_changes_nothing(subject: Subject) -> Iterator[Finding]:
-    """Yield tables of modes, or rules in them, that equal what the mode inherits.
+    """Yield tables of a mode, or rules in them, that equal what the mode inherits.
 
-    Under `order = "rules"` a line also gives its rule a place in the order, so no line is reported.
+    Under `order = "rules"` a line also gives its rule a place in the order. Then only empty tables
+    are reported.
     """
     is_ordered = subject.rules.policy.order is Order.RULES
     for table, rules in subject.tables.items():
@@ -169,7 +173,7 @@ def mode_changes_nothing(subject: Subject) -> Iterator[Finding]:
                     Severity.NOTE,
                     (*table, rule.ref.key),
                     message=f'{rule.ref.key} = "{rule.ref.text}" changes nothing: '
-                    "it holds without this line",
+                    "the same rule holds without this line",
                     fix="drop the line",
                 )
 
@@ -196,7 +200,7 @@ def weights_move(subject: Subject) -> Iterator[Finding]:
                 continue
             if subject.tensors is not None and not _moved(subject, axis, mode):
                 continue
-            # Show the line of the rule that is written for a mode.
+            # The finding points at a line of a mode. The other rule may be written for all modes.
             rule = next(
                 rule
                 for rule in (right, left)
@@ -218,22 +222,22 @@ def weights_move(subject: Subject) -> Iterator[Finding]:
 
 
 def _moved(subject: Subject, axis: str, mode: str) -> bool:
-    """Tell whether some weight of the tree with an axis is sharded differently in decode.
+    """Tell whether a weight with an axis is sharded differently in a mode and in decode.
 
     If sizes of the mesh are unknown, tell whether there is a weight with the axis.
     """
-    having = [
+    answers = [
         answer
         for answer in subject.answers
         if role_of(answer.tensor) is Role.PARAM and axis in axes_of(answer.tensor)
     ]
     if not subject.exact:
-        return bool(having)
+        return bool(answers)
     mesh_axes = {
         (at // len(MODES), mode_name(answer.mode)): [
             decision.mesh_axes for decision in answer.resolution.decisions
         ]
-        for at, answer in enumerate(having)
+        for at, answer in enumerate(answers)
     }
     return any(
         mesh_axes[at, mode] != mesh_axes[at, "decode"] for at, name in mesh_axes if name == mode

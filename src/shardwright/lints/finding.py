@@ -47,7 +47,7 @@ class Finding:
     """One thing that looks wrong.
 
     Attributes:
-      code: Which lint found it.
+      code: Kind of the finding.
       severity: error (it will fail), warning (it is probably not intended) or note (it has no
         effect).
       message: What is wrong, in one line.

@@ -1,4 +1,4 @@
-"""Lints of gathered weights: those that are gathered for every token, and those that never are."""
+"""Lints of gathered weights: gathered for every token, or stored over fsdp and never gathered."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _STACKED = frozenset({LAYERS, EXPERT})
 def not_gathered(subject: Subject) -> Iterator[Finding]:
     """Yield rules that store weights over a mesh axis of the tokens, without gathering them.
 
-    In `x @ w` with the tokens of `x` and a dim of `w` over fsdp, every device has other tokens and
-    another part of `w`. So XLA must move something for each product. With fsdp in `policy.gather`,
-    `sw.gather` gathers `w` once for all its products.
+    If the tokens of `x` and a dim of `w` are both sharded over fsdp, each device has its own tokens
+    and its own part of `w`. So XLA must move one of them for each product `x @ w`. With fsdp in
+    `policy.gather`, `sw.gather` gathers `w` once for all its products.
     """
     tokens: dict[str, str] = {}
     for axis in _TOKENS:
@@ -43,22 +43,22 @@ def not_gathered(subject: Subject) -> Iterator[Finding]:
     for axis, rule in subject.rules.params[0]:  # of train, the first mode
         if axis in NO_PARAMETER_HAS | _STACKED | {LENGTH} or not _has_parameter(subject, axis):
             continue
-        kept = {*subject.rules.policy.gather, *_activation_axes(subject, axis, MODE_TRAIN)}
-        over = [
+        harmless = {*subject.rules.policy.gather, *_activation_axes(subject, axis, MODE_TRAIN)}
+        moved = [
             name
             for name in rule.mesh_axes
-            if name in tokens and name not in kept and _splits(subject, name)
+            if name in tokens and name not in harmless and _splits(subject, name)
         ]
-        if over:
-            shared = " and ".join(dict.fromkeys(tokens[name] for name in over))
-            gather = "+".join((*subject.rules.policy.gather, *over))
+        if moved:
+            sharded = " and ".join(dict.fromkeys(tokens[name] for name in moved))
+            gather = "+".join((*subject.rules.policy.gather, *moved))
             yield subject.finding(
                 Code.NOT_GATHERED,
                 Severity.WARNING,
                 _written_at(subject, axis, rule),
-                message=f"weights with {axis_label(axis)} are stored over {'+'.join(over)}, as "
-                f"{shared} of activations is, and they are not gathered: XLA chooses for every "
-                "product whether to move the weight, activations or partial sums",
+                message=f"weights with {axis_label(axis)} are stored over {'+'.join(moved)}, which "
+                f"also shards {sharded} of activations, and they are not gathered: XLA chooses for "
+                "every product whether to move the weight, activations or partial sums",
                 fix=f'gather them for use, [policy] gather = "{gather}", or store them over '
                 "another mesh axis",
             )
@@ -76,48 +76,49 @@ def gathered_in_decode(subject: Subject) -> Iterator[Finding]:
     """Yield the mesh axes over which a serving strategy gathers weights for every token."""
     if not _serves(subject):
         return
-    over: dict[str, list[str]] = {}
+    gathered: dict[str, list[str]] = {}
     for axis, rule in subject.rules.params[2]:
         if axis in NO_PARAMETER_HAS or not _has_parameter(subject, axis):
             continue
-        stays = _activation_axes(subject, axis, MODE_DECODE)
+        in_use = _activation_axes(subject, axis, MODE_DECODE)
         for name in rule.mesh_axes:
-            if name in subject.rules.policy.gather and name not in stays and _splits(subject, name):
-                over.setdefault(name, []).append(axis_label(axis))
-    if over:
-        names = ", ".join(dict.fromkeys(label for labels in over.values() for label in labels))
+            is_gathered = name in subject.rules.policy.gather and name not in in_use
+            if is_gathered and _splits(subject, name):
+                gathered.setdefault(name, []).append(axis_label(axis))
+    if gathered:
+        names = ", ".join(dict.fromkeys(label for labels in gathered.values() for label in labels))
         yield subject.finding(
             Code.GATHERED_IN_DECODE,
             Severity.WARNING,
             ("policy", "gather"),
             message=f"in decode, weights with {names} are gathered "
-            f"over {'+'.join(over)} for every token",
+            f"over {'+'.join(gathered)} for every token",
             fix='store weights as they are used, [params] embed = "-" and gather = "-", '
             "as in the preset serve_tp",
         )
 
 
 def _activation_axes(subject: Subject, axis: str, mode: str) -> tuple[str, ...]:
-    """Return the mesh axes that an axis of activations may be sharded over in a mode."""
+    """Return the mesh axes over which an axis of activations may be sharded in a mode."""
     stated = subject.rules.stated(axis, mode=mode, role=Role.ACTIVATION, path=None)
     rule = stated or default_rule(axis)
     return () if rule is None else rule.mesh_axes
 
 
 def _has_parameter(subject: Subject, axis: str) -> bool:
-    """Tell whether a parameter of the tree has an axis. Without a tree, any may."""
+    """Tell whether a parameter of the tree has an axis. Without a tree the answer is True."""
     return subject.tensors is None or axis in subject.axes_of(Role.PARAM)
 
 
 def _splits(subject: Subject, name: str) -> bool:
-    """Tell whether a mesh axis is in the mesh with more than one device, as far as is known."""
+    """Tell whether a mesh axis has more than one device. Without a mesh the answer is True."""
     return bool(subject.live((name,))) and (not subject.sizes or name in subject.sizes)
 
 
 def _serves(subject: Subject) -> bool:
-    """Tell whether a file is meant for serving.
+    """Tell whether a file has rules of the batch, the cache or the weights for decode or insert.
 
-    It is if it has rules of the batch, the cache or the weights for decode or insert.
+    Such a file is meant for serving.
     """
     for mode in ("decode", "insert"):
         if any(

@@ -1,7 +1,4 @@
-"""Lints of the mesh.
-
-Mesh axes that do not exist, idle mesh axes, slow networks in inner axes.
-"""
+"""Lints of the mesh: unknown mesh axes, idle mesh axes, and slow networks in minor mesh axes."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from shardwright.vocabulary.axes import PARALLELISM_AXES, STANDARD_MESH_AXES, Ro
 
 
 def lost_mesh_axes(subject: Subject) -> Iterator[Finding]:
-    """Yield mesh axes that a rule names, but that are neither standard nor in the mesh."""
+    """Yield mesh axes that a rule or the policy names, but that are not standard or in the mesh."""
     if not subject.sizes:
         return
     known = {*subject.sizes, *STANDARD_MESH_AXES}
@@ -42,10 +39,10 @@ def lost_mesh_axes(subject: Subject) -> Iterator[Finding]:
 
 
 def swapped_letters(subject: Subject) -> Iterator[Finding]:
-    """Yield mesh axes named like a standard one with letters in another order, such as `fdsp`.
+    """Yield mesh axes whose name has the letters of a standard one in another order: `fdsp`.
 
-    Names of two letters are skipped: `ps` is rarely `sp`. `idle_mesh_axes` is about those that no
-    rule names.
+    Names of two letters are skipped, because `ps` is rarely meant as `sp`. Mesh axes that no rule
+    names are left to `idle_mesh_axes`.
     """
     for axis in subject.rules.named_mesh_axes() if subject.own_mesh else ():
         for name in STANDARD_MESH_AXES:
@@ -78,19 +75,19 @@ def idle_mesh_axes(subject: Subject) -> Iterator[Finding]:
             continue
         what, severity = idle
         fix = (
-            f'use it in a rule, such as batch = "{axis}", '
+            f'use {axis} in a rule, such as batch = "{axis}", '
             f'give its devices to another mesh axis, or write [policy] idle = "{axis}"'
         )
-        # A typing error in [mesh] leaves the name that rules use without a mesh axis.
-        lost = [name for name in named if name not in subject.sizes]
-        hint = did_you_mean(axis, lost) if axis not in named else ""
+        # After a typing error in [mesh], rules name a mesh axis that does not exist.
+        missing = [name for name in named if name not in subject.sizes]
+        hint = did_you_mean(axis, missing) if axis not in named else ""
         yield Finding(
             code=Code.IDLE_MESH_AXIS,
             severity=severity,
             source=subject.source("mesh", axis) if subject.own_mesh else "",
             key=f"mesh.{axis}" if subject.own_mesh else f"mesh axis {axis}",
             message=f"{axis}{'' if size == INFER else f'={size}'} {what}",
-            fix=f"{hint} Rules name that, and the mesh does not have it. Else {fix}"
+            fix=f"{hint} Rules name that mesh axis, and the mesh does not have it. Otherwise {fix}"
             if hint
             else fix,
         )
@@ -105,7 +102,7 @@ def _idle(
       subject: What is checked.
       axis: A mesh axis of more than one device.
       named: Mesh axes that rules name.
-      used: Mesh axes that the tree is sharded over; None without a tree.
+      used: Mesh axes that the tree is sharded over; None without a tree or without known sizes.
     """
     size = subject.sizes[axis]
     repeated = f"so {_repeated(size)} the same work"
@@ -121,7 +118,8 @@ def _idle(
     if any(rule.candidates and axis not in rule.mesh_axes for rule in stated):
         what = f"no rule names it, and {_parallelism(axis)} means another mesh axis"
         return f"shards nothing: {what}, {repeated}", Severity.WARNING
-    # A mesh that is given for the check is often meant for several strategies.
+    # A mesh that is given only for the check is often meant for several strategies, so it may have
+    # axes that this one does not use.
     if used is None and subject.own_mesh and not stated:
         what = f"only dims that are annotated {axis.upper()} are sharded over it"
         return f"is in no rule: {what}", Severity.NOTE
@@ -129,9 +127,9 @@ def _idle(
 
 
 def idle_zero1(subject: Subject) -> Iterator[Finding]:
-    """Yield a zero1 that shards no optimizer state.
+    """Yield `policy.zero1` if it shards no optimizer state.
 
-    Either the mesh lacks its axes, or every parameter of the tree is already sharded over them.
+    Either the mesh lacks its mesh axes, or no dim of the tree's parameters can take them.
     """
     rule = subject.rules.policy.zero1
     if rule is None or not rule.candidates or not subject.sizes:
@@ -155,7 +153,7 @@ def idle_zero1(subject: Subject) -> Iterator[Finding]:
             if note.startswith(str(rule.ref))
         )
         why, severity = (
-            f"of every weight of the tree, {'; '.join(reasons) or 'no dim may be sharded'}",
+            f"for every weight of the tree, {'; '.join(reasons) or 'no dim may be sharded'}",
             Severity.WARNING,
         )
     yield subject.finding(
@@ -169,7 +167,7 @@ def idle_zero1(subject: Subject) -> Iterator[Finding]:
 
 
 def _states(subject: Subject) -> list[Resolution]:
-    """Return the resolutions of the optimizer state of the tree's weights with known sizes."""
+    """Return the resolution of the optimizer state of each weight that has a shape."""
     if not subject.exact:
         return []
     weights = [
@@ -199,14 +197,14 @@ def _parallelism(axis: str) -> str:
 
 
 def _parallelism_rules(subject: Subject, axis: str) -> list[Rule]:
-    """Return the rules written for the parallelism axis that means a mesh axis by default."""
+    """Return the written rules of the parallelism axis whose default is a mesh axis."""
     return [rule for _, key, rule in subject.written() if PARALLELISM_AXES.get(key) == axis]
 
 
 def _used(subject: Subject) -> set[str]:
-    """Return the mesh axes that some tensor is sharded over, or would be without its problem.
+    """Return the mesh axes over which a tensor is sharded, or would be without its problem.
 
-    For roles that the tree lacks, the mesh axes that rules name count.
+    The mesh axes of rules are added for roles that the tree lacks.
     """
     used: set[str] = set()
     for answer in subject.answers:
@@ -233,7 +231,7 @@ def _used(subject: Subject) -> set[str]:
 def dcn_order(subject: Subject) -> Iterator[Finding]:
     """Yield composites in which a mesh axis that crosses slices is minor to one that does not.
 
-    The major mesh axis of a dim varies slowest, so it is the one that may cross the slow network
+    The major mesh axis of a dim varies slowest, so only this axis should cross the slow network
     between slices. In the other order, every step of a collective over the minor axis crosses that
     network.
     """
@@ -252,8 +250,8 @@ def dcn_order(subject: Subject) -> Iterator[Finding]:
     seen: set[tuple[str, int]] = set()
     for answer in subject.answers:
         for decision in answer.resolution.decisions:
-            composed = decision.rule is not None and len(decision.rule.members) > 1
-            pair = _minor(subject, decision.mesh_axes) if composed else ()
+            is_composite = decision.rule is not None and len(decision.rule.members) > 1
+            pair = _minor(subject, decision.mesh_axes) if is_composite else ()
             if pair and (answer.tensor.path, decision.dim) not in seen:
                 seen.add((answer.tensor.path, decision.dim))
                 yield Finding(
@@ -267,7 +265,10 @@ def dcn_order(subject: Subject) -> Iterator[Finding]:
 
 
 def _minor(subject: Subject, candidate: tuple[str, ...]) -> tuple[str, ...]:
-    """Return (inside a slice, crossing) if the second is minor to the first, else nothing."""
+    """Return (axis inside a slice, axis across slices) if the second is minor to the first.
+
+    Otherwise return an empty tuple.
+    """
     live = subject.live(candidate)
     for at, axis in enumerate(live):
         inside = [name for name in live[:at] if name not in subject.crossing]

@@ -31,7 +31,7 @@ from shardwright.vocabulary.axes import (
 from shardwright.vocabulary.lowering import Dim, lower
 from shardwright.vocabulary.merged_dims import MergedDim
 
-# Names of one dim, by the kind of array.
+# Names that one dim may have, depending on the kind of array.
 _SYNONYMS: Final[tuple[frozenset[str], ...]] = (
     frozenset({EMBED, NORM}),
     frozenset({EXPERT, EXPERT_GATE}),
@@ -47,8 +47,9 @@ Names = tuple[str, ...]
 def lint_names(annotations: Any, inferred: Inferred) -> tuple[Finding, ...]:
     """Return where the annotations of a model contradict its program.
 
-    Names that differ by the kind of array only are equal: EMBED and NORM, HEAD_DIM and KV_HEAD_DIM.
-    Axes of your own are compared with each other. A guess of inference is no evidence.
+    Names that differ only by the kind of array count as equal: EMBED and NORM, or HEAD_DIM and
+    KV_HEAD_DIM. Axes of your own are only compared with each other. Guesses of inference are not
+    used.
 
     Args:
       annotations: Tree like the parameters, with an annotation or an `ArraySpec` per array.
@@ -73,7 +74,7 @@ def lint_names(annotations: Any, inferred: Inferred) -> tuple[Finding, ...]:
         finding = _compare(dim, rows[dim.path][dim.dim], synonyms)
         if finding is not None:
             findings.append(finding)
-    findings += _unlike(inferred, rows, synonyms)
+    findings += _differing(inferred, rows, synonyms)
     return tuple(findings)
 
 
@@ -146,12 +147,12 @@ def _are_synonyms(first: str, second: str, synonyms: tuple[frozenset[str], ...])
     return first == second or any({first, second} <= group for group in synonyms)
 
 
-def _unlike(
+def _differing(
     inferred: Inferred,
     rows: Mapping[str, tuple[Dim, ...]],
     synonyms: tuple[frozenset[str], ...],
 ) -> Iterator[Finding]:
-    """Yield dims that the program uses as one, and that have unlike names."""
+    """Yield dims that the program uses as one dim, but that have different names."""
     first: dict[int, tuple[InferredDim, Dim, str]] = {}
     for dim in inferred.evidence:
         annotated = rows[dim.path][dim.dim]
@@ -169,8 +170,8 @@ def _unlike(
         yield Finding(
             code=Code.OTHER_NAME,
             severity=Severity.NOTE if EMPTY in (name, other_name) else Severity.WARNING,
-            message=f"the program uses the dim as one with {place}, which has another name",
-            fix=f"give both one name: {annotated.label} or {other_dim.label}",
+            message=f"the program uses this dim and {place} as one dim, and their names differ",
+            fix=f"give both the same name: {annotated.label} or {other_dim.label}",
             source=dim.evidence.source,
             key=dim_key(dim.path, dim.dim, annotated.label),
         )

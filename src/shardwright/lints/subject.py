@@ -1,7 +1,4 @@
-"""What lints read.
-
-Tables and compiled rules, the mesh as far as it is known, and resolved tensors.
-"""
+"""The input of lints: tables and compiled rules, the mesh if it is known, and resolved tensors."""
 
 from __future__ import annotations
 
@@ -57,10 +54,11 @@ class Subject:
       source: Function from a key path to `file:line`.
       own_mesh: Whether the mesh is the strategy's own.
       sizes: Size of each mesh axis; -1 if it depends on the number of devices.
-      crossing: Mesh axes that cross slices in part.
+      crossing: Mesh axes that cross slices, at least with a part of their devices.
       tensors: Tensors of the tree, or None.
       used: Axes of the tree's tensors, by role (activation or param).
-      answers: Each tensor in each mode. If sizes are unknown, on a mesh of one device.
+      answers: The resolution of each tensor in each mode; on a mesh of one device if sizes are
+        unknown.
     """
 
     tables: Mapping[KeyPath, Mapping[str, Rule]]
@@ -94,7 +92,7 @@ class Subject:
         )
 
     def written(self) -> Iterator[tuple[KeyPath, str, Rule]]:
-        """Yield key path, axis and rule of everything written, in the order of the tables."""
+        """Yield the key path, axis and rule of every written rule, and `policy.zero1` last."""
         for table, rules in self.tables.items():
             for axis, rule in rules.items():
                 yield (*table, rule.ref.key), axis, rule
@@ -117,7 +115,7 @@ class Subject:
 
 
 def role_of(tensor: Tensor) -> Role:
-    """Return activation or param. Used weights and optimizer state count as param."""
+    """Return activation or param. The roles use and state count as param."""
     try:
         role = tensor.role or lower(tensor.axes).role or Role.ACTIVATION
     except ShardingError:  # an invalid annotation, which the lint `unresolved` reports
@@ -193,7 +191,10 @@ def _resolve(tensor: Tensor, rules: AxisRules, sizes: Mapping[str, int], mode: s
 def _mesh(
     strategy: Any, mesh: MeshSpec | Mapping[str, int] | None
 ) -> tuple[dict[str, int], frozenset[str]]:
-    """Return the mesh axes' sizes (by default the strategy's own) and the axes across slices."""
+    """Return the sizes of the mesh axes, and the mesh axes that cross slices.
+
+    Both come from the strategy if no mesh is given.
+    """
     crossing = frozenset(axis for axis, part in strategy.dcn.items() if part > 1)
     if mesh is None:
         return dict(strategy.mesh), crossing

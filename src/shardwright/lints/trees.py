@@ -33,7 +33,7 @@ _POLICY = (Outcome.POLICY_REPLICATE, Outcome.POLICY_DROP, Outcome.POLICY_PREFIX)
 
 
 def unresolved(subject: Subject) -> Iterator[Finding]:
-    """Yield tensors that have no spec, once for all modes with the same problem."""
+    """Yield tensors without a spec, once for all modes that have the same problem."""
     for problem, modes in _problems(subject).items():
         if problem.error is ShapeRequiredError:
             continue
@@ -176,7 +176,7 @@ def _pairs(
 
 
 def no_rule(subject: Subject) -> Iterator[Finding]:
-    """Yield axes that the tree uses and that have no rule, so that they are replicated."""
+    """Yield axes of the tree that have no rule. They are replicated."""
     used: dict[tuple[str, Role], dict[str, list[str]]] = {}
     for answer in subject.answers:
         for decision in answer.resolution.decisions:
@@ -235,11 +235,11 @@ def unused_tensors(subject: Subject) -> Iterator[Finding]:
 
 
 def unused_rules(subject: Subject) -> Iterator[Finding]:
-    """Yield rules with mesh axes, and declared axes, for axes that no tensor of the tree has.
+    """Yield rules and declared axes whose axis no tensor of the tree has.
 
-    An unused rule that replicates changes nothing. Tables of a role that the tree lacks are
-    skipped. A file with a rule for every axis of the vocabulary is meant for any model, so only its
-    own axes are checked.
+    Rules without mesh axes are skipped, because an unused rule that replicates changes nothing.
+    Tables of a role that the tree lacks are skipped too. A file with a rule for every axis of the
+    vocabulary is meant for any model, so only axes of its own are checked.
     """
     if not subject.tensors:
         return
