@@ -255,10 +255,10 @@ def test_choice_prints_its_reasons() -> None:
             attention.explain(**arrays(), mode="train", implementation="auto", return_weights=True)
         )
     assert text.startswith(
-        "vanilla   only it returns weights\n"
+        "vanilla   only vanilla returns weights\n"
         "  call  batch 4, 24 x 24, heads 4/2, head_dim 8, float32, train, cpu\n"
-        "  mesh  batch dp, heads tp; kv heads are replicated; over tp each shard picks what "
-        "its queries read (tp: 2 % 4 != 0; replicated"
+        "  mesh  batch dp, heads tp; kv heads are replicated; over tp, each shard picks the "
+        "heads that its queries read (tp: 2 % 4 != 0; replicated"
     )
     assert (
         "  not   blockwise: it never has all weights at once, and the call asks for them\n" in text

@@ -37,7 +37,7 @@ def test_many_logits_take_blocks() -> None:
 def test_few_logits_take_sdpa() -> None:
     choice = chosen(1024)  # 16 heads of 4 MiB
     assert (choice.name, choice.passed_over[0]) == ("sdpa", "blockwise")
-    assert choice.why == "XLA's own: all 64.0 MiB of logits per device at once"
+    assert choice.why == "JAX's attention by XLA: all 64.0 MiB of logits per device at once"
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "v: length is 3 in v, and 2 in k\n  fix   layout BHTD is [batch, heads, length, head_dim]",
     ),
     ({"layout": "THD"}, "unknown layout 'THD'\n  fix   BTHD is [batch, length, heads, head_dim]"),
-    ({"mode": "insert"}, "insert moves rows of a cache and attends to nothing"),
+    ({"mode": "insert"}, "mode insert moves rows of a cache and does not attend"),
     ({"window": 4}, "window=4 is not a pair of lengths"),
     ({"chunk": 0}, "chunk must be a positive integer, got 0"),
     (
@@ -78,7 +78,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"segment_ids": of(2, 6)}, "segment_ids: segment_ids is float32, not integers"),
     (
         {"k": S10, "v": S10, "segment_ids": of(2, 6, dtype=jnp.int32)},
-        "segment_ids: segment_ids are of 6 queries, and there are 10 keys",
+        "segment_ids: segment_ids cover 6 queries, and there are 10 keys",
     ),
     (
         {"kv_segment_ids": of(2, 6, dtype=jnp.int32)},
@@ -103,13 +103,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"mode": "prefill", "positions": np.arange(6)},
         (
-            "positions: in prefill, positions of 6 queries do not give those of 6 keys\n"
+            "positions: in prefill, positions of 6 queries do not determine those of 6 keys\n"
             "  fix   pass kv_positions too"
         ),
     ),
     (
         {"k": S10, "v": S10, "positions": np.arange(6)},
-        "positions: in train, positions of 6 queries do not give those of 10 keys",
+        "positions: in train, positions of 6 queries do not determine those of 10 keys",
     ),
     (
         {"causal": True, "kv_positions": np.arange(6)},
@@ -122,9 +122,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
             "train\n  fix   pass positions and kv_positions"
         ),
     ),
-    ({"scale": float("nan")}, "scale: scale=nan is not a number"),
-    ({"softcap": 0.0}, "softcap: softcap=0.0\n  fix   pass a positive number"),
-    ({"dropout": 1.0, "dropout_key": 1}, "dropout: dropout=1.0\n"),
+    ({"scale": float("nan")}, "scale: scale=nan is not a finite Python number"),
+    ({"softcap": 0.0}, "softcap: softcap=0.0 is not positive\n  fix   pass a positive number"),
+    ({"dropout": 1.0, "dropout_key": 1}, "dropout: dropout=1.0 is not in [0, 1)\n"),
     ({"dropout": 0.5}, "dropout_key: dropout=0.5 without a key"),
     (
         {"k": I8, "v": I8},
@@ -140,7 +140,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"k_scale": of(2, 6, 2)},
         (
             "k_scale: k_scale is given, and k is float32\n"
-            "  fix   scales go with keys and values in int8, float8_e4m3fn"
+            "  fix   pass scales only with keys and values in int8, float8_e4m3fn"
         ),
     ),
     (
@@ -267,7 +267,7 @@ def test_quantized_keys_have_no_gradient() -> None:
 
     says = (
         "attention to int8 keys and values reads a cache and has no gradient\n"
-        "  fix   train with keys that are not quantized"
+        "  fix   train with unquantized keys and values"
     )
     for differentiate in (jax.grad(loss), jax.jit(jax.grad(loss, argnums=1))):
         with pytest.raises(sw.AttentionError, match=says):

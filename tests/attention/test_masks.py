@@ -197,7 +197,7 @@ def test_limits_of_lengths() -> None:
             lambda: MaskRules(window=4),  # type: ignore[arg-type]
             (
                 "window=4 is not a pair of lengths\n"
-                "  fix   pass (left, right): (w - 1, 0) sees w tokens"
+                "  fix   pass (left, right): (w - 1, 0) is the query's own token"
             ),
         ),
         (
@@ -215,11 +215,11 @@ def test_limits_of_lengths() -> None:
         (lambda: MaskRules(window=(True, 0)), "window=(True, 0) is not a pair of lengths"),
         (
             lambda: MaskRules(window=(2**30, 0)),
-            "window=(1073741824, 0) is longer than any position\n  fix   write None for a side",
+            "window=(1073741824, 0) has a side of 2**30 or more\n  fix   pass None for a side",
         ),
         (
             lambda: MaskRules(window=(0, 2**31)),
-            "window=(0, 2147483648) is longer than any position",
+            "window=(0, 2147483648) has a side of 2**30 or more",
         ),
         (
             lambda: masks.chunk(0),
@@ -239,7 +239,7 @@ def test_limits_of_lengths() -> None:
         ),
         (
             lambda: masks.segments(1) & masks.segments(2),
-            "both masks have segments\n  fix   number the segments once, so that rows attend",
+            "both masks have segments\n  fix   combine the ids of both, and call segments() once",
         ),
         (
             lambda: masks.Mask(kv_segment_ids=1) & masks.segments(2),

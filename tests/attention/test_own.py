@@ -40,10 +40,7 @@ def attend(**options: Any) -> Any:
         (lambda o, lse: o, "mine returned a JitTracer\n  fix   return attention.Result(o=o)"),
         (
             lambda o, lse: Result(o=jnp.swapaxes(o, 1, 2)),
-            (
-                "mine returned float32 (2, 4, 16, 8) as o\n"
-                "  fix   the call asks for float32 (2, 16, 4, 8)"
-            ),
+            ("mine returned float32 (2, 4, 16, 8) as o\n  fix   return o as float32 (2, 16, 4, 8)"),
         ),
         (
             lambda o, lse: Result(o=o.astype("bfloat16")),
@@ -51,7 +48,7 @@ def attend(**options: Any) -> Any:
         ),
         (
             lambda o, lse: Result(o=o),
-            "mine returned no lse\n  fix   the call asks for float32 (2, 4, 16)",
+            "mine returned no lse\n  fix   return lse as float32 (2, 4, 16)",
         ),
     ],
 )

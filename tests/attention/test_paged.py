@@ -297,7 +297,7 @@ def test_no_gradient() -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "page": (
         {"block_tables": np.full((4, COLUMNS), 24, np.int32)},
-        r"block_tables\[0, 0\] is page 24, and there are 24; sequence 0 has 5",
+        r"block_tables\[0, 0\] is page 24, and there are 24 pages; sequence 0 has 5",
     ),
     "negative page": (
         {"block_tables": np.full((4, COLUMNS), -1, np.int32)},

@@ -107,7 +107,7 @@ def test_call_overrides_strategy() -> None:
         with pytest.raises(
             sw.AttentionError,
             match=(
-                r'says default = "blockwise"   \(<toml>:4, \[attention\]\), and it '
+                r'says default = "blockwise"   \(<toml>:4, \[attention\]\), and blockwise '
                 r"refuses\n(.*\n)*.*blockwise: it never has all"
             ),
         ):
@@ -123,7 +123,7 @@ def test_refusal_names_the_choice_of_auto() -> None:
         assert (
             str(refused).splitlines()[0] == "refused   blockwise was asked for by name and refuses"
         )
-        assert str(refused).splitlines()[-1] == "  auto  vanilla: only it returns weights"
+        assert str(refused).splitlines()[-1] == "  auto  vanilla: only vanilla returns weights"
         says = (
             r"^blockwise was asked for by name.*\n(.*\n)* *not   blockwise: it "
             r'never(.*\n)* *fix   implementation="auto" takes vanilla$'
@@ -134,7 +134,7 @@ def test_refusal_names_the_choice_of_auto() -> None:
             sw.AttentionError,
             match=(
                 r'says default = "blockwise".*\n(.*\n)*.*"auto" takes vanilla, and so does '
-                r'default = "auto" there'
+                r'the line default = "auto"'
             ),
         ):
             attention.explain(q, k, v, mode="prefill", return_weights=True).require()
@@ -149,7 +149,7 @@ def test_nothing_serves_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(named).splitlines()[-1] == "  auto  no implementation: all refuse"
     with pytest.raises(
         sw.AttentionError,
-        match=r"ring was asked for by name and refuses\n(.*\n)*.*nothing else serves it either",
+        match=r"ring was asked for by name and refuses\n(.*\n)*.*no other implementation serves it",
     ):
         named.require()
     with pytest.raises(
@@ -176,7 +176,7 @@ def test_own_implementation_needs_a_prefix(
         says = (
             r"unknown attention implementation 'mine'\n"
             r"  rule  train = \"own:mine\"   \(my.toml:2, .*\n"
-            r"  fix   .*import what registers your own"
+            r"  fix   .*import the module that registers your own"
         )
         with pytest.raises(sw.AttentionError, match=says):
             attention.explain(q, k, v, mode="train")

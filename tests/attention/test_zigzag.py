@@ -129,7 +129,10 @@ def test_one_chunk_per_shard_is_refused() -> None:
 def test_no_shards() -> None:
     with pytest.raises(
         AttentionError,
-        match=r"^shards: 0 shards\n  fix   pass how many parts the sequence is sharded into$",
+        match=(
+            r"^shards: 0 is not a positive number\n"
+            r"  fix   pass the number of shards of the sequence$"
+        ),
     ):
         zigzag.positions(10, shards=0)
 
@@ -138,7 +141,7 @@ def test_no_shards() -> None:
 def test_array_without_length(dim: int) -> None:
     message = (
         rf"^batch/weight: no dim {dim} in shape \(3,\)\n"
-        rf"  fix   leave what has no sequence out, or pass dim=$"
+        rf"  fix   leave out arrays without a sequence, or pass dim=$"
     )
     with pytest.raises(AttentionError, match=message):
         zigzag.permute({"batch": {"weight": np.zeros(3)}}, shards=3, dim=dim)

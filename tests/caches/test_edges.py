@@ -264,7 +264,7 @@ def test_stacked_caches_equal_single_caches(kind: str) -> None:
 @pytest.mark.parametrize("cache", [None, {"k": K}])
 def test_attention_without_cache(cache: Any) -> None:
     with pytest.raises(
-        AttentionError, match=r"cache is .*, not a cache\n  fix   make one with caches.init"
+        AttentionError, match=r"cache is .*, not a cache\n  fix   create one with caches.init"
     ):
         append_and_attend(K, K, K, cache)
     with pytest.raises(AttentionError, match=r"cache is .*, not a cache"):

@@ -40,7 +40,7 @@ _BORROWED = dict.fromkeys(
     "shardwright.interop.easydel",
 )
 
-if not TYPE_CHECKING:  # a type checker must still see what does not exist
+if not TYPE_CHECKING:  # a type checker must still report unknown names
 
     def __getattr__(name: str) -> Any:
         return _moved.borrowed(__name__, name, _BORROWED)

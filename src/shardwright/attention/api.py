@@ -52,8 +52,9 @@ def dot_product_attention(
     | `positions`, decode | as given | row number: a cache |
     | `positions`, train, as many queries as keys | as given | as given |
     | both | as given | as given; a negative position hides the row |
+    | `kv_positions`, no causal, window or chunk | not used | as given; negative hides the row |
 
-    Any other combination is an error, because its meaning would be a guess.
+    Any other combination is ambiguous, and raises an error.
 
     Args:
       q: `[batch, q_length, heads, head_dim]`.
@@ -63,10 +64,10 @@ def dot_product_attention(
       mode: Runtime mode. Defaults to the manager's.
       implementation: A name, or "auto". Defaults to what the strategy names for the mode under
         `[attention]`, else to "auto". `explain` shows the choice.
-      causal: Whether a query sees no key after it.
-      window: (left, right), the positions seen before and after the query; None means no bound.
-        `(w - 1, 0)` is a window of w tokens.
-      chunk: Length of chunks that do not see each other.
+      causal: Whether a query sees only keys up to its own position.
+      window: (left, right), the positions seen before and after the query; None means no bound. `(w
+        - 1, 0)` is a window of w tokens.
+      chunk: Positions per chunk. A query sees only keys of its own chunk.
       segment_ids: `[batch, q_length]` int. Rows with equal ids see each other.
       kv_segment_ids: `[batch, kv_length]` int. Defaults to `segment_ids`.
       positions: `[batch, q_length]` or `[q_length]` int; see the table.
@@ -76,10 +77,10 @@ def dot_product_attention(
       bias: `[batch, heads, q_length, kv_length]`, each dim full or 1. Added to the scaled logits. A
         bias of at most -2e38 hides the pair.
       sinks: `[heads]`, a logit per head that takes weight and contributes no value.
-      k_scale: `[batch, kv_length, kv_heads]` float32 (in layout "BHTD" `[batch, kv_heads,
-        kv_length]`) for int8 or float8 keys. Each key is `k * k_scale`. The logits are multiplied
-        by it, and the keys are not copied. It has no gradient.
-      v_scale: The same for the values, which then have k's dtype. It multiplies the weights.
+      k_scale: `[batch, kv_length, kv_heads]` float32 (in layout "BHTD"
+        `[batch, kv_heads, kv_length]`) for int8 or float8 keys. Each key is `k * k_scale`. The
+        scale multiplies the logits, so the keys are not copied. A call with scales has no gradient.
+      v_scale: Likewise for the values, which then have k's dtype. The scale multiplies the weights.
       softcap: c in `c * tanh(logits / c)`.
       scale: Factor of the products. Defaults to `1 / sqrt(head_dim)`.
       dropout: Probability of dropping a weight; 0 is none. The same weights are dropped on every
@@ -103,10 +104,10 @@ def dot_product_attention(
       NoManagerError: No manager is entered or passed, and the call has no mode.
       ShardingError: The rules of the manager do not fit the arrays.
     """
-    given = dict(locals())
+    keywords = dict(locals())
     for name in ("q", "k", "v", "implementation", "metadata"):
-        del given[name]
-    options = read_options(given, metadata)
+        del keywords[name]
+    options = read_options(keywords, metadata)
     operands, call = read(q, k, v, options)
     choice = choose(call, implementation=implementation, manager=manager_of(options))
     result = run(choice.require(), operands, call)
@@ -122,7 +123,7 @@ def explain(
     metadata: Defaults | None = None,
     **options: Any,
 ) -> Choice:
-    """Return the implementation that `dot_product_attention` takes, and why not the others.
+    """Return the implementation that `dot_product_attention` takes, and why others refuse.
 
     Print the result to read it.
 
@@ -138,6 +139,6 @@ def explain(
       AttentionError: As for `dot_product_attention`.
       ShardingError: As for `dot_product_attention`.
     """
-    keywords = read_options(options, metadata)
-    call = describe(q, k, v, keywords)
-    return choose(call, implementation=implementation, manager=manager_of(keywords))
+    all_options = read_options(options, metadata)
+    call = describe(q, k, v, all_options)
+    return choose(call, implementation=implementation, manager=manager_of(all_options))

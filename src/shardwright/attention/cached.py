@@ -1,4 +1,4 @@
-"""Attend to a cache: append new tokens, then attend to all that each slot holds, by position."""
+"""Attend to a cache: append new tokens, then attend to all keys of each slot, by position."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CachedAttention(Generic[C]):
 
     Attributes:
       o: `[batch, q_length, heads, v_dim]`. Exactly 0 for rows that are not tokens, and for slots
-        that refused theirs.
+        that refused their tokens.
       change: The cache after the append, the refusals, and the positions of the tokens.
     """
 
@@ -64,13 +64,13 @@ def append_and_attend(
     softcap: float | None = None,
     scale: float | None = None,
 ) -> CachedAttention[C]:
-    """Append new tokens to every slot, and attend from them to all that the slot then holds.
+    """Append new tokens to every slot, and attend from them to all keys that the slot then holds.
 
     Row i of the queries belongs to row i of the new keys. Masks work by position, so one call
-    serves prefill, a chunk of it, decode, and several drafted tokens. n tokens in one call give the
-    same as n calls with one token each. That holds for a ring too: queries still see the tokens
-    that the call itself overwrites. If a chunk is longer than the rows beyond the window,
-    `q_length > capacity - window + 1`, the call attends to a copy of the ring and the chunk.
+    serves prefill, a chunk of it, decode, and several drafted tokens. One call with n tokens equals
+    n calls with one token each. That holds for a ring too: if the new tokens overwrite keys that
+    their queries see, `q_length > capacity - window + 1`, the call attends to a copy of the ring
+    followed by the new tokens.
 
     Args:
       q: `[batch, q_length, heads, head_dim]`.
@@ -80,9 +80,10 @@ def append_and_attend(
       cache: A cache of any kind. Under `jit`, donate it.
       valid: `[batch, q_length]` bool, which rows are tokens. The others are not written, and their
         output is 0. Defaults to all.
-      mode: Runtime mode, for the sharding of q. Defaults to that of the cache, else the manager's.
-      implementation: As in `dot_product_attention`. Pages have an implementation of their own.
-      causal: Whether a query sees no key after it.
+      mode: Runtime mode, for the sharding of q. Defaults to the cache's, else the manager's, else
+        decode.
+      implementation: As in `dot_product_attention`. Leave it out for a paged cache.
+      causal: Whether a query sees only keys up to its own position.
       window: (left, right), as in `dot_product_attention`. Defaults to the cache's.
       chunk: As in `dot_product_attention`.
       sinks: `[heads]`, as in `dot_product_attention`.
@@ -90,18 +91,18 @@ def append_and_attend(
       scale: Factor of the products. Defaults to `1 / sqrt(head_dim)`.
 
     Raises:
-      AttentionError: The arguments do not go together, a window reaches beyond the rows that a ring
-        keeps, or the mode needs another sharding of the cache.
+      AttentionError: The arguments do not go together, a window is longer than that of a ring, or
+        the mode needs another sharding of the cache.
       CacheError: Keys and values do not fit the cache.
       ShardingError: The rules of the manager do not fit the arrays.
     """
     _check_cache(cache)
     _check_rows(q, k)
     mode = _mode(cache, mode)
-    seen = _window(cache, window)
+    query_window = _window(cache, window)
     options = {
         "causal": causal,
-        "window": seen,
+        "window": query_window,
         "chunk": chunk,
         "sinks": sinks,
         "softcap": softcap,
@@ -116,8 +117,8 @@ def append_and_attend(
     if view.tables is not None:
         o = _attend_to_pages(q, view, positions, options, implementation)
     else:
-        if _forgets(cache, k.shape[1], seen):
-            view = (_join if _jax.in_trace() else _joined)(
+        if _overwrites_visible_keys(cache, k.shape[1], query_window):
+            view = (_join if _jax.in_trace() else _jitted_join)(
                 cache, jnp.asarray(k), jnp.asarray(v), positions
             )
         o = _attend_to_rows(q, view, positions, options, implementation)
@@ -141,7 +142,7 @@ def next_positions(cache: KVCache, *, q_length: int = 1, valid: Any = None) -> j
         not a cache.
     """
     _check_cache(cache)
-    fix = "pass the number of rows that are appended"
+    fix = "pass the number of rows to append"
     q_length = read_integer("q_length", q_length, error=AttentionError, fix=fix)
     shape = (cache.batch, q_length)
     if valid is not None and (getattr(valid, "shape", None) != shape or valid.dtype != bool):
@@ -167,12 +168,12 @@ def _check_cache(cache: Any) -> None:
         raise AttentionError(
             f"cache is {type(cache).__name__}, not a cache",
             path="cache",
-            fix="make one with caches.init",
+            fix="create one with caches.init",
         )
 
 
 def _check_rows(q: Any, k: Any) -> None:
-    """Check that each query belongs to a new key. Other faults of the shapes are found later."""
+    """Check that q and k have equal batch and length. Later code checks the rest of the shapes."""
     whole = getattr(q, "ndim", None) == 4 and getattr(k, "ndim", None) == 4
     if whole and q.shape[:2] != k.shape[:2]:
         raise AttentionError(
@@ -198,7 +199,7 @@ def _mode(cache: KVCache, mode: str | None) -> str:
                 f"the cache is sharded for {mode_name(own)}, {name} as {spec_text(current)}, "
                 f"and {mode_name(parsed)} needs {spec_text(required)}",
                 path="mode",
-                fix="move it once, with caches.reshard, or leave mode out",
+                fix="move the cache once with caches.reshard, or leave mode out",
             )
     return parsed
 
@@ -212,26 +213,26 @@ def _window(cache: KVCache, window: Window | None) -> Window | None:
     own = cache.spec.window
     if window is None:
         return None if own is None else (own - 1, None)
-    given = MaskRules(window=window).window
-    assert given is not None
-    left = given[0]
+    checked = MaskRules(window=window).window
+    assert checked is not None
+    left = checked[0]
     if cache.spec.is_ring and own is not None and (left is None or left >= own):
         positions = "all" if left is None else left
         raise AttentionError(
             f"window={window} sees {positions} positions to the left, "
             f"and the ring keeps a window of {own}",
             path="window",
-            fix=f"leave window out, pass {(own - 1, given[1])} or less, "
-            "or make the cache with more",
+            fix=f"leave window out, pass {(own - 1, checked[1])} or less, "
+            "or create the cache with a longer window",
         )
-    return given
+    return checked
 
 
-def _forgets(cache: KVCache, q_length: int, seen: Window | None) -> bool:
+def _overwrites_visible_keys(cache: KVCache, q_length: int, window: Window | None) -> bool:
     """Tell whether an append may overwrite keys that its own queries see."""
-    if not cache.spec.is_ring or seen is None or seen[0] is None:
+    if not cache.spec.is_ring or window is None or window[0] is None:
         return False
-    return q_length > cache.spec.capacity - seen[0]
+    return q_length > cache.spec.capacity - window[0]
 
 
 # Attending.
@@ -278,12 +279,13 @@ def _attend_to_pages(
 def _join(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> View:
     """Return a view of a ring before the append, followed by the new tokens.
 
-    Each shard holds some of the new tokens, so nothing of the ring is sent.
+    Each shard appends its part of the new tokens to its part of the ring, so no row of the ring is
+    sent.
     """
     assert isinstance(cache, RowCache)
-    sharding, before = ambient_sharding(cache.spec.mode), cache.view()
-    assert before.positions is not None
-    old = {**cache.buffers, "positions": before.positions}
+    sharding, ring = ambient_sharding(cache.spec.mode), cache.view()
+    assert ring.positions is not None
+    old = {**cache.buffers, "positions": ring.positions}
     new = {**cache.encode(k, v), "positions": positions}
     placed = sharding.with_specs(old, {**cache.buffer_axes, "positions": (BATCH, KV_LENGTH)})
     padding = -positions.shape[1] % _row_shards(placed)
@@ -292,19 +294,19 @@ def _join(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> V
     def local(old: dict[str, jax.Array], new: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return {name: jnp.concatenate([x, new[name]], axis=1) for name, x in old.items()}
 
-    both = placed.run(local, new, specs=(placed.specs,))
+    joined = placed.run(local, new, specs=(placed.specs,))
     return View(
-        k=both["k"],
-        v=both["v"],
-        positions=both["positions"],
-        # The new tokens count too. With one slot, attention hides every row beyond the length.
+        k=joined["k"],
+        v=joined["v"],
+        positions=joined["positions"],
+        # Attention to one slot hides rows beyond its length, so the new tokens must count too.
         lengths=cache.length + jnp.sum(positions >= 0, axis=1, dtype=jnp.int32),
-        k_scale=both.get("k_scale"),
-        v_scale=both.get("v_scale"),
+        k_scale=joined.get("k_scale"),
+        v_scale=joined.get("v_scale"),
     )
 
 
-_joined = jax.jit(_join)
+_jitted_join = jax.jit(_join)
 
 
 def _row_shards(placed: PlacedArrays) -> int:

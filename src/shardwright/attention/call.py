@@ -44,7 +44,7 @@ class Operands:
       v: `[batch, kv_length, kv_heads, v_dim]`.
       k_scale: `[batch, kv_length, kv_heads]` float32 for quantized keys, else None. A key is
         `k * k_scale`.
-      v_scale: The same for the values.
+      v_scale: Likewise for the values.
       q_positions: `[batch or 1, q_length]` int32, global.
       kv_positions: `[batch or 1, kv_length]` int32, global. A negative position marks a row that
         does not exist.
@@ -115,8 +115,8 @@ class Recipe:
     """The static part of the arithmetic.
 
     Logits are `softcap(scale * q.k + bias)`. They are masked, then softmax and dropout follow. With
-    quantized keys and values, k's scale multiplies the products first, and v's scale multiplies
-    the weights last.
+    quantized keys and values, k's scale multiplies the products before the bias is added, and v's
+    scale multiplies the weights after dropout.
 
     Attributes:
       mask: Which pairs attend, by position.
@@ -147,8 +147,8 @@ class KVHeads(enum.StrEnum):
     PREFIX: over the leading mesh axes of the query heads. Over the rest, each shard picks the kv
       heads that its queries read.
     INDEX: replicated. Each shard picks the kv heads that its queries read.
-    FACTOR: over some leading mesh axes or none; the remaining ones shard the keys' length. A shard
-      holds a part of the keys that its queries read.
+    FACTOR: over some leading mesh axes of the query heads, or none. Some of the other mesh axes
+      shard the keys' length, so a shard holds a part of the keys that its queries read.
     """
 
     SAME = "same"
@@ -161,7 +161,7 @@ class KVHeads(enum.StrEnum):
 class JointSpecs:
     """The sharding of a call's arrays, resolved jointly.
 
-    Each field holds the mesh axes of one dim, major first. All are empty for an unsharded call.
+    Each tuple holds the mesh axes of one dim, major first. An unsharded call has empty tuples.
 
     Attributes:
       batch: Mesh axes of the batch of q, k and v.
@@ -169,7 +169,7 @@ class JointSpecs:
       kv_length: Mesh axes of the keys' length.
       heads: Mesh axes of the query heads.
       kv_heads: Mesh axes of the kv heads; a prefix of `heads`.
-      grouping: How the kv heads follow the query heads.
+      grouping: How the kv heads are sharded, relative to the query heads.
       why: The reason for the grouping, in one line.
     """
 
@@ -235,7 +235,7 @@ def _spec_of(specs: JointSpecs, dims: tuple[str, ...], shape: tuple[int, ...]) -
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
-    """A call without its arrays. `supports` judges it, and choices are cached by it.
+    """A call without its arrays. `supports` reads it, and choices are cached under it.
 
     Sizes are global.
 
@@ -252,8 +252,8 @@ class AttentionCall:
       mode: Runtime mode.
       recipe: The static part of the arithmetic.
       layout: Layout of the caller's q, k, v and output. Operands are BTHD in any case.
-      q_offset: Set if row j of the keys is at position j: row i of the queries is then at position
-        `q_offset + i`. None if positions are arrays.
+      q_offset: None if positions are arrays. Otherwise row i of the queries is at position
+        `q_offset + i`, and row j of the keys is at position j.
       segments: Whether there are segment ids.
       lengths: Whether there are lengths.
       sinks: Whether there are sinks.
@@ -309,7 +309,7 @@ class Result:
 
     Attributes:
       o: `[batch, q_length, heads, v_dim]`, in the call's dtype.
-      lse: `[batch, heads, q_length]` float32, -inf for a row without keys. Required if
+      lse: `[batch, heads, q_length]` float32, -inf for a row without keys and sinks. Required if
         `call.return_lse`.
       weights: `[batch, heads, q_length, kv_length]`. Required if `call.return_weights`.
     """

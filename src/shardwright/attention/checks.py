@@ -62,7 +62,7 @@ def read_sizes(q: Any, k: Any, v: Any, layout: str, *, cast: bool) -> Sizes:
       k: Likewise.
       v: Likewise.
       layout: "BTHD" or "BHTD".
-      cast: Whether the arrays are cast to one dtype, so that theirs may differ.
+      cast: Whether the call casts the arrays to one dtype. Their dtypes may then differ.
 
     Raises:
       AttentionError: The layout is unknown, or the shapes or dtypes do not go together.
@@ -116,7 +116,7 @@ def _check_array(name: str, array: Any, order: str) -> None:
     if shape is None or len(shape) != 4:
         raise AttentionError(f"{name} has shape {shape}, not 4 dims", path=name, fix=order)
     if 0 in shape:
-        fix = "call it with at least one row"
+        fix = "pass arrays without an empty dim"
         raise AttentionError(f"{name} has shape {shape}: a dim is empty", path=name, fix=fix)
 
 
@@ -138,9 +138,9 @@ def read_number(name: str, value: Any) -> float:
     array = isinstance(value, (jax.Array, jax.core.Tracer))
     if array or not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
         raise AttentionError(
-            f"{name}={value!r} is not a number",
+            f"{name}={value!r} is not a finite Python number",
             path=name,
-            fix="pass a Python float: it is part of the program",
+            fix="pass a Python float: the value is compiled into the program",
         )
     return float(value)
 
@@ -180,7 +180,7 @@ def check_scale(name: str, scale: Any, dims: tuple[int, ...], *, of: str, dtype:
             raise AttentionError(f"{of} is {dtype} and has no scale", path=name, fix=fix)
         return
     if not quantized:
-        fix = f"scales go with keys and values in {', '.join(QUANTIZED)}"
+        fix = f"pass scales only with keys and values in {', '.join(QUANTIZED)}"
         raise AttentionError(f"{name} is given, and {of} is {dtype}", path=name, fix=fix)
     shape, kind = getattr(scale, "shape", None), getattr(scale, "dtype", type(scale).__name__)
     if str(kind) != "float32" or shape != dims:
@@ -212,7 +212,7 @@ def check_arrays(options: Options, mask: Mask, sizes: Sizes) -> None:
         _check_pairs("mask", mask.dense.shape, full)
     if options.bias is not None:
         if not jnp.issubdtype(options.bias.dtype, jnp.floating):
-            fix = "a mask goes into mask=, a bias is added to the logits"
+            fix = "pass a mask as mask=; a bias is added to the logits"
             what = f"bias is {options.bias.dtype}, not floating point"
             raise AttentionError(what, path="bias", fix=fix)
         _check_pairs("bias", options.bias.shape, full)
@@ -230,8 +230,8 @@ def _check_pairs(name: str, shape: tuple[int, ...], full: tuple[int, ...]) -> No
     if len(shape) == 4 and all(fits):
         return
     more = {
-        2: f"; of one of [q_length, kv_length], {name}[None, None]",
-        3: f"; of one of [batch, q_length, kv_length], {name}[:, None]",
+        2: f"; for [q_length, kv_length] pass {name}[None, None]",
+        3: f"; for [batch, q_length, kv_length] pass {name}[:, None]",
     }
     raise AttentionError(
         f"{name} has shape {tuple(shape)}, "

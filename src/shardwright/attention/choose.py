@@ -15,9 +15,10 @@ from shardwright.resolution.rules import OWN_ATTENTION
 from shardwright.vocabulary.modes import MODE_DECODE, mode_name
 
 AUTO: Final = "auto"
-# If all keys of a shard's sequences take at most this many bytes, always all-gather them.
+# All-gather keys and values if those of one device's heads and sequences take at most this many
+# bytes.
 _GATHER_BYTES: Final = 16 * 2**20
-# On a GPU, compute the float32 logits of one device at once up to this many bytes.
+# On a GPU, compute all float32 logits of a device at once if they take at most this many bytes.
 _LOGIT_BYTES: Final = 64 * 2**20
 
 
@@ -37,12 +38,13 @@ class Choice:
       name: Name of the implementation, or empty if none can serve the call.
       why: The deciding reason.
       refusals: The implementations that cannot serve the call, each with all its reasons.
-      passed_over: Names of the others that could serve it, best first.
+      passed_over: Names of the less preferred ones that could serve it, best first. An
+        implementation that is never preferred, such as a registered one, is not listed.
       call: The call.
       instead: If a named implementation refuses, the choice that "auto" makes for the call.
       line: The line of the strategy that names the implementation, or None.
-      inner: Which kernel runs on each shard, and why not the platform's own kernel. Empty if there
-        is no choice.
+      inner: The kernel that runs on each shard, and why it is not the platform's own. Empty if no
+        implementation is chosen, or if the chosen one has a single kernel.
       implementation: The chosen implementation, or None.
     """
 
@@ -80,7 +82,8 @@ class Choice:
         """Return the implementation.
 
         Raises:
-          AttentionError: The named implementation refuses the call, or all do; with every reason.
+          AttentionError: The named implementation refuses the call, or all do. The message has
+            every reason.
         """
         if self.implementation is not None:
             return self.implementation
@@ -89,10 +92,10 @@ class Choice:
             raise AttentionError(
                 f"no attention implementation can serve this call: {self.why}", snippet=details
             )
-        fix = "change the call: nothing else serves it either"
+        fix = "change the call: no other implementation serves it"
         if self.instead.name:
-            there = "" if self.line is None else f', and so does {self.line.key} = "auto" there'
-            fix = f'implementation="auto" takes {self.instead.name}{there}'
+            line = "" if self.line is None else f', and so does the line {self.line.key} = "auto"'
+            fix = f'implementation="auto" takes {self.instead.name}{line}'
         raise AttentionError(self.why, snippet=details, fix=fix)
 
 
@@ -133,7 +136,7 @@ def _choose(
     named = find(name.removeprefix(OWN_ATTENTION), line="" if line is None else str(line))
     reasons = named.refusals(call)
     if line is not None:
-        why = f"the strategy says {line}{', and it refuses' if reasons else ''}"
+        why = f"the strategy says {line}{f', and {named.name} refuses' if reasons else ''}"
     else:
         why = f"{named.name} was asked for by name and refuses" if reasons else "asked for by name"
     if reasons:
@@ -192,7 +195,7 @@ def _preference(call: AttentionCall) -> list[tuple[str, str]]:
     """Return the implementations to try, best first, each with the reason for it."""
     last = [("vanilla", f"all {_logit_bytes(call) / 2**20:.1f} MiB of logits per device at once")]
     if call.return_weights:
-        return [("vanilla", "only it returns weights")]
+        return [("vanilla", "only vanilla returns weights")]
     specs = call.specs
     if specs.kv_length and (call.mode == MODE_DECODE or not specs.q_length):
         over = "+".join(specs.kv_length)
@@ -205,23 +208,26 @@ def _preference(call: AttentionCall) -> list[tuple[str, str]]:
         "gpu": [("cudnn", "the GPU's own kernel")],
     }.get(call.platform, [])
     if call.recipe.cached is not None:
-        # The TPU's kernel wants keys by head, and would copy the cache into that order.
-        return [("blockwise", "it reads a cache in the order in which it is stored"), *fast, *last]
+        # The TPU's own kernel needs keys ordered by head, and would copy the cache into that order.
+        return [("blockwise", "it reads a cache in its stored order"), *fast, *last]
     if call.platform == "gpu":
         return [*fast, *_without_cudnn(call), *last]
     return [*fast, ("blockwise", "memory linear in length"), *last]
 
 
 def _without_cudnn(call: AttentionCall) -> list[tuple[str, str]]:
-    """Rank the implementations by XLA for a GPU: few logits are faster all at once."""
+    """Rank `sdpa` and `blockwise` for a GPU: `sdpa` is faster if the logits are few."""
     logits = _logit_bytes(call)
     if logits > _LOGIT_BYTES:
         many = (
             f"all logits at once would take {logits / 2**20:.1f} MiB per device, "
             f"more than {_LOGIT_BYTES // 2**20}"
         )
-        return [("blockwise", f"memory linear in length: {many}"), ("sdpa", "XLA's own")]
-    few = f"XLA's own: all {logits / 2**20:.1f} MiB of logits per device at once"
+        return [
+            ("blockwise", f"memory linear in length: {many}"),
+            ("sdpa", "JAX's attention by XLA"),
+        ]
+    few = f"JAX's attention by XLA: all {logits / 2**20:.1f} MiB of logits per device at once"
     return [("sdpa", few), ("blockwise", "memory linear in length")]
 
 
@@ -234,12 +240,12 @@ def _sequence_parallel(call: AttentionCall) -> list[tuple[str, str]]:
     # A ring sends keys and values n - 1 times; all-to-alls send queries and outputs too, but once.
     even = 1 + call.heads / call.kv_heads
     limit = f"1 + heads / kv_heads = {even:g}"
-    fewer = f"{shards} shards are more than {limit}: it sends fewer bytes than a ring"
-    ulysses = ("ulysses", fewer)
-    no_more = f"{shards} shards are no more than {limit}: it sends no more bytes than all-to-alls"
-    ring = ("ring", no_more)
+    many_shards = f"{shards} shards are more than {limit}: all-to-alls send fewer bytes than a ring"
+    ulysses = ("ulysses", many_shards)
+    few_shards = f"{shards} shards are at most {limit}: a ring sends no more bytes than all-to-alls"
+    ring = ("ring", few_shards)
     size_text = f"{gathered / 2**20:.1f} MiB per device"
-    why = f"the gathered keys take {size_text}: one collective, a ring's bytes"
+    why = f"the gathered keys and values take {size_text}: one collective sends a ring's bytes"
     if not specs.kv_length:
         why = "every device has all keys already: nothing is gathered"
     gather = ("allgather_kv", why)
@@ -248,7 +254,7 @@ def _sequence_parallel(call: AttentionCall) -> list[tuple[str, str]]:
 
 
 def _few_queries(call: AttentionCall, keys_sent: int) -> list[tuple[str, str]]:
-    """Rank first what sends the queries and their results, if those are fewer bytes than keys."""
+    """Rank `flash_decode` first if queries and their results are fewer bytes than the keys."""
     specs = call.specs
     if not specs.kv_length or not set(specs.kv_length) <= set(specs.q_length):
         return []

@@ -6,8 +6,8 @@
 - A running softmax, float32: `start`, `forward` (adds a set of keys), `merge` (joins two states),
   `add_sinks`, `finish`.
 - Its gradients: `delta` once, `backward` for each set of keys, `sinks_gradient` once.
-- `without_remains(shard, call.recipe)` sets values to zero in rows that hold no key. What an
-  earlier sequence left in a cache may be NaN, and 0 times NaN is not 0. `forward` calls it itself.
+- `without_remains(shard, call.recipe)` sets values to zero in rows that hold no key. Rows left in a
+  cache by an earlier sequence may be NaN, and 0 times NaN is not 0. `forward` does this itself.
 - `visible(shard, call.recipe.mask)` returns which pairs attend, and the bias to add. A bias of at
   most -2e38 hides its pair.
 """

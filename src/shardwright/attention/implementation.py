@@ -4,9 +4,9 @@ To write an implementation of your own:
 
 1. Write `supports(call)`. It gets an `AttentionCall`: sizes, mode, mask rules, specs, mesh and
    platform, but no arrays. It returns the reasons why it cannot serve the call, one line each, and
-   traces nothing. Whatever it accepts must equal attention in float64, in values and gradients;
-   `shardwright.testing.AttentionConformance` checks that. Calls with quantized keys are refused
-   unless the implementation says `takes_scales=True` and multiplies by `k_scale` and `v_scale`.
+   traces nothing. For every call that it accepts, values and gradients must equal attention in
+   float64; `shardwright.testing.AttentionConformance` checks that. Set `takes_scales=True` if `run`
+   multiplies by `k_scale` and `v_scale`; otherwise calls with quantized keys are refused.
 2. Write `run(operands, call)`. It gets `Operands`: global BTHD arrays in one pytree, always with
    positions. It returns a `Result`.
 3. Build on `attention.extend`. `run_on_shards(kernel, operands, call)` calls `shard_map`. The
@@ -14,15 +14,16 @@ To write an implementation of your own:
    read. `call.specs` names the mesh axes of each dim. A kernel that JAX cannot differentiate, such
    as a Pallas kernel, goes to `run_opaque` instead.
 4. Compose a kernel from pure local functions. Forward: `forward` adds a set of keys to a running
-   state (`Running`: float32 o, m, l), `merge` joins two states, and `finish` ends them. Sinks are
-   added by `finish`, or by `add_sinks` on exactly one shard. Backward: `delta` once, `backward` for
-   each set of keys, `sinks_gradient` once. Masks, windows, segments and dropout depend on global
-   positions, so a shard of keys is only
-   `operands.replace(k=…, v=…, kv_positions=…, kv_segment_ids=…)`. The kernel slices dense masks and
-   biases itself.
+   state (`Running`: float32 o, m, l), `merge` joins two states, and `finish` returns the output and
+   the logsumexp. Sinks are added by `finish`, or by `add_sinks` on exactly one shard. Backward:
+   `delta` once, `backward` for each set of keys, `sinks_gradient` once. Masks, windows, segments
+   and dropout depend on global positions, so a kernel gets another shard of keys with
+   `operands.replace(k=…, v=…, kv_positions=…, kv_segment_ids=…)`. It slices dense masks and biases
+   itself.
 5. A `custom_vjp` inside `shard_map` needs operands that vary over the same mesh axes: call
-   `_jax.vary_together(operands)` first. Its transpose sums the gradients of replicated operands,
-   so a backward pass needs no `psum` for that. A scan's carry comes from `start` or `zeros_like`.
+   `_jax.vary_together(operands)` first. The transpose of that call sums the gradients of replicated
+   operands, so a backward pass needs no `psum` for them. A scan's carry comes from `start` or
+   `zeros_like`.
 6. Pass both functions to `register(Implementation(name=…, supports=…, run=…))`.
 """
 
@@ -62,9 +63,9 @@ class Implementation:
         that names the value; empty if it can. Traces nothing.
       run: Function of global operands and their call. Returns a `Result`.
       aliases: Other names with the same meaning.
-      takes_scales: Whether it multiplies by the scales of quantized keys and values.
-      inner: Function of a call. Returns which kernel runs on each shard and why not the platform's
-        own kernel; empty if there is no choice.
+      takes_scales: Whether `run` multiplies by the scales of quantized keys and values.
+      inner: Function of a call. Returns which kernel runs on each shard, and why it is not the
+        platform's own; empty if the implementation has a single kernel.
     """
 
     name: str
@@ -125,8 +126,8 @@ def implementations() -> tuple[Implementation, ...]:
 def register(implementation: Implementation) -> Implementation:
     """Make an implementation available by its name, and return it.
 
-    The same function under the same name replaces what it registered before, as when a notebook
-    cell runs twice.
+    If a registered implementation shares the name, and its `run` has the same qualified name and
+    module, the new one replaces it. A notebook cell may therefore run twice.
 
     Raises:
       AttentionError: The value is not an `Implementation`, or another one has its name.
@@ -156,7 +157,7 @@ def find(name: str, *, line: str = "") -> Implementation:
 
     Args:
       name: A name or an alias.
-      line: The line of the strategy that says so, for the message.
+      line: The line of the strategy that has the name, for the message.
 
     Raises:
       AttentionError: The name is unknown.
@@ -167,7 +168,7 @@ def find(name: str, *, line: str = "") -> Implementation:
     known = names()
     fix = (
         f"{did_you_mean(str(name), known)} implementations are {', '.join(known)}; "
-        "import what registers your own"
+        "import the module that registers your own"
     )
     raise AttentionError(f"unknown attention implementation {name!r}", rule=line, fix=fix.strip())
 

@@ -32,15 +32,17 @@ from shardwright.manager.manager import PartitionManager
 from shardwright.mesh.platform import platform_of
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_INSERT, MODE_TRAIN, mode_name, parse_mode
 
-# Rows of queries and keys in a block. On a CPU a block that fits its caches, and skips more of a
-# causal mask, takes half the time of a larger one (benchmarks/attention.py).
+# Rows of queries and keys in a block. On a CPU a small block takes half the time of a larger one:
+# it fits the CPU's caches, and more blocks of a causal mask are skipped (benchmarks/attention.py).
 _CPU_BLOCKS = {"q_block": 256, "kv_block": 512}
 _BLOCKS = {"q_block": 512, "kv_block": 1024}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Options:
-    """The keywords of `dot_product_attention`, and those that only defaults set; see there.
+    """The keywords of `dot_product_attention`, and the options below.
+
+    A call sets the options below through `metadata`.
 
     Attributes:
       q_block: Rows of queries in a block.
@@ -83,7 +85,7 @@ class Options:
 
 
 class Defaults(Protocol):
-    """Values for keywords that a call leaves out; `metadata=` of the public call takes one."""
+    """Values for keywords that a call leaves out, passed as `metadata`."""
 
     def options(self, given: Mapping[str, Any]) -> Options:
         """Return the options of a call: the given keywords, and defaults for the rest."""
@@ -128,14 +130,14 @@ def read(q: Any, k: Any, v: Any, options: Options) -> tuple[Operands, AttentionC
 def describe(
     q: Any, k: Any, v: Any, options: Options, *, specs: JointSpecs | None = None
 ) -> AttentionCall:
-    """Return the call alone. Reads only shapes and dtypes, so `jax.ShapeDtypeStruct`s will do.
+    """Return the call without its operands. The arrays may be `jax.ShapeDtypeStruct`s.
 
     Args:
       q: As for `dot_product_attention`.
       k: As for `dot_product_attention`.
       v: As for `dot_product_attention`.
       options: The keywords.
-      specs: The sharding of the arrays. Defaults to what the manager's rules say.
+      specs: The sharding of the arrays. Defaults to what the manager's rules resolve to.
 
     Raises:
       AttentionError: The arguments do not go together; see `dot_product_attention`.
@@ -251,7 +253,7 @@ def _read_mode(mode: str | None, manager: PartitionManager | None) -> str:
     if mode is None and manager is not None:
         mode = manager.mode
     if mode is None and manager is None:
-        # With a mode, a call without a manager is attention without sharding, as in a reference.
+        # A call with a mode and without a manager is attention without sharding.
         raise NoManagerError(
             "attention needs a PartitionManager, and none is entered in this thread",
             fix='enter a manager that has a mode, with pm.for_mode("train"): ..., or pass '
@@ -266,14 +268,14 @@ def _read_mode(mode: str | None, manager: PartitionManager | None) -> str:
     parsed = parse_mode(mode)
     if parsed == MODE_INSERT:
         raise AttentionError(
-            "insert moves rows of a cache and attends to nothing",
+            "mode insert moves rows of a cache and does not attend",
             fix='pass mode="decode" or "prefill"',
         )
     return parsed
 
 
 def _check_sequence_axis(name: str, specs: JointSpecs) -> None:
-    """Check that the rules shard the sequence over no other mesh axis than the caller names."""
+    """Check that the rules shard the lengths over the caller's mesh axis or not at all."""
     for what, axes in (("queries", specs.q_length), ("keys", specs.kv_length)):
         if axes and axes != (name,):
             over = "+".join(axes)
@@ -295,8 +297,7 @@ def _read_mask(options: Options, sizes: Sizes) -> Mask:
     if options.segment_ids is not None:
         if options.kv_segment_ids is None and sizes.q_length != sizes.kv_length:
             raise AttentionError(
-                f"segment_ids are of {sizes.q_length} queries, "
-                f"and there are {sizes.kv_length} keys",
+                f"segment_ids cover {sizes.q_length} queries, and there are {sizes.kv_length} keys",
                 path="segment_ids",
                 fix="pass kv_segment_ids too",
             )
@@ -313,15 +314,15 @@ def _read_mask(options: Options, sizes: Sizes) -> Mask:
 
 
 def _read_offset(options: Options, mask: Mask, mode: str, sizes: Sizes) -> int | None:
-    """Return the position of the first query if positions are row numbers; None if arrays."""
+    """Return the first query's position if positions are row numbers; None if they are arrays."""
     if options.positions is not None:
         same = mode == MODE_TRAIN and sizes.q_length == sizes.kv_length
         if options.kv_positions is None and mode != MODE_DECODE and not same:
             raise AttentionError(
                 f"in {mode_name(mode)}, positions of {sizes.q_length} queries "
-                f"do not give those of {sizes.kv_length} keys",
+                f"do not determine those of {sizes.kv_length} keys",
                 path="positions",
-                fix="pass kv_positions too; jnp.arange(kv_length) for a cache or a whole sequence",
+                fix="pass kv_positions too: jnp.arange(kv_length) for a cache or a whole sequence",
             )
         return None
     if options.kv_positions is not None:
@@ -356,8 +357,8 @@ def _positions(options: Options, mask: Mask, call: AttentionCall) -> tuple[jax.A
         q = _rows(options.positions)
         return q, q if options.kv_positions is None and call.mode != MODE_DECODE else kv
     if call.q_offset is None and mask.lengths is not None and call.recipe.mask.positional:
-        last = jnp.asarray(mask.lengths).astype(jnp.int32)[:, None]
-        return last + default_positions(call.q_length, offset=-call.q_length), kv
+        ends = jnp.asarray(mask.lengths).astype(jnp.int32)[:, None]
+        return ends + default_positions(call.q_length, offset=-call.q_length), kv
     return default_positions(call.q_length, offset=call.kv_length - call.q_length), kv
 
 
@@ -376,14 +377,16 @@ def _read_recipe(options: Options, mask: Mask, sizes: Sizes, platform: str, cach
     softcap = None if options.softcap is None else checks.read_number("softcap", options.softcap)
     if softcap is not None and softcap <= 0:
         raise AttentionError(
-            f"softcap={softcap}", path="softcap", fix="pass a positive number, or None for no cap"
+            f"softcap={softcap} is not positive",
+            path="softcap",
+            fix="pass a positive number, or None for no cap",
         )
     dropout = 0.0 if options.dropout is None else checks.read_number("dropout", options.dropout)
     if not 0.0 <= dropout < 1.0:
         raise AttentionError(
-            f"dropout={dropout}",
+            f"dropout={dropout} is not in [0, 1)",
             path="dropout",
-            fix="pass the probability of dropping a weight, from 0 to below 1",
+            fix="pass the probability of dropping a weight",
         )
     if dropout and options.dropout_key is None:
         raise AttentionError(
@@ -395,15 +398,16 @@ def _read_recipe(options: Options, mask: Mask, sizes: Sizes, platform: str, cach
     for name, default in blocks.items():
         rows = getattr(options, name)
         if rows is not None and rows < 1:
-            raise AttentionError(f"{name}={rows}", path=name, fix="pass a number of rows")
+            what = f"{name}={rows} is not a positive number"
+            raise AttentionError(what, path=name, fix="pass the number of rows per block")
         blocks[name] = rows or default
-    hides = [options.positions is not None, options.kv_positions is not None]
+    explicit = options.positions is not None or options.kv_positions is not None
     return Recipe(
         mask=mask.rules,
         scale=scale,
         softcap=softcap,
         dropout=dropout,
         cached=Layout(options.layout) if cached else None,
-        partly_filled=any(hides) or mask.lengths is not None,
+        partly_filled=explicit or mask.lengths is not None,
         **blocks,
     )

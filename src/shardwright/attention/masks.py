@@ -10,7 +10,7 @@ A query at position p and a key at position r attend to each other if all of the
 - segments: the two rows have equal ids;
 - lengths: `r < length` of the sequence;
 - a dense mask, if given, says True;
-- the bias, if given, is more than -2e38. A smaller bias hides the pair (`bias_hides`).
+- the bias, if given, is more than -2e38 (`bias_hides`).
 
 Masks use positions and not row numbers. A permuted batch, a shard of a sequence and a cache
 therefore need no rules of their own.
@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from shardwright.errors import AttentionError
 from shardwright.vocabulary.integers import as_integer, read_integer
 
-# Other code hides a key with a smaller bias: -inf, finfo.min of float32 or bfloat16,
-# DEFAULT_MASK_VALUE. A bias that only adds weight, such as -1e9, is far larger.
+# Values by which other code hides a key are smaller: -inf, finfo.min of float32 or bfloat16,
+# DEFAULT_MASK_VALUE. A bias that is to be added, even -1e9, is far larger.
 _HIDING_BIAS = -2e38
 T = TypeVar("T", int, jax.Array)
 Window = tuple[int | None, int | None]
@@ -40,10 +40,10 @@ class MaskRules:
     """The static part of a mask, which depends on positions alone. Hashable.
 
     Attributes:
-      causal: Whether a query sees no key after it.
+      causal: Whether a query sees only keys up to its own position.
       window: (left, right), the positions seen before and after the query, each None for no bound;
         or None for no window.
-      chunk: Length of chunks that do not see each other, or None.
+      chunk: Positions per chunk, or None. A query sees only keys of its own chunk.
     """
 
     causal: bool = False
@@ -81,8 +81,8 @@ def _check_window(window: Any) -> Window:
     good = isinstance(window, (tuple, list)) and len(window) == 2
     if not good or any(side is not None and as_integer(side) is None for side in window):
         fix = (
-            "pass (left, right): (w - 1, 0) sees w tokens counting itself, (w, w) w on both sides, "
-            "None means no bound"
+            "pass (left, right): (w - 1, 0) is the query's own token and w - 1 before it, "
+            "(w, w) is w on each side, None means no bound"
         )
         raise AttentionError(f"window={window!r} is not a pair of lengths", fix=fix)
     left, right = (None if side is None else int(side) for side in window)
@@ -94,8 +94,8 @@ def _check_window(window: Any) -> Window:
         )
     if any(side >= 2**30 for side in sides):
         raise AttentionError(
-            f"window={window!r} is longer than any position",
-            fix="write None for a side without a bound",
+            f"window={window!r} has a side of 2**30 or more",
+            fix="pass None for a side without a bound",
         )
     return left, right
 
@@ -150,7 +150,7 @@ class Mask:
     def check_segments(self) -> None:
         """Check that queries and keys both have segment ids, or neither.
 
-        The constructor cannot check it, because a pytree may hold anything.
+        The constructor cannot check this: JAX also builds pytrees of values that are not arrays.
 
         Raises:
           AttentionError: Only one of the two has segment ids.
@@ -171,13 +171,13 @@ class Mask:
         if self.q_segment_ids is not None and other.q_segment_ids is not None:
             raise AttentionError(
                 "both masks have segments",
-                fix="number the segments once, so that rows attend where the ids are equal",
+                fix="combine the ids of both, and call segments() once",
             )
-        mine = self if self.q_segment_ids is not None else other
+        segmented = self if self.q_segment_ids is not None else other
         return Mask(
             rules=self.rules & other.rules,
-            q_segment_ids=mine.q_segment_ids,
-            kv_segment_ids=mine.kv_segment_ids,
+            q_segment_ids=segmented.q_segment_ids,
+            kv_segment_ids=segmented.kv_segment_ids,
             lengths=_either(jnp.minimum, self.lengths, other.lengths),
             dense=_either(jnp.logical_and, self.dense, other.dense),
         )
@@ -250,17 +250,17 @@ def pair_attends(rules: MaskRules, q: Any, kv: Any) -> Any:
     Returns:
       Bool, in the shape to which q and kv broadcast, or a shape that broadcasts to it.
     """
-    seen = kv >= 0
-    # As `rules.bounds`, without a call: this is the innermost function of a traced kernel.
+    attends = kv >= 0
+    # `rules.bounds` inline: traced kernels call this function most often.
     left, right = rules.window or (None, None)
     right = 0 if rules.causal else right
     if left is not None:
-        seen = seen & (kv >= q - left)
+        attends = attends & (kv >= q - left)
     if right is not None:
-        seen = seen & (kv <= q + right)
+        attends = attends & (kv <= q + right)
     if rules.chunk is not None:
-        seen = seen & (kv // rules.chunk == q // rules.chunk)
-    return seen
+        attends = attends & (kv // rules.chunk == q // rules.chunk)
+    return attends
 
 
 def allowed(
@@ -277,14 +277,14 @@ def allowed(
     """Evaluate a mask on a block of rows.
 
     Args:
-      rules: the static part.
+      rules: The static part.
       q_positions: `[batch or 1, q_length]` of the block's queries.
       kv_positions: `[batch or 1, kv_length]` of the block's keys.
       q_segment_ids: `[batch, q_length]`, or None.
-      kv_segment_ids: `[batch, kv_length]`; None exactly where `q_segment_ids` is None.
+      kv_segment_ids: `[batch, kv_length]`; None if and only if `q_segment_ids` is None.
       lengths: `[batch]`, or None.
-      dense: the block of the dense mask, or None.
-      bias: the block of the bias, or None.
+      dense: The block of the dense mask, or None.
+      bias: The block of the bias, or None.
 
     Returns:
       Bool, broadcastable to `[batch, heads, q_length, kv_length]`.
@@ -310,13 +310,13 @@ def bias_hides(bias: jax.Array) -> jax.Array:
 def block_is_empty(rules: MaskRules, q: tuple[T, T], kv: tuple[T, T]) -> Any:
     """Tell whether no pair of a block attends by the rules alone.
 
-    True is a proof. False is not, because positions need not be contiguous and the arrays of a mask
-    are not read.
+    False does not mean that a pair attends: positions need not be contiguous, and the arrays of a
+    mask are not read.
 
     Args:
       rules: The static part of the mask.
-      q: Smallest and largest position of the block's queries: ints, or arrays for an array.
-      kv: The same for the block's keys.
+      q: Smallest and largest position of the block's queries: ints, or arrays to get an array.
+      kv: Likewise for the block's keys.
     """
     (q_low, q_high), (kv_low, kv_high) = q, kv
     left, right = rules.bounds
@@ -337,7 +337,7 @@ def block_is_empty(rules: MaskRules, q: tuple[T, T], kv: tuple[T, T]) -> Any:
 def block_is_full(rules: MaskRules, q: tuple[T, T], kv: tuple[T, T]) -> Any:
     """Tell whether every pair of a block attends by the rules alone; see `block_is_empty`.
 
-    True is a proof.
+    False does not mean that a pair is hidden.
     """
     (q_low, q_high), (kv_low, kv_high) = q, kv
     left, right = rules.bounds

@@ -1,8 +1,8 @@
-"""Attend to a paged cache: each sequence reads the pages of its row of a table (Kwon et al. 2023).
+"""Attend to a paged cache: a table row lists the pages of each sequence (Kwon et al. 2023).
 
-Sequences have any number of keys and queries, so one call serves prefill and decode together. The
-pages of a sequence are never gathered whole: a loop over its table holds some rows of keys per
-sequence. Pages may be sharded by kv head, and then nothing is sent. Or they may be sharded by page:
+Sequences have any number of keys and queries, so one call serves prefill and decode together. A
+loop over the tables reads a few pages per sequence at a time, so the keys of a sequence are never
+copied as a whole. If pages are sharded by kv head, nothing is sent. If they are sharded by page,
 each shard reads the pages that it has, and partial softmaxes are combined as in `flash_decode`.
 """
 
@@ -29,7 +29,7 @@ from shardwright.manager.shards import call_on_shards
 from shardwright.resolution.partition_specs import spec_of
 from shardwright.vocabulary.modes import MODE_DECODE
 
-# Rows of keys per sequence that the loop holds, if a page is not larger.
+# Rows of keys per sequence that the loop reads at a time, if a page is not larger.
 _ROWS = 128
 
 
@@ -63,9 +63,9 @@ def paged_attention(
     mode, and the pages as (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM). Tables and lengths are sharded like
     the batch. Page numbers are global however the pages are sharded.
 
-    NumPy arrays are checked: the numbers of used pages, the lengths. Values that only the running
-    program knows are not. A page that does not exist has no keys, and keys beyond a table do not
-    exist either. Unused entries of a table may hold anything.
+    The values of NumPy arrays are checked: lengths, and the numbers of used pages. The values of
+    JAX arrays are not: a page number that is out of range gives no keys, and a length beyond the
+    table adds none. Unused entries of a table may hold any number.
 
     Args:
       q: `[batch, q_length, heads, head_dim]`.
@@ -79,9 +79,9 @@ def paged_attention(
         queries, negative for a row that is not a token.
       k_scale_pages: `[pages, page_size, kv_heads]` float32 for int8 or float8 pages; see `k_scale`
         of `dot_product_attention`.
-      v_scale_pages: The same for the values.
+      v_scale_pages: Likewise for the values.
       mode: Runtime mode, for the sharding. Defaults to the manager's.
-      causal: Whether a query sees no key after it.
+      causal: Whether a query sees only keys up to its own position.
       window: As in `dot_product_attention`.
       chunk: As in `dot_product_attention`.
       sinks: `[heads]`, as in `dot_product_attention`.
@@ -100,10 +100,11 @@ def paged_attention(
     sizes = _check_pages(q, k_pages, v_pages)
     _check_tables(block_tables, lengths, q_lengths, sizes)
     _check_positions(positions, q_lengths, sizes)
-    given = {name: value for name, value in locals().items() if name in _ARITHMETIC}
+    keywords = {name: value for name, value in locals().items() if name in _ARITHMETIC}
     scales = {"k_scale": k_scale_pages, "v_scale": v_scale_pages}
     rows = sizes.capacity(block_tables)
-    call = _call_of(q, k_pages, v_pages, scales, rows, {**given, "mode": mode, "lengths": lengths})
+    keywords |= {"mode": mode, "lengths": lengths}
+    call = _call_of(q, k_pages, v_pages, scales, rows, keywords)
     if positions is None:
         q_positions = _positions(lengths, q_lengths, sizes)
     else:
@@ -127,17 +128,17 @@ _ARITHMETIC = ("causal", "window", "chunk", "sinks", "softcap", "scale", "return
 
 
 def _call_of(
-    q: Any, k_pages: Any, v_pages: Any, scales: dict[str, Any], rows: int, given: dict[str, Any]
+    q: Any, k_pages: Any, v_pages: Any, scales: dict[str, Any], rows: int, keywords: dict[str, Any]
 ) -> AttentionCall:
-    """Return the call, described as if each sequence had all its keys in `rows` rows of its own.
+    """Return the call, described like one to a cache with `rows` rows per sequence.
 
     Args:
       q: As for `paged_attention`.
       k_pages: As for `paged_attention`.
       v_pages: As for `paged_attention`.
-      scales: Scales of the pages by name, each None without one.
-      rows: Number of rows of keys that a row of the tables can hold.
-      given: The keywords that pages share with `dot_product_attention`.
+      scales: Scales of the pages by name, each an array or None.
+      rows: Number of keys for which a row of the tables has pages.
+      keywords: The keywords that pages share with `dot_product_attention`.
     """
     for name, pages in (("k", k_pages), ("v", v_pages)):
         check_scale(
@@ -148,11 +149,11 @@ def _call_of(
             dtype=pages.dtype,
         )
     manager, (batch, q_length) = context.current(), q.shape[:2]
-    mode = given["mode"] or (MODE_DECODE if manager is None else manager.mode)
+    mode = keywords["mode"] or (MODE_DECODE if manager is None else manager.mode)
     in_rows = functools.partial(_in_rows, batch=batch, capacity=rows)
-    by_position = {"positions": _like((batch, q_length)), "kv_positions": _like((batch, rows))}
+    by_position = {"positions": _int32((batch, q_length)), "kv_positions": _int32((batch, rows))}
     shapes = {name: in_rows(scale) for name, scale in scales.items()}
-    options = read_options({**given, **by_position, **shapes, "mode": mode})
+    options = read_options({**keywords, **by_position, **shapes, "mode": mode})
     specs = JointSpecs()
     if manager is not None and mode is not None:
         specs = resolve_pages(manager, q=q.shape, k=k_pages.shape, v=v_pages.shape, mode=mode)
@@ -162,7 +163,7 @@ def _call_of(
         raise AttentionError(
             f"paged attention cannot serve this call: {reasons[0]}",
             path="k_pages",
-            fix="put that axis last in head's rule",
+            fix="put that mesh axis last in the rule of head",
         )
     return call
 
@@ -194,8 +195,7 @@ def _no_gradient(call: AttentionCall, primals: Any, tangents: Any) -> Any:
     del call, primals, tangents
     raise AttentionError(
         "paged attention reads a cache and has no gradient",
-        fix="train with dot_product_attention; "
-        "jax.lax.stop_gradient around the arguments if none is wanted",
+        fix="train with dot_product_attention, or pass the arguments through jax.lax.stop_gradient",
     )
 
 
@@ -212,8 +212,8 @@ class _Table:
 
     Attributes:
       pages: Local numbers of the pages.
-      ordinals: The place of each page in its sequence.
-      here: Whether the entry is a page.
+      ordinals: The number of each page within its sequence, from 0.
+      here: Whether the entry is a used page of this shard. Other entries hide their rows.
     """
 
     pages: jax.Array
@@ -232,24 +232,24 @@ def _attend(
     page_size = shard.k.shape[1]
     combine = flash_decode.combination(call.specs, call)
     by_page = bool(combine.axes)
-    whole = combine.with_all_heads(shard) if by_page else shard
+    operands = combine.with_all_heads(shard) if by_page else shard
     first = jax.lax.axis_index(call.specs.kv_length) * shard.k.shape[0] if by_page else 0
     at_once = max(1, _ROWS // page_size)
-    whole, table = _jax.vary_together(
-        (whole.replace(sinks=None), _compact(tables - first, shard, at_once))
+    operands, table = _jax.vary_together(
+        (operands.replace(sinks=None), _compact(tables - first, shard, at_once))
     )
     recipe = dataclasses.replace(call.recipe, kv_block=at_once * page_size)
 
     def add(i: jax.Array, state: Any) -> Any:
-        some = jax.tree.map(
+        entries = jax.tree.map(
             lambda column: jax.lax.dynamic_slice_in_dim(column, i * at_once, at_once, 1), table
         )
-        block = shards.pick_kv_heads(_read(whole, some), call, head_index, kv_head_index)
+        block = shards.pick_kv_heads(_read(operands, entries), call, head_index, kv_head_index)
         return blockwise.forward(block, recipe, state=state)
 
     count = jnp.max(jnp.sum(table.here, axis=1, dtype=jnp.int32))
     state = jax.lax.fori_loop(
-        0, (count + at_once - 1) // at_once, add, online_softmax.start(whole.q, whole.v)
+        0, (count + at_once - 1) // at_once, add, online_softmax.start(operands.q, operands.v)
     )
     if by_page:
         result = combine(*online_softmax.finish(state), sinks=shard.sinks, dtype=call.dtype)
@@ -274,16 +274,19 @@ def _compact(pages: jax.Array, shard: Operands, at_once: int) -> _Table:
     return _Table(pages=jnp.where(here, pages, 0), ordinals=ordinals, here=here)
 
 
-def _read(whole: Operands, some: _Table) -> Operands:
-    """Return the operands with the keys of some pages, `[batch, rows, kv_heads, head_dim]`."""
-    page_size = whole.k.shape[1]
+def _read(operands: Operands, entries: _Table) -> Operands:
+    """Return the operands with the keys of these pages, `[batch, rows, kv_heads, head_dim]`."""
+    page_size = operands.k.shape[1]
     positions = (
-        some.ordinals[:, :, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None, None]
+        entries.ordinals[:, :, None] * page_size
+        + jnp.arange(page_size, dtype=jnp.int32)[None, None]
     )
-    positions = jnp.where(some.here[:, :, None], positions, -1).reshape(positions.shape[0], -1)
-    names = [name for name in ("k", "v", "k_scale", "v_scale") if getattr(whole, name) is not None]
-    rows = {name: _rows_of(getattr(whole, name), some.pages) for name in names}
-    return whole.replace(kv_positions=positions, **rows)
+    positions = jnp.where(entries.here[:, :, None], positions, -1).reshape(positions.shape[0], -1)
+    names = [
+        name for name in ("k", "v", "k_scale", "v_scale") if getattr(operands, name) is not None
+    ]
+    rows = {name: _rows_of(getattr(operands, name), entries.pages) for name in names}
+    return operands.replace(kv_positions=positions, **rows)
 
 
 def _rows_of(array: jax.Array, pages: jax.Array) -> jax.Array:
@@ -313,11 +316,11 @@ def _check_pages(q: Any, k_pages: Any, v_pages: Any) -> _Sizes:
         shape = getattr(array, "shape", None)
         if shape is None or len(shape) != 4 or 0 in shape:
             raise AttentionError(
-                f"{name} has shape {shape}", path=name, fix=f"it is {order}, and no dim is empty"
+                f"{name} has shape {shape}", path=name, fix=f"pass {order} without an empty dim"
             )
     if k_pages.shape[:3] != v_pages.shape[:3]:
         what = f"v_pages has shape {v_pages.shape}, and k_pages {k_pages.shape}"
-        raise AttentionError(what, path="v_pages", fix="they have the same pages, rows and heads")
+        raise AttentionError(what, path="v_pages", fix="give both the same pages, rows and heads")
     return _Sizes(
         batch=q.shape[0], q_length=q.shape[1], pages=k_pages.shape[0], page_size=k_pages.shape[1]
     )
@@ -351,9 +354,9 @@ def _check_tables(block_tables: Any, lengths: Any, q_lengths: Any, sizes: _Sizes
         lengths,
         0,
         sizes.capacity(block_tables),
-        "a table holds pages_per_sequence * page_size keys",
+        "a row of the tables has pages for pages_per_sequence * page_size keys",
     )
-    check_range("q_lengths", q_lengths, 0, sizes.q_length, "there are q_length rows of queries")
+    check_range("q_lengths", q_lengths, 0, sizes.q_length, "count from 0 to the q_length of q")
     if (
         isinstance(lengths, np.ndarray)
         and isinstance(q_lengths, np.ndarray)
@@ -364,7 +367,7 @@ def _check_tables(block_tables: Any, lengths: Any, q_lengths: Any, sizes: _Sizes
         raise AttentionError(
             what,
             path="q_lengths",
-            fix="lengths count the keys of the queries too: write them before attending",
+            fix="count the keys of the queries in lengths, and write them before attending",
         )
     if isinstance(block_tables, np.ndarray) and isinstance(lengths, np.ndarray):
         used = np.arange(block_tables.shape[1])[None] * sizes.page_size < lengths[:, None]
@@ -373,7 +376,7 @@ def _check_tables(block_tables: Any, lengths: Any, q_lengths: Any, sizes: _Sizes
             b, j = (int(at) for at in np.argwhere(wrong)[0])
             raise AttentionError(
                 f"block_tables[{b}, {j}] is page {block_tables[b, j]}, and there are "
-                f"{sizes.pages}; sequence {b} has {lengths[b]} keys",
+                f"{sizes.pages} pages; sequence {b} has {lengths[b]} keys",
                 path="block_tables",
                 fix=f"number pages from 0 to {sizes.pages - 1}",
             )
@@ -400,7 +403,7 @@ def _check_positions(positions: Any, q_lengths: Any, sizes: _Sizes) -> None:
         positions,
         -(2**31),
         2**31 - 1,
-        "positions are int32; negative for a row that is not a token",
+        "pass int32 positions; negative for a row that is not a token",
     )
 
 
@@ -411,7 +414,7 @@ def _in_rows(pages: Any, *, batch: int, capacity: int) -> Any:
     return jax.ShapeDtypeStruct((batch, capacity, *pages.shape[2:]), pages.dtype)
 
 
-def _like(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+def _int32(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
@@ -421,10 +424,10 @@ def _integers(array: Any) -> jax.Array:
 
 def _positions(lengths: Any, q_lengths: Any, sizes: _Sizes) -> jax.Array:
     """Return `[batch, q_length]` positions of the queries, -1 for a row that is not a token."""
-    have = (
+    counts = (
         jnp.full((sizes.batch,), sizes.q_length, jnp.int32)
         if q_lengths is None
         else _integers(q_lengths)
     )
     rows = jnp.arange(sizes.q_length, dtype=jnp.int32)[None]
-    return jnp.where(rows < have[:, None], (_integers(lengths) - have)[:, None] + rows, -1)
+    return jnp.where(rows < counts[:, None], (_integers(lengths) - counts)[:, None] + rows, -1)

@@ -1,4 +1,4 @@
-"""Run an implementation on a call, check its result, and place the output as the specs say."""
+"""Run an implementation on a call, check its result, and shard the output by the specs."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def attention(implementation: Implementation, operands: Operands, call: Attentio
     return Result(o=o, lse=result.lse, weights=result.weights).only(call)
 
 
-# Jitted inside a trace too: the layers of a model that make equal calls share one trace. Outside,
-# shard_map would trace and compile again at every call.
+# Jitted inside a trace too: the layers of a model that make equal calls share one trace. Outside a
+# trace, `shard_map` without `jit` would trace and compile again at every call.
 run = functools.partial(jax.jit, static_argnums=(0, 2))(attention)
 
 
 def _check(result: Any, implementation: Implementation, call: AttentionCall) -> None:
-    """Check that an implementation returned what the call asks for: users may have written it.
+    """Check that an implementation returned what the call asks for. A user may have written it.
 
     Raises:
-      AttentionError: The value is not a `Result`, or an array of it is missing or has a wrong shape
-        or dtype.
+      AttentionError: The value is not a `Result`, or one of its arrays is missing or has a wrong
+        shape or dtype.
     """
     name = implementation.name
     if not isinstance(result, Result):
@@ -71,7 +71,7 @@ def _check(result: Any, implementation: Implementation, call: AttentionCall) -> 
             has = "no" if array is None else f"{array.dtype} {array.shape} as"
             raise AttentionError(
                 f"{name} returned {has} {field}",
-                fix=f"the call asks for {dtype} {shape}".replace("  ", " "),
+                fix=f"return {field} as {dtype} {shape}".replace("  ", " "),
             )
 
 
@@ -86,6 +86,6 @@ def _raise_for_gradient(call: AttentionCall, primals: Any, tangents: Any) -> Any
     del primals, tangents
     raise AttentionError(
         f"attention to {call.kv_dtype} keys and values reads a cache and has no gradient",
-        fix="train with keys that are not quantized; "
-        "jax.lax.stop_gradient around the arguments if none is wanted",
+        fix="train with unquantized keys and values, "
+        "or pass the arguments through jax.lax.stop_gradient",
     )

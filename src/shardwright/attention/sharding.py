@@ -59,7 +59,7 @@ def resolve_joint(
       AttentionError: The rules for q, k and v do not go together.
     """
     ambient = _jax.ambient_mesh()
-    # The layers of a model ask the same question again and again.
+    # The layers of a model make equal calls, so the specs are resolved once.
     specs: JointSpecs = manager.remember(
         ("resolve_joint", q, k, v, mode, repeated, ambient),
         lambda: _resolve_joint(manager, q, k, v, mode, repeated, ambient),
@@ -137,7 +137,7 @@ def resolve_pages(manager: PartitionManager, *, q: Dims, k: Dims, v: Dims, mode:
 
 def _check_pages(decision: DimDecision, pages: MeshAxes, **queries: MeshAxes) -> None:
     """Check that each shard of the queries can reach every page."""
-    where = _place("k_pages", decision, dim=0)
+    where = _location("k_pages", decision, dim=0)
     if decision.manual:
         raise AttentionError(
             f"a shard_map around the call has split the pages over {'+'.join(decision.manual)}, "
@@ -146,13 +146,13 @@ def _check_pages(decision: DimDecision, pages: MeshAxes, **queries: MeshAxes) ->
             fix="call attention outside of that shard_map",
         )
     for dim, over in queries.items():
-        both = [axis for axis in pages if axis in over]
-        if both:
+        shared = [axis for axis in pages if axis in over]
+        if shared:
             raise AttentionError(
-                f"the pages and the {dim} of the queries are both sharded over {both[0]}: "
+                f"the pages and the {dim} of the queries are both sharded over {shared[0]}: "
                 "a shard would lack pages that its queries read",
                 **where,
-                fix='page = "-" keeps every page on every shard of the queries; '
+                fix='write page = "-" to keep every page on every shard of the queries, '
                 "or shard pages over a mesh axis of their own",
             )
 
@@ -160,13 +160,13 @@ def _check_pages(decision: DimDecision, pages: MeshAxes, **queries: MeshAxes) ->
 def _grouping(
     heads: MeshAxes, kv_heads: MeshAxes, kv_length: MeshAxes, reason: str
 ) -> tuple[KVHeads, str]:
-    """Return how the kv heads follow the query heads, and why.
+    """Return how the kv heads are sharded, relative to the query heads, and why.
 
     Args:
       heads: Mesh axes of the query heads.
       kv_heads: Mesh axes of the kv heads, a prefix of `heads`.
       kv_length: Mesh axes of the keys' length.
-      reason: Why the kv heads are sharded so.
+      reason: The reason for the mesh axes of the kv heads.
     """
     rest = heads[len(kv_heads) :]
     if not rest:
@@ -177,9 +177,9 @@ def _grouping(
     over = "+".join(kv_heads)
     if shared:
         kv = f"kv heads are sharded over {over or 'no mesh axis'}"
-        length = f"the keys' length over {'+'.join(shared)} of the heads' mesh axes"
+        length = f"the keys' length over {'+'.join(shared)}, which shards the query heads too"
         return KVHeads.FACTOR, f"{kv}, and {length} ({reason})"
-    picks = f"over {'+'.join(rest)} each shard picks what its queries read ({reason})"
+    picks = f"over {'+'.join(rest)}, each shard picks the heads that its queries read ({reason})"
     if kv_heads:
         return KVHeads.PREFIX, f"kv heads are sharded over {over}; {picks}"
     return KVHeads.INDEX, f"kv heads are replicated; {picks}"
@@ -200,22 +200,22 @@ def _resolve(
         if decision.outcome is Outcome.UNCONSTRAINED:
             raise AttentionError(
                 '"?" leaves this dim to the compiler, but a kernel must know its sharding',
-                **_place(name, decision, dim=decision.dim),
+                **_location(name, decision, dim=decision.dim),
                 fix='give the axis a rule without "?"',
             )
     length, head_dim = resolution.decisions[1], resolution.decisions[3]
     if length.manual:
         raise AttentionError(
             f"a shard_map around the call has split the length over {'+'.join(length.manual)}: "
-            "it sees a part of the sequence",
-            **_place(name, length, dim=1),
+            "attention would see a part of the sequence",
+            **_location(name, length, dim=1),
             fix="call attention outside of that shard_map, or build on the functions of "
             "shardwright.attention.kernels.blockwise",
         )
     if _free(head_dim):
         raise AttentionError(
-            f"the dim of a head is sharded over {'+'.join(_free(head_dim))}",
-            **_place(name, head_dim, dim=3),
+            f"head_dim is sharded over {'+'.join(_free(head_dim))}",
+            **_location(name, head_dim, dim=3),
             fix='shard the heads instead: head_dim = "-"',
         )
     return resolution
@@ -230,8 +230,8 @@ def _free(decision: DimDecision) -> MeshAxes:
     return tuple(axis for axis in decision.mesh_axes if axis not in decision.manual)
 
 
-def _place(path: str, decision: DimDecision, *, dim: int) -> dict[str, Any]:
-    """Return the keywords of an error that say where it is."""
+def _location(path: str, decision: DimDecision, *, dim: int) -> dict[str, Any]:
+    """Return the keywords of an error that say where it occurred."""
     rule = str(decision.rule or "")
     return {"path": path, "dim": dim, "axis": decision.label, "rule": rule}
 
@@ -242,7 +242,7 @@ def _mismatch(
     return AttentionError(
         f"the {what} of k and v are sharded over {'+'.join(k) or '-'}, "
         f"those of q over {'+'.join(q) or '-'}",
-        **_place("k", decision, dim=dim),
+        **_location("k", decision, dim=dim),
         fix="shard k and v over the same mesh axes as q, "
         "or over the leading ones of them and replicate them over the rest",
     )

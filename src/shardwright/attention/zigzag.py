@@ -1,15 +1,15 @@
 """The zigzag order of a sequence, in which causal attention is the same work on each shard.
 
-Shard r of n holds the chunks r and 2n - 1 - r.
+The sequence is cut into 2n equal chunks, and shard r of n holds the chunks r and 2n - 1 - r.
 
-Permute the batch once, where it is loaded. Everything else works by position:
+Permute the batch once, where it is loaded:
 
 >>> batch = {"tokens": np.arange(8)[None]}
 >>> permute(batch, shards=2)["tokens"]
 array([[0, 1, 6, 7, 2, 3, 4, 5]])
 
-A model that rotates or masks by position uses `positions(length, shards=...)`, or permutes its own
-positions.
+Pass `positions(length, shards=...)` to the rotary embedding and to attention, or permute positions
+of your own with the batch.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def positions(length: int, *, shards: int) -> np.ndarray:
 
     Args:
       length: Length of the sequence.
-      shards: Number of shards of the sequence, which may be odd: `manager.axis_size(QUERY_LENGTH)`.
-        With one shard nothing moves, and any length is valid.
+      shards: Number of shards of the sequence, `manager.axis_size(QUERY_LENGTH)`. It may be odd.
+        With one shard no row moves, and any length is valid.
 
     Raises:
       AttentionError: There are several shards, and the length is not a multiple of `2 * shards`.
     """
     if shards < 1:
         raise AttentionError(
-            f"{shards} shards",
+            f"{shards} is not a positive number",
             path="shards",
-            fix="pass how many parts the sequence is sharded into",
+            fix="pass the number of shards of the sequence",
         )
     if shards == 1:
         return np.arange(length, dtype=np.int32)
@@ -63,8 +63,8 @@ def permute(batch: Any, *, shards: int, dim: int = 1) -> Any:
     """Return a tree of arrays with rows in zigzag order: tokens, targets, positions, segment ids.
 
     NumPy arrays stay NumPy arrays, and sharded arrays keep their sharding. (Inside `jit`, on Auto
-    mesh axes, the compiler decides.) Permute before the batch is sharded: moving rows of a sharded
-    array sends them.
+    mesh axes, the compiler decides.) Permute before the batch is sharded: in a sharded array, rows
+    would be sent between devices.
 
     Args:
       batch: Arrays whose dim `dim` is the length of the sequence.
@@ -99,7 +99,7 @@ def _reorder(batch: Any, dim: int, order_of: Any) -> Any:
             raise AttentionError(
                 f"no dim {dim} in shape {shape}",
                 path=where,
-                fix="leave what has no sequence out, or pass dim=",
+                fix="leave out arrays without a sequence, or pass dim=",
             )
         return _take(array, order_of(shape[dim]), dim % len(shape))
 
@@ -107,7 +107,7 @@ def _reorder(batch: Any, dim: int, order_of: Any) -> Any:
 
 
 def _take(array: Any, order: np.ndarray, dim: int) -> Any:
-    """Return rows in another order, with the sharding that they had if it is known."""
+    """Return an array with its rows reordered, in its own sharding if that is known."""
     if isinstance(array, np.ndarray):
         return array.take(order, axis=dim)
     array = jnp.asarray(array)

@@ -158,7 +158,7 @@ def test_kv_heads_follow_the_query_heads() -> None:
     assert (actual.query, actual.key) == (P("dp", None, "tp"), P("dp"))
     assert many.joint("train", sizes=sizes).grouping is KVHeads.INDEX
     assert (
-        "over tp each shard picks what its queries read (tp: 2 % 4 != 0"
+        "over tp, each shard picks the heads that its queries read (tp: 2 % 4 != 0"
         in many.joint("train", sizes=sizes).why
     )
     repeated = many.get_shardings("train", qkv_mni_sharding=True, sizes=sizes)
@@ -203,7 +203,7 @@ def test_broadcast_dim_of_bias_is_not_sharded() -> None:
     ("rules", "says"),
     [
         (OTHER_HEADS, "the heads of k and v are sharded over sp, those of q over tp"),
-        (RULES + 'head_dim = "ep"\n', "the dim of a head is sharded over ep"),
+        (RULES + 'head_dim = "ep"\n', "head_dim is sharded over ep"),
         (
             RULES.replace('kv_length = "sp"', 'kv_length = "?"'),
             '"?" leaves this dim to the compiler, but a kernel must know its sharding',
