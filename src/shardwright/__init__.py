@@ -1,5 +1,5 @@
-"""Name every array dimension once; let a strategy file decide, per runtime mode, where it lives on
-the mesh.
+"""Name every array dimension once. A strategy file decides, per runtime mode, over which mesh axes
+it is sharded.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ _ON_DEMAND = {
     "Strategy": "shardwright.strategy.model",
 }
 
-# Names of other libraries. They live in `interop`, and stay importable from here for one release.
+# Names of other libraries. They are in `interop`, and stay importable from here for one release.
 _BORROWED = {
     "get_names_from_partition_spec": "shardwright.interop.fjformer",
     "make_shard_and_gather_fns": "shardwright.interop.fjformer",
@@ -151,7 +151,7 @@ _BORROWED = {
     "tree_path_to_string": "shardwright.interop.fjformer",
 }
 
-if not TYPE_CHECKING:  # a type checker must still see that sw.BACTH does not exist
+if not TYPE_CHECKING:  # so that a type checker still reports a misspelled name, such as sw.BACTH
 
     def __getattr__(name: str) -> Any:
         if name in _ON_DEMAND:

@@ -19,7 +19,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 def is_array(value: object) -> bool:
     """Tell whether a value is one array: a JAX or NumPy array, a tracer, or a number."""
-    # A tracer is a jax.Array too, but that check takes ten times as long, so it comes second.
+    # A tracer is a jax.Array too. But isinstance(value, jax.Array) takes ten times as long, so
+    # jax.core.Tracer comes first.
     return isinstance(
         value, (jax.core.Tracer, jax.Array, np.ndarray, np.generic, bool, int, float, complex)
     )
@@ -37,7 +38,7 @@ def is_symbolic(size: Any) -> bool:
 
 
 def in_trace() -> bool:
-    """Tell whether a transformation is tracing. Exactly then `get_mesh` raises an error."""
+    """Tell whether a transformation is tracing: `get_mesh` raises an error then, and only then."""
     try:
         jax.sharding.get_mesh()
     except ValueError:
@@ -46,19 +47,20 @@ def in_trace() -> bool:
 
 
 def ambient_mesh() -> AbstractMesh | None:
-    """Return the mesh of `jax.set_mesh`, `use_abstract_mesh` or a surrounding `shard_map`, or
-    None.
+    """Return the mesh of `jax.set_mesh`, `use_abstract_mesh` or an enclosing `shard_map`.
+
+    Return None if there is no mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
 
 
 def concrete_mesh() -> Mesh | None:
-    """Return the mesh of `jax.set_mesh`, else that of a legacy `with mesh:`, with its devices, or
-    None.
+    """Return the ambient mesh with its devices, or None.
 
-    It works inside a trace too. Both are read through private names: `get_mesh` raises an error
-    inside a trace, and no public function reads a `with mesh:` without a warning.
+    A mesh of `jax.set_mesh` takes precedence over one of a legacy `with mesh:`. This function works
+    inside a trace too. It reads private names of JAX, because `get_mesh` raises an error inside a
+    trace, and every public function that reads a `with mesh:` warns.
     """
     from jax._src import mesh as private
 
@@ -70,9 +72,10 @@ def concrete_mesh() -> Mesh | None:
 
 
 def mesh_at_hand() -> Mesh | AbstractMesh | None:
-    """Return the mesh of `jax.set_mesh`, of a surrounding `shard_map` or of a legacy `with mesh:`.
+    """Return the mesh of `jax.set_mesh`, of an enclosing `shard_map` or of a legacy `with mesh:`.
 
-    The mesh has its devices if they can be known, which is nearly always. None if there is no mesh.
+    Return a `Mesh` if JAX knows the devices, else an `AbstractMesh`. Return None if there is no
+    mesh.
     """
     ambient, concrete = ambient_mesh(), concrete_mesh()
     return (
@@ -83,9 +86,9 @@ def mesh_at_hand() -> Mesh | AbstractMesh | None:
 
 
 def legacy_meshes() -> tuple[Mesh, ...]:
-    """Return the meshes of every legacy `with mesh:` that this thread is in, outermost first.
+    """Return the mesh of every legacy `with mesh:` that this thread has entered, outermost first.
 
-    They are read through private names, as in `concrete_mesh`.
+    This function reads private names of JAX, as `concrete_mesh` does.
     """
     from jax._src import mesh as private
 
@@ -94,10 +97,10 @@ def legacy_meshes() -> tuple[Mesh, ...]:
 
 
 def enter_mesh(mesh: Mesh | AbstractMesh) -> Any:
-    """Make a mesh ambient and return the object whose `__exit__` undoes it.
+    """Make a mesh ambient, and return the context manager whose `__exit__` restores the former one.
 
-    Inside a trace a mesh cannot change: then return None. `jax.set_mesh` raises an error there. A
-    check beforehand would take longer than all the rest.
+    Return None inside a trace, where the ambient mesh cannot change. For a `Mesh` this is detected
+    by the error of `jax.set_mesh`: a call of `in_trace` beforehand would take most of the time.
     """
     if isinstance(mesh, Mesh):
         try:
@@ -114,8 +117,9 @@ def enter_mesh(mesh: Mesh | AbstractMesh) -> Any:
 
 
 def varying_axes(value: Any) -> frozenset[str]:
-    """Return the Manual mesh axes that a value varies over; all if `shard_map` does not track
-    them.
+    """Return the Manual mesh axes that a value varies over.
+
+    Return all Manual mesh axes if `shard_map` does not track this.
     """
     if not tracks_varying():
         mesh = ambient_mesh()
@@ -125,8 +129,8 @@ def varying_axes(value: Any) -> frozenset[str]:
 
 def tracks_varying() -> bool:
     """Tell whether `shard_map` tracks which Manual mesh axes a value varies over."""
-    # Under shard_map(check_vma=False) no type has varying axes, and no public function tells which
-    # setting is in use.
+    # Under shard_map(check_vma=False) no type has varying axes, and no public function returns the
+    # value of check_vma.
     from jax._src import config
 
     check: Any = getattr(config, "_check_vma", None)
@@ -134,11 +138,10 @@ def tracks_varying() -> bool:
 
 
 def vary_together(values: Any) -> Any:
-    """Make the arrays of a tree vary over the same Manual mesh axes: all that any of them varies
-    over.
+    """Cast the arrays of a tree so that each varies over the union of their varying mesh axes.
 
-    A scan's carry, the branches of a `cond` and the cotangents of a `custom_vjp` must have one
-    type. The transpose of this cast is the sum over shards that the gradient of a replicated
+    The carries of a scan, the branches of a `cond` and the cotangents of a `custom_vjp` must have
+    equal types. The transpose of this cast is a sum over shards, which the gradient of a replicated
     operand needs.
     """
     leaves, structure = jax.tree.flatten(values)
@@ -159,8 +162,8 @@ def call_shard_map(
     out_specs: Any,
     check_vma: bool = True,
 ) -> Callable[..., Any]:
-    """Return `jax.shard_map` of a function. Without a mesh use the ambient one, as nesting
-    requires.
+    """Return `jax.shard_map` of a function. If `mesh` is None, use the ambient mesh, which a nested
+    `shard_map` requires.
     """
     if mesh is None:
         return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
@@ -175,13 +178,13 @@ _EVENTS = {
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Compilations:
-    """What JAX traced and compiled in this thread while it was watched, and why.
+    """What JAX traced and compiled in this thread inside `watch_compilations`, and why.
 
     Attributes:
       traced: Names of functions, JAX's own included.
       compiled: Names of programs.
-      reasons: What JAX reports for each function that it traced, except its own.
-      explained: Whether JAX reports reasons at all. It does not if its log is turned off.
+      reasons: The reason that JAX logs for each trace of a function that is not JAX's own.
+      explained: Whether JAX logs reasons at all. It logs none if its logger is disabled.
     """
 
     traced: list[str] = dataclasses.field(default_factory=list)
@@ -195,45 +198,45 @@ def watch_compilations() -> Iterator[Compilations]:
     """Record every trace and compilation of this thread, and the reasons that JAX gives for them.
 
     Raises:
-      RuntimeError: this JAX does not report what it compiles.
+      RuntimeError: This version of JAX does not report what it traces and compiles.
     """
-    seen, thread, log = Compilations(), threading.get_ident(), logging.getLogger("jax")
+    watched, thread, log = Compilations(), threading.get_ident(), logging.getLogger("jax")
 
-    def note(event: str, duration_secs: float, **about: Any) -> None:
+    def record_event(event: str, duration_secs: float, **details: Any) -> None:
         # JAX does not document the names of events, so the code below checks that they occur.
         if threading.get_ident() == thread and event in _EVENTS:
-            getattr(seen, _EVENTS[event]).append(str(about.get("fun_name", "?")))
+            getattr(watched, _EVENTS[event]).append(str(details.get("fun_name", "?")))
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if "CACHE MISS" in record.getMessage():
-                seen.reasons.append(record.getMessage())
+                watched.reasons.append(record.getMessage())
 
     handler = Handler()
-    jax.monitoring.register_event_duration_secs_listener(note)
+    jax.monitoring.register_event_duration_secs_listener(record_event)
     log.addHandler(handler)
     try:
         with jax.explain_cache_misses(True):
             jax.jit(lambda: 0)()
-            if not (seen.traced and seen.compiled):
+            if not (watched.traced and watched.compiled):
                 raise RuntimeError(
                     "this version of JAX does not report what it traces and compiles"
                 )
-            seen.explained = bool(seen.reasons)
-            for names in (seen.traced, seen.compiled, seen.reasons):
+            watched.explained = bool(watched.reasons)
+            for names in (watched.traced, watched.compiled, watched.reasons):
                 names.clear()
-            yield seen
+            yield watched
     finally:
         log.removeHandler(handler)
-        jax.monitoring.unregister_event_duration_listener(note)
+        jax.monitoring.unregister_event_duration_listener(record_event)
 
 
-# A line in one of these packages is not a line of the model.
+# The folders of JAX and of shardwright. Their lines are not lines of the model.
 _NOT_THE_MODEL: tuple[str, ...] = tuple(
     f"{folder}{os.sep}"
     for folder in (Path(jax.__file__ or "").resolve().parent, Path(__file__).resolve().parent)
 )
-# Installed packages, and Python's own files.
+# Files of installed packages and of Python itself.
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<frozen ")
 
 
@@ -250,8 +253,8 @@ def source_line(equation: Any, *, skip_libraries: bool = False) -> str:
         for frame in (traceback.frames if traceback is not None else ())
         if not frame.file_name.startswith(_NOT_THE_MODEL)
     ]
-    own = [frame for frame in frames if skip_libraries and not _LIBRARY.search(frame.file_name)]
-    for frame in (*own, *frames):
+    outside = [frame for frame in frames if skip_libraries and not _LIBRARY.search(frame.file_name)]
+    for frame in (*outside, *frames):
         return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
     return ""
 
@@ -262,7 +265,7 @@ def newly_manual_axes(parameters: dict[str, Any]) -> frozenset[str]:
 
 
 def scan_parts(parameters: dict[str, Any]) -> tuple[int, int, Any]:
-    """Return how many constants and carries a `scan` equation has, and the jaxpr of its body."""
+    """Return the number of constants, the number of carries and the body of a `scan` equation."""
     body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
     if "num_consts" in parameters:
         return parameters["num_consts"], parameters["num_carry"], body

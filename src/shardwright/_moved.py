@@ -1,4 +1,4 @@
-"""Old module paths, importable for one release with a warning that names the new one."""
+"""Old module paths, importable for one release with a warning that names the new path."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ MOVED: Final[dict[str, str]] = {
 
 
 class MovedModules(MetaPathFinder):
-    """Find a module of `MOVED` where it is now; every other name is left to the next finder."""
+    """Find the modules of `MOVED` at their new paths. Leave every other name to the next finder."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -103,7 +103,7 @@ class MovedModules(MetaPathFinder):
 
 
 class _Alias(Loader):
-    """Load a module that is imported already, and leave its own spec as it is."""
+    """Return a module that is already imported, with its `__spec__` unchanged."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -117,7 +117,7 @@ class _Alias(Loader):
 
 
 def install() -> None:
-    """Put the finder behind all others, so that it is asked only for what they do not find."""
+    """Add the finder after all others, so that it sees only modules that they do not find."""
     if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(MovedModules())
 
@@ -126,9 +126,9 @@ def borrowed(module: str, name: str, table: Mapping[str, str]) -> Any:
     """Return a name that now lives in another package, and warn.
 
     Args:
-      module: The module that still offers the name.
+      module: The module in which the name is looked up.
       name: The name.
-      table: The package of each such name.
+      table: The package that has each name now.
 
     Raises:
       AttributeError: The table does not have the name.
@@ -138,7 +138,7 @@ def borrowed(module: str, name: str, table: Mapping[str, str]) -> Any:
 
 
 def renamed(module: str, name: str, table: Mapping[str, str]) -> Any:
-    """Return what a module now has under a new name, and warn.
+    """Return a renamed value of a module, and warn.
 
     Args:
       module: The module.
@@ -156,5 +156,5 @@ def _warn(module: str, name: str, table: Mapping[str, str], *, new: str) -> None
     if name not in table:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     what = f"{module}.{name} is now {new}; the old name goes away in the next release"
-    # The caller of the module's `__getattr__`.
+    # Level 4 is the line that uses the name: it calls `__getattr__`, `borrowed` and this function.
     warnings.warn(what, DeprecationWarning, stacklevel=4)

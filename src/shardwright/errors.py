@@ -1,7 +1,7 @@
 """The errors that shardwright raises, and the layout of their messages.
 
-An error is a list of `Problem`s: what failed and where, which rule decided so, how to fix it. Trees
-and files collect all their problems and raise once, with the class of the first.
+An error holds a list of `Problem`s: what failed and where, which rule decided it, and how to fix
+it. All problems of a tree or a file are collected and raised once, in the class of the first one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Final
 # Limits on the text that a message quotes, in characters.
 LONGEST_TEXT: Final = 1000
 LONGEST_LINE: Final = 160
-# `did_you_mean` skips longer names, and names beyond this number: comparing two names takes time
-# proportional to the product of their lengths.
+# `did_you_mean` ignores names that are longer than this, and all names after the first 2000.
+# Comparing two names takes time proportional to the product of their lengths.
 LONGEST_NAME: Final = 64
 MOST_NAMES: Final = 2000
 
@@ -27,12 +27,12 @@ class Problem:
 
     Attributes:
       error: The exception class to raise for this problem.
-      what: The failure in one line, without its place.
+      what: The failure in one line, without its location.
       path: The tensor's path in its tree, or the key path in a file; empty if there is none.
       dim: Position of the dim, or None.
-      axis: Semantic axis as people write it (`HEAD`), or empty.
+      axis: Semantic axis by its short name (`HEAD`), or empty.
       size: Number of elements of the dim, or None.
-      mesh_axes: The mesh axes concerned.
+      mesh_axes: The mesh axes of the failed sharding.
       shards: Product of their sizes, or None.
       rule: The rule that decided, as text with its source, or empty. A composite has one line per
         member.
@@ -74,7 +74,7 @@ class Problem:
 
 
 def _escaped(text: str) -> str:
-    """Return text with its control characters escaped, so that a terminal does not obey them."""
+    """Return text with its control characters escaped, so that a terminal does not execute them."""
     if text.isprintable():
         return text
     return "".join(
@@ -92,9 +92,9 @@ def _blanked(line: str) -> str:
 class ShardingError(ValueError):
     """Base of every deliberate error.
 
-    `problems` has all problems; `resolution` is what `explain` would return. The fields of the
-    first problem (`path`, `dim`, `axis`, `size`, `mesh_axes`, `shards`, `rule`, `fix`) are
-    attributes too.
+    `problems` has all problems. `resolution` is the `Resolution` that `explain` would return, or
+    None. The fields of the first problem (`path`, `dim`, `axis`, `size`, `mesh_axes`, `shards`,
+    `rule`, `fix`) are attributes too.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class ManualAxisError(ShardingError):
 
 
 class MeshMismatchError(ShardingError):
-    """Two meshes differ that must agree: of manager and context, or of manager and strategy."""
+    """The manager's mesh differs from the mesh of the context, or from that of the strategy."""
 
 
 class NoManagerError(ShardingError):
@@ -169,7 +169,7 @@ class MeshSpecError(ShardingError):
 
 
 class ProgramError(ShardingError):
-    """A compiled program cannot be read, or lacks the information that is asked for."""
+    """A compiled program cannot be read, or lacks the requested information."""
 
 
 class AttentionError(ShardingError):
@@ -184,8 +184,8 @@ class MoveError(ShardingError):
     """A move of arrays between shardings failed before it was complete.
 
     Attributes:
-      tree: The tree as it is now: arrays that have moved, and the others where they were. Moving it
-        again resumes the move.
+      tree: The tree after the failure. Some arrays have moved, the others have not. Move this tree
+        again to resume.
       moved: Paths of the arrays that have moved.
     """
 
@@ -206,7 +206,7 @@ class ServingError(ShardingError):
 
 
 class QueueFullError(ServingError):
-    """The queue is full. The request may be submitted again later."""
+    """The queue is full. Submit the request again later."""
 
 
 _PROBLEM_FIELDS = frozenset(f.name for f in dataclasses.fields(Problem))
@@ -230,13 +230,13 @@ def render(problems: Sequence[Problem]) -> str:
 
 
 def raise_problems(problems: Sequence[Problem], *, resolution: Any = None) -> None:
-    """Raise the class of the first problem, with all of them; do nothing if there are none."""
+    """Raise one error with all problems, in the class of the first, if there are any."""
     if problems:
         raise problems[0].error(problems=problems, resolution=resolution)
 
 
 def shortened(text: str, most: int) -> str:
-    """Cut text to about `most` characters: keep both ends, and say how much is left out."""
+    """Cut text to about `most` characters. Keep both ends, and state the number of the others."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -244,7 +244,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def _window(snippet: str) -> str:
-    """Return a snippet whose lines are cut around the caret at the end of the last line."""
+    """Return a snippet with its lines cut around the column of the caret on the last line."""
     *lines, caret = snippet.split("\n")
     if caret.strip() != "^":
         return "\n".join(shortened(line, LONGEST_LINE) for line in (*lines, caret))
@@ -259,8 +259,8 @@ def _window(snippet: str) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `did you mean 'x'?` for the closest known name, or an empty string.
 
-    A name that differs only in case is the closest. Of equally close names the one with the longer
-    common beginning is chosen, because people rarely mistype the first letter.
+    A name that differs only in case is the closest. Between equally close names, the longer common
+    prefix wins, because people rarely mistype the first letter.
     """
     names = [other for other in itertools.islice(known, MOST_NAMES) if len(other) <= LONGEST_NAME]
     if len(name) > LONGEST_NAME:

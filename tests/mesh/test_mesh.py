@@ -148,7 +148,7 @@ BAD_TEXTS = [
     ("dp:2,,tp:4", "a part of the mesh is empty\n  dp:2,,tp:4\n       ^\n"),
     (
         "dp:2,4",
-        "part '4' has no name, others have one\n  dp:2,4\n       ^\n  fix   write \"name:4\"",
+        "part '4' has no name, but others have one\n  dp:2,4\n       ^\n  fix   write \"name:4\"",
     ),
     ("dp=2,tp:4", "part 'dp=2' has no size\n  dp=2,tp:4\n  ^\n  fix   write \"dp:2\""),
     ("dp", "part 'dp' has no size\n  dp\n  ^\n  fix   write \"dp:2\""),

@@ -122,7 +122,9 @@ def test_processes_of_a_tpu_are_never_slices() -> None:
     devices = [
         dataclasses.replace(device, process_index=device.id // 4) for device in torus(2, 2, 2)
     ]
-    message = "dcn puts dp=2 across slices (2), the devices are 1 slice\n  fix   leave dcn out"
+    message = (
+        "dcn puts dp=2 across slices (2), but the devices are in 1 slice\n  fix   leave dcn out"
+    )
     refused(lambda: arrange_devices(parse_mesh("dcn.dp:2,dp:2,tp:4"), devices), message)
 
 
@@ -134,16 +136,16 @@ def test_processes_of_a_tpu_are_never_slices() -> None:
             "dcn.dp:4,dp:8",
             sliced(2, 4),
             (
-                "dcn puts dp=4 across slices (4), the devices are 2 slices\n  fix   make the "
-                "product of dcn 2"
+                "dcn puts dp=4 across slices (4), but the devices are in 2 slices\n"
+                "  fix   make the product of dcn 2"
             ),
         ),
         (
             "dcn.dp:1,dp:8",
             sliced(2, 4),
-            "dcn puts nothing across slices (1), the devices are 2 slices\n",
+            "dcn puts nothing across slices (1), but the devices are in 2 slices\n",
         ),
-        ("dp:4", sliced(1, 8), "mesh dp:4 is not for 8 devices\n"),
+        ("dp:4", sliced(1, 8), "mesh dp:4 does not fit 8 devices\n"),
         ("dp:2", [Device(id=0), Device(id=0)], "device Device(id=0, "),
         (
             "dp:2",
@@ -313,7 +315,7 @@ BAD_CALLS: list[tuple[Any, str]] = [
     (lambda: create_mesh("dp:2", devices=virtual_devices(1) * 2), "device "),
     (
         lambda: create_mesh("dp:2", backend="cpu", dcn={"dp": 2}),
-        "dcn puts dp=2 across slices (2), the devices are 1 slice\n",
+        "dcn puts dp=2 across slices (2), but the devices are in 1 slice\n",
     ),
     (
         lambda: create_mesh("dp:16,tp:4", devices=virtual_devices(8)),

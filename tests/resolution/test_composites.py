@@ -206,8 +206,8 @@ class TestRefusals:
             resolve(((E, sw.HEAD_DIM, sw.KV_HEAD, H),), make_rules(), MESH, shape=(8,))
         assert (
             caught.value.fix
-            == "annotate the flat dim as merged((KV_HEAD, heads), (HEAD_DIM, head_dim)): then "
-            "the number of heads must divide"
+            == "annotate the flat dim as merged((KV_HEAD, heads), (HEAD_DIM, head_dim)), which "
+            "requires that the number of heads divides"
         )
         assert resolve(((E, H), (B, sw.HEAD_DIM)), make_rules(), MESH, shape=(8, 8)).spec == P()
 
@@ -218,7 +218,7 @@ class TestRefusals:
         assert caught.value.dim == len(axes) - 1
         assert caught.value.axis
         assert caught.value.fix.startswith(
-            "write EMPTY for a whole dim, or leave it out of the composite"
+            "write EMPTY for a whole dim, or remove it from the composite"
         )
 
 

@@ -396,8 +396,8 @@ class TestWhatIsChecked:
         with pytest.raises(
             sw.StrategyError,
             match=(
-                r"^layers= is required for an ArraySpec, and not allowed for other annotations\n  "
-                r"fix   write stacked\(spec, layers=32\)"
+                r"^layers= is required for an ArraySpec or a PartOf, and not allowed for other "
+                r"annotations\n  fix   write stacked\(spec, layers=32\)"
             ),
         ):
             sw.stacked((sw.EMBED,), 1)

@@ -1,4 +1,4 @@
-"""Meshes: their text form, and the real and abstract meshes that it describes.
+"""Meshes: the text form of a mesh, and building a real or an abstract mesh from it.
 
 Code that builds a mesh or reads `"dp:2,tp:4"` belongs here. Code that decides which dim is sharded
 over which mesh axis does not: it is in `resolution`.

@@ -36,8 +36,8 @@ __all__ = [
 AxisTypeName = Literal["auto", "explicit"]
 AxisTypes = AxisTypeName | AxisType | Mapping[str, AxisTypeName | AxisType]
 
-# Slices go on the first of these axes by default: they communicate rarely enough for the network
-# between slices.
+# By default, the slices split the first of these axes whose size allows it. Only these axes
+# communicate rarely enough for the network between slices.
 _SLICE_AXES: Final = ("pp", "dp", "fsdp")
 _AXIS_TYPES: Final = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
@@ -55,17 +55,17 @@ def create_mesh(
 
     Args:
       axis_dims: Sizes, slowest first: `(2, -1, 1, 4)` or `"2,-1,1,4"` in the order of `axis_names`,
-        or with names `"dp:2,fsdp:-1,tp:4"` or `{"dp": 2, "fsdp": -1, "tp": 4}`. They include
-        slices; one may be -1. In text, a leading `!` keeps the device order instead of following
-        the topology inside each slice.
+        or with names `"dp:2,fsdp:-1,tp:4"` or `{"dp": 2, "fsdp": -1, "tp": 4}`. Each is a total
+        over all slices. One may be -1: it gets the remaining devices. In text, a leading `!` keeps
+        the device order instead of following the topology inside each slice.
       axis_names: Names for sizes without names. Defaults to ("dp", "fsdp", "tp", "sp").
       backend: Platform, such as "cpu". Defaults to JAX's.
-      devices: Devices to use. Defaults to all of the backend. Without a -1 the mesh takes as many
-        as it needs, in order.
+      devices: Devices to use. Defaults to all devices of the backend. Without a -1 the mesh takes
+        the first of them, as many as it needs.
       axis_types: "auto" or "explicit" for all axes, or by name, with auto for the others.
       dcn: The part of each axis that crosses slices, `{"dp": 2}`. By default, the slices split the
         first of pp, dp and fsdp whose size is a multiple of the number of slices. If the platform
-        has no slices, the processes count as slices.
+        has no slices and `dcn` is given, each process counts as a slice.
 
     Raises:
       MeshSpecError: The mesh cannot be read, or the sizes do not fit the devices or the slices.
@@ -85,11 +85,11 @@ def get_jax_mesh(axis_dims: str, names: Sequence[str] = ("x", "y", "z")) -> Mesh
       axis_dims: `"2,-1,4"` in the order of `names`, where missing sizes at the end are 1; or
         `"dp:2,fsdp:-1,tp:4"` in the order written, with each of `names` exactly once. A leading `!`
         keeps the device order instead of following the topology.
-      names: The mesh axes.
+      names: Names of the mesh axes.
 
     Raises:
-      MeshSpecError: The text cannot be read, has more sizes than names or other names, or does not
-        fit the devices.
+      MeshSpecError: The text cannot be read, has more sizes than there are names, has names that
+        differ from `names`, or does not fit the devices.
     """
     if not isinstance(axis_dims, str):
         raise MeshSpecError(
@@ -109,10 +109,11 @@ def get_jax_mesh(axis_dims: str, names: Sequence[str] = ("x", "y", "z")) -> Mesh
 
 
 def get_ranks_and_size(mesh: Mesh | AbstractMesh) -> dict[str, Any]:
-    """Return the rank of this process among those that hold one copy of the model (mp), and the
-    rank of its copy (dp).
+    """Return the rank of this process in its model-parallel group (mp) and the rank of the group
+    (dp).
 
-    A model is split over tp * sp devices, where an axis that the mesh lacks counts as 1:
+    The processes of a group hold one copy of the model, which is split over tp * sp devices. A mesh
+    axis that the mesh lacks counts as 1:
 
     - `mp_node_size = max(1, tp * sp // local devices)`
     - `dp_node_size = processes // mp_node_size`
@@ -120,14 +121,14 @@ def get_ranks_and_size(mesh: Mesh | AbstractMesh) -> dict[str, Any]:
     - `mp_node_rank = process index % mp_node_size`
 
     Returns:
-      A dict of `mesh` and these four.
+      A dict of `mesh` and these four numbers.
 
     Raises:
-      MeshMismatchError: A model would use only some devices of a process, or some processes would
-        be left over.
+      MeshMismatchError: A copy of the model would use only some devices of a process, or the
+        processes do not divide into groups.
     """
     sizes = mesh_sizes(mesh)
-    # The mesh may be on another backend than the default one.
+    # The mesh may be on a backend that is not the default one.
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
     local, processes, index = (
         jax.local_device_count(platform),
@@ -141,8 +142,8 @@ def get_ranks_and_size(mesh: Mesh | AbstractMesh) -> dict[str, Any]:
             f"tp * sp = {split} does not divide evenly over {processes} processes with "
             f"{local} devices each",
             fix=(
-                f"choose tp * sp as a divisor or a multiple of {local}, so that no process is "
-                f"left over"
+                f"choose tp * sp as a divisor or a multiple of {local}, so that the processes "
+                f"divide into equal groups"
             ),
         )
     return {
@@ -161,11 +162,12 @@ def abstract_mesh(
     devices: int | None = None,
     axis_types: AxisTypes = "auto",
 ) -> AbstractMesh:
-    """Build a mesh of any size without devices, for planning and tests. This does not start a
-    backend.
+    """Build a mesh of any size without devices, for planning and tests.
+
+    This does not start a backend.
 
     Args:
-      axis_dims: As in `create_mesh`; a -1 needs `devices`.
+      axis_dims: As in `create_mesh`. A -1 requires `devices`.
       axis_names: As in `create_mesh`.
       devices: Number of devices to plan for.
       axis_types: As in `create_mesh`.
@@ -191,7 +193,7 @@ def abstract_mesh(
 
 
 class MeshSizes(dict[str, int]):
-    """Checked sizes by mesh axis, in mesh order. Do not change them.
+    """Checked sizes by mesh axis, in mesh order. Treat it as read-only.
 
     Attributes:
       pairs: The sizes as a tuple, for use in a cache key.
@@ -210,11 +212,12 @@ def mesh_sizes(
 ) -> MeshSizes:
     """Return axis name → size in mesh order, from a mesh, a mapping or (name, size) pairs.
 
-    JAX allows two axes of one name, and names that a rule cannot spell. Here both are errors.
+    JAX allows two axes of the same name, and names that a rule cannot contain. Here both are
+    errors.
 
     Raises:
       MeshSpecError: The value is not a mesh, a name is not allowed or occurs twice, or a size is
-        below 1.
+        not a positive integer.
 
     >>> mesh_sizes([("dp", 2), ("tp", 4)])
     {'dp': 2, 'tp': 4}
@@ -244,10 +247,11 @@ def mesh_axis_types(mesh: Mesh | AbstractMesh) -> dict[str, AxisType]:
 
 
 def resolve_axis_types(names: Sequence[str], axis_types: AxisTypes) -> tuple[AxisType, ...]:
-    """Return one `AxisType` per name, as `Mesh` wants them.
+    """Return one `AxisType` per name, in the form that `Mesh` takes.
 
     Raises:
-      MeshSpecError: A type is neither auto nor explicit, or the mesh has no axis of a name.
+      MeshSpecError: A type is neither auto nor explicit, or `axis_types` names an axis that is not
+        in `names`.
     """
     if not isinstance(axis_types, Mapping):
         return (_axis_type(axis_types, "axis_types"),) * len(names)
@@ -265,15 +269,15 @@ def resolve_axis_types(names: Sequence[str], axis_types: AxisTypes) -> tuple[Axi
 def arrange_devices(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
     """Arrange devices in an array of shape `spec.sizes`.
 
-    The function is pure: it reads `platform`, `process_index`, `slice_index` and TPU coordinates of
-    the devices. Inside a slice TPUs follow their torus; other devices keep the given order, as all
-    devices do with `!`. The part of an axis that crosses slices is its slow part: `dp:4` with
-    `dcn.dp:2` has dp 0 and 1 in the first slice.
+    The function is pure. It reads only `platform`, `process_index`, `slice_index` and the TPU
+    coordinates of the devices. Inside a slice, TPUs follow their torus. Other devices keep the
+    given order, and so do all devices with `!`. The part of an axis that crosses slices varies
+    slowest: `dp:4` with `dcn.dp:2` has dp 0 and 1 in the first slice.
 
     Raises:
-      MeshSpecError: The devices have several platforms, another number, or one occurs twice; the
-        slices differ in size, do not match `spec.dcn`, or fit no pipeline or data axis; or the
-        torus cannot form the mesh.
+      MeshSpecError: The number of devices is not the product of the sizes, a device occurs twice,
+        or the devices are of several platforms. Or the slices differ in size, do not match
+        `spec.dcn`, or cannot split a pipeline or data axis. Or the torus cannot form the mesh.
     """
     _check_devices(spec, devices)
     slices = _slices(spec, devices)
@@ -287,12 +291,12 @@ def arrange_devices(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
 def _check_devices(spec: MeshSpec, devices: Sequence[Any]) -> None:
     if len(devices) != math.prod(spec.sizes):
         raise MeshSpecError(
-            f"mesh {spec} is not for {len(devices)} devices",
-            fix="fill the -1 with resolve_sizes and give as many devices as the sizes' product",
+            f"mesh {spec} does not fit {len(devices)} devices",
+            fix="fill the -1 with resolve_sizes, and give as many devices as the sizes' product",
         )
     if len(set(devices)) != len(devices):
-        twice = next(device for device in devices if list(devices).count(device) > 1)
-        raise MeshSpecError(f"device {twice} is listed twice", fix="give every device once")
+        repeated = next(device for device in devices if list(devices).count(device) > 1)
+        raise MeshSpecError(f"device {repeated} is listed twice", fix="give every device once")
     platforms = sorted({device.platform for device in devices})
     if len(platforms) > 1:
         raise MeshSpecError(
@@ -302,11 +306,12 @@ def _check_devices(spec: MeshSpec, devices: Sequence[Any]) -> None:
 
 
 def _slices(spec: MeshSpec, devices: Sequence[Any]) -> dict[int, list[Any]]:
-    """Group devices by slice, in slice order; by process if the spec asks for slices and the
-    platform has none.
+    """Group devices by slice, in slice order.
+
+    If the spec has a dcn part and the platform has no slices, group them by process.
     """
     by_slice = _grouped(devices, "slice_index")
-    # On GPU or CPU clusters one process per device is common, so processes count as slices only if
+    # GPU and CPU clusters often have one process per device, so processes count as slices only if
     # dcn is given.
     if len(by_slice) == 1 and math.prod(spec.dcn) > 1 and devices[0].platform != "tpu":
         by_slice = _grouped(devices, "process_index")
@@ -316,7 +321,8 @@ def _slices(spec: MeshSpec, devices: Sequence[Any]) -> dict[int, list[Any]]:
             f"slice {index} has {len(members)}" for index, members in by_slice.items()
         )
         raise MeshSpecError(
-            f"slices of unequal size: {listing}", fix="pass devices= with as many of each slice"
+            f"slices of unequal size: {listing}",
+            fix="pass devices= with the same number of devices of each slice",
         )
     return by_slice
 
@@ -324,7 +330,7 @@ def _slices(spec: MeshSpec, devices: Sequence[Any]) -> dict[int, list[Any]]:
 def _grouped(devices: Sequence[Any], attribute: str) -> dict[int, list[Any]]:
     groups: dict[int, list[Any]] = {}
     for device in devices:
-        # CPU devices lack the attribute, on some clients it is None: both mean one slice.
+        # CPU devices lack the attribute, and some clients set it to None. Both mean one slice.
         groups.setdefault(getattr(device, attribute, 0) or 0, []).append(device)
     return dict(sorted(groups.items()))
 
@@ -339,8 +345,8 @@ def _dcn(spec: MeshSpec, slices: Mapping[int, Sequence[Any]]) -> tuple[int, ...]
             fix = "leave dcn out" if count == 1 else f"make the product of dcn {count}"
             have = "1 slice" if count == 1 else f"{count} slices"
             raise MeshSpecError(
-                f"dcn puts {crossing or 'nothing'} across slices ({math.prod(spec.dcn)}), the "
-                f"devices are {have}",
+                f"dcn puts {crossing or 'nothing'} across slices ({math.prod(spec.dcn)}), but the "
+                f"devices are in {have}",
                 fix=fix,
             )
         return spec.dcn
@@ -376,7 +382,8 @@ def _arrange_slice(spec: MeshSpec, shape: tuple[int, ...], devices: Sequence[Any
         try:
             return mesh_utils.create_device_mesh(shape, devices)
         except NotImplementedError:
-            # Whole torus axes do not fit. Splitting one costs bandwidth, so it is tried last.
+            # Mesh axes that use whole torus axes do not fit. Splitting a torus axis costs
+            # bandwidth, so it is tried last.
             return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     except (NotImplementedError, AssertionError, ValueError) as err:
         what = (
@@ -433,7 +440,7 @@ def _devices(devices: Sequence[Any] | None, backend: str) -> list[Any]:
 
 
 def _more_devices(spec: MeshSpec, devices: Sequence[Any]) -> str:
-    """Return how to get more CPU devices: too few are often the first error in a notebook."""
+    """Return how to get more devices. Too few CPU devices is a common first error in a notebook."""
     needed = math.prod(size for size in spec.sizes if size != INFER)
     planning = "abstract_mesh plans without devices"
     if not devices or devices[0].platform != "cpu" or needed <= len(devices):
@@ -451,8 +458,8 @@ def _axis_type(value: object, place: str) -> AxisType:
         return AxisType(value)
     if isinstance(value, str) and value in _AXIS_TYPES:
         return _AXIS_TYPES[value]
-    near = did_you_mean(value.lower(), _AXIS_TYPES) if isinstance(value, str) else ""
+    hint = did_you_mean(value.lower(), _AXIS_TYPES) if isinstance(value, str) else ""
     raise MeshSpecError(
         f"{place} is {value!r}, neither auto nor explicit",
-        fix=near or 'write "auto", "explicit" or {"tp": "explicit"}',
+        fix=hint or 'write "auto", "explicit" or {"tp": "explicit"}',
     )

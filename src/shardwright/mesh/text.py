@@ -1,4 +1,4 @@
-"""Read a mesh from text, sizes or a mapping into a `MeshSpec`. Pure: no JAX, no devices."""
+"""Read a mesh from text, sizes or a mapping into a `MeshSpec`, without JAX and devices."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class MeshSpec:
 
     Attributes:
       names: Mesh axes, slowest first.
-      sizes: Total size of each axis, slices included; at most one is -1 until `resolve_sizes`.
-      dcn: The part of each size that crosses slices; empty if the text does not mention slices.
-      contiguous: Keep the devices in the given order instead of following the physical topology.
+      sizes: Total size of each axis over all slices. At most one is -1, until `resolve_sizes`.
+      dcn: The part of each size that crosses slices, or empty if none is given.
+      contiguous: Whether devices keep the given order instead of following the physical topology.
     """
 
     names: tuple[str, ...]
@@ -65,7 +65,7 @@ class MeshSpec:
 def parse_mesh(
     spec: MeshLike, axis_names: Sequence[str] | None = None, *, dcn: Mapping[str, int] | None = None
 ) -> MeshSpec:
-    """Read a mesh and check everything that can be checked without devices.
+    """Read a mesh. Check everything that can be checked without devices.
 
     Args:
       spec: One of three forms: `"dp:2,fsdp:-1,tp:4"`, in the order written; `"2,-1,4"` or
@@ -73,12 +73,12 @@ def parse_mesh(
         keeps the device order, and `dcn.dp:2` names the part of an axis that crosses slices.
       axis_names: Names for sizes without names. Defaults to `DEFAULT_MESH_AXES`. Not allowed if
         `spec` names its axes.
-      dcn: The part of each axis that crosses slices. Defaults to nothing; an empty mapping is the
-        same.
+      dcn: The part of each axis that crosses slices. None and an empty mapping mean that no part
+        is given.
 
     Raises:
-      MeshSpecError: The mesh cannot be read. The error has every problem, for text with a caret at
-        each.
+      MeshSpecError: The mesh cannot be read. The error has every problem. For text, each problem
+        has a caret at its column.
 
     >>> parse_mesh("dcn.dp:2,dp:4,tp:-1")
     MeshSpec(names=('dp', 'tp'), sizes=(4, -1), dcn=(2, 1), contiguous=False)
@@ -106,12 +106,14 @@ def parse_mesh(
 
 
 def resolve_sizes(spec: MeshSpec, count: int, *, hint: str = "") -> MeshSpec:
-    """Fill the -1 for a number of devices; without a -1 the mesh uses the first of them.
+    """Replace the size -1, given the number of devices.
+
+    Without a -1, only check that there are enough devices.
 
     Args:
       spec: The mesh.
       count: Number of devices.
-      hint: Text to add to the fix: how the caller's user can get more devices.
+      hint: Text to add to the fix of an error: how to get more devices.
 
     Raises:
       MeshSpecError: There are too few devices, their number does not divide, or a dcn part does not
@@ -198,25 +200,25 @@ def _parse_text(
 
 
 def _word_faults(word: str, named: bool) -> list[tuple[str, str]]:
-    """Return (what, fix) if a word is neither `name:size` nor, in a text without names, a size."""
+    """Return (what, fix) unless a word is `name:size`, or a size in a text without names."""
     if not word:
         return [("a part of the mesh is empty", 'write sizes between commas, such as "dp:2,tp:4"')]
     if ":" in word:
         return []
     if _INTEGER.fullmatch(word):
         return (
-            [(f"part {word!r} has no name, others have one", f'write "name:{word}"')]
+            [(f"part {word!r} has no name, but others have one", f'write "name:{word}"')]
             if named
             else []
         )
     fix = 'write a name and a size, such as "dp:2"'
-    if meant := with_colons(word) or (f"{word}:2" if _NAME.fullmatch(word) else ""):
-        fix = f'write "{meant}"'
+    if corrected := with_colons(word) or (f"{word}:2" if _NAME.fullmatch(word) else ""):
+        fix = f'write "{corrected}"'
     return [(f"part {word!r} has no size", fix)]
 
 
 def _words(text: str, start: int) -> list[tuple[int, str]]:
-    """Return (column, word) between commas, without the spaces around."""
+    """Return the words between commas, each as (column, word) without surrounding spaces."""
     words = []
     for piece in text[start:].split(","):
         words.append((start + len(piece) - len(piece.lstrip()), piece.strip()))

@@ -26,7 +26,7 @@ from shardwright.vocabulary.axes import LAYERS, Role, axis_label
 from shardwright.vocabulary.integers import as_integer, read_integer
 from shardwright.vocabulary.layouts import StackedLayout, is_layout
 
-# These two stay importable from here for one release.
+# `mode_of_layout` and `merged` stay importable from here for one release.
 from shardwright.vocabulary.lowering import (
     Dim,
     Lowered,
@@ -53,9 +53,9 @@ class ArraySpec(SizedAnnotation):
     Attributes:
       shape: Global shape.
       dtype: Anything that `jax.numpy.dtype` takes.
-      axes: Annotation: a layout or a tuple of axes.
-      init: Called as `init(key, shape, dtype)`, like those of `jax.nn.initializers`; None if never
-        initialized.
+      axes: Annotation of the array, such as a layout or a tuple of axes.
+      init: Function `init(key, shape, dtype)`, as in `jax.nn.initializers`, or None if the array is
+        never initialized.
 
     Raises:
       RankMismatchError: The shape is not a shape, or the axes do not fit its rank.
@@ -84,7 +84,7 @@ class ArraySpec(SizedAnnotation):
         return len(self.shape)
 
     def lowered(self, shape: Sequence[int] | None) -> Lowered:
-        """Return the dims of the axes, after checking that an array has this shape."""
+        """Check that `shape` is the spec's own, and return the dims of the axes."""
         if shape is not None and tuple(shape) != self.shape:
             raise RankMismatchError(
                 f"the array has shape {tuple(shape)}, its ArraySpec has {self.shape}",
@@ -99,11 +99,11 @@ class ArraySpec(SizedAnnotation):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartOf(SizedAnnotation):
-    """An array that is sharded like some dims of another array: a moment, a scale, one half of a
-    low-rank pair.
+    """An annotation that shards an array, the part, like some dims of another array, the whole.
 
-    It is itself an annotation. The whole array is resolved first, under its own path. The part then
-    takes over the mesh axes of the dims it follows, so that both always fit together.
+    A part is, for example, a moment, a scale or one matrix of a low-rank pair. The whole array is
+    resolved first, under its own path. Each dim of the part then has the mesh axes of the dim that
+    it follows, so the two shardings always agree.
 
     Attributes:
       annotation: The whole array's annotation.
@@ -127,24 +127,24 @@ class PartOf(SizedAnnotation):
         object.__setattr__(self, "shape", as_shape(self.shape))
         lower(self.annotation, self.shape)
         is_sequence = isinstance(self.dims, (tuple, list))
-        given = [dim for dim in self.dims if dim is not None] if is_sequence else []
-        followed = [dim for value in given if (dim := as_integer(value)) is not None]
+        entries = [dim for dim in self.dims if dim is not None] if is_sequence else []
+        followed = [dim for value in entries if (dim := as_integer(value)) is not None]
         in_range = all(0 <= dim < len(self.shape) for dim in followed)
-        if not is_sequence or not in_range or len(set(followed)) != len(given):
+        if not is_sequence or not in_range or len(set(followed)) != len(entries):
             raise RankMismatchError(
                 f"dims={short(self.dims)} is not valid for {describe(self.annotation)} of rank "
                 f"{len(self.shape)}",
                 path=self.path,
                 fix=(
-                    "name each dim of the whole array at most once, None for a dim that is not "
-                    "sharded"
+                    "name each dim of the whole array at most once, and write None for a dim that "
+                    "is not sharded"
                 ),
             )
         dims = tuple(None if dim is None else as_integer(dim) for dim in self.dims)
         object.__setattr__(self, "dims", dims)
 
     def lowered(self, shape: Sequence[int] | None) -> Lowered:
-        """Return the dims of the whole that the part follows, after checking the part's shape."""
+        """Check the part's shape, and return the dims of the whole that the part follows."""
         whole = lower(self.annotation, self.shape)
         dims = tuple(Dim(axes=()) if of is None else whole.dims[of] for of in self.dims)
         if shape is not None and len(shape) != len(self.dims):
@@ -169,7 +169,9 @@ class PartOf(SizedAnnotation):
         return Lowered(dims=dims, mode=whole.mode, role=Role.PARAM)
 
     def described(self) -> str:
-        """Return the whole's annotation, with the dims that are followed unless they are all."""
+        """Return the annotation of the whole, and the dims that the part follows if it does not
+        follow all of them in order.
+        """
         whole = describe(self.annotation)
         if self.dims == tuple(range(len(self.shape))):
             return whole
@@ -184,7 +186,7 @@ def _is_dim(entry: object) -> bool:
 
 
 def is_annotation(value: object) -> TypeGuard[Any]:
-    """Tell whether a value is an annotation; the `is_leaf` of every tree of annotations.
+    """Tell whether a value is an annotation. Use it as `is_leaf` for every tree of annotations.
 
     >>> is_annotation(("__BATCH__", "_")), is_annotation(()), is_annotation(["__BATCH__"])
     (True, True, False)
@@ -215,7 +217,7 @@ def is_tuple_of_annotations(value: object) -> bool:
 
 
 def as_annotation(value: Any) -> Any:
-    """Return a value as an annotation; lists become tuples, because other code writes lists.
+    """Return a value as an annotation. A list becomes a tuple, because other libraries write lists.
 
     Raises:
       StrategyError: The value is not an annotation.
@@ -253,7 +255,10 @@ def _frozen(entries: list[Any] | tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _frozen_entry(entry: Any) -> Any:
-    """Return one entry of a list of dims. In TOML, merged axes are lists: `[["HEAD", 8], …]`."""
+    """Return one entry of a list of dims, with lists as tuples.
+
+    A list of pairs, such as `[["HEAD", 8], …]` in TOML, becomes a merged dim.
+    """
     if not isinstance(entry, (list, tuple)):
         return entry
     if entry and all(isinstance(member, list) and len(member) == 2 for member in entry):
@@ -262,9 +267,7 @@ def _frozen_entry(entry: Any) -> Any:
 
 
 def read_annotation(axes: tuple[Any, ...]) -> Any:
-    """Return `*axes` as one annotation: they are axes, composites and merged dims, or already one
-    annotation.
-    """
+    """Return `*axes` as one annotation. They are either its entries or one complete annotation."""
     return as_annotation(join_axes(axes))
 
 
@@ -274,7 +277,10 @@ def join_axes(axes: tuple[Any, ...]) -> Any:
 
 
 def tree_of_annotations(axes: tuple[Any, ...]) -> Any:
-    """Return `*axes` as a tree of annotations. Several axes are one annotation, for every leaf."""
+    """Return `*axes` as a tree of annotations.
+
+    Several axes are one annotation, which applies to every leaf. A single value is the tree itself.
+    """
     if not axes:
         return None
     if len(axes) == 1 and not isinstance(axes[0], (str, MergedDim)):
@@ -283,17 +289,15 @@ def tree_of_annotations(axes: tuple[Any, ...]) -> Any:
 
 
 def is_axes_list(value: object) -> bool:
-    """Tell whether a list is one annotation, as other code writes them, and not a list of
-    annotations.
-    """
+    """Tell whether a list is one annotation written as a list, and not a list of annotations."""
     return isinstance(value, list) and any(isinstance(entry, (str, MergedDim)) for entry in value)
 
 
 def stacked(annotation: Any, layers: int | None = None) -> Any:
     """Put `LAYERS` in front of an annotation.
 
-    A stacked `ArraySpec` also gets the size `layers` in front of its shape, and its initializer one
-    key per layer. A literal `PartitionSpec` gets an entry that does not shard the layers.
+    For an `ArraySpec`, `layers` also becomes the first size of the shape, and each layer is
+    initialized with a key of its own. A literal `PartitionSpec` gets an entry None for the layers.
 
     >>> from shardwright.vocabulary.axes import EMBED
     >>> stacked((EMBED, "_"))
@@ -312,7 +316,8 @@ def stacked(annotation: Any, layers: int | None = None) -> Any:
     single = as_annotation(annotation)
     if isinstance(single, SizedAnnotation) != (layers is not None):
         raise StrategyError(
-            "layers= is required for an ArraySpec, and not allowed for other annotations",
+            "layers= is required for an ArraySpec or a PartOf, and not allowed for other "
+            "annotations",
             fix="write stacked(spec, layers=32), or stacked(axes)",
         )
     if isinstance(single, PartOf):

@@ -1,7 +1,7 @@
 """The vocabulary: semantic names of array dimensions, as plain strings.
 
-The constants are exact `str`, not enum members. JAX interns `PartitionSpec`s: of several equal
-names it keeps the first, so an enum member would also appear in the specs of other code.
+The constants are exact `str`, not enum members. JAX interns `PartitionSpec`s: of equal specs it
+keeps the first, so an enum member would also appear in the specs of other code.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ AxisType = tuple[str, ...] | str | Any | None
 class Role(enum.StrEnum):
     """What an array is. The role selects the rule.
 
-    A weight is stored as `PARAM` and computed with as `USE`. An optimizer's `STATE` is sharded like
-    the stored weight, and further if the policy says so.
+    `PARAM` is a weight as it is stored, and `USE` is the same weight as the computation uses it.
+    `STATE` is optimizer state. It is sharded like the stored weight, and over more mesh axes if the
+    policy sets `zero1`.
     """
 
     ACTIVATION = "activation"
@@ -99,8 +100,8 @@ class Role(enum.StrEnum):
     USE = "use"
     STATE = "state"
 
-    # A role equals its text, and so must hash like it; it is also hashed in every look-up of a
-    # rule.
+    # A role equals its text, so it must have the hash of the text. Every lookup of a rule hashes a
+    # role, and `str.__hash__` is faster than the method of `Enum`.
     __hash__ = str.__hash__
 
 
@@ -111,7 +112,7 @@ class EMPTY_VAL:  # noqa: N801  the name is a contract
     _instance: EMPTY_VAL | None = None
 
     def __new__(cls) -> EMPTY_VAL:
-        """Return the one instance."""
+        """Return the only instance."""
         if cls._instance is None:
             cls._instance = super().__new__(cls)
         return cls._instance
@@ -136,8 +137,7 @@ NOT_GIVEN: Final = EMPTY_VAL()
 
 
 def canonical_axis(name: str) -> str:
-    """Return the constant's value for any spelling: `batch`, `BATCH` and `__BATCH__` are the same
-    axis.
+    """Return the canonical name of an axis: `__BATCH__` for `batch`, `BATCH` and `__BATCH__`.
 
     >>> canonical_axis("kv_head")
     '__KV_HEAD__'
@@ -148,7 +148,7 @@ def canonical_axis(name: str) -> str:
 
 
 def axis_label(axis: str) -> str:
-    """Return the name that people read: `KV_HEAD` for `"__KV_HEAD__"`, `TP` for
+    """Return the name that messages show: `KV_HEAD` for `"__KV_HEAD__"`, `TP` for
     `"__TENSOR_PARALLEL__"`.
     """
     if axis in PARALLELISM_AXES:

@@ -1,7 +1,7 @@
-"""Read the integers that callers pass as sizes and counts: Python's and NumPy's, never a bool.
+"""Read sizes and counts that callers pass: integers of Python and NumPy, but not bools.
 
-Every room reads its integers here, so that all of them accept the same values and refuse the rest
-in the same words.
+Every room reads its integers here, so that all rooms accept the same values and raise the same
+errors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shardwright.errors import Problem, ShardingError
 def as_integer(value: Any) -> int | None:
     """Return an integer as a Python `int`, or None if the value is not an integer.
 
-    A bool is not an integer: `layers=True` is a mistake. Neither is an array, even if its value is
-    known: sizes are static, and inside `jit` the same array has no value.
+    A bool is not accepted: `layers=True` is a mistake. An array is not accepted either. Sizes are
+    static, and inside `jit` an array has no value.
 
     >>> as_integer(np.int64(8)), as_integer(8.0), as_integer(True)
     (8, None, None)
@@ -69,8 +69,9 @@ def integer_problem(
     most: int | None = None,
     fix: str = "",
 ) -> Problem | None:
-    """Return what is wrong with the integer argument `name`, or None; the arguments are those of
-    `read_integer`.
+    """Return what is wrong with the integer argument `name`, or None if nothing is wrong.
+
+    The arguments are those of `read_integer`.
     """
     integer = as_integer(value)
     if integer is not None and least <= integer and (most is None or integer <= most):
@@ -91,8 +92,11 @@ def _range(least: int, most: int | None) -> str:
 
 
 def _nearest(value: Any, least: int, most: int | None) -> int:
-    """Return the allowed integer that the caller most likely meant: `2` for 2.5 and for "2"."""
+    """Return the allowed integer nearest to a number or to text of digits: 2 for 2.5 and for "2".
+
+    For any other value return `least`.
+    """
     is_number = isinstance(value, numbers.Real) and math.isfinite(value)
     is_digits = isinstance(value, str) and value.isdecimal() and len(value) < 20
-    meant = int(value) if is_number or is_digits else least
-    return max(least, meant if most is None else min(meant, most))
+    integer = int(value) if is_number or is_digits else least
+    return max(least, integer if most is None else min(integer, most))

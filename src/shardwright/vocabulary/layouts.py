@@ -1,9 +1,9 @@
-"""Named layouts: `DynamicShardingAxes` and the classes that other code already uses by name.
+"""Named layouts: `DynamicShardingAxes` and the subclasses that models use by name.
 
-A layout is a tuple of dims and a mode, and reads the same as a class and as an instance:
-`ColumnWise.axes` and `ColumnWise().axes` are both `[[FSDP, SP], TP]`. Weight dims are `[in, out]`;
-expert weights are `[experts, hidden, intermediate]` (column) or `[experts, intermediate, hidden]`
-(row).
+A layout is a tuple of dims and a mode. The class and its instances have the same attributes:
+`ColumnWise.axes` and `ColumnWise().axes` are both `[[FSDP, SP], TP]`. The dims of a weight are
+`[in, out]`. Those of an expert weight are `[experts, hidden, intermediate]` (column) or
+`[experts, intermediate, hidden]` (row).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Fields(NamedTuple):
 
 
 class _Axes:
-    """`.axes` as a new list, of an instance or of the class."""
+    """The attribute `axes` of a layout class and of its instances, read as a new list."""
 
     def __get__(self, instance: Any, owner: type[DynamicShardingAxes]) -> list[str | list[str]]:
         dims = owner.default_axes if instance is None else instance[0]
@@ -55,24 +55,24 @@ class _Axes:
 
     def __set__(self, instance: Any, value: object) -> None:
         raise AttributeError(
-            "a layout is frozen: make another one, DynamicShardingAxes(axes, mode)"
+            "a layout is frozen: create a new one, DynamicShardingAxes(axes, mode)"
         )
 
 
 class _Mode:
-    """`.mode` of an instance or of the class."""
+    """The attribute `mode` of a layout class and of its instances."""
 
     def __get__(self, instance: Any, owner: type[DynamicShardingAxes]) -> str | int:
         return owner.default_mode if instance is None else instance[1]
 
     def __set__(self, instance: Any, value: object) -> None:
         raise AttributeError(
-            "a layout is frozen: make another one, such as ColumnWise(mode='train')"
+            "a layout is frozen: create a new one, such as ColumnWise(mode='train')"
         )
 
 
 class DynamicShardingAxes(_Fields):
-    """The axes of an array, and the mode in which it resolves if a call names none.
+    """The axes of an array, and the mode that applies if a call does not pass one.
 
     Define your own in one of two ways:
 
@@ -83,13 +83,13 @@ class DynamicShardingAxes(_Fields):
     ['__BATCH__', '__EMBED__']
 
     Attributes:
-      axes: One entry per dim: an axis, `EMPTY` or None (not sharded), or a list (one dim over
-        several).
-      mode: A runtime mode, or the index of a dim whose size decides it: 1 means decode, any other
-        size train.
+      axes: One entry per dim: an axis, `EMPTY` or None (not sharded), or a list of axes (a
+        composite).
+      mode: A runtime mode, or the index of a dim whose size decides the mode: decode if the size is
+        1, else train.
       role: `Role.PARAM` for weight layouts, None if the call decides.
-      means: For weight layouts, the semantic axes that their parallelism axes stand for. As a
-        parameter, a dim follows the rule of that axis, unless the strategy states a rule for the
+      means: For weight layouts, the semantic axes that the parallelism axes stand for. In the role
+        `param` a dim follows the rule of that semantic axis, unless the strategy has a rule for the
         parallelism axis itself.
 
     Raises:
@@ -122,7 +122,7 @@ class DynamicShardingAxes(_Fields):
             cls.mode = _Mode()
 
     def __new__(cls, axes: Any = NOT_GIVEN, mode: Any = NOT_GIVEN) -> Self:
-        """Make an instance. A layout whose class defines axes keeps those."""
+        """Create an instance. If its class defines axes, other axes are refused."""
         dims = cls.default_axes if isinstance(axes, EMPTY_VAL) else _freeze_dims(axes)
         if cls.named and dims != cls.default_axes:
             raise StrategyError(
@@ -140,11 +140,12 @@ class DynamicShardingAxes(_Fields):
 
     @classmethod
     def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]
-        """Make an instance of axes and a mode, normalized as a call does; `_replace` goes through
-        this too.
+        """Create an instance from axes and a mode, with the checks of the constructor.
+
+        `_replace` calls this method too.
 
         Raises:
-          StrategyError: There are not two values, or a call would refuse them.
+          StrategyError: There are not two values, or the constructor refuses them.
         """
         values = tuple(iterable)
         if len(values) != 2:
@@ -174,8 +175,8 @@ def _freeze_dims(axes: Any) -> tuple[LayoutDim, ...]:
             f"the axes of a layout are {axes!r}, not a list",
             fix="write one entry per dim: an axis, EMPTY, None or a list of axes",
         )
-    named = [EMPTY if dim is None else dim for dim in axes]
-    dims = tuple(tuple(dim) if isinstance(dim, (list, tuple)) else dim for dim in named)
+    entries = [EMPTY if dim is None else dim for dim in axes]
+    dims = tuple(tuple(dim) if isinstance(dim, (list, tuple)) else dim for dim in entries)
     for dim in dims:
         if not all(isinstance(axis, str) for axis in (dim if isinstance(dim, tuple) else (dim,))):
             raise StrategyError(
@@ -186,7 +187,7 @@ def _freeze_dims(axes: Any) -> tuple[LayoutDim, ...]:
             raise StrategyError(
                 f"{_spell((dim,))}: a composite may not contain EMPTY: it is one dim over "
                 f"several axes",
-                fix="write EMPTY for a whole dim, or leave it out of the composite",
+                fix="write EMPTY for a whole dim, or remove it from the composite",
             )
     return dims
 
@@ -218,7 +219,7 @@ class AttnKVSharding(DynamicShardingAxes):
 
 
 class Replicated(DynamicShardingAxes):
-    """Not sharded; fits any rank."""
+    """An array of any rank that is not sharded."""
 
     axes = (EMPTY,)
     any_rank = True
@@ -310,7 +311,7 @@ class ExpertRowWiseAlt(DynamicShardingAxes, role=Role.PARAM):
 
 
 class UnifiedExpertColumnWise(DynamicShardingAxes, role=Role.PARAM):
-    """Expert weight `[experts, hidden, intermediate]`, experts over all storage axes; never
+    """Expert weight `[experts, hidden, intermediate]`, experts over fsdp, sp and ep; never
     gathered.
     """
 
@@ -318,7 +319,7 @@ class UnifiedExpertColumnWise(DynamicShardingAxes, role=Role.PARAM):
 
 
 class UnifiedExpertRowWise(DynamicShardingAxes, role=Role.PARAM):
-    """Expert weight `[experts, intermediate, hidden]`, experts over all storage axes; never
+    """Expert weight `[experts, intermediate, hidden]`, experts over fsdp, sp and ep; never
     gathered.
     """
 
@@ -338,7 +339,7 @@ class ExpertActivationsAlt(DynamicShardingAxes):
 
 
 class ExpertTensorParallel(DynamicShardingAxes, role=Role.PARAM):
-    """Expert weight with the experts over the tensor axis `[experts, in, out]`."""
+    """Expert weight `[experts, in, out]`, experts over the tensor axis."""
 
     axes = (TP, EMPTY, EMPTY)
 

@@ -1,6 +1,6 @@
 """Lower an annotation to its one internal form: a tuple of `Dim`s, one per dim of the array.
 
-Lowering checks what an annotation and a shape say about each other. It knows no rules and no mesh.
+Lowering checks that an annotation and a shape fit each other. It uses neither rules nor a mesh.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Dim:
 
     Attributes:
       axes: Canonical axes: several for a composite, none for `EMPTY`.
-      means: The semantic axis that a weight layout's parallelism axes stand for, or empty.
+      means: The semantic axis that the parallelism axes of a weight layout stand for, or empty.
       merged: The members of a merged dim, or empty.
       literal: The mesh axes of a literal spec's entry (`("?",)` if unconstrained), or None.
-      label: The dim's axes as people read them.
+      label: The axes as messages show them.
     """
 
     axes: tuple[str, ...]
@@ -80,7 +80,7 @@ class Dim:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """A lowered annotation: its dims, and the mode and role that a layout brings along."""
+    """A lowered annotation: its dims, and the mode and role of a layout."""
 
     dims: tuple[Dim, ...]
     mode: str | int | None = None
@@ -88,18 +88,16 @@ class Lowered:
 
 
 class SizedAnnotation:
-    """Base of annotations that know the shape of their array: they lower and describe
-    themselves.
-    """
+    """Base of annotations that know a shape. Each lowers and describes itself."""
 
     __slots__ = ()
 
     def lowered(self, shape: Sequence[int] | None) -> Lowered:
-        """Return the dims; `shape` is that of the array that is annotated, if known."""
+        """Return the dims. `shape` is the shape of the annotated array, or None if not known."""
         raise NotImplementedError
 
     def described(self) -> str:
-        """Return the annotation as people write it."""
+        """Return the annotation as text for messages."""
         raise NotImplementedError
 
 
@@ -140,7 +138,7 @@ def _lower_dim(entry: Any, means: str) -> Dim:
     return Dim(axes=tuple(map(canonical_axis, names)), means="" if means == EMPTY else means)
 
 
-# A `Dim` for each single axis. Most dims of annotations are one of these.
+# The `Dim` of each axis. Most entries of annotations are a single axis.
 _DIMS = {axis: Dim(axes=(axis,)) for axis in (*SEMANTIC_AXES, *PARALLELISM_AXES)}
 
 
@@ -155,7 +153,7 @@ def _lower_layout(annotation: Any, rank: int | None) -> Lowered:
         return Lowered(dims=(Dim(axes=()),) * (rank or 0), mode=mode, role=layout.role)
     means = layout.means or (EMPTY,) * len(dims)
     lowered = tuple(_lower_dim(dim, mean) for dim, mean in zip(dims, means, strict=True))
-    # A weight layout also fits a stack of such weights, as `jax.lax.scan` over layers needs it.
+    # A weight layout also fits a stack of such weights, which `jax.lax.scan` over layers needs.
     if is_stacked or (layout.role is Role.PARAM and rank == len(dims) + 1):
         lowered = (Dim(axes=(LAYERS,)), *lowered)
     return Lowered(dims=lowered, mode=mode, role=layout.role)
@@ -201,7 +199,7 @@ def _literal(entry: Any) -> tuple[str, ...]:
 
 
 def describe(annotation: Any) -> str:
-    """Return an annotation as people write it: `ColumnWise`, `(BATCH, LENGTH)`."""
+    """Return an annotation as text for messages: `ColumnWise`, `(BATCH, LENGTH)`."""
     if type(annotation) is tuple:
         dims = [_DIMS.get(entry) or _lower_dim(entry, "") for entry in annotation]
         return "(" + ", ".join([dim.label for dim in dims]) + ")"
@@ -218,7 +216,7 @@ def describe(annotation: Any) -> str:
 
 
 def spelled(annotation: Any) -> str:
-    """Return axes as code has them: `((BATCH, QUERY_LENGTH), EMBED)`."""
+    """Return axes as Python code: `((BATCH, QUERY_LENGTH), EMBED)`."""
     if type(annotation) is not tuple:
         return axis_label(annotation) if isinstance(annotation, str) else describe(annotation)
     entries = ", ".join(map(spelled, annotation))
@@ -232,11 +230,11 @@ def as_shape(shape: Any) -> tuple[int, ...]:
       RankMismatchError: The value is not a shape, or has a negative size.
     """
     try:
-        sizes = known = tuple(map(operator.index, shape))
+        sizes = static = tuple(map(operator.index, shape))
     except TypeError as error:
         sizes = _symbolic_shape(shape, error)
-        known = tuple(size for size in sizes if type(size) is int)
-    if min(known, default=0) < 0:
+        static = tuple(size for size in sizes if type(size) is int)
+    if min(static, default=0) < 0:
         raise RankMismatchError(f"{sizes} has a negative size", fix=_SHAPE_FIX)
     return sizes
 
@@ -275,7 +273,7 @@ def _rank_fix(annotation: Any, dims: tuple[Dim, ...], rank: int) -> str:
     if bias is not None and rank == len(dims) - 1:
         return f"for its bias use {name}.bias; for a bias stacked over layers, stacked({name}.bias)"
     if rank == len(dims) + 1:
-        # As Python spells a tuple of one: (BATCH,).
+        # A tuple of one axis is (BATCH,) in Python.
         axes = name.removesuffix(")") + ",)" if len(dims) == 1 and name.startswith("(") else name
         return f"add the missing dim's axis, or EMPTY; for a stack of layers use stacked({axes})"
     fix = "write one axis per dim, EMPTY where a dim is not sharded"
@@ -285,7 +283,7 @@ def _rank_fix(annotation: Any, dims: tuple[Dim, ...], rank: int) -> str:
 
 
 def _can_be_one_dim(dims: tuple[Dim, ...]) -> bool:
-    """Return whether dims of one axis each can be the members of one composite."""
+    """Tell whether several dims, of one axis each, can be the members of one composite."""
     axes = [dim.axes[0] for dim in dims if len(dim.axes) == 1 and not dim.merged]
     if len(axes) < max(len(dims), 2) or len(set(axes)) < len(axes):
         return False
@@ -315,7 +313,7 @@ def check_merged(dims: tuple[Dim, ...], shape: Sequence[int]) -> None:
 
 
 def _check_composites(dims: tuple[Dim, ...]) -> None:
-    """Check that no composite contains `EMPTY`, or could be split within a head."""
+    """Check that no composite contains `EMPTY`, or a head axis together with its head dim."""
     for position, dim in enumerate(dims):
         if len(dim.axes) <= 1 and dim.axes != (EMPTY,):
             continue
@@ -325,7 +323,7 @@ def _check_composites(dims: tuple[Dim, ...]) -> None:
                 dim=position,
                 axis=dim.label,
                 fix=(
-                    "write EMPTY for a whole dim, or leave it out of the composite; for one "
+                    "write EMPTY for a whole dim, or remove it from the composite; for one "
                     "annotation per array of a tuple, pass the arrays as a tuple"
                 ),
             )
@@ -338,15 +336,16 @@ def _check_composites(dims: tuple[Dim, ...]) -> None:
                 dim=position,
                 axis=dim.label,
                 fix=(
-                    f"annotate the flat dim as merged(({head}, heads), ({head_dim}, head_dim)): "
-                    f"then the number of heads must divide"
+                    f"annotate the flat dim as merged(({head}, heads), ({head_dim}, head_dim)), "
+                    f"which requires that the number of heads divides"
                 ),
             )
 
 
 def _are_different_axes(annotation: tuple[Any, ...]) -> bool:
-    """Tell whether all dims are single known axes, none of them twice. Most annotations are so, and
-    then only the rank can be wrong.
+    """Tell whether all entries are different single axes of the vocabulary.
+
+    Most annotations are like this, and for them only the rank can be wrong.
     """
     return len(KNOWN_AXES.intersection(annotation)) == len(annotation)
 
@@ -370,7 +369,7 @@ def _check_repeats(dims: tuple[Dim, ...]) -> None:
 
 
 def mode_of_layout(mode: str | int, shape: Sequence[int] | None) -> str:
-    """Return the mode of a layout; an integer d means decode if `shape[d] == 1`, else train.
+    """Return the mode of a layout. An integer d means decode if `shape[d] == 1`, else train.
 
     Raises:
       ShapeRequiredError: The mode is an integer, and no shape is given.

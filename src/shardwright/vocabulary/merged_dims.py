@@ -15,7 +15,7 @@ _EXAMPLE = "merged((KV_HEAD, 8), (KV_HEAD_DIM, 128))"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MergedDim:
-    """A dim that flattens several axes, the first one slowest. Build it with `merged`."""
+    """A dim that flattens several axes, in row-major order. Build it with `merged`."""
 
     members: tuple[tuple[str, int], ...]
 
@@ -28,8 +28,8 @@ class MergedDim:
 def merged(*members: tuple[str, int]) -> MergedDim:
     """Annotate one dim that flattens several axes.
 
-    Only the first axis may be sharded, and its own size must divide. A flat
-    `[embed, kv_heads * head_dim]` projection is therefore never split within a head:
+    Only the first axis may be sharded, and its size must be a multiple of the number of shards. So
+    a flat `[embed, kv_heads * head_dim]` projection is never split within a head:
 
     >>> from shardwright.vocabulary.axes import EMBED, KV_HEAD, KV_HEAD_DIM
     >>> kernel_axes = (EMBED, merged((KV_HEAD, 8), (KV_HEAD_DIM, 128)))

@@ -1,4 +1,4 @@
-"""Runtime modes: exact strings, so that they work in static arguments and in JSON files."""
+"""Runtime modes, as exact strings, so that static arguments and JSON files can contain them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHORT = {
 }
 _MODE = {**_SHORT, **{mode: mode for mode in MODES}}
 _NAME = {mode: short for short, mode in _SHORT.items()}
-# What people and files call the modes, in the order of MODES.
+# The short names of the modes, in the order of MODES.
 MODE_NAMES: tuple[str, ...] = tuple(_SHORT)
 
 
@@ -50,5 +50,5 @@ def is_mode(mode: object) -> TypeGuard[str]:
 
 
 def mode_name(mode: str) -> str:
-    """Return the short name that people and files use: `"decode"` for `MODE_DECODE`."""
+    """Return the short name of a mode: `"decode"` for `MODE_DECODE`."""
     return _NAME[parse_mode(mode)]
