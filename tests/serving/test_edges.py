@@ -46,7 +46,7 @@ def test_compile_gives_no_token_to_running_requests() -> None:
     with pytest.raises(
         ServingError,
         match=(
-            r"compile\(\) was called while 1 requests are running"
+            r"compile\(\) was called while the engine is in use \(requests in slots: 1\)"
             r"\n  fix   compile before the first"
         ),
     ):
@@ -218,7 +218,7 @@ class Unhashable:
         ({"model": None}, "model: model=None\n  fix   pass a function of"),
         (
             {"model": Unhashable()},
-            "model: model=.*\n  fix   pass a hashable model, .*: a function, or a frozen dataclass",
+            "model: model=.*\n  fix   pass a hashable model .*: a function, or a frozen dataclass",
         ),
         ({"model": Listed(layers=[1])}, "model: model=.*\n  fix   pass a hashable model"),
         ({"shape": None}, "shape: shape=None\n  fix   pass serving.CacheShape"),
@@ -279,7 +279,7 @@ def rounded(params: Any, tokens: Any, held: Any, valid: Any) -> Any:
             r"the model returned logits of shape \(1, 1, 13\) for tokens of shape \(1, 4\)",
         ),
         (unlisted, "the model returned other caches than it was given"),
-        (rounded, "the model returned logits of int32\n  fix   return floating point"),
+        (rounded, "the model returned logits of int32\n  fix   return floating-point logits"),
     ],
 )
 def test_model_results_are_checked_in_every_step(model: Any, message: str) -> None:
@@ -304,7 +304,7 @@ def stale(params: Any, tokens: Any, held: Any, valid: Any) -> Any:
             blind,
             (
                 r"model: the model does not use valid, .*"
-                r"\n  fix   pass it on: append_and_attend\(\.\.\., valid=valid\)"
+                r"\n  fix   pass valid on: append_and_attend\(\.\.\., valid=valid\)"
             ),
         ),
         (

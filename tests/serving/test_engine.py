@@ -273,7 +273,7 @@ def test_report_counts() -> None:
         ({"prefill_chunk": -1}, "prefill_chunk must be a positive integer, got -1"),
         (
             {"cache_options": {"overflow": "error"}},
-            'overflow="error" raises inside a compiled step',
+            'overflow="error" is not supported: a compiled step cannot raise',
         ),
     ],
 )
@@ -328,15 +328,15 @@ def divides(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (forgets, "a cache refused its tokens\n  fix   return done.cache"),
+        (forgets, "a cache refused the tokens\n  fix   return done.cache"),
         (
             fills,
             (
-                "the caches grew by another number of tokens than were read"
+                "the caches did not grow by the number of tokens that were read"
                 "\n  fix   pass valid= on to append_and_attend, and return done.cache"
             ),
         ),
-        (divides, "the logits are not numbers"),
+        (divides, "a logit is NaN or infinity, or all logits are -infinity"),
     ],
 )
 def test_device_error_fails_request(model: Any, says: str) -> None:

@@ -38,7 +38,7 @@ def check_kinds(
             "model",
             model,
             _is_hashable(model),
-            "pass a hashable model, a key of the compiled steps: a function, or a frozen dataclass",
+            "pass a hashable model (a key of jit's cache): a function, or a frozen dataclass",
         ),
         (
             "shape",
@@ -51,7 +51,7 @@ def check_kinds(
             "cache_options",
             reserved,
             not reserved,
-            "leave them out: slots, capacity and shape set them, and the engine sets each mode",
+            "leave them out: slots, capacity and shape set them, and the engine sets the modes",
         ),
         (
             "clock",
@@ -81,7 +81,7 @@ def _is_manager(manager: Any) -> bool:
 
 
 def deleted_weights() -> ServingError:
-    """Return the error of weights whose arrays were deleted."""
+    """Return the error to raise if arrays of the weights were deleted."""
     return ServingError(
         "arrays of the weights were deleted, by delete() or because they were donated",
         path="params",
@@ -104,7 +104,9 @@ def read_counts(
     manager: PartitionManager | None,
     prefill_manager: PartitionManager | None,
 ) -> dict[str, int]:
-    """Return sizes by name as Python ints. Check that prefill has a manager only with decode.
+    """Return sizes by name as Python ints.
+
+    If prefill has a manager, decode must have one too.
 
     Raises:
       ServingError: All problems at once.

@@ -26,7 +26,7 @@ from shardwright.serving.steps import Caches, CacheShape, Model, Slots
 from shardwright.serving.weights import Update, Version, move_weights, next_version
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_INSERT, MODE_PREFILL
 
-# Compiled once for all engines of a model and its sizes.
+# Engines with the same model and the same sizes share these compiled functions.
 _prefill = jax.jit(steps.prefill, static_argnums=0, donate_argnums=1)
 _decode = jax.jit(steps.decode, static_argnums=0, donate_argnums=1)
 _insert = jax.jit(steps.insert, donate_argnums=0)
@@ -70,8 +70,8 @@ class Setup:
         """Return the manager of a mode as a context manager.
 
         Raises:
-          ServingError: The engine has none, but the caller is under one, which would move all
-            arrays to its mesh.
+          ServingError: The engine has no manager, but the caller is under one. That manager would
+            move all arrays to its mesh.
         """
         manager = self.prefill_manager if mode == MODE_PREFILL else self.manager
         if manager is None and context.current() is not None:
@@ -83,7 +83,7 @@ class Setup:
         return contextlib.nullcontext() if manager is None else manager.for_mode(mode)
 
     def create_rows(self) -> Caches:
-        """Create the caches of the prefill batch; with paged slots they are dense."""
+        """Create the caches of the prefill batch. They are dense if the slots are paged."""
         kind, options = ("dense", {}) if self.kind == "paged" else (self.kind, self.options)
         with self.under(MODE_PREFILL), _naming("prefill_rows", self.prefill_rows):
             return steps.create_caches(
@@ -123,7 +123,7 @@ class Arrays:
 
         Args:
           chunks: Tokens by row of the prefill batch.
-          sampling: By row.
+          sampling: Sampling by row.
 
         Returns:
           `[rows]` int32, the token that would follow each chunk, or a code such as
@@ -154,7 +154,7 @@ class Arrays:
         Args:
           into: Slot by row.
           first: First generated token by row.
-          sampling: By row.
+          sampling: Sampling by row.
 
         Returns:
           `[rows]` codes of `Refusal`.
@@ -219,8 +219,8 @@ class Arrays:
 
         Args:
           params: The new weights.
-          prefill_params: Those of prefill. None: `params`.
-          version: As `next_version` reads it.
+          prefill_params: The new weights of prefill. None: `params`.
+          version: As in `next_version`.
           piece: As in `pm.reshard`.
           donate: As in `pm.reshard`.
         """
@@ -236,16 +236,16 @@ class Arrays:
             new, plan = move(params, setup.params, name="params", donate=donate)
             new_prefill, plans = new, [plan]
         else:
-            apart = prefill_params is not None
-            # The same source moves twice; only the second move may donate it.
-            new_prefill, first = move(
-                prefill_params if apart else params,
+            is_separate = prefill_params is not None
+            # Without prefill_params, params moves twice, and only the second move may donate it.
+            new_prefill, prefill_plan = move(
+                prefill_params if is_separate else params,
                 setup.prefill_params,
-                name="prefill_params" if apart else "params",
-                donate=donate and apart,
+                name="prefill_params" if is_separate else "params",
+                donate=donate and is_separate,
             )
-            new, second = move(params, setup.params, name="params", donate=donate)
-            plans = [second, first]
+            new, plan = move(params, setup.params, name="params", donate=donate)
+            plans = [plan, prefill_plan]
         self._setup = dataclasses.replace(setup, params=new, prefill_params=new_prefill)
         self.version = version
         return Update(version=version, plans=tuple(plan for plan in plans if plan is not None))
@@ -258,7 +258,8 @@ class Arrays:
         """Return the number of tokens that the model has logits for, without running it.
 
         Raises:
-          ServingError: The model does not return what `Model` says, or does not use `valid`.
+          ServingError: The model returns something else than `Model` describes, or does not use
+            `valid`.
         """
         setup = self._setup
         tokens, valid = np.zeros((setup.slots, 1), np.int32), np.zeros((setup.slots, 1), bool)
@@ -271,7 +272,7 @@ class Arrays:
             raise ServingError(
                 "the model does not use valid, so padding would fill its caches",
                 path="model",
-                fix="pass it on: append_and_attend(..., valid=valid)",
+                fix="pass valid on: append_and_attend(..., valid=valid)",
             )
         return int(logits.shape[2])
 
@@ -293,11 +294,11 @@ class Arrays:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What the caches hold, read from the devices: for tests, and to look for leaks.
+    """What the caches hold, read from the devices. Tests use it, and it shows leaks.
 
     Attributes:
       row_lengths: Tokens of each row of the prefill batch, the maximum over layers.
-      slot_lengths: Likewise of each slot.
+      slot_lengths: Tokens of each slot, the maximum over layers.
       pages: Pages in use, the maximum over layers. 0 unless the cache is paged.
     """
 
@@ -325,18 +326,18 @@ def _lengths(caches: Caches) -> tuple[int, ...]:
 
 
 def _padded(numbers: Sequence[int], size: int) -> np.ndarray:
-    """Return numbers of rows or slots, padded with `size`, which names none."""
+    """Return numbers of rows or slots, padded with `size`, which is out of range."""
     return np.asarray([*numbers, *[size] * (size - len(numbers))], np.int32)
 
 
 def is_deleted(tree: Any) -> bool:
-    """Tell whether arrays of a tree were deleted, as happens to arrays that are donated."""
+    """Tell whether arrays of a tree were deleted. Donated arrays are deleted."""
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
 
 
 @contextlib.contextmanager
 def _naming(argument: str, size: int) -> Iterator[None]:
-    """Name the engine's argument if the batch of a cache does not divide."""
+    """Name the argument of the engine in the error, if the batch of a cache does not divide."""
     try:
         yield
     except ShardingError as error:

@@ -65,7 +65,7 @@ class Handle:
             yield self._job.text[at]
         error = None if self._job.completion is None else self._job.completion.error
         if error is not None:
-            # A text that was cut off must not look like one that ended.
+            # The tokens of a failed request must not look like a complete text.
             raise ServingError(
                 f"request {self._job.number} failed after {len(self._job.text)} tokens: "
                 f"{type(error).__name__}: {error}",
@@ -116,20 +116,22 @@ class Engine:
         queue: int = 1024,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Create the caches. The first request compiles the rest, or `compile` does.
+        """Create the caches. The steps are compiled by `compile`, or by the first request.
 
         Args:
           model: See `Model`. Under a manager it is called in prefill mode and in decode mode.
-          params: Its weights, sharded as the manager says.
-          shape: What it stores in a cache.
+          params: The weights, sharded by the manager.
+          shape: What the model stores in a cache.
           slots: Sequences that are decoded together.
           capacity: Tokens of a slot, including the prompt. Defaults to the window of a sliding
             cache.
           cache: "dense", "sliding", "quantized" or "paged".
-          cache_options: Of that kind, such as `page_size` and `pages`; see `caches.init`.
+          cache_options: Options of that kind of cache, such as `page_size` and `pages`; see
+            `caches.init`.
           manager: Shards the caches of decode. Defaults to the ambient one, if any.
-          prefill_manager: Shards those of prefill, possibly on another mesh. Defaults to `manager`.
-          prefill_params: The weights as it shards them. Defaults to `params`.
+          prefill_manager: Shards the caches of prefill, possibly on another mesh. Defaults to
+            `manager`.
+          prefill_params: The weights, sharded by `prefill_manager`. Defaults to `params`.
           prefill_rows: Prompts that are read together.
           prefill_chunk: Tokens of a prompt that are read between two decode steps.
           queue: Requests that may wait for a slot.
@@ -195,7 +197,7 @@ class Engine:
         """Accept a request.
 
         Raises:
-          ServingError: It could never be served, or another thread is in a call.
+          ServingError: The request could never be served, or another thread is in a call.
           QueueFullError: The queue is full; try again after a `step`.
         """
         with self._alone("submit"):
@@ -232,7 +234,7 @@ class Engine:
         """Serve requests until all have ended; return how each ended.
 
         Raises:
-          ServingError: One of them could never be served. Then none is accepted.
+          ServingError: A request could never be served. Then no request is accepted.
         """
         if not isinstance(requests, Iterable) or isinstance(requests, (str, bytes)):
             raise ServingError(
@@ -240,11 +242,11 @@ class Engine:
                 path="requests",
                 fix="pass a list of serving.Request(...)",
             )
-        given = list(requests)
-        for request in given:
+        batch = list(requests)
+        for request in batch:
             self._check(request)
         handles = []
-        for request in given:
+        for request in batch:
             while self.waiting >= self._scheduler.limits.queue:
                 self.step()
             handles.append(self.submit(request))
@@ -289,18 +291,18 @@ class Engine:
         """Replace the weights between two steps. Requests continue, and nothing is compiled.
 
         The new weights move to the shardings and the dtype of the old ones, as `pm.reshard` moves
-        them. The old ones are served until all have arrived, and stay if the move fails. The caches
-        keep what the old weights wrote. `Completion.versions` lists the versions that a request was
-        computed with.
+        them. The engine serves the old weights until all new ones have arrived, and keeps the old
+        ones if the move fails. The caches keep what the old weights wrote. `Completion.versions`
+        lists the versions that a request was computed with.
 
         Args:
           params: A tree like the params of the engine, on any mesh, or in the memory of the host.
           version: An integer or a text other than the current one. Defaults to the next integer.
-          prefill_params: Likewise for prefill, if the engine has weights of its own for it.
-            Defaults to `params`.
-          donate: Delete the arrays of `params` as they move, or own those that are in place.
-            Without it, the engine copies what is in place, so that a training step may donate
-            `params` later.
+          prefill_params: A tree like the `prefill_params` of the engine, if it has some. Defaults
+            to `params`.
+          donate: Delete the arrays of `params` and `prefill_params` as they move. The engine keeps
+            the arrays that are already in place, so do not use them afterwards. Without `donate`,
+            the engine copies those, so that a training step may donate `params` later.
           piece: Bytes that move at a time; see `pm.reshard`.
 
         Returns:
@@ -323,7 +325,7 @@ class Engine:
             )
 
     def compile(self) -> None:
-        """Compile everything now. Otherwise the first request waits for it.
+        """Compile everything now. Otherwise the first request waits while the engine compiles.
 
         Raises:
           ServingError: Requests have slots already, or another thread is in a call.
@@ -332,7 +334,8 @@ class Engine:
             if self._loop.stepping or self._scheduler.slots or self._scheduler.dirty_slots:
                 # Compiling runs every function once, which would give active slots a token.
                 raise ServingError(
-                    f"compile() was called while {len(self._scheduler.slots)} requests are running",
+                    "compile() was called while the engine is in use (requests in slots: "
+                    f"{len(self._scheduler.slots)})",
                     path="compile",
                     fix="compile before the first step, or when the engine is idle",
                 )
@@ -384,16 +387,16 @@ class Engine:
 
 def _raise_wrong_handle(what: str) -> NoReturn:
     raise ServingError(
-        what, path="handle", fix="call cancel() of the handle, which knows its engine"
+        what, path="handle", fix="call handle.cancel(), which calls the engine of the handle"
     )
 
 
 def _limits(setup: Setup, arrays: Arrays, queue: int) -> Limits:
-    """Return what requests share, from the caches that were created."""
+    """Return what requests share, read from the caches."""
     first = arrays.slots.caches[0]
     if first.spec.overflow is Overflow.ERROR:
         raise ServingError(
-            'overflow="error" raises inside a compiled step',
+            'overflow="error" is not supported: a compiled step cannot raise',
             path="cache_options",
             fix="leave overflow out",
         )

@@ -1,8 +1,8 @@
 """One step of an engine: read prompts, fill slots, decode, hand out tokens; recover from failures.
 
-The scheduler holds what requests own, and the arrays are on devices. Each part of a step changes
-both, or neither: if it fails after the arrays have changed, the requests in them fail and the
-arrays are replaced.
+The scheduler records which request owns which slot and row. The arrays are on devices. Each part of
+a step changes both, or neither. If a part fails after the arrays have changed, the requests in them
+fail and the arrays are replaced.
 """
 
 from __future__ import annotations
@@ -169,7 +169,10 @@ class Loop:
 
     @contextlib.contextmanager
     def _changing(self, part: str) -> Iterator[None]:
-        """Change the scheduler and "rows" or "slots" together; a failure gives up both."""
+        """Change the scheduler and "rows" or "slots" together.
+
+        If that fails after the arrays have changed, fail the requests in them.
+        """
         before = getattr(self.arrays, part)
         try:
             yield
@@ -185,7 +188,7 @@ class Loop:
         """Fail the requests in "rows" or "slots", and replace the arrays."""
         for job in self.scheduler.holding(part):
             error = ServingError(
-                f"request {job.number} lost its tokens in the {part}, because a step failed",
+                f"the cached tokens of request {job.number} were lost, because a step failed",
                 fix="submit it again",
             )
             error.__cause__ = cause
@@ -194,7 +197,7 @@ class Loop:
         self.scheduler.clean(**{part: range(self.arrays.size(part))})
 
     def _end_all(self, cause: BaseException) -> None:
-        """Fail every request, since none can be served without weights, and empty its slot."""
+        """Fail every request, since none can be served without weights, and empty the slots."""
         jobs = self.scheduler.jobs()
         for job in jobs:
             error = deleted_weights()
@@ -206,15 +209,15 @@ class Loop:
 
 _ERRORS = {
     NO_NUMBER: (
-        "the logits are not numbers",
+        "a logit is NaN or infinity, or all logits are -infinity",
         "check the weights, and what the model computes for these tokens",
     ),
     REFUSED: (
-        "a cache refused its tokens",
+        "a cache refused the tokens",
         "return done.cache of every layer, where done is the result of append_and_attend",
     ),
     MISCOUNTED: (
-        "the caches grew by another number of tokens than were read",
+        "the caches did not grow by the number of tokens that were read",
         "pass valid= on to append_and_attend, and return done.cache",
     ),
 }

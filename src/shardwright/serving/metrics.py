@@ -10,7 +10,7 @@ from typing import Any
 from shardwright.resolution.tables import table
 from shardwright.serving.request import Finish
 
-# The number of samples kept of each time, the latest ones. An engine may run for months.
+# Samples kept of each time, the latest ones. An engine may run for months.
 KEPT = 10_000
 
 
@@ -36,7 +36,7 @@ class Report:
       prefill_steps: Chunks of the prefill batch.
       decode_steps: Decode steps of all slots.
       slots: Number of slots.
-      slots_in_use: Mean over the decode steps.
+      slots_in_use: Number of slots in use, the mean over the decode steps.
       busy: Seconds within `step`.
       tokens_per_second: New tokens divided by `busy`.
       first_token: Seconds from `submit` to the first token, including the wait. None without
@@ -83,7 +83,7 @@ class Report:
 
 
 class Meter:
-    """Counts while an engine runs."""
+    """The counters and clocks of a running engine."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -148,9 +148,9 @@ def percentiles(samples: Sequence[float]) -> Percentiles | None:
     return Percentiles(p50=p50, p90=p90, p99=p99)
 
 
-def _percentiles_text(given: Percentiles | None) -> str:
-    if given is None:
+def _percentiles_text(times: Percentiles | None) -> str:
+    if times is None:
         return "none"
     return ", ".join(
-        f"{name} {getattr(given, name) * 1e3:.1f} ms" for name in ("p50", "p90", "p99")
+        f"{name} {getattr(times, name) * 1e3:.1f} ms" for name in ("p50", "p90", "p99")
     )

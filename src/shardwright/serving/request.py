@@ -14,7 +14,7 @@ from shardwright.errors import Problem, ServingError, raise_problems
 from shardwright.vocabulary.integers import integer_problem
 
 MOST_SEED = 2**32 - 1
-# Tokens are drawn in float32: its smallest normal number, and its largest one.
+# The smallest normal number and the largest number of float32, in which tokens are drawn.
 LEAST_FLOAT, MOST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 MOST_TOKEN = 2**31 - 1
 
@@ -27,10 +27,11 @@ class Sampling:
     written.
 
     Attributes:
-      temperature: Divides the logits. 0: the most likely token; among equals, the lowest number.
+      temperature: Divides the logits. 0 takes the most likely token. If several are equally likely,
+        it takes the one with the lowest number.
       top_k: Draw from this many of the most likely tokens. None: from all.
-      top_p: Draw from the fewest most likely tokens whose probabilities sum to this or more. 1:
-        from all.
+      top_p: Draw from the smallest set of most likely tokens whose probabilities sum to at least
+        this. 1: from all.
       seed: Seed of the request, from 0 to 2**32 - 1.
     """
 
@@ -157,7 +158,7 @@ class Completion:
 
 
 def _tokens(name: str, given: Any, problems: list[Problem]) -> tuple[int, ...]:
-    """Return token numbers as a tuple of ints, and add what is wrong with them to `problems`."""
+    """Return token numbers as a tuple of ints, and add their problems to `problems`."""
     fix = "pass token numbers, which are non-negative integers, as the tokenizer returns them"
     if isinstance(given, (str, dict, set)):
         problems.append(_problem(name, given, fix))
@@ -169,9 +170,9 @@ def _tokens(name: str, given: Any, problems: list[Problem]) -> tuple[int, ...]:
     except TypeError:
         problems.append(_problem(name, given, fix))
         return ()
-    wrong = next((at for at, token in enumerate(tokens) if not 0 <= token <= MOST_TOKEN), None)
-    if wrong is not None:
-        what = f"token {wrong} is {values[wrong]!r}"
+    index = next((at for at, token in enumerate(tokens) if not 0 <= token <= MOST_TOKEN), None)
+    if index is not None:
+        what = f"token {index} is {values[index]!r}"
         problems.append(Problem(error=ServingError, what=what, path=name, fix=fix))
     if not tokens:
         problems.append(
@@ -181,7 +182,7 @@ def _tokens(name: str, given: Any, problems: list[Problem]) -> tuple[int, ...]:
 
 
 def _read(value: Any, name: str, **limits: Any) -> list[Problem]:
-    """Store an integer field of a frozen dataclass as an int; return what is wrong with it."""
+    """Store an integer field of a frozen dataclass as an int; return its problems."""
     given = getattr(value, name)
     problem = integer_problem(name, given, error=ServingError, **limits)
     if problem is not None:

@@ -19,7 +19,7 @@ class Draw:
     """How each sequence of a batch draws its next token. All arrays are `[batch]`.
 
     Attributes:
-      temperature: float32; 0: the most likely token.
+      temperature: float32; 0 takes the most likely token.
       top_k: int32.
       top_p: float32.
       seed: uint32.
@@ -38,7 +38,7 @@ def first_draws(batch: int, sampling: Mapping[int, Sampling]) -> Draw:
 
     Args:
       batch: Number of sequences.
-      sampling: By sequence. The others draw the most likely token.
+      sampling: Sampling by sequence. The others take the most likely token.
     """
     rows = [sampling.get(at, Sampling()) for at in range(batch)]
 
@@ -55,7 +55,7 @@ def first_draws(batch: int, sampling: Mapping[int, Sampling]) -> Draw:
 
 
 def sample(logits: jax.Array, draw: Draw) -> jax.Array:
-    """Draw the next tokens, each from its own logits alone.
+    """Draw the next tokens. Each depends on the logits of its own sequence only.
 
     A token is the argmax of logits plus Gumbel noise (https://arxiv.org/abs/1611.01144, eq. 1). The
     noise comes from `fold_in(key(seed), index)`, so it does not depend on the rest of the batch.
@@ -65,7 +65,7 @@ def sample(logits: jax.Array, draw: Draw) -> jax.Array:
       draw: How each sequence draws.
 
     Returns:
-      `[batch]` int32 tokens; -1 if a logit is not a number, or all are -inf.
+      `[batch]` int32 tokens; -1 if a logit is NaN or +inf, or all are -inf.
     """
     logits = logits.astype(jnp.float32)
     most_likely = jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Which request gets which slot, and when. Plain Python over values, without arrays and devices.
+"""Which request gets which slot, and when. It is plain Python, without arrays and devices.
 
 A request waits in the queue until a slot, a row of the prefill batch and its pages are free. Then
 its prompt is read in chunks, in that row. Then it moves to its slot, where it gets a token per
@@ -111,7 +111,7 @@ class Job:
             self.versions.append(version)
 
     def complete(self, finish: Finish, error: Exception | None) -> None:
-        """Set how it ended."""
+        """Set how the request ended."""
         self.completion = Completion(
             tokens=tuple(self.text), finish=finish, error=error, versions=tuple(self.versions)
         )
@@ -174,7 +174,7 @@ class Scheduler:
         """Put a job into the queue.
 
         Raises:
-          ServingError: It would wait forever.
+          ServingError: The request does not fit, even alone, so it would wait forever.
           QueueFullError: The queue is full.
         """
         self.limits.check(job.request)
@@ -250,7 +250,7 @@ class Scheduler:
         stop = job.request.stop_sequences
         length = stopped_by(job.written, stop)
         done = length > 0 or len(job.written) == job.request.max_new_tokens
-        # The tokens of a stop sequence are dropped. Tokens that may still become one wait.
+        # The tokens of a stop sequence are dropped. Tokens that may begin one are withheld.
         withheld = length or (0 if done else may_begin(job.written, stop))
         new = job.written[len(job.text) : len(job.written) - withheld]
         job.text += new
@@ -259,7 +259,10 @@ class Scheduler:
         return new
 
     def end(self, job: Job, finish: Finish, error: Exception | None = None) -> None:
-        """End a job in any phase; its row and its slot become dirty. A second end does nothing."""
+        """End a job in any phase; its row and its slot become dirty.
+
+        Do nothing if the job has ended already.
+        """
         if job.phase is Phase.DONE:
             return
         if job.phase is Phase.QUEUED and job in self.queue:

@@ -1,4 +1,4 @@
-"""What runs on devices: five functions that are compiled, with the caches donated.
+"""The five compiled functions that run on devices. The caches are donated to them.
 
 `prefill` reads a chunk of every prompt into a cache of its own. `insert` copies prompts that are
 completely read into slots. `decode` gives every active slot its next token. `clear` and
@@ -24,13 +24,13 @@ from shardwright.serving.sampling import Draw, sample
 from shardwright.vocabulary.axes import BATCH, EMPTY
 
 Caches = tuple[KVCache, ...]
-# Returned instead of a token: the logits are not numbers; a cache refused the tokens; a cache grew
-# by another number of tokens.
+# Codes that a step returns instead of a token. NO_NUMBER: a logit is NaN or +inf, or all are -inf.
+# REFUSED: a cache refused the tokens. MISCOUNTED: a cache grew by another number of tokens.
 NO_NUMBER, REFUSED, MISCOUNTED = -1, -2, -3
 
 
 class Model(Protocol):
-    """A model: reads tokens that follow those in the caches, and appends theirs."""
+    """A model: reads tokens that follow those in the caches, and appends their keys and values."""
 
     def __call__(
         self, params: Any, tokens: jax.Array, caches: Any, valid: jax.Array, /
@@ -41,7 +41,7 @@ class Model(Protocol):
           params: Weights.
           tokens: `[batch, q_length]` int32.
           caches: One per layer.
-          valid: `[batch, q_length]` bool, which are tokens; the others are padding.
+          valid: `[batch, q_length]` bool, True for tokens and False for padding.
         """
 
 
@@ -126,7 +126,7 @@ def read(
     """Call the model; return logits `[batch, q_length, vocab]` and the caches after the tokens.
 
     Raises:
-      ServingError: It does not return what `Model` says.
+      ServingError: The model returns something else than `Model` describes.
     """
     returned: Any = model(params, tokens, caches, valid)
     logits, new = _check_pair(returned, tokens)
@@ -154,13 +154,13 @@ def _check_pair(returned: Any, tokens: Any) -> tuple[jax.Array, Any]:
         raise ServingError(
             f"the model returned logits of {logits.dtype}",
             path="model",
-            fix="return floating point, one logit per token",
+            fix="return floating-point logits, one per token of the vocabulary",
         )
     return logits, new
 
 
 def _check_caches(new: Any, old: Caches) -> None:
-    """Check that a model returned the caches that it got, after an append."""
+    """Check that a model returned the caches that it was given, after an append."""
 
     def types(caches: Any) -> list[Any]:
         arrays = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(caches)]
@@ -189,12 +189,12 @@ def prefill(
       rows: Caches of the prefill batch, one per layer; donated.
       params: Weights.
       tokens: `[rows, chunk]` int32.
-      counts: `[rows]` int32, how many of them are tokens.
+      counts: `[rows]` int32, how many tokens of each row are not padding.
       draw: How each row draws.
 
     Returns:
-      The caches, and `[rows]` int32: a token, NO_NUMBER, REFUSED or MISCOUNTED. For a row without
-      tokens the number means nothing.
+      The caches, and `[rows]` int32: a token, NO_NUMBER, REFUSED or MISCOUNTED. Ignore the entry
+      of a row without tokens.
     """
     valid = jnp.arange(tokens.shape[1], dtype=jnp.int32) < counts[:, None]
     logits, new = read(model, params, tokens, rows, valid)
@@ -210,9 +210,10 @@ def insert(
     Args:
       slots: Donated.
       source: Caches of the prefill batch.
-      into: `[rows]` int32 slots. The number of slots, or more, means none.
-      first: `[rows]` int32, the first generated token of each.
-      draw: How each draws. The first token was drawn with it already.
+      into: `[rows]` int32, the slot of each row. A row with a number past the last slot is not
+        copied.
+      first: `[rows]` int32, the first generated token of each row.
+      draw: How each row draws. Its first token is drawn already.
 
     Returns:
       The slots, and `[rows]` int8 codes of `Refusal`.
@@ -244,8 +245,8 @@ def decode(model: Model, slots: Slots, params: Any) -> tuple[Slots, jax.Array]:
       params: Weights.
 
     Returns:
-      The slots, and `[slots]` int32: a token, NO_NUMBER, REFUSED or MISCOUNTED. For a slot that is
-      not active the number means nothing.
+      The slots, and `[slots]` int32: a token, NO_NUMBER, REFUSED or MISCOUNTED. Ignore the entry
+      of a slot that is not active.
     """
     mode = slots.caches[0].spec.mode
     counts = slots.active.astype(jnp.int32)
@@ -262,7 +263,7 @@ def clear(caches: Caches, rows: jax.Array) -> Caches:
 
     Args:
       caches: One per layer.
-      rows: `[n]` int32. The number of rows, or more, means none.
+      rows: `[n]` int32. Numbers past the last row are ignored.
     """
     return tuple(cache.free(rows).cache for cache in caches)
 
@@ -272,7 +273,7 @@ def clear_slots(slots: Slots, cleared: jax.Array) -> Slots:
 
     Args:
       slots: All slots.
-      cleared: `[n]` int32. The number of slots, or more, means none.
+      cleared: `[n]` int32. Numbers past the last slot are ignored.
     """
     active = slots.active.at[cleared].set(False, mode="drop")
     return _placed(dataclasses.replace(slots, caches=clear(slots.caches, cleared), active=active))

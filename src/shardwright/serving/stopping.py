@@ -16,7 +16,7 @@ def stopped_by(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int:
 
 
 def may_begin(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int:
-    """Return how many of the last tokens may become part of a stop sequence: they start one."""
+    """Return how many of the last tokens are the beginning of a stop sequence."""
     most = max((len(sequence) for sequence in stop), default=1) - 1
     for count in range(min(most, len(tokens)), 0, -1):
         end = tuple(tokens[-count:])

@@ -1,4 +1,4 @@
-"""New weights for a running engine: moved to the shardings of the old ones, by a plan."""
+"""Replace the weights of a running engine: move new ones to the shardings of the old ones."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Update:
 
     Attributes:
       version: The version that the engine serves now.
-      plans: How the weights moved: for decode, and for prefill if it has weights of its own. Empty
-        without a manager.
+      plans: How the weights moved: a plan for decode, and one for prefill if it has weights of its
+        own. Weights that are not sharded have no plan.
     """
 
     version: Version
@@ -45,10 +45,10 @@ def next_version(current: Version, given: Version | None) -> Version:
     """Return the version of an update. It defaults to the next integer.
 
     Raises:
-      ServingError: The version is not an integer or a text, it is the current one, or none is given
-        after a text.
+      ServingError: The version is not an integer or a text, it is the current one, or it is absent
+        and the current one is a text.
     """
-    fix = f"pass another integer or text than {current!r}"
+    fix = f"pass an integer or a text other than {current!r}"
     if given is None:
         if isinstance(current, str):
             what = f"no version is given, and the current one is the text {current!r}"
@@ -66,11 +66,11 @@ def move_weights(
 ) -> tuple[Any, ReshardPlan | None]:
     """Return new weights with the shardings and dtypes of the old ones, and how they moved.
 
-    The result shares no array with `new`, so a training step may donate `new` afterwards. With
-    `donate`, the result owns the arrays that are already in place.
+    Without `donate`, the result shares no array with `new`, so a training step may donate `new`
+    afterwards. With `donate`, the result contains the arrays of `new` that are already in place.
 
     Args:
-      new: Tree of arrays or NumPy arrays, on any mesh or none.
+      new: Tree of JAX or NumPy arrays, on any mesh or none.
       old: The weights that are served now.
       name: The argument that `new` was passed as.
       piece: As in `pm.reshard`.
@@ -96,25 +96,25 @@ def move_weights(
 
 
 def _put(leaf: Any, dtype: Any, target: Any) -> Any:
-    """Return a copy on the devices of an unsharded weight, or in the memory of the host."""
+    """Return a copy with an unsharded weight's sharding, or in host memory if `target` is None."""
     if target is None:
         return np.array(leaf, dtype)
     return jax.device_put(leaf, target, may_alias=False).astype(dtype)
 
 
 def _without_shared(moved: Any, plan: ReshardPlan) -> Any:
-    """Copy the leaves that were in place: they share their memory with the source."""
+    """Copy the leaves that were in place, because they share their memory with the source."""
     leaves, structure = jax.tree.flatten(moved)
     copies: dict[int, Any] = {}
-    for at, (leaf, how) in enumerate(zip(leaves, plan.leaves, strict=True)):
-        if not how.route.moves:
-            # A tied leaf stays one array.
+    for at, (leaf, leaf_plan) in enumerate(zip(leaves, plan.leaves, strict=True)):
+        if not leaf_plan.route.moves:
+            # Tied leaves, which are the same array, share one copy.
             leaves[at] = copies.setdefault(id(leaf), jnp.copy(leaf))
     return jax.tree.unflatten(structure, leaves)
 
 
 def _common_dtype(new: Any, old: Any, name: str) -> Any:
-    """Return the dtype that new floating-point weights are cast to; None if there are several.
+    """Return the dtype that new floating-point weights are cast to; None if the old have several.
 
     Raises:
       ServingError: The trees have different structures, shapes or dtypes; all differences at once.
@@ -148,9 +148,9 @@ def _common_dtype(new: Any, old: Any, name: str) -> Any:
 def _different_trees(given: list[Any], served: list[Any], name: str) -> ServingError:
     paths = {path_text(path) for path in given}
     served_paths = {path_text(path) for path in served}
-    missing, more = sorted(served_paths - paths), sorted(paths - served_paths)
+    missing, unknown = sorted(served_paths - paths), sorted(paths - served_paths)
     parts = [f"{', '.join(missing[:3])} is missing"] if missing else []
-    parts += [f"{', '.join(more[:3])} is unknown"] if more else []
+    parts += [f"{', '.join(unknown[:3])} is unknown"] if unknown else []
     return ServingError(
         "the tree differs from that of the served weights: "
         + ("; ".join(parts) or "it has other containers"),
