@@ -25,6 +25,7 @@ import jax
 
 from shardwright import _jax
 from shardwright.errors import NoManagerError
+from shardwright.resolution.recent import Recent
 
 
 class Key(frozenset[Hashable]):
@@ -62,18 +63,38 @@ class Key(frozenset[Hashable]):
     __hash__ = frozenset.__hash__
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Key) or (
-            self.values is not other.values and self.values != other.values
-        ):
+        # JAX compares keys at every operation of a trace under a manager that equals an older one.
+        if type(other) is not Key:
             return False
+        values = self.values
+        if values is not other.values:
+            if values != other.values:
+                return False
+            other.values = values  # so that the next comparison is one of identity
         if not (self.asked or other.asked):
             return True
-        entry = _of_this_flow()
+        entry = _FLOW.get()
+        if entry is None or entry.revoked:
+            entry = _of_this_flow()
         own = None if entry is None else entry.key.values
-        return own is self.values or own == self.values
+        return own is values or own == values
 
     def __repr__(self) -> str:
         return self.text or "no manager"
+
+
+# The keys of the managers that were entered last.
+_KEYS = Recent()
+
+
+def key_of(values: Hashable, text: str) -> Key:
+    """Return the key of a manager; the identical object for equal managers, so that JAX need not
+    compare keys. Messages then use the last manager's name.
+    """
+    kept = _KEYS[values]
+    key: Key = _KEYS.keep(values, Key(values)) if kept is None else kept
+    key.text = text
+    return key
 
 
 @dataclasses.dataclass(slots=True, eq=False)

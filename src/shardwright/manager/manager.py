@@ -168,7 +168,7 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
 
     def _make_key(self) -> context.Key:
         """Return the manager's part of JAX's cache keys; equal managers have equal ones."""
-        key = context.Key((self.rules.fingerprint(), self.mesh, self.mode), repr(self))
+        key = context.key_of((self.rules.fingerprint(), self.mesh, self.mode), repr(self))
         object.__setattr__(self, "_key", key)
         return key
 

@@ -7,6 +7,7 @@ A composite is one dim over several axes. The candidates of its last member vary
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +48,7 @@ def reduced(
     """
     # Most candidates are single mesh axes that stay.
     if len(written) == 1 and sizes.get(written[0], 0) >= least:
-        return Candidate(written=written, live=written)
+        return _single(written)
     live: list[str] = []
     passed: list[Skip] = []
     lost = False
@@ -62,6 +63,11 @@ def reduced(
     if not live and not lost:
         passed.append(Skip(reason=Reason.EMPTY, candidate=written))
     return Candidate(written=written, live=tuple(live), passed=tuple(passed), lost=lost)
+
+
+@functools.lru_cache(maxsize=1024)
+def _single(written: tuple[str, ...]) -> Candidate:
+    return Candidate(written=written, live=written)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

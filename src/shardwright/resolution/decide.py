@@ -85,7 +85,10 @@ class Decider:
         elif self._unknown(dim, position):
             return draft.decided(Outcome.FAILED)
         else:
-            decision = self._by_rule(draft, dim)
+            rule, size = self.rule_and_size(draft, dim)
+            if rule is None:
+                return self.without_rule(draft)
+            decision = self._choose(draft, rule, size)
         for axis in decision.mesh_axes:
             self.taken[axis] = (position, draft.named)
         return decision
@@ -125,10 +128,6 @@ class Decider:
         if len(live) == 1 and not self.manual:
             return self.sizes[live[0]]
         return math.prod([self.sizes[axis] for axis in live if axis not in self.manual])
-
-    def _by_rule(self, draft: Draft, dim: Dim) -> DimDecision:
-        rule, size = self.rule_and_size(draft, dim)
-        return self.without_rule(draft) if rule is None else self._choose(draft, rule, size)
 
     def rule_and_size(self, draft: Draft, dim: Dim) -> tuple[Chain | None, int | None]:
         """Return the rule of a dim, or None, and the size that must divide."""
@@ -201,7 +200,8 @@ class Decider:
                 self.stood_in.add(position)
                 return rule
         if len(dim.axes) == 1:
-            return self._stated(dim.axes[0]) or default_rule(dim.axes[0])
+            axis = dim.axes[0]
+            return self._stated(axis) or default_rule(axis)
         rules = [self._stated(axis) or default_rule(axis) for axis in dim.axes]
         missing = self.rules.policy.missing
         composite = make_composite(dim.axes, rules, self.sizes, missing, self.least)

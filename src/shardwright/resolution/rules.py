@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from shardwright.errors import StrategyError, did_you_mean
 from shardwright.mesh.check import MOST_MESH_AXES, name_fault
 from shardwright.resolution.decisions import RuleRef
+from shardwright.resolution.fingerprint import fingerprint
 from shardwright.resolution.path_patterns import PathPattern
 from shardwright.resolution.ranks import rank_orders
 from shardwright.resolution.recent import Recent
@@ -410,17 +410,15 @@ class AxisRules:
         rules alive.
         """
         if not self._fingerprint:
-            digest = hashlib.blake2b(
-                repr(_plain(self._values, {})).encode(), digest_size=32
-            ).digest()
-            object.__setattr__(self, "_fingerprint", digest)
+            object.__setattr__(self, "_fingerprint", fingerprint(self))
         return self._fingerprint
 
     def stated(self, axis: str, *, mode: str, role: Role, path: str | None) -> Rule | None:
         """Return the rule that the strategy states for an axis, or None; for weights, `[[tensors]]`
         entries come first.
         """
-        return self.tensor_rule(axis, role=role, path=path) or self._tables[mode, role].get(axis)
+        rule = self.tensor_rule(axis, role=role, path=path) if self.tensors else None
+        return rule or self._tables[mode, role].get(axis)
 
     def tensor_rule(self, axis: str, *, role: Role, path: str | None) -> Rule | None:
         """Return the rule of the first `[[tensors]]` entry that matches the path and names the
@@ -444,22 +442,6 @@ class AxisRules:
         named = [axis for rule in rules.values() for axis in rule.mesh_axes]
         zero1 = self.policy.zero1.mesh_axes if self.policy.zero1 is not None else ()
         return tuple(dict.fromkeys([*named, *self.policy.gather, *zero1]))
-
-
-def _plain(value: Any, known: dict[int, Any]) -> Any:
-    """Return the fields that count for equality as nested tuples. Unequal values give unequal text.
-
-    `known` keeps the tuple of each rule, because tables share rules.
-    """
-    if isinstance(value, (str, type(None))):
-        return str(value)
-    if isinstance(value, tuple):
-        return tuple([_plain(entry, known) for entry in value])
-    plain = known.get(id(value))
-    if plain is None:
-        fields = [field.name for field in dataclasses.fields(value) if field.compare]
-        plain = known[id(value)] = tuple([_plain(getattr(value, name), known) for name in fields])
-    return plain
 
 
 def share_values(rules: Any, other: Any) -> bool:

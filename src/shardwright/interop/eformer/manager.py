@@ -78,7 +78,7 @@ class PartitionManager:
             "_hash": hash((rules, mesh)),
             # JAX keeps the key, so it must not hold the manager. The repr of paxis has all of its
             # fields.
-            "_key": context.Key(
+            "_key": context.key_of(
                 (rules.fingerprint(), mesh, repr(paxis)), f"PartitionManager({paxis!r})"
             ),
         }
