@@ -141,23 +141,26 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, *, failure: str = "") -> None:
         ({"segment_ids": jnp.zeros((4, 16), jnp.int32)}, "it takes no segments"),
         (
             {"mask": jnp.ones((1, 1, 16, 16), bool)},
-            "a dense mask would have to be a bias, whose sums overflow",
+            "it adds a dense mask to the logits, and the sums overflow",
         ),
-        ({"bias": jnp.ones((1, 1, 16, 16))}, "the gradient of a bias depends on its shape there"),
+        (
+            {"bias": jnp.ones((1, 1, 16, 16))},
+            "its gradient of a bias depends on the shape of the bias",
+        ),
         ({"causal": True, "chunk": 4}, "it has no chunks, and chunk is 4"),
         ({"window": (3, 3)}, "its window ends at the query, and window is (3, 3)"),
         ({"window": (3, None)}, "its window ends at the query, and window is (3, None)"),
         (
             {"causal": True, "positions": jnp.arange(16)},
-            "positions are arrays, and its masks go by row",
+            "its masks count rows, and positions are arrays",
         ),
         (
             {"causal": True, "rows": 4},
-            "it counts from the first row, and the first query is at 12",
+            "its first query is at position 0, and that of the call is at 12",
         ),
         (
             {"window": (3, 0), "lengths": jnp.ones(4, jnp.int32)},
-            "with a window and lengths a query may see no key, where it promises nothing",
+            "with a window and lengths a query may see no key, and its result is undefined",
         ),
         ({"softcap": 2.0}, "it has no softcap, and softcap is 2.0"),
     ],
@@ -181,7 +184,9 @@ def test_cudnn_inside_shard_map_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     jax.make_jaxpr(jax.shard_map(local, mesh=mesh, in_specs=jax.P("dp"), out_specs=jax.P("dp")))(
         jnp.zeros(2)
     )
-    assert seen == [("its kernel cannot run inside a shard_map, and one has split dp here",)]
+    assert seen == [
+        ("its kernel cannot run inside a shard_map, and the call is inside one over dp",)
+    ]
 
 
 @pytest.mark.parametrize("dim", [4, 136])

@@ -317,7 +317,7 @@ def test_queries_and_keys_over_different_axes() -> None:
     call = Call(mesh="sp:4")
     both = (
         "the length of the queries is sharded over no mesh axis, that of the keys over "
-        "sp; it needs both over the same"
+        "sp; it needs both over the same mesh axes"
     )
     with sw.PartitionManager(
         sw.Strategy.loads(
@@ -331,8 +331,8 @@ def test_queries_and_keys_over_different_axes() -> None:
         (actual,) = explain(*call.arrays(), implementation="allgather_kv", mode="train").refusals
     assert actual.reasons == (
         (
-            "the length of the keys is sharded over sp and that of the queries is not: all its "
-            "devices would compute the same"
+            "the length of the keys is sharded over sp and that of the queries is not: all "
+            "devices along it would compute the same"
         ),
     )
 

@@ -206,7 +206,7 @@ def test_gpu_and_float16_are_refused() -> None:
 
 def test_inside_shard_map_is_refused() -> None:
     pm = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh("dp:2,tp:2"))
-    says = "its kernel cannot run inside a shard_map, and one has split dp here"
+    says = "its kernel cannot run inside a shard_map, and the call is inside one over dp"
     seen = []
 
     def local(*given: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
 """All-gather the keys and values, and keep the queries sharded (Dubey et al. 2024, §3.3.2).
 
-This takes one collective, with the bytes of a ring, and the memory of all keys. The backward pass
-gathers again, so that only shards are kept in between. It then reduce-scatters the gradients of the
-keys in float32.
+One collective sends as many bytes as a ring does. Each device holds all keys in memory. The
+backward pass gathers again, so that only shards are kept between the two passes. It then
+reduce-scatters the gradients of keys and values in float32.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class _Gathering:
     Attributes:
       recipe: The arithmetic.
       axes: The mesh axes over which keys are gathered.
-      ranks: Number of shards over them.
-      kernel: The functions of `blockwise`, or others with the same interface.
+      ranks: Number of shards over these mesh axes.
+      kernel: `blockwise`, or a value with the same functions.
     """
 
     recipe: Recipe
@@ -54,16 +54,16 @@ class _Gathering:
         self, dk: jax.Array, dv: jax.Array, *, head_dim: int
     ) -> tuple[jax.Array, jax.Array]:
         """Return the gradients of this rank's keys and values, summed over ranks."""
-        own = tuple(self._scatter(array) for array in sequence.pack(dk, dv))
-        return sequence.unpack(own, head_dim=head_dim)
+        local = tuple(self._scatter(array) for array in sequence.pack(dk, dv))
+        return sequence.unpack(local, head_dim=head_dim)
 
     def _scatter(self, array: jax.Array) -> jax.Array:
         *first, length, heads, dim = array.shape
         by_rank = jnp.moveaxis(
             array.reshape(*first, self.ranks, length // self.ranks, heads, dim), len(first), 0
         )
-        # Over the leading dim. Over an inner dim of stacked arrays, XLA for TPUs reduces all of it,
-        # in bfloat16, and takes a part.
+        # Scatter over the leading dim. For an inner dim of stacked arrays, XLA for TPUs all-reduces
+        # the whole array in bfloat16 and then takes a part.
         part: jax.Array = jax.lax.psum_scatter(by_rank, self.axes)
         return part
 
@@ -75,7 +75,7 @@ def supports(call: AttentionCall) -> tuple[str, ...]:
         return shards.no_weights(call)
     same = (
         f"the length of the keys is sharded over {rest[0]} and that of the queries is not: "
-        "all its devices would compute the same"
+        "all devices along it would compute the same"
     )
     return (*shards.no_weights(call), same)
 
@@ -119,8 +119,8 @@ def _values(
     return o.astype(operands.q.dtype), lse, lse_error
 
 
-def _backward_pass(gathering: _Gathering, kept: Any, cotangents: Any) -> dict[str, Any]:
-    floats, others, (o, lse, lse_error) = kept
+def _backward_pass(gathering: _Gathering, residuals: Any, cotangents: Any) -> dict[str, Any]:
+    floats, others, (o, lse, lse_error) = residuals
     do, dlse, _ = cotangents
     operands, do = sequence.sent_again(others.replace(**floats), do)
     delta = blockwise.delta(o, do, dlse)

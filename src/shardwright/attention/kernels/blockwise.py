@@ -1,7 +1,8 @@
 """Attention in blocks of queries and keys: memory linear in length (Dao et al. 2022).
 
-`run` needs whole lengths; the batch and the heads may be sharded. Other kernels build on the pure
-functions of local arrays here, and call them for each shard of keys inside `shard_map`:
+`run` needs unsharded lengths; the batch and the heads may be sharded. Other kernels build on the
+pure functions of this module. They take local arrays, and a kernel calls them for each shard of
+keys inside `shard_map`:
 
 - `forward(operands, recipe, state=...)` adds a set of keys to a running state;
 - `finish` adds the sinks and returns output and logsumexp;
@@ -11,7 +12,7 @@ functions of local arrays here, and call them for each shard of keys inside `sha
 - `sinks_gradient(sinks, lse, delta)` is computed once;
 - `attend(operands, recipe)` does all of that for keys that are all local, and is differentiable.
 
-Blocks that no pair attends are skipped. Quantized keys and values are converted one block at a
+Blocks in which no pair attends are skipped. Quantized keys and values are converted one block at a
 time, and have no backward pass.
 """
 
@@ -92,7 +93,7 @@ def attend(
 def attend_exactly(
     operands: Operands, recipe: Recipe, *, dtype: str | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Return what `attend` does and, with a bias, the rounding error of the logsumexp.
+    """Return the results of `attend` and, with a bias, the rounding error of the logsumexp.
 
     See `online_softmax.lse_error_of`.
     """
@@ -112,9 +113,9 @@ def _values(
     return o.astype(dtype), lse, lse_error
 
 
-def _backward_pass(static: tuple[Recipe, str], kept: Any, cotangents: Any) -> dict[str, Any]:
+def _backward_pass(static: tuple[Recipe, str], residuals: Any, cotangents: Any) -> dict[str, Any]:
     recipe, _ = static
-    floats, others, (o, lse, lse_error) = kept
+    floats, others, (o, lse, lse_error) = residuals
     do, dlse, _ = cotangents
     operands = others.replace(**floats)
     rows = delta(o, do, dlse)
@@ -190,7 +191,7 @@ def finish(state: Running, operands: Operands) -> tuple[jax.Array, jax.Array, ja
 def _add(recipe: Recipe, block: Operands, state: Running) -> Running:
     """Return the state after a block of keys."""
     if block.k_scale is not None:
-        # Weights times the scales of values can be smaller than float16 holds.
+        # Weights times the scales of values can be too small for float16.
         wide = jnp.float32 if block.q.dtype == jnp.float16 else block.q.dtype
         block = block.replace(k=block.k.astype(block.q.dtype), v=block.v.astype(wide))
     seen, bias = online_softmax.visible(block, recipe.mask)
@@ -257,9 +258,9 @@ def backward(
       lse: `[batch, heads, q_length]`, the logsumexp of all keys and the sinks.
       do: `[batch, q_length, heads, v_dim]`, the cotangent of the output.
       delta: `[batch, heads, q_length]`; see `delta`.
-      onto: Gradients to add it to, in place where the compiler can. Defaults to zeros.
-      lse_error: The rounding error of the logsumexp, see `online_softmax.lse_error_of`. None where
-        no bias is large.
+      onto: Gradients to add the result to, in place if the compiler can. Defaults to zeros.
+      lse_error: The rounding error of the logsumexp, see `online_softmax.lse_error_of`. None
+        without a bias.
     """
     operands, lse, do, delta, onto, lse_error = _jax.vary_together(
         (operands, lse, do, delta, onto, lse_error)
@@ -269,22 +270,26 @@ def backward(
     rows = _Rows(do=do, lse=lse, delta=delta, lse_error=lse_error)
     rows = rows.padded(grid.q_count * grid.q_block)
 
-    def add_columns(j: jax.Array, held: Gradients) -> Gradients:
+    def add_columns(j: jax.Array, gradients: Gradients) -> Gradients:
         column, first = blocks.padded_key_block(padded, j, grid), j * grid.kv_block
 
-        def add_rows(i: jax.Array, held: Any) -> Any:
+        def add_rows(i: jax.Array, gradients: Any) -> Any:
             block = blocks.query_block(column, i, grid)
             row = rows.block(i * grid.q_block, grid.q_block)
             add = functools.partial(_add_gradients, recipe, grid, row, i, j, block)
             if not blocks.may_be_empty(block, recipe):
-                return add(held)
-            return jax.lax.cond(blocks.is_empty(block, recipe), lambda held: held, add, held)
+                return add(gradients)
+            return jax.lax.cond(
+                blocks.is_empty(block, recipe), lambda gradients: gradients, add, gradients
+            )
 
-        dk, dv = (blocks.slice_dim(x, 1, first, grid.kv_block) for x in (held.k, held.v))
-        dq, dbias, dk, dv = blocks.repeat(grid.q_count, add_rows, (held.q, held.bias, dk, dv))
+        dk, dv = (blocks.slice_dim(x, 1, first, grid.kv_block) for x in (gradients.k, gradients.v))
+        dq, dbias, dk, dv = blocks.repeat(
+            grid.q_count, add_rows, (gradients.q, gradients.bias, dk, dv)
+        )
         dk, dv = (
             jax.lax.dynamic_update_slice_in_dim(whole, part, first, 1)
-            for whole, part in ((held.k, dk), (held.v, dv))
+            for whole, part in ((gradients.k, dk), (gradients.v, dv))
         )
         return Gradients(q=dq, k=dk, v=dv, bias=dbias)
 
@@ -304,7 +309,7 @@ def backward(
 
 
 def delta(o: jax.Array, do: jax.Array, dlse: jax.Array | None = None) -> jax.Array:
-    """Return `sum(o * do)` over `v_dim`, less the cotangent of the logsumexp.
+    """Return `sum(o * do)` over `v_dim`, minus the cotangent of the logsumexp.
 
     Args:
       o: `[batch, q_length, heads, v_dim]`, the output.
@@ -328,13 +333,19 @@ def sinks_gradient(
 
 
 def _add_gradients(
-    recipe: Recipe, grid: Grid, rows: _Rows, i: jax.Array, j: jax.Array, block: Operands, held: Any
+    recipe: Recipe,
+    grid: Grid,
+    rows: _Rows,
+    i: jax.Array,
+    j: jax.Array,
+    block: Operands,
+    gradients: Any,
 ) -> Any:
     """Return gradients with those of block `i` of the queries and block `j` of the keys added.
 
-    `held` has the gradients of all queries and of the bias, and those of this block of keys.
+    `gradients` has those of all queries and of the bias, and those of this block of keys.
     """
-    dq, dbias, dk, dv = held
+    dq, dbias, dk, dv = gradients
     first = i * grid.q_block
     ds, weights = _logit_gradients(block, recipe, rows)
     if dbias is not None:
@@ -361,9 +372,9 @@ def _logit_gradients(block: Operands, recipe: Recipe, rows: _Rows) -> tuple[jax.
     logits = online_softmax.logits_of(
         products, scale=recipe.scale, softcap=recipe.softcap, bias=bias
     )
-    # A row without keys has lse = -inf, a constant. Its cotangent does not count either.
-    none = jnp.isneginf(rows.lse)
-    lse, delta_rows = jnp.where(none, 0.0, rows.lse), jnp.where(none, 0.0, rows.delta)
+    # A row without keys has the constant lse = -inf, so the cotangent of that lse has no effect.
+    no_keys = jnp.isneginf(rows.lse)
+    lse, delta_rows = jnp.where(no_keys, 0.0, rows.lse), jnp.where(no_keys, 0.0, rows.delta)
     above = logits - lse[..., None]
     if rows.lse_error is not None:
         above = above - rows.lse_error[..., None]

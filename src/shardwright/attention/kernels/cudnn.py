@@ -1,8 +1,8 @@
 """cuDNN's flash attention for GPUs, on every shard of the batch and the heads.
 
-Memory is linear in length. Lengths may not be sharded. cuDNN promises nothing for a query that sees
-no key; here that query gets exact zeros. A small program is compiled once per process to find out
-whether cuDNN works on the machine.
+Memory is linear in length. Lengths may not be sharded. The result of cuDNN is undefined for a query
+that sees no key; here the output of that query is exactly 0. A small program is compiled once per
+process to find out whether cuDNN works on the machine.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def run(operands: Operands, call: AttentionCall) -> Result:
 
 
 def not_in_cudnn(call: AttentionCall, before: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return why cuDNN cannot serve a call on a GPU whose devices hold whole sequences.
+    """Return why cuDNN cannot serve a call, if every device holds whole sequences.
 
     Args:
       call: The call.
-      before: Reasons that are known already. With any, cuDNN is not tried on the machine.
+      before: Other reasons. If there are any, cuDNN is not tried on the machine.
     """
     reasons = (*before, *missing_arguments(call), *_limits(call), *inside_shard_map())
     if reasons:
@@ -49,7 +49,7 @@ def not_in_cudnn(call: AttentionCall, before: tuple[str, ...] = ()) -> tuple[str
 
 @functools.cache
 def failure_on(device_kind: str) -> str:
-    """Return why cuDNN does not work on this process's GPUs, or nothing if it does."""
+    """Return why cuDNN does not work on this process's GPUs; empty if it does."""
     del device_kind
     # In a thread of its own no mesh is ambient and nothing is traced.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
@@ -67,7 +67,7 @@ def attend(shard: Operands, *, call: AttentionCall) -> Result:
         scale=call.recipe.scale,
         is_causal=right == 0,
         local_window_size=None if left is None else (left, 0),
-        # With no key at all, cuDNN's softmax is 0 / 0. One key attends, and its row is zeroed.
+        # Without any key, cuDNN's softmax is 0 / 0. Show one key, and zero the output below.
         key_value_seq_lengths=None if lengths is None else jnp.maximum(lengths, 1),
         implementation="cudnn",
     )
@@ -75,7 +75,7 @@ def attend(shard: Operands, *, call: AttentionCall) -> Result:
 
 
 def _limits(call: AttentionCall) -> tuple[str, ...]:
-    """Return the reasons of cuDNN's kernel, and cases where it would attend to something else."""
+    """Return why cuDNN's kernel cannot compute a call, or would compute another result."""
     rules, dim = call.recipe.mask, call.head_dim
     left, right = rules.bounds
     window = left is not None
@@ -88,17 +88,17 @@ def _limits(call: AttentionCall) -> tuple[str, ...]:
             dim % 8 != 0 or dim > largest
         ),
         "it takes no segments": call.segments,
-        "a dense mask would have to be a bias, whose sums overflow": call.mask_shape is not None,
-        "the gradient of a bias depends on its shape there": call.bias_shape is not None,
+        "it adds a dense mask to the logits, and the sums overflow": call.mask_shape is not None,
+        "its gradient of a bias depends on the shape of the bias": call.bias_shape is not None,
         f"it has no chunks, and chunk is {rules.chunk}": rules.chunk is not None,
         f"its window ends at the query, and window is {rules.window}": (
             right not in (None, 0) or (window and right is None)
         ),
-        "positions are arrays, and its masks go by row": call.q_offset is None,
-        f"it counts from the first row, and the first query is at {call.q_offset}": (
+        "its masks count rows, and positions are arrays": call.q_offset is None,
+        f"its first query is at position 0, and that of the call is at {call.q_offset}": (
             rules.positional and call.q_offset not in (None, 0)
         ),
-        "with a window and lengths a query may see no key, where it promises nothing": (
+        "with a window and lengths a query may see no key, and its result is undefined": (
             window and call.lengths
         ),
     }

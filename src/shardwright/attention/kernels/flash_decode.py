@@ -1,20 +1,21 @@
 """Attend to sharded keys: each shard attends to its own, then partial softmaxes are combined.
 
-After Dao et al. 2023. The bytes sent grow with the queries and never with the keys. They take one
-or two collectives:
+See Dao et al. 2023. The bytes sent grow with the queries and never with the keys. One or two
+collectives send them:
 
 - Few queries take one all-gather of the shards' float32 outputs and logsumexps, which every shard
   combines. That sends more bytes than two collectives, but saves the time to start the second one.
-- Many queries take two. An all-to-all trades the shards' partial results for whole results of some
-  heads, and sends `(n - 1) / n` of a part. An all-gather then replicates the output. One collective
-  cannot send so little: a whole sum is a reduce-scatter and an all-gather. Heads that do not divide
-  over the shards take a maximum and a sum instead.
+- Many queries take two. In an all-to-all, each shard receives the partial results of some heads
+  from all shards, and combines them. It sends `(n - 1) / n` of its own partial results. An
+  all-gather then replicates the output. (One all-reduce would send more bytes, since all of them
+  are float32.) If the heads do not divide over the shards, a maximum and a sum over the shards are
+  used instead.
 - If the output's heads are sharded over the keys' mesh axes, the all-to-all suffices. The queries
   of those heads are gathered first.
 - If the queries are sharded over all mesh axes of the keys, as in a prefill chunk, their rows are
   gathered first. The all-to-all then returns to each shard the partial results of its own rows.
 
-JAX differentiates it.
+JAX differentiates this implementation.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from shardwright.attention.parts.online_softmax import Running
 from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
 
 # Sending this many more bytes takes less time than starting a second collective: about a
-# microsecond, over a link between accelerators of at least 50 GB/s.
+# microsecond over a link of at least 50 GB/s.
 _FEW_BYTES = 64 * 2**10
 
 
@@ -71,7 +72,7 @@ class Combination:
         return (*self.row_axes, *self.head_axes, *self.rest)
 
     def with_all_heads(self, shard: Operands) -> Operands:
-        """Return the operands with the queries of every shard that holds a part of their keys."""
+        """Return the operands with the query heads of all shards over `head_axes`."""
         if not self.head_axes:
             return shard
         q = sequence.gather(shard.q, self.head_axes, dim=2)
@@ -109,7 +110,7 @@ class Combination:
         v_dim = o.shape[-1]
         if self.row_axes:
             return self._by_rows(partial, v_dim, sinks, dtype)
-        if self._in_one(partial, v_dim, dtype):
+        if self._fits_one_gather(partial, v_dim, dtype):
             every = jax.lax.all_gather(partial, self.axes, to="invarying")
             o, lse = online_softmax.finish(_combined(every, v_dim), sinks=sinks)
             return Result(o=o.astype(dtype), lse=lse)
@@ -117,8 +118,8 @@ class Combination:
             return self._summed(partial, v_dim, sinks, dtype)
         return self._swapped(partial, v_dim, sinks, dtype)
 
-    def _in_one(self, partial: jax.Array, v_dim: int, dtype: str) -> bool:
-        """Tell whether one gather of partial results sends few more bytes than two collectives."""
+    def _fits_one_gather(self, partial: jax.Array, v_dim: int, dtype: str) -> bool:
+        """Tell whether one gather of partial results sends only a few more bytes than two do."""
         if self.head_axes:
             return False
         output = partial.size // partial.shape[-1] * v_dim * jnp.dtype(dtype).itemsize
@@ -138,17 +139,17 @@ class Combination:
     ) -> Result:
         heads = partial.shape[1] // self.shards
         pieces = self._pieces(partial, dim=1)
-        own_sinks = None if sinks is None else _own(sinks, self.rest, heads)
-        o, lse = online_softmax.finish(_combined(pieces, v_dim), sinks=own_sinks)
+        local_sinks = None if sinks is None else _local_part(sinks, self.rest, heads)
+        o, lse = online_softmax.finish(_combined(pieces, v_dim), sinks=local_sinks)
         return self._gathered(o, lse, dtype)
 
     def _pieces(self, partial: jax.Array, *, dim: int) -> jax.Array:
-        """Return every shard's partial results of a part of a dim, stacked in front."""
+        """Return all shards' partial results of this shard's part of a dim, stacked first."""
         before, size, after = partial.shape[:dim], partial.shape[dim], partial.shape[dim + 1 :]
         by_rank = jnp.moveaxis(
             partial.reshape(*before, self.shards, size // self.shards, *after), dim, 0
         )
-        # Over a leading dim. Over an inner dim XLA for TPUs copies before and after.
+        # Exchange over a leading dim. For an inner dim, XLA for TPUs copies before and after.
         pieces: jax.Array = jax.lax.all_to_all(by_rank, self.axes, split_axis=0, concat_axis=0)
         return pieces
 
@@ -157,10 +158,10 @@ class Combination:
             return Result(o=o.astype(dtype), lse=lse)
         if not self.return_lse:
             return Result(o=_gather(o.astype(dtype), self.rest, dim=2))
-        both = _gather(
+        joined = _gather(
             jnp.concatenate([o, jnp.swapaxes(lse, 1, 2)[..., None]], axis=-1), self.rest, dim=2
         )
-        return Result(o=both[..., :-1].astype(dtype), lse=jnp.swapaxes(both[..., -1], 1, 2))
+        return Result(o=joined[..., :-1].astype(dtype), lse=jnp.swapaxes(joined[..., -1], 1, 2))
 
     def _summed(
         self, partial: jax.Array, v_dim: int, sinks: jax.Array | None, dtype: str
@@ -170,7 +171,7 @@ class Combination:
         weights = _weights(partial, top, v_dim)[..., None]
         total = jax.lax.psum(jnp.concatenate([o * weights, weights], axis=-1), self.axes)
         heads = partial.shape[1] // self.head_shards
-        total, top = (_own(array, self.head_axes, heads, dim=1) for array in (total, top))
+        total, top = (_local_part(array, self.head_axes, heads, dim=1) for array in (total, top))
         state = Running(o=total[..., :-1], m=top, l=total[..., -1])
         o, lse = online_softmax.finish(state, sinks=sinks)
         return Result(o=o.astype(dtype), lse=lse)
@@ -243,8 +244,8 @@ def _run(shard: Operands, *, call: AttentionCall) -> Result:
         return Result(o=o, lse=lse).only(call)
     combine = combination(call.specs, call)
     all_rows = _with_all_rows(shard, combine.row_axes, call)
-    whole = combine.with_all_heads(all_rows).replace(sinks=None)
-    o, lse, lse_error = blockwise.attend_exactly(whole, call.recipe, dtype="float32")
+    operands = combine.with_all_heads(all_rows).replace(sinks=None)
+    o, lse, lse_error = blockwise.attend_exactly(operands, call.recipe, dtype="float32")
     return combine(o, lse, sinks=shard.sinks, dtype=call.dtype, lse_error=lse_error).only(call)
 
 
@@ -292,11 +293,12 @@ def _weights(pieces: jax.Array, top: jax.Array, v_dim: int) -> jax.Array:
 
 
 def _top(lse: jax.Array) -> jax.Array:
-    # Finite for a row without keys. A constant, because the result does not depend on it.
+    # Keep it finite for a row without keys. The result does not depend on it, so it has no
+    # gradient.
     return jax.lax.stop_gradient(jnp.maximum(lse, DEFAULT_MASK_VALUE))
 
 
-def _own(array: jax.Array, axes: tuple[str, ...], size: int, *, dim: int = 0) -> jax.Array:
+def _local_part(array: jax.Array, axes: tuple[str, ...], size: int, *, dim: int = 0) -> jax.Array:
     if not axes or array.shape[dim] == size:
         return array
     return jax.lax.dynamic_slice_in_dim(array, jax.lax.axis_index(axes) * size, size, dim)

@@ -1,11 +1,11 @@
-"""Ring attention: keys and values travel round the shards of the sequence (Liu et al. 2023).
+"""Ring attention: keys and values travel around the shards of the sequence (Liu et al. 2023).
 
 Memory is that of a few shards, for any number of ranks. Each rank attends to the keys that arrive
 and passes them on. With n ranks, each sends its keys n - 1 times in the forward pass. In the
 backward pass it sends them n - 1 times again, and their gradients n times; the last time they
-return to their owner. Masks work by position, so contiguous shards and the zigzag order need no
-special code. Blocks that no pair attends are skipped. In zigzag order that halves the work of every
-rank alike.
+return to the rank that stores them. Masks work by position, so contiguous shards and the zigzag
+order need no special code. Blocks in which no pair attends are skipped. In zigzag order that halves
+the work of every rank.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ class _Ring:
       recipe: The arithmetic.
       axes: The mesh axes of the ring, major first.
       size: Number of ranks.
-      turns: The shards that a rank reads, each as the number of ranks back. Its own, 0, is first.
+      turns: The shards that a rank reads, each as its distance back in ranks. The rank's own shard,
+        0, is first.
       loop: Whether the turns are a `lax.scan`.
-      kernel: The functions of `blockwise`, or others with the same interface.
+      kernel: `blockwise`, or a value with the same functions.
     """
 
     recipe: Recipe
@@ -80,10 +81,10 @@ class _Ring:
 
 
 def turns_of(call: AttentionCall) -> tuple[int, ...]:
-    """Return which shards of keys any rank must read, each as the number of ranks back.
+    """Return which shards of keys some rank must read, each as its distance back in ranks.
 
-    That is known before the program runs only if positions count from an offset. A causal window
-    of w tokens over shards of s rows leaves `1 + ceil(w / s)` turns.
+    If positions are arrays, every shard is read. If they count from an offset, a causal window of w
+    tokens over shards of s rows leaves `1 + ceil((w - 1) / s)` turns.
     """
     ranks = call.shards(call.specs.kv_length)
     if call.q_offset is None:
@@ -163,7 +164,7 @@ def _values(
 
     def turn_and_send(carry: tuple[Running, KV], turn: Any, hop: int) -> tuple[Running, KV]:
         state, kv = carry
-        arriving = ring.send(kv, hop)  # before the work that it overlaps with
+        arriving = ring.send(kv, hop)  # first, so that it overlaps with the work
         return add(state, kv, turn), arriving
 
     carry = (online_softmax.start(operands.q, operands.v), sequence.pack(operands.k, operands.v))
@@ -173,8 +174,8 @@ def _values(
     return o.astype(operands.q.dtype), lse, lse_error
 
 
-def _backward_pass(ring: _Ring, kept: Any, cotangents: Any) -> dict[str, Any]:
-    floats, others, (o, lse, lse_error) = kept
+def _backward_pass(ring: _Ring, residuals: Any, cotangents: Any) -> dict[str, Any]:
+    floats, others, (o, lse, lse_error) = residuals
     do, dlse, _ = cotangents
     operands, do = sequence.sent_again(others.replace(**floats), do)
     delta = blockwise.delta(o, do, dlse)
@@ -226,4 +227,4 @@ def _turn(ring: _Ring, step: Any, carry: Any) -> Any:
             carry = step(carry, turn, hop)
         return carry
     turns = jnp.asarray(ring.turns[:-1], dtype=jnp.int32)
-    return jax.lax.scan(lambda held, turn: (step(held, turn, hops[0]), None), carry, turns)[0]
+    return jax.lax.scan(lambda carry, turn: (step(carry, turn, hops[0]), None), carry, turns)[0]

@@ -1,7 +1,7 @@
 """`jax.nn.dot_product_attention` by XLA, on every shard of the batch and the heads.
 
-XLA computes all logits at once. Lengths may not be sharded. JAX returns the mean of the values for
-a query that sees no key; here that query gets exact zeros.
+XLA computes all logits at once. Lengths may not be sharded. For a query that sees no key, JAX
+returns the mean of the values; here the output is exactly 0.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def missing_arguments(call: AttentionCall) -> tuple[str, ...]:
         f"it has no softcap, and softcap is {recipe.softcap}": recipe.softcap is not None,
         "it has no sinks": call.sinks,
         f"it has no dropout, and dropout is {recipe.dropout}": bool(recipe.dropout),
-        f"keys and values have one size, and {sizes}": call.head_dim != call.v_dim,
+        f"its keys and values have one size, and {sizes}": call.head_dim != call.v_dim,
         "its logsumexp has no gradient": call.return_lse,
     }
     return tuple([reason for reason, holds in reasons.items() if holds])

@@ -1,6 +1,6 @@
 """Splash: sparse flash attention for TPUs, by Pallas kernels on every shard of batch and heads.
 
-Memory is linear in length, blocks that no pair attends are skipped, and products are scaled in
+Memory is linear in length, blocks in which no pair attends are skipped, and products are scaled in
 float32. Lengths may not be sharded. On a CPU the kernels are interpreted: correct but slow, for
 tests. The kernels take multiples of 128 rows, and operands ordered by head. Other lengths are
 padded, which copies them.
@@ -13,7 +13,7 @@ from shardwright.attention.kernels.splash_tiles import block_rows, whole_lanes
 from shardwright.attention.parts.pallas_shards import inside_shard_map, run_opaque
 from shardwright.attention.parts.shards import lengths_are_whole, no_weights
 
-# Entries of the table of blocks, four bytes each. It is kept in a TPU's scalar memory of 1 MiB.
+# Most entries of the table of blocks, four bytes each. A TPU's scalar memory of 1 MiB holds it.
 _MOST_BLOCKS = 2**17
 
 
@@ -27,10 +27,10 @@ def run(operands: Operands, call: AttentionCall) -> Result:
     from shardwright.attention.kernels import splash_blocks
 
     first_rows = None if call.q_offset is None else (call.q_offset,)
-    how = splash_blocks.SplashBlocks(interpret=call.platform != "tpu", first_rows=first_rows)
+    splash = splash_blocks.SplashBlocks(interpret=call.platform != "tpu", first_rows=first_rows)
 
     def kernel(shard: Operands) -> Result:
-        o, lse = how.attend(shard, call.recipe)
+        o, lse = splash.attend(shard, call.recipe)
         return Result(o=o, lse=lse).only(call)
 
     return run_opaque(kernel, operands, call)
@@ -42,10 +42,10 @@ def not_in_splash(call: AttentionCall, *, q_shards: int = 1, kv_shards: int = 1)
     Args:
       call: The call.
       q_shards: Number of shards of the queries' length. The kernels see one of them.
-      kv_shards: The same for the keys.
+      kv_shards: Likewise for the keys.
     """
     recipe, blocks = call.recipe, _blocks(call, q_shards, kv_shards)
-    too_many = f"{blocks} entries, of at most {_MOST_BLOCKS}"
+    too_many = f"{blocks} entries, more than {_MOST_BLOCKS}"
     reasons = {
         "its kernel is for TPUs, and the platform is gpu": call.platform == "gpu",
         "it takes no dense mask": call.mask_shape is not None,
@@ -58,9 +58,9 @@ def not_in_splash(call: AttentionCall, *, q_shards: int = 1, kv_shards: int = 1)
 
 
 def _blocks(call: AttentionCall, q_shards: int, kv_shards: int) -> int:
-    """Return a bound of the blocks of one device: pairs of a block of queries and one of keys.
+    """Return an upper bound of the entries of one device's table: pairs of query and key blocks.
 
-    Positions and segments that are arrays may differ by sequence.
+    The table has entries for each sequence if positions or segments may differ by sequence.
     """
     specs, recipe = call.specs, call.recipe
     sequences = call.batch // call.shards(specs.batch)

@@ -2,8 +2,8 @@
 
 Before a kernel runs, a table says which blocks of keys each block of queries visits, and whether
 all pairs of a block attend. The table is computed from the smallest and largest position and
-segment id of each block. If positions are known before the program runs, so is the largest number
-of visits, and the grid of the kernel has no more steps.
+segment id of each block. If positions are known before the program runs, the grid of the kernel has
+only as many steps as the largest number of visits.
 """
 
 from __future__ import annotations
@@ -83,9 +83,10 @@ class SplashBlocks:
         """
         assert lse_error is None
         block = _Local.of(operands, recipe, self)
-        # A row without keys has lse = -inf, a constant. Its cotangent does not count either.
-        none = jnp.isneginf(lse)
-        lse, delta = jnp.where(none, 0.0, lse), jnp.where(none, 0.0, delta)
+        # A row without keys has the constant lse = -inf, so the cotangent of that lse has no
+        # effect.
+        no_keys = jnp.isneginf(lse)
+        lse, delta = jnp.where(no_keys, 0.0, lse), jnp.where(no_keys, 0.0, delta)
         rows = (block.pad_rows(x) for x in (jnp.swapaxes(do, 1, 2), *_rows_of(lse, delta)))
         cotangents = tuple(rows)
         dq_onto = None if onto is None else block.pad_rows(jnp.swapaxes(onto.q, 1, 2))
@@ -119,9 +120,9 @@ class SplashBlocks:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
-    how: SplashBlocks, recipe: Recipe, floats: dict[str, Any], rest: Operands
+    splash: SplashBlocks, recipe: Recipe, floats: dict[str, Any], rest: Operands
 ) -> tuple[jax.Array, jax.Array]:
-    block = _Local.of(rest.replace(**floats), recipe, how)
+    block = _Local.of(rest.replace(**floats), recipe, splash)
     sinks = None if floats["sinks"] is None else floats["sinks"].astype(jnp.float32)
     table = block.table(keys_outside=False)
     o, lse = splash_kernel.run_forward(
@@ -131,17 +132,17 @@ def _attend(
 
 
 def _attend_forward(
-    how: SplashBlocks, recipe: Recipe, floats: dict[str, Any], rest: Operands
+    splash: SplashBlocks, recipe: Recipe, floats: dict[str, Any], rest: Operands
 ) -> Any:
-    o, lse = _attend(how, recipe, floats, rest)
+    o, lse = _attend(splash, recipe, floats, rest)
     return (o, lse), (floats, rest, o, lse)
 
 
-def _attend_backward(how: SplashBlocks, recipe: Recipe, kept: Any, cotangents: Any) -> Any:
-    floats, rest, o, lse = kept
+def _attend_backward(splash: SplashBlocks, recipe: Recipe, residuals: Any, cotangents: Any) -> Any:
+    floats, rest, o, lse = residuals
     do, dlse = cotangents
     delta = blockwise.delta(o, do, dlse)
-    own = how.backward(
+    own = splash.backward(
         rest.replace(**floats), recipe, lse=lse, do=do, delta=delta, dtype=floats["q"].dtype
     )
     grads = {"q": own.q, "k": own.k, "v": own.v, "sinks": None}
@@ -158,7 +159,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Local:
-    """Local operands as the kernels take them: by head, in whole blocks."""
+    """Local operands in the form that kernels take: ordered by head, padded to whole blocks."""
 
     plan: Plan
     rows: Rows
@@ -168,7 +169,7 @@ class _Local:
     first_rows: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, operands: Operands, recipe: Recipe, how: SplashBlocks) -> _Local:
+    def of(cls, operands: Operands, recipe: Recipe, splash: SplashBlocks) -> _Local:
         operands = online_softmax.without_remains(operands, recipe)
         lengths = operands.q.shape[1], operands.k.shape[1]
         q_rows, kv_rows = (whole_lanes(length) for length in lengths)
@@ -178,7 +179,7 @@ class _Local:
             softcap=recipe.softcap,
             q_block=block_rows(recipe.q_block, q_rows),
             kv_block=block_rows(recipe.kv_block, kv_rows),
-            interpret=how.interpret,
+            interpret=splash.interpret,
         )
         q, k, v = (
             _pad(jnp.swapaxes(x, 1, 2), 2, size)
@@ -190,7 +191,7 @@ class _Local:
             qkv=(q, k, v),
             q_length=lengths[0],
             kv_length=lengths[1],
-            first_rows=how.first_rows,
+            first_rows=splash.first_rows,
         )
 
     def pad_rows(self, array: jax.Array) -> jax.Array:
@@ -208,8 +209,8 @@ class _Local:
     def table(self, *, keys_outside: bool) -> jax.Array:
         """Return the blocks to visit, `[batch or 1, outer blocks, visits]`.
 
-        An entry is `KINDS` times the number of a block, plus its kind. Entries after the last block
-        repeat it as empty, so that nothing is read for them.
+        An entry is `KINDS` times the number of a block, plus its kind. The remaining entries repeat
+        the last block with the kind EMPTY, so nothing is read for them.
         """
         kinds = _kinds(self.plan, self.rows)
         kinds = jnp.swapaxes(kinds, 1, 2) if keys_outside else kinds
@@ -217,12 +218,12 @@ class _Local:
         order = jnp.argsort(empty, axis=2, stable=True).astype(jnp.int32)
         last = jnp.maximum(jnp.sum(~empty, axis=2, keepdims=True, dtype=jnp.int32) - 1, 0)
         visits = jnp.minimum(jnp.arange(kinds.shape[2], dtype=jnp.int32), last)
-        where = jnp.take_along_axis(order, visits, axis=2)
-        table = where * KINDS + jnp.take_along_axis(kinds, order, axis=2)
+        visited = jnp.take_along_axis(order, visits, axis=2)
+        table = visited * KINDS + jnp.take_along_axis(kinds, order, axis=2)
         return table[:, :, : self._most_visits(keys_outside=keys_outside)]
 
     def _most_visits(self, *, keys_outside: bool) -> int:
-        """Return a bound of the number of blocks that any block visits."""
+        """Return an upper bound of the number of blocks that a block visits."""
         q_blocks, kv_blocks = (
             self.qkv[0].shape[2] // self.plan.q_block,
             self.qkv[1].shape[2] // self.plan.kv_block,
@@ -294,7 +295,7 @@ def _kinds(plan: Plan, rows: Rows) -> jax.Array:
 
 
 def _low_and_high(row: jax.Array, block: int, dim: int) -> tuple[jax.Array, jax.Array]:
-    """Return the smallest and largest value of each block, with a dim for the other side."""
+    """Return the smallest and largest value of each block, with a new dim `dim`."""
     blocks = row.reshape(row.shape[0], -1, block)
     low, high = jnp.min(blocks, axis=2), jnp.max(blocks, axis=2)
     return jnp.expand_dims(low, dim), jnp.expand_dims(high, dim)
@@ -303,7 +304,7 @@ def _low_and_high(row: jax.Array, block: int, dim: int) -> tuple[jax.Array, jax.
 def _pad(array: Any, dim: int, size: int, value: Any = 0) -> Any:
     if array is None or array.shape[dim] == size:
         return array
-    widths = [(0, size - have if at == dim else 0) for at, have in enumerate(array.shape)]
+    widths = [(0, size - current if at == dim else 0) for at, current in enumerate(array.shape)]
     return (
         jnp.pad(array, widths, mode="edge")
         if value == "edge"

@@ -1,9 +1,10 @@
 """Sparse flash attention in Pallas, for TPUs, by blocks of queries and keys.
 
-Blocks that no pair attends are skipped. There are three kernels: the forward pass, the gradient of
-the queries, and the gradients of keys and values. Products are float32 and are scaled after they
-are summed, so any scale is exact. Masks compare positions and segment ids. `splash_blocks` gives
-these kernels the interface of `blockwise` and computes the table of blocks to visit.
+Blocks in which no pair attends are skipped. There are three kernels: the forward pass, the gradient
+of the queries, and the gradients of keys and values. Products are summed in float32 and then
+scaled, so the scale is never rounded to bfloat16. Masks compare positions and segment ids.
+`splash_blocks` gives these kernels the interface of `blockwise` and computes the table of blocks to
+visit.
 
 Operands are ordered by head here: `[batch, heads, length, dim]`. Rows of integers and floats are
 `[batch or 1, 1, length]`. This module imports Pallas, so implementations import it late.
@@ -42,8 +43,8 @@ class Plan:
       rules: The mask by position.
       scale: Factor of the products.
       softcap: c in `c * tanh(logits / c)`, or None.
-      q_block: Rows of queries in a block; divides their number.
-      kv_block: Rows of keys in a block; divides their number.
+      q_block: Rows of queries in a block. It divides the number of queries.
+      kv_block: Rows of keys in a block. It divides the number of keys.
       interpret: Whether to run on a CPU, slowly.
     """
 
@@ -165,7 +166,7 @@ def run_queries(
       cotangents: Cotangent of the output, by head; logsumexp and delta, `[batch, heads, 1,
         length]`.
       dtype: Dtype of the result.
-      onto: Gradient to add it to, in place; or None.
+      onto: Gradient to add the result to, in place; or None.
     """
     q, k, _ = qkv
     specs = _Specs(plan=plan, table=table, group=q.shape[1] // k.shape[1], queries_outside=True)
@@ -348,7 +349,7 @@ def _visited(table: Any, shape: tuple[int, ...], batch: Any, outer: Any, step: A
 
 
 def _named(body: Callable[..., None], *, scalars: int, before: int) -> Callable[..., None]:
-    """Return a kernel that takes all references in order, from one that takes groups of them."""
+    """Return a kernel that takes all references in order, from a body that takes them in groups."""
 
     def kernel(*refs: Any) -> None:
         body(refs[:scalars], refs[scalars:], before=before)
@@ -406,10 +407,10 @@ def _forward_body(
     def _finish() -> None:
         o_ref, *row_refs = outs
         if final:
-            none = l_ref[...] == 0.0
-            total = jnp.where(none, 1.0, l_ref[...])
+            no_keys = l_ref[...] == 0.0
+            total = jnp.where(no_keys, 1.0, l_ref[...])
             o_ref[...] = (acc_ref[...] / total[:, :1]).astype(o_ref.dtype)
-            lse = jnp.where(none, -jnp.inf, m_ref[...] + jnp.log(total))
+            lse = jnp.where(no_keys, -jnp.inf, m_ref[...] + jnp.log(total))
             row_refs[0][...] = _row(lse)
         else:
             o_ref[...] = acc_ref[...]
@@ -489,7 +490,7 @@ def _if_visited(table: Any, shape: tuple[int, ...], step: Any, add: Callable[...
 
 
 def _logits(a: jax.Array, b: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array | None]:
-    """Return float32 logits of rows by rows, and the derivative of the cap; None without one."""
+    """Return the float32 logits of a's rows and b's rows, and the derivative of the softcap."""
     logits = _product(a, b, _ROWS_BY_ROWS) * plan.scale
     if plan.softcap is None:
         return logits, None
@@ -507,7 +508,7 @@ def _product(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
 
 
 def _seen(ints: Any, rules: MaskRules, *, rows: str) -> jax.Array:
-    """Return which pairs of a block attend, with queries along the rows or keys."""
+    """Return which pairs of a block attend, with queries or keys along the rows."""
 
     def side(ref: Any, which: str) -> jax.Array:
         return _column(ref[0]) if which == rows else ref[...]

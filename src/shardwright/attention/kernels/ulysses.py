@@ -2,7 +2,7 @@
 
 There are four all-to-alls forward (q, k, v and the output) and four backward. In between, each rank
 has whole sequences of its heads, so any mask works. The query heads must divide over the ranks. kv
-heads that do not divide are repeated up to the least common multiple.
+heads that do not divide over the ranks are repeated until they do.
 """
 
 from __future__ import annotations
@@ -88,19 +88,20 @@ def _with_some_heads(shard: Operands, call: AttentionCall) -> Operands:
     }
     for name in ("sinks", "head_index"):
         if (array := getattr(shard, name)) is not None:
-            changed[name] = _own(array, rank, ranks, dim=0)
+            changed[name] = _local_part(array, rank, ranks, dim=0)
     for name, shape in (("mask", call.mask_shape), ("bias", call.bias_shape)):
         if shape is None:
             continue
         array = getattr(shard, name)
-        # The dim that is sharded: the queries if there is a row for each of them, else the keys.
+        # The sharded dim: that of the queries if the array has a row per query, else that of the
+        # keys.
         rows = next((dim for dim in (2, 3) if shape[dim] > 1), None)
         if rows is not None and shape[1] > 1:
             array = _swap(array, axes, split=1, join=rows)
         elif rows is not None:
             array = sequence.gather(array, axes, dim=rows)
         elif shape[1] > 1:
-            array = _own(array, rank, ranks, dim=1)
+            array = _local_part(array, rank, ranks, dim=1)
         changed[name] = array
     return shard.replace(**changed)
 
@@ -112,13 +113,13 @@ def _swap(array: jax.Array, axes: tuple[str, ...], *, split: int, join: int) -> 
     return swapped
 
 
-def _own(array: jax.Array, rank: jax.Array, ranks: int, *, dim: int) -> jax.Array:
+def _local_part(array: jax.Array, rank: jax.Array, ranks: int, *, dim: int) -> jax.Array:
     size = array.shape[dim] // ranks
     return jax.lax.dynamic_slice_in_dim(array, rank * size, size, dim)
 
 
 def _repeat(array: jax.Array, kv_heads: int) -> jax.Array:
     """Return `[batch, length, kv_heads, dim]`, each head repeated in adjacent copies."""
-    batch, length, have, dim = array.shape
-    copies = jnp.broadcast_to(array[:, :, :, None], (batch, length, have, kv_heads // have, dim))
+    batch, length, heads, dim = array.shape
+    copies = jnp.broadcast_to(array[:, :, :, None], (batch, length, heads, kv_heads // heads, dim))
     return copies.reshape(batch, length, kv_heads, dim)

@@ -40,7 +40,7 @@ def run(operands: Operands, call: AttentionCall) -> Result:
 
 
 def attend(operands: Operands, recipe: Recipe) -> Result:
-    """Return the output, the logsumexp and the weights of whole arrays. JAX differentiates it."""
+    """Return the output, the logsumexp and the weights of whole arrays. Differentiable."""
     dtype = operands.q.dtype
     wide = {name: getattr(operands, name).astype(jnp.float32) for name in ("q", "k", "v")}
     x = online_softmax.without_remains(operands.replace(**wide), recipe)
@@ -59,10 +59,10 @@ def attend(operands: Operands, recipe: Recipe) -> Result:
     total = jnp.sum(p, axis=-1, keepdims=True)
     if x.sinks is not None:
         total = total + jnp.exp(sinks - top)
-    none = total == 0.0
-    total = jnp.where(none, 1.0, total)
+    no_keys = total == 0.0
+    total = jnp.where(no_keys, 1.0, total)
     weights = p / total
-    lse = jnp.where(none, -jnp.inf, top + jnp.log(total))[..., 0]
+    lse = jnp.where(no_keys, -jnp.inf, top + jnp.log(total))[..., 0]
     dropped = weights * keep_factors(x, recipe.dropout) if recipe.dropout else weights
     o = jnp.swapaxes(online_softmax.weighted_sum(dropped, x.v, v_scale=x.v_scale), 1, 2)
     o, lse = checkpoint_name(o.astype(dtype), OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)

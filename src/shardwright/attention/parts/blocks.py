@@ -1,7 +1,7 @@
 """Cut local operands into blocks of queries and keys.
 
-The last block of queries may contain rows that do not exist; padding adds them. Keys are never
-copied: the last block of keys starts early and hides the rows that an earlier block had.
+The last block of queries may be padded. The forward pass does not pad keys, which would copy them:
+the last block of keys starts early, and hides the rows that the block before it has too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def repeat(count: int, step: Callable[[Any, Any], Any], init: Any) -> Any:
     if count == 1:
         return step(jnp.int32(0), init)
     numbers = jnp.arange(count, dtype=jnp.int32)
-    return jax.lax.scan(lambda held, i: (step(i, held), None), init, numbers)[0]
+    return jax.lax.scan(lambda carry, i: (step(i, carry), None), init, numbers)[0]
 
 
 def may_be_empty(operands: Operands, recipe: Recipe) -> bool:
@@ -61,7 +61,7 @@ def may_be_empty(operands: Operands, recipe: Recipe) -> bool:
 
 
 def is_empty(block: Operands, recipe: Recipe) -> jax.Array:
-    """Tell whether no pair of a block attends. True is a proof, False is not."""
+    """Tell whether no pair of a block attends. False may be wrong; see `masks.block_is_empty`."""
     q, kv = block.q_positions, block.kv_positions
     kv_low, kv_high = jnp.min(jnp.where(kv < 0, jnp.iinfo(jnp.int32).max, kv)), jnp.max(kv)
     empty: jax.Array = block_is_empty(recipe.mask, (jnp.min(q), jnp.max(q)), (kv_low, kv_high))
@@ -105,7 +105,7 @@ def pad_dim(array: jax.Array, dim: int, size: int, value: Any = 0) -> jax.Array:
     """Return an array padded at the end of a dim; the value "edge" repeats the last row."""
     if size == array.shape[dim]:
         return array
-    widths = [(0, size - have if at == dim else 0) for at, have in enumerate(array.shape)]
+    widths = [(0, size - current if at == dim else 0) for at, current in enumerate(array.shape)]
     if value == "edge":
         return jnp.pad(array, widths, mode="edge")
     return jnp.pad(array, widths, constant_values=value)
@@ -115,7 +115,7 @@ def pad_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return an array padded with zeros to a shape."""
     if array.shape == shape:
         return array
-    widths = [(0, size - have) for size, have in zip(shape, array.shape, strict=True)]
+    widths = [(0, size - current) for size, current in zip(shape, array.shape, strict=True)]
     return jnp.pad(array, widths)
 
 
@@ -123,7 +123,7 @@ def pad_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def slice_dim(array: jax.Array, dim: int, start: Any, size: int) -> jax.Array:
-    """Return `size` rows along a dim; the array itself if it has no more."""
+    """Return `size` rows along a dim; the array itself if it has no more rows."""
     if array.shape[dim] <= size:
         return array
     return jax.lax.dynamic_slice_in_dim(array, start, size, dim)
@@ -170,8 +170,8 @@ def _slice_side(operands: Operands, dims: dict[str, int], start: Any, size: int)
 def _in_stored_order(block: Operands, layout: Layout) -> Operands:
     """Return a block of a cache in the order in which TPUs store it by default.
 
-    Otherwise XLA copies the whole cache, in every call, into the order that the product of one
-    block prefers.
+    Without this, XLA copies the whole cache in every call, into the order that it prefers for the
+    product of one block.
     """
     ordered = {}
     for name in ("k", "v"):

@@ -2,9 +2,9 @@
 
 `jax.custom_vjp` gives a function a backward pass, but `jax.jvp`, `jax.jacfwd` and `jax.linearize`
 then raise. With `jax.custom_jvp` alone, JAX would transpose the tangents of a loop over blocks and
-keep all of its weights. Here the rule of a `custom_jvp` calls one linear primitive. When it is
-evaluated, it is the tangent of the plain function. When it is transposed, it is the backward pass.
-Both are ordinary JAX code, so derivatives nest in every order.
+keep all of its weights. Here the rule of a `custom_jvp` calls one linear primitive. The primitive
+evaluates to the tangent of the plain function, and its transpose is the backward pass. Both are
+ordinary JAX code, so derivatives nest in every order.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def differentiable(values: Values, backward: Backward, *, names: tuple[str, ...]
         gradients, and the rest, a pytree. It returns a tree of floating-point arrays.
       backward: Function of `(static, (floats, others, results), cotangents)`. It returns the
         cotangents of the floats.
-      names: Names of the results for `checkpoint_name`; the last one names all that follow. If a
-        remat policy saves them, the backward pass reads them and the forward pass does not run
+      names: Names of the results for `checkpoint_name`; the last one also names further results. If
+        a remat policy saves them, the backward pass reads them and the forward pass does not run
         again.
     """
     call = jax.custom_jvp(values, nondiff_argnums=(0,))
@@ -84,21 +84,21 @@ def differentiable(values: Values, backward: Backward, *, names: tuple[str, ...]
         def push(operands: list[Any], results: list[Any], float_tangents: list[Any]) -> list[Any]:
             del results
             floats, others = jax.tree.unflatten(operands_structure, operands)
-            moved = jax.tree.unflatten(floats_structure, float_tangents)
+            tangents = jax.tree.unflatten(floats_structure, float_tangents)
             return jax.tree.leaves(
-                jax.jvp(lambda floats: values(static, floats, others), (floats,), (moved,))[1]
+                jax.jvp(lambda floats: values(static, floats, others), (floats,), (tangents,))[1]
             )
 
         def pull(operands: list[Any], results: list[Any], cotangents: list[Any]) -> list[Any]:
             floats, others = jax.tree.unflatten(operands_structure, operands)
-            kept = (floats, others, jax.tree.unflatten(structure, results))
+            residuals = (floats, others, jax.tree.unflatten(structure, results))
             return jax.tree.leaves(
-                backward(static, kept, jax.tree.unflatten(structure, cotangents))
+                backward(static, residuals, jax.tree.unflatten(structure, cotangents))
             )
 
         job = _Job(tangents=push, backward=pull, results=len(flat), operands=len(operands))
-        moved = _tangents.bind(*flat, *operands, *float_tangents, job=job)
-        return results, jax.tree.unflatten(structure, moved)
+        result_tangents = _tangents.bind(*flat, *operands, *float_tangents, job=job)
+        return results, jax.tree.unflatten(structure, result_tangents)
 
     return call
 
@@ -110,7 +110,7 @@ def refuse_tangents(arrays: dict[str, Any], what: str) -> dict[str, Any]:
 
     Args:
       arrays: Arrays by name; None for an absent one.
-      what: What has no forward mode, for the message.
+      what: The subject of the message: the kernel that has no forward mode.
     """
 
     def refuse(*_: Any) -> list[Any]:
@@ -175,14 +175,14 @@ def _abstract(*arguments: Any, job: _Job) -> list[Any]:
 
 
 def _nested(primals: Any, tangents: Any, *, job: _Job) -> Any:
-    moved = [ad.instantiate_zeros(tangent) for tangent in tangents]
-    return jax.jvp(functools.partial(_evaluate, job=job), tuple(primals), tuple(moved))
+    instantiated = [ad.instantiate_zeros(tangent) for tangent in tangents]
+    return jax.jvp(functools.partial(_evaluate, job=job), tuple(primals), tuple(instantiated))
 
 
 def _transpose(cotangents: Any, *arguments: Any, job: _Job) -> list[Any]:
     results, operands, tangents = job.split(arguments)
-    whole = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
-    grads = job.backward(operands, results, whole)
+    instantiated = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
+    grads = job.backward(operands, results, instantiated)
     of_tangents = [
         grad if ad.is_undefined_primal(tangent) else None
         for grad, tangent in zip(grads, tangents, strict=True)
@@ -210,8 +210,8 @@ def _batch(arguments: Any, dims: Any, *, job: _Job) -> Any:
         tangents=jax.vmap(job.tangents, in_axes=in_axes),
         backward=jax.vmap(job.backward, in_axes=in_axes),
     )
-    moved = _tangents.bind(*results, *operands, *tangents, job=batched)
-    return moved, [0] * len(moved)
+    result_tangents = _tangents.bind(*results, *operands, *tangents, job=batched)
+    return result_tangents, [0] * len(result_tangents)
 
 
 _tangents.def_impl(_evaluate)

@@ -1,4 +1,4 @@
-"""Dropout by counting: a hash of the seed and of a weight's global position decides about it.
+"""Dropout by a hash: the seed and a weight's global position decide whether it is dropped.
 
 The batch row, the head, the positions and the segment enter the hash. The mask is therefore the
 same on every mesh, under every permutation of the sequence and in every kernel. A backward pass
@@ -26,8 +26,8 @@ def keep_factors(block: Operands, rate: float) -> jax.Array:
     q = _rows(block.q_positions, block.q_segment_ids)
     kv = _rows(block.kv_positions, block.kv_segment_ids)
     heads = _mix(block.seed ^ (block.head_index.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)))
-    place = _mix(block.batch_index.astype(jnp.uint32)[:, None] + heads[None, :])
-    row = _mix(place[:, :, None] ^ q[:, None, :])
+    batch_and_head = _mix(block.batch_index.astype(jnp.uint32)[:, None] + heads[None, :])
+    row = _mix(batch_and_head[:, :, None] ^ q[:, None, :])
     bits = _mix(row[:, :, :, None] + _mix(kv)[:, None, None, :])
     threshold = jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
     return jnp.where(bits >= threshold, jnp.float32(1.0 / (1.0 - rate)), jnp.float32(0.0))

@@ -1,6 +1,6 @@
 """Choose the kernel that runs on each shard if the sequence is sharded.
 
-It is the platform's own kernel if that can serve the call, else blocks.
+It is the platform's own kernel if that kernel can serve the call, else `blockwise`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Inner:
     Attributes:
       name: "splash", "cudnn" or "blockwise".
       refused: The platform's own kernel if it cannot serve the call, else empty.
-      reasons: Why it cannot.
+      reasons: Why the platform's own kernel cannot serve the call.
     """
 
     name: str
@@ -48,17 +48,18 @@ def inner_kernel(
     Args:
       call: The call.
       q_shards: Number of shards of the queries' length. The kernel sees one of them.
-      kv_shards: The same for the keys.
+      kv_shards: Likewise for the keys.
       whole: Whether the kernel sees whole sequences, which cuDNN needs.
     """
-    own, reasons = "", tuple[str, ...]()
+    platform_kernel, reasons = "", tuple[str, ...]()
     if call.platform == "tpu":
-        own, reasons = "splash", not_in_splash(call, q_shards=q_shards, kv_shards=kv_shards)
+        platform_kernel = "splash"
+        reasons = not_in_splash(call, q_shards=q_shards, kv_shards=kv_shards)
     elif call.platform == "gpu" and whole:
-        own, reasons = "cudnn", cudnn.not_in_cudnn(call)
-    if own and not reasons:
-        return Inner(name=own)
-    return Inner(name="blockwise", refused=own, reasons=reasons)
+        platform_kernel, reasons = "cudnn", cudnn.not_in_cudnn(call)
+    if platform_kernel and not reasons:
+        return Inner(name=platform_kernel)
+    return Inner(name="blockwise", refused=platform_kernel, reasons=reasons)
 
 
 def blocks_of(
@@ -85,7 +86,10 @@ def explained(inner: Inner, call: AttentionCall) -> str:
 
 
 def recipe_of(inner: Inner, shard: Operands, call: AttentionCall) -> Recipe:
-    """Return the recipe with blocks that suit a shard. Logits of splash never leave the chip."""
+    """Return the recipe with block sizes for a shard.
+
+    `blockwise` gets smaller blocks, to hold few logits. Logits of splash never leave the chip.
+    """
     if inner.name == "blockwise":
         return sequence.blocks(call.recipe, shard, call)
     return sequence.within_halves(call.recipe, shard, call)
@@ -125,5 +129,5 @@ def _attend_by_cudnn(whole: Operands, recipe: Any, *, call: AttentionCall) -> tu
 
 
 def _on_cpus(call: AttentionCall) -> bool:
-    """Whether a call for TPUs runs on CPUs, where kernels are interpreted; tests do this."""
+    """Tell whether a call for TPUs runs on CPUs, as in tests. Its kernels are then interpreted."""
     return isinstance(call.mesh, Mesh) and call.mesh.devices.flat[0].platform == "cpu"

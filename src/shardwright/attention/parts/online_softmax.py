@@ -114,20 +114,20 @@ def add_sinks(state: Running, sinks: jax.Array) -> Running:
 def finish(state: Running, *, sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Return the output and the logsumexp, float32.
 
-    A row without keys is exactly 0. Its logsumexp is -inf, or its sink.
+    The output of a row without keys is exactly 0. Its logsumexp is -inf, or the sink of the head.
 
     Args:
       state: The state after all keys.
-      sinks: `[heads]`, or None. None too if the state has them already; see `add_sinks`.
+      sinks: `[heads]`; None if there are none, or if `add_sinks` has added them.
 
     Returns:
       `[batch, q_length, heads, v_dim]` and `[batch, heads, q_length]`.
     """
     if sinks is not None:
         state = add_sinks(state, sinks)
-    none = state.l == 0.0
-    total = jnp.where(none, 1.0, state.l)
-    lse = jnp.where(none, -jnp.inf, state.m + jnp.log(total))
+    no_keys = state.l == 0.0
+    total = jnp.where(no_keys, 1.0, state.l)
+    lse = jnp.where(no_keys, -jnp.inf, state.m + jnp.log(total))
     return jnp.swapaxes(state.o / total[..., None], 1, 2), lse
 
 
@@ -139,17 +139,17 @@ def lse_error_of(state: Running, lse: jax.Array) -> jax.Array:
 
     Args:
       state: The state after all keys, and after the sinks if there are any.
-      lse: The logsumexp that `finish` returned for it.
+      lse: The logsumexp that `finish` returned for this state.
     """
-    none = state.l == 0.0
-    lost = (state.m - jnp.where(none, 0.0, lse)) + jnp.log(jnp.where(none, 1.0, state.l))
-    return jax.lax.stop_gradient(jnp.where(none, 0.0, lost))
+    no_keys = state.l == 0.0
+    lost = (state.m - jnp.where(no_keys, 0.0, lse)) + jnp.log(jnp.where(no_keys, 1.0, state.l))
+    return jax.lax.stop_gradient(jnp.where(no_keys, 0.0, lost))
 
 
 def without_remains(operands: Operands, recipe: Recipe) -> Operands:
     """Return operands whose values are 0 in rows that hold no key.
 
-    What an earlier sequence left in those rows may be NaN, and 0 times NaN is not 0.
+    Those rows may hold NaN from an earlier sequence, and 0 times NaN is not 0.
     """
     if not recipe.partly_filled:
         return operands
@@ -167,8 +167,8 @@ def without_remains(operands: Operands, recipe: Recipe) -> Operands:
 def visible(operands: Operands, rules: MaskRules) -> tuple[jax.Array, jax.Array | None]:
     """Return which pairs attend, and the bias to add.
 
-    Every kernel takes both from here, so a bias hides the same pairs in all of them. The bias is 0
-    for a hidden pair, so that no hidden number reaches a gradient.
+    Every kernel that takes a bias calls this, so a bias hides the same pairs in all of them. The
+    bias is 0 for a hidden pair, so that no hidden value reaches a gradient.
 
     Args:
       operands: Local arrays, or a block of them.

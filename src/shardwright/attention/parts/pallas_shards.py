@@ -1,9 +1,9 @@
 """Run a kernel that JAX cannot differentiate, such as a Pallas kernel, on the shards of a call.
 
-`shard_map` cannot track, through such a kernel, which devices hold equal values. Its own transpose
-would sum every gradient over each mesh axis that does not shard the operand, used or not, in the
-operand's dtype. The backward pass here is therefore a `shard_map` of its own. It sums gradients in
-float32, over the mesh axes that split the work on an operand.
+`shard_map` cannot track through such a kernel which devices hold equal values. The transpose of
+`shard_map` would sum every gradient, in the operand's dtype, over all mesh axes that do not shard
+the operand, even unused ones. The backward pass in this module is therefore a second `shard_map`.
+It sums gradients in float32, over the mesh axes that split the work on an operand.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def run_opaque(
 ) -> Result:
     """Return `kernel(shards)` as global arrays; `kernel(operands)` without a mesh.
 
-    The kernel gets what `shards.run_on_shards` passes. It returns an output, and the logsumexp if
-    the call asks for it. The result is differentiable in reverse mode if the kernel is. Forward
-    mode is refused. Beside what the kernel sends, only gradients are sent: those of kv heads that
-    several shards read, and those of sinks and biases that several shards of the batch or the
-    sequence share.
+    The kernel gets the operands that `shards.run_on_shards` passes. It returns an output, and the
+    logsumexp if the call asks for it. The result is differentiable in reverse mode if the kernel
+    is. Forward mode is refused. Beside what the kernel sends, only gradients are sent: those of kv
+    heads that several shards read, and those of sinks and biases that several shards of the batch
+    or the sequence share.
 
     Args:
       kernel: Function of local operands.
@@ -71,8 +71,8 @@ def run_opaque(
     named, rest = split_floats(operands)
     named = refuse_tangents(named, _WHAT)
     if call.mesh is None:
-        alone: Result = _alone(kernel, named, rest)
-        return alone
+        unsharded: Result = _without_mesh(kernel, named, rest)
+        return unsharded
     floats = {
         name: x if name in _HALF else x.astype(jnp.float32)
         for name, x in named.items()
@@ -85,7 +85,7 @@ def run_opaque(
         floats={name: getattr(specs, name) for name in floats},
         others=(call.specs.operands(rest), *head_specs(call)),
     )
-    # Outside of the custom_vjp, whose cotangents are sharded like its arguments.
+    # Place the arrays outside of the custom_vjp: cotangents are sharded like its arguments.
     placed = place_for_shard_map(
         (floats, (rest, *head_numbers(call))), (job.floats, job.others), mesh=call.mesh
     )
@@ -102,7 +102,7 @@ def inside_shard_map() -> tuple[str, ...]:
     manual = "+".join(ambient.manual_axes) if ambient is not None else ""
     if not manual:
         return ()
-    return (f"its kernel cannot run inside a shard_map, and one has split {manual} here",)
+    return (f"its kernel cannot run inside a shard_map, and the call is inside one over {manual}",)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -114,11 +114,13 @@ def _run(job: _Job, floats: dict[str, Any], others: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _alone(kernel: Callable[[Operands], Result], floats: dict[str, Any], rest: Operands) -> Any:
+def _without_mesh(
+    kernel: Callable[[Operands], Result], floats: dict[str, Any], rest: Operands
+) -> Any:
     return kernel(rest.replace(**floats))
 
 
-def _alone_forward(
+def _without_mesh_forward(
     kernel: Callable[[Operands], Result], floats: dict[str, Any], rest: Operands
 ) -> Any:
     def both(floats: dict[str, Any], rest: Operands) -> Any:
@@ -127,12 +129,14 @@ def _alone_forward(
     return without_tangents(both, _WHAT)(floats, rest)
 
 
-def _alone_backward(kernel: Callable[[Operands], Result], pull_back: Any, do: jax.Array) -> Any:
+def _without_mesh_backward(
+    kernel: Callable[[Operands], Result], pull_back: Any, do: jax.Array
+) -> Any:
     del kernel
     return (*without_tangents(lambda pull_back, do: pull_back(do), _WHAT)(pull_back, do), None)
 
 
-_alone.defvjp(_alone_forward, _alone_backward)
+_without_mesh.defvjp(_without_mesh_forward, _without_mesh_backward)
 
 
 def _run_forward(job: _Job, floats: dict[str, Any], others: Any) -> Any:
@@ -191,7 +195,7 @@ def _as(values: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_all_kv_heads(job: _Job, grads: dict[str, Any], others: Any) -> dict[str, Any]:
-    """Return gradients of all local kv heads from those of the heads that were read."""
+    """Return the gradients of all local kv heads, from those of the kv heads that were read."""
     call, (_, *heads) = job.call, others
     local_heads = call.kv_heads // call.shards(call.specs.kv_heads)
 

@@ -16,7 +16,7 @@ from shardwright.attention.call import AttentionCall, Operands, Recipe, default_
 
 # The operands that have gradients.
 FLOATS = ("q", "k", "v", "bias", "sinks")
-# Blocks are not cut below this many rows.
+# Blocks are halved only while the larger side has more rows than this.
 _SMALL = 128
 
 
@@ -30,7 +30,7 @@ def with_whole_rows(shard: Operands, call: AttentionCall) -> Operands:
     """Return local operands with positions and segment ids of all keys, and all mask columns.
 
     Positions that count from an offset are computed. Arrays are gathered once: `4 * kv_length`
-    bytes per row.
+    bytes per array and sequence.
     """
     axes = call.specs.kv_length
     rows: dict[str, jax.Array] = {"kv_segment_ids": shard.kv_segment_ids} if call.segments else {}
@@ -41,7 +41,7 @@ def with_whole_rows(shard: Operands, call: AttentionCall) -> Operands:
         changed["kv_positions"] = default_positions(call.kv_length)
     changed |= {name: gather(array, axes, dim=1) for name, array in rows.items()}
     for name, shape in (("mask", call.mask_shape), ("bias", call.bias_shape)):
-        # With one row for all queries, the columns are sharded.
+        # If all queries share one row, the columns are sharded.
         if shape is not None and shape[2] == 1 and shape[3] > 1:
             changed[name] = gather(getattr(shard, name), axes, dim=3)
     return shard.replace(**changed)
@@ -76,8 +76,8 @@ def unpack(packed: Sequence[jax.Array], *, head_dim: int) -> tuple[jax.Array, ja
     """Return k and v; see `pack`."""
     if len(packed) == 2:
         return packed[0], packed[1]
-    (both,) = packed
-    return (both[0], both[1]) if both.ndim == 5 else (both[..., :head_dim], both[..., head_dim:])
+    (kv,) = packed
+    return (kv[0], kv[1]) if kv.ndim == 5 else (kv[..., :head_dim], kv[..., head_dim:])
 
 
 def blocks(recipe: Recipe, shard: Operands, call: AttentionCall) -> Recipe:
@@ -119,7 +119,7 @@ def _within_half(block: int, length: int) -> int:
 
 
 def add_columns(whole: jax.Array | None, part: jax.Array | None, start: Any) -> jax.Array | None:
-    """Return the gradient of a bias, with that of the keys from row `start` on added."""
+    """Return the gradient of a bias with the part of the keys from row `start` added."""
     if whole is None or part is None:
         return None
     if whole.shape == part.shape:
@@ -147,11 +147,11 @@ def sent_again(operands: Operands, do: jax.Array) -> tuple[Operands, jax.Array]:
 
 
 def different_axes(call: AttentionCall) -> tuple[str, ...]:
-    """Return the reason of a kernel whose queries and keys need the same mesh axes."""
+    """Return the reason of a kernel that needs queries and keys over the same mesh axes."""
     if call.specs.q_length == call.specs.kv_length:
         return ()
     q, kv = (
         "+".join(axes) or "no mesh axis" for axes in (call.specs.q_length, call.specs.kv_length)
     )
     lengths = f"the length of the queries is sharded over {q}, that of the keys over {kv}"
-    return (f"{lengths}; it needs both over the same",)
+    return (f"{lengths}; it needs both over the same mesh axes",)

@@ -49,9 +49,9 @@ def run_on_shards(kernel: Kernel, operands: Operands, call: AttentionCall) -> Re
 def shard_over(
     local: Callable[..., Any], in_specs: Any, out_specs: Any, call: AttentionCall
 ) -> Callable[..., Any]:
-    """Return a function of global arrays on the call's mesh, from one of local arrays.
+    """Turn a function of local arrays into one of global arrays on the call's mesh.
 
-    `shard_map` does not track which mesh axes values vary over, as it cannot do so through Pallas.
+    This `shard_map` does not track over which mesh axes values vary, because Pallas prevents it.
 
     Args:
       local: Function of local arrays.
@@ -135,15 +135,15 @@ def pick_kv_heads(
         head_index = first_of_all(head_index, shards) + numbers
     read = head_index * call.kv_heads // call.heads - kv_head_index[0]
     group, local = call.heads // call.kv_heads, head_index.shape[0]
-    picked = {}
+    changed = {}
     for name, dims in OPERAND_DIMS.items():
         array = getattr(shard, name)
         if "kv_heads" not in dims or array is None:
             continue
         if group % local == 0:  # all local query heads read one kv head
-            picked[name] = jax.lax.dynamic_slice_in_dim(array, read[0], 1, 2)
+            changed[name] = jax.lax.dynamic_slice_in_dim(array, read[0], 1, 2)
         elif local % group == 0:  # they form whole groups
-            picked[name] = jax.lax.dynamic_slice_in_dim(array, read[0], local // group, 2)
+            changed[name] = jax.lax.dynamic_slice_in_dim(array, read[0], local // group, 2)
         else:
-            picked[name] = jnp.take(array, read, axis=2)
-    return shard.replace(**picked)
+            changed[name] = jnp.take(array, read, axis=2)
+    return shard.replace(**changed)
