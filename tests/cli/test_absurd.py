@@ -232,7 +232,7 @@ def test_trailing_comma_in_json(text: str, tmp_path: Path) -> None:
     (tmp_path / "s.json").write_text(text, encoding="utf-8")
     code, out, _ = run("check s.json", tmp_path)
     assert code == 1
-    assert "fix  drop the comma before the bracket" in out
+    assert "fix  remove the comma before the bracket" in out
 
 
 STRATEGIES = {

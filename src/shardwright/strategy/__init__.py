@@ -1,6 +1,6 @@
 """Strategy files: read, check, overlay and compile them. `model` has the class `Strategy`.
 
-Everything about the file format belongs here, and pydantic is used nowhere else. This package
-imports no module by itself, so pydantic is loaded only when `Strategy` is. What compiled rules mean
-for an array is decided in `resolution`.
+Everything about the file format belongs here. pydantic is used nowhere else. This `__init__`
+imports nothing, so pydantic is imported only with `Strategy`. How compiled rules shard an array is
+decided in `resolution`, not here.
 """

@@ -1,7 +1,8 @@
-"""Tables of rules that are written as arrays: `[[rules]]` and `[[params]]`.
+"""Arrays of tables of rules: `[[rules]]` and `[[params]]`.
 
-In an array a name may occur again and go on with its chain, so that the chains of two names can
-interleave. Where they do not, an array means the same as one table, and becomes one.
+In an array, a later table may continue the chain of a name. So the candidates of two names can
+interleave. An array in which no chains interleave means the same as one table, and is replaced by
+one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SCHEMA: Final = {"anyOf": [TEXT, {"type": "array", "items": TEXT}]}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Candidates of one name that are written together, and where."""
+    """Candidates that one name has in one table, with the line where they are written."""
 
     name: str
     text: str
@@ -29,7 +30,7 @@ class Piece:
 
 
 class InterleavedRules(Mapping[str, str]):
-    """The whole chain of each name, where the chains of several names interleave.
+    """A mapping from each name to its whole chain, for an array in which chains interleave.
 
     Attributes:
       tables: The tables of the array, in order.
@@ -61,10 +62,12 @@ class InterleavedRules(Mapping[str, str]):
 def normalized(
     data: Mapping[str, Any], origin: Origin
 ) -> tuple[dict[str, Any], Origin, list[Problem]]:
-    """Return data whose arrays are as short as they can be, its origin, and the problems of arrays
-    that are malformed. A malformed array is left out of the data.
+    """Return the data with its arrays of rules simplified, its origin, and the arrays' problems.
+
+    An array whose chains do not interleave becomes one table. A malformed array becomes an empty
+    table.
     """
-    changed, places, problems = dict(data), origin, []
+    changed, sources, problems = dict(data), origin, []
     for name in ARRAYS:
         value = data.get(name)
         if isinstance(value, InterleavedRules):
@@ -76,17 +79,17 @@ def normalized(
             changed[name] = {}
             problems += faults
             continue
-        changed[name], places = _written(name, pieces(name, value, origin), places)
-    return changed, places, problems
+        changed[name], sources = _simplified(name, pieces(name, value, origin), sources)
+    return changed, sources, problems
 
 
 def _array_problems(name: str, value: Sequence[Any], origin: Origin) -> list[Problem]:
-    """Return the problems of an array's tables: of their types, and keys in two spellings."""
+    """Return the problems of an array: values of wrong types, and keys written in two spellings."""
     problems = []
 
     def add(what: str, fix: str, *path: str) -> None:
-        at = where((name, *path), origin)
-        problems.append(Problem(error=StrategyError, what=what, path=at, fix=fix))
+        place = where((name, *path), origin)
+        problems.append(Problem(error=StrategyError, what=what, path=place, fix=fix))
 
     for at, table in enumerate(value):
         if not isinstance(table, Mapping):
@@ -104,7 +107,7 @@ def _array_problems(name: str, value: Sequence[Any], origin: Origin) -> list[Pro
 
 
 def pieces(name: str, value: Any, origin: Origin) -> list[Piece]:
-    """Return the pieces of a table of rules, or of an array of such tables, as they are written."""
+    """Return the pieces of a table of rules, or of an array of such tables, in their order."""
     tables: list[tuple[KeyPath, Any]] = [((name,), value)]
     if not isinstance(value, Mapping):
         tables = [((name, str(at)), table) for at, table in enumerate(value or ())]
@@ -118,7 +121,7 @@ def pieces(name: str, value: Any, origin: Origin) -> list[Piece]:
 
 
 def _joined(parts: Sequence[Piece]) -> Piece:
-    """Join the pieces of one name."""
+    """Join the pieces of one name into one piece."""
     if len(parts) == 1:
         return parts[0]
     return Piece(
@@ -128,10 +131,10 @@ def _joined(parts: Sequence[Piece]) -> Piece:
     )
 
 
-def _written(
+def _simplified(
     name: str, parts: Sequence[Piece], origin: Origin
 ) -> tuple[dict[str, str] | list[dict[str, str]], Origin]:
-    """Return pieces as one table if no chains interleave, else as an array; and the origin."""
+    """Return the pieces as one table, or as an array if chains interleave, and the new origin."""
     runs: list[list[Piece]] = []
     for part in parts:
         if runs and runs[-1][0].name == part.name:
@@ -143,20 +146,20 @@ def _written(
         if piece.name in [other.name for other in tables[-1]]:
             tables.append([])
         tables[-1].append(piece)
-    places = {path: place for path, place in origin.items() if path[:1] != (name,)}
+    sources = {path: source for path, source in origin.items() if path[:1] != (name,)}
     if (name,) in origin or (name, "0") in origin:
-        places[(name,)] = origin.get((name,), origin.get((name, "0"), ""))
-    # The whole chain of a name is written wherever its pieces are.
+        sources[(name,)] = origin.get((name,), origin.get((name, "0"), ""))
+    # The source of a whole chain lists the lines of all its pieces.
     for axis in {piece.name: None for piece in parts}:
         whole = _joined([piece for piece in parts if piece.name == axis])
-        places[name, axis] = whole.source
+        sources[name, axis] = whole.source
     if len(tables) == 1:
-        return {piece.name: piece.text for piece in tables[0]}, places
+        return {piece.name: piece.text for piece in tables[0]}, sources
     for at, table in enumerate(tables):
-        places[name, str(at)] = table[0].source
+        sources[name, str(at)] = table[0].source
         for piece in table:
-            places[name, str(at), piece.name] = piece.source
-    return [{piece.name: piece.text for piece in table} for table in tables], places
+            sources[name, str(at), piece.name] = piece.source
+    return [{piece.name: piece.text for piece in table} for table in tables], sources
 
 
 def overlaid(
@@ -164,13 +167,14 @@ def overlaid(
 ) -> tuple[list[dict[str, str]], list[str]]:
     """Overlay tables of rules, of which at least one is an array.
 
-    A chain of `over` replaces the whole chain of its name at its first place. New names come last.
+    The chain of a name in `over` replaces its whole chain in `base`, at the place of its first
+    piece. Names that `base` does not have come last.
 
     Returns:
       The pieces as an array, and the source of each.
     """
-    new = pieces(name, over, above)
-    names = {piece.name for piece in new}
+    upper = pieces(name, over, above)
+    names = {piece.name for piece in upper}
     result: list[Piece] = []
     replaced: set[str] = set()
     for piece in pieces(name, base, below):
@@ -178,6 +182,6 @@ def overlaid(
             result.append(piece)
         elif piece.name not in replaced:
             replaced.add(piece.name)
-            result.append(_joined([part for part in new if part.name == piece.name]))
-    result += [piece for piece in new if piece.name not in replaced]
+            result.append(_joined([part for part in upper if part.name == piece.name]))
+    result += [piece for piece in upper if piece.name not in replaced]
     return [{piece.name: piece.text} for piece in result], [piece.source for piece in result]

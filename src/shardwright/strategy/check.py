@@ -1,4 +1,4 @@
-"""Check a strategy's data: names, patterns, own axes and the mesh."""
+"""Check the data of a strategy: names, patterns, user-defined axes and the mesh."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardwright.vocabulary.axes import (
     file_name,
 )
 
-# Limit on the steps of all patterns together: the most work for one character of a path.
+# Limit on the steps of all patterns together. Each step is tried at each character of a path.
 MOST_STEPS: Final = 20_000
 _AXIS_NAME: Final = re.compile(
     r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?|__[A-Z]([A-Z0-9_]*[A-Z0-9])?__"
@@ -37,10 +37,10 @@ _AXIS_NAME: Final = re.compile(
 
 
 def data_problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
-    """Yield every problem of a strategy's data that its types do not show.
+    """Yield every problem of a strategy's data that pydantic does not check.
 
-    Data without `[mesh]` is meant to overlay another strategy, which may declare names that this
-    one uses. Such names are checked by `compile`.
+    Data without `[mesh]` is meant as an overlay, and may use names that the strategy below it
+    declares. So the names of such data are checked only by `compile`.
     """
     parsed = parse_rules(data, origin)
     yield from parsed.problems
@@ -53,7 +53,7 @@ def data_problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
             fix="write version = 1",
         )
     yield from _pattern_problems(data, origin)
-    yield from _own_axis_problems(data, origin)
+    yield from _user_axis_problems(data, origin)
     if data.get("mesh"):
         yield from _mesh_problems(data, origin)
         yield from name_problems(data, parsed, origin=origin)
@@ -63,16 +63,16 @@ def name_problems(
     data: Mapping[str, Any], parsed: ParsedTables, *, origin: Origin
 ) -> Iterator[Problem]:
     """Yield a problem for each axis and each mesh axis that nothing declares."""
-    own = data.get("axes")
+    user_axes = data.get("axes")
     known = KNOWN_AXES | {
         canonical_axis(name)
-        for name in (own if isinstance(own, Mapping) else ())
+        for name in (user_axes if isinstance(user_axes, Mapping) else ())
         if isinstance(name, str)
     }
     labels = [*sorted(file_name(axis) for axis in known), *PARALLELISM_AXES.values()]
     for path, table, _ in rule_tables(data):
         for key in table:
-            # A table in place of a rule is reported by its type.
+            # If the value is a table instead of a rule, pydantic reports its type.
             if (
                 isinstance(key, str)
                 and canonical_axis(key) not in known
@@ -81,7 +81,8 @@ def name_problems(
                 bare = axis_label(key).lower()
                 hint = axis_hint(bare, labels)
                 declare = f'declare an axis of your own with [axes] {key} = "what it is"'
-                # If only underscores or case differ from a known axis, the user means that one.
+                # A name that differs from a known axis only in underscores or case is a misspelling
+                # of that axis.
                 fix = hint if canonical_axis(bare) in known else f"{hint} {declare}".strip()
                 if bare.upper() == "EMPTY" or not _AXIS_NAME.fullmatch(key):
                     fix = hint or "use the name of an axis, such as batch"
@@ -116,7 +117,7 @@ def _mesh_name_problems(
     for name in parsed.idle.mesh_axes if parsed.idle is not None else ():
         rules_naming = [rule for _, rule in rules if name in rule.mesh_axes]
         if rules_naming:
-            fix = f"take {name} out of idle, or out of the rule"
+            fix = f"remove {name} from idle, or from the rule"
             what = f"{name!r} is declared idle, but a rule names it"
             yield Problem(
                 error=StrategyError, what=what, path=at, rule=str(rules_naming[0].ref), fix=fix
@@ -124,7 +125,7 @@ def _mesh_name_problems(
 
 
 def _fix_for_unknown(name: str, known: Sequence[str]) -> str:
-    """Return how to fix an unknown mesh axis, with a guess at what was meant."""
+    """Return how to fix an unknown mesh axis, with the most likely correction."""
     if name.lower() in ("none", "null"):
         return 'for replicated write "-"'
     words = [word for word in re.split(r"\W+", name) if word]
@@ -181,10 +182,10 @@ def _steps_problem(steps: int, origin: Origin) -> Problem:
     )
 
 
-def _own_axis_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
-    own = data.get("axes")
+def _user_axis_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
+    user_axes = data.get("axes")
     problems = []
-    for name in own if isinstance(own, Mapping) else ():
+    for name in user_axes if isinstance(user_axes, Mapping) else ():
         path = where(("axes", str(name)), origin)
         if isinstance(name, str) and canonical_axis(name) in KNOWN_AXES:
             what = f"{name!r} is already an axis of the vocabulary"

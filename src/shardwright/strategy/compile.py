@@ -38,7 +38,7 @@ def compile_rules(data: Mapping[str, Any], origin: Origin, policy: Any) -> AxisR
         first_problems(itertools.chain(parsed.problems, name_problems(data, parsed, origin=origin)))
     )
     compiled = _compile_policy(policy, parsed)
-    # The order within an entry counts only where rules are tried in their order.
+    # Without `order = "rules"` the order within an entry has no meaning, so it is normalized.
     arranged = sorted if compiled.order is Order.DIMS else list
     tensors = [
         TensorRules(
@@ -66,7 +66,7 @@ def compile_rules(data: Mapping[str, Any], origin: Origin, policy: Any) -> AxisR
 
 
 def _compile_policy(table: Any, parsed: ParsedTables) -> Policy:
-    """Compile `[policy]`: the keys that are set over the preset that it names."""
+    """Compile `[policy]`. A key that is not set has the value of the preset that it names."""
     base = POLICY_PRESETS[table.preset]
     return Policy(
         indivisible=Indivisible(table.indivisible or base.indivisible),

@@ -99,7 +99,7 @@ def preset_text(name: str) -> str:
 
 
 def parse_strategy(text: str, *, format: str, source: str) -> Parsed:
-    """Parse the text of a strategy, of at most LONGEST_FILE characters."""
+    """Parse the text of a strategy. Refuse more than LONGEST_FILE characters."""
     if isinstance(text, str) and len(text) > LONGEST_FILE:
         what = f"the file has {len(text)} characters, at most {LONGEST_FILE} are read"
         raise StrategyError(what, path=source, fix="keep what the strategy needs")
@@ -129,7 +129,7 @@ def parse(text: str, *, format: str, source: str) -> Parsed:
         raise _syntax(text, source, str(error), line, column, fix=_toml_fix(text, line)) from error
     except json.JSONDecodeError as error:
         fix = (
-            "drop the comma before the bracket"
+            "remove the comma before the bracket"
             if _is_trailing_comma(text, error.pos)
             else _FIX_SYNTAX
         )
@@ -144,7 +144,7 @@ def parse(text: str, *, format: str, source: str) -> Parsed:
         raise StrategyError(
             f"the key {str(error)!r} is written twice in one table",
             path=source,
-            fix="drop one of them",
+            fix="remove one of them",
         ) from error
     except ValueError as error:  # Python refuses integers of more than 4300 digits
         raise StrategyError(
@@ -159,7 +159,7 @@ def parse(text: str, *, format: str, source: str) -> Parsed:
     lines = toml_lines(text) if format == "toml" else json_lines(text)
     origin: Origin = {(): source}
     for path, line in lines:
-        # Once under the key as written, once under the spelling that axes have in files.
+        # Store the line under the key as written, and under the canonical spelling of an axis.
         origin[path] = origin[(*path[:-1], file_name(canonical_axis(path[-1])))] = (
             f"{source}:{line}"
         )
@@ -180,7 +180,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-_FIX_SYNTAX = "correct the syntax there"
+_FIX_SYNTAX = "correct the syntax at the caret"
 _BARE = re.compile(r"^\s*([\w.-]+)\s*=\s*([A-Za-z?|-][\w+|? -]*?)\s*(?:#.*)?$")
 
 
@@ -193,22 +193,19 @@ def _toml_fix(text: str, line: int) -> str:
 
 
 def _quoted(line: str) -> str:
-    """Return how to quote the value of a TOML line if it is bare words.
-
-    Empty for any other line.
-    """
+    """Return a fix for a TOML line whose value lacks quotes, or "" for any other line."""
     match = _BARE.match(line) if len(line) <= LONGEST_LINE else None
     return f'quote the value: {match[1]} = "{match[2]}"' if match else ""
 
 
 def _is_trailing_comma(text: str, at: int) -> bool:
-    """Tell whether JSON fails at a comma before a closing bracket.
+    """Tell whether the position of a JSON error is at a comma before a closing bracket.
 
-    Some versions of Python point at the comma, others at the bracket.
+    Some versions of Python report the position of the comma, others that of the bracket.
     """
     before, after = text[:at].rstrip(), text[at:].lstrip()
-    rest = after.removeprefix(",").lstrip()
-    return (before.endswith(",") or after.startswith(",")) and rest.startswith(("}", "]"))
+    next_token = after.removeprefix(",").lstrip()
+    return (before.endswith(",") or after.startswith(",")) and next_token.startswith(("}", "]"))
 
 
 def _syntax(
@@ -275,20 +272,20 @@ def write(path: Path, data: Mapping[str, Any]) -> Path:
 
 
 def rendered(path: Path, data: Mapping[str, Any]) -> str:
-    """Return data as text in the format of the file's ending."""
+    """Return data as text, in the format that the file name's ending says."""
     return render(data, format=_format(path))
 
 
 def write_text(path: Path, text: str, *, overwrite: bool = True) -> Path:
     """Write text to a file atomically, through a temporary file beside it.
 
-    A new file gets the permissions of the umask. A file that is overwritten keeps its own.
+    The umask decides the permissions of a new file. An overwritten file keeps its permissions.
 
     Raises:
       StrategyError: The folder does not exist, or the path is a folder, a device or a pipe.
       FileExistsError: The file exists, and `overwrite` is false.
     """
-    # Overwriting a symbolic link changes the file behind it and keeps the link.
+    # If the path is a symbolic link, overwrite its target and keep the link.
     target = Path(os.path.realpath(path)) if overwrite else path
     _check_target(path, target)
     temporary = target.with_name(f".{target.name:.40}.{secrets.token_hex(8)}")
@@ -301,7 +298,7 @@ def write_text(path: Path, text: str, *, overwrite: bool = True) -> Path:
         if overwrite:
             os.replace(temporary, target)
         else:
-            # Unlike a rename, a link fails if another process has just created the file.
+            # Unlike os.replace, os.link fails if another process has just created the file.
             os.link(temporary, path)
             os.unlink(temporary)
     except BaseException:
@@ -322,7 +319,7 @@ def _check_target(path: Path, target: Path) -> None:
             fix="name a file in it, or choose another name",
         )
     if path.exists() and not path.is_file():
-        # The rename would replace the device itself.
+        # os.replace would replace the device or pipe itself.
         raise StrategyError(
             f"{str(path)!r} is not a regular file, and would be replaced by one",
             fix="choose another name, or print and redirect (>)",

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from shardwright.strategy.limits import DEEPEST
 
-# Each pattern takes linear time on any line: no two neighboring parts match the same characters.
+# Each pattern takes linear time on any line, because no two adjacent parts of it can match the same
+# characters.
 _HEADER = re.compile(r"^\s*(\[\[?)([^\[\]]+)\]\]?\s*(?:#.*)?$")
 
 

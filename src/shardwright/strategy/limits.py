@@ -1,7 +1,7 @@
 """Reject absurd values: oversized integers and texts, deep nesting, too many entries.
 
-The limits are checked first, so that later steps can print, compare and walk every value. Each
-limit is far beyond the needs of a strategy, and its error names it.
+The limits are checked first, so that later steps can print, compare and traverse every value. Each
+limit is far above what a strategy needs, and its error states it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from shardwright.mesh.check import MOST_MESH_AXES
 from shardwright.strategy.origin import KeyPath, Origin, source_of, where
 
 DEEPEST = 64
-# The largest dim in JAX and XLA. An array with more elements cannot be addressed.
+# The largest size of a dim in JAX and XLA. An array with more elements cannot be addressed.
 MOST_ELEMENTS = 2**63 - 1
 LONGEST_FILE = 1_000_000
 LONGEST_KEY = 256
 LONGEST_VALUE = 10_000
 MOST_PROBLEMS = 100
-# Entries of the tables whose keys are names that the user chooses.
+# The most entries of each table whose keys are names that the user chooses.
 MOST_ENTRIES = {
     "mesh": MOST_MESH_AXES,
     "dcn": MOST_MESH_AXES,
@@ -32,8 +32,8 @@ MOST_ENTRIES = {
     "tensors": 1000,
 }
 
-# A string, a comment, a part of a key, a dot, blanks, or any other character. An unclosed string is
-# `open`.
+# A string, a comment, a part of a key, a dot, blanks, or any other character. The group `open` is
+# the start of an unclosed string.
 _TOKEN = re.compile(
     r"""(?P<text>"{3}(?:[^\\]|\\.)*?"{3}|'{3}.*?'{3})|(?P<open>"{3}|'{3})|"""
     r"""(?P<part>"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|[A-Za-z0-9_-]+)"""
@@ -52,7 +52,7 @@ def check_limits(data: Mapping[str, Any], origin: Origin) -> None:
 
 
 def first_problems(problems: Iterable[Problem]) -> list[Problem]:
-    """Return the first MOST_PROBLEMS problems, plus one that says so if there are more."""
+    """Return the first MOST_PROBLEMS problems. If there are more, add a problem that says so."""
     remaining = iter(problems)
     first = list(itertools.islice(remaining, MOST_PROBLEMS))
     if next(remaining, None) is not None:
@@ -117,7 +117,7 @@ def _problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
         path, value = waiting.pop()
         what, fix = _excess(path, value)
         if what:
-            # The path may have a thousand keys: show the first four.
+            # The path may have many keys, so show the first four.
             shown = ".".join(key[:LONGEST_KEY] for key in path[:4])
             shown += "..." if len(path) > 4 else ""
             yield Problem(
@@ -133,7 +133,7 @@ def _problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
 
 
 def _excess(path: KeyPath, value: Any) -> tuple[str, str]:
-    """Return which limit a value exceeds and the fix; empty texts if none."""
+    """Return (what, fix) for a value that exceeds a limit, else two empty strings."""
     if path and len(path[-1]) > LONGEST_KEY:
         return (
             f"a key has {len(path[-1])} characters, at most {LONGEST_KEY} are read",
@@ -157,7 +157,7 @@ def _excess(path: KeyPath, value: Any) -> tuple[str, str]:
 def has_too_many_elements(shape: Iterable[int]) -> bool:
     """Tell whether an array of this shape has more than MOST_ELEMENTS elements.
 
-    Stops at the first product that is too large, so that products stay short.
+    The function stops at the first product that is too large, so that the integers stay small.
     """
     sizes = list(shape)
     products = itertools.accumulate(sizes, operator.mul)

@@ -1,6 +1,6 @@
 """Strategy files as a pydantic model: their keys, their types and their JSON Schema.
 
-`check` judges what the names in them mean, and `compile` turns them into rules.
+`check` checks the names in the data, and `compile` turns the data into rules.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ RULE = (
 )
 AxisTypeName = Literal["auto", "explicit"]
 _T = TypeVar("_T")
-# pydantic freezes a model's attributes, not the dicts and lists inside. A strategy is hashed by its
-# content, so these types are read-only views after validation, and plain dicts and lists when
-# dumped.
+# pydantic freezes the attributes of a model, but not the dicts and lists in them. The hash of a
+# strategy covers their content, so validation turns them into read-only views, and dumping turns
+# them back into plain dicts and lists.
 _ReadOnly = AfterValidator(MappingProxyType)
 _AsDict = WrapSerializer(lambda table, dump: dump(dict(table)))
 Table = Annotated[dict[str, _T], _ReadOnly, _AsDict]
 Rules = Table[str]
 
 
-def _read_chains(value: Any, read: Any) -> Any:
+def _read_chains(value: Any, validate: Any) -> Any:
     if isinstance(value, list):  # `chains.normalized` has checked it
         return InterleavedRules(value)
-    return MappingProxyType(read(value))
+    return MappingProxyType(validate(value))
 
 
-def _write_chains(table: Any, write: Any) -> Any:
+def _write_chains(table: Any, serialize: Any) -> Any:
     if isinstance(table, InterleavedRules):
         return [dict(part) for part in table.tables]
-    return write(dict(table))
+    return serialize(dict(table))
 
 
 # A table of rules, or an array of tables whose chains interleave.
@@ -75,7 +75,7 @@ ChainedRules = Annotated[
 
 
 def _python_integers(sizes: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Replace NumPy integers, which pydantic refuses, by Python's."""
+    """Replace NumPy integers, which pydantic refuses, by Python integers."""
     return {
         name: size if (integer := as_integer(size)) is None else integer
         for name, size in sizes.items()
@@ -91,7 +91,7 @@ def _no_entries() -> Any:
 
 
 def _lower_keys(table: Any) -> Any:
-    """Spell every axis as files do, so that `batch`, `BATCH` and `__BATCH__` are one key."""
+    """Replace each axis by its name in files: `batch`, `BATCH` and `__BATCH__` are one key."""
     if not isinstance(table, Mapping):
         return table
     spelled: dict[Any, Any] = {}
@@ -113,7 +113,7 @@ class _Table(BaseModel):
 
     @property
     def rules(self) -> Rules:
-        """Rules of the table, by axis."""
+        """The rules of the table, by axis."""
         return dict(self.__pydantic_extra__ or {})
 
 
@@ -128,9 +128,9 @@ class ModeTable(_Table):
 
 
 class TensorTable(_Table):
-    """Rules for parameters by path.
+    """Rules for the parameters whose path matches a pattern.
 
-    The first entry that matches the path and names the axis wins.
+    For each axis, the first entry that matches the path and names the axis applies.
     """
 
     match: str = Field(
@@ -139,7 +139,7 @@ class TensorTable(_Table):
 
 
 class PolicyTable(BaseModel):
-    """What to do if a rule cannot be followed."""
+    """What to do if a rule cannot be applied."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     preset: Literal["strict", "eformer"] = Field(
@@ -190,7 +190,7 @@ AttentionName = Shipped | Own
 
 
 class AttentionTable(BaseModel):
-    """Implementation of attention per mode. Insert has none: it only writes to the cache."""
+    """The attention implementation of each mode. Insert has none: it only writes to the cache."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     default: AttentionName = Field(default="auto", description="In every other mode.")
@@ -202,11 +202,12 @@ class AttentionTable(BaseModel):
 class Strategy(BaseModel):
     r"""A mesh, rules and a policy as data.
 
-    `load` a file or start from a `preset`, overlay with `|`, and `compile` to rules.
+    Read a file with `load`, or start from a `preset`. Overlay strategies with `|`. `compile`
+    returns the rules.
 
     Raises:
-      ShardingError: Every problem at once, in the class of the first (mostly StrategyError), each
-        with file, key path and fix.
+      ShardingError: All problems at once, in the class of the first (mostly StrategyError). Each
+        problem has the file, the key path and a fix.
 
     >>> strategy = Strategy.preset("fsdp_tp") | Strategy.loads("[mesh]\ntp = 8")
     >>> strategy.mesh["tp"]
@@ -324,7 +325,7 @@ class Strategy(BaseModel):
 
     @classmethod
     def preset(cls, name: str) -> Strategy:
-        """Return a strategy of the package.
+        """Return a strategy that the package contains.
 
         Raises:
           StrategyError: No preset has this name; `presets()` lists them.
@@ -347,11 +348,11 @@ class Strategy(BaseModel):
     def dump(self, path: str | Path) -> Path:
         """Write a `.toml` or `.json` file and return its path: `Strategy.load(s.dump(path)) == s`.
 
-        The write is atomic. A file that is overwritten keeps its permissions.
+        The write is atomic. An overwritten file keeps its permissions.
 
         Raises:
-          StrategyError: The path has another ending, its folder does not exist, or it is not a
-            file.
+          StrategyError: The path ends in neither `.toml` nor `.json`, its folder does not exist, or
+            it is not a regular file.
         """
         return files.write(Path(path), self.to_data())
 
@@ -364,11 +365,12 @@ class Strategy(BaseModel):
         }
 
     def __or__(self, other: Strategy) -> Strategy:
-        """Overlay `other` on this strategy: its keys win, and its `[[tensors]]` come first.
+        """Overlay `other` on this strategy. The keys of `other` win, and its `[[tensors]]` come
+        first.
 
         Raises:
-          ShardingError: The result has problems, or one `axis_types` is a word and the other a
-            table.
+          ShardingError: The result has problems, or `axis_types` is a word in one strategy and a
+            table in the other.
         """
         if not isinstance(other, Strategy):
             return NotImplemented
@@ -384,7 +386,7 @@ class Strategy(BaseModel):
         """Return a copy.
 
         Raises:
-          StrategyError: `update` is given. pydantic would not validate it.
+          StrategyError: `update` is given, which pydantic would not validate.
         """
         if update:
             raise StrategyError(
@@ -400,10 +402,10 @@ class Strategy(BaseModel):
         return _restore, (self.to_data(), self._origin)
 
     def _identity(self) -> tuple[Any, ...]:
-        """Return what equality and hash cover: every key, and the order of the mesh axes.
+        """Return the value that equality and hash compare: every key and the order of mesh axes.
 
-        The order of the mesh axes is the order of the devices. Under `order = "rules"` the order of
-        the rules counts too.
+        The order of the mesh axes decides where each device is. Under `order = "rules"` the order
+        of the rules is part of the value too.
         """
         keys = self.model_dump() | {"rules": dict(self.rules), "params": dict(self.params)}
         order: tuple[Any, ...] = ()
@@ -422,7 +424,7 @@ class Strategy(BaseModel):
         """Return the frozen, hashable rules.
 
         Raises:
-          ShardingError: Every problem at once, in the class of the first.
+          ShardingError: All problems at once, in the class of the first.
         """
         return compile_rules(self.to_data(), self._origin, self.policy)
 
@@ -431,18 +433,18 @@ class Strategy(BaseModel):
         return parse_rules(self.to_data(), self._origin).tables
 
     def source(self, *path: str) -> str:
-        """Return `file:line` of a key or of its nearest enclosing table.
+        """Return `file:line` of a key, or of its nearest enclosing table with a known line.
 
-        Empty if neither is known.
+        Return an empty string if no line is known.
         """
         return source_of(path, self._origin)
 
     def make_mesh(self, *, devices: Sequence[Any] | None = None) -> Mesh:
-        """Build the strategy's mesh from devices. Starts the JAX backend.
+        """Build the mesh of the strategy. This starts the JAX backend.
 
         Raises:
           StrategyError: The strategy has no `[mesh]`.
-          MeshSpecError: The devices do not fit it.
+          MeshSpecError: The devices do not fit the mesh.
         """
         if not self.mesh:
             raise StrategyError(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 KeyPath = tuple[str, ...]
-# Source by key path. The empty path holds the file itself.
+# Source by key path. The empty path has the name of the file.
 Origin = dict[KeyPath, str]
 
 
 def source_of(path: KeyPath, origin: Mapping[KeyPath, str]) -> str:
-    """Return `file:line` of a key or of its nearest enclosing table; empty if neither is known."""
+    """Return `file:line` of a key, or of its nearest enclosing table with a known line, or ""."""
     return next(
         (origin[path[:end]] for end in range(len(path), -1, -1) if path[:end] in origin), ""
     )

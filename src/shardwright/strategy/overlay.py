@@ -13,10 +13,10 @@ from shardwright.strategy.origin import KeyPath, Origin, source_of, where
 def overlay_problems(
     base: Mapping[str, Any], other: Mapping[str, Any], *, below: Origin, above: Origin
 ) -> list[Problem]:
-    """Return the problem of an overlay that mixes the two forms of `axis_types`.
+    """Return a problem if one strategy has `axis_types` as a word and the other as a table.
 
-    One word covers all mesh axes and a table covers some. Together they do not say which type the
-    other mesh axes have.
+    A word covers all mesh axes, and a table covers some. The overlay would not define the types of
+    the other mesh axes.
     """
     low, high = base.get("axis_types"), other.get("axis_types")
     if low is None or high is None or isinstance(low, Mapping) == isinstance(high, Mapping):
@@ -56,24 +56,24 @@ def overlay(
 
 
 def merge(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Overlay plain data key by key: `other` wins, and its list entries come first."""
+    """Overlay plain data key by key. The values of `other` win, and its list entries come first."""
     merged = dict(base)
     for key, value in other.items():
-        old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
-            merged[key] = merge(old, value)
-        elif isinstance(old, list) and isinstance(value, list):
-            merged[key] = [*value, *old]
+        below = merged.get(key)
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            merged[key] = merge(below, value)
+        elif isinstance(below, list) and isinstance(value, list):
+            merged[key] = [*value, *below]
         else:
             merged[key] = value
     return merged
 
 
 def merge_origin(base: Origin, other: Origin, data: Mapping[str, Any]) -> Origin:
-    """Overlay origins the way `merge` overlays data.
+    """Overlay origins as `merge` overlays data.
 
-    The base's `[[tensors]]` move behind those of `other`. A key that `other` sets without an origin
-    gets an empty one, because the base's line has the old value.
+    The `[[tensors]]` of `base` move behind those of `other`. A key that `other` sets without an
+    origin gets an empty origin, because the line in `base` has a value that no longer applies.
 
     Args:
       base: Origin of the strategy below.

@@ -15,26 +15,26 @@ from shardwright.vocabulary.axes import REPLICATED, UNCONSTRAINED
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
 
-# (what was expected, fix), by pydantic's type of error.
+# What was expected, and the fix, by pydantic's type of error.
 _EXPECTED = {
     "int_type": ("expected an integer", "write an integer"),
     "dict_type": ("expected a table", "write a table: [{table}] and a line for each key"),
     "model_type": ("expected a table", "write a table: [{table}] and a line for each key"),
     "list_type": ("expected entries", "write [[{table}]] with two brackets above each entry"),
 }
-# Keys of [policy] that take one set of mesh axes, and no fallback.
+# Keys of [policy] whose value is one set of mesh axes, without fallbacks.
 _AXIS_SETS = (("policy", "gather"), ("policy", "idle"))
 
 
 def problems_of(error: ValidationError, model: type[BaseModel], origin: Origin) -> list[Problem]:
-    """Return the problems of a pydantic error, each with key path and fix."""
+    """Return the problems of a pydantic error, each with a key path and a fix."""
     problems: dict[Problem, None] = {}
     for entry in error.errors():
         if len(problems) > MOST_PROBLEMS:
             break
-        # For a value of several allowed forms, pydantic reports an error per form. Skip the errors
-        # of the forms that the user did not write.
-        if "constrained-str" in entry["loc"] or _is_other_half(entry):
+        # If a value may have several forms, pydantic reports an error for each form. Skip the
+        # errors of the forms that the user did not write.
+        if "constrained-str" in entry["loc"] or _is_other_form(entry):
             continue
         path = tuple(
             str(part)
@@ -49,7 +49,7 @@ def problems_of(error: ValidationError, model: type[BaseModel], origin: Origin) 
     return list(problems)
 
 
-def _is_other_half(entry: Any) -> bool:
+def _is_other_form(entry: Any) -> bool:
     """Tell whether an error is about the form of `axis_types`, word or table, that is not used."""
     if entry["loc"][:1] != ("axis_types",) or len(entry["loc"]) < 2:
         return False
@@ -59,61 +59,63 @@ def _is_other_half(entry: Any) -> bool:
 
 
 def _explain(entry: Any, path: KeyPath, model: type[BaseModel]) -> tuple[str, str]:
-    """Return what is wrong and how to fix it, in the words of strategy files."""
-    given, kind = entry["input"], entry["type"]
+    """Return what is wrong and how to fix it, in the terms of strategy files."""
+    value, kind = entry["input"], entry["type"]
     if kind == "extra_forbidden":
-        return "unknown key", did_you_mean(path[-1], _known_keys(model, path)) or "drop it"
+        return "unknown key", did_you_mean(path[-1], _known_keys(model, path)) or "remove it"
     if kind == "missing":
         return "required key is missing", "add it"
     if kind == "value_error":
         return entry["msg"].removeprefix("Value error, "), "keep one of them"
-    if kind == "string_type" and path[0] == "modes" and isinstance(given, Mapping):
+    if kind == "string_type" and path[0] == "modes" and isinstance(value, Mapping):
         table = ".".join(path[:2])
         return (
             "a mode has no such table",
             f"write its rules under [{table}], and those of parameters under [{table}.params]",
         )
     if kind == "string_type":
-        return f"expected text, got {given!r}", _fix_for_text(given, path)
+        return f"expected text, got {value!r}", _fix_for_text(value, path)
     if kind == "literal_error":
         return _explain_choice(entry, path)
     expected, fix = _EXPECTED.get(kind, (entry["msg"], ""))
     table = ".".join(part for part in path if not part.isdigit())
-    return f"{expected}, got {given!r}", fix.format(table=table)
+    return f"{expected}, got {value!r}", fix.format(table=table)
 
 
 def _explain_choice(entry: Any, path: KeyPath) -> tuple[str, str]:
-    """Return what is wrong with a value that is not one of a fixed set, and how to fix it."""
-    given = entry["input"]
+    """Return what is wrong with a value outside of a fixed set, and how to fix it."""
+    value = entry["input"]
     if path == ("version",):
         return (
-            f"this release of shardwright cannot read version {given!r}",
+            f"this release of shardwright cannot read version {value!r}",
             "write version = 1, or upgrade shardwright",
         )
     known = re.findall(r"'([^']*)'", entry["ctx"]["expected"])
-    hint = did_you_mean(str(given), known)
-    what = f"unknown mode {given!r}" if path[0] == "modes" else f"unknown value {given!r}"
-    own = f", or {OWN_ATTENTION}NAME for one that you register" if path[0] == "attention" else ""
-    return what, f"{hint} write one of {', '.join(known)}{own}".strip()
+    hint = did_you_mean(str(value), known)
+    what = f"unknown mode {value!r}" if path[0] == "modes" else f"unknown value {value!r}"
+    registered = ""
+    if path[0] == "attention":
+        registered = f", or {OWN_ATTENTION}NAME for one that you register"
+    return what, f"{hint} write one of {', '.join(known)}{registered}".strip()
 
 
-def _fix_for_text(given: Any, path: KeyPath) -> str:
+def _fix_for_text(value: Any, path: KeyPath) -> str:
     """Return how to write a value as text.
 
-    A list of mesh axes is shown as the rules it may mean.
+    For a list of mesh axes, show the rules that the user may have meant.
     """
     is_set = path in _AXIS_SETS
     in_table = path[0] in ("rules", "params", "modes", "tensors") and path[-1] != "match"
     if not (is_set or in_table or path == ("policy", "zero1")):
         return "write text in quotes"
-    is_names = isinstance(given, (list, tuple)) and all(isinstance(name, str) for name in given)
-    if not is_names or not given:
+    is_names = isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
+    if not is_names or not value:
         return 'write text, such as "fsdp+sp"' if is_set else 'write text, such as "tp | -"'
     readings = []
-    if not {REPLICATED, UNCONSTRAINED} & {*given}:
-        readings.append(f'"{"+".join(given)}" for all of them at once')
+    if not {REPLICATED, UNCONSTRAINED} & {*value}:
+        readings.append(f'"{"+".join(value)}" for all of them at once')
     if not is_set:
-        readings.append(f'"{" | ".join(given)}" for the first that fits')
+        readings.append(f'"{" | ".join(value)}" for the first that fits')
     return f"write {', '.join(readings)}"
 
 

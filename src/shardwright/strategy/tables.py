@@ -20,7 +20,7 @@ class ParsedTables:
 
     Attributes:
       tables: Rules of every table, by key path and then axis. Rules that do not parse are left out.
-      orders: Of each array of tables, the axis of every candidate as they are written.
+      orders: For each array of tables, the axis of every candidate, in the order written.
       gather: Rule of `policy.gather`: one candidate, or "-". None if it is neither.
       zero1: Rule of `policy.zero1`. None if it does not parse.
       idle: Rule of `policy.idle`: one candidate, or "-". None if it is neither.
@@ -36,7 +36,7 @@ class ParsedTables:
 
 
 def rule_tables(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Mapping[str, Any], Role]]:
-    """Yield key path, rules and role of every table that holds rules; skip malformed tables."""
+    """Yield key path, rules and role of every table that has rules. Skip malformed tables."""
     for name, role in (("rules", Role.ACTIVATION), ("params", Role.PARAM)):
         value = data.get(name)
         if isinstance(value, Mapping):
@@ -110,7 +110,7 @@ def parse_rules(data: Mapping[str, Any], origin: Origin) -> ParsedTables:
 
 
 def _continuation_problems(first: Rule, rest: Rule, path: str) -> list[Problem]:
-    """Return the problem of a chain that continues in a later table of the array, if it has one."""
+    """Return a problem if a chain cannot continue in a later table of the array."""
     what = fix = ""
     if first.fallback:
         what = f'nothing may follow "{first.fallback}", which always fits'
@@ -124,7 +124,7 @@ def _continuation_problems(first: Rule, rest: Rule, path: str) -> list[Problem]:
 
 
 def _continued(first: Rule, rest: Rule) -> Rule:
-    """Join two parts of a chain, the second of which is in a later table of the array."""
+    """Return the rule of a chain whose second part is in a later table of the array."""
     ref = dataclasses.replace(
         first.ref,
         text=f"{first.ref.text} | {rest.ref.text}",
@@ -164,9 +164,9 @@ def _parse(
 def _policy_rule(
     key: str, data: Mapping[str, Any], origin: Origin, problems: list[Problem]
 ) -> Rule | None:
-    """Parse a key of `[policy]`.
+    """Parse the rule of a key of `[policy]`. An absent key counts as "-".
 
-    "-" if it is absent. On failure, append to `problems` and return None.
+    On failure, append to `problems` and return None.
     """
     policy = data.get("policy")
     text = policy.get(key, REPLICATED) if isinstance(policy, Mapping) else REPLICATED
@@ -194,5 +194,5 @@ def _policy_rule(
 
 
 def at_path(problem: Problem, path: KeyPath, origin: Origin) -> Problem:
-    """Return a problem located at a key of the file."""
+    """Return a copy of a problem, located at a key of the file."""
     return dataclasses.replace(problem, path=where(path, origin), axis="")
