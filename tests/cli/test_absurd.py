@@ -190,11 +190,12 @@ def test_split_mesh_and_misspelled_key(tmp_path: Path) -> None:
 
 LISTED = {
     '[[tensors]]\npath = "mlp/wi"\naxes = "EMBED"\n': (
-        "t.toml:1 tensors: tensors are not listed: each has a table of its own, named by its path\n"
+        "t.toml:1 tensors: tensors cannot be a list: "
+        "each tensor is a table that is named by its path\n"
         '  fix   write [mlp.wi], and below it axes = "EMBED MLP_INTERMEDIATE", shape = ['
     ),
     '[mlp]\n[[mlp.up]]\naxes = "EMBED"\n[[mlp.up]]\naxes = "EMBED"\n': (
-        "t.toml:2 mlp.up: tensors are not listed: … fix   write [mlp.up.0], [mlp.up.1], and"
+        "t.toml:2 mlp.up: tensors cannot be a list: … fix   write [mlp.up.0], [mlp.up.1], and"
     ),
     '[[tensors]]\nname = "a.b/0 c"\n': 'fix   write ["a.b"."0 c"], and below it',
     '[[tensors]]\nmatch = "lm_head/.*"\nembed = "-"\n': (
@@ -203,7 +204,7 @@ LISTED = {
         "  fix   write [lm_head.kernel], and below it axes ="
     ),
     '{"tensors": [{"axes": "EMBED"}]}': (
-        'tensors are not listed: … fix   {"mlp": {"wi": {"axes": "EMBED MLP_INTERMEDIATE"}}}, a '
+        'tensors cannot be a list: … fix   {"mlp": {"wi": {"axes": "EMBED MLP_INTERMEDIATE"}}}, a '
         'level for each "/"'
     ),
     'version = 1\n[rules]\nembed = "fsdp"\n': (

@@ -43,12 +43,12 @@ BAD = {
     ),
     "explain BATCH --strategy fsdp_tp": (
         2,
-        "mesh axis fsdp = -1 in strategy fsdp_tp needs a number of devices\n  fix   --devices 8",
+        "mesh axis fsdp = -1 in strategy fsdp_tp needs a number of devices\n  fix   add --devices",
         "",
     ),
     "explain BATCH --strategy fsdp_tp --mesh dp:-1": (
         2,
-        "mesh axis dp = -1 needs a number of devices\n  fix   --devices 8, or give",
+        "mesh axis dp = -1 needs a number of devices\n  fix   add --devices 8, or give",
         "",
     ),
     "explain BATCH --strategy fsdp_tp --mesh dp:2,tp": (
@@ -110,7 +110,7 @@ BAD = {
     ),
     "explain BATCH --tensors tensors.toml --strategy ddp --devices 8": (
         2,
-        "--tensors does not go with axes",
+        "--tensors cannot be combined with axes",
         "",
     ),
     "explain --tensors none.toml --strategy ddp --devices 8": (

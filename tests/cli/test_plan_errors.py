@@ -65,9 +65,9 @@ CASES = {
     "odd_batch": (2, ("size 6 does not divide over fsdp=4", "rule", "fix")),
     "huge --topology v5e:2x4": (
         1,
-        ("mode train does not fit", "one copy of the state is 256.0 GiB", "fits v5e:4x8 at best"),
+        ("mode train does not fit", "one copy of the state is 256.0 GiB", "can hold it is v5e:4x8"),
     ),
-    "enormous --topology v5e:2x4": (1, ("does not fit", "fits no slice of v5e")),
+    "enormous --topology v5e:2x4": (1, ("does not fit", "no slice of v5e can hold it")),
     "raises": (2, ("for train raised AttributeError", "missing", "fix")),
     "unknown": (1, ("incomplete: no rule for cholesky", "fix   compile the program", "--verify")),
     "small --verify --topology v5e:2x4": (

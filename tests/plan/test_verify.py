@@ -202,7 +202,7 @@ def test_other_differences_are_not_explained() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("--effort full", "--effort is for --verify"),
+        ("--effort full", "--effort is used with --verify"),
         ("--verify --compiler tpu", "needs a slice"),
     ],
 )

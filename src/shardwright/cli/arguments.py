@@ -17,7 +17,7 @@ EXIT_CODES = "2 the question is invalid (command line, file or mesh)"
 def make_parser(name: str, what: str, *, epilog: str) -> argparse.ArgumentParser:
     """Return the parser of a command.
 
-    Its help fills the terminal; indented lines keep their form.
+    Its help is as wide as the terminal. Indented lines are not wrapped.
     """
     width = help_width()
     return argparse.ArgumentParser(
@@ -37,9 +37,9 @@ def help_width() -> int:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Fill the paragraphs of a text to a width.
+    """Wrap the paragraphs of a text at a width, in characters.
 
-    Indented lines, such as examples, stay as they are.
+    Indented lines, such as examples, are not wrapped.
     """
     lines: list[str] = []
     paragraph: list[str] = []

@@ -35,7 +35,8 @@ Each strategy is checked on its own. --tensors also compares it with what a mode
 mesh of known sizes, checks that every tensor fits.
 
 file.py:function is a model. The axes of its parameters are compared with those that `shardwright
-infer` finds. --params names a function of the file that returns ArraySpecs or, with --axes, arrays.
+infer` infers. --params names a function of the file that returns ArraySpecs or, with --axes,
+arrays.
 
 examples:
   shardwright check mine.toml
@@ -117,7 +118,7 @@ def _check(text: str, tensors: Any, mesh: str | None, devices: int | None) -> Ch
     try:
         strategy, label = read_strategy(text)
     except ShardingError as error:
-        # Problems inside a file are findings. A missing file is an invalid question.
+        # Problems inside a file are findings. A missing file is an invalid question (exit code 2).
         if not _is_about(error, text):
             raise
         return Checked(
@@ -145,7 +146,7 @@ def _json(result: Checked, *, strict: bool) -> dict[str, Any]:
 
 
 def report(results: Sequence[Checked], *, width: int) -> list[str]:
-    """Return the report: a block per finding, and a line that counts them."""
+    """Return the report: a block per finding, and a line with the number of findings."""
     lines: list[str] = []
     for result in results:
         lines += [result.strategy] if len(results) > 1 or not result.findings else []

@@ -38,13 +38,16 @@ def is_model(text: str) -> bool:
 
 
 def check_model(text: str, arguments: argparse.Namespace) -> Checked:
-    """Return the findings about the names of a model.
+    """Return the findings about the axis names of a model.
 
     Raises:
       ShardingError: The model or its annotations cannot be read.
     """
     if arguments.params is None:
-        raise StrategyError(f"the model {text} needs --params", fix="name a function of its file")
+        raise StrategyError(
+            f"the model {text} needs --params",
+            fix="add --params NAME, a function of its file that returns the parameters",
+        )
     model = read_model(text, arguments.params, arguments.input)
     annotations = _annotations(model, arguments)
     findings = lint_names(annotations, infer_model(model, sizes={}))

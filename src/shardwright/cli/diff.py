@@ -28,9 +28,9 @@ from shardwright.vocabulary.modes import MODE_NAMES, mode_name
 _GROWS = {r"\+[0-9][0-9,]*(?: \(.*\))?$": "red", r"-[0-9][0-9,]*(?: \(.*\))?$": "green"}
 _EPILOG = f"""\
 Give two strategies, or one strategy and --mesh, --devices, --mode or --topology twice: first the
-left side, then the right. Bytes are exact and per device; those of weights are of the stored
-shards. --model compares what a program holds and sends; --plan compares what `shardwright plan
---json` wrote.
+left side, then the right. Bytes are exact and per device. The bytes of a weight are those of its
+stored shard. --model compares what a program holds and sends; --plan compares what `shardwright
+plan --json` wrote.
 
 examples:
   shardwright diff fsdp fsdp_tp --tensors model.toml --mesh dp:1,fsdp:2,tp:4
@@ -137,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
     for option in ("topology", "hardware", "rows"):
         if getattr(arguments, option) is not None:
             raise StrategyError(
-                f"--{option} is for programs, and --tensors gives arrays alone",
+                f"--{option} is for programs, and --tensors only gives arrays",
                 fix="leave it out, or compare a program: --model file.py:function",
             )
     left, right = (
@@ -159,15 +159,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if not comparison.ok or (arguments.exit_code and comparison.changed) else 0
 
 
-def _two(name: str, given: Sequence[Any] | None) -> tuple[Any, Any]:
-    """Return the values of the left and the right side. One value counts for both."""
-    if not given:
+def _two(name: str, values: Sequence[Any] | None) -> tuple[Any, Any]:
+    """Return the values of the left and the right side. A single value is used for both."""
+    if not values:
         return None, None
-    if len(given) > 2:
+    if len(values) > 2:
         raise StrategyError(
-            f"{name} is given {len(given)} times", fix="give one for both sides, or one for each"
+            f"{name} is given {len(values)} times", fix="give one for both sides, or one for each"
         )
-    return given[0], given[-1]
+    return values[0], values[-1]
 
 
 # Plain data.
@@ -294,21 +294,21 @@ def _counts(placed: Placed) -> str:
 
 
 def _total_line(total: Total) -> list[str]:
-    """Return the bytes of all tensors as a line, unchanged ones included."""
+    """Return the bytes of all tensors as a line, with those that do not change."""
     grows = total.after - total.before
     share = f" ({grows / total.before:+.1%})" if grows and total.before else ""
-    left = f", {total.uncounted} not counted" if total.uncounted else ""
+    uncounted = f", {total.uncounted} not counted" if total.uncounted else ""
     sizes = (
         f"{bytes_text(total.before)} -> {bytes_text(total.after)}{share}"
         if grows
         else f"{bytes_text(total.before)}, unchanged"
     )
-    return [f"  per device: {sizes}{left}"]
+    return [f"  per device: {sizes}{uncounted}"]
 
 
 def _problems(comparison: Comparison) -> list[Problem]:
     """Return the problems of both sides, once for all modes."""
-    # Here shapes come from the file of tensors, not from --shape.
+    # The default fix names --shape, which this command does not have.
     sizes = "give its shape in the file of tensors"
     every = [
         dataclasses.replace(problem, fix=sizes) if problem.error is ShapeRequiredError else problem

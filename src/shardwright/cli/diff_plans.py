@@ -20,7 +20,7 @@ from shardwright.vocabulary.modes import mode_name, parse_mode
 
 GROWS = {r"(?:\+[0-9.]+%|x [0-9.]+)$": "red", r"-[0-9.]+%$": "green"}
 
-# Name of a mode, or of two -> the plans of both sides.
+# Mode, or "mode -> mode" -> the plans of both sides.
 Pairs = dict[str, tuple[Any, Any]]
 
 
@@ -32,15 +32,15 @@ def run_files(arguments: argparse.Namespace) -> int:
     """
     if len(arguments.plan) != 2:
         raise StrategyError(
-            f"--plan is given {len(arguments.plan)} times, and two plans are compared",
-            fix="--plan before.json --plan after.json",
+            f"--plan is given {len(arguments.plan)} times, but diff compares two plans",
+            fix="write --plan before.json --plan after.json",
         )
     for option in ("strategies", "mesh", "devices", "topology", "hardware"):
         if getattr(arguments, option):
             name = "STRATEGY" if option == "strategies" else f"--{option}"
             raise StrategyError(
                 f"{name} does not change a plan that is read from a file",
-                fix="leave it out, or plan again: --model file.py:function",
+                fix="leave it out, or plan again with --model file.py:function",
             )
     left, right = (_read_plans(name) for name in arguments.plan)
     if arguments.mode:
@@ -56,7 +56,7 @@ def run_files(arguments: argparse.Namespace) -> int:
         both = " and ".join(", ".join(plans) for plans in (left, right))
         raise StrategyError(
             f"the plans have no mode in common: {both}",
-            fix="name one for each side: --mode train --mode decode",
+            fix="name a mode for each side: --mode train --mode decode",
         )
     only = {
         "before": [mode for mode in left if mode not in right],
@@ -70,7 +70,7 @@ def run_model(arguments: argparse.Namespace, sides: tuple[tuple[Any, ...], ...])
 
     Args:
       arguments: The command's arguments.
-      sides: Per side: strategy, mesh, devices, mode and topology, each None where not given.
+      sides: Strategy, mesh, devices, mode and topology of each side. None means not given.
 
     Raises:
       ShardingError: A program does not resolve on one side.
@@ -122,26 +122,28 @@ def _pair_name(before: str, after: str) -> str:
 def _show(arguments: argparse.Namespace, pairs: Pairs, only: Mapping[str, list[str]]) -> int:
     """Compare and print each pair of plans, and return the exit code."""
     compared = {mode: compare_plans(*pair) for mode, pair in pairs.items()}
-    alone = {side: modes for side, modes in only.items() if modes}
+    unpaired = {side: modes for side, modes in only.items() if modes}
     if arguments.json:
         modes = {mode: comparison.to_json() for mode, comparison in compared.items()}
-        print_json({"modes": modes, "only": dict(only), "changed": _changed(compared, alone)})
+        print_json({"modes": modes, "only": dict(only), "changed": _changed(compared, unpaired)})
     else:
         lines: list[str] = []
         for mode, comparison in compared.items():
             text = changes_text(comparison, rows=arguments.rows, width=width_of(arguments.width))
             lines += ["", f"mode {mode}", *text.split("\n")]
-        lines += [f"only {side}: mode {', '.join(modes)}" for side, modes in alone.items()]
+        lines += [f"only {side}: mode {', '.join(modes)}" for side, modes in unpaired.items()]
         print_lines(lines[1:], marks=GROWS)
-    return 1 if arguments.exit_code and _changed(compared, alone) else 0
+    return 1 if arguments.exit_code and _changed(compared, unpaired) else 0
 
 
-def _changed(compared: Mapping[str, PlanComparison], alone: Mapping[str, list[str]]) -> bool:
-    return bool(alone) or any(comparison.changed for comparison in compared.values())
+def _changed(compared: Mapping[str, PlanComparison], unpaired: Mapping[str, list[str]]) -> bool:
+    return bool(unpaired) or any(comparison.changed for comparison in compared.values())
 
 
 def _read_plans(name: str) -> dict[str, Any]:
-    """Return the plans of a file by mode: of `plan --json`, or of one `PlanReport.to_json()`.
+    """Return the plans of a file by mode.
+
+    The file has the output of `plan --json`, or of one `PlanReport.to_json()`.
 
     Raises:
       StrategyError: The file cannot be read, or is not a plan.

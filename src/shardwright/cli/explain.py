@@ -1,7 +1,4 @@
-"""`shardwright explain`.
-
-Show dim, rule, mesh axes and reason, per mode, for an array or a file of tensors.
-"""
+"""`shardwright explain`: the sharding of each dim of an array or a file of tensors, and why."""
 
 from __future__ import annotations
 
@@ -108,13 +105,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.tensors is None and not arguments.axes:
         raise StrategyError(
             "nothing to explain",
-            fix="give the axes of an array, BATCH QUERY_LENGTH EMBED, or --tensors model.toml",
+            fix="give the axes of an array, such as BATCH QUERY_LENGTH EMBED, or --tensors FILE",
         )
     if arguments.tensors is not None and any(single.values()):
-        names = ", ".join(name for name, given in single.items() if given)
+        names = ", ".join(name for name, is_given in single.items() if is_given)
         raise StrategyError(
-            f"--tensors does not go with {names}",
-            fix="write them in the file, or leave --tensors out",
+            f"--tensors cannot be combined with {names}",
+            fix=f"write {names} in the file, or leave --tensors out",
         )
     setting = read_setting(arguments.strategy, mesh=arguments.mesh, devices=arguments.devices)
     modes = MODES if arguments.mode == "all" else (MODES[MODE_NAMES.index(arguments.mode)],)
@@ -160,7 +157,7 @@ class Answer:
 
     @property
     def role(self) -> Role:
-        """Role that was resolved."""
+        """Role under which the tensor was resolved."""
         resolved = next(
             (resolution.role for resolution in self.modes.values() if resolution.decisions), None
         )
@@ -260,7 +257,7 @@ def _dims(decisions: Sequence[DimDecision], *, width: int) -> list[str]:
 
 
 def _with_fix(problems: Iterable[Problem], *, sizes: str) -> tuple[Problem, ...]:
-    """Return problems whose fix says where the sizes are given."""
+    """Return problems; for a missing shape, the fix says where to give the sizes."""
     return tuple(
         dataclasses.replace(problem, fix=sizes) if problem.error is ShapeRequiredError else problem
         for problem in problems
@@ -283,7 +280,7 @@ def tree_lines(answers: Sequence[Answer], *, width: int) -> list[str]:
         for resolution in answer.modes.values()
         for problem in resolution.problems
     ]
-    # Modes with the same rule have the same problem: show it once.
+    # Modes with the same rule have the same problem, which is shown once.
     unique = {
         (problem.path, problem.dim, problem.what, problem.fix): problem
         for problem in reversed(problems)

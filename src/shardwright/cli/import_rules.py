@@ -47,7 +47,10 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("format", choices=_SOURCES, help="what the file is")
     command.add_argument("file", metavar="FILE", help="the file to import")
     command.add_argument(
-        "overrides", nargs="*", metavar="OVERRIDE", help="maxtext, t5x: key=value that comes last"
+        "overrides",
+        nargs="*",
+        metavar="OVERRIDE",
+        help="maxtext, t5x: key=value, which overrides the file",
     )
     command.add_argument("--mesh", metavar="MESH", help="rules: mesh axes, such as data:2,model:4")
     command.add_argument(
@@ -58,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=AXIS[:ROLE]",
-        help="the axis of a name, and its role if it has one; repeat it for more",
+        help="the axis that a name means, and optionally its role; repeat it for more",
     )
     command.add_argument(
         "--vocabulary", action="store_true", help="maxtext: map its names to axes such as EMBED"
@@ -97,7 +100,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
     """Check that the options fit the format.
 
     Raises:
-      StrategyError: One does not, or `rules` has no mesh.
+      StrategyError: An option does not fit, or the format is `rules` and no mesh is given.
     """
     is_rules = arguments.format == "rules"
     unfit = {
@@ -158,7 +161,7 @@ def read_name(text: str) -> tuple[str, Any]:
 
 
 def _override(text: str) -> tuple[str, Any]:
-    """Return key and value of `ici_tensor_parallelism=4`; the value is YAML, as in MaxText."""
+    """Return the key and the value of `ici_tensor_parallelism=4`. The value is read as YAML."""
     import yaml
 
     key, sign, value = text.partition("=")
@@ -172,14 +175,16 @@ def _override(text: str) -> tuple[str, Any]:
 
 
 def commented(imported: Imported, name: str) -> str:
-    """Return the text of a strategy file: notes on top, and the place of each rule beside it."""
+    """Return the text of a strategy file, with notes on top and a comment with the place of each
+    rule.
+    """
     head = [f"Imported from {name}.", *(f"note: {note}" for note in imported.notes)]
     comments = [line for text in head for line in _filled(text, 96)]
     return "\n".join([*(f"# {line}" for line in comments), "", *_with_places(imported), ""])
 
 
 def _with_places(imported: Imported) -> Iterator[str]:
-    """Yield the lines of a strategy file, each rule with its place."""
+    """Yield the lines of a strategy file, with a comment that names the place of each rule."""
     section: tuple[str, ...] = ()
     counts: dict[str, int] = {}
     for line in imported.strategy.dumps().rstrip("\n").split("\n"):

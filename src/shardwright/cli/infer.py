@@ -71,8 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         lines = inferred.text(width=width_of(arguments.width)).split("\n")
         if arguments.out is not None:
-            wrote = "not written" if inferred.conflicts else "written"
-            lines.append(f"rules {wrote} to {arguments.out}")
+            outcome = "not written" if inferred.conflicts else "written"
+            lines.append(f"rules {outcome} to {arguments.out}")
         print_lines(lines)
     return 1 if failed else 0
 

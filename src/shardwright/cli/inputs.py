@@ -36,10 +36,10 @@ _FIX = (
 
 
 def read_axes(words: Sequence[str]) -> Any:
-    """Return the annotation that words spell: one dim each, or the name of a layout.
+    """Return the annotation that words spell: one word per dim, or the name of a layout.
 
     Raises:
-      StrategyError: A word is neither, or the words are empty text.
+      StrategyError: A word is not a dim or a layout, or the words are empty text.
 
     >>> read_axes(["BATCH", "_", "dp+fsdp"])
     ('__BATCH__', '_', ('__DATA_PARALLEL__', '__FULLY_SHARDED_DATA_PARALLEL__'))
@@ -47,7 +47,7 @@ def read_axes(words: Sequence[str]) -> Any:
     dims = [word for text in words for word in text.replace(",", " ").split()]
     if dims == ["()"]:
         return ()
-    # Empty text is probably an unset shell variable. No words at all (`axes = []` in a file) is a
+    # Empty text is probably an unset shell variable. No words at all (`axes = []` in a file) mean a
     # scalar.
     if words and not dims:
         raise StrategyError(
@@ -61,7 +61,7 @@ def read_axes(words: Sequence[str]) -> Any:
 def _layout(word: str) -> Any:
     match = _LAYOUT.fullmatch(word)
     if match is None or match[2] not in LAYOUTS:
-        # Axes have one case, layouts are mixed: `Columnwise` is a misspelled layout, not an axis.
+        # Axes are in one case, layouts in mixed case: `Columnwise` is a misspelled layout.
         if word.isupper() or word.islower():
             return None
         hint = did_you_mean(match[2] if match else word, LAYOUTS)
@@ -124,7 +124,7 @@ def read_shape(text: str) -> tuple[int, ...]:
 
 
 def _whole(text: str) -> int | None:
-    """Return an integer that can be a size, or None. Python refuses very long numbers."""
+    """Return an integer that can be a size, or None. (`int` raises an error for very long text.)"""
     if not re.fullmatch(r"[0-9]{1,19}", text) or int(text) > MOST_ELEMENTS:
         return None
     return int(text)
@@ -134,7 +134,7 @@ def read_count(text: str) -> int:
     """Return a positive integer. An argparse type.
 
     Raises:
-      argparse.ArgumentTypeError: The text is not one.
+      argparse.ArgumentTypeError: The text is not a positive integer.
     """
     count = _whole(text)
     if count is None or count < 1:
@@ -167,7 +167,7 @@ def read_setting(strategies: Sequence[str], *, mesh: str | None, devices: int | 
       strategies: Names of presets, or paths of `.toml` and `.json` files. Each overlays the one
         before it.
       mesh: Text such as `dp:2,tp:4`. Defaults to the strategy's own.
-      devices: Number of devices, to work out a -1.
+      devices: Number of devices, from which a size of -1 is computed.
 
     Raises:
       ShardingError: A strategy or a mesh cannot be read, or they do not fit each other.
@@ -180,7 +180,7 @@ def read_setting(strategies: Sequence[str], *, mesh: str | None, devices: int | 
 
 
 def read_strategy(*texts: str) -> tuple[Any, str]:
-    """Load strategies, each as an overlay on the one before; return the result and its label.
+    """Load strategies, each as an overlay on the one before. Return the result and its label.
 
     Args:
       *texts: `fsdp_tp`, `mine.toml`, or `fsdp_tp | mine.toml` for an overlay.
@@ -198,7 +198,7 @@ def read_strategy(*texts: str) -> tuple[Any, str]:
 
 
 def strategy_names(text: str) -> list[str]:
-    """Return the strategies that a text combines."""
+    """Return the names of the strategies that a text combines."""
     return [text] if os.path.exists(text) else [name.strip() for name in text.split("|")]
 
 
@@ -234,9 +234,9 @@ def unreadable(name: str, error: OSError, *, verb: str = "read") -> StrategyErro
 
 
 def read_mesh_text(strategy: Any, text: str | None, devices: int | None) -> MeshSpec | None:
-    """Return the mesh of a text, or else of a strategy, as far as its sizes are known.
+    """Return the mesh of a text, or else the strategy's own mesh on a number of devices.
 
-    None if there is no mesh.
+    Return None if there is no text, and no number of devices or no mesh in the strategy.
 
     Raises:
       MeshSpecError: The mesh cannot be read, or does not fit the number of devices.
@@ -252,7 +252,7 @@ def read_mesh_text(strategy: Any, text: str | None, devices: int | None) -> Mesh
 
 
 def read_mesh(strategy: Any, label: str, text: str | None, devices: int | None) -> AbstractMesh:
-    """Return the mesh of a text, or else of a strategy, without devices.
+    """Return the mesh of a text, or else the strategy's own mesh, as an abstract mesh.
 
     Raises:
       MeshSpecError: The mesh cannot be read, or a size is unknown.
@@ -264,14 +264,14 @@ def read_mesh(strategy: Any, label: str, text: str | None, devices: int | None) 
         name = next(axis for axis, size in strategy.mesh.items() if size == INFER)
         raise MeshSpecError(
             f"mesh axis {name} = -1 in strategy {label} needs a number of devices",
-            fix="--devices 8, or sizes: --mesh dp:2,tp:4",
+            fix="add --devices 8, or give all sizes: --mesh dp:2,tp:4",
         )
     try:
         built = abstract_mesh(source, devices=devices)
     except MeshSpecError as error:
         if text is not None and devices is None and "needs a number of devices" in str(error):
             raise MeshSpecError(
-                error.problems[0].what, fix="--devices 8, or give the size"
+                error.problems[0].what, fix="add --devices 8, or give the size"
             ) from error
         raise
     if built.size > MOST_ELEMENTS:

@@ -1,10 +1,12 @@
 """The command `shardwright`: find the command, run it, turn errors into messages and exit codes.
 
 Exit codes are the same for every command:
-- 0: answered;
-- 1: answered, with bad news (a sharding problem, a finding, or with --exit-code a difference);
+- 0: the command succeeded;
+- 1: a check failed (a sharding problem, an error among the findings, or with --exit-code a
+  difference);
 - 2: the question is invalid (command line, file or mesh);
-- 70: a defect of shardwright.
+- 70: a defect of shardwright;
+- 130: interrupted.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ COMMANDS: dict[str, str] = {
     "schema": "write the JSON Schema of strategy files",
 }
 
-# Modules have the names of their commands, but for names that Python reserves.
+# The module of a command has the name of the command, unless Python reserves this name.
 _MODULES = {"import": "import_rules"}
 
 # How `shtab` completes an argument that is a file, by shell.
@@ -51,7 +53,7 @@ _FILES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if sys.stdout is None:  # closed by the shell (`>&-`); the exit code is still useful
+    if sys.stdout is None:  # the shell closed it (`>&-`); the exit code is still useful
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  open until exit
     if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
         # File names may not be UTF-8, and terminals may be ASCII only. Print escapes instead of
@@ -112,7 +114,7 @@ def _defect() -> int:
 
 
 def _drop_output() -> None:
-    """Discard buffered output; otherwise Python reports the error again when it closes stdout."""
+    """Discard buffered output. Otherwise Python reports the error again when it closes stdout."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

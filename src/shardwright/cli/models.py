@@ -26,7 +26,7 @@ _INPUT_EXAMPLE = '--input "int32[8,32] BATCH LENGTH"'
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model that a command names.
+    """The model that the command line names.
 
     Attributes:
       name: `file.py:function`.
@@ -79,7 +79,7 @@ def read_model(name: str, params: str, inputs: Sequence[str]) -> Model:
     pairs = [read_input(text) for text in inputs]
     try:
         specs: list[Any] = []
-        # `ArraySpec`s are not arrays, so they leave the trace by another way.
+        # `jax.eval_shape` returns arrays only, so `_arrays` puts `ArraySpec`s into a list.
         shapes = jax.eval_shape(lambda *keys: _arrays(init(*keys), specs), *_keys(init))
     except ShardingError:
         raise
@@ -121,7 +121,7 @@ def infer_model(model: Model, *, sizes: Mapping[int, str]) -> Inferred:
 
 
 def _keys(init: Any) -> Sequence[Any]:
-    """Return a PRNG key for each required argument of a function: none or one."""
+    """Return one PRNG key if a function has required arguments, else nothing."""
     required = [
         argument
         for argument in inspect.signature(init).parameters.values()
@@ -135,7 +135,7 @@ def read_input(text: str) -> tuple[jax.ShapeDtypeStruct, tuple[str | None, ...]]
     """Return the shape and the axes of an input, such as `int32[8,32] BATCH LENGTH`.
 
     Raises:
-      StrategyError: The text has another form, or not one axis per dim.
+      StrategyError: The text has another form, or does not have one axis per dim.
     """
     match = _INPUT.fullmatch(text)
     if match is None or not is_dtype(match[1]):

@@ -22,8 +22,8 @@ from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
 _EPILOG = f"""\
 MODEL is file.py:function, or a file of named tensors. The function takes no arguments and returns a
 shardwright.plan.Program, or a dict of them by mode. A Program is a function, the shapes of its
-arguments and their annotations. A file of tensors, .toml or .json, gives the bytes of the state
-alone.
+arguments and their annotations. With a file of tensors, .toml or .json, only the bytes of the state
+are planned.
 
 examples:
   shardwright plan model.py:programs --strategy fsdp_tp --mesh fsdp:16,tp:4
@@ -105,13 +105,14 @@ def _add_checks(command: argparse.ArgumentParser) -> None:
         "--max-hbm",
         type=read_limit,
         metavar="SIZE",
-        help="fail if a device may need more memory; a share of the chip's such as 90%%, or bytes",
+        help="fail if a device may need more memory; a share of the chip's memory such as 90%%, or "
+        "bytes such as 16GiB",
     )
     command.add_argument(
         "--max-replicated",
         type=read_limit,
         metavar="SHARE",
-        help="fail if more of the state is copies; a share such as 2%%, or bytes such as 1GiB",
+        help="fail if more of the state is replicated; a share such as 2%%, or bytes such as 1GiB",
     )
 
 
@@ -131,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, option) is not None:
             raise StrategyError(
                 f"--{option.replace('_', '-')} is for a file of tensors",
-                fix="a Program says in holds= what each argument is",
+                fix="leave it out; holds= of a Program says what each argument is",
             )
     return run_programs(arguments, setting, topology)
 
@@ -140,7 +141,7 @@ def _read_topology(arguments: argparse.Namespace) -> Topology | None:
     if arguments.topology is None:
         if arguments.hardware is not None:
             raise StrategyError(
-                "--hardware describes chips, and no --topology is given",
+                "--hardware describes chips, but no --topology is given",
                 fix="add --topology v5p:4x4x4",
             )
         return None
@@ -156,7 +157,7 @@ def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topo
     for option in ("forbid", "verify", "html"):
         if getattr(arguments, option):
             raise StrategyError(
-                f"--{option} needs a function, and a file of tensors has none",
+                f"--{option} needs a function, but MODEL is a file of tensors",
                 fix="pass file.py:function as MODEL",
             )
     mode = MODE_TRAIN if arguments.mode is None else parse_mode(arguments.mode)

@@ -1,4 +1,4 @@
-"""Checks of a plan: what must not be sent, and what must not be replicated."""
+"""Checks of a plan: forbidden collectives, and limits of replicated bytes and of memory."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Forbidden:
     """A collective that must not occur.
 
     Attributes:
-      text: As written.
+      text: The text on the command line.
       kind: Kind of collective, or None for all.
       mode: Mode, or None for all.
-      more_than: Bytes that one device may send in all runs of one event.
+      more_than: Bytes that one device may send in all runs of one collective of the program.
     """
 
     text: str
@@ -39,7 +39,7 @@ class Forbidden:
     def matches(self, event: Event | Collective, mode: str) -> bool:
         """Tell whether a planned or a compiled collective is forbidden."""
         sent = event.total_wire_bytes
-        # How often a loop on data runs is unknown, and so is what it sends.
+        # The number of runs of a loop that depends on data is unknown, so its bytes are unknown.
         too_much = sent is None or sent > self.more_than
         return too_much and self.kind in (None, event.kind) and self.mode in (None, mode)
 
@@ -74,12 +74,12 @@ def read_forbidden(text: str) -> Forbidden:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """A limit on bytes: a share of something, or a number.
+    """A limit on bytes: a share of a total, or a number of bytes.
 
     Attributes:
-      text: As written.
+      text: The text on the command line.
       share: The share, or None.
-      bytes: The number, or None.
+      bytes: The number of bytes, or None.
     """
 
     text: str
@@ -103,7 +103,7 @@ def read_limit(text: str) -> Limit:
 
 
 def copies_breach(limit: Limit, state: StateBytes) -> str:
-    """Return how the copies in a state exceed a limit, or ""; a share is of all bytes held."""
+    """Return how the copies in a state exceed a limit, or "". A share is one of all bytes held."""
     held = state.stored
     if limit.share is not None and held.replicated_share > limit.share:
         return f"{held.replicated_share:.1%} of the state are copies"
@@ -113,7 +113,7 @@ def copies_breach(limit: Limit, state: StateBytes) -> str:
 
 
 def memory_breach(limit: Limit, most: int, usable: int | None) -> str:
-    """Return how a peak exceeds a limit, or ""; a share is of the usable bytes of the chip.
+    """Return how a peak exceeds a limit, or "". A share is one of the usable bytes of the chip.
 
     Args:
       limit: The limit.
@@ -125,7 +125,7 @@ def memory_breach(limit: Limit, most: int, usable: int | None) -> str:
     """
     if limit.share is not None and usable is None:
         raise StrategyError(
-            f"--max-hbm {limit.text} is a share of a chip, and no --topology is given",
+            f"--max-hbm {limit.text} is a share of a chip, but no --topology is given",
             fix="add --topology v5p:4x4x4, or give bytes such as 16GiB",
         )
     allowed = limit.bytes if limit.share is None else int(limit.share * (usable or 0))
@@ -145,7 +145,7 @@ def limit_failures(
     Args:
       arguments: The command's arguments.
       states: State by mode.
-      peaks: Most bytes on one device by mode.
+      peaks: Upper end of the bytes on one device, by mode.
       topology: The slice, or None.
 
     Raises:
@@ -171,5 +171,8 @@ def what_holds(state: StateBytes, topology: Topology | None) -> str:
         return ""
     needed = state.of().total
     slice_ = smallest_slice(topology.chip, needed)
-    least = f"fits {slice_} at best" if slice_ else f"fits no slice of {topology.chip.name}"
+    if slice_:
+        least = f"the smallest slice that can hold it is {slice_}"
+    else:
+        least = f"no slice of {topology.chip.name} can hold it"
     return f": one copy of the state is {bytes_text(needed)}, and {least}"

@@ -1,4 +1,4 @@
-"""`shardwright plan` of a Python file: plan each mode, check it, compile it if asked, print it."""
+"""`shardwright plan` of a Python file: plan, compile with --verify, check and print each mode."""
 
 from __future__ import annotations
 
@@ -119,12 +119,12 @@ def _breaches(
     reports: Mapping[str, PlanReport],
     verified: Mapping[str, Verification],
 ) -> Iterator[Breach]:
-    """Yield each forbidden collective: compiled ones where the program was compiled."""
+    """Yield each forbidden collective. Where the program was compiled, use its collectives."""
     for mode, report in reports.items():
-        found: tuple[Event | Collective, ...] = report.events
+        collectives: tuple[Event | Collective, ...] = report.events
         if mode in verified and not verified[mode].compiled.refused:
-            found = verified[mode].compiled.collectives
-        for event in found:
+            collectives = verified[mode].compiled.collectives
+        for event in collectives:
             yield from (
                 (rule.text, event) for rule in arguments.forbid if rule.matches(event, mode)
             )

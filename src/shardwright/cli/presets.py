@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
     command = make_parser(
         "presets",
-        "List the strategies of the package, show one, or copy one as a start.",
+        "List the strategies of the package, show one, or copy one to a file that you then change.",
         epilog=_EPILOG,
     )
     actions = "list them (default); show the file of one; copy one to a file"
@@ -116,7 +116,7 @@ def _mesh(strategy: Any) -> str:
 
 
 def _what(name: str) -> str:
-    """Return what a preset is for: the first sentence of its file."""
+    """Return the first sentence of the file of a preset, which says what the preset is for."""
     lines = files.preset_text(name).splitlines()
     comment = []
     for line in lines:
@@ -136,13 +136,13 @@ def _show(name: str, *, as_json: bool) -> None:
 
 
 def _copy(preset: str, path: Path, *, name: str | None, force: bool) -> Path:
-    """Copy a preset to a file, or into a folder under its own name, and return the path.
+    """Copy a preset to a file, or into a folder as `PRESET.toml`, and return the path.
 
     The copy is named for its file, because errors and reports show the name of a strategy.
     """
     if path.is_dir():
         path = path / f"{preset}.toml"
-    # The name of a file may have bytes that are not text; a strategy file is UTF-8.
+    # A file name may have bytes that are not UTF-8, but a strategy file must be UTF-8.
     name = (path.stem if name is None else name).encode(errors="replace").decode()
     try:
         if path.suffix == ".toml":

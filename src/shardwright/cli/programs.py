@@ -56,16 +56,17 @@ def read_programs(
       options: Keyword arguments of the function. Defaults to none.
 
     Raises:
-      StrategyError: The file cannot be read or raises, or the function returns something else.
+      StrategyError: The file cannot be read or raises, the function does not take the options, or
+        it does not return programs.
     """
-    make = read_function(
+    function = read_function(
         model,
         example="model.py:programs",
         fix="define it; it returns a shardwright.plan.Program, or a dict of them by mode",
     )
-    _check_options(model, make, options or {})
+    _check_options(model, function, options or {})
     try:
-        returned = make(**(options or {}))
+        returned = function(**(options or {}))
     except (Exception, SystemExit) as error:
         raise raised_error(model, error) from error
     programs = returned if isinstance(returned, Mapping) else {MODES[0]: returned}
@@ -81,21 +82,21 @@ def read_programs(
             )
     if mode is None:
         return by_mode
-    wanted = parse_mode(mode)
-    if wanted not in by_mode:
+    key = parse_mode(mode)
+    if key not in by_mode:
         raise StrategyError(
-            f"{model} has no mode {mode_name(wanted)}",
+            f"{model} has no mode {mode_name(key)}",
             fix=f"its modes are {', '.join(map(mode_name, by_mode))}",
         )
-    return {wanted: by_mode[wanted]}
+    return {key: by_mode[key]}
 
 
-def _check_options(model: str, make: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise an error if the function of a model does not take some keyword arguments."""
+def _check_options(model: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise an error if the function of a model does not take exactly these keyword arguments."""
     try:
-        inspect.signature(make).bind(**options)
+        inspect.signature(function).bind(**options)
     except TypeError as error:
-        names = ", ".join(inspect.signature(make).parameters) or "no arguments"
+        names = ", ".join(inspect.signature(function).parameters) or "no arguments"
         raise StrategyError(
             f"{model} cannot be called with ({', '.join(options)}): {error}",
             fix=f"it takes {names}",

@@ -1,4 +1,4 @@
-"""Read functions of a Python file that a command names."""
+"""Read functions from a Python file that the command line names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def read_function(text: str, *, example: str, fix: str) -> Callable[..., Any]:
 
     Args:
       text: The file and the function.
-      example: What to write instead of a text of another form.
+      example: A correct text. The error shows it if `text` has another form.
       fix: What to do if the file has no such function.
 
     Raises:
@@ -36,7 +36,7 @@ def read_function(text: str, *, example: str, fix: str) -> Callable[..., Any]:
 
 
 def read_module(path: Path) -> ModuleType:
-    """Import a file. Files beside it can be imported from it.
+    """Import a file. The file can import files beside it.
 
     Raises:
       StrategyError: There is no such file, or it raises.
@@ -55,7 +55,7 @@ def read_module(path: Path) -> ModuleType:
         raise
     except SyntaxError as error:
         what = f"{path}:{error.lineno} is not Python: {error.msg}"
-        raise StrategyError(what, fix="repair the file") from error
+        raise StrategyError(what, fix="correct the file") from error
     except (Exception, SystemExit) as error:
         raise raised_error(str(path), error) from error
     finally:
@@ -64,11 +64,11 @@ def read_module(path: Path) -> ModuleType:
 
 
 def raised_error(what: str, error: BaseException) -> StrategyError:
-    """Return the error of user code that raised, with the line that did."""
+    """Return the error for user code that raised one, with the line of the user's file."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if "site-packages" not in frame.filename]
     place = f" at {Path(inside[-1].filename).name}:{inside[-1].lineno}" if inside else ""
     return StrategyError(
         f"{what} raised {type(error).__name__}: {error}{place}",
-        fix="make it importable, and make the function run under jax.eval_shape",
+        fix="correct the file: it must import, and its functions must run under jax.eval_shape",
     )

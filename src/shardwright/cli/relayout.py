@@ -1,4 +1,4 @@
-"""What moving the weights of a model from one strategy to another sends."""
+"""Count the bytes sent if the weights of a model move from one strategy to another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def relayout_lines(
     before: Mapping[str, Program],
     after: Mapping[str, Program],
 ) -> list[str]:
-    """Return lines on moving the weights from the one candidate's shards to the other's.
+    """Return a line that says what moving the weights from one candidate to another sends.
 
     Args:
       source: The candidate to train with.
@@ -35,10 +35,10 @@ def relayout_lines(
     modes = next(iter(source.reports)), next(iter(target.reports))
     weights = _weights(before[modes[0]]), _weights(after[modes[1]])
     if weights[0] is None or weights[1] is None:
-        return [f"{name}: not priced, since holds= does not name one argument as parameters"]
+        return [f"{name}: bytes unknown, since holds= does not name one argument as parameters"]
     tree, specs = weights[0]
     if _shapes(tree) != _shapes(weights[1][0]):
-        return [f"{name}: not priced, since the two programs have other parameters"]
+        return [f"{name}: bytes unknown, since the two programs have different parameters"]
     managers = [
         PartitionManager(each.strategy, mesh=abstract_mesh(dict(each.sizes))).for_mode(mode)
         for each, mode in zip((source, target), modes, strict=True)
@@ -46,7 +46,7 @@ def relayout_lines(
     try:
         plan = plan_reshard(managers[1], tree, specs, source=managers[0])
     except ShardingError as error:
-        return [f"{name}: not priced: {error}"]
+        return [f"{name}: bytes unknown: {error}"]
     devices = managers[1].mesh.size
     sent = f"{bytes_text(plan.bytes_sent)} in all, {bytes_text(plan.bytes_sent // devices)}"
     return [f"moving the weights {name} sends {sent} per device"]

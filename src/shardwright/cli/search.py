@@ -29,9 +29,9 @@ from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
 
 _EPILOG = f"""\
 MODEL is file.py:function, as for `shardwright plan`. Every mesh of the slice is resolved under
-every strategy, and the best are planned. The table has the candidates that no other one beats in
-both time and memory. With --modes, train is searched apart from the other modes, which share one
-strategy.
+every strategy, and the best candidates are planned. The table has the candidates that no other one
+beats in both time and memory. With --modes, there is one search for train, and one for all other
+modes, which share a strategy.
 
 examples:
   shardwright search model.py:programs --strategy fsdp --strategy fsdp_tp --topology v5p:4x4x4
@@ -67,7 +67,9 @@ def parser() -> argparse.ArgumentParser:
     _add_space_options(command)
     modes = command.add_mutually_exclusive_group()
     modes.add_argument("--mode", metavar="MODE", help="the mode, if the model has several")
-    modes.add_argument("--modes", metavar="A,B", help="several modes; all: those of the model")
+    modes.add_argument(
+        "--modes", metavar="A,B", help="several modes, or all: every mode of the model"
+    )
     command.add_argument(
         "--batch", type=read_count, metavar="B", help="call the function with batch=B"
     )
@@ -99,24 +101,26 @@ def _add_space_options(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=RULE",
-        help="a rule of every candidate, such as head=tp, params.embed=fsdp or mesh.tp=4",
+        help="a rule or size that every candidate has, such as head=tp, params.embed=fsdp or "
+        "mesh.tp=4",
     )
     command.add_argument(
         "--vary",
         action="append",
         default=[],
         metavar="KEY=A,B",
-        help="alternatives of a rule, such as 'head = tp, -'; a KEY alone also tries -",
+        help="alternatives of a rule, such as 'head = tp, -'; a KEY alone tries the rule as it is, "
+        "and -",
     )
     command.add_argument(
-        "--orders", action="store_true", help="try the mesh axes in every order, too"
+        "--orders", action="store_true", help="also try every order of the mesh axes"
     )
     command.add_argument(
         "--walks",
         type=read_count,
         default=WALKS,
         metavar="N",
-        help=f"plan at most the N best by a closed form (default: {WALKS})",
+        help=f"plan only the N candidates that a closed form ranks best (default: {WALKS})",
     )
 
 
@@ -132,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
     axes = None if arguments.axes is None else arguments.axes.replace(" ", "").split(",")
     topology = parse_topology(arguments.topology, read_hardware(arguments.hardware))
     check_verify_options(arguments, topology)
-    found = {
+    reports = {
         name: search_variants(
             {
                 label: {mode: programs[mode] for mode in modes}
@@ -149,21 +153,21 @@ def run(arguments: argparse.Namespace) -> int:
         for name, modes in groups.items()
     }
     written = {
-        name: [] if arguments.out is None else _write(report, arguments, name, len(found) > 1)
-        for name, report in found.items()
+        name: [] if arguments.out is None else _write(report, arguments, name, len(reports) > 1)
+        for name, report in reports.items()
     }
     verified = {
         name: _verify(arguments, report, variants) if arguments.verify else ()
-        for name, report in found.items()
+        for name, report in reports.items()
     }
     if arguments.json:
-        _print_json(found, written, verified)
+        _print_json(reports, written, verified)
     else:
-        _print_text(arguments, found, written, verified)
-        moved = _relayout(found, variants)
-        if moved:
-            print_lines(moved)
-    bad = [not report.candidates for report in found.values()]
+        _print_text(arguments, reports, written, verified)
+        relayout = _relayout(reports, variants)
+        if relayout:
+            print_lines(relayout)
+    bad = [not report.candidates for report in reports.values()]
     bad += [not any(each.fits for each in compiled) for compiled in verified.values() if compiled]
     return 1 if any(bad) else 0
 
@@ -207,35 +211,37 @@ def _read_variants(arguments: argparse.Namespace) -> dict[str, dict[str, Program
 
 
 def _groups(arguments: argparse.Namespace, programs: Mapping[str, Program]) -> dict[str, list[str]]:
-    """Return the modes that share a strategy: train, and all others together."""
+    """Return the groups of modes that share a strategy: train, and all others."""
     if arguments.modes is None:
         if len(programs) > 1:
             names = " or ".join(map(mode_name, programs))
             raise StrategyError(
-                f"{arguments.model} has {len(programs)} modes, and a search is for one",
-                fix=f"--mode {names}, or --modes all",
+                f"{arguments.model} has {len(programs)} modes, and none is chosen",
+                fix=f"add --mode with {names}, or --modes all",
             )
-        wanted = list(programs)
+        modes = list(programs)
     elif arguments.modes == "all":
-        wanted = list(programs)
+        modes = list(programs)
     else:
-        wanted = [parse_mode(mode) for mode in arguments.modes.replace(" ", "").split(",")]
-    for mode in wanted:
+        modes = [parse_mode(mode) for mode in arguments.modes.replace(" ", "").split(",")]
+    for mode in modes:
         if mode not in programs:
             raise StrategyError(
                 f"{arguments.model} has no mode {mode_name(mode)}",
                 fix=f"its modes are {', '.join(map(mode_name, programs))}",
             )
-    train = [mode for mode in wanted if mode == MODE_TRAIN]
-    others = [mode for mode in dict.fromkeys(wanted) if mode != MODE_TRAIN]
-    return {"+".join(map(mode_name, modes)): modes for modes in (train, others) if modes}
+    train = [mode for mode in modes if mode == MODE_TRAIN]
+    others = [mode for mode in dict.fromkeys(modes) if mode != MODE_TRAIN]
+    return {"+".join(map(mode_name, group)): group for group in (train, others) if group}
 
 
 def _relayout(
-    found: Mapping[str, SearchReport], variants: Mapping[str, Mapping[str, Program]]
+    reports: Mapping[str, SearchReport], variants: Mapping[str, Mapping[str, Program]]
 ) -> list[str]:
-    """Return a line on moving the weights from the fastest of one group to that of another."""
-    best = [report.front[0] for report in found.values() if report.front]
+    """Return a line on moving the weights from the fastest candidate to train with to the fastest
+    one to serve with.
+    """
+    best = [report.front[0] for report in reports.values() if report.front]
     if len(best) < 2:
         return []
     train, serve = best
@@ -244,7 +250,7 @@ def _relayout(
 
 
 def _print_json(
-    found: Mapping[str, SearchReport],
+    reports: Mapping[str, SearchReport],
     written: Mapping[str, list[str]],
     verified: Mapping[str, Sequence[VerifiedCandidate]],
 ) -> None:
@@ -255,20 +261,20 @@ def _print_json(
             "files": written[name],
             "verified": [each.to_json() for each in verified[name]],
         }
-        for name, report in found.items()
+        for name, report in reports.items()
     ]
     print_json(data[0] if len(data) == 1 else {"searches": data})
 
 
 def _print_text(
     arguments: argparse.Namespace,
-    found: Mapping[str, SearchReport],
+    reports: Mapping[str, SearchReport],
     written: Mapping[str, list[str]],
     verified: Mapping[str, Sequence[VerifiedCandidate]],
 ) -> None:
     width = width_of(arguments.width)
     lines: list[str] = []
-    for name, report in found.items():
+    for name, report in reports.items():
         text = search_text(report, rows=arguments.rows, width=width)
         lines += ["", f"mode {name}", *text.split("\n")]
         if verified[name]:
@@ -278,20 +284,23 @@ def _print_text(
 
 
 def _write(
-    found: SearchReport, arguments: argparse.Namespace, group: str, several: bool
+    report: SearchReport, arguments: argparse.Namespace, group: str, several: bool
 ) -> list[str]:
-    """Write the front as strategy files, the fastest first, and return their names."""
+    """Write the candidates of the table as strategy files, fastest first; return their names."""
     folder = Path(arguments.out)
     if not folder.is_dir():
         raise StrategyError(f"no folder {str(folder)!r}", fix="create it")
     return [
         str(candidate.strategy.dump(folder / name))
-        for name, candidate in _file_names(found.front[: arguments.rows], group if several else "")
+        for name, candidate in _file_names(report.front[: arguments.rows], group if several else "")
     ]
 
 
 def _file_names(candidates: Sequence[Candidate], group: str) -> Iterator[tuple[str, Candidate]]:
-    """Yield a file name for each candidate: its place, strategy, mesh and variant."""
+    """Yield a file name for each candidate: its rank, group of modes, strategy, mesh and variant.
+
+    Parts that are empty are left out.
+    """
     for number, candidate in enumerate(candidates, 1):
         parts = (group, candidate.name, candidate.mesh, candidate.variant)
         words = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(part for part in parts if part))

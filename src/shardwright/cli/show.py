@@ -1,7 +1,4 @@
-"""Print output.
-
-As wide as the terminal, and in color if the terminal has colors and rich is installed.
-"""
+"""Print output as wide as the terminal, in color if the terminal can and rich is installed."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ def width_of(width: int | None) -> int:
 
 
 def print_lines(lines: Iterable[str], *, marks: Mapping[str, str] | None = None) -> None:
-    """Print lines. On terminals with colors, matches of a pattern of `marks` get its style."""
+    """Print lines. On terminals with colors, `marks` maps patterns to styles of their matches."""
     console = _console()
     if console is None or not marks:
         print("\n".join(lines))

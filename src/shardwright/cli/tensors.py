@@ -1,6 +1,6 @@
 """Read files of named tensors.
 
-A tree in TOML or JSON with axes, shape, role and dtype of each tensor.
+Such a file is a tree in TOML or JSON with the axes, shape, role and dtype of each tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _JSON_EXAMPLE = '{"mlp": {"wi": {"axes": "EMBED MLP_INTERMEDIATE"}}}'
 
 
 def read_tensors(name: str) -> tuple[Tensor, ...]:
-    """Read a file of named tensors, in the order written.
+    """Read a file of named tensors, in the order of the file.
 
     A table with `axes` is a tensor; any other table is a level of the tree. `role` and `dtype`
     apply to everything below them.
@@ -80,9 +80,9 @@ def read_tensors(name: str) -> tuple[Tensor, ...]:
 
 
 def _is_table_of_rules(table: Any) -> bool:
-    """Tell a strategy's `[mesh]` or `[rules]` from a level of a tree and from a tensor.
+    """Tell whether a table is `[mesh]` or `[rules]` of a strategy.
 
-    A level of a tree has tables, and a tensor has axes.
+    It is not, if it has tables (a level of a tree) or axes (a tensor).
     """
     return (
         isinstance(table, Mapping)
@@ -130,14 +130,14 @@ def _walk(
 
 
 def _listed(path: KeyPath, entries: Sequence[Mapping[str, Any]], origin: Origin) -> Problem:
-    """Return the problem of `[[tensors]]`: tensors are named by the headers of their tables."""
+    """Return the problem of a list of tables, such as `[[tensors]]`: a tensor is a named table."""
     first = entries[0]
     name = next(
         (first[key] for key in ("path", "name") if isinstance(first.get(key), str) and first[key]),
         "",
     )
     what, headers = (
-        "tensors are not listed: each has a table of its own, named by its path",
+        "tensors cannot be a list: each tensor is a table that is named by its path",
         _header([*path, "0"]),
     )
     if "match" in first:
@@ -170,10 +170,12 @@ def _header(parts: Sequence[str]) -> str:
 def _tensor(
     table: Mapping[str, Any], path: KeyPath, origin: Origin, problems: list[Problem]
 ) -> Tensor | None:
-    """Return the tensor of a table, or None after its problems were added."""
+    """Return the tensor of a table. If it has problems, append them and return None."""
     before = len(problems)
     axes = _axes(table["axes"], (*path, "axes"), origin, problems)
-    problems += [_problem((*path, key), origin, what, fix) for key, what, fix in _faults_of(table)]
+    problems += [
+        _problem((*path, key), origin, what, fix) for key, what, fix in _problems_of(table)
+    ]
     if len(problems) > before:
         return None
     shape, role = table.get("shape"), table.get("role")
@@ -186,8 +188,8 @@ def _tensor(
     )
 
 
-def _faults_of(table: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, what, fix) for each fault in a table of a tensor, except in its axes."""
+def _problems_of(table: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, what, fix) for each problem in a table of a tensor, except those of its axes."""
     for key in (key for key in table if key not in _KEYS):
         hint = did_you_mean(key, _KEYS)
         yield key, f"unknown key {key!r}", hint or f"a tensor has {', '.join(_KEYS)}"

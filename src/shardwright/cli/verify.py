@@ -1,4 +1,4 @@
-"""Options of `shardwright plan --verify`, and the compile that they ask for."""
+"""The options of `--verify`, and the compilation that it runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPTIONS = ("compiler", "effort", "verify_timeout", "verify_cache")
 
 
 def add_verify_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of a command that plans."""
+    """Add `--verify` without a value, and the options that say how it compiles."""
     command.add_argument(
         "--verify",
         action="store_true",
@@ -57,21 +57,22 @@ def add_compiler_options(command: argparse.ArgumentParser) -> None:
 
 
 def check_verify_options(arguments: argparse.Namespace, topology: Topology | None) -> None:
-    """Check that options fit each other and that the compiler is installed.
+    """Check that the options fit each other and that the compiler is installed.
 
     Raises:
-      StrategyError: They do not fit, or it is not.
+      StrategyError: The options do not fit each other, or the compiler is not installed.
     """
     if arguments.verify:
         make_target(topology, platform=arguments.compiler)
-        # Exporting asks for the default device. Leave accelerators to those who run programs.
+        # Exporting starts the backend of the default device. Use the CPU, so that accelerators stay
+        # free for programs that run.
         if not jax.config.jax_platforms:  # type: ignore[attr-defined]
             jax.config.update("jax_platforms", "cpu")
         return
     for option in _OPTIONS:
         if getattr(arguments, option) is not None:
             raise StrategyError(
-                f"--{option.replace('_', '-')} is for --verify, which is not given",
+                f"--{option.replace('_', '-')} is used with --verify, which is not given",
                 fix="add --verify",
             )
 
@@ -82,9 +83,9 @@ def verify_programs(
     topology: Topology | None,
     programs: Mapping[str, Program],
 ) -> tuple[dict[str, Verification], list[str]]:
-    """Compile each program; return what was verified by mode, and what could not be, as text.
+    """Compile each program. Return the verifications by mode, and a text for each failure.
 
-    A worker that dies is bad news about one program. The plans of all are still shown.
+    If a worker dies, only its program is not verified. All plans are still shown.
     """
     verified: dict[str, Verification] = {}
     failures = []
