@@ -2,7 +2,7 @@
 
 A dim is a tuple of atoms, major first. An atom is split if another part of the program uses its
 factors, as in a reshape from `heads * head_dim` to `(heads, head_dim)`. Atoms that an operation
-aligns are one class, as in union-find.
+aligns are in one class, as in union-find.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ class Atom:
 
     Attributes:
       size: Number of elements.
-      name: Axis, or empty.
+      name: Axis, or empty if it has no name yet.
       evidence: Why it has this name.
       guess: Whether a default rule chose the name.
       whole: The dim that this atom is a slice of, or None.
-      learned: Whether it is a dim of a parameter, or a piece of one.
+      learned: Whether it is a factor of a dim of a parameter, or of a piece of one.
       counts: Whether an iota counts along it.
       nonlinear: Whether an activation function was applied to it.
       residual: Whether two activations were added along it.
-      is_shards: Whether it counts the shards of a `shard_map`; then the next factor names it.
+      is_shards: Whether it is the number of shards of a `shard_map`. It then belongs to the next
+        factor, whose name it takes.
       params: The dims of parameters that it is part of, as (leaf, dim).
-      parts: Its (major, minor) factors, after a split.
-      same: The atom that represents its class, or None if it does so itself.
+      parts: Its (major, minor) factors, or None if it is not split.
+      same: The next atom on the way to the representative of its class, or None if it is the
+        representative itself.
     """
 
     size: int
@@ -49,11 +51,12 @@ class Atom:
     same: Atom | None = None
 
     def split(self, major: int, *, keep_name: bool = False) -> None:
-        """Split into factors of sizes (major, size // major), which inherit what is known.
+        """Split into factors of sizes (major, size // major). They inherit what is known.
 
         Args:
           major: Size of the first factor.
-          keep_name: Whether both factors have the same name, and the first counts shards.
+          keep_name: Give both factors the name, and mark the first one as a number of shards. By
+            default the factors have no name.
         """
         self.parts = (self._factor(major), self._factor(self.size // major))
         if keep_name:
@@ -73,7 +76,7 @@ class Atom:
         )
 
     def absorb(self, other: Atom) -> None:
-        """Take over what is known of an atom that is the same."""
+        """Take over what is known about another atom, which becomes part of this class."""
         if not self.name:
             self.name, self.evidence, self.guess = other.name, other.evidence, other.guess
         self.whole = self.whole or other.whole
@@ -127,8 +130,8 @@ def unify(left: Dim, right: Dim, clash: Callable[[Atom, Atom], None]) -> None:
 
     Args:
       left: A dim.
-      right: Another dim. Nothing is recorded if its size is another.
-      clash: Called for two atoms with different names, which stay apart.
+      right: Another dim. Nothing is recorded if the sizes differ.
+      clash: Called for two atoms with different names, which are not united.
     """
     lefts, rights = finest(left), finest(right)
     if size_of(lefts) != size_of(rights):
@@ -138,7 +141,7 @@ def unify(left: Dim, right: Dim, clash: Callable[[Atom, Atom], None]) -> None:
         if first is not second and first.size != second.size:
             larger, smaller = (first, second) if first.size > second.size else (second, first)
             if larger.size % smaller.size or (larger.name and not smaller.is_shards):
-                return  # other factors: nothing can be said about the rest
+                return  # the factors differ, so nothing is known about the rest
             larger.split(smaller.size, keep_name=smaller.is_shards)
             lefts, rights = finest(lefts), finest(rights)
             continue
@@ -149,7 +152,7 @@ def unify(left: Dim, right: Dim, clash: Callable[[Atom, Atom], None]) -> None:
             wholes = first.whole, second.whole
             first.absorb(second)
             if wholes[0] is not None and wholes[1] is not None:
-                # Slices of the same size that are one dim: so are the dims that they are cut from.
+                # If two slices are one dim, the dims that they are cut from are one dim too.
                 unify(wholes[0], wholes[1], clash)
         lefts, rights = lefts[1:], rights[1:]
 
@@ -157,23 +160,23 @@ def unify(left: Dim, right: Dim, clash: Callable[[Atom, Atom], None]) -> None:
 def regroup(dims: Sequence[Dim], shape: Sequence[int]) -> Dims:
     """Return the dims of an array after a reshape, which keeps the order of all factors.
 
-    A factor that falls into two dims is split. If that is not possible, all dims are new.
+    A factor that belongs to two of the new dims is split. If it cannot be split, all dims are new.
     """
     factors = finest([atom for dim in dims for atom in dim])
     regrouped: list[Dim] = []
     for size in shape:
-        taken: list[Atom] = []
-        while (missing := size // size_of(taken)) > 1:
+        members: list[Atom] = []
+        while (missing := size // size_of(members)) > 1:
             if not factors:
                 return new_dims(shape)
             first = factors[0]
             if missing % first.size == 0:
-                taken.append(first)
+                members.append(first)
                 factors = factors[1:]
             elif first.size % missing or first.name:
                 return new_dims(shape)
             else:
                 first.split(missing)
                 factors = finest(factors)
-        regrouped.append(tuple(taken))
+        regrouped.append(tuple(members))
     return tuple(regrouped)

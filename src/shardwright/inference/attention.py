@@ -12,7 +12,7 @@ from shardwright.inference.facts import Product
 from shardwright.inference.names import Names
 from shardwright.vocabulary.axes import BATCH, HEAD, HEAD_DIM, KV_HEAD, LENGTH
 
-# Query heads that share a kv head. It is not an axis: (KV_HEAD, GROUP) is spelled HEAD.
+# The query heads that share one kv head. GROUP is not an axis: (KV_HEAD, GROUP) is spelled HEAD.
 GROUP: Final = "__GROUP__"
 _HEADS: Final = frozenset({HEAD, KV_HEAD, GROUP})
 
@@ -37,15 +37,15 @@ class Scores:
 
 
 def name_attention(names: Names) -> None:
-    """Find products of queries and keys, then of their scores and values, and name their dims."""
-    found: list[Scores] = []
+    """Find products of queries and keys, and products of scores and values; name their dims."""
+    all_scores: list[Scores] = []
     for product in names.facts.activations:
         scores = _scores(product)
         if scores is None:
-            _name_values(names, product, found)
+            _name_values(names, product, all_scores)
         else:
             _name_scores(names, scores)
-            found.append(scores)
+            all_scores.append(scores)
 
 
 def _factors(dims: Iterable[Dim]) -> list[Atom]:
@@ -53,9 +53,9 @@ def _factors(dims: Iterable[Dim]) -> list[Atom]:
 
 
 def _scores(product: Product) -> Scores | None:
-    """Return a product as queries times keys, or None if it is something else.
+    """Return a product as queries times keys, or None if it is another product.
 
-    Queries and keys both have positions, and sum over a dim that a weight made.
+    Queries and keys both have positions, and the product sums over a dim that comes from a weight.
     """
     left, right = _factors(product.left), _factors(product.right)
     contracted = _factors(product.contracted)
@@ -66,12 +66,12 @@ def _scores(product: Product) -> Scores | None:
     shared = set(left) & set(right)
 
     def is_position(atom: Atom) -> bool:
-        # A table of positions makes the length a dim of a parameter, too.
+        # If the model has a table of positions, the length is a dim of a parameter too.
         return not atom.learned or atom.name == LENGTH or atom in shared
 
     positions = [any(map(is_position, side)) for side in (left, right)]
     heads = [atom for atom in _factors(product.batch) if atom.learned and not atom.name]
-    # In decode, one query per sequence has no dim of positions.
+    # In decode there is one query per sequence, without a dim of positions.
     is_decode = any(positions) and bool(heads) and not (left and right)
     if not all(positions) and not is_decode:
         return None
@@ -98,7 +98,7 @@ def _name_scores(names: Names, scores: Scores) -> None:
         if atom.learned and atom.name not in (BATCH, LENGTH) and atom.name in ("", *_HEADS)
     ]
     heads = _with_shards(heads, names.facts.shards)
-    # Without heads, this may be a product of two activations of another kind.
+    # Without heads, this may be another product of two activations.
     guess = not heads and not scores.groups
     why = Evidence("queries times keys: summed over", site)
     names.give(scores.contracted, HEAD_DIM, why, guess=guess)
@@ -120,7 +120,7 @@ def _name_scores(names: Names, scores: Scores) -> None:
 
 
 def _with_shards(heads: list[Atom], shards: Iterable[tuple[Dim, Dim]]) -> list[Atom]:
-    """Put the shards of heads in front of their local part, inside a `shard_map`."""
+    """Inside a `shard_map`, return heads with the factor of their shards in front."""
     for major, part in shards:
         extra = [atom for atom in finest(major) if not atom.name and atom not in heads]
         if heads and finest(part)[:1] == heads[:1]:
@@ -129,14 +129,18 @@ def _with_shards(heads: list[Atom], shards: Iterable[tuple[Dim, Dim]]) -> list[A
 
 
 def _grouped(heads: list[Atom]) -> tuple[list[Atom], list[Atom]]:
-    """Split factors of heads into kv heads and copies, if keys have only some of the factors."""
+    """Return heads as (kv heads, query heads per kv head).
+
+    Fewer parameters have the second factor, because keys and values do not have it. Without such a
+    factor, return (heads, nothing).
+    """
     most = max((len(atom.params) for atom in heads), default=0)
     kv_heads = [atom for atom in heads if len(atom.params) == most]
     copies = [atom for atom in heads if len(atom.params) < most]
     return (kv_heads, copies) if len(heads) == 2 and copies else (heads, [])
 
 
-def _name_values(names: Names, product: Product, found: Iterable[Scores]) -> None:
+def _name_values(names: Names, product: Product, all_scores: Iterable[Scores]) -> None:
     """Name the head dim of values, if a product sums over the positions of scores."""
     contracted = set(_factors(product.contracted))
     batch = set(_factors(product.batch))
@@ -144,11 +148,11 @@ def _name_values(names: Names, product: Product, found: Iterable[Scores]) -> Non
     has_heads = any(atom.name in _HEADS for atom in (*batch, *free))
     is_values = any(
         contracted and contracted <= scores.sequence and (has_heads or batch == set(scores.batch))
-        for scores in found
+        for scores in all_scores
     )
     if not is_values:
         return
-    why = Evidence("scores times values: made by a weight", product.site)
+    why = Evidence("scores times values: a dim of a weight", product.site)
     for atom in free:
         if atom.learned:
             names.give((atom,), HEAD_DIM, why, guess=not has_heads)

@@ -1,4 +1,4 @@
-"""Loops, branches and calls: walk the jaxprs that an equation holds."""
+"""Loops, branches and calls: walk the jaxprs that an equation contains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwright.inference.step import Step, Value
 def scan(step: Step) -> list[Value]:
     """Walk the body once. A carry keeps its dims.
 
-    The first dim of a scanned parameter is recorded: it is LAYERS.
+    The first dim of a scanned parameter is recorded, because it is the dim of layers.
     """
     constants, carries, body = _jax.scan_parts(step.parameters)
     split = constants + carries
@@ -71,9 +71,10 @@ def call(step: Step) -> list[Value] | None:
 
 
 def _carried(step: Step, starts: Sequence[Value]) -> list[Value]:
-    """Return the first values of carries. Arrays depend on whatever the loop reads.
+    """Return the initial values of carries. Arrays count as depending on all that the loop reads.
 
-    Accumulators start as zeros, which depend on nothing. Scalars are often counters, and stay.
+    Accumulators start as zeros, which depend on nothing, and become results of the loop. Scalars
+    are often counters, so they do not change.
     """
     data = any(value.data for value in step.values)
     learned = any(value.learned for value in step.values)

@@ -1,4 +1,4 @@
-"""Equations whose operands and results have one shape, and reductions."""
+"""Elementwise equations, whose operands and results have one shape, and reductions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _ADDITIONS: Final = frozenset({"add", "add_any"})
 
 
 def elementwise(step: Step) -> list[Value] | None:
-    """Align the dims of operands that have the results' shape, or return None if none has it.
+    """Align the dims of operands that fit the results dim by dim. If there are none, return None.
 
-    Operands of size 1 along a dim spread, and scalars say nothing.
+    A dim of size 1 is broadcast, so it is not aligned. Scalars are ignored.
     """
     shape = step.shapes[0] if step.shapes else ()
     full = [
@@ -52,7 +52,7 @@ def _mark(step: Step, operands: list[Value], dims: list[Dim]) -> None:
 
 
 def _one_hot(step: Step, operands: list[Value]) -> Dim | None:
-    """Return the dim along which a result has one-hot rows, or None."""
+    """Return the dim along which each row of a result is one-hot, or None."""
     if len(operands) == 1:
         return operands[0].one_hot
     if step.equation.primitive.name != "eq" or len(operands) != 2:

@@ -10,12 +10,12 @@ from shardwright import _jax
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Site:
-    """An equation of a jaxpr, and where it is in the model.
+    """An equation of a jaxpr, and its place in the model.
 
     Attributes:
       equation: The equation.
-      caller: The equation whose line is the model's: the call of the library function that has this
-        equation, or the equation itself.
+      caller: The equation whose source line is in the model. It is the call of the library function
+        that contains this equation, or the equation itself.
     """
 
     equation: Any
@@ -38,7 +38,7 @@ class Evidence:
 
     Attributes:
       reason: What the program does with the dim.
-      site: Where, or None.
+      site: The equation that does it, or None.
     """
 
     reason: str

@@ -14,11 +14,11 @@ class Lookup:
 
     Attributes:
       key: The dim that the indices count along.
-      kept: The dims of the table that each row has.
+      kept: The dims of a row.
       index: The dims of the indices.
       by: What the indices depend on: "inputs", "both" (inputs and parameters), or "neither".
       of_data: Whether the table itself depends on the inputs.
-      site: The equation.
+      site: The equation that looks up.
     """
 
     key: Dim
@@ -73,10 +73,10 @@ class Clash:
     """Two operations that name one dim differently.
 
     Attributes:
-      params: The dims of parameters concerned, as (leaf, dim).
+      params: The affected dims of parameters, as (leaf, dim).
       first: A name, and why.
       second: Another name, and why.
-      meeting: What makes the two dims one, or None if both names are for the same dim.
+      meeting: The operation that makes two named dims one, or None if it is one dim from the start.
     """
 
     params: frozenset[tuple[int, int]]
@@ -89,7 +89,8 @@ class Clash:
 class Facts:
     """What the walk records: how dims are used, and names that contradict each other.
 
-    `shards` pairs the shards of each dim that a `shard_map` shards with its local part.
+    For each dim that a `shard_map` shards, `shards` has a pair: the factor of its shards, and its
+    local part.
     """
 
     lookups: list[Lookup] = dataclasses.field(default_factory=list)

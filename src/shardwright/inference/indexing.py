@@ -8,7 +8,7 @@ from shardwright.inference.step import Step, Value
 
 
 def gather(step: Step) -> list[Value]:
-    """Keep the dims that are read whole; the other dims are those of the indices."""
+    """Keep the dims of the table that are read whole. The other dims come from the indices."""
     table, index = step.values[:2]
     numbers, sizes = step.parameters["dimension_numbers"], step.parameters["slice_sizes"]
     shape = step.operand_shapes[0]
@@ -54,7 +54,7 @@ def _record_lookup(step: Step, kept: Dims) -> None:
 
 
 def scatter(step: Step) -> list[Value]:
-    """Align the dims that are written whole, and those of updates with those of the indices."""
+    """Align the dims that are written whole, and the scattered dims of updates with the indices."""
     old, index, new = step.values
     numbers = step.parameters["dimension_numbers"]
     batching = numbers.operand_batching_dims
@@ -84,7 +84,7 @@ def update_slice(step: Step) -> list[Value]:
 
 
 def top_k(step: Step) -> list[Value]:
-    """Keep all dims but the one that is searched."""
+    """Keep all dims except the searched one, and record that one."""
     axis = step.parameters.get("axis", -1)
     dims = list(step.values[0].dims)
     axis %= len(dims)
@@ -96,7 +96,7 @@ def top_k(step: Step) -> list[Value]:
 
 
 def arg_reduction(step: Step) -> list[Value]:
-    """Drop the dim that is searched."""
+    """Drop the searched dim."""
     axes = step.parameters["axes"]
     kept = [dim for at, dim in enumerate(step.values[0].dims) if at not in axes]
     return [step.result(kept)]

@@ -45,7 +45,7 @@ def infer_axes(
 ) -> Inferred:
     """Infer the axes of each parameter of `forward(params, *inputs)` from one trace.
 
-    Nothing is computed. Review what is inferred, and commit the file that `toml()` writes.
+    Nothing is computed. Review the inferred axes, and commit the file that `toml()` writes.
 
     Args:
       forward: The model.
@@ -53,8 +53,8 @@ def infer_axes(
       *inputs: The other arguments: trees of arrays or of their shapes.
       seeds: The axes of each array of the inputs, such as `[(BATCH, LENGTH), None]`. None if
         nothing is known about an array, or about one of its dims.
-      sizes: Size -> axis, from the model's config. They name what is otherwise open or a
-        guess.
+      sizes: Size -> axis, from the model's config. It names dims that are open or guesses
+        otherwise.
       strict: Raise an error for conflicts, open dims and guesses.
 
     Raises:
@@ -73,9 +73,9 @@ def infer_axes(
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
     closed = jax.make_jaxpr(forward)(params, *inputs)
     values = [_parameter(at, np.shape(leaf)) for at, (_, leaf) in enumerate(leaves)]
-    given = _seeded([np.shape(leaf) for leaf in jax.tree.leaves(inputs)], seeds)
+    input_values = _seeded([np.shape(leaf) for leaf in jax.tree.leaves(inputs)], seeds)
     walker = Walker()
-    results = walker.walk(closed.jaxpr, [*values, *given])
+    results = walker.walk(closed.jaxpr, [*values, *input_values])
     by_size = {size: canonical_axis(axis) for size, axis in (sizes or {}).items()}
     _name_all(walker.facts, [value.dims for value in values], results, by_size)
     rows = [spell(value.dims) for value in values]
@@ -162,7 +162,7 @@ def _name_all(
 
 
 def _conflicts(clashes: Iterable[Clash], leaves: Sequence[Any]) -> tuple[Conflict, ...]:
-    """Return each conflict once, with the first dim of a parameter that it is about."""
+    """Return each conflict once, with the first dim of a parameter that it affects."""
     conflicts: dict[Any, Conflict] = {}
     for clash in clashes:
         places = sorted(clash.params)

@@ -1,4 +1,4 @@
-"""What inference returns: the axes of parameters, and why."""
+"""The result of inference: the axes of parameters, and why they have them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class InferredDim:
       dim: Position of the dim.
       size: Number of elements.
       axis: Axis, or `merged(...)`; EMPTY if the dim is open.
-      evidence: Why: a reason, the primitive and the line of the model.
+      evidence: A reason for the axis, the primitive and the line of the model.
       guess: Whether a default rule chose the axis.
       is_open: Whether nothing names the dim.
-      classes: A number for each factor of the dim. Equal numbers, also of other parameters, are one
-        dim, whatever its name.
+      classes: A number for each factor of the dim. Factors with equal numbers are one dim, also in
+        other parameters, whatever their names.
     """
 
     path: str
@@ -47,7 +47,7 @@ class Conflict:
       dim: Position of the dim there, or None.
       first: A name, and why.
       second: Another name, and why.
-      meeting: What makes two named dims one, or None if both names are for the same dim.
+      meeting: The operation that makes two named dims one, or None if it is one dim from the start.
     """
 
     path: str
@@ -78,7 +78,7 @@ class Conflict:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Inferred:
-    """The axes of all parameters of a model, and why. Printed, it is a table.
+    """The axes of all parameters of a model, and why. `print(inferred)` shows a table.
 
     Attributes:
       annotations: Tree like the parameters, with one annotation per array. Open dims are EMPTY.

@@ -1,4 +1,4 @@
-"""`shard_map` and its collectives: a sharded dim is (shards, local part)."""
+"""`shard_map` and its collectives. A sharded dim has two factors: (shards, local part)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwright.inference.step import Step, Value
 
 
 def shard_map(step: Step) -> list[Value]:
-    """Walk the body with local dims; the results have their shards in front again."""
+    """Walk the body with local dims. The results have the factor of their shards in front again."""
     parameters = step.parameters
     manual = _jax.newly_manual_axes(parameters)
     sizes = {name: size for name, size in parameters["mesh"].shape.items() if name in manual}
@@ -68,7 +68,7 @@ def _local(dim: Dim, shards: int) -> Dim:
 
 
 def _known_whole(dim: Dim, shards: int, sharded: Iterable[tuple[Dim, Dim]]) -> Dim:
-    """Return the whole of an operand's local part, or nothing if it is not one."""
+    """Return the whole dim whose local part is `dim`, or nothing if no operand has this part."""
     for major, part in sharded:
         if finest(part) == finest(dim) and size_of(finest(major)) == shards:
             return (*major, *part)
@@ -82,12 +82,12 @@ def _whole(dim: Dim, shards: int) -> Dim:
 
 
 def collective(step: Step) -> list[Value]:
-    """Pass each operand on: a sum over shards, or a permutation of them, keeps all dims."""
+    """Return the operands, because a sum over shards or a permutation of them keeps all dims."""
     return [Value(dims=value.dims, data=value.data, learned=value.learned) for value in step.values]
 
 
 def resized(step: Step) -> list[Value]:
-    """Follow collectives that change the sizes of dims: longer ones get shards in front."""
+    """Follow collectives that change sizes. A dim that grows gets a factor of shards in front."""
     results = []
     pairs = zip(step.values, step.operand_shapes, step.shapes, strict=True)
     for value, old_shape, new_shape in pairs:

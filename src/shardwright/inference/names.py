@@ -1,7 +1,7 @@
 """Name dims by how the program uses them.
 
-Rules run in order, and the first that names a dim wins. A rule that may be wrong marks its names as
-guesses.
+Rules run in order. The first rule that names a dim decides. A rule that may be wrong marks its
+names as guesses.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shardwright.vocabulary.axes import (
     VOCAB,
 )
 
-# A second table with fewer rows than this part of the largest holds types or positions, not tokens.
+# A table with at most 1/8 of the rows of the largest table holds types or positions, not tokens.
 _SMALL_TABLE = 8
 
 
 class Names:
-    """Gives names to dims, and records names that contradict each other."""
+    """Name dims, and record names that contradict each other."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -65,13 +65,13 @@ class Names:
 
 
 def unnamed(dim: Iterable[Atom]) -> bool:
-    """Tell whether a dim has factors, and none has a name."""
+    """Tell whether a dim has factors, and none of them has a name."""
     atoms = finest(dim)
     return bool(atoms) and not any(atom.name for atom in atoms)
 
 
 def learned(dim: Iterable[Atom]) -> bool:
-    """Tell whether parameters have a factor of a dim."""
+    """Tell whether a factor of a dim comes from a parameter."""
     return any(atom.learned for atom in finest(dim))
 
 
@@ -132,7 +132,7 @@ def name_experts(names: Names) -> None:
     routed: set[Atom] = set()
     for use in names.facts.top_k:
         if learned(use.dim):
-            names.give(use.dim, EXPERT, Evidence("the best are chosen", use.site))
+            names.give(use.dim, EXPERT, Evidence("top_k chooses along it", use.site))
             routed.update(finest(use.dim))
     for product in names.facts.projections:
         for dim in product.batch:
@@ -142,28 +142,29 @@ def name_experts(names: Names) -> None:
 
 
 def name_windows(names: Names) -> None:
-    """Name the window of a convolution's kernel, which is replicated."""
+    """Name the window dims of a convolution's kernel EMPTY, so that they are replicated."""
     for use in names.facts.windows:
         names.give(use.dim, EMPTY, Evidence("window of a convolution", use.site))
 
 
 def name_residual(names: Names) -> None:
-    """Name the residual stream, if no table of tokens did."""
-    made, used = _made(names.facts.projections), _used(names.facts.projections)
-    if any(atom.name == EMBED for atom in (*made, *used)):
+    """Name the residual stream EMBED, if no table of tokens has named it."""
+    outputs, summed = _outputs(names.facts.projections), _summed(names.facts.projections)
+    if any(atom.name == EMBED for atom in (*outputs, *summed)):
         return
-    links = [atom for atom in made if atom in used and not atom.name]
+    links = [atom for atom in outputs if atom in summed and not atom.name]
     streams = [atom for atom in links if atom.residual]
     if streams or links:
         stream = max(streams or links, key=lambda atom: len(atom.params))
-        why = Evidence("the residual stream: most weights read or write it", made[stream])
+        why = Evidence("the residual stream: most weights read or write it", outputs[stream])
         names.give((stream,), EMBED, why, guess=not streams)
 
 
 def name_logits(names: Names, result: Value | None) -> None:
-    """Name the last dim of the first result, and dims that labels select from.
+    """Name the last dim of the first result, and dims that labels select from, VOCAB.
 
-    It is a guess, unless a table of tokens has as many rows: a classifier has classes.
+    The name is a guess unless a table of tokens has as many rows, because a classifier has classes
+    there.
     """
     rows = {_rows(lookup) for lookup in names.facts.lookups if _is_vocab(lookup)}
     ends = [] if result is None or not result.dims else [(result.dims[-1], _maker(names, result))]
@@ -185,39 +186,41 @@ def _is_vocab(lookup: Lookup) -> bool:
 
 
 def _maker(names: Names, result: Value) -> Site | None:
-    """Return the last equation that makes the last dim of a result, or None."""
-    made = _made(reversed(names.facts.projections))
-    return next((made[atom] for atom in finest(result.dims[-1]) if atom in made), None)
+    """Return the last product with a weight that has the last dim of a result, or None."""
+    outputs = _outputs(reversed(names.facts.projections))
+    return next((outputs[atom] for atom in finest(result.dims[-1]) if atom in outputs), None)
 
 
 def name_hidden(names: Names) -> None:
     """Name the hidden dims of an MLP.
 
-    They come from EMBED, pass through an activation function, and return to EMBED. Softmax is
-    nonlinear too, along heads; but weights sum over heads and their dims together.
+    A weight makes them from EMBED, an activation function is applied to them, and another weight
+    makes EMBED from them. Softmax is nonlinear along heads too. But a weight after it sums over
+    heads and head dims together, so products that sum over several factors are left out.
     """
     projections = names.facts.projections
-    made = _made([product for product in projections if _has(product.contracted, EMBED)])
-    used = _used(
+    outputs = _outputs([product for product in projections if _has(product.contracted, EMBED)])
+    summed = _summed(
         product
         for product in projections
         if _has(product.right, EMBED) and len(finest(_joined(product.contracted))) == 1
     )
-    for atom, site in _with_pieces(made, names.facts.pieces).items():
-        if atom in used and not atom.name and atom.nonlinear:
+    for atom, site in _with_pieces(outputs, names.facts.pieces).items():
+        if atom in summed and not atom.name and atom.nonlinear:
             reason = "from EMBED through an activation function to EMBED"
             names.give((atom,), MLP_INTERMEDIATE, Evidence(reason, site))
 
 
 def guess_links(names: Names) -> None:
-    """Guess the dims that one weight makes and another one uses.
+    """Guess the name of each dim that one weight makes and another weight sums over.
 
-    With an activation function between them they are called MLP_INTERMEDIATE, and without one they
-    are a low rank, which is replicated. Where activations are added is another residual stream.
+    With an activation function between the weights, the name is MLP_INTERMEDIATE. If activations
+    are added along the dim, it is another residual stream, EMBED. Otherwise it is a low rank, which
+    is replicated.
     """
-    made, used = _made(names.facts.projections), _used(names.facts.projections)
-    for atom, site in _with_pieces(made, names.facts.pieces).items():
-        if atom not in used or atom.name:
+    outputs, summed = _outputs(names.facts.projections), _summed(names.facts.projections)
+    for atom, site in _with_pieces(outputs, names.facts.pieces).items():
+        if atom not in summed or atom.name:
             continue
         axis, what = EMPTY, "a low rank"
         if atom.nonlinear:
@@ -228,9 +231,9 @@ def guess_links(names: Names) -> None:
         names.give((atom,), axis, why, guess=True)
 
 
-def _with_pieces(made: Mapping[Atom, Site], pieces: Iterable[Piece]) -> dict[Atom, Site]:
-    """Return what is made, and the pieces that are cut from it."""
-    every = dict(made)
+def _with_pieces(outputs: Mapping[Atom, Site], pieces: Iterable[Piece]) -> dict[Atom, Site]:
+    """Return atoms, and the pieces that are cut from them, with the same equation."""
+    every = dict(outputs)
     for piece in pieces:
         for atom in finest(piece.whole):
             if atom in every:
@@ -246,18 +249,18 @@ def _has(dims: Iterable[Dim], axis: str) -> bool:
     return any(atom.name == axis for dim in dims for atom in finest(dim))
 
 
-def _made(projections: Iterable[Product]) -> dict[Atom, Site]:
-    """Return what projections make, each with the first equation that does."""
-    made: dict[Atom, Site] = {}
+def _outputs(projections: Iterable[Product]) -> dict[Atom, Site]:
+    """Return the output dims of weights, each with its first equation."""
+    outputs: dict[Atom, Site] = {}
     for product in projections:
         for dim in product.right:
             for atom in finest(dim):
-                made.setdefault(atom, product.site)
-    return made
+                outputs.setdefault(atom, product.site)
+    return outputs
 
 
-def _used(projections: Iterable[Product]) -> set[Atom]:
-    """Return what projections sum over."""
+def _summed(projections: Iterable[Product]) -> set[Atom]:
+    """Return the dims over which products with weights sum, without the batch."""
     return {
         atom
         for product in projections
@@ -268,10 +271,10 @@ def _used(projections: Iterable[Product]) -> set[Atom]:
 
 
 def name_rows(names: Names, dims: Iterable[Dim]) -> None:
-    """Name dims of parameters of which single rows are taken.
+    """Name dims of parameters EMPTY if single rows are taken from them.
 
-    A whole dim may be that of layers, so it is a guess. A factor, as in `3 * heads * head_dim`, is
-    the number of weights that are fused.
+    If it is a whole dim, the name is a guess, because it may be the dim of layers. If it is a
+    factor, such as the 3 in `3 * heads * head_dim`, it is the number of fused weights.
     """
     factors = {atom for dim in dims if len(finest(dim)) > 1 for atom in finest(dim)}
     for use in names.facts.rows:
@@ -282,7 +285,7 @@ def name_rows(names: Names, dims: Iterable[Dim]) -> None:
 
 
 def name_by_size(names: Names, dims: Iterable[Dim], sizes: Mapping[int, str]) -> None:
-    """Name what is open or a guess by sizes from the model's config."""
+    """Name dims that are open or guesses by sizes from the model's config."""
     for dim in dims:
         for atom in finest(dim):
             if atom.size in sizes:

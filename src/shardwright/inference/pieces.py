@@ -1,4 +1,4 @@
-"""Names pass between a dim and its pieces: fused projections, and dims that are joined."""
+"""Pass names between a dim and its pieces, as in fused projections and concatenations."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from shardwright.vocabulary.axes import (
     VOCAB,
 )
 
-# A piece of one of these has the same name.
+# A piece of a dim with one of these names has the same name.
 _INHERITED = (EMBED, HEAD_DIM, MLP_INTERMEDIATE, VOCAB)
-# Names pass through a piece of a piece in as many rounds.
+# Number of rounds. Each round passes names by one level, from a dim to its pieces and back.
 _ROUNDS = 3
 
 Factors = tuple[tuple[str, int], ...]
@@ -52,7 +52,7 @@ def _by_whole(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 
 def _name_whole(names: Names, pieces: Sequence[Piece]) -> None:
-    """Name a whole whose pieces have names: `3 * heads * head_dim` is HEAD by HEAD_DIM."""
+    """Name a dim whose pieces have names: `3 * heads * head_dim` is HEAD times HEAD_DIM."""
     whole = finest(pieces[0].whole)
     if len(whole) != 1 or whole[0].name:
         return
@@ -86,7 +86,7 @@ def _name_whole(names: Names, pieces: Sequence[Piece]) -> None:
 
 
 def _covering(pieces: Sequence[Piece], size: int) -> list[Piece]:
-    """Return pieces that cover a whole without overlap, or nothing."""
+    """Return the pieces that cover a whole dim without overlap, or nothing."""
     covering: list[Piece] = []
     end = 0
     for piece in sorted(pieces, key=lambda piece: piece.start):
@@ -104,9 +104,9 @@ def _size(piece: Piece) -> int:
 
 
 def named_factors(dim: Sequence[Atom]) -> Factors:
-    """Return the named factors of a dim; neighbors that are one axis are one factor.
+    """Return the named factors of a dim. Neighbors of the same axis are one factor.
 
-    A kv head and its group are one query head. Shards belong to the factor behind them.
+    KV_HEAD and GROUP together are HEAD. Shards belong to the next factor.
     """
     factors: list[tuple[str, int]] = []
     shards = 1

@@ -26,8 +26,8 @@ def dot_general(step: Step) -> list[Value]:
     return [step.result([*batch, *left_free, *right_free])]
 
 
-def _others(dims: Dims, taken: Sequence[int]) -> Dims:
-    return tuple(dim for at, dim in enumerate(dims) if at not in taken)
+def _others(dims: Dims, excluded: Sequence[int]) -> Dims:
+    return tuple(dim for at, dim in enumerate(dims) if at not in excluded)
 
 
 def _record(step: Step, batch: Dims, contracted: Dims, free: tuple[Dims, Dims]) -> None:
@@ -62,7 +62,7 @@ def _record(step: Step, batch: Dims, contracted: Dims, free: tuple[Dims, Dims]) 
 
 
 def ragged_dot(step: Step) -> list[Value]:
-    """Align the contracted dims. Every group of rows has a matrix of its own."""
+    """Align the contracted dims. Each group of rows is multiplied by its own matrix."""
     numbers = step.parameters["ragged_dot_dimension_numbers"]
     (left_sum, right_sum), (left_batch, right_batch) = numbers.dot_dimension_numbers
     left, right = step.values[:2]

@@ -1,4 +1,4 @@
-"""What was inferred, as a table, as a file of path rules, and as JSON."""
+"""Show the result of inference as a table, as a file of path rules, and as JSON."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from shardwright.inference.inferred import Inferred, InferredDim
 
 Row = tuple["InferredDim", ...]
-# Characters; in a narrower column prose is not readable.
+# Least width of a column of prose, in characters.
 _LEAST_ROOM = 24
 _NUMBER = re.compile(r"\d+")
 
 
 def table_text(inferred: Inferred, *, width: int = WIDTH) -> str:
-    """Return a line per dim, below the path of its array; then conflicts and a line that counts.
+    """Return a line per dim below the path of its array, the conflicts, and a line of totals.
 
-    Arrays that differ only in a number of their path, such as those of layers, are one entry.
+    Arrays whose paths differ only in a number, such as those of layers, are one entry.
     """
     rules = list(path_rules(inferred))
     cells = [
@@ -51,7 +51,7 @@ def table_text(inferred: Inferred, *, width: int = WIDTH) -> str:
 
 
 def _hanging(head: str, text: str, width: int) -> list[str]:
-    """Return a text after its head, wrapped below itself."""
+    """Return a text after its head, with the next lines indented by the width of the head."""
     room = max(width - len(head), _LEAST_ROOM)
     first, *others = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [
         ""
@@ -124,7 +124,7 @@ class PathRule:
     Attributes:
       pattern: Regular expression of the paths.
       label: The path as people read it, with `*` for any number.
-      dims: The dims of the first such array.
+      dims: The dims of the first array.
       arrays: Number of arrays.
     """
 
@@ -135,7 +135,7 @@ class PathRule:
 
 
 def path_rules(inferred: Inferred) -> Iterator[PathRule]:
-    """Yield the rules that annotate the parameters; one rule may stand for all layers."""
+    """Yield the rules that annotate the parameters. One rule may cover all layers."""
     rows = by_path(inferred)
     groups: dict[str, list[str]] = {}
     for path in rows:
@@ -156,7 +156,7 @@ def path_rules(inferred: Inferred) -> Iterator[PathRule]:
 
 
 def _counting(paths: Sequence[str], rows: Mapping[str, Row]) -> frozenset[int]:
-    """Return which numbers of similar paths may be any number, without changing an annotation."""
+    """Return the positions of the numbers in similar paths that do not change the annotation."""
     every = frozenset(range(len(_NUMBER.findall(paths[0]))))
     for candidate in (every, *(every - {at} for at in sorted(every, reverse=True))):
         meanings: dict[str, set[Any]] = {}

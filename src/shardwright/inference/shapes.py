@@ -52,7 +52,7 @@ def cut(step: Step) -> list[Value]:
 
 
 def dynamic_slice(step: Step) -> list[Value]:
-    """Keep the dims that keep their size. Where a shorter slice starts is not known."""
+    """Keep the dims that keep their size. A shorter dim is a piece whose start is not known."""
     pairs = zip(step.values[0].dims, step.operand_shapes[0], step.shapes[0], strict=True)
     return [step.result([dim if new == old else piece(step, dim, new) for dim, old, new in pairs])]
 
@@ -74,7 +74,7 @@ def split(step: Step) -> list[Value]:
 
 
 def unstack(step: Step) -> list[Value]:
-    """Drop the dim that is taken apart."""
+    """Drop the dim along which the array is unstacked."""
     axis, dims = step.parameters["axis"], step.values[0].dims
     step.facts.rows.append(Use(dim=dims[axis], site=step.site))
     kept = [dim for at, dim in enumerate(dims) if at != axis]
@@ -108,7 +108,7 @@ def pad(step: Step) -> list[Value]:
 
 
 def concatenate(step: Step) -> list[Value]:
-    """Align the dims that are not joined. Pieces that are joined again become their whole."""
+    """Align the dims that are not joined. Pieces of one dim that are joined again are that dim."""
     axis, size = step.parameters["dimension"], step.shapes[0][step.parameters["dimension"]]
     first = step.values[0].dims
     for other in step.values[1:]:
@@ -127,7 +127,7 @@ def _joined(step: Step, parts: list[Dim], size: int) -> Dim:
         and len(parts) > 1
         and all(whole is not None and size_of(finest(whole)) == size for whole in wholes)
     ):
-        # Rotary embeddings cut the head dim in halves, and join them again.
+        # Rotary embeddings cut the head dim in halves and join the halves again.
         first = wholes[0]
         assert first is not None
         for other in wholes[1:]:

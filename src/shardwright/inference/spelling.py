@@ -30,9 +30,9 @@ class Spelled:
 
     Attributes:
       axis: Axis or merged axes; EMPTY if the dim is open.
-      evidence: Why.
-      guess: Whether a default rule chose it.
-      is_open: Whether nothing names it.
+      evidence: Why it has this axis.
+      guess: Whether a default rule chose the axis.
+      is_open: Whether nothing names the dim.
     """
 
     axis: Any
@@ -44,8 +44,8 @@ class Spelled:
 def spell(dims: Dims) -> list[Spelled]:
     """Return the entries of an annotation.
 
-    The spelling depends on the other dims: a head dim beside KV_HEAD is KV_HEAD_DIM, and a vector
-    along EMBED is NORM.
+    The entry of a dim depends on the other dims: a head dim beside KV_HEAD is KV_HEAD_DIM, and a
+    vector along EMBED is NORM.
     """
     row = [_spell_dim(dim) for dim in dims]
     row = _without_repeats(row)
@@ -56,7 +56,7 @@ def spell(dims: Dims) -> list[Spelled]:
     if others == [EMBED]:
         row = [_renamed(entry, EMBED, NORM) for entry in row]
     if others in ([EXPERT], [EMBED, EXPERT]):
-        # What a router makes. Only the weights of experts are sharded over them.
+        # The weight or the bias of a router. EXPERT is for the weights of experts.
         row = [_renamed(entry, EXPERT, EXPERT_GATE) for entry in row]
     return row
 
@@ -68,7 +68,7 @@ def _spell_dim(dim: Dim) -> Spelled:
     named = named_factors(dim)
     if not all(name for name, _ in named):
         return Spelled(EMPTY, Evidence("no rule names it"), is_open=True)
-    # A factor that joins its neighbor explains nothing.
+    # An EMPTY factor is merged with its neighbor, so the evidence of the neighbor is shown.
     explaining = [atom for atom in atoms if atom.name != EMPTY] or atoms
     evidence = next(atom.evidence for atom in explaining if atom.evidence is not None)
     guess = any(atom.guess for atom in atoms)
@@ -106,7 +106,7 @@ def _renamed(entry: Spelled, old: str, new: str) -> Spelled:
 
 
 def _without_repeats(row: Sequence[Spelled]) -> list[Spelled]:
-    """Replicate a dim whose axis an earlier dim has: an annotation names each axis once."""
+    """Replicate a dim if an earlier dim has its axis, because an annotation names an axis once."""
     seen: set[str] = set()
     entries = []
     for entry in row:

@@ -46,7 +46,7 @@ class Step:
       equation: The equation.
       site: Where it is in the model.
       values: The operands.
-      walker: Walks the jaxprs that the equation holds.
+      walker: Walks the jaxprs that the equation contains.
     """
 
     equation: Any
@@ -79,7 +79,7 @@ class Step:
         self.facts.same(left, right, self.site)
 
     def result(self, dims: Iterable[Dim], one_hot: Dim | None = None) -> Value:
-        """Return a result that depends on whatever the operands depend on."""
+        """Return a result that depends on all that the operands depend on."""
         return Value(
             dims=tuple(dims),
             data=any(value.data for value in self.values),

@@ -1,4 +1,4 @@
-"""Walk over a jaxpr: which dims are the same, and how the program uses them."""
+"""Walk over a jaxpr, and find which dims are the same and how the program uses them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shardwright.inference.evidence import Evidence, Site
 from shardwright.inference.facts import Facts
 from shardwright.inference.step import Step, Value
 
-# A new primitive is a line here, and a function in one of the files above. Primitives without a
-# line are elementwise, hold a jaxpr, or give new dims.
+# To add a primitive, write a function in one of the files above and a line here. A primitive
+# without a line contains a jaxpr, is elementwise, or has results with new dims.
 RULES: Final[dict[str, Callable[[Step], list[Value]]]] = {
     **dict.fromkeys(
         ["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"],
@@ -61,13 +61,13 @@ RULES: Final[dict[str, Callable[[Step], list[Value]]]] = {
     "unstack": shapes.unstack,  # JAX 0.12
     "while": control.while_loop,
 }
-# A kernel holds a jaxpr about references, which says nothing about whole arrays.
+# The jaxpr of a kernel is about references, and says nothing about whole arrays.
 _OPAQUE: Final = frozenset({"pallas_call"})
 _JAX: Final = f"{Path(jax.__file__ or '').resolve().parent}{os.sep}"
 
 
 class Walker:
-    """Walks over jaxprs and records facts."""
+    """Walk over jaxprs and record facts."""
 
     def __init__(self) -> None:
         self.facts = Facts()
@@ -76,10 +76,10 @@ class Walker:
         """Return the results of a jaxpr.
 
         Args:
-          jaxpr: An open jaxpr, whose constants say nothing.
-          values: One per input.
-          called_at: The equation that calls it, or None. Evidence inside a function of JAX names
-            its caller, since JAX caches the function with the lines of its first call.
+          jaxpr: An open jaxpr. Nothing is known about its constants.
+          values: One value per input.
+          called_at: The equation that calls the jaxpr, or None. Evidence inside a function of JAX
+            names this equation, because JAX caches the function with the lines of its first call.
         """
         known: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
         known |= {variable: _unknown(variable.aval) for variable in jaxpr.constvars}
@@ -122,6 +122,6 @@ def _unknown(value: Any) -> Value:
 
 
 def _is_of_jax(jaxpr: Any) -> bool:
-    """Tell whether a jaxpr is that of a function of JAX itself, such as `jnp.take`."""
+    """Tell whether a jaxpr comes from a function of JAX itself, such as `jnp.take`."""
     described = str(getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "") or "")
     return _JAX in described
