@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from shardwright import _moved
+from shardwright.errors import AgreementError as AgreementError
 from shardwright.errors import AttentionError as AttentionError
 from shardwright.errors import AxisConflictError as AxisConflictError
 from shardwright.errors import IndivisibleError as IndivisibleError

@@ -271,3 +271,60 @@ def scan_parts(parameters: dict[str, Any]) -> tuple[int, int, Any]:
         return parameters["num_consts"], parameters["num_carry"], body
     constants, carries, _ = parameters["ft_in"].unpack()  # JAX 0.12 keeps flat trees
     return len(list(constants.vals)), len(list(carries.vals)), body
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CoordinationStore:
+    """The keys and values that the processes of `jax.distributed` share.
+
+    They lie in the process of rank 0, and no call here is a collective. Each call raises a
+    `JaxRuntimeError` if that process does not answer.
+
+    Attributes:
+      client: JAX's client of the store.
+      rank: Index of this process.
+    """
+
+    client: Any
+    rank: int
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set a key, whatever its value was."""
+        self.client.key_value_set_bytes(key, value, allow_overwrite=True)
+
+    def wait(self, key: str, seconds: float) -> bytes | None:
+        """Return the value of a key as soon as it is set, or None after some seconds."""
+        try:
+            value: bytes = self.client.blocking_key_value_get_bytes(key, max(1, int(seconds * 1e3)))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise
+        return value
+
+    def entries(self, folder: str) -> dict[str, bytes]:
+        """Return the keys below a folder, without its name, and their values."""
+        found = self.client.key_value_dir_get_bytes(f"{folder}/")
+        return {key.removeprefix(f"{folder}/"): value for key, value in found}
+
+    def count(self, key: str, by: int = 1) -> int:
+        """Add to a counter, and return it."""
+        return int(self.client.key_value_increment(key, by))
+
+    def delete(self, key: str) -> None:
+        """Delete a key and all keys below it, if there are any."""
+        self.client.key_value_delete(key)
+
+
+def coordination_store() -> CoordinationStore | None:
+    """Return the store of `jax.distributed`, or None where it is not initialized.
+
+    No public function returns the client. `multihost_utils` would be no substitute: its functions
+    are collectives, which hang if the processes differ.
+    """
+    from jax._src import distributed
+
+    client: Any = distributed.global_state.client
+    if client is None:
+        return None
+    return CoordinationStore(client, distributed.global_state.process_id)

@@ -154,6 +154,12 @@ class MeshMismatchError(ShardingError):
     """The manager's mesh differs from the mesh of the context, or from that of the strategy."""
 
 
+class AgreementError(ShardingError):
+    """Processes differ that must agree: in rules, policy, mesh, specs, shapes or data; or a process
+    did not come.
+    """
+
+
 class NoManagerError(ShardingError):
     """A function needs a manager, and none is entered."""
 

@@ -30,6 +30,7 @@ LONG = {
         "managers",
         "mixture",
         "moving",
+        "processes",
         "serving",
         "testing",
         "training",

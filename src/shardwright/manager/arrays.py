@@ -22,6 +22,7 @@ from shardwright.errors import (
 from shardwright.manager import constraint
 from shardwright.manager.constraint import Placement
 from shardwright.manager.core import ManagerCore
+from shardwright.manager.host_data import compare_data, compare_parts
 from shardwright.manager.request import Request, dim_problem, suggest_for_missing_size
 from shardwright.manager.trees import map_leaves
 from shardwright.manager.weights import path_required
@@ -43,6 +44,7 @@ class ArrayMethods(ManagerCore):
 
         Inside a trace this is a constraint, and over Explicit mesh axes a reshard. Outside of a
         trace the array is placed. `shard` is strict: an array that does not fit raises an error.
+        NumPy data must be equal in all processes of the mesh, which is checked.
 
         Args:
           x: JAX or NumPy arrays, or a tree of them.
@@ -55,6 +57,7 @@ class ArrayMethods(ManagerCore):
           ManualAxisError: Inside `shard_map`, over a Manual mesh axis that the value does not vary
             over.
           MeshMismatchError: The ambient mesh is not the manager's.
+          AgreementError: NumPy data differs between processes; see `agree` of the manager.
         """
         return self._place(x, axes, mode, role, True)
 
@@ -73,6 +76,8 @@ class ArrayMethods(ManagerCore):
     ) -> jax.Array:
         """Build a global array from each process's part of it.
 
+        The parts must have one shape and dtype. Processes compare them at each call.
+
         Args:
           local: This process's data.
           *axes: Annotation of the global array.
@@ -81,8 +86,11 @@ class ArrayMethods(ManagerCore):
 
         Raises:
           ShapeRequiredError: The spec depends on sizes, and `global_shape` is not given.
+          AgreementError: The parts of the processes differ in shape or dtype.
         """
         annotation = read_annotation(axes)
+        if (group := self._group()) is not None:
+            compare_parts(group, annotation, local, global_shape)
         resolution = self.answer(Request(annotation, global_shape, mode))
         if ShapeRequiredError in {problem.error for problem in resolution.problems}:
             problems = suggest_for_missing_size(resolution, "pass global_shape=")
@@ -160,6 +168,8 @@ class ArrayMethods(ManagerCore):
         # A trace calls this thousands of times, nearly always with a tracer. So test for a tracer
         # once, and build a request only if the answer is not cached.
         traced = isinstance(x, jax.core.Tracer)
+        if not traced and path is None:
+            self._compare_data(x)
         if not traced and path is None and not _jax.is_array(x):
             return map_leaves(
                 x,
@@ -192,7 +202,15 @@ class ArrayMethods(ManagerCore):
             check_varying(x, resolution, path)
         if placement is None:
             return x
-        return constraint.constrain(x, placement) if traced else constraint.place(x, placement)
+        if traced:
+            return constraint.constrain(x, placement)
+        return constraint.place(x, placement, compared=self._options.agree)
+
+    def _compare_data(self, values: Any) -> None:
+        """Compare the host data of a tree with the other processes, outside of a trace."""
+        group = self._group()
+        if group is not None and not _jax.in_trace():
+            compare_data(group, values)
 
     def _placement(
         self, request: Request, *, strict: bool = True

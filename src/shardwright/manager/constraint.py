@@ -133,12 +133,17 @@ def order_problems(spec: PartitionSpec, types: Mapping[str, AxisType]) -> list[P
     return problems
 
 
-def place(x: Any, placement: Placement) -> Any:
-    """Place one array: by a constraint or a reshard inside a trace, by a transfer outside."""
+def place(x: Any, placement: Placement, *, compared: bool = False) -> Any:
+    """Place one array: by a constraint or a reshard inside a trace, by a transfer outside.
+
+    `compared` is as in `put`.
+    """
     if isinstance(x, jax.core.Tracer):
         return constrain(x, placement)
     check_kept(x)
-    return constrain(x, placement) if _jax.in_trace() else put(x, placement)
+    if _jax.in_trace():
+        return constrain(x, placement)
+    return put(x, placement, compared=compared)
 
 
 def check_kept(x: Any, *, path: str = "") -> None:
@@ -254,8 +259,14 @@ def no_devices() -> MeshSpecError:
     )
 
 
-def put(x: Any, placement: Placement) -> Any:
+def put(x: Any, placement: Placement, *, compared: bool = False) -> Any:
     """Place a concrete array; return the same object if it is already placed.
+
+    Args:
+      x: A JAX or NumPy array, or a number.
+      placement: Where it goes.
+      compared: Whether NumPy data is known to be equal in all processes. Otherwise JAX compares it,
+        by a collective.
 
     Raises:
       MeshSpecError: The mesh is abstract.
@@ -281,6 +292,9 @@ def put(x: Any, placement: Placement) -> Any:
     )
     if current is not None and current.is_equivalent_to(sharding, x.ndim) and x.committed:
         return x
+    if compared and isinstance(x, np.ndarray) and not sharding.is_fully_addressable:
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part], dtype)
     return jax.device_put(x, sharding)
 
 

@@ -15,7 +15,8 @@ from shardwright.errors import (
     StrategyError,
     raise_problems,
 )
-from shardwright.manager import constraint
+from shardwright.manager import constraint, processes
+from shardwright.manager.processes import ProcessGroup, ProcessOptions
 from shardwright.manager.request import Request, decision_rule, dim_problem
 from shardwright.resolution import resolver
 from shardwright.resolution.decisions import ModeFrom, Outcome, Resolution
@@ -41,6 +42,8 @@ class ManagerCore:
     name: str
     _sizes: dict[str, int]
     _uniform: bool  # whether all axes of the mesh have one axis type
+    _options: ProcessOptions
+    _met: bool  # whether the next entry need not compare with other processes
     _cache: Recent
 
     def answer(self, request: Request, ambient: AbstractMesh | None = None) -> Resolution:
@@ -89,6 +92,12 @@ class ManagerCore:
         """
         value = self._cache[key]
         return self._cache.keep(key, compute()) if value is None else value
+
+    def _group(self) -> ProcessGroup | None:
+        """Return the processes to compare with: None for a local mesh, or under `agree=False`."""
+        if isinstance(self.mesh, AbstractMesh) or not self.mesh.is_multi_process:
+            return None
+        return processes.process_group(self.mesh) if self._options.agree else None
 
     def _sharding(self, resolution: Resolution, memory_kind: str | None = None) -> NamedSharding:
         """Return the sharding of a resolution; the identical object for the same spec.

@@ -13,10 +13,11 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardwright.errors import MeshSpecError, raise_problems
-from shardwright.manager import context, upward
+from shardwright.manager import agreement, context, upward
 from shardwright.manager.arguments import check_rules_on_mesh, compiled_rules, own_mesh
 from shardwright.manager.arrays import ArrayMethods
 from shardwright.manager.core import needs_sharding
+from shardwright.manager.processes import DEFAULTS, ProcessOptions
 from shardwright.manager.request import Request, suggest_for_missing_size
 from shardwright.manager.training import TrainingMethods
 from shardwright.manager.weights import WeightMethods
@@ -36,14 +37,22 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
     Enter it (`with pm:`) to make it ambient for `shard`, `hint` and `gather`; it is then part of
     jit's cache key. Equality and hash cover rules, policy, mode and mesh.
 
+    If the mesh spans several processes, the first entry outside of a trace waits until all of them
+    have entered an equal manager.
+
     Args:
       strategy: A `Strategy`, compiled `AxisRules`, or a `PartitionAxis`.
       mesh: A `Mesh` or an `AbstractMesh`. Defaults to the strategy's own mesh, which starts the
         backend; for rules without a strategy, to the ambient mesh.
       mode: Mode of the calls that name none. Defaults to none; see `for_mode`.
+      agree: Whether to compare rules, mesh and data between the processes of the mesh, through the
+        coordination store of `jax.distributed`. Defaults to True.
+      watchdog: Seconds that a process of the mesh may be missing before the others print its rank
+        and end. Defaults to None, forever.
 
     Raises:
-      StrategyError: The strategy does not compile, or names no mesh where none is given.
+      StrategyError: The strategy does not compile, or names no mesh where none is given; or an
+        option is invalid.
       MeshMismatchError: A rule names a mesh axis that is neither standard nor in the mesh; or the
         mesh has an axis of more than one device that is neither standard nor named by any rule. Not
         under `missing = "replicate"`.
@@ -54,7 +63,9 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         "_cache",
         "_hash",
         "_key",
+        "_met",
         "_modes",
+        "_options",
         "_sizes",
         "_uniform",
         "_values",
@@ -70,8 +81,15 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
     _key: context.Key | None
 
     def __init__(
-        self, strategy: Any, *, mesh: Mesh | AbstractMesh | None = None, mode: str | None = None
+        self,
+        strategy: Any,
+        *,
+        mesh: Mesh | AbstractMesh | None = None,
+        mode: str | None = None,
+        agree: bool = True,
+        watchdog: float | None = None,
     ) -> None:
+        options = ProcessOptions(agree=agree, watchdog=watchdog)
         rules = compiled_rules(strategy)
         own = mesh if mesh is not None else own_mesh(strategy)
         if not isinstance(own, (Mesh, AbstractMesh)):
@@ -81,7 +99,7 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
                 'or abstract_mesh("dp:2,tp:4") to plan without devices',
             )
         name = "" if isinstance(strategy, (AxisRules, PartitionAxis)) else strategy.name
-        self._set(rules, own, None if mode is None else parse_mode(mode), name, {})
+        self._set(rules, own, None if mode is None else parse_mode(mode), name, {}, options)
         if self.mode is not None:
             self._modes[self.mode] = self
         check_rules_on_mesh(rules, self._sizes)
@@ -93,6 +111,7 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         mode: str | None,
         name: str,
         modes: dict[str, PartitionManager],
+        options: ProcessOptions = DEFAULTS,
     ) -> None:
         """Set every slot, once. The managers of all modes share `modes`."""
         identity = (rules, mesh, mode)
@@ -108,6 +127,8 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
             "_values": identity,
             "_hash": hash(identity),
             "_key": None,
+            "_met": isinstance(mesh, AbstractMesh) or not mesh.is_multi_process,
+            "_options": options,
         }
         for slot, value in slots.items():
             object.__setattr__(self, slot, value)
@@ -160,6 +181,8 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         return manager_html(self)
 
     def __enter__(self) -> PartitionManager:
+        if not self._met:
+            agreement.meet(self)
         context.enter(self, self.mesh, self._key or self._make_key())
         return self
 
@@ -186,7 +209,7 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         manager = self._modes.get(parsed)
         if manager is None:
             manager = object.__new__(PartitionManager)
-            manager._set(self.rules, self.mesh, parsed, self.name, self._modes)
+            manager._set(self.rules, self.mesh, parsed, self.name, self._modes, self._options)
             # setdefault, so that concurrent threads get the same object.
             manager = self._modes.setdefault(parsed, manager)
         return manager

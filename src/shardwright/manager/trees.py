@@ -20,7 +20,9 @@ from shardwright.errors import (
 )
 from shardwright.manager import constraint
 from shardwright.manager.core import ManagerCore
+from shardwright.manager.processes import Fact, array_text, compare
 from shardwright.manager.request import Request
+from shardwright.resolution.partition_specs import spec_text
 from shardwright.resolution.recent import Shardings
 from shardwright.trees import annotated, initialize, paths
 from shardwright.vocabulary.annotations import ArraySpec, is_annotation, tree_of_annotations
@@ -107,6 +109,47 @@ class TreeMethods(ManagerCore):
         """
         shardings = self.shardings(values, annotations, mode=mode, role=role)
         return with_shardings(values, shardings)
+
+    def agree(
+        self,
+        values: Any,
+        annotations: Any = None,
+        *,
+        mode: str | None = None,
+        role: Role | str = Role.PARAM,
+    ) -> None:
+        """Check that every process of the mesh has the same tree: paths, shapes, dtypes, specs.
+
+        All processes of the mesh must call it. It is not a collective: it waits 8 seconds at most.
+        It does nothing on a mesh of one process, and under `agree=False`. The arguments are those
+        of `shardings`.
+
+        Raises:
+          AgreementError: A leaf differs between processes, or a process did not come.
+          ShardingError: As `shardings` does.
+        """
+        facts: dict[str, Fact] = {}
+
+        def note(leaf: annotated.Leaf) -> None:
+            request = Request(leaf.annotation, np.shape(leaf.value), mode, role, leaf.path)
+            text, places = array_text(leaf.value), ""
+            try:
+                resolution = self.answer(request)
+                rules = [str(part.rule) for part in resolution.decisions if part.rule is not None]
+                text, places = f"{text} as {spec_text(resolution.require())}", "; ".join(rules)
+            finally:
+                facts[leaf.path or "the array"] = Fact(text, places)
+
+        wrong: ShardingError | None = None
+        try:
+            map_leaves(values, annotations, note)
+        except ShardingError as error:  # in one process alone it would leave the others waiting
+            wrong = error
+        if (group := self._group()) is not None:
+            fix = "build the same tree, with the same specs, in every process"
+            compare(group, "agree", facts, what="pm.agree", fix=fix)
+        if wrong is not None:
+            raise wrong
 
     def init(self, specs: Any, key: Any, *, mode: str | None = None) -> Any:
         """Initialize a tree of `ArraySpec`s in one jit; each array is created already sharded.

@@ -1,0 +1,266 @@
+"""Compare values between the processes that a mesh spans, without a collective.
+
+Each process writes a digest of its values into JAX's coordination store and reads those of the
+others. Only if digests differ, the values follow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from shardwright import _jax
+from shardwright.errors import AgreementError, Problem, StrategyError
+
+ROOT: Final = "shardwright"
+# A difference between processes is an error in each of them within 10 seconds.
+WAIT_S: Final = 8.0
+# How long an exchange inside a training loop waits in all; it reports after `WAIT_S`.
+PATIENCE_S: Final = 300.0
+MOST_PROBLEMS: Final = 10
+_LOG = logging.getLogger("shardwright.processes")
+
+
+class Fact(NamedTuple):
+    """One value that all processes must share.
+
+    Attributes:
+      text: The value.
+      place: Where it is written, or empty. It may differ.
+      kind: Of values of one kind, messages show only the first that differs; empty for none.
+    """
+
+    text: str
+    place: str = ""
+    kind: str = ""
+
+
+Facts = Mapping[str, Fact]
+NOTHING: Final = Fact("nothing")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessOptions:
+    """What a manager does about the other processes of its mesh.
+
+    Attributes:
+      agree: Whether it compares with them.
+      watchdog: Seconds that a process may be missing before the others end, or None for forever.
+
+    Raises:
+      StrategyError: `agree` is not a bool, or `watchdog` is not a number of at least 1.
+    """
+
+    agree: bool = True
+    watchdog: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.agree, bool):
+            raise StrategyError(f"agree={self.agree!r} is not a bool", fix="pass True or False")
+        seconds = self.watchdog
+        if seconds is None:
+            return
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 1:
+            raise StrategyError(
+                f"watchdog={seconds!r} is not a number of seconds, at least 1",
+                fix="pass watchdog=8, or None to wait forever",
+            )
+
+
+DEFAULTS: Final = ProcessOptions()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessGroup:
+    """The processes that a mesh spans, one of which is this one.
+
+    Attributes:
+      store: The coordination store.
+      ranks: Indices of the processes, ascending.
+    """
+
+    store: _jax.CoordinationStore
+    ranks: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        """Index of this process."""
+        return self.store.rank
+
+    @property
+    def name(self) -> str:
+        """The ranks as part of a key."""
+        return digest_of(",".join(map(str, self.ranks)))[:16]
+
+
+def process_group(mesh: Mesh | AbstractMesh) -> ProcessGroup | None:
+    """Return the processes that a mesh spans; None for a local mesh, one of other processes, or
+    without `jax.distributed`.
+    """
+    if isinstance(mesh, AbstractMesh) or not mesh.is_multi_process:
+        return None
+    store = _jax.coordination_store()
+    ranks = tuple(sorted({device.process_index for device in mesh.devices.flat}))
+    # Meshes of compile-only devices name processes that do not exist.
+    if store is None or store.rank not in ranks or ranks[-1] >= jax.process_count():
+        return None
+    return ProcessGroup(store=store, ranks=ranks) if len(ranks) > 1 else None
+
+
+def digest_of(text: str) -> str:
+    """Return 32 hexadecimal digits, equal for equal text."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def facts_digest(facts: Facts) -> str:
+    """Return a digest of the values, whatever their places."""
+    return digest_of(json.dumps([(key, fact.text) for key, fact in sorted(facts.items())]))
+
+
+def packed(facts: Facts) -> bytes:
+    """Return facts as bytes for the store."""
+    return zlib.compress(json.dumps(facts).encode())
+
+
+def unpacked(data: bytes) -> dict[str, Fact]:
+    """Return the facts of `packed`."""
+    return {key: Fact(*fact) for key, fact in json.loads(zlib.decompress(data)).items()}
+
+
+def compare(
+    group: ProcessGroup, topic: str, facts: Facts, *, what: str, fix: str, patience: float = WAIT_S
+) -> None:
+    """Compare facts with those that the other processes pass for the same topic, in its n-th call.
+
+    Args:
+      group: The processes.
+      topic: Name of the comparison.
+      facts: This process's values.
+      what: What is compared, as the subject of messages.
+      fix: How to fix a difference.
+      patience: Seconds until a process that does not come is an error. After 8 seconds, a warning
+        in the log `shardwright.processes` names it.
+
+    Raises:
+      AgreementError: The values differ, or a process has not come.
+    """
+    store = group.store
+    room = f"{ROOT}/{topic}/{group.name}"
+    number = store.count(f"{room}/calls/{group.rank}")
+    digest = facts_digest(facts)
+    store.set(f"{room}/{number}/digests/{group.rank}", digest.encode())
+    digests = _collected(group, f"{room}/{number}/digests", what, patience)
+    # All processes have come to this call, so nobody reads earlier ones; the distance is for
+    # threads that compare at the same time.
+    store.delete(f"{room}/{number - 4}/digests/{group.rank}")
+    differing = [rank for rank in group.ranks if digests[rank] != digest]
+    if not differing:
+        return
+    store.set(f"{room}/{number}/facts/{group.rank}", packed(facts))
+    theirs = store.wait(f"{room}/{number}/facts/{differing[0]}", 1.0)
+    if theirs is None:
+        raise AgreementError(f"{what} differs between processes {ranks_text(group.ranks)}", fix=fix)
+    sides = ((group.rank, facts), (differing[0], unpacked(theirs)))
+    raise disagreement(sides, what, fix)
+
+
+def _collected(group: ProcessGroup, folder: str, what: str, patience: float) -> dict[int, str]:
+    """Return the digest of each process as soon as all are there."""
+    begun, reported = time.monotonic(), False
+    while True:
+        found = {int(rank): text.decode() for rank, text in group.store.entries(folder).items()}
+        absent = [rank for rank in group.ranks if rank not in found]
+        if not absent:
+            return found
+        left = begun + patience - time.monotonic()
+        if left <= 0:
+            # A process that comes later must not go on alone.
+            group.store.delete(f"{folder}/{group.rank}")
+            raise AgreementError(
+                f"{processes_text(absent)} did not come to {what} within {patience:.0f} s, where "
+                f"process {group.rank} waits",
+                fix="make the same calls in every process, in the same order",
+            )
+        if not reported and time.monotonic() - begun > WAIT_S:
+            reported = True
+            _LOG.warning(
+                "process %d has waited %.0f s for %s to come to %s",
+                *(group.rank, WAIT_S, processes_text(absent), what),
+            )
+        group.store.wait(f"{folder}/{absent[0]}", min(left, 1.0))
+
+
+def disagreement(
+    sides: Sequence[tuple[int, Facts]], what: str, fix: str, *, suffix: str = ""
+) -> AgreementError:
+    """Return the error that names each value in which two processes differ.
+
+    Args:
+      sides: The rank and the facts of both processes.
+      what: What is compared.
+      fix: How to fix a difference.
+      suffix: Added to each fix.
+    """
+    (_, first), (_, second) = ordered = sorted(sides, key=lambda side: side[0])
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for key in dict.fromkeys((*first, *second)):
+        one, other = first.get(key, NOTHING), second.get(key, NOTHING)
+        if one.text != other.text:
+            kind = one.kind or other.kind
+            groups.setdefault((kind,) if kind else (*one, *other), []).append(key)
+    problems = []
+    for keys in groups.values():
+        facts = [(rank, side.get(keys[0], NOTHING)) for rank, side in ordered]
+        more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+        places = [f"process {rank}: {fact.place}" for rank, fact in facts if fact.place]
+        if len({fact.place for _, fact in facts}) == 1:
+            places = [facts[0][1].place]
+        problems.append(
+            Problem(
+                error=AgreementError,
+                what=", ".join(f"process {rank} has {fact.text}" for rank, fact in facts),
+                path=f"{keys[0]}{more}",
+                rule="\n".join(places),
+                fix=f"{fix}{suffix}",
+            )
+        )
+    left = len(problems) - MOST_PROBLEMS
+    if left > 0:
+        problems = [
+            *problems[:MOST_PROBLEMS],
+            Problem(error=AgreementError, what=f"{left} more values differ", fix=fix),
+        ]
+    if not problems:
+        return AgreementError(f"{what} differs between {processes_text([s[0] for s in sides])}")
+    return AgreementError(problems=problems)
+
+
+def array_text(value: Any) -> str:
+    """Return dtype and shape of an array, such as `float32[8,16]`."""
+    dtype = getattr(value, "dtype", None)
+    name = type(value).__name__ if dtype is None else str(dtype)
+    return f"{name}[{','.join(map(str, np.shape(value)))}]"
+
+
+def processes_text(ranks: Sequence[int]) -> str:
+    """Return `process 3`, or `processes 1, 2 and 5`."""
+    if len(ranks) == 1:
+        return f"process {ranks[0]}"
+    return f"processes {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return `0-3` for consecutive ranks, else `0, 2, 5`."""
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks))

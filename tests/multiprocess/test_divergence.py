@@ -1,0 +1,23 @@
+"""Processes that differ are told what differs, within 10 seconds; `divergent.py` has the cases."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess import pairs
+from tests.multiprocess.divergent import PARTS
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.mark.parametrize("part", ["quick", pytest.param("all", marks=pytest.mark.wide)])
+def test_differences_are_told(part: str, tmp_path: Path) -> None:
+    ended = pairs.run("tests.multiprocess.divergent", [part], tmp_path)
+    output = "\n".join(f"process {rank}:\n{process.text}" for rank, process in enumerate(ended))
+    for process in ended:
+        passed = re.findall(r"told (\w+)", process.text)
+        assert passed == [case.__name__ for case in PARTS[part]], output
+    assert [process.code for process in ended] == [0, 0], output
