@@ -456,7 +456,7 @@ print(virtual_devices(1) == jax.devices(), cpu_mesh("dp:1").size, create_mesh().
 
 def test_notebook_with_too_few_devices() -> None:
     late = (
-        "8 virtual CPU devices are needed, JAX already runs with 1 CPU device\n"
+        "8 virtual CPU devices are needed, but JAX already runs with 1 CPU device\n"
         "  fix   call virtual_devices(8) before JAX's first operation (in a notebook: restart "
         "the kernel and call it in the first cell), "
         "or start Python with XLA_FLAGS=--xla_force_host_platform_device_count=8\n"

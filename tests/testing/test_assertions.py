@@ -165,11 +165,11 @@ def test_invalid_comparisons() -> None:
     with pytest.raises(NoManagerError, match="assert_spec needs a PartitionManager"):
         assert_spec(x, sw.BATCH, sw.EMBED)
     with pytest.raises(
-        StrategyError, match=r"P\('tp'\) is expected of a ndarray that is not on a mesh"
+        StrategyError, match=r"P\('tp'\) is expected for a ndarray that is not on a mesh"
     ):
         assert_sharding(np.zeros(4), P("tp"))
     with pytest.raises(
-        StrategyError, match=r"x/0: a sharding is expected, and the tree has no such tensor"
+        StrategyError, match=r"x/0: a sharding is expected for it, but the tree has"
     ):
         assert_sharding({"x": x}, {"x": (sw.BATCH, sw.EMBED)})
     with pytest.raises(StrategyError, match="the tree of expected shardings does not fit the tree"):
@@ -353,12 +353,12 @@ def test_loops_count_every_trip() -> None:
     )
     message = failing(lambda: assert_collectives(mapped, *args, permute=5, bytes=80))
     assert (
-        "permute: 5 expected, found in a loop that ends on data: pass trips= to say how "
+        "permute: 5 expected, found in a loop whose end depends on data: pass trips= to say how "
         "often it runs"
     ) in message
     assert (
-        "bytes: unknown, because a loop ends on data: pass trips= to say how often it runs"
-        in message
+        "bytes: unknown, because the end of a loop depends on data: pass trips= to say how often "
+        "it runs" in message
     )
     assert "an unknown number found" in failing(lambda: assert_no_collectives(mapped, *args))
 

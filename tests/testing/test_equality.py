@@ -219,7 +219,7 @@ def test_different_trees_and_empty_results() -> None:
     _, x = inputs(pm)
     for reference in (lambda x: {"b": x, "c": x * 2}, lambda x: {"a": x}, lambda x: (x, x * 2)):
         with pytest.raises(
-            AssertionError, match=r"return other trees: .*\n  fix   return the same names"
+            AssertionError, match=r"return different trees: .*\n  fix   return the same names"
         ):
             assert_same_as_unsharded(
                 lambda x: {"a": x, "b": x * 2}, x, manager=pm, reference=reference, grad=False

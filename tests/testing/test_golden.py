@@ -59,11 +59,11 @@ def test_missing_then_written_then_compared(one: Golden) -> None:
 
 def test_outdated_file_shows_changes(one: Golden) -> None:
     updated(one)("a\nb\nc\nd\ne\nf\ng")
-    with pytest.raises(GoldenError, match="says something else") as caught:
+    with pytest.raises(GoldenError, match="differs") as caught:
         one("a\nb\nc\nD\ne\nf\ng")
     path = one.folder / "it.txt"
     assert str(caught.value) == (
-        f"{path} says something else (- golden, + now)\n"
+        f"{path} differs (- golden, + now)\n"
         f"  line 2\n"
         f"    b\n"
         f"    c\n"
@@ -71,7 +71,7 @@ def test_outdated_file_shows_changes(one: Golden) -> None:
         f"  + D\n"
         f"    e\n"
         f"    f\n"
-        "  fix   if what is new is right, write it, read it, commit it: pytest "
+        "  fix   if the new text is right, write it, read it, commit it: pytest "
         "'test_a.py::test_it' --update-golden"
     )
 
@@ -116,7 +116,7 @@ def test_bytes_are_written_and_compared_as_they_are(one: Golden, text: str) -> N
 
 def test_line_ends_and_bytes_that_differ_are_shown(one: Golden) -> None:
     updated(one)("a\r\nb\n")
-    with pytest.raises(GoldenError, match="says something else") as caught:
+    with pytest.raises(GoldenError, match="differs") as caught:
         one("a\nb\n")
     assert "  - 'a\\r\\n'\n  + 'a\\n'\n    'b\\n'\n" in str(caught.value)
     (one.folder / "it.txt").write_bytes(b"\xff\n")
@@ -137,7 +137,7 @@ def test_invalid_names_and_values(one: Golden) -> None:
     updated(one)("text", long[:251])
     with pytest.raises(
         GoldenError,
-        match=r"the text has '\\udc80' in line 2, which UTF-8 cannot write\n  fix   spell it",
+        match=r"the text has '\\udc80' in line 2, which UTF-8 cannot encode\n  fix   escape it",
     ):
         updated(one)("fine\nbad \udc80")
     assert not (one.folder / "it.txt").exists()
@@ -161,7 +161,7 @@ def test_file_at_another_path(one: Golden, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     updated(one).file(page, "text\n")
     one.file(page, "text\n")
-    with pytest.raises(GoldenError, match=r"page\.md says something else"):
+    with pytest.raises(GoldenError, match=r"page\.md differs"):
         one.file(page, "other\n")
 
 
@@ -359,14 +359,14 @@ def test_shared_files_and_removed_modules(run: Run, pytester: pytest.Pytester) -
     result = run({"test_it.py": CLASH}, "--update-golden")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert (
-        "test_it.py::test_a and test_it.py::test_b share golden/test_it/shared.txt and want "
+        "test_it.py::test_a and test_it.py::test_b share golden/test_it/shared.txt and expect "
         "different contents; give each a name of its own"
     ) in result.outlines
     assert "no module test_gone.py beside golden/test_gone; remove the folder" in result.outlines
     later = run({})
     assert later.ret == pytest.ExitCode.TESTS_FAILED
     assert (
-        "test_it.py::test_a and test_it.py::test_b share golden/test_it/shared.txt and want "
+        "test_it.py::test_a and test_it.py::test_b share golden/test_it/shared.txt and expect "
         "different"
     ) in said(later)
 
@@ -404,8 +404,7 @@ def test_failure_of_cases_that_share_a_file(run: Run) -> None:
     result = run({}, "-x")
     result.assert_outcomes(failed=1)
     assert (
-        "fix   the cases of this test share the file: where they differ, put what differs, "
-        "[a], into the name"
+        "fix   the cases of this test share the file: if their texts differ, put [a] into the name"
     ) in said(result)
 
 

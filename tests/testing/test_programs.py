@@ -93,7 +93,7 @@ def test_axes_of_size_one_are_ignored() -> None:
 @pytest.mark.parametrize("axis", [(), []])
 def test_empty_axis_is_refused(axis: Any) -> None:
     f, x = summing("dp", cpu_mesh("dp:2,tp:4"))
-    with pytest.raises(TypeError, match="names no axis, so nothing is looked at"):
+    with pytest.raises(TypeError, match="names no axis, so nothing is checked"):
         assert_no_collectives(f, x, axis=axis)
-    with pytest.raises(TypeError, match="names no axis, so nothing is looked at"):
+    with pytest.raises(TypeError, match="names no axis, so nothing is checked"):
         assert_collectives(f, x, all_reduce=0, axis=axis)

@@ -235,8 +235,8 @@ SAYS = {
         'strategy="fsdp_tp")'
     ),
     "test_too_many[dp16]": (
-        "mesh dp:16 needs 16, JAX runs with 8 CPU devices: that is what XLA_FLAGS or a "
-        "conftest.py asks for, or the usual 8\n"
+        "mesh dp:16 needs 16, but JAX runs with 8 CPU devices: set by XLA_FLAGS or a "
+        "conftest.py, or the default of 8\n"
         "  fix   set virtual_devices = 16 for pytest (in pyproject.toml under "
         "[tool.pytest.ini_options]), "
         "or run pytest --virtual-devices 16"
@@ -249,8 +249,7 @@ SAYS = {
     ),
     "test_leaves_a_mesh[dp2]": (
         "left behind: the mesh dp:2 is set\n"
-        "  fix   write `with jax.set_mesh(mesh):`; as a statement of its own "
-        "`jax.set_mesh(mesh)` stays"
+        "  fix   write `with jax.set_mesh(mesh):`; without `with` the mesh stays set"
     ),
     "test_leaves_a_manager[dp2-ddp]": (
         "left behind: PartitionManager('ddp', mesh='dp:2', mode='decode') is entered\n"
@@ -389,16 +388,16 @@ def test_too_few_devices_has_a_fix(run: Run) -> None:
     test = COUNT.replace("dp:2", "dp:8")
     result = run({"conftest.py": EARLY, "test_it.py": test})
     assert (
-        "mesh dp:8 needs 8, JAX runs with 1 CPU device: a module or a conftest.py used JAX "
+        "mesh dp:8 needs 8, but JAX runs with 1 CPU device: a module or a conftest.py used JAX "
         "while tests were collected\n"
         "  fix   set virtual_devices = 8 for pytest (in pyproject.toml under "
         "[tool.pytest.ini_options]), or run "
-        "pytest --virtual-devices 8; it is then set before any of them is read; or move that "
-        "use of JAX into a test or a fixture"
+        "pytest --virtual-devices 8: both set the number before any of them is imported; or move "
+        "that use of JAX into a test or a fixture"
     ) in said(result)
     result = run({"conftest.py": "", "test_it.py": test}, ini="virtual_devices = 4")
     assert (
-        "mesh dp:8 needs 8, JAX runs with 4 CPU devices: virtual_devices = 4\n"
+        "mesh dp:8 needs 8, but JAX runs with 4 CPU devices: virtual_devices = 4\n"
         "  fix   set virtual_devices = 8"
     ) in said(result)
     result = run(
@@ -406,7 +405,7 @@ def test_too_few_devices_has_a_fix(run: Run) -> None:
         ini="virtual_devices = 8\naddopts = -p early",
     )
     assert (
-        "mesh dp:8 needs 8, JAX runs with 1 CPU device: something used JAX before "
+        "mesh dp:8 needs 8, but JAX runs with 1 CPU device: something used JAX before "
         "virtual_devices = 8 was read, such as another plugin\n"
         "  fix   start pytest with XLA_FLAGS=--xla_force_host_platform_device_count=8, or "
         "move that use of JAX into a fixture"
@@ -500,7 +499,7 @@ def test_too_few_real_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     (case,) = pytest_plugin.cases_of(pytest.mark.mesh("dp:2").mark)
     monkeypatch.setattr(jax, "local_devices", lambda backend: ["the only one"])
     says = (
-        "mesh dp:2 needs 2, JAX runs with 1 GPU device\n"
+        "mesh dp:2 needs 2, but JAX runs with 1 GPU device\n"
         "  fix   run without --mesh-backend for virtual CPU devices, or select"
     )
     with (

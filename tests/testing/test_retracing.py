@@ -101,8 +101,7 @@ def test_function_jitted_in_each_call() -> None:
     message = failing(lambda: assert_no_retrace(anew, (x,), (x,)))
     assert "no argument changed its shape, dtype or sharding\n" in message
     assert message.endswith(
-        "fix   jit once, outside the call; look at static arguments, closures and the "
-        "ambient context"
+        "fix   jit once, outside the call; check static arguments, closures and the ambient context"
     )
     assert "seen another function defined on the same line" in message
 
@@ -168,12 +167,12 @@ def plain(x: Any) -> Any:
         (
             plain,
             (
-                r"plain is not jitted and calls nothing that is: it ran .*, _where one by one\n"
-                r"  fix   pass jax.jit\(f\), made once"
+                r"plain is not jitted and calls no jitted function: it ran .*, _where one by one\n"
+                r"  fix   pass jax.jit\(f\), created once"
             ),
         ),
-        (lambda x: x, r"<lambda> is not jitted and calls nothing that is\n  fix   pass jax.jit"),
-        (lambda x: np.sin(x) + 1, r"<lambda> is not jitted and calls nothing that is\n"),
+        (lambda x: x, r"<lambda> is not jitted and calls no jitted function\n  fix   pass jax.jit"),
+        (lambda x: np.sin(x) + 1, r"<lambda> is not jitted and calls no jitted function\n"),
     ],
     ids=["operations", "nothing", "numpy"],
 )

@@ -44,7 +44,7 @@ _LATER = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker must still see what does not exist
+if not TYPE_CHECKING:  # a type checker must report names that do not exist
 
     def __getattr__(name: str) -> Any:
         if name in _LATER:

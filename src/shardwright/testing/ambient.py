@@ -21,7 +21,8 @@ def isolated() -> Iterator[None]:
     """Run a block, and restore the ambient managers and mesh after it.
 
     Raises:
-      AmbientLeftError: the block succeeded and left a manager or a mesh, which is reset first.
+      AmbientLeftError: the block succeeded, but left a manager entered or a mesh set. They are
+        reset before the error.
     """
     depth, mesh, legacy = context.depth(), jax.sharding.get_mesh(), len(legacy_meshes())
     try:
@@ -29,34 +30,32 @@ def isolated() -> Iterator[None]:
     except BaseException:
         _take_back(depth, mesh, legacy)
         raise
-    if left := _take_back(depth, mesh, legacy):
-        raise AmbientLeftError("left behind: " + "; and ".join(left))
+    if leftovers := _take_back(depth, mesh, legacy):
+        raise AmbientLeftError("left behind: " + "; and ".join(leftovers))
 
 
 def _take_back(depth: int, mesh: Mesh, legacy: int) -> list[str]:
     """Restore the ambient mesh and managers; describe what was left, with a fix for each."""
-    left = []
+    leftovers = []
     while context.depth() > depth:
-        left.append(
+        leftovers.append(
             f"{context.take_back()!r} is entered\n"
             f"  fix   write `with manager:` around what needs it"
         )
     for entered in reversed(legacy_meshes()[legacy:]):
         entered.__exit__(None, None, None)
-        left.append(
+        leftovers.append(
             f"the mesh {_sizes(entered)} is entered\n"
             f"  fix   write `with jax.set_mesh(mesh):` around what needs it"
         )
     now, abstract = jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()
     if now != mesh or (mesh.empty and not abstract.empty):
         what = "the mesh is unset" if abstract.empty else f"the mesh {_sizes(abstract)} is set"
-        left.append(
-            f"{what}\n"
-            f"  fix   write `with jax.set_mesh(mesh):`; as a statement of its own "
-            f"`jax.set_mesh(mesh)` stays"
+        leftovers.append(
+            f"{what}\n  fix   write `with jax.set_mesh(mesh):`; without `with` the mesh stays set"
         )
         jax.set_mesh(None if mesh.empty else mesh)
-    return left
+    return leftovers
 
 
 def _sizes(mesh: Mesh | AbstractMesh) -> str:

@@ -28,9 +28,9 @@ from shardwright.testing.programs import Axis, Program, read_program
 from shardwright.vocabulary.axes import axis_label
 from shardwright.vocabulary.integers import as_integer
 
-_ROWS = 20  # of a table in a message
-_NOTHING = "the tree has no arrays, so there is nothing to look at"
-_NOTHING_FIX = "pass the arrays that the test is about; a filter may have left none"
+_ROWS = 20  # the most rows of a table in a message
+_NOTHING = "the tree has no arrays, so there is nothing to check"
+_NOTHING_FIX = "pass the arrays that the test is about; a filter may have removed all of them"
 
 Count = int | range
 
@@ -49,7 +49,7 @@ def assert_sharding(x: Any, expected: Any) -> None:
       AssertionError: some tensors have another sharding; all are listed.
     """
     __tracebackhide__ = True
-    _judge(wanted_by_sharding(x, expected))
+    _check_placements(wanted_by_sharding(x, expected))
 
 
 def assert_spec(
@@ -77,11 +77,11 @@ def assert_spec(
       ShardingError: an annotation does not resolve, or the tree has no arrays.
     """
     __tracebackhide__ = True
-    known = manager if manager is not None else context.current()
-    _judge(wanted_by_annotation(x, axes, known, mode=mode, role=role))
+    active = manager if manager is not None else context.current()
+    _check_placements(wanted_by_annotation(x, axes, active, mode=mode, role=role))
 
 
-def _judge(wanted: Sequence[Wanted]) -> None:
+def _check_placements(wanted: Sequence[Wanted]) -> None:
     __tracebackhide__ = True
     if not wanted:
         raise StrategyError(_NOTHING, fix=_NOTHING_FIX)
@@ -94,7 +94,7 @@ def assert_max_replicated(
     x: Any,
     shardings: Any = None,
     *,
-    bytes: int | None = None,  # noqa: A002  what a test wants to say
+    bytes: int | None = None,  # noqa: A002  reads well in a call
     fraction: float | None = None,
 ) -> None:
     """Assert that few bytes of a tree are replicated.
@@ -104,13 +104,15 @@ def assert_max_replicated(
 
     Args:
       x: an array or a tree, or with `shardings` anything that has shapes and dtypes.
-      shardings: a tree of shardings, or of prefixes. Defaults to those of the arrays.
-      bytes: limit for the copies, in bytes over all devices: what full sharding would save.
+      shardings: a tree of shardings. One entry may cover a whole subtree. Defaults to the
+        shardings of the arrays.
+      bytes: limit for the copies, in bytes over all devices. Full sharding would save these bytes.
       fraction: limit for the copies as a fraction of all bytes held. Eight devices that hold the
         same array give 7/8.
 
     Raises:
       AssertionError: more is replicated. The arrays with the most copies come first.
+      TypeError: `bytes` and `fraction` are both given, or neither is.
       ValueError: `fraction` is below 0 or above 1, or `bytes` is below 0.
       StrategyError: a leaf has no sharding, there are no leaves, or none is placed on a mesh.
     """
@@ -133,11 +135,11 @@ def assert_max_replicated(
             what, fix="place them first (pm.shard, pm.init), or pass shardings=pm.shardings(...)"
         )
     if bytes is not None:
-        good, limit = tree_bytes.replicated <= bytes, f"the limit is {bytes_text(bytes)}"
+        is_within, limit = tree_bytes.replicated <= bytes, f"the limit is {bytes_text(bytes)}"
     else:
         assert fraction is not None
-        good, limit = tree_bytes.replicated_share <= fraction, f"the limit is {fraction:.1%}"
-    if not good:
+        is_within, limit = tree_bytes.replicated_share <= fraction, f"the limit is {fraction:.1%}"
+    if not is_within:
         worst = tree_bytes.most_replicated()
         held = (
             f"{bytes_text(tree_bytes.replicated)} of {bytes_text(tree_bytes.held)} held on all "
@@ -166,7 +168,7 @@ def assert_collectives(
     ragged_all_to_all: Count | None = None,
     only: bool = False,
     axis: Axis | None = None,
-    bytes: Count | None = None,  # noqa: A002  what a test wants to say
+    bytes: Count | None = None,  # noqa: A002  reads well in a call
     mesh: Mesh | AbstractMesh | None = None,
     manager: PartitionManager | None = None,
     trips: int | None = None,
@@ -192,14 +194,15 @@ def assert_collectives(
       axis: count only collectives over this mesh axis or semantic axis. For several axes: over
         exactly these, not counting axes of one device.
       bytes: logical bytes of the named kinds, or of all kinds if none is named, as an integer or a
-        `range`. Loops count once per trip. The element types are the program's own, which XLA for
-        CPU widens; a program that is already compiled does not tell all of them.
+        `range`. Loops count once per trip. The element types are those that the program has before
+        XLA for CPU widens some of them. A program that is already compiled does not show all of
+        them.
       mesh: Defaults to the manager's, else to that of the program's arguments and results.
       manager: ambient while a function compiles. Defaults to the ambient one.
-      trips: number of trips of loops that end on data.
+      trips: number of trips of each loop whose end depends on data.
 
     Raises:
-      AssertionError: the program runs other collectives.
+      AssertionError: the program runs other collectives than expected.
       TypeError: no kind and no bytes are named, or a count is neither an integer nor a range.
       ProgramError: the program cannot be read.
       MeshSpecError: its mesh is not known.
@@ -229,7 +232,7 @@ def assert_collectives(
     problems = [text for kind, count in wanted.items() if (text := _wrong_count(kind, count, over))]
     if only:
         problems += [
-            f"{kind}: none is expected, {_often(kind, over)} found"
+            f"{kind}: none is expected, {_count_text(kind, over)} found"
             for kind in _kinds(over)
             if kind not in wanted
         ]
@@ -270,7 +273,7 @@ def assert_no_collectives(
     over = compiled.over(axis, exactly=False)
     if over:
         problems = [
-            f"{kind}: none is expected, {_often(kind, over)} found" for kind in _kinds(over)
+            f"{kind}: none is expected, {_count_text(kind, over)} found" for kind in _kinds(over)
         ]
         raise AssertionError(_message(compiled, axis, over, problems))
 
@@ -294,7 +297,7 @@ def _runs(kind: Kind, collectives: Sequence[Collective]) -> int | None:
     return None if None in counts else sum(count for count in counts if count is not None)
 
 
-def _often(kind: Kind, collectives: Sequence[Collective]) -> str:
+def _count_text(kind: Kind, collectives: Sequence[Collective]) -> str:
     runs = _runs(kind, collectives)
     moved = total(collective for collective in collectives if collective.kind is kind)
     if runs is None or moved is None:
@@ -306,11 +309,11 @@ def _wrong_count(kind: Kind, wanted: Count, collectives: Sequence[Collective]) -
     runs = _runs(kind, collectives)
     if runs is None:
         return (
-            f"{kind}: {_expected(wanted)}, found in a loop that ends on data: pass trips= to say "
-            f"how often it runs"
+            f"{kind}: {_expected(wanted)}, found in a loop whose end depends on data: pass trips= "
+            f"to say how often it runs"
         )
     fits = runs in wanted if isinstance(wanted, range) else runs == wanted
-    return "" if fits else f"{kind}: {_expected(wanted)}, {_often(kind, collectives)} found"
+    return "" if fits else f"{kind}: {_expected(wanted)}, {_count_text(kind, collectives)} found"
 
 
 def _expected(wanted: Count) -> str:
@@ -324,7 +327,8 @@ def _expected(wanted: Count) -> str:
 def _wrong_bytes(wanted: Count, collectives: Sequence[Collective]) -> list[str]:
     moved = total(collectives)
     if moved is None:
-        return ["bytes: unknown, because a loop ends on data: pass trips= to say how often it runs"]
+        what = "bytes: unknown, because the end of a loop depends on data"
+        return [f"{what}: pass trips= to say how often it runs"]
     fits = moved in wanted if isinstance(wanted, range) else moved == wanted
     return [] if fits else [f"bytes: {_expected(wanted)}, {moved} found ({bytes_text(moved)})"]
 
@@ -353,7 +357,7 @@ def _message(
     fix = "check with assert_sharding that the arguments are sharded"
     if program.collectives:
         fix = (
-            "shard the operands as the lines above need them, or constrain the values there; "
-            "or expect these collectives if they are intended"
+            "shard or constrain the operands at the lines above, or expect these collectives if "
+            "they are intended"
         )
     return "\n".join([*lines, f"  fix   {fix}"])

@@ -47,8 +47,8 @@ class Case:
       options: Static arguments of `dot_product_attention`.
       arrays: Names of the arrays beside q, k and v.
       stored: Dtype of quantized k and v, or None.
-      coarse: Whether q and k are multiples of 1/4. A bias added to their products then rounds alike
-        in every implementation.
+      coarse: Whether q and k are multiples of 1/4. A bias added to their products is then rounded
+        in the same way by every implementation.
       spread: Standard deviation of the scaled products.
       slack: Factor of the tolerances.
     """
@@ -71,7 +71,7 @@ class Case:
 
     @functools.cache  # noqa: B019  a case lives as long as the module
     def values(self, dtype: str) -> dict[str, Any]:
-        """Return q, k, v and the other arrays, different for each case.
+        """Return q, k, v and the other arrays. The seed is the length of the case's name.
 
         They are NumPy arrays, because JAX would compile a program for each.
         """
@@ -130,9 +130,9 @@ class Case:
         return arrays if self.mode == "train" else self._with_remains(arrays)
 
     def _with_remains(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """Put NaN into rows that hold no key: a cache may hold anything there.
+        """Put NaN into rows that hold no key, because a cache may hold anything there.
 
-        Not in training, because a cache has no gradient.
+        Training cases are left out: training uses no cache.
         """
         positions = np.broadcast_to(
             arrays.get("kv_positions", np.arange(self.kv_length)), (self.batch, self.kv_length)
@@ -148,7 +148,7 @@ class Case:
         return arrays
 
     def weights(self) -> Any:
-        """Return the factors of the elements of the output in the loss."""
+        """Return the weight of each element of the output in the loss."""
         weights = np.random.default_rng(1).standard_normal(
             (self.batch, self.q_length, self.heads, self.v_dim), np.float32
         )
@@ -156,12 +156,13 @@ class Case:
 
 
 # Values that other code writes into a bias in place of a mask. Each is at most -2e38, also in
-# bfloat16, and hides its pair.
+# bfloat16, and hides its pair of query and key.
 _HIDING = np.array(
     [-np.inf, DEFAULT_MASK_VALUE, np.finfo(np.float32).min, -3.3895314e38, -2.01e38], np.float32
 )
-# Rows of biases that hide all keys with one value, all with several values, some keys, all but the
-# last (which a causal mask hides from most queries), and none.
+# Rows of biases. First all keys are hidden, by one value or by several values. Then some keys are
+# hidden. Then all but the last key, which a causal mask hides from most queries. The last row hides
+# no key.
 _HIDING_ROWS: tuple[Callable[[Any], Any], ...] = (
     *(
         functools.partial(lambda column, value: np.full(column.shape, value), value=value)
@@ -173,7 +174,8 @@ _HIDING_ROWS: tuple[Callable[[Any], Any], ...] = (
     lambda column: np.where(column < column.max(), DEFAULT_MASK_VALUE, 1.0),
     lambda column: column % 4 / 4,
 )
-# Rows with large numbers, which hide nothing, unlike -inf: a number that fills a row cancels.
+# Rows with large numbers. Unlike -inf, these hide nothing: softmax is the same if one number is
+# added to a whole row.
 _LARGE_ROWS: tuple[Callable[[Any], Any], ...] = (
     lambda column: np.full(column.shape, -1e9),
     lambda column: np.full(column.shape, -65504.0),
@@ -201,7 +203,7 @@ def _rows_of_biases(
 
 
 def quantize_arrays(name: str, x: Any, dtype: str) -> dict[str, Any]:
-    """Return keys or values in a dtype of 8 bits, and arbitrary scales."""
+    """Return keys or values in a dtype of 8 bits, and their scales."""
     scale = np.abs(x.astype(np.float32)).max(axis=-1) / 100
     return {
         name: np.round(x.astype(np.float32) / scale[..., None]).astype(dtype),

@@ -27,8 +27,8 @@ from shardwright.testing.attention_cases import CASES, COMBINATIONS, MESHES, STR
 from shardwright.testing.meshes import cpu_mesh
 
 # On a CPU, optimizing a program takes five times as long as everything else, and each program runs
-# once. Compiling a program in one piece is less work. Before JAX 0.11, code without fusion emitters
-# takes half that time again.
+# once. Compiling a program in one piece is less work. Before JAX 0.11, compiling without fusion
+# emitters takes half the time.
 QUICK: Final[dict[str, bool | int]] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_parallel_codegen_split_count": 1,
@@ -63,10 +63,10 @@ class Tolerances:
         )
 
     def with_logits(self, spread: float) -> Tolerances:
-        """Add what rounding a float32 logit costs: a unit in the last place of the largest one.
+        """Add the largest error of rounding a logit to float32.
 
-        The largest of normal logits is about 4 standard deviations. An error of the logit is a
-        relative error of its probability.
+        The largest of normally distributed logits is about 4 standard deviations. An absolute error
+        of a logit is a relative error of its probability.
 
         Args:
           spread: Standard deviation of the logits.
@@ -118,10 +118,11 @@ class AttentionConformance:
 
     Attributes:
       implementation: The registered name.
-      refuses: Function of a call that tells whether it must be refused. Refusing more or less then
-        fails. None accepts whatever `supports` refuses.
+      refuses: Function of a call that tells whether it must be refused. Then the test fails if
+        `supports` refuses other calls. None accepts whatever `supports` refuses.
       tolerances: The largest errors.
-      every: Whether to test all cells of the table, some 1,600, instead of each case on two meshes.
+      every: Whether to test all cells of the table, more than 2,000, instead of each case on two
+        meshes.
     """
 
     implementation: ClassVar[str] = ""
@@ -198,7 +199,7 @@ def check(
         _must(bool(refused) == refuses(call), f"{cell}: {list(refused) or 'not refused'}")
     _must(
         all(reason and "\n" not in reason for reason in refused),
-        f"{cell}: a reason is one line: {refused}",
+        f"{cell}: a reason must be one line: {refused}",
     )
     if refused:
         return refused
@@ -264,7 +265,7 @@ class _Program:
     inputs: tuple[str, str]
     mesh: str
     lowered: Any = dataclasses.field(compare=False)
-    given: Any = dataclasses.field(compare=False)
+    args: Any = dataclasses.field(compare=False)
 
 
 def _program(
@@ -276,9 +277,10 @@ def _program(
     mesh: str,
     gradients: bool,
 ) -> _Program:
-    """Lower a function that returns outputs by name and, with `gradients`, those of a loss.
+    """Lower a function that returns the outputs by name.
 
-    The loss weighs every output; gradients are by float input.
+    With `gradients` it also returns the gradients of a loss by each float input. The loss
+    depends on every output.
     """
     floats = {name: x for name, x in values.items() if jnp.issubdtype(x.dtype, jnp.floating)}
     rest = {name: x for name, x in values.items() if name not in floats}
@@ -300,15 +302,15 @@ def _program(
         (_, result), grads = jax.value_and_grad(loss, has_aux=True)(floats, rest, weights)
         return {**result, **{f"d{name}": grad for name, grad in grads.items()}}
 
-    given = (floats, rest, case.weights()) if gradients else (floats, rest)
-    lowered = jax.jit(everything if gradients else outputs).lower(*given)
+    args = (floats, rest, case.weights()) if gradients else (floats, rest)
+    lowered = jax.jit(everything if gradients else outputs).lower(*args)
     text = hashlib.sha256(lowered.as_text().encode()).digest()
-    return _Program(text=text, inputs=(case.name, dtype), mesh=mesh, lowered=lowered, given=given)
+    return _Program(text=text, inputs=(case.name, dtype), mesh=mesh, lowered=lowered, args=args)
 
 
 @functools.lru_cache(maxsize=32)
 def _results(program: _Program) -> dict[str, Any]:
-    results = program.lowered.compile(compiler_options=QUICK)(*program.given)
+    results = program.lowered.compile(compiler_options=QUICK)(*program.args)
     return {name: np.asarray(x, np.float32) for name, x in results.items()}
 
 
@@ -329,9 +331,9 @@ def _expected(case: Case, dtype: str) -> dict[str, Any]:
     exact = oracle.forward(operands, call.recipe)
     expected = {"o": turned(exact["o"]), **({"lse": exact["lse"]} if call.return_lse else {})}
     if case.mode == "train":
-        # Of the loss of `_program`.
-        some = ~np.isneginf(exact["lse"]) & call.return_lse
-        dlse = np.where(some, np.cos(np.where(some, exact["lse"], 0.0)), 0.0)
+        # The cotangents of the loss in `_program`.
+        is_counted = ~np.isneginf(exact["lse"]) & call.return_lse
+        dlse = np.where(is_counted, np.cos(np.where(is_counted, exact["lse"], 0.0)), 0.0)
         grads = oracle.backward(operands, call.recipe, do=turned(case.weights()), dlse=dlse)
         expected |= {
             f"d{name}": turned(grad) if name in ("q", "k", "v") else grad
@@ -346,7 +348,7 @@ def _compare(what: str, actual: Any, want: Any, tolerances: Tolerances, dtype: s
     actual, want = (np.where(np.isneginf(want), 0.0, x) for x in (actual, want))
     _must(bool(np.isfinite(actual).all()), f"{what}: NaN or infinite")
     gradient = what.rpartition(" ")[2].startswith("d")
-    if not gradient:  # a row without keys
+    if not gradient:  # rows without keys must be exactly 0
         np.testing.assert_array_equal(actual[want == 0.0], 0.0, err_msg=what)
     if dtype == "float32":
         tolerance = tolerances.backward if gradient else tolerances.forward

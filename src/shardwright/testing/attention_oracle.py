@@ -1,7 +1,7 @@
 """The oracle of attention: the definition in NumPy and float64, forward and backward.
 
-Only the bias is added in float32, like everywhere: the sum of -1e9 and a product is then -1e9. A
-bias of at most -2e38 hides its pair, like False in a mask.
+Only the bias is added in float32, as in every implementation: the sum of -1e9 and a product is then
+-1e9. A bias of at most -2e38 hides its pair of query and key, like False in a mask.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Softmax:
 
     Attributes:
       logits: Logits after the softcap, `[batch, heads, q_length, kv_length]`.
-      p: Weights before dropout, likewise.
+      p: Weights before dropout, of the same shape.
       lse: `[batch, heads, q_length]`, -inf for a row without keys.
       keep: Factors of the weights under dropout, or 1.
     """
@@ -40,7 +40,7 @@ def forward(operands: Operands, recipe: Recipe) -> dict[str, Any]:
 
     Args:
       operands: Arrays of a call, BTHD, that NumPy can read.
-      recipe: The static part.
+      recipe: The static part of the call.
 
     Returns:
       `[batch, q_length, heads, v_dim]` and `[batch, heads, q_length]`.
@@ -55,7 +55,7 @@ def backward(operands: Operands, recipe: Recipe, *, do: Any, dlse: Any) -> dict[
 
     Args:
       operands: As in `forward`.
-      recipe: The static part.
+      recipe: The static part of the call.
       do: Cotangent of the output.
       dlse: Cotangent of the logsumexp, 0 in rows with a logsumexp of -inf.
     """
@@ -100,13 +100,13 @@ def _softmax(operands: Operands, recipe: Recipe) -> _Softmax:
     total = np.sum(p, axis=-1)
     if operands.sinks is not None:
         total = total + np.exp(np.asarray(operands.sinks, np.float64)[None, :, None] - top)
-    some = total > 0.0
-    total = np.where(some, total, 1.0)
+    has_keys = total > 0.0
+    total = np.where(has_keys, total, 1.0)
     keep = np.asarray(keep_factors(operands, recipe.dropout), np.float64) if recipe.dropout else 1.0
     return _Softmax(
         logits=logits,
         p=p / total[..., None],
-        lse=np.where(some, top + np.log(total), -np.inf),
+        lse=np.where(has_keys, top + np.log(total), -np.inf),
         keep=keep,
     )
 
@@ -137,7 +137,7 @@ def _seen(operands: Operands, recipe: Recipe) -> Any:
 def _keys_and_values(operands: Operands) -> tuple[Any, Any]:
     """Return k and v for every query head, with zeros in rows that hold no key.
 
-    What an earlier sequence left in those rows may be NaN.
+    Those rows may hold NaN from an earlier sequence.
     """
     held = np.asarray(operands.kv_positions) >= 0
     if operands.lengths is not None:

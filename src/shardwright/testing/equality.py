@@ -51,8 +51,9 @@ def assert_same_as_unsharded(
     """Assert that a function of sharded arrays gives the values and gradients of one device.
 
     `assert_same_as_unsharded(loss, params, batch, manager=pm)`. The function runs twice, jitted:
-    on the sharded arguments, then on copies on one device under the same rules. Gradients are of
-    every floating-point result, along a fixed direction, by every floating-point argument.
+    on the sharded arguments, then on copies on one device under the same rules. The gradients of
+    all floating-point results, along a fixed direction, by every floating-point argument are
+    compared too.
 
     Args:
       f: the function. It must use the ambient manager or mesh, not one of its own.
@@ -64,7 +65,7 @@ def assert_same_as_unsharded(
         contains a `NamedSharding` of its mesh needs it; one with a bare `PartitionSpec` does not.
       rtol: allowed difference, relative to the largest value of the array. Defaults to 2e-5 for
         float32 and 3e-2 for bfloat16.
-      atol: allowed absolute difference, added to that.
+      atol: allowed absolute difference, added to the relative one.
 
     Raises:
       AssertionError: tensors differ, or nothing is sharded.
@@ -72,10 +73,10 @@ def assert_same_as_unsharded(
       MeshSpecError: there is no manager and no mesh, and the arguments are not all on one mesh.
     """
     __tracebackhide__ = True
-    known = manager if manager is not None or mesh is not None else context.current()
-    mesh = _mesh_of(args) if known is None and mesh is None else mesh
-    single_device = _on_one_device(known, mesh, plain=reference is not None)
-    with known if known is not None else jax.set_mesh(mesh):
+    active = manager if manager is not None or mesh is not None else context.current()
+    mesh = _mesh_of(args) if active is None and mesh is None else mesh
+    single_device = _on_one_device(active, mesh, plain=reference is not None)
+    with active if active is not None else jax.set_mesh(mesh):
         compiled = jax.jit(_run(f, grad)).lower(*args).compile()
         _check_sharded(compiled, f)
         sharded = compiled(*args)
@@ -113,7 +114,7 @@ class _OneDevice:
 
 
 def _mesh_of(args: Any) -> Mesh:
-    """Return the mesh of the arguments, which must all have the same."""
+    """Return the mesh of the arguments. All of them must have the same mesh."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
     meshes = list(
         dict.fromkeys(
@@ -164,19 +165,22 @@ def _on_one_device(
 
 
 def _run(f: Callable[..., Any], grad: bool) -> Callable[..., Any]:
-    """Return a function to (result, gradients by argument, None for those without)."""
+    """Return a function that returns the result of `f`, and gradients in a tree like the arguments.
+
+    The gradient of an argument that is not floating-point is None.
+    """
 
     def run(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
-        moving = [
+        differentiated = [
             at
             for at, leaf in enumerate(leaves)
             if grad and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
         ]
 
-        def of(values: list[Any]) -> Any:
+        def results_of(values: list[Any]) -> Any:
             merged = list(leaves)
-            for at, value in zip(moving, values, strict=True):
+            for at, value in zip(differentiated, values, strict=True):
                 merged[at] = value
             result = f(*jax.tree.unflatten(structure, merged))
             return [
@@ -186,14 +190,15 @@ def _run(f: Callable[..., Any], grad: bool) -> Callable[..., Any]:
             ], result
 
         if not grad:
-            return of([])[1], None
-        floats, pull_back, result = jax.vjp(of, [leaves[at] for at in moving], has_aux=True)
-        if not floats or not moving:
+            return results_of([])[1], None
+        values = [leaves[at] for at in differentiated]
+        floats, pull_back, result = jax.vjp(results_of, values, has_aux=True)
+        if not floats or not differentiated:
             raise ProgramError(
                 "no floating argument or no floating result to differentiate", fix="pass grad=False"
             )
         (gradients,) = pull_back([_direction(result_leaf) for result_leaf in floats])
-        by_leaf = dict(zip(moving, gradients, strict=True))
+        by_leaf = dict(zip(differentiated, gradients, strict=True))
         return result, jax.tree.unflatten(structure, [by_leaf.get(at) for at in range(len(leaves))])
 
     return run
@@ -201,7 +206,7 @@ def _run(f: Callable[..., Any], grad: bool) -> Callable[..., Any]:
 
 def _direction(array: Any) -> Any:
     """Return distinct numbers between -1 and 1 in the shape, dtype and sharding of an array."""
-    # On Explicit meshes a cotangent must have the sharding of its result, so its type too.
+    # On Explicit meshes the type of a cotangent includes the sharding of its result.
     ones = jnp.ones_like(array)
     for dim in range(array.ndim):
         ones = ones * jnp.cos(
@@ -231,13 +236,13 @@ def _check_comparable(name: str, sharded: Any, unsharded: Any) -> None:
     has, wants = (str(jax.tree.structure(tree[0])) for tree in (sharded, unsharded))
     if has != wants:
         raise AssertionError(
-            f"{name} and its reference return other trees: {has}, not {wants}\n"
+            f"{name} and its reference return different trees: {has}, not {wants}\n"
             f"  fix   return the same names in the same order from both"
         )
     if not any(value.size for value in jax.tree.leaves(sharded[0])):
         raise AssertionError(
             f"{name} returns no numbers, so there is nothing to compare\n"
-            f"  fix   return what should be the same"
+            f"  fix   return the values to compare"
         )
     for path, value in _named(sharded):
         if (
@@ -247,7 +252,7 @@ def _check_comparable(name: str, sharded: Any, unsharded: Any) -> None:
         ):
             raise AssertionError(
                 f"{path} of {name} has no finite value, so there is nothing to compare\n"
-                f"  fix   choose arguments that give numbers"
+                f"  fix   choose arguments that give finite values"
             )
 
 
@@ -280,9 +285,9 @@ def _named(results: tuple[Any, Any]) -> list[tuple[str, Any]]:
 def _row(
     path: str, array: Any, other: Any, rtol: float | None, atol: float
 ) -> tuple[str, ...] | None:
-    """Return the table row of a tensor that differs, at the largest difference."""
+    """Return the table row of a tensor, at the largest difference; None if there is none."""
     shape = "x".join(map(str, array.shape)) or "scalar"
-    about = (
+    columns = (
         path,
         shape,
         str(array.dtype),
@@ -290,7 +295,7 @@ def _row(
         bytes_text(leaf_bytes(array, array.sharding).per_device),
     )
     if array.shape != other.shape or array.dtype != other.dtype:
-        return (*about, "-", f"{other.dtype} {'x'.join(map(str, other.shape))}", "-", "-")
+        return (*columns, "-", f"{other.dtype} {'x'.join(map(str, other.shape))}", "-", "-")
     a, b = _numbers(array), _numbers(other)
     if not a.size:
         return None
@@ -306,12 +311,12 @@ def _row(
     if apart[worst] <= allowed:
         return None
     place = ",".join(map(str, worst)) or "-"
-    return (*about, f"{a[worst]:.6g}", f"{b[worst]:.6g}", place, f"±{allowed:.1e}")
+    return (*columns, f"{a[worst]:.6g}", f"{b[worst]:.6g}", place, f"±{allowed:.1e}")
 
 
 def _rtol(dtype: Any) -> float:
     name = str(np.finfo(dtype).dtype) if str(dtype).startswith("complex") else str(dtype)
-    return _RTOL.get(name, 0.1)  # types below bfloat16 have one to three bits
+    return _RTOL.get(name, 0.1)  # smaller types have at most three bits of mantissa
 
 
 def _numbers(value: Any) -> np.ndarray:

@@ -48,8 +48,9 @@ class Golden:
       update: write instead of comparing.
       command: the command that writes the test's files.
       case: `dp2-tp4`, appended to the names that calls give, so that each mesh has its own files.
-      parameters: the parameters in the test's id. All cases use the files that calls name.
-      rivals: the tests (with this one) that would all use this file.
+      parameters: the parameters in the test's id. They are not added to the names that calls give,
+        so tests that differ in them share those files.
+      rivals: the tests, with this one, that would use the same file by default.
       used: name → text of each file that the test has used.
       written: the names of those that were written.
     """
@@ -81,7 +82,7 @@ class Golden:
             raise GoldenError(
                 f"the name of a golden file is {name!r}, not text\n  fix   golden(value, name)"
             )
-        given = name
+        is_named = bool(name)
         shared = (
             self.parameters
             if name and self.parameters != self.case and self.parameters not in name
@@ -98,7 +99,7 @@ class Golden:
                 f"golden {name!r} is {size} bytes, a file's name holds {_LONGEST}\n"
                 f"  fix   give a shorter one: golden(value, name)"
             )
-        if not given and self.rivals:
+        if not is_named and self.rivals:
             raise GoldenError(
                 f"{' and '.join(self.rivals)} would share golden {name!r}\n"
                 f"  fix   give each a name: golden(value, name)"
@@ -142,16 +143,16 @@ class Golden:
                 f"no golden file {_shown(path)}\n"
                 f"  fix   write it, read it, commit it: {self.command}"
             )
-        several = (
-            f"  fix   the cases of this test share the file: where they differ, put what "
-            f"differs, [{shared}], into the name\n"
+        sharing_fix = (
+            f"  fix   the cases of this test share the file: if their texts differ, put "
+            f"[{shared}] into the name\n"
         )
         changed = difference(kept.decode(errors="backslashreplace"), text)
         raise GoldenError(
-            f"{_shown(path)} says something else (- golden, + now)\n"
+            f"{_shown(path)} differs (- golden, + now)\n"
             f"{changed}\n"
-            f"{several if shared else ''}"
-            f"  fix   if what is new is right, write it, read it, commit it: {self.command}"
+            f"{sharing_fix if shared else ''}"
+            f"  fix   if the new text is right, write it, read it, commit it: {self.command}"
         )
 
 
@@ -169,10 +170,10 @@ def _encoded(text: str) -> bytes:
     except UnicodeEncodeError as error:
         what = (
             f"the text has {text[error.start]!r} in line "
-            f"{text.count(chr(10), 0, error.start) + 1}, which UTF-8 cannot write"
+            f"{text.count(chr(10), 0, error.start) + 1}, which UTF-8 cannot encode"
         )
         raise GoldenError(
-            f"{what}\n  fix   spell it: text.encode(errors='backslashreplace').decode()"
+            f"{what}\n  fix   escape it: text.encode(errors='backslashreplace').decode()"
         ) from None
 
 
@@ -194,8 +195,8 @@ def write(path: Path, text: str) -> None:
 def difference(golden: str, now: str) -> str:
     """Return the lines that differ, with a few around them.
 
-    Blanks do not count if something else differs too, because one longer cell moves the columns
-    of a whole table.
+    Differences of blanks are left out if other characters differ too, because one longer cell moves
+    the columns of a whole table.
     """
     before, after = golden.splitlines(), now.splitlines()
     old, new = ([_BLANKS.sub(" ", line).strip() for line in lines] for lines in (before, after))
@@ -244,7 +245,7 @@ def spec_table(tree: Any) -> str:
     rows += [_row(path_text(path), leaf) for path, leaf in leaves]
     if len(meshes) < 2:
         rows = [row[:-1] for row in rows]
-    # A column that says nothing about any leaf is left out.
+    # A column that is empty for every leaf is left out.
     kept = [at for at in range(len(rows[0])) if any(row[at] for row in rows[1:])]
     lines = table([tuple(row[at] for at in kept) for row in rows], width=10_000)
     head = [f"mesh {meshes[0]}", ""] if len(meshes) == 1 else []

@@ -50,7 +50,7 @@ def _name(item: pytest.Item) -> str:
 
 
 def _rivals(item: pytest.Item) -> tuple[str, ...]:
-    """Return the tests of a module, if several, whose files would have the name of a test's own."""
+    """Return the tests of the module with the same default file; empty if there is only one."""
     modules = item.config.stash.setdefault(_NAMES, {})
     if str(item.path) not in modules:
         names = modules[str(item.path)] = {}
@@ -75,7 +75,7 @@ def _names_part_of(path: Path, argument: str, config: pytest.Config) -> bool:
 
 
 def attach(item: pytest.Item, report: pytest.TestReport) -> None:
-    """Put what a test used so far into a report, as plain data that crosses processes."""
+    """Add the files that a test used so far to its report, as plain data that crosses processes."""
     if report.when == "setup" or _GOLDEN not in item.stash:
         return
     config, reports, module, golden = (
@@ -112,7 +112,7 @@ def judge(
 
     Args:
       uses: what tests used, as `attach` put it.
-      phases: module → test → the phases that passed when it last ran, and `failed`.
+      phases: module → test → the phases that passed when it last ran, and `failed` if one failed.
       session: the run.
     """
     root, update = session.config.rootpath, bool(session.config.getoption("update_golden"))
@@ -144,7 +144,7 @@ def judge(
 
 
 def _clashes(uses: Sequence[dict[str, Any]], root: Path) -> list[str]:
-    """Return a line for each two tests that want different contents of one file."""
+    """Return a line for each pair of tests that expect different contents of one file."""
     seen: dict[tuple[str, str], dict[str, Any]] = {}
     lines = []
     for use in uses:
@@ -153,7 +153,7 @@ def _clashes(uses: Sequence[dict[str, Any]], root: Path) -> list[str]:
             if first["used"][name] != text and first["test"] != use["test"]:
                 path = _shown(Path(use["folder"]) / f"{name}.txt", root)
                 lines.append(
-                    f"{first['test']} and {use['test']} share {path} and want different "
+                    f"{first['test']} and {use['test']} share {path} and expect different "
                     f"contents; give each a name of its own"
                 )
     return lines
@@ -162,7 +162,7 @@ def _clashes(uses: Sequence[dict[str, Any]], root: Path) -> list[str]:
 def _unused(
     folder: Path, uses: Sequence[dict[str, Any]], phases: Mapping[str, Mapping[str, set[str]]]
 ) -> list[Path]:
-    # A page with doctests may have a module's name, and then its folder too.
+    # A page with doctests may have the name of a module. Then both use one folder.
     module, *others = [
         path
         for path in folder.parent.parent.iterdir()

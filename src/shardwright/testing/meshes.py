@@ -22,9 +22,9 @@ _FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 def virtual_devices(count: int) -> list[jax.Device]:
     """Give this process at least `count` CPU devices and return the first `count`.
 
-    Call it before the first operation of JAX: it starts the backend, which fixes the number of
-    devices. A larger number in XLA_FLAGS or `jax_num_cpu_devices` stays, a smaller one is raised.
-    A second call does no harm.
+    Call it before the first operation of JAX. That operation starts the backend, and then the
+    number of devices is fixed. A larger number in XLA_FLAGS or `jax_num_cpu_devices` stays, a
+    smaller one is raised. A second call with the same count changes nothing.
 
     Raises:
       MeshSpecError: `count` is below 1, the backend already runs with fewer devices, or JAX has
@@ -69,7 +69,7 @@ def flagged_devices() -> int:
 
 
 def try_for_devices(count: int) -> None:
-    """Request `count` CPU devices. The caller checks how many JAX has then."""
+    """Request `count` CPU devices. The caller checks how many JAX has afterwards."""
     try:
         if requested_devices() < count:
             jax.config.update(_OPTION, count)
@@ -91,7 +91,7 @@ def _ensure(*, wanted: int, needed: int) -> list[jax.Device]:
     if len(devices) < needed:
         have = "1 CPU device" if len(devices) == 1 else f"{len(devices)} CPU devices"
         raise MeshSpecError(
-            f"{needed} virtual CPU devices are needed, JAX already runs with {have}",
+            f"{needed} virtual CPU devices are needed, but JAX already runs with {have}",
             fix=f"call virtual_devices({needed}) before JAX's first operation (in a notebook: "
             "restart the kernel and call it in the first cell), "
             f"or start Python with XLA_FLAGS=--xla_force_host_platform_device_count={needed}",

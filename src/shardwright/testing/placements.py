@@ -57,7 +57,7 @@ class Wanted:
 
 
 def wanted_by_sharding(x: Any, expected: Any) -> list[Wanted]:
-    """Pair arrays with shardings or specs; one may cover a subtree.
+    """Pair arrays with shardings or specs. One of these may cover a whole subtree.
 
     Raises:
       StrategyError: the trees differ, a value is neither a sharding nor a spec, or a spec is
@@ -96,7 +96,7 @@ def wanted_by_sharding(x: Any, expected: Any) -> list[Wanted]:
 
 
 def _unpaired(x: Any, expected: Any) -> list[Problem]:
-    """Return a problem for each place below dicts that only one of two trees has."""
+    """Return a problem for each path that only one of two trees has."""
     names, places = (
         [
             path_text(path)
@@ -114,7 +114,7 @@ def _unpaired(x: Any, expected: Any) -> list[Problem]:
             problems.append(
                 Problem(
                     error=StrategyError,
-                    what="a sharding is expected, and the tree has no such tensor",
+                    what="a sharding is expected for it, but the tree has no such tensor",
                     path=place,
                     fix=fix,
                 )
@@ -128,7 +128,7 @@ def _unpaired(x: Any, expected: Any) -> list[Problem]:
             problems.append(
                 Problem(
                     error=StrategyError,
-                    what="the tree of expected shardings says nothing about it",
+                    what="the tree of expected shardings has no entry for it",
                     path=name,
                     fix=fix,
                 )
@@ -149,10 +149,10 @@ def _as_sharding(expected: Any, value: Any, path: str) -> Sharding:
         if isinstance(expected, NamedSharding) and len(expected.spec.partitions) > np.ndim(value):
             what = (
                 f"{spec_text(expected.spec)} has {len(expected.spec.partitions)} entries, "
-                f"the array {np.ndim(value)} dims"
+                f"but the array has {np.ndim(value)} dims"
             )
             raise RankMismatchError(
-                what, path=path, fix="expect a spec of as many entries as there are dims, or fewer"
+                what, path=path, fix="expect a spec with at most one entry for each dim"
             )
         return expected
     if not isinstance(expected, PartitionSpec):
@@ -170,11 +170,11 @@ def _as_sharding(expected: Any, value: Any, path: str) -> Sharding:
         )
         fix = "place it first, or expect a NamedSharding"
         raise StrategyError(
-            f"{spec_text(expected)} is expected of a {type(value).__name__} that {where}",
+            f"{spec_text(expected)} is expected for a {type(value).__name__} that {where}",
             path=path,
             fix=fix,
         )
-    # The mesh and the shape must fit the entries. Unreduced axes are only compared.
+    # The entries must fit the mesh and the shape. Unreduced axes are compared later.
     resolver.explain(
         PartitionSpec(*expected.partitions),
         build_rules({}),
@@ -216,12 +216,12 @@ def wanted_by_annotation(
     for leaf in annotated_leaves(x, annotations):
         shape = np.shape(leaf.value)
         # A literal spec is compared without the policy, which could drop axes and so hide an error.
-        judge = literal if isinstance(leaf.annotation, PartitionSpec) else manager
-        resolution = judge.explain(
+        pm = literal if isinstance(leaf.annotation, PartitionSpec) else manager
+        resolution = pm.explain(
             leaf.annotation, mode=mode, role=role, shape=shape, path=leaf.path or None
         )
         if resolution.ok:
-            sharding = judge.sharding(
+            sharding = pm.sharding(
                 leaf.annotation, mode=mode, role=role, shape=shape, path=leaf.path or None
             )
             wanted.append(
@@ -268,7 +268,7 @@ def _rules(wrong: Sequence[Wanted]) -> list[str]:
     rules = [
         rule
         for pair in wrong
-        for dim in _apart(pair)
+        for dim in _differing_dims(pair)
         if dim < len(pair.decisions) and (rule := pair.decisions[dim].rule) is not None
     ]
     return [f"  rule  {rule}".replace("\n", "\n        ") for rule in dict.fromkeys(rules)]
@@ -322,7 +322,7 @@ def _unreduced(sharding: NamedSharding) -> list[str]:
 
 
 def _other_devices(own: NamedSharding, wanted: NamedSharding) -> bool:
-    """Tell whether the devices, or their order, differ; an abstract mesh has none."""
+    """Tell whether the devices, or their order, differ. They never do if a mesh is abstract."""
     meshes = (own.mesh, wanted.mesh)
     return all(isinstance(mesh, Mesh) for mesh in meshes) and _devices(own) != _devices(wanted)
 
@@ -359,13 +359,13 @@ def _differences(pair: Wanted) -> list[str]:
     summands = _unreduced(own), _unreduced(pair.sharding)
     if summands[0] != summands[1]:
         has_sums, wants_sums = ("+".join(axes) or "-" for axes in summands)
-        lines.append(f"not summed over: {has_sums}, not {wants_sums}")
+        lines.append(f"unreduced over: {has_sums}, not {wants_sums}")
     if _other_devices(own, pair.sharding):
         lines.append(f"devices: {_devices_text(own)}, not {_devices_text(pair.sharding)}")
     return lines or [f"memory: {_memory(own)}, not {_memory(pair.sharding)}"]
 
 
-def _apart(pair: Wanted) -> list[int]:
+def _differing_dims(pair: Wanted) -> list[int]:
     """Return the dims with different mesh axes, or all if the shardings have no comparable dims."""
     own, rank = getattr(pair.value, "sharding", None), np.ndim(pair.value)
     if not isinstance(own, NamedSharding) or not isinstance(pair.sharding, NamedSharding):
@@ -387,7 +387,7 @@ def _sentence(pair: Wanted) -> str:
 
 
 def _bytes(pair: Wanted) -> tuple[str, str]:
-    """Return the bytes per device as found and as expected, as text."""
+    """Return the actual and the expected bytes per device, as text."""
     texts = []
     for sharding in (getattr(pair.value, "sharding", None), pair.sharding):
         try:

@@ -27,8 +27,8 @@ from shardwright.vocabulary.axes import axis_label, canonical_axis
 
 Axis = str | Sequence[str]
 
-# By default XLA drops a conversion to bfloat16 and back, which hides that a collective between them
-# moves bfloat16.
+# By default XLA drops a conversion to bfloat16 and back. A collective between the two then moves
+# another type than the program says.
 _ALL_CONVERSIONS: dict[str, str | bool] = {"xla_allow_excess_precision": False}
 
 
@@ -62,7 +62,7 @@ class Program:
             return self.collectives
         if not len(axis):
             raise TypeError(
-                f"axis={axis!r} names no axis, so nothing is looked at: leave it out for "
+                f"axis={axis!r} names no axis, so nothing is checked: leave it out for "
                 f"all, or name one"
             )
         wanted = frozenset().union(*map(self._mesh_axes, [axis] if isinstance(axis, str) else axis))
@@ -98,7 +98,7 @@ class Program:
             ),
         ]
         reason = (
-            "no rule puts it over a mesh axis of more than one device"
+            "no rule shards it over a mesh axis of more than one device"
             if self.carried
             else "semantic axes need manager="
         )
@@ -126,19 +126,20 @@ def read_program(
       mesh: Defaults to the manager's, else to that of the program's arguments and results.
       manager: ambient while a function compiles; maps mesh axes to semantic axes. Defaults to the
         ambient one.
-      trips: number of trips of loops that end on data.
-      own_types: compile a second time if only that shows the program's own element types.
+      trips: number of trips of each loop whose end depends on data.
+      own_types: find the element types that the program has before XLA for CPU widens some of them,
+        with a second compilation if needed.
 
     Raises:
       ProgramError: the program takes no arguments, cannot be read, or shards nothing.
       MeshSpecError: the mesh is not known.
       MeshMismatchError: the arrays of the program are on another mesh.
     """
-    known = manager if manager is not None else context.current()
-    carried = None if known is None else carried_axes(known)
+    active = manager if manager is not None else context.current()
+    carried = None if active is None else carried_axes(active)
     requested = mesh
-    if requested is None and known is not None:
-        requested = known.mesh
+    if requested is None and active is not None:
+        requested = active.mesh
     if isinstance(program, (tuple, list)) and all(
         isinstance(entry, Collective) for entry in program
     ):
@@ -159,10 +160,10 @@ def read_program(
         recompiled = read_collectives(
             lowered.compile(compiler_options=_ALL_CONVERSIONS), program_mesh, trips=trips
         )
-        # The second program counts only if its collectives are the same but for the element types.
+        # Use the second program only if its collectives differ in nothing but the element types.
         collectives = (
             recompiled
-            if list(map(_send, recompiled)) == list(map(_send, collectives))
+            if list(map(_signature, recompiled)) == list(map(_signature, collectives))
             else collectives
         )
     if (
@@ -216,7 +217,7 @@ def _may_hide_bfloat16(lowered: Any, compiled: Any, collectives: Sequence[Collec
     return all(device.platform == "cpu" for sharding in shardings for device in sharding.device_set)
 
 
-def _send(collective: Collective) -> tuple[Any, ...]:
+def _signature(collective: Collective) -> tuple[Any, ...]:
     return (
         collective.kind,
         collective.mesh_axes,

@@ -102,13 +102,13 @@ def generate(metafunc: pytest.Metafunc) -> None:
 
 
 def _nearest_markers(definition: Any) -> list[pytest.Mark]:
-    """Return the `mesh` markers of the function, its class or its module, as written.
+    """Return the `mesh` markers of the function, its class or its module, in written order.
 
-    The nearest of these that has markers counts.
+    Only the nearest of these that has markers counts.
     """
     marked = list(definition.iter_markers_with_node("mesh"))
     nearest = [mark for node, mark in marked if node is marked[0][0]]
-    # Decorators apply from the bottom up; a module's `pytestmark` is a list as written.
+    # Decorators apply from the bottom up. The `pytestmark` of a module is in order already.
     return nearest if marked and isinstance(marked[0][0], pytest.Module) else nearest[::-1]
 
 
@@ -131,7 +131,8 @@ def cases_of(marker: pytest.Mark) -> list[MeshCase]:
     if not marker.args and None in strategies:
         raise MeshSpecError(
             "the marker mesh names neither a mesh nor a strategy",
-            fix=f'write {_EXAMPLE}, or (strategy="fsdp_tp") for its own',
+            fix=f"write {_EXAMPLE}, or "
+            '@pytest.mark.mesh(strategy="fsdp_tp") for the mesh of the strategy',
         )
     specs: list[MeshSpec | None] = [parse_mesh(text) for text in marker.args] or [None]
     axis_types = _several(marker.kwargs.get("axis_types", "auto"))
@@ -175,7 +176,8 @@ def placed(
 ) -> Iterator[Mesh]:
     """Build the mesh of a case for one test, which computes on the devices of that mesh.
 
-    Yields the mesh. A test that leaves a mesh or a manager set fails, and it is reset.
+    Yields the mesh. A test that leaves a mesh or a manager set fails, and the mesh or manager is
+    reset.
     """
     devices = _devices(case, requested, backend)
     try:
@@ -264,7 +266,7 @@ def _devices(case: MeshCase, requested: int | None, backend: str) -> list[jax.De
 def _too_few(mesh: str, *, needed: int, have: int, requested: int | None, backend: str) -> str:
     """Return the message about too few devices: the reason and the fix."""
     label = f"{backend.upper()} device{'' if have == 1 else 's'}"
-    what = f"{mesh} needs {needed}, JAX runs with {have} {label}"
+    what = f"{mesh} needs {needed}, but JAX runs with {have} {label}"
     option = f"pytest --virtual-devices {needed}"
     more = (
         f"set virtual_devices = {needed} for pytest (in pyproject.toml under "
@@ -288,11 +290,11 @@ def _too_few(mesh: str, *, needed: int, have: int, requested: int | None, backen
         source = (
             f"virtual_devices = {requested}"
             if requested
-            else f"that is what XLA_FLAGS or a conftest.py asks for, or the usual {USUAL}"
+            else f"set by XLA_FLAGS or a conftest.py, or the default of {USUAL}"
         )
         return f"{what}: {source}\n  fix   {more}"
     return (
         f"{what}: a module or a conftest.py used JAX while tests were collected\n"
-        f"  fix   {more}; it is then set before any of them is read; or move that use of JAX "
-        f"into a test or a fixture"
+        f"  fix   {more}: both set the number before any of them is imported; or move that use of "
+        f"JAX into a test or a fixture"
     )

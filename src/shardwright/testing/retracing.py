@@ -45,7 +45,7 @@ def assert_no_retrace(
     if len(calls) < 2:
         raise TypeError(
             f"assert_no_retrace got {len(calls)} calls: the first call always traces; pass "
-            f"the arguments of two or more"
+            f"the arguments of two or more calls"
         )
     first: Sequence[Any] = ()
     result = None
@@ -76,17 +76,16 @@ def _check_jitted(f: Callable[..., Any], compilations: Compilations) -> None:
         what, fix = "is already compiled and never traces again", "pass the jitted function"
     else:
         ran = ", ".join(dict.fromkeys(compilations.traced))
-        what = (
-            f"is not jitted and calls nothing that is{f': it ran {ran} one by one' if ran else ''}"
-        )
-        fix = "pass jax.jit(f), made once, or a function that calls it in this thread"
+        operations = f": it ran {ran} one by one" if ran else ""
+        what = f"is not jitted and calls no jitted function{operations}"
+        fix = "pass jax.jit(f), created once, or a function that calls it in this thread"
     raise TypeError(
         f"assert_no_retrace has nothing to count: {function_name(f)} {what}\n  fix   {fix}"
     )
 
 
 def _arguments(call: Any, result: Any, number: int) -> Sequence[Any]:
-    """Return the arguments of a call. An array or a named tuple, which also unpack, is an error."""
+    """Return the arguments of a call. An array or a named tuple is an error, though both unpack."""
     __tracebackhide__ = True
     args = call(result) if callable(call) else call
     if type(args) not in (tuple, list):
@@ -128,12 +127,12 @@ def _bytes(value: Any) -> str:
 def _message(
     f: Any, number: int, compilations: Compilations, first: Sequence[Any], now: Sequence[Any]
 ) -> str:
-    did = [
+    events = [
         f"{verb} {', '.join(dict.fromkeys(names))}"
         for verb, names in (("traced", compilations.traced), ("compiled", compilations.compiled))
         if names
     ]
-    lines = [f"call {number} of {function_name(f)} {' and '.join(did)}"]
+    lines = [f"call {number} of {function_name(f)} {' and '.join(events)}"]
     before = {path: (text, size) for path, text, size in first}
     changed = [(path, before.get(path, ("absent", "-")), (text, size)) for path, text, size in now]
     rows = [(path, *old, *new) for path, old, new in changed if old != new]
@@ -151,7 +150,7 @@ def _message(
     else:
         lines.append("  no argument changed its shape, dtype or sharding")
         lines.append(
-            "  fix   jit once, outside the call; look at static arguments, closures and the "
+            "  fix   jit once, outside the call; check static arguments, closures and the "
             "ambient context"
         )
     reasons = [
