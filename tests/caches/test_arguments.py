@@ -81,7 +81,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda cache: cache.insert(cache, [0]),
         (
             r"(?s)slots has shape \(1,\), not \(2,\).*one integer per sequence of the "
-            r"source; 2, which is not a slot, skips a sequence"
+            r"source; 2 is not a slot, and skips a sequence"
         ),
     ),
     "no cache": (lambda cache: cache.insert(K, [0]), "source is ndarray, not a cache"),
@@ -123,7 +123,7 @@ MAKING: dict[str, tuple[dict[str, Any], str]] = {
         {"kind": "sliding"},
         (
             r"a sliding cache needs a window"
-            r"\n  fix   pass window=, of an engine CacheShape\(window=...\)"
+            r"\n  fix   pass window= \(in an engine: CacheShape\(window=...\)\)"
         ),
     ),
     "sliding that reports": (
@@ -143,7 +143,7 @@ MAKING: dict[str, tuple[dict[str, Any], str]] = {
     "option": ({"page_size": 4}, "a dense cache has no option 'page_size'\n  fix   leave it out"),
     "another name": (
         {"capacity": None, "max_length": 8},
-        "a dense cache has no option 'max_length'\n  fix   rows per slot are called capacity",
+        "a dense cache has no option 'max_length'\n  fix   pass the rows per slot as capacity",
     ),
     "mistyped argument": (
         {"overflows": "ring"},
@@ -177,7 +177,7 @@ def manager_of(mesh: str, **options: Any) -> sw.PartitionManager:
 def test_manager_without_mode() -> None:
     with (
         manager_of("dp:2"),
-        pytest.raises(CacheError, match="neither the call nor the manager names one"),
+        pytest.raises(CacheError, match="neither the call nor the manager has a mode"),
     ):
         caches.init("dense", **SIZES)
 
@@ -202,7 +202,7 @@ def test_pages_sharded_like_batch() -> None:
             CacheError,
             match=(
                 r"k_pages dim 0 PAGE: the pages and the batch are both sharded over "
-                r"dp[\s\S]*page = \"-\" replicates"
+                r"dp[\s\S]*page = \"-\" to replicate"
             ),
         ),
     ):
@@ -246,7 +246,9 @@ def test_shard_map_that_splits_cache() -> None:
         split = jax.shard_map(
             lambda k: cache.append(k, k).cache.k, in_specs=jax.P(), out_specs=jax.P("dp")
         )
-        with pytest.raises(CacheError, match="a shard_map around the call has split it over dp"):
+        with pytest.raises(
+            CacheError, match="a shard_map around the call has split the cache over dp"
+        ):
             jax.jit(split)(K)
 
 

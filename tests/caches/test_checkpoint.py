@@ -72,7 +72,7 @@ def test_restore_refuses_different_cache(tmp_path: Path) -> None:
     ):
         restore(tmp_path / "cache", like=make(capacity=32, overflow="ring"))
     with pytest.raises(
-        CacheError, match="both like and manager or mode say how to shard the cache"
+        CacheError, match="like, and manager or mode, both decide how the cache is sharded"
     ):
         restore(tmp_path / "cache", like=make(), mode="decode")
     save(filled("quantized"), tmp_path / "eight")

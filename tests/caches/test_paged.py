@@ -183,7 +183,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no rows": ({"page_size": 0}, "page_size must be a positive integer, got 0"),
     "no pages": ({"pages": 0}, "pages must be a positive integer, got 0"),
     "ring": ({"overflow": "ring"}, "a paged cache cannot be a ring"),
-    "order": ({"order": RowOrder(block=2, shards=2)}, "a paged cache keeps its rows in order"),
+    "order": ({"order": RowOrder(block=2, shards=2)}, "a paged cache takes no order of rows"),
 }
 
 

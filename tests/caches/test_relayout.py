@@ -221,7 +221,7 @@ def test_reshard_copies_to_another_mesh() -> None:
         moved = reshard(source, "decode", manager=other)
         assert_spec(moved, moved.axes(), manager=other, mode="decode")
         np.testing.assert_array_equal(moved.k, alone.k)
-        with pytest.raises(CacheError, match="it is on another mesh, or not sharded"):
+        with pytest.raises(CacheError, match="the array is on another mesh, or not sharded"):
             plan_reshard(source, "decode", manager=other)
     with pytest.raises(CacheError, match="only outside of jit"):
         jax.jit(lambda cache: reshard(cache, "decode", manager=other))(alone)
@@ -244,7 +244,7 @@ def test_invalid_arguments() -> None:
         odd = make(kv_heads=6)
         with pytest.raises(IndivisibleError, match="size 6 does not divide over tp=4"):
             reshard(odd, "decode")
-    with pytest.raises(CacheError, match="neither the call nor the manager names a mode"):
+    with pytest.raises(CacheError, match="neither the call nor the manager has a mode"):
         reshard(
             make(),
             manager=sw.PartitionManager(

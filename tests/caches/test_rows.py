@@ -237,7 +237,7 @@ class TestErrorPolicy:
             CacheError,
             match=(
                 r"entry 1 was refused: the slot is named twice \(1 of 2 refused entries\)"
-                r"\n  fix   with overflow=.report., refusals are values"
+                r"\n  fix   use overflow=.report. to get refusals as values"
             ),
         ):
             cache.free([0, 1, 1])
@@ -287,7 +287,7 @@ class TestErrorPolicy:
 def test_require_raises_refusals() -> None:
     with pytest.raises(
         CacheError,
-        match=r"entry 1 was refused: the slot is empty\n  fix   look at `reasons\(\)`",
+        match=r"entry 1 was refused: the slot is empty\n  fix   read `reasons\(\)`",
     ):
         filled([1, 0]).free([0, 1]).require()
 

@@ -39,12 +39,12 @@ def check_source(spec: CacheSpec, source: CacheSpec) -> None:
     """
     problems = []
     for name in ("kv_heads", "head_dim", "v_dim", "dtype"):
-        given, expected = getattr(source, name), getattr(spec, name)
-        if given != expected:
+        actual, expected = getattr(source, name), getattr(spec, name)
+        if actual != expected:
             problems.append(
                 Problem(
                     error=CacheError,
-                    what=f"{name} is {given}, and that of the cache is {expected}",
+                    what=f"{name} is {actual}, and that of the cache is {expected}",
                     path="source",
                     fix=f"create both with the same {name}",
                 )
@@ -56,11 +56,11 @@ def read_group(spec: CacheSpec, group: int | None) -> int:
     """Return the `group` of `reorder`, which defaults to all slots.
 
     Raises:
-      CacheError: It is not a positive integer, or does not divide the number of slots.
+      CacheError: `group` is not a positive integer, or does not divide the number of slots.
     """
     if group is None:
         return spec.batch
-    fix = "pass a Python int, the number of beams per sequence; it is static"
+    fix = "pass a Python int, the number of beams per sequence; the value is static"
     group = read_integer("group", group, error=CacheError, fix=fix)
     if spec.batch % group:
         raise CacheError(
@@ -72,7 +72,7 @@ def read_group(spec: CacheSpec, group: int | None) -> int:
 
 
 def integers(name: str, values: Any, *, size: int | None = None, per: str = "slot") -> Any:
-    """Return `[n]` int32. Values beyond 32 bits become the nearest int32: also out of range.
+    """Return `[n]` int32. A value beyond 32 bits becomes a large int32, also out of range.
 
     Args:
       name: Name of the argument, for messages.
@@ -81,26 +81,26 @@ def integers(name: str, values: Any, *, size: int | None = None, per: str = "slo
       per: What each integer belongs to, for messages.
 
     Raises:
-      CacheError: They are not integers, or have another shape.
+      CacheError: The values are not integers, or have another shape.
     """
-    given = values if isinstance(values, (jax.Array, np.ndarray)) else _array_of(name, values)
+    array = values if isinstance(values, (jax.Array, np.ndarray)) else _array_of(name, values)
     shape = f"({'n' if size is None else size},)"
-    if not jnp.issubdtype(given.dtype, jnp.integer):
+    if not jnp.issubdtype(array.dtype, jnp.integer):
         raise CacheError(
-            f"{name} is {given.dtype}, not integers", path=name, fix=f"pass int32 of shape {shape}"
+            f"{name} is {array.dtype}, not integers", path=name, fix=f"pass int32 of shape {shape}"
         )
-    if given.ndim != 1 or not given.size or (size is not None and given.size != size):
+    if array.ndim != 1 or not array.size or (size is not None and array.size != size):
         raise CacheError(
-            f"{name} has shape {given.shape}, not {shape}",
+            f"{name} has shape {array.shape}, not {shape}",
             path=name,
             fix=f"pass one integer per {per}",
         )
-    if given.dtype.itemsize < 4 or given.dtype == np.int32:
-        return given.astype(np.int32)
+    if array.dtype.itemsize < 4 or array.dtype == np.int32:
+        return array.astype(np.int32)
     # A plain cast would turn 2**32 into 0, which is a slot.
-    least = 0 if jnp.issubdtype(given.dtype, jnp.unsignedinteger) else -_LARGEST_INT32
-    numpy = np if isinstance(given, np.ndarray) else jnp
-    return numpy.clip(given, least, _LARGEST_INT32).astype(np.int32)
+    least = 0 if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else -_LARGEST_INT32
+    numpy = np if isinstance(array, np.ndarray) else jnp
+    return numpy.clip(array, least, _LARGEST_INT32).astype(np.int32)
 
 
 def _array_of(name: str, values: Any) -> Any:
@@ -133,14 +133,14 @@ _LAYOUTS = {
 
 
 def _array_problems(name: str, array: Any, shape: tuple[int, ...], dtype: str) -> list[Problem]:
-    given = getattr(array, "shape", None)
-    if given is None:
+    actual = getattr(array, "shape", None)
+    if actual is None:
         what = f"it is {type(array).__name__}, not an array"
         fix = f"pass {dtype} of shape {shape}"
         return [Problem(error=CacheError, what=what, path=name, fix=fix)]
     problems = []
-    if tuple(given) != shape:
-        what = f"shape {tuple(given)}, not {shape}"
+    if tuple(actual) != shape:
+        what = f"shape {tuple(actual)}, not {shape}"
         problems.append(Problem(error=CacheError, what=what, path=name, fix=_LAYOUTS[name]))
     if jnp.dtype(array.dtype) != jnp.dtype(dtype):
         what = f"dtype {array.dtype}, not {dtype}"

@@ -1,14 +1,14 @@
 """The interface of every KV cache, and the entry of every operation.
 
 A slot is a row of the batch: room for one sequence. Position p of a sequence is its p-th token,
-from 0. A slot holds the positions below its `length`; a ring holds those from its `start` on.
-Nothing else says which rows are valid.
+from 0. A slot holds the positions below its `length`; a ring holds those from its `start` on. No
+other value says which rows are valid.
 
-Rows are written by scatters that drop what is out of range: no token is clamped, shifted or written
-over another one. What cannot be done is refused per slot, as a value in the `Change` that every
-operation returns. All of it runs inside `jit` and outside.
+Scatters write the rows, and drop rows that are out of range: a token never lands in another token's
+place. An operation that is impossible for a slot is refused for that slot alone. The refusal is a
+value in the `Change` that every operation returns. Operations run inside `jit` and outside.
 
-A public method here checks its arguments and calls `operate` with the private method of the same
+Each public method checks its arguments and calls `operate` with the private method of the same
 name. Subclasses implement the private methods, which are traced.
 """
 
@@ -142,8 +142,8 @@ class KVCache(abc.ABC):
         Args:
           k: `[batch, q_length, kv_heads, head_dim]`.
           v: `[batch, q_length, kv_heads, v_dim]`.
-          valid: `[batch, q_length]` bool, which of them are tokens. The others are skipped, at any
-            place. Defaults to all.
+          valid: `[batch, q_length]` bool, which rows are tokens. Other rows are skipped, wherever
+            they are. Defaults to all.
 
         Returns:
           The change. A slot whose tokens do not all fit takes none of them.
@@ -163,7 +163,7 @@ class KVCache(abc.ABC):
             does not wrap around.
 
         Returns:
-          The change. Its refusals are by sequence of the source.
+          The change, with one code per sequence of the source.
 
         Raises:
           CacheError: The sizes or the dtype of the source differ from those of this cache.
@@ -172,10 +172,10 @@ class KVCache(abc.ABC):
             raise CacheError(
                 f"source is {type(source).__name__}, not a cache",
                 path="source",
-                fix="prefill a cache of n slots and pass that",
+                fix="pass a cache of n slots that prefill has filled",
             )
         arguments.check_source(self.spec, source.spec)
-        per = f"sequence of the source; {self.batch}, which is not a slot, skips a sequence"
+        per = f"sequence of the source; {self.batch} is not a slot, and skips a sequence"
         destinations = arguments.integers("slots", slots, size=source.batch, per=per)
         check_arrays("source", source)
         return self._operate(type(self)._insert, source, destinations)
@@ -200,7 +200,7 @@ class KVCache(abc.ABC):
         return self._operate(type(self)._rewind, lengths)
 
     def reorder(self, parents: Any, *, group: int | None = None) -> Change[Self]:
-        """Let slot b continue the sequence of slot `parents[b]`, as beam search needs it.
+        """Let slot b continue the sequence of slot `parents[b]`, as in beam search.
 
         Args:
           parents: `[batch]` int, slots.

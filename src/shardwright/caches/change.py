@@ -59,7 +59,7 @@ class Change(Generic[C]):
             raise CacheError(
                 f"refused has shape {codes.shape}: these are changes of several caches",
                 path="refused",
-                fix="look at one at a time: jax.tree.map(lambda x: x[0], change).reasons()",
+                fix="read one at a time: jax.tree.map(lambda x: x[0], change).reasons()",
             )
         return {int(at): Refusal(int(code)) for at, code in enumerate(codes) if code}
 
@@ -67,7 +67,7 @@ class Change(Generic[C]):
         """Raise CacheError if something was refused, outside `jit`.
 
         Args:
-          fix: Last line of the error.
+          fix: Text of the error's `fix` line.
         """
         reasons = self.reasons()
         if reasons:
@@ -81,5 +81,5 @@ class Change(Generic[C]):
         Raises:
           CacheError: Something was refused.
         """
-        self.check(fix="look at `reasons()` of the change")
+        self.check(fix="read `reasons()` of the change")
         return self.cache

@@ -27,12 +27,12 @@ from shardwright.vocabulary.modes import parse_mode
 
 _FORMAT = 1
 _BROKEN = (
-    "it was changed or damaged after it was saved, as the error above shows; restore another one"
+    "restore another one: it was changed or damaged after it was saved, as the error above shows"
 )
 _CLASSES: Mapping[str, Any] = MappingProxyType(
     {kind.cache.__name__: kind.cache for kind in KINDS.values()}
 )
-# By field of the cache. `jax.Array`s, or `jax.ShapeDtypeStruct`s of arrays that orbax will read.
+# Arrays by field of the cache: `jax.Array`s, or `jax.ShapeDtypeStruct`s for orbax to read.
 Arrays = dict[str, Any]
 
 
@@ -77,20 +77,20 @@ def _check_saveable(cache: KVCache) -> Arrays:
     """Return the arrays of a cache that can be saved."""
     if _jax.in_trace():
         raise CacheError(
-            "a cache is saved outside of jit",
+            "a cache can be saved only outside of jit",
             path="cache",
-            fix="return it from the compiled step, then save it",
+            fix="return the cache from the compiled step, then save it",
         )
     if type(cache).__name__ not in _CLASSES:
         raise CacheError(
             f"{type(cache).__name__} is not a cache that can be restored",
             path="cache",
-            fix=f"classes are {', '.join(_CLASSES)}; save the arrays of another one yourself",
+            fix=f"save one of {', '.join(_CLASSES)}, or save the arrays of this one yourself",
         )
     arrays = _arrays(cache)
     if any(not isinstance(array, jax.Array) or array.is_deleted() for array in arrays.values()):
         raise CacheError(
-            "it has arrays without content",
+            "some of its arrays are deleted, or are only shapes",
             path="cache",
             fix="save the cache that the last operation returned, not one that was donated, and "
             "not its shapes",
@@ -108,7 +108,7 @@ def restore(
     """Return a saved cache. Every device reads its own shards.
 
     Args:
-      path: Where it was saved.
+      path: The path that `save` wrote.
       like: A cache of the same kind and sizes, of arrays or of `jax.ShapeDtypeStruct`s. Its
         shardings and its mode are used.
       manager: Manager whose rules and mesh are used, instead of `like`. Defaults to the ambient
@@ -122,15 +122,15 @@ def restore(
     """
     if like is not None and (manager is not None or mode is not None):
         raise CacheError(
-            "both like and manager or mode say how to shard the cache",
+            "like, and manager or mode, both decide how the cache is sharded",
             path="like",
-            fix="pass one or the other",
+            fix="pass either like, or manager and mode",
         )
     if _jax.in_trace():
         raise CacheError(
-            "a cache is restored outside of jit",
+            "a cache can be restored only outside of jit",
             path="path",
-            fix="restore it, then pass it to the compiled step",
+            fix="restore the cache, then pass it to the compiled step",
         )
     orbax, directory = _import_orbax(), _directory(path)
     with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
@@ -200,9 +200,9 @@ def _directory(path: str | os.PathLike[str]) -> str:
 def _staged(directory: str) -> Iterator[str]:
     """Give a new path beside a directory, and rename it to the directory at the end.
 
-    The path is new each time, because an earlier save that failed may still be writing to its own.
-    Several processes must write to the same path, and storage buckets have no rename. In these
-    cases orbax itself stages the files.
+    The path is new each time, because an earlier save that failed may still be writing to its own
+    path. Several processes must write to the same path, and storage buckets have no rename. In
+    these cases orbax itself stages the files.
     """
     if "://" in directory or jax.process_count() > 1:
         yield directory
@@ -232,14 +232,14 @@ def _read_description(orbax: Any, checkpointer: Any, directory: str) -> dict[str
             path="path",
             fix="pass the path given to caches.save; a save that did not complete leaves nothing",
         ) from err
-    given = "something else"
+    content = "other data"
     if isinstance(description, dict):
         number, kind = description.get("format"), description.get("kind")
         if number == _FORMAT and kind in _CLASSES:
             return description
-        given = f"format {number}, kind {kind}"
+        content = f"format {number}, kind {kind}"
     raise CacheError(
-        f"{directory} holds {given}, and this version reads format {_FORMAT} of "
+        f"{directory} holds {content}, and this version reads format {_FORMAT} of "
         f"{', '.join(_CLASSES)}",
         path="path",
         fix="restore it with the version that wrote it",
@@ -263,13 +263,13 @@ def _check_like(
         raise CacheError(
             f"a {cls.__name__} was saved, and like is a {type(like).__name__}",
             path="like",
-            fix="create like with the kind that was saved, then insert it into one of another kind",
+            fix="create like with the saved kind, then insert the restored cache into another kind",
         )
     problems = []
     for field in dataclasses.fields(CacheSpec):
-        saved, given = getattr(spec, field.name), getattr(like.spec, field.name)
-        if saved != given and field.name != "mode":
-            what = f"{field.name} was saved as {_text(saved)}, and like has {_text(given)}"
+        saved, wanted = getattr(spec, field.name), getattr(like.spec, field.name)
+        if saved != wanted and field.name != "mode":
+            what = f"{field.name} was saved as {_text(saved)}, and like has {_text(wanted)}"
             fix = f"create like with {field.name}={_text(saved)}"
             problems.append(Problem(error=CacheError, what=what, path="like", fix=fix))
     raise_problems(problems)
@@ -300,7 +300,7 @@ def _restored_mode(
     if mode is None:
         raise CacheError(
             "a cache is sharded by mode, and neither the call, the manager nor the saved cache "
-            "names one",
+            "has a mode",
             path="mode",
             fix='pass mode="decode"',
         )
@@ -308,14 +308,14 @@ def _restored_mode(
 
 
 def _shardings(cache: KVCache, manager: PartitionManager | None) -> dict[str, Any]:
-    """Return how the arrays of a cache, which are shapes here, are sharded under a manager."""
+    """Return the shardings of a cache's arrays under a manager. The arrays may be shapes."""
     if manager is None:
         return dict.fromkeys(cache.array_axes)
     if isinstance(manager.mesh, AbstractMesh):
         raise constraint.no_devices()
     sharding = CacheSharding(manager=manager, mode=cache.spec.mode)
     shardings = {}
-    with manager:  # it need not be the ambient one
+    with manager:  # it may differ from the ambient manager
         for name, axes in cache.array_axes.items():
             shape = getattr(cache, name).shape
             sharding.check_order(cache.spec.order, axes, shape)

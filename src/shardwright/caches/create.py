@@ -55,7 +55,7 @@ def init(
       kv_heads: Heads of keys and values.
       head_dim: Size of a key.
       v_dim: Size of a value. Defaults to `head_dim`.
-      dtype: Of keys and values.
+      dtype: Dtype of keys and values.
       overflow: "report", "ring" or "error", see `Overflow`. Defaults to "report"; for a sliding
         cache to "ring".
       window: Positions that attention sees, including the query's own. Defaults to all; for a ring
@@ -122,7 +122,7 @@ def _mode(mode: str | None, manager: PartitionManager | None) -> str | None:
     mode = manager.mode if mode is None else mode
     if mode is None:
         raise CacheError(
-            "a cache is sharded by mode, and neither the call nor the manager names one",
+            "a cache is sharded by mode, and neither the call nor the manager has a mode",
             path="mode",
             fix='use a manager that has one, with pm.for_mode("decode"): ..., or pass '
             'mode="decode"',
@@ -138,11 +138,11 @@ def _find_kind(kind: str) -> Kind:
 
 
 _COMMON = ("capacity", "v_dim", "dtype", "overflow", "window", "order", "mode")
-# What other libraries call the arguments of `init`, and the fix for each.
+# Names that other libraries give to arguments of `init`, and the fix for each.
 _OTHER_NAMES = MappingProxyType(
     dict.fromkeys(
         ("max_length", "max_len", "max_seq_len", "length", "size"),
-        "rows per slot are called capacity",
+        "pass the rows per slot as capacity",
     )
 )
 
@@ -154,14 +154,14 @@ def _check_options(name: str, kind: Kind, options: Mapping[str, Any]) -> None:
             fix = (
                 _OTHER_NAMES.get(option, "")
                 or did_you_mean(option, [*known, *_COMMON])
-                or (f"its own options are {', '.join(known)}" if known else "leave it out")
+                or (f"options of this kind are {', '.join(known)}" if known else "leave it out")
             )
             raise CacheError(f"a {name} cache has no option {option!r}", path="init", fix=fix)
         if not isinstance(value, Hashable):
             raise CacheError(
-                f"{option}={value!r}",
+                f"{option}={value!r} is not hashable",
                 path=option,
-                fix="pass one value, not a collection of them",
+                fix="pass a single value",
             )
 
 
@@ -179,7 +179,7 @@ def _parse_dtype(dtype: Any) -> str:
             f"{parsed} is not a floating-point dtype",
             path="dtype",
             fix='pass the dtype of the keys and values, such as "bfloat16"; '
-            'init("quantized", ...) stores fewer bits',
+            'use init("quantized", ...) to store fewer bits',
         )
     canonical = jax.dtypes.canonicalize_dtype(parsed)
     if canonical != parsed:
@@ -219,7 +219,7 @@ def _checked_spec(spec: CacheSpec) -> CacheSpec:
         )
     if not isinstance(spec.order, RowOrder):
         raise CacheError(
-            f"order={spec.order!r}",
+            f"order={spec.order!r} is not a RowOrder",
             path="order",
             fix="pass caches.RowOrder(block=..., shards=...), or leave it out",
         )

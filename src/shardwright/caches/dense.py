@@ -1,4 +1,4 @@
-"""Keys and values as they are: all positions up to the capacity, or a ring of the latest ones."""
+"""A cache of unchanged keys and values: all positions up to the capacity, or the latest ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make(spec: CacheSpec) -> DenseCache:
 
 
 def make_sliding(spec: CacheSpec) -> DenseCache:
-    """Return an empty ring that keeps what a window of attention sees.
+    """Return an empty ring that keeps the positions that a window of attention sees.
 
     Raises:
       CacheError: There is no window, or the policy is not that of a ring.
@@ -55,7 +55,7 @@ def make_sliding(spec: CacheSpec) -> DenseCache:
         raise CacheError(
             "a sliding cache needs a window",
             path="window",
-            fix="pass window=, of an engine CacheShape(window=...), or use "
+            fix="pass window= (in an engine: CacheShape(window=...)), or use "
             'init("dense", overflow="ring")',
         )
     if not spec.is_ring:

@@ -1,6 +1,6 @@
-"""The kinds of caches: the one place that declares a new kind.
+"""The kinds of caches. A new kind is declared here and nowhere else.
 
-`init` makes a cache by the name of its kind, `restore` finds the class of a saved one.
+`init` creates a cache by the name of its kind, and `restore` finds the class of a saved cache.
 """
 
 from __future__ import annotations

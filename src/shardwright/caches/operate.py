@@ -31,8 +31,8 @@ def operate(
     """Return `operation(cache, *arrays, **static)`.
 
     Args:
-      operation: A method of a class of caches. `jit` recognizes it in later calls.
-      cache: What it changes.
+      operation: A method of a cache class, as a function. `jit` reuses its program in later calls.
+      cache: The cache before the operation.
       *arrays: Trees of arrays.
       overflow: Policy of the cache.
       **static: Hashable values.
@@ -57,7 +57,7 @@ def operate(
             codes=change.refused,
         )
     else:
-        change.check(fix='with overflow="report", refusals are values in the returned change')
+        change.check(fix='use overflow="report" to get refusals as values in the returned change')
     return change
 
 
@@ -74,10 +74,10 @@ def _jitted(
 def check_arrays(name: str, cache: Any) -> None:
     """Check that the arrays of a cache exist and are on the devices of the ambient manager.
 
-    JAX would report only the first array that it meets. Inside a trace nothing is checked.
+    JAX itself would name only one array. Inside a trace nothing is checked.
 
     Args:
-      name: Argument that errors name.
+      name: Name of the argument, for errors.
       cache: A tree of arrays.
 
     Raises:
@@ -102,6 +102,6 @@ def check_arrays(name: str, cache: Any) -> None:
                 f"it is on the mesh {dict(sharding.mesh.shape)}, and the manager has the mesh "
                 f"{dict(manager.mesh.shape)} of other devices",
                 path=name,
-                fix="move it with caches.reshard under this manager, or enter the manager that "
-                "created it",
+                fix="move the cache with caches.reshard under this manager, or enter the manager "
+                "that created the cache",
             )

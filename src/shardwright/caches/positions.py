@@ -9,7 +9,7 @@ from shardwright.caches.spec import CacheSpec
 
 
 def row_of(spec: CacheSpec, positions: jax.Array) -> jax.Array:
-    """Return the row that stores each position; any shape."""
+    """Return the row that stores each position. Positions may have any shape."""
     places = positions % spec.capacity if spec.is_ring else positions
     return spec.order.row(places, spec.capacity)
 
@@ -18,10 +18,10 @@ def positions_of_rows(spec: CacheSpec, length: jax.Array, start: jax.Array | Non
     """Return the position that each row holds.
 
     Args:
-      spec: Of the cache.
+      spec: The spec of the cache.
       length: `[batch]` int32.
-      start: `[batch]` int32, the first position that a slot of a ring still holds. None: not a
-        ring.
+      start: `[batch]` int32, the first position that a slot of a ring still holds. None if the
+        cache is not a ring.
 
     Returns:
       For a ring `[batch, capacity]` int32, -1 for an empty row. Otherwise `[1, capacity]`: the same

@@ -42,7 +42,7 @@ _MEANINGS = {
     Refusal.SLOT_EMPTY: "the slot is empty",
     Refusal.NO_FREE_PAGE: "too few pages are free",
     Refusal.LENGTH_OUT_OF_RANGE: "the length is negative, or larger than that of the slot",
-    Refusal.OVERWRITTEN: "newer tokens have overwritten rows that would be needed",
+    Refusal.OVERWRITTEN: "newer tokens have overwritten rows that the slot would need",
     Refusal.POSITIONS_MISSING: "the source lacks positions that this cache keeps",
 }
 
@@ -75,8 +75,8 @@ def set_named(
 
     Args:
       old: `[batch]` int32.
-      named: `[n, batch]` bool. Entries that are done name different slots.
-      done: `[n]` bool. Other entries change nothing.
+      named: `[n, batch]` bool. Accepted entries name different slots.
+      done: `[n]` bool, whether each entry is accepted. Other entries change nothing.
       values: `[n]` int32, not negative, or one value for all.
     """
     entry_values = jnp.where(

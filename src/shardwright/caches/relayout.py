@@ -31,10 +31,10 @@ class ArrayMoves:
     """How one array of a cache is resharded.
 
     Attributes:
-      name: Of the array.
+      name: Name of the array.
       source: Its spec before.
       target: Its spec after, on the same mesh.
-      moves: The steps; empty if it stays.
+      moves: The steps; empty if the array stays.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Relayout:
     """How a cache is resharded on its mesh. Print it.
 
     Attributes:
-      mode: Runtime mode whose sharding it gets.
+      mode: Runtime mode whose sharding the cache gets.
       arrays: The steps of every array.
     """
 
@@ -80,7 +80,7 @@ class Relayout:
 def plan_reshard(
     cache: KVCache, mode: str | None = None, *, manager: PartitionManager | None = None
 ) -> Relayout:
-    """Return how `reshard` would move a cache, without moving it.
+    """Return the steps by which `reshard` would move a cache, without moving it.
 
     The arrays of the cache may be `jax.ShapeDtypeStruct`s, and the mesh may be abstract.
 
@@ -90,16 +90,17 @@ def plan_reshard(
       manager: As for `reshard`.
 
     Raises:
-      CacheError: As `reshard`; or the cache is on another mesh, from which JAX would copy.
-      ShardingError: As `reshard`.
+      CacheError: As for `reshard`; or the cache is on another mesh or not sharded, so that
+        `reshard` would copy it.
+      ShardingError: As for `reshard`.
     """
     manager, mode = _target(cache, mode, manager)
     sources = _sources(cache, manager)
     for name, source in sources.items():
         if source is None:
             raise CacheError(
-                "it is on another mesh, or not sharded: reshard copies it, and there are no "
-                "collectives to plan",
+                "the array is on another mesh, or not sharded: reshard copies it, and there are "
+                "no collectives to plan",
                 path=name,
                 fix="call reshard, or create the cache under this manager",
             )
@@ -128,11 +129,11 @@ def reshard(
 ) -> C:
     """Return a cache with the same content and the sharding of another mode.
 
-    Operations on it keep that sharding.
+    Operations on the new cache keep that sharding.
 
-    On the same mesh this takes the collectives that send least; `plan_reshard` shows them. To
-    another mesh, and from arrays that are not sharded, JAX copies. Call it once between prefill and
-    decode, never inside a layer.
+    On the same mesh this takes the collectives that send least; `plan_reshard` shows them. If the
+    cache is on another mesh or not sharded, JAX copies the arrays. Call this once between prefill
+    and decode, never inside a layer.
 
     Args:
       cache: A cache of any kind.
@@ -141,7 +142,7 @@ def reshard(
         operations on the new cache need.
       donate: Free the memory of the old cache. If the meshes have devices in common, JAX may share
         arrays that stay; these are freed with their last reference. Inside `jit`, donate the
-        cache there instead.
+        argument of the compiled function instead.
 
     Raises:
       CacheError: No mode, no manager, an abstract mesh, another mesh inside a trace, or an order of
@@ -179,12 +180,12 @@ def _target(
         raise CacheError(
             "there is no manager to shard the cache",
             path="manager",
-            fix="pass manager=, or call it within `with manager:`",
+            fix="pass manager=, or call within `with manager:`",
         )
     mode = manager.mode if mode is None else mode
     if mode is None:
         raise CacheError(
-            "neither the call nor the manager names a mode",
+            "neither the call nor the manager has a mode",
             path="mode",
             fix='pass one, such as "decode"',
         )

@@ -19,12 +19,12 @@ class RowOrder:
 
     Contiguous: row r of a slot holds position r, so decoding fills one shard after the other.
     Interleaved: blocks of `block` positions go to the shards in turn, position p to shard
-    `(p // block) % shards`. Then all shards hold equal parts of a sequence of any length.
+    `(p // block) % shards`. Then all shards hold nearly equal parts of a sequence of any length.
 
     Attributes:
       block: Positions that stay together. None: contiguous.
-      shards: Number of shards of the rows, that is, the product of the mesh axes of KV_LENGTH; or a
-        multiple of it.
+      shards: Number of shards of the rows, that is, the product of the sizes of KV_LENGTH's mesh
+        axes; or a multiple of it.
     """
 
     block: int | None = None
@@ -36,7 +36,7 @@ class RowOrder:
                 object.__setattr__(self, name, count)
 
     def check(self, rows: int) -> None:
-        """Raise CacheError unless that many rows divide evenly into blocks and shards."""
+        """Raise CacheError unless `rows` rows divide evenly into blocks and shards."""
         read_integer("shards", self.shards, error=CacheError)
         if self.block is not None:
             read_integer("block", self.block, error=CacheError)

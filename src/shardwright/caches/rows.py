@@ -1,7 +1,8 @@
 """Caches of rows: every slot has rows of its own.
 
-Position p is stored in row p of the slot, in a ring in row p modulo the capacity. Subclasses decide
-what a row stores: keys and values as they are, or quantized ones with their scales.
+Position p is stored in row p of the slot, or in a ring in row p modulo the capacity. A `RowOrder`
+may permute the rows. Subclasses decide what a row stores: unchanged keys and values, or quantized
+ones with their scales.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ class RowCache(KVCache):
     """A cache whose buffers are `[batch, capacity, ...]`. Subclasses declare the buffers.
 
     Attributes:
-      start: `[batch]` int32, the first position that a slot of a ring still holds. None: not a
-        ring.
+      start: `[batch]` int32, the first position that a slot of a ring still holds. None if the
+        cache is not a ring.
     """
 
     start: jax.Array | None = dataclasses.field(metadata=array(BATCH))
 
     @abc.abstractmethod
     def encode(self, k: jax.Array, v: jax.Array) -> Buffers:
-        """Return what rows store of keys and values, by buffer.
+        """Return the rows to store for keys and values, by name of the buffer.
 
         Args:
           k: `[..., kv_heads, head_dim]`.
@@ -47,21 +48,21 @@ class RowCache(KVCache):
 
     def view(self) -> View:
         """Return what attention reads."""
-        held = positions.positions_of_rows(self.spec, self.length, self.start)
+        row_positions = positions.positions_of_rows(self.spec, self.length, self.start)
         if self.start is not None:
-            held = self._sharding.place(held, (BATCH, KV_LENGTH))
+            row_positions = self._sharding.place(row_positions, (BATCH, KV_LENGTH))
         buffers = self.buffers
         return View(
             k=buffers["k"],
             v=buffers["v"],
-            positions=held,
+            positions=row_positions,
             lengths=self.length,
             k_scale=buffers.get("k_scale"),
             v_scale=buffers.get("v_scale"),
         )
 
     def row_view(self) -> View:
-        """Return what attention reads: its rows are next to each other already."""
+        """Return what attention reads; the rows of a sequence are next to each other in it."""
         return self.view()
 
     def _append(self, k: jax.Array, v: jax.Array, valid: jax.Array | None) -> Change[Self]:
@@ -70,15 +71,15 @@ class RowCache(KVCache):
         k, v = jnp.asarray(k), jnp.asarray(v)
         is_token = jnp.ones(k.shape[:2], bool) if valid is None else jnp.asarray(valid)
         is_token = sharding.place(is_token, (BATCH, EMPTY))
-        new = self.length[:, None] + jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - 1
+        token_positions = self.length[:, None] + jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - 1
         after = self.length + jnp.sum(is_token, axis=1, dtype=jnp.int32)
         # A ring takes any number of tokens, until positions exceed 32 bits and would wrap.
         overflows = after < self.length if spec.is_ring else after > spec.capacity
-        taken = is_token & ~overflows[:, None]
+        accepted = is_token & ~overflows[:, None]
         # If a chunk is longer than a ring, only its last rows are written: two writes of one row in
         # one scatter have no defined order.
-        kept = taken & (new >= after[:, None] - spec.capacity)
-        rows = jnp.where(kept, positions.row_of(spec, new), spec.capacity)
+        stored = accepted & (token_positions >= after[:, None] - spec.capacity)
+        rows = jnp.where(stored, positions.row_of(spec, token_positions), spec.capacity)
         buffers = scatter.append_rows(self._placed_buffers, self.encode(k, v), rows)
         length = jnp.where(overflows, self.length, after)
         start = None if self.start is None else jnp.maximum(self.start, length - spec.capacity)
@@ -87,7 +88,7 @@ class RowCache(KVCache):
             length=length,
             start=start,
             buffers=buffers,
-            positions=jnp.where(taken, new, -1),
+            positions=jnp.where(accepted, token_positions, -1),
         )
 
     def _insert(self, source: KVCache, slots: jax.Array) -> Change[Self]:
@@ -96,10 +97,10 @@ class RowCache(KVCache):
         lengths, slots, length = (
             sharding.place(jnp.asarray(x), (EMPTY,)) for x in (view.lengths, slots, self.length)
         )
-        held = _held_positions(view, sharding)
-        # A source that is a ring may have lost positions. That matters only for positions that a
+        row_positions = _held_positions(view, sharding)
+        # A source that is a ring may lack old positions. That matters only for positions that a
         # query in this cache can still see.
-        first = jnp.min(jnp.where(held >= 0, held, lengths[:, None]), axis=1)
+        first = jnp.min(jnp.where(row_positions >= 0, row_positions, lengths[:, None]), axis=1)
         needed = positions.first_needed(spec, lengths)
         named = refusals.named_slots(slots, spec.batch)
         refused = refusals.first_refusal(
@@ -110,8 +111,12 @@ class RowCache(KVCache):
         )
         done = refused == Refusal.NONE
         # As in `_append`: of a sequence longer than this ring, only the last rows are written.
-        kept = done[:, None] & (held >= 0) & (held >= lengths[:, None] - spec.capacity)
-        rows = jnp.where(kept, positions.row_of(spec, held), spec.capacity)
+        stored = (
+            done[:, None]
+            & (row_positions >= 0)
+            & (row_positions >= lengths[:, None] - spec.capacity)
+        )
+        rows = jnp.where(stored, positions.row_of(spec, row_positions), spec.capacity)
         buffers = scatter.scatter_rows(
             self._placed_buffers,
             self._encoded_rows(source, view),
@@ -144,7 +149,7 @@ class RowCache(KVCache):
 
     def _encoded_rows(self, source: KVCache, view: View) -> Buffers:
         if type(source) is type(self) and source.buffers["k"].dtype == self.buffers["k"].dtype:
-            # Copied as stored: quantizing a second time would change them.
+            # Copy the rows as stored: quantizing them again would change them.
             return source.buffers
         return self.encode(*view.dequantized(self.spec.dtype))
 
@@ -174,19 +179,22 @@ class RowCache(KVCache):
     def _reorder(self, parents: jax.Array, *, group: int) -> Change[Self]:
         sharding = self._sharding
         # A refused slot keeps its own sequence: it is its own parent.
-        own = sharding.place(jnp.arange(self.batch, dtype=jnp.int32), (BATCH,))
+        slots = sharding.place(jnp.arange(self.batch, dtype=jnp.int32), (BATCH,))
         parents = sharding.place(jnp.asarray(parents), (BATCH,))
-        outside = refusals.outside_group(parents, own, batch=self.batch, group=group)
+        outside = refusals.outside_group(parents, slots, batch=self.batch, group=group)
         # Every array of a row cache has one entry per slot.
         arrays = self.buffers | {name: getattr(self, name) for name in self.array_axes}
-        taken: dict[str, Any] = scatter.take_slots(
+        reordered: dict[str, Any] = scatter.take_slots(
             sharding.with_specs(arrays, self.array_axes),
-            jnp.where(outside, own, parents),
+            jnp.where(outside, slots, parents),
             group=group,
         )
         refused = refusals.first_refusal((outside, Refusal.SLOT_OUT_OF_RANGE))
         return self._changed(
-            refused, length=taken.pop("length"), start=taken.pop("start", None), buffers=taken
+            refused,
+            length=reordered.pop("length"),
+            start=reordered.pop("start", None),
+            buffers=reordered,
         )
 
     def _changed(
@@ -224,7 +232,9 @@ def counters(spec: CacheSpec) -> dict[str, Any]:
 def _held_positions(view: View, sharding: CacheSharding) -> jax.Array:
     """Return `[n, rows]`: the positions that the rows of a source hold, -1 for an empty row."""
     assert view.positions is not None
-    held = sharding.place(view.positions, (EMPTY, EMPTY))
-    held = jnp.where(held < sharding.place(view.lengths, (EMPTY,))[:, None], held, -1)
-    # Every device computes all of it; otherwise its minimum would be a collective.
-    return sharding.place(held, (EMPTY, EMPTY))
+    row_positions = sharding.place(view.positions, (EMPTY, EMPTY))
+    row_positions = jnp.where(
+        row_positions < sharding.place(view.lengths, (EMPTY,))[:, None], row_positions, -1
+    )
+    # Replicate the positions. Otherwise their minimum would need a collective.
+    return sharding.place(row_positions, (EMPTY, EMPTY))

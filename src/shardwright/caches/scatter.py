@@ -1,8 +1,8 @@
 """The only code that writes rows: scatters that run on the shards, so that only new rows are sent.
 
-An array is `[slots, rows, ...]`; of a paged cache, pages take the place of slots. A row that must
-not be written has a number that is out of range. It is never negative, because JAX wraps negative
-numbers. Each shard writes in place what belongs to its slots and rows.
+An array is `[slots, rows, ...]`; in a paged cache, pages take the place of slots. A row that must
+not be written has a number that is out of range. The number is never negative, because JAX wraps
+negative numbers. Each shard writes the rows of its own slots in place.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Buffers = dict[str, jax.Array]
 
 
 def append_rows(buffers: PlacedArrays, new: Buffers, rows: jax.Array) -> Buffers:
-    """Return buffers with new rows in every slot. Nothing is sent but new rows of another sharding.
+    """Return buffers with new rows in every slot. Only new rows of another sharding are sent.
 
     Args:
       buffers: `[batch, rows, ...]` each.
       new: `[batch, q_length, ...]`, by the same names.
-      rows: `[batch, q_length]` int32, the row that each goes to, each at most once per slot. A
-        number out of range drops the new row.
+      rows: `[batch, q_length]` int32, the row of the slot to which each new row goes, no row twice.
+        A number out of range drops the new row.
     """
     specs = buffers.specs
 
@@ -36,8 +36,8 @@ def append_rows(buffers: PlacedArrays, new: Buffers, rows: jax.Array) -> Buffers
         }
 
     # The new rows of a slot go to every shard of its rows, which drops those of other shards.
-    arrival = {name: _replicated(specs[name], new[name].ndim, 1) for name in specs}
-    return buffers.run(local, new, rows, specs=(arrival, spec_of(buffers.leading_axes())))
+    new_specs = {name: _replicated(specs[name], new[name].ndim, 1) for name in specs}
+    return buffers.run(local, new, rows, specs=(new_specs, spec_of(buffers.leading_axes())))
 
 
 def scatter_rows(
@@ -53,9 +53,9 @@ def scatter_rows(
     Args:
       buffers: `[slots, rows, ...]` each.
       new: `[n, m, ...]`, by the same names.
-      slots: `[n, m]` or `[n, 1]` int32, the slot of each.
-      rows: `[n, m]` int32, the row of each. No slot and row twice. A slot or row out of range drops
-        the new row.
+      slots: `[n, m]` or `[n, 1]` int32, the slot of each new row.
+      rows: `[n, m]` int32, the row of each new row in its slot. No two new rows go to the same row.
+        A slot or row out of range drops the new row.
       in_place: Whether each row of `new` goes to the row of its own number, and `m` is the number
         of rows of a slot. Then a shard needs only its own rows, so new rows that are sharded like
         the buffers are not sent. Defaults to False.
@@ -74,13 +74,13 @@ def scatter_rows(
             for name, x in old.items()
         }
 
-    arrival = {name: _replicated(specs[name], new[name].ndim, *gathered) for name in specs}
-    own_rows = spec_of((), *row_axes) if in_place else PartitionSpec()
-    return buffers.run(local, new, slots, rows, specs=(arrival, PartitionSpec(), own_rows))
+    new_specs = {name: _replicated(specs[name], new[name].ndim, *gathered) for name in specs}
+    row_spec = spec_of((), *row_axes) if in_place else PartitionSpec()
+    return buffers.run(local, new, slots, rows, specs=(new_specs, PartitionSpec(), row_spec))
 
 
 def take_slots(buffers: PlacedArrays, parents: jax.Array, *, group: int) -> Buffers:
-    """Return a copy of all buffers in which slot b is what slot `parents[b]` was.
+    """Return a copy of all buffers in which slot b has the rows of slot `parents[b]`.
 
     Args:
       buffers: `[batch, ...]` each.

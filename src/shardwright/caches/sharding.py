@@ -28,7 +28,7 @@ class CacheSharding:
     """The specs of a cache's arrays under the ambient manager.
 
     Attributes:
-      manager: The ambient manager. None: nothing is sharded, or the caller shards it.
+      manager: The manager. None if the cache is not sharded, or if the caller shards it.
       mode: Runtime mode of the cache.
     """
 
@@ -41,11 +41,11 @@ class CacheSharding:
         Args:
           axes: Its annotation.
           shape: Its shape.
-          name: What errors call it.
+          name: Name of the array, for errors.
 
         Raises:
           ShardingError: The rules do not fit the sizes, or are `?`.
-          CacheError: A `shard_map` around the call has split a dimension of it.
+          CacheError: A `shard_map` around the call has split a dimension of the array.
         """
         if self.manager is None:
             return PartitionSpec()
@@ -56,8 +56,8 @@ class CacheSharding:
         split = [name for entry in spec.partitions for name in entry_names(entry) if name in manual]
         if split:
             raise CacheError(
-                f"a shard_map around the call has split it over {split[0]}, and a cache numbers "
-                "slots and rows globally",
+                f"a shard_map around the call has split the cache over {split[0]}, and slots "
+                "and rows have global numbers",
                 mesh_axes=tuple(split),
                 fix="call the cache outside of that shard_map",
             )
@@ -69,8 +69,8 @@ class CacheSharding:
         Otherwise some shards would fill before others.
 
         Args:
-          order: Of the rows.
-          axes: The annotation of an array. Without KV_LENGTH it has no rows, and nothing is
+          order: The order of the rows.
+          axes: The annotation of an array. Without KV_LENGTH the array has no rows, and nothing is
             checked.
           shape: Its shape.
 
@@ -108,8 +108,8 @@ class CacheSharding:
         """Return arrays together with their specs.
 
         Args:
-          arrays: By name.
-          axes: Their annotations, by the same names.
+          arrays: Arrays by name.
+          axes: The annotation of each array, by the same names.
         """
         specs = {name: self.spec(axes[name], array.shape) for name, array in arrays.items()}
         return PlacedArrays(arrays=dict(arrays), specs=specs, sharding=self)
@@ -142,9 +142,9 @@ class PlacedArrays:
     """Arrays of a cache and how they are sharded.
 
     Attributes:
-      arrays: By name.
-      specs: By the same names.
-      sharding: Runs functions on their shards.
+      arrays: Arrays by name.
+      specs: The spec of each array, by the same names.
+      sharding: The sharding that runs functions on the shards.
     """
 
     arrays: dict[str, jax.Array]
@@ -163,12 +163,12 @@ class PlacedArrays:
         Args:
           local: Function of local arrays by name, and of local arguments.
           *arguments: Trees of global arrays.
-          specs: Their specs.
+          specs: The specs of the arguments.
         """
-        written: dict[str, jax.Array] = self.sharding.run(
+        results: dict[str, jax.Array] = self.sharding.run(
             local, (self.arrays, *arguments), (self.specs, *specs), out_specs=self.specs
         )
-        return written
+        return results
 
 
 def ambient_sharding(mode: str | None) -> CacheSharding:
@@ -191,9 +191,10 @@ def local_numbers(numbers: jax.Array, axes: tuple[str, ...], size: int) -> jax.A
 
     Args:
       numbers: Global numbers.
-      axes: Mesh axes that shard what is numbered.
-      size: How many of them a shard has. A number of another shard becomes `size`, which is out of
-        range, so a scatter with `mode="drop"` skips it. A negative number would wrap around.
+      axes: Mesh axes that shard the slots, rows or pages.
+      size: How many of them a shard has. The number of an item of another shard becomes `size`,
+        which is out of range, so a scatter with `mode="drop"` skips it. A negative number would
+        wrap around.
     """
-    own = numbers - jax.lax.axis_index(axes) * size if axes else numbers
-    return jnp.where((own >= 0) & (own < size), own, size)
+    local = numbers - jax.lax.axis_index(axes) * size if axes else numbers
+    return jnp.where((local >= 0) & (local < size), local, size)

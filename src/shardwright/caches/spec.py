@@ -11,9 +11,10 @@ from shardwright.caches.row_order import RowOrder
 class Overflow(enum.StrEnum):
     """What happens to tokens that exceed the capacity of a slot.
 
-    REPORT: none of the call's tokens is written to that slot, and the `Change` says so. RING: they
-    overwrite the oldest rows. ERROR: like REPORT, but every refusal also raises an error: outside
-    `jit` immediately, inside `jit` through `jax.experimental.checkify`, which the caller applies.
+    REPORT: none of the call's tokens is written to that slot, and the `Change` says so. RING: new
+    tokens overwrite the oldest ones. ERROR: like REPORT, but every refusal also raises an error:
+    outside `jit` immediately, inside `jit` through `jax.experimental.checkify`, which the caller
+    applies.
     """
 
     REPORT = "report"
@@ -31,8 +32,8 @@ class CacheSpec:
       kv_heads: Heads of keys and values.
       head_dim: Size of a key.
       v_dim: Size of a value.
-      dtype: Of the keys and values that callers append. Stored as such, except in a quantized
-        cache.
+      dtype: Dtype of the keys and values that callers append. The cache stores them in this dtype
+        unless it is quantized.
       overflow: What happens to tokens that do not fit.
       order: Which row of a slot holds which position.
       window: Positions that attention sees, including the query's own. None: all.

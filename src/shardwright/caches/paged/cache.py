@@ -35,12 +35,12 @@ class PagedCache(KVCache):
     Position p of slot b is in row `p % page_size` of page `tables[b, p // page_size]`. A page may
     belong to several slots: `share` and `reorder` copy no rows. A slot that writes to a page that
     other slots use too gets a copy of the page first. `append` and `insert` give pages to one slot
-    after the other; a slot for which too few are free is refused, and the next one may get them.
-    `free` and `rewind` give back pages that no other slot uses.
+    after the other; a slot for which too few are free is refused, and the next slot may get the
+    free ones. `free` and `rewind` give back pages that no other slot uses.
 
     Under a manager, pages are sharded as (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM) resolves. The tables
-    are replicated while an operation runs, so an append sends new rows and small integers, never
-    pages.
+    are replicated while an operation runs, so an append sends only new rows and small integers. It
+    sends a page only to copy a shared one, and only if pages are sharded by page.
 
     Attributes:
       spec: The static part.
@@ -87,16 +87,16 @@ class PagedCache(KVCache):
           lengths: `[n]` int, tokens to share, from 0 to the length of the source. Defaults to all.
 
         Returns:
-          The change, by entry.
+          The change, with one code per entry.
 
         Raises:
-          CacheError: They are not integers, or differ in number.
+          CacheError: The arguments are not integers, or their lengths differ.
         """
         into = arguments.integers("slots", slots)
         count = into.shape[0]
-        given = None if lengths is None else arguments.integers("lengths", lengths, size=count)
+        counts = None if lengths is None else arguments.integers("lengths", lengths, size=count)
         sources = arguments.integers("sources", sources, size=count)
-        return self._operate(type(self)._share, sources, into, given)
+        return self._operate(type(self)._share, sources, into, counts)
 
     def _append(self, k: jax.Array, v: jax.Array, valid: jax.Array | None) -> Change[Self]:
         is_token = jnp.ones(k.shape[:2], bool) if valid is None else valid
@@ -132,8 +132,8 @@ class PagedCache(KVCache):
         return self._changed(self._decide(tables.share, sources, slots, lengths))
 
     def _decide(self, rule: Callable[..., Decision], *arrays: Any, **static: Any) -> Decision:
-        # In a shard_map: otherwise the partitioner would shard this over the batch, with dozens of
-        # collectives.
+        # Run the rule in a shard_map: otherwise the partitioner would shard it over the batch, with
+        # dozens of collectives.
         owned = Ownership(length=self.length, tables=self.tables, references=self.references)
         arguments = (owned, *(None if x is None else jnp.asarray(x) for x in arrays))
         everywhere = jax.tree.map(lambda _: PartitionSpec(), arguments)
@@ -179,11 +179,11 @@ def make(spec: CacheSpec, *, page_size: int = 16, pages: int | None = None) -> P
             "a paged cache cannot be a ring",
             path="overflow",
             fix='use kind "sliding", which keeps the latest tokens, or overflow="report", which '
-            "refuses what does not fit",
+            "refuses tokens that do not fit",
         )
     if spec.order.block is not None:
         raise CacheError(
-            "a paged cache keeps its rows in order",
+            "a paged cache takes no order of rows",
             path="order",
             fix='leave order out; a rule for "page" shards the pages',
         )
@@ -212,15 +212,15 @@ def _check_pages(shape: tuple[int, ...], spec: CacheSpec) -> None:
     sharding = ambient_sharding(spec.mode)
     page_axes = axes_by_dim(sharding.spec(PAGE_AXES, shape, name="k_pages"), len(shape))[0]
     batch_axes = axes_by_dim(sharding.spec((BATCH,), (spec.batch,), name="length"), 1)[0]
-    both = tuple(axis for axis in page_axes if axis in batch_axes)
-    if both:
+    shared = tuple(axis for axis in page_axes if axis in batch_axes)
+    if shared:
         raise CacheError(
-            f"the pages and the batch are both sharded over {both[0]}: attention of a slot could "
+            f"the pages and the batch are both sharded over {shared[0]}: attention to a slot could "
             "not read all its pages",
             path="k_pages",
             dim=0,
             axis="PAGE",
-            mesh_axes=both,
-            fix='page = "-" replicates the pages over the batch; or shard pages over a mesh axis '
-            "of their own",
+            mesh_axes=shared,
+            fix='write page = "-" to replicate the pages over the batch, or shard pages over a '
+            "mesh axis of their own",
         )

@@ -1,6 +1,6 @@
 """Which free pages slots get for their next tokens.
 
-A page is free while `references[page]` is 0: it counts the table entries in use that name the page.
+`references[page]` counts the table entries in use that name a page. A page is free while it is 0.
 Page numbers are small integers that every shard has, and every shard computes the same result.
 """
 
@@ -21,9 +21,9 @@ class Claim:
     Attributes:
       served: `[batch]` bool, which of the slots that asked get what they need; the others get
         nothing.
-      pages: `[batch, most]` int32, the new pages of each in the order of its tokens, then "no
+      pages: `[batch, most]` int32, the new pages of each slot in the order of its tokens, then "no
         page".
-      columns: `[batch, most]` int32, the table column of each.
+      columns: `[batch, most]` int32, the table column of each new page.
       shared: `[batch]` int32, a page that other slots use too, if the first new page must become a
         copy of it; otherwise "no page".
     """
@@ -53,9 +53,9 @@ def claim_pages(
 ) -> Claim:
     """Choose pages for the next tokens of slots: free pages in order, for one slot after the other.
 
-    A slot that cannot get all the pages it needs gets none, and the next slot may have them. A
-    partly filled page that other slots use too is not written to: the slot gets another page, a
-    copy. The last slot that still uses the page needs no copy.
+    A slot that cannot get all the pages it needs gets none, and the next slot may get the free
+    ones. A partly filled page that other slots use too is not written to: the slot gets another
+    page, a copy. The last slot that still uses the page needs no copy.
 
     Args:
       references: `[pages]` int32.
@@ -75,8 +75,8 @@ def claim_pages(
 
     def needs(asking: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return pages needed, their first column, and who needs a copy, for slots that ask."""
-        left_it = jnp.sum(before & asking[None, :], axis=1, dtype=jnp.int32)
-        copies = asking & (holders - left_it > 1)
+        earlier_copies = jnp.sum(before & asking[None, :], axis=1, dtype=jnp.int32)
+        copies = asking & (holders - earlier_copies > 1)
         first = count_pages(lengths, page_size) - copies.astype(jnp.int32)
         need = count_pages(lengths + counts, page_size) - first
         return jnp.where(asking, need, 0), first, copies
@@ -87,9 +87,10 @@ def claim_pages(
         return jnp.sum(needs(asking)[0]) > free
 
     def refuse(asking: jax.Array) -> jax.Array:
-        # All slots before the first that lacks pages are served. Refuse it, and also each later
-        # slot that needs more pages than are left there: later, fewer pages are left, and a slot
-        # never needs fewer. (It needs one more if another slot no longer copies a shared page.)
+        # All slots before the first slot that lacks pages are served. Refuse that slot, and each
+        # later slot that needs more pages than are left for that slot. Fewer are left for later
+        # slots, and a refusal never lowers what another slot needs. (A slot needs one page more if
+        # an earlier slot no longer copies the page that both share.)
         need = needs(asking)[0]
         left = free - (jnp.cumsum(need) - need)
         at = jnp.argmax(need > left)
@@ -99,17 +100,17 @@ def claim_pages(
     need, first, copies = needs(served)
     free_pages = jnp.nonzero(references == 0, size=min(batch * most, pages), fill_value=pages)[0]
     steps = jnp.arange(most, dtype=jnp.int32)[None, :]
-    place = jnp.where(steps < need[:, None], (jnp.cumsum(need) - need)[:, None] + steps, pages)
+    ordinals = jnp.where(steps < need[:, None], (jnp.cumsum(need) - need)[:, None] + steps, pages)
     return Claim(
         served=served,
-        pages=free_pages.astype(jnp.int32).at[place].get(mode="fill", fill_value=pages),
+        pages=free_pages.astype(jnp.int32).at[ordinals].get(mode="fill", fill_value=pages),
         columns=first[:, None] + steps,
         shared=jnp.where(copies, last, pages),
     )
 
 
 def enter(tables: jax.Array, claim: Claim, slots: jax.Array, *, pages: int) -> jax.Array:
-    """Return tables with the pages of a claim, whose i-th row belongs to `slots[i]`."""
+    """Return tables with the pages of a claim entered; its i-th row belongs to `slots[i]`."""
     columns = jnp.where(claim.pages < pages, claim.columns, tables.shape[1])
     return tables.at[slots[:, None], columns].set(claim.pages, mode="drop")
 
@@ -121,5 +122,5 @@ def used_entries(tables: jax.Array, first: jax.Array, end: jax.Array, *, pages: 
 
 
 def refer(references: jax.Array, pages: jax.Array, by: int) -> jax.Array:
-    """Return the references after each of `pages`, of any shape, gained or lost some."""
+    """Return the references with `by` added for each of `pages`, which has any shape."""
     return references.at[pages].add(by, mode="drop")

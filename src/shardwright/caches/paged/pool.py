@@ -1,7 +1,7 @@
-"""The pages themselves: copied before a shared one is written, and read as rows.
+"""Copy pages, as before a write to a shared page, and read the pages of sequences as rows.
 
-A page number that is out of range, the number of pages, means "no page". It is never negative,
-because JAX wraps negative numbers.
+The number of pages, which is not a page number, means "no page". Negative numbers do not mean it,
+because JAX wraps them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PAGE_AXES = (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM)
 
 
 def copy_pages(buffers: PlacedArrays, sources: jax.Array, targets: jax.Array) -> Buffers:
-    """Return buffers with pages copied, in place. Nothing is sent unless sharded by page.
+    """Return buffers with pages copied, in place. Nothing is sent unless they are sharded by page.
 
     Args:
       buffers: `[pages, page_size, ...]` each.
@@ -50,8 +50,8 @@ def read_rows(view: View, sharding: CacheSharding) -> View:
     """Return a copy of the pages of a view, with the rows of each sequence next to each other.
 
     Args:
-      view: Of a paged cache.
-      sharding: Of that cache.
+      view: The view of a paged cache.
+      sharding: The sharding of that cache.
     """
     assert view.tables is not None
     pages = sharding.with_specs({"k": view.k, "v": view.v}, {"k": PAGE_AXES, "v": PAGE_AXES})
@@ -80,12 +80,12 @@ def read_rows(view: View, sharding: CacheSharding) -> View:
 
 def _read(buffer: jax.Array, pages: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     pages = local_numbers(pages, axes, buffer.shape[0])
-    own = buffer.at[_rows(pages, buffer)].get(mode="fill", fill_value=0)
+    local_pages = buffer.at[_rows(pages, buffer)].get(mode="fill", fill_value=0)
     if not axes:
-        return own
-    # One shard has the page and the others have zeros. Summed as integers, so that every bit is
-    # kept.
-    bits = jax.lax.bitcast_convert_type(own, jnp.dtype(f"uint{8 * buffer.dtype.itemsize}"))
+        return local_pages
+    # One shard has the page and the others have zeros. Sum the bits as integers, which keeps every
+    # bit.
+    bits = jax.lax.bitcast_convert_type(local_pages, jnp.dtype(f"uint{8 * buffer.dtype.itemsize}"))
     read: jax.Array = jax.lax.bitcast_convert_type(jax.lax.psum(bits, axes), buffer.dtype)
     return read
 
@@ -98,6 +98,6 @@ def _copy(
 
 
 def _rows(pages: jax.Array, buffer: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # Row by row, as tokens are written: for whole pages XLA would choose another layout of the
-    # buffer on a TPU, and copy all of it.
+    # Index row by row, as tokens are written. For whole pages XLA would choose another layout of
+    # the buffer on a TPU, and copy all of it.
     return pages[..., None], jnp.arange(buffer.shape[1], dtype=jnp.int32)

@@ -1,8 +1,8 @@
 """Page ownership, computed identically on every shard: which slot uses which pages.
 
 Each function takes the ownership before an operation and the caller's arguments, and returns a
-decision: the ownership after it, the refusals, and the rows to write. Keys and values are not
-needed here.
+decision: the ownership after it, the refusals, and the rows to write. No function needs keys or
+values.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Rows:
     """The rows that an operation writes.
 
     Attributes:
-      positions: `[n, m]` int32 of the tokens, -1 for a token that is not written.
+      positions: `[n, m]` int32, positions of the tokens; -1 for a token that is not written.
       pages: `[n, m]` int32, the page of each, or "no page".
-      shared: `[n]` int32, pages to copy first, or "no page". None: the operation never copies
+      shared: `[n]` int32, pages to copy first, or "no page". None if the operation never copies
         pages.
-      copies: `[n]` int32, the page that each is copied to.
+      copies: `[n]` int32, the page to which each shared page is copied.
     """
 
     positions: jax.Array
@@ -78,9 +78,9 @@ class Decision:
     """What an operation does.
 
     Attributes:
-      owned: The ownership after it.
+      owned: The ownership after the operation.
       refused: As in `Change`.
-      rows: What it writes. None: it never writes any.
+      rows: The rows to write. None if the operation never writes rows.
     """
 
     owned: Ownership
@@ -145,31 +145,33 @@ def insert(
       capacity: Tokens that a slot may hold.
       page_size: Rows of a page.
     """
-    held = jnp.where(positions < lengths[:, None], positions, -1)
+    row_positions = jnp.where(positions < lengths[:, None], positions, -1)
     named = refusals.named_slots(into, owned.length.shape[0])
     refused = refusals.first_refusal(
         *refusals.invalid_names(named),
         (refusals.at_named(named, owned.length > 0), Refusal.SLOT_IN_USE),
         (lengths > capacity, Refusal.OVERFLOW),
-        (jnp.sum(held >= 0, axis=1) < lengths, Refusal.POSITIONS_MISSING),
+        (jnp.sum(row_positions >= 0, axis=1) < lengths, Refusal.POSITIONS_MISSING),
     )
     counts = jnp.where(refused == Refusal.NONE, lengths, 0)
     # A free slot has no tokens and no partly filled page.
     nothing = jnp.zeros_like(lengths)
-    most = min(count_pages(held.shape[1], page_size), owned.tables.shape[1])
+    most = min(count_pages(row_positions.shape[1], page_size), owned.tables.shape[1])
     claim = claims.claim_pages(
         owned.references, nothing, lengths=nothing, counts=counts, page_size=page_size, most=most
     )
-    held = jnp.where(claim.served[:, None], held, -1)
+    row_positions = jnp.where(claim.served[:, None], row_positions, -1)
     # An empty row has position -1. Its page is clipped here and replaced by "no page" below.
-    page = jnp.take_along_axis(claim.pages, jnp.clip(held // page_size, 0, most - 1), axis=1)
+    page = jnp.take_along_axis(
+        claim.pages, jnp.clip(row_positions // page_size, 0, most - 1), axis=1
+    )
     return Decision(
         owned=dataclasses.replace(
             owned.take(claim, into),
             length=refusals.set_named(owned.length, named, claim.served, lengths),
         ),
         refused=jnp.where((counts > 0) & ~claim.served, jnp.int8(Refusal.NO_FREE_PAGE), refused),
-        rows=Rows(positions=held, pages=jnp.where(held < 0, owned.pages, page)),
+        rows=Rows(positions=row_positions, pages=jnp.where(row_positions < 0, owned.pages, page)),
     )
 
 
@@ -187,28 +189,28 @@ def share(
       owned: The ownership before.
       sources: `[n]` int32, the other slots.
       into: `[n]` int32, the free slots.
-      lengths: `[n]` int32, tokens to share. None: all.
+      lengths: `[n]` int32, tokens to share. None for all.
       page_size: Rows of a page.
     """
     batch = owned.length.shape[0]
     sourced, named = refusals.named_slots(sources, batch), refusals.named_slots(into, batch)
-    held = jnp.sum(jnp.where(sourced, owned.length[None], 0), axis=1, dtype=jnp.int32)
-    wanted = held if lengths is None else lengths
+    source_lengths = jnp.sum(jnp.where(sourced, owned.length[None], 0), axis=1, dtype=jnp.int32)
+    shared_lengths = source_lengths if lengths is None else lengths
     refused = refusals.first_refusal(
         (~jnp.any(sourced, axis=1), Refusal.SLOT_OUT_OF_RANGE),
         *refusals.invalid_names(named),
         (refusals.at_named(named, owned.length > 0), Refusal.SLOT_IN_USE),
-        (held == 0, Refusal.SLOT_EMPTY),
-        refusals.invalid_length(wanted, held),
+        (source_lengths == 0, Refusal.SLOT_EMPTY),
+        refusals.invalid_length(shared_lengths, source_lengths),
     )
     done = refused == Refusal.NONE
     # Refused entries read the table of slot 0, but use none of its pages: their length is 0.
     rows = owned.tables[jnp.where(done, sources, 0)]
     shared = Ownership(
-        length=jnp.where(done, wanted, 0), tables=rows, references=owned.references
+        length=jnp.where(done, shared_lengths, 0), tables=rows, references=owned.references
     ).held(page_size)
     owned = Ownership(
-        length=refusals.set_named(owned.length, named, done, wanted),
+        length=refusals.set_named(owned.length, named, done, shared_lengths),
         tables=owned.tables.at[jnp.where(done, into, batch)].set(rows, mode="drop"),
         references=refer(owned.references, shared, 1),
     )
@@ -235,7 +237,8 @@ def reorder(owned: Ownership, parents: jax.Array, *, group: int, page_size: int)
     own = jnp.arange(parents.shape[0], dtype=jnp.int32)
     outside = refusals.outside_group(parents, own, batch=parents.shape[0], group=group)
     parents = jnp.where(outside, own, parents)
-    # Children reference the pages of their parents. Pages used before lose one reference.
+    # Children reference the pages of their parents. The pages that slots used before lose one
+    # reference.
     after = dataclasses.replace(owned, length=owned.length[parents], tables=owned.tables[parents])
     references = refer(refer(owned.references, after.held(page_size), 1), owned.held(page_size), -1)
     return Decision(
