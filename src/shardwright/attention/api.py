@@ -40,10 +40,10 @@ def dot_product_attention(
 ) -> Any:
     """Attend: `softmax(softcap(scale * q k^T + bias))` over the visible keys, times v.
 
-    Under an ambient manager, q is sharded as (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM) and k and v as
-    (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM) resolve in the mode, jointly. The result equals that of
-    an unsharded call. Softmax and sums are float32. A query that sees no key gets exactly 0. All
-    masks work by position, and True means attend.
+    Under an ambient manager, q is sharded by (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM), and k and v by
+    (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM). The rules of the mode resolve them jointly. The result
+    equals that of an unsharded call. Softmax and sums are float32. A query that sees no key gets
+    exactly 0. All masks work by position, and True means attend.
 
     | positions given | position of a query | position of a key |
     | --- | --- | --- |
@@ -99,8 +99,8 @@ def dot_product_attention(
       The output, shaped like q with v's head_dim; a `Result` if the call asks for more.
 
     Raises:
-      AttentionError: The arguments do not go together, or no implementation can serve them. Raised
-        before anything is traced.
+      AttentionError: The arguments do not go together, or no implementation can serve the call.
+        Raised before anything is traced.
       NoManagerError: No manager is entered or passed, and the call has no mode.
       ShardingError: The rules of the manager do not fit the arrays.
     """

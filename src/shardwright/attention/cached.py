@@ -111,7 +111,8 @@ def append_and_attend(
     }
     change = cache.append(k, v, valid=valid)
     assert change.positions is not None
-    # Otherwise the partitioner would shard the positions like the keys' length, and gather them.
+    # Without this, the partitioner would shard the positions like the keys' length, and gather
+    # them.
     positions = ambient_sharding(cache.spec.mode).place(change.positions, (BATCH, EMPTY))
     view = change.cache.view()
     if view.tables is not None:

@@ -245,7 +245,10 @@ def _sequence_parallel(call: AttentionCall) -> list[tuple[str, str]]:
     few_shards = f"{shards} shards are at most {limit}: a ring sends no more bytes than all-to-alls"
     ring = ("ring", few_shards)
     size_text = f"{gathered / 2**20:.1f} MiB per device"
-    why = f"the gathered keys and values take {size_text}: one collective sends a ring's bytes"
+    why = (
+        f"the gathered keys and values take {size_text}: "
+        "one collective sends as many bytes as a ring"
+    )
     if not specs.kv_length:
         why = "every device has all keys already: nothing is gathered"
     gather = ("allgather_kv", why)

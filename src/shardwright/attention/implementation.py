@@ -3,10 +3,11 @@
 To write an implementation of your own:
 
 1. Write `supports(call)`. It gets an `AttentionCall`: sizes, mode, mask rules, specs, mesh and
-   platform, but no arrays. It returns the reasons why it cannot serve the call, one line each, and
-   traces nothing. For every call that it accepts, values and gradients must equal attention in
-   float64; `shardwright.testing.AttentionConformance` checks that. Set `takes_scales=True` if `run`
-   multiplies by `k_scale` and `v_scale`; otherwise calls with quantized keys are refused.
+   platform, but no arrays. It returns the reasons why the implementation cannot serve the call, one
+   line each, and traces nothing. For every call that it accepts, values and gradients must equal
+   attention in float64; `shardwright.testing.AttentionConformance` checks that. Set
+   `takes_scales=True` if `run` multiplies by `k_scale` and `v_scale`; otherwise calls with
+   quantized keys are refused.
 2. Write `run(operands, call)`. It gets `Operands`: global BTHD arrays in one pytree, always with
    positions. It returns a `Result`.
 3. Build on `attention.extend`. `run_on_shards(kernel, operands, call)` calls `shard_map`. The

@@ -59,13 +59,13 @@ def paged_attention(
     j below `lengths[b]`. The queries of a sequence are its last tokens: row i is at position
     `lengths[b] - q_lengths[b] + i`. Rows from `q_lengths[b]` on are not tokens and get exactly 0.
 
-    Under an ambient manager, q is sharded as (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM) resolves in the
-    mode, and the pages as (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM). Tables and lengths are sharded like
-    the batch. Page numbers are global however the pages are sharded.
+    Under an ambient manager, q is sharded by (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM), and the pages
+    by (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM), as the rules of the mode resolve them. Tables and
+    lengths are sharded like the batch. Page numbers are global however the pages are sharded.
 
     The values of NumPy arrays are checked: lengths, and the numbers of used pages. The values of
-    JAX arrays are not: a page number that is out of range gives no keys, and a length beyond the
-    table adds none. Unused entries of a table may hold any number.
+    JAX arrays are not checked: a page number that is out of range gives no keys, and a length
+    beyond the table adds none. Unused entries of a table may hold any number.
 
     Args:
       q: `[batch, q_length, heads, head_dim]`.
@@ -354,9 +354,9 @@ def _check_tables(block_tables: Any, lengths: Any, q_lengths: Any, sizes: _Sizes
         lengths,
         0,
         sizes.capacity(block_tables),
-        "a row of the tables has pages for pages_per_sequence * page_size keys",
+        "pass at most pages_per_sequence * page_size keys, or wider tables",
     )
-    check_range("q_lengths", q_lengths, 0, sizes.q_length, "count from 0 to the q_length of q")
+    check_range("q_lengths", q_lengths, 0, sizes.q_length, "pass at most the number of rows of q")
     if (
         isinstance(lengths, np.ndarray)
         and isinstance(q_lengths, np.ndarray)

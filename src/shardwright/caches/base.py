@@ -4,9 +4,9 @@ A slot is a row of the batch: room for one sequence. Position p of a sequence is
 from 0. A slot holds the positions below its `length`; a ring holds those from its `start` on. No
 other value says which rows are valid.
 
-Scatters write the rows, and drop rows that are out of range: a token never lands in another token's
-place. An operation that is impossible for a slot is refused for that slot alone. The refusal is a
-value in the `Change` that every operation returns. Operations run inside `jit` and outside.
+Scatters write the rows, and drop rows that are out of range: no token is clamped or shifted to
+another row. An operation that is impossible for a slot is refused for that slot alone. The refusal
+is a value in the `Change` that every operation returns. Operations run inside `jit` and outside.
 
 Each public method checks its arguments and calls `operate` with the private method of the same
 name. Subclasses implement the private methods, which are traced.

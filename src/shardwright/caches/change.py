@@ -20,7 +20,7 @@ class Change(Generic[C]):
     """A cache after an operation, and what the operation refused.
 
     Attributes:
-      cache: After the operation. A refused slot keeps its content and its length.
+      cache: The cache after the operation. A refused slot keeps its content and its length.
       refused: int8 codes of `Refusal`, 0 where the operation succeeded. One per slot for `append`,
         `rewind` and `reorder`; one per entry for operations that name slots.
       positions: `[batch, q_length]` int32 of the appended tokens, -1 for padding and for refused

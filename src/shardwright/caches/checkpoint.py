@@ -198,7 +198,7 @@ def _directory(path: str | os.PathLike[str]) -> str:
 
 @contextlib.contextmanager
 def _staged(directory: str) -> Iterator[str]:
-    """Give a new path beside a directory, and rename it to the directory at the end.
+    """Yield a new path beside a directory, and rename it to the directory at the end.
 
     The path is new each time, because an earlier save that failed may still be writing to its own
     path. Several processes must write to the same path, and storage buckets have no rename. In

@@ -1,7 +1,8 @@
-"""Keys and values in 8 bits, with a float32 scale per token and head: half the bytes of bfloat16.
+"""Keys and values in 8 bits, with float32 scales: about half the bytes of bfloat16.
 
-A row is quantized once, when it is written: later tokens do not change it. Attention reads the rows
-as they are and multiplies its logits and weights by the scales (`k_scale`, `v_scale`).
+There is one scale per token and head. A row is quantized once, when it is written: later tokens do
+not change it. Attention reads the rows as they are and multiplies its logits and weights by the
+scales (`k_scale`, `v_scale`).
 """
 
 from __future__ import annotations
@@ -38,15 +39,17 @@ class Quantized:
 
 
 def quantize(x: jax.Array, dtype: Any = "int8") -> Quantized:
-    """Round rows to 8 bits. The scale is a row's largest magnitude over the largest number of the
-    dtype.
+    """Round rows to 8 bits, with a float32 scale for each row.
+
+    The scale is the row's largest magnitude divided by the largest number of the dtype.
 
     In int8 the error of an element is at most half a scale (1/254 of the row's largest element). In
     float8_e4m3fn it is at most 1/16 of the element, in float8_e5m2 1/8, unless the element divided
-    by the scale is below the smallest normal number of that dtype. A row of zeros has scale
-    1. If a scale would be below the smallest normal float32, it is 1 too, and the row becomes
-    zeros. All magnitudes of such a row are below 1.5e-36 in int8, 5.3e-36 in float8_e4m3fn and
-    6.8e-34 in float8_e5m2.
+    by the scale is below the smallest normal number of that dtype.
+
+    The scale is 1 for a row of zeros. It is also 1, and the row becomes zeros, if the scale would
+    be below the smallest normal float32: all magnitudes of such a row are below 1.5e-36 in int8,
+    5.3e-36 in float8_e4m3fn and 6.8e-34 in float8_e5m2.
 
     Args:
       x: `[..., dim]` floating point.

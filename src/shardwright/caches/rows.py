@@ -62,7 +62,7 @@ class RowCache(KVCache):
         )
 
     def row_view(self) -> View:
-        """Return what attention reads; the rows of a sequence are next to each other in it."""
+        """Return `view`, in which the rows of each sequence are next to each other."""
         return self.view()
 
     def _append(self, k: jax.Array, v: jax.Array, valid: jax.Array | None) -> Change[Self]:

@@ -19,13 +19,13 @@ Buffers = dict[str, jax.Array]
 
 
 def append_rows(buffers: PlacedArrays, new: Buffers, rows: jax.Array) -> Buffers:
-    """Return buffers with new rows in every slot. Only new rows of another sharding are sent.
+    """Return buffers with new rows in every slot. Only new rows whose sharding differs are sent.
 
     Args:
       buffers: `[batch, rows, ...]` each.
       new: `[batch, q_length, ...]`, by the same names.
-      rows: `[batch, q_length]` int32, the row of the slot to which each new row goes, no row twice.
-        A number out of range drops the new row.
+      rows: `[batch, q_length]` int32, the row of its slot to which each new row goes. No two new
+        rows of a slot go to the same row. A number out of range drops the new row.
     """
     specs = buffers.specs
 

@@ -1,4 +1,4 @@
-"""Attend to sharded keys: each shard attends to its own, then partial softmaxes are combined.
+"""Attend to sharded keys: each shard attends to its own keys, then the results are combined.
 
 See Dao et al. 2023. The bytes sent grow with the queries and never with the keys. One or two
 collectives send them:
@@ -7,9 +7,9 @@ collectives send them:
   combines. That sends more bytes than two collectives, but saves the time to start the second one.
 - Many queries take two. In an all-to-all, each shard receives the partial results of some heads
   from all shards, and combines them. It sends `(n - 1) / n` of its own partial results. An
-  all-gather then replicates the output. (One all-reduce would send more bytes, since all of them
-  are float32.) If the heads do not divide over the shards, a maximum and a sum over the shards are
-  used instead.
+  all-gather then replicates the output. (One all-reduce would send more bytes, because it would
+  replicate float32 sums.) If the heads do not divide over the shards, a maximum and a sum over the
+  shards are used instead.
 - If the output's heads are sharded over the keys' mesh axes, the all-to-all suffices. The queries
   of those heads are gathered first.
 - If the queries are sharded over all mesh axes of the keys, as in a prefill chunk, their rows are

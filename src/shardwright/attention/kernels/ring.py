@@ -4,8 +4,8 @@ Memory is that of a few shards, for any number of ranks. Each rank attends to th
 and passes them on. With n ranks, each sends its keys n - 1 times in the forward pass. In the
 backward pass it sends them n - 1 times again, and their gradients n times; the last time they
 return to the rank that stores them. Masks work by position, so contiguous shards and the zigzag
-order need no special code. Blocks in which no pair attends are skipped. In zigzag order that halves
-the work of every rank.
+order need no special code. Blocks in which no pair attends are skipped. Under a causal mask in
+zigzag order, that halves the work of every rank.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from shardwright.attention.kernels.splash_tiles import block_rows, whole_lanes
 from shardwright.attention.parts.pallas_shards import inside_shard_map, run_opaque
 from shardwright.attention.parts.shards import lengths_are_whole, no_weights
 
-# Most entries of the table of blocks, four bytes each. A TPU's scalar memory of 1 MiB holds it.
+# Limit of the entries of the table of blocks: four bytes each, in 1 MiB of scalar memory.
 _MOST_BLOCKS = 2**17
 
 

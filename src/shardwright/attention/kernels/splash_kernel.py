@@ -133,7 +133,7 @@ def run_forward(
     scalars = [table.reshape(-1)] if sinks is None else [table.reshape(-1), sinks]
     first = len(scalars) + len(arrays)
     call = _Call(
-        body=_named(body, scalars=len(scalars), before=len(before)),
+        body=_with_grouped_refs(body, scalars=len(scalars), before=len(before)),
         grid=grid,
         scalars=len(scalars),
         in_specs=[*in_specs, *out_specs[: len(before)]],
@@ -176,7 +176,7 @@ def run_queries(
     before = [] if onto is None else [onto]
     dims = [array.shape[3] for array in qkv]
     call = _Call(
-        body=_named(body, scalars=1, before=len(before)),
+        body=_with_grouped_refs(body, scalars=1, before=len(before)),
         grid=(*q.shape[:2], q.shape[2] // plan.q_block, table.shape[2]),
         scalars=1,
         in_specs=[
@@ -222,7 +222,7 @@ def run_keys(
     before = [] if onto is None else list(onto)
     dims = [array.shape[3] for array in qkv]
     call = _Call(
-        body=_named(body, scalars=1, before=len(before)),
+        body=_with_grouped_refs(body, scalars=1, before=len(before)),
         grid=(*k.shape[:2], k.shape[2] // plan.kv_block, group, table.shape[2]),
         scalars=1,
         in_specs=[
@@ -348,7 +348,9 @@ def _visited(table: Any, shape: tuple[int, ...], batch: Any, outer: Any, step: A
     return table[row * shape[2] + step]
 
 
-def _named(body: Callable[..., None], *, scalars: int, before: int) -> Callable[..., None]:
+def _with_grouped_refs(
+    body: Callable[..., None], *, scalars: int, before: int
+) -> Callable[..., None]:
     """Return a kernel that takes all references in order, from a body that takes them in groups."""
 
     def kernel(*refs: Any) -> None:
@@ -389,7 +391,7 @@ def _forward_body(
 
     def add(*, masked: bool) -> None:
         logits, _ = _logits(q_ref[...], k_ref[...], plan)
-        seen = _seen(ints, plan.rules, rows="q") if masked else None
+        seen = _attending_pairs(ints, plan.rules, rows="q") if masked else None
         old = m_ref[...]
         hidden = logits if seen is None else jnp.where(seen, logits, DEFAULT_MASK_VALUE)
         top = jnp.maximum(old, jnp.max(hidden, axis=1, keepdims=True))
@@ -435,7 +437,7 @@ def _queries_body(
         logits, slope = _logits(q_ref[...], k, plan)
         p = jnp.exp(logits - _column(lse_ref[0]))
         if masked:
-            p = jnp.where(_seen(ints, plan.rules, rows="q"), p, 0.0)
+            p = jnp.where(_attending_pairs(ints, plan.rules, rows="q"), p, 0.0)
         dp = _product(do_ref[...], v_ref[...], _ROWS_BY_ROWS)
         ds = p * (dp - _column(delta_ref[0]))
         ds = ds if slope is None else ds * slope
@@ -468,7 +470,7 @@ def _keys_body(
         logits, slope = _logits(k_ref[...], q, plan)
         p = jnp.exp(logits - lse_ref[...])
         if masked:
-            p = jnp.where(_seen(ints, plan.rules, rows="kv"), p, 0.0)
+            p = jnp.where(_attending_pairs(ints, plan.rules, rows="kv"), p, 0.0)
         dv_acc[...] += _product(p.astype(do.dtype), do, _PLAIN)
         ds = p * (_product(v_ref[...], do, _ROWS_BY_ROWS) - delta_ref[...])
         ds = ds if slope is None else ds * slope
@@ -507,7 +509,7 @@ def _product(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
     return product
 
 
-def _seen(ints: Any, rules: MaskRules, *, rows: str) -> jax.Array:
+def _attending_pairs(ints: Any, rules: MaskRules, *, rows: str) -> jax.Array:
     """Return which pairs of a block attend, with queries or keys along the rows."""
 
     def side(ref: Any, which: str) -> jax.Array:

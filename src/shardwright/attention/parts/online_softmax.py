@@ -77,7 +77,7 @@ def update(
       seen: The mask, broadcastable to the logits.
       v: `[batch, kv_length, kv_heads, v_dim]`.
       v_scale: `[batch, kv_length, kv_heads]`, or None. A value is `v * v_scale`.
-      keep: Factors of the weights under dropout, like the logits; or None.
+      keep: Factors of the weights under dropout, in the logits' shape; or None.
     """
     top = jnp.maximum(
         state.m,

@@ -38,9 +38,9 @@ class PagedCache(KVCache):
     after the other; a slot for which too few are free is refused, and the next slot may get the
     free ones. `free` and `rewind` give back pages that no other slot uses.
 
-    Under a manager, pages are sharded as (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM) resolves. The tables
-    are replicated while an operation runs, so an append sends only new rows and small integers. It
-    sends a page only to copy a shared one, and only if pages are sharded by page.
+    Under a manager, pages are sharded as the rules resolve (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM). The
+    tables are replicated while an operation runs, so an append sends only new rows and small
+    integers. It sends a page only to copy a shared one, and only if pages are sharded by page.
 
     Attributes:
       spec: The static part.

@@ -1,6 +1,6 @@
 """Which free pages slots get for their next tokens.
 
-`references[page]` counts the table entries in use that name a page. A page is free while it is 0.
+`references[page]` counts the table entries in use that name a page. A page with count 0 is free.
 Page numbers are small integers that every shard has, and every shard computes the same result.
 """
 

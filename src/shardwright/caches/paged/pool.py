@@ -1,4 +1,4 @@
-"""Copy pages, as before a write to a shared page, and read the pages of sequences as rows.
+"""Copy pages before a write to a shared page, and read the pages of sequences as rows.
 
 The number of pages, which is not a page number, means "no page". Negative numbers do not mean it,
 because JAX wraps them.
