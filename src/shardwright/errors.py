@@ -203,6 +203,10 @@ class MoveError(ShardingError):
         self.moved = tuple(moved)
 
 
+class CheckpointError(ShardingError):
+    """A checkpoint of another library cannot be read, or does not fit its configuration."""
+
+
 class LayerError(ShardingError):
     """A layer or an operator is used in a way that it does not support."""
 

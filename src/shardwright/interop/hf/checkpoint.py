@@ -1,0 +1,242 @@
+"""Checkpoints: what their files have, the axes of each tensor, and loading into shards."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwright.errors import CheckpointError, Problem, StrategyError, raise_problems
+from shardwright.interop.hf.config import read_config
+from shardwright.interop.hf.names import axes_of, missing
+from shardwright.interop.hf.pieces import place
+from shardwright.interop.hf.report import checkpoint_text, shardings_text
+from shardwright.interop.hf.safetensors_files import safetensors_of
+from shardwright.interop.hf.source import Source, Stack
+from shardwright.vocabulary.annotations import ArraySpec
+
+if TYPE_CHECKING:
+    from shardwright.manager.manager import PartitionManager
+
+_EXPERT: Final = re.compile(r"^(.*\bexperts\.)(\d+)\.(.*)$")
+_SHORTER: Final = {np.dtype(np.int64): np.dtype(np.int32), np.dtype(np.uint64): np.dtype(np.uint32)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint whose headers are read and checked, and whose tensors are not read yet.
+
+    As text, it is a table of its tensors and their axes.
+
+    Attributes:
+      config: The content of `config.json`.
+      specs: Shape, dtype and axes of each tensor, by its name.
+      sources: Where each tensor is.
+      notes: What is not as in the files, one line each.
+    """
+
+    config: Mapping[str, Any]
+    specs: dict[str, ArraySpec]
+    sources: dict[str, Source]
+    notes: tuple[str, ...] = ()
+
+    def load(self, pm: PartitionManager, *, mode: str | None = None) -> dict[str, jax.Array]:
+        """Read every tensor, shard by shard, into the sharding of a parameter.
+
+        Each process reads only the shards of its own devices. One piece is in host memory at a
+        time.
+
+        Args:
+          pm: The manager.
+          mode: Runtime mode. Defaults to the manager's.
+
+        Raises:
+          ShardingError: A tensor cannot be sharded so, or the mesh is abstract; nothing is read.
+          CheckpointError: A file has changed, or a value does not fit its dtype. No array is
+            returned.
+        """
+        shardings = pm.shardings(self.specs, mode=mode)
+        return {
+            name: place(name, source, self.specs[name].dtype, shardings[name])
+            for name, source in self.sources.items()
+        }
+
+    def explain(self, pm: PartitionManager, *, mode: str | None = None) -> str:
+        """Return a table of tensors with their axes, their specs and the bytes of each device.
+
+        Args:
+          pm: The manager.
+          mode: Runtime mode. Defaults to the manager's.
+        """
+        return shardings_text(self.specs, pm, mode)
+
+    def __str__(self) -> str:
+        return checkpoint_text(self.config, self.specs, self.notes)
+
+
+def load(
+    folder: str | os.PathLike[str],
+    pm: PartitionManager,
+    *,
+    dtype: Any = None,
+    axes: Mapping[str, Any] | None = None,
+) -> tuple[dict[str, jax.Array], dict[str, ArraySpec]]:
+    """Read a checkpoint into the sharding of a strategy.
+
+    This is `read(folder).load(pm)`; `read` shows what was decided for each tensor.
+
+    Args:
+      folder: Folder with `config.json` and safetensors files.
+      pm: The manager.
+      dtype: Dtype of the weights that are stored as floats of 16 bits or more. Defaults to the
+        stored one.
+      axes: Pattern -> annotation, for tensors that the family does not have.
+
+    Returns:
+      The parameters by name, and their `ArraySpec`s.
+
+    Raises:
+      CheckpointError: As `read` does; nothing is loaded.
+      ShardingError: A tensor cannot be sharded so; nothing is loaded.
+    """
+    checkpoint = read(folder, dtype=dtype, axes=axes)
+    return checkpoint.load(pm), checkpoint.specs
+
+
+def read(
+    folder: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    axes: Mapping[str, Any] | None = None,
+    stack_experts: bool = True,
+) -> Checkpoint:
+    """Read the headers of a checkpoint, and decide the axes of each tensor. No tensor is read.
+
+    Args:
+      folder: Folder with `config.json` and safetensors files.
+      dtype: Dtype of the weights that are stored as floats of 16 bits or more. Defaults to the
+        stored one.
+      axes: Pattern -> annotation, for tensors that the family does not have. The first pattern that
+        is found in a name applies, also if the family has that tensor.
+      stack_experts: Make one array with the axis EXPERT of the experts of a layer, which the file
+        has one by one. Its name lacks their number.
+
+    Raises:
+      CheckpointError: Files are absent or truncated, tensors are absent or have no place, or their
+        shapes differ from the configuration. All problems of a kind are reported at once.
+      StrategyError: The dtype is not one of floats, or an annotation is invalid.
+    """
+    path = Path(folder)
+    if not path.exists():
+        fix = "pass a folder that has config.json and safetensors files"
+        raise CheckpointError(f"{path} does not exist", fix=fix)
+    config = read_config((path if path.is_dir() else path.parent) / "config.json")
+    sources: dict[str, Source] = dict(safetensors_of(path))
+    return _checkpoint(config, sources, dtype=dtype, axes=axes, stack_experts=stack_experts)
+
+
+def _checkpoint(
+    config: Mapping[str, Any],
+    sources: dict[str, Source],
+    *,
+    dtype: Any,
+    axes: Mapping[str, Any] | None,
+    stack_experts: bool,
+) -> Checkpoint:
+    floats = _float_dtype(dtype)
+    stacked = _stacked(sources, config) if stack_experts else sources
+    annotations = axes_of(
+        {name: source.shape for name, source in stacked.items()}, config, axes=axes
+    )
+    raise_problems(missing(stacked, config))
+    notes: list[str] = []
+    if len(stacked) < len(sources):
+        count = sum(isinstance(source, Stack) for source in stacked.values())
+        notes.append(f"{len(sources) - len(stacked) + count} tensors of experts are {count} stacks")
+    problems: list[Problem] = []
+    specs = {}
+    for name, source in stacked.items():
+        own = _dtype_of(name, source.dtype, floats, notes, problems)
+        specs[name] = ArraySpec(source.shape, own, annotations[name])
+    raise_problems(problems)
+    return Checkpoint(config=config, specs=specs, sources=stacked, notes=tuple(notes))
+
+
+def _float_dtype(dtype: Any) -> np.dtype[Any] | None:
+    """Return the dtype that the caller wants for weights, or None."""
+    if dtype is None:
+        return None
+    fix = "pass one such as jnp.bfloat16, or none to keep the stored one"
+    try:
+        wanted: np.dtype[Any] = jnp.dtype(dtype)
+    except TypeError as error:
+        raise StrategyError(f"{dtype!r} is not a dtype", fix=fix) from error
+    if not jnp.issubdtype(wanted, jnp.floating) or wanted.itemsize < 2:
+        raise StrategyError(f"{wanted.name} is not a dtype of floats of 16 bits or more", fix=fix)
+    return wanted
+
+
+def _dtype_of(
+    name: str,
+    stored: np.dtype[Any],
+    floats: np.dtype[Any] | None,
+    notes: list[str],
+    problems: list[Problem],
+) -> np.dtype[Any]:
+    """Return the dtype of a loaded tensor. JAX has none of 64 bits, unless that is enabled."""
+    is_scale = "_scale" in name
+    if floats is not None and stored.itemsize > 1 and jnp.issubdtype(stored, jnp.floating):
+        stored = stored if is_scale else floats
+    if stored.itemsize < 8 or jax.config.read("jax_enable_x64"):
+        return stored
+    if stored in _SHORTER:
+        notes.append(f"{name} is {_SHORTER[stored].name}, because JAX is not in 64-bit mode")
+        return _SHORTER[stored]
+    fix = 'pass dtype=jnp.float32, or jax.config.update("jax_enable_x64", True)'
+    what = f"{stored.name} needs JAX in 64-bit mode"
+    problems.append(Problem(error=CheckpointError, what=what, path=name, fix=fix))
+    return stored
+
+
+def _stacked(sources: Mapping[str, Source], config: Mapping[str, Any]) -> dict[str, Source]:
+    """Return the tensors with the experts of each layer as one.
+
+    Raises:
+      CheckpointError: Experts are absent, or differ in shape or dtype.
+    """
+    stacks: dict[str, dict[int, Source]] = {}
+    result: dict[str, Source] = {}
+    for name, source in sources.items():
+        match = _EXPERT.match(name)
+        whole = match[1] + match[3] if match else name
+        # The first expert gives the stack its place in the order.
+        result[whole] = source
+        if match:
+            stacks.setdefault(whole, {})[int(match[2])] = source
+    problems: list[Problem] = []
+    for name, parts in stacks.items():
+        problems += _stack_problems(name, parts)
+        result[name] = Stack(parts=tuple(parts[number] for number in sorted(parts)))
+    raise_problems(problems[:20])
+    return result
+
+
+def _stack_problems(name: str, parts: Mapping[int, Source]) -> list[Problem]:
+    """Return why experts cannot be stacked."""
+    fix = "download the checkpoint again, or keep experts apart with stack_experts=False"
+    absent = sorted(set(range(max(parts) + 1)) - set(parts))
+    kinds = {(source.shape, source.dtype.name) for source in parts.values()}
+    whats = []
+    if absent:
+        whats.append(f"the experts {', '.join(map(str, absent[:10]))} are absent")
+    if len(kinds) > 1:
+        spelled = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in sorted(kinds))
+        whats.append(f"the experts differ: {spelled}")
+    return [Problem(error=CheckpointError, what=what, path=name, fix=fix) for what in whats]

@@ -1,0 +1,268 @@
+"""The tensors of each family of models, and the dims of each, in the order of the file.
+
+`#` is a number. The words are dims of `config.dims_of`; `-` is a dim of any size that is not
+sharded. A tensor that a model may lack ends in `?`. Linear layers are [out, in], as in PyTorch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from shardwright.errors import CheckpointError, did_you_mean
+
+Rows = Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """The tensors of a family.
+
+    Attributes:
+      name: Name of the family.
+      prefix: What names start with if the model has a head. A model without one lacks it.
+      layers: What the names of a layer start with, after the prefix.
+      whole: Tensors outside the layers.
+      layer: Tensors of a layer, without its feed-forward block.
+      blocks: Each kind of feed-forward block; a layer has one of them.
+    """
+
+    name: str
+    prefix: str
+    layers: str
+    whole: Rows
+    layer: Rows
+    blocks: tuple[Rows, ...]
+
+    def rows(self) -> dict[str, str]:
+        """Return all tensors, with experts one by one and stacked."""
+        rows = dict(self.whole)
+        for part in (self.layer, *self.blocks):
+            rows |= {f"{self.layers}{name}": dims for name, dims in part.items()}
+        stacked = {
+            name.replace("experts.#.", "experts."): f"experts {dims}"
+            for name, dims in rows.items()
+            if "experts.#." in name
+        }
+        return rows | stacked
+
+
+def _linear(name: str, dims: str) -> dict[str, str]:
+    """Return the rows of a linear layer. Its bias follows its output."""
+    output = dims.partition(" ")[0]
+    return {f"{name}.weight": dims, f"{name}.bias": f"{output} ?"}
+
+
+def _optional(rows: Rows) -> dict[str, str]:
+    return {name: dims if dims.endswith("?") else f"{dims} ?" for name, dims in rows.items()}
+
+
+def _norm(name: str, dim: str = "norm") -> dict[str, str]:
+    return {f"{name}.weight": dim}
+
+
+def _gated(name: str, dim: str) -> dict[str, str]:
+    """Return the rows of a gated feed-forward block."""
+    return {
+        **_linear(f"{name}.gate_proj", f"{dim} embed"),
+        **_linear(f"{name}.up_proj", f"{dim} embed"),
+        **_linear(f"{name}.down_proj", f"embed {dim}"),
+    }
+
+
+_WHOLE: Rows = {
+    "embed_tokens.weight": "vocab embed",
+    "norm.weight": "norm",
+    # Absent if it is tied to the embedding.
+    "lm_head.weight": "vocab embed ?",
+}
+_NORMS = {**_norm("input_layernorm"), **_norm("post_attention_layernorm")}
+# Buffers that old checkpoints have.
+_BUFFERS: Rows = {"self_attn.rotary_emb.inv_freq": "- ?"}
+_ATTENTION = {
+    **_linear("self_attn.q_proj", "heads embed"),
+    **_linear("self_attn.k_proj", "kv_heads embed"),
+    **_linear("self_attn.v_proj", "kv_heads embed"),
+    **_linear("self_attn.o_proj", "embed heads"),
+}
+_HEAD_NORMS = _optional(
+    {**_norm("self_attn.q_norm", "head_dim"), **_norm("self_attn.k_norm", "kv_head_dim")}
+)
+_DENSE = _gated("mlp", "mlp")
+_DECODER = {**_NORMS, **_ATTENTION, **_BUFFERS}
+_ROUTED = {"mlp.gate.weight": "router embed", **_gated("mlp.experts.#", "expert_mlp")}
+
+
+def _decoder(name: str, layer: Rows = _DECODER, blocks: tuple[Rows, ...] = (_DENSE,)) -> Family:
+    return Family(
+        name=name, prefix="model.", layers="layers.#.", whole=_WHOLE, layer=layer, blocks=blocks
+    )
+
+
+_LLAMA = _decoder("llama")
+_QWEN = _decoder("qwen", {**_DECODER, **_HEAD_NORMS})
+_QWEN_MOE = _decoder(
+    "qwen",
+    {**_DECODER, **_HEAD_NORMS},
+    (
+        _DENSE,
+        {
+            **_ROUTED,
+            **_optional(_gated("mlp.shared_expert", "shared_mlp")),
+            "mlp.shared_expert_gate.weight": "- embed ?",
+        },
+    ),
+)
+_GEMMA = _decoder(
+    "gemma",
+    {
+        **_DECODER,
+        **_HEAD_NORMS,
+        **_optional(_norm("pre_feedforward_layernorm")),
+        **_optional(_norm("post_feedforward_layernorm")),
+    },
+)
+_MIXTRAL = _decoder(
+    "mixtral",
+    blocks=(
+        {
+            "block_sparse_moe.gate.weight": "router embed",
+            "block_sparse_moe.experts.#.w1.weight": "expert_mlp embed",
+            "block_sparse_moe.experts.#.w2.weight": "embed expert_mlp",
+            "block_sparse_moe.experts.#.w3.weight": "expert_mlp embed",
+        },
+    ),
+)
+_DEEPSEEK = _decoder(
+    "deepseek",
+    {
+        **_NORMS,
+        **_BUFFERS,
+        **_optional(_linear("self_attn.q_proj", "heads embed")),
+        **_optional(_linear("self_attn.q_a_proj", "q_latent embed")),
+        **_optional(_norm("self_attn.q_a_layernorm", "q_latent")),
+        **_optional(_linear("self_attn.q_b_proj", "heads q_latent")),
+        **_linear("self_attn.kv_a_proj_with_mqa", "kv_latent_rope embed"),
+        **_norm("self_attn.kv_a_layernorm", "kv_latent"),
+        **_linear("self_attn.kv_b_proj", "key_value_heads kv_latent"),
+        **_linear("self_attn.o_proj", "embed value_heads"),
+        # The layers after the last one, which predict further tokens.
+        "embed_tokens.weight": "vocab embed ?",
+        "enorm.weight": "norm ?",
+        "hnorm.weight": "norm ?",
+        "eh_proj.weight": "embed two_embed ?",
+        "shared_head.norm.weight": "norm ?",
+        "shared_head.head.weight": "vocab embed ?",
+    },
+    (
+        _DENSE,
+        {
+            **_ROUTED,
+            "mlp.gate.e_score_correction_bias": "router ?",
+            **_optional(_gated("mlp.shared_experts", "shared_mlp")),
+        },
+    ),
+)
+_ROUTER = {"mlp.router.weight": "router embed", "mlp.router.bias": "router"}
+_EXPERT_BIASES: Rows = {
+    "mlp.experts.gate_up_proj_bias": "experts gate_up",
+    "mlp.experts.down_proj_bias": "experts embed",
+}
+_GPT_OSS = _decoder(
+    "gpt-oss",
+    {**_DECODER, "self_attn.sinks": "head"},
+    (
+        # In MXFP4: 32 weights are 16 bytes and a scale.
+        {
+            **_ROUTER,
+            **_EXPERT_BIASES,
+            "mlp.experts.gate_up_proj_blocks": "experts gate_up embed_blocks -",
+            "mlp.experts.gate_up_proj_scales": "experts gate_up embed_blocks",
+            "mlp.experts.down_proj_blocks": "experts embed mlp_blocks -",
+            "mlp.experts.down_proj_scales": "experts embed mlp_blocks",
+        },
+        # As floats these are [experts, in, out].
+        {
+            **_ROUTER,
+            **_EXPERT_BIASES,
+            "mlp.experts.gate_up_proj": "experts embed gate_up",
+            "mlp.experts.down_proj": "experts expert_mlp embed",
+        },
+    ),
+)
+
+
+def _normed(name: str) -> dict[str, str]:
+    return {f"{name}.LayerNorm.weight": "norm", f"{name}.LayerNorm.bias": "norm"}
+
+
+# [out, in] of one size: only the input is named EMBED, because an axis occurs once in a tensor.
+_SQUARE = "- embed"
+_BERT = Family(
+    name="bert",
+    prefix="bert.",
+    layers="encoder.layer.#.",
+    whole={
+        "embeddings.word_embeddings.weight": "vocab embed",
+        "embeddings.position_embeddings.weight": "positions embed",
+        "embeddings.token_type_embeddings.weight": "token_types embed",
+        "embeddings.position_ids": "- - ?",
+        **_normed("embeddings"),
+        **_optional(_linear("pooler.dense", _SQUARE)),
+        **_optional(_linear("cls.predictions.transform.dense", _SQUARE)),
+        **_optional(_normed("cls.predictions.transform")),
+        "cls.predictions.bias": "vocab ?",
+        **_optional(_linear("cls.predictions.decoder", "vocab embed")),
+        **_optional(_linear("cls.seq_relationship", "- embed")),
+        **_optional(_linear("classifier", "- embed")),
+        **_optional(_linear("qa_outputs", "- embed")),
+    },
+    layer={
+        **_linear("attention.self.query", "heads embed"),
+        **_linear("attention.self.key", "kv_heads embed"),
+        **_linear("attention.self.value", "kv_heads embed"),
+        **_linear("attention.output.dense", "embed heads"),
+        **_normed("attention.output"),
+        **_normed("output"),
+    },
+    blocks=(
+        {
+            **_linear("intermediate.dense", "mlp embed"),
+            **_linear("output.dense", "embed mlp"),
+        },
+    ),
+)
+
+FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
+    {
+        **dict.fromkeys(("llama", "mistral", "smollm3", "granite"), _LLAMA),
+        **dict.fromkeys(("qwen2", "qwen3"), _QWEN),
+        **dict.fromkeys(("qwen2_moe", "qwen3_moe"), _QWEN_MOE),
+        **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _GEMMA),
+        "mixtral": _MIXTRAL,
+        **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _DEEPSEEK),
+        "gpt_oss": _GPT_OSS,
+        "bert": _BERT,
+    }
+)
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Return the family of the model that a `config.json` describes.
+
+    Raises:
+      CheckpointError: Its `model_type` is absent or unknown.
+    """
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in FAMILIES:
+        return FAMILIES[kind]
+    known = ", ".join(FAMILIES)
+    meant = did_you_mean(kind, FAMILIES) if isinstance(kind, str) else ""
+    hint = f" ({meant})" if meant else ""
+    raise CheckpointError(
+        f"config.json: the model_type {kind!r} is unknown{hint}",
+        fix=f"the known ones are {known}\n"
+        "if the tensors have the names of one of these, write it as model_type",
+    )

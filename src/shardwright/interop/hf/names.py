@@ -1,0 +1,227 @@
+"""The axes of tensors, from their names and a configuration."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from shardwright.errors import CheckpointError, Problem, raise_problems
+from shardwright.interop.hf.config import SizedDim, dims_of, required_size, size_of
+from shardwright.interop.hf.families import Family, family_of
+from shardwright.trees.paths import compile_rule, is_array_spec, path_text
+from shardwright.vocabulary.annotations import PartOf
+from shardwright.vocabulary.axes import EMPTY
+
+Shapes = Mapping[str, Sequence[int]]
+_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
+# What quantizing methods store beside a weight: a scale per block or row, or one in all.
+_SCALES: Final = (".weight_scale_inv", ".weight_scale", ".input_scale")
+_MOST_NAMED: Final = 20
+
+
+def annotations(
+    tree: Any, config: Mapping[str, Any], *, axes: Mapping[str, Any] | None = None
+) -> Any:
+    """Return the annotations of a tree that has the names of Hugging Face.
+
+    Linear layers are [out, in], as in PyTorch. A dim of heads * head_dim is `merged`, so that no
+    head is split. The scales of a quantized weight are sharded like the weight.
+
+    Args:
+      tree: Arrays or other values with a shape. The keys of nested dicts are joined to names such
+        as `model.layers.0.mlp.up_proj.weight`. Experts may be stacked, without their number.
+      config: The content of `config.json`.
+      axes: Pattern -> annotation, for tensors that the family does not have. The first pattern that
+        is found in a name applies, also if the family has that tensor.
+
+    Raises:
+      CheckpointError: Tensors have no place in the family, or another shape than the configuration
+        says; all are reported at once.
+      StrategyError: A pattern or an annotation is invalid.
+
+    >>> import jax
+    >>> config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}
+    >>> annotations({"model.norm.weight": jax.ShapeDtypeStruct((8,), "float32")}, config)
+    {'model.norm.weight': ('__NORM__',)}
+    """
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_array_spec)
+    shapes = {path_text(path).replace("/", "."): np.shape(leaf) for path, leaf in pairs}
+    return jax.tree.unflatten(structure, axes_of(shapes, config, axes=axes).values())
+
+
+def axes_of(
+    shapes: Shapes, config: Mapping[str, Any], *, axes: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the annotation of each tensor, by its name.
+
+    Raises:
+      CheckpointError: Tensors have no place, or another shape than the configuration says.
+      StrategyError: A pattern or an annotation is invalid.
+    """
+    table = Table.of(config)
+    rules = [compile_rule(at, *rule) for at, rule in enumerate((axes or {}).items())]
+    problems: list[Problem] = []
+    found: dict[str, Any] = {}
+    for name in shapes:
+        rule = next((annotation for pattern, annotation in rules if pattern.search(name)), None)
+        place = rule if rule is not None else table.axes(name, shapes)
+        problems += [place] if isinstance(place, Problem) else []
+        found[name] = place
+    raise_problems(_limited(problems))
+    return found
+
+
+def missing(names: Iterable[str], config: Mapping[str, Any]) -> list[Problem]:
+    """Return a problem for each tensor that a configuration requires and that is not there."""
+    present = {_NUMBERED.sub("", name) for name in names}
+    table = Table.of(config)
+    absent = [name for name in table.required(present) if name not in present]
+    fix = "download the checkpoint again, or use its own config.json"
+    return _limited(
+        [
+            Problem(error=CheckpointError, what="the tensor is absent", path=name, fix=fix)
+            for name in absent
+        ]
+    )
+
+
+# A stack of experts has no number; whether it is complete is checked where it is stacked.
+_NUMBERED: Final = re.compile(r"(?<=experts\.)\d+\.")
+
+
+def _limited(problems: list[Problem]) -> list[Problem]:
+    """Return the first problems. 90,000 tensors of an unknown model would fill the terminal."""
+    more = len(problems) - _MOST_NAMED
+    if more <= 1:
+        return problems
+    last = dataclasses.replace(problems[_MOST_NAMED], what=f"... and {more} others", path="")
+    return [*problems[:_MOST_NAMED], last]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """The tensors that a configuration describes."""
+
+    family: Family
+    rows: Mapping[str, str]
+    dims: Mapping[str, SizedDim]
+    config: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "Table":
+        """Return the table of a configuration.
+
+        Raises:
+          CheckpointError: The model is unknown, or a size is absent or invalid.
+        """
+        family = family_of(config)
+        return cls(family=family, rows=family.rows(), dims=dims_of(config), config=config)
+
+    def axes(self, name: str, shapes: Shapes) -> Any:
+        """Return the annotation of a tensor, or a problem."""
+        own = name.removeprefix(self.family.prefix)
+        dims = self.rows.get(_NUMBER.sub("#", own))
+        if dims is None:
+            scale = self._scale(name, shapes)
+            return self._unknown(name) if scale is None else scale
+        numbers = [int(number) for number in _NUMBER.findall(own)]
+        return self._out_of_range(name, numbers) or self._sized(name, dims, shapes[name])
+
+    def _sized(self, name: str, dims: str, shape: Sequence[int]) -> Any:
+        """Return the annotation of a row of the table, or a problem if the shape is another."""
+        words = dims.removesuffix(" ?").split()
+        absent = [word for word in words if word not in self.dims]
+        if absent:
+            what = f"config.json has no size for {', '.join(absent)}"
+            fix = "use the config.json of this checkpoint"
+            return Problem(error=CheckpointError, what=what, path=name, fix=fix)
+        expected = [self.dims[word] for word in words]
+        fits = len(shape) == len(expected) and all(
+            dim.size in (None, size) for dim, size in zip(expected, shape, strict=True)
+        )
+        if fits:
+            return tuple(dim.entry for dim in expected)
+        sizes = ", ".join("any" if dim.size is None else str(dim.size) for dim in expected)
+        what = f"the shape is {tuple(shape)}, and config.json says ({sizes})"
+        fix = f"use the config.json of this checkpoint; the dims are {', '.join(words)}"
+        return Problem(error=CheckpointError, what=what, path=name, fix=fix)
+
+    def _out_of_range(self, name: str, numbers: Sequence[int]) -> Problem | None:
+        """Return a problem if a number of a layer or of an expert is too large."""
+        layers = required_size(self.config, "num_hidden_layers") if numbers else 0
+        layers += size_of(self.config, "num_nextn_predict_layers") or 0
+        experts = self.dims["experts"].size if "experts" in self.dims else 0
+        kinds = zip(("layers", "experts"), numbers, (layers, experts or 0), strict=False)
+        for kind, number, count in kinds:
+            if number >= count:
+                what = f"config.json has {count} {kind}, and this is number {number}"
+                fix = "use the config.json of this checkpoint"
+                return Problem(error=CheckpointError, what=what, path=name, fix=fix)
+        return None
+
+    def _scale(self, name: str, shapes: Shapes) -> Any:
+        """Return the annotation of a scale beside a weight, or None if it is not a scale."""
+        suffix = next((suffix for suffix in _SCALES if name.endswith(suffix)), None)
+        weight = f"{name.removesuffix(suffix)}.weight" if suffix else ""
+        if weight not in shapes:
+            return None
+        whole, shape = tuple(shapes[weight]), tuple(shapes[name])
+        if math.prod(shape) == 1 or len(shape) > len(whole):
+            return (EMPTY,) * len(shape) if math.prod(shape) == 1 else None
+        annotation = self.axes(weight, shapes)
+        if isinstance(annotation, Problem):
+            return annotation
+        problem = self._blocks(name, shape, whole)
+        follows = [at if size > 1 or whole[at] == 1 else None for at, size in enumerate(shape)]
+        return problem or PartOf(
+            annotation=annotation, shape=whole, dims=tuple(follows), path=weight
+        )
+
+    def _blocks(self, name: str, shape: Sequence[int], whole: Sequence[int]) -> Problem | None:
+        """Return a problem if a scale is larger than its weight, or not one per block."""
+        quantized = self.config.get("quantization_config") or {}
+        block = quantized.get("weight_block_size")
+        expected: Sequence[int] = whole
+        if block and name.endswith("_scale_inv"):
+            lead = len(whole) - len(block)
+            parts = zip(whole[lead:], block, strict=True)
+            expected = (*whole[:lead], *(-(-size // part) for size, part in parts))
+            fits = tuple(shape) == expected
+        else:
+            fits = all(size <= most for size, most in zip(shape, whole, strict=False))
+        if fits:
+            return None
+        what = f"the scale has shape {tuple(shape)}, and its weight {tuple(whole)}"
+        fix = "a weight has one scale per block of weight_block_size, or one per row"
+        return Problem(error=CheckpointError, what=what, path=name, fix=fix)
+
+    def _unknown(self, name: str) -> Problem:
+        model = self.config.get("model_type")
+        what = f"no tensor of {model} has this name, so that its axes are unknown"
+        pattern = re.escape(_NUMBER.sub("#", name)).replace(r"\#", r"\d+")
+        fix = f"""name its axes: axes={{r"{pattern}": (sw.EMBED, ...)}}"""
+        return Problem(error=CheckpointError, what=what, path=name, fix=fix)
+
+    def required(self, present: set[str]) -> Iterator[str]:
+        """Yield the names of tensors that must be there, for the kind of model that is there."""
+        family = self.family
+        prefix = family.prefix if any(name.startswith(family.prefix) for name in present) else ""
+        yield from (prefix + name for name in _needed(family.whole))
+        for layer in range(required_size(self.config, "num_hidden_layers")):
+            start = prefix + family.layers.replace("#", str(layer))
+            blocks = [[start + name for name in _needed(block)] for block in family.blocks]
+            # The block of which most tensors are there.
+            block = max(blocks, key=lambda names: sum(name in present for name in names))
+            yield from (start + name for name in _needed(family.layer))
+            yield from block
+
+
+def _needed(rows: Mapping[str, str]) -> list[str]:
+    """Return the names of required tensors. Experts have no number."""
+    return [
+        name.replace("experts.#.", "experts.") for name, dims in rows.items() if dims[-1] != "?"
+    ]

@@ -1,0 +1,66 @@
+"""Read the pieces of one tensor and put each on its devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
+
+from shardwright.errors import CheckpointError, MeshSpecError
+from shardwright.interop.hf.source import Bounds, Source
+
+
+def place(name: str, source: Source, dtype: Any, sharding: NamedSharding) -> jax.Array:
+    """Return a tensor as an array of this sharding.
+
+    A piece that several devices hold is read once. It is released before the next one is read.
+
+    Raises:
+      MeshSpecError: The mesh is abstract.
+      CheckpointError: A value does not fit the dtype.
+    """
+    if isinstance(sharding.mesh, AbstractMesh):
+        what = "an abstract mesh has no devices to load onto"
+        raise MeshSpecError(what, fix='pass mesh=create_mesh("fsdp:8") to the manager')
+    shape = source.shape
+    holders: dict[Bounds, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        holders.setdefault(_bounds(index, shape), []).append(device)
+    pieces: dict[Any, jax.Array] = {}
+    for bounds, devices in holders.items():
+        piece = _cast(name, source.read(bounds), dtype)
+        for device in devices:
+            target = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            pieces[device] = put(piece, target)
+        # A copy to a device reads the piece in the background.
+        jax.block_until_ready([pieces[device] for device in devices])
+        del piece
+    arrays = [pieces[device] for device in sharding.addressable_devices_indices_map(shape)]
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
+
+
+def put(piece: np.ndarray[Any, Any], target: SingleDeviceSharding) -> jax.Array:
+    """Put a piece on a device. A CPU device may keep it instead of copying it."""
+    array: jax.Array = jax.device_put(piece, target)
+    return array
+
+
+def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
+    """Return start and stop of each dim. JAX writes None for a whole one."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
+
+
+def _cast(name: str, piece: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, Any]:
+    """Return a piece in the dtype of its array."""
+    if piece.dtype == dtype:
+        return piece
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits = np.iinfo(dtype)
+        if piece.size and not (limits.min <= piece.min() and piece.max() <= limits.max):
+            what = f"values from {piece.min()} to {piece.max()} do not fit {np.dtype(dtype).name}"
+            fix = 'call jax.config.update("jax_enable_x64", True) first'
+            raise CheckpointError(what, path=name, fix=fix)
+    return piece.astype(dtype)

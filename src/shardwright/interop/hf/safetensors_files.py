@@ -1,0 +1,199 @@
+"""Read safetensors: headers first, then slices of tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+
+from shardwright.errors import CheckpointError, Problem, raise_problems
+from shardwright.interop.hf.source import Bounds
+
+_INDEX: Final = "model.safetensors.index.json"
+_AGAIN: Final = "download the checkpoint again"
+_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
+    **{f"F{bits}": np.dtype(f"float{bits}") for bits in (64, 32, 16)},
+    **{f"I{bits}": np.dtype(f"int{bits}") for bits in (64, 32, 16, 8)},
+    **{f"U{bits}": np.dtype(f"uint{bits}") for bits in (64, 32, 16, 8)},
+    "BOOL": np.dtype(np.bool_),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+# safetensors 0.8 cannot make NumPy arrays of these.
+_BY_OFFSET: Final = ("F8_E4M3", "F8_E5M2", "F8_E8M0")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SafetensorsTensor:
+    """A tensor of a safetensors file.
+
+    Attributes:
+      name: Its name in the file.
+      path: The file.
+      handle: The opened file, of the package safetensors.
+      kind: Its dtype, as the file spells it.
+      shape: Its shape.
+      offset: Where its bytes start in the file.
+    """
+
+    name: str
+    path: Path
+    handle: Any
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the array."""
+        return _DTYPES[self.kind]
+
+    @property
+    def file(self) -> str:
+        """Name of the file."""
+        return self.path.name
+
+    def read(self, bounds: Bounds) -> np.ndarray[Any, Any]:
+        """Read one piece.
+
+        Raises:
+          CheckpointError: The file has changed since its header was read.
+        """
+        index = tuple(slice(*bound) for bound in bounds)
+        try:
+            if self.kind in _BY_OFFSET:
+                whole = np.memmap(
+                    self.path, self.dtype, mode="r", offset=self.offset, shape=self.shape
+                )
+                return np.array(whole[index])
+            if not bounds:
+                return np.asarray(self.handle.get_tensor(self.name))
+            return np.asarray(self.handle.get_slice(self.name)[index])
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: {error}", path=self.name, fix=_AGAIN) from error
+
+
+def safetensors_of(folder: Path) -> dict[str, SafetensorsTensor]:
+    """Return the tensors of a folder, or of one file, in the order of their names.
+
+    Raises:
+      CheckpointError: There are no such files, one is truncated, or the index does not fit them;
+        all problems of a folder are reported at once.
+    """
+    index = folder / _INDEX
+    if folder.is_file():
+        return _tensors_of(folder)
+    if index.is_file():
+        return _indexed(folder, _weight_map(index))
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return _tensors_of(files[0])
+    if files:
+        what = f"{folder} has {len(files)} safetensors files and no {_INDEX}"
+        raise CheckpointError(what, fix=f"add {_INDEX}, or pass the path of one file")
+    raise CheckpointError(f"{folder} has no safetensors file", fix=_without_files(folder))
+
+
+def _without_files(folder: Path) -> str:
+    if list(folder.glob("*.bin")):
+        return "write it again with save_pretrained(..., safe_serialization=True)"
+    return "pass a folder that has config.json and safetensors files"
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    fix = f'{_INDEX} has {{"weight_map": {{"tensor": "file", ...}}}}'
+    try:
+        weights = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index} is not an index of tensors", fix=fix) from error
+    is_map = isinstance(weights, dict) and all(isinstance(file, str) for file in weights.values())
+    if not is_map:
+        raise CheckpointError(f"{index} is not an index of tensors", fix=fix)
+    return dict(weights)
+
+
+def _indexed(folder: Path, weights: Mapping[str, str]) -> dict[str, SafetensorsTensor]:
+    """Return the tensors of several files, after comparing them with the index."""
+    problems: list[Problem] = []
+    found: dict[str, SafetensorsTensor] = {}
+    for file in sorted(set(weights.values())):
+        # A file of the index lies in the folder itself.
+        if Path(file).name != file:
+            problems.append(_problem(f"{_INDEX} names {file!r}, which is not a name of a file"))
+            continue
+        try:
+            tensors = _tensors_of(folder / file)
+        except CheckpointError as error:
+            problems += error.problems
+            continue
+        listed = [name for name, of in weights.items() if of == file]
+        for name in listed:
+            if name not in tensors:
+                problems.append(_problem(f"{file} lacks it, but {_INDEX} lists it", name))
+        known = set(listed)
+        for name in tensors:
+            if name not in known:
+                problems.append(_problem(f"{file} has it, but {_INDEX} does not list it", name))
+        found |= tensors
+    raise_problems(problems)
+    return dict(sorted(found.items()))
+
+
+def _problem(what: str, name: str = "") -> Problem:
+    return Problem(error=CheckpointError, what=what, path=name, fix=_AGAIN)
+
+
+def _tensors_of(path: Path) -> dict[str, SafetensorsTensor]:
+    """Return the tensors of one file.
+
+    Raises:
+      CheckpointError: The file is absent, truncated or not safetensors, or has an unknown dtype.
+    """
+    library = _library()
+    try:
+        # This checks that the header is valid and that the file has all the bytes that it names.
+        handle = library.safe_open(str(path), framework="numpy")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist", fix=_AGAIN) from error
+    except (library.SafetensorError, OSError) as error:
+        what = f"{path} is truncated or is not a safetensors file: {error}"
+        raise CheckpointError(what, fix=_AGAIN) from error
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    unknown = [name for name, entry in header.items() if entry["dtype"] not in _DTYPES]
+    raise_problems([_unknown_dtype(path, name, header[name]["dtype"]) for name in unknown[:20]])
+    return {
+        name: SafetensorsTensor(
+            name=name,
+            path=path,
+            handle=handle,
+            kind=entry["dtype"],
+            shape=tuple(entry["shape"]),
+            offset=8 + size + entry["data_offsets"][0],
+        )
+        for name, entry in sorted(header.items())
+    }
+
+
+def _unknown_dtype(path: Path, name: str, kind: str) -> Problem:
+    what = f"{path.name}: the dtype {kind} cannot be read"
+    fix = f"convert the checkpoint to one of {', '.join(_DTYPES)}"
+    return Problem(error=CheckpointError, what=what, path=name, fix=fix)
+
+
+def _library() -> Any:
+    try:
+        import safetensors
+    except ImportError as error:
+        what = "this bridge needs safetensors: python -m pip install safetensors"
+        raise ImportError(what) from error
+    return safetensors

@@ -1,0 +1,355 @@
+"""Read safetensors into shards, and refuse files that are damaged."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardwright as sw
+from shardwright.errors import CheckpointError
+from shardwright.interop import hf
+from shardwright.interop.hf import checkpoint as checkpoint_module
+from shardwright.interop.hf import pieces
+from tests.interop.hf import files
+
+safetensors_numpy = pytest.importorskip("safetensors.numpy", reason="the extra hf installs it")
+
+
+def manager(mesh: str = "fsdp:4,tp:2", preset: str = "fsdp_tp") -> sw.PartitionManager:
+    return sw.PartitionManager(sw.Strategy.preset(preset), mesh=sw.create_mesh(mesh))
+
+
+def assert_equal(params: dict[str, jax.Array], values: dict[str, np.ndarray[Any, Any]]) -> None:
+    assert params.keys() == values.keys()
+    for name, value in values.items():
+        np.testing.assert_array_equal(np.asarray(params[name]), value, err_msg=name)
+        assert params[name].dtype == value.dtype, name
+
+
+@pytest.mark.parametrize(
+    ("mesh", "preset"),
+    [("fsdp:8", "fsdp"), ("fsdp:4,tp:2", "fsdp_tp"), ("dp:4,tp:2", "fsdp_tp"), ("dp:8", "ddp")],
+)
+def test_values_and_shardings(mesh: str, preset: str, tmp_path: Path) -> None:
+    values = files.write(tmp_path, "llama_bias")
+    pm = manager(mesh, preset)
+    params, specs = hf.load(tmp_path, pm)
+    assert_equal(params, values)
+    shardings = pm.shardings(specs)
+    assert all(params[name].sharding == shardings[name] for name in params)
+
+
+@pytest.mark.sweep(keep=5)
+@pytest.mark.parametrize("case", files.TREES)
+def test_every_family_loads(case: str, tmp_path: Path) -> None:
+    values = files.write(tmp_path, case)
+    loaded = hf.read(tmp_path, stack_experts=False).load(manager())
+    assert_equal(loaded, values)
+
+
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+def test_loads_under_an_ambient_mesh(axis_types: Any, tmp_path: Path) -> None:
+    values = files.write(tmp_path, "llama")
+    mesh = sw.create_mesh("fsdp:4,tp:2", axis_types=axis_types)
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=mesh)
+    with pm, jax.set_mesh(mesh):
+        params, _ = hf.load(tmp_path, pm)
+    assert_equal(params, values)
+
+
+def test_weights_are_sharded_as_the_strategy_says(tmp_path: Path) -> None:
+    files.write(tmp_path, "llama")
+    params, _ = hf.load(tmp_path, manager())
+    layer = "model.layers.0"
+    assert params[f"{layer}.self_attn.q_proj.weight"].sharding.spec == P("tp", "fsdp")
+    assert params[f"{layer}.self_attn.o_proj.weight"].sharding.spec == P("fsdp", "tp")
+    assert params[f"{layer}.mlp.down_proj.weight"].sharding.spec == P("fsdp", "tp")
+    part = params[f"{layer}.mlp.down_proj.weight"].addressable_shards[0].data
+    assert part.shape == (12, 48)
+
+
+def test_files_with_an_index(tmp_path: Path) -> None:
+    values = files.values_of("qwen2")
+    files.write_shards(tmp_path, "qwen2", values)
+    params, _ = hf.load(tmp_path, manager())
+    assert_equal(params, values)
+
+
+def test_one_file_by_its_path(tmp_path: Path) -> None:
+    values = files.write(tmp_path, "gemma")
+    params, _ = hf.load(str(tmp_path / "model.safetensors"), manager())
+    assert_equal(params, values)
+
+
+def test_bfloat16_is_sliced(tmp_path: Path) -> None:
+    values = files.values_of("llama", ml_dtypes.bfloat16)
+    files.write_config(tmp_path, "llama")
+    safetensors_numpy.save_file(values, tmp_path / "model.safetensors")
+    params, _ = hf.load(tmp_path, manager())
+    assert_equal(params, values)
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"])
+def test_floats_of_8_bits_are_read_by_offset(kind: str, tmp_path: Path) -> None:
+    values = files.values_of("llama")
+    weight = "model.layers.1.self_attn.q_proj.weight"
+    values[weight] = np.abs(values[weight]).astype(getattr(ml_dtypes, kind))
+    values[f"{weight}_scale_inv"] = np.arange(12, dtype=np.float32).reshape(6, 2)
+    config = {"quantization_config": {"weight_block_size": [16, 24]}}
+    files.write_config(tmp_path, "llama", **config)
+    safetensors_numpy.save_file(values, tmp_path / "model.safetensors")
+    pm = manager("fsdp:2,tp:2")
+    params, _ = hf.load(tmp_path, pm, dtype=jnp.bfloat16)
+    assert_equal({weight: params[weight]}, {weight: values[weight]})
+    assert params[weight].sharding.spec == P("tp", "fsdp")
+    # A scale keeps its dtype, and each device has the scales of its blocks.
+    scale = params[f"{weight}_scale_inv"]
+    assert (scale.dtype, scale.sharding.spec) == (jnp.float32, P("tp", "fsdp"))
+    assert params["model.norm.weight"].dtype == jnp.bfloat16
+
+
+def test_experts_are_stacked(tmp_path: Path) -> None:
+    values = files.write(tmp_path, "mixtral")
+    pm = manager("ep:2,fsdp:2,tp:2", "moe_ep")
+    params, specs = hf.load(tmp_path, pm)
+    start = "model.layers.1.block_sparse_moe.experts."
+    stacked = params[f"{start}w1.weight"]
+    parts = [values[f"{start}{number}.w1.weight"] for number in range(4)]
+    np.testing.assert_array_equal(np.asarray(stacked), np.stack(parts))
+    assert specs[f"{start}w1.weight"].axes == (sw.EXPERT, sw.MLP_INTERMEDIATE, sw.EMBED)
+    assert stacked.sharding.spec[0] == "ep"
+    assert not [name for name in params if f"{start}0" in name]
+
+
+def test_integers_of_64_bits(tmp_path: Path) -> None:
+    values = files.values_of("bert")
+    values["embeddings.position_ids"] = np.arange(64, dtype=np.int64)[None]
+    files.write_config(tmp_path, "bert")
+    safetensors_numpy.save_file(values, tmp_path / "model.safetensors")
+    checkpoint = hf.read(tmp_path)
+    assert "embeddings.position_ids is int32, because JAX is not in 64-bit mode" in str(checkpoint)
+    loaded = checkpoint.load(manager())["embeddings.position_ids"]
+    np.testing.assert_array_equal(np.asarray(loaded), values["embeddings.position_ids"])
+    values["embeddings.position_ids"] += 2**40
+    safetensors_numpy.save_file(values, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="do not fit int32"):
+        hf.load(tmp_path, manager())
+
+
+def test_floats_of_64_bits_need_a_dtype(tmp_path: Path) -> None:
+    values = files.values_of("llama", np.float64)
+    files.write_config(tmp_path, "llama")
+    safetensors_numpy.save_file(values, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="float64 needs JAX in 64-bit mode"):
+        hf.load(tmp_path, manager())
+    params, _ = hf.load(tmp_path, manager(), dtype=jnp.float32)
+    wanted = {name: value.astype(np.float32) for name, value in values.items()}
+    assert_equal(params, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "no-such-dtype"])
+def test_invalid_dtypes(dtype: str, tmp_path: Path) -> None:
+    files.write(tmp_path, "llama")
+    with pytest.raises(sw.StrategyError, match="is not a dtype"):
+        hf.read(tmp_path, dtype=dtype)
+
+
+@pytest.mark.parametrize(("mesh", "preset"), [("fsdp:8", "fsdp"), ("dp:8", "ddp")])
+def test_one_piece_is_in_memory_at_a_time(
+    mesh: str, preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Device buffers are not counted. On a CPU they are memory of the host too."""
+    monkeypatch.setattr(pieces, "put", files.put_uncounted)
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4096}
+    shapes = {
+        "model.embed_tokens.weight": (4096, 512),
+        "model.norm.weight": (512,),
+        "model.layers.0.input_layernorm.weight": (512,),
+        "model.layers.0.post_attention_layernorm.weight": (512,),
+        **{f"model.layers.0.self_attn.{x}_proj.weight": (512, 512) for x in "qkvo"},
+        **{f"model.layers.0.mlp.{x}_proj.weight": (2048, 512) for x in ("gate", "up")},
+        "model.layers.0.mlp.down_proj.weight": (512, 2048),
+    }
+    values = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    files.write_config(tmp_path, "llama", num_hidden_layers=1, **sizes, **heads)
+    safetensors_numpy.save_file(values, tmp_path / "model.safetensors")
+    largest = max(value.nbytes for value in values.values())
+    del values
+    pm = manager(mesh, preset)
+    # JAX and shardwright keep objects for later calls.
+    hf.load(tmp_path, pm)
+    tracemalloc.start()
+    try:
+        params, specs = hf.load(tmp_path, pm)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    held = [
+        params[name].addressable_shards[0].data.nbytes for name, spec in specs.items() if spec.shape
+    ]
+    # The rest of the peak are Python objects: names, specs, shardings.
+    slack = 1 << 19
+    assert peak <= max(held) + slack < largest + max(held)
+
+
+def test_explain_has_a_row_per_kind_of_tensor(tmp_path: Path) -> None:
+    files.write(tmp_path, "llama")
+    text = hf.read(tmp_path).explain(manager())
+    lines = text.splitlines()
+    at = next(at for at, line in enumerate(lines) if "down_proj" in line)
+    row = ["model.layers.*.mlp.down_proj.weight", "2", "48,96", "fsdp,", "tp", "2.2", "KiB"]
+    assert lines[at].split() == row
+    assert lines[at + 1].split() == ["(EMBED,", "MLP_INTERMEDIATE)"]
+    assert text.endswith("per device: 29.4 KiB of 228.9 KiB")
+
+
+# What is refused. Nothing is loaded: the shards of no tensor have been read.
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def place(*arguments: Any) -> None:
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(checkpoint_module, "place", place)
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize("keep", [-4, 1000, 4, 0])
+def test_truncated_files(keep: int, tmp_path: Path) -> None:
+    files.write(tmp_path, "llama")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match="is truncated or is not a safetensors file"):
+        hf.load(tmp_path, manager())
+
+
+@pytest.mark.usefixtures("unread")
+def test_one_truncated_file_of_several(tmp_path: Path) -> None:
+    files.write_shards(tmp_path, "llama", files.values_of("llama"))
+    path = tmp_path / "model-00003-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"00003-of-00003.*is truncated"):
+        hf.load(tmp_path, manager())
+
+
+@pytest.mark.usefixtures("unread")
+def test_index_and_files_that_differ(tmp_path: Path) -> None:
+    values = files.values_of("llama")
+    weights = files.write_shards(tmp_path, "llama", values)
+    lost = weights.pop("model.norm.weight")
+    weights["model.layers.9.mlp.up_proj.weight"] = lost
+    weights["x"] = "absent.safetensors"
+    weights["y"] = "../model.safetensors"
+    files.write_index(tmp_path, weights)
+    with pytest.raises(CheckpointError) as caught:
+        hf.load(tmp_path, manager())
+    text = str(caught.value)
+    assert "4 problems" in text
+    assert "names '../model.safetensors', which is not a name of a file" in text
+    assert "absent.safetensors does not exist" in text
+    assert f"model.layers.9.mlp.up_proj.weight: {lost} lacks it" in text
+    assert f"model.norm.weight: {lost} has it, but" in text
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize("text", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"x": 1}}'])
+def test_invalid_index(text: str, tmp_path: Path) -> None:
+    files.write_config(tmp_path, "llama")
+    (tmp_path / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    with pytest.raises(CheckpointError, match="is not an index of tensors"):
+        hf.load(tmp_path, manager())
+
+
+@pytest.mark.usefixtures("unread")
+def test_tensors_that_are_absent(tmp_path: Path) -> None:
+    values = files.values_of("llama")
+    del values["model.layers.1.mlp.up_proj.weight"], values["model.embed_tokens.weight"]
+    files.write_config(tmp_path, "llama", num_hidden_layers=2)
+    safetensors_numpy.save_file(values, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="2 problems") as caught:
+        hf.load(tmp_path, manager())
+    assert "model.layers.1.mlp.up_proj.weight: the tensor is absent" in str(caught.value)
+
+
+@pytest.mark.usefixtures("unread")
+def test_experts_that_are_absent_or_differ(tmp_path: Path) -> None:
+    values = files.values_of("mixtral")
+    start = "model.layers.0.block_sparse_moe.experts."
+    del values[f"{start}1.w1.weight"]
+    values[f"{start}2.w3.weight"] = values[f"{start}2.w3.weight"].astype(np.float16)
+    files.write_config(tmp_path, "mixtral")
+    safetensors_numpy.save_file(values, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        hf.load(tmp_path, manager())
+    text = str(caught.value)
+    assert "experts.w1.weight: the experts 1 are absent" in text
+    assert "experts.w3.weight: the experts differ: float16[96, 48], float32[96, 48]" in text
+
+
+@pytest.mark.usefixtures("unread")
+def test_a_shape_that_the_configuration_does_not_say(tmp_path: Path) -> None:
+    files.write(tmp_path, "llama", intermediate_size=128)
+    with pytest.raises(CheckpointError, match=r"\(96, 48\), and config.json says \(128, 48\)"):
+        hf.load(tmp_path, manager())
+
+
+@pytest.mark.usefixtures("unread")
+def test_sizes_that_do_not_divide(tmp_path: Path) -> None:
+    files.write(tmp_path, "llama")
+    strategy = sw.Strategy.preset("fsdp_tp")
+    pm = sw.PartitionManager(strategy, mesh=sw.create_mesh("fsdp:1,tp:4"))
+    with pytest.raises(sw.IndivisibleError, match=r"q_proj\.weight dim 0"):
+        hf.load(tmp_path, pm)
+
+
+def test_dtypes_that_cannot_be_read(tmp_path: Path) -> None:
+    files.write_config(tmp_path, "llama")
+    entry = {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}
+    header = json.dumps({"model.norm.weight": entry}).encode()
+    content = len(header).to_bytes(8, "little") + header + b"ab"
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match="the dtype F4 cannot be read"):
+        hf.load(tmp_path, manager())
+
+
+def test_folders_without_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="absent does not exist"):
+        hf.read(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        hf.read(tmp_path)
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"config\.json is not JSON"):
+        hf.read(tmp_path)
+    (tmp_path / "config.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="is not a JSON object"):
+        hf.read(tmp_path)
+    files.write_config(tmp_path, "llama")
+    with pytest.raises(CheckpointError, match="has no safetensors file"):
+        hf.read(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match="safe_serialization=True"):
+        hf.read(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors").touch()
+    with pytest.raises(CheckpointError, match="2 safetensors files and no"):
+        hf.read(tmp_path)
+
+
+def test_an_abstract_mesh_has_no_devices(tmp_path: Path) -> None:
+    files.write(tmp_path, "llama")
+    mesh = sw.abstract_mesh("fsdp:4,tp:2")
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=mesh)
+    assert "fsdp, tp" in hf.read(tmp_path).explain(pm)
+    with pytest.raises(sw.MeshSpecError, match="abstract mesh has no devices"):
+        hf.load(tmp_path, pm)
