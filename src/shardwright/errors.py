@@ -186,6 +186,12 @@ class CacheError(ShardingError):
     """A KV cache is created or used in a way that it does not support, or it refused a change."""
 
 
+class CheckpointError(ShardingError):
+    """A checkpoint, of this library or of another one, cannot be written or read, or does not fit
+    what it is restored into.
+    """
+
+
 class MoveError(ShardingError):
     """A move of arrays between shardings failed before it was complete.
 
@@ -201,10 +207,6 @@ class MoveError(ShardingError):
         super().__init__(what, **fields)
         self.tree = tree
         self.moved = tuple(moved)
-
-
-class CheckpointError(ShardingError):
-    """A checkpoint of another library cannot be read, or does not fit its configuration."""
 
 
 class LayerError(ShardingError):

@@ -13,6 +13,7 @@ ROOMS = (
     ("layers", "norms, attention, MLP, experts, loss"),
     ("attention", "one call, many kernels"),
     ("caches", "dense, sliding, 8 bits, paged"),
+    ("checkpoint", "training states in files"),
     ("reshard", "arrays from one sharding to another"),
     ("plan", "memory, collectives, time, search"),
     ("lints", "likely mistakes in a strategy"),

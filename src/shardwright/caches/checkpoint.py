@@ -20,12 +20,15 @@ from shardwright.caches.kinds import KINDS
 from shardwright.caches.row_order import RowOrder
 from shardwright.caches.sharding import CacheSharding
 from shardwright.caches.spec import CacheSpec, Overflow
+from shardwright.checkpoint import orbax_files
+from shardwright.checkpoint.orbax_files import import_orbax
 from shardwright.errors import CacheError, Problem, raise_problems
 from shardwright.manager import constraint, context
 from shardwright.manager.manager import PartitionManager
 from shardwright.vocabulary.modes import parse_mode
 
 _FORMAT = 1
+_WHAT = "saving and restoring caches"
 _BROKEN = (
     "restore another one: it was changed or damaged after it was saved, as the error above shows"
 )
@@ -47,7 +50,7 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
       CacheError: The path exists, the call is inside a trace, the class of the cache is unknown,
         its arrays are deleted, or orbax is not installed.
     """
-    orbax, directory = _import_orbax(), _directory(path)
+    orbax, directory = import_orbax(_WHAT, CacheError), orbax_files.directory(path, CacheError)
     arrays = _check_saveable(cache)
     if os.path.exists(directory):
         raise CacheError(
@@ -132,7 +135,7 @@ def restore(
             path="path",
             fix="restore the cache, then pass it to the compiled step",
         )
-    orbax, directory = _import_orbax(), _directory(path)
+    orbax, directory = import_orbax(_WHAT, CacheError), orbax_files.directory(path, CacheError)
     with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
         description = _read_description(orbax, checkpointer, directory)
         cls, spec = _CLASSES[description["kind"]], _parse_spec(description["spec"], directory)
@@ -173,27 +176,6 @@ def _read_arrays(orbax: Any, checkpointer: Any, directory: str, targets: Arrays)
             f"the arrays saved at {directory} cannot be read", path="path", fix=_BROKEN
         ) from err
     return arrays
-
-
-def _import_orbax() -> Any:
-    try:
-        import orbax.checkpoint as orbax
-    except ImportError as err:
-        raise CacheError(
-            "saving and restoring caches needs orbax, which is not installed",
-            fix='pip install orbax-checkpoint, or python -m pip install -e ".[checkpoint]" in a '
-            "clone of shardwright",
-        ) from err
-    return orbax
-
-
-def _directory(path: str | os.PathLike[str]) -> str:
-    if not isinstance(path, (str, os.PathLike)):
-        raise CacheError(
-            f"path is {type(path).__name__}", path="path", fix="pass the path of a directory"
-        )
-    text = os.fspath(path)
-    return text if "://" in text else os.path.abspath(text)
 
 
 @contextlib.contextmanager

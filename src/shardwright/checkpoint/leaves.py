@@ -1,0 +1,316 @@
+"""What a checkpoint writes for each leaf of a state, and which leaf it becomes again."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from shardwright.errors import CheckpointError, Problem, did_you_mean, raise_problems
+from shardwright.trees.paths import path_text
+
+_NUMBERS = {"bool": bool, "int": int, "float": float, "complex": complex}
+_NESTED = dict[str, Any]
+
+
+class Kind(enum.StrEnum):
+    """How a leaf is written."""
+
+    ARRAY = "array"
+    EMPTY = "empty"  # an array without elements, which orbax does not store
+    KEY = "key"  # a typed PRNG key, written as its bits
+    NUMBER = "number"  # a number of Python, written as text
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SavedLeaf:
+    """One leaf of a saved state.
+
+    Attributes:
+      path: Names from the root of the state to the leaf.
+      kind: How it is written.
+      shape: Global shape; of an array of keys without the bits.
+      dtype: Name of the dtype, of the implementation of a key, or of the type of a number.
+      value: A number as text; empty for other kinds.
+    """
+
+    path: tuple[str, ...]
+    kind: Kind
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    value: str = ""
+
+    @property
+    def text(self) -> str:
+        """The path as messages show it."""
+        return "/".join(self.path)
+
+    def __str__(self) -> str:
+        if self.kind is Kind.NUMBER:
+            return f"a number of type {self.dtype}"
+        keys = "keys " if self.kind is Kind.KEY else ""
+        return f"{keys}{self.dtype}{list(self.shape)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the leaf as plain data."""
+        return {**dataclasses.asdict(self), "kind": str(self.kind)}
+
+
+def parse_leaf(data: Mapping[str, Any]) -> SavedLeaf:
+    """Return a leaf from what `to_json` returned."""
+    return SavedLeaf(
+        path=tuple(data["path"]),
+        kind=Kind(data["kind"]),
+        shape=tuple(data["shape"]),
+        dtype=data["dtype"],
+        value=data["value"],
+    )
+
+
+def flatten(state: Any) -> tuple[list[tuple[tuple[str, ...], Any]], Any]:
+    """Return the path and the value of each leaf of a state, and its structure.
+
+    Raises:
+      CheckpointError: Two leaves have one path.
+    """
+    pairs, structure = jax.tree_util.tree_flatten_with_path(state)
+    leaves = [(tuple(path_text((entry,)) for entry in path), leaf) for path, leaf in pairs]
+    counts = Counter(path for path, _ in leaves)
+    twice = ["/".join(path) for path, count in counts.items() if count > 1]
+    if twice:
+        raise CheckpointError(
+            "two leaves have this path",
+            path=twice[0],
+            fix="rename one of the keys: 1 and '1' are equal as text",
+        )
+    return leaves, structure
+
+
+# Save.
+
+
+def written(leaves: Sequence[tuple[tuple[str, ...], Any]]) -> tuple[list[SavedLeaf], _NESTED]:
+    """Return what is written of each leaf, and the arrays as a tree of dicts.
+
+    Raises:
+      CheckpointError: Leaves cannot be saved; all of them at once.
+    """
+    saved: list[SavedLeaf] = []
+    arrays: _NESTED = {}
+    problems: list[Problem] = []
+    for path, value in leaves:
+        refusal = _refusal(value)
+        if refusal is not None:
+            what, fix = refusal
+            problems.append(Problem(error=CheckpointError, what=what, path="/".join(path), fix=fix))
+            continue
+        leaf = _saved_leaf(path, value)
+        saved.append(leaf)
+        if leaf.kind is Kind.ARRAY:
+            put(arrays, path, value)
+        elif leaf.kind is Kind.KEY:
+            put(arrays, path, jax.random.key_data(value))
+    raise_problems(problems)
+    return saved, arrays
+
+
+def _refusal(value: Any) -> tuple[str, str] | None:
+    """Return why a leaf cannot be saved, and the fix; None if it can."""
+    if isinstance(value, jax.Array) and value.is_deleted():
+        return "the array is deleted: it was donated", "save the state that the last step returned"
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        dtype = value.dtype
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype.kind not in "OSUMm":
+            return None
+        return f"the dtype {dtype} cannot be saved", "save numbers, bools and PRNG keys"
+    if isinstance(value, (bool, int, float, complex)):
+        return None
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return (
+            f"{type(value).__name__} has no content",
+            "save arrays; pass their description to restore",
+        )
+    return (
+        f"{type(value).__name__} cannot be saved",
+        "save arrays, numbers and PRNG keys; write anything else to a file of its own",
+    )
+
+
+def _saved_leaf(path: tuple[str, ...], value: Any) -> SavedLeaf:
+    if not hasattr(value, "dtype"):
+        name = next(name for name, kind in _NUMBERS.items() if isinstance(value, kind))
+        return SavedLeaf(path=path, kind=Kind.NUMBER, dtype=name, value=repr(value))
+    kind, dtype = _kind_and_dtype(value)
+    return SavedLeaf(path=path, kind=kind, shape=tuple(value.shape), dtype=dtype)
+
+
+def _kind_and_dtype(value: Any) -> tuple[Kind, str]:
+    """Return how a value with shape and dtype is written, and the name of its dtype."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return Kind.KEY, str(value.dtype)
+    kind = Kind.EMPTY if 0 in value.shape else Kind.ARRAY
+    return kind, str(np.dtype(value.dtype))
+
+
+def put(tree: _NESTED, path: tuple[str, ...], value: Any) -> None:
+    """Put a value into a tree of dicts."""
+    *parents, last = map(_escaped, path or ("",))
+    for name in parents:
+        tree = tree.setdefault(name, {})
+    tree[last] = value
+
+
+def get(tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    """Return the value at a path of a tree of dicts."""
+    value: Any = tree
+    for name in map(_escaped, path or ("",)):
+        value = value[name]
+    return value
+
+
+def _escaped(name: str) -> str:
+    """Return a name that orbax can join with others by "." and "/"."""
+    return re.sub(r"[%./]", lambda match: f"%{ord(match[0]):02X}", name) or "%"
+
+
+# Restore.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TargetLeaf:
+    """One leaf that is restored.
+
+    Attributes:
+      saved: The saved leaf with its path.
+      target: The leaf of the target: an array, a `jax.ShapeDtypeStruct` or a number.
+    """
+
+    saved: SavedLeaf
+    target: Any
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """Where the leaf goes. None for NumPy, and for JAX's default device."""
+        if isinstance(self.target, jax.Array) and not self.target.committed:
+            return None
+        sharding: Sharding | None = getattr(self.target, "sharding", None)
+        return sharding
+
+    def read_as(self) -> Any:
+        """Return the description of what orbax reads, or None if it reads nothing."""
+        shape, dtype = self.saved.shape, self.saved.dtype
+        if self.saved.kind is Kind.KEY:
+            bits = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=_impl(dtype))))
+            shape, dtype = (*shape, *bits.shape), str(bits.dtype)
+        elif self.saved.kind is not Kind.ARRAY:
+            return None
+        if self.sharding is None:
+            # A description of a NumPy array that takes no memory.
+            return np.broadcast_to(np.zeros((), _dtype(dtype)), shape)
+        return jax.ShapeDtypeStruct(shape, _dtype(dtype), sharding=self.sharding)
+
+    def restored(self, value: Any) -> Any:
+        """Return the leaf from what orbax has read."""
+        if self.saved.kind is Kind.NUMBER:
+            if self.saved.dtype == "bool":
+                return self.saved.value == "True"
+            return _NUMBERS[self.saved.dtype](self.saved.value)
+        if self.saved.kind is Kind.KEY:
+            return jax.random.wrap_key_data(jnp.asarray(value), impl=_impl(self.saved.dtype))
+        if self.saved.kind is Kind.EMPTY:
+            value = np.zeros(self.saved.shape, _dtype(self.saved.dtype))
+            value = value if self.sharding is None else jax.device_put(value, self.sharding)
+        if isinstance(self.target, np.generic):
+            return value[()]
+        return value if isinstance(self.target, np.ndarray) else jnp.asarray(value)
+
+
+def matched(
+    saved: Sequence[SavedLeaf],
+    targets: Sequence[tuple[tuple[str, ...], Any]],
+    *,
+    partial: bool,
+) -> list[TargetLeaf]:
+    """Return the saved leaf of each leaf of a target.
+
+    Raises:
+      CheckpointError: The leaves differ in path, kind, shape or dtype; all of them at once.
+    """
+    by_path = {leaf.path: leaf for leaf in saved}
+    problems: list[Problem] = []
+    leaves: list[TargetLeaf] = []
+    for path, target in targets:
+        leaf = by_path.pop(path, None)
+        if leaf is None:
+            hint = did_you_mean("/".join(path), [other.text for other in saved])
+            fix = f"{hint} restore the structure that was saved".strip()
+            problems.append(_problem(path, "the checkpoint has no leaf at this path", fix))
+            continue
+        misfit = _misfit(leaf, target)
+        if misfit is not None:
+            problems.append(_problem(path, *misfit))
+        leaves.append(TargetLeaf(saved=leaf, target=target))
+    if not partial:
+        fix = "add it to the target, or pass partial=True to leave it in the file"
+        problems += [
+            _problem(path, "it was saved, and the target has no leaf at this path", fix)
+            for path in by_path
+        ]
+    raise_problems(problems)
+    return leaves
+
+
+def _problem(path: tuple[str, ...], what: str, fix: str) -> Problem:
+    return Problem(error=CheckpointError, what=what, path="/".join(path), fix=fix)
+
+
+def _misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
+    """Return what differs between a saved leaf and a leaf of the target, and the fix."""
+    is_array = hasattr(target, "shape") and hasattr(target, "dtype")
+    if not is_array and not isinstance(target, (bool, int, float, complex)):
+        return (
+            f"the target is {type(target).__name__}",
+            "pass arrays, jax.ShapeDtypeStructs or numbers, such as pm.abstract(specs)",
+        )
+    if not is_array:
+        if leaf.kind is Kind.NUMBER and leaf.dtype == type(target).__name__:
+            return None
+        return f"saved as {leaf}, and the target is {target!r}", "restore it as it was saved"
+    kind, dtype = _kind_and_dtype(target)
+    if (kind, tuple(target.shape), dtype) != (leaf.kind, leaf.shape, leaf.dtype):
+        asked = SavedLeaf(path=leaf.path, kind=kind, shape=tuple(target.shape), dtype=dtype)
+        return (
+            f"saved as {leaf}, and the target is {asked}",
+            "restore it as it was saved, then convert it",
+        )
+    if isinstance(target, jax.ShapeDtypeStruct) and target.sharding is None:
+        if target.shape == () or kind is Kind.KEY:
+            return None  # it goes where JAX puts a new scalar
+        return "the target has no sharding", "pass pm.abstract(specs), or set sharding="
+    return None
+
+
+def _impl(dtype: str) -> str:
+    """Return the implementation of a key from the name of its dtype, `key<fry>`."""
+    names = {str(jax.random.key(0, impl=impl).dtype): impl for impl in _IMPLEMENTATIONS}
+    if dtype not in names:
+        raise CheckpointError(
+            f"this JAX has no PRNG implementation for keys of type {dtype}",
+            fix=f"restore with the JAX that saved them; known are {', '.join(names)}",
+        )
+    return names[dtype]
+
+
+_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(jnp.dtype(name))

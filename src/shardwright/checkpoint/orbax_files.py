@@ -1,0 +1,43 @@
+"""What all code that writes files with orbax shares: its import, and the path of a directory."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from shardwright.errors import ShardingError
+
+
+def import_orbax(what: str, error: type[ShardingError]) -> Any:
+    """Return `orbax.checkpoint`.
+
+    Args:
+      what: What needs it, for the message: "saving and restoring caches".
+      error: Class of the error.
+
+    Raises:
+      ShardingError: orbax is not installed.
+    """
+    try:
+        import orbax.checkpoint as orbax
+    except ImportError as err:
+        raise error(
+            f"{what} needs orbax, which is not installed",
+            fix='pip install orbax-checkpoint, or python -m pip install -e ".[checkpoint]" in a '
+            "clone of shardwright",
+        ) from err
+    return orbax
+
+
+def directory(path: str | os.PathLike[str], error: type[ShardingError], name: str = "path") -> str:
+    """Return the absolute path of a directory as text; an address of a bucket stays as it is.
+
+    Raises:
+      ShardingError: The value is not a path.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise error(
+            f"{name} is {type(path).__name__}", path=name, fix="pass the path of a directory"
+        )
+    text = os.fspath(path)
+    return text if "://" in text else os.path.abspath(text)

@@ -1,0 +1,198 @@
+"""Export parameters as safetensors files: one shard of one array is in host memory at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from shardwright import _jax
+from shardwright.checkpoint import leaves
+from shardwright.errors import CheckpointError, Problem, raise_problems
+from shardwright.reshard.pieces import parse_bytes
+
+# The dtypes of the format, by their names in NumPy and `ml_dtypes`.
+_DTYPES: Final = MappingProxyType(
+    {
+        "bool": "BOOL",
+        "uint8": "U8",
+        "int8": "I8",
+        "int16": "I16",
+        "uint16": "U16",
+        "int32": "I32",
+        "uint32": "U32",
+        "int64": "I64",
+        "uint64": "U64",
+        "float16": "F16",
+        "bfloat16": "BF16",
+        "float32": "F32",
+        "float64": "F64",
+        "float8_e4m3fn": "F8_E4M3",
+        "float8_e5m2": "F8_E5M2",
+        "float8_e8m0fnu": "F8_E8M0",
+    }
+)
+
+
+def export_safetensors(
+    folder: str | os.PathLike[str],
+    params: Any,
+    *,
+    most: int | str = "5GiB",
+    metadata: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Write parameters to a new folder as safetensors. It appears when it is complete, or not at
+    all.
+
+    One file is called `model.safetensors`. Several are called `model-00001-of-00003.safetensors`
+    and so on, and `model.safetensors.index.json` says which file has which tensor. The name of a
+    tensor is its path, joined by ".": `layers.0.q`.
+
+    Args:
+      folder: A folder that does not exist.
+      params: Tree of arrays of this process, sharded or not.
+      most: Most bytes of a file, as an integer or as text. A larger tensor gets a file of its own.
+      metadata: Text for the header of each file, such as `{"format": "pt"}`.
+
+    Returns:
+      The file of each tensor, by name.
+
+    Raises:
+      CheckpointError: The folder exists; arrays cannot be exported (all of them are named); the
+        tree is empty; or the call is inside a trace.
+    """
+    if _jax.in_trace():
+        raise CheckpointError("parameters are exported outside of jit", fix="return them first")
+    path = Path(os.path.abspath(folder))
+    if path.exists():
+        raise CheckpointError(f"{path} exists", path="folder", fix="export to a new folder")
+    pairs, _ = leaves.flatten(params)
+    if not pairs:
+        raise CheckpointError("there are no parameters to export", fix="pass a tree of arrays")
+    raise_problems([problem for name, value in pairs if (problem := _problem(name, value))])
+    tensors = {".".join(name): value for name, value in pairs}
+    if len(tensors) < len(pairs):
+        raise CheckpointError(
+            "two tensors have one name, because a key of the tree contains a dot",
+            fix="rename the key",
+        )
+    files = _divided(tensors, parse_bytes(most))
+    with _staged(path) as staged:
+        for file, names in files.items():
+            _write(staged / file, {name: tensors[name] for name in names}, metadata or {})
+        weight_map = {name: file for file, names in files.items() for name in names}
+        if len(files) > 1:
+            total = sum(value.nbytes for value in tensors.values())
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            text = json.dumps(index, indent=2) + "\n"
+            (staged / "model.safetensors.index.json").write_text(text)
+    return weight_map
+
+
+def _problem(path: tuple[str, ...], value: Any) -> Problem | None:
+    """Return why a leaf cannot be exported, or None."""
+    text = "/".join(path)
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        return Problem(
+            error=CheckpointError,
+            what=f"{type(value).__name__} is not an array",
+            path=text,
+            fix="export a tree of arrays",
+        )
+    if isinstance(value, jax.Array) and value.is_deleted():
+        return Problem(
+            error=CheckpointError,
+            what="the array is deleted: it was donated",
+            path=text,
+            fix="export the state that the last step returned",
+        )
+    if str(value.dtype) not in _DTYPES:
+        return Problem(
+            error=CheckpointError,
+            what=f"safetensors have no dtype {value.dtype}",
+            path=text,
+            fix=f"dtypes are {', '.join(_DTYPES)}",
+        )
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return Problem(
+            error=CheckpointError,
+            what="the array has shards in other processes",
+            path=text,
+            fix="save a checkpoint, restore it in one process, and export there",
+        )
+    return None
+
+
+def _divided(tensors: Mapping[str, Any], most: int) -> dict[str, list[str]]:
+    """Return the names of the tensors of each file."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, value in tensors.items():
+        if parts[-1] and size + value.nbytes > most:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += value.nbytes
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {
+        f"model-{number:05d}-of-{len(parts):05d}.safetensors": names
+        for number, names in enumerate(parts, 1)
+    }
+
+
+def _write(file: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """Write one file: 8 bytes with the length of the header, the header as JSON, the tensors."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, value in tensors.items():
+        start, end = end, end + value.nbytes
+        dtype = _DTYPES[str(value.dtype)]
+        header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + end)
+    if not end:
+        return
+    content = np.memmap(file, np.uint8, mode="r+", offset=8 + len(text), shape=(end,))
+    for name, value in tensors.items():
+        start, stop = header[name]["data_offsets"]
+        part = content[start:stop].view(value.dtype).reshape(value.shape)
+        for index, shard in _shards(value):
+            part[index] = shard
+    content.flush()
+
+
+def _shards(value: Any) -> Iterator[tuple[Any, np.ndarray[Any, Any]]]:
+    """Yield each part of an array once, with its place."""
+    if isinstance(value, np.ndarray):
+        yield (), value
+        return
+    for shard in value.addressable_shards:
+        if shard.replica_id == 0 and math.prod(shard.data.shape):
+            yield shard.index, np.asarray(shard.data)
+
+
+@contextlib.contextmanager
+def _staged(path: Path) -> Iterator[Path]:
+    """Give a temporary folder beside a path, and rename it to the path at the end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = path.with_name(f"{path.name}.exporting-{uuid.uuid4().hex}")
+    folder.mkdir()
+    try:
+        yield folder
+        folder.rename(path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,286 @@
+"""Save a training state with orbax, and restore it under other shardings."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from typing import Any
+
+import jax
+
+from shardwright import _jax
+from shardwright.checkpoint import leaves
+from shardwright.checkpoint.leaves import Kind, SavedLeaf
+from shardwright.checkpoint.orbax_files import directory, import_orbax
+from shardwright.errors import CheckpointError
+from shardwright.vocabulary.integers import read_integer
+
+_FORMAT = 1
+_WHAT = "saving and restoring a state"
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class Saving:
+    """A checkpoint that orbax is writing. The arrays are already copied: a step may donate them.
+
+    Attributes:
+      step: Number of the checkpoint.
+      folder: The folder of all checkpoints.
+      bytes: Bytes of the arrays.
+    """
+
+    step: int
+    folder: str
+    bytes: int
+    _manager: Any = dataclasses.field(repr=False)
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def done(self) -> bool:
+        """Whether the checkpoint is complete, or failed: then `wait` raises."""
+        return self._manager is None or not self._manager.is_saving_in_progress()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is complete.
+
+        Raises:
+          CheckpointError: It could not be written. Older checkpoints stay as they are.
+        """
+        with self._lock:
+            manager, self._manager = self._manager, None
+            if manager is None:
+                return
+            try:
+                manager.wait_until_finished()
+            except Exception as error:
+                raise _failed(self.folder, self.step) from error
+            finally:
+                manager.close()
+                if _PENDING.get(self.folder) is self:
+                    del _PENDING[self.folder]
+
+
+# The last save of each folder that nobody has waited for.
+_PENDING: dict[str, Saving] = {}
+
+
+def save(
+    folder: str | os.PathLike[str],
+    state: Any,
+    *,
+    step: int,
+    keep: int | None = None,
+    wait: bool = True,
+) -> Saving:
+    """Write a state as checkpoint number `step` of a folder.
+
+    The checkpoint appears when it is complete, or not at all. A save that was killed leaves a
+    temporary directory, which the next save to the folder removes. So only one program may save to
+    a folder at a time; the processes of one `jax.distributed` run count as one.
+
+    Args:
+      folder: Folder of the checkpoints, which is created if necessary. One directory per step.
+      state: Tree of arrays, NumPy arrays, typed PRNG keys and numbers, for instance
+        `{"params": ..., "moments": ..., "step": 20, "key": key}`.
+      step: Number of the checkpoint; it must be new.
+      keep: How many checkpoints to keep: when the new one is complete, older ones are deleted.
+        Defaults to all.
+      wait: Return when the checkpoint is complete. If false, return when the arrays are copied to
+        the host, and write in the background: call `wait()` of the result before the program ends.
+
+    Returns:
+      The save, with its step and its number of bytes.
+
+    Raises:
+      CheckpointError: A leaf cannot be saved (all such leaves are named), the step exists, the call
+        is inside a trace, files cannot be written, or orbax is not installed.
+    """
+    orbax, path = import_orbax(_WHAT, CheckpointError), directory(folder, CheckpointError, "folder")
+    _check_outside_of_trace("saved")
+    step = _step_number(step)
+    if keep is not None:
+        keep = read_integer("keep", keep, error=CheckpointError)
+    pairs, _ = leaves.flatten(state)
+    saved, arrays = leaves.written(pairs)
+    if path in _PENDING:
+        _PENDING[path].wait()
+    manager = _manager(orbax, path, keep=keep, writes=True)
+    if step in manager.all_steps():
+        manager.close()
+        raise CheckpointError(
+            f"{path} has a checkpoint of step {step}",
+            path="step",
+            fix="pass the number of a new step, or delete the directory of the old checkpoint",
+        )
+    items = {"about": orbax.args.JsonSave(_description(saved))}
+    if arrays:
+        items["state"] = orbax.args.PyTreeSave(arrays)
+    try:
+        manager.save(step, args=orbax.args.Composite(**items), force=True)
+    except Exception as error:
+        manager.close()
+        raise _failed(path, step) from error
+    size = sum(array.nbytes for array in jax.tree.leaves(arrays))
+    saving = _PENDING[path] = Saving(step=step, folder=path, bytes=size, _manager=manager)
+    if wait:
+        saving.wait()
+    return saving
+
+
+def restore(
+    folder: str | os.PathLike[str],
+    target: Any,
+    *,
+    step: int | None = None,
+    partial: bool = False,
+) -> Any:
+    """Return the state of a checkpoint. Every device reads its own shards.
+
+    Args:
+      folder: The folder that was given to `save`.
+      target: Tree with the structure of the state: arrays or `jax.ShapeDtypeStruct`s with the
+        shardings to restore to, such as `pm.abstract(specs)`, and numbers. NumPy arrays are
+        restored as NumPy arrays. Scalars and keys need no sharding: JAX then places them as it
+        places new ones.
+      step: Number of the checkpoint. Defaults to the newest.
+      partial: Whether the target may leave out saved leaves, such as the moments for a server.
+
+    Raises:
+      CheckpointError: There is no such checkpoint, it cannot be read, leaves differ in path, kind,
+        shape or dtype (all of them are named), the call is inside a trace, or orbax is not
+        installed.
+    """
+    orbax, path = import_orbax(_WHAT, CheckpointError), directory(folder, CheckpointError, "folder")
+    _check_outside_of_trace("restored")
+    pairs, structure = leaves.flatten(target)
+    number = _existing_step(path, step)
+    manager = _manager(orbax, path)
+    try:
+        saved = _read_description(orbax, manager, path, number)
+        matched = leaves.matched(saved, pairs, partial=partial)
+        wanted: dict[str, Any] = {}
+        for leaf in matched:
+            read_as = leaf.read_as()
+            if read_as is not None:
+                leaves.put(wanted, leaf.saved.path, read_as)
+        arrays = _read_arrays(orbax, manager, path, number, wanted) if wanted else {}
+    finally:
+        manager.close()
+    values = [
+        leaf.restored(
+            leaves.get(arrays, leaf.saved.path)
+            if leaf.saved.kind in (Kind.ARRAY, Kind.KEY)
+            else None
+        )
+        for leaf in matched
+    ]
+    return jax.tree.unflatten(structure, values)
+
+
+def steps(folder: str | os.PathLike[str]) -> tuple[int, ...]:
+    """Return the numbers of the complete checkpoints of a folder, in order; empty if there is no
+    such folder.
+
+    Raises:
+      CheckpointError: orbax is not installed.
+    """
+    orbax, path = import_orbax(_WHAT, CheckpointError), directory(folder, CheckpointError, "folder")
+    if "://" not in path and not os.path.isdir(path):
+        return ()
+    manager = _manager(orbax, path)
+    try:
+        return tuple(sorted(manager.all_steps()))
+    finally:
+        manager.close()
+
+
+def _manager(orbax: Any, path: str, *, keep: int | None = None, writes: bool = False) -> Any:
+    # Only a save removes leftovers: a reader must not disturb the program that saves.
+    options = orbax.CheckpointManagerOptions(
+        max_to_keep=keep, cleanup_tmp_directories=writes, create=writes
+    )
+    return orbax.CheckpointManager(path, options=options)
+
+
+def _check_outside_of_trace(what: str) -> None:
+    if _jax.in_trace():
+        raise CheckpointError(
+            f"a state is {what} outside of jit", fix="return it from the compiled step first"
+        )
+
+
+def _step_number(step: Any) -> int:
+    return read_integer("step", step, error=CheckpointError, least=0)
+
+
+def _existing_step(path: str, step: int | None) -> int:
+    """Return the number of the checkpoint to read."""
+    if path in _PENDING:
+        _PENDING[path].wait()
+    known = steps(path)
+    if not known:
+        raise CheckpointError(
+            f"there is no checkpoint in {path}",
+            path="folder",
+            fix="pass the folder that was given to save; a save that did not complete leaves none",
+        )
+    number = known[-1] if step is None else _step_number(step)
+    if number not in known:
+        raise CheckpointError(
+            f"{path} has no checkpoint of step {number}",
+            path="step",
+            fix=f"steps are {', '.join(map(str, known))}",
+        )
+    return number
+
+
+def _description(saved: list[SavedLeaf]) -> dict[str, Any]:
+    return {"format": _FORMAT, "leaves": [leaf.to_json() for leaf in saved]}
+
+
+def _read_description(orbax: Any, manager: Any, path: str, step: int) -> list[SavedLeaf]:
+    try:
+        about = manager.restore(step, args=orbax.args.Composite(about=orbax.args.JsonRestore()))
+        description = about["about"]
+        if description["format"] == _FORMAT:
+            return [leaves.parse_leaf(leaf) for leaf in description["leaves"]]
+    except (KeyError, ValueError, TypeError, OSError) as error:
+        raise CheckpointError(
+            f"step {step} in {path} is not a checkpoint of shardwright.checkpoint",
+            path="folder",
+            fix="restore it with the program that saved it",
+        ) from error
+    raise CheckpointError(
+        f"step {step} in {path} has format {description['format']}, and this version reads "
+        f"{_FORMAT}",
+        path="folder",
+        fix="restore it with the version that wrote it",
+    )
+
+
+def _read_arrays(orbax: Any, manager: Any, path: str, step: int, wanted: Any) -> Any:
+    request = orbax.args.PyTreeRestore(
+        item=wanted,
+        restore_args=orbax.checkpoint_utils.construct_restore_args(wanted),
+        partial_restore=True,
+    )
+    try:
+        return manager.restore(step, args=orbax.args.Composite(state=request))["state"]
+    except (KeyError, ValueError, OSError) as error:
+        others = [known for known in steps(path) if known != step]
+        text = f"pass another step: {', '.join(map(str, others))}" if others else "save it again"
+        raise CheckpointError(
+            f"the arrays of step {step} in {path} cannot be read: they were changed or damaged "
+            "after they were saved",
+            path="folder",
+            fix=text,
+        ) from error
+
+
+def _failed(path: str, step: int) -> CheckpointError:
+    return CheckpointError(
+        f"step {step} could not be written to {path}",
+        path="folder",
+        fix="the error above says why; older checkpoints are unchanged",
+    )

@@ -1,0 +1,106 @@
+"""Exported files hold what the library `safetensors` reads, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright import checkpoint
+from shardwright.errors import CheckpointError
+from shardwright.testing.meshes import cpu_mesh
+
+safetensors = pytest.importorskip("safetensors")
+
+
+def params() -> dict[str, Any]:
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:2,tp:4"))
+    up = jnp.arange(8 * 24, dtype=jnp.float32).reshape(8, 24)
+    return {
+        "layers": [{"up": pm.shard(up, sw.ColumnWise), "scale": jnp.ones(3, jnp.bfloat16)}],
+        "scalar": jnp.float16(3),
+        "empty": jnp.zeros((0, 4)),
+        "eight": jnp.arange(5).astype(jnp.float8_e4m3fn),
+        "host": np.arange(3, dtype=np.int64),
+        "flag": jnp.array([True, False]),
+    }
+
+
+def tensors(tree: Any) -> dict[str, np.ndarray[Any, Any]]:
+    pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(value)
+        for path, value in pairs
+    }
+
+
+def read(path: Path) -> dict[str, bytes]:
+    """Return the bytes of each tensor, as the library reads them."""
+    return {
+        name: bytes(tensor["data"]) for name, tensor in safetensors.deserialize(path.read_bytes())
+    }
+
+
+def test_one_file(tmp_path: Path) -> None:
+    tree = params()
+    files = checkpoint.export_safetensors(tmp_path / "out", tree, metadata={"format": "np"})
+    assert {*files.values()} == {"model.safetensors"}
+    (file,) = (tmp_path / "out").iterdir()
+    expected = tensors(tree)
+    assert read(file) == {name: value.tobytes() for name, value in expected.items()}
+    with safetensors.safe_open(file, "np") as opened:
+        assert opened.metadata() == {"format": "np"}
+        for name in ("layers.0.up", "scalar", "empty", "host", "flag"):
+            np.testing.assert_array_equal(opened.get_tensor(name), expected[name], strict=True)
+    (tmp_path / "other").mkdir()
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_several_files(tmp_path: Path) -> None:
+    tree = {f"w{number}": jnp.full((10,), number, jnp.float32) for number in range(5)}
+    files = checkpoint.export_safetensors(tmp_path / "out", tree, most=80)
+    assert files["w0"] == files["w1"] == "model-00001-of-00003.safetensors"
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index == {"metadata": {"total_size": 200}, "weight_map": files}
+    merged: dict[str, bytes] = {}
+    for file in sorted({*files.values()}):
+        merged |= read(tmp_path / "out" / file)
+    assert merged == {name: value.tobytes() for name, value in tensors(tree).items()}
+
+
+def test_invalid_exports(tmp_path: Path) -> None:
+    deleted = jnp.ones(3)
+    deleted.delete()
+    bad = {"a": deleted, "b": 3, "c": jax.random.key(0)}
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.export_safetensors(tmp_path / "out", bad)
+    text = str(error.value)
+    assert "1. a: the array is deleted" in text
+    assert "2. b: int is not an array" in text
+    assert "3. c: safetensors have no dtype key<fry>" in text
+    for call, says in {
+        lambda: checkpoint.export_safetensors(tmp_path, {"a": jnp.ones(3)}): "exists",
+        lambda: checkpoint.export_safetensors(tmp_path / "o", {}): "no parameters to export",
+        lambda: checkpoint.export_safetensors(
+            tmp_path / "o", {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}
+        ): "two tensors have one name",
+    }.items():
+        with pytest.raises(CheckpointError, match=says):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(np, "memmap", fail)
+    with pytest.raises(OSError, match="no space left"):
+        checkpoint.export_safetensors(tmp_path / "out", {"a": jnp.ones(3)})
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,354 @@
+"""States of training runs survive a change of strategy, mesh and axis types, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright import checkpoint
+from shardwright.errors import CheckpointError
+from shardwright.testing.meshes import cpu_mesh
+
+pytest.importorskip("orbax.checkpoint")
+optax = pytest.importorskip("optax")
+
+SPECS = {
+    "embed": sw.ArraySpec((16, 8), jnp.bfloat16, (sw.VOCAB, sw.EMBED), jax.nn.initializers.ones),
+    "layers": [
+        sw.ArraySpec((8, 24), jnp.float32, sw.ColumnWise, jax.nn.initializers.normal(1.0)),
+        sw.ArraySpec((24, 8), jnp.float32, sw.RowWise, jax.nn.initializers.normal(1.0)),
+    ],
+    "odd": sw.ArraySpec((5,), jnp.float32, (sw.NORM,), jax.nn.initializers.normal(1.0)),
+}
+OPTIMIZER = optax.adamw(1e-2)
+
+
+def manager(preset: str, sizes: str, axis_types: str = "auto") -> sw.PartitionManager:
+    return sw.PartitionManager(
+        sw.Strategy.preset(preset), mesh=cpu_mesh(sizes, axis_types=axis_types), mode="train"
+    )
+
+
+def state_of(pm: sw.PartitionManager) -> dict[str, Any]:
+    params = pm.init(SPECS, jax.random.key(3))
+    gradients = jax.tree.map(lambda x: (x * 0.5).astype(x.dtype), params)
+    moments = pm.init_state(OPTIMIZER, params, SPECS)
+    _, moments = jax.jit(OPTIMIZER.update)(gradients, moments, params)
+    return {
+        "params": params,
+        "moments": moments,
+        "step": 20,
+        "rate": 0.1,
+        "done": False,
+        "key": jax.random.key(7, impl="rbg"),
+        "keys": jax.random.split(jax.random.key(8), 4),
+        "count": jnp.int32(5),
+        "rows": np.arange(6, dtype=np.uint16).reshape(2, 3),
+        "none": None,
+        "empty": jnp.zeros((0, 3), jnp.bfloat16),
+        "a.b/c": jnp.ones(3),
+    }
+
+
+def target_of(pm: sw.PartitionManager) -> dict[str, Any]:
+    return {
+        "params": pm.abstract(SPECS),
+        "moments": pm.abstract_state(OPTIMIZER, SPECS),
+        "step": 0,
+        "rate": 0.0,
+        "done": True,
+        "key": jax.random.key(0, impl="rbg"),
+        "keys": jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 4)),
+        "count": jax.ShapeDtypeStruct((), jnp.int32),
+        "rows": np.zeros((2, 3), np.uint16),
+        "none": None,
+        "empty": jnp.ones((0, 3), jnp.bfloat16),
+        "a.b/c": jnp.zeros(3),
+    }
+
+
+def as_bits(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return (type(leaf).__name__, str(np.asarray(leaf).dtype), np.asarray(leaf).tobytes())
+
+
+def assert_equal_bits(a: Any, b: Any) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    assert jax.tree.map(as_bits, a) == jax.tree.map(as_bits, b)
+
+
+@pytest.mark.parametrize(
+    ("preset", "sizes", "axis_types"),
+    [
+        ("fsdp_tp", "fsdp:2,tp:4", "auto"),
+        ("fsdp", "fsdp:8", "explicit"),
+        ("ddp", "dp:4", "auto"),
+        ("tensor", "tp:2", "explicit"),
+    ],
+)
+def test_restore_under_other_strategies(
+    tmp_path: Path, preset: str, sizes: str, axis_types: str
+) -> None:
+    state = state_of(manager("fsdp_tp", "fsdp:4,tp:2"))
+    checkpoint.save(tmp_path / "run", state, step=20)
+    pm = manager(preset, sizes, axis_types)
+    target = target_of(pm)
+    restored = checkpoint.restore(tmp_path / "run", target)
+    assert_equal_bits(restored, state)
+    for part in ("params", "moments"):
+        jax.tree.map(check_sharding, restored[part], target[part])
+    assert isinstance(restored["rows"], np.ndarray)
+    assert restored["step"] == 20
+    assert type(restored["step"]) is int
+    # Scalars and keys are not committed, so a step on any mesh takes them.
+    with pm:
+        jax.jit(lambda x, count, key: (x + count, key))(
+            restored["params"]["layers"][0], restored["count"], restored["key"]
+        )
+
+
+def check_sharding(restored: jax.Array, target: jax.ShapeDtypeStruct) -> None:
+    assert restored.sharding == target.sharding
+
+
+@pytest.mark.parametrize("value", [jnp.arange(3.0), 7, True, float("nan"), 2 + 1j, np.float16(2)])
+def test_state_of_one_leaf(tmp_path: Path, value: Any) -> None:
+    checkpoint.save(tmp_path, value, step=0)
+    restored = checkpoint.restore(tmp_path, value)
+    assert as_bits(restored) == as_bits(value)
+
+
+def test_empty_state(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"none": None}, step=0)
+    assert checkpoint.restore(tmp_path, {"none": None}) == {"none": None}
+
+
+def test_newest_and_kept_steps(tmp_path: Path) -> None:
+    assert checkpoint.steps(tmp_path / "run") == ()
+    for step in (5, 20, 100):
+        saving = checkpoint.save(tmp_path / "run", {"x": jnp.full(4, step)}, step=step, keep=2)
+        assert (saving.step, saving.bytes, saving.done) == (step, 16, True)
+    assert checkpoint.steps(tmp_path / "run") == (20, 100)
+    target = {"x": jnp.zeros(4, jnp.int32)}
+    assert checkpoint.restore(tmp_path / "run", target)["x"].tolist() == [100] * 4
+    assert checkpoint.restore(tmp_path / "run", target, step=20)["x"].tolist() == [20] * 4
+
+
+def test_partial_restore(tmp_path: Path) -> None:
+    state = state_of(manager("fsdp_tp", "fsdp:4,tp:2"))
+    checkpoint.save(tmp_path, state, step=1)
+    server = manager("serve_tp", "dp:2,tp:4")
+    target = {"params": server.abstract(SPECS)}
+    restored = checkpoint.restore(tmp_path, target, partial=True)
+    assert_equal_bits(restored, {"params": state["params"]})
+
+
+def test_donated_while_it_is_written(tmp_path: Path) -> None:
+    pm = manager("fsdp", "fsdp:8")
+    x = jax.device_put(np.arange(1 << 16, dtype=np.float32), pm.sharding(sw.EMBED))
+    before = np.asarray(x).copy()
+    first = checkpoint.save(tmp_path, {"x": x}, step=1, wait=False)
+    y = jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+    assert x.is_deleted()
+    second = checkpoint.save(tmp_path, {"x": y}, step=2, wait=False)  # waits for the first
+    assert first.done
+    restored = checkpoint.restore(tmp_path, {"x": y})["x"]  # waits for the second
+    assert second.done
+    np.testing.assert_array_equal(restored, before + 1)
+    np.testing.assert_array_equal(checkpoint.restore(tmp_path, {"x": y}, step=1)["x"], before)
+    second.wait()
+
+
+def test_save_removes_leftovers(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"x": jnp.ones(3)}, step=1)
+    leftover = tmp_path / "2.orbax-checkpoint-tmp-99"
+    leftover.mkdir()
+    (tmp_path / "notes").mkdir()
+    assert checkpoint.steps(tmp_path) == (1,)
+    assert leftover.exists()  # reading removes nothing
+    checkpoint.save(tmp_path, {"x": jnp.ones(3)}, step=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "notes"]
+
+
+def test_damaged_arrays(tmp_path: Path) -> None:
+    for step in (1, 2):
+        checkpoint.save(tmp_path, {"x": jnp.arange(1000.0)}, step=step)
+    for file in (tmp_path / "2" / "state").rglob("*"):
+        if file.is_file() and file.parent.name == "d":
+            file.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"(?s)step 2 in .* damaged.*pass another step: 1"):
+        checkpoint.restore(tmp_path, {"x": jnp.zeros(1000)})
+    assert checkpoint.restore(tmp_path, {"x": jnp.zeros(1000)}, step=1)["x"][999] == 999
+
+
+class Twice:
+    """A node of a tree that gives two leaves one name."""
+
+
+jax.tree_util.register_pytree_with_keys(
+    Twice,
+    lambda _: (((jax.tree_util.DictKey("a"), 1), (jax.tree_util.DictKey("a"), 2)), None),
+    lambda _, leaves: Twice(),
+)
+
+
+def failure(call: Any) -> str:
+    with pytest.raises(CheckpointError) as error:
+        call()
+    return str(error.value)
+
+
+def test_invalid_saves(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    deleted = jnp.ones(3)
+    deleted.delete()
+    text = failure(
+        lambda: checkpoint.save(
+            folder,
+            {
+                "a": deleted,
+                "b": "text",
+                "c": jax.ShapeDtypeStruct((3,), jnp.float32),
+                "d": np.array(["x"]),
+            },
+            step=1,
+        )
+    )
+    assert text == (
+        "4 problems\n"
+        " 1. a: the array is deleted: it was donated\n"
+        "      fix   save the state that the last step returned\n"
+        " 2. b: str cannot be saved\n"
+        "      fix   save arrays, numbers and PRNG keys; write anything else to a file of its own\n"
+        " 3. c: ShapeDtypeStruct has no content\n"
+        "      fix   save arrays; pass their description to restore\n"
+        " 4. d: the dtype <U1 cannot be saved\n"
+        "      fix   save numbers, bools and PRNG keys"
+    )
+    assert not folder.exists()
+    x = {"x": jnp.ones(3)}
+    checkpoint.save(folder, x, step=1)
+    for call, says in {
+        lambda: checkpoint.save(folder, x, step=1): "has a checkpoint of step 1",
+        lambda: checkpoint.save(folder, x, step=-1): "step must be a non-negative integer, got -1",
+        lambda: checkpoint.save(folder, x, step=2.5): "step must be a non-negative integer",
+        lambda: checkpoint.save(folder, x, step=2, keep=0): "keep must be a positive integer",
+        lambda: checkpoint.save(3, x, step=2): "folder: folder is int",
+        lambda: jax.jit(lambda x: checkpoint.save(folder, x, step=2))(x): "saved outside of jit",
+        lambda: checkpoint.save(folder, Twice(), step=2): "a: two leaves have this path",
+    }.items():
+        assert says in failure(call)
+    assert checkpoint.steps(folder) == (1,)
+
+
+def test_invalid_restores(tmp_path: Path) -> None:
+    state = {"w": jnp.ones((4, 2)), "step": 3, "key": jax.random.key(0), "b": jnp.ones(2)}
+    checkpoint.save(tmp_path, state, step=1)
+    target = {
+        "w": jax.ShapeDtypeStruct((4, 2), jnp.bfloat16),
+        "step": 3.0,
+        "key": jnp.zeros(2, jnp.uint32),
+        "c": jnp.ones(2),
+    }
+    text = failure(lambda: checkpoint.restore(tmp_path, target))
+    assert text == (
+        "5 problems\n"
+        " 1. c: the checkpoint has no leaf at this path\n"
+        "      fix   restore the structure that was saved\n"
+        " 2. key: saved as keys key<fry>[], and the target is uint32[2]\n"
+        "      fix   restore it as it was saved, then convert it\n"
+        " 3. step: saved as a number of type int, and the target is 3.0\n"
+        "      fix   restore it as it was saved\n"
+        " 4. w: saved as float32[4, 2], and the target is bfloat16[4, 2]\n"
+        "      fix   restore it as it was saved, then convert it\n"
+        " 5. b: it was saved, and the target has no leaf at this path\n"
+        "      fix   add it to the target, or pass partial=True to leave it in the file"
+    )
+    unsharded = {"w": jax.ShapeDtypeStruct((4, 2), jnp.float32)}
+    for call, says in {
+        lambda: checkpoint.restore(tmp_path / "no", state): "there is no checkpoint in",
+        lambda: checkpoint.restore(tmp_path, state, step=7): "no checkpoint of step 7",
+        lambda: checkpoint.restore(tmp_path, {"w": "x"}, partial=True): "w: the target is str",
+        lambda: checkpoint.restore(tmp_path, unsharded, partial=True): "w: the target has no shard",
+        jax.jit(lambda: checkpoint.restore(tmp_path, state)): "restored outside of jit",
+    }.items():
+        assert says in failure(call)
+
+
+def test_directory_of_another_program(tmp_path: Path) -> None:
+    import orbax.checkpoint as ocp
+
+    with ocp.CheckpointManager(tmp_path) as other:
+        other.save(4, args=ocp.args.StandardSave({"x": np.ones(3)}))
+    text = failure(lambda: checkpoint.restore(tmp_path, {"x": np.ones(3)}))
+    assert "step 4 in" in text
+    assert "is not a checkpoint of shardwright.checkpoint" in text
+
+
+def test_error_without_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(sys.modules):
+        if name.startswith("orbax"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "orbax", None)
+    text = failure(lambda: checkpoint.save(tmp_path, {}, step=1))
+    assert text.startswith("saving and restoring a state needs orbax, which is not installed")
+
+
+KILLED = """
+import os, random, sys, threading
+import jax, jax.numpy as jnp
+from shardwright import checkpoint
+folder, first, delay = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+state = lambda step: {"w": jnp.full((512, 512), step, jnp.float32), "step": step}
+checkpoint.save(folder, state(first), step=first)
+print("ready", flush=True)
+threading.Timer(delay, os._exit, (9,)).start()
+for step in range(first + 1, first + 400):
+    checkpoint.save(folder, state(step), step=step, keep=3, wait=step % 2 == 0)
+"""
+
+
+@pytest.mark.slow
+def test_killed_saves(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    first = 0
+    for _ in range(50):
+        delay = str(random.uniform(0.0, 0.6))
+        command = [sys.executable, "-c", KILLED, str(tmp_path), str(first), delay]
+        subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        newest = checkpoint.steps(tmp_path)[-1]
+        restored = checkpoint.restore(tmp_path, {"w": np.zeros((512, 512), np.float32), "step": 0})
+        assert restored["step"] == newest
+        assert (restored["w"] == newest).all()
+        assert newest >= first
+        first = newest + 1000  # far from any step of which a part was left
+    checkpoint.save(tmp_path, {"w": jnp.ones(1), "step": 0}, step=first)
+    names = [path.name for path in tmp_path.iterdir()]
+    assert all(name.isdigit() for name in names), names
+
+
+def test_killed_by_a_signal(tmp_path: Path) -> None:
+    """The operating system gives the program no chance to clean up."""
+    command = [sys.executable, "-c", KILLED, str(tmp_path), "0", "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.3)
+        os.kill(process.pid, signal.SIGKILL)
+    newest = checkpoint.steps(tmp_path)[-1]
+    restored = checkpoint.restore(tmp_path, {"w": np.zeros((512, 512), np.float32), "step": 0})
+    assert restored["step"] == newest
+    checkpoint.save(tmp_path, {"w": jnp.ones(1), "step": 0}, step=newest + 1)
+    assert all(path.name.isdigit() for path in tmp_path.iterdir())
