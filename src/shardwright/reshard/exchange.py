@@ -1,9 +1,9 @@
 """Move blocks directly from the devices that hold them to the devices that need them.
 
-This sends the least possible bytes between any two shardings. Each device sends at most one block
-and receives at most one block in a round, so a round is one permute. It needs more rounds than
-collectives need steps. So it is used only where collectives would send many more bytes, or cannot
-express the move.
+An exchange sends the least possible bytes between any two shardings. In a round, each device sends
+at most one block and receives at most one block, so a round is one permute. An exchange needs more
+rounds than collectives need steps. So it is used only where collectives would send many more bytes,
+or cannot express the move.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Send:
     """One block that goes to a device.
 
     Attributes:
-      sender: Position of the device that holds it, among those of the source.
+      sender: Position of the device that holds the block, in the device order of the source.
       taken: Where the block begins in the shard of the sender, in units along each dimension.
-      receiver: Position of the device that needs it, among those of the target.
-      put: Where it begins in the shard of the receiver, in units along each dimension.
+      receiver: Position of the device that needs the block, in the device order of the target.
+      put: Where the block begins in the shard of the receiver, in units along each dimension.
       stays: Whether both are the same device.
     """
 
@@ -85,7 +85,7 @@ def sends_of(source: Grid, target: Grid) -> tuple[Send, ...]:
 
 
 def rounds_of(sends: Sequence[Send], devices: int) -> tuple[tuple[Send, ...], ...]:
-    """Arrange sends in rounds: in each, a device sends at most once and receives at most once.
+    """Arrange sends in rounds. In a round, a device sends and receives at most one block.
 
     Blocks that stay on their device come first, in separate rounds.
     """
@@ -105,14 +105,14 @@ def rounds_of(sends: Sequence[Send], devices: int) -> tuple[tuple[Send, ...], ..
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Round:
-    """The sends of one round so far."""
+    """A round that is being filled with sends."""
 
     stays: bool
     by_sender: dict[int, Send] = dataclasses.field(default_factory=dict)
     by_receiver: dict[int, Send] = dataclasses.field(default_factory=dict)
 
     def has_room(self, send: Send) -> bool:
-        """Tell whether neither device of a send is busy in this round."""
+        """Tell whether a send fits into this round: its kind does, and its devices are free."""
         return (
             send.stays == self.stays
             and send.sender not in self.by_sender
@@ -123,7 +123,7 @@ class _Round:
 def _units_in(
     block: Block, counts: Sequence[int], units: Sequence[int]
 ) -> Iterator[tuple[Block, Block]]:
-    """Yield every unit of a block: its number in the array, and its number in the block."""
+    """Yield every unit of a block, as its number in the array and its number in the block."""
     sizes = [total // count for total, count in zip(units, counts, strict=True)]
     for put in itertools.product(*map(range, sizes)):
         unit = tuple(

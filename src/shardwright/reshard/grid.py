@@ -24,7 +24,7 @@ class Grid:
       devices: Ids of the devices, in mesh order. The devices of an abstract mesh are numbered from
         0.
       counts: Number of blocks along each dimension.
-      blocks: Per device, the number of its block along each dimension.
+      blocks: For each device, the number of its block along each dimension.
       axes: Mesh axes with their sizes, major first; empty if the array is not on a mesh.
       dims: Mesh axes of each dimension; all empty if the array is not on a mesh.
     """
@@ -132,7 +132,7 @@ def _grid_of_slices(sharding: Sharding, shape: Sequence[int]) -> Grid:
 
 
 def missing_bytes(source: Grid, target: Grid, bytes_of_array: int) -> int:
-    """Return the target bytes that devices do not hold yet, summed over the devices.
+    """Return the bytes of the target that its devices do not hold yet, summed over the devices.
 
     No move sends fewer bytes.
     """
@@ -148,7 +148,10 @@ def missing_bytes(source: Grid, target: Grid, bytes_of_array: int) -> int:
 def shared_part(
     a: Block | None, a_counts: Sequence[int], b: Block, b_counts: Sequence[int]
 ) -> tuple[int, int]:
-    """Return which part of the array two blocks share, as numerator and denominator."""
+    """Return the part of the array that two blocks share, as a fraction (numerator, denominator).
+
+    If `a` is None, there is no first block, and the part is 0.
+    """
     numerator, denominator = 1, 1
     if a is None:
         return 0, 1

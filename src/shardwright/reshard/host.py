@@ -1,4 +1,4 @@
-"""Read blocks of arrays in the memory of the host."""
+"""Read blocks of arrays that are in the memory of the host."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Box = tuple[slice, ...]
 
 
 def host_block(value: Any, box: Box, route: Route, start: int) -> np.ndarray:
-    """Return a new contiguous array: one piece of one block, cast to the dtype after the move.
+    """Copy one piece of one block into a contiguous array of the dtype after the move.
 
     Args:
-      value: NumPy array or number; or JAX array in host memory.
+      value: NumPy array, number, or JAX array in host memory.
       box: The block, as slices of the whole array.
       route: How the array moves.
       start: First row of the piece.
@@ -50,8 +50,8 @@ def _read(value: Any, box: Box) -> np.ndarray:
             filled[overlap[0]] = True
     if filled is None or not filled.all():
         raise ShardingError(
-            "a part of it is in the memory of another process",
-            fix="move it to device memory with jax.device_put first",
+            "a part of the array is in the memory of another process",
+            fix="move the array to device memory with jax.device_put first",
         )
     return block
 

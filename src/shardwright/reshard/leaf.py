@@ -30,7 +30,7 @@ Tick = Callable[[int, int], None]
 
 
 def check_processes(path: str, value: Any, target: NamedSharding, route: Route) -> list[Problem]:
-    """Return a problem if a move needs direct copies between the devices of two processes."""
+    """Return a problem if a move needs direct copies between devices of different processes."""
     if route.way is not Way.TRANSFER:
         return []
     if value.is_fully_addressable and target.is_fully_addressable:
@@ -53,13 +53,13 @@ def move_leaf(
       value: JAX array, array of the host, or number.
       target: Sharding after the move.
       route: How it moves.
-      donate: Whether the caller deletes the source afterwards. The result then shares no memory
-        with the source.
+      donate: Whether the caller deletes the source after the move. The result then does not share
+        memory with the source.
       tick: Called after each piece.
     """
     if route.way is Way.STAYS:
-        kept: jax.Array = value
-        return kept
+        unchanged: jax.Array = value
+        return unchanged
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         with jax.set_mesh(flat_mesh(list(target.mesh.devices.flat))):
             data = jax.random.key_data(value)
@@ -100,7 +100,7 @@ def _assemble(
 
 
 def _flat(shards: dict[jax.Device, jax.Array], mesh: Mesh) -> jax.Array:
-    """Return shards as one flat array, as programs take it."""
+    """Return shards as one flat array, which is the input of a program."""
     local = next(iter(shards.values())).shape
     return _assemble(shards, flat_sharding(mesh, len(local)), flat_shape(local, mesh))
 
@@ -120,7 +120,7 @@ def _run_pieces(value: jax.Array, target: NamedSharding, route: Route, tick: Tic
     result = _zeros(mesh, route)
     for number in range(route.pieces.count):
         start = np.int32(route.pieces.start(number))
-        # Wait, so that the temporaries of two pieces never exist at the same time.
+        # Wait for each piece, so that the temporaries of two pieces never exist at the same time.
         result = jax.block_until_ready(program(source, result, start))
         tick(number + 1, route.pieces.count)
     return result
@@ -157,7 +157,7 @@ def _transfer(
         goals = [receivers[send.receiver] for send in sends]
         copies = _send_missing(chosen, goals, [send.stays for send in sends])
         if whole and donate:
-            # The source is deleted next, so a shard that stays is copied.
+            # The caller deletes the source, so copy the shards that stay on their device.
             copies = [
                 jax.device_put(copy, goal, may_alias=False) if send.stays else copy
                 for copy, goal, send in zip(copies, goals, sends, strict=True)
@@ -174,7 +174,7 @@ def _transfer(
 
 
 def _units_of_sender(route: Route) -> dict[tuple[int, ...], int]:
-    """Return the number of each unit of a source shard, by where it begins."""
+    """Return the number of each unit of a source shard, by the place where the unit begins."""
     assert route.source is not None
     units = [
         total // count
@@ -189,7 +189,7 @@ def _send_missing(
     blocks: Sequence[jax.Array], devices: Sequence[jax.Device], stays: Sequence[bool]
 ) -> list[jax.Array]:
     """Return the blocks on their target devices. Blocks that stay are not sent."""
-    moving = [at for at, there in enumerate(stays) if not there]
+    moving = [at for at, block_stays in enumerate(stays) if not block_stays]
     result = list(blocks)
     if moving:
         sent = transfer.send([blocks[at] for at in moving], [devices[at] for at in moving])
@@ -207,10 +207,10 @@ def _join(
     *,
     whole: bool,
 ) -> jax.Array:
-    """Write blocks that have arrived into the target."""
+    """Write blocks that have arrived into the target, and wait until they are written."""
     if whole:
-        alone: jax.Array = jax.block_until_ready(arrived[0])
-        return alone
+        shards: jax.Array = jax.block_until_ready(arrived[0])
+        return shards
     unit = arrived[0].sharding.shard_shape(arrived[0].shape)
     program = join_program(mesh, route, tuple(unit))
     arguments = arrived if result is None else (result, *arrived, start)
@@ -219,14 +219,14 @@ def _join(
 
 
 def _upload(value: Any, target: NamedSharding, route: Route, tick: Tick) -> jax.Array:
-    """Move from the memory of the host, each shard to its device."""
+    """Move an array from the memory of the host, each shard to its device."""
     mesh = flat_mesh(list(target.mesh.devices.flat))
     boxes: dict[jax.Device, Any] = dict(target.addressable_devices_indices_map(route.shape))
     whole = route.pieces.dim is None
     result = None if whole else _zeros(mesh, route)
     for number in range(route.pieces.count):
         start = route.pieces.start(number)
-        # Copy the block for each device: on the CPU, JAX may use NumPy's memory without a copy.
+        # Copy the block for each device, because JAX on the CPU may use NumPy's memory directly.
         blocks = [host_block(value, box, route, start) for box in boxes.values()]
         sent = transfer.send(blocks, list(boxes))
         arrived = [_flat(dict(zip(boxes, sent, strict=True)), mesh)]

@@ -1,4 +1,4 @@
-"""Run the plan of a move, leaf by leaf, and within a leaf piece by piece."""
+"""Run the plan of a move: leaf by leaf, and each leaf piece by piece."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwright.reshard.tree import LeafMove, ReshardPlan, plan_moves_of, targe
 from shardwright.trees.paths import is_array_spec
 
 _LOG = logging.getLogger("shardwright.reshard")
-# A long move writes a line to the log each time this many seconds have passed.
+# A long move writes a line to the log after each period of so many seconds.
 _SECONDS_BETWEEN_REPORTS = 5.0
 
 
@@ -30,8 +30,8 @@ class Progress:
 
     Attributes:
       path: Path of the leaf that moves.
-      leaf: Its number among the leaves that move, from 1.
-      leaves: How many leaves move.
+      leaf: Number of this leaf among the leaves that move, from 1.
+      leaves: Number of leaves that move.
       bytes_done: Bytes of the target that have arrived, over all devices.
       bytes_all: Bytes of the target that move, over all devices.
     """
@@ -59,16 +59,17 @@ def reshard(
 ) -> Any:
     """Move a tree of arrays to this manager's shardings, exactly as `plan_reshard` says.
 
-    A leaf that is in place is returned as the same object. If all shards of a leaf are in place and
-    only its mesh differs, the result shares them. An array that is in the tree twice moves once. A
-    second move of the same kind compiles nothing.
+    A leaf that already has its target sharding is returned as the same object. If all shards of a
+    leaf are already on their devices and only the mesh differs, the result shares these shards. An
+    array that is in the tree twice moves once. A second move with the same shapes and shardings
+    compiles nothing.
 
     Args:
       manager: The manager with the target shardings. Its mesh has devices.
       tree: Tree of arrays or NumPy arrays, on any mesh or none.
       specs: As for `plan_reshard`.
       piece: As for `plan_reshard`.
-      donate: Delete each source array once its leaf has moved, so that the peak is lower. Defaults
+      donate: Delete each source array after its leaf has moved, so that the peak is lower. Defaults
         to False.
       dtype: As for `plan_reshard`.
       progress: Called after each piece. Defaults to a line in the log `shardwright.reshard` every
@@ -96,7 +97,7 @@ def move_tree(
     dtype: Any = None,
     progress: Callable[[Progress], object] | None = None,
 ) -> Any:
-    """Move a tree to a tree of shardings. The other arguments are those of `reshard`."""
+    """Move a tree to a tree of shardings. For the other arguments, see `reshard`."""
     plan = plan_moves_of(tree, targets, piece=piece, donate=donate, dtype=dtype)
     values, structure = jax.tree.flatten(tree, is_leaf=is_array_spec)
     shardings: list[NamedSharding] = structure.flatten_up_to(targets)  # type: ignore[attr-defined]
@@ -125,7 +126,7 @@ def move_tree(
             uses[id(values[index])] -= 1
             if leaf.moves:
                 done.append(leaf.path)
-            # An array that is in the tree more than once is deleted after its last place.
+            # An array that is in the tree several times is deleted after its last use.
             if donate and leaf.route.moves and not uses[id(values[index])]:
                 _delete(values[index])
     except Exception as error:
@@ -172,7 +173,7 @@ class _Reporter:
         self._due = time.monotonic() + _SECONDS_BETWEEN_REPORTS
 
     def begin(self, leaf: LeafMove) -> None:
-        """Begin with a leaf."""
+        """Begin to count the bytes of a leaf."""
         self.path = leaf.path
         if leaf.moves:
             self._leaf += 1

@@ -14,19 +14,19 @@ _UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """How a leaf is cut along one dimension.
+    """How a leaf is cut into pieces along one dimension.
 
     The dimension consists of equal groups of rows. No step of the move divides a group between
-    devices, or reorders its rows. A piece has the same rows of each group, so it moves exactly like
-    the whole leaf.
+    devices, or changes the order of its rows. A piece has the same rows of each group, so it moves
+    exactly like the whole leaf.
 
     Attributes:
       dim: The dimension, or None if the leaf moves in one piece.
       groups: Number of groups along the dimension of the whole array.
-      rows: Rows of a group.
-      size: Rows of a group in a piece.
+      rows: Number of rows of a group.
+      size: Number of rows that a piece has of each group.
       count: Number of pieces. The last overlaps the one before if `size` does not divide `rows`.
-      bytes: The largest size of a piece at any step, over all devices.
+      bytes: Bytes of a piece over all devices, at the step with the most bytes.
     """
 
     dim: int | None = None
@@ -37,7 +37,7 @@ class Pieces:
     bytes: int = 0
 
     def of_all(self, whole: int) -> int:
-        """Return the bytes of all pieces together, if the whole leaf has `whole` bytes."""
+        """Return the bytes of all pieces, overlaps included, for a leaf of `whole` bytes."""
         return whole // self.rows * self.size * self.count
 
     def start(self, number: int) -> int:
@@ -62,16 +62,16 @@ def cut(
       shape: Shape of the leaf.
       counts: Number of shards along each dimension, at every step of the move.
       largest: Bytes of the leaf over all devices, at the step with the most bytes.
-      limit: Bytes that a piece should not exceed. A piece has at least one row of each group.
+      limit: Bytes that a piece should not exceed. But a piece has at least one row of each group.
     """
     groups = [math.lcm(*each) for each in zip(*counts, strict=True)]
     rows = [size // group for size, group in zip(shape, groups, strict=True)]
     if largest <= limit or max(rows, default=1) <= 1:
         return Pieces(bytes=largest)
-    wanted = -(-largest // limit)
-    # An outer dimension gives contiguous pieces, if it has rows enough.
-    dim = next((at for at, count in enumerate(rows) if count >= wanted), rows.index(max(rows)))
-    size = _size(rows[dim], max(1, rows[dim] // wanted))
+    pieces = -(-largest // limit)
+    # Pieces of an outer dimension are contiguous, so take the first one that has enough rows.
+    dim = next((at for at, count in enumerate(rows) if count >= pieces), rows.index(max(rows)))
+    size = _size(rows[dim], max(1, rows[dim] // pieces))
     return Pieces(
         dim=dim,
         groups=groups[dim],
@@ -83,8 +83,8 @@ def cut(
 
 
 def _size(rows: int, most: int) -> int:
-    """Return the rows of a piece: a divisor of `rows` near `most`, else about equal parts."""
-    # With few rows, an overlap would be a large part of a piece, so even a small divisor is better.
+    """Return the rows of a piece: a divisor of `rows` near `most`, else parts of similar size."""
+    # If a piece has few rows, an overlap is a large part of it. Then a small divisor is better.
     least = most // 2 if most >= 8 else 0
     for size in range(most, least, -1):
         if rows % size == 0:
@@ -97,13 +97,13 @@ def parse_bytes(size: int | str) -> int:
     """Return a number of bytes, which may be text such as `64MiB`.
 
     Raises:
-      ShardingError: It is neither a positive integer nor such text.
+      ShardingError: `size` is neither a positive integer nor such text.
     """
     if isinstance(size, str):
-        found = re.fullmatch(r"\s*(\d{1,12})\s*([KMGT]?i?B)?\s*", size, re.IGNORECASE)
-        unit = (found[2] or "B").upper() if found else ""
-        if found and unit in _UNITS and int(found[1]) > 0:
-            return int(found[1]) * _UNITS[unit]
+        match = re.fullmatch(r"\s*(\d{1,12})\s*([KMGT]?i?B)?\s*", size, re.IGNORECASE)
+        unit = (match[2] or "B").upper() if match else ""
+        if match and unit in _UNITS and int(match[1]) > 0:
+            return int(match[1]) * _UNITS[unit]
     elif isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     raise ShardingError(

@@ -1,4 +1,4 @@
-"""Plan how to reshard an array with the fewest bytes sent: a shortest path from spec to spec.
+"""Plan how to reshard an array with the fewest bytes sent, as a shortest path between two specs.
 
 XLA's partitioner plans one collective at a time. If one is not enough, it gathers the whole array
 ("involuntary full rematerialization"). Here a plan is a sequence of steps, each of which is one of
@@ -39,11 +39,11 @@ class Move:
     """One step of a plan.
 
     Attributes:
-      kind: Its collective.
-      mesh_axes: Mesh axes of the step, major first; for a permute, all that shard the array, in
-        mesh order.
-      source: Dimension that they shard before the step, or None.
-      target: Dimension that they shard after the step, or None.
+      kind: The collective.
+      mesh_axes: Mesh axes of the step, major first. For a permute, all mesh axes that shard the
+        array, in mesh order.
+      source: Dimension that the mesh axes shard before the step, or None.
+      target: Dimension that the mesh axes shard after the step, or None.
       before: Mesh axes of every dimension before the step.
       after: Mesh axes of every dimension after the step.
       bytes: Bytes that each device sends, with ring algorithms.
@@ -73,7 +73,7 @@ class Move:
 def plan_moves(
     source: Dims, target: Dims, *, shape: Sequence[int], itemsize: int, mesh: Mapping[str, int]
 ) -> tuple[Move, ...]:
-    """Return the steps that send the fewest bytes; among equal plans, the fewest steps.
+    """Return the steps that send the fewest bytes. Among such plans, return one with fewest steps.
 
     The search is Dijkstra's algorithm over all specs that divide the shape.
 
@@ -104,7 +104,7 @@ def plan_moves(
                 best[move.after], last_move[move.after] = cost, move
                 discovered += 1
                 heapq.heappush(queue, (*cost, discovered, move.after))
-    # Unreachable: it is always possible to gather everything and then slice it.
+    # Unreachable, because gathering everything and then slicing it is always a plan.
     raise AssertionError(f"no plan from {source} to {target}")
 
 
@@ -130,7 +130,7 @@ def _next_moves(
     mesh: Mapping[str, int],
     usable: Sequence[str],
 ) -> Iterator[Move]:
-    """Yield every step from a sharding; `local` is the bytes of one of its shards."""
+    """Yield every step from a sharding. `local` is the number of bytes of one of its shards."""
     for dim, axes in enumerate(place):
         for count in range(1, len(axes) + 1):
             last = axes[-count:]
@@ -175,24 +175,26 @@ def _next_moves(
 def _permuted(
     place: Dims, target: Dims, mesh: Mapping[str, int], usable: Sequence[str]
 ) -> Iterator[Dims]:
-    """Yield shardings that put shards of the same shapes on other devices.
+    """Yield shardings in which the same shards are on other devices.
 
-    One kind changes the order of the mesh axes of one dimension. The other kind moves each mesh
-    axis to its dimension in the target. Mesh axes that the target does not use become the minor
-    axes of one dimension.
+    There are two kinds. One changes the order of the mesh axes of one dimension. The other moves
+    each mesh axis to its dimension in the target; mesh axes that the target does not use become the
+    minor axes of one dimension.
     """
     used = {name for axes in place for name in axes}
-    ahead = tuple(tuple(name for name in axes if name in used) for axes in target)
-    rest = [name for name in usable if name in used and not any(name in axes for axes in ahead)]
+    as_target = tuple(tuple(name for name in axes if name in used) for axes in target)
+    rest = [name for name in usable if name in used and not any(name in axes for axes in as_target)]
     candidates = [
         _with_axes(place, dim, order)
         for dim, axes in enumerate(place)
         for order in itertools.permutations(axes)
     ]
     if rest:
-        candidates += [_with_axes(ahead, dim, (*axes, *rest)) for dim, axes in enumerate(ahead)]
+        candidates += [
+            _with_axes(as_target, dim, (*axes, *rest)) for dim, axes in enumerate(as_target)
+        ]
     else:
-        candidates.append(ahead)
+        candidates.append(as_target)
     for after in candidates:
         same_shape = all(
             shard_count(a, mesh) == shard_count(b, mesh) for a, b in zip(place, after, strict=True)

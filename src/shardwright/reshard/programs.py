@@ -1,8 +1,8 @@
 """The compiled programs of a move.
 
-A program takes the shards of an array as one flat array: the first dimension is sharded over all
-devices. JAX relabels shards without a copy, so a program depends neither on the axis types nor on
-the names of the user's meshes. It sends only the bytes that the plan counts.
+A program takes the shards of an array as one flat array, whose first dimension is sharded over all
+devices. JAX makes a flat array of shards without a copy. So a program does not depend on the axis
+types or the names of the user's meshes. It sends only the bytes that the plan counts.
 """
 
 from __future__ import annotations
@@ -28,27 +28,26 @@ _PROGRAMS = 1024
 
 
 def flat_mesh(devices: Sequence[jax.Device], axes: Sequence[tuple[str, int]] | None = None) -> Mesh:
-    """Return a mesh of devices in their order, with Auto axes; one axis by default."""
+    """Return a mesh of devices in the given order, with Auto axes. By default it has one axis."""
     axes = axes or (("devices", len(devices)),)
     grid = np.array(devices, dtype=object).reshape([size for _, size in axes])
     return Mesh(grid, [name for name, _ in axes], axis_types=(AxisType.Auto,) * len(axes))
 
 
 def flat_sharding(mesh: Mesh, rank: int) -> NamedSharding:
-    """Return the sharding of shards seen as one array."""
+    """Return the sharding of a flat array. Shards of rank 0 are replicated."""
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names) if rank else PartitionSpec())
 
 
 def flat_shape(local: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-    """Return the shape of shards seen as one array."""
+    """Return the shape of the flat array of shards of a shape."""
     return (local[0] * mesh.size, *local[1:]) if local else ()
 
 
 class Program:
-    """A program that is compiled once, at its first call, under any ambient mesh or manager.
+    """A program that is compiled once, at its first call, whatever mesh or manager is ambient.
 
-    JAX would compile a jitted function again under each manager, and raise an error under another
-    mesh.
+    JAX compiles a jitted function again under each manager, and raises an error under another mesh.
     """
 
     def __init__(self, mesh: Mesh, jitted: Any) -> None:
@@ -58,7 +57,7 @@ class Program:
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the program on flat arrays."""
-        # A program that JAX 0.10 compiles ahead of time does not accept the layout of int4 arrays.
+        # A program that JAX 0.10 compiles ahead of time refuses int4 arrays, due to their layout.
         if any(_bits(argument.dtype) < 8 for argument in arguments):
             with jax.set_mesh(self.mesh):
                 return self._jitted(*arguments)
@@ -78,10 +77,10 @@ def zeros_program(mesh: Mesh, local: tuple[int, ...], dtype: np.dtype) -> Progra
 
 @functools.lru_cache(maxsize=_PROGRAMS)
 def move_program(mesh: Mesh, route: Route) -> Program:
-    """Return the program of one piece on the devices that hold the array.
+    """Return the program that moves one piece, on the devices that hold the array.
 
-    It maps (source, target, start) to the target, in place. If the leaf is one piece, it maps the
-    source to the target.
+    It maps (source, target, start) to the target, which it changes in place. If the leaf is one
+    piece, it maps the source to the target.
     """
     move = _collectives(route, mesh) if route.way is Way.COLLECTIVES else _exchange(route, mesh)
 
@@ -100,7 +99,7 @@ def move_program(mesh: Mesh, route: Route) -> Program:
 
 @functools.lru_cache(maxsize=_PROGRAMS)
 def split_program(mesh: Mesh, route: Route) -> Program:
-    """Return the program that splits a piece into its units, on the devices that hold it."""
+    """Return the program that splits a piece into its units, on the devices of the source."""
     assert route.source is not None
     unit = _piece_unit(route)
     counts = _units(route.pieces.shape(route.source.local_shape(route.shape)), unit)
@@ -117,10 +116,10 @@ def split_program(mesh: Mesh, route: Route) -> Program:
 
 @functools.lru_cache(maxsize=_PROGRAMS)
 def join_program(mesh: Mesh, route: Route, unit: tuple[int, ...]) -> Program:
-    """Return the program that writes units into the target, on the devices that receive it.
+    """Return the program that writes units into the target, on the devices of the target.
 
-    It maps (target, start, *units) to the target, in place. If the leaf is one piece, it maps the
-    units to the target.
+    It maps (target, *units, start) to the target, which it changes in place. If the leaf is one
+    piece, it maps the units to the target.
     """
     local = route.pieces.shape(route.target.local_shape(route.shape))
     corners = _corners(_units(local, unit), unit)
@@ -170,7 +169,7 @@ def _on_shards(
 
 
 def _enter(piece: jax.Array, route: Route) -> jax.Array:
-    """Cast a piece if that makes it smaller, and view floats as integers.
+    """Cast a piece if the cast does not make it larger, and view narrow floats as integers.
 
     Some backends send narrow floats as wider ones, and may change the bits of a NaN.
     """
@@ -181,7 +180,7 @@ def _enter(piece: jax.Array, route: Route) -> jax.Array:
 
 
 def _leave(piece: jax.Array, route: Route) -> jax.Array:
-    """Undo `_enter`."""
+    """View integers as floats again, and cast to the dtype after the move."""
     if _carrier(route.wire_dtype) is not None:
         piece = jax.lax.bitcast_convert_type(piece, route.wire_dtype)
     return piece.astype(route.to_dtype)
@@ -242,7 +241,7 @@ def _put(
 def _put_carried(
     shard: jax.Array, piece: jax.Array, pieces: Pieces, start: jax.Array, carrier: Any
 ) -> jax.Array:
-    """Write one piece, group by group: only this form is in place on the CPU (jaxlib 0.10)."""
+    """Write one piece group by group. On the CPU, only this form is in place (jaxlib 0.10)."""
     dim = pieces.dim
     assert dim is not None
     carried = jax.lax.bitcast_convert_type(piece, carrier)
@@ -273,7 +272,7 @@ def _units(local: Sequence[int], unit: Sequence[int]) -> list[int]:
 
 
 def _corners(counts: Sequence[int], unit: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return where each unit of a shard begins, the last dimension fastest."""
+    """Return where each unit of a shard begins. The last dimension varies fastest."""
     return [
         tuple(number * size for number, size in zip(index, unit, strict=True))
         for index in np.ndindex(*counts)
@@ -307,21 +306,21 @@ def _exchange(route: Route, mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     def _send(
         piece: jax.Array, result: jax.Array, sends: Sequence[Send], own: jax.Array
     ) -> jax.Array:
-        taken = np.zeros((mesh.size, len(unit)), np.int32)
-        put, receives = taken.copy(), np.zeros(mesh.size, bool)
+        source_corners = np.zeros((mesh.size, len(unit)), np.int32)
+        target_corners, receives = source_corners.copy(), np.zeros(mesh.size, bool)
         for send in sends:
-            taken[place[send.sender]] = np.multiply(send.taken, unit)
-            put[send.receiver] = np.multiply(send.put, unit)
+            source_corners[place[send.sender]] = np.multiply(send.taken, unit)
+            target_corners[send.receiver] = np.multiply(send.put, unit)
             receives[send.receiver] = True
-        block = jax.lax.dynamic_slice(piece, list(jnp.asarray(taken)[own]), unit)
+        block = jax.lax.dynamic_slice(piece, list(jnp.asarray(source_corners)[own]), unit)
         if not sends[0].stays:
             pairs = [(place[send.sender], send.receiver) for send in sends]
             block = jax.lax.ppermute(block, mesh.axis_names, pairs)
-        corner = list(jnp.asarray(put)[own])
-        # A device that receives nothing writes back what is there.
+        corner = list(jnp.asarray(target_corners)[own])
+        # A device that receives nothing writes the block that is already there.
         if not receives.all():
-            there = jax.lax.dynamic_slice(result, corner, unit)
-            block = jnp.where(jnp.asarray(receives)[own], block, there)
+            old_block = jax.lax.dynamic_slice(result, corner, unit)
+            block = jnp.where(jnp.asarray(receives)[own], block, old_block)
         return jax.lax.dynamic_update_slice(result, block, corner)
 
     return exchange

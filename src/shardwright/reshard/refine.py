@@ -1,8 +1,8 @@
-"""The mesh axes that two meshes of the same devices have in common.
+"""Find one mesh that can express the specs of two meshes of the same devices.
 
 `fsdp:2,tp:4` and `fsdp:4,tp:2` may have the same eight devices. A mesh `2,2,2` of these devices can
-express the specs of both. So a move between them is a sequence of collectives over parts of mesh
-axes.
+express the specs of both. So a move from one to the other is a sequence of collectives over parts
+of mesh axes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class CommonAxes:
     """One mesh for both ends of a move. Its devices have the order of the target.
 
     Attributes:
-      sizes: Its axes with their sizes, major first. An axis is named after the target's axis, with
-        a number if that axis is split: `fsdp.0`.
+      sizes: The axes of this mesh with their sizes, major first. An axis has the name of the
+        target's axis of which it is a part, with a number if there are several parts: `fsdp.0`.
       source: Axes of each dimension before the move.
       target: Axes of each dimension after the move.
     """
@@ -32,11 +32,11 @@ class CommonAxes:
 
 
 def common_axes(source: Grid, target: Grid) -> CommonAxes | None:
-    """Return the axes that two meshes have in common, or None if no mesh expresses both specs.
+    """Return the axes of a mesh that expresses both specs, or None if there is none.
 
-    The result is None if the meshes have different devices, if their sizes have no common
-    factorization (`2,3` and `3,2`), or if the device order of one is not a transposition of the
-    other.
+    There is none if an end is not on a mesh, if the meshes have different devices, if their sizes
+    have no common factorization (`2,3` and `3,2`), or if the device order of the source is not a
+    transposition of that of the target.
     """
     if not source.axes or set(source.devices) != set(target.devices):
         return None
@@ -67,7 +67,7 @@ def _own_strides(axes: Sequence[tuple[str, int]]) -> dict[str, int]:
 
 
 def _strides_in(grid: Grid, devices: Sequence[int]) -> dict[str, int] | None:
-    """Return the stride of each axis in a list of devices, or None if an axis has several."""
+    """Return the stride of each axis in a list of devices, or None if one has no fixed stride."""
     place = {device: at for at, device in enumerate(devices)}
     own = _own_strides(grid.axes)
     first = place[grid.devices[0]]

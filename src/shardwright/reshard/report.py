@@ -23,9 +23,9 @@ class CollectiveRow:
     """All steps of one kind over the same mesh axes.
 
     Attributes:
-      kind: A collective, `transfer` (device to device) or `upload` (host to device).
+      kind: A collective, `transfer` (from device to device) or `upload` (from host to device).
       mesh_axes: Mesh axes of the steps; empty without a mesh. `fsdp.0` is a part of `fsdp`.
-      count: How often it runs, all pieces included.
+      count: Number of runs, over all leaves and pieces.
       bytes: Bytes that all devices send.
     """
 
@@ -40,7 +40,7 @@ class CollectiveRow:
 
 
 def collective_rows(leaves: Iterable[LeafMove]) -> tuple[CollectiveRow, ...]:
-    """Return what leaves send, by kind and mesh axes."""
+    """Return the bytes that leaves send, by kind and mesh axes."""
     sums: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(lambda: [0, 0])
     for leaf in leaves:
         for kind, axes, count, sent in _sent(leaf.route) if leaf.moves else ():
@@ -68,7 +68,7 @@ def _sent(route: Route) -> Iterable[tuple[str, tuple[str, ...], int, int]]:
 
 
 def _whole_axes(axes: Iterable[str], sizes: Iterable[str]) -> tuple[str, ...]:
-    """Return mesh axes, with `fsdp` for all parts of it, such as `fsdp.0` and `fsdp.1`."""
+    """Return mesh axes, with `fsdp` in place of all of its parts, such as `fsdp.0` and `fsdp.1`."""
     names = tuple(axes)
     shown: list[str] = []
     for name in names:
@@ -101,7 +101,7 @@ def plan_text(plan: ReshardPlan) -> str:
     )
     if moved:
         after = "is then deleted" if plan.donate else "is kept"
-        lines.append(f"source and target of a leaf exist side by side; the source {after}")
+        lines.append(f"source and target of a leaf exist at the same time; the source {after}")
     return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ from shardwright.reshard.plan import Dims, Move, MoveKind, plan_moves, shard_cou
 from shardwright.reshard.refine import CommonAxes, common_axes
 from shardwright.reshard.run import permutation
 
-# The search for collectives visits all specs over the mesh axes in use. Beyond this number of axes
+# The search for collectives visits all specs over the mesh axes in use. With more axes than these,
 # it takes seconds.
 _MOST_AXES = 5
 
@@ -31,9 +31,9 @@ class Way(enum.StrEnum):
     """How an array moves.
 
     Attributes:
-      STAYS: It is in place. The result is the same object.
+      STAYS: The array has its target sharding. The result is the same object.
       RELABEL: Every device keeps its shard. Only the sharding object is new.
-      COLLECTIVES: By collectives over mesh axes, on the devices that hold it.
+      COLLECTIVES: By collectives over mesh axes, on the devices that hold the array.
       EXCHANGE: By permutes that send each block to the devices that need it.
       TRANSFER: By copies of blocks from device to device, to another set of devices.
       UPLOAD: From the memory of the host.
@@ -52,7 +52,7 @@ class Route:
     """How an array moves. Bytes are summed over all devices, copies included.
 
     Attributes:
-      way: How it moves.
+      way: The kind of the move.
       shape: Shape of the array.
       dtype: Dtype before the move.
       to_dtype: Dtype after the move.
@@ -61,9 +61,9 @@ class Route:
       common: Mesh axes of the steps; None without collectives.
       steps: The collectives of the whole array.
       rounds: Number of permutes of an exchange.
-      pieces: How it is cut.
-      bytes_sent: Bytes that devices send to others, or that the host sends.
-      least_bytes: The least that any move sends.
+      pieces: How the array is cut into pieces.
+      bytes_sent: Bytes that devices send to other devices, or that the host sends.
+      least_bytes: The least bytes that any move sends.
       source_bytes: Bytes before the move.
       target_bytes: Bytes after the move.
     """
@@ -90,17 +90,17 @@ class Route:
 
     @property
     def temporary_bytes(self) -> int:
-        """Upper bound of what the move takes beside source and target, over all devices."""
+        """Upper bound of the bytes beside source and target, over all devices."""
         return 3 * self.pieces.bytes if self.moves else 0
 
     @property
     def wire_dtype(self) -> np.dtype:
-        """Dtype that is sent: the smaller of both."""
+        """Dtype that is sent: the dtype after the move from the host, else the smaller of both."""
         return self.to_dtype if self.casts_first else self.dtype
 
     @property
     def casts_first(self) -> bool:
-        """Whether the array is cast before it is sent: on the host, or because it saves bytes."""
+        """Whether the array is cast before it is sent: on the host, or if it does not grow."""
         return self.way is Way.UPLOAD or self.to_dtype.itemsize <= self.dtype.itemsize
 
 
@@ -162,6 +162,7 @@ def find_route(
         counts = [[shard_count(axes, sizes) for axes in place] for place in places]
         route = dataclasses.replace(base, way=Way.COLLECTIVES, common=common, steps=steps)
         route = _with_pieces(route, counts, sent=sent, least=least, limit=limit)
+        # Collectives need fewer steps, so they may send up to 1.5 times the least bytes.
         if 2 * route.bytes_sent <= 3 * least:
             return route
     rounds = sum(not sends[0].stays for sends in schedule(before, after))
@@ -201,7 +202,10 @@ def _plan_moves(
 
 
 def sent_bytes(step: Move, sizes: dict[str, int]) -> int:
-    """Return what all devices of a mesh send in a step. What a device sends to itself is free."""
+    """Return the bytes that all devices of a mesh send in a step.
+
+    In a permute, a device that sends to itself sends nothing.
+    """
     devices = math.prod(sizes.values())
     if step.kind is not MoveKind.PERMUTE:
         return step.bytes * devices
@@ -212,7 +216,7 @@ def sent_bytes(step: Move, sizes: dict[str, int]) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def schedule(source: Grid, target: Grid) -> tuple[tuple[Send, ...], ...]:
-    """Return the rounds of an exchange; the first ones copy what stays on its device."""
+    """Return the rounds of an exchange. The first ones copy blocks that stay on their device."""
     return rounds_of(sends_of(source, target), len(target.devices))
 
 
@@ -222,5 +226,5 @@ def unit_shape(shape: Sequence[int], source: Grid, target: Grid) -> tuple[int, .
 
 
 def local_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the dtype that JAX gives to an array of the host."""
+    """Return the dtype that a NumPy array has in JAX. Without x64, it has at most 32 bits."""
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype))

@@ -14,7 +14,7 @@ def run_moves(x: jax.Array, moves: Sequence[Move], mesh: Mapping[str, int]) -> j
     """Return the shard of this device after all steps.
 
     Args:
-      x: The shard before.
+      x: The shard before the first step.
       moves: Steps from `plan_moves`.
       mesh: Sizes of the mesh axes.
     """
@@ -48,7 +48,10 @@ def _run(x: jax.Array, move: Move, mesh: Mapping[str, int]) -> jax.Array:
 
 
 def permutation(move: Move, mesh: Mapping[str, int]) -> list[tuple[int, int]]:
-    """Return pairs (sender, receiver) of devices, counted over the mesh axes of the step."""
+    """Return the pairs (sender, receiver) of a permute.
+
+    Devices are numbered over the mesh axes of the step.
+    """
     device_before = _devices_by_block(move.before, move.mesh_axes, mesh)
     device_after = _devices_by_block(move.after, move.mesh_axes, mesh)
     return [(device, device_after[block]) for block, device in device_before.items()]
@@ -57,7 +60,7 @@ def permutation(move: Move, mesh: Mapping[str, int]) -> list[tuple[int, int]]:
 def _devices_by_block(
     dims: Dims, mesh_axes: Sequence[str], mesh: Mapping[str, int]
 ) -> dict[tuple[int, ...], int]:
-    """Return the device of each block of the array; a block has a number along every dimension."""
+    """Return the device of each block. A block is given by its number along every dimension."""
     sizes = [mesh[name] for name in mesh_axes]
     devices = {}
     for device in range(math.prod(sizes)):

@@ -1,4 +1,4 @@
-"""The only place where blocks go from device to device without a program, or from the host."""
+"""Copy blocks from device to device, or from the host to a device, without a compiled program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def send(blocks: Sequence[Any], devices: Sequence[jax.Device]) -> list[jax.Array
     """Copy each block to a device.
 
     Args:
-      blocks: Arrays of one device each, or of the host.
+      blocks: Arrays, each on one device or on the host.
       devices: Target device of each block. No block is already on its target device.
     """
     sent: list[jax.Array] = jax.device_put(list(blocks), list(devices))

@@ -30,11 +30,11 @@ class LeafMove:
 
     Attributes:
       path: Its path in the tree.
-      source: Where it is: a spec, `host`, or `one device`.
-      target: Its spec after the move.
+      source: Where the array is before the move: a spec, `host`, or `one device`.
+      target: Spec after the move.
       route: How it moves.
-      tied_to: Path of the first place of an array that is in the tree more than once, or empty. The
-        array moves once, and the result is in all its places.
+      tied_to: Path of the first place of the same array in the tree, or empty. The array moves
+        once, and the result is at all of its places.
     """
 
     path: str
@@ -56,8 +56,8 @@ class ReshardPlan:
     Attributes:
       leaves: One entry per array, in the order of the tree.
       order: Positions of the leaves in the order in which they move.
-      piece: Bytes of a piece that a leaf is cut into.
-      donate: Whether each source array is deleted once its leaf has moved.
+      piece: Limit of the bytes of a piece of a leaf.
+      donate: Whether each source array is deleted after its leaf has moved.
     """
 
     leaves: tuple[LeafMove, ...]
@@ -72,7 +72,7 @@ class ReshardPlan:
 
     @property
     def least_bytes(self) -> int:
-        """Bytes of the target that devices do not hold: no move sends fewer."""
+        """Bytes of the target that its devices do not hold. No move sends fewer bytes."""
         return sum(leaf.route.least_bytes for leaf in self.leaves if leaf.moves)
 
     @property
@@ -97,12 +97,15 @@ class ReshardPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Upper bound of the temporaries on the host, for leaves that come from there."""
+        """Upper bound of the temporaries on the host, for leaves that move from the host."""
         sizes = [leaf.route.pieces.bytes for leaf in self.leaves if leaf.route.way is Way.UPLOAD]
         return max(sizes, default=0)
 
     def _growth(self) -> list[tuple[int, Any]]:
-        """Return (growth of all devices, bytes of each device) at the peak of each leaf."""
+        """Return (bytes more than before on all devices, bytes on each device) for each leaf.
+
+        Both are upper bounds of the peak while the leaf moves.
+        """
         routes = [leaf.route for leaf in self.leaves if not leaf.tied_to]
         devices = sorted({number for route in routes for number in _devices(route)})
         place = {device: at for at, device in enumerate(devices)}
@@ -174,9 +177,9 @@ def plan_reshard(
 ) -> ReshardPlan:
     """Return how `reshard` would move a tree to this manager's shardings, without moving it.
 
-    It compiles nothing and needs no devices: meshes may be abstract, and leaves may be
-    `jax.ShapeDtypeStruct`s. The devices of an abstract mesh are numbered from 0 in mesh order, so
-    two abstract meshes share their first devices.
+    It compiles nothing and needs no devices. Meshes may be abstract, and leaves may be
+    `jax.ShapeDtypeStruct`s. The devices of an abstract mesh are numbered from 0 in mesh order. So
+    two abstract meshes of eight devices have the same devices.
 
     Args:
       manager: The manager with the target shardings.
@@ -185,8 +188,8 @@ def plan_reshard(
         `state_shardings`.
       source: Manager or tree of shardings before the move. Defaults to the shardings of the arrays.
       piece: Bytes of a piece, summed over all devices, as an integer or as text. Defaults to 64
-        MiB. A leaf that is larger moves in several pieces.
-      donate: Delete each source array once its leaf has moved. Defaults to False.
+        MiB. A larger leaf moves in several pieces.
+      donate: Delete each source array after its leaf has moved. Defaults to False.
       dtype: Dtype of floating-point leaves after the move. Defaults to that of each leaf. Leaves
         are cast before they are sent if that makes them smaller.
 
@@ -211,7 +214,7 @@ def plan_reshard(
 
 
 def target_shardings(manager: PartitionManager, tree: Any, specs: Any) -> Any:
-    """Return the target shardings of a tree. `specs` are annotations or already shardings."""
+    """Return the target shardings of a tree. `specs` has annotations, or the shardings."""
     if _are_shardings(specs):
         return specs
     return manager.shardings(_with_shapes(tree), specs)
@@ -221,7 +224,7 @@ def source_shardings(source: Any, tree: Any, specs: Any) -> Any:
     """Return the shardings of a tree before the move. `source` is a manager or the shardings.
 
     Raises:
-      StrategyError: `source` is neither.
+      StrategyError: `source` is neither, or `source` is a manager and `specs` are shardings.
     """
     if isinstance(source, PartitionManager):
         if _are_shardings(specs):
@@ -234,7 +237,7 @@ def source_shardings(source: Any, tree: Any, specs: Any) -> Any:
     if _are_shardings(source):
         return source
     raise StrategyError(
-        f"source is {type(source).__name__}",
+        f"source has the type {type(source).__name__}",
         path="source",
         fix="pass a PartitionManager or a tree of shardings",
     )
@@ -249,18 +252,18 @@ def plan_moves_of(
     donate: bool = False,
     dtype: Any = None,
 ) -> ReshardPlan:
-    """Plan a move to a tree of shardings. The other arguments are those of `plan_reshard`."""
+    """Plan a move to a tree of shardings. For the other arguments, see `plan_reshard`."""
     limit = parse_bytes(piece)
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_array_spec)
-    to = _flattened(structure, targets, "specs")
-    came = [None] * len(pairs) if sources is None else _flattened(structure, sources, "source")
+    after = _flattened(structure, targets, "specs")
+    before = [None] * len(pairs) if sources is None else _flattened(structure, sources, "source")
     leaves: list[LeafMove] = []
     problems: list[Problem] = []
     first: dict[tuple[int, Sharding], str] = {}
-    for (key_path, value), target, own in zip(pairs, to, came, strict=True):
+    for (key_path, value), target, source in zip(pairs, after, before, strict=True):
         path = path_text(key_path)
         try:
-            leaf = _plan_leaf(path, value, target, own, limit=limit, dtype=dtype)
+            leaf = _plan_leaf(path, value, target, source, limit=limit, dtype=dtype)
         except ShardingError as error:
             problems += [
                 dataclasses.replace(problem, path=problem.path or path)
@@ -278,7 +281,7 @@ def plan_moves_of(
 
 
 def _order(leaves: Sequence[LeafMove], *, donate: bool) -> tuple[int, ...]:
-    """Return the order of the moves: with donation, first the leaves that free most memory."""
+    """Return the order of the moves. With donation, leaves that free most memory move first."""
     if not donate:
         return tuple(range(len(leaves)))
     return tuple(
@@ -294,7 +297,8 @@ def _plan_leaf(
 ) -> LeafMove:
     if not isinstance(target, NamedSharding):
         raise ShardingError(
-            f"the target is {type(target).__name__}", fix="move to a jax.sharding.NamedSharding"
+            f"the target has the type {type(target).__name__}",
+            fix="move to a jax.sharding.NamedSharding",
         )
     where = source if source is not None else where_is(value, target)
     shape, own = plain_type(value)
@@ -305,7 +309,7 @@ def _plan_leaf(
 
 
 def plain_type(value: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Return the shape and dtype of a leaf, or those of the key data of PRNG keys."""
+    """Return the shape and dtype of a leaf. For PRNG keys, return those of their key data."""
     if not hasattr(value, "dtype"):
         value = np.asarray(value)
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -317,26 +321,28 @@ def plain_type(value: Any) -> tuple[tuple[int, ...], np.dtype]:
 def _cast(own: np.dtype, dtype: Any) -> np.dtype:
     if dtype is None or not jnp.issubdtype(own, jnp.floating):
         return own
-    wanted: np.dtype = np.dtype(dtype)
-    return wanted
+    target: np.dtype = np.dtype(dtype)
+    return target
 
 
 def where_is(value: Any, target: NamedSharding) -> Sharding | None:
-    """Return the sharding of a leaf; None if it is in the memory of the host.
+    """Return the sharding of a leaf. Return None if it must be copied from the host.
+
+    That is the case for an array in the memory of the host or on another platform.
 
     Raises:
       ShardingError: The sharding of the leaf is unknown.
     """
     if isinstance(value, jax.core.Tracer):
         raise ShardingError(
-            "it is a traced value, and reshard moves arrays between compiled steps",
-            fix="call it outside of jit; inside jit, constrain with sw.shard",
+            "the leaf is a traced value, and reshard moves arrays between compiled steps",
+            fix="call reshard outside jit; inside jit, constrain the value with sw.shard",
         )
     sharding = getattr(value, "sharding", None)
     if sharding is None:
         if isinstance(value, jax.ShapeDtypeStruct | ArraySpec):
             raise ShardingError(
-                "its current sharding is unknown",
+                "the current sharding of the leaf is unknown",
                 fix="pass source=, a manager or a tree of shardings",
             )
         return None
@@ -380,7 +386,7 @@ def _flattened(structure: Any, tree: Any, name: str) -> list[Any]:
         leaves: list[Any] = structure.flatten_up_to(tree)
     except ValueError as error:
         raise StrategyError(
-            "the shardings have another structure than the tree",
+            "the tree of shardings and the tree of arrays have different structures",
             path=name,
             fix="pass one sharding for each array",
         ) from error
