@@ -63,7 +63,7 @@ def dense(
     kernel: Any,
     bias: Any = None,
     *,
-    out: Any,
+    out: Any = None,
     contract: int = 1,
     mode: str | None = None,
     dtype: Any = None,
@@ -77,7 +77,8 @@ def dense(
       x: `[..., *inputs]`.
       kernel: `[*inputs, *outputs]`, already gathered.
       bias: `[*outputs]`. Defaults to none.
-      out: Annotation of the result, `[..., *outputs]`.
+      out: Annotation of the result, `[..., *outputs]`. Without one, the compiler decides how the
+        result is sharded.
       contract: Number of dims that are contracted.
       mode: Runtime mode. Defaults to the manager's.
       dtype: Dtype of the operands and the result. Defaults to that of `x`.
@@ -90,7 +91,11 @@ def dense(
     _check(x, kernel, bias, contract)
     rank = np.ndim(x)
     dims = (tuple(range(rank - contract, rank)), tuple(range(contract)))
-    y = dot_general(x.astype(dtype), kernel.astype(dtype), (dims, ((), ())), out=out, mode=mode)
+    operands = x.astype(dtype), kernel.astype(dtype)
+    if out is None:
+        y = jax.lax.dot_general(*operands, (dims, ((), ())))
+    else:
+        y = dot_general(*operands, (dims, ((), ())), out=out, mode=mode)
     return y if bias is None else y + bias.astype(dtype)
 
 

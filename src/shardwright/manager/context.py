@@ -136,6 +136,7 @@ class _Thread(threading.local):
 _AMBIENT = jax.make_user_context(default_value=Key(None))
 _APART = jax.make_user_context(default_value=None)
 _INPUTS = jax.make_user_context(default_value=None)
+_SETTINGS = jax.make_user_context(default_value=None)
 _FLOW: contextvars.ContextVar[_Entry | None] = contextvars.ContextVar(
     "shardwright_manager", default=None
 )
@@ -459,3 +460,14 @@ def mapped(inputs: Any) -> AbstractContextManager[object]:
 def mapped_inputs() -> Any:
     """Return the inputs of the innermost `mapped`, or None."""
     return _INPUTS.value
+
+
+def settings_entered(settings: Hashable) -> AbstractContextManager[object]:
+    """Return a context with settings of a bridge, which are part of JAX's cache keys."""
+    entered: AbstractContextManager[object] = _SETTINGS(settings)
+    return entered
+
+
+def settings() -> Any:
+    """Return what the innermost `settings_entered` of this thread was given, or None."""
+    return _SETTINGS.value

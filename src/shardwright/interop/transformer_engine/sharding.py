@@ -1,0 +1,287 @@
+"""Logical axis names of TransformerEngine, and which mesh axes they stand for.
+
+A name becomes mesh axes by the first of these that is there: flax's logical axis rules, an ambient
+`PartitionManager` (through `NAMES`), a `MeshResource`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+import jax
+from jax.sharding import PartitionSpec
+
+from shardwright import _jax
+from shardwright.errors import (
+    AxisConflictError,
+    MissingMeshAxisError,
+    NoManagerError,
+    RankMismatchError,
+    StrategyError,
+    UnknownAxisError,
+    did_you_mean,
+)
+from shardwright.interop.logical_rules import Names
+from shardwright.manager import context
+from shardwright.vocabulary.axes import (
+    BATCH,
+    EMBED,
+    EMPTY,
+    HEAD,
+    LENGTH,
+    MLP_INTERMEDIATE,
+    NORM,
+    QUERY_LENGTH,
+)
+
+BATCH_AXES: Final = "nvte_batch"
+SEQLEN_AXES: Final = "nvte_seqlen"
+SEQLEN_TP_AXES: Final = "nvte_seqlen_tp"
+SEQLEN_CP_AXES: Final = "nvte_seqlen_cp"
+HEAD_AXES: Final = "nvte_head"
+HIDDEN_AXES: Final = "nvte_hidden"
+HIDDEN_TP_AXES: Final = "nvte_hidden_tp"
+JOINED_AXES: Final = "nvte_joined"
+W_NO_SHARD_AXES: Final = "nvte_w_no_shard"
+W_FSDP_AXES: Final = "nvte_w_fsdp"
+W_TP_AXES: Final = "nvte_w_tp"
+W_JOINED_AXES: Final = "nvte_w_joined"
+
+# The axis and the role of each name, for `interop.flax` and under an ambient manager.
+NAMES: Final[Names] = MappingProxyType(
+    {
+        BATCH_AXES: (BATCH, "activation"),
+        SEQLEN_AXES: (QUERY_LENGTH, "activation"),
+        SEQLEN_TP_AXES: (LENGTH, "activation"),
+        SEQLEN_CP_AXES: (QUERY_LENGTH, "activation"),
+        HEAD_AXES: (HEAD, "activation"),
+        HIDDEN_AXES: (EMBED, "activation"),
+        HIDDEN_TP_AXES: (MLP_INTERMEDIATE, "activation"),
+        JOINED_AXES: EMPTY,
+        W_NO_SHARD_AXES: (NORM, "param"),
+        W_FSDP_AXES: (EMBED, "param"),
+        W_TP_AXES: (MLP_INTERMEDIATE, "param"),
+        W_JOINED_AXES: EMPTY,
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshResource:
+    """Which mesh axis each kind of parallelism uses. None turns it off.
+
+    Attributes:
+      dp_resource: Data parallelism.
+      tp_resource: Tensor parallelism of heads and hidden dims.
+      tpsp_resource: The same, and of the sequence too. It excludes `tp_resource`.
+      fsdp_resource: Batch and weights. If its mesh axis has more than one device, the batch is
+        sharded over it instead of over `dp_resource`.
+      pp_resource: Layers.
+      cp_resource: The sequence in attention.
+      ep_resource: Experts.
+    """
+
+    dp_resource: str | None = None
+    tp_resource: str | None = None
+    tpsp_resource: str | None = None
+    fsdp_resource: str | None = None
+    pp_resource: str | None = None
+    cp_resource: str | None = None
+    ep_resource: str | None = None
+
+
+@contextlib.contextmanager
+def global_shard_guard(resource: MeshResource | None) -> Iterator[None]:
+    """Set the `MeshResource` of this thread, and restore the earlier one on exit.
+
+    It is part of jit's cache key: a jitted function is traced again under another one.
+    """
+    _check_resource(resource)
+    with context.settings_entered(resource):
+        yield
+
+
+def global_mesh_resource() -> MeshResource:
+    """Return the `MeshResource` that is set.
+
+    Raises:
+      NoManagerError: None is set.
+      AxisConflictError: Both tensor parallelisms have more than one device.
+    """
+    resource: MeshResource | None = context.settings()
+    if resource is None:
+        raise NoManagerError(
+            "no MeshResource is set",
+            fix="with global_shard_guard(MeshResource(...)):, or autocast(mesh_resource=...), or "
+            "enter a PartitionManager",
+        )
+    mesh = _jax.mesh_at_hand()
+    both = (resource.tp_resource, resource.tpsp_resource)
+    if mesh is not None and all(_size(mesh, axis) > 1 for axis in both):
+        raise AxisConflictError(
+            f"tp_resource={both[0]!r} and tpsp_resource={both[1]!r} both have more than one device",
+            fix="set one of them: tpsp_resource also shards the sequence",
+        )
+    return resource
+
+
+def _check_resource(resource: Any) -> None:
+    if resource is not None and not isinstance(resource, MeshResource):
+        raise StrategyError(
+            f"mesh_resource is a {type(resource).__name__}", fix="pass MeshResource(...)"
+        )
+
+
+def _size(mesh: Any, axis: str | None) -> int:
+    """Return the size of a mesh axis, 1 for None."""
+    if axis is None:
+        return 1
+    if axis not in mesh.axis_names:
+        known = ", ".join(mesh.axis_names)
+        raise MissingMeshAxisError(
+            f"the MeshResource names {axis!r}, and the mesh has {known}",
+            fix=f"{did_you_mean(axis, mesh.axis_names)} name an axis of the mesh".strip(),
+        )
+    return int(mesh.shape[axis])
+
+
+def _manual_axes() -> tuple[str, ...]:
+    """Return the mesh axes that a surrounding `shard_map` has made Manual."""
+    mesh = _jax.ambient_mesh()
+    return () if mesh is None else tuple(mesh.manual_axes)
+
+
+def mesh_axes_of_names() -> dict[str, str | None]:
+    """Return the mesh axis of each name by the `MeshResource`; nothing without a mesh.
+
+    Raises:
+      NoManagerError: There is a mesh, and no `MeshResource` is set.
+      MissingMeshAxisError: The `MeshResource` names an axis that the mesh lacks.
+    """
+    mesh = _jax.mesh_at_hand()
+    if mesh is None or set(_manual_axes()) == set(mesh.axis_names):
+        return {}
+    resource = global_mesh_resource()
+    for axis in dataclasses.astuple(resource):
+        _size(mesh, axis)
+    is_sharded = _size(mesh, resource.tpsp_resource) > 1
+    tensor = resource.tpsp_resource if is_sharded else resource.tp_resource
+    is_fsdp = _size(mesh, resource.fsdp_resource) > 1
+    return {
+        BATCH_AXES: resource.fsdp_resource if is_fsdp else resource.dp_resource,
+        SEQLEN_AXES: None,
+        SEQLEN_TP_AXES: resource.tpsp_resource,
+        SEQLEN_CP_AXES: resource.cp_resource,
+        HEAD_AXES: tensor,
+        HIDDEN_AXES: None,
+        HIDDEN_TP_AXES: tensor,
+        JOINED_AXES: None,
+        W_NO_SHARD_AXES: None,
+        W_FSDP_AXES: resource.fsdp_resource,
+        W_TP_AXES: tensor,
+        W_JOINED_AXES: None,
+    }
+
+
+def extend_logical_axis_rules(
+    rules: Iterable[tuple[str, str | None]],
+) -> tuple[tuple[str, str | None], ...]:
+    """Return rules with those of TransformerEngine's names that they lack, at the end.
+
+    Without a mesh, the rules are returned as they are.
+
+    Args:
+      rules: Pairs of a logical name and a mesh axis or None.
+
+    Raises:
+      StrategyError: A rule is not such a pair.
+      AxisConflictError: A rule gives another mesh axis to one of TransformerEngine's names, or a
+        second one.
+    """
+    pairs = tuple((name, axis) for name, axis in map(_pair, rules))
+    known = mesh_axes_of_names()
+    for name, axis in known.items():
+        given = [value for own, value in pairs if own == name]
+        if given not in ([], [axis]):
+            raise AxisConflictError(
+                f"the rules map {name!r} to {', '.join(map(repr, given))}, and the MeshResource to "
+                f"{axis!r}",
+                fix="leave the name out of the rules, or change the MeshResource",
+            )
+    given_names = {name for name, _ in pairs}
+    return pairs + tuple(item for item in known.items() if item[0] not in given_names)
+
+
+def _pair(rule: Any) -> tuple[str, str | None]:
+    if isinstance(rule, Sequence) and len(rule) == 2:
+        name, axis = rule
+        if isinstance(name, str) and (axis is None or isinstance(axis, str)):
+            return name, axis
+    raise StrategyError(
+        f"{rule!r} is not a pair of a logical name and one mesh axis or None",
+        fix='write ("batch", "data")',
+    )
+
+
+def constrain(x: jax.Array, names: Sequence[str | None] | None) -> jax.Array:
+    """Constrain the sharding of `x` by the logical names of its dims.
+
+    No names are no constraint, and names that all stand for no mesh axis are none either.
+
+    Raises:
+      RankMismatchError: There are more or fewer names than dims.
+      UnknownAxisError: A manager is ambient, and a name is not in `NAMES`.
+      NoManagerError: There is a mesh, and neither rules, nor a manager, nor a `MeshResource`.
+    """
+    if not names:
+        return x
+    if len(names) != x.ndim:
+        raise RankMismatchError(
+            f"x has shape {x.shape}, and its dims have the names {tuple(names)}",
+            path="x",
+            fix=f"give {x.ndim} names, None for a dim that is not sharded",
+        )
+    from flax.linen import get_logical_axis_rules
+    from flax.linen.spmd import logical_to_mesh_axes
+
+    if get_logical_axis_rules():
+        return _constrain_to_spec(x, logical_to_mesh_axes(tuple(names)))
+    manager = context.current()
+    if manager is not None:
+        placed: jax.Array = manager.shard(x, tuple(_axis_of(name) for name in names))
+        return placed
+    table = mesh_axes_of_names()
+    return _constrain_to_spec(x, PartitionSpec(*(table.get(name or "") for name in names)))
+
+
+def _axis_of(name: str | None) -> str:
+    if name is None:
+        return EMPTY
+    if name not in NAMES:
+        raise UnknownAxisError(
+            f"{name!r} is not a logical name of TransformerEngine",
+            fix=f"{did_you_mean(name, NAMES)} enter flax's logical axis rules, with "
+            "interop.flax.rules(pm, names)".strip(),
+        )
+    target = NAMES[name]
+    return target if isinstance(target, str) else target[0]
+
+
+def _constrain_to_spec(x: jax.Array, spec: Any) -> jax.Array:
+    mesh = _jax.mesh_at_hand()
+    manual = _manual_axes()
+
+    def free(entry: Any) -> Any:
+        axes = entry if isinstance(entry, tuple) else (entry,)
+        left = tuple(axis for axis in axes if axis is not None and axis not in manual)
+        return left or None
+
+    entries = tuple(map(free, spec or ()))
+    if mesh is None or not any(entries):
+        return x
+    constrained: jax.Array = jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+    return constrained

@@ -1,0 +1,74 @@
+"""Compare our modules with the goldens of TransformerEngine."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwright.interop.transformer_engine import flax as modules
+from tests.interop.transformer_engine import cases
+from tests.interop.transformer_engine.cases import Case, Result
+
+PLACE = Path(__file__).parent / "golden"
+# Largest difference relative to the largest value of the tensor.
+TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-7}
+
+
+@functools.cache
+def read(name: str) -> Any:
+    return json.loads((PLACE / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def values_of(group: str) -> dict[str, dict[str, np.ndarray]]:
+    flat, at, values = np.load(PLACE / f"{group}.npz")["values"], 0, {}
+    for name, case in read(group)["cases"].items():
+        own = values[name] = {}
+        for key, shape in case["values"]:
+            size = int(np.prod(shape))
+            own[key] = flat[at : at + size].reshape(shape)
+            at += size
+    assert at == flat.size
+    return values
+
+
+def problems_of(group: str, case: Case) -> list[str]:
+    """Run our module, and list every difference from TransformerEngine's."""
+    result = cases.run(modules, case)
+    found = tree_problems(result.tree, read(group)["cases"][case.name]["tree"])
+    return found + value_problems(case, result, values_of(group)[case.name])
+
+
+def tree_problems(tree: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Compare paths, shapes, dtypes, logical names and initial values."""
+    if list(tree) != list(expected):
+        return [f"variables {list(tree)} instead of {list(expected)}"]
+    found = []
+    for path, (*facts, summary) in tree.items():
+        *own, own_summary = expected[path]
+        if facts != own:
+            found.append(f"{path}: {facts} instead of {own}")
+        elif not np.allclose(summary, own_summary, rtol=1e-6, atol=1e-7):
+            found.append(f"{path}: initial values {summary} instead of {own_summary}")
+    return found
+
+
+def value_problems(case: Case, result: Result, expected: dict[str, np.ndarray]) -> list[str]:
+    if list(result.values) != list(expected):
+        return [f"results {list(result.values)} instead of {list(expected)}"]
+    found = []
+    is_narrow = "bfloat16" in (case.dtype, case.fields.get("dtype"))
+    tolerance = TOLERANCE["bfloat16" if is_narrow else "float32"]
+    for name, value in result.values.items():
+        other = expected[name]
+        if value.shape != other.shape:
+            found.append(f"{name}: shape {value.shape} instead of {other.shape}")
+            continue
+        error = np.max(np.abs(value - other), initial=0)
+        if not error <= tolerance * np.max(np.abs(other), initial=0):
+            found.append(f"{name}: differs by {error / np.max(np.abs(other)):.2e}")
+    return found

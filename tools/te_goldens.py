@@ -1,0 +1,74 @@
+"""Write what TransformerEngine's own modules give, for the tests of ours.
+
+    python tools/te_goldens.py CHECKOUT
+
+CHECKOUT is a clone of NVIDIA/TransformerEngine; it needs no build and no GPU. Run it where flax is
+installed.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+PLACE = ROOT / "tests" / "interop" / "transformer_engine" / "golden"
+
+
+def main(checkout: str) -> None:
+    import flax
+    import jax
+
+    from tests.interop.transformer_engine import cases
+    from tools import te_cpu
+
+    warnings.simplefilter("ignore")
+    namespace = te_cpu.load(checkout).flax
+    about = {
+        "transformer_engine": revision(checkout),
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+    }
+    PLACE.mkdir(exist_ok=True)
+    signatures = {name: cases.signatures(getattr(namespace, name)) for name in cases.MODULES}
+    write("signatures", {**about, "modules": signatures})
+    for group, members in cases.CASES.items():
+        trees, values = {}, []
+        for case in members:
+            try:
+                result = cases.run(namespace, case)
+            except Exception as error:
+                raise RuntimeError(f"TransformerEngine cannot run {case}") from error
+            shapes = [[name, list(value.shape)] for name, value in result.values.items()]
+            values += [value.ravel() for value in result.values.values()]
+            trees[case.name] = {"tree": result.tree, "values": shapes}
+        write(group, {**about, "cases": trees})
+        np.savez_compressed(PLACE / f"{group}.npz", values=np.concatenate(values))
+
+
+def write(name: str, content: Any) -> None:
+    path = PLACE / f"{name}.json"
+    text = json.dumps(content, separators=(",", ":"))
+    path.write_text(text.replace('"tree":', '\n"tree":') + "\n", encoding="utf-8")
+    print(f"wrote {path.relative_to(ROOT)}, {len(text)} characters")
+
+
+def revision(checkout: str) -> str:
+    git = subprocess.run(
+        ["git", "-C", checkout, "rev-parse", "--short=12", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return git.stdout.strip()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
