@@ -205,7 +205,7 @@ def test_interleaved_rules_keep_mode_names() -> None:
     imported = maxtext.from_config("base.yml", overrides=overrides)
     assert not imported.strategy.modes
     assert imported.notes[2] == (
-        "names of all modes, because rules of other names interleave: prefill_activation_length"
+        "apply in all modes, because rules of other names are in between: prefill_activation_length"
     )
 
 
@@ -224,7 +224,7 @@ def test_bad_configurations() -> None:
         ("syntax.yml", {}, r"syntax\.yml:2: the file is not YAML"),
         ("list.yml", {}, r"list\.yml: a configuration is a mapping, got list"),
         ("lost.yml", {}, r"lost\.yml: the base_config 'none\.yml' is missing"),
-        ("loop.yml", {}, r"base_config leads back: loop\.yml -> other\.yml -> loop\.yml"),
+        ("loop.yml", {}, r"base_config forms a cycle: loop\.yml -> other\.yml -> loop\.yml"),
         ("empty.yml", {}, "the configuration has no mesh_axes"),
         ("base.yml", {"custom_mesh_and_rule": "none"}, "custom_mesh_and_rule/none.yml is missing"),
         ("base.yml", {"ici_tensor_paralelism": 2, "x": 1}, "2 problems"),

@@ -22,8 +22,8 @@ from shardwright.interop.logical_rules import (
 )
 from shardwright.vocabulary.integers import as_integer
 
-# MaxText's attention and decoder layers use these names in one mode only, each instead of the name
-# beside it. If a configuration lacks that name, the next pair of the same first name counts.
+# MaxText's attention and decoder layers use these names in one mode only. Each pair has the name
+# that other modes use, and the mode. If the rules lack that name, the next pair is used.
 MODES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "prefill_activation_length": (("activation_length", "prefill"),),
     "prefill_activation_norm_length": (("activation_norm_length", "prefill"),),
@@ -32,7 +32,7 @@ MODES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "decode_batch": (("activation_batch_attn", "decode"), ("activation_batch", "decode")),
     "decode_length": (("activation_length_attn", "decode"), ("activation_length", "decode")),
 }
-# MaxText's names in the vocabulary, for models that use that.
+# The axes and roles of MaxText's names, for models that are annotated with the vocabulary.
 NAMES: Names = {
     "activation_batch": ("BATCH", "activation"),
     "activation_norm_length": ("LENGTH", "activation"),
@@ -64,7 +64,7 @@ _CUSTOM = "custom_mesh_and_rule"
 # The keys that a custom file may replace.
 _REPLACED = ("mesh_axes", _RULES, "data_sharding")
 _INPUTS = "input_data_sharding_logical_axes"
-# The keys of these mesh axes have other names.
+# Mesh axes whose sizes have keys of another name.
 _PARALLELISM = {"stage": "pipeline", "model": "tensor"}
 _KEYS = {*_REPLACED, _OVERRIDE, _CUSTOM, _INPUTS, "model_name", "num_slices", "shard_mode"}
 
@@ -90,16 +90,16 @@ def from_config(
     """Turn a configuration of MaxText into a strategy with the same mesh and the same specs.
 
     As in MaxText, a `base_config` is read first. The rules of the model (`model_name`) and of
-    `overrides` replace those of the same name, or all with `override_logical_axis_rules`. The file
-    that `custom_mesh_and_rule` names replaces mesh and rules. Other files are looked for beside the
+    `overrides` replace rules of the same name, or all rules with `override_logical_axis_rules`. The
+    file of `custom_mesh_and_rule` replaces mesh and rules. Other files are looked for beside the
     configuration and in the folders above. Names that MaxText uses in one mode only become rules of
     that mode.
 
     Args:
       config: Path of a YAML file, or its content.
       overrides: Keys and values that replace those of the file.
-      names: Their name -> (axis, role), such as `NAMES`. A name that is not listed becomes an axis
-        of its own.
+      names: MaxText's name -> (axis, role), such as `NAMES`. A name that is not listed becomes an
+        axis of its own.
 
     Returns:
       The strategy, the axis of each name, and notes. One mesh axis may have size -1.
@@ -142,9 +142,9 @@ def _merged(config: Any, overrides: dict[str, Any], notes: list[str]) -> _Config
         folder, base = path.parent, _read_with_bases(path)
     _check_keys(overrides, base.values)
     model = _model_file({**base.values, **overrides}, folder, notes)
-    above = _Config(values=overrides, places=_numbered("overrides", overrides))
+    override_layer = _Config(values=overrides, places=_numbered("overrides", overrides))
     merged = base
-    for layer in (model, above):
+    for layer in (model, override_layer):
         if layer is not None:
             merged = _over(merged, layer)
     custom = merged.values.get(_CUSTOM)
@@ -185,7 +185,7 @@ def _read_with_bases(path: Path) -> _Config:
             raise StrategyError(what, path=chain[-1].name, fix=fix)
         if base.resolve() in chain:
             names = " -> ".join(each.name for each in [*chain, base])
-            raise StrategyError(f"base_config leads back: {names}", fix="remove one of them")
+            raise StrategyError(f"base_config forms a cycle: {names}", fix="remove one of them")
         chain.append(base.resolve())
         layers.insert(0, _read(base))
     values: dict[str, Any] = {}
@@ -224,7 +224,10 @@ def _model_file(values: Mapping[str, Any], folder: Path | None, notes: list[str]
 
 
 def _over(base: _Config, layer: _Config) -> _Config:
-    """Merge a layer over a base: its rules replace those of the same name and come last."""
+    """Merge a layer over a base.
+
+    The rules of the layer come last, and replace rules of the same name.
+    """
     rules = list(zip(base.rules, base.places, strict=True))
     own = list(zip(layer.rules, layer.places, strict=True))
     if layer.values.get(_OVERRIDE):
@@ -242,12 +245,9 @@ def _name(rule: Any) -> str | None:
 
 
 def _find(name: str, folder: Path | None) -> Path | None:
-    """Return a file of a folder, or of the nearest folder above that has it."""
+    """Return the path of a file in a folder, or in the nearest folder above that has it."""
     folders = [] if folder is None else [folder, *folder.resolve().parents]
     return next((each / name for each in folders if (each / name).is_file()), None)
-
-
-# The mesh.
 
 
 def _axes(*layers: Mapping[str, Any]) -> list[str]:
@@ -294,13 +294,13 @@ def _mesh(values: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, int], 
 
 
 def _slices(values: Mapping[str, Any]) -> int:
-    """Return the number of slices; 1 where MaxText would find it out from the devices."""
+    """Return the number of slices; 1 if MaxText would count them on the devices."""
     count = as_integer(values.get("num_slices", 1))
     return count if count is not None and count > 0 else 1
 
 
 def _filled(across: Mapping[str, int], slices: int) -> dict[str, int]:
-    """Return the sizes across slices, without -1. On one slice they do not count, as in MaxText."""
+    """Return the sizes across slices, without -1. On one slice all are 1, as in MaxText."""
     if slices == 1:
         return dict.fromkeys(across, 1)
     free = [axis for axis, size in across.items() if size == -1]

@@ -1,7 +1,7 @@
 """Models of flax nnx: create them sharded, or read the logical names of their variables.
 
-The model's source stays as it is. `names` maps each of its logical names to an axis and a role, as
-in `logical_rules`.
+The model's source stays as it is. `names` maps each logical name of the model to an axis and a
+role, as in `logical_rules`.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from shardwright.vocabulary.axes import EMPTY
 if TYPE_CHECKING:
     from shardwright.manager.manager import PartitionManager
 
-# The key of a variable's names: since flax 0.12.4, from 0.11 to 0.12.3, and before that.
+# Keys of a variable's names in its metadata: since flax 0.12.4, from 0.11 to 0.12.3, and before.
 _KEYS = ("out_sharding", "sharding_names", "sharding")
 
 
@@ -35,8 +35,8 @@ def bound(
     """Enter a manager, and let nnx create variables in the sharding of its strategy.
 
     nnx shards a variable when it is created, eagerly or in jit, and maps names by one table without
-    fallbacks. A name has the first mesh axes of its rule that fit its size. If two dims of a
-    variable then have one mesh axis, JAX raises an error.
+    fallbacks. Here a name gets the first mesh axes of its rule that fit its size. If two dims of a
+    variable then have the same mesh axis, JAX raises an error.
 
     Args:
       pm: The manager.
@@ -53,7 +53,7 @@ def bound(
         raise StrategyError(what, fix='use axis_types = "auto" or "explicit"')
     table: dict[str, MeshAxes] = {}
     for name, axes in to_logical_axis_rules(pm, names, sizes=sizes):
-        # The later rules of a name are for conflicts. nnx would use the last rule, always.
+        # The later rules of a name resolve conflicts, but nnx uses the last rule in every case.
         table.setdefault(name, axes)
     with pm, spmd.logical_axis_rules(tuple(table.items())):
         yield
@@ -67,7 +67,7 @@ def annotations(model: Any, names: Names) -> tuple[Any, Any]:
     names. A variable without names is replicated.
 
     Args:
-      model: A module, an optimizer or their `nnx.State`; abstract ones by `nnx.eval_shape` too.
+      model: A module, an optimizer or their `nnx.State`; or what `nnx.eval_shape` returns for one.
       names: Name in the model -> (axis, role), or an axis for both roles.
 
     Returns:
@@ -126,7 +126,7 @@ def _names_of(variable: Any) -> tuple[Any, ...]:
     metadata = variable.get_metadata()
     sharding = next((metadata[key] for key in _KEYS if metadata.get(key)), ())
     if not isinstance(sharding, (tuple, list, PartitionSpec)):
-        # A NamedSharding of names, or a Format around one.
+        # It is a NamedSharding of names, or a Format that holds one.
         sharding = getattr(sharding, "sharding", sharding)
         sharding = sharding.spec
     return tuple(sharding)

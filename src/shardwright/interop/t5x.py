@@ -1,6 +1,6 @@
 """Partitioners and models of T5X: their rules, mesh and axis names.
 
-T5X need not be installed. `names` maps each of its logical names to an axis and a role, as in
+T5X need not be installed. `names` maps each logical name to an axis and a role, as in
 `logical_rules`.
 """
 
@@ -31,7 +31,7 @@ from shardwright.vocabulary.integers import as_integer
 
 Rules = Sequence[tuple[str, MeshAxes]]
 
-# T5X, t5x/partitioning.py: what `embed` has for each pair of activation and parameter dims.
+# The rules of `embed` by activation and parameter dims, as in t5x/partitioning.py of T5X.
 _EMBED: Mapping[tuple[int, int], Rules] = {
     (1, 1): (("embed", None),),
     (2, 1): (("embed", "model"),),
@@ -85,14 +85,13 @@ def from_partitioner(
 
     Args:
       rules: Its `logical_axis_rules`. Defaults to `standard_rules()`.
-      num_partitions: Size of the mesh axis "model". Defaults to 1. The rest of the devices is
-        "data".
-      model_parallel_submesh: A submesh whose product is that size. `num_partitions` does then not
-        count, as in T5X.
+      num_partitions: Size of the mesh axis "model". Defaults to 1. "data" gets the other devices.
+      model_parallel_submesh: A submesh whose product is that size. `num_partitions` is then
+        ignored, as in T5X.
       ici_mesh_shape: Sizes of "replica", "data" and "model" inside a slice. The batch is then
-        sharded over "replica" too, and the arguments above do not count.
-      dcn_mesh_shape: Their parts that cross slices. Goes with `ici_mesh_shape`.
-      names: Their name -> (axis, role). A name that is not listed becomes an axis of its own.
+        sharded over "replica" too, and the two arguments above are ignored.
+      dcn_mesh_shape: Sizes of the same mesh axes across slices. Pass it with `ici_mesh_shape`.
+      names: T5X's name -> (axis, role). A name that is not listed becomes an axis of its own.
       source: Where the rules are written: one text, or one for each rule. `explain` shows it.
 
     Raises:
@@ -124,7 +123,7 @@ def from_partitioner(
         sized["mesh"] = {"data": -1, "model": _product(used, listed)}
     if num_partitions is not None and used != "num_partitions":
         ignored.append("num_partitions")
-    notes = [f"{', '.join(ignored)} does not count beside {used}"] if ignored else []
+    notes = [f"ignored, because {used} is given: {', '.join(ignored)}"] if ignored else []
     # The sizes do not matter for the rules; -1 is not a size yet.
     mesh = dict.fromkeys(sized["mesh"], 1)
     imported = from_logical_axis_rules(rules, mesh=mesh, names=names, source=source or "rules")
@@ -161,7 +160,9 @@ def _product(name: str, listed: Any) -> int:
 
 
 def annotations(variables: Mapping[str, Any], names: Names) -> tuple[dict[str, Any], Any]:
-    """Return the collections of variables without those of axes, and the annotation of each.
+    """Return the collections of variables, and the annotation of each array.
+
+    Collections of axes are left out.
 
     T5X's models write the names of `params` into the collection `params_axes`, as `AxisMetadata`.
     The `PartitionSpec`s of names that `flax.linen.partitioning.get_axis_names` returns are read
@@ -169,7 +170,7 @@ def annotations(variables: Mapping[str, Any], names: Names) -> tuple[dict[str, A
 
     Args:
       variables: What `model.init` returns, or its shapes by `jax.eval_shape`.
-      names: Their name -> (axis, role), or an axis for both roles.
+      names: T5X's name -> (axis, role), or an axis for both roles.
 
     Raises:
       UnknownAxisError: Variables have names that are not in `names`; all are reported at once.
@@ -197,8 +198,8 @@ def _annotated(
         if len(own) != rank:
             what = f"{len(own)} names {tuple(own)} for {rank} dims"
             fix = "write one name for each dim"
-            found = Problem(error=StrategyError, what=what, path=f"{where}/{place}", fix=fix)
-            problems.append(found)
+            path_in_model = f"{where}/{place}"
+            problems.append(Problem(error=StrategyError, what=what, path=path_in_model, fix=fix))
         return tuple(axis_of(name, names, f"{where}/{place}", problems) for name in own)
 
     return jax.tree_util.tree_map_with_path(annotation, tree)
@@ -220,8 +221,6 @@ def _names_of(axes: Any) -> dict[str, Any]:
     return named
 
 
-# Files of gin.
-
 _PARTITIONER = ("num_partitions", "model_parallel_submesh", "ici_mesh_shape", "dcn_mesh_shape")
 _STANDARD = ("activation_partitioning_dims", "parameter_partitioning_dims", "additional_rules")
 _BINDING = re.compile(r"(?P<name>[\w./]+)\s*=\s*(?P<value>.+)", re.DOTALL)
@@ -230,7 +229,7 @@ _INCLUDE = re.compile(r"include\s+(['\"])(?P<name>.+)\1")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Binding:
-    """Text of a value, and where it is written."""
+    """The text of a value in a gin file, and where it is written."""
 
     text: str
     place: str
@@ -247,11 +246,11 @@ def from_gin(
     Args:
       path: The gin file.
       bindings: Lines that follow the file, such as "PjitPartitioner.num_partitions = 2".
-      names: Their name -> (axis, role). A name that is not listed becomes an axis of its own.
+      names: T5X's name -> (axis, role). A name that is not listed becomes an axis of its own.
 
     Raises:
       StrategyError: The file cannot be read, a value that is needed is not a literal, or the
-        partitioner is that of MoE models.
+        partitioner is `MoePjitPartitioner`.
     """
     bound: dict[str, _Binding] = {}
     notes: list[str] = []
@@ -267,9 +266,9 @@ def from_gin(
     if rules is None or rules.text.endswith(("standard_logical_axis_rules()", "None")):
         full = {key: f"standard_logical_axis_rules.{key}" for key in _STANDARD}
         values = {key: _value(bound, name) for key, name in full.items()}
-        given = {key: value for key, value in values.items() if value is not None}
-        listed: Any = standard_rules(**given)
-        places = [", ".join(bound[full[key]].place for key in given) or Path(path).name]
+        arguments = {key: value for key, value in values.items() if value is not None}
+        listed: Any = standard_rules(**arguments)
+        places = [", ".join(bound[full[key]].place for key in arguments) or Path(path).name]
         source = [f"standard_logical_axis_rules ({places[0]})"] * len(listed)
     else:
         listed = _value(bound, "PjitPartitioner.logical_axis_rules")
@@ -301,17 +300,17 @@ def _read_gin(
             continue
         folders = [path.parent, *resolved.parents]
         places = [folder / binding.text for folder in folders]
-        found = next((place for place in places if place.is_file()), None)
-        if found is None:
+        included = next((place for place in places if place.is_file()), None)
+        if included is None:
             notes.append(f"not found, and not imported: {binding.text}")
         else:
-            _read_gin(found, bindings, notes, (*above, resolved))
+            _read_gin(included, bindings, notes, (*above, resolved))
 
 
 def _statements(text: str, source: str) -> Iterator[tuple[str, _Binding]]:
     """Yield the bindings of a file in order, with the name `include` for included files.
 
-    Of a name, the scope and the module are left out: `train/partitioning.PjitPartitioner.x` is
+    The scope and the module of a name are left out: `train/partitioning.PjitPartitioner.x` is
     `PjitPartitioner.x`.
     """
     block = ""
@@ -329,7 +328,7 @@ def _statements(text: str, source: str) -> Iterator[tuple[str, _Binding]]:
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield lines with their numbers, without comments; open brackets join the next line."""
+    """Yield lines with their numbers, without comments; open brackets continue on the next line."""
     start, pending, depth = 0, "", 0
     for number, line in enumerate(text.splitlines(), 1):
         code = re.sub(r"#(?=(?:[^'\"]|'[^']*'|\"[^\"]*\")*$).*", "", line).rstrip()

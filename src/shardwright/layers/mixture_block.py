@@ -20,7 +20,7 @@ class MixtureConfig:
 
     Attributes:
       moe: The mixture.
-      norm: The norm before it. None for none.
+      norm: The norm before it. None: no norm.
     """
 
     moe: MoEConfig
@@ -59,7 +59,7 @@ def apply(
       params: The tree that `specs` describes, as stored.
       x: `[batch, length, embed]`.
       keys: Not used: the block has no randomness.
-      state: The router's bias. None means that it has none.
+      state: State with the router's bias. None: no bias.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
 
     Returns:

@@ -251,15 +251,16 @@ def _replaced(
         if other in known or other in names:
             replaced[name] = (other, mode_name(parse_mode(mode)))
         else:
-            notes.append(f"{name} stays a name of all modes, because {other} has no rule")
+            notes.append(f"{name} applies in all modes, because {other} has no rule")
     for mode in dict.fromkeys(mode for _, mode in replaced.values()):
         own = [name for name, (_, each) in replaced.items() if each == mode]
         texts = [f"{name} as {replaced[name][0]}" for name in own]
-        # Only [rules] and [params] may be arrays, in which chains interleave.
+        # Only [rules] and [params] may be arrays. In the table of a mode, all rules of a name are
+        # in one place.
         if _interleaves(_in_mode(pairs, replaced, mode)):
             replaced = {name: replaced[name] for name in replaced if name not in own}
             text = ", ".join(own)
-            notes.append(f"names of all modes, because rules of other names interleave: {text}")
+            notes.append(f"apply in all modes, because rules of other names are in between: {text}")
         else:
             notes.append(f"rules of mode {mode}: {', '.join(texts)}")
     return replaced
@@ -268,7 +269,7 @@ def _replaced(
 def _in_mode(
     pairs: Sequence[_Pair], replaced: Mapping[str, tuple[str, str]], mode: str
 ) -> list[_Pair]:
-    """Return the rules that count in a mode."""
+    """Return the rules that apply in a mode."""
     absent = {other for other, each in replaced.values() if each == mode}
     absent |= {name for name, (_, each) in replaced.items() if each != mode}
     return [pair for pair in pairs if pair.name not in absent]
@@ -313,7 +314,7 @@ def _targets(
 def _disagreements(
     pairs: Sequence[_Pair], targets: Mapping[str, Any], notes: list[str]
 ) -> list[Problem]:
-    """Return a problem for names that are one axis in one role, but have different rules."""
+    """Return a problem for names that become one axis in one role, but have different rules."""
     chains: dict[str, list[_Pair]] = {}
     for pair in pairs:
         chains.setdefault(pair.name, []).append(pair)
@@ -343,7 +344,7 @@ def _table(
     """
     ruled = {pair.name for pair in pairs}
     own = {target[0] for name, target in targets.items() if name in ruled and target[1] is role}
-    speaker: dict[str, str] = {}
+    first_names: dict[str, str] = {}
     table = []
     for pair in pairs:
         target = targets[pair.name]
@@ -351,7 +352,7 @@ def _table(
         if not isinstance(target, str) and target[1] is not role and axis in own:
             continue
         # Names with the same rule may have become one axis. The rules of the first name are used.
-        if speaker.setdefault(axis, pair.name) == pair.name:
+        if first_names.setdefault(axis, pair.name) == pair.name:
             table.append((file_name(axis), pair))
     return table
 

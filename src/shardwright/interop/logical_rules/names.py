@@ -26,7 +26,7 @@ class Imported:
     Attributes:
       strategy: The strategy.
       names: Name in the list -> (axis, role), or one axis for both roles.
-      notes: What was declared, merged or dropped on the way.
+      notes: What was declared, merged or dropped.
     """
 
     strategy: Strategy
@@ -61,7 +61,7 @@ def resized(
     dcn: Mapping[str, int] | None = None,
     axis_types: str | None = None,
 ) -> Imported:
-    """Return an import with the sizes of its mesh axes, for the bridges; one size may be -1."""
+    """Return an import with sizes for its mesh axes. One size may be -1. Bridges use it."""
     from shardwright.strategy.model import Strategy
 
     data: dict[str, Any] = {"mesh": dict(mesh)}
@@ -74,7 +74,7 @@ def resized(
 
 
 def axis_of(name: Any, names: Names, place: str, problems: list[Problem]) -> str:
-    """Return the axis of one of their names, for the bridges; None is `EMPTY`.
+    """Return the axis of a name of another library; `EMPTY` for None. Bridges use it.
 
     A name that is not in `names` becomes a problem at `place`.
     """
@@ -94,7 +94,7 @@ def weight_or_activation(name: str, role: Role | str) -> Role:
     """Return the role of a name.
 
     Raises:
-      StrategyError: It is neither an activation nor a param.
+      StrategyError: The role is neither activation nor param.
     """
     if (known := as_role(role)) not in (Role.ACTIVATION, Role.PARAM):
         fix = "map it as an activation or a param"

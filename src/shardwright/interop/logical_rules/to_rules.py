@@ -42,8 +42,8 @@ def to_logical_axis_rules(
     Raises:
       ShapeRequiredError: A rule depends on a size that is not given.
       IndivisibleError: A size does not divide, and the strategy has no fallback for it.
-      StrategyError: A rule has `?`, or the policy is `conflict = "first_dim"`. A list cannot
-        express these.
+      StrategyError: A rule has `?`, the policy is `conflict = "first_dim"`, or an axis without a
+        role has different rules in both roles. A list cannot express these.
     """
     if pm.rules.policy.conflict is Conflict.FIRST_DIM:
         what = 'conflict = "first_dim" cannot be written as a list of rules'
@@ -61,7 +61,7 @@ def to_logical_axis_rules(
 
 
 def _exported(pm: PartitionManager, name: str, target: Any) -> tuple[str, Role]:
-    """Return axis and role of a name that is exported."""
+    """Return the axis and the role of a name that is exported."""
     if not isinstance(target, str):
         return canonical_axis(target[0]), weight_or_activation(name, target[1])
     axis = canonical_axis(target)
@@ -92,7 +92,7 @@ def _chain(
     if rule is None:
         return [None], []
     if rule.fallback is Fallback.UNCONSTRAINED:
-        what = f'the rule of {name!r} has "?", and a list of rules cannot leave a dim open'
+        what = f'the rule of {name!r} has "?", which a list of rules cannot express'
         raise StrategyError(what, rule=str(rule.ref), fix='give it a rule without "?"')
     is_ordered = policy.order is Order.RULES
     places: list[Any] = []

@@ -116,7 +116,7 @@ class Dispatch:
         axes = "+".join(self.expert_axes)
         if self.sent:
             return f"tokens and experts are sharded over {axes}: two all-to-alls"
-        return f"the tokens are replicated over {axes}: each device serves its own experts"
+        return f"the tokens are replicated over {axes}: each device runs its own experts"
 
 
 def apply(
@@ -159,7 +159,7 @@ def apply(
     x = x.astype(config.dtypes.compute)
     manager: PartitionManager | None = context.current()
     if manager is None:
-        y, sums = _on_shard(config, _plan_alone(config, x), params, state.bias, x)
+        y, sums = _on_shard(config, _unsharded_dispatch(config, x), params, state.bias, x)
     else:
         dispatch = explain(config, x.shape, mode=mode)
         params = manager.gather(params, specs(config), path=path, mode=mode)
@@ -216,7 +216,7 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
     own_tokens = math.prod(shape[:-1]) // senders
     slots = config.capacity.slots(own_tokens, config.per_token, config.experts)
     shards = math.prod(sizes[axis] for axis in expert_axes)
-    # With tokens from other devices, an expert has the slots of all of them.
+    # If tokens are sent, an expert has slots for the tokens of each sender.
     received = shards if both else 1
     dispatch = Dispatch(
         sent=both,
@@ -255,7 +255,7 @@ def _check_capacity(
         )
 
 
-def _plan_alone(config: MoEConfig, x: Any) -> Dispatch:
+def _unsharded_dispatch(config: MoEConfig, x: Any) -> Dispatch:
     tokens = math.prod(x.shape[:-1])
     slots = config.capacity.slots(tokens, config.per_token, config.experts)
     product = choose_product(
@@ -367,7 +367,7 @@ def _serve(config: MoEConfig, dispatch: Dispatch, params: Any, filled: Any, slot
 
 
 def _shared(config: MoEConfig, dispatch: Dispatch, params: Any, tokens: Any) -> Any:
-    """Run the shared experts, [tokens, embed] float32."""
+    """Return the results of the shared experts, [tokens, embed] float32."""
     names = ("shared_gate", "shared_up", "shared_down")
     gate, up, down = (params[name].astype(tokens.dtype) for name in names)
     hidden = activation(config.activation, tokens @ gate) * (tokens @ up)

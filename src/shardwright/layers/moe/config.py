@@ -22,7 +22,7 @@ from shardwright.vocabulary.layouts import (
     RowWise,
 )
 
-# Of these activations f(0) is not 0, so a token of zeros and a free slot give different gradients.
+# For these activations f(0) is not 0. A token of zeros then has other gradients than a free slot.
 NOT_ZERO_AT_ZERO: Final = ("sigmoid", "clamped_linear")
 
 
@@ -48,7 +48,7 @@ class Factor:
     divided among the devices that send tokens, so the mesh decides which are dropped.
 
     Attributes:
-      factor: Slots / tokens of an expert at an even load, such as 1.25.
+      factor: Slots of an expert, divided by the tokens that an even load gives it, such as 1.25.
     """
 
     factor: float
@@ -166,7 +166,7 @@ def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
 
 
 def specs(config: MoEConfig) -> dict[str, ArraySpec]:
-    """Return the parameters: router, gate, up and down of the experts, and of the shared experts.
+    """Return the parameters of the router, of the experts and of the shared experts.
 
     Shapes: router [embed, experts]; gate and up [experts, embed, hidden]; down
     [experts, hidden, embed]; shared_gate and shared_up [embed, shared * hidden]; shared_down

@@ -33,7 +33,7 @@ class Slots:
 
 
 def assign_slots(picked: Any, *, experts: int, slots: int) -> Slots:
-    """Give each copy of a token a slot at its expert, in order, as long as there are free ones.
+    """Give each copy of a token a slot at its expert, in order, as long as slots are free.
 
     Args:
       picked: [tokens, per_token] int32.

@@ -4,8 +4,8 @@ An expert of a dropless mixture has a slot for every token, and most slots are f
 multiplies all slots. `ragged` moves the filled slots together and multiplies those, as one
 `jax.lax.ragged_dot` with a group of rows per expert.
 
-To add a product, write a function of `(config, weights, rows, most)`, add it to `_PRODUCTS`, and
-its name to `MoEConfig.product`.
+To add a product, write a function of `(config, weights, rows, most)`. Add the function to
+`_PRODUCTS`, and its name to `MoEConfig.product`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _ragged(config: MoEConfig, weights: list[Any], rows: Any, most: int) -> Any:
     # A token of zeros counts as free. Its result and its gradients are 0 too.
     is_filled = jnp.any(flat != 0, axis=-1)
     sizes = is_filled.reshape(rows.shape[:2]).sum(axis=1, dtype=jnp.int32)
-    # Ascending, so the rows of an expert stay together.
+    # The indices are ascending, so the rows of an expert stay together.
     (places,) = jnp.nonzero(is_filled, size=most, fill_value=flat.shape[0])
     packed = flat.at[places].get(mode="fill", fill_value=0)
     hidden = activation(config.activation, jax.lax.ragged_dot(packed, gate, sizes))
