@@ -103,7 +103,7 @@ def test_leaving_in_the_wrong_order() -> None:
         with pytest.raises(
             sw.NoManagerError,
             match=r"is not the manager that this thread entered last, which is .*; "
-            "all managers entered since are left now",
+            "this manager and all that were entered after it are left now",
         ):
             pm.__exit__(None, None, None)
         assert state() == before

@@ -149,7 +149,7 @@ def test_trees_and_paths() -> None:
 def test_path_required_by_tensor_entries() -> None:
     """Without the path, the weight and its gradient would not be sharded as `shardings` says."""
     pm = make_manager(text=RULES + '[[tensors]]\nmatch = "lm_head"\nembed = "-"\n')
-    says = r"\[\[tensors\]\] match = 'lm_head' may cover this weight"
+    says = r"\[\[tensors\]\] match = 'lm_head' may match this weight"
     for place in (
         lambda: pm.gather(numbers(8, 8), *KERNEL),
         lambda: pm.gather({"kernel": numbers(8, 8)}, KERNEL),
@@ -173,7 +173,7 @@ def test_path_required_by_tensor_entries() -> None:
 def test_path_required_of_fitted_ranks() -> None:
     pm = make_manager(text=RULES + 'rank = "fit"\n[[tensors]]\nmatch = "lm_head"\nvocab = "-"\n')
     assert pm.gather(numbers(8), *KERNEL).sharding.spec == jax.P()
-    with pytest.raises(sw.StrategyError, match="may cover this weight"):
+    with pytest.raises(sw.StrategyError, match="may match this weight"):
         pm.gather(numbers(8), sw.VOCAB, sw.EMPTY)
 
 

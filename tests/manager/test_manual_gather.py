@@ -395,7 +395,7 @@ def test_trees_paths_and_shapes(check_vma: bool) -> None:
     )(tree)
     assert actual["mlp"]["kernel"].shape == (16, 8), "once per device along dp"
     assert actual["lm_head"]["kernel"].shape == (8, 8), "stored whole along dp"
-    with pytest.raises(sw.StrategyError, match="may cover this weight"):
+    with pytest.raises(sw.StrategyError, match="may match this weight"):
         run_gather(pm, waves(8, 8), P("dp", "tp"), P("dp", "tp"), *KERNEL, check_vma=check_vma)
     with pytest.raises(sw.StrategyError, match="shape= has another structure than the tree"):
         pm.gather(tree, KERNEL, path="", shape={"mlp": (8, 8)})
@@ -556,7 +556,7 @@ def test_nested_in_another_map_needs_the_shape() -> None:
 def test_wrong_shapes() -> None:
     pm, w = make_manager(), waves(8, 12)
     with pytest.raises(
-        sw.RankMismatchError, match=r"the weight has shape \(8, 12\), but shape=\(16, 12\)"
+        sw.RankMismatchError, match=r"the weight has shape \(8, 12\), but shape= is \(16, 12\)"
     ):
         pm.gather(w, *KERNEL, shape=(16, 12))
     with pytest.raises(

@@ -95,7 +95,7 @@ def test_axis_sharded_in_two_ways_is_refused() -> None:
     f = pm.shard_map(lambda x, y: x, in_axes=[(sw.KV_HEAD,), (sw.KV_HEAD,)], out_axes=(sw.KV_HEAD,))
     with pytest.raises(
         sw.AxisConflictError,
-        match="dim 0 KV_HEAD: the axis is not sharded here, and sharded over tp in argument 0",
+        match="dim 0 KV_HEAD: the axis is not sharded here, but sharded over tp in argument 0",
     ):
         f(numbers(8), numbers(6))
     np.testing.assert_array_equal(f(numbers(8), numbers(8)), numbers(8))

@@ -14,11 +14,11 @@ from shardwright.vocabulary.axes import Role
 
 
 def shard(x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None) -> Any:
-    """Shard an array, or every array of a tree, as the ambient manager resolves it.
+    """Shard an array, or every array of a tree, as the ambient manager resolves its annotation.
 
-    `shard(x, BATCH, LENGTH, EMBED)`, `shard(x, ColumnWise)`, or `shard(tree, annotations)`. `shard`
-    is strict: an array that does not fit raises an error. See `PartitionManager.shard` for the
-    arguments.
+    Write `shard(x, BATCH, LENGTH, EMBED)`, `shard(x, ColumnWise)` or `shard(tree, annotations)`.
+    `shard` is strict: an array that does not fit raises an error. See `PartitionManager.shard` for
+    the arguments.
 
     Raises:
       ShardingError: The annotation does not fit the array, the rules or the mesh.
@@ -42,8 +42,8 @@ def gather(
 ) -> Any:
     """Gather a stored weight, or a tree of them, into the sharding that computation uses.
 
-    `gather(w, EMBED, MLP_INTERMEDIATE)`. The gradient goes back to the stored sharding. Inside
-    `shard_map` this is an all-gather. See `PartitionManager.gather` for the arguments.
+    Write `gather(w, EMBED, MLP_INTERMEDIATE)`. The gradient has the stored sharding. Inside
+    `shard_map`, `gather` is an all-gather. See `PartitionManager.gather` for the arguments.
 
     Raises:
       ShardingError: The annotation does not fit the array, the rules or the mesh.
@@ -64,8 +64,8 @@ def current_manager() -> PartitionManager:
 def current_mesh() -> Mesh | AbstractMesh | None:
     """Return the current mesh, or None.
 
-    It is the first of these that exists: the mesh of `jax.set_mesh`, of a surrounding `shard_map`,
-    of a legacy `with mesh:`, of the entered manager.
+    The current mesh is the first of these that exists: the mesh of `jax.set_mesh`, of an enclosing
+    `shard_map`, of a legacy `with mesh:`, of the ambient manager.
     """
     mesh = _jax.mesh_at_hand()
     if mesh is not None:
@@ -75,14 +75,14 @@ def current_mesh() -> Mesh | AbstractMesh | None:
 
 
 def current_mesh_has(*names: str) -> bool:
-    """Tell whether the current mesh has all of these axes. No mesh counts as one without axes.
+    """Tell whether the current mesh has all of these axes. Without a mesh, no axis exists.
 
     Raises:
       MeshSpecError: A name is not a string.
     """
     for name in names:
         if not isinstance(name, str):
-            fix = 'pass the names one by one, as in ("dp", "tp")'
+            fix = 'pass each name as an argument, as in ("dp", "tp")'
             raise MeshSpecError(f"{name!r} is not the name of a mesh axis", fix=fix)
     mesh = current_mesh()
     return set(names) <= set(() if mesh is None else mesh.axis_names)

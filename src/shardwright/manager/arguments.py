@@ -1,4 +1,4 @@
-"""Read the arguments of a manager: rules, a mesh, and whether the two fit together."""
+"""Read the arguments of a manager, rules and a mesh, and check that they fit together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwright.vocabulary.axes import STANDARD_MESH_AXES
 
 
 def compiled_rules(strategy: Any) -> AxisRules:
-    """Return the rules of a `Strategy`, of a `PartitionAxis`, or compiled rules as they are.
+    """Return the rules of a `Strategy` or a `PartitionAxis`. Return compiled rules unchanged.
 
     Raises:
       StrategyError: The value is none of these, or does not compile.
@@ -41,10 +41,12 @@ def compiled_rules(strategy: Any) -> AxisRules:
 
 
 def own_mesh(strategy: Any) -> Mesh | AbstractMesh:
-    """Return the mesh of a strategy, which starts the backend; for rules alone, the ambient mesh.
+    """Return the mesh of a strategy or, for rules alone, the ambient mesh.
+
+    The mesh of a strategy starts the backend.
 
     Raises:
-      MeshSpecError: There is none.
+      MeshSpecError: There is no mesh.
     """
     if not isinstance(strategy, (AxisRules, PartitionAxis)):
         return strategy.make_mesh()  # type: ignore[no-any-return]
@@ -57,15 +59,17 @@ def own_mesh(strategy: Any) -> Mesh | AbstractMesh:
 def check_rules_on_mesh(rules: AxisRules, sizes: Mapping[str, int]) -> None:
     """Check that rules and a mesh name the same mesh axes, apart from the standard ones.
 
+    Nothing is checked under `missing = "replicate"`.
+
     Raises:
-      MeshMismatchError: A rule names a mesh axis that is neither standard nor in the mesh; or the
+      MeshMismatchError: A rule names a mesh axis that is neither standard nor in the mesh. Or the
         mesh has an axis of more than one device that is neither standard nor idle nor named by any
-        rule. Not under `missing = "replicate"`.
+        rule.
     """
     if rules.policy.missing is Missing.REPLICATE:
-        return  # The dim is then replicated, and each resolution records it.
-    named = (*rules.named_mesh_axes(), *rules.policy.idle)
-    raise_problems([_missing_mesh_axis(axis, sizes) for axis in foreign_mesh_axes(named, sizes)])
+        return  # A dim is replicated over a missing axis, and each resolution records that.
+    names = (*rules.named_mesh_axes(), *rules.policy.idle)
+    raise_problems([_missing_mesh_axis(axis, sizes) for axis in foreign_mesh_axes(names, sizes)])
     raise_problems(
         [
             _idle_mesh_axis(axis, sizes, rules.named_mesh_axes())
@@ -84,9 +88,9 @@ def _missing_mesh_axis(axis: str, sizes: Mapping[str, int]) -> Problem:
     )
 
 
-def _idle_mesh_axis(axis: str, sizes: Mapping[str, int], named: Sequence[str]) -> Problem:
-    """Return the problem of a mesh axis that no rule names, so that nothing is sharded over it."""
-    names = f"the rules name {', '.join(named)}" if named else "the rules name no mesh axis"
+def _idle_mesh_axis(axis: str, sizes: Mapping[str, int], rule_axes: Sequence[str]) -> Problem:
+    """Return the problem of a mesh axis that no rule names. Nothing is sharded over it."""
+    names = f"the rules name {', '.join(rule_axes)}" if rule_axes else "the rules name no mesh axis"
     return Problem(
         error=MeshMismatchError,
         what=f"no rule names the mesh axis {axis}={sizes[axis]}, "

@@ -1,4 +1,4 @@
-"""`ArrayMethods`: how a manager constrains and places arrays, one by one and in trees."""
+"""`ArrayMethods`: how a manager constrains and places arrays and trees of arrays."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from shardwright.vocabulary.axes import Role
 
 
 class ArrayMethods(ManagerCore):
-    """Constrain arrays inside a trace, place them outside of one, and map functions over shards."""
+    """Constrain arrays inside a trace, place them outside of it, and map functions over shards."""
 
     __slots__ = ()
 
@@ -42,20 +42,20 @@ class ArrayMethods(ManagerCore):
     ) -> Any:
         """Shard an array, or every array of a tree, as its annotation resolves.
 
-        Inside a trace this is a constraint, and over Explicit mesh axes a reshard. Outside of a
-        trace the array is placed. `shard` is strict: an array that does not fit raises an error.
-        NumPy data must be equal in all processes of the mesh, which is checked.
+        Inside a trace, `shard` adds a sharding constraint, or a reshard over Explicit mesh axes.
+        Outside of a trace it places the array. `shard` is strict: an array that does not fit raises
+        an error. NumPy data must be equal in all processes of the mesh, which is checked.
 
         Args:
           x: JAX or NumPy arrays, or a tree of them.
           *axes: Axis strings and composites, or one annotation, or a tree of annotations.
-          mode: Runtime mode. Defaults to the manager's, else to the layout's own, else to train.
+          mode: Runtime mode. Defaults to the manager's mode, else to the layout's, else to train.
           role: Role of the array. Defaults to param for weight layouts, else to activation.
 
         Raises:
           ShardingError: See `resolve`. For a tree, the problems of all leaves at once.
-          ManualAxisError: Inside `shard_map`, over a Manual mesh axis that the value does not vary
-            over.
+          ManualAxisError: Inside `shard_map`, the spec has a Manual mesh axis that the value does
+            not vary over.
           MeshMismatchError: The ambient mesh is not the manager's.
           AgreementError: NumPy data differs between processes; see `agree` of the manager.
         """
@@ -74,15 +74,15 @@ class ArrayMethods(ManagerCore):
         global_shape: Sequence[int] | None = None,
         mode: str | None = None,
     ) -> jax.Array:
-        """Build a global array from each process's part of it.
+        """Build a global array from the parts that the processes have.
 
         The parts must have one shape and dtype. Processes compare them at each call.
 
         Args:
-          local: This process's data.
+          local: The part of this process.
           *axes: Annotation of the global array.
           global_shape: Global shape. Defaults to the shape that the local shape and the spec imply.
-          mode: Runtime mode. Defaults to the manager's.
+          mode: Runtime mode. Defaults to the manager's mode.
 
         Raises:
           ShapeRequiredError: The spec depends on sizes, and `global_shape` is not given.
@@ -116,26 +116,26 @@ class ArrayMethods(ManagerCore):
         mode: str | None = None,
         check_vma: bool = True,
     ) -> Callable[..., Any]:
-        """Return `jax.shard_map` of a function, jitted, with axes in place of specs.
+        """Return the jitted `jax.shard_map` of a function, given annotations instead of specs.
 
         Each axis resolves once per call, from the sizes of the inputs.
 
         Args:
           f: Function of local arrays.
-          in_axes: One annotation, or tree of them, per positional argument.
-          out_axes: One annotation, or a tuple, list or dict of them.
+          in_axes: One annotation, or a tree of annotations, per positional argument.
+          out_axes: One annotation, or a tuple, list or dict of annotations.
           sizes: Global sizes of axes that no input has. Defaults to none.
-          mode: Runtime mode. Defaults to the manager's.
+          mode: Runtime mode. Defaults to the manager's mode.
           check_vma: Whether JAX tracks which mesh axes values vary over. Defaults to True.
 
         Raises:
           AxisConflictError: One axis would be sharded in two ways.
-          StrategyError: A rule says `?`.
+          StrategyError: A rule is `?`, which leaves the dim to the compiler.
         """
         if not isinstance(in_axes, (tuple, list)):
             raise StrategyError(
                 f"in_axes={in_axes!r} is not a tuple",
-                fix="write one annotation, or tree of them, per positional argument",
+                fix="write one annotation, or a tree of annotations, per positional argument",
             )
         from shardwright.manager.shard_map import SemanticShardMap, checked_outputs, known_sizes
 
@@ -164,9 +164,9 @@ class ArrayMethods(ManagerCore):
         strict: bool,
         path: str | None = None,
     ) -> Any:
-        """Place an array. Without a path, place a tree: each leaf under its own path."""
-        # A trace calls this thousands of times, nearly always with a tracer. So test for a tracer
-        # once, and build a request only if the answer is not cached.
+        """Place an array, or the arrays of a tree. Only a tree's leaves have a path."""
+        # A trace calls this method thousands of times, nearly always with a tracer. So test for a
+        # tracer once, and build a request only if its placement is not in the cache.
         traced = isinstance(x, jax.core.Tracer)
         if not traced and path is None:
             self._compare_data(x)
@@ -186,18 +186,18 @@ class ArrayMethods(ManagerCore):
             role,
             strict,
             jax.sharding.get_abstract_mesh(),  # the empty one if no mesh is ambient
-            path and self.rules.tensors and path,  # only exceptions by path read the path
+            path and self.rules.tensors and path,  # only [[tensors]] entries depend on the path
         )
         try:
-            answer = self._cache[key]
+            cached = self._cache[key]
         except TypeError:  # an unhashable annotation, such as a list among the axes
-            answer, key = None, None
-        if answer is None:
+            cached, key = None, None
+        if cached is None:
             request = Request(read_annotation(axes), shape, mode, role, path)
-            answer = self._placement(request, strict=strict)
+            cached = self._placement(request, strict=strict)
             if key is not None:
-                self._cache.keep(key, answer)
-        placement, resolution = answer
+                self._cache.keep(key, cached)
+        placement, resolution = cached
         if resolution is not None and strict:
             check_varying(x, resolution, path)
         if placement is None:
@@ -215,9 +215,9 @@ class ArrayMethods(ManagerCore):
     def _placement(
         self, request: Request, *, strict: bool = True
     ) -> tuple[Placement | None, Resolution | None]:
-        """Return the placement of an array, and its resolution if that has Manual mesh axes.
+        """Return the placement of an array, and its resolution if a dim is over Manual mesh axes.
 
-        The placement is None if `shard_map` has applied all mesh axes.
+        The placement is None if all mesh axes are Manual: `shard_map` has applied them.
         """
         ambient = _jax.ambient_mesh()
         manual = self.manual_axes(ambient)
@@ -239,7 +239,7 @@ class ArrayMethods(ManagerCore):
 def check_varying(x: Any, resolution: Resolution, path: str | None) -> None:
     """Check that an array varies over every Manual mesh axis that its dims are sharded over.
 
-    The resolution is shared by all paths that it holds for. The error names this path.
+    A cached resolution may have the path of another array, so the error has the path given here.
     """
     varying = _jax.varying_axes(x)
     missing = [

@@ -30,19 +30,19 @@ from shardwright.resolution.partition_specs import (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A spec on the current mesh; static and hashable, so that a custom JVP can carry it.
+    """A spec on the current mesh. It is static and hashable, as arguments of a custom JVP must be.
 
     Attributes:
       spec: The whole spec, without Manual mesh axes.
-      auto: Its part over Auto mesh axes, or None if the mesh has none.
-      explicit: Its part over Explicit mesh axes, or None if the mesh has none.
-      mesh: The manager's mesh with the axis types of the ambient one.
-      ambient: Whether a mesh is ambient, so that bare specs have a meaning.
-      sharding: Argument of the Auto constraint: a `NamedSharding` of the manager's mesh if that is
-        possible, else the bare spec. JAX refuses a bare spec in an eager `grad` or `vmap` of an
-        array that is older than the ambient mesh. It refuses a sharding of the whole mesh inside
-        `shard_map` and beside Explicit axes.
-      plain: Whether that constraint is all that a trace needs.
+      auto: The part of the spec over Auto mesh axes, or None if the mesh has none.
+      explicit: The part of the spec over Explicit mesh axes, or None if the mesh has none.
+      mesh: The manager's mesh, with the axis types of the ambient mesh where that is possible.
+      ambient: Whether a mesh is ambient, which a bare spec requires.
+      sharding: Argument of the constraint over Auto mesh axes: a `NamedSharding` on the manager's
+        mesh if JAX allows it, else a bare spec. JAX refuses a bare spec in an eager `grad` or
+        `vmap` of an array that was created before the mesh became ambient. It refuses a sharding on
+        the whole mesh inside `shard_map` and beside Explicit axes.
+      plain: Whether the constraint over Auto mesh axes is all that a trace needs.
     """
 
     spec: PartitionSpec
@@ -57,7 +57,7 @@ class Placement:
 def make_placement(
     spec: PartitionSpec, mesh: Mesh | AbstractMesh, ambient: AbstractMesh | None
 ) -> Placement:
-    """Split a spec by the axis types of the ambient mesh, or of the manager's if none is ambient.
+    """Split a spec by the axis types of the ambient mesh, else by those of the manager's mesh.
 
     Raises:
       MeshMismatchError: A dim has an Auto mesh axis before an Explicit one.
@@ -90,7 +90,7 @@ def make_placement(
 def mesh_here(mesh: Mesh | AbstractMesh, ambient: AbstractMesh | None) -> Mesh | AbstractMesh:
     """Return a mesh with the axis types of the ambient mesh, which JAX requires.
 
-    Inside `shard_map` the mesh stays as it is.
+    An abstract mesh is returned unchanged, and so is any mesh inside `shard_map`.
     """
     if (
         ambient is None
@@ -115,7 +115,7 @@ def _part(spec: PartitionSpec, axes: list[str]) -> PartitionSpec | None:
 
 
 def order_problems(spec: PartitionSpec, types: Mapping[str, AxisType]) -> list[Problem]:
-    """Return the dims that JAX cannot express: an Auto mesh axis before an Explicit one."""
+    """Return a problem for each dim with an Auto mesh axis before an Explicit one."""
     problems = []
     for dim, entry in enumerate(spec.partitions):
         kinds = [types[axis] for axis in entry_names(entry)]
@@ -134,7 +134,7 @@ def order_problems(spec: PartitionSpec, types: Mapping[str, AxisType]) -> list[P
 
 
 def place(x: Any, placement: Placement, *, compared: bool = False) -> Any:
-    """Place one array: by a constraint or a reshard inside a trace, by a transfer outside.
+    """Place one array: with a constraint or a reshard inside a trace, else with a transfer.
 
     `compared` is as in `put`.
     """
@@ -147,13 +147,13 @@ def place(x: Any, placement: Placement, *, compared: bool = False) -> Any:
 
 
 def check_kept(x: Any, *, path: str = "") -> None:
-    """Check that JAX keeps the values of a NumPy array or a number, which it casts without x64.
+    """Check the values of a NumPy array or a number that JAX casts to 32 bits without x64.
 
-    Integers must fit in 32 bits. Floats may be rounded, tiny ones to zero, but a finite float must
-    stay finite.
+    Integers must fit in 32 bits. Floats may be rounded, and tiny floats become zero, but a finite
+    float must stay finite.
 
     Raises:
-      StrategyError: Values do not fit.
+      StrategyError: A value does not fit.
     """
     wide: bool = jax.config.jax_enable_x64  # type: ignore[attr-defined]
     if wide or isinstance(x, (jax.Array, jax.core.Tracer)):
@@ -163,7 +163,7 @@ def check_kept(x: Any, *, path: str = "") -> None:
     if not isinstance(dtype, np.dtype) or dtype.name not in _HALVES or not np.size(x):
         return
     half = np.dtype(_HALVES[dtype.name])
-    if _survives(x, half):
+    if _fits(x, half):
         return
     kind = dtype if plain is None else f"a Python {type(x).__name__}"
     what = (
@@ -183,12 +183,12 @@ _HALVES: Final = {
 }
 
 
-def _survives(x: Any, half: np.dtype[Any]) -> bool:
+def _fits(x: Any, half: np.dtype[Any]) -> bool:
     if half.kind in "iu":
         limits = np.iinfo(half)
         return int(np.min(x)) >= limits.min and int(np.max(x)) <= limits.max
     for part in (np.real(x), np.imag(x)) if half.kind == "c" else (x,):
-        # Two passes without a copy. Select the finite values only if one is not finite.
+        # These are two passes without a copy. Copy the finite values only if one is not finite.
         ends = [np.fmin.reduce(part, axis=None), np.fmax.reduce(part, axis=None)]
         if not np.isfinite(ends).all():
             finite = np.asarray(part)[np.isfinite(part)]
@@ -202,13 +202,13 @@ def _survives(x: Any, half: np.dtype[Any]) -> bool:
 def constrain(x: Any, placement: Placement) -> Any:
     """Constrain an array inside a trace."""
     if placement.plain:
-        # Nearly every call ends here, thousands of times in a trace.
+        # Nearly all calls return here, and a trace makes thousands of them.
         return jax.lax.with_sharding_constraint(x, placement.sharding)
     if placement.explicit is None:
         return x if placement.auto is None else _constrain_auto(x, placement)
     if placement.auto is None:
         return _reshard(x, placement)
-    return _both(x, placement)
+    return _reshard_and_constrain(x, placement)
 
 
 def _constrain_auto(x: Any, placement: Placement) -> Any:
@@ -229,21 +229,21 @@ def _reshard(x: Any, placement: Placement) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _both(x: Any, placement: Placement) -> Any:
-    """Reshard and constrain in one jitted function: eagerly, each would undo the other."""
+def _reshard_and_constrain(x: Any, placement: Placement) -> Any:
+    """Reshard and constrain in one jitted function. Outside of jit, each would undo the other."""
     return _constrain_auto(_reshard(x, placement), placement)
 
 
 def _fill_unconstrained(spec: Any, current: PartitionSpec) -> PartitionSpec:
-    """Replace UNCONSTRAINED by the array's current mesh axes that the spec does not use."""
+    """Replace each UNCONSTRAINED by the dim's current mesh axes that the spec does not use."""
     if UNCONSTRAINED not in spec.partitions:
         return spec  # type: ignore[no-any-return]
     used = {axis for entry in spec.partitions for axis in entry_names(entry)}
-    old = (*current.partitions, *[None] * len(spec.partitions))
+    current_entries = (*current.partitions, *[None] * len(spec.partitions))
     entries = []
-    for entry, had in zip(spec.partitions, old, strict=False):
+    for entry, current_entry in zip(spec.partitions, current_entries, strict=False):
         entries.append(
-            entry_of(tuple(axis for axis in entry_names(had) if axis not in used))
+            entry_of(tuple(axis for axis in entry_names(current_entry) if axis not in used))
             if entry is UNCONSTRAINED
             else entry
         )
@@ -260,7 +260,7 @@ def no_devices() -> MeshSpecError:
 
 
 def put(x: Any, placement: Placement, *, compared: bool = False) -> Any:
-    """Place a concrete array; return the same object if it is already placed.
+    """Place a concrete array. Return the same object if it already has the sharding.
 
     Args:
       x: A JAX or NumPy array, or a number.
@@ -280,7 +280,7 @@ def put(x: Any, placement: Placement, *, compared: bool = False) -> Any:
             fix="for a value that has only a shape, call pm.shardings or pm.abstract",
         )
     current = x.sharding if isinstance(x, jax.Array) else None
-    held = (
+    current_spec = (
         current.spec
         if isinstance(current, NamedSharding) and current.mesh == placement.mesh
         else PartitionSpec()
@@ -288,7 +288,7 @@ def put(x: Any, placement: Placement, *, compared: bool = False) -> Any:
     # An array in host memory stays there.
     kind = None if current is None or current.memory_kind == "device" else current.memory_kind
     sharding = NamedSharding(
-        placement.mesh, _fill_unconstrained(placement.spec, held), memory_kind=kind
+        placement.mesh, _fill_unconstrained(placement.spec, current_spec), memory_kind=kind
     )
     if current is not None and current.is_equivalent_to(sharding, x.ndim) and x.committed:
         return x
@@ -299,15 +299,15 @@ def put(x: Any, placement: Placement, *, compared: bool = False) -> Any:
 
 
 def gather(w: Any, use: Placement, stored: Placement) -> Any:
-    """Constrain a stored weight to the spec of its use, and its cotangent back to the stored spec.
+    """Constrain a stored weight to the spec of its use, and its cotangent to the stored spec.
 
-    Both placements are static: the backward pass never reads the ambient manager.
+    Both placements are static, so the backward pass does not read the ambient manager.
     """
     check_kept(w)
     if stored.explicit is None:
         return _gather_auto(w, use, stored)
-    # A cotangent over Explicit axes has the type of its primal. So the weight is placed as stored
-    # first.
+    # Over Explicit axes a cotangent has the sharding of its primal. So first give the weight its
+    # stored sharding.
     w = place(w, stored)
     if stored.auto is None or not (isinstance(w, jax.core.Tracer) or _jax.in_trace()):
         return place(w, use)
@@ -323,35 +323,38 @@ def _gather_auto(w: Any, use: Placement, stored: Placement) -> Any:
 def _gather_auto_jvp(
     use: Placement, stored: Placement, primals: tuple[Any], tangents: tuple[Any]
 ) -> tuple[Any, Any]:
-    """Constrain the tangent as stored; by transposition, the cotangent too."""
+    """Constrain the tangent to the stored spec. The transpose does the same for the cotangent."""
     return _gather_auto(*primals, use, stored), place(*tangents, stored)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _gather_mixed(w: Any, use: Placement, stored: Placement) -> Any:
-    """Do both in one jitted function, as in `_both`.
+    """Gather over Explicit and Auto axes in one jitted function, as in `_reshard_and_constrain`.
 
-    A reshard transposes to the sharding of its input, which is the stored one.
+    The transpose of a reshard returns to the sharding of its input, which is the stored sharding.
     """
     return _gather_auto(_reshard(w, use), auto_part(use), auto_part(stored))
 
 
 def auto_part(placement: Placement) -> Placement:
-    """Return a placement's constraint over Auto mesh axes alone."""
+    """Return a copy of a placement that has only the constraint over Auto mesh axes."""
     return dataclasses.replace(placement, explicit=None)
 
 
 def global_shape(sharding: NamedSharding, local: Sequence[int]) -> tuple[int, ...]:
-    """Return the global shape of an array of which this process has a part of this local shape."""
+    """Return the global shape of an array, given the shape of the part that this process has."""
     sizes = sharding.mesh.shape
     spec = (*sharding.spec.partitions, *[None] * len(local))
     shards = tuple(
         math.prod(sizes[axis] for axis in entry_names(spec[dim])) for dim in range(len(local))
     )
-    # Use an array with one element per shard, to count the shards of this process.
-    here = sharding.addressable_devices_indices_map(shards).values()
-    mine = [
-        len({index[dim].indices(count) for index in here if index is not None})
+    # Count the shards of this process along each dim, with an array of one element per shard.
+    indices = sharding.addressable_devices_indices_map(shards).values()
+    local_shards = [
+        len({index[dim].indices(count) for index in indices if index is not None})
         for dim, count in enumerate(shards)
     ]
-    return tuple(size * count // own for size, count, own in zip(local, shards, mine, strict=True))
+    return tuple(
+        size * count // local_count
+        for size, count, local_count in zip(local, shards, local_shards, strict=True)
+    )

@@ -1,11 +1,13 @@
-"""The ambient manager: which manager a flow has, and what JAX's caches know of it.
+"""The ambient manager of a flow, and its key in JAX's caches.
 
-A flow is what runs in one `contextvars` context: a thread, a task, or a copied context. A context
-variable holds the manager of the flow, so a task inherits what was entered where it was created.
+A flow is the code that runs in one `contextvars` context: a thread, a task, or a copied context. A
+context variable holds the manager of the flow, so a task inherits the manager that was entered
+where the task was created.
 
-JAX reads a user-context instead, which belongs to the thread. Its value is a `Key`, which is part
-of the key of every cache of JAX. If the two disagree, a trace is refused, because JAX would keep
-the traced program under the wrong key. Outside of a trace the manager of the flow counts.
+JAX does not read this variable. It reads a user-context, which belongs to the thread. The value of
+the user-context is a `Key`, and every cache of JAX has it in its keys. If the variable and the
+user-context disagree, a trace is refused, because JAX would cache the traced program under the
+wrong key. Outside of a trace, the manager of the flow applies.
 """
 
 from __future__ import annotations
@@ -29,19 +31,19 @@ from shardwright.resolution.recent import Recent
 
 
 class Key(frozenset[Hashable]):
-    """What JAX's caches know of a manager.
+    """The part of JAX's cache keys that stands for a manager.
 
-    Keys of equal managers are equal. A key is small, because JAX keeps it forever.
+    Equal managers have equal keys. A key is small, because JAX never frees it.
 
-    JAX takes a cached program without a comparison if its key is the identical object. So the key
-    of a manager that a task entered is replaced at each request for the manager, and is never used
-    again. Other keys are compared in `__eq__`: only flows with an equal manager may run a program
-    that asked for the manager.
+    JAX runs a cached program without calling `__eq__` if the key is the identical object. So if a
+    task entered a manager, its key is replaced at each request for the manager inside a trace, and
+    the former key is never used again. All other keys are compared by `__eq__`: only a flow with an
+    equal manager may run a program that asked for the manager.
 
     Attributes:
       values: Rules, mesh and mode of the manager; None for no manager.
       asked: Whether a program under this key may have asked for the manager.
-      text: Name of the manager in messages.
+      text: The manager's name in messages.
     """
 
     __slots__ = ("asked", "text", "values")
@@ -50,16 +52,19 @@ class Key(frozenset[Hashable]):
     asked: bool
 
     def __new__(cls, values: Hashable, text: str = "") -> Self:
-        """Return a key; a set of one value, because JAX hashes it at every operation of a trace."""
+        """Return a key: a set of one value, whose hash Python caches.
+
+        JAX hashes the key at every operation of a trace.
+        """
         key = super().__new__(cls, (values,))
         key.values, key.text, key.asked = values, text, False
         return key
 
     def fresh(self) -> Key:
-        """Return an equal key under which JAX has cached nothing yet."""
+        """Return an equal but new key, under which JAX has cached nothing yet."""
         return Key(self.values, self.text)
 
-    # A set keeps its hash, and returns it without a Python call.
+    # A frozenset caches its hash, and returns it without a Python call.
     __hash__ = frozenset.__hash__
 
     def __eq__(self, other: object) -> bool:
@@ -76,8 +81,8 @@ class Key(frozenset[Hashable]):
         entry = _FLOW.get()
         if entry is None or entry.revoked:
             entry = _of_this_flow()
-        own = None if entry is None else entry.key.values
-        return own is values or own == values
+        flow_values = None if entry is None else entry.key.values
+        return flow_values is values or flow_values == values
 
     def __repr__(self) -> str:
         return self.text or "no manager"
@@ -99,19 +104,18 @@ def key_of(values: Hashable, text: str) -> Key:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Entry:
-    """One `with pm:`.
+    """One `with pm:` of a flow.
 
     Attributes:
       manager: The entered manager.
-      key: What JAX knows of it. If a task entered it, the key changes with each request inside a
-        trace.
-      mesh: The entered context of its mesh, or None.
-      outer: The entry that the flow had before.
-      task: The asyncio task that entered it, or None.
-      number: Number of the entry; later entries have larger ones.
-      hidden_from: Tasks that ran beside that task when it ended without leaving; None until it
-        ends.
-      revoked: Whether a flow left it that had not entered it.
+      key: The manager's key in JAX's caches. If a task entered the manager, the key is replaced at
+        each request inside a trace.
+      mesh: The entered context of the manager's mesh, or None.
+      outer: The former entry of the flow, or None.
+      task: The asyncio task that entered the manager, or None.
+      number: Number of the entry. Later entries have larger numbers.
+      hidden_from: The other tasks that ran when `task` ended without leaving. None until it ends.
+      revoked: Whether another flow than the one that entered the manager has left it.
     """
 
     manager: Any
@@ -125,7 +129,7 @@ class _Entry:
 
 
 class _Thread(threading.local):
-    """The entries of this thread, innermost last, and what JAX's user-context had before."""
+    """The entries of this thread, innermost last, and the user-context entered below them."""
 
     def __init__(self) -> None:
         self.stack: list[_Entry] = []
@@ -148,7 +152,7 @@ _NUMBERS = itertools.count()
 
 
 def enter(manager: Any, mesh: Any, key: Key) -> None:
-    """Make a manager ambient, and its mesh too: except in a trace, where a mesh cannot change."""
+    """Make a manager ambient. Make its mesh ambient too, except in a trace."""
     thread, task, outer = _ENTERED, _current_task(), _FLOW.get()
     stack = thread.stack
     if outer is None or outer.revoked:
@@ -156,7 +160,7 @@ def enter(manager: Any, mesh: Any, key: Key) -> None:
     if task is not None:
         key = key.fresh()
         task.add_done_callback(_ended)
-    # Not an ExitStack: that alone takes longer than both contexts.
+    # An ExitStack alone would take longer than both contexts.
     ambient = _AMBIENT(key)
     ambient.__enter__()
     try:
@@ -174,11 +178,11 @@ def enter(manager: Any, mesh: Any, key: Key) -> None:
 
 
 def leave(manager: Any) -> None:
-    """Undo the manager's `enter`, and every later one that this flow did not leave.
+    """Undo `enter` of a manager, and every later `enter` that this flow did not undo.
 
     Raises:
-      NoManagerError: This flow did not enter the manager last. The manager is left, if it was
-        entered at all.
+      NoManagerError: The manager is not the one that this flow entered last. If the manager was
+        entered before, it is left nevertheless.
     """
     thread, entry = _ENTERED, _FLOW.get()
     stack = thread.stack
@@ -193,7 +197,7 @@ def leave(manager: Any) -> None:
         return
     _undo_last(stack)
     _FLOW.set(entry.outer)
-    entry.outer = None  # else tasks that create tasks would keep a chain of all earlier entries
+    entry.outer = None  # else tasks that create tasks would keep all earlier entries alive
 
 
 def _leave_another(manager: Any) -> None:
@@ -214,9 +218,9 @@ def _leave_another(manager: Any) -> None:
     if len(entries) > 1:
         raise NoManagerError(
             f"{manager!r} is not the manager that this thread entered last, which is {last!r}; "
-            "all managers entered since are left now",
+            "this manager and all that were entered after it are left now",
             fix="leave managers in the reverse order; do not yield inside `with pm:`, "
-            "use the manager's methods there",
+            "but call the methods of the manager",
         )
 
 
@@ -230,7 +234,7 @@ def take_back() -> Any:
 
 
 def _chain(entry: _Entry | None) -> list[_Entry]:
-    """Return what a flow has entered in this thread and not left, innermost first."""
+    """Return the entries of a flow that are still in this thread's stack, innermost first."""
     chain = []
     while entry is not None:
         if any(entered is entry for entered in _ENTERED.stack):
@@ -240,7 +244,7 @@ def _chain(entry: _Entry | None) -> list[_Entry]:
 
 
 def _since(manager: Any, entries: list[_Entry]) -> list[_Entry]:
-    """Return the entries up to the first one of a manager, or none if it has none."""
+    """Return the entries up to the first entry of a manager, or an empty list if it has none."""
     position = next(
         (position for position, entry in enumerate(entries) if entry.manager is manager), None
     )
@@ -253,10 +257,10 @@ def _undo(entry: _Entry) -> None:
         _undo_last(stack)
         return
     position = stack.index(entry)
-    # The next entry with a mesh now restores the mesh that was ambient before this entry.
-    heir = next((later for later in stack[position + 1 :] if later.mesh is not None), None)
-    if heir is not None and entry.mesh is not None:
-        heir.mesh, entry.mesh = entry.mesh, None
+    # The mesh that was ambient before this entry is restored when the next entry with a mesh ends.
+    later = next((other for other in stack[position + 1 :] if other.mesh is not None), None)
+    if later is not None and entry.mesh is not None:
+        later.mesh, entry.mesh = entry.mesh, None
     del stack[position]
     _unwatch(entry.task, stack)
 
@@ -281,9 +285,9 @@ def _unwatch(task: Any, stack: list[_Entry]) -> None:
 
 
 def _ended(task: Any) -> None:
-    """Hide what a task entered and did not leave from the tasks that ran beside it.
+    """Hide the managers that an ended task did not leave from the tasks that still run.
 
-    Tasks that start later see it, because later cells of a notebook need it.
+    Tasks that start later see these managers, because later cells of a notebook need them.
     """
     tasks = asyncio.all_tasks()
     for entry in _ENTERED.stack:
@@ -292,9 +296,9 @@ def _ended(task: Any) -> None:
 
 
 def _watch_job() -> None:
-    """Leave all that a job of a `ThreadPoolExecutor` enters when the job ends.
+    """If this is a job of a `ThreadPoolExecutor`, leave all its managers when the job ends.
 
-    The next job runs in the same thread.
+    The next job runs in the same thread, and must not see them.
     """
     pool: Any = sys.modules.get("concurrent.futures.thread")
     if pool is None:
@@ -307,7 +311,7 @@ def _watch_job() -> None:
         return
 
     def ended(_: object) -> None:
-        # A future calls back in the thread that ran the job, before the next job starts.
+        # A future runs its callbacks in the thread that ran the job, before the next job starts.
         while stack is _ENTERED.stack and stack:
             stack[-1].revoked = True
             _undo_last(stack)
@@ -324,10 +328,10 @@ def _current_task() -> Any:
 
 
 def _may_see(entry: _Entry) -> bool:
-    """Tell whether a flow without its own manager gets this entry of another flow of the thread.
+    """Tell whether a flow without a manager of its own inherits an entry of another flow.
 
-    The cells of a notebook do, which may each run in a task and a context. A task that still runs,
-    or that ran beside this one, keeps its manager to itself.
+    Cells of a notebook inherit from earlier cells: each cell may run in a task and a context of its
+    own. No other task inherits from a task that still runs, or from one that ran at the same time.
     """
     if entry.task is None:
         return True
@@ -342,9 +346,9 @@ def _live(entry: _Entry | None) -> _Entry | None:
 
 
 def _of_this_flow() -> _Entry | None:
-    """Return the entry of this flow, else one that an earlier flow did not leave."""
-    own = _live(_FLOW.get())
-    return _last_visible() if own is None else own
+    """Return the entry of this flow, else the last entry that it inherits from other flows."""
+    entry = _live(_FLOW.get())
+    return _last_visible() if entry is None else entry
 
 
 def _last_visible() -> _Entry | None:
@@ -355,8 +359,8 @@ def current() -> Any:
     """Return the manager of this flow, or None.
 
     Raises:
-      NoManagerError: Inside a trace, JAX's caches know of another manager; or two flows of this
-        thread entered one each, and it is ambiguous which of them counts here.
+      NoManagerError: Inside a trace, the key in JAX's caches is that of another manager. Or two
+        flows of this thread entered different managers, and it is ambiguous which one applies.
     """
     entry, key = _FLOW.get(), _AMBIENT.value
     if entry is None or entry.key is not key or entry.revoked:
@@ -376,10 +380,10 @@ def current() -> Any:
 
 
 def _reconciled(key: Key) -> _Entry | None:
-    """Return the entry of this flow, after checking it against the key that JAX has.
+    """Return the entry of this flow, after a comparison with the key in JAX's caches.
 
     Raises:
-      NoManagerError: As `current` does.
+      NoManagerError: See `current`.
     """
     entry, last = _of_this_flow(), _last_visible()
     if (
@@ -406,9 +410,9 @@ def _unknown_to_jax(entry: _Entry | None, key: Key) -> NoManagerError:
             fix="enter one around the call of the jitted function, with pm: ..., "
             "without an await inside",
         )
-    known = f"; they know {key}, entered by another task" if key.values is not None else ""
+    other = f"; they know {key}, entered by another task" if key.values is not None else ""
     return NoManagerError(
-        f"JAX's caches in this thread do not know the ambient manager, {entry.manager!r}{known}",
+        f"JAX's caches in this thread do not know the ambient manager, {entry.manager!r}{other}",
         fix="enter it again around the call of the jitted function, "
         "with sw.current_manager(): ..., without an await inside",
     )
@@ -417,15 +421,15 @@ def _unknown_to_jax(entry: _Entry | None, key: Key) -> NoManagerError:
 def _replace_default(fresh: Key) -> None:
     """Give every thread without a manager a new key, under which nothing is cached.
 
-    A flow with a manager must not take a program that was cached for none.
+    A flow with a manager must not run a program that was cached without one.
     """
     _AMBIENT.set_global(fresh)
-    if _AMBIENT.value is not fresh:  # this thread has a value of its own
+    if _AMBIENT.value is not fresh:  # the user-context of this thread has its own value
         _AMBIENT(fresh).__enter__()
 
 
 def depth() -> int:
-    """Return how many managers this thread has entered and not left."""
+    """Return the number of managers that this thread has entered and not left."""
     return len(_ENTERED.stack)
 
 
@@ -433,7 +437,7 @@ def require(what: str, *, method: bool = True) -> Any:
     """Return the manager of this flow.
 
     Raises:
-      NoManagerError: It has none.
+      NoManagerError: The flow has no manager.
     """
     manager = current()
     if manager is None:
@@ -446,13 +450,13 @@ def require(what: str, *, method: bool = True) -> Any:
 
 
 def apart() -> AbstractContextManager[object]:
-    """Return a context in which JAX has compiled nothing yet, so that it traces again, once."""
+    """Return a context with a new cache key, so that JAX traces again."""
     entered: AbstractContextManager[object] = _APART(object())
     return entered
 
 
 def mapped(inputs: Any) -> AbstractContextManager[object]:
-    """Return a context in which functions are traced for the inputs of a `pm.shard_map`."""
+    """Return a context in which `mapped_inputs` returns these inputs of a `pm.shard_map`."""
     entered: AbstractContextManager[object] = _INPUTS(inputs)
     return entered
 

@@ -1,8 +1,7 @@
 """`einsum` and `dot_general` with a sharded result, on Auto, Explicit and mixed meshes.
 
-Over Auto mesh axes the result gets a constraint. Over Explicit ones JAX refuses a product that
-contracts a sharded dim unless the call itself says how the result is sharded, so there the
-sharding is the argument `out_sharding`.
+Over Auto mesh axes, the result gets a constraint. Over Explicit mesh axes, the sharding is passed
+as `out_sharding`, because JAX refuses a product that contracts a sharded dim without it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from shardwright.vocabulary.annotations import read_annotation
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Product:
-    """A product of arrays whose options are fixed. It is hashable, so that jit can keep it.
+    """A product of arrays with fixed options. It is hashable, as a static argument of jit must be.
 
     Attributes:
       function: `jnp.einsum` or `jax.lax.dot_general`.
@@ -63,12 +62,12 @@ def einsum(
     precision: Any = None,
     preferred_element_type: Any = None,
 ) -> Any:
-    """Compute `jnp.einsum` with its result sharded as the ambient manager resolves `out`.
+    """Compute `jnp.einsum`, with the result sharded as the ambient manager resolves `out`.
 
-    Use it in place of `sw.shard(jnp.einsum(...), *out)`. It does the same on Auto meshes, and it
-    also works on Explicit and mixed ones, where a product over a sharded dim needs the sharding of
-    its result. A dim that a rule leaves to the compiler (`?`) is not sharded over Explicit axes.
-    Without an ambient manager this is `jnp.einsum`.
+    Use `sw.einsum` instead of `sw.shard(jnp.einsum(...), *out)`. Both do the same on Auto meshes.
+    `sw.einsum` also works on Explicit and mixed meshes, where JAX requires the sharding of the
+    result if a sharded dim is contracted. A dim that a rule leaves to the compiler (`?`) is not
+    sharded over Explicit axes. Without an ambient manager, `sw.einsum` is `jnp.einsum`.
 
     >>> import shardwright as sw
     >>> sw.einsum("ij,jk->ik", jnp.ones((2, 3)), jnp.ones((3, 4)), out=(sw.BATCH, sw.EMBED)).shape
@@ -99,10 +98,10 @@ def dot_general(
     precision: Any = None,
     preferred_element_type: Any = None,
 ) -> Any:
-    """Compute `jax.lax.dot_general` with its result sharded as the ambient manager resolves `out`.
+    """Compute `jax.lax.dot_general`, with the result sharded as the ambient manager resolves `out`.
 
-    The dims of the result are the batch dims, the free dims of `lhs`, the free dims of `rhs`. See
-    `einsum` for what happens on each kind of mesh.
+    The dims of the result are the batch dims, then the free dims of `lhs`, then those of `rhs`. See
+    `einsum` for the behavior on each kind of mesh.
 
     Args:
       lhs: Array.
@@ -132,15 +131,15 @@ def _sharded(product: _Product, operands: tuple[Any, ...], out: Any, mode: str |
     mesh = _jax.ambient_mesh() or manager.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return manager._place(product(*operands), (out,), mode, None, True)
-    # The spec depends on the shape of the result. P() keeps JAX from refusing the product.
+    # The spec depends on the shape of the result. With P(), JAX accepts every product here.
     result = jax.eval_shape(functools.partial(product, out_sharding=PartitionSpec()), *operands)
     placement, resolution = manager._placement(Request(read_annotation((out,)), result.shape, mode))
-    if placement is None:  # a surrounding shard_map has made all mesh axes Manual
+    if placement is None:  # an enclosing shard_map has made all mesh axes Manual
         y = product(*operands)
     elif placement.auto is None or _jax.in_trace():
         y = _place_result(product, placement, *operands)
     else:
-        # Eagerly the constraint over Auto axes would undo the sharding over Explicit ones.
+        # Outside of jit, the constraint over Auto axes would undo the sharding over Explicit axes.
         y = _place_result_jitted(product, placement, *operands)
     if resolution is not None:
         check_varying(y, resolution, None)
@@ -151,7 +150,7 @@ def _place_result(product: _Product, placement: Placement, *operands: Any) -> An
     assert placement.explicit is not None
     entries = [None if entry is UNCONSTRAINED else entry for entry in placement.explicit.partitions]
     spec: Any = PartitionSpec(*entries)
-    # A bare spec needs an ambient mesh, which a manager entered inside a trace does not set.
+    # A bare spec requires an ambient mesh. A manager that is entered inside a trace sets none.
     if not placement.ambient:
         spec = NamedSharding(placement.mesh, spec)
     y = product(*operands, out_sharding=spec)

@@ -1,4 +1,4 @@
-"""HTML for notebooks: a manager's mesh, and where its rules put each axis."""
+"""HTML for notebooks: a manager's mesh, and the mesh axes that its rules give each axis."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _MOST_ROWS: Final = 100
 
 
 def manager_html(manager: PartitionManager) -> str:
-    """Return a manager as HTML: its mesh as a picture if it is small, its axes as a table."""
+    """Return a manager as HTML: a picture of its mesh, if it is small, and a table of its axes."""
     axes = [*SEMANTIC_AXES, *manager.rules.user_axes][:_MOST_ROWS]
     roles = (Role.ACTIVATION, Role.PARAM)
-    rows = [(axis_label(axis), *(_placed(manager, axis, role) for role in roles)) for axis in axes]
+    rows = [(axis_label(axis), *(_cell(manager, axis, role) for role in roles)) for axis in axes]
     return (
         f"<div><div><b>{html.escape(repr(manager))}</b></div>{_mesh_picture(manager)}"
         f"{table(('axis', *map(str, roles)), rows)}</div>"
     )
 
 
-def _placed(manager: PartitionManager, axis: str, role: Role) -> str:
-    """Return the mesh axes of an axis; its rule where they depend on the size."""
+def _cell(manager: PartitionManager, axis: str, role: Role) -> str:
+    """Return the mesh axes of an axis, or its rule if they depend on the size."""
     resolution = manager.explain((axis,), role=role)
     decision = resolution.decisions[0] if resolution.decisions else None
     if decision is None:

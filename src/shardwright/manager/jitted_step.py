@@ -1,4 +1,4 @@
-"""`JittedStep`: a jitted training step that checks its arguments before JAX sees them."""
+"""`JittedStep`: a jitted training step that checks its arguments before it calls JAX."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from shardwright.vocabulary.annotations import is_annotation
 
 
 class Argument:
-    """What `jit_step` knows of one argument of the step.
+    """One argument of the step, as it was given to `jit_step`.
 
     Args:
-      name: `state`, or `input` and a position, for messages.
+      name: Name in messages: `state`, or `input` and a position.
       tree: Annotations, or arrays or `ShapeDtypeStruct`s with shardings.
-      shardings: The shardings of these leaves, in the same structure.
+      shardings: The shardings of the tree's leaves, in the same structure.
     """
 
     def __init__(self, name: str, tree: Any, shardings: Any) -> None:
@@ -37,15 +37,15 @@ class Argument:
         self.structure: Any = structure
         self.paths = [path for path, _ in leaves]
         self.leaves = [leaf for _, leaf in leaves]
-        # JAX leaves the sharding of an array open where its entry is None.
+        # None means that JAX does not restrict the sharding of the array.
         self.shardings = jax.tree.leaves(shardings, is_leaf=lambda leaf: leaf is None)
 
     def path(self, path: Sequence[Any]) -> str:
-        """Return the text of a path in this argument."""
+        """Return a path in this argument as text."""
         return f"{self.name} {path_text(path)}".strip()
 
     def structure_problems(self, value: Any) -> list[Problem]:
-        """Return where a value has other keys or containers than this argument."""
+        """Return a problem for each place where a value's structure differs from the argument's."""
         try:
             self.structure.flatten_up_to(value)
         except ValueError as error:
@@ -54,21 +54,21 @@ class Argument:
             return []
         fix = f"pass the {self.name} in the structure that jit_step was given"
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(value)[0]]
-        missing = [known for known in self.paths if not any(_starts(path, known) for path in paths)]
-        unknown = [path for path in paths if not any(_starts(path, known) for known in self.paths)]
+        missing = [start for start in self.paths if not any(_starts(path, start) for path in paths)]
+        unknown = [path for path in paths if not any(_starts(path, start) for start in self.paths)]
         problems = [
             Problem(error=StrategyError, what=what, path=self.path(path), fix=fix)
-            for what, those in (
+            for what, different in (
                 ("jit_step was given this, and the call does not pass it", missing),
                 ("the call passes this, and jit_step was not given it", unknown),
             )
-            for path in those
+            for path in different
         ]
         what = f"the call passes another structure than jit_step was given: {reason}"
         return problems or [Problem(error=StrategyError, what=what, path=self.name, fix=fix)]
 
     def size_problems(self, value: Any, check: Callable[[Any, Any, str], Any]) -> list[Problem]:
-        """Return the arrays of a value that their annotations or shardings do not fit."""
+        """Return a problem for each array whose shape does not fit its annotation or sharding."""
         problems: list[Problem] = []
         parts = self.structure.flatten_up_to(value)
         for part, path, leaf, sharding in zip(
@@ -79,7 +79,7 @@ class Argument:
             for below, array in jax.tree_util.tree_flatten_with_path(part)[0]:
                 try:
                     if is_annotation(leaf):
-                        # The path of the annotation, because `[[tensors]]` entries match it.
+                        # Pass the path of the annotation, because `[[tensors]]` entries match it.
                         check(leaf, np.shape(array), self.path(path))
                     _check_shards(sharding, np.shape(array))
                 except ShardingError as error:
@@ -93,14 +93,14 @@ class Argument:
 class JittedStep:
     """The training step that `jit_step` returns. It checks its arguments, then runs the step.
 
-    The checks run once for each structure of the arguments and each shape of the inputs.
+    The checks run once for each combination of the arguments' structures and the inputs' shapes.
 
     Args:
-      jitted: What `jax.jit` returned.
+      jitted: The result of `jax.jit`.
       state: The state that the step takes and returns.
       inputs: The other arguments of the step.
-      check: Raises if an annotation does not fit a shape, under the path that it is given.
-      donate: Whether the old state gives up its memory.
+      check: Function of (annotation, shape, path) that raises an error if the two do not fit.
+      donate: Whether the memory of the old state is reused.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class JittedStep:
         return self._jitted.eval_shape(*arguments)
 
     def __getattr__(self, name: str) -> Any:
-        # `copy` and `pickle` look up attributes before `__init__` has run.
+        # `copy` and `pickle` read attributes before `__init__` has run.
         if name.startswith("__") or name == "_jitted":
             raise AttributeError(name)
         return getattr(self._jitted, name)
@@ -157,19 +157,19 @@ class JittedStep:
             return
         pairs = list(zip(self._arguments, arguments, strict=True))
         raise_problems(
-            [problem for known, value in pairs for problem in known.structure_problems(value)]
+            [problem for argument, value in pairs for problem in argument.structure_problems(value)]
         )
         raise_problems(
             [
                 problem
-                for known, value in pairs[1:]
-                for problem in known.size_problems(value, self._check)
+                for argument, value in pairs[1:]
+                for problem in argument.size_problems(value, self._check)
             ]
         )
         self._known.add(key)
 
     def _call_problem(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Problem:
-        """Return the problem of a call with keywords or with another number of arguments."""
+        """Return the problem of a call with keywords or with a wrong number of arguments."""
         expected = len(self._arguments) - 1
         if keywords:
             what = f"the call passes {', '.join(keywords)} by keyword"
@@ -178,7 +178,7 @@ class JittedStep:
             what = f"the call passes {passed} inputs, jit_step was given annotations of {expected}"
         else:
             what = "the call passes no state"
-        order = ", ".join(known.name for known in self._arguments)
+        order = ", ".join(argument.name for argument in self._arguments)
         return Problem(
             error=StrategyError,
             what=what,
@@ -208,11 +208,11 @@ def _check_shards(sharding: NamedSharding, shape: tuple[Any, ...]) -> None:
 
 
 def _repeated(state: Any) -> list[Problem]:
-    """Return the arrays that a donated state has twice; XLA can take over their memory once."""
+    """Return a problem for each repeated array of a state. XLA can reuse its memory only once."""
     first: dict[int, str] = {}
     problems = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        # Only arrays are donated: the same number or the same tracer twice is harmless.
+        # Only concrete arrays are donated. A repeated number or tracer is harmless.
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
             continue
         text = path_text(path)

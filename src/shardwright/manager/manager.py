@@ -1,6 +1,6 @@
 """`PartitionManager`: rules, a mesh and a mode as one frozen value that answers questions.
 
-Its other methods come from the files beside this one: `arrays` (shard, hint, shard_map), `weights`
+The other methods are in the modules beside this one: `arrays` (shard, hint, shard_map), `weights`
 (gather), `trees` (shardings, abstract, init) and `training` (optimizer state, the jitted step).
 """
 
@@ -34,28 +34,29 @@ from shardwright.vocabulary.modes import mode_name, parse_mode
 class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
     """Resolve annotations on one mesh under one set of rules, and shard arrays accordingly.
 
-    Enter it (`with pm:`) to make it ambient for `shard`, `hint` and `gather`; it is then part of
-    jit's cache key. Equality and hash cover rules, policy, mode and mesh.
+    `with pm:` makes the manager ambient for `sw.shard`, `sw.hint` and `sw.gather`. The manager is
+    then part of the cache key of jit. Equality and hash cover rules, policy, mode and mesh.
 
     If the mesh spans several processes, the first entry outside of a trace waits until all of them
     have entered an equal manager.
 
     Args:
       strategy: A `Strategy`, compiled `AxisRules`, or a `PartitionAxis`.
-      mesh: A `Mesh` or an `AbstractMesh`. Defaults to the strategy's own mesh, which starts the
-        backend; for rules without a strategy, to the ambient mesh.
-      mode: Mode of the calls that name none. Defaults to none; see `for_mode`.
+      mesh: A `Mesh` or an `AbstractMesh`. Defaults to the mesh of the strategy, which starts the
+        backend. For rules without a strategy, defaults to the ambient mesh.
+      mode: Mode of calls that do not pass one. Defaults to None; see `for_mode`.
       agree: Whether to compare rules, mesh and data between the processes of the mesh, through the
         coordination store of `jax.distributed`. Defaults to True.
       watchdog: Seconds that a process of the mesh may be missing before the others print its rank
-        and end. Defaults to None, forever.
+        and exit. Defaults to None: wait forever.
 
     Raises:
-      StrategyError: The strategy does not compile, or names no mesh where none is given; or an
+      StrategyError: The strategy does not compile, or it has no mesh and `mesh` is None, or an
         option is invalid.
-      MeshMismatchError: A rule names a mesh axis that is neither standard nor in the mesh; or the
-        mesh has an axis of more than one device that is neither standard nor named by any rule. Not
-        under `missing = "replicate"`.
+      MeshSpecError: `mesh` is not a mesh, or rules are given without a mesh while none is ambient.
+      MeshMismatchError: A rule names a mesh axis that is neither standard nor in the mesh. Or the
+        mesh has an axis of more than one device that is neither standard nor idle nor named by any
+        rule. Neither is an error under `missing = "replicate"`.
     """
 
     __slots__ = (
@@ -91,15 +92,15 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
     ) -> None:
         options = ProcessOptions(agree=agree, watchdog=watchdog)
         rules = compiled_rules(strategy)
-        own = mesh if mesh is not None else own_mesh(strategy)
-        if not isinstance(own, (Mesh, AbstractMesh)):
+        used_mesh = mesh if mesh is not None else own_mesh(strategy)
+        if not isinstance(used_mesh, (Mesh, AbstractMesh)):
             raise MeshSpecError(
                 f"mesh={mesh!r} is neither a Mesh nor an AbstractMesh",
                 fix='pass create_mesh("dp:2,tp:4"), '
                 'or abstract_mesh("dp:2,tp:4") to plan without devices',
             )
         name = "" if isinstance(strategy, (AxisRules, PartitionAxis)) else strategy.name
-        self._set(rules, own, None if mode is None else parse_mode(mode), name, {}, options)
+        self._set(rules, used_mesh, None if mode is None else parse_mode(mode), name, {}, options)
         if self.mode is not None:
             self._modes[self.mode] = self
         check_rules_on_mesh(rules, self._sizes)
@@ -113,7 +114,7 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         modes: dict[str, PartitionManager],
         options: ProcessOptions = DEFAULTS,
     ) -> None:
-        """Set every slot, once. The managers of all modes share `modes`."""
+        """Set all slots. The managers of all modes share `modes`."""
         identity = (rules, mesh, mode)
         slots = {
             "rules": rules,
@@ -138,8 +139,8 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
             f"a PartitionManager is frozen: build another one instead of setting {name!r}"
         )
 
-    if not TYPE_CHECKING:  # a type checker must still find names that are spelled wrong
-        # The methods that rooms above the manager implement.
+    if not TYPE_CHECKING:  # so that a type checker still reports misspelled names
+        # Methods that rooms above the manager implement.
         def __getattr__(self, name: str) -> Any:
             method = upward.bind(name, self)
             if method is None:
@@ -175,7 +176,7 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         return f"PartitionManager({self.name or 'rules'!r}, mesh={sizes!r}{mode})"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
+        """Return the HTML that a notebook shows."""
         from shardwright.manager.html import manager_html
 
         return manager_html(self)
@@ -190,7 +191,7 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         context.leave(self)
 
     def _make_key(self) -> context.Key:
-        """Return the manager's part of JAX's cache keys; equal managers have equal ones."""
+        """Return the manager's part of JAX's cache keys. Equal managers have equal keys."""
         key = context.key_of((self.rules.fingerprint(), self.mesh, self.mode), repr(self))
         object.__setattr__(self, "_key", key)
         return key
@@ -198,7 +199,9 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
     # Questions.
 
     def for_mode(self, mode: str) -> PartitionManager:
-        """Return the manager whose calls resolve in a mode; the identical object each time.
+        """Return the manager whose calls resolve in a mode.
+
+        It is the identical object at each call.
 
         Raises:
           StrategyError: The mode is unknown.
@@ -224,13 +227,14 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
     ) -> Resolution:
         """Return the spec of an annotation, and the decision of each dim.
 
-        A failed request has `problems` and no spec. Inside `shard_map` the answer is the same as
-        outside. `sw.explain` with `manual=` answers for local shapes.
+        If the annotation does not resolve, the result has `problems` and no spec. The result is the
+        same inside and outside of `shard_map`. For local shapes, call `sw.explain` with `manual=`.
 
         Args:
           *axes: Axis strings and composites, or one annotation.
-          mode: Runtime mode. Defaults to the manager's, else to the layout's own, else to train.
-          role: Role of the array. Defaults to param for weight layouts, else to activation.
+          mode: Runtime mode. Defaults to the manager's mode, else to the layout's, else to train.
+          role: Role of the array. Defaults to param for weight layouts and `ArraySpec`s, else to
+            activation.
           shape: Global shape, required if the spec depends on sizes.
           path: Path of the array, for `[[tensors]]` entries and for messages.
         """
@@ -247,7 +251,7 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         """Return the spec of an annotation. The arguments are those of `explain`.
 
         Raises:
-          ShardingError: What `explain` lists under `problems`.
+          ShardingError: The annotation does not resolve. The error has the `problems` of `explain`.
         """
         return self.explain(*axes, mode=mode, role=role, shape=shape, path=path).require()
 
@@ -260,13 +264,14 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         path: str | None = None,
         memory_kind: str | None = None,
     ) -> NamedSharding:
-        """Return the sharding of an annotation; the identical object for the same spec.
+        """Return the sharding of an annotation. Equal specs give the identical object.
 
-        The arguments are those of `explain`; `memory_kind` defaults to the device's own memory.
+        The arguments are those of `explain`. `memory_kind` defaults to the default memory of the
+        devices.
 
         Raises:
-          ShardingError: What `explain` lists under `problems`.
-          StrategyError: A rule says `?`, but a sharding must decide every dim.
+          ShardingError: The annotation does not resolve. The error has the `problems` of `explain`.
+          StrategyError: A rule is `?`, but a sharding must decide every dim.
         """
         resolution = self.explain(*axes, mode=mode, role=role, shape=shape, path=path)
         return self._sharding(resolution, memory_kind)
@@ -277,8 +282,8 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         """Return the mesh axes that an axis of an activation is sharded over.
 
         Raises:
-          ShapeRequiredError: The answer depends on the size.
-          StrategyError: A rule says `?`, so the compiler decides.
+          ShapeRequiredError: The result depends on the size, and `size` is None.
+          StrategyError: The rule is `?`, so the compiler decides.
         """
         resolution = self.explain((axis,), mode=mode, shape=None if size is None else (size,))
         problems = suggest_for_missing_size(resolution, "pass size=")
@@ -289,8 +294,8 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         """Return the number of shards of an axis of an activation.
 
         Raises:
-          ShapeRequiredError: The answer depends on the size.
-          StrategyError: A rule says `?`, so the compiler decides.
+          ShapeRequiredError: The result depends on the size, and `size` is None.
+          StrategyError: The rule is `?`, so the compiler decides.
         """
         shards = 1
         for name in self.mesh_axes(axis, size, mode=mode):

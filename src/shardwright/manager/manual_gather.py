@@ -1,6 +1,6 @@
 """`gather` inside `shard_map`: all-gather the shard of a weight into its `use` sharding.
 
-`which_shard` finds which shard of the weight a value is.
+`which_shard` determines which shard of the weight the value is.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ class AllGather:
 
     Attributes:
       dim: Position of the dim.
-      axes: Mesh axes that are gathered, major first.
+      axes: Mesh axes over which the dim is gathered, major first.
       sizes: Sizes of these mesh axes.
-      order: Mesh axes that split the dim, if one of `axes` is major to one that stays; else empty.
-      moves: (from, to) by position along `order`. Before the all-gather, the shards move so that
-        the gathered parts are in order.
+      order: All mesh axes that split the dim, if one of `axes` is major to an axis that still
+        splits the dim afterwards. Else empty.
+      moves: Pairs (source, destination) of positions along `order`, or empty. Before the
+        all-gather, the shards move, so that the gathered parts are in order.
     """
 
     dim: int
@@ -59,9 +60,9 @@ def _all_gather(w: Any, job: AllGather) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _all_gather_beside_explicit(w: Any, job: AllGather) -> Any:
-    """All-gather beside Explicit mesh axes, where JAX cannot transpose one.
+    """All-gather beside Explicit mesh axes, where JAX cannot transpose an all-gather.
 
-    The tangent is a sum, and its transpose is a sum and a slice.
+    The tangent is computed by a psum. The transpose of that is a psum and a slice.
     """
     return _all_gather(w, job)
 
@@ -73,9 +74,10 @@ def _all_gather_jvp(job: AllGather, primals: tuple[Any], tangents: tuple[Any]) -
 
 @functools.partial(jax.jit, static_argnums=1)
 def _sum_of_padded(x: Any, job: AllGather) -> Any:
-    """Gather a value by a sum.
+    """Gather a value with a psum of zero-padded shards.
 
-    Jitted, because an eager `zeros_like` loses the type over Explicit axes.
+    The function is jitted, because outside of jit `zeros_like` loses the sharding over Explicit
+    axes.
     """
     zeros = jnp.concatenate([jnp.zeros_like(x)] * math.prod(job.sizes), axis=job.dim)
     start = jax.lax.axis_index(job.axes) * x.shape[job.dim]
@@ -87,15 +89,17 @@ def _sum_of_padded(x: Any, job: AllGather) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ManualGather:
-    """Everything that `gather` does to a value under Manual mesh axes; static.
+    """All steps of `gather` under Manual mesh axes, as a static value.
+
+    `stored`, `between` and `use` are placements over the mesh axes that are not Manual. They are
+    None if all mesh axes are Manual.
 
     Attributes:
       gathers: One all-gather per dim that is gathered over Manual mesh axes.
-      stored: Placement of the shard, and of its cotangent, over the other mesh axes; None if all
-        are Manual.
-      between: Placement of the shard while it is gathered, or None.
-      use: Placement of the result, or None.
-      beside_explicit: Whether one of the other mesh axes is Explicit.
+      stored: Placement of the shard as it is stored, and of its cotangent.
+      between: Placement of the shard before the all-gathers.
+      use: Placement of the result.
+      beside_explicit: Whether a mesh axis is Explicit.
     """
 
     gathers: tuple[AllGather, ...]
@@ -105,7 +109,7 @@ class ManualGather:
     beside_explicit: bool
 
     def __call__(self, w: Any) -> Any:
-        """Gather a value: first over the other mesh axes, while it is small."""
+        """Gather a value. First gather over mesh axes that are not Manual, while it is small."""
         if self.stored is None or self.between is None or self.use is None:
             constraint.check_kept(w)
         else:
@@ -123,7 +127,7 @@ def plan_gather(
     Raises:
       ShardingError: See `find_split`.
       ManualAxisError: The used weight is sharded over a Manual mesh axis that does not split the
-        value, or that cannot be the major one.
+        value, or that is minor to an axis that is not Manual.
     """
     split = find_split(weight, inputs)
     shape = weight.whole(split)
@@ -148,10 +152,10 @@ def plan_gather(
             gathers=gathers, stored=None, between=None, use=None, beside_explicit=False
         )
     raise_problems(late_manual_problems(_marked(use, weight)), resolution=use)
-    rest = _marked(use, weight).require()
-    whole = {all_gather.dim for all_gather in gathers}
+    use_spec = _marked(use, weight).require()
+    gathered_dims = {all_gather.dim for all_gather in gathers}
     between = canonical_spec(
-        [None if dim in whole else entry for dim, entry in enumerate(rest.partitions)]
+        [None if dim in gathered_dims else entry for dim, entry in enumerate(use_spec.partitions)]
     )
 
     def place(spec: PartitionSpec) -> Placement:
@@ -161,13 +165,13 @@ def plan_gather(
         gathers=gathers,
         stored=place(_marked(stored, weight).require()),
         between=place(between),
-        use=place(rest),
+        use=place(use_spec),
         beside_explicit=AxisType.Explicit in kinds,
     )
 
 
 def _marked(resolution: Resolution, weight: Weight) -> Resolution:
-    """Mark the Manual mesh axes of a resolution as applied, so that its spec has the others."""
+    """Mark the Manual mesh axes of a resolution as applied, so that its spec lacks them."""
     decisions = marked_manual(resolution.decisions, weight.manual)
     return dataclasses.replace(resolution, decisions=decisions)
 
@@ -187,13 +191,13 @@ def _not_split(use: Resolution, decision: DimDecision, axis: str) -> Problem:
 def _all_gather_of(weight: Weight, decision: DimDecision, axes: tuple[str, ...]) -> AllGather:
     gathered = tuple(axis for axis in axes if axis in decision.gathered)
     sizes = tuple(weight.manual[axis] for axis in gathered)
-    kept = tuple(axis for axis in axes if axis not in gathered)
-    if (*kept, *gathered) == axes:
+    remaining = tuple(axis for axis in axes if axis not in gathered)
+    order = (*remaining, *gathered)
+    if order == axes:
         return AllGather(dim=decision.dim, axes=gathered, sizes=sizes)
-    # Shards are numbered along `axes`. A device's place along (*kept, *gathered) is the number
-    # of the shard that it needs.
-    order = (*kept, *gathered)
+    # Shards are numbered along `axes`. The position of a device along `order` is the number of the
+    # shard that it needs.
     numbers = np.arange(weight.shards(axes)).reshape([weight.manual[axis] for axis in order])
-    wanted = numbers.transpose([order.index(axis) for axis in axes]).ravel()
-    moves = tuple((int(source), place) for place, source in enumerate(wanted))
+    sources = numbers.transpose([order.index(axis) for axis in axes]).ravel()
+    moves = tuple((int(source), position) for position, source in enumerate(sources))
     return AllGather(dim=decision.dim, axes=gathered, sizes=sizes, order=axes, moves=moves)

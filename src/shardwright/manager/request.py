@@ -1,4 +1,4 @@
-"""`Request`: one question to the rules, as a frozen value; and errors about its answer."""
+"""`Request`: one question to the rules, as a frozen value. And the problems of its resolution."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from shardwright.vocabulary.lowering import Dim
 class Request(NamedTuple):
     """One question: how is an array with this annotation sharded?
 
-    A named tuple, because a frozen dataclass takes four times as long to create, and `explain`
-    creates one at each call.
+    A request is a named tuple, because a frozen dataclass takes four times as long to create, and
+    each call of `explain` creates a request.
 
     Attributes:
-      annotation: A layout, an `ArraySpec`, a tuple of axes, or a literal spec.
-      shape: Global sizes; local ones along the mesh axes in `manual`. None if they are not known.
+      annotation: Any annotation, such as a layout, an `ArraySpec` or a tuple of axes.
+      shape: Global sizes, but local to the mesh axes in `manual`. None if they are not known.
       mode: Runtime mode. None means the manager's mode, then the layout's, then train.
       role: Role of the array. None means param for weight layouts and `ArraySpec`s, else
         activation.
       path: Path of the array in its tree, for `[[tensors]]` entries and for messages. None if it is
         not known.
-      manual: Mesh axes that a surrounding `shard_map` has already applied.
+      manual: Mesh axes that an enclosing `shard_map` has already applied.
     """
 
     annotation: Any
@@ -73,12 +73,12 @@ def dim_problem(
 
 
 def decision_rule(resolution: Resolution, decision: DimDecision) -> str:
-    """Return the rule of a decision as messages quote it; empty if no rule decided."""
+    """Return the rule of a decision as messages show it, or "" if no rule decided."""
     return "" if decision.rule is None else rule_text(decision.rule, resolution.mode)
 
 
 def suggest_for_missing_size(resolution: Resolution, fix: str) -> list[Problem]:
-    """Return the problems of a resolution, with the caller's fix for a missing size."""
+    """Return the problems of a resolution. For a missing size, they have the caller's fix."""
     return [
         dataclasses.replace(problem, fix=fix) if problem.error is ShapeRequiredError else problem
         for problem in resolution.problems

@@ -1,6 +1,6 @@
-"""`shard_map` with axes in place of specs.
+"""`shard_map` with annotations instead of specs.
 
-Each axis resolves once per call, from the inputs. Outputs reuse it.
+Each axis resolves once per call, from the sizes of the inputs. The outputs use the same mesh axes.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from shardwright.vocabulary.axes import LAYERS, UNCONSTRAINED, axis_label, canon
 from shardwright.vocabulary.lowering import Dim, as_shape, lower
 from shardwright.vocabulary.merged_dims import MergedDim
 
-# Mesh axes of each dim of the inputs, by its axes. A composite has several axes and one decision.
+# The mesh axes of each dim of the inputs. The key is the axes of the dim: several for a composite.
 _MeshAxes = dict[tuple[str, ...], tuple[str, ...]]
 
 
 @dataclasses.dataclass(slots=True)
 class _ResolvedInputs:
-    """What the inputs of one call resolve to, collected argument by argument.
+    """The resolutions of the inputs of one call, collected argument by argument.
 
     Attributes:
-      mesh_axes: Mesh axes of each dim, by its axes.
-      owners: Path of the first array that has these axes.
+      mesh_axes: Mesh axes of each dim, by the axes of the dim.
+      owners: Path of the first array that has a dim with these axes.
       dims: Lowered dims of each array.
       problems: Problems of all arrays.
     """
@@ -71,14 +71,13 @@ class SemanticShardMap:
 
     Attributes:
       f: Function of local arrays.
-      in_axes: One annotation, or tree of them, per positional argument.
+      in_axes: One annotation, or a tree of annotations, per positional argument.
       out_axes: Annotations of the outputs, as `checked_outputs` returns them.
       sizes: Global sizes of axes that no input has.
       mesh: The manager's mesh.
       explain: Function of (annotation, shape, path) that resolves under the current ambient mesh.
-      manual_axes: Function that returns the Manual axes of the ambient mesh, after checking the
-        mesh.
-      check_vma: As for `jax.shard_map`.
+      manual_axes: Function that checks the ambient mesh and returns its Manual axes.
+      check_vma: As in `jax.shard_map`.
     """
 
     f: Callable[..., Any]
@@ -89,7 +88,7 @@ class SemanticShardMap:
     explain: Callable[[Any, Sequence[int] | None, str | None], Resolution]
     manual_axes: Callable[[AbstractMesh | None], frozenset[str]]
     check_vma: bool = True
-    _kept: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    _cache: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, *args: Any) -> Any:
         """Resolve the axes from the arguments' shapes and run the function on their shards."""
@@ -106,8 +105,8 @@ class SemanticShardMap:
         )
         raise_problems(resolved.problems)
         mesh_axes, dims = resolved.mesh_axes, tuple(resolved.dims)
-        args, mesh = self._ready(args, in_specs)
-        f = self._noted(in_specs, dims) if mesh is not None else self.f
+        args, mesh = self._place_arguments(args, in_specs)
+        f = self._with_inputs(in_specs, dims) if mesh is not None else self.f
         outputs = self._outputs(f, args, in_specs, mesh)
         out_specs = jax.tree.map(
             lambda output: self._out_spec(output.annotation, mesh_axes), outputs
@@ -118,26 +117,26 @@ class SemanticShardMap:
             mesh,
             dims,
         )
-        mapped = self._kept.get(key)
+        mapped = self._cache.get(key)
         if mapped is None:
             mapped = _jax.call_shard_map(
                 f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma
             )
-            # Jitted, because shard_map alone traces and compiles again at every eager call.
-            mapped = self._kept[key] = jax.jit(mapped)
+            # Without jit, shard_map traces and compiles at every eager call.
+            mapped = self._cache[key] = jax.jit(mapped)
         return mapped(*args)
 
-    def _noted(
+    def _with_inputs(
         self, in_specs: tuple[Any, ...], dims: tuple[tuple[Dim, ...], ...]
     ) -> Callable[..., Any]:
-        """Return the function in a context that tells `gather` how the inputs are split.
+        """Return the function in a context from which `gather` reads how the inputs are split.
 
-        Inside another `shard_map` the shapes of the inputs are not global, so there is no context.
+        Inside another `shard_map` the shapes of the inputs are not global, so this is not used.
         """
         specs = jax.tree.leaves(in_specs)
 
         @functools.wraps(self.f)
-        def noted(*local: Any) -> Any:
+        def with_inputs(*local: Any) -> Any:
             leaves = zip(dims, jax.tree.leaves(local), specs, strict=True)
             inputs = [
                 entry
@@ -149,14 +148,14 @@ class SemanticShardMap:
             ):
                 return self.f(*local)
 
-        return noted
+        return with_inputs
 
-    def _ready(
+    def _place_arguments(
         self, args: tuple[Any, ...], in_specs: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], Mesh | AbstractMesh | None]:
         """Return the placed arguments, and the mesh for `shard_map`, or None for the ambient mesh.
 
-        `shard_map` refuses a mesh if the ambient one is partly Manual.
+        If the ambient mesh has Manual axes, `shard_map` accepts no other mesh.
         """
         ambient = _jax.ambient_mesh()
         manual = self.manual_axes(ambient)
@@ -173,20 +172,20 @@ class SemanticShardMap:
     ) -> Any:
         """Return the annotations of the outputs.
 
-        A tuple of annotations can also be one annotation of composites. The function's outputs
-        decide, so it is traced, once per shapes of the arguments.
+        A tuple of annotations can also be read as one annotation of composites. The number of
+        outputs decides, so the function is traced, once for each combination of argument shapes.
         """
         if not any(
             is_tuple_of_annotations(output.annotation) for output in jax.tree.leaves(self.out_axes)
         ):
             return self.out_axes
         leaves, structure = jax.tree.flatten(
-            (jax.eval_shape(lambda *given: given, *args), in_specs)
+            (jax.eval_shape(lambda *arrays: arrays, *args), in_specs)
         )
         key = ("outputs", structure, mesh, *leaves)
-        outputs = self._kept.get(key)
+        outputs = self._cache.get(key)
         if outputs is None:
-            outputs = self._kept[key] = self._paired_outputs(f, args, in_specs, mesh)
+            outputs = self._cache[key] = self._paired_outputs(f, args, in_specs, mesh)
         return outputs
 
     def _paired_outputs(
@@ -199,7 +198,7 @@ class SemanticShardMap:
         shapes: list[Any] = []
 
         def trace(*local: Any) -> tuple[()]:
-            # Only the ranks are used, so any dtype will do.
+            # Only the ranks are used, so the dtype does not matter.
             shapes.append(
                 jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.bool_), f(*local))
             )
@@ -228,7 +227,7 @@ class SemanticShardMap:
         )
 
     def _specs(self, name: str, arg: Any, axes: Any, resolved: _ResolvedInputs) -> Any:
-        """Return the specs of an argument, or None; add what it resolves to, and its problems."""
+        """Return the specs of an argument, or None if it has problems. Update `resolved`."""
         specs = []
         try:
             leaves = annotated.annotated_leaves(
@@ -249,7 +248,7 @@ class SemanticShardMap:
                 continue
             dims = lower(leaf.annotation, np.shape(leaf.value)).dims
             resolved.dims.append(dims)
-            resolved.problems += self._learn(path, dims, resolution.decisions, resolved)
+            resolved.problems += self._record(path, dims, resolution.decisions, resolved)
             specs.append(resolution.spec)
         return (
             jax.tree.unflatten(jax.tree.structure(arg), specs)
@@ -257,14 +256,16 @@ class SemanticShardMap:
             else None
         )
 
-    def _learn(
+    def _record(
         self,
         path: str,
         dims: tuple[Dim, ...],
         decisions: tuple[DimDecision, ...],
         resolved: _ResolvedInputs,
     ) -> list[Problem]:
-        """Record the mesh axes of each axis; return the axes sharded in two ways or left open."""
+        """Record the mesh axes of each dim. Return a problem for each dim that is unconstrained,
+        or differs from an earlier dim with the same axes or from `sizes`.
+        """
         problems = []
         for dim, decision in zip(dims, decisions, strict=True):
             if decision.outcome is Outcome.UNCONSTRAINED:
@@ -284,23 +285,23 @@ class SemanticShardMap:
 
     def _out_spec(self, annotation: Any, mesh_axes: _MeshAxes) -> PartitionSpec:
         entries: list[Any] = []
-        taken: set[str] = set()
+        used: set[str] = set()
         for position, dim in enumerate(lower(annotation).dims):
             names = (
                 self._out_dim(dim, mesh_axes)
                 if dim.literal is None
                 else self._literal(position, dim.literal)
             )
-            clash = [name for at, name in enumerate(names) if name in taken or name in names[:at]]
-            if clash:
+            repeated = [name for at, name in enumerate(names) if name in used or name in names[:at]]
+            if repeated:
                 raise AxisConflictError(
-                    f"mesh axis {clash[0]} occurs twice",
+                    f"mesh axis {repeated[0]} occurs twice",
                     path="output",
                     dim=position,
                     axis=dim.label,
                     fix="annotate one of the dims EMPTY",
                 )
-            taken.update(names)
+            used.update(names)
             entries.append(entry_of(names))
         return canonical_spec(entries)
 
@@ -322,7 +323,10 @@ class SemanticShardMap:
         return names
 
     def _out_dim(self, dim: Dim, mesh_axes: _MeshAxes) -> tuple[str, ...]:
-        """Return the mesh axes of an output's dim: as in the inputs, else of each axis alone."""
+        """Return the mesh axes of an output's dim.
+
+        They are those of an input's dim with the same axes, else those of each axis by itself.
+        """
         if dim.axes in mesh_axes:
             return mesh_axes[dim.axes]
         inside = [
@@ -363,10 +367,10 @@ class SemanticShardMap:
 
 
 def _inputs(dims: tuple[Dim, ...], shape: tuple[int, ...], spec: PartitionSpec) -> list[Input]:
-    """Return an input as the function sees it; for stacked layers, a layer too."""
+    """Return an input as the function receives it and, for stacked layers, one layer of it."""
     entries = (*spec.partitions, *[None] * len(shape))[: len(shape)]
     whole = Input(dims=dims, shape=shape, split=tuple(map(entry_names, entries)))
-    # Layers may be annotated LAYERS, EMPTY (no axes), or with a literal spec.
+    # The dim of the layers may be LAYERS, EMPTY (no axes), or an entry of a literal spec.
     if (
         not shape
         or whole.split[0]
@@ -378,16 +382,16 @@ def _inputs(dims: tuple[Dim, ...], shape: tuple[int, ...], spec: PartitionSpec) 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Output:
-    """An output's annotation as a leaf, because JAX treats a bare tuple of axes as a node."""
+    """The annotation of an output, as a leaf. JAX would treat a tuple of axes as a node."""
 
     annotation: Any
 
 
 def checked_outputs(out_axes: Any) -> Any:
-    """Check the annotations of the outputs, and return a tree with each of them as a leaf.
+    """Check the annotations of the outputs, and return a tree with each annotation as a leaf.
 
-    A tuple or list with an axis or a merged dim among its entries is one annotation. Any other has
-    one entry per output.
+    A tuple or list that has an axis or a merged dim as an entry is one annotation. Any other tuple
+    or list has one entry per output.
 
     Raises:
       StrategyError: An entry is not an annotation.
@@ -457,7 +461,7 @@ def _two_sizes(path: str, decision: DimDecision, size: int) -> Problem:
         path=path,
         dim=decision.dim,
         axis=decision.label,
-        fix="sizes= is for axes that no input has: leave this one out",
+        fix="remove this axis from sizes=, which is for axes that no input has",
     )
 
 
@@ -466,10 +470,10 @@ def _sharded_over(mesh_axes: tuple[str, ...]) -> str:
 
 
 def _two_ways(path: str, decision: DimDecision, before: tuple[str, ...], owner: str) -> Problem:
-    here, there = (_sharded_over(axes) for axes in (decision.mesh_axes, before))
+    sharding, earlier = (_sharded_over(axes) for axes in (decision.mesh_axes, before))
     return Problem(
         error=AxisConflictError,
-        what=f"the axis is {here} here, and {there} in {owner}",
+        what=f"the axis is {sharding} here, but {earlier} in {owner}",
         path=path,
         dim=decision.dim,
         axis=decision.label,

@@ -1,8 +1,8 @@
-"""Run a function on shards: place its arguments as `shard_map` needs them, then map it.
+"""Call `shard_map` on arguments that may have another sharding than its `in_specs`.
 
 Over Auto mesh axes `jax.shard_map` moves its arguments to their `in_specs`. Over Explicit mesh axes
-it moves nothing: an argument with another sharding is an error. So the arguments are resharded
-first.
+it raises an error for an argument with another sharding. So the functions of this module reshard
+the arguments first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def place_for_shard_map(
     Args:
       arguments: Trees of global arrays.
       in_specs: One tree of specs per argument, of the argument's structure.
-      mesh: Mesh of the specs. An ambient mesh has the same axes, and its axis types count.
+      mesh: Mesh of the specs. If a mesh is ambient, its axis types apply.
 
     Raises:
       MeshMismatchError: A spec puts an Auto mesh axis before an Explicit one in one dimension.
@@ -54,21 +54,25 @@ def call_on_shards(
     mesh: Mesh | AbstractMesh,
     check_vma: bool = True,
 ) -> Any:
-    """Return `f(*shards)` as global arrays: call `place_for_shard_map`, then `jax.shard_map`.
+    """Call `place_for_shard_map`, then `jax.shard_map` of `f`, and return the global results.
 
     Args:
       f: Function of trees of local arrays.
       arguments: Trees of global arrays.
       in_specs: One tree of specs per argument, of the argument's structure.
       out_specs: Tree of specs of the results.
-      mesh: Mesh of the specs. An ambient mesh takes its place, as nested `shard_map`s need.
+      mesh: Mesh of the specs. An ambient mesh replaces it, because a nested `shard_map` requires
+        that.
       check_vma: Whether JAX tracks which mesh axes values vary over. Defaults to True.
 
     Raises:
       MeshMismatchError: A spec puts an Auto mesh axis before an Explicit one in one dimension.
     """
-    own = mesh if _jax.ambient_mesh() is None else None
     mapped = _jax.call_shard_map(
-        f, mesh=own, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=check_vma
+        f,
+        mesh=mesh if _jax.ambient_mesh() is None else None,
+        in_specs=tuple(in_specs),
+        out_specs=out_specs,
+        check_vma=check_vma,
     )
     return mapped(*place_for_shard_map(arguments, in_specs, mesh=mesh))

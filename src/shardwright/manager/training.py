@@ -37,18 +37,20 @@ class TrainingMethods(TreeMethods):
     ) -> Any:
         """Return the shardings of an optimizer's state.
 
-        Each leaf is sharded like the parameter that it follows, and over more mesh axes by `zero1`.
+        Each leaf is sharded like the parameter that it follows, and also over the mesh axes of
+        `zero1`.
 
         Args:
           state: The state, or `jax.eval_shape(optimizer.init, params)`.
           params: Arrays, `ShapeDtypeStruct`s or `ArraySpec`s.
           annotations: Annotations of the parameters, required if these are not `ArraySpec`s.
-          overrides: Pattern -> annotation for state leaves that follow no parameter. Defaults to
+          overrides: Annotation by path pattern, for leaves that follow no parameter. Defaults to
             none.
-          mode: Runtime mode. Defaults to the manager's.
+          mode: Runtime mode. Defaults to the manager's mode.
 
         Raises:
-          StrategyError, RankMismatchError: Leaves that follow no parameter, all of them at once.
+          StrategyError, RankMismatchError: A leaf follows no parameter. The error has all such
+            leaves.
         """
         from shardwright.trees.optimizer_state import annotate_state
 
@@ -70,19 +72,20 @@ class TrainingMethods(TreeMethods):
         """Return an optimizer's state as `jax.ShapeDtypeStruct`s with shardings, without arrays.
 
         `{"params": pm.abstract(specs), "moments": pm.abstract_state(optimizer, specs)}` describes a
-        training state: to jit a step, to compile ahead of time, or to restore a checkpoint into.
+        training state. Use it to jit a step, to compile ahead of time, or as the target of a
+        restored checkpoint.
 
         Args:
           optimizer: Anything with `init(params)`, such as an optax transformation.
           params: Arrays, `ShapeDtypeStruct`s or `ArraySpec`s.
           annotations: Annotations of the parameters, required if these are not `ArraySpec`s.
-          overrides: Pattern -> annotation for state leaves that follow no parameter. Defaults to
+          overrides: Annotation by path pattern, for leaves that follow no parameter. Defaults to
             none.
-          mode: Runtime mode. Defaults to the manager's.
+          mode: Runtime mode. Defaults to the manager's mode.
 
         Raises:
           StrategyError: The optimizer has no `init`.
-          ShardingError: As `state_shardings` does.
+          ShardingError: See `state_shardings`.
         """
         state = jax.eval_shape(_init_of(optimizer), params)
         shardings = self.state_shardings(state, params, annotations, overrides=overrides, mode=mode)
@@ -101,16 +104,16 @@ class TrainingMethods(TreeMethods):
 
         Args:
           optimizer: Anything with `init(params)`, such as an optax transformation.
-          params: Arrays, as `init` returns them.
+          params: Arrays, as `pm.init` returns them.
           annotations: Annotations of the parameters, for instance their `ArraySpec`s.
-          overrides: Pattern -> annotation for state leaves that follow no parameter. Defaults to
+          overrides: Annotation by path pattern, for leaves that follow no parameter. Defaults to
             none.
-          mode: Runtime mode. Defaults to the manager's.
+          mode: Runtime mode. Defaults to the manager's mode.
 
         Raises:
           StrategyError: The optimizer has no `init`, or a parameter is not an array.
           MeshSpecError: The mesh is abstract.
-          ShardingError: As `state_shardings` does.
+          ShardingError: See `state_shardings`.
         """
         if isinstance(self.mesh, AbstractMesh):
             raise constraint.no_devices()
@@ -126,21 +129,22 @@ class TrainingMethods(TreeMethods):
     ) -> Callable[..., Any]:
         """Jit a training step `(state, *inputs) -> (state, metrics)` that donates its state.
 
-        The new state has the shardings of the old one and takes its memory. The step runs under
-        this manager, so calls need no `with pm:` around them. The result has `lower`, `trace` and
-        the other attributes of what `jax.jit` returns. A call takes its arguments by position; it
-        raises a ShardingError if they do not fit what `jit_step` was given. Every array of the
-        state must have a sharding on the manager's mesh. Otherwise the second call would compile
-        again.
+        The new state has the shardings of the old state and reuses its memory. The step runs under
+        this manager, so a call does not need `with pm:`. Every array of the state must have a
+        sharding on the manager's mesh. Otherwise the second call would compile again.
+
+        The returned function has `lower`, `trace` and the other attributes of a jitted function. It
+        takes its arguments by position. It raises a ShardingError if they do not match the
+        arguments of `jit_step`.
 
         Args:
           step: Function of the state and the inputs. It returns the new state, of the same
-            structure, shapes and dtypes, and a tree of anything else, such as the loss.
+            structure, shapes and dtypes, and any other tree of results, such as the loss.
           state: The state, or `ShapeDtypeStruct`s with shardings, as `abstract` and
             `abstract_state` return them.
-          *inputs: One per further argument of the step: an annotation for all of its arrays, or a
-            tree of annotations, or arrays or `ShapeDtypeStruct`s with shardings.
-          donate: Whether the old state gives up its memory. Defaults to True.
+          *inputs: One per input of the step: an annotation for all of its arrays, or a tree of
+            annotations, or arrays or `ShapeDtypeStruct`s with shardings.
+          donate: Whether the memory of the old state is reused. Defaults to True.
 
         Raises:
           StrategyError: An array of the state or of an input has no sharding on the manager's mesh.
@@ -152,7 +156,7 @@ class TrainingMethods(TreeMethods):
         manager: Any = self
         state_shardings = self._shardings_of(state, "state")
         input_shardings = [
-            # An annotation may be an empty tuple, which is a node of the state.
+            # An input may be annotated with an empty tuple. In the state, that is an empty node.
             self._shardings_of(tree, f"input {position}", is_leaf=is_annotation)
             for position, tree in enumerate(inputs)
         ]
@@ -239,7 +243,7 @@ def _init_of(optimizer: Any) -> Callable[..., Any]:
 
 
 def _shapes_alone(params: Any) -> list[Problem]:
-    """Return the first parameter that is a shape and not an array."""
+    """Return a problem for the first parameter that is a shape and not an array."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     return [
         Problem(
@@ -256,23 +260,24 @@ def _shapes_alone(params: Any) -> list[Problem]:
 def _same_devices(a: Mesh | AbstractMesh, b: Mesh | AbstractMesh) -> bool:
     if isinstance(a, Mesh) and isinstance(b, Mesh):
         return a.axis_names == b.axis_names and bool(np.array_equal(a.devices, b.devices))
-    same: bool = a.shape_tuple == b.shape_tuple
-    return same
+    equal: bool = a.shape_tuple == b.shape_tuple
+    return equal
 
 
 def _changes(before: Any, after: Any) -> list[Problem]:
-    """Return where the state that a step returns differs from the one that it takes.
+    """Return a problem for each difference between the state that a step takes and returns.
 
-    Such a state cannot take the old one's memory, and the next call would compile again.
+    A state that differs cannot reuse the memory of the old state, and the next call would compile
+    again.
     """
-    taken: Any = jax.tree.structure(before)
+    structure: Any = jax.tree.structure(before)
     returned: Any = jax.tree.structure(after)
-    if taken != returned:
+    if structure != returned:
         return [
             Problem(
                 error=StrategyError,
                 what="the step returns a state of another structure than it takes: "
-                f"{returned}, not {taken}",
+                f"{returned}, not {structure}",
                 fix="return every part of the state, in the same containers",
             )
         ]
@@ -296,7 +301,7 @@ def _changes(before: Any, after: Any) -> list[Problem]:
 
 
 def _weak_types(before: Any, after: Any) -> list[Problem]:
-    """Return where a state of the same dtypes takes a weak type and returns a strong one."""
+    """Return a problem for each leaf that is weakly typed before the step and strongly after it."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(before)
     return [
         Problem(
@@ -312,9 +317,9 @@ def _weak_types(before: Any, after: Any) -> list[Problem]:
 
 
 def _typed_like(old: Any, new: Any) -> Any:
-    """Return a new leaf of the state, strongly typed if the old one is.
+    """Return a new leaf of the state, strongly typed if the old leaf is.
 
-    JAX counts a weak type as another type, so the next call would compile again.
+    JAX treats a weak type as another type, so the next call would compile again.
     """
     if jax.typeof(new).weak_type and not jax.typeof(old).weak_type:
         return jax.lax.convert_element_type(new, jnp.result_type(new))

@@ -1,8 +1,8 @@
-"""The manager's methods that rooms above it implement, as one table.
+"""The table of the manager's methods that rooms above it implement.
 
-A room imports only from the rooms below it. This table is the only exception: it names functions as
-text, and imports one when its method is first called. Each entry is `method: "module:function"`;
-the function takes the manager as its first argument, by the name `manager`.
+A room imports only from the rooms below it. This table is the only exception. It names functions as
+text, and a function is imported when its method is first called. Each entry is
+`method: "module:function"`. The first parameter of the function is `manager`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-# A room that serves the manager adds its line.
+# A room that implements a method of the manager adds a line here.
 UPWARD: Final[Mapping[str, str]] = {
     "plan": "shardwright.plan.planner:plan",
     "plan_reshard": "shardwright.reshard.tree:plan_reshard",
@@ -21,7 +21,7 @@ UPWARD: Final[Mapping[str, str]] = {
 
 
 def bind(name: str, manager: Any) -> Callable[..., Any] | None:
-    """Return the method of a manager that the table names, or None if it names none."""
+    """Return a method of the table, bound to a manager, or None if the table does not have it."""
     target = UPWARD.get(name)
     if target is None:
         return None

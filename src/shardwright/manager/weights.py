@@ -48,17 +48,17 @@ class WeightMethods(ManagerCore):
         `gather` has derivatives of any order.
 
         Args:
-          w: A weight, or a tree of them.
-          *axes: Its annotation, as for `shard`.
-          path: Path of the weight, required if a `[[tensors]]` entry may cover it. For a tree, the
+          w: A weight, or a tree of weights.
+          *axes: The annotation of `w`, as for `shard`.
+          path: Path of the weight, required if a `[[tensors]]` entry may match it. For a tree, the
             path of the tree itself: "" at the root.
-          mode: Runtime mode. Defaults to the manager's.
-          shape: Global shape, or a tree of them, required inside `shard_map` where the value does
-            not show it.
+          mode: Runtime mode. Defaults to the manager's mode.
+          shape: Global shape, or a tree of shapes. Required inside `shard_map` if the global shape
+            cannot be inferred from the value.
 
         Raises:
           ShardingError: The annotation does not fit the weight, the rules or the mesh.
-          StrategyError: No `path`, and a `[[tensors]]` entry names an axis of the weight.
+          StrategyError: `path` is None, and a `[[tensors]]` entry names an axis of the weight.
           ShapeRequiredError: Inside `shard_map`, it is unknown which shard of the weight `w` is.
           ManualAxisError: Inside `shard_map`, `w` is not split over the mesh axes of its use.
         """
@@ -75,7 +75,7 @@ class WeightMethods(ManagerCore):
         return map_leaves(w, tree_of_annotations(axes), gather_leaf)
 
     def _gather(self, w: Any, request: Request) -> Any:
-        """Gather one weight. The request's shape is the one that the caller gave, or None."""
+        """Gather one weight. The shape of the request is the caller's `shape`, or None."""
         local, ambient = np.shape(w), jax.sharding.get_abstract_mesh()
         annotation, shape = request.annotation, request.shape
         if isinstance(annotation, ArraySpec):
@@ -109,7 +109,7 @@ class WeightMethods(ManagerCore):
         return constraint.make_placement(spec, self.mesh, ambient)
 
     def _gather_shard(self, w: Any, request: Request, key: Any) -> Any:
-        """Gather a value inside `shard_map`; the plan is kept for equal values."""
+        """Gather a value inside `shard_map`. The plan is cached for values of the same kind."""
         varying = _jax.varying_axes(w) if _jax.tracks_varying() else None
         key = (*key, varying, context.mapped_inputs())
         plan = self._cache[key]
@@ -141,12 +141,12 @@ class WeightMethods(ManagerCore):
 def path_required(
     request: Request, rules: AxisRules, *, local: tuple[int, ...] | None = None
 ) -> list[Problem]:
-    """Return the problem of a weight without a path that a `[[tensors]]` entry may cover.
+    """Return a problem if a `[[tensors]]` entry may match a weight whose path is not known.
 
     Args:
       request: The weight, without a path.
       rules: The manager's rules.
-      local: Shape of the weight's shard inside `shard_map`. Defaults to the request's own shape.
+      local: Shape of the weight's shard inside `shard_map`. Defaults to the shape of the request.
     """
     annotation = request.annotation
     if not rules.tensors or (isinstance(annotation, PartOf) and annotation.path):
@@ -162,8 +162,8 @@ def path_required(
     return [
         Problem(
             error=StrategyError,
-            what=f"[[tensors]] match = {entry.match!r} may cover this weight, "
-            "and its path is not known here",
+            what=f"[[tensors]] match = {entry.match!r} may match this weight, "
+            "but its path is not known here",
             rule=str(rule.ref),
             fix='pass the path, gather(..., path="layers/mlp/up"), or path="" at the root; '
             "shard knows the paths of a tree's leaves",
@@ -175,8 +175,7 @@ def path_required(
 def _shape_problem(request: Request, local: tuple[int, ...]) -> Problem:
     return Problem(
         error=RankMismatchError,
-        what=f"the weight has shape {local}, but shape={as_shape(request.shape)}",
+        what=f"the weight has shape {local}, but shape= is {as_shape(request.shape)}",
         path=request.path or "",
-        fix="leave shape= out, or pass the weight's own shape: "
-        "outside shard_map every shape is global",
+        fix="omit shape=, or pass the shape of the weight: outside shard_map every shape is global",
     )

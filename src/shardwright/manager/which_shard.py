@@ -1,15 +1,15 @@
-"""Inside `shard_map`, find which shard of a weight a value is.
+"""Determine which shard of a weight a value inside `shard_map` is.
 
-Sizes are local there, but the sharding of a weight follows from its global shape. So the global
-shape is determined first, from one of these:
+The sharding of a weight depends on its global shape, but inside `shard_map` the value has only a
+local shape. So the global shape is determined first, from one of these:
 
-1. The caller: `gather(..., shape=)`.
-2. JAX, which tracks the Manual mesh axes that a value varies over (`check_vma=True`). One global
-   shape fits them.
-3. `pm.shard_map`, which knows the global shapes of its inputs. Every input that the value can be
-   must have the same shards.
+1. The caller passes it: `gather(..., shape=)`.
+2. JAX tracks the Manual mesh axes that a value varies over (`check_vma=True`), and only one global
+   shape fits these axes.
+3. `pm.shard_map` knows the global shapes of its inputs. All inputs that the value may be must have
+   the same shards.
 
-That shape is then resolved once, and everything else follows from the resolution.
+The global shape then resolves to the stored sharding and to the `use` sharding.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from shardwright.vocabulary.lowering import Dim
 # For each dim, the Manual mesh axes that a value is split over, major first.
 Split = tuple[tuple[str, ...], ...]
 
-# At most this many ways to split one value are tried.
+# The most ways to split one value that are tried.
 _MAX_TRIALS: Final = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """An input of `pm.shard_map`, as its function sees it.
+    """An input of `pm.shard_map`, as the function receives it.
 
     Attributes:
-      dims: Lowered dims of its annotation.
+      dims: Lowered dims of the input's annotation.
       shape: Local shape.
       split: Manual mesh axes that split each dim.
     """
@@ -62,7 +62,7 @@ class Inputs:
     """The inputs of the `pm.shard_map` whose function is being traced.
 
     Attributes:
-      mesh: Ambient mesh in that function. Under another mesh the inputs tell nothing.
+      mesh: Ambient mesh in that function. Under another mesh, the inputs are ignored.
       leaves: One `Input` per array.
     """
 
@@ -72,13 +72,13 @@ class Inputs:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """A weight, and the value to gather.
+    """A weight, and the value that is one shard of it or the whole.
 
     Attributes:
       resolve: Function of a role and a global shape that returns the resolution.
       dims: Lowered dims of the annotation.
       local: Shape of the value.
-      shape: Global shape if the caller gave it, else None.
+      shape: Global shape if the caller passed it, else None.
       varying: Manual mesh axes that the value varies over, or None if JAX does not track them.
       manual: Size of each Manual mesh axis that may shard a weight, in the order of the mesh.
       path: Path of the weight, or empty.
@@ -121,7 +121,8 @@ def find_split(weight: Weight, inputs: Inputs | None) -> Split:
     """Return the Manual mesh axes that split each dim of the value.
 
     Raises:
-      ShapeRequiredError: Neither `shape=`, nor the value, nor the inputs of `pm.shard_map` tell.
+      ShapeRequiredError: Neither `shape=`, nor the value, nor the inputs of `pm.shard_map`
+        determine the split.
       RankMismatchError: The value is not a shard of a weight of the shape `shape=`.
       ManualAxisError: An input is split over mesh axes that do not store the weight.
       ShardingError: The global shape of the weight does not resolve.
@@ -152,14 +153,14 @@ def _split_untracked(weight: Weight, inputs: Inputs | None) -> Split:
         for decision in weight.use(weight.whole(split)).decisions
         for axis in decision.gathered
     )
-    # If nothing is gathered, the Manual axes are taken as applied, as `shard` does.
+    # If nothing is gathered, treat all Manual axes as applied, as `shard` does.
     return _split_of_input(weight, inputs) if gathers else max(fitting, key=_count)
 
 
 def _split_of_shape(weight: Weight, shape: tuple[int, ...]) -> Split:
-    """Return the split by which the global shape becomes the local one.
+    """Return the split that makes the local shape out of the global shape.
 
-    Each dim is split over all, some or none of the mesh axes that store it.
+    Each dim may be split over all, some or none of the mesh axes over which it is stored.
     """
     stored = weight.stored(shape)
     stored.require()
@@ -186,12 +187,12 @@ def _split_of_shape(weight: Weight, shape: tuple[int, ...]) -> Split:
 def _split_of_input(
     weight: Weight, inputs: Inputs | None, *, among: Sequence[Split] | None = None
 ) -> Split:
-    """Return the split of the inputs that the value can be, if all of them agree.
+    """Return the split of the inputs that the value may be. They must all have the same split.
 
     Args:
       weight: The weight.
       inputs: The inputs of `pm.shard_map`, or None outside of it.
-      among: The splits that are possible. Defaults to all.
+      among: The possible splits. None means that every split is possible.
     """
     splits = dict.fromkeys(
         split
@@ -213,23 +214,23 @@ def _split_of_input(
 
 
 def _candidates(weight: Weight, inputs: Inputs | None) -> list[Input]:
-    """Return the inputs that the value can be: those of its shape whose axes fit the weight's.
+    """Return the inputs that the value may be: they have its shape, and axes that fit the weight.
 
-    A dim that is written `EMPTY`, or as an entry of a literal spec, names no axis. It fits any dim.
+    A dim that is annotated `EMPTY`, or with an entry of a literal spec, fits any axis.
     """
     return [
         leaf
-        for leaf in _here(inputs)
+        for leaf in _current_inputs(inputs)
         if leaf.shape == weight.local
         and len(leaf.dims) == len(weight.dims)
         and all(
-            _is_unnamed(dim) or _axes_of(dim) == _axes_of(named)
-            for dim, named in zip(leaf.dims, weight.dims, strict=True)
+            _is_unnamed(dim) or _axes_of(dim) == _axes_of(weight_dim)
+            for dim, weight_dim in zip(leaf.dims, weight.dims, strict=True)
         )
     ]
 
 
-def _here(inputs: Inputs | None) -> tuple[Input, ...]:
+def _current_inputs(inputs: Inputs | None) -> tuple[Input, ...]:
     return inputs.leaves if inputs is not None and inputs.mesh == _jax.ambient_mesh() else ()
 
 
@@ -239,33 +240,34 @@ def _of_axes(weight: Weight, inputs: Sequence[Input]) -> list[Input]:
 
 
 def _split_if_gathered(weight: Weight, inputs: Inputs | None) -> Split | None:
-    """Return the split of a value that has the shape of a gathered input, or None if it has not.
+    """Return the split of a value that has the shape of a gathered input, else None.
 
-    A gathered value varies as its shard does, so JAX's tracking alone cannot tell them apart.
+    A gathered value varies over the same mesh axes as its shard, so the axes that JAX tracks do not
+    distinguish the two.
     """
-    alike = _of_axes(weight, _here(inputs))
-    if any(leaf.shape == weight.local for leaf in alike):
+    same_axes = _of_axes(weight, _current_inputs(inputs))
+    if any(leaf.shape == weight.local for leaf in same_axes):
         return None
-    for leaf in alike:
+    for leaf in same_axes:
         split = weight.split_of(leaf)
         shape = tuple(
             size * weight.shards(axes) for size, axes in zip(leaf.shape, split, strict=True)
         )
         used = weight.use(shape).decisions
-        kept = tuple(
+        use_split = tuple(
             tuple(axis for axis in axes if axis in decision.mesh_axes)
             for axes, decision in zip(split, used, strict=True)
         )
-        if weight.whole(kept) == shape:
-            _refuse_other_splits(weight, inputs, kept)
-            return kept
+        if weight.whole(use_split) == shape:
+            _refuse_other_splits(weight, inputs, use_split)
+            return use_split
     return None
 
 
 def _refuse_other_splits(weight: Weight, inputs: Inputs | None, split: Split) -> None:
-    """Raise if the value may also be an input with another split.
+    """Raise an error if the value may also be an input with another split.
 
-    If JAX tracks the axes that values vary over, inputs that do not agree with them are ruled out.
+    If JAX tracks the axes that the value varies over, an input must be split over the same axes.
     """
     splits = dict.fromkeys(weight.split_of(leaf) for leaf in _candidates(weight, inputs))
     if weight.varying is not None:
@@ -280,33 +282,34 @@ def _is_unnamed(dim: Dim) -> bool:
 
 
 def _axes_of(dim: Dim) -> Any:
-    """Return the axes that a dim means; a parallelism axis of a layout means a semantic one."""
+    """Return the axes of a dim, or the semantic axis that its parallelism axes stand for."""
     return (dim.means,) if dim.means else dim.merged or dim.literal or dim.axes
 
 
 def _fitting(weight: Weight, axes: list[str]) -> list[Split]:
-    """Return every split over all or some of the axes that agrees with the rules.
+    """Return every split, over all or some of the axes, that agrees with the rules.
 
-    A split implies a global shape. It agrees if that shape resolves to the same split.
+    A split implies a global shape. The split agrees if that shape resolves to the same split.
 
     Raises:
       ShardingError: No global shape resolves.
     """
-    here = weight.stored(weight.local).decisions
+    decisions = weight.stored(weight.local).decisions
     dims = [
         dim
         for dim in range(len(weight.local))
-        if not here or here[dim].outcome is not Outcome.EMPTY
+        if not decisions or decisions[dim].outcome is not Outcome.EMPTY
     ]
     if (len(dims) + 1) ** len(axes) > _MAX_TRIALS:
         raise_problems([_unknown_shard(weight)])
     fitting: list[Split] = []
     failed: list[Resolution] = []
     # Each axis splits one of the dims, or none.
-    for homes in itertools.product([*dims, None], repeat=len(axes)):
-        pairs = list(zip(axes, homes, strict=True))
+    for choice in itertools.product([*dims, None], repeat=len(axes)):
+        pairs = list(zip(axes, choice, strict=True))
         trial = tuple(
-            tuple(axis for axis, home in pairs if home == dim) for dim in range(len(weight.local))
+            tuple(axis for axis, chosen in pairs if chosen == dim)
+            for dim in range(len(weight.local))
         )
         resolution = weight.stored(weight.whole(trial))
         split = tuple(
@@ -332,7 +335,9 @@ def _not_a_shard(
     over: Sequence[str],
     fits: Sequence[Sequence[str]],
 ) -> Problem:
-    """Return the problem of a local size that is not one shard of the global size in one way."""
+    """Return the problem of a local size that is not a shard of the global size, or in several
+    ways.
+    """
     if fits:
         ways = " or ".join("+".join(axes) for axes in fits)
         what = f"local size {local} of {decision.size} is a shard over {ways}"
@@ -364,7 +369,7 @@ def _split_elsewhere(stored: Resolution, decision: DimDecision, axes: Sequence[s
 
 
 def _unknown_shard(weight: Weight, splits: Sequence[Split] = ()) -> Problem:
-    """Return the problem of a value whose global shape is unknown, or is one of several."""
+    """Return the problem of a value whose global shape is unknown or ambiguous."""
     what = f"it is unknown which shard of the weight this value of shape {weight.local} is"
     shapes = dict.fromkeys(weight.whole(split) for split in splits)
     if len(shapes) > 1:
