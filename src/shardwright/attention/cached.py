@@ -175,8 +175,8 @@ def _check_cache(cache: Any) -> None:
 
 def _check_rows(q: Any, k: Any) -> None:
     """Check that q and k have equal batch and length. Later code checks the rest of the shapes."""
-    whole = getattr(q, "ndim", None) == 4 and getattr(k, "ndim", None) == 4
-    if whole and q.shape[:2] != k.shape[:2]:
+    comparable = getattr(q, "ndim", None) == 4 and getattr(k, "ndim", None) == 4
+    if comparable and q.shape[:2] != k.shape[:2]:
         raise AttentionError(
             f"q has [batch, q_length] {q.shape[:2]}, and k {k.shape[:2]}",
             path="q",

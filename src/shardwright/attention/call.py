@@ -223,12 +223,12 @@ def _spec_of(specs: JointSpecs, dims: tuple[str, ...], shape: tuple[int, ...]) -
     The keys' length may share mesh axes with the queries' length. A mask has both dims, and the
     first of them keeps the mesh axes.
     """
-    taken: set[str] = set()
+    used: set[str] = set()
     entries = []
     for at, dim in enumerate(dims):
         axes = () if shape and shape[at] == 1 else getattr(specs, dim)
-        free = tuple(axis for axis in axes if axis not in taken)
-        taken.update(free)
+        free = tuple(axis for axis in axes if axis not in used)
+        used.update(free)
         entries.append(free)
     return spec_of(*entries)
 

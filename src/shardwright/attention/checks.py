@@ -120,9 +120,9 @@ def _check_array(name: str, array: Any, order: str) -> None:
         raise AttentionError(f"{name} has shape {shape}: a dim is empty", path=name, fix=fix)
 
 
-def read_dtype(given: Any) -> str:
+def read_dtype(value: Any) -> str:
     """Return the dtype that a call computes in, from an array or a dtype."""
-    dtype = str(jnp.dtype(getattr(given, "dtype", given)))
+    dtype = str(jnp.dtype(getattr(value, "dtype", value)))
     if dtype not in DTYPES:
         fix = f"attention computes in {', '.join(DTYPES)}: pass one of them"
         raise AttentionError(f"runtime_dtype is {dtype}", path="runtime_dtype", fix=fix)

@@ -139,7 +139,7 @@ def register(implementation: Implementation) -> Implementation:
             f"{implementation!r} is not an attention.Implementation",
             fix='register(Implementation(name="mine", supports=supports, run=run))',
         )
-    kept = []
+    others = []
     for other in implementations():
         shared = [name for name in _names(implementation) if name in _names(other)]
         if shared and _source(implementation) != _source(other):
@@ -148,8 +148,8 @@ def register(implementation: Implementation) -> Implementation:
                 fix="give the implementation another name",
             )
         if other in _own and not shared:
-            kept.append(other)
-    _own = (*kept, implementation)
+            others.append(other)
+    _own = (*others, implementation)
     return implementation
 
 

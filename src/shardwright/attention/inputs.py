@@ -91,22 +91,22 @@ class Defaults(Protocol):
         """Return the options of a call: the given keywords, and defaults for the rest."""
 
 
-def read_options(given: Mapping[str, Any], defaults: Defaults | None = None) -> Options:
+def read_options(keywords: Mapping[str, Any], defaults: Defaults | None = None) -> Options:
     """Return options from keywords.
 
     Raises:
       AttentionError: A keyword is unknown.
     """
     if defaults is not None:
-        return defaults.options(given)
+        return defaults.options(keywords)
     known = Options.__dataclass_fields__
-    for name in given:
+    for name in keywords:
         if name not in known:
             raise AttentionError(
                 f"unknown option {name!r}",
                 fix=did_you_mean(name, known) or f"options are {', '.join(sorted(known))}",
             )
-    return Options(**given)
+    return Options(**keywords)
 
 
 def read(q: Any, k: Any, v: Any, options: Options) -> tuple[Operands, AttentionCall]:

@@ -183,10 +183,10 @@ class Mask:
         )
 
 
-def _either(both: Any, a: Any, b: Any) -> Any:
+def _either(combine: Any, a: Any, b: Any) -> Any:
     if a is None or b is None:
         return b if a is None else a
-    return both(a, b)
+    return combine(a, b)
 
 
 def full() -> Mask:

@@ -114,6 +114,8 @@ def _take(array: Any, order: np.ndarray, dim: int) -> Any:
     sharding = jax.typeof(array).sharding
     if AxisType.Explicit in sharding.mesh.axis_types:
         return array.at[(*[slice(None)] * dim, order)].get(out_sharding=sharding)
-    taken = jnp.take(array, order, axis=dim)
+    reordered = jnp.take(array, order, axis=dim)
     # On Auto axes the partitioner replicates the length. Inside a trace the sharding is not known.
-    return taken if isinstance(array, jax.core.Tracer) else jax.device_put(taken, array.sharding)
+    if isinstance(array, jax.core.Tracer):
+        return reordered
+    return jax.device_put(reordered, array.sharding)

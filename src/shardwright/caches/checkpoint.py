@@ -249,9 +249,9 @@ def _check_like(
         )
     problems = []
     for field in dataclasses.fields(CacheSpec):
-        saved, wanted = getattr(spec, field.name), getattr(like.spec, field.name)
-        if saved != wanted and field.name != "mode":
-            what = f"{field.name} was saved as {_text(saved)}, and like has {_text(wanted)}"
+        saved, like_value = getattr(spec, field.name), getattr(like.spec, field.name)
+        if saved != like_value and field.name != "mode":
+            what = f"{field.name} was saved as {_text(saved)}, and like has {_text(like_value)}"
             fix = f"create like with {field.name}={_text(saved)}"
             problems.append(Problem(error=CacheError, what=what, path="like", fix=fix))
     raise_problems(problems)

@@ -46,8 +46,8 @@ class _Gathering:
     def whole(self, operands: Operands) -> Operands:
         """Return the operands with all keys and values."""
         kv = sequence.pack(operands.k, operands.v)
-        whole = tuple(sequence.gather(array, self.axes, dim=array.ndim - 3) for array in kv)
-        k, v = sequence.unpack(whole, head_dim=operands.q.shape[-1])
+        gathered = tuple(sequence.gather(array, self.axes, dim=array.ndim - 3) for array in kv)
+        k, v = sequence.unpack(gathered, head_dim=operands.q.shape[-1])
         return operands.replace(k=k, v=v)
 
     def scatter(

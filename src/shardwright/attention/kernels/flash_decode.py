@@ -195,11 +195,11 @@ def supports(call: AttentionCall) -> tuple[str, ...]:
     """Return why a call cannot be served: some mesh axes of the keys shard queries or heads."""
     specs = call.specs
     reasons = [*shards.no_weights(call)]
-    both = [axis for axis in specs.kv_length if axis in specs.q_length]
+    shared = [axis for axis in specs.kv_length if axis in specs.q_length]
     alone = [axis for axis in specs.kv_length if axis not in specs.q_length]
-    if both and alone:
+    if shared and alone:
         reasons.append(
-            f"{both[0]} shards the lengths of the keys and of the queries, and {alone[0]} only "
+            f"{shared[0]} shards the lengths of the keys and of the queries, and {alone[0]} only "
             "that of the keys: it needs all mesh axes of the keys to shard the queries, or none"
         )
     return (*reasons, *factored(call))

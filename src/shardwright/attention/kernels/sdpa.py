@@ -45,14 +45,14 @@ def missing_arguments(call: AttentionCall) -> tuple[str, ...]:
     return tuple([reason for reason, holds in reasons.items() if holds])
 
 
-def or_zero(o: jax.Array, some: jax.Array) -> jax.Array:
+def or_zero(o: jax.Array, sees_key: jax.Array) -> jax.Array:
     """Return the output, with 0 for queries that see no key.
 
     Args:
       o: `[batch, q_length, heads, v_dim]`.
-      some: Whether a query sees some key, `[batch or 1, heads or 1, q_length or 1]`.
+      sees_key: Whether a query sees a key, `[batch or 1, heads or 1, q_length or 1]`.
     """
-    return jnp.where(jnp.swapaxes(some, 1, 2)[..., None], o, 0)
+    return jnp.where(jnp.swapaxes(sees_key, 1, 2)[..., None], o, 0)
 
 
 def _attend(shard: Operands, *, call: AttentionCall, dtype: str) -> Result:

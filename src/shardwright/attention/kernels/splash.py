@@ -66,7 +66,7 @@ def _blocks(call: AttentionCall, q_shards: int, kv_shards: int) -> int:
     sequences = call.batch // call.shards(specs.batch)
     count = sequences if call.segments or call.lengths or call.q_offset is None else 1
     lengths = call.q_length // q_shards, call.kv_length // kv_shards
-    for length, wanted in zip(lengths, (recipe.q_block, recipe.kv_block), strict=True):
+    for length, block in zip(lengths, (recipe.q_block, recipe.kv_block), strict=True):
         rows = whole_lanes(length)
-        count *= rows // block_rows(wanted, rows)
+        count *= rows // block_rows(block, rows)
     return count

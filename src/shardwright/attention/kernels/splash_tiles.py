@@ -13,6 +13,6 @@ def whole_lanes(rows: int) -> int:
     return -(-rows // LANES) * LANES
 
 
-def block_rows(wanted: int, rows: int) -> int:
-    """Return the largest multiple of 128, up to `wanted`, that divides `rows`; at least 128."""
-    return max(block for block in range(LANES, max(wanted, LANES) + 1, LANES) if rows % block == 0)
+def block_rows(limit: int, rows: int) -> int:
+    """Return the largest multiple of 128, up to `limit`, that divides `rows`; at least 128."""
+    return max(block for block in range(LANES, max(limit, LANES) + 1, LANES) if rows % block == 0)

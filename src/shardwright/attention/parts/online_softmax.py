@@ -154,13 +154,13 @@ def without_remains(operands: Operands, recipe: Recipe) -> Operands:
     if not recipe.partly_filled:
         return operands
     lengths, positions = operands.lengths, operands.kv_positions
-    held = positions >= 0
+    holds_key = positions >= 0
     if lengths is not None:
-        held = held & (positions < lengths[:, None])
+        holds_key = holds_key & (positions < lengths[:, None])
     v, v_scale = operands.v, operands.v_scale
     return operands.replace(
-        v=jnp.where(held[:, :, None, None], v, jnp.zeros((), v.dtype)),
-        v_scale=None if v_scale is None else jnp.where(held[:, :, None], v_scale, 0),
+        v=jnp.where(holds_key[:, :, None, None], v, jnp.zeros((), v.dtype)),
+        v_scale=None if v_scale is None else jnp.where(holds_key[:, :, None], v_scale, 0),
     )
 
 

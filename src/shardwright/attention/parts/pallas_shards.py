@@ -123,10 +123,10 @@ def _without_mesh(
 def _without_mesh_forward(
     kernel: Callable[[Operands], Result], floats: dict[str, Any], rest: Operands
 ) -> Any:
-    def both(floats: dict[str, Any], rest: Operands) -> Any:
+    def result_and_pull_back(floats: dict[str, Any], rest: Operands) -> Any:
         return jax.vjp(lambda floats: kernel(rest.replace(**floats)), floats)
 
-    return without_tangents(both, _WHAT)(floats, rest)
+    return without_tangents(result_and_pull_back, _WHAT)(floats, rest)
 
 
 def _without_mesh_backward(
@@ -147,7 +147,7 @@ def _run_forward(job: _Job, floats: dict[str, Any], others: Any) -> Any:
         # Keep gradients in float32 until they are summed. The casts of the operands cancel.
         wide = {name: x if x is None else x.astype(jnp.float32) for name, x in read.items()}
         result, pull_back = jax.vjp(lambda wide: job.kernel(rest.replace(**_as(wide, read))), wide)
-        return result, jax.tree.map(lambda kept: kept[None], pull_back)
+        return result, jax.tree.map(lambda residual: residual[None], pull_back)
 
     result, pull_back = _over(
         job, local, (job.floats, job.others), (_out_specs(job), _by_shard(job))
@@ -155,14 +155,14 @@ def _run_forward(job: _Job, floats: dict[str, Any], others: Any) -> Any:
     return result, (pull_back, others)
 
 
-def _run_backward(job: _Job, kept: Any, cotangents: Result) -> Any:
+def _run_backward(job: _Job, residuals: Any, cotangents: Result) -> Any:
     def local(pull_back: Any, others: Any, cotangents: Result) -> Any:
-        (read,) = jax.tree.map(lambda kept: kept[0], pull_back)(cotangents)
+        (read,) = jax.tree.map(lambda residual: residual[0], pull_back)(cotangents)
         grads = _of_all_kv_heads(job, read, others)
         return {name: _sum(job, name, grads[name]) for name in job.floats}
 
     return _over(job, local, (_by_shard(job), job.others, _out_specs(job)), job.floats)(
-        *kept, cotangents
+        *residuals, cotangents
     ), None
 
 
