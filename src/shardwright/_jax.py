@@ -236,6 +236,8 @@ _NOT_THE_MODEL: tuple[str, ...] = tuple(
     f"{folder}{os.sep}"
     for folder in (Path(jax.__file__ or "").resolve().parent, Path(__file__).resolve().parent)
 )
+# It is a model, though it is part of this package.
+_REFERENCE_MODEL: str = os.path.join(*_NOT_THE_MODEL[-1:], "interop", "hf_decoder", "")
 # Files of installed packages and of Python itself.
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<frozen ")
 
@@ -252,6 +254,7 @@ def source_line(equation: Any, *, skip_libraries: bool = False) -> str:
         frame
         for frame in (traceback.frames if traceback is not None else ())
         if not frame.file_name.startswith(_NOT_THE_MODEL)
+        or frame.file_name.startswith(_REFERENCE_MODEL)
     ]
     outside = [frame for frame in frames if skip_libraries and not _LIBRARY.search(frame.file_name)]
     for frame in (*outside, *frames):

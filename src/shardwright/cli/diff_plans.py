@@ -111,7 +111,9 @@ def _plan_side(
             f"{arguments.model} for {mode_name(key)}",
             topology=slice_,
         )
-        for key, program in read_programs(arguments.model, mode).items()
+        for key, program in read_programs(
+            arguments.model, mode, devices=setting.manager.mesh.size
+        ).items()
     }
 
 

@@ -8,6 +8,8 @@ from shardwright.cli.arguments import EXIT_CODES, STRATEGY_HELP, add_output, mak
 from shardwright.cli.inputs import Setting, read_count, read_setting
 from shardwright.cli.plan_checks import limit_failures, read_forbidden, read_limit, what_holds
 from shardwright.cli.plan_programs import run_programs
+from shardwright.cli.programs import add_model_options
+from shardwright.cli.reference import is_config
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
 from shardwright.cli.verify import add_verify_options, check_verify_options
@@ -20,16 +22,20 @@ from shardwright.trees.paths import compile_pattern
 from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
 
 _EPILOG = f"""\
-MODEL is file.py:function, or a file of named tensors. The function takes no arguments and returns a
-shardwright.plan.Program, or a dict of them by mode. A Program is a function, the shapes of its
-arguments and their annotations. With a file of tensors, .toml or .json, only the bytes of the state
-are planned.
+MODEL is file.py:function, the config.json of a Hugging Face model, or a file of named tensors. The
+function returns a shardwright.plan.Program, or a dict of them by mode. A Program is a function, the
+shapes of its arguments and their annotations. A reference decoder of its sizes stands for a
+config.json; --set gives its length, remat, chunks (of the loss), param (a dtype) and capacity (of
+experts). With a file of tensors, .toml or .json, only the bytes of the
+state are planned.
 
 examples:
   shardwright plan model.py:programs --strategy fsdp_tp --mesh fsdp:16,tp:4
   shardwright plan model.py:programs --strategy mine.toml --mesh fsdp:64 --mode train --rows 10
   shardwright plan model.py:programs --strategy serve_tp --mesh tp:8 \\
       --forbid "all_gather@decode>1MiB"
+  shardwright plan config.json --strategy fsdp_tp --mesh fsdp:16,tp:4 --topology v5p:4x4x4 \\
+      --batch 256 --set length=8192
   shardwright plan model.toml --strategy fsdp --mesh fsdp:64 --optimizer-copies 2 \\
       --max-replicated 2%
   shardwright plan model.py:programs --strategy fsdp_tp --mesh fsdp:16,tp:4 \\
@@ -47,7 +53,9 @@ def parser() -> argparse.ArgumentParser:
         "Show what a model holds on each device and sends between them. Needs no devices.",
         epilog=_EPILOG,
     )
-    command.add_argument("model", metavar="MODEL", help="file.py:function, or a file of tensors")
+    command.add_argument(
+        "model", metavar="MODEL", help="file.py:function, a config.json, or a file of tensors"
+    )
     command.add_argument(
         "--strategy", action="append", required=True, metavar="STRATEGY", help=STRATEGY_HELP
     )
@@ -66,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--mode", metavar="MODE", help="plan only this mode (default for tensors: train)"
     )
+    add_model_options(command, several=False)
     _add_tensor_options(command)
     _add_checks(command)
     add_verify_options(command)
@@ -126,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_verify_options(arguments, topology)
     devices = arguments.devices if topology is None else topology.devices
     setting = read_setting(arguments.strategy, mesh=arguments.mesh, devices=devices)
-    if arguments.model.endswith((".toml", ".json")):
+    if arguments.model.endswith((".toml", ".json")) and not is_config(arguments.model):
         return _run_tensors(arguments, setting, topology)
     for option in ("optimizer_copies", "cache"):
         if getattr(arguments, option) is not None:
@@ -154,7 +163,7 @@ def _read_topology(arguments: argparse.Namespace) -> Topology | None:
 
 def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topology | None) -> int:
     """Count the state of a file of tensors."""
-    for option in ("forbid", "verify", "html"):
+    for option in ("forbid", "verify", "html", "batch", "set"):
         if getattr(arguments, option):
             raise StrategyError(
                 f"--{option} needs a function, but MODEL is a file of tensors",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from shardwright.cli.inputs import Setting, unreadable
 from shardwright.cli.plan_checks import limit_failures, what_holds
-from shardwright.cli.programs import plan_program, read_programs
+from shardwright.cli.programs import plan_program, read_options, read_programs
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.verify import verify_programs
 from shardwright.errors import StrategyError
@@ -34,13 +34,15 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
     Raises:
       ShardingError: The question is invalid.
     """
-    programs = read_programs(arguments.model, arguments.mode)
-    for rule in arguments.forbid:
-        if rule.mode is not None and rule.mode not in programs:
-            raise StrategyError(
-                f"--forbid {rule.text!r} names a mode that is not planned",
-                fix=f"the modes are {', '.join(map(mode_name, programs))}",
-            )
+    notes: list[str] = []
+    programs = read_programs(
+        arguments.model,
+        arguments.mode,
+        devices=setting.manager.mesh.size,
+        options=_options(arguments),
+        notes=notes,
+    )
+    _check_forbidden(arguments, programs)
     reports = {
         mode: plan_program(
             program,
@@ -80,6 +82,7 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
                     mode_name(mode): _mode_json(report, verified.get(mode))
                     for mode, report in reports.items()
                 },
+                "notes": notes,
                 "forbidden": [{"rule": rule, "event": event.to_json()} for rule, event in breaches],
                 "failed": failures,
                 "ok": not failed,
@@ -87,9 +90,30 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
         )
     else:
         print_lines(
-            [*_lines(arguments, reports, verified), *map(_breach_text, breaches), *failures]
+            [*notes, *_lines(arguments, reports, verified), *map(_breach_text, breaches), *failures]
         )
     return 1 if failed else 0
+
+
+def _check_forbidden(arguments: argparse.Namespace, modes: Collection[str]) -> None:
+    for rule in arguments.forbid:
+        if rule.mode is not None and rule.mode not in modes:
+            raise StrategyError(
+                f"--forbid {rule.text!r} names a mode that is not planned",
+                fix=f"the modes are {', '.join(map(mode_name, modes))}",
+            )
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of the model, each with its one value."""
+    options = read_options(arguments)
+    for name, values in options.items():
+        if len(values) > 1:
+            raise StrategyError(
+                f"--set {name} has {len(values)} values, and a plan has one",
+                fix=f"--set {name}={values[0]}; shardwright search compares several",
+            )
+    return {name: values[0] for name, values in options.items()}
 
 
 def _mode_json(report: PlanReport, verification: Verification | None) -> dict[str, Any]:

@@ -1,12 +1,15 @@
-"""Read the programs of a model from a Python file, and plan them."""
+"""Read the programs of a model from a Python file or a `config.json`, and plan them."""
 
 from __future__ import annotations
 
+import argparse
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from shardwright.cli.inputs import read_count
 from shardwright.cli.python_files import raised_error, read_function
+from shardwright.cli.reference import is_config, read_reference
 from shardwright.errors import ShardingError, StrategyError
 from shardwright.manager.manager import PartitionManager
 from shardwright.plan.hardware import Topology
@@ -46,30 +49,33 @@ def plan_program(
 
 
 def read_programs(
-    model: str, mode: str | None, *, options: Mapping[str, Any] | None = None
+    model: str,
+    mode: str | None,
+    *,
+    devices: int,
+    options: Mapping[str, Any] | None = None,
+    notes: list[str] | None = None,
 ) -> dict[str, Program]:
-    """Return the programs of `file.py:function` by mode.
+    """Return the programs of `file.py:function`, or of a `config.json`, by mode.
 
     Args:
-      model: The file and the function.
+      model: The file and the function, or the `config.json`.
       mode: Return only this mode. None means all modes that the function returns.
+      devices: Number of devices: the batch of a `config.json`, unless `options` has one.
       options: Keyword arguments of the function. Defaults to none.
+      notes: Receives what was assumed about a `config.json`. Defaults to nothing.
 
     Raises:
       StrategyError: The file cannot be read or raises, the function does not take the options, or
         it does not return programs.
     """
-    function = read_function(
-        model,
-        example="model.py:programs",
-        fix="define it; it returns a shardwright.plan.Program, or a dict of them by mode",
-    )
-    _check_options(model, function, options or {})
-    try:
-        returned = function(**(options or {}))
-    except (Exception, SystemExit) as error:
-        raise raised_error(model, error) from error
-    programs = returned if isinstance(returned, Mapping) else {MODES[0]: returned}
+    if is_config(model):
+        programs: Mapping[str, Any]
+        programs, lines = read_reference(model, options or {}, devices=devices)
+        if notes is not None:
+            notes += lines
+    else:
+        programs = _call(model, options or {})
     by_mode = {parse_mode(key): program for key, program in programs.items()}
     if len(by_mode) < max(1, len(programs)):
         what = "names one mode twice" if programs else "returned no program"
@@ -89,6 +95,57 @@ def read_programs(
             fix=f"its modes are {', '.join(map(mode_name, by_mode))}",
         )
     return {key: by_mode[key]}
+
+
+def _call(model: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what the function of a file returns, by mode."""
+    function = read_function(
+        model,
+        example="model.py:programs",
+        fix="define it; it returns a shardwright.plan.Program, or a dict of them by mode",
+    )
+    _check_options(model, function, options)
+    try:
+        returned = function(**options)
+    except (Exception, SystemExit) as error:
+        raise raised_error(model, error) from error
+    return returned if isinstance(returned, Mapping) else {MODES[0]: returned}
+
+
+def read_options(arguments: argparse.Namespace) -> dict[str, list[Any]]:
+    """Return the alternatives that `--batch` and `--set` give each option of a model.
+
+    Raises:
+      StrategyError: `--set` is not NAME=A,B.
+    """
+    options: dict[str, list[Any]] = {}
+    if arguments.batch is not None:
+        options["batch"] = [arguments.batch]
+    for text in arguments.set:
+        name, equals, values = text.partition("=")
+        if not equals or not name.strip().isidentifier() or not all(values.split(",")):
+            raise StrategyError(f"--set {text!r:.80} is not NAME=A,B", fix="--set remat=none,full")
+        options[name.strip()] = [
+            int(value) if value.strip().isdecimal() else value.strip()
+            for value in values.split(",")
+        ]
+    return options
+
+
+def add_model_options(command: argparse.ArgumentParser, *, several: bool) -> None:
+    """Add `--batch` and `--set` to a command. With `several`, `--set` takes alternatives."""
+    command.add_argument(
+        "--batch", type=read_count, metavar="B", help="call the function with batch=B"
+    )
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=A,B" if several else "NAME=A",
+        help="call the function with NAME=A and with NAME=B, and compare both; repeat it for more"
+        if several
+        else "call the function with NAME=A; repeat it for more",
+    )
 
 
 def _check_options(model: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:

@@ -8,11 +8,10 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
 from shardwright.cli.inputs import read_count, read_strategy
-from shardwright.cli.programs import read_programs
+from shardwright.cli.programs import add_model_options, read_options, read_programs
 from shardwright.cli.relayout import relayout_lines
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.verify import add_compiler_options, cache_folder, check_verify_options
@@ -28,10 +27,10 @@ from shardwright.plan.verify.compiler import TIMEOUT
 from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
 
 _EPILOG = f"""\
-MODEL is file.py:function, as for `shardwright plan`. Every mesh of the slice is resolved under
-every strategy, and the best candidates are planned. The table has the candidates that no other one
-beats in both time and memory. With --modes, there is one search for train, and one for all other
-modes, which share a strategy.
+MODEL is file.py:function or a config.json, as for `shardwright plan`. Every mesh of the slice is
+resolved under every strategy, and the best candidates are planned. The table has the candidates
+that no other one beats in both time and memory. With --modes, there is one search for train, and
+one for all other modes, which share a strategy.
 
 examples:
   shardwright search model.py:programs --strategy fsdp --strategy fsdp_tp --topology v5p:4x4x4
@@ -50,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     command = make_parser(
         "search", "Find meshes and strategies for a model. Needs no devices.", epilog=_EPILOG
     )
-    command.add_argument("model", metavar="MODEL", help="file.py:function")
+    command.add_argument("model", metavar="MODEL", help="file.py:function, or a config.json")
     command.add_argument(
         "--strategy",
         action="append",
@@ -70,16 +69,7 @@ def parser() -> argparse.ArgumentParser:
     modes.add_argument(
         "--modes", metavar="A,B", help="several modes, or all: every mode of the model"
     )
-    command.add_argument(
-        "--batch", type=read_count, metavar="B", help="call the function with batch=B"
-    )
-    command.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=A,B",
-        help="call the function with NAME=A and with NAME=B, and compare both; repeat it for more",
-    )
+    add_model_options(command, several=True)
     command.add_argument(
         "--out", metavar="DIR", help="write each candidate of the table as a strategy file"
     )
@@ -130,11 +120,12 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
       ShardingError: The question is invalid.
     """
-    variants = _read_variants(arguments)
+    topology = parse_topology(arguments.topology, read_hardware(arguments.hardware))
+    notes: list[str] = []
+    variants = _read_variants(arguments, topology.devices, notes)
     groups = _groups(arguments, next(iter(variants.values())))
     strategies = {label: strategy for strategy, label in map(read_strategy, arguments.strategy)}
     axes = None if arguments.axes is None else arguments.axes.replace(" ", "").split(",")
-    topology = parse_topology(arguments.topology, read_hardware(arguments.hardware))
     check_verify_options(arguments, topology)
     reports = {
         name: search_variants(
@@ -163,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(reports, written, verified)
     else:
-        _print_text(arguments, reports, written, verified)
+        _print_text(arguments, reports, written, verified, list(dict.fromkeys(notes)))
         relayout = _relayout(reports, variants)
         if relayout:
             print_lines(relayout)
@@ -188,25 +179,23 @@ def _verify(
     )
 
 
-def _read_variants(arguments: argparse.Namespace) -> dict[str, dict[str, Program]]:
+def _read_variants(
+    arguments: argparse.Namespace, devices: int, notes: list[str]
+) -> dict[str, dict[str, Program]]:
     """Return the programs by mode, for each combination of the options of the function."""
-    options: dict[str, list[Any]] = {}
-    if arguments.batch is not None:
-        options["batch"] = [arguments.batch]
-    for text in arguments.set:
-        name, equals, values = text.partition("=")
-        if not equals or not name.strip().isidentifier() or not all(values.split(",")):
-            raise StrategyError(f"--set {text!r:.80} is not NAME=A,B", fix="--set remat=none,full")
-        options[name.strip()] = [
-            int(value) if value.strip().isdecimal() else value.strip()
-            for value in values.split(",")
-        ]
+    options = read_options(arguments)
     several = [name for name, values in options.items() if len(values) > 1]
     variants = {}
     for chosen in itertools.product(*options.values()):
         settings = dict(zip(options, chosen, strict=True))
         label = ", ".join(f"{name}={settings[name]}" for name in several)
-        variants[label] = read_programs(arguments.model, arguments.mode, options=settings)
+        variants[label] = read_programs(
+            arguments.model,
+            arguments.mode,
+            devices=devices,
+            options=settings,
+            notes=notes,
+        )
     return variants
 
 
@@ -271,9 +260,10 @@ def _print_text(
     reports: Mapping[str, SearchReport],
     written: Mapping[str, list[str]],
     verified: Mapping[str, Sequence[VerifiedCandidate]],
+    notes: list[str],
 ) -> None:
     width = width_of(arguments.width)
-    lines: list[str] = []
+    lines: list[str] = ["", *notes] if notes else []
     for name, report in reports.items():
         text = search_text(report, rows=arguments.rows, width=width)
         lines += ["", f"mode {name}", *text.split("\n")]

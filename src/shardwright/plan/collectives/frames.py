@@ -8,6 +8,8 @@ from pathlib import Path
 
 # Our own package: `shardwright/`, two folders above this one.
 _OWN = str(Path(__file__).parents[2]) + "/"
+# It is a model, though it is part of this package.
+_REFERENCE_MODEL = f"{_OWN}interop/hf_decoder/"
 
 
 # Python's own files and installed packages. Their lines say little to the author of the program.
@@ -49,7 +51,11 @@ def _callers(frame: str, parents: Mapping[str, str]) -> Iterator[str]:
 
 def _shown_place(places: Sequence[str]) -> str:
     """Return the innermost place outside of libraries and shardwright, if there is one."""
-    foreign = [place for place in places if place and not place.startswith(_OWN)]
+    foreign = [
+        place
+        for place in places
+        if place and (not place.startswith(_OWN) or place.startswith(_REFERENCE_MODEL))
+    ]
     return next(
         (place for place in foreign if not _LIBRARY.search(place)),
         foreign[0] if foreign else places[-1],

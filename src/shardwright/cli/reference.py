@@ -1,0 +1,98 @@
+"""Plan a Hugging Face `config.json`, for which a reference decoder stands."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+
+from shardwright.errors import ShardingError, StrategyError, did_you_mean
+from shardwright.plan.planner import Program
+
+# What `--batch` and `--set` may give, and what each must be.
+_WHOLE: Final = ("batch", "length", "chunks")
+_OPTIONS: Final = (*_WHOLE, "remat", "param", "capacity")
+_LENGTH: Final = 4096
+_STANDS_FOR: Final = "a reference decoder stands for"
+
+
+def is_config(model: str) -> bool:
+    """Tell whether a file is the `config.json` of a model, and not a file of tensors."""
+    path = Path(model)
+    if path.suffix != ".json":
+        return False
+    if path.name == "config.json":
+        return True
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False  # the reader of tensors says what is wrong
+    return isinstance(data, dict) and "model_type" in data
+
+
+def read_reference(
+    model: str, options: Mapping[str, Any], *, devices: int
+) -> tuple[dict[str, Program], list[str]]:
+    """Return the programs of the reference decoder by mode, and lines on what was assumed.
+
+    Args:
+      model: Path of the `config.json`.
+      options: `batch`, `length`, `remat`, `chunks`, `param` and `capacity`, as words or integers.
+      devices: Number of devices, which is the batch by default: one sequence on each.
+
+    Raises:
+      StrategyError: The file or an option is not valid.
+    """
+    # Imported here, since no other command needs the layers.
+    from shardwright.interop.hf_decoder import programs, read_config
+
+    _check(options)
+    given = {key: options[key] for key in ("remat", "chunks") if key in options}
+    sizes = read_config(
+        model, param=options.get("param"), capacity=float(options.get("capacity", 1))
+    )
+    batch = options.get("batch", devices)
+    length = options.get("length", min(sizes.longest, _LENGTH))
+    try:
+        made = programs(sizes, batch=batch, length=length, **given)
+    except ShardingError:
+        raise
+    except Exception as error:
+        what = f"the reference decoder of {model} cannot be made: {error}"
+        raise StrategyError(what, fix="pass file.py:function") from error
+    leaves = jax.tree.leaves(made["train"].shapes[0])
+    count = sum(math.prod(leaf.shape) for leaf in leaves)
+    remat = given.get("remat", "full")
+    return made, [
+        f"{_STANDS_FOR} {sizes.family}: {count:,} parameters in {sizes.dtypes.param}",
+        f"assumed: batch {batch}, length {length}, remat {remat}, two float32 moments",
+        *(f"differs: {note}" for note in sizes.notes),
+    ]
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name not in _OPTIONS:
+            hint = did_you_mean(name, _OPTIONS)
+            raise StrategyError(
+                f"a config.json has no option {name!r:.40}",
+                fix=f"{hint} options are {', '.join(_OPTIONS)}".strip(),
+            )
+        if name in _WHOLE and (type(value) is not int or value < 1):
+            what = f"{name}={value!r:.40} is not a positive integer"
+            raise StrategyError(what, fix=f"{name}=64")
+        if name == "capacity" and not _is_positive(value):
+            what = f"capacity={value!r:.40} is not a positive number"
+            raise StrategyError(what, fix="capacity=1.25")
+
+
+def _is_positive(value: Any) -> bool:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return False
+    return math.isfinite(number) and number > 0

@@ -1,0 +1,223 @@
+"""Reference decoders of Hugging Face configurations: sizes, results and plans."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright.errors import StrategyError
+from shardwright.interop.hf_decoder import FAMILIES, programs, read_config
+from shardwright.interop.hf_decoder.decoder import decoder_specs
+
+CONFIGS = Path(__file__).parent / "hf_decoder_configs"
+FILES = sorted(CONFIGS.glob("*.json"))
+# `make test` asks one with experts and latent attention; the others are for the wide run.
+MOST = [
+    pytest.param(file, marks=() if file.stem == "deepseek-v3" else (pytest.mark.wide,))
+    for file in FILES
+]
+
+# Parameters that the published checkpoints have, and how many the reference decoder has more. Each
+# difference is one that `notes` names.
+PUBLISHED = {
+    "deepseek-v2-lite": (15_706_484_224, 0),
+    "deepseek-v3": (671_026_419_200, -58 * 256),  # biases that balance the experts: not trained
+    "gemma-2-9b": (9_241_705_984, 0),
+    "gemma-3-1b": (999_885_952, 0),
+    "gemma-7b": (8_537_680_896, 0),
+    # Biases of the experts and the router, and sinks.
+    "gpt-oss-20b": (20_914_757_184, -24 * (32 * (3 * 2880) + 32 + 64)),
+    "llama-3-8b": (8_030_261_248, 0),
+    "mistral-7b": (7_241_732_096, 0),
+    "mixtral-8x7b": (46_702_792_704, 0),
+    # A bias of the output projection more, and a gate of the shared experts less.
+    "qwen1.5-moe-a2.7b": (14_315_784_192, 24 * (2048 - 2048)),
+    "qwen2.5-7b": (7_615_616_512, 28 * 3584),
+    "qwen3-30b-a3b": (30_532_122_624, 0),
+    "qwen3-8b": (8_190_735_360, 0),
+}
+
+
+def count(specs: Any) -> int:
+    leaves = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, sw.ArraySpec))
+    return sum(math.prod(leaf.shape) for leaf in leaves)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_parameters_are_those_published(file: Path) -> None:
+    sizes = read_config(str(file))
+    published, more = PUBLISHED[file.stem]
+    assert count(decoder_specs(sizes, stacked=True)) == published + more
+    assert count(decoder_specs(sizes, stacked=False)) == published + more
+    assert bool(sizes.notes) or more == 0
+
+
+def test_every_family_has_a_file() -> None:
+    families = {json.loads(file.read_text())["model_type"] for file in FILES}
+    same = {"gemma3_text": "gemma3"}  # the decoder of a model of text and images
+    assert families | {same[name] for name in families if name in same} == set(FAMILIES)
+
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "vocab_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "torch_dtype": "float32",
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 32,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+def small_config(file: Path, folder: Path, **changes: Any) -> str:
+    """Write a configuration of the same family with small sizes."""
+    values = json.loads(file.read_text())
+    small = {key: value for key, value in SMALL.items() if values.get(key) is not None}
+    path = folder / "config.json"
+    path.write_text(json.dumps({**values, **small, "torch_dtype": "float32", **changes}))
+    return str(path)
+
+
+def unstacked(params: Any, sizes: Any) -> Any:
+    layers = [
+        jax.tree.map(lambda leaf, at=at: leaf[at], tree)
+        for stack, tree in zip(sizes.stacks, params["layers"], strict=True)
+        for at in range(stack.layers)
+    ]
+    return {**params, "layers": layers}
+
+
+def draw(specs: Any) -> Any:
+    """Return parameters: ones for norms, and a normal distribution for others."""
+    leaves, structure = jax.tree.flatten(specs, is_leaf=lambda leaf: isinstance(leaf, sw.ArraySpec))
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    return structure.unflatten(
+        jnp.ones(spec.shape, spec.dtype)
+        if "NORM" in str(spec.axes)
+        else 0.2 * jax.random.normal(key, spec.shape, spec.dtype)
+        for key, spec in zip(keys, leaves, strict=True)
+    )
+
+
+@pytest.mark.parametrize("file", MOST, ids=lambda file: file.stem)
+def test_prefill_gives_the_logits_of_training(file: Path, tmp_path: Path) -> None:
+    """Scanned layers without caches, and sharded single layers with caches, agree.
+
+    For latent attention these are two orders of the same products.
+    """
+    sizes = read_config(small_config(file, tmp_path), capacity=4.0)
+    made = programs(sizes, batch=4, length=8)
+    params = draw(decoder_specs(sizes, stacked=True))
+    tokens = jax.random.randint(jax.random.key(1), (4, 8), 0, sizes.vocab)
+    model = made["train"].function.__self__  # type: ignore[attr-defined]
+    with sw.PartitionManager(sw.Strategy.preset("single"), mode="train", mesh=one_device()):
+        x = model.end(params, model.scanned(params["layers"], model.start(params, tokens)))
+    head = params["embedding"].T if sizes.tied else params["head"]
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=four_devices(), mode="prefill")
+    caches = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), made["prefill"].shapes[1])
+    with pm:
+        logits, written = jax.jit(made["prefill"].function)(
+            unstacked(params, sizes), caches, tokens
+        )
+    np.testing.assert_allclose(logits[:, 0], x[:, -1] @ head, rtol=2e-4, atol=2e-4)
+    assert len(written) == 2
+
+
+def one_device() -> jax.sharding.Mesh:
+    return sw.create_mesh("dp:1", devices=jax.devices()[:1])
+
+
+def four_devices() -> jax.sharding.Mesh:
+    return sw.create_mesh("fsdp:2,tp:2", devices=jax.devices()[:4])
+
+
+@pytest.mark.parametrize("file", MOST, ids=lambda file: file.stem)
+def test_every_mode_is_planned(file: Path, tmp_path: Path) -> None:
+    path = small_config(file, tmp_path, torch_dtype="bfloat16")
+    sizes = read_config(path, param="float32")
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("fsdp:4,tp:2"))
+    for mode, program in programs(sizes, batch=8, length=16).items():
+        report = pm.for_mode(mode).plan(
+            program.function,
+            *program.shapes,
+            specs=program.specs,
+            outputs=program.outputs,
+            holds=program.holds,
+            donated=program.donated,
+            topology="v5e:2x4",
+        )
+        assert report.walked.complete, (mode, report.walked.unknown)
+        assert report.walked.choices == ()
+        lines = {event.source.partition(":")[0] for event in report.events}
+        assert lines <= {"decoder.py", "latent.py"}
+        total = count(decoder_specs(sizes, stacked=mode == "train"))
+        assert report.state.of("parameters").total == 4 * total  # float32
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "has no model_type"),
+        ('{"model_type": "lama"}', "no family 'lama'"),
+        ('{"model_type": "mamba"}', "families are llama, mistral, qwen2"),
+        ('{"model_type": "llama"}', "num_attention_heads is missing"),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "0 is not a positive integer"),
+    ],
+)
+def test_bad_config_has_message_and_fix(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(StrategyError) as error:
+        read_config(str(path))
+    assert says in str(error.value)
+    assert "fix" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("qwen3-30b-a3b", {"mlp_only_layers": [0]}, "some layers have an MLP"),
+        ("qwen1.5-moe-a2.7b", {"shared_expert_intermediate_size": 33}, "is not a multiple of 16"),
+        ("deepseek-v3", {"first_k_dense_replace": 9}, "experts are not in every layer"),
+        ("llama-3-8b", {"torch_dtype": "int8"}, "not a dtype of parameters"),
+    ],
+)
+def test_what_the_decoder_lacks_is_an_error(
+    name: str, changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    path = small_config(CONFIGS / f"{name}.json", tmp_path, **changes)
+    with pytest.raises(StrategyError, match=says):
+        read_config(path)
+
+
+def test_text_of_images_and_text(tmp_path: Path) -> None:
+    inner = json.loads((CONFIGS / "gemma-3-1b.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gemma3", "text_config": inner}))
+    sizes = read_config(str(path))
+    assert sizes.family == "gemma3_text"
+    assert any("only the decoder of text" in note for note in sizes.notes)
