@@ -1,4 +1,4 @@
-"""Compare two plans of a program: what changes in memory, time and traffic, and by which line."""
+"""Compare two plans of a program: what changes in memory, time and traffic, and at which lines."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def _traffic(left: Iterable[Event], right: Iterable[Event]) -> list[Traffic]:
 def _totals(
     events: Iterable[Event],
 ) -> dict[tuple[Kind, tuple[str, ...], tuple[str, ...], str], tuple[int, int]]:
-    """Return runs and sent bytes of all collectives that only sizes and tensors tell apart."""
+    """Return the number of runs and the sent bytes, by kind, mesh axes, axes and source line."""
     totals: dict[tuple[Kind, tuple[str, ...], tuple[str, ...], str], tuple[int, int]] = {}
     for event in events:
         key = (event.kind, event.mesh_axes, event.axes, event.source)

@@ -13,7 +13,7 @@ _WIDTH: Final = 1000  # units of a picture; it is scaled to the page
 _LABEL: Final = 190
 _VALUE: Final = 190
 _ROW: Final = 24
-_FAR: Final = 6
+_FAR: Final = 6  # a limit beyond this multiple of the parts is not drawn
 
 
 def stacked_bar(
@@ -59,7 +59,7 @@ def spans(values: Mapping[str, tuple[float, float, str]], *, label: str) -> str:
 
     Args:
       values: Name -> low, high and the text beside the bar.
-      label: What the picture shows, for readers that cannot see it.
+      label: What the picture shows, for readers who cannot see it.
     """
     most = max((high for _, high, _ in values.values()), default=0.0) or 1.0
     room = _WIDTH - _LABEL - _VALUE
@@ -107,7 +107,7 @@ def html_table(
 
 
 def key(names: Mapping[str, str]) -> str:
-    """Return which color is what: name -> text beside it, in the order of the colors."""
+    """Return a legend: each color with a name and a text, in the order of the colors."""
     items = [
         f'<span><i style="background:var({COLORS[at % len(COLORS)]})"></i>'
         f"{html.escape(name)} {html.escape(text)}</span>"

@@ -34,12 +34,12 @@ def event_lines(
 
 
 def grouped_events(events: Sequence[Event]) -> list[list[Event]]:
-    """Return collectives that only paths tell apart as groups, those that send most first."""
-    alike: dict[tuple[Any, ...], list[Event]] = {}
+    """Return groups of collectives that differ in their paths only, those that send most first."""
+    groups: dict[tuple[Any, ...], list[Event]] = {}
     for event in events:
         key = (event.kind, event.mesh_axes, event.axes, event.logical_bytes, event.source)
-        alike.setdefault(key, []).append(event)
-    return sorted(alike.values(), key=sent_bytes, reverse=True)
+        groups.setdefault(key, []).append(event)
+    return sorted(groups.values(), key=sent_bytes, reverse=True)
 
 
 def sent_bytes(events: Sequence[Event]) -> int:

@@ -61,8 +61,8 @@ def plan_html(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{name}</title>\n<style>\n{style.read_text(encoding='utf-8')}</style></head>\n"
-        f"<body><h1>{name}</h1><p>What each device holds, computes and sends in one run, before "
-        f"it runs.</p><nav>{links if len(reports) > 1 else ''}</nav>\n"
+        f"<body><h1>{name}</h1><p>What each device holds, computes and sends in one run, computed "
+        f"without running it.</p><nav>{links if len(reports) > 1 else ''}</nav>\n"
         f"{chr(10).join(sections)}\n</body></html>\n"
     )
 

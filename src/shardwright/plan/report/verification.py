@@ -20,7 +20,7 @@ def verification_text(verification: Verification, *, width: int = WIDTH) -> str:
     """Return the planned and the compiled numbers, and why they differ.
 
     Args:
-      verification: Both.
+      verification: The plan and the compiled program.
       width: Characters per line.
     """
     compiled = verification.compiled
@@ -48,7 +48,7 @@ def verification_text(verification: Verification, *, width: int = WIDTH) -> str:
 
 
 def refusal_text(compiled: Compiled) -> str:
-    """Return the line of the compiler's message that says how much is too much."""
+    """Return the line of the compiler's message that says how much memory the program needs."""
     lines = [line.strip() for line in compiled.refused.splitlines()]
     return next((line for line in lines if "sed " in line and " of " in line), lines[0])
 
@@ -83,7 +83,7 @@ def sent_rows(sent: Sent) -> Iterator[tuple[str, ...]]:
 
 
 def reason_texts(sent: Sent) -> Iterator[str]:
-    """Yield why the compiled program sends something else."""
+    """Yield the reasons why the compiled program sends something else than planned."""
     for reason in sent.reasons:
         share = f" ({_signed(reason.adds)})" if reason.adds else ""
         yield f"{reason.what}{share}{_places(reason)}"

@@ -1,7 +1,7 @@
 """Search meshes and rules of a program on a slice: the space, the ranking, and the result.
 
-Code that makes candidates, ranks or compares them belongs here. What one candidate costs is the
-business of `plan.planner`.
+Code that creates, ranks or compares candidates belongs here. `plan.planner` computes what one
+candidate costs.
 """
 
 from shardwright.plan.search.result import Candidate as Candidate

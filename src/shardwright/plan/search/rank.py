@@ -1,9 +1,9 @@
 """Rank candidates by a closed form, so that only the best of a large space are walked.
 
-The closed form sees the annotations of a program, not its equations. It counts the products as
-evenly split over the devices that any activation uses, one all-gather for each gathered weight, and
-one all-reduce for each activation that lacks a mesh axis that others have. It orders candidates; it
-is never shown as a cost.
+The closed form reads the annotations of a program, not its equations. It splits the products over
+as many devices as the most sharded activation uses. It counts one all-gather for each gathered
+weight, and one all-reduce for each activation that lacks a mesh axis of another activation. It only
+orders candidates and is never shown as a cost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwright.plan.walk.values import KEEP, Dims, dims_of_spec
 from shardwright.resolution import resolver
 from shardwright.vocabulary.axes import Role
 
-_USE: Final = 0.5  # share of the peak that products reach, as in the estimate of the time
+_USE: Final = 0.5  # share of the peak that products reach, as at the upper end of the time
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ def closed_form(
     for each in inner:
         if each.role is Role.ACTIVATION:
             continue
-        # A gathered weight, or the gradient of one: both sides of the gather differ by its axes.
+        # A gathered weight or its gradient. The gather is over the axes of one role only.
         request = each.asked.request
         other = Role.PARAM if each.role is Role.USE else Role.USE
         spec = manager.answer(request.of(other, tuple(request.shape or ()))).spec

@@ -1,4 +1,4 @@
-"""The result of a search: candidates, the ones that no other beats, and why others were dropped."""
+"""The result of a search: the candidates, the best of them, and why others were dropped."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Upper end of the estimated time of one run of each mode: nothing overlaps."""
+        """Upper end of the estimated time of one run of each mode, if nothing overlaps."""
         return sum(seconds_of(report) for report in self.reports.values())
 
     @property
@@ -62,7 +62,7 @@ class Candidate:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether every mode fits: the worst of them."""
+        """The worst verdict of all modes."""
         verdicts = {report.verdict for report in self.reports.values()}
         worst = (Verdict.DOES_NOT_FIT, Verdict.CLOSE)
         return next((verdict for verdict in worst if verdict in verdicts), Verdict.FITS)
@@ -79,7 +79,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """The key that candidates are sorted by: the fastest first, and never by chance."""
+        """The key that candidates are sorted by: the fastest first, and always the same order."""
         settings = tuple(self.settings.items())
         names = (self.variant, self.name, self.mesh, tuple(self.sizes.items()), settings)
         return (self.seconds, self.most_bytes, *names)
@@ -141,11 +141,14 @@ class SearchReport:
 
     @property
     def front(self) -> tuple[Candidate, ...]:
-        """The candidates that no other one beats in time of a mode and in memory, fastest first."""
+        """The candidates that no other one beats in both time and memory, the fastest first.
+
+        A candidate is beaten if another one takes no more time in any mode and no more memory.
+        """
         front: list[Candidate] = []
         for candidate in self.candidates:
             costs = candidate.costs
-            # Candidates are sorted by time, so only earlier ones can be better in everything.
+            # Candidates are sorted by time, so only earlier ones can beat this one.
             if not any(_at_most(other.costs, costs) for other in front):
                 front.append(candidate)
         return tuple(front)

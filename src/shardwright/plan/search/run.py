@@ -47,8 +47,8 @@ def search(
 
     A mesh gives each axis a divisor of the number of devices. Candidates that do not resolve, do
     not fit, or are the same program as another one are dropped and counted. The rest is ordered by
-    the upper end of the estimated time, then by memory. Two searches of the same question return
-    the same result.
+    the upper end of the estimated time, then by memory. The same arguments always give the same
+    result.
 
     Args:
       program: What to plan, or one program per mode. One strategy serves all of them.
@@ -58,9 +58,9 @@ def search(
       axes: Mesh axes that may have a size above 1, where a strategy has them. Defaults to all.
       pins: Settings that hold in every candidate, such as `head = tp`, `params.embed = fsdp`,
         `policy.zero1 = dp` or `mesh.tp = 4`.
-      vary: Settings and their alternatives: `{"head": ("tp", "-")}`. None is as the strategy has
-        it. A pin wins.
-      orders: Whether mesh axes also change places, which changes the links that they use.
+      vary: Settings and their alternatives: `{"head": ("tp", "-")}`. None keeps the setting of the
+        strategy. A pin of the same setting replaces the alternatives.
+      orders: Whether to try every order of the mesh axes, which changes the links that they use.
       walks: How many candidates to walk at most, the best by a closed form.
 
     Raises:
@@ -99,7 +99,7 @@ def search_variants(
       variants: Label -> what `search` takes as a program. Labels are shown with the candidates.
       strategies: Name -> strategy with a `[mesh]`.
       topology: The slice.
-      **options: Those of `search`. Each variant has its own number of walks.
+      **options: Other options of `search`. `walks` applies to each variant.
 
     Raises:
       ShardingError: As `search` raises it, if it raises for every variant: the first error.
@@ -140,7 +140,7 @@ class _Resolved:
       point: The candidate.
       strategy: Its strategy, with its mesh.
       layout: Where its mesh axes are.
-      specs: What decides its walk.
+      specs: The resolved annotations. Candidates with equal ones have equal walks.
       rank: Seconds by the closed form.
       held: Bytes of its state on one device.
     """
@@ -162,7 +162,7 @@ class _Search:
       programs: Program by mode.
       topology: The slice.
       traces: Traces with their annotations, by mode.
-      shared: Modes whose one trace fits every candidate.
+      shared: Modes with a single trace, which fits every candidate.
       walks: Plans by mode, of candidates that were walked.
       flops: Operations of the products on all devices, by mode.
       dropped: Reason -> number of candidates.
@@ -285,7 +285,7 @@ class _Search:
                 return number, traced, asked
         traced = trace_program(manager, program)
         if mode not in self.flops:
-            # The operations of one device times all devices: an upper bound, equal for all.
+            # The operations of one device times all devices. All candidates use this upper bound.
             flops = price(manager, traced, program).walked.flops
             self.flops[mode] = float(flops * self.topology.devices)
         if traced.fits_all:
@@ -312,7 +312,7 @@ class _Search:
         return set(chosen)
 
     def _walk(self, each: _Resolved) -> Candidate:
-        """Walk a candidate. Candidates whose axes only change places share their walks."""
+        """Walk a candidate. Candidates that differ only in the order of axes share their walks."""
         manager = PartitionManager(each.strategy, mesh=abstract_mesh(dict(each.point.sizes)))
         if each.specs not in self.walks:
             self.walks[each.specs] = {

@@ -12,7 +12,7 @@ from shardwright.errors import MeshSpecError, StrategyError
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
-MOST: Final = 20_000  # candidates: about a minute
+MOST: Final = 20_000  # candidates that take about a minute
 _TABLES: Final = ("rules", "params", "modes", "policy")
 _MESH: Final = "mesh."
 # A key such as `head` or `params.embed` -> the text of its rule.
@@ -43,8 +43,9 @@ class Space:
       devices: Number of devices.
       axes: Mesh axes that may have a size above 1, or None for all.
       pins: Settings that hold in every candidate. `mesh.tp` pins the size of a mesh axis.
-      vary: Settings with their alternatives; None is as the strategy has it. A pin wins.
-      orders: Whether mesh axes of size > 1 also change places.
+      vary: Settings with their alternatives. None keeps the setting of the strategy. A pin of the
+        same setting replaces the alternatives.
+      orders: Whether to try every order of the mesh axes of size > 1.
     """
 
     strategies: Mapping[str, Strategy]
@@ -74,7 +75,8 @@ class Space:
         count = sum(map(len, meshes.values())) * len(chosen)
         if not count:
             raise StrategyError(
-                "there are no candidates", fix="name at least one strategy and axis, and fewer pins"
+                "there are no candidates",
+                fix="name at least one strategy and one axis, or remove pins",
             )
         if count > MOST:
             raise StrategyError(
@@ -149,7 +151,9 @@ def parse_setting(text: str) -> tuple[str, str]:
 
 
 def parse_alternatives(text: str) -> tuple[str, tuple[str | None, ...]]:
-    """Return key and alternatives of text such as `head = tp, -`; a key alone also tries `-`.
+    """Return key and alternatives of text such as `head = tp, -`.
+
+    A key without alternatives means the strategy's own setting, and `-`.
 
     Raises:
       StrategyError: The text has no key or an empty alternative.
@@ -185,7 +189,7 @@ def _orders(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
 
 
 def _splits(devices: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Yield every way to write a number as a product of so many factors, in order."""
+    """Yield every way to write a number as a product of `parts` factors, in a fixed order."""
     if parts == 0:
         if devices == 1:
             yield ()

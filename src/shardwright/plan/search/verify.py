@@ -39,7 +39,7 @@ class VerifiedCandidate:
 
     @property
     def seconds(self) -> float:
-        """Upper end of the time with what the compiled programs send in place of the plan."""
+        """Upper end of the time, with the bytes that the compiled programs send."""
         return sum(map(compiled_seconds, self.verifications.values()))
 
     @property
@@ -102,13 +102,13 @@ def verify_front(
     """Compile the fastest candidates that no other one beats, and order them by the result.
 
     Args:
-      found: A search.
+      found: The result of a search.
       variants: Label -> programs by mode, as they were searched.
       most: How many candidates to compile.
       platform: `tpu` or `cpu`. Defaults to `tpu`.
       effort: How much the compiler optimizes.
       timeout: Seconds for each compile.
-      cache: Folder of compiled answers. Defaults to none.
+      cache: Folder of compiled results. Defaults to none.
 
     Raises:
       StrategyError: There is no compiler for the slice, or it is not installed.
@@ -136,7 +136,7 @@ def verify_front(
                 candidate=candidate, verifications=verifications, failures=tuple(failures)
             )
         )
-    # What the compiler refuses comes last.
+    # Candidates that do not fit, or were not compiled, come last.
     return tuple(
         sorted(verified, key=lambda each: (not each.fits, each.seconds, each.candidate.order))
     )

@@ -1,4 +1,4 @@
-"""Ask a compiler in a worker process, and keep its answers on disk."""
+"""Compile a program in a worker process, and keep the result on disk."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Platform = Literal["tpu", "cpu"]
 Effort = Literal["low", "full"]
 
 TIMEOUT: Final = 600.0  # seconds; an 8B training step takes 40 to 200
-# With these, libtpu is silent where there is no TPU, and harmless next to another process.
+# With these, libtpu prints no warnings without a TPU, and several processes may load it.
 _TPU_SETTINGS: Final = {
     "JAX_PLATFORMS": "cpu",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# Without it, libtpu compiles for the two cores of a v4 chip as two devices.
+# Without this option, libtpu counts the two cores of a v4 chip as two devices.
 _TPU_OPTIONS: Final = {"v4": {"chip_config_name": "megacore"}}
 _TPUS: Final = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 _USED = re.compile(r"[Uu]sed ([0-9.]+)([KMGT]?) of ([0-9.]+)([KMGT]?)")
@@ -65,16 +65,16 @@ class Target:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What a compiler made of a program.
+    """The result of compiling a program.
 
     Attributes:
       target: What it was compiled for.
-      collectives: Its collectives.
+      collectives: Collectives of the compiled program.
       memory: Bytes on one device by name: `argument_size`, `output_size`, `alias_size`,
         `temp_size`, `peak_memory`; empty if the compiler refused the program.
       seconds: Seconds that the compile took.
       refused: The compiler's message if the program needs more memory than the chip has, or "".
-      cached: Whether the answer was on disk.
+      cached: Whether the result was on disk.
     """
 
     target: Target
@@ -90,15 +90,15 @@ class Compiled:
         if self.refused:
             match = _USED.search(self.refused)
             return None if match is None else int(float(match[1]) * _UNITS[match[2]])
-        # The CPU compiler's peak is not one of a device's memory.
+        # The peak of the CPU compiler is not that of one device.
         return self.memory["peak_memory"] if self.target.platform == "tpu" else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the answer as plain data."""
+        """Return the result as plain data."""
         return {
             **dataclasses.asdict(self.target),
             "compiler": self.target.compiler,
-            "collectives": [found.to_json() for found in self.collectives],
+            "collectives": [collective.to_json() for collective in self.collectives],
             "memory": dict(self.memory),
             "peak": self.peak,
             "refused": self.refused,
@@ -123,18 +123,18 @@ def make_target(
     if topology is None:
         raise StrategyError(
             "compiling for TPUs needs a slice, and no topology is given",
-            fix="--topology v5p:4x4x4, or --compiler cpu for sharding only",
+            fix="pass --topology v5p:4x4x4, or --compiler cpu to check the sharding only",
         )
     if topology.chip.name not in _TPUS:
         raise StrategyError(
             f"there is no compiler for the chip {topology.chip.name}",
-            fix=f"compilers are for {', '.join(_TPUS)}; --compiler cpu compiles for sharding only",
+            fix=f"use one of {', '.join(_TPUS)}, or --compiler cpu to check the sharding only",
         )
     if importlib.util.find_spec("libtpu") is None:
         raise StrategyError(
             f"compiling for {topology} needs libtpu, which is not installed",
-            fix='python -m pip install -e ".[tpu-aot]" in a clone of shardwright, or '
-            "--compiler cpu for sharding only",
+            fix='run python -m pip install -e ".[tpu-aot]" in a clone of shardwright, or pass '
+            "--compiler cpu to check the sharding only",
         )
     return Target(platform="tpu", topology=str(topology), effort=effort)
 
@@ -147,14 +147,14 @@ def compile_exported(
     cache: Path | None = None,
     lines: Sequence[str] = (),
 ) -> Compiled:
-    """Compile a program in a worker process, or return the answer that is on disk.
+    """Compile a program in a worker process, or return the result that is on disk.
 
     Args:
       exported: The program.
       target: What to compile for.
       timeout: Seconds after which the worker is killed.
-      cache: Folder of answers. Defaults to none.
-      lines: Source lines that an answer names. An answer is not used again once they move.
+      cache: Folder of results. Defaults to none.
+      lines: Source lines that the result names. If they change, the result is not used again.
 
     Raises:
       ProgramError: The worker died or ran out of time, or the compiler cannot compile the program.
@@ -167,11 +167,11 @@ def compile_exported(
         "donated": list(exported.donated),
         "specs": exported.specs,
     }
-    answer = None if cache is None else cache / f"{_key(exported, request, lines)}.json"
-    known = None if answer is None else _read_answer(answer)
-    result = known or _ask(exported.program, request, target, timeout)
-    if answer is not None and known is None:
-        _write_answer(answer, result)
+    file = None if cache is None else cache / f"{_key(exported, request, lines)}.json"
+    known = None if file is None else _read_result(file)
+    result = known or _compile(exported.program, request, target, timeout)
+    if file is not None and known is None:
+        _write_result(file, result)
     return Compiled(
         target=target,
         collectives=tuple(Collective.from_json(data) for data in result.get("collectives", ())),
@@ -190,32 +190,32 @@ def _key(exported: Exported, request: Mapping[str, Any], lines: Sequence[str]) -
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _read_answer(answer: Path) -> dict[str, Any] | None:
-    """Return an answer on disk; None if there is none, or a half-written one."""
+def _read_result(file: Path) -> dict[str, Any] | None:
+    """Return a result on disk; None if there is none, or an incomplete one."""
     try:
-        data = json.loads(answer.read_text(encoding="utf-8"))
+        data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) else None
 
 
-def _write_answer(answer: Path, result: Mapping[str, Any]) -> None:
+def _write_result(file: Path, result: Mapping[str, Any]) -> None:
     try:
-        answer.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may write the same answer, so it appears whole or not at all.
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # Another process may write the same result, so the file is replaced in one step.
         with tempfile.NamedTemporaryFile(
-            "w", dir=answer.parent, delete=False, encoding="utf-8"
-        ) as file:
-            json.dump(result, file)
-        os.replace(file.name, answer)
+            "w", dir=file.parent, delete=False, encoding="utf-8"
+        ) as temporary:
+            json.dump(result, temporary)
+        os.replace(temporary.name, file)
     except OSError as error:
         raise StrategyError(
-            f"cannot write {str(answer.parent)!r}: {(error.strerror or str(error)).lower()}",
+            f"cannot write {str(file.parent)!r}: {(error.strerror or str(error)).lower()}",
             fix="name another folder: --verify-cache DIR",
         ) from error
 
 
-def _ask(
+def _compile(
     program: bytes, request: Mapping[str, Any], target: Target, timeout: float
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="shardwright-") as name:
@@ -226,13 +226,13 @@ def _ask(
             code = _run_worker(folder, messages, target, timeout)
             messages.seek(0)
             last = messages.read().strip().rpartition("\n")[2]
-        result = _read_answer(folder / "result.json")
+        result = _read_result(folder / "result.json")
     if result is None:
-        raise _dead(code, last, target)
+        raise _no_result(code, last, target)
     if "error" in result:
         raise ProgramError(
             f"{target.compiler} cannot compile the program: {result['error']:.500}",
-            fix="see the compiler's message; --compiler cpu compiles for sharding only",
+            fix="read the compiler's message, or pass --compiler cpu to check the sharding only",
         )
     return result
 
@@ -257,8 +257,8 @@ def _run_worker(folder: Path, messages: Any, target: Target, timeout: float) -> 
     except subprocess.TimeoutExpired as error:
         raise ProgramError(
             f"{target.compiler} did not finish within {timeout:g} seconds, and was stopped",
-            fix="allow more with --verify-timeout, or scan over layers, so that the program is "
-            "smaller",
+            fix="allow more seconds with --verify-timeout, or scan over layers, so that the "
+            "program is smaller",
         ) from error
     finally:
         if worker.poll() is None:
@@ -266,7 +266,7 @@ def _run_worker(folder: Path, messages: Any, target: Target, timeout: float) -> 
             worker.wait()
 
 
-def _dead(code: int, last: str, target: Target) -> ProgramError:
+def _no_result(code: int, last: str, target: Target) -> ProgramError:
     """Return the error for a worker that left no result."""
     if code < 0:
         how = f"was killed by {signal.Signals(-code).name}"

@@ -1,7 +1,7 @@
 """Compare the traffic of a plan with that of its compiled program, and name the reasons.
 
-A reason is a pattern of the compiled program that adds or saves a known number of bytes. What no
-pattern accounts for is reported as not explained.
+A reason is a pattern of the compiled program that adds or saves a known number of bytes. Bytes that
+no pattern accounts for are reported as not explained.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Sent:
 
     @property
     def difference(self) -> int:
-        """Bytes that the compiled program sends more."""
+        """Bytes that the compiled program sends beyond the plan; negative if it sends less."""
         return sum(self.compiled.values()) - sum(self.planned.values())
 
     @property
@@ -92,9 +92,9 @@ def compare_traffic(
     Collectives that run an unknown number of times are left out.
 
     Args:
-      events: Those of the plan.
-      collectives: Those of the program.
-      cpu: Whether it was compiled for CPUs, whose compiler makes all-reduces of reduce-scatters.
+      events: Collectives of the plan.
+      collectives: Collectives of the compiled program.
+      cpu: Whether it was compiled for CPUs, whose compiler turns reduce-scatters into all-reduces.
     """
     planned: dict[tuple[str, ...], list[Event]] = defaultdict(list)
     compiled: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
@@ -110,21 +110,22 @@ def compare_traffic(
 
 
 def _sent(
-    axes: tuple[str, ...], events: Sequence[Event], found: Sequence[Collective], *, cpu: bool
+    axes: tuple[str, ...], events: Sequence[Event], collectives: Sequence[Collective], *, cpu: bool
 ) -> Sent:
     planned: Counter[Kind] = Counter()
     compiled: Counter[Kind] = Counter()
     for event in events:
         planned[event.kind] += event.total_wire_bytes
-    for collective in found:
+    for collective in collectives:
         compiled[collective.kind] += _wire(collective)
     row = Sent(mesh_axes=axes, planned=dict(planned), compiled=dict(compiled), reasons=())
     if row.equal and planned.keys() == compiled.keys():
         return row
-    reasons = [*_known_reasons(row, events, found)]
+    reasons = [*_known_reasons(row, events, collectives)]
     if cpu:
         reasons += _cpu_reasons(planned, compiled, events)
-    reasons += _last_reasons(dataclasses.replace(row, reasons=tuple(reasons)), events, found, cpu)
+    explained = dataclasses.replace(row, reasons=tuple(reasons))
+    reasons += _last_reasons(explained, events, collectives, cpu)
     least = _SMALL * max(sum(planned.values()), sum(compiled.values()))
     large = tuple(reason for reason in reasons if abs(reason.adds) > least)
     return dataclasses.replace(row, reasons=large)
@@ -135,24 +136,24 @@ def _wire(collective: Collective) -> int:
 
 
 def _known_reasons(
-    row: Sent, events: Sequence[Event], found: Sequence[Collective]
+    row: Sent, events: Sequence[Event], collectives: Sequence[Collective]
 ) -> Iterator[Reason]:
     """Yield the reasons that the collectives themselves show."""
-    if gathers := [each for each in found if each.gathers and each.kind is Kind.ALL_REDUCE]:
+    if gathers := [each for each in collectives if each.gathers and each.kind is Kind.ALL_REDUCE]:
         yield _reason(
             "all-reduces that sum slices into zeros: gathers that send twice the bytes",
             gathers,
             sum(map(_wire, gathers)) // 2,
         )
-    permutes = [] if Kind.PERMUTE in row.planned else _in_products(found)
-    converted = _converted(events, found, permutes)
+    permutes = [] if Kind.PERMUTE in row.planned else _in_products(collectives)
+    converted = _converted(events, collectives, permutes)
     if permutes:
         missing = {
             kind: row.planned.get(kind, 0) - row.compiled.get(kind, 0)
             for kind in _MOVED
             if row.planned.get(kind, 0) > row.compiled.get(kind, 0)
         }
-        # In the planned element type; the conversion is a reason of its own.
+        # Count bytes in the planned element type, because the conversion is a separate reason.
         parts = sum(converted[id(each)].planned for each in permutes)
         kinds = " and ".join(missing) or "other collectives"
         yield _reason(
@@ -161,15 +162,15 @@ def _known_reasons(
             parts - sum(missing.values()),
         )
     for what in sorted({each.what for each in converted.values()} - {""}):
-        members = [each for each in found if converted[id(each)].what == what]
+        members = [each for each in collectives if converted[id(each)].what == what]
         adds = sum(_wire(each) - converted[id(each)].planned for each in members)
         yield _reason(what, members, adds)
-    lookups = [each for each in found if each.op_name.rpartition("/")[2] in _LOOKUPS]
+    lookups = [each for each in collectives if each.op_name.rpartition("/")[2] in _LOOKUPS]
     for kind in sorted({each.kind for each in lookups}):
         members = [each for each in lookups if each.kind is kind]
-        # Without what other element types add.
-        alike = [each for each in found if each.kind is kind]
-        wider = sum(_wire(each) - converted[id(each)].planned for each in alike)
+        # Leave out the bytes that other element types add.
+        same_kind = [each for each in collectives if each.kind is kind]
+        wider = sum(_wire(each) - converted[id(each)].planned for each in same_kind)
         more = row.compiled[kind] - wider - row.planned.get(kind, 0)
         if more > 0:
             yield _reason(
@@ -179,10 +180,10 @@ def _known_reasons(
             )
 
 
-def _in_products(found: Sequence[Collective]) -> list[Collective]:
+def _in_products(collectives: Sequence[Collective]) -> list[Collective]:
     return [
         each
-        for each in found
+        for each in collectives
         if each.kind is Kind.PERMUTE and each.op_name.rpartition("/")[2].startswith("dot_general")
     ]
 
@@ -195,18 +196,18 @@ class _Converted(NamedTuple):
 
 
 def _converted(
-    events: Sequence[Event], found: Sequence[Collective], permutes: Sequence[Collective]
+    events: Sequence[Event], collectives: Sequence[Collective], permutes: Sequence[Collective]
 ) -> dict[int, _Converted]:
-    """Return what each collective would send in its planned element type, by its identity.
+    """Return what each collective would send in its planned element type, by its `id`.
 
-    Two runs of one computation are equal as data, so equality does not tell them apart.
+    Two different collectives may be equal as data, so they cannot be keys themselves.
     """
     at_line: dict[str, set[str]] = defaultdict(set)
     for event in events:
         at_line[event.source].add(event.dtype)
     moved = {event.dtype for event in events if event.kind in _MOVED}
     converted = {}
-    for each in found:
+    for each in collectives:
         # Permutes of a collective matmul are at the line of the product, not of the gather.
         types = moved if each in permutes else at_line.get(_line(each), set())
         dtype = next(iter(types)) if len(types) == 1 else ""
@@ -244,23 +245,23 @@ def _cpu_reasons(
 
 
 def _last_reasons(
-    row: Sent, events: Sequence[Event], found: Sequence[Collective], cpu: bool
+    row: Sent, events: Sequence[Event], collectives: Sequence[Collective], cpu: bool
 ) -> Iterator[Reason]:
-    """Yield reasons for what is left of a difference, where the program shows their pattern."""
-    left = row.unexplained
-    if left <= _EQUAL * max(sum(row.planned.values()), 1):
+    """Yield reasons for the bytes that are not explained yet, if the program shows a pattern."""
+    unexplained = row.unexplained
+    if unexplained <= _EQUAL * max(sum(row.planned.values()), 1):
         return
-    again = [each for each in found if "rematted_computation" in each.op_name]
-    again = [each for each in again if each.kind in (Kind.ALL_GATHER, Kind.PERMUTE)]
-    if again and Kind.ALL_GATHER in row.planned:
-        yield _reason("weights are gathered again for rematerialization", again, left)
+    remat = [each for each in collectives if "rematted_computation" in each.op_name]
+    remat = [each for each in remat if each.kind in (Kind.ALL_GATHER, Kind.PERMUTE)]
+    if remat and Kind.ALL_GATHER in row.planned:
+        yield _reason("weights are gathered again for rematerialization", remat, unexplained)
         return
-    sums = [each for each in found if each.kind is Kind.ALL_REDUCE and not each.gathers]
+    sums = [each for each in collectives if each.kind is Kind.ALL_REDUCE and not each.gathers]
     runs = sum(event.runs for event in events if event.kind is Kind.ALL_REDUCE)
     if cpu and sum(each.count or 0 for each in sums) > runs:
-        yield _reason("sums stay apart that a TPU's compiler merges", sums, left)
+        yield _reason("several all-reduces that a compiler for TPUs merges", sums, unexplained)
 
 
-def _reason(what: str, found: Sequence[Collective], adds: int) -> Reason:
-    sources = tuple(dict.fromkeys(_line(each) for each in found if each.source))
+def _reason(what: str, collectives: Sequence[Collective], adds: int) -> Reason:
+    sources = tuple(dict.fromkeys(_line(each) for each in collectives if each.source))
     return Reason(what=what, adds=adds, sources=sources)

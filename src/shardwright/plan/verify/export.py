@@ -25,8 +25,8 @@ class Exported:
     Attributes:
       program: The serialized `jax.export.Exported`. Its arguments are a flat list of arrays.
       text: The same without source lines, so that equal programs have equal texts.
-      specs: Per array, the mesh axes of each dim. The program itself does not know those of arrays
-        that it does not use.
+      specs: Per array, the mesh axes of each dim. The serialized program lacks them for arrays that
+        it does not use.
       donated: Positions of the arrays whose memory the program may overwrite.
       mesh: Size of each mesh axis.
     """
@@ -47,7 +47,7 @@ def export_program(
       manager: Strategy, mesh and mode. Explicit axes are compiled as Auto ones, as they are
         planned.
       program: What to export.
-      traced: Its trace, which knows the annotation of each array.
+      traced: Its trace, which has the annotation of each array.
       platform: `tpu` or `cpu`.
 
     Raises:
@@ -59,17 +59,17 @@ def export_program(
     mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=auto)
     abstract = PartitionManager(manager.rules, mesh=mesh, mode=manager.mode)
 
-    def sharding(given: Request | NamedSharding | None) -> NamedSharding | None:
-        if given is None:
+    def sharding(source: Request | NamedSharding | None) -> NamedSharding | None:
+        if source is None:
             return None
-        if isinstance(given, NamedSharding):
-            return NamedSharding(mesh, given.spec)
-        return NamedSharding(mesh, abstract.answer(given).require())
+        if isinstance(source, NamedSharding):
+            return NamedSharding(mesh, source.spec)
+        return NamedSharding(mesh, abstract.answer(source).require())
 
     leaves, structure = jax.tree.flatten(tuple(program.shapes))
     arguments = [
-        _argument(leaf, sharding(given) or NamedSharding(mesh, jax.P()))
-        for leaf, given in zip(leaves, traced.inputs, strict=True)
+        _argument(leaf, sharding(source) or NamedSharding(mesh, jax.P()))
+        for leaf, source in zip(leaves, traced.inputs, strict=True)
     ]
     donated = [
         at in program.donated
@@ -110,7 +110,7 @@ def export_program(
 _LOCATION = re.compile(
     r'^#loc.*$| ?loc\((?:#loc\d*|unknown|"[^"]*"(?:\(#loc\d*\))?)\)', re.MULTILINE
 )
-# Kernels are custom calls that JAX does not promise to keep between versions. Both processes here
+# Kernels are custom calls, which another version of JAX may be unable to read. Both processes here
 # have the same version.
 _CALLS = [
     jax.export.DisabledSafetyCheck.custom_call(name)

@@ -1,4 +1,4 @@
-"""Verify a plan: compile its program and put both side by side."""
+"""Verify a plan: compile its program and compare both."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from shardwright.plan.verify.export import export_program
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """A plan and what a compiler made of the same program.
+    """A plan, and the result of compiling the same program.
 
     Attributes:
       report: The plan.
-      compiled: The compiler's answer.
+      compiled: The result of compiling.
       traffic: Planned and compiled bytes over each set of mesh axes.
     """
 
@@ -40,7 +40,7 @@ class Verification:
 
     @property
     def verdict(self) -> Verdict | None:
-        """Whether the program fits: by the compiler, or by the plan where it cannot say."""
+        """Whether the program fits: by the compiler, or by the plan if the compiler cannot tell."""
         layout, peak = self.report.layout, self.compiled.peak
         if self.compiled.refused:
             return Verdict.DOES_NOT_FIT
@@ -51,7 +51,7 @@ class Verification:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes that the program needs on one device: compiled, or the plan's upper end."""
+        """Bytes that the program needs on one device: the compiled peak, or the upper end."""
         peak = self.compiled.peak
         return self.report.memory.high if peak is None else peak
 
@@ -86,7 +86,7 @@ def verify_plan(
       platform: `tpu` or `cpu`. Defaults to `tpu` if there is a slice.
       effort: `low` takes a quarter of the time, and changes memory by less than 10%.
       timeout: Seconds after which the worker is killed.
-      cache: Folder of compiled answers. Defaults to none.
+      cache: Folder of compiled results. Defaults to none.
 
     Raises:
       ShardingError: An annotation does not resolve.

@@ -32,7 +32,7 @@ def main(folder: Path) -> None:
     try:
         result = compile_program((folder / "program.bin").read_bytes(), request)
     except jax.errors.JaxRuntimeError as error:
-        # The compiler speaks: memory is a result, everything else an error.
+        # A program that needs too much memory is a result. Other failures are errors.
         key = "refused" if "RESOURCE_EXHAUSTED" in str(error) else "error"
         result = {key: str(error)}
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
 
 
 def compile_program(program: bytes, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Compile an exported program and return what the compiler says about it, as plain data.
+    """Compile an exported program, and return its collectives and its memory as plain data.
 
     Args:
       program: The serialized program.
@@ -64,7 +64,7 @@ def compile_program(program: bytes, request: Mapping[str, Any]) -> dict[str, Any
     return {
         "seconds": seconds,
         "memory": {name: int(getattr(memory, f"{name}_in_bytes")) for name in _MEMORY},
-        "collectives": [found.to_json() for found in read_collectives(compiled, mesh)],
+        "collectives": [each.to_json() for each in read_collectives(compiled, mesh)],
     }
 
 
@@ -73,7 +73,7 @@ def _spec(entries: Sequence[Sequence[str]]) -> PartitionSpec:
 
 
 def make_mesh(request: Mapping[str, Any]) -> Mesh:
-    """Return the mesh of the target, its axes laid on the slice as a program's own mesh would be.
+    """Return the mesh of the target, its axes assigned to the slice as `mesh_utils` assigns them.
 
     Raises:
       RuntimeError: The compiler does not know the topology.
@@ -84,16 +84,16 @@ def make_mesh(request: Mapping[str, Any]) -> Mesh:
     if request["platform"] == "cpu":
         jax.config.update("jax_num_cpu_devices", math.prod(shape))
         return Mesh(np.array(jax.devices("cpu")).reshape(shape), tuple(sizes), axis_types=auto)
-    described = topologies.get_topology_desc(
+    topology = topologies.get_topology_desc(
         topology_name=request["topology"], platform="tpu", **request["options"]
     )
     try:
         devices = mesh_utils.create_device_mesh(
-            shape, devices=described.devices, allow_split_physical_axes=True
+            shape, devices=topology.devices, allow_split_physical_axes=True
         )
     except (NotImplementedError, TypeError, ValueError, AssertionError):
-        # JAX cannot lay some shapes on a slice. The order of devices changes no bytes.
-        devices = np.array(described.devices).reshape(shape)
+        # JAX cannot assign some shapes to a slice. The order of devices changes no bytes.
+        devices = np.array(topology.devices).reshape(shape)
     return Mesh(devices, tuple(sizes), axis_types=auto)
 
 
