@@ -198,6 +198,14 @@ def large_mixture() -> dict[str, Any]:
 def test_large_mixture_equals_arithmetic() -> None:
     """The counts use `ways` alone, written by hand for this strategy and mesh."""
     ways = {sw.EMBED: 64, sw.MLP_INTERMEDIATE: 8, sw.VOCAB: 8, sw.HEAD: 8, sw.EXPERT: 32}
+    # 61 layers keep 576 numbers per token of 4,096 sequences of 8,192 tokens.
+    cache = Tensor(
+        path="cache",
+        axes=(sw.LAYERS, sw.BATCH, sw.KV_LENGTH, sw.EMPTY),
+        role="activation",
+        shape=(61, 4096, 8192, 576),
+        dtype="bfloat16",
+    )
     mesh = sw.abstract_mesh("fsdp:64,ep:32,tp:8")
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=mesh)
     tree = large_mixture()
@@ -207,6 +215,7 @@ def test_large_mixture_equals_arithmetic() -> None:
         for path, (axes, shape) in tree.items()
     ]
     state = count_tensors(pm, tensors, copies=2)
+    serving = count_tensors(pm.for_mode("decode"), [*tensors, cache], caches=["cache"], train=False)
     seconds = time.process_time() - start
     local = sum(
         math.prod(-(-size // ways.get(axis, 1)) for axis, size in zip(axes, shape, strict=True))
@@ -216,4 +225,6 @@ def test_large_mixture_equals_arithmetic() -> None:
     assert 660e9 < state.of("parameters").total / 2 < 680e9
     assert state.of("parameters").per_device == 2 * local
     assert state.of("optimizer").per_device == 4 * local
+    assert serving.of("parameters").per_device == 2 * local
+    assert serving.of("cache").per_device == 2 * 61 * (4096 // 64) * 8192 * 576
     assert seconds < 3
