@@ -15,6 +15,7 @@ import numpy as np
 
 from shardwright.errors import CheckpointError, Problem, StrategyError, raise_problems
 from shardwright.interop.hf.config import read_config
+from shardwright.interop.hf.gguf_files import GGUF_AXES, gguf_of
 from shardwright.interop.hf.names import axes_of, missing
 from shardwright.interop.hf.pieces import place
 from shardwright.interop.hf.report import checkpoint_text, shardings_text
@@ -93,7 +94,7 @@ def load(
     This is `read(folder).load(pm)`; `read` shows what was decided for each tensor.
 
     Args:
-      folder: Folder with `config.json` and safetensors files.
+      folder: Folder with `config.json` and safetensors files, or a GGUF file.
       pm: The manager.
       dtype: Dtype of the weights that are stored as floats of 16 bits or more. Defaults to the
         stored one.
@@ -120,7 +121,7 @@ def read(
     """Read the headers of a checkpoint, and decide the axes of each tensor. No tensor is read.
 
     Args:
-      folder: Folder with `config.json` and safetensors files.
+      folder: Folder with `config.json` and safetensors files, or a GGUF file.
       dtype: Dtype of the weights that are stored as floats of 16 bits or more. Defaults to the
         stored one.
       axes: Pattern -> annotation, for tensors that the family does not have. The first pattern that
@@ -135,11 +136,31 @@ def read(
     """
     path = Path(folder)
     if not path.exists():
-        fix = "pass a folder that has config.json and safetensors files"
+        fix = "pass a folder that has config.json and safetensors files, or a GGUF file"
         raise CheckpointError(f"{path} does not exist", fix=fix)
-    config = read_config((path if path.is_dir() else path.parent) / "config.json")
-    sources: dict[str, Source] = dict(safetensors_of(path))
+    file = _gguf_file(path)
+    sources: dict[str, Source]
+    if file is not None:
+        config, tensors = gguf_of(file)
+        sources = dict(tensors)
+        axes = {**(axes or {}), **GGUF_AXES}
+    else:
+        config = read_config((path if path.is_dir() else path.parent) / "config.json")
+        sources = dict(safetensors_of(path))
     return _checkpoint(config, sources, dtype=dtype, axes=axes, stack_experts=stack_experts)
+
+
+def _gguf_file(path: Path) -> Path | None:
+    """Return the GGUF file of a checkpoint, or None if it has safetensors or neither."""
+    if path.is_file():
+        return path if path.suffix == ".gguf" else None
+    files = sorted(path.glob("*.gguf"))
+    if not files or (path / "config.json").exists():
+        return None
+    if len(files) > 1:
+        what = f"{path} has {len(files)} GGUF files"
+        raise CheckpointError(what, fix=f"pass the path of one, such as {files[0]}")
+    return files[0]
 
 
 def _checkpoint(
