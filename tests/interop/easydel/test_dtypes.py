@@ -54,7 +54,7 @@ def test_no_computation_dtype() -> None:
 
 def test_no_common_dtype() -> None:
     says = (
-        r"float8_e4m3fn, float32 have no common dtype: JAX promotes none of them\n  fix   "
+        r"float8_e4m3fn, float32 have no common dtype, because JAX does not promote them\n  fix   "
         r"cast the arguments, or pass dtype="
     )
     with pytest.raises(sw.LayerError, match=says):

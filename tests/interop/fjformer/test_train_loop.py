@@ -67,7 +67,7 @@ def test_outer_key_inside_a_trace() -> None:
         lambda key, x: x + jax.random.normal(key, x.shape)
     )
     with pytest.raises(
-        sw.StrategyError, match="every run of the compiled program would use the same one"
+        sw.StrategyError, match="every run of the compiled program would use the same key"
     ):
         jax.jit(noise)(jnp.zeros(2))
     # And nothing of that trace is kept.
@@ -167,7 +167,7 @@ def test_unreplicate() -> None:
         (
             [{"a": jnp.bfloat16(1)}, {"a": 1}],
             {"stack": True},
-            "metric 'a' is bfloat16, int64 in different steps, which NumPy cannot stack",
+            "metric 'a' has the dtypes bfloat16, int64, which NumPy cannot stack",
         ),
         (
             {"loss": np.ones((0,))},

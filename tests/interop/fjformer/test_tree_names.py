@@ -93,7 +93,7 @@ def test_tree_apply() -> None:
     [
         ({"a": str, "b": str}, {"a": 1, "c": 2}, "no leaf for 'b'; no function for 'c'"),
         ({"a": str}, {"a": {"b": 1}}, "no leaf for 'a'; no function for 'a/b'"),
-        ([str], (1,), "the same places in other containers"),
+        ([str], (1,), "the paths are the same, the containers differ"),
         ({}, dict.fromkeys("abcde", 1), "no function for 'a', 'b', 'c' and 2 more"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`AttentionMetadata`: the options of attention as one value; `AttentionOutput`: its result.
+"""`AttentionMetadata`, the options of attention as one value, and `AttentionOutput`, the result.
 
 Names and defaults are those of EasyDeL's attention operators.
 """
@@ -73,8 +73,8 @@ class AttentionMetadata:
     An attribute that is not given is read from `base_config`, or else has a default.
 
     Attributes:
-      runtime_dtype: q, k and v are cast to it. Defaults to `attn_dtype` of the configuration, else
-        to float32.
+      runtime_dtype: Dtype to which q, k and v are cast. Defaults to `attn_dtype` of the
+        configuration, else to float32.
       runtime_softmax_dtype: Must have at most 32 bits; softmax is always float32. Defaults to
         `attn_softmax_dtype` of the configuration, else to float32.
       sequence_axis_name: The mesh axis over which the rules shard the sequence. Any other axis is
@@ -85,7 +85,7 @@ class AttentionMetadata:
       partition_axis: Rules as attributes. Defaults to `PartitionAxis()`.
       partition_manager: Rules and mesh. Defaults to a manager of `partition_axis` and `mesh` if one
         of them is given, else to the ambient manager.
-      base_config: Any object with attributes.
+      base_config: The configuration of a model: any object with attributes.
       scan_ring_attention: Run ring attention as a `lax.scan` instead of unrolled. Defaults to True.
       softmax_scale: Factor of the logits. None means `1 / sqrt(head_dim)`.
       dropout_prob: Probability of dropping an attention weight in training. Defaults to 0.0.
@@ -134,10 +134,10 @@ class AttentionMetadata:
         for name in ("runtime_dtype", "runtime_softmax_dtype"):
             object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
         self._set_manager()
-        self._check_honored()
+        self._check_supported()
 
-    def _check_honored(self) -> None:
-        """Refuse values that no kernel reads."""
+    def _check_supported(self) -> None:
+        """Refuse values that no kernel supports."""
         if self.blocksize_b != 1:
             raise AttentionError(
                 f"blocksize_b={self.blocksize_b!r}: no kernel takes several sequences in a block",
@@ -169,9 +169,9 @@ class AttentionMetadata:
 
     def _set_manager(self) -> None:
         entered = context.current()
-        own = self._found("partition_axis", "partition_axis") or self._found("mesh", "mesh")
+        has_rules = self._is_given("partition_axis") or self._is_given("mesh")
         self.set_attrs_carefully(
-            "partition_manager", entered if entered is not None and not own else NOT_GIVEN
+            "partition_manager", entered if entered is not None and not has_rules else NOT_GIVEN
         )
         self.set_attrs_carefully("partition_axis", PartitionAxis())
         manager = self.partition_manager
@@ -187,10 +187,11 @@ class AttentionMetadata:
                 self, "partition_manager", PartitionManager(self.partition_axis, mesh=self.mesh)
             )
 
-    def _found(self, name: str, pickup_name: str) -> bool:
+    def _is_given(self, name: str) -> bool:
+        """Tell whether an attribute is given, or is in the configuration."""
         return (
             getattr(self, name) is not NOT_GIVEN
-            or getattr(self.base_config, pickup_name, NOT_GIVEN) is not NOT_GIVEN
+            or getattr(self.base_config, name, NOT_GIVEN) is not NOT_GIVEN
         )
 
     def set_attrs_carefully(
@@ -200,9 +201,9 @@ class AttentionMetadata:
         pickup_name: str | None = None,
         use_base_config: bool = True,
     ) -> None:
-        """Set an attribute that was not given from the configuration, or else to a default.
+        """If an attribute was not given, set it to its value in the configuration, or to a default.
 
-        It is called during initialization.
+        The initialization calls this method.
 
         Args:
           attr_name: The attribute.
@@ -242,8 +243,9 @@ class AttentionMetadata:
 
         Args:
           mode: Runtime mode.
-          BTHD: `[batch, length, heads, head_dim]`, else `[batch, heads, length, head_dim]`.
-          qkv_mni_sharding: k and v are already repeated to the number of heads of q.
+          BTHD: Whether arrays are `[batch, length, heads, head_dim]`, or else
+            `[batch, heads, length, head_dim]`.
+          qkv_mni_sharding: Whether k and v are already repeated to the number of heads of q.
           sizes: Axis -> size; heads and head_dim are also read from `base_config`. An axis of size
             1 of the bias or the mask is not sharded. An unknown size counts as divisible.
 
@@ -319,9 +321,9 @@ class AttentionMetadata:
 
     # Calls.
 
-    def options(self, given: Mapping[str, Any]) -> Options:
-        """Return the options of a call, with missing ones from the metadata."""
-        options = read_options(given)
+    def options(self, keywords: Mapping[str, Any]) -> Options:
+        """Return the options of a call. Options that it does not give come from the metadata."""
+        options = read_options(keywords)
         manager = self.partition_manager if options.manager is None else options.manager
         mode = manager.mode if options.mode is None else options.mode
         defaults = {
@@ -349,7 +351,7 @@ class AttentionMetadata:
     def replace(self, **changes: Any) -> AttentionMetadata:
         """Return a copy with some attributes changed.
 
-        With another mesh or `partition_axis` it gets another manager.
+        With another mesh or `partition_axis`, the copy has another manager.
         """
         if {"mesh", "partition_axis"} & set(changes):
             changes.setdefault("partition_manager", NOT_GIVEN)
@@ -471,21 +473,21 @@ def create_stable_sharding(
       manager: Has the mesh of the specs.
       state_ps: The spec to start from.
       preserved_indices: Dims to keep; a dim past the end of the spec is replicated. None keeps all.
-      clone_ps: The spec with the entries of these dims. Defaults to `state_ps`.
-      dep: None returns None.
-      tensor: Fit the spec to the shape of this array: replicate a dim that does not divide, and cut
-        dims that the array does not have.
+      clone_ps: Spec from which the entries of these dims are taken. Defaults to `state_ps`.
+      dep: If None, the result is None.
+      tensor: Array to whose shape the spec is fitted. A dim that does not divide is replicated, and
+        entries of dims that the array does not have are dropped.
     """
     if dep is None or state_ps is None:
         return None
     spec = state_ps
     if preserved_indices is not None:
         entries = tuple((clone_ps if clone_ps is not None else state_ps).partitions)
-        kept = [
+        preserved = [
             entries[at] if at in preserved_indices and at < len(entries) else None
             for at in range(max(preserved_indices, default=-1) + 1)
         ]
-        spec = PartitionSpec(*kept)
+        spec = PartitionSpec(*preserved)
     if tensor is None:
         return spec
     permissive = build_rules({}, policy=POLICY_PRESETS["eformer"])
@@ -495,7 +497,7 @@ def create_stable_sharding(
 
 
 def get_mode(q: Any, BTHD: bool = True, *, mode: str | None = None) -> str:  # noqa: N803
-    """Return the mode of a call: the given one, else decode for one query, else train."""
+    """Return `mode` if it is given. Otherwise return decode for a single query, else train."""
     if mode is not None:
         return parse_mode(mode)
     return MODE_DECODE if q.shape[1 if BTHD else 2] == 1 else MODE_TRAIN

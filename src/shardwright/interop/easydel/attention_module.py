@@ -52,10 +52,10 @@ class BaseJAXAttentionModule(_Module):  # type: ignore[misc]
     - The strategy decides the sharding of the cache. No mesh axis is written into the code.
 
     Attributes:
-      config: Has `quantize_kv_cache` and `use_sharded_kv_caching`. The ambient manager shards the
-        cache in its own mode, or in decode if that is not a generation mode. Without a manager the
-        cache uses `config.partition_axis`, by default `PartitionAxis()`, on the mesh of
-        `config.jax_mesh()`.
+      config: Has `quantize_kv_cache` and `use_sharded_kv_caching`. With the latter, the ambient
+        manager shards the cache in its own mode, or in decode if its mode is not a generation mode.
+        Without a manager, the cache is sharded by `config.partition_axis`, by default
+        `PartitionAxis()`, on the mesh of `config.jax_mesh()`.
     """
 
     config: Any
@@ -67,8 +67,8 @@ class BaseJAXAttentionModule(_Module):  # type: ignore[misc]
         """Append keys and values, and return all rows of the cache with their mask.
 
         Args:
-          key: `[batch, q_length, heads, head_dim]`, already rotated by positions from `cache_index`
-            on.
+          key: `[batch, q_length, heads, head_dim]`, already rotated. The position of its first
+            token is `cache_index`.
           value: `[batch, q_length, heads, v_dim]`.
           query_states: `[batch, q_length, ...]`; only its length is used.
           attention_mask: Bool or int, `[batch or 1, heads or 1, q_length or 1, capacity or 1]`, or
@@ -137,7 +137,7 @@ def _append(
             view.k_scale,
             view.v_scale,
         )
-    # One index serves all sequences, so either all of them are written or none.
+    # All sequences share one index, so it grows only if all of them are written.
     index.value = index.value + jnp.where(jnp.all(written), q_length, 0).astype(jnp.int32)
     variables["cache_refused"].value = change.refused
     filled = jnp.arange(capacity, dtype=jnp.int32)[None] < change.cache.length[:, None]
@@ -204,12 +204,12 @@ def _mask(mask: Any, *, batch: int, q_length: int, capacity: int) -> Any:
     four = mask[:, None, None] if mask.ndim == 2 else mask
     full = (batch, None, q_length, capacity)
     fits = four.ndim == 4 and all(
-        want is None or have in (1, want) for have, want in zip(four.shape, full, strict=True)
+        whole is None or size in (1, whole) for size, whole in zip(four.shape, full, strict=True)
     )
     if not fits or jnp.issubdtype(mask.dtype, jnp.floating):
         what = f"attention_mask is {mask.dtype} of shape {mask.shape}"
         fix = (
-            "pass bool [batch, heads, q_length, capacity]; each dim has size 1 or that in "
+            "pass bool [batch, heads, q_length, capacity]; each dim has size 1 or its size in "
             f"{(batch, 'heads', q_length, capacity)}"
         )
         raise LayerError(what, path="attention_mask", fix=fix)
@@ -218,7 +218,10 @@ def _mask(mask: Any, *, batch: int, q_length: int, capacity: int) -> Any:
 
 @contextlib.contextmanager
 def _manager(config: Any) -> Iterator[str | None]:
-    """Enter the manager that places the cache, and yield its mode, or None for no manager."""
+    """Make the manager that places the cache ambient, and yield the mode of the cache.
+
+    If the configuration does not shard the cache, yield None.
+    """
     if not config.use_sharded_kv_caching:
         yield None
         return

@@ -36,8 +36,8 @@ class AttentionImpl(abc.ABC):
       metadata: How calls of the instance run.
     """
 
-    # Whether it multiplies by the scales of quantized keys and values. If not, calls with them are
-    # refused.
+    # Whether it multiplies by the scales of quantized keys and values. If not, calls with scales
+    # are refused.
     takes_scales: ClassVar[bool] = False
 
     def __init__(self, metadata: AttentionMetadata) -> None:
@@ -46,7 +46,7 @@ class AttentionImpl(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def get_impl_name(cls) -> str | Sequence[str]:
-        """Return the name, or several with the same meaning; the first is shown."""
+        """Return the name, or several names. Messages show the first one."""
 
     @classmethod
     @abc.abstractmethod
@@ -122,7 +122,7 @@ class AttentionImpl(abc.ABC):
         if reasons:
             raise AttentionError(
                 f"{implementation.name} cannot serve this call: {'; '.join(reasons)}",
-                fix='use another one, or implementation="auto"',
+                fix='use another implementation, or implementation="auto"',
             )
         result = run(implementation, operands, call)
         return AttentionOutput(attention_weights=result.weights, attention_outputs=result.o)
@@ -167,12 +167,15 @@ class AttentionImpl(abc.ABC):
 
     @staticmethod
     def _split_attention_mask(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return which queries have a key, and which keys a query, in a mask `[..., q, kv]`."""
+        """Return the queries that see a key, and the keys that a query sees, as bool arrays.
+
+        The mask has the shape `[..., q, kv]`.
+        """
         return jnp.any(mask, axis=-1), jnp.any(mask, axis=-2)
 
     @staticmethod
     def _combine_query_kv_masks(q_mask: jax.Array, kv_mask: jax.Array) -> jax.Array:
-        """Return the mask `[..., q, kv]` of pairs that are both marked."""
+        """Return the mask `[..., q, kv]` of pairs whose query and key are both True."""
         return jnp.logical_and(q_mask[..., :, None], kv_mask[..., None, :])
 
     @staticmethod
@@ -182,7 +185,7 @@ class AttentionImpl(abc.ABC):
 
 
 def impl_names(cls: type[AttentionImpl]) -> tuple[str, ...]:
-    """Return the names of an implementation, the shown one first."""
+    """Return the names of an implementation. Messages show the first one."""
     names = cls.get_impl_name()
     return (names,) if isinstance(names, str) else tuple(names)
 
@@ -194,7 +197,7 @@ class AttentionRegistry:
 
     @classmethod
     def register(cls, implementation: ImplClass) -> ImplClass:
-        """Register a class under all its names and return it, as a decorator does.
+        """Register a class under all its names, and return the class. It can be a decorator.
 
         Raises:
           AttentionError: The class is not an `AttentionImpl`, lacks a method, or uses the name of
@@ -205,9 +208,9 @@ class AttentionRegistry:
                 f"{implementation!r} is not an AttentionImpl", fix="class Mine(AttentionImpl): ..."
             )
         if implementation.__abstractmethods__:
-            lacks = ", ".join(sorted(implementation.__abstractmethods__))
+            missing = ", ".join(sorted(implementation.__abstractmethods__))
             raise AttentionError(
-                f"{implementation.__qualname__} lacks {lacks}", fix="write them as classmethods"
+                f"{implementation.__qualname__} lacks {missing}", fix="write them as classmethods"
             )
         names = impl_names(implementation)
         for name in names:
@@ -223,7 +226,7 @@ class AttentionRegistry:
 
     @classmethod
     def get(cls, name: str) -> type[AttentionImpl]:
-        """Return the class of a name; for an implementation of the library, a class that wraps it.
+        """Return the class of a name. An implementation of the library is wrapped in a class.
 
         Raises:
           AttentionError: (a ValueError) The name is unknown; the message suggests another.
@@ -247,7 +250,7 @@ def _source(cls: type) -> tuple[str, str]:
 
 @functools.cache
 def _class_of(implementation: Implementation) -> type[AttentionImpl]:
-    """Return a class around an implementation of the library."""
+    """Return a class that wraps an implementation of the library."""
 
     class Wrapped(AttentionImpl):
         takes_scales = implementation.takes_scales

@@ -43,7 +43,7 @@ class TrainDotGeneral:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DotGeneralClass:
-    """A factory of `dot_general` for a layer. Equal factories make equal layers for jit.
+    """A factory of `dot_general` for a layer. Layers with equal factories are equal for jit.
 
     Attributes:
       bits: 4 to 8.
@@ -85,8 +85,8 @@ def get_dot_general_by_bits(bits: int | None = None, mode: str = "train") -> dic
     Convert and serve have a gradient with respect to the left operand only.
 
     Args:
-      bits: 4 to 8, forward and backward. None quantizes nothing.
-      mode: "train", "serve" (or "eval", the same) or "convert".
+      bits: 4 to 8, forward and backward. With None, nothing is quantized.
+      mode: "train", "serve" (also called "eval") or "convert".
 
     Returns:
       `{}` if bits is None, else `{"dot_general_cls": ...}`.

@@ -36,18 +36,18 @@ def canonicalize_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> A
                 fix="give a float or complex dtype, or inexact=False",
             )
         return dtype
-    given = [arg for arg in args if arg is not None]
-    if not given:
+    operands = [arg for arg in args if arg is not None]
+    if not operands:
         raise LayerError(
             "neither an argument nor a dtype is given",
             fix="pass an array, or dtype=",
         )
     try:
-        common = jnp.result_type(*given)
+        common = jnp.result_type(*operands)
     except ValueError as error:
-        dtypes = ", ".join(dict.fromkeys(str(jnp.result_type(arg)) for arg in given))
+        dtypes = ", ".join(dict.fromkeys(str(jnp.result_type(arg)) for arg in operands))
         raise LayerError(
-            f"{dtypes} have no common dtype: JAX promotes none of them",
+            f"{dtypes} have no common dtype, because JAX does not promote them",
             fix="cast the arguments, or pass dtype=",
         ) from error
     if inexact and not jnp.issubdtype(common, jnp.inexact):

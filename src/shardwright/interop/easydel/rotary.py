@@ -16,7 +16,7 @@ def rotate_half(x: jax.Array) -> jax.Array:
     """
     if x.shape[-1] % 2:
         raise RankMismatchError(
-            f"the last dim of {x.shape} is odd: it has no halves", fix="rotate an even head_dim"
+            f"the last dim of {x.shape} is odd, so it has no halves", fix="rotate an even head_dim"
         )
     half = x.shape[-1] // 2
     return jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)
@@ -25,9 +25,10 @@ def rotate_half(x: jax.Array) -> jax.Array:
 def apply_rotary_pos_emb(tensor: jax.Array, sin_: jax.Array, cos_: jax.Array) -> jax.Array:
     """Rotate `[batch, heads, length, head_dim]` by tables (Su et al. 2021).
 
-    The tables are cut to the length of the tensor; row i of a table rotates row i of the tensor.
+    The tables are cut to the length of the tensor. Row i of a table rotates row i of the tensor.
     For a permuted sequence, or one that continues a cache, gather the tables by position first. For
-    `[batch, length, heads, head_dim]`, which attention here takes, use `layers.rope`.
+    tensors `[batch, length, heads, head_dim]`, as the attention of this package takes them, use
+    `layers.rope`.
 
     Args:
       tensor: Queries or keys, `[batch, heads, length, head_dim]`. The dim order of `layers.rope` is
@@ -37,8 +38,8 @@ def apply_rotary_pos_emb(tensor: jax.Array, sin_: jax.Array, cos_: jax.Array) ->
 
     Raises:
       RankMismatchError: The tables do not have rank 4, are shorter than the tensor, differ from
-        each other in shape, or have another batch, number of heads or head_dim. Or the tensor has
-        the dim order of `layers.rope`.
+        each other in shape, or have another batch, number of heads or head_dim than the tensor. Or
+        the tensor has the dim order of `layers.rope`.
     """
     for name, table in (("sin_", sin_), ("cos_", cos_)):
         _check_table(name, table.shape, tensor.shape)
@@ -53,13 +54,11 @@ def apply_rotary_pos_emb(tensor: jax.Array, sin_: jax.Array, cos_: jax.Array) ->
 
 def _check_table(name: str, table: tuple[int, ...], tensor: tuple[int, ...]) -> None:
     fix = (
-        "both are [batch, heads, length, head_dim]; a table has at least the tensor's "
+        "pass both as [batch, heads, length, head_dim]; a table has at least the tensor's "
         "length and exactly its head_dim"
     )
     fits = len(tensor) == len(table) == 4 and table[2] >= tensor[2] and table[3] == tensor[3]
-    fits = fits and all(
-        ours in (1, theirs) for ours, theirs in zip(table[:2], tensor[:2], strict=True)
-    )
+    fits = fits and all(rows in (1, size) for rows, size in zip(table[:2], tensor[:2], strict=True))
     if fits and table[2] == tensor[1] > tensor[2]:
         fits = False
         fix = (

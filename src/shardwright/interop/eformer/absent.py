@@ -39,19 +39,19 @@ INSTEAD = {
     **dict.fromkeys(
         ("ShardingAnalyzer", "analyze_sharding_strategy", "validate_sharding_config"),
         (
-            "explain shows what does not fit, and PartitionManager.shardings raises the errors of "
-            "a whole tree at once"
+            "explain shows which dims do not fit, and PartitionManager.shardings raises the errors "
+            "of a whole tree at once"
         ),
     ),
     "calculate_host_mesh_shape": (
-        "create_mesh places the devices of all processes, and sw.abstract_mesh plans without any"
+        "create_mesh uses the devices of all processes, and sw.abstract_mesh needs no devices"
     ),
     "create_monitored_function": (
         "assert_no_retrace and assert_collectives of shardwright.testing check a compiled function"
     ),
     **dict.fromkeys(
         ("get_safe_hash_int", "hash_fn"),
-        "managers and axes hash themselves; hash other text with hashlib",
+        "managers and axes have a hash of their own; hash other text with hashlib",
     ),
     "barrier_sync": "call jax.experimental.multihost_utils.sync_global_devices",
 }

@@ -45,16 +45,16 @@ from shardwright.vocabulary.modes import GENERATION_MODES, MODES, parse_mode
 class PartitionAxis(Attributes):
     """Rules as attributes. Reading an attribute returns its mesh axes.
 
-    A value is a mesh axis, a tuple of them (one dim over several), a parallelism axis such as `TP`,
-    a rule such as `"tp | -"`, or None to replicate, also for `decode_*`. `NOT_GIVEN` is the
-    default; a `decode_*` attribute then takes the value of its base. The `decode_*` attributes also
-    apply to insert.
+    A value is a mesh axis, a tuple of mesh axes (one dim over several), a parallelism axis such as
+    `TP`, or a rule such as `"tp | -"`. None replicates, also in a `decode_*` attribute. The default
+    is `NOT_GIVEN`; a `decode_*` attribute then takes the value of its base. The `decode_*`
+    attributes also apply to insert.
 
     >>> PartitionAxis(tensor_parallel_axis="model").head_axis
     'model'
 
     Raises:
-      StrategyError: Values are not rules. The error lists all of them.
+      StrategyError: A value is not a rule. The error lists all such values.
     """
 
     _cache: dict[Any, Any] = dataclasses.field(
@@ -84,8 +84,8 @@ class PartitionAxis(Attributes):
         return None if isinstance(default, EMPTY_VAL) else default
 
     def __hash__(self) -> int:
-        # Hash the text with blake2b: hash() of a str differs between processes, and hosts may
-        # compare this hash.
+        # Hash the text with blake2b, because hash() of a str differs between processes, and hosts
+        # may compare this hash.
         text = repr([getattr(self, name) for name in ATTRIBUTES])
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
@@ -115,7 +115,7 @@ class PartitionAxis(Attributes):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PartitionAxis:
-        """Return the `PartitionAxis` of a `to_dict`.
+        """Return the `PartitionAxis` whose `to_dict` is this data.
 
         Raises:
           StrategyError: A key is not an attribute.
@@ -124,7 +124,7 @@ class PartitionAxis(Attributes):
             if name not in ATTRIBUTES:
                 raise StrategyError(
                     f"{name!r} is not an attribute of PartitionAxis",
-                    fix=did_you_mean(name, ATTRIBUTES) or "drop it",
+                    fix=did_you_mean(name, ATTRIBUTES) or f"drop {name}",
                 )
         return cls(**data)
 
@@ -141,14 +141,14 @@ class PartitionAxis(Attributes):
     ) -> None:
         """Register an axis for every manager that is built later.
 
-        The `[axes]` of a strategy do the same for one file.
+        In a strategy file, `[axes]` declares axes of this file only.
 
         Args:
-          semantic_axis: Its name.
+          semantic_axis: Name of the axis.
           axis_rule: An attribute (`"head_axis"`), an axis (`HEAD`), a mesh axis, a tuple of those,
             or None to replicate. For an attribute or an axis, the new axis is an alias in every
             mode.
-          generation_axis_rule: The same for decode and insert. By default it is derived from
+          generation_axis_rule: The rule for decode and insert. By default it is derived from
             `axis_rule`.
           override: Replace the rule of an existing axis.
 
@@ -161,14 +161,15 @@ class PartitionAxis(Attributes):
             for rule in (axis_rule, generation_axis_rule)
         ]
         axis = registry.RegisteredAxis(name=name, axis_rule=rules[0], generation_axis_rule=rules[1])
-        registry.add(axis, taken=canonical_axis(name) in cls._SEMANTIC_MAP, override=override)
+        is_known = canonical_axis(name) in cls._SEMANTIC_MAP
+        registry.add(axis, is_known=is_known, override=override)
 
     @classmethod
     def unregister(cls, semantic_axis: str, *, missing_ok: bool = True) -> None:
         """Unregister an axis.
 
         Raises:
-          NotRegisteredError: It is not registered, and `missing_ok` is False.
+          NotRegisteredError: The axis is not registered, and `missing_ok` is False.
         """
         registry.remove(_name(semantic_axis), missing_ok=missing_ok)
 
@@ -207,7 +208,7 @@ class PartitionAxis(Attributes):
         """Return the frozen rules with registered axes, by default those that are registered now.
 
         Raises:
-          StrategyError: A value is not a rule, or registered aliases form a circle.
+          StrategyError: A value is not a rule, or registered aliases form a cycle.
         """
         axes = registry.registered_axes() if registered is None else registered
         rules: AxisRules | None = self._cache.get((policy, axes))
@@ -225,8 +226,7 @@ class PartitionAxis(Attributes):
         None becomes `EMPTY`, a list becomes a tuple, and a mesh axis becomes its parallelism axis.
 
         Raises:
-          UnknownAxisError: A name, also a member of a composite, is neither an axis nor a mesh
-            axis.
+          UnknownAxisError: A name or a member of a composite is neither an axis nor a mesh axis.
         """
         named = {
             value: axis
@@ -259,7 +259,7 @@ class PartitionAxis(Attributes):
     def resolve_axis(self, axes: Sequence[Any], mode: str) -> list[Any]:
         """Return the mesh axes of each entry, independent of any mesh.
 
-        Each is None, a name, a tuple, or, for a list, a list.
+        The mesh axes are None, a name or a tuple. For a list of axes they are a list.
 
         Raises:
           UnknownAxisError, StrategyError: An axis or the mode is unknown.
@@ -273,7 +273,7 @@ class PartitionAxis(Attributes):
         ]
 
     def resolve_spec(self, axes: Sequence[Any], mode: str) -> PartitionSpec:
-        """Return the spec that the rules write, one entry per axis; sizes are not checked.
+        """Return the spec by the rules as written, with one entry per axis. It checks no sizes.
 
         If two entries have the same mesh axis, and its size is 1 in the current mesh, only the
         first entry keeps it. Without a mesh both entries keep it, and a later constraint checks
@@ -315,16 +315,16 @@ def written_spec(
 def without_repeats(entries: Sequence[Any]) -> list[Any]:
     """Remove from each entry the mesh axes of earlier entries."""
     used: set[str] = set()
-    kept = []
+    remaining = []
     for entry in entries:
         names = tuple(name for name in _names(entry) if name not in used)
         used.update(names)
-        kept.append(
+        remaining.append(
             entry
             if entry is PartitionSpec.UNCONSTRAINED or names == _names(entry)
             else names or None
         )
-    return kept
+    return remaining
 
 
 def _names(entry: Any) -> tuple[str, ...]:
@@ -398,7 +398,7 @@ def _follow(
         if name in seen:
             raise StrategyError(
                 f"Cyclic semantic axis registration: {value!r} refers to itself",
-                fix="let one of them name a mesh axis",
+                fix="let one of the aliases name a mesh axis",
             )
         entry = registered[name]
         own = generation and not isinstance(entry.generation_axis_rule, EMPTY_VAL)

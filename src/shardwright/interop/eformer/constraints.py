@@ -41,7 +41,9 @@ _CHANGED = (
 
 
 def parse_policy(policy: Policy | str | None) -> Policy:
-    """Return a policy, or the policy of a preset. None is the ambient manager's, else strict.
+    """Return a policy, or the policy of a preset.
+
+    None means the policy of the ambient manager. Without a manager it means the strict policy.
 
     Raises:
       StrategyError: The preset is unknown.
@@ -61,7 +63,7 @@ def parse_policy(policy: Policy | str | None) -> Policy:
 
 
 def is_strict(policy: Policy) -> bool:
-    """Tell whether every misfit is an error."""
+    """Tell whether a policy makes every misfit an error."""
     return (policy.indivisible, policy.conflict, policy.missing, policy.rank) == (
         Indivisible.ERROR,
         Conflict.ERROR,
@@ -76,7 +78,7 @@ def with_sharding_constraint(
     """Place an array, or every array of a tree, by a spec on the current mesh, or by a sharding.
 
     `P()` replicates, and UNCONSTRAINED leaves a dim to the compiler. NumPy arrays are placed too.
-    It is also named `lax_reshard`.
+    The function is also named `lax_reshard`.
 
     Args:
       arr: Arrays.
@@ -154,7 +156,8 @@ def get_corrected_named_sharding(
     Args:
       shape: Shape of the array.
       partition_spec: A literal spec.
-      raise_mesh_error: False returns a replicated sharding on the empty mesh if there is no mesh.
+      raise_mesh_error: Whether a missing mesh is an error. If False, a replicated sharding on the
+        empty mesh is returned.
       policy: What happens to a dim that does not fit; `"eformer"` replicates it. Defaults to the
         policy of the ambient manager, else to an error.
 
@@ -184,7 +187,7 @@ def as_written(decision: DimDecision) -> Any:
     if decision.outcome in _CHANGED or decision.outcome is Outcome.UNCONSTRAINED:
         return decision.entry
     ones = {skip.mesh_axis for skip in decision.skipped if skip.reason is Reason.SIZE_ONE}
-    kept = {*decision.mesh_axes, *ones} - {*decision.manual}
+    applied = {*decision.mesh_axes, *ones} - {*decision.manual}
     text = "" if decision.rule is None else decision.rule.text
-    names = tuple(name for name in text.split("+") if name in kept)
+    names = tuple(name for name in text.split("+") if name in applied)
     return entry_of(names)

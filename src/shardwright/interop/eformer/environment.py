@@ -10,7 +10,7 @@ _TRUE = ("true", "yes", "1", "on")
 
 
 def log_sharding_move() -> bool:
-    """Tell whether a policy warns of each sharding that it changes: `LOG_SHARDING_MOVE`."""
+    """Tell whether `LOG_SHARDING_MOVE` asks for a warning when a policy changes a sharding."""
     return os.environ.get("LOG_SHARDING_MOVE", "false").lower() in _TRUE
 
 

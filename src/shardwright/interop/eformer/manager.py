@@ -41,7 +41,7 @@ class PartitionManager:
 
     Raises:
       WrongTypeError: `paxis` is not a `PartitionAxis`.
-      StrategyError: The policy is unknown, or registered aliases form a circle.
+      StrategyError: The policy is unknown, or registered aliases form a cycle.
     """
 
     __slots__ = ("__weakref__", "_hash", "_key", "mesh", "paxis", "registered", "rules")
@@ -125,10 +125,11 @@ class PartitionManager:
         dynamic_axes: Any = NOT_GIVEN,
         shape: Any = NOT_GIVEN,
     ) -> PartitionSpec:
-        """Return the spec that the rules write, one entry per axis; only `shard` checks sizes.
+        """Return the spec by the rules as written, with one entry per axis. It checks no sizes.
 
         Args:
-          axes: A list of axes, None and lists of axes (one dim over several); or a layout.
+          axes: A list with an entry per dim, or a layout. An entry is an axis, None, or a list of
+            axes (one dim over several).
           mode: A runtime mode, or the index of the dim whose size selects it: 1 means decode, any
             other size means train. Defaults to the mode of the layout, else to train.
           dynamic_axes: A layout.
@@ -205,7 +206,7 @@ class PartitionManager:
     def native(self, *, strict: bool = False) -> native.PartitionManager:
         """Return the `shardwright.PartitionManager` of these rules on the current mesh.
 
-        It is the same object each time.
+        For the same `PartitionAxis`, rules and mesh it is the same object.
 
         Raises:
           NoMeshError: There is no mesh.
@@ -215,7 +216,7 @@ class PartitionManager:
         if mesh is None:
             raise no_mesh()
         rules = self.paxis.compile(registered=self.registered) if strict else self.rules
-        # Cached with the rules, because some code builds a manager for every call.
+        # The cache belongs to the `PartitionAxis`, because some code builds a manager per call.
         manager: native.PartitionManager | None = self.paxis._cache.get((rules, mesh))
         if manager is None:
             manager = self.paxis._cache.setdefault(
@@ -317,7 +318,7 @@ def apply_logical_sharding(
 ) -> Any:
     """Place an array as its axes resolve.
 
-    `apply_logical_sharding(x, dynamic_axes=HiddenStateSharding, partition_manager=pm)`.
+    Example: `apply_logical_sharding(x, dynamic_axes=HiddenStateSharding, partition_manager=pm)`.
 
     Args:
       x: JAX or NumPy arrays.
@@ -336,14 +337,14 @@ def apply_logical_sharding(
     if manager is None:
         raise NoManagerError(
             "No PartitionManager is available in this thread",
-            fix="pass partition_manager=, or call it inside `with pm:`",
+            fix="pass partition_manager=, or make the call inside `with pm:`",
         )
     if isinstance(manager, PartitionManager):
         return manager.shard(x, axes, mode, dynamic_axes, auto_correct)
     if not isinstance(manager, native.PartitionManager):
         raise WrongTypeError(
             f"{manager!r} is not a PartitionManager",
-            fix="pass one of shardwright.interop.eformer, or of shardwright",
+            fix="pass a PartitionManager of shardwright.interop.eformer or of shardwright",
         )
     if not auto_correct and not is_strict(manager.rules.policy):
         raise StrategyError(

@@ -34,7 +34,7 @@ def current_mesh() -> Mesh | AbstractMesh | None:
     """Return the current mesh, or None.
 
     It is the mesh of `jax.set_mesh`, a surrounding `shard_map`, a legacy `with mesh:` or the
-    ambient manager. It has devices if they can be known.
+    ambient manager. It is abstract if JAX does not tell its devices.
     """
     mesh = _jax.mesh_at_hand()
     if mesh is not None:
@@ -69,7 +69,7 @@ def create_mesh(
 
     Args:
       axis_dims: Total sizes in mesh order, slices included. One may be -1.
-      axis_names: Their names.
+      axis_names: Names of the axes.
       dcn_mesh_dims: The part of each axis that crosses slices.
       should_sort_granules_by_key: Must be True; slices are always in their order.
       allow_split_physical_axes: Must be True; an axis of the torus is split if there is no other
@@ -122,7 +122,7 @@ def _dcn(names: tuple[str, ...], dims: Sequence[int] | None) -> dict[str, int] |
     if len(dims) != len(names):
         raise MeshSpecError(
             f"there are {len(dims)} dcn_mesh_dims for {len(names)} axes",
-            fix="give one per name, 1 where it stays inside a slice",
+            fix="give one per name, and 1 for an axis that does not cross slices",
         )
     return {name: size for name, size in zip(names, dims, strict=True) if size != 1}
 
@@ -207,7 +207,7 @@ def get_axes_size_in_mesh(
 
 
 def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
-    """Return, inside `shard_map`, the number of devices along mesh axes."""
+    """Return the number of devices along mesh axes. Call it inside `shard_map`."""
     return math.prod(
         jax.lax.axis_size(name)
         for name in ((axis_names,) if isinstance(axis_names, str) else axis_names)
@@ -215,7 +215,7 @@ def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
 
 
 def get_submesh_device_index(axis_names: str | Sequence[str]) -> Any:
-    """Return, inside `shard_map`, the index of this device along mesh axes, major first."""
+    """Return the index of this device along mesh axes, major first. Call it inside `shard_map`."""
     index: Any = 0
     for name in (axis_names,) if isinstance(axis_names, str) else axis_names:
         index = index * jax.lax.axis_size(name) + jax.lax.axis_index(name)

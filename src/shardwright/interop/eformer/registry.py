@@ -16,10 +16,10 @@ class RegisteredAxis:
     """One registered axis.
 
     Attributes:
-      name: The name as it was given.
-      axis_rule: An attribute of `PartitionAxis`, an axis (then this is its alias), a mesh axis, a
-        tuple of those, or None to replicate.
-      generation_axis_rule: The same for decode and insert; `NOT_GIVEN` inherits.
+      name: The name as registered, not its canonical form.
+      axis_rule: An attribute of `PartitionAxis`, an axis (of which this one is an alias), a mesh
+        axis, a tuple of those, or None to replicate.
+      generation_axis_rule: The rule for decode and insert. `NOT_GIVEN` derives it from `axis_rule`.
     """
 
     name: str
@@ -46,15 +46,15 @@ def registered_axes() -> Registered:
     return tuple(_PROCESS.axes.values())
 
 
-def add(axis: RegisteredAxis, *, taken: bool, override: bool) -> None:
-    """Register an axis; `taken` says whether the vocabulary already has the name.
+def add(axis: RegisteredAxis, *, is_known: bool, override: bool) -> None:
+    """Register an axis. `is_known` says whether the vocabulary already has the name.
 
     Raises:
       StrategyError: The name exists, and `override` is False.
     """
     key = canonical_axis(axis.name)
     with _PROCESS.lock:
-        if not override and (taken or key in _PROCESS.axes):
+        if not override and (is_known or key in _PROCESS.axes):
             raise StrategyError(
                 f"Semantic axis {axis.name!r} already exists",
                 fix="pass override=True to replace its rule",
@@ -66,7 +66,7 @@ def remove(name: str, *, missing_ok: bool) -> None:
     """Unregister an axis.
 
     Raises:
-      NotRegisteredError: It is not registered, and `missing_ok` is False.
+      NotRegisteredError: The axis is not registered, and `missing_ok` is False.
     """
     key = canonical_axis(name)
     with _PROCESS.lock:

@@ -1,4 +1,4 @@
-"""Trees of `PartitionSpec`s: made from path rules, turned into functions, read from arrays."""
+"""Trees of `PartitionSpec`s: choose them by path, make functions of them, read them from arrays."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def match_partition_rules(
       tree: Arrays, or anything else with a shape.
       min_size: Arrays with fewer elements are replicated. None reads the environment variable
         MIN_SHARDING_SIZE, which defaults to 16384.
-      strict: Check ranks, and replicate scalars whatever matches them. False takes the rules as
-        they are.
-      policy: With `rank = "fit"`, as in `"eformer"`, a spec longer than its array is cut. Defaults
-        to the policy of the ambient manager, else to an error.
+      strict: Check ranks, and replicate scalars and small arrays whatever rule matches them. False
+        uses the spec of the rule without any check.
+      policy: A policy with `rank = "fit"`, such as `"eformer"`, cuts a spec longer than its array.
+        Defaults to the policy of the ambient manager, else to an error.
 
     Raises:
       StrategyError: No rule matches a path, or a pattern is invalid. The error lists all of them.
@@ -69,7 +69,7 @@ def _too_long(path: str, spec: PartitionSpec, shape: tuple[int, ...]) -> Problem
         error=RankMismatchError,
         what=f"the spec {spec} has {len(spec.partitions)} entries, and the array has shape {shape}",
         path=path,
-        fix='write a separate rule before that one; policy="eformer" cuts the spec',
+        fix='write a separate rule for it before this one; policy="eformer" cuts the spec',
     )
 
 
@@ -145,7 +145,7 @@ def _named(leaf: Any) -> bool:
 
 
 def get_partition_spec(tree: Any) -> Any:
-    """Return the spec of each array; numbers are replicated.
+    """Return the spec of each array. The spec of a number is `PartitionSpec()`.
 
     Raises:
       StrategyError: Leaves are not on a mesh. The error lists all of them.

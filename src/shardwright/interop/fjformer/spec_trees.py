@@ -1,7 +1,7 @@
 """Trees of `PartitionSpec`s written by hand.
 
-`shard`, `match_paths` and `PartitionManager.shardings` do the same more strictly. With these
-functions a code base can migrate line by line.
+`shard`, `match_paths` and `PartitionManager.shardings` do the same more strictly. The functions of
+this module let a code base migrate line by line.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def _names(specs: Any) -> Iterable[str]:
 def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
     """Constrain an array or a tree of arrays, if the current mesh has all mesh axes of the specs.
 
-    Otherwise return it unchanged. So one model runs on any mesh, and without one. But a mistyped
-    name is ignored too; `shard` raises an error for it. A spec longer than its array and a dim that
-    does not divide are errors here too. The function works on Auto and Explicit axes, eagerly and
-    traced. Inside `shard_map` the Manual axes are left out.
+    Otherwise return the arrays unchanged. So one model runs on any mesh, and without a mesh. But a
+    mistyped mesh axis is ignored too, while `shard` raises an error for it. A spec longer than its
+    array and a dim that does not divide are errors, as for `shard`. The function works on Auto and
+    Explicit axes, eagerly and in a trace. Inside `shard_map` the Manual axes are left out.
 
     Args:
       x: Arrays.
-      partition_specs: A `PartitionSpec`, or a tree of them, each for all arrays below its place.
+      partition_specs: A `PartitionSpec` or a tree of them. Each is for all arrays below its place.
 
     Raises:
       StrategyError: A leaf is not a spec, or the trees do not fit.
@@ -158,10 +158,10 @@ def _placement(
 def match_partition_rules(rules: Iterable[tuple[str, Any]], params: Any) -> Any:
     """Return a tree of specs, chosen by path.
 
-    The first `(pattern, spec or axes)` whose pattern is found in the "/"-joined path wins. It works
-    for parameters, train states and optimizer states. **Scalars and arrays of one element are
-    replicated, whatever matches them.** The ambient manager resolves semantic axes with the role
-    param. Specs are used as written.
+    A rule is `(pattern, spec or axes)`. The first rule whose pattern is found in the "/"-joined
+    path decides. The tree may be parameters, a train state or an optimizer state. **Scalars and
+    arrays of one element are replicated, whatever rule matches them.** The ambient manager resolves
+    semantic axes with the role param. Specs are used as written.
 
     Args:
       rules: In order of precedence; patterns are searched (`re.search`).
@@ -216,7 +216,7 @@ def _spec_of(path: str, shape: tuple[int, ...], matched: Any, problems: list[Pro
             f"and the array has shape {shape}"
         )
         fix = (
-            "write a separate rule before that one; PartitionManager.state_shardings shards "
+            "write a separate rule for it before this one; PartitionManager.state_shardings shards "
             "optimizer state like its parameters"
         )
         problems.append(Problem(error=RankMismatchError, what=what, path=path, fix=fix))
@@ -226,10 +226,11 @@ def _spec_of(path: str, shape: tuple[int, ...], matched: Any, problems: list[Pro
 def make_shard_and_gather_fns(partition_specs: Any, dtype_specs: Any = None) -> tuple[Any, Any]:
     """Return two trees of functions: one places an array on the mesh, one moves it to the host.
 
-    A shard function casts the array, places it as its spec says, and waits for it. A gather
-    function casts the array and returns all of its values as a NumPy array. If several processes
-    hold the values, every process must call it. `tree_apply(fns, tree)` calls all functions of a
-    tree. The mesh is the current mesh when the functions are created, or else when they are called.
+    A shard function casts the array, places it as its spec says, and waits until it is placed. A
+    gather function casts the array and returns all of its values as a NumPy array. If several
+    processes hold the values, every process must call the function. `tree_apply(fns, tree)` calls
+    all functions of a tree. The mesh is the current mesh when the functions are created. If there
+    is none with devices, it is the current mesh when a function is called.
 
     Args:
       partition_specs: A tree of `PartitionSpec`s, or of `NamedSharding`s, which have a mesh.
@@ -286,14 +287,14 @@ def _casts(structure: Any, dtype_specs: Any) -> list[Cast]:
             )
         ] * structure.num_leaves
     try:
-        given = structure.flatten_up_to(dtype_specs)
+        leaves = structure.flatten_up_to(dtype_specs)
     except ValueError as error:
         raise StrategyError(
             f"dtype_specs does not fit the tree of specs: {str(error).splitlines()[0]}",
             fix="give one dtype per spec",
         ) from error
-    dtypes = [_dtype(getattr(leaf, "dtype", leaf)) for leaf in given]
-    for leaf, dtype in zip(given, dtypes, strict=True):
+    dtypes = [_dtype(getattr(leaf, "dtype", leaf)) for leaf in leaves]
+    for leaf, dtype in zip(leaves, dtypes, strict=True):
         if dtype is None:
             raise StrategyError(
                 f"{leaf!r} of type {type(leaf).__name__} has no dtype",
@@ -325,7 +326,7 @@ def _is_key(dtype: Any) -> bool:
 
 
 def _dtype(value: Any) -> Any:
-    """Return the dtype that a value is or names, or None."""
+    """Return the dtype that a value is or names, or None if it is not a dtype."""
     if _is_key(value):
         return value
     if not isinstance(value, str | type | np.dtype):
@@ -356,7 +357,7 @@ def _cast(x: Any, dtype: Any) -> Any:
 def _shard_fn(
     spec: PartitionSpec | NamedSharding,
     cast: Cast,
-    created_under: Mesh | AbstractMesh | None,
+    mesh_at_creation: Mesh | AbstractMesh | None,
     path: str,
 ) -> Callable[[Any], jax.Array]:
     def shard_fn(x: Any) -> jax.Array:
@@ -364,7 +365,7 @@ def _shard_fn(
         if isinstance(spec, NamedSharding):
             mesh: Any = spec.mesh
         else:
-            mesh = created_under if isinstance(created_under, Mesh) else current_mesh()
+            mesh = mesh_at_creation if isinstance(mesh_at_creation, Mesh) else current_mesh()
         if not isinstance(mesh, Mesh):
             raise NoManagerError(
                 "there is no mesh with devices to place an array on",
@@ -389,7 +390,7 @@ def _gather_fn(cast: Cast) -> Callable[[Any], np.ndarray]:
     def gather_fn(x: Any) -> np.ndarray:
         x = cast(x)
         if _is_key(x.dtype):
-            what = f"a key ({x.dtype}) is not a NumPy array"
+            what = f"a PRNG key ({x.dtype}) cannot become a NumPy array"
             raise StrategyError(
                 what,
                 fix=(

@@ -18,8 +18,8 @@ def wrap_function_with_rng(rng: Any) -> Callable[[Callable[..., Any]], Callable[
     """Return a decorator that passes a new key as the first argument of every call.
 
     Each call splits the stored key: `rng, key = jax.random.split(rng)`. Threads may call at the
-    same time. Each call gets a different key; which one depends on the order of the calls. All
-    functions that one decorator decorates share its key.
+    same time. Each call gets a different key, which depends on the order of the calls. All
+    functions that one decorator decorates share the stored key.
 
     Raises:
       StrategyError: (From a call.) The call is inside a trace, and the key was created outside.
@@ -41,8 +41,8 @@ def wrap_function_with_rng(rng: Any) -> Callable[[Callable[..., Any]], Callable[
             if isinstance(following, jax.core.Tracer) and not isinstance(stored, jax.core.Tracer):
                 raise StrategyError(
                     (
-                        "a key per call was drawn inside a trace: every run of the compiled "
-                        "program would use the same one"
+                        "the call is inside a trace, so every run of the compiled program would "
+                        "use the same key"
                     ),
                     fix="call the function outside jit, or pass it a key as an argument",
                 )
@@ -65,8 +65,8 @@ def get_metrics(metrics: Any, unreplicate: bool = False, stack: bool = False) ->
     Args:
       metrics: A dict of scalars; with `stack`, a list of such dicts, one per step, which may be
         nested.
-      unreplicate: Take the first entry along a leading axis of replicas.
-      stack: Put the steps on a new leading axis.
+      unreplicate: Whether metrics have a leading axis of replicas, of which the first is taken.
+      stack: Whether to stack the steps along a new leading axis.
 
     Raises:
       StrategyError: A metric is not a real scalar, or has no axis of replicas; or steps have
@@ -153,8 +153,8 @@ def _stack(name: str, values: list[Any]) -> np.ndarray:
         return np.stack(values)
     except TypeError as error:
         dtypes = ", ".join(dict.fromkeys(str(np.asarray(value).dtype) for value in values))
-        what = f"metric {name!r} is {dtypes} in different steps, which NumPy cannot stack"
-        raise StrategyError(what, fix="give it one dtype in every step") from error
+        what = f"metric {name!r} has the dtypes {dtypes}, which NumPy cannot stack"
+        raise StrategyError(what, fix="give the metric one dtype in every step") from error
 
 
 def _first_replicas(metrics: Any) -> Any:

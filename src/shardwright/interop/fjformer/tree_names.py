@@ -52,7 +52,7 @@ def named_tree_map(
     is_leaf: Callable[[Any], bool] | None = None,
     sep: str | None = None,
 ) -> Any:
-    """Map `f(name, leaf, *others)` over a tree, with names of `tree_path_to_string`.
+    """Map `f(name, leaf, *others)` over a tree. Names are those of `tree_path_to_string`.
 
     >>> named_tree_map(lambda name, x: f"{name}={x}", {"a": 1, "b": [2]}, sep="/")
     {'a': 'a=1', 'b': ['b/0=2']}
@@ -85,7 +85,7 @@ def tree_apply(fns: Any, tree: Any) -> Any:
 
 def _difference(fns: Any, tree: Any) -> str:
     """Describe the places that only one of two trees has."""
-    functions, leaves = (flatten_tree(either, sep="/") for either in (fns, tree))
+    functions, leaves = (flatten_tree(one_tree, sep="/") for one_tree in (fns, tree))
     parts = []
     for only, what in (
         ([name for name in functions if name not in leaves], "no leaf"),
@@ -94,7 +94,7 @@ def _difference(fns: Any, tree: Any) -> str:
         if only:
             more = f" and {len(only) - 3} more" if len(only) > 3 else ""
             parts.append(f"{what} for {', '.join(repr(name) for name in only[:3])}{more}")
-    return f": {'; '.join(parts)}" if parts else ": the same places in other containers"
+    return f": {'; '.join(parts)}" if parts else ": the paths are the same, the containers differ"
 
 
 def get_weight_decay_mask(exclusions: Sequence[str]) -> Callable[[Any], Any]:
