@@ -24,10 +24,9 @@ from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
 _EPILOG = f"""\
 MODEL is file.py:function, the config.json of a Hugging Face model, or a file of named tensors. The
 function returns a shardwright.plan.Program, or a dict of them by mode. A Program is a function, the
-shapes of its arguments and their annotations. A reference decoder of its sizes stands for a
-config.json; --set gives its length, remat, chunks (of the loss), param (a dtype) and capacity (of
-experts). With a file of tensors, .toml or .json, only the bytes of the
-state are planned.
+shapes of its arguments and their annotations. For a config.json, a reference decoder of the same
+sizes is planned; --set gives its length, remat, chunks (of the loss), param (a dtype) and capacity
+(of experts). With a file of tensors, .toml or .json, only the bytes of the state are planned.
 
 examples:
   shardwright plan model.py:programs --strategy fsdp_tp --mesh fsdp:16,tp:4

@@ -103,7 +103,7 @@ def read_limit(text: str) -> Limit:
 
 
 def copies_breach(limit: Limit, state: StateBytes) -> str:
-    """Return how the copies in a state exceed a limit, or "". A share is one of all bytes held."""
+    """Return how the copies in a state exceed a limit, or "". Shares are of all bytes held."""
     held = state.stored
     if limit.share is not None and held.replicated_share > limit.share:
         return f"{held.replicated_share:.1%} of the state are copies"
@@ -113,7 +113,7 @@ def copies_breach(limit: Limit, state: StateBytes) -> str:
 
 
 def memory_breach(limit: Limit, most: int, usable: int | None) -> str:
-    """Return how a peak exceeds a limit, or "". A share is one of the usable bytes of the chip.
+    """Return how a peak exceeds a limit, or "". Shares are of the usable bytes of the chip.
 
     Args:
       limit: The limit.

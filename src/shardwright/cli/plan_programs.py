@@ -105,13 +105,13 @@ def _check_forbidden(arguments: argparse.Namespace, modes: Collection[str]) -> N
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of the model, each with its one value."""
+    """Return the options of the model, with the single value of each."""
     options = read_options(arguments)
     for name, values in options.items():
         if len(values) > 1:
             raise StrategyError(
-                f"--set {name} has {len(values)} values, and a plan has one",
-                fix=f"--set {name}={values[0]}; shardwright search compares several",
+                f"--set {name} has {len(values)} values, but a plan takes one",
+                fix=f"write --set {name}={values[0]}; shardwright search compares several values",
             )
     return {name: values[0] for name, values in options.items()}
 

@@ -61,9 +61,9 @@ def read_programs(
     Args:
       model: The file and the function, or the `config.json`.
       mode: Return only this mode. None means all modes that the function returns.
-      devices: Number of devices: the batch of a `config.json`, unless `options` has one.
+      devices: Number of devices. For a `config.json` it is the batch, unless `options` has one.
       options: Keyword arguments of the function. Defaults to none.
-      notes: Receives what was assumed about a `config.json`. Defaults to nothing.
+      notes: List to which the assumptions about a `config.json` are appended. Defaults to none.
 
     Raises:
       StrategyError: The file cannot be read or raises, the function does not take the options, or
@@ -113,7 +113,7 @@ def _call(model: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_options(arguments: argparse.Namespace) -> dict[str, list[Any]]:
-    """Return the alternatives that `--batch` and `--set` give each option of a model.
+    """Return the values that `--batch` and `--set` give to each option of a model.
 
     Raises:
       StrategyError: `--set` is not NAME=A,B.

@@ -64,7 +64,7 @@ def read_module(path: Path) -> ModuleType:
 
 
 def raised_error(what: str, error: BaseException) -> StrategyError:
-    """Return the error for user code that raised one, with the line of the user's file."""
+    """Return an error that says what user code raised, and at which line of the user's file."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if "site-packages" not in frame.filename]
     place = f" at {Path(inside[-1].filename).name}:{inside[-1].lineno}" if inside else ""

@@ -1,4 +1,4 @@
-"""Plan a Hugging Face `config.json`, for which a reference decoder stands."""
+"""Make the programs of a Hugging Face `config.json`: those of a decoder with the same sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 from shardwright.errors import ShardingError, StrategyError, did_you_mean
 from shardwright.plan.planner import Program
 
-# What `--batch` and `--set` may give, and what each must be.
+# The options that `--batch` and `--set` may give. The first ones are positive integers.
 _WHOLE: Final = ("batch", "length", "chunks")
 _OPTIONS: Final = (*_WHOLE, "remat", "param", "capacity")
 _LENGTH: Final = 4096
@@ -30,19 +30,19 @@ def is_config(model: str) -> bool:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return False  # the reader of tensors says what is wrong
+        return False  # the reader of tensors reports what is wrong
     return isinstance(data, dict) and "model_type" in data
 
 
 def read_reference(
     model: str, options: Mapping[str, Any], *, devices: int
 ) -> tuple[dict[str, Program], list[str]]:
-    """Return the programs of the reference decoder by mode, and lines on what was assumed.
+    """Return the programs of the reference decoder by mode, and lines that state the assumptions.
 
     Args:
       model: Path of the `config.json`.
       options: `batch`, `length`, `remat`, `chunks`, `param` and `capacity`, as words or integers.
-      devices: Number of devices, which is the batch by default: one sequence on each.
+      devices: Number of devices. By default it is the batch: one sequence per device.
 
     Raises:
       StrategyError: The file or an option is not valid.
@@ -51,23 +51,23 @@ def read_reference(
     from shardwright.interop.hf_decoder import programs, read_config
 
     _check(options)
-    given = {key: options[key] for key in ("remat", "chunks") if key in options}
+    keywords = {key: options[key] for key in ("remat", "chunks") if key in options}
     sizes = read_config(
         model, param=options.get("param"), capacity=float(options.get("capacity", 1))
     )
     batch = options.get("batch", devices)
     length = options.get("length", min(sizes.longest, _LENGTH))
     try:
-        made = programs(sizes, batch=batch, length=length, **given)
+        by_mode = programs(sizes, batch=batch, length=length, **keywords)
     except ShardingError:
         raise
     except Exception as error:
-        what = f"the reference decoder of {model} cannot be made: {error}"
+        what = f"the reference decoder of {model} cannot be built: {error}"
         raise StrategyError(what, fix="pass file.py:function") from error
-    leaves = jax.tree.leaves(made["train"].shapes[0])
+    leaves = jax.tree.leaves(by_mode["train"].shapes[0])
     count = sum(math.prod(leaf.shape) for leaf in leaves)
-    remat = given.get("remat", "full")
-    return made, [
+    remat = keywords.get("remat", "full")
+    return by_mode, [
         f"{_STANDS_FOR} {sizes.family}: {count:,} parameters in {sizes.dtypes.param}",
         f"assumed: batch {batch}, length {length}, remat {remat}, two float32 moments",
         *(f"differs: {note}" for note in sizes.notes),

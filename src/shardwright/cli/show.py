@@ -1,4 +1,4 @@
-"""Print output as wide as the terminal, in color if the terminal can and rich is installed."""
+"""Print output as wide as the terminal. Colors need a terminal with colors, and rich."""
 
 from __future__ import annotations
 

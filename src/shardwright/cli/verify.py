@@ -21,7 +21,7 @@ _OPTIONS = ("compiler", "effort", "verify_timeout", "verify_cache")
 
 
 def add_verify_options(command: argparse.ArgumentParser) -> None:
-    """Add `--verify` without a value, and the options that say how it compiles."""
+    """Add the flag `--verify`, and the options that say how it compiles."""
     command.add_argument(
         "--verify",
         action="store_true",

@@ -43,7 +43,7 @@ def while_loop(step: Step) -> list[Value]:
 
 
 def cond(step: Step) -> list[Value]:
-    """Walk every branch. Their results have the same dims."""
+    """Walk every branch. The results of all branches have the same dims."""
     branches = [
         step.walker.walk(branch.jaxpr, step.values[1:]) for branch in step.parameters["branches"]
     ]

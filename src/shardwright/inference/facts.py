@@ -62,7 +62,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """A dim, and where it is used in some way."""
+    """A dim, and the equation that uses it."""
 
     dim: Dim
     site: Site

@@ -53,8 +53,8 @@ def infer_axes(
       *inputs: The other arguments: trees of arrays or of their shapes.
       seeds: The axes of each array of the inputs, such as `[(BATCH, LENGTH), None]`. None if
         nothing is known about an array, or about one of its dims.
-      sizes: Size -> axis, from the model's config. It names dims that are open or guesses
-        otherwise.
+      sizes: Size -> axis, from the model's config. It names dims that would otherwise be open or
+        guesses.
       strict: Raise an error for conflicts, open dims and guesses.
 
     Raises:

@@ -33,7 +33,7 @@ def not_gathered(subject: Subject) -> Iterator[Finding]:
     """Yield rules that store weights over a mesh axis of the tokens, without gathering them.
 
     If the tokens of `x` and a dim of `w` are both sharded over fsdp, each device has its own tokens
-    and its own part of `w`. So XLA must move one of them for each product `x @ w`. With fsdp in
+    and its own part of `w`. So XLA must move data for each product `x @ w`. With fsdp in
     `policy.gather`, `sw.gather` gathers `w` once for all its products.
     """
     tokens: dict[str, str] = {}

@@ -16,7 +16,7 @@ from shardwright.vocabulary.axes import PARALLELISM_AXES, STANDARD_MESH_AXES, Ro
 
 
 def lost_mesh_axes(subject: Subject) -> Iterator[Finding]:
-    """Yield mesh axes that a rule or the policy names, but that are not standard or in the mesh."""
+    """Yield mesh axes of rules and of the policy that are neither standard nor in the mesh."""
     if not subject.sizes:
         return
     known = {*subject.sizes, *STANDARD_MESH_AXES}

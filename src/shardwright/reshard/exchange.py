@@ -112,7 +112,7 @@ class _Round:
     by_receiver: dict[int, Send] = dataclasses.field(default_factory=dict)
 
     def has_room(self, send: Send) -> bool:
-        """Tell whether a send fits into this round: its kind does, and its devices are free."""
+        """Tell whether a send can be added: its devices are free, and it stays if others stay."""
         return (
             send.stays == self.stays
             and send.sender not in self.by_sender

@@ -191,7 +191,7 @@ def plan_reshard(
         MiB. A larger leaf moves in several pieces.
       donate: Delete each source array after its leaf has moved. Defaults to False.
       dtype: Dtype of floating-point leaves after the move. Defaults to that of each leaf. Leaves
-        are cast before they are sent if that makes them smaller.
+        are cast before they are sent if that does not make them larger.
 
     Raises:
       ShardingError: The problems of all leaves at once, each with its path.

@@ -91,7 +91,7 @@ def test_serve_without_flax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "shardwright.layers.quantized_module", raising=False)
     with pytest.raises(
         sw.LayerError,
-        match=r"flax is not installed\n  fix   pip install flax; without it, quantize\(w",
+        match=r"flax is not installed\n  fix   pip install flax; or, without flax, call quantize",
     ):
         get_dot_general_by_bits(8, "serve")["dot_general_cls"]()
 

@@ -48,7 +48,7 @@ class BaseJAXAttentionModule(_Module):  # type: ignore[misc]
       `jit` nothing is written, the index stays, `cache_refused` has the code, and the mask hides
       every key.
     - A quantized cache rounds new rows only. Rows in the cache are not rounded again.
-    - The mask is always merged with the caller's mask, as bool; True means attend.
+    - The mask of the cache is always merged with the caller's mask, as bool; True means attend.
     - The strategy decides the sharding of the cache. No mesh axis is written into the code.
 
     Attributes:

@@ -197,7 +197,7 @@ class AttentionRegistry:
 
     @classmethod
     def register(cls, implementation: ImplClass) -> ImplClass:
-        """Register a class under all its names, and return the class. It can be a decorator.
+        """Register a class under all its names, and return the class. Can be used as a decorator.
 
         Raises:
           AttentionError: The class is not an `AttentionImpl`, lacks a method, or uses the name of

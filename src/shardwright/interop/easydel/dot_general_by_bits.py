@@ -61,8 +61,8 @@ class DotGeneralClass:
             from shardwright.layers.quantized_module import QuantizedDotGeneral
         except ModuleNotFoundError as error:
             fix = (
-                "pip install flax; without it, quantize(w, shared=...) once and "
-                "quantized_dot_general(x, quantized, ...)"
+                "pip install flax; or, without flax, call quantize(w, shared=...) once, and "
+                "quantized_dot_general(x, quantized, ...) for each product"
             )
             raise LayerError(
                 f"mode {self.mode!r} keeps weights in a flax module, and flax is not installed",

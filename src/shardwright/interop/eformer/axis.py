@@ -273,7 +273,7 @@ class PartitionAxis(Attributes):
         ]
 
     def resolve_spec(self, axes: Sequence[Any], mode: str) -> PartitionSpec:
-        """Return the spec by the rules as written, with one entry per axis. It checks no sizes.
+        """Return the spec that the rules give, with one entry per dim. Sizes are not checked.
 
         If two entries have the same mesh axis, and its size is 1 in the current mesh, only the
         first entry keeps it. Without a mesh both entries keep it, and a later constraint checks

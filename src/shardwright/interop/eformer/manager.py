@@ -125,7 +125,7 @@ class PartitionManager:
         dynamic_axes: Any = NOT_GIVEN,
         shape: Any = NOT_GIVEN,
     ) -> PartitionSpec:
-        """Return the spec by the rules as written, with one entry per axis. It checks no sizes.
+        """Return the spec that the rules give, with one entry per dim. Only `shard` checks sizes.
 
         Args:
           axes: A list with an entry per dim, or a layout. An entry is an axis, None, or a list of

@@ -1,4 +1,4 @@
-"""The names of `eformer.escale`, except utilities that use only the mesh."""
+"""The names of `eformer.escale` that are provided; the error for others names a replacement."""
 
 from __future__ import annotations
 
