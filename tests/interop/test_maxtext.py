@@ -81,7 +81,7 @@ def test_mesh_and_notes() -> None:
     }
     assert imported.notes == (
         "mesh axes without a size have size 1: replica",
-        "the names of inputs are activation_batch, activation_length",
+        "the names of the inputs' dims are activation_batch, activation_length",
         "rules of mode prefill: prefill_activation_length as activation_length",
         "rules of mode decode: decode_batch as activation_batch",
         "mesh axes that no rule names are idle: stage, replica",

@@ -166,7 +166,7 @@ def test_command_prints_and_writes_the_front(
     assert "does not divide" in message
     code, _, message = run("two --strategy fsdp_tp")
     assert code == 2
-    assert "--mode train or decode" in message
+    assert "--mode with train or decode" in message
     assert run("two --strategy fsdp_tp --mode decode")[0] == 0
     code, _, message = run(f"one --strategy fsdp_tp --out {tmp_path / 'absent'}")
     assert code == 2

@@ -129,7 +129,7 @@ def test_invalid_names_and_values(one: Golden) -> None:
     with pytest.raises(
         GoldenError,
         match=(
-            r"is 300 bytes, a file's name holds 251\n"
+            r"has 300 bytes, but at most 251 fit\n"
             r"  fix   give a shorter one: golden\(value, name\)"
         ),
     ):

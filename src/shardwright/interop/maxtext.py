@@ -125,7 +125,7 @@ def from_config(
         source=merged.places,
     )
     if inputs := merged.values.get(_INPUTS):
-        notes.append(f"the names of inputs are {', '.join(map(str, inputs))}")
+        notes.append(f"the names of the inputs' dims are {', '.join(map(str, inputs))}")
     if merged.values.get("shard_optimizer_over_data"):
         notes.append("shard_optimizer_over_data is not imported: see [policy] zero1")
     is_explicit = merged.values.get("shard_mode") == "explicit"

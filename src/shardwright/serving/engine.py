@@ -215,7 +215,7 @@ class Engine:
         """End a request in any phase; return False if it had ended already.
 
         Raises:
-          ServingError: It is not a handle of this engine, or another thread is in a call.
+          ServingError: `handle` is not a handle of this engine, or another thread is in a call.
         """
         if not isinstance(handle, Handle):
             _raise_wrong_handle(f"it is {type(handle).__name__}, not a handle")

@@ -47,7 +47,7 @@ class Tolerances:
       forward: Largest difference of float32 outputs, relative to the largest value if that is above
         1.
       backward: The same for float32 gradients.
-      relative: In bfloat16, the norm of the error relative to the norm.
+      relative: In bfloat16, the norm of the error relative to the norm of the expected values.
     """
 
     forward: float = 2e-6

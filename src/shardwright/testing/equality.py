@@ -51,9 +51,9 @@ def assert_same_as_unsharded(
     """Assert that a function of sharded arrays gives the values and gradients of one device.
 
     `assert_same_as_unsharded(loss, params, batch, manager=pm)`. The function runs twice, jitted:
-    on the sharded arguments, then on copies on one device under the same rules. The gradients of
-    all floating-point results, along a fixed direction, by every floating-point argument are
-    compared too.
+    on the sharded arguments, then on copies on one device under the same rules. Gradients are
+    compared too. They are those of a weighted sum of all floating-point results, by each
+    floating-point argument. The weights are fixed.
 
     Args:
       f: the function. It must use the ambient manager or mesh, not one of its own.
@@ -285,7 +285,7 @@ def _named(results: tuple[Any, Any]) -> list[tuple[str, Any]]:
 def _row(
     path: str, array: Any, other: Any, rtol: float | None, atol: float
 ) -> tuple[str, ...] | None:
-    """Return the table row of a tensor, at the largest difference; None if there is none."""
+    """Return the table row of a tensor, at the largest difference; None if it is allowed."""
     shape = "x".join(map(str, array.shape)) or "scalar"
     columns = (
         path,

@@ -96,7 +96,7 @@ class Golden:
             )
         if (size := len(name.encode())) > _LONGEST:
             raise GoldenError(
-                f"golden {name!r} is {size} bytes, a file's name holds {_LONGEST}\n"
+                f"the name of golden {name!r} has {size} bytes, but at most {_LONGEST} fit\n"
                 f"  fix   give a shorter one: golden(value, name)"
             )
         if not is_named and self.rivals:

@@ -1,1 +1,4 @@
-"""Tables of memory and collectives as plain text."""
+"""Show plans, comparisons, searches and verifications as text, and plans as an HTML page.
+
+Code that formats a result for people belongs here. Code that computes one does not.
+"""

@@ -59,7 +59,10 @@ def _value_text(value: float | str | None, unit: str) -> str:
 
 
 def _share_text(change: Change) -> str:
-    """Return the change in percent, or as a factor above 2; "" if a side is not a number or 0."""
+    """Return the change in percent, or as a factor above 2.
+
+    Return "" if a side is not a number, or if the left side is 0.
+    """
     before, after = change.before, change.after
     if isinstance(before, str) or isinstance(after, str) or not before or after is None:
         return ""

@@ -28,12 +28,12 @@ _USE: Final = 0.5  # share of the peak that products reach, as at the upper end 
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class AnnotationRequest:
     """An annotation of a program.
 
     Attributes:
-      request: The question that it asks.
-      number: Equal for equal questions of one program.
+      request: What the manager resolves.
+      number: Equal for equal requests of one program.
       strict: False for `hint`, which leaves a dim to the compiler where `shard` raises.
       bytes: Bytes of the whole array.
       runs: How often it runs; 0 for arguments and results.
@@ -47,25 +47,27 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class ResolvedAnnotation:
     """An annotation, and the mesh axes of each dim under one candidate."""
 
-    asked: Asked
+    annotation: AnnotationRequest
     role: Role
     dims: Dims
 
 
-def read_annotations(traced: Trace) -> tuple[Asked, ...]:
+def read_annotations(traced: Trace) -> tuple[AnnotationRequest, ...]:
     """Return the annotations of a trace: of its arguments, its results and its equations."""
     ends = [each for each in (*traced.inputs, *traced.outputs) if isinstance(each, Request)]
-    found = [*((request, True, 0, 0) for request in ends), *_inside(traced.jaxpr, 1)]
+    entries = [*((request, True, 0, 0) for request in ends), *_inside(traced.jaxpr, 1)]
     numbers: dict[Any, int] = {}
-    asked = []
-    for request, strict, size, runs in found:
+    requests = []
+    for request, strict, size, runs in entries:
         key = (repr(request.annotation), tuple(request.shape or ()), *request[2:], strict)
         number = numbers.setdefault(key, len(numbers))
-        asked.append(Asked(request=request, number=number, strict=strict, bytes=size, runs=runs))
-    return tuple(asked)
+        requests.append(
+            AnnotationRequest(request=request, number=number, strict=strict, bytes=size, runs=runs)
+        )
+    return tuple(requests)
 
 
 def _inside(jaxpr: Any, runs: int) -> Iterator[tuple[Request, bool, int, int]]:
@@ -81,22 +83,22 @@ def _inside(jaxpr: Any, runs: int) -> Iterator[tuple[Request, bool, int, int]]:
             yield from _inside(nested, inner)
 
 
-def answer_all(
-    manager: PartitionManager, asked: Sequence[Asked], sizes: Mapping[str, int]
-) -> tuple[Answered, ...]:
+def resolve_all(
+    manager: PartitionManager, requests: Sequence[AnnotationRequest], sizes: Mapping[str, int]
+) -> tuple[ResolvedAnnotation, ...]:
     """Resolve all annotations of a program under a candidate.
 
     Args:
       manager: The candidate.
-      asked: The annotations.
+      requests: The annotations.
       sizes: Size of each mesh axis that has more than one device.
 
     Raises:
       ShardingError: One does not resolve.
     """
-    answered = []
+    resolved = []
     known: dict[int, tuple[Role, Dims]] = {}
-    for each in asked:
+    for each in requests:
         key = each.number
         if key not in known:
             resolution = manager.answer(each.request)
@@ -106,12 +108,12 @@ def answer_all(
             ndim = len(each.request.shape or ())
             known[key] = resolution.role, dims_of_spec(spec.partitions, ndim, sizes)
         role, dims = known[key]
-        answered.append(Answered(asked=each, role=role, dims=dims))
-    return tuple(answered)
+        resolved.append(ResolvedAnnotation(annotation=each, role=role, dims=dims))
+    return tuple(resolved)
 
 
 def closed_form(
-    answered: Sequence[Answered],
+    resolved: Sequence[ResolvedAnnotation],
     manager: PartitionManager,
     layout: Layout,
     *,
@@ -120,13 +122,13 @@ def closed_form(
     """Return seconds to rank a candidate by.
 
     Args:
-      answered: Its annotations.
+      resolved: The annotations, resolved under it.
       manager: The candidate.
       layout: Where its mesh axes are.
       flops: Operations of the program's products on all devices together.
     """
     sizes = {axis: size for axis, size in manager.mesh.shape.items() if size > 1}
-    inner = [each for each in answered if each.asked.runs]
+    inner = [each for each in resolved if each.annotation.runs]
     activations = [each for each in inner if each.role is Role.ACTIVATION]
     used = [_axes(each.dims) for each in activations]
     widest = max((_ways(axes, sizes) for axes in used), default=1)
@@ -135,14 +137,14 @@ def closed_form(
     for each, axes in zip(activations, used, strict=True):
         missing = every - axes
         if missing:
-            local = each.asked.bytes // _ways(axes, sizes)
+            local = each.annotation.bytes // _ways(axes, sizes)
             sent = ring_bytes(Kind.ALL_REDUCE, local, _ways(missing, sizes))
-            seconds += each.asked.runs * sent / _rate(layout, missing)
+            seconds += each.annotation.runs * sent / _rate(layout, missing)
     for each in inner:
         if each.role is Role.ACTIVATION:
             continue
         # A gathered weight or its gradient. The gather is over the axes of one role only.
-        request = each.asked.request
+        request = each.annotation.request
         other = Role.PARAM if each.role is Role.USE else Role.USE
         spec = manager.answer(request.of(other, tuple(request.shape or ()))).spec
         if spec is None:
@@ -151,9 +153,9 @@ def closed_form(
         pair = _axes(each.dims), _axes(dims_of_spec(spec.partitions, ndim, sizes))
         moved, kept = pair[0] ^ pair[1], pair[0] & pair[1]
         if moved:
-            local = each.asked.bytes // _ways(kept, sizes)
+            local = each.annotation.bytes // _ways(kept, sizes)
             sent = ring_bytes(Kind.ALL_GATHER, local, _ways(moved, sizes))
-            seconds += each.asked.runs * sent / _rate(layout, moved)
+            seconds += each.annotation.runs * sent / _rate(layout, moved)
     return seconds
 
 

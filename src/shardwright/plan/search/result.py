@@ -119,7 +119,7 @@ class SearchReport:
       topology: The slice.
       candidates: What was walked and may fit, the fastest first.
       dropped: Reason -> number of candidates.
-      walked: Number of candidates that were walked.
+      walked: Number of walks. Candidates that differ only in the order of axes share a walk.
       skipped: Number of candidates that were ranked too low to be walked.
     """
 

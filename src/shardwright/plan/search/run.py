@@ -18,7 +18,13 @@ from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.plan.layout import Layout, lay_out
 from shardwright.plan.planner import PlanReport, Program, price, program_state, trace_program
-from shardwright.plan.search.rank import Answered, Asked, answer_all, closed_form, read_annotations
+from shardwright.plan.search.rank import (
+    AnnotationRequest,
+    ResolvedAnnotation,
+    closed_form,
+    read_annotations,
+    resolve_all,
+)
 from shardwright.plan.search.result import Candidate, SearchReport
 from shardwright.plan.search.space import Point, Space, parse_setting
 from shardwright.plan.trace import Trace
@@ -61,7 +67,8 @@ def search(
       vary: Settings and their alternatives: `{"head": ("tp", "-")}`. None keeps the setting of the
         strategy. A pin of the same setting replaces the alternatives.
       orders: Whether to try every order of the mesh axes, which changes the links that they use.
-      walks: How many candidates to walk at most, the best by a closed form.
+      walks: How many walks to run at most, for the best candidates by a closed form. Candidates
+        that differ only in the order of axes share a walk.
 
     Raises:
       StrategyError: A strategy has no mesh, or there are no or too many candidates.
@@ -171,7 +178,7 @@ class _Search:
     space: Space
     programs: Mapping[str, Program]
     topology: Topology
-    traces: dict[str, list[tuple[Trace, tuple[Asked, ...]]]] = dataclasses.field(
+    traces: dict[str, list[tuple[Trace, tuple[AnnotationRequest, ...]]]] = dataclasses.field(
         default_factory=dict
     )
     shared: set[str] = dataclasses.field(default_factory=set)
@@ -256,11 +263,11 @@ class _Search:
         rank, held = 0.0, 0
         for mode, program in self.programs.items():
             in_mode = manager.for_mode(mode)
-            number, traced, asked = self._trace(in_mode, mode, program)
-            answered = answer_all(in_mode, asked, sizes)
-            specs.append((mode, number, tuple(each.dims for each in answered)))
+            number, traced, requests = self._trace(in_mode, mode, program)
+            resolved = resolve_all(in_mode, requests, sizes)
+            specs.append((mode, number, tuple(each.dims for each in resolved)))
             held = max(held, program_state(in_mode, traced, program).of().per_device)
-            rank += self._rank(in_mode, mode, answered, layout)
+            rank += self._rank(in_mode, mode, resolved, layout)
         return _Resolved(
             point=point,
             strategy=strategy,
@@ -271,18 +278,22 @@ class _Search:
         )
 
     def _rank(
-        self, manager: PartitionManager, mode: str, answered: Sequence[Answered], layout: Layout
+        self,
+        manager: PartitionManager,
+        mode: str,
+        resolved: Sequence[ResolvedAnnotation],
+        layout: Layout,
     ) -> float:
-        return closed_form(answered, manager, layout, flops=self.flops[mode])
+        return closed_form(resolved, manager, layout, flops=self.flops[mode])
 
     def _trace(
         self, manager: PartitionManager, mode: str, program: Program
-    ) -> tuple[int, Trace, tuple[Asked, ...]]:
+    ) -> tuple[int, Trace, tuple[AnnotationRequest, ...]]:
         """Return a trace that fits a candidate, and its position among those of the mode."""
         traces = self.traces.setdefault(mode, [])
-        for number, (traced, asked) in enumerate(traces):
+        for number, (traced, requests) in enumerate(traces):
             if mode in self.shared or traced.fits(manager):
-                return number, traced, asked
+                return number, traced, requests
         traced = trace_program(manager, program)
         if mode not in self.flops:
             # The operations of one device times all devices. All candidates use this upper bound.
