@@ -144,7 +144,7 @@ class TestManual:
 
     def test_manual_axes_as_a_string(self) -> None:
         manual: Any = "dp"
-        with pytest.raises(sw.StrategyError, match="manual='dp' is one name, not a set of them"):
+        with pytest.raises(sw.StrategyError, match="manual='dp' is one name, not a set of names"):
             resolve((B,), make_rules(rules={B: "dp"}), self.MESH, shape=(2,), manual=manual)
 
     def test_manual_axis_is_already_applied(self) -> None:

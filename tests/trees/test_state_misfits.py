@@ -91,7 +91,7 @@ def test_joined_state_names_optax_flatten() -> None:
         rf"^0/trace: state of shape \({sizes},\) follows no parameter: it has as many elements as "
         rf"all "
         r"parameters, so optax.flatten may have joined them\n"
-        r"  fix   leave optax.flatten out, so that the state follows the parameters; "
+        r"  fix   remove optax.flatten, so that the state follows the parameters; "
         r"or overrides={'0/trace': \(...\)} annotates it$"
     )
     with pytest.raises(sw.StrategyError, match=says):

@@ -1,7 +1,7 @@
-"""The candidates of a dim: those of its rule, or for a composite the product of its members'
-candidates. Pure.
+"""The candidates of a dim.
 
-A composite is one dim over several axes. The candidates of its last member vary fastest.
+They are the candidates of its rule. For a composite, which is one dim over several axes, they are
+the product of its members' candidates. Those of the last member vary fastest.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ class Candidate:
     """One candidate as it is tried.
 
     Attributes:
-      written: Its mesh axes as the rules write them; none for `-`.
-      live: Those of more than one device.
-      passed: What was passed over before it: mesh axes, and candidates without any mesh axis left.
-      lost: It names a mesh axis that the mesh lacks, and the policy then replicates the dim.
-      parts: Of a composite, what each member adds to `live`.
+      written: The mesh axes as the rule has them, or empty for `-`.
+      live: Those of `written` that the mesh has. Mesh axes of size 1 are left out, except under
+        `order = "rules"`.
+      passed: Records of what was skipped before this candidate: mesh axes, and candidates without
+        any mesh axis left.
+      lost: Whether the candidate names a mesh axis that the mesh lacks, so that the policy
+        replicates the dim.
+      parts: For a composite, the mesh axes that each member adds to `live`.
     """
 
     written: tuple[str, ...]
@@ -72,14 +75,14 @@ def _single(written: tuple[str, ...]) -> Candidate:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Composite:
-    """The candidates of a dim over several axes, as `Rule` has those of a dim over one axis.
+    """The rules of a composite. It corresponds to the `Rule` of a dim over one axis.
 
     Attributes:
-      members: The rules of the members that have one, in order.
-      chains: The candidates of each member, in order; the last one is empty if the member may add
-        nothing.
+      members: The rules of the members that have a rule, in order.
+      chains: The candidates of each member, in order. The last one is empty if the member may add
+        no mesh axes.
       ref: The members' rules, for messages.
-      unruled: A record for each member without a rule, which adds nothing.
+      unruled: A record for each member without a rule. Such a member adds no mesh axes.
     """
 
     members: tuple[Rule, ...]
@@ -89,7 +92,7 @@ class Composite:
 
     @property
     def fallback(self) -> Fallback:
-        """`-` if every member may add nothing, and some rule ends in `-`."""
+        """`-` if every member may add no mesh axes and at least one rule ends in `-`, else none."""
         may_be_empty = all(not chain[-1].written for chain in self.chains)
         is_stated = any(rule.fallback is Fallback.REPLICATED for rule in self.members)
         return Fallback.REPLICATED if may_be_empty and is_stated else Fallback.NONE
@@ -121,10 +124,10 @@ class Composite:
     def with_fallback(
         self, parts: Sequence[tuple[str, ...]], fits: Callable[[tuple[str, ...]], bool]
     ) -> str:
-        """Return the members' rules, with a fallback added, that would make a failed candidate fit.
+        """Return members' rules with an added fallback that would make a failed candidate fit.
 
-        A member with a fallback may leave its part out. Try to change one rule, the last member's
-        first. If one is not enough, return all of them.
+        A member with a fallback may add no mesh axes. Try to change a single rule, starting with
+        the last member. If none is enough, return all rules that can be changed.
         """
         able = [
             at
@@ -196,7 +199,10 @@ def make_composite(
 def _chain(
     rule: Rule, sizes: Mapping[str, int], missing: Missing, least: int
 ) -> tuple[Candidate, ...]:
-    """Return the candidates of a member, in order, each once and none without mesh axes."""
+    """Return the candidates of a member in order, without repetitions and empty candidates.
+
+    If the member may add no mesh axes, the last candidate is empty.
+    """
     chain: list[Candidate] = []
     passed: tuple[Skip, ...] = ()
     for written in rule.candidates:
@@ -208,7 +214,7 @@ def _chain(
             chain.append(dataclasses.replace(candidate, passed=passed))
             passed = ()
         if candidate.lost:
-            return tuple(chain)  # it replicates the dim, so nothing after it is tried
+            return tuple(chain)  # a lost candidate replicates the dim, so no other one is tried
     if rule.fallback is Fallback.REPLICATED or not chain:
         chain.append(Candidate(written=(), live=(), passed=passed))
     return tuple(chain)

@@ -1,7 +1,7 @@
 """Decide one dim. Divisibility, conflicts and fallbacks are decided here, and nowhere else in the
 project.
 
-Dims are decided from left to right (`policy.order = "rules"`: see `rule_order`):
+Dims are decided from left to right. (For `policy.order = "rules"` see `rule_order`.)
 
 1. Find the rule of the dim's axis, by mode, role and path (`rule_for`). A composite has the rules
    of its members.
@@ -116,8 +116,7 @@ class Decider:
         Raises:
           _jax.Inconclusive: The size is symbolic, and the answer depends on its value.
         """
-        # For a symbolic size `== 0` would answer False where the remainder is unknown; `>= 1`
-        # raises.
+        # If the remainder of a symbolic size is unknown, `== 0` returns False, and `>= 1` raises.
         return not size % self.shards(axes) >= 1
 
     def shards(self, live: tuple[str, ...]) -> int:
@@ -141,7 +140,7 @@ class Decider:
         return rule, size
 
     def _is_one(self, size: int | None, rule: Rule) -> bool:
-        """Tell whether the global size of a dim is 1. A local size is not: it has been divided."""
+        """Tell whether the global size of a dim is 1. Return False if only a local one is known."""
         if size is None or _jax.is_symbolic(size) or not self.manual.isdisjoint(rule.mesh_axes):
             return False
         return size == 1
@@ -152,8 +151,9 @@ class Decider:
         return draft.decided(Outcome.FAILED if failed else Outcome.NO_RULE)
 
     def _literal(self, draft: Draft, names: tuple[str, ...]) -> DimDecision:
-        """Decide an entry of a literal spec like a rule's candidate, except that only a policy may
-        drop a name.
+        """Decide an entry of a literal spec like the candidate of a rule.
+
+        Only a policy may remove a mesh axis that the mesh lacks.
         """
         draft.literal = True
         ref = RuleRef(key=f"dim {draft.dim}", text="+".join(names) or "-", source="literal spec")
@@ -174,7 +174,7 @@ class Decider:
     # Which rule applies.
 
     def _unknown(self, dim: Dim, position: int) -> bool:
-        """Tell whether a dim names an unknown axis; add a problem for each."""
+        """Tell whether a dim names unknown axes. Add a problem for each of them."""
         names = [axis for axis, _ in dim.merged] if dim.merged else dim.axes
         if self.rules.known_axes.issuperset(names):
             return False
@@ -216,7 +216,7 @@ class Decider:
         Exceptions by path come before tables. On either level, a rule that is stated for the
         parallelism axis itself wins.
         """
-        # `_stated` includes `[[tensors]]` entries: without a match, one level is left.
+        # Without `[[tensors]]` entries, there is only the level of the tables.
         for find in (self._tensor, self._stated) if self.rules.tensors else (self._stated,):
             if [axis for axis in dim.axes if find(axis) is not None]:
                 return None

@@ -1,6 +1,6 @@
-"""Why a dim got its spec: the decisions as data, and the table that people read.
+"""Decisions: why each dim has its mesh axes, as data and as a table of text.
 
-The spec is derived from the decisions, so an explanation always agrees with what was applied.
+The spec is computed from the decisions, so an explanation always agrees with the applied spec.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwright.vocabulary.modes import mode_name
 
 
 class Reason(enum.StrEnum):
-    """Why a mesh axis or a whole candidate was passed over."""
+    """Why a mesh axis or a whole candidate was skipped."""
 
     MISSING = "missing"
     SIZE_ONE = "size_one"
@@ -54,7 +54,7 @@ class Outcome(enum.StrEnum):
 
 
 class ModeFrom(enum.StrEnum):
-    """Who chose the mode of a request."""
+    """Where the mode of a request comes from."""
 
     CALL = "call"
     MANAGER = "manager"
@@ -67,14 +67,15 @@ class ModeFrom(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RuleRef:
-    """Where a rule was written.
+    """A rule as text, and where it is written.
 
     Attributes:
-      key: The axis as the file spells it, for instance `kv_head`.
+      key: The axis by its name in files, for instance `kv_head`.
       text: The rule itself, for instance `tp | -`.
       table: Key path of the table, for instance `modes.decode`.
-      source: File and line, or what else made the rule.
-      members: Of a composite, the rules of its members; the other fields then join theirs.
+      source: File and line, or another origin such as `default`.
+      members: For a composite, the rules of its members. The other fields join those of the
+        members.
     """
 
     key: str
@@ -85,12 +86,12 @@ class RuleRef:
 
     @property
     def written(self) -> str:
-        """The rule as a file has it; for a composite, that of each member."""
+        """The rule as it is in a file. For a composite, the rules of the members."""
         return "; ".join(f'{ref.key} = "{ref.text}"' for ref in self.members or (self,))
 
     @property
     def place(self) -> str:
-        """File, line and table; for a composite, those of each member."""
+        """File, line and table. For a composite, those of the members."""
         places = [
             " ".join(part for part in (ref.source, f"[{ref.table}]" if ref.table else "") if part)
             for ref in self.members or (self,)
@@ -106,7 +107,7 @@ class RuleRef:
         return f'{self.key} = "{self.text}"' + (f"   ({place})" if place else "")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the rule as plain data; `members` only of a composite."""
+        """Return the rule as plain data. Only a composite has `members`."""
         data: dict[str, Any] = {
             "key": self.key,
             "text": self.text,
@@ -119,8 +120,9 @@ class RuleRef:
 
 
 def rule_text(rule: RuleRef, mode: str) -> str:
-    """Return a rule, where it is written, and the mode it applies in; of a composite one line per
-    member.
+    """Return a rule as text, with the place where it is written and the mode.
+
+    A composite has one line per member.
     """
     if rule.members:
         return "\n".join(rule_text(member, mode) for member in rule.members)
@@ -131,14 +133,14 @@ def rule_text(rule: RuleRef, mode: str) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Skip:
-    """A mesh axis or a candidate that was passed over before a decision.
+    """A mesh axis or a candidate that was skipped before a decision.
 
     Attributes:
-      reason: Why.
-      candidate: The candidate as written; empty if a member of a composite has no rule.
-      mesh_axis: The mesh axis that was removed from it; empty if the whole candidate was passed
-        over.
-      detail: The values, for instance `6 % 4 != 0`; for `NO_RULE` the member.
+      reason: Why it was skipped.
+      candidate: The candidate as written, or empty if a member of a composite has no rule.
+      mesh_axis: The mesh axis that was removed from the candidate, or empty if the whole candidate
+        was skipped.
+      detail: The values, for instance `6 % 4 != 0`. For `NO_RULE`, the member.
     """
 
     reason: Reason
@@ -164,17 +166,17 @@ class DimDecision:
 
     Attributes:
       dim: Position.
-      label: The dim's axes as people read them.
+      label: The dim's axes as messages show them.
       size: Number of elements, or None if no shape was given.
       outcome: How it was decided.
-      mesh_axes: The mesh axes that the dim is sharded over, slowest first; Manual ones are
-        included.
+      mesh_axes: The mesh axes that the dim is sharded over, slowest first, Manual ones included.
       rule: The rule that decided, or None.
-      skipped: What was passed over before, in order.
-      gathered: Mesh axes of the stored weight over which it is gathered for use.
+      skipped: Mesh axes and candidates that were skipped before, in order.
+      gathered: Mesh axes that shard the stored weight, but are gathered for use.
       zero1: Mesh axes among `mesh_axes` that optimizer state has in addition to its parameter.
-      manual: Mesh axes among `mesh_axes` that a surrounding `shard_map` has already applied.
-      unchecked: No size was given, so divisibility was not checked.
+      manual: Mesh axes among `mesh_axes` that an enclosing `shard_map` has already applied.
+      unchecked: Whether divisibility was not checked, because no size was given or because JAX
+        cannot tell for a symbolic size.
     """
 
     dim: int
@@ -200,7 +202,7 @@ class DimDecision:
 
     @property
     def why(self) -> str:
-        """The decision in one line, with everything that was passed over."""
+        """The decision in one line, with all mesh axes and candidates that were skipped."""
         outcome = {
             Outcome.CHOSEN: "",
             Outcome.EMPTY: "not sharded by annotation",
@@ -227,7 +229,8 @@ class DimDecision:
         if self.manual:
             parts.append("+".join(self.manual) + " already applied by shard_map")
         if self.unchecked:
-            parts.append("size not given: not checked")
+            known = "given" if self.size is None else "known"
+            parts.append(f"size not {known}: not checked")
         return "; ".join(parts) or "first candidate fits"
 
     def to_json(self) -> dict[str, Any]:
@@ -255,15 +258,15 @@ class Resolution:
     """A spec, and the decision behind each of its entries.
 
     Attributes:
-      annotation: The annotation as people write it.
+      annotation: The annotation as text.
       decisions: One per dim, in order.
       mode: The mode in which the request was resolved.
-      mode_from: Who chose the mode.
+      mode_from: Where the mode comes from.
       role: activation, param, use or state.
       path: The tensor's path, or empty.
-      problems: What is wrong; empty if nothing is.
-      notes: What a lenient policy changed about the annotation as a whole.
-      mesh: Name and size of each mesh axis, for the picture in a notebook; empty if unknown.
+      problems: The problems of the request, or empty.
+      notes: Remarks that concern no single dim, such as an annotation fitted to another rank.
+      mesh: Name and size of each mesh axis, for the picture in a notebook, or empty if unknown.
       spec: The spec, or None if there are problems.
     """
 
@@ -293,15 +296,14 @@ class Resolution:
         """Return the spec.
 
         Raises:
-          ShardingError: There are problems. The class is that of the first; the error has all of
-            them.
+          ShardingError: There are problems. The error has all of them, in the class of the first.
         """
         raise_problems(self.problems, resolution=self)
         assert self.spec is not None
         return self.spec
 
     def to_json(self) -> dict[str, Any]:
-        """Return the resolution as plain data; the spec has one list of mesh axes per dim."""
+        """Return the resolution as plain data. The spec is one list of mesh axes per dim."""
         return {
             "annotation": self.annotation,
             "path": self.path,
@@ -318,7 +320,7 @@ class Resolution:
         }
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
+        """Return the HTML that a notebook shows."""
         from shardwright.resolution.html import resolution_html
 
         return resolution_html(self, HEAD, map(row, self.decisions))
@@ -373,9 +375,7 @@ def row(decision: DimDecision) -> tuple[str, ...]:
 
 
 def mesh_axes_text(decision: DimDecision) -> str:
-    """Return the mesh axes of a dim as people read them: `-` replicated, `?` unconstrained, `!`
-    failed.
-    """
+    """Return the mesh axes of a dim as text: `-` is replicated, `?` unconstrained, `!` failed."""
     if decision.outcome is Outcome.FAILED:
         return "!"
     if decision.outcome is Outcome.UNCONSTRAINED:

@@ -1,4 +1,4 @@
-"""What is known of a dim while it is decided. `decide` fills these in, `fallbacks` reads them."""
+"""The state of a dim while it is decided: `decide` writes it, and `fallbacks` reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Chain = Rule | Composite
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Failure:
-    """The first non-empty candidate that did not fit: the policy decides what happens to it."""
+    """The first non-empty candidate that did not fit. If none fits, the policy applies to it."""
 
     candidate: Candidate
     reason: Reason
@@ -21,7 +21,7 @@ class Failure:
 
     @property
     def live(self) -> tuple[str, ...]:
-        """The candidate's mesh axes of more than one device."""
+        """The mesh axes of the candidate, as in `Candidate.live`."""
         return self.candidate.live
 
 
@@ -31,11 +31,11 @@ class Trial:
 
     Attributes:
       chosen: Mesh axes of the first candidate that fits, or None.
-      skipped: What was passed over.
+      skipped: Mesh axes and candidates that were skipped.
       failure: The first candidate that did not fit, or None.
       lives: Mesh axes of every candidate that was tried.
-      dropped_missing: A candidate names an absent mesh axis, and the policy replicates the dim for
-        it.
+      dropped_missing: Whether a candidate names an absent mesh axis, so that the policy replicates
+        the dim.
     """
 
     chosen: tuple[str, ...] | None = None
@@ -51,12 +51,12 @@ class Draft:
 
     Attributes:
       dim: Position.
-      label: The dim's axes as people read them.
+      label: The dim's axes as messages show them.
       size: Number of elements, or None if no shape is given.
       judged_as: For a merged dim, the member whose size must divide.
-      literal: The dim is an entry of a literal spec.
-      rule: The rule that applies, once it is found.
-      skipped: What was passed over.
+      literal: Whether the dim is an entry of a literal spec.
+      rule: The rule that applies, or None if it is not known yet.
+      skipped: Mesh axes and candidates that were skipped.
     """
 
     dim: int
@@ -69,7 +69,7 @@ class Draft:
 
     @property
     def named(self) -> str:
-        """The dim's axes in a message; an entry of a literal spec has none."""
+        """The dim's axes in a message, or empty for an entry of a literal spec."""
         return "" if self.literal else self.label
 
     def decided(

@@ -1,6 +1,4 @@
-"""What happens if no candidate fits: the rule's own fallback first, then the policy, else a
-problem.
-"""
+"""Decide a dim that no candidate fits: by the fallback of its rule, else by the policy."""
 
 from __future__ import annotations
 
@@ -76,14 +74,14 @@ def _leave_to_first(
     decider: Decider, draft: Draft, rule: Chain, failure: Failure, size: int | None
 ) -> DimDecision:
     """Apply `conflict = "first_dim"`: the dim takes only mesh axes that no earlier dim holds."""
-    rest = tuple(axis for axis in dict.fromkeys(failure.live) if axis not in decider.taken)
-    if not rest or size is None or decider.fits(size, rest):
-        unchecked = bool(rest) and size is None
-        return draft.decided(Outcome.POLICY_FIRST_DIM, mesh_axes=rest, unchecked=unchecked)
-    remainder = decider.remainder(size, rest)
-    skip = Skip(reason=Reason.INDIVISIBLE, candidate=rest, detail=remainder)
+    free = tuple(axis for axis in dict.fromkeys(failure.live) if axis not in decider.taken)
+    if not free or size is None or decider.fits(size, free):
+        unchecked = bool(free) and size is None
+        return draft.decided(Outcome.POLICY_FIRST_DIM, mesh_axes=free, unchecked=unchecked)
+    remainder = decider.remainder(size, free)
+    skip = Skip(reason=Reason.INDIVISIBLE, candidate=free, detail=remainder)
     draft.skipped = (*draft.skipped, skip)
-    return _indivisible(decider, draft, rule, failure, rest, size)
+    return _indivisible(decider, draft, rule, failure, free, size)
 
 
 def _conflict_fix(
@@ -157,7 +155,7 @@ def _add_indivisible(
 def _fallback_for(
     decider: Decider, rule: Chain, failure: Failure, live: tuple[str, ...], size: int
 ) -> str:
-    """Return the rule with a fallback that this size would have taken."""
+    """Return the rule with an added fallback that fits this size."""
     if isinstance(rule, Composite):
         return _composite_fallback(decider, rule, failure, size)
     parts = [

@@ -1,4 +1,4 @@
-"""A digest of compiled rules: equal rules have equal ones, wherever they are written."""
+"""A digest of compiled rules. Equal rules have equal digests, wherever they are written."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ if TYPE_CHECKING:
 
 
 def fingerprint(rules: AxisRules) -> bytes:
-    """Return 32 bytes that are equal for equal rules, and different for others."""
+    """Return 32 bytes that are equal for equal rules, and different for different rules."""
     text = repr(_plain_values(rules))
     return hashlib.blake2b(text.encode(), digest_size=32).digest()
 
 
 def _plain_values(rules: AxisRules) -> tuple[Any, ...]:
-    """Return all that counts for equality as tuples, text and numbers. Unequal rules give unequal
-    text.
+    """Return everything that equality compares, as tuples, text and numbers.
 
-    A rule is written once, because tables share rules. A table names it by its number, which
-    counts from the first table that has it.
+    Unequal rules give unequal text. Each rule appears once, because tables share rules. Tables
+    refer to it by a number: rules are numbered in the order in which they first appear.
     """
     written: dict[Any, int] = {}
     numbers: dict[int, int] = {}
@@ -58,6 +57,6 @@ def _plain_values(rules: AxisRules) -> tuple[Any, ...]:
 
 
 def _plain_rule(rule: Rule) -> tuple[Any, ...]:
-    """Return all of a rule that counts for equality."""
+    """Return everything about a rule that equality compares."""
     of_one = None if rule.of_one is None else _plain_rule(rule.of_one)
     return rule.candidates, str(rule.fallback), of_one

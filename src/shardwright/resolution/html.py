@@ -1,7 +1,7 @@
 """HTML for notebooks: a table of decisions, and a picture of which device holds which part.
 
-Colors are translucent over the page, and lines have the color of its text. So one picture suits a
-light and a dark page. Everything that comes from a user is escaped.
+Colors are translucent, and lines have the color of the page's text. So one picture suits light and
+dark pages. Everything that comes from a user is escaped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwright.vocabulary.modes import mode_name
 if TYPE_CHECKING:
     from shardwright.resolution.decisions import DimDecision, Resolution
 
-# A picture has at most this many cells in each direction; larger meshes get a table alone.
+# A picture has at most this many cells in each direction. A larger mesh has only a table.
 MOST_CELLS: Final = 16
 MOST_DEVICES: Final = 64
 # A cell lists at most this many device numbers.
@@ -48,7 +48,7 @@ def resolution_html(resolution: Resolution, head: Sequence[str], rows: Iterable[
 
 
 def table(head: Sequence[str], rows: Iterable[object]) -> str:
-    """Return a table; its cells are escaped."""
+    """Return a table with escaped cells."""
     names = "".join(f"<th {_CELL}>{_text(name)}</th>" for name in head)
     lines = "".join(f"<tr>{_cells(row)}</tr>" for row in rows)
     return f"<table {_TABLE}><thead><tr>{names}</tr></thead><tbody>{lines}</tbody></table>"
@@ -75,8 +75,8 @@ def picture(resolution: Resolution) -> str:
     ]
     if len(sharded) > 2:
         return ""
-    pair: list[DimDecision | None] = [*[None] * (2 - len(sharded)), *sharded]
-    rows, columns = pair
+    directions: list[DimDecision | None] = [*[None] * (2 - len(sharded)), *sharded]
+    rows, columns = directions
     holders = _holders(sizes, rows, columns)
     counts = _parts(sizes, rows), _parts(sizes, columns)
     if max(counts) > MOST_CELLS:
@@ -114,7 +114,7 @@ def _holders(
 
 
 def _part(at: dict[str, int], sizes: dict[str, int], decision: DimDecision | None) -> int:
-    """Return the part of a dim that a device holds; the first mesh axis is the major one."""
+    """Return the number of the part of a dim that a device holds. The first mesh axis is major."""
     index = 0
     for axis in () if decision is None else decision.mesh_axes:
         index = index * sizes.get(axis, 1) + at.get(axis, 0)

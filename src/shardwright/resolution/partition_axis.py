@@ -103,7 +103,7 @@ DECODE_ATTRIBUTES: tuple[str, ...] = tuple(
     name.removeprefix(_DECODE) for name in ATTRIBUTES if name.startswith(_DECODE)
 )
 _AXES = {name: axis for axis, name in (MESH_ATTRIBUTES | SEMANTIC_ATTRIBUTES).items()}
-# The default of an attribute: the values of these other attributes.
+# The default of an attribute is the values of these other attributes.
 _FOLLOWS = {
     "batch_axis": ("fully_sharded_data_parallel_axis", "data_parallel_axis"),
     "sequence_axis": ("sequence_parallel_axis",),
@@ -119,7 +119,7 @@ _FOLLOWS = {
 
 
 def default_of(attributes: Attributes, name: str) -> Any:
-    """Return an attribute's default, from the attributes it follows; `NOT_GIVEN` if none."""
+    """Return the default of an attribute that follows others, or `NOT_GIVEN` for any other."""
     if name not in _FOLLOWS:
         return NOT_GIVEN
     values = tuple(getattr(attributes, other) for other in _FOLLOWS[name])
@@ -127,9 +127,7 @@ def default_of(attributes: Attributes, name: str) -> Any:
 
 
 def flat_names(names: Iterable[Any]) -> tuple[Any, ...] | None:
-    """Return nested names as one tuple, without those that are replicated (None); None if no name
-    is left.
-    """
+    """Return nested names as one tuple, without Nones. Return None if no name remains."""
     flat = [
         name
         for entry in names
@@ -151,12 +149,12 @@ class PartitionAxis(Attributes):
     - None: replicated;
     - `NOT_GIVEN`: the default. The default of a `decode_*` attribute is the value of its base.
 
-    The `decode_*` attributes also apply in insert. There a `LENGTH` of size 1, the one new token,
-    follows `QUERY_LENGTH`: `sequence_axis` has no `decode_*` attribute. As a parameter, `EMBED` is
-    sharded over (fsdp, sp).
+    The `decode_*` attributes also apply in insert. `sequence_axis` has no `decode_*` attribute. In
+    decode and insert a `LENGTH` of size 1, which is the one new token, has the rule of
+    `QUERY_LENGTH`. In a parameter, `EMBED` is sharded over (fsdp, sp).
 
-    The defaults differ from the preset files: hidden states are sharded over tp, and the batch over
-    fsdp first.
+    The defaults differ from the preset files: hidden states are sharded over tp, and the batch is
+    sharded over fsdp before dp.
 
     >>> PartitionAxis(kv_head_axis="tp | -").compile() == PartitionAxis(
     ...     kv_head_axis="tp | -"
@@ -168,17 +166,17 @@ class PartitionAxis(Attributes):
         """Return the frozen, hashable rules.
 
         Args:
-          policy: What to do where a rule cannot be followed. Defaults to errors.
+          policy: What to do if a rule cannot be applied. Defaults to raising errors.
 
         Raises:
           StrategyError: A value is not a rule. The error lists all of them.
         """
         problems: list[Problem] = []
-        given = {name: self._value(name) for name in _AXES}
+        values = {name: self._value(name) for name in _AXES}
         decode = {name: getattr(self, _DECODE + name) for name in DECODE_ATTRIBUTES}
         stored = flat_names((self.fully_sharded_data_parallel_axis, self.sequence_parallel_axis))
         tables = {
-            "rules": self._table(given, problems),
+            "rules": self._table(values, problems),
             "modes.decode": self._table(decode, problems, prefix=_DECODE),
             "params": self._table({"hidden_state_axis": stored}, problems),
         }
@@ -230,7 +228,7 @@ class PartitionAxis(Attributes):
         return "+".join(names) if names else REPLICATED
 
     def _mesh_axis(self, name: str) -> Any:
-        """Return the mesh axis that a parallelism axis stands for here; any other name as it is."""
+        """Return the mesh axis of a parallelism axis. Return any other name unchanged."""
         if name in MESH_ATTRIBUTES:
             return getattr(self, MESH_ATTRIBUTES[name])
         return PARALLELISM_AXES.get(name, name)

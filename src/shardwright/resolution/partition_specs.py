@@ -26,10 +26,10 @@ def entry_names(entry: Any) -> tuple[str, ...]:
 
 def canonical_spec(entries: Iterable[Any]) -> PartitionSpec:
     """Return the spec of entries, without trailing Nones, so that equivalent specs are equal."""
-    kept = list(entries)
-    while kept and kept[-1] is None:
-        kept.pop()
-    return PartitionSpec(*kept)
+    canonical = list(entries)
+    while canonical and canonical[-1] is None:
+        canonical.pop()
+    return PartitionSpec(*canonical)
 
 
 def spec_of(*dims: tuple[str, ...]) -> PartitionSpec:
@@ -38,7 +38,7 @@ def spec_of(*dims: tuple[str, ...]) -> PartitionSpec:
 
 
 def spec_text(spec: PartitionSpec) -> str:
-    """Return a spec as people write it, for instance `P('dp', None, ('fsdp', 'sp'))` or
+    """Return a spec as text, for instance `P('dp', None, ('fsdp', 'sp'))` or
     `P('dp', unreduced={'tp'})`.
     """
     entries = [

@@ -1,7 +1,6 @@
-"""Derive decisions from those of a weight: for parts of it, and for optimizer state that is sharded
-further. Pure.
+"""Derive the decisions of parts of a weight, and of optimizer state, from those of the weight.
 
-Whether a size divides is decided in `decide`: the resolver passes it in as `fits`.
+`decide` decides whether a size divides. The resolver passes that function in as `fits`.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ def take_part(
 ) -> Derived:
     """Derive the decisions of a part from those of the whole array.
 
-    A dim that is shorter than the one it follows, such as a number of blocks, must divide over the
-    same mesh axes: a block is never split.
+    A dim of the part may be shorter than the dim that it follows: a number of blocks, for instance.
+    It must divide over the same mesh axes, so that no block is split.
 
     Args:
       whole: Resolution of the whole array.
@@ -73,13 +72,13 @@ def take_part(
     if shape is None:
         what = "a part of an array needs its own shape"
         return _failed(ShapeRequiredError, what, path=path, fix="pass shape=")
-    # The policy rank = "fit" lets another rank through, but a part cannot be cut to fit.
+    # The policy rank = "fit" accepts another rank, but a part cannot be cut to fit.
     if len(shape) != len(part.dims):
         what = (
             f"{describe(part)} has rank {len(part.dims)}, and the array has rank {len(shape)}: "
             f"shape {tuple(shape)}"
         )
-        fix = "write one entry per dim, None for a dim that is not sharded"
+        fix = "write one entry per dim, and None for a dim that is not sharded"
         return _failed(RankMismatchError, what, path=path, fix=fix)
     decisions: list[DimDecision] = []
     problems = []
@@ -102,11 +101,12 @@ def take_part(
 def _followed(
     decision: DimDecision, whole: int, fits: Fits, policy: Indivisible
 ) -> tuple[DimDecision, Problem | None]:
-    """Return the decision of one dim of a part, and its problem if it has one.
+    """Return the decision of one dim of a part, and a problem or None.
 
     Args:
-      decision: Decision of the dim that it follows, with the part's own position and size.
-      whole: Size of the dim that it follows.
+      decision: Decision of the dim that the part's dim follows, with the position and the size of
+        the part's dim.
+      whole: Size of the dim that is followed.
       fits: Tells whether a size divides over mesh axes.
       policy: What to do if it does not.
     """
@@ -130,7 +130,7 @@ def _followed(
 
 
 def _part_notes(whole: Resolution, part: PartOf) -> tuple[str, ...]:
-    """Return which dims of the whole a part follows, unless it follows all or none."""
+    """Return a note about which dims of the whole a part follows, unless it follows all or none."""
     followed = [str(of) for of in part.dims if of is not None]
     if not followed or len(followed) == len(part.dims) == len(part.shape):
         return ()
@@ -182,14 +182,15 @@ def add_zero1(
 ) -> Derived:
     """Shard optimizer state over mesh axes that its parameter does not use.
 
-    Candidates are tried in order. A candidate's free mesh axes are those that do not shard the
-    parameter; a candidate without free mesh axes is skipped. The first dim that also divides over
-    all of them is sharded over them, as its minor axes. Dims annotated `EMPTY` are never sharded.
+    Candidates are tried in order. The free mesh axes of a candidate are those that do not shard the
+    parameter. A candidate without free mesh axes is skipped. The first dim that also divides over
+    all free mesh axes is sharded over them, as its minor axes. Dims annotated `EMPTY` are never
+    sharded.
 
     Args:
       param: Decisions of the parameter.
-      rule: Candidates in order. With `-` at the end, an array that none fits stays as it is. None
-        adds nothing.
+      rule: Candidates in order, or None to add no mesh axes. If the rule ends in `-`, state that no
+        candidate fits is sharded like its parameter.
       dims: Lowered dims.
       path: Path of the state.
       sizes: Size of each mesh axis.
@@ -235,8 +236,9 @@ def _first_fitting(
     dims: Sequence[Dim],
     fits: Fits,
 ) -> DimDecision | Problem | None:
-    """Return the first dim that also divides over `free`, or None; a problem if the sizes do not
-    tell.
+    """Return the first dim that also divides over `free`, or None.
+
+    Return a problem if a size is unknown or symbolic, so that the dim cannot be determined.
     """
     if any(_judged(decision, dims) is None for decision in able):
         return Problem(
@@ -262,7 +264,7 @@ def _first_fitting(
 
 
 def _judged(decision: DimDecision, dims: Sequence[Dim]) -> int | None:
-    """Return the size that must divide: for a merged dim that of its first member."""
+    """Return the size that must divide. For a merged dim it is the size of the first member."""
     dim = dims[decision.dim]
     return dim.merged[0][1] if dim.merged and dim.size == decision.size else decision.size
 

@@ -1,9 +1,9 @@
 """Patterns of `[[tensors]]` entries: regular expressions whose search takes linear time.
 
-Python's `re` backtracks: a file could contain a short pattern that searches for years, such as
-`(a+)+b` or `(a|a)(a|a)...`. The patterns here are a subset of its syntax with the same meaning.
-They are compiled to a nondeterministic automaton (Thompson's construction). A search follows all
-its threads at once, one character at a time.
+Python's `re` backtracks, so a short pattern in a file could search for years: `(a+)+b` or
+`(a|a)(a|a)...`, for instance. The patterns here are a subset of the syntax of `re`, with the same
+meaning. A pattern is compiled to a nondeterministic automaton (Thompson's construction). A search
+follows all threads of the automaton at once, one character at a time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from shardwright.errors import StrategyError
 MOST_CHARACTERS: Final = 1000
 MOST_STEPS: Final = 1000
 DEEPEST: Final = 32
-# Limits of a pattern's cache: sets of threads, and characters for each set. Text that repeats in
-# paths is looked up instead of searched again.
+# Limits of a pattern's cache: sets of threads, and characters for each set. The cache makes it fast
+# to search text that occurs in many paths.
 _MOST_STATES: Final = 500
 _MOST_SYMBOLS: Final = 300
 
@@ -69,7 +69,7 @@ _REFUSED: Final = (
 class _Node:
     """A part of a pattern: one character, an assertion, a sequence, a choice, or a repetition.
 
-    `literal` is the character that an atom stands for; empty for a class, a dot or an escape.
+    `literal` is the character that an atom matches, or empty for a class, a dot or an escape.
     """
 
     kind: str
@@ -99,8 +99,8 @@ class PathPattern:
     True
 
     Raises:
-      StrategyError: it is not a regular expression, it is beyond a limit, or `re` alone could
-        search it.
+      StrategyError: The text is not a regular expression, exceeds a limit, or uses syntax of `re`
+        that these patterns do not support.
     """
 
     def __init__(self, text: str) -> None:
@@ -120,7 +120,7 @@ class PathPattern:
 
     @property
     def steps(self) -> int:
-        """Number of instructions: the most work of a search per character."""
+        """Number of instructions, which bounds the work of a search for each character."""
         return len(self._code)
 
     def matches(self, path: str) -> bool:
@@ -186,7 +186,7 @@ class PathPattern:
             before = len(self._code)
             self._emit(part)
             if len(self._code) == before:
-                return  # the part matches nothing, and so does any number of it
+                return  # the part is empty, and so is any number of repetitions
         if node.most is None:
             loop = self._add(_SPLIT)
             self._emit(part)
@@ -226,16 +226,16 @@ class PathPattern:
     def _threads(self, state: _State, symbol: str | None) -> list[int] | None:
         """Return the threads that need a character in order to continue, or None on a match.
 
-        `symbol` is the next character, or None at the end of the text. Assertions look at it.
+        `symbol` is the next character, or None at the end of the text. Assertions depend on it.
         """
         waiting = [*state.threads, 0]  # a match may start anywhere
-        seen: set[int] = set()
+        visited: set[int] = set()
         taking = []
         while waiting:
             at = waiting.pop()
-            if at in seen:
+            if at in visited:
                 continue
-            seen.add(at)
+            visited.add(at)
             operation, first, second = self._code[at]
             if operation == _MATCH:
                 return None
@@ -253,13 +253,13 @@ class PathPattern:
         return symbol is not None and self._word.match(symbol[0]) is not None
 
     def _takes(self, atom: int, character: str) -> bool:
-        known = self._taken[atom]
-        answer = known.get(character)
-        if answer is None:
-            answer = re.compile(self._atoms[atom], self._flags).fullmatch(character) is not None
-            if len(known) < _MOST_SYMBOLS:
-                known[character] = answer
-        return answer
+        cache = self._taken[atom]
+        matches = cache.get(character)
+        if matches is None:
+            matches = re.compile(self._atoms[atom], self._flags).fullmatch(character) is not None
+            if len(cache) < _MOST_SYMBOLS:
+                cache[character] = matches
+        return matches
 
 
 def _holds(requirement: str, before: int, ahead: bool, symbol: str | None) -> bool:
@@ -281,17 +281,17 @@ def _holds(requirement: str, before: int, ahead: bool, symbol: str | None) -> bo
 
 
 def _needle(node: _Node) -> str:
-    """Return a text that every match contains: the longest one in the outermost sequence."""
+    """Return the longest literal text of the outermost sequence, which every match contains."""
     parts = node.parts if node.kind == "sequence" else (node,)
     runs = "".join(part.literal or "\0" for part in parts).split("\0")
     return max(runs, key=len)
 
 
 def check_syntax(text: object) -> None:
-    """Check that a text is a regular expression that is not too long.
+    """Check that a text is a regular expression and not too long.
 
     Raises:
-      StrategyError: It is not.
+      StrategyError: The text is not a regular expression, or it is too long.
     """
     if not isinstance(text, str):
         raise StrategyError(f"{text!r} is not a pattern", fix="write a regular expression as text")
@@ -312,7 +312,7 @@ def check_syntax(text: object) -> None:
 
 
 class _Parser:
-    """Parse a pattern that `re` accepts into nodes; refuse what a linear search cannot do."""
+    """Parse a pattern that `re` accepts into nodes. Refuse syntax that is not supported."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at, self.depth = text, 0, 0
@@ -405,14 +405,14 @@ class _Parser:
         else:
             return item
         if self.text.startswith("+", self.at):
-            raise self._refused("has a possessive repetition", "leave out the second +")
-        # Skip the "?" of a lazy repetition: where a match ends does not matter here.
+            raise self._refused("has a possessive repetition", "remove the second +")
+        # Skip the "?" of a lazy repetition. It only changes where a match ends.
         self.at += self.text.startswith("?", self.at)
         return _Node("repetition", parts=(item,), least=least, most=most)
 
     def _refused(self, what: str, fix: str) -> StrategyError:
         return StrategyError(
-            f"the pattern {what}, which a search in linear time cannot do",
+            f"the pattern {what}, which [[tensors]] patterns do not support",
             snippet=f"{self.text}\n{' ' * self.at}^",
             fix=fix,
         )

@@ -11,7 +11,8 @@ from shardwright.vocabulary.modes import MODE_NAMES, MODES
 if TYPE_CHECKING:
     from shardwright.resolution.rules import AxisRules, Rule
 
-# Level of the rule, then its place on that level: entry and line, or place in the order.
+# The level of the rule, then two numbers that order it on that level: entry and line for TENSORS,
+# position in the order and 0 for TABLES.
 Rank = tuple[int, int, int]
 TENSORS, TABLES, DEFAULT = range(3)
 
@@ -19,15 +20,16 @@ TENSORS, TABLES, DEFAULT = range(3)
 def rank_orders(
     tables: Mapping[str, Mapping[str, Rule]], written: Mapping[str, Sequence[str]]
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the axis of every candidate that applies, in rank order: for the activations of each
-    of `MODES`, then for their params.
+    """Return the axes of all candidates that apply, in rank order.
 
-    Candidates rank by table, in the order in which tables are looked up, then by place.
+    The result has one tuple for the activations of each of `MODES`, then one for the parameters of
+    each. Candidates rank by table, in the order in which tables are looked up, then by position in
+    the table.
 
     Args:
       tables: Tables of axis -> rule, by name.
-      written: Axis of every candidate of a table as they are written, by name of the table.
-        Defaults to the order of the table.
+      written: For each table by name, the axis of every candidate in the order written. Defaults to
+        the order of the table.
     """
 
     def ranked(*names: str) -> tuple[str, ...]:

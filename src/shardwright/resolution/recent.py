@@ -1,4 +1,4 @@
-"""A dict of bounded size: it keeps the answers for the shapes that were used last."""
+"""Dicts of bounded size, which keep the values that were used last."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ KEPT: Final = 10_000
 
 
 class Recent(dict[Any, Any]):
-    """Keep at least the last `KEPT` values that were used, and at most twice as many.
+    """A dict that keeps at least the last `KEPT` values that were used, and at most twice as many.
 
-    `recent[key]` returns a value, or None if there is none; `keep` adds a new one. Threads that
-    compute one value at the same time all get the object that was kept first.
+    `recent[key]` returns a value, or None if there is none. `keep` adds a value. If several threads
+    compute the value of one key at the same time, all of them get the object that was added first.
     """
 
     __slots__ = ("_lock", "_older")

@@ -60,19 +60,20 @@ def resolve(
     """Resolve an annotation to a spec and the decisions behind it.
 
     Args:
-      axes: Annotation; a list counts as a tuple.
+      axes: Annotation. A list counts as a tuple.
       rules: Compiled rules.
       mesh_shape: A `Mesh`, an `AbstractMesh`, a mapping of mesh axis to size, or pairs of them.
-      mode: Runtime mode. Defaults to the layout's own mode, else train.
-      role: activation, param, use or state. Defaults to param for weight layouts, else activation.
-      shape: Global sizes; local sizes along the mesh axes in `manual`.
+      mode: Runtime mode. Defaults to the layout's mode, else to train.
+      role: activation, param, use or state. Defaults to param for weight layouts and `ArraySpec`s,
+        else to activation.
+      shape: Global sizes, but local to the mesh axes in `manual`.
       path: Path of the tensor, for `[[tensors]]` and for messages.
-      manual: Mesh axes that a surrounding `shard_map` has already applied.
-      mode_from: Who gave `mode`, for explanations.
+      manual: Mesh axes that an enclosing `shard_map` has already applied.
+      mode_from: Where `mode` comes from, for explanations.
 
     Raises:
-      ShardingError: The request fails. The class is that of the first problem; the error has all of
-        them in `.problems`, and the `.resolution`.
+      ShardingError: The annotation does not resolve. The error has all `problems`, in the class of
+        the first, and the `resolution`.
     """
     resolution = explain(
         axes,
@@ -101,10 +102,10 @@ def explain(
     manual: frozenset[str] = frozenset(),
     mode_from: ModeFrom = ModeFrom.CALL,
 ) -> Resolution:
-    """Resolve like `resolve`, but return problems in `.problems` instead of raising them.
+    """Resolve like `resolve`, but return a `Resolution` with `problems` instead of raising them.
 
-    Equal requests return equal objects: the identical one if at most 10,000 other requests came in
-    between.
+    Equal requests return equal objects. They return the identical object if at most 10,000 other
+    requests came in between.
     """
     sizes = mesh_sizes(mesh_shape)
     if not isinstance(rules, AxisRules):
@@ -119,7 +120,7 @@ def explain(
         return _refused(axes, error, mode=mode, role=role, path=path)
     if isinstance(manual, str):
         raise StrategyError(
-            f"manual={manual!r} is one name, not a set of them", fix=f"manual={{{manual!r}}}"
+            f"manual={manual!r} is one name, not a set of names", fix=f"manual={{{manual!r}}}"
         )
     manual = frozenset(manual)
     request = (annotation, sizes.pairs, mode, role, dims, path, manual, mode_from)
@@ -143,8 +144,9 @@ def explain(
 def _unwrap(
     annotation: Any, shape: tuple[int, ...] | None, role: Any
 ) -> tuple[Any, tuple[int, ...] | None, Any]:
-    """Return the axes, shape and role of an annotation. An `ArraySpec` brings its own shape, and is
-    a stored parameter by default.
+    """Return the axes, shape and role of an annotation.
+
+    An `ArraySpec` has its own shape, and its role defaults to param.
     """
     if not isinstance(annotation, ArraySpec):
         return annotation, shape, role
@@ -252,8 +254,9 @@ def _whole(part: PartOf, decider: Decider, mode_from: ModeFrom) -> Resolution:
 def _refused(
     axes: Any, error: ShardingError, *, mode: str | None, role: Any, path: str | None
 ) -> Resolution:
-    """Return the resolution of a request whose annotation, mode or role is wrong, so that no dim is
-    decided.
+    """Return the resolution of a request whose annotation, mode or role is wrong.
+
+    It has problems and no decisions.
     """
     problems = tuple(
         dataclasses.replace(problem, path=path or problem.path) for problem in error.problems
@@ -272,8 +275,9 @@ def _refused(
 def lower_fitted(
     annotation: Any, shape: tuple[int, ...] | None, rules: AxisRules
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """Lower an annotation. Under `rank = "fit"` cut or pad its dims to the array's rank, and return
-    a note about it.
+    """Lower an annotation.
+
+    Under `rank = "fit"`, cut or pad its dims to the array's rank, and return a note about that.
     """
     try:
         return lower(annotation, shape), ()
@@ -298,8 +302,7 @@ def lower_fitted(
 
 
 def lower_local(annotation: Any, local: tuple[int, ...], rules: AxisRules) -> tuple[Dim, ...]:
-    """Return the dims of an annotation for a local array. Only the ranks must agree: local sizes
-    may differ.
+    """Return the dims of an annotation for a local array. The ranks must agree, the sizes need not.
 
     Raises:
       RankMismatchError: The ranks differ.
@@ -342,10 +345,9 @@ def as_role(role: object) -> Role:
 
 
 def left_open(resolution: Resolution) -> Resolution:
-    """Return a resolution as `hint` uses it: indivisible, conflicting and Manual dims are left to
-    the compiler.
+    """Return the resolution that `hint` uses.
 
-    Other problems stay.
+    Indivisible, conflicting and Manual dims are unconstrained. Other problems remain.
     """
     dims = {
         problem.dim

@@ -10,8 +10,8 @@ A composite has the lowest rank of its members. A candidate wins if its mesh axe
 size divides, as in `decide`. When the last candidate of a dim has failed, the rule's fallback or
 the policy decides the dim, before the next rule is tried.
 
-A mesh axis of size 1 is taken like any other, and only leaves the spec. With
-`policy.conflict = "next"` this is the meaning of flax's `logical_axis_rules`.
+A mesh axis of size 1 conflicts like any other mesh axis, although the spec does not contain it.
+With `policy.conflict = "next"`, rules have the same meaning as flax's `logical_axis_rules`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class _Open:
     """A dim that is not decided yet.
 
     Attributes:
-      draft: Its decision so far.
-      rule: Its rule.
-      candidates: Its candidates, in order.
+      draft: The decision so far.
+      rule: The rule of the dim.
+      candidates: The candidates of the rule, in order.
       size: The size that must divide, or None if it is unknown.
       trial: The result of the candidates that were tried.
     """
@@ -151,27 +151,27 @@ def _tried(decider: Decider, entry: _Open, at: int) -> DimDecision | None:
     if not is_last and at + 1 < len(entry.candidates):
         return None
     if trial.failure is not None:
-        # After this candidate failed, other dims may have taken its mesh axes. Try it again, for
-        # the reason that holds now.
-        again = (trial.failure.candidate,)
-        trial.failure = decider.attempt(again, entry.size).failure
+        # Since this candidate failed, other dims may have taken its mesh axes. Try it again, so
+        # that the reason of the failure is current.
+        candidates = (trial.failure.candidate,)
+        trial.failure = decider.attempt(candidates, entry.size).failure
     return fall_back(decider, draft, entry.rule, trial, entry.size)
 
 
 def _sharded(decision: DimDecision, sizes: Mapping[str, int]) -> DimDecision:
-    """Drop the mesh axes of size 1, which were taken, and record them."""
+    """Remove mesh axes of size 1 from a decision, and record them as skipped."""
     small = [axis for axis in decision.mesh_axes if sizes[axis] == 1]
     if not small:
         return decision
-    left = tuple(axis for axis in decision.mesh_axes if axis not in small)
+    remaining = tuple(axis for axis in decision.mesh_axes if axis not in small)
     skips = [
         Skip(reason=Reason.SIZE_ONE, candidate=decision.mesh_axes, mesh_axis=axis) for axis in small
     ]
-    is_empty = decision.outcome is Outcome.CHOSEN and not left
+    is_empty = decision.outcome is Outcome.CHOSEN and not remaining
     return dataclasses.replace(
         decision,
-        mesh_axes=left,
+        mesh_axes=remaining,
         skipped=(*decision.skipped, *skips),
         outcome=Outcome.NO_MESH_AXIS if is_empty else decision.outcome,
-        unchecked=decision.unchecked and bool(left),
+        unchecked=decision.unchecked and bool(remaining),
     )

@@ -33,7 +33,7 @@ from shardwright.vocabulary.modes import MODE_NAMES, MODES, parse_mode
 
 
 class Fallback(enum.StrEnum):
-    """The last word of a rule: what happens if no candidate fits."""
+    """The end of a rule, which applies if no candidate fits."""
 
     NONE = ""
     REPLICATED = REPLICATED
@@ -41,8 +41,9 @@ class Fallback(enum.StrEnum):
 
 
 class Attention(enum.StrEnum):
-    """The implementations of attention that a strategy may name, besides `own:NAME`; AUTO chooses
-    one for each call.
+    """The implementations of attention that a strategy may name, besides `own:NAME`.
+
+    AUTO chooses an implementation for each call.
     """
 
     AUTO = "auto"
@@ -101,28 +102,29 @@ class Rank(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What to do if a rule cannot be followed exactly. Every choice except an error is recorded in
-    the `Resolution`.
+    """What to do if a rule cannot be applied exactly.
+
+    Every choice except an error is recorded in the `Resolution`.
 
     Attributes:
       indivisible: For a size that does not divide: raise an error; take the longest prefix that
         divides; replicate the dim; or drop it, which replicates it before it can conflict with
         another dim.
       conflict: For a mesh axis that another dim already holds: raise an error; leave it to that
-        dim; or try the next candidate. Under "next" only a conflict leads to the next candidate: a
-        size that does not divide is a matter of `indivisible`.
+        dim; or try the next candidate. Under "next", a size that does not divide never leads to
+        the next candidate: `indivisible` applies.
       order: Decide dims from left to right, or try rules in the order in which they are written,
         whatever their dim.
       gather: Mesh axes over which a weight is gathered where it is used.
       missing: For an absent mesh axis: drop it from its candidate, or replicate the whole dim.
       rank: For another rank: raise an error, or cut and pad the annotation to the array's rank.
-      zero1: Candidates of mesh axes over which optimizer state is sharded beyond its parameter;
-        None for none.
+      zero1: Candidates of mesh axes that shard optimizer state in addition to its parameter, or
+        None.
       idle: Mesh axes that no rule names, on purpose: everything is replicated over them.
 
     Raises:
-      StrategyError: A choice that does not exist; a name in `gather` or `idle` that occurs twice or
-        cannot name a mesh axis; or a `zero1` that is not a rule, or ends in "?".
+      StrategyError: A choice does not exist; a name in `gather` or `idle` occurs twice or cannot
+        name a mesh axis; or `zero1` is not a rule, or ends in "?".
     """
 
     indivisible: Indivisible = Indivisible.ERROR
@@ -198,8 +200,8 @@ class Rule:
       candidates: Mesh axes, in the order in which they are tried.
       fallback: What applies if no candidate fits.
       ref: Where the rule is written.
-      refs: Where each candidate is written, if that is not one line.
-      of_one: The rule of a dim of size 1. None for this rule itself.
+      refs: Where each candidate is written, if they are on different lines.
+      of_one: The rule of a dim of size 1. None means this rule.
     """
 
     candidates: tuple[tuple[str, ...], ...]
@@ -318,9 +320,7 @@ class TensorRules:
         return self._pattern.matches(path)
 
     def find(self, axis: str, path: str) -> Rule | None:
-        """Return the entry's rule for an axis if it has one and the pattern matches the path, else
-        None.
-        """
+        """Return the entry's rule for an axis; None if there is none or the path does not match."""
         rule = next((rule for name, rule in self.rules if name == axis), None)
         return rule if rule is not None and self.matches(path) else None
 
@@ -414,8 +414,9 @@ class AxisRules:
         return self._fingerprint
 
     def stated(self, axis: str, *, mode: str, role: Role, path: str | None) -> Rule | None:
-        """Return the rule that the strategy states for an axis, or None; for weights, `[[tensors]]`
-        entries come first.
+        """Return the rule that the strategy states for an axis, or None.
+
+        For weights, `[[tensors]]` entries come before tables.
         """
         rule = self.tensor_rule(axis, role=role, path=path) if self.tensors else None
         return rule or self._tables[mode, role].get(axis)
@@ -445,10 +446,9 @@ class AxisRules:
 
 
 def share_values(rules: Any, other: Any) -> bool:
-    """Compare two frozen objects by `_hash` and `_values`; if they are equal, let them share one
-    `_values`.
+    """Compare two frozen objects by `_hash` and `_values`. If they are equal, share one `_values`.
 
-    JAX compares the ambient manager at every cache look-up. After the first full comparison, an
+    JAX compares the ambient manager at every cache lookup. After the first full comparison, an
     identity check is enough.
     """
     if rules._values is other._values:
@@ -541,8 +541,9 @@ def build_rules(
 
 
 def _attention_by_mode(named: Mapping[str, RuleRef]) -> tuple[tuple[str, RuleRef], ...]:
-    """Return the line of each mode that computes attention and names an implementation; canonical
-    modes, sorted.
+    """Return the line that names an implementation, for each mode that has one and runs attention.
+
+    The modes are canonical and sorted.
     """
     lines = {
         parse_mode(name): named.get(name, named.get("default"))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 WIDTH = 90  # characters per line that a page of the documentation shows without scrolling
 _GAP = 2
-_PROSE = 24  # characters: prose in a narrower column is no longer readable
+_PROSE = 24  # characters: prose in a narrower column is hard to read
 
 
 def table(
@@ -18,16 +18,16 @@ def table(
     prose: int | None = None,
     whole: Sequence[int] = (),
 ) -> list[str]:
-    """Lay out rows as aligned columns, the first row being the head.
+    """Lay out rows as aligned columns. The first row is the head.
 
-    Where lines would get too long, cells wrap at spaces.
+    If a line is too long, cells wrap at spaces.
 
     Args:
-      rows: rows of equally many cells.
-      indent: put in front of every line.
-      width: characters per line, indent included; exceeded only where single words do not fit.
-      prose: the column that wraps before any other does.
-      whole: columns that never wrap.
+      rows: Rows with the same number of cells.
+      indent: Text in front of every line.
+      width: Characters per line, indent included. Only a line whose words do not fit is longer.
+      prose: The column that wraps before any other column, or None.
+      whole: Columns that never wrap.
 
     >>> table([("dim", "axis"), ("0", "BATCH")])
     ['dim  axis', '0    BATCH']
@@ -41,8 +41,8 @@ def remarked_table(
 ) -> list[str]:
     r"""Lay out rows whose last cell is a remark.
 
-    Remarks are the last column while there is room for prose and their longest word. Otherwise each
-    is below its row, under the second column, and has the rest of the width.
+    If there is enough room, the remarks are the last column. Otherwise each remark is below its
+    row, from the second column to the end of the line.
 
     >>> print(
     ...     *remarked_table([("dim", "axis", "why"), ("0", "BATCH", "dp has size 1")], width=20),
@@ -88,9 +88,7 @@ def _row_lines(row: Sequence[str], widths: Sequence[int]) -> list[str]:
 def _fit(
     columns: list[list[str]], width: int, prose: int | None, whole: Sequence[int]
 ) -> list[int]:
-    """Return the width of each column: as long as its longest cell, shortened until the row
-    fits.
-    """
+    """Return the width of each column: that of its longest cell, reduced until the row fits."""
     widths = [max(map(len, column)) for column in columns]
     least = [
         max((len(word) for cell in column for word in cell.split()), default=0)
@@ -99,18 +97,19 @@ def _fit(
     least = [widths[at] if at in whole else each for at, each in enumerate(least)]
     over = sum(widths) + _GAP * (len(widths) - 1) - width
     if prose is not None and over > 0:
-        given = min(over, max(0, widths[prose] - max(least[prose], _PROSE)))
-        widths[prose], over = widths[prose] - given, over - given
+        reduction = min(over, max(0, widths[prose] - max(least[prose], _PROSE)))
+        widths[prose], over = widths[prose] - reduction, over - reduction
     while over > 0 and widths != least:
         widest = max(
             (at for at in range(len(widths)) if widths[at] > least[at]), key=lambda at: widths[at]
         )
-        # One character less may move a whole word to the next line, and then free more width.
-        needed = max(
+        # One character less may move a whole word to the next line. The column can then be
+        # narrower still.
+        narrower = max(
             len(line) for cell in columns[widest] for line in _wrap(cell, widths[widest] - 1)
         )
-        over -= widths[widest] - needed
-        widths[widest] = needed
+        over -= widths[widest] - narrower
+        widths[widest] = narrower
     return widths
 
 

@@ -1,4 +1,4 @@
-"""Explain a name that is not an axis: what was probably meant."""
+"""Explain a name that is not an axis, and suggest the axis that the user probably meant."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shardwright.resolution.rules import AxisRules
 from shardwright.vocabulary.axes import PARALLELISM_AXES, axis_label, canonical_axis
 from shardwright.vocabulary.layouts import LAYOUTS
 
-# Names that other libraries (flax, T5X, MaxText, transformers) give to dims, by our names for them.
-# Where a name has two meanings, both are suggested: "kv" is the size of a head in T5X.
+# Names that other libraries (flax, T5X, MaxText, transformers) give to dims, by our axes. If a name
+# has two meanings, both are suggested: "kv" is the size of a head in T5X.
 OTHER_NAMES = {
     "BATCH": "batch_size bsz",
     "BATCH DP": "data",
@@ -29,7 +29,7 @@ OTHER_NAMES = {
     "QUERY_LENGTH": "q_length q_len",
     "VOCAB": "vocab_size vocabulary",
 }
-_MEANT = {name: axes.split() for axes, names in OTHER_NAMES.items() for name in names.split()}
+_AXES = {name: axes.split() for axes, names in OTHER_NAMES.items() for name in names.split()}
 
 
 def unknown_axis(axis: str, rules: AxisRules) -> Problem:
@@ -37,9 +37,9 @@ def unknown_axis(axis: str, rules: AxisRules) -> Problem:
     strategy.
     """
     name = axis_label(axis)
-    meant = canonical_axis(name)
-    if meant in rules.known_axes:  # only the underscores or the case are wrong
-        fix = f"write {axis_label(meant)}, whose value is {meant!r}"
+    canonical = canonical_axis(name)
+    if canonical in rules.known_axes:  # only the underscores or the case are wrong
+        fix = f"write {axis_label(canonical)}, whose value is {canonical!r}"
         return Problem(error=UnknownAxisError, what=f"unknown axis {axis!r}", axis=name, fix=fix)
     fix = _several_fix(name) or _close_fix(name, rules)
     return Problem(error=UnknownAxisError, what=f"unknown axis {name!r}", axis=name, fix=fix)
@@ -75,22 +75,23 @@ def axis_hint(name: str, labels: Iterable[str]) -> str:
 
     Args:
       name: The unknown name, in any case.
-      labels: Known axes, in the case in which the answer is to name them.
+      labels: Known axes, in the case that the result shows.
 
     >>> axis_hint("mlp", ["batch", "mlp_intermediate"])
     "did you mean 'mlp_intermediate'?"
     """
     by_name = {label.lower(): label for label in labels}
     bare = name.lower().removeprefix("activation_")  # MaxText's prefix of activations
-    meant = [by_name[axis.lower()] for axis in _MEANT.get(bare, [bare]) if axis.lower() in by_name]
-    if not meant:
+    axes = [by_name[axis.lower()] for axis in _AXES.get(bare, [bare]) if axis.lower() in by_name]
+    if not axes:
         return did_you_mean(name, by_name.values())
-    return f"did you mean {' or '.join(map(repr, meant))}?"
+    return f"did you mean {' or '.join(map(repr, axes))}?"
 
 
 def lost_entry_fix(name: str, sizes: Iterable[str]) -> str:
-    """Return how to fix an entry of a literal spec that is not a mesh axis: a typing error, or the
-    name of an axis.
+    """Return how to fix an entry of a literal spec that is not a mesh axis.
+
+    It is a typing error, or a logical name of flax.
     """
     names = list(sizes)
     hint = did_you_mean(PARALLELISM_AXES.get(name, name), names)

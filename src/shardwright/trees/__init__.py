@@ -1,5 +1,5 @@
-"""Trees of arrays and what annotates them: paths, optimizer state, factored weights, tensor files.
+"""Trees of arrays and their annotations: paths, optimizer state, factored weights, named tensors.
 
-Code that pairs a tree with annotations belongs here. It returns annotations and paths, never specs:
-the manager resolves them.
+Code that pairs a tree with annotations belongs here. It returns annotations and paths, but no
+specs: the manager resolves the annotations.
 """

@@ -25,8 +25,8 @@ class Paired:
 
     Attributes:
       structure: Structure of the tree.
-      leaves: Its arrays.
-      annotations: One per array; the list `leaves` itself if they are `ArraySpec`s.
+      leaves: The arrays of the tree.
+      annotations: One annotation per array. If no annotations were given, the list `leaves` itself.
     """
 
     structure: Any
@@ -45,11 +45,10 @@ class Paired:
 
 
 def pair(tree: Any, annotations: Any = None) -> Paired | None:
-    """Pair each array with the annotation at its path; None if the structures differ.
+    """Pair each array with the annotation at its path. Return None if the structures differ.
 
-    This is the fast path: a predicate per leaf would cost more than everything else.
-      `annotated_leaves`
-    handles annotations that cover a subtree, and reports errors by path.
+    This is the fast path: it calls no function per leaf, because that would take most of the time.
+    `annotated_leaves` handles annotations that cover a subtree, and reports errors by path.
     """
     leaves, structure = jax.tree.flatten(tree)
     if annotations is None:
@@ -99,7 +98,7 @@ def annotated_leaves(tree: Any, annotations: Any = None) -> list[Leaf]:
 
     Raises:
       StrategyError: The structures differ, leaves have no annotation, or a tuple of annotations can
-        be read in two ways. All problems are named.
+        be read in two ways. The error has all problems.
     """
     if isinstance(annotations, PathMatch):
         raise StrategyError(
@@ -108,18 +107,18 @@ def annotated_leaves(tree: Any, annotations: Any = None) -> list[Leaf]:
         )
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_array_spec)
     if annotations is None:
-        each = [value for _, value in pairs]
+        by_leaf = [value for _, value in pairs]
     else:
-        each = _one_each(structure, annotations) or _covering(tree, annotations)
+        by_leaf = _one_per_leaf(structure, annotations) or _covering(tree, annotations)
     leaves = [
         Leaf(path=path_text(path), value=value, annotation=annotation)
-        for (path, value), annotation in zip(pairs, each, strict=True)
+        for (path, value), annotation in zip(pairs, by_leaf, strict=True)
     ]
     raise_problems([_unannotated(leaf) for leaf in leaves if not is_annotation(leaf.annotation)])
     return leaves
 
 
-def _one_each(structure: Any, annotations: Any) -> list[Any] | None:
+def _one_per_leaf(structure: Any, annotations: Any) -> list[Any] | None:
     """Return the annotation of each leaf, or None if the trees differ in structure."""
     try:
         values: list[Any] = structure.flatten_up_to(annotations)
@@ -135,7 +134,7 @@ def _covering(tree: Any, annotations: Any) -> list[Any]:
         parts = structure.flatten_up_to(tree)  # type: ignore[attr-defined]
     except ValueError as error:
         raise_problems(list(_misfits(tree, annotations, ())))
-        # All paths agree, so the containers' own data differ. Only JAX's message says how.
+        # All paths agree, so the static data of two nodes differ. Only JAX's message shows it.
         message = str(error).splitlines()[0].partition(", got")[0]
         raise StrategyError(
             f"the tree of annotations does not fit the tree: {message}", fix=_EACH_LEAF
@@ -160,9 +159,10 @@ def _spread(
 ) -> list[Any]:
     """Return the annotation of each leaf below a tuple of tuples of axes.
 
-    Over a tuple of the same length, the annotations pair one by one. Over anything else, the tuple
-    is one annotation of composites. If the container has as many arrays whose ranks fit one by one,
-    both readings are possible, and a problem is added.
+    If `part` is a tuple of the same length, its values pair with the annotations one to one.
+    Otherwise the tuple is one annotation of composites. But if `part` is another container, with as
+    many children as annotations, and their ranks fit one to one, both readings are possible. Then a
+    problem is added.
     """
     counts = [_count(child) for child in part] if type(part) is tuple else []
     if len(counts) == len(several):
@@ -198,7 +198,7 @@ def _two_readings(
 
 
 def _like(part: Any, keys: list[Any], texts: list[str]) -> str:
-    """Return texts in the notation of a container; at most the first three."""
+    """Return at most the first three texts, in the notation of a container."""
     names = [path_text([key]) for key in keys]
     if isinstance(part, list):
         shown = texts
@@ -214,40 +214,40 @@ def _like(part: Any, keys: list[Any], texts: list[str]) -> str:
 
 def _misfits(tree: Any, annotations: Any, path: tuple[Any, ...]) -> Iterator[Problem]:
     """Yield a problem for each path below `path` at which the two trees differ in structure."""
-    mine, theirs = _children(tree), _children(annotations)
-    if is_annotation(annotations) or theirs is None:
+    children, annotated = _children(tree), _children(annotations)
+    if is_annotation(annotations) or annotated is None:
         return  # an annotation covers everything below; `_unannotated` reports any other leaf
-    if mine is None or type(tree) is not type(annotations):
-        here = f"a leaf ({_kind(tree)})" if mine is None else _container(tree)
-        is_list = mine is None and is_axes_list(annotations)
+    if children is None or type(tree) is not type(annotations):
+        node = f"a leaf ({_kind(tree)})" if children is None else _container(tree)
+        is_list = children is None and is_axes_list(annotations)
         fix = (
             "write the axes as a tuple: in a tree, a list is a container" if is_list else _EACH_LEAF
         )
         yield _misfit(
-            f"the tree has {here} here, the tree of annotations has {_container(annotations)}",
+            f"the tree has {node} here, the tree of annotations has {_container(annotations)}",
             path,
             fix,
         )
         return
-    for key in [key for key in mine if key not in theirs]:
+    for key in [key for key in children if key not in annotated]:
         yield _misfit(
             "the tree has this path, the tree of annotations does not", (*path, key), _EACH_LEAF
         )
-    for key in [key for key in theirs if key not in mine]:
+    for key in [key for key in annotated if key not in children]:
         hint = did_you_mean(
-            path_text([key]), [path_text([other]) for other in mine if other not in theirs]
+            path_text([key]), [path_text([other]) for other in children if other not in annotated]
         )
         yield _misfit(
             "the tree of annotations has this path, the tree does not",
             (*path, key),
             f"{hint} drop it".strip(),
         )
-    for key in [key for key in mine if key in theirs]:
-        yield from _misfits(mine[key], theirs[key], (*path, key))
+    for key in [key for key in children if key in annotated]:
+        yield from _misfits(children[key], annotated[key], (*path, key))
 
 
 def _children(node: Any) -> dict[Any, Any] | None:
-    """Return the children of a node by key; None for a leaf."""
+    """Return the children of a node by key, or None for a leaf."""
     if is_array_spec(node) or is_annotation(node):
         return None
     children, structure = jax.tree_util.tree_flatten_with_path(

@@ -1,7 +1,7 @@
 """Annotate weights that are stored as several arrays.
 
-These are quantized values with their scales, and low-rank pairs. The annotation of the whole weight
-gives those of its arrays.
+Such weights are quantized values with their scales, and low-rank pairs. The annotations of these
+arrays are derived from the annotation of the whole weight.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STACKS = frozenset({LAYERS, EXPERT})
 class Quantized:
     """A quantized weight, `(value - zero_point) * scale`. Each scale belongs to a block of values.
 
-    It is a tree node whose children are `ArraySpec`s, arrays, shardings and so on.
+    It is a node of a tree. Its children are `ArraySpec`s, arrays, shardings and so on.
 
     Attributes:
       value: Values, in the weight's shape.
@@ -55,9 +55,9 @@ def quantized(
 ) -> Quantized:
     """Annotate a quantized weight: scales and zero points are sharded like their values.
 
-    A block is never split. If the number of blocks does not divide over the mesh axes of its dim,
-    resolving the scale raises `IndivisibleError`. A scale of a whole dim is replicated over the
-    mesh axes of that dim, because every shard needs it.
+    A block is never split. If the number of blocks does not divide over the mesh axes of the dim,
+    the policy applies; by default, resolving the scale raises `IndivisibleError`. A scale of a
+    whole dim is replicated over the mesh axes of that dim, because every shard needs it.
 
     Args:
       spec: The weight.
@@ -138,7 +138,7 @@ def scale_axes(
     Args:
       axes: Annotation of the values.
       shape: Shape of the values.
-      scale_shape: Shape of the scales, of the same rank; 1 for a dim with a single scale.
+      scale_shape: Shape of the scales, of the same rank. The size is 1 for a dim with one scale.
       path: Path of the weight. Required if a `[[tensors]]` entry may match it.
 
     Raises:
@@ -165,7 +165,7 @@ def scale_axes(
 class LowRank:
     """A low-rank pair of a weight: `x @ a @ b` is added to `x @ weight` (LoRA, Hu et al. 2021).
 
-    It is a tree node.
+    It is a node of a tree.
 
     Attributes:
       a: Matrix from the weight's inputs to the rank.

@@ -24,11 +24,11 @@ def abstract(specs: Any) -> Any:
 def initializer(specs: Any) -> Callable[[Any], Any]:
     """Return a function from a PRNG key to the arrays of a tree of `ArraySpec`s.
 
-    Each array's key depends only on the key and on its path, so adding a parameter changes no
-    other.
+    The key of each array depends only on the given key and on the path of the array. So a new
+    parameter does not change the values of others.
 
     Raises:
-      StrategyError: Leaves have no `init`; all are named.
+      StrategyError: Leaves have no `init`. The error names all of them.
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_array_spec)
     problems = [
@@ -51,8 +51,8 @@ def initializer(specs: Any) -> Callable[[Any], Any]:
 
 def _initialize(key: Any, path: Sequence[Any], spec: ArraySpec) -> Any:
     assert spec.init is not None
-    # 64 bits of a digest: among a million leaves a collision is very unlikely. keystr
-    # distinguishes the key "a/b" from the keys "a", "b".
+    # Use 64 bits of a digest: a collision among a million leaves is very unlikely. Unlike a path
+    # joined by "/", keystr distinguishes the key "a/b" from the keys "a", "b".
     digest = hashlib.sha256(jax.tree_util.keystr(tuple(path)).encode()).digest()
     for at in (0, 4):
         key = jax.random.fold_in(key, int.from_bytes(digest[at : at + 4], "big"))

@@ -1,8 +1,8 @@
-"""Annotate optimizer state: which parameter each array follows, and with which of its dims.
+"""Annotate optimizer state: find the parameter that each array follows, and the dims that it has.
 
-An array with the path and the shape of a parameter is a copy of it. If a transformation keeps
-something else (sums over a dim, a history, one statistic for all parameters), a table of state
-types says what. Nothing is guessed from sizes.
+An array with the path and the shape of a parameter is sharded like that parameter. Some
+transformations keep other arrays: sums over a dim, a history, or one statistic for all parameters.
+For these, tables of state types define the dims. Sizes alone never decide.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ Dims = tuple[int | None, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """One array of a state, below a node of a known type.
+    """One array of a state, in a field of a node of a known type.
 
     Attributes:
       shape: Shape of the array.
-      rest: Path of the array below the node's field.
-      param: Parameter whose path is the first part of `rest`, or None.
-      below: Part of `rest` below the parameter's path.
-      sibling: Function from another field to the shape at the same path there, or None.
+      rest: Path of the array below the field.
+      param: Parameter whose path starts `rest`, or None.
+      below: Part of `rest` after the path of the parameter.
+      sibling: Function that returns the shape of the array at path `rest` in another field of the
+        node, or None.
     """
 
     shape: tuple[int, ...]
@@ -97,8 +98,8 @@ def _factored(field: str, place: _Place) -> Dims | None:
         return None
     second, largest = (int(dim) for dim in np.argsort(place.whole)[-2:])
     summed = largest if field == "v_row" else second
-    kept = tuple(dim for dim in range(len(place.whole)) if dim != summed)
-    return kept if place.shape == tuple(place.whole[dim] for dim in kept) else None
+    dims = tuple(dim for dim in range(len(place.whole)) if dim != summed)
+    return dims if place.shape == tuple(place.whole[dim] for dim in dims) else None
 
 
 # Fields of optax states that are not copies of the parameters. Other fields are treated as copies.
@@ -119,17 +120,17 @@ _UNOWNED_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "DifferentiallyPrivateAggregateState": ("rng_key",),
     "HutchinsonState": ("key",),
 }
-# States of projected parameters, with the field that holds the projection; its shape is (0, 0) for
-# a parameter that is not projected. Projected state mixes the parameter's dims, even if the shapes
-# are equal.
+# States of projected parameters, and the field that has the projection. Its shape is (0, 0) if a
+# parameter is not projected. Projected state mixes the dims of the parameter, so it cannot be
+# sharded like the parameter, even if the shapes are equal.
 _PROJECTED: Final[Mapping[str, str]] = {"GaLoreState": "projector"}
 
 
 def _kind(node: Any) -> str:
     """Return the name of a node's type if a table has it, else an empty string."""
     cls = type(node)
-    # Types are compared by name, so that optax is not imported. Types of the same name in other
-    # packages may sort and stack differently, so only optax counts.
+    # Compare types by name, so that optax is not imported. Types with these names in other packages
+    # may sort and stack differently, so only types of optax count.
     tables = (_DIMS_BY_FIELD, _UNOWNED_FIELDS, _PROJECTED)
     return cls.__name__ if _is_optax(cls) and any(cls.__name__ in table for table in tables) else ""
 
@@ -167,9 +168,9 @@ class Follower:
     override: Any = None
 
     def annotation(self, *, by_path: bool) -> Any:
-        """Return its annotation.
+        """Return the annotation of the array.
 
-        With `by_path` it carries the parameter's path, for `[[tensors]]`.
+        With `by_path` it has the path of the parameter, for `[[tensors]]` entries.
         """
         if self.param is None:
             return self.override
@@ -197,10 +198,10 @@ def annotate_state(
 ) -> Any:
     """Annotate an optimizer's state: each array like the parameter that it follows.
 
-    An array follows a parameter if it has that parameter's path in a part of the state with the
-    parameters' structure, and the same shape. Masks may leave out parameters and whole subtrees.
-    For the states that optax factors, stacks or lists, the state's type says which dims the array
-    keeps. Scalars need no annotation.
+    An array follows a parameter in this case: a part of the state has the structure of the
+    parameters, and in this part the array has the path and the shape of the parameter. Masks may
+    leave out parameters and whole subtrees. For the states that optax factors, stacks or lists, the
+    type of the state decides which dims the array has. Scalars need no annotation.
 
     Args:
       state: The state, or `jax.eval_shape(tx.init, params)`.
@@ -208,14 +209,15 @@ def annotate_state(
       annotations: Annotations of the parameters. Not needed for `ArraySpec`s.
       overrides: Annotation by pattern, for arrays that follow no parameter. Patterns are searched
         (`re.search`) in the path in the state.
-      by_path: Let each annotation carry its parameter's path, so that `[[tensors]]` entries apply
-        to the state as to the parameter. Without it, resolution is faster.
+      by_path: Whether each annotation has the path of its parameter, so that `[[tensors]]` entries
+        apply to the state as to the parameter. Without paths, resolution is faster.
 
     Returns:
       A tree of the state's structure, with an annotation for each array.
 
     Raises:
-      ShardingError: Arrays follow no parameter, or overrides match no array. All are named by path.
+      ShardingError: Arrays follow no parameter, or overrides match no array. The error names all of
+        them.
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(state)
     if overrides is not None and not isinstance(overrides, Mapping):
@@ -250,7 +252,7 @@ def annotate_state(
 
 
 def _unused_overrides(patterns: Sequence[re.Pattern[str]], paths: Sequence[str]) -> list[Problem]:
-    """Return a problem for each override that matches no array: it is probably mistyped."""
+    """Return a problem for each override that matches no array. It is probably a typing error."""
     unused = [
         pattern.pattern for pattern in patterns if not any(pattern.search(path) for path in paths)
     ]
@@ -274,7 +276,7 @@ class _Search:
       params: Parameter by path.
       kinds: Type name of each node of a known type, by path.
       shapes: Shape of each array of the state, by path.
-      copies: Tells whether the part of the state below a path has the parameters' structure.
+      copies: Function that tells whether the state below a path has the parameters' structure.
     """
 
     params: dict[Path, Leaf]
@@ -318,7 +320,7 @@ class _Search:
         return Follower(path=text, param=owner, dims=tuple(range(len(shape))))
 
     def _owner(self, path: Path) -> Leaf | None:
-        """Return the parameter whose path an array has in a copy of the parameters, or None."""
+        """Return the parameter at an array's path in a copy of the parameters, or None."""
         return next(
             (
                 self.params[path[at:]]
@@ -331,7 +333,10 @@ class _Search:
     def _projected(
         self, path: Path, shape: tuple[int, ...], owner: Leaf | None
     ) -> Follower | Problem | None:
-        """Look up an array below a type of `_PROJECTED`; None if it is not projected."""
+        """Return the follower or the problem of an array below a type of `_PROJECTED`.
+
+        Return None if the array is elsewhere, or its parameter is not projected.
+        """
         at = next((at for at in range(len(path)) if self.kinds.get(path[:at]) in _PROJECTED), None)
         if at is None:
             return None
@@ -366,7 +371,7 @@ class _Search:
             what += (
                 ": it has as many elements as all parameters, so optax.flatten may have joined them"
             )
-            fix = f"leave optax.flatten out, so that the state follows the parameters; or {fix}"
+            fix = f"remove optax.flatten, so that the state follows the parameters; or {fix}"
         return Problem(error=StrategyError, what=what, path=path, fix=fix)
 
     def _place(self, path: Path, at: int, shape: tuple[int, ...]) -> _Place:
@@ -389,9 +394,9 @@ class _Search:
 def _copies_of(known: set[Path], params: Any, state: Any) -> Callable[[Path], bool]:
     """Return a function that tells whether the state below a path has the parameters' structure.
 
-    A mask leaves an empty tuple in place of a parameter, or of a whole subtree, that has no state.
+    A mask has an empty tuple in place of a parameter, or of a whole subtree, without state.
     """
-    # Includes the empty tuples of the parameters themselves.
+    # The parameters themselves may contain empty tuples, so these are places too.
     places = {path for path, _ in _entries(params)}
     inner = {place[:end] for place in known for end in range(len(place))}
     entries = [(path, _is_mask(node)) for path, node in _entries(state)]

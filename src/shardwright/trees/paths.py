@@ -1,4 +1,4 @@
-"""Paths of a tree, and rules that annotate a tree by its paths."""
+"""Paths in a tree, and rules that annotate the arrays of a tree by their paths."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class PathMatch:
     """The annotations that path rules give to a tree.
 
     Attributes:
-      annotations: Tree of annotations or specs, as `shardings` takes it; `Replicated` for unmatched
-        arrays.
+      annotations: Tree of annotations or specs, as `shardings` takes it. Unmatched arrays have
+        `Replicated`.
       unmatched: Paths that match no rule.
       unused: Patterns that match no path.
       shadowed: Patterns whose paths all match an earlier pattern.
@@ -55,9 +55,9 @@ def _check_pair(at: int, rule: Any) -> tuple[Any, Any]:
 def match_paths(tree: Any, rules: Iterable[tuple[str, Any]], *, strict: bool = True) -> PathMatch:
     """Annotate each array by the first rule whose pattern matches its path.
 
-    Patterns are searched (`re.search`) in the "/"-joined path. They may use all of Python's `re`,
-    unlike patterns in strategy files, which are limited to what takes linear time. Scalars need no
-    rule.
+    Patterns are searched (`re.search`) in the "/"-joined path. They may use all syntax of Python's
+    `re`. (Patterns in strategy files may use only syntax that is searched in linear time.) Scalars
+    need no rule.
 
     Args:
       tree: Arrays, or other values with a shape.
@@ -66,7 +66,8 @@ def match_paths(tree: Any, rules: Iterable[tuple[str, Any]], *, strict: bool = T
         `unmatched`.
 
     Raises:
-      StrategyError: Paths match no rule (all are named), or a pattern or an annotation is invalid.
+      StrategyError: Paths match no rule, or a pattern or an annotation is invalid. The error names
+        all unmatched paths.
 
     >>> import jax
     >>> from shardwright.vocabulary.axes import EMBED, VOCAB
@@ -108,7 +109,7 @@ def match_paths(tree: Any, rules: Iterable[tuple[str, Any]], *, strict: bool = T
 
 
 def compile_rule(at: int, pattern: str, annotation: Any) -> tuple[re.Pattern[str], Any]:
-    """Check the `at`-th of several path rules, and return its compiled pattern and its annotation.
+    """Check the path rule at position `at`. Return its compiled pattern and its annotation.
 
     Raises:
       StrategyError: The pattern or the annotation is invalid.
@@ -120,7 +121,7 @@ def compile_pattern(text: str, *, where: str = "") -> re.Pattern[str]:
     """Compile a regular expression.
 
     Raises:
-      StrategyError: It is not a regular expression.
+      StrategyError: The text is not a regular expression.
     """
     if not isinstance(text, str):
         raise StrategyError(
@@ -145,5 +146,5 @@ def _unmatched(path: str, patterns: list[str]) -> Problem:
         what="no path rule matches",
         path=path,
         rule="patterns in order: " + ", ".join(patterns),
-        fix='add a rule for it, or (".*", Replicated) at the end to replicate the rest on purpose',
+        fix='add a rule for it, or (".*", Replicated) at the end to replicate all other arrays',
     )

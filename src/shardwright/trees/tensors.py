@@ -1,4 +1,4 @@
-"""Named tensors: path, axes, shape and dtype of each array of a tree, whether or not it exists."""
+"""Named tensors: the path, axes, shape and dtype of each array of a tree. Arrays need not exist."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Tensor:
 
     Attributes:
       path: Path in the tree, joined by "/".
-      axes: Annotation.
+      axes: Annotation of the tensor.
       shape: Global sizes, or None.
-      role: Role. None means param for weight layouts and activation for everything else.
+      role: Role of the tensor. None means param for weight layouts, else activation.
       dtype: Name of the dtype, or empty.
     """
 
@@ -54,7 +54,7 @@ class Tensor:
 
 
 def whole_bytes(elements: int, dtype: Any) -> int:
-    """Return the bytes of stored elements. An int4 takes 4 bits, a PRNG key all of its words."""
+    """Return the bytes of stored elements. An int4 takes 4 bits. A PRNG key takes all its words."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return elements * int(dtype.itemsize)
     # Compiled programs pack int4 in pairs too.
@@ -64,8 +64,8 @@ def whole_bytes(elements: int, dtype: Any) -> int:
 def as_tensors(values: Any) -> tuple[Tensor, ...]:
     """Return the leaves of a tree as named tensors.
 
-    An `ArraySpec` becomes a stored parameter, and an annotation becomes a tensor without a shape.
-    `Tensor`s stay as they are.
+    An `ArraySpec` becomes a stored parameter, and an annotation becomes a tensor without a shape. A
+    `Tensor` is returned unchanged.
 
     >>> [
     ...     tensor.path
