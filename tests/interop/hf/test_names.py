@@ -154,6 +154,18 @@ def test_block_scales_follow_their_weight() -> None:
         hf.annotations(wrong, config)
 
 
+@pytest.mark.parametrize("block", [7, "x", [0, 128], [128, "y"]])
+def test_invalid_blocks(block: Any) -> None:
+    weight = "model.layers.0.self_attn.q_proj.weight"
+    tree = {
+        weight: jax.ShapeDtypeStruct((96, 48), jnp.float8_e4m3fn),
+        f"{weight}_scale_inv": jax.ShapeDtypeStruct((6, 3), jnp.float32),
+    }
+    config = {**TREES["llama"]["config"], "quantization_config": {"weight_block_size": block}}
+    with pytest.raises(CheckpointError, match="weight_block_size must be positive integers"):
+        hf.annotations(tree, config)
+
+
 @pytest.mark.parametrize(
     ("shape", "spec"), [((), P()), ((1,), P()), ((96, 1), P("tp")), ((96,), P("tp"))]
 )
@@ -232,7 +244,8 @@ def test_shapes_that_differ_from_the_configuration() -> None:
         ({"model_type": None}, "model_type None is unknown"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"hidden_size": "wide"}, "hidden_size must be a positive integer, got 'wide'"),
-        ({"num_attention_heads": 0}, "num_attention_heads must be a positive integer"),
+        ({"num_attention_heads": 0}, "lacks num_attention_heads"),
+        ({"num_attention_heads": -2}, "num_attention_heads must be a positive integer, got -2"),
         ({"head_dim": None, "num_attention_heads": 7}, "48 is not a multiple of the 7 heads"),
         ({"num_hidden_layers": None}, "lacks num_hidden_layers"),
         ({"intermediate_size": None}, "has no size for mlp"),

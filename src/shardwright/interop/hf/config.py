@@ -23,8 +23,10 @@ from shardwright.vocabulary.axes import (
     VOCAB,
 )
 from shardwright.vocabulary.integers import as_integer
+from shardwright.vocabulary.lowering import short
 from shardwright.vocabulary.merged_dims import merged
 
+_FIX: Final = "use the config.json of this checkpoint"
 # Weights of this many values share a scale in MXFP4, the format of gpt-oss.
 _MXFP4_BLOCK: Final = 32
 
@@ -56,20 +58,38 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def size_of(config: Mapping[str, Any], *keys: str) -> int | None:
-    """Return the first of several sizes that a configuration has, or None.
+    """Return the first of several sizes that a configuration has, or None. Zero counts as absent.
 
     Raises:
       CheckpointError: It is not a positive integer.
     """
     for key in keys:
-        if config.get(key) is None:
-            continue
-        size = as_integer(config[key])
-        if size is None or size < 1:
-            what = f"config.json: {key} must be a positive integer, got {config[key]!r}"
-            raise CheckpointError(what, fix="use the config.json of this checkpoint")
-        return size
+        value = config.get(key)
+        size = None if value is None else as_integer(value)
+        if value is not None and (size is None or size < 0):
+            what = f"config.json: {key} must be a positive integer, got {short(value)}"
+            raise CheckpointError(what, fix=_FIX)
+        if size:
+            return size
     return None
+
+
+def block_of(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the sizes of the blocks of weights that share a scale; none if there are no blocks.
+
+    Raises:
+      CheckpointError: They are not positive integers.
+    """
+    quantized = config.get("quantization_config") or {}
+    block = quantized.get("weight_block_size") if isinstance(quantized, Mapping) else quantized
+    if block is None:
+        return ()
+    sizes = [as_integer(size) for size in block] if isinstance(block, (list, tuple)) else [None]
+    whole = tuple(size for size in sizes if size is not None and size > 0)
+    if len(whole) != len(sizes):
+        what = f"config.json: weight_block_size must be positive integers, got {short(block)}"
+        raise CheckpointError(what, fix=_FIX)
+    return whole
 
 
 def required_size(config: Mapping[str, Any], key: str) -> int:
@@ -80,8 +100,7 @@ def required_size(config: Mapping[str, Any], key: str) -> int:
     """
     size = size_of(config, key)
     if size is None:
-        fix = "use the config.json of this checkpoint"
-        raise CheckpointError(f"config.json lacks {key}", fix=fix)
+        raise CheckpointError(f"config.json lacks {key}", fix=_FIX)
     return size
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from shardwright.errors import CheckpointError, Problem, raise_problems
-from shardwright.interop.hf.config import SizedDim, dims_of, required_size, size_of
+from shardwright.interop.hf.config import SizedDim, block_of, dims_of, required_size, size_of
 from shardwright.interop.hf.families import Family, family_of
 from shardwright.trees.paths import compile_rule, is_array_spec, path_text
 from shardwright.vocabulary.annotations import PartOf
@@ -183,10 +183,9 @@ class Table:
 
     def _blocks(self, name: str, shape: Sequence[int], whole: Sequence[int]) -> Problem | None:
         """Return a problem if a scale is larger than its weight, or not one per block."""
-        quantized = self.config.get("quantization_config") or {}
-        block = quantized.get("weight_block_size")
+        block = block_of(self.config)
         expected: Sequence[int] = whole
-        if block and name.endswith("_scale_inv"):
+        if block and len(block) <= len(whole) and name.endswith("_scale_inv"):
             lead = len(whole) - len(block)
             parts = zip(whole[lead:], block, strict=True)
             expected = (*whole[:lead], *(-(-size // part) for size, part in parts))
