@@ -24,6 +24,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.wide
 def test_a_subject_is_measured_printed_and_written(tmp_path: Path) -> None:
     done = run(
         "enter",

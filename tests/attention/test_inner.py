@@ -106,6 +106,7 @@ def check(
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.sweep(keep=1)
+@pytest.mark.wide
 def test_splash_runs_on_each_shard(name: str) -> None:
     check("tpu", name, "sp:2", arrays(), causal=True)
 

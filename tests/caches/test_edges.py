@@ -239,6 +239,7 @@ def test_operations_need_no_implicit_promotion(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "sliding", "quantized", "paged"])
 @pytest.mark.sweep(keep=1)
+@pytest.mark.wide
 def test_stacked_caches_equal_single_caches(kind: str) -> None:
     options = {"sliding": {"window": 3}, "paged": {"page_size": 3, "pages": 3}}.get(kind, {})
     caches_, keys = [make(kind, **options)] * 3, jnp.stack([K, K + 1, K + 2]).astype(jnp.float32)

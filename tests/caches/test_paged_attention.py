@@ -138,6 +138,7 @@ def test_one_device(page_size: int) -> None:
         pytest.param("dp:2,sp:2,tp:2", id="batch, pages and kv heads"),
     ],
 )
+@pytest.mark.wide
 def test_sharded_pages(mesh: str, axis_types: Any) -> None:
     manager = sw.PartitionManager(
         sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh, axis_types=axis_types)

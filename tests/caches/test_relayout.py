@@ -129,6 +129,7 @@ def test_plan_sends_least_and_matches_program(name: str, axis_types: str) -> Non
     assert_sharding(run(x), NamedSharding(mesh, target))
 
 
+@pytest.mark.wide
 def test_plan_exists_between_all_specs() -> None:
     mesh, sizes = cpu_mesh("dp:2,tp:2"), {"dp": 2, "tp": 2}
     places: list[Any] = []

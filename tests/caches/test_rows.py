@@ -79,7 +79,7 @@ def test_overflowing_slot_is_unchanged() -> None:
         {"capacity": 20},
     ],
 )
-@pytest.mark.sweep(keep=6)
+@pytest.mark.sweep(keep=3)
 def test_tokens_at_once_equal_one_by_one(options: dict[str, Any], count: int) -> None:
     tokens = np.arange(count)[None] + 100 * np.arange(3)[:, None]
     at_once = append(make(**options), tokens)

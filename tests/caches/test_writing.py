@@ -120,6 +120,7 @@ def test_scatter_rows_into_any_slots(kind: str, slots: Any) -> None:
         (8, [7, 0, 3, 3, 2, 1, 5, 6]),
     ],
 )
+@pytest.mark.sweep(keep=6)
 def test_take_slots_copies_parents(kind: str, group: int, parents: list[int]) -> None:
     """Groups on one shard and on several, with two shards of four slots and four shards of two."""
     buffers = arrays(8, ROWS, first=0.0)

@@ -98,6 +98,7 @@ def assert_equal_bits(a: Any, b: Any) -> None:
         ("tensor", "tp:2", "explicit"),
     ],
 )
+@pytest.mark.sweep(keep=1)
 def test_restore_under_other_strategies(
     tmp_path: Path, preset: str, sizes: str, axis_types: str
 ) -> None:
@@ -339,6 +340,7 @@ def test_killed_saves(tmp_path: Path) -> None:
     assert all(name.isdigit() for name in names), names
 
 
+@pytest.mark.wide
 def test_killed_by_a_signal(tmp_path: Path) -> None:
     """The operating system gives the program no chance to clean up."""
     command = [sys.executable, "-c", KILLED, str(tmp_path), "0", "60"]

@@ -123,6 +123,7 @@ def draw(specs: Any) -> Any:
 
 
 @pytest.mark.parametrize("file", MOST, ids=lambda file: file.stem)
+@pytest.mark.wide
 def test_prefill_gives_the_logits_of_training(file: Path, tmp_path: Path) -> None:
     """Scanned layers without caches, and sharded single layers with caches, agree.
 

@@ -73,6 +73,7 @@ def test_scan_equals_a_loop_over_blocks() -> None:
         pytest.param("moe_ep", "fsdp:2,ep:2,tp:2", "none", marks=pytest.mark.wide),
     ],
 )
+@pytest.mark.wide
 def test_sharded_equals_unsharded(preset: str, mesh: str, remat: str) -> None:
     config = dataclasses.replace(STACK, remat=remat)
     pm = sw.PartitionManager(sw.Strategy.preset(preset), mesh=cpu_mesh(mesh), mode="train")

@@ -258,6 +258,7 @@ def test_training_converges_on_integers() -> None:
     assert losses[-1] < 1e-3 * losses[0]
 
 
+@pytest.mark.wide
 def test_vmap_checkpoint_and_scan_change_nothing() -> None:
     x, y, dims = operands("matrix")
     dot = functools.partial(quantized_dot_general, dimension_numbers=dims)

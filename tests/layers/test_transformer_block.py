@@ -45,6 +45,7 @@ def by_blocks(params: Any, x: Any) -> Any:
     return x
 
 
+@pytest.mark.wide
 def test_scan_equals_a_loop_over_blocks() -> None:
     blocks.assert_close(unsharded()[0][1], jax.jit(by_blocks)(PARAMS, X))
 

@@ -69,6 +69,7 @@ def wanted() -> tuple[np.ndarray, list[np.ndarray]]:
 
 
 @pytest.mark.parametrize("kind", AXIS_TYPES)
+@pytest.mark.sweep(keep=2)
 def test_products_equal_unsharded(kind: str) -> None:
     pm = make_manager(kind, text=RULES)
     y, gradients = wanted()
@@ -94,6 +95,7 @@ def test_products_equal_unsharded(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", AXIS_TYPES)
+@pytest.mark.sweep(keep=2)
 def test_eager_products_compile_once(kind: str) -> None:
     with make_manager(kind, text=RULES):
         for f in (by_einsum, by_dot_general):

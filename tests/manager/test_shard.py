@@ -68,7 +68,7 @@ PROGRAMS = [
 
 @pytest.mark.parametrize(("operation", "transform", "jit", "entered"), PROGRAMS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sweep(keep=14)
+@pytest.mark.sweep(keep=7)
 def test_activation_is_sharded_by_rule(
     operation: str, kind: str, transform: str, jit: bool, entered: bool
 ) -> None:

@@ -205,6 +205,7 @@ def programs(batch=8):
 """
 
 
+@pytest.mark.wide
 def test_command_searches_modes_and_writes_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

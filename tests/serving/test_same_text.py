@@ -106,6 +106,7 @@ def cells(*, quick: bool) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("kind", "strategy"), cells(quick=True))
 @pytest.mark.sweep(keep=1)
+@pytest.mark.wide
 def test_text_equals_request_alone(kind: str, strategy: str) -> None:
     assert_same(kind, strategy, 12, slots=4)
 

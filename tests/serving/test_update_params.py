@@ -52,6 +52,7 @@ def stub_engine(shift: Any = 0) -> serving.Engine:
     )
 
 
+@pytest.mark.wide
 def test_requests_are_served_by_the_new_weights() -> None:
     train, serve = manager_of("fsdp_tp", "fsdp:4,tp:2"), manager_of("serve_tp", "dp:2,tp:4")
     engine = engine_of(weights(3, serve), serve)

@@ -282,6 +282,7 @@ def test_other(): ...
 """
 
 
+@pytest.mark.wide
 def test_failures_do_not_affect_later_tests(run: Run) -> None:
     """Also a marker that has no effect, which fails its own test and no other."""
     files = {"test_it.py": REFUSED, "test_other.py": IDLE}
@@ -325,6 +326,7 @@ MARKERS = {
 }
 
 
+@pytest.mark.wide
 def test_invalid_marker_fails_collection(run: Run) -> None:
     files = {f"test_{at}.py": f"import pytest\n\n{text}\n" for at, text in enumerate(MARKERS)}
     result = run(files)
@@ -374,6 +376,7 @@ def devices(result: pytest.RunResult) -> list[str]:
     ids=lambda value: "" if not isinstance(value, int) else str(value),
 )
 @pytest.mark.sweep(keep=1)
+@pytest.mark.wide
 def test_the_number_of_devices(
     run: Run, conftest: str, ini: str, args: tuple[str, ...], count: int
 ) -> None:

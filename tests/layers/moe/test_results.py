@@ -78,6 +78,7 @@ def test_sharded_equals_dense_on_more_meshes() -> None:
     sweep(MESHES[2:6])
 
 
+@pytest.mark.wide
 def test_ragged_product_equals_dense() -> None:
     mixture = config(shared=1, product="ragged")
     assert not check(manager(*MESHES[0]), mixture)
@@ -116,6 +117,7 @@ def test_sharded_equals_dense_on_explicit_axes() -> None:
         assert not check(sw.PartitionManager(sw.Strategy.preset("moe_ep"), mesh=mesh), config())
 
 
+@pytest.mark.wide
 def test_without_a_manager() -> None:
     mixture = config(shared=2)
     params, x = parameters(mixture), tokens(3, 5, 16)
@@ -142,6 +144,7 @@ def test_equal_layers_share_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(traces) <= 2
 
 
+@pytest.mark.wide
 def test_decode_with_one_token_per_device_and_with_none() -> None:
     mixture = config()
     params, x = parameters(mixture), tokens(8, 1, 16)
