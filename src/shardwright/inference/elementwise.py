@@ -70,5 +70,5 @@ def _one_hot(step: Step, operands: list[Value]) -> Dim | None:
 def reduction(step: Step) -> list[Value]:
     """Drop the dims that are reduced."""
     axes = step.parameters["axes"]
-    kept = [dim for at, dim in enumerate(step.values[0].dims) if at not in axes]
-    return [step.result(kept)] * len(step.shapes)
+    others = [dim for at, dim in enumerate(step.values[0].dims) if at not in axes]
+    return [step.result(others)] * len(step.shapes)

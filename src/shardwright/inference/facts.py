@@ -14,17 +14,18 @@ class Lookup:
 
     Attributes:
       key: The dim that the indices count along.
-      kept: The dims of a row.
+      row: The dims of a row.
       index: The dims of the indices.
-      by: What the indices depend on: "inputs", "both" (inputs and parameters), or "neither".
+      depends_on: What the indices depend on: "inputs", "both" (inputs and parameters), or
+        "neither".
       of_data: Whether the table itself depends on the inputs.
       site: The equation that looks up.
     """
 
     key: Dim
-    kept: Dims
+    row: Dims
     index: Dims
-    by: str
+    depends_on: str
     of_data: bool
     site: Site
 

@@ -32,21 +32,21 @@ def gather(step: Step) -> list[Value]:
     return [step.result(dims)]
 
 
-def _record_lookup(step: Step, kept: Dims) -> None:
+def _record_lookup(step: Step, row: Dims) -> None:
     table, index = step.values[:2]
     numbers, sizes = step.parameters["dimension_numbers"], step.parameters["slice_sizes"]
     keys = [at for at in numbers.start_index_map if sizes[at] == 1 < step.operand_shapes[0][at]]
     if len(keys) != 1 or not table.learned:
         return
-    by = "neither"
+    depends_on = "neither"
     if index.data:
-        by = "both" if index.learned else "inputs"
+        depends_on = "both" if index.learned else "inputs"
     step.facts.lookups.append(
         Lookup(
             key=table.dims[keys[0]],
-            kept=kept,
+            row=row,
             index=index.dims,
-            by=by,
+            depends_on=depends_on,
             of_data=table.data,
             site=step.site,
         )
@@ -98,8 +98,8 @@ def top_k(step: Step) -> list[Value]:
 def arg_reduction(step: Step) -> list[Value]:
     """Drop the searched dim."""
     axes = step.parameters["axes"]
-    kept = [dim for at, dim in enumerate(step.values[0].dims) if at not in axes]
-    return [step.result(kept)]
+    others = [dim for at, dim in enumerate(step.values[0].dims) if at not in axes]
+    return [step.result(others)]
 
 
 def random(step: Step) -> list[Value]:

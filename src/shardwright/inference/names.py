@@ -78,14 +78,14 @@ def learned(dim: Iterable[Atom]) -> bool:
 def name_tables(names: Names) -> None:
     """Name the dims of tables that are looked up by tokens, by positions or by a router."""
     lookups = [lookup for lookup in names.facts.lookups if not lookup.of_data]
-    tables = [lookup for lookup in lookups if lookup.by == "inputs"]
+    tables = [lookup for lookup in lookups if lookup.depends_on == "inputs"]
     for lookup in tables:
         _name_table(names, lookup, tables)
     for lookup in lookups:
-        if lookup.by == "both":
+        if lookup.depends_on == "both":
             why = Evidence("rows are selected by a router", lookup.site)
             names.give(lookup.key, EXPERT, why)
-        elif lookup.by == "neither":
+        elif lookup.depends_on == "neither":
             _name_positions(names, lookup)
 
 
@@ -98,7 +98,7 @@ def _name_table(names: Names, lookup: Lookup, tables: Sequence[Lookup]) -> None:
     else:
         why = Evidence("a table looked up by the inputs", lookup.site)
         names.give(lookup.key, VOCAB, why, sure=True)
-    for dim in lookup.kept:
+    for dim in lookup.row:
         why = Evidence("rows of a table looked up by the inputs", lookup.site)
         names.give(dim, EMBED, why, sure=not is_small, guess=is_small)
 
@@ -171,7 +171,7 @@ def name_logits(names: Names, result: Value | None) -> None:
     ends += [
         (lookup.key, lookup.site)
         for lookup in names.facts.lookups
-        if lookup.of_data and lookup.by == "inputs"
+        if lookup.of_data and lookup.depends_on == "inputs"
     ]
     for dim, site in ends:
         if learned(dim) and unnamed(dim):

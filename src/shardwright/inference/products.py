@@ -47,9 +47,9 @@ def _record(step: Step, batch: Dims, contracted: Dims, free: tuple[Dims, Dims]) 
         step.facts.lookups.append(
             Lookup(
                 key=contracted[0],
-                kept=free[1],
+                row=free[1],
                 index=free[0],
-                by="both" if left.learned else "inputs",
+                depends_on="both" if left.learned else "inputs",
                 of_data=False,
                 site=step.site,
             )

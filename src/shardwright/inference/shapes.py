@@ -77,8 +77,8 @@ def unstack(step: Step) -> list[Value]:
     """Drop the dim along which the array is unstacked."""
     axis, dims = step.parameters["axis"], step.values[0].dims
     step.facts.rows.append(Use(dim=dims[axis], site=step.site))
-    kept = [dim for at, dim in enumerate(dims) if at != axis]
-    return [step.result(kept)] * len(step.shapes)
+    others = [dim for at, dim in enumerate(dims) if at != axis]
+    return [step.result(others)] * len(step.shapes)
 
 
 def piece(step: Step, whole: Dim, size: int, start: int | None = None) -> Dim:

@@ -22,16 +22,16 @@ class Send:
 
     Attributes:
       sender: Position of the device that holds the block, in the device order of the source.
-      taken: Where the block begins in the shard of the sender, in units along each dimension.
+      source_offset: Place of the block in the shard of the sender, in units along each dimension.
       receiver: Position of the device that needs the block, in the device order of the target.
-      put: Where the block begins in the shard of the receiver, in units along each dimension.
+      target_offset: Place of the block in the shard of the receiver, in units along each dim.
       stays: Whether both are the same device.
     """
 
     sender: int
-    taken: Block
+    source_offset: Block
     receiver: int
-    put: Block
+    target_offset: Block
     stays: bool
 
 
@@ -55,7 +55,7 @@ def sends_of(source: Grid, target: Grid) -> tuple[Send, ...]:
     sends = []
     for receiver, (device, block) in enumerate(zip(target.devices, target.blocks, strict=True)):
         own = place.get(device)
-        for unit, put in _units_in(block, target.counts, units):
+        for unit, offset in _units_in(block, target.counts, units):
             holder = tuple(
                 number * count // total
                 for number, count, total in zip(unit, source.counts, units, strict=True)
@@ -75,9 +75,9 @@ def sends_of(source: Grid, target: Grid) -> tuple[Send, ...]:
             sends.append(
                 Send(
                     sender=sender,
-                    taken=_offset(unit, holder, source.counts, units),
+                    source_offset=_offset(unit, holder, source.counts, units),
                     receiver=receiver,
-                    put=put,
+                    target_offset=offset,
                     stays=stays,
                 )
             )
@@ -125,11 +125,11 @@ def _units_in(
 ) -> Iterator[tuple[Block, Block]]:
     """Yield every unit of a block, as its number in the array and its number in the block."""
     sizes = [total // count for total, count in zip(units, counts, strict=True)]
-    for put in itertools.product(*map(range, sizes)):
+    for offset in itertools.product(*map(range, sizes)):
         unit = tuple(
-            number * size + offset for number, size, offset in zip(block, sizes, put, strict=True)
+            number * size + step for number, size, step in zip(block, sizes, offset, strict=True)
         )
-        yield unit, put
+        yield unit, offset
 
 
 def _offset(unit: Block, holder: Block, counts: Sequence[int], units: Sequence[int]) -> Block:

@@ -153,7 +153,7 @@ def _transfer(
         start = np.int32(route.pieces.start(number))
         parts = (source,) if whole else split_program(source_mesh, route)(source, start)
         blocks = [_shards(part) for part in parts]
-        chosen = [blocks[per_sender[send.taken]][senders[send.sender]] for send in sends]
+        chosen = [blocks[per_sender[send.source_offset]][senders[send.sender]] for send in sends]
         goals = [receivers[send.receiver] for send in sends]
         copies = _send_missing(chosen, goals, [send.stays for send in sends])
         if whole and donate:

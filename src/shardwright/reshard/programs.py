@@ -309,8 +309,8 @@ def _exchange(route: Route, mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
         source_corners = np.zeros((mesh.size, len(unit)), np.int32)
         target_corners, receives = source_corners.copy(), np.zeros(mesh.size, bool)
         for send in sends:
-            source_corners[place[send.sender]] = np.multiply(send.taken, unit)
-            target_corners[send.receiver] = np.multiply(send.put, unit)
+            source_corners[place[send.sender]] = np.multiply(send.source_offset, unit)
+            target_corners[send.receiver] = np.multiply(send.target_offset, unit)
             receives[send.receiver] = True
         block = jax.lax.dynamic_slice(piece, list(jnp.asarray(source_corners)[own]), unit)
         if not sends[0].stays:
