@@ -1,9 +1,9 @@
-"""Whether all processes of a mesh have the same rules, policy and mesh, before they compute.
+"""Check that all processes of a mesh have the same rules, policy and mesh, before they compute.
 
-If they do not, they compile different programs, and wait for each other in a collective forever. A
-manager compares at its first entry. It writes the digest of its values into JAX's coordination
-store, and waits until every process of its mesh has written the same one. The digest is the key, so
-threads may enter several managers in any order.
+Processes with different rules compile different programs, and then wait for each other in a
+collective forever. So a manager compares at its first entry. It writes the digest of its values
+into JAX's coordination store, and waits until every process of its mesh has written the same
+digest. The digest is the key, so threads may enter several managers in any order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwright.resolution.rules import Rule
 from shardwright.vocabulary.axes import axis_label
 from shardwright.vocabulary.modes import MODES, mode_name
 
-# Another thread of this process may still enter the manager that a peer waits in.
+# Seconds that another thread of this process has to enter the manager in which a peer waits.
 GRACE_S: Final = 1.0
 _ROOM: Final = f"{processes.ROOT}/manager"
 _FIX: Final = (
@@ -36,13 +36,13 @@ _FIX: Final = (
 
 
 def meet(manager: ManagerCore) -> None:
-    """Do what the first entry of a manager does with the other processes of its mesh.
+    """Compare a manager with the other processes of its mesh, at its first entry.
 
-    Nothing happens in a trace. Only the first thread waits. A comparison that fails is made again
-    at the next entry.
+    Nothing happens in a trace. Only the first thread waits. If the comparison fails, the next entry
+    compares again.
 
     Raises:
-      AgreementError: As `agree_on_manager` does.
+      AgreementError: See `agree_on_manager`.
     """
     if _jax.in_trace():
         return
@@ -67,7 +67,7 @@ def agree_on_manager(manager: ManagerCore, group: ProcessGroup) -> None:
     facts = manager_facts(manager)
     digest, store = processes.facts_digest(facts), group.store
     store.set(f"{_ROOM}/facts/{digest}", processes.packed(facts))
-    # Equal managers meet in the order in which they are entered.
+    # Equal managers are numbered, and compared in the order in which they are entered.
     times = f"{_ROOM}/times/{group.rank}/{digest}"
     name = f"{digest}-{store.count(times)}"
     number = store.count(f"{_ROOM}/entries/{group.rank}")
@@ -90,7 +90,7 @@ def agree_on_manager(manager: ManagerCore, group: ProcessGroup) -> None:
                 store.set(own, json.dumps({**entry, "failed": True}).encode())
                 raise _difference(group, facts, others)
         if late:
-            # A process that comes later must not go on alone.
+            # A process that enters later must not continue alone.
             store.delete(own)
             store.set(f"{_ROOM}/left/{group.rank}/{name}", b"")
             store.count(times, -1)
@@ -99,7 +99,7 @@ def agree_on_manager(manager: ManagerCore, group: ProcessGroup) -> None:
 
 
 def _entered(group: ProcessGroup) -> dict[int, dict[str, Any]]:
-    """Return what each process has entered."""
+    """Return the entries of each process, by rank and name."""
     entered: dict[int, dict[str, Any]] = {}
     for key, value in group.store.entries(f"{_ROOM}/entered").items():
         rank, name = key.split("/")
@@ -117,9 +117,9 @@ def _others(
 ) -> dict[int, str]:
     """Return the digest of the manager that each absent process has entered instead.
 
-    It is the first one that this process has not entered, from the same number of entries on.
-    Earlier entries, which may be those of other threads, count when it is late, except those of
-    comparisons that failed.
+    It is the first manager that this process has not entered. Only entries with at least this
+    `number` count. If `late` is true, earlier entries, which may be of other threads, count too,
+    except entries whose comparison failed.
     """
     own, others = entered.get(group.rank, {}), {}
     for rank in absent:
@@ -170,7 +170,7 @@ def _absence(
 
 
 def manager_facts(manager: ManagerCore) -> dict[str, Fact]:
-    """Return everything about a manager that decides its programs."""
+    """Return all values of a manager on which its compiled programs depend."""
     rules = manager.rules
     facts = {
         "versions": Fact(f"JAX {jax.__version__}"),
@@ -199,7 +199,7 @@ def manager_facts(manager: ManagerCore) -> dict[str, Fact]:
 
 
 def rule_fact(axis: str, rule: Rule) -> Fact:
-    """Return a rule as a value, with the place where it is written."""
+    """Return a rule as a fact, with the place where it is written."""
     return Fact(f"{axis_label(axis)} = {_value_text(rule)}", str(rule.ref))
 
 

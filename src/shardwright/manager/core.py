@@ -1,4 +1,4 @@
-"""`ManagerCore`: answers to requests, and shardings, for all methods of a manager."""
+"""`ManagerCore`: resolutions and shardings, for all methods of a manager."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from shardwright.resolution.rules import AxisRules
 
 
 class ManagerCore:
-    """Answer requests under one set of rules on one mesh. `PartitionManager` sets the attributes.
+    """Resolve requests under one set of rules on one mesh. `PartitionManager` sets the attributes.
 
     Attributes:
       rules: Compiled rules.
       mesh: A mesh with devices, or an abstract one.
-      mode: Mode of the requests that name none, or None.
+      mode: Mode of requests that do not have one, or None.
       name: Name of the strategy, or empty.
     """
 
@@ -43,17 +43,18 @@ class ManagerCore:
     _sizes: dict[str, int]
     _uniform: bool  # whether all axes of the mesh have one axis type
     _options: ProcessOptions
-    _met: bool  # whether the next entry need not compare with other processes
+    _met: bool  # whether an entry has already compared with the other processes
     _cache: Recent
 
     def answer(self, request: Request, ambient: AbstractMesh | None = None) -> Resolution:
-        """Resolve a request. What JAX cannot express on the mesh is a problem too.
+        """Resolve a request. A spec that JAX cannot express on the mesh is a problem too.
 
-        The rooms above ask here, never the resolver: a planning manager records what they ask.
+        The rooms above call this method and not the resolver, so that a planning manager can record
+        their requests.
 
         Args:
-          request: The question.
-          ambient: The ambient mesh, whose axis types count. None means the manager's mesh.
+          request: The request.
+          ambient: The ambient mesh, whose axis types apply. None means the manager's mesh.
         """
         annotation, shape, mode, role, path, manual = request
         resolution = resolver.explain(
@@ -81,14 +82,14 @@ class ManagerCore:
         return refused
 
     def remember(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """Return what `compute` returned for a key, kept with the manager.
+        """Return the cached value of a key. If there is none, compute and cache it.
 
-        Rooms above keep here what they derive from the manager's answers, so that no cache outlives
-        the manager. The last 10,000 values are kept.
+        Rooms above cache here what they derive from resolutions, so that no cache outlives the
+        manager. At least the last 10,000 values are kept.
 
         Args:
-          key: Names the question; it starts with the name of the function that asks.
-          compute: Returns the answer, which is not None.
+          key: Key of the value. It starts with the name of the calling function.
+          compute: Function that returns the value, which is not None.
         """
         value = self._cache[key]
         return self._cache.keep(key, compute()) if value is None else value
@@ -100,7 +101,7 @@ class ManagerCore:
         return processes.process_group(self.mesh) if self._options.agree else None
 
     def _sharding(self, resolution: Resolution, memory_kind: str | None = None) -> NamedSharding:
-        """Return the sharding of a resolution; the identical object for the same spec.
+        """Return the sharding of a resolution. Equal specs give the identical object.
 
         Raises:
           ShardingError: The resolution has problems.
@@ -117,7 +118,7 @@ class ManagerCore:
         return sharding
 
     def manual_axes(self, ambient: AbstractMesh | None) -> frozenset[str]:
-        """Return the Manual axes of an ambient mesh, after checking that it is the manager's mesh.
+        """Check that an ambient mesh is the manager's mesh, and return its Manual axes.
 
         Raises:
           MeshMismatchError: The ambient mesh has other names or sizes.
@@ -136,7 +137,7 @@ class ManagerCore:
 
 
 def needs_sharding(resolution: Resolution) -> list[Problem]:
-    """Return the dims that a rule leaves to the compiler, where the caller needs a sharding."""
+    """Return a problem for each dim that a rule leaves to the compiler."""
     return [
         dim_problem(
             StrategyError,
@@ -151,7 +152,7 @@ def needs_sharding(resolution: Resolution) -> list[Problem]:
 
 
 def _order_problems(resolution: Resolution, mesh: Mesh | AbstractMesh) -> list[Problem]:
-    """Return the dims with an Auto mesh axis before an Explicit one, each with its rule."""
+    """Return a problem for each dim with an Auto mesh axis before an Explicit one."""
     assert resolution.spec is not None
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     problems = {
@@ -170,9 +171,9 @@ def _order_problems(resolution: Resolution, mesh: Mesh | AbstractMesh) -> list[P
 
 
 def late_manual_problems(resolution: Resolution) -> list[Problem]:
-    """Return the dims whose rule names a Manual mesh axis after another one.
+    """Return a problem for each dim with a Manual mesh axis after one that is not Manual.
 
-    `shard_map` has already split the array over the Manual axis, so that axis is the major one.
+    `shard_map` has already split the array over the Manual axis, so the Manual axis is major.
     """
     return [
         dim_problem(

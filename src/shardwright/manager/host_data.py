@@ -1,4 +1,4 @@
-"""Whether the processes of a mesh pass the same host data, or parts of one shape."""
+"""Check that the processes of a mesh pass the same host data, or parts of one shape."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compare_data(group: ProcessGroup, values: Any) -> None:
     """Compare the NumPy arrays, numbers and uncommitted arrays of a tree between processes.
 
     Raises:
-      AgreementError: Leaves differ in shape, dtype or values, or a process did not come.
+      AgreementError: Leaves differ in shape, dtype or values, or a process did not make the call.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(values)
     facts = {
@@ -37,7 +37,7 @@ def compare_data(group: ProcessGroup, values: Any) -> None:
         if _is_host_data(leaf)
     }
     if facts:
-        # The topic has the paths, so that several trees may be placed by several threads.
+        # The topic depends on the paths, so that several threads may place different trees.
         topic = f"data/{digest_of(' '.join(facts))[:16]}"
         fix = (
             "pass the same values in every process, or join each process's part with "
@@ -49,10 +49,10 @@ def compare_data(group: ProcessGroup, values: Any) -> None:
 def compare_parts(
     group: ProcessGroup, annotation: Any, local: Any, global_shape: Sequence[int] | None
 ) -> None:
-    """Compare the shape and dtype of each process's part of a global array.
+    """Compare the shapes and dtypes of the processes' parts of a global array.
 
     Raises:
-      AgreementError: They differ, or a process did not come.
+      AgreementError: The parts differ, or a process did not make the call.
     """
     facts = {"the local array": Fact(array_text(local))}
     if global_shape is not None:
@@ -63,7 +63,7 @@ def compare_parts(
 
 
 def _is_host_data(leaf: Any) -> bool:
-    """Tell whether JAX takes a leaf from each process, and not from devices."""
+    """Tell whether JAX reads a leaf from the memory of each process, and not from devices."""
     if isinstance(leaf, jax.core.Tracer) or not _jax.is_array(leaf):
         return False
     if not isinstance(leaf, jax.Array):
@@ -80,6 +80,6 @@ def _data_text(leaf: Any) -> str:
 
 def _digits(leaf: Any) -> str:
     array = np.ascontiguousarray(np.asarray(leaf))
-    # Viewed as bytes, since dtypes such as bfloat16 have no buffer.
+    # View the values as bytes, because dtypes such as bfloat16 have no buffer.
     data = array.reshape(-1).view(np.uint8)
     return hashlib.blake2b(data.data, digest_size=_BYTES_OF_DIGEST).hexdigest()

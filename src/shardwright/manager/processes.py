@@ -1,7 +1,7 @@
 """Compare values between the processes that a mesh spans, without a collective.
 
-Each process writes a digest of its values into JAX's coordination store and reads those of the
-others. Only if digests differ, the values follow.
+Each process writes a digest of its values into JAX's coordination store, and reads the digests of
+the others. Processes exchange the values themselves only if their digests differ.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from shardwright import _jax
 from shardwright.errors import AgreementError, Problem, StrategyError
 
 ROOT: Final = "shardwright"
-# A difference between processes is an error in each of them within 10 seconds.
+# Seconds to wait. It is below 10, so that a difference is an error in every process in 10 seconds.
 WAIT_S: Final = 8.0
-# How long an exchange inside a training loop waits in all; it reports after `WAIT_S`.
+# Seconds that a comparison inside a training loop waits. It logs a warning after `WAIT_S`.
 PATIENCE_S: Final = 300.0
 MOST_PROBLEMS: Final = 10
 _LOG = logging.getLogger("shardwright.processes")
@@ -36,8 +36,8 @@ class Fact(NamedTuple):
 
     Attributes:
       text: The value.
-      place: Where it is written, or empty. It may differ.
-      kind: Of values of one kind, messages show only the first that differs; empty for none.
+      place: Where the value is written, or empty. It may differ between processes.
+      kind: Kind of the value, or empty. Messages show only the first difference of each kind.
     """
 
     text: str
@@ -51,11 +51,11 @@ NOTHING: Final = Fact("nothing")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessOptions:
-    """What a manager does about the other processes of its mesh.
+    """Options of a manager for the processes of its mesh.
 
     Attributes:
-      agree: Whether it compares with them.
-      watchdog: Seconds that a process may be missing before the others end, or None for forever.
+      agree: Whether the manager compares values with the other processes.
+      watchdog: Seconds that a process may be missing before the others exit, or None for no limit.
 
     Raises:
       StrategyError: `agree` is not a bool, or `watchdog` is not a number of at least 1.
@@ -104,8 +104,9 @@ class ProcessGroup:
 
 
 def process_group(mesh: Mesh | AbstractMesh) -> ProcessGroup | None:
-    """Return the processes that a mesh spans; None for a local mesh, one of other processes, or
-    without `jax.distributed`.
+    """Return the processes that a mesh spans, this process among them.
+
+    Return None for a local mesh, for a mesh of other processes, or without `jax.distributed`.
     """
     if isinstance(mesh, AbstractMesh) or not mesh.is_multi_process:
         return None
@@ -123,7 +124,7 @@ def digest_of(text: str) -> str:
 
 
 def facts_digest(facts: Facts) -> str:
-    """Return a digest of the values, whatever their places."""
+    """Return a digest of the values. Their places do not change it."""
     return digest_of(json.dumps([(key, fact.text) for key, fact in sorted(facts.items())]))
 
 
@@ -140,7 +141,9 @@ def unpacked(data: bytes) -> dict[str, Fact]:
 def compare(
     group: ProcessGroup, topic: str, facts: Facts, *, what: str, fix: str, patience: float = WAIT_S
 ) -> None:
-    """Compare facts with those that the other processes pass for the same topic, in its n-th call.
+    """Compare facts with those of the other processes.
+
+    The n-th call for a topic compares with the n-th calls of the other processes for this topic.
 
     Args:
       group: The processes.
@@ -148,11 +151,11 @@ def compare(
       facts: This process's values.
       what: What is compared, as the subject of messages.
       fix: How to fix a difference.
-      patience: Seconds until a process that does not come is an error. After 8 seconds, a warning
-        in the log `shardwright.processes` names it.
+      patience: Seconds until it is an error that a process does not make the call. After 8 seconds,
+        a warning in the log `shardwright.processes` names such processes.
 
     Raises:
-      AgreementError: The values differ, or a process has not come.
+      AgreementError: The values differ, or a process has not made the call.
     """
     store = group.store
     room = f"{ROOT}/{topic}/{group.name}"
@@ -160,8 +163,8 @@ def compare(
     digest = facts_digest(facts)
     store.set(f"{room}/{number}/digests/{group.rank}", digest.encode())
     digests = _collected(group, f"{room}/{number}/digests", what, patience)
-    # All processes have come to this call, so nobody reads earlier ones; the distance is for
-    # threads that compare at the same time.
+    # All processes have made this call, so none reads the digests of earlier calls. Keep the last
+    # ones, for threads that compare at the same time.
     store.delete(f"{room}/{number - 4}/digests/{group.rank}")
     differing = [rank for rank in group.ranks if digests[rank] != digest]
     if not differing:
@@ -175,16 +178,16 @@ def compare(
 
 
 def _collected(group: ProcessGroup, folder: str, what: str, patience: float) -> dict[int, str]:
-    """Return the digest of each process as soon as all are there."""
+    """Wait for the digests of all processes, and return them by rank."""
     begun, reported = time.monotonic(), False
     while True:
-        found = {int(rank): text.decode() for rank, text in group.store.entries(folder).items()}
-        absent = [rank for rank in group.ranks if rank not in found]
+        digests = {int(rank): text.decode() for rank, text in group.store.entries(folder).items()}
+        absent = [rank for rank in group.ranks if rank not in digests]
         if not absent:
-            return found
+            return digests
         left = begun + patience - time.monotonic()
         if left <= 0:
-            # A process that comes later must not go on alone.
+            # A process that makes the call later must not continue alone.
             group.store.delete(f"{folder}/{group.rank}")
             raise AgreementError(
                 f"{processes_text(absent)} did not come to {what} within {patience:.0f} s, where "
@@ -203,7 +206,7 @@ def _collected(group: ProcessGroup, folder: str, what: str, patience: float) -> 
 def disagreement(
     sides: Sequence[tuple[int, Facts]], what: str, fix: str, *, suffix: str = ""
 ) -> AgreementError:
-    """Return the error that names each value in which two processes differ.
+    """Return the error that names each value that differs between two processes.
 
     Args:
       sides: The rank and the facts of both processes.

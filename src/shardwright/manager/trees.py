@@ -45,9 +45,9 @@ class TreeMethods(ManagerCore):
         """Return a tree of shardings for `jit`, `device_put` or a checkpoint.
 
         Args:
-          values: A tree of anything with a shape. `ArraySpec` leaves bring their annotations.
-          annotations: A tree of annotations. One annotation covers all leaves below its place.
-          mode: Runtime mode. Defaults to the manager's.
+          values: A tree of values with a shape. `ArraySpec` leaves have their own annotations.
+          annotations: A tree of annotations. One annotation covers all leaves below its path.
+          mode: Runtime mode. Defaults to the manager's mode.
           role: Role of the arrays. Defaults to param.
 
         Raises:
@@ -57,10 +57,10 @@ class TreeMethods(ManagerCore):
             annotations = tree_of_annotations((annotations,))
         if not self.rules.tensors:
             paired = annotated.pair(values, annotations)
-            # Errors here concern leaves that `map_leaves` reports by their paths.
+            # On an error, `map_leaves` below reports the leaves by their paths.
             with contextlib.suppress(AttributeError, TypeError, ShardingError):
                 if paired is not None:
-                    # Pass an iterator, not a list: with 45,000 leaves this saves 4 % of the time.
+                    # Pass an iterator, not a list: for 45,000 leaves this saves 4 % of the time.
                     return jax.tree.unflatten(
                         paired.structure,
                         map(self._by_annotation(mode, role).__getitem__, paired.keys()),
@@ -75,7 +75,7 @@ class TreeMethods(ManagerCore):
         return map_leaves(values, annotations, shard_leaf)
 
     def _by_annotation(self, mode: str | None, role: Role | str) -> Shardings:
-        """Return a table of shardings by annotation and shape, filled at each first request."""
+        """Return a table of shardings by annotation and shape, which computes each at first use."""
         key = ("shardings", mode, role)
         known = self._cache[key]
         if known is None:
@@ -103,9 +103,9 @@ class TreeMethods(ManagerCore):
         The arguments are those of `shardings`.
 
         Raises:
-          IndivisibleError: A symbolic size of `jax.export` may not divide, so JAX refuses it for an
-            input.
-          ShardingError: As `shardings` does.
+          IndivisibleError: A symbolic size of `jax.export` may not divide, so JAX refuses the
+            sharding for an input.
+          ShardingError: See `shardings`.
         """
         shardings = self.shardings(values, annotations, mode=mode, role=role)
         return with_shardings(values, shardings)
@@ -152,24 +152,26 @@ class TreeMethods(ManagerCore):
             raise wrong
 
     def init(self, specs: Any, key: Any, *, mode: str | None = None) -> Any:
-        """Initialize a tree of `ArraySpec`s in one jit; each array is created already sharded.
+        """Initialize a tree of `ArraySpec`s in one jit. Each array is created already sharded.
 
         Args:
           specs: A tree of `ArraySpec`s with `init`.
-          key: PRNG key. Each leaf folds its path into it, so adding a parameter changes no other.
-          mode: Runtime mode. Defaults to the manager's.
+          key: PRNG key. The key of each leaf is folded with its path, so a new parameter does not
+            change the values of others.
+          mode: Runtime mode. Defaults to the manager's mode.
 
         Raises:
-          StrategyError: Leaves without `init`.
+          StrategyError: Leaves have no `init`.
           MeshSpecError: The mesh is abstract.
-          ShardingError: As `shardings` does.
+          ShardingError: See `shardings`.
         """
         if isinstance(self.mesh, AbstractMesh):
             raise constraint.no_devices()
         request = (*jax.tree.flatten(specs), mode)
         kept: tuple[Any, Any] = self._cache["init"] or (None, None)
         before, init = kept
-        # Keep only the last function: initializers of jax.nn that are created twice are not equal.
+        # Cache only the last function. Two initializers of jax.nn are never equal, so a cache of
+        # all functions would only grow.
         if before != request:
             init = jax.jit(
                 initialize.initializer(specs), out_shardings=self.shardings(specs, mode=mode)
@@ -179,7 +181,7 @@ class TreeMethods(ManagerCore):
 
 
 def map_leaves(values: Any, annotations: Any, f: Callable[[annotated.Leaf], Any]) -> Any:
-    """Map the annotated leaves of a tree; collect the problems of all of them before raising."""
+    """Map a function over the annotated leaves of a tree. Raise all problems at once."""
     results: list[Any] = []
     problems: list[Problem] = []
     resolution = None
@@ -200,7 +202,7 @@ def with_shardings(values: Any, shardings: Any) -> Any:
     """Return a tree of `jax.ShapeDtypeStruct`s from values and their shardings.
 
     Raises:
-      StrategyError: Leaves without shape and dtype.
+      StrategyError: Leaves have no shape and dtype.
       IndivisibleError: JAX refuses a sharding for a symbolic size.
     """
     raise_problems(_dtype_problems(values))
@@ -218,7 +220,7 @@ def _is_spec(leaf: object) -> bool:
 
 
 def _dtype_problems(values: Any) -> list[Problem]:
-    """Return the leaves that have no dtype."""
+    """Return a problem for each leaf that has no dtype."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(values)
     return [
         Problem(
@@ -234,7 +236,7 @@ def _dtype_problems(values: Any) -> list[Problem]:
 
 
 def _symbolic_problems(values: Any, shardings: Any) -> list[Problem]:
-    """Return the leaves of symbolic sizes whose sharding JAX refuses for an input."""
+    """Return a problem for each leaf of symbolic sizes whose sharding JAX refuses for an input."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(values, is_leaf=_is_spec)
     problems = []
     for (path, value), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
