@@ -557,14 +557,11 @@ def test_nested_in_another_map_needs_the_shape() -> None:
 
 def test_wrong_shapes() -> None:
     pm, w = make_manager(), waves(8, 12)
-    with pytest.raises(
-        sw.RankMismatchError, match=r"the weight has shape \(8, 12\), but shape= is \(16, 12\)"
-    ):
+    message = r"the weight has shape \(8, 12\), but shape= is \(16, 12\)"
+    with pytest.raises(sw.RankMismatchError, match=message):
         pm.gather(w, *KERNEL, shape=(16, 12))
-    with pytest.raises(
-        sw.RankMismatchError,
-        match="dim 0 EMBED: local size 4 is neither size 16 nor a shard of it over dp",
-    ):
+    message = "dim 0 EMBED: local size 4 is neither size 16 nor a shard of it over dp"
+    with pytest.raises(sw.RankMismatchError, match=message):
         run_gather(pm, w, P("dp", "tp"), P("dp", "tp"), *KERNEL, shape=(16, 12))
     with pytest.raises(
         sw.RankMismatchError,
