@@ -127,7 +127,6 @@ def test_psum_in_the_differentiated_function(check_vma: bool) -> None:
     assert_like(jax.jit(mapped)(x, w), wanted if check_vma else wanted * 8)
 
 
-@pytest.mark.wide
 def test_forward_mode_inside() -> None:
     for kind, names in (("auto", {"dp", "tp"}), ("auto", {"dp"}), ("tp explicit", {"dp"})):
         pm = make_manager(kind)
@@ -337,7 +336,6 @@ def test_several_dims_are_gathered() -> None:
 @VMA
 @pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
 @pytest.mark.sweep(keep=1)
-@pytest.mark.wide
 def test_stacked_layers_in_a_scan(remat: bool, check_vma: bool) -> None:
     pm = fsdp()
     shapes = {"up": (3, 16, 8), "down": (3, 8, 16)}
