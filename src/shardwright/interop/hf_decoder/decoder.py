@@ -102,7 +102,10 @@ class _Decoder:
         if isinstance(stack.attention, LatentConfig):
             added, cache = latent.apply(stack.attention, w["attention"], x, cache=cache)
         else:
-            added, cache = attention_block.apply(stack.attention, w["attention"], x, state=cache)
+            places = None if cache is not None else latent.positions_of(x)
+            added, cache = attention_block.apply(
+                stack.attention, w["attention"], x, state=cache, positions=places
+            )
         if stack.norms_after:
             added = norm.apply(norm.RMS, use(w["after_attention"], after), added)
         x = place(x + added, RESIDUAL)

@@ -123,7 +123,7 @@ def apply(
         v = einsum("bsr,rhd->bshd", rows, w["value"], out=QUERIES)
         k_rope = jnp.broadcast_to(k_rope, (*k.shape[:-1], config.rope_dim))
         q, k = (place(jnp.concatenate(pair, -1), QUERIES) for pair in ((q, q_rope), (k, k_rope)))
-        mixed = dot_product_attention(q, k, v, causal=True, scale=scale)
+        mixed = dot_product_attention(q, k, v, causal=True, scale=scale, positions=positions_of(x))
     else:
         new = place(
             jnp.concatenate([rows[..., None, :], k_rope], -1), (*_LATENT[:2], KV_HEAD, EMPTY)
@@ -140,3 +140,13 @@ def apply(
         mixed = einsum("bshr,rhd->bshd", mixed, w["value"], out=QUERIES)
     mixed = place(mixed.astype(config.dtypes.compute), QUERIES)
     return einsum("bshd,hde->bse", mixed, w["out"], out=RESIDUAL), cache
+
+
+def positions_of(x: Any) -> jax.Array:
+    """Return positions that depend on `x`, so that a trace computes masks inside of each layer.
+
+    JAX moves what does not depend on parameters out of a layer with remat. It would keep the masks
+    of blockwise attention for all layers: as many bytes as the logits.
+    """
+    positions, _ = jax.lax.optimization_barrier((jnp.arange(x.shape[1]), x))
+    return jnp.broadcast_to(positions, x.shape[:2])
