@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shlex
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.cli.main import main
+from shardwright.testing.golden import Golden
 
 MODEL = """
 import jax
@@ -49,37 +51,45 @@ def enormous():
     return forward(16, 2**20)
 
 
+def broken(x):
+    raise ValueError("no data")
+
+
 def raises():
-    return Program(lambda x: x.missing, (jax.ShapeDtypeStruct((8,), jnp.float32),))
+    return Program(broken, (jax.ShapeDtypeStruct((8,), jnp.float32),))
 
 
 def unknown():
     return Program(jnp.linalg.cholesky, (jax.ShapeDtypeStruct((8, 8), jnp.float32),))
 """
 
-# Function and options -> exit code, and what the output says.
+# Name -> function and options.
 CASES = {
-    "small --topology v5e:3x5": (2, ("v5e has no slice 3x5", "fix", "nearest slices are 4x4")),
-    "small --topology v9:2x4": (2, ("no chip 'v9'", "fix", "chips are v4, v5e")),
-    "small --topology v5e:8x8": (2, ("8 devices", "64", "fix")),
-    "odd_batch": (2, ("size 6 does not divide over fsdp=4", "rule", "fix")),
-    "huge --topology v5e:2x4": (
-        1,
-        ("mode train does not fit", "one copy of the state is 256.0 GiB", "can hold it is v5e:4x8"),
-    ),
-    "enormous --topology v5e:2x4": (1, ("does not fit", "no slice of v5e can hold it")),
-    "raises": (2, ("for train raised AttributeError", "missing", "fix")),
-    "unknown": (1, ("incomplete: no rule for cholesky", "fix   compile the program", "--verify")),
-    "small --verify --topology v5e:2x4": (
-        2,
-        ("needs libtpu, which is not installed", "tpu-aot", "--compiler cpu"),
-    ),
+    "impossible_slice": "small --topology v5e:3x5",
+    "unknown_chip": "small --topology v9:2x4",
+    "other_number_of_devices": "small --topology v5e:8x8",
+    "batch_does_not_divide": "odd_batch",
+    "does_not_fit": "huge --topology v5e:2x4",
+    "fits_no_slice": "enormous --topology v5e:2x4",
+    "function_raises": "raises",
+    "unknown_primitive": "unknown",
+    "missing_extra": "small --verify --topology v5e:2x4",
+    "worker_killed": "small --verify --compiler cpu",
+    "worker_out_of_time": "small --verify --compiler cpu --verify-timeout 1",
 }
+CODES = dict.fromkeys(("does_not_fit", "fits_no_slice", "unknown_primitive"), 1)
+CODES |= dict.fromkeys(("worker_killed", "worker_out_of_time"), 1)
+# The worker process is replaced by a script.
+WORKERS = {"worker_killed": "kill -9 $$", "worker_out_of_time": "sleep 60"}
 
 
-@pytest.mark.parametrize("words", CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_bad_question_has_message_and_fix(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    golden: Golden,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "bad_model.py").write_text(MODEL, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -87,18 +97,26 @@ def test_bad_question_has_message_and_fix(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name)
     )
-    function, _, options = words.partition(" ")
+    if name in WORKERS:
+        path = tmp_path / "worker"
+        path.write_text(f"#!/bin/sh\n{WORKERS[name]}\n", encoding="utf-8")
+        path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+    function, _, options = CASES[name].partition(" ")
     command = f"plan bad_model.py:{function} --strategy fsdp_tp --mesh fsdp:4,tp:2 {options}"
-    code, says = CASES[words]
-    assert main(shlex.split(command)) == code
+    code = main([*shlex.split(command), "--width", "100"])
     captured = capsys.readouterr()
-    assert [text for text in says if text not in captured.out + captured.err] == []
-    assert "Traceback" not in captured.err
+    text = re.sub(r"jaxlib [0-9.]+", "jaxlib VERSION", captured.out + captured.err)
+    assert code == CODES.get(name, 2)
+    assert "  fix   " in text
+    assert "Traceback" not in text
+    golden(f"{text}exit code {code}\n", name)
 
 
 PROBE = """
 import sys
 from shardwright.cli.main import main
+from shardwright.testing.golden import Golden
 code = main(sys.argv[1:])
 import jax
 jax.config.update("jax_num_cpu_devices", 3)  # raises if a backend is there

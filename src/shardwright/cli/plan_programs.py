@@ -14,16 +14,18 @@ from shardwright.cli.programs import plan_program, read_options, read_programs
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.verify import verify_programs
 from shardwright.errors import StrategyError
+from shardwright.manager.manager import PartitionManager
 from shardwright.plan.collectives.collective import Collective
 from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology
-from shardwright.plan.planner import PlanReport
+from shardwright.plan.larger_mesh import find_larger_mesh
+from shardwright.plan.planner import PlanReport, Program
 from shardwright.plan.report.page import plan_html
 from shardwright.plan.report.text import bytes_text
 from shardwright.plan.report.verification import verification_text
 from shardwright.plan.verify.run import Verification
 from shardwright.plan.walk.events import Event
-from shardwright.vocabulary.modes import mode_name
+from shardwright.vocabulary.modes import MODES, mode_name
 
 Breach = tuple[str, Event | Collective]
 
@@ -67,7 +69,7 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
         topology,
     )
     failures += [
-        f"mode {mode_name(mode)} does not fit{what_holds(report.state, topology)}"
+        _too_large(programs[mode], setting.manager.for_mode(mode), topology, report)
         for mode, report in reports.items()
         if (verified.get(mode) or report).verdict is Verdict.DOES_NOT_FIT
     ]
@@ -102,6 +104,24 @@ def _check_forbidden(arguments: argparse.Namespace, modes: Collection[str]) -> N
                 f"--forbid {rule.text!r} names a mode that is not planned",
                 fix=f"the modes are {', '.join(map(mode_name, modes))}",
             )
+
+
+def _too_large(
+    program: Program, manager: PartitionManager, topology: Topology | None, report: PlanReport
+) -> str:
+    """Return that a program does not fit, with the smallest mesh of the same chips that it fits."""
+    mode = mode_name(manager.mode or MODES[0])
+    what = f"mode {mode} does not fit{what_holds(report.state, topology)}"
+    if topology is None:
+        return what
+    larger = find_larger_mesh(program, manager, topology, held=report.state.of().total)
+    if larger is None:
+        fix = "shard more, hold less, or use chips with more memory"
+    elif larger.verdict is Verdict.FITS:
+        fix = f"use {larger}: the plan fits there"
+    else:
+        fix = f"try {larger}: the plan is close there, so verify it"
+    return f"{what}\n  fix   {fix}"
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
