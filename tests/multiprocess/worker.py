@@ -7,20 +7,25 @@ would leave the other one waiting in a collective.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from safetensors.numpy import save_file
 
 import shardwright as sw
-from shardwright.interop import fjformer
+from shardwright.interop import fjformer, hf
 from shardwright.testing import virtual_devices
 
 RULES = """
@@ -225,6 +230,45 @@ def ranks_of_processes_that_share_a_model_or_not() -> None:
     assert [alone[name] for name in RANKS] == [1, 2, index, 0]
 
 
+def each_process_reads_its_shards_of_a_checkpoint() -> None:
+    """The rows of a weight are sharded over the processes, so each reads half of them."""
+    values = {
+        "embeddings.word_embeddings.weight": numbers(64, 16),
+        "embeddings.position_embeddings.weight": numbers(8, 16),
+        "embeddings.token_type_embeddings.weight": numbers(2, 16),
+        "embeddings.LayerNorm.weight": numbers(16),
+        "embeddings.LayerNorm.bias": numbers(16),
+    }
+    layer = "encoder.layer.0"
+    names = {f"{layer}.attention.self.{name}": (16, 16) for name in ("query", "key", "value")}
+    names |= {
+        f"{layer}.attention.output.dense": (16, 16),
+        f"{layer}.intermediate.dense": (32, 16),
+        f"{layer}.output.dense": (16, 32),
+    }
+    values |= {f"{name}.weight": numbers(*shape) for name, shape in names.items()}
+    for name in (f"{layer}.attention.output.LayerNorm", f"{layer}.output.LayerNorm"):
+        values |= {f"{name}.weight": numbers(16), f"{name}.bias": numbers(16)}
+    config = {"model_type": "bert", "hidden_size": 16, "intermediate_size": 32, "vocab_size": 64}
+    config |= {"num_attention_heads": 4, "num_hidden_layers": 1}
+    config |= {"max_position_embeddings": 8, "type_vocab_size": 2}
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("fsdp:2,tp:4"))
+    read: list[tuple[tuple[int, int], ...]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        save_file(values, f"{folder}/model.safetensors")
+        checkpoint = hf.read(folder)
+        source = checkpoint.sources[f"{layer}.output.dense.weight"]
+        counting = type("Counting", (), {"shape": source.shape, "read": None})()
+        counting.read = lambda bounds: read.append(bounds) or source.read(bounds)
+        sources = {**checkpoint.sources, f"{layer}.output.dense.weight": counting}
+        params = dataclasses.replace(checkpoint, sources=sources).load(pm)
+    rows = (0, 8) if jax.process_index() == 0 else (8, 16)
+    assert sorted(read) == [(rows, (first, first + 8)) for first in range(0, 32, 8)]
+    for name, value in values.items():
+        np.testing.assert_array_equal(whole(params[name]), value)
+
+
 RANKS = ("mp_node_size", "dp_node_size", "dp_node_rank", "mp_node_rank")
 
 CASES = [
@@ -241,6 +285,7 @@ CASES = [
     to_the_mesh_and_back_to_both,
     planned_moves_cross_processes,
     ranks_of_processes_that_share_a_model_or_not,
+    each_process_reads_its_shards_of_a_checkpoint,
 ]
 
 

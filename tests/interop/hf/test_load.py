@@ -169,7 +169,7 @@ def test_one_piece_is_in_memory_at_a_time(
 ) -> None:
     """Device buffers are not counted. On a CPU they are memory of the host too."""
     monkeypatch.setattr(pieces, "put", files.put_uncounted)
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4096}
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4096}
     shapes = {
         "model.embed_tokens.weight": (4096, 512),
         "model.norm.weight": (512,),
@@ -181,7 +181,8 @@ def test_one_piece_is_in_memory_at_a_time(
     }
     values = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
-    files.write_config(tmp_path, "llama", num_hidden_layers=1, **sizes, **heads)
+    sizes |= {"num_hidden_layers": 1, "tie_word_embeddings": True}
+    files.write_config(tmp_path, "llama", **sizes, **heads)
     safetensors_numpy.save_file(values, tmp_path / "model.safetensors")
     largest = max(value.nbytes for value in values.values())
     del values

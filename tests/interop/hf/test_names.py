@@ -16,6 +16,7 @@ import shardwright as sw
 from shardwright.errors import CheckpointError
 from shardwright.interop import hf
 from shardwright.interop.hf.families import FAMILIES
+from shardwright.interop.hf.names import missing
 from shardwright.vocabulary.annotations import MergedDim, PartOf
 from shardwright.vocabulary.lowering import describe
 from tests.interop.hf.files import TREES
@@ -255,6 +256,26 @@ def test_invalid_configurations(changes: dict[str, Any], message: str) -> None:
     config = {**TREES["llama"]["config"], **changes}
     with pytest.raises(CheckpointError, match=message):
         hf.annotations(tree_of("llama"), config)
+
+
+# What a model may lack as a whole. A checkpoint without it is one of another model.
+WHOLE_PARTS = ("pooler", "cls", "classifier", "qa_outputs")
+
+
+@pytest.mark.parametrize("case", TREES)
+def test_each_tensor_that_is_lost_is_noticed(case: str) -> None:
+    config, names = TREES[case]["config"], list(TREES[case]["tensors"])
+    assert missing(names, config) == []
+    for lost in names:
+        if ".experts." in lost and case != "gpt_oss":
+            continue  # noticed where experts are stacked
+        problems = missing([name for name in names if name != lost], config)
+        # The one layer of experts that these models have may lack its bias.
+        is_whole = lost.removeprefix("bert.").startswith(WHOLE_PARTS)
+        if is_whole or lost.endswith("e_score_correction_bias"):
+            assert not problems
+        else:
+            assert [problem.path for problem in problems] == [lost]
 
 
 def test_goldens_are_small() -> None:

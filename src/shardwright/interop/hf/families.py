@@ -7,6 +7,7 @@ sharded. A tensor that a model may lack ends in `?`. Linear layers are [out, in]
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -25,8 +26,8 @@ class Family:
       prefix: What names start with if the model has a head. A model without one lacks it.
       layers: What the names of a layer start with, after the prefix.
       whole: Tensors outside the layers.
-      layer: Tensors of a layer, without its feed-forward block.
-      blocks: Each kind of feed-forward block; a layer has one of them.
+      layer: Tensors of a layer that are not part of a choice.
+      choices: Kinds of attention, and kinds of feed-forward blocks; a layer has one of each.
     """
 
     name: str
@@ -34,12 +35,12 @@ class Family:
     layers: str
     whole: Rows
     layer: Rows
-    blocks: tuple[Rows, ...]
+    choices: tuple[tuple[Rows, ...], ...]
 
     def rows(self) -> dict[str, str]:
         """Return all tensors, with experts one by one and stacked."""
         rows = dict(self.whole)
-        for part in (self.layer, *self.blocks):
+        for part in (self.layer, *itertools.chain(*self.choices)):
             rows |= {f"{self.layers}{name}": dims for name, dims in part.items()}
         stacked = {
             name.replace("experts.#.", "experts."): f"experts {dims}"
@@ -94,10 +95,17 @@ _DENSE = _gated("mlp", "mlp")
 _DECODER = {**_NORMS, **_ATTENTION, **_BUFFERS}
 _ROUTED = {"mlp.gate.weight": "router embed", **_gated("mlp.experts.#", "expert_mlp")}
 
+_BIASED = {**_ROUTED, "mlp.gate.e_score_correction_bias": "router ?"}
 
-def _decoder(name: str, layer: Rows = _DECODER, blocks: tuple[Rows, ...] = (_DENSE,)) -> Family:
+
+def _decoder(name: str, layer: Rows = _DECODER, *choices: tuple[Rows, ...]) -> Family:
     return Family(
-        name=name, prefix="model.", layers="layers.#.", whole=_WHOLE, layer=layer, blocks=blocks
+        name=name,
+        prefix="model.",
+        layers="layers.#.",
+        whole=_WHOLE,
+        layer=layer,
+        choices=choices or ((_DENSE,),),
     )
 
 
@@ -108,10 +116,11 @@ _QWEN_MOE = _decoder(
     {**_DECODER, **_HEAD_NORMS},
     (
         _DENSE,
+        _ROUTED,
         {
             **_ROUTED,
-            **_optional(_gated("mlp.shared_expert", "shared_mlp")),
-            "mlp.shared_expert_gate.weight": "- embed ?",
+            **_gated("mlp.shared_expert", "shared_mlp"),
+            "mlp.shared_expert_gate.weight": "- embed",
         },
     ),
 )
@@ -126,7 +135,8 @@ _GEMMA = _decoder(
 )
 _MIXTRAL = _decoder(
     "mixtral",
-    blocks=(
+    _DECODER,
+    (
         {
             "block_sparse_moe.gate.weight": "router embed",
             "block_sparse_moe.experts.#.w1.weight": "expert_mlp embed",
@@ -140,10 +150,6 @@ _DEEPSEEK = _decoder(
     {
         **_NORMS,
         **_BUFFERS,
-        **_optional(_linear("self_attn.q_proj", "heads embed")),
-        **_optional(_linear("self_attn.q_a_proj", "q_latent embed")),
-        **_optional(_norm("self_attn.q_a_layernorm", "q_latent")),
-        **_optional(_linear("self_attn.q_b_proj", "heads q_latent")),
         **_linear("self_attn.kv_a_proj_with_mqa", "kv_latent_rope embed"),
         **_norm("self_attn.kv_a_layernorm", "kv_latent"),
         **_linear("self_attn.kv_b_proj", "key_value_heads kv_latent"),
@@ -157,12 +163,17 @@ _DEEPSEEK = _decoder(
         "shared_head.head.weight": "vocab embed ?",
     },
     (
-        _DENSE,
+        _linear("self_attn.q_proj", "heads embed"),
         {
-            **_ROUTED,
-            "mlp.gate.e_score_correction_bias": "router ?",
-            **_optional(_gated("mlp.shared_experts", "shared_mlp")),
+            **_linear("self_attn.q_a_proj", "q_latent embed"),
+            **_norm("self_attn.q_a_layernorm", "q_latent"),
+            **_linear("self_attn.q_b_proj", "heads q_latent"),
         },
+    ),
+    (
+        _DENSE,
+        _BIASED,
+        {**_BIASED, **_gated("mlp.shared_experts", "shared_mlp")},
     ),
 )
 _ROUTER = {"mlp.router.weight": "router embed", "mlp.router.bias": "router"}
@@ -225,14 +236,11 @@ _BERT = Family(
         **_linear("attention.self.value", "kv_heads embed"),
         **_linear("attention.output.dense", "embed heads"),
         **_normed("attention.output"),
+        **_linear("intermediate.dense", "mlp embed"),
+        **_linear("output.dense", "embed mlp"),
         **_normed("output"),
     },
-    blocks=(
-        {
-            **_linear("intermediate.dense", "mlp embed"),
-            **_linear("output.dense", "embed mlp"),
-        },
-    ),
+    choices=(),
 )
 
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(

@@ -206,21 +206,37 @@ class Table:
         return Problem(error=CheckpointError, what=what, path=name, fix=fix)
 
     def required(self, present: set[str]) -> Iterator[str]:
-        """Yield the names of tensors that must be there, for the kind of model that is there."""
+        """Yield the names of tensors that must be there, for the kind of model that is there.
+
+        What a layer may lack, such as a bias, is in all layers or in none.
+        """
         family = self.family
         prefix = family.prefix if any(name.startswith(family.prefix) for name in present) else ""
-        yield from (prefix + name for name in _needed(family.whole))
-        for layer in range(required_size(self.config, "num_hidden_layers")):
-            start = prefix + family.layers.replace("#", str(layer))
-            blocks = [[start + name for name in _needed(block)] for block in family.blocks]
-            # The block of which most tensors are there.
-            block = max(blocks, key=lambda names: sum(name in present for name in names))
-            yield from (start + name for name in _needed(family.layer))
-            yield from block
+        yield from (prefix + name for name, dims in family.whole.items() if dims[-1] != "?")
+        has_head = prefix and "lm_head.weight" in family.whole
+        if has_head and self.config.get("tie_word_embeddings") is False:
+            yield "lm_head.weight"
+        groups = ((family.layer,), *family.choices)
+        choices = [[_unnumbered(rows) for rows in kinds] for kinds in groups]
+        chosen: list[tuple[str, int, int]] = []
+        for number in range(required_size(self.config, "num_hidden_layers")):
+            start = prefix + family.layers.replace("#", str(number))
+            for at, kinds in enumerate(choices):
+                # The kind of which most tensors are there.
+                there = [sum(start + name in present for name in rows) for rows in kinds]
+                chosen.append((start, at, there.index(max(there))))
+        seen = {
+            (at, kind, name)
+            for start, at, kind in chosen
+            for name in choices[at][kind]
+            if start + name in present
+        }
+        for start, at, kind in chosen:
+            for name, dims in choices[at][kind].items():
+                if dims[-1] != "?" or (at, kind, name) in seen:
+                    yield start + name
 
 
-def _needed(rows: Mapping[str, str]) -> list[str]:
-    """Return the names of required tensors. Experts have no number."""
-    return [
-        name.replace("experts.#.", "experts.") for name, dims in rows.items() if dims[-1] != "?"
-    ]
+def _unnumbered(rows: Mapping[str, str]) -> dict[str, str]:
+    """Return rows with the names that stacks of experts have."""
+    return {name.replace("experts.#.", "experts."): dims for name, dims in rows.items()}
