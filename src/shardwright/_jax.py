@@ -262,6 +262,40 @@ def source_line(equation: Any, *, skip_libraries: bool = False) -> str:
     return ""
 
 
+def program_lines(frame: Any, *, most: int = 8) -> str:
+    """Return the lines of the program that a thread is in, as `step.py:12 < train.py:50`.
+
+    Lines of libraries are left out. A thread in nothing else is in the lines of the libraries.
+    """
+    files: list[tuple[str, int]] = []
+    while frame is not None:
+        files.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    own = [
+        file
+        for file in files
+        if not file[0].startswith(_NOT_THE_MODEL) and not _LIBRARY.search(file[0])
+    ]
+    shown = (own or files)[:most]
+    return " < ".join(f"{os.path.basename(name)}:{line}" for name, line in shown)
+
+
+def is_in(frame: Any, code: Any) -> bool:
+    """Tell whether a thread is in a function, given its innermost frame and the function's code."""
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def shuts_down(frame: Any) -> bool:
+    """Tell whether a thread is in `jax.distributed.shutdown`, where it waits for all processes."""
+    from jax._src import distributed
+
+    return is_in(frame, distributed.State.shutdown.__code__)
+
+
 def newly_manual_axes(parameters: dict[str, Any]) -> frozenset[str]:
     """Return the mesh axes that a `shard_map` equation makes Manual."""
     return frozenset(parameters.get("newly_manual_axes", parameters.get("manual_axes", ())))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +191,30 @@ def test_constraints_cost_nothing_in_the_cache() -> None:
 
     jax.jit(f).trace(jax.ShapeDtypeStruct((8, 8), np.float32))
     assert len(pm._cache) - before == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"agree": 1}, "agree=1 is not a bool"),
+        ({"watchdog": 0}, "watchdog=0 is not a number of seconds, at least 1"),
+        ({"watchdog": True}, "watchdog=True is not a number"),
+        ({"watchdog": "8"}, "watchdog='8' is not a number"),
+        ({"watchdog": float("nan")}, "watchdog=nan is not a number"),
+    ],
+)
+def test_invalid_options_for_processes(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(sw.StrategyError, match=re.escape(says)):
+        sw.PartitionManager(sw.Strategy.preset("ddp"), mesh=sw.abstract_mesh("dp:8"), **options)
+
+
+def test_options_for_processes_are_not_identity() -> None:
+    strategy, mesh = sw.Strategy.preset("ddp"), sw.create_mesh("dp:8")
+    plain = sw.PartitionManager(strategy, mesh=mesh)
+    other = sw.PartitionManager(strategy, mesh=mesh, agree=False, watchdog=8)
+    assert plain == other
+    assert hash(plain) == hash(other)
+    assert jax.tree.structure(plain) == jax.tree.structure(other)
+    with other, other.for_mode("decode"):  # one process: there is nobody to watch
+        other.agree({"w": jnp.ones(8)}, {"w": (sw.EMBED,)})
+    assert all(thread.name != "shardwright-watchdog" for thread in threading.enumerate())

@@ -335,15 +335,14 @@ PARTS = {
 }
 
 
-def connect(port: int, rank: int, count: int = 2) -> None:
+def connect(port: int, rank: int, count: int = 2, **timeouts: int) -> None:
     jax.config.update("jax_num_cpu_devices", 4)
     jax.distributed.initialize(
         f"127.0.0.1:{port}",
         count,
         rank,
-        initialization_timeout=30,
-        heartbeat_timeout_seconds=10,
-        shutdown_timeout_seconds=10,
+        initialization_timeout=60,
+        **(timeouts or {"heartbeat_timeout_seconds": 10, "shutdown_timeout_seconds": 10}),
     )
     jax.devices()
 

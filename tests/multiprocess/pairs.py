@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """Exit code and output of one process, and the seconds until it ended."""
+    """Exit code and output of one process, and when it ended, as `time.time` has it."""
 
     code: int
     text: str
-    seconds: float
+    at: float
 
 
 def free_port() -> int:
@@ -51,7 +51,7 @@ def run(
     folder: Path,
     *,
     count: int = 2,
-    wall_s: float = 120,
+    wall_s: float = 300,
     together: bool = True,
 ) -> list[Ended]:
     """Run `count` processes with `PORT RANK *arguments` until all have ended.
@@ -70,12 +70,12 @@ def run(
     running = [
         start(module, [port, rank, *arguments], output) for rank, output in enumerate(outputs)
     ]
-    seconds = [0.0] * count
+    ended_at = [0.0] * count
     while time.monotonic() < begun + wall_s:
         for rank, process in enumerate(running):
-            if process.poll() is not None and not seconds[rank]:
-                seconds[rank] = time.monotonic() - begun
-        if all(seconds):
+            if process.poll() is not None and not ended_at[rank]:
+                ended_at[rank] = time.time()
+        if all(ended_at):
             break
         if together and any(process.poll() not in (None, 0) for process in running):
             time.sleep(1)  # the others may have something to say too
@@ -85,8 +85,8 @@ def run(
         if process.poll() is None:
             process.kill()
         process.wait()
-        seconds[rank] = seconds[rank] or time.monotonic() - begun
+        ended_at[rank] = ended_at[rank] or time.time()
     return [
-        Ended(code=process.returncode, text=output.read_text(), seconds=passed)
-        for process, output, passed in zip(running, outputs, seconds, strict=True)
+        Ended(code=process.returncode, text=output.read_text(), at=at)
+        for process, output, at in zip(running, outputs, ended_at, strict=True)
     ]

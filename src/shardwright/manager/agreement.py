@@ -19,7 +19,7 @@ import numpy as np
 
 from shardwright import _jax
 from shardwright.errors import AgreementError
-from shardwright.manager import processes
+from shardwright.manager import processes, watchdog
 from shardwright.manager.core import ManagerCore
 from shardwright.manager.processes import Fact, ProcessGroup
 from shardwright.resolution.rules import Rule
@@ -53,6 +53,8 @@ def meet(manager: ManagerCore) -> None:
     try:
         if manager._options.agree:
             agree_on_manager(manager, group)
+        if manager._options.watchdog is not None:
+            watchdog.watch(group, manager._options.watchdog)
     except BaseException:
         object.__setattr__(manager, "_met", False)
         raise

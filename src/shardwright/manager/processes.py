@@ -162,7 +162,7 @@ def compare(
     number = store.count(f"{room}/calls/{group.rank}")
     digest = facts_digest(facts)
     store.set(f"{room}/{number}/digests/{group.rank}", digest.encode())
-    digests = _collected(group, f"{room}/{number}/digests", what, patience)
+    digests = collect(group, f"{room}/{number}/digests", what, patience)
     # All processes have made this call, so none reads the digests of earlier calls. Keep the last
     # ones, for threads that compare at the same time.
     store.delete(f"{room}/{number - 4}/digests/{group.rank}")
@@ -177,7 +177,7 @@ def compare(
     raise disagreement(sides, what, fix)
 
 
-def _collected(group: ProcessGroup, folder: str, what: str, patience: float) -> dict[int, str]:
+def collect(group: ProcessGroup, folder: str, what: str, patience: float) -> dict[int, str]:
     """Wait for the digests of all processes, and return them by rank."""
     begun, reported = time.monotonic(), False
     while True:

@@ -1,0 +1,305 @@
+"""The watchdog: end this process, with a message, if another process of its mesh is missing.
+
+A process that is killed, raises or ends leaves the others waiting in a collective. A thread beside
+the main thread writes a beat into JAX's coordination store and reads those of the others. JAX's own
+`get_live_nodes` cannot do this, because it waits for the process that waits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import dataclasses
+import enum
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any, Final
+
+import jax
+
+from shardwright import _jax
+from shardwright.manager.processes import ROOT, ProcessGroup, collect
+
+# EX_TEMPFAIL of sysexits.h: the program may succeed if it is started again.
+EXIT_CODE: Final = 75
+_ROOM: Final = f"{ROOT}/watchdog"
+_SHARE_OF_CPU: Final = 0.05  # a main thread that uses more is not waiting
+
+
+class _State(enum.StrEnum):
+    """What a process says about itself."""
+
+    RUNS = "runs"
+    ENDED = "ended"
+    RAISED = "raised"
+    LEFT = "left"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Beat:
+    """What a process writes every few hundred milliseconds.
+
+    Attributes:
+      number: Counts the beats.
+      state: What it does.
+      text: What it raised, or empty.
+      lost: Whether it raised an error of JAX, which another process may have caused.
+      place: Lines of the program that its main thread is in, the innermost first.
+      waits_s: Seconds for which its main thread has run no Python code and used no processor.
+    """
+
+    number: int = 0
+    state: str = _State.RUNS
+    text: str = ""
+    lost: bool = False
+    place: str = ""
+    waits_s: float = 0.0
+
+
+def watch(group: ProcessGroup, seconds: float) -> None:
+    """Start the watchdog of this process, or let the one that runs watch these processes too."""
+    for thread in threading.enumerate():
+        if isinstance(thread, Watchdog):
+            thread.widen(group, seconds)
+            return
+    Watchdog(group, seconds).start()
+
+
+class Watchdog(threading.Thread):
+    """Watch the processes of a mesh until one is missing; then print that, and end this process.
+
+    Args:
+      group: The processes.
+      seconds: How long one may be missing.
+    """
+
+    def __init__(self, group: ProcessGroup, seconds: float) -> None:
+        super().__init__(name="shardwright-watchdog", daemon=True)
+        self._store, self._rank = group.store, group.rank
+        self._ranks, self._seconds = frozenset(group.ranks), float(seconds)
+        self._main = _MainThread()
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._own = _Beat()
+        self._alive: frozenset[int] = frozenset()
+        self._trouble_since = 0.0
+        atexit.register(self._leave)
+
+    def widen(self, group: ProcessGroup, seconds: float) -> None:
+        """Watch more processes, or more closely."""
+        self._ranks |= frozenset(group.ranks)
+        self._seconds = min(self._seconds, float(seconds))
+
+    @property
+    def _interval(self) -> float:
+        return min(self._seconds / 16, 5.0)
+
+    def run(self) -> None:
+        """Beat and look, until this process ends."""
+        last = answered = time.monotonic()
+        while True:
+            now = time.monotonic()
+            if now - last > 4 * self._interval + 1:
+                self._seen.clear()  # this process was stopped: the others did not fall silent
+                self._main.restart()
+            last = now
+            try:
+                self._beat()
+                beats = self._read()
+                answered = time.monotonic()
+            except RuntimeError as error:
+                if _jax.coordination_store() is None:
+                    return  # jax.distributed.shutdown was called
+                if time.monotonic() - answered > self._seconds:
+                    self._end(f"process 0, which coordinates, does not answer: {error}")
+            else:
+                self._look(beats)
+                if self._own.state == _State.ENDED and self._all_ended(beats):
+                    return
+            ended = self._own.state == _State.ENDED
+            time.sleep(min(self._interval, 0.25) if ended else self._interval)
+
+    def _all_ended(self, beats: dict[int, _Beat]) -> bool:
+        return all(beat.state != _State.RUNS for rank, beat in beats.items() if rank in self._ranks)
+
+    def _beat(self, state: str = "") -> None:
+        place, waits = self._main.look()
+        own = self._own
+        state = state or (_State.ENDED if _jax.shuts_down(self._main.frame()) else own.state)
+        self._own = dataclasses.replace(own, number=own.number + 1, place=place, waits_s=waits)
+        beat = dataclasses.replace(self._own, state=state)
+        data = json.dumps(dataclasses.asdict(beat)).encode()
+        self._store.set(f"{_ROOM}/beats/{self._rank}", data)
+
+    def _read(self) -> dict[int, _Beat]:
+        verdicts = self._store.entries(f"{_ROOM}/verdict")
+        if verdicts:
+            self._end(min(verdicts.values()).decode())
+        found = self._store.entries(f"{_ROOM}/beats")
+        return {int(rank): _Beat(**json.loads(data)) for rank, data in found.items()}
+
+    def _look(self, beats: dict[int, _Beat]) -> None:
+        """End this process if the beats of the others say that one is missing."""
+        missing = self._silent(beats)
+        self._alive = self._ranks - frozenset(missing)
+        raised = {rank: beat for rank, beat in beats.items() if beat.state == _State.RAISED}
+        raised = {rank: beat for rank, beat in raised.items() if rank in self._ranks}
+        for rank, beat in raised.items():
+            missing[rank] = f"process {rank} raised {beat.text}"
+        missing |= {
+            rank: text for rank, text in self._elsewhere(beats).items() if rank not in missing
+        }
+        if not missing:
+            return
+        self._trouble_since = self._trouble_since or time.monotonic()
+        late = time.monotonic() - self._trouble_since > self._seconds - self._interval
+        # Errors of JAX may come from a process that was killed, which is not yet silent for long.
+        if not late and set(missing) == {rank for rank, beat in raised.items() if beat.lost}:
+            return
+        text = "; ".join(text for _, text in sorted(missing.items()))
+        self._end(text, missing=frozenset(missing))
+
+    def _silent(self, beats: dict[int, _Beat]) -> dict[int, str]:
+        now, missing = time.monotonic(), {}
+        for rank in self._ranks - {self._rank}:
+            if (beat := beats.get(rank)) is None:
+                continue  # it has not entered its manager yet, or has no watchdog
+            number, since = self._seen.get(rank, (-1, now))
+            if beat.number != number:
+                self._seen[rank] = (beat.number, now)
+            elif now - since >= self._seconds - self._interval and beat.state != _State.ENDED:
+                missing[rank] = _no_sign(rank, now - since)
+        return missing
+
+    def _elsewhere(self, beats: dict[int, _Beat]) -> dict[int, str]:
+        """Return the processes that this one waits for: they have ended, or are elsewhere."""
+        own = self._own
+        if own.state != _State.RUNS or own.waits_s < self._seconds - self._interval:
+            return {}
+        missing = {}
+        for rank in self._ranks - {self._rank}:
+            beat = beats.get(rank, own)
+            silent = time.monotonic() - self._seen.get(rank, (0, time.monotonic()))[1]
+            if beat.state == _State.ENDED:
+                missing[rank] = f"process {rank} has ended"
+            elif silent > 4 * self._interval:
+                missing[rank] = _no_sign(rank, silent)
+            elif beat.state == _State.RUNS and beat.place != own.place:
+                missing[rank] = f"process {rank} is at {_first(beat.place)}"
+        if missing:
+            missing[self._rank] = (
+                f"process {self._rank} has waited {own.waits_s:.1f} s at {_first(own.place)}"
+            )
+        return missing
+
+    def _leave(self) -> None:
+        """Tell the others that this process ends; at exit, before JAX waits for them."""
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if error is None or hasattr(sys, "ps1") or not self.is_alive():
+            self._own = dataclasses.replace(self._own, state=_State.ENDED)
+            # Until all have ended, as JAX would wait. A thread that is in native code while Python
+            # ends would abort this process.
+            self.join()
+            return
+        text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        lost = isinstance(error, jax.errors.JaxRuntimeError)
+        self._own = dataclasses.replace(self._own, state=_State.RAISED, text=text, lost=lost)
+        # JAX would wait here for the others, which wait for this process. The thread ends it.
+        self.join(self._seconds + 4 * self._interval)
+        os._exit(1)
+
+    def _end(self, text: str, *, missing: frozenset[int] = frozenset()) -> None:
+        """Print which processes are missing, tell the others, and end this process."""
+        own = self._own
+        # A process that raised ends as it would have without a watchdog.
+        code = 1 if own.state == _State.RAISED and not own.lost else EXIT_CODE
+        _write(f"shardwright watchdog in process {self._rank}: {text}\n")
+        place = f" It was at {own.place}." if own.state == _State.RUNS else ""
+        _write(f"  process {self._rank} ends with exit code {code}.{place}\n")
+        flush = threading.Thread(target=sys.stdout.flush, daemon=True)
+        flush.start()
+        flush.join(0.5)  # the main thread may hold the lock of the stream
+        try:
+            if missing:
+                self._store.set(f"{_ROOM}/verdict/{self._rank}", text.encode())
+            if self._rank != 0 and own.state == _State.RAISED:
+                self._linger()  # without this process, the collectives of the others fail
+            self._beat(_State.LEFT)
+            if self._rank == 0:
+                self._linger()  # without process 0, JAX aborts the others before they end
+                time.sleep(0.1)
+        except RuntimeError:
+            pass  # process 0 has gone already
+        finally:
+            os._exit(code)
+
+    def _linger(self) -> None:
+        """Wait a little until the others leave."""
+        deadline = time.monotonic() + min(3 * self._interval, 2.0)
+        while time.monotonic() < deadline:
+            found = self._store.entries(f"{_ROOM}/beats")
+            states = {int(rank): json.loads(data)["state"] for rank, data in found.items()}
+            if all(
+                states.get(rank, _State.LEFT) == _State.LEFT for rank in self._alive - {self._rank}
+            ):
+                return
+            time.sleep(0.05)
+
+
+class _MainThread:
+    """What the main thread does: whether it runs Python code or waits, and in which lines.
+
+    The interpreter runs a pending call in the main thread, before its next instruction of Python
+    code. So a pending call that does not run shows that the thread is in one call of native code.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.main_thread()
+        self._call = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._answer)
+        self._pending, self._ran, self._cpu = False, True, 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin to count anew."""
+        self._since = self._before = time.monotonic()
+
+    def _answer(self, _: object) -> int:
+        self._pending = False
+        if not _jax.is_in(sys._getframe(), collect.__code__):  # there it waits for a process
+            self._ran = True
+        return 0
+
+    def frame(self) -> Any:
+        """Return the innermost frame of the main thread, or None."""
+        return sys._current_frames().get(self._thread.ident or 0)
+
+    def look(self) -> tuple[str, float]:
+        """Return the lines that the thread is in, and for how many seconds it has waited."""
+        now, cpu = time.monotonic(), _cpu_seconds(self._thread)
+        if self._ran or cpu - self._cpu > _SHARE_OF_CPU * (now - self._before):
+            self._since = now
+        self._ran, self._cpu, self._before = False, cpu, now
+        if not self._pending:
+            self._pending = True
+            ctypes.pythonapi.Py_AddPendingCall(self._call, None)
+        return _jax.program_lines(self.frame()), now - self._since
+
+
+def _cpu_seconds(thread: threading.Thread) -> float:
+    clock: Any = getattr(time, "pthread_getcpuclockid", None)
+    return 0.0 if clock is None else time.clock_gettime(clock(thread.ident))
+
+
+def _no_sign(rank: int, seconds: float) -> str:
+    return f"process {rank} has given no sign of life for {seconds:.1f} s"
+
+
+def _first(place: str) -> str:
+    return place.partition(" < ")[0] or "an unknown line"
+
+
+def _write(text: str) -> None:
+    """Write to standard error without its lock, which the main thread may hold."""
+    os.write(2, text.encode())

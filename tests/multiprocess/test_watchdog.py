@@ -1,0 +1,71 @@
+"""If one process fails, the others say so and end within 10 seconds; see `failing.py`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from shardwright.manager.watchdog import EXIT_CODE
+from tests.multiprocess import pairs
+
+pytestmark = pytest.mark.multiprocess
+
+WAITS = r"process 0 has waited 7\.\d s at failing\.py:\d+; "
+SAYS = {
+    "raise": r"process {last} raised ValueError: the last process raises",
+    "kill": r"process {last} has given no sign of life for \d\.\d s",
+    "sleep": WAITS + r"process {last} is at failing\.py:\d+",
+    "part": WAITS + r"process {last} is at failing\.py:\d+",
+    "end": WAITS + r"process {last} has ended",
+}
+
+
+def run(folder: Path, count: int, how: str, seconds: float) -> tuple[list[pairs.Ended], str]:
+    ended = pairs.run(
+        "tests.multiprocess.failing", [count, how, seconds], folder, count=count, together=False
+    )
+    return ended, "\n".join(f"process {rank}:\n{done.text}" for rank, done in enumerate(ended))
+
+
+@pytest.mark.parametrize(
+    ("how", "count"),
+    [
+        ("raise", 2),
+        *(pytest.param(how, 2, marks=pytest.mark.wide) for how in SAYS if how != "raise"),
+        *(pytest.param(how, 4, marks=pytest.mark.slow) for how in SAYS),
+    ],
+)
+def test_every_survivor_says_who_is_missing(how: str, count: int, tmp_path: Path) -> None:
+    ended, output = run(tmp_path, count, how, 8)
+    *survivors, culprit = ended
+    failed_at = float(re.findall(r"fails at ([\d.]+)", culprit.text)[0])
+    for rank, process in enumerate(survivors):
+        says = SAYS[how].format(last=count - 1)
+        assert re.search(rf"watchdog in process {rank}: .*{says}", process.text), output
+        assert process.code == EXIT_CODE, output
+        assert process.at - failed_at < 10, output
+    if how == "raise":  # as Python exits
+        assert culprit.code == 1, output
+    elif how != "kill":
+        assert culprit.code == EXIT_CODE, output
+
+
+@pytest.mark.wide
+def test_the_others_end_without_the_coordinator(tmp_path: Path) -> None:
+    """JAX aborts them."""
+    ended, output = run(tmp_path, 2, "coordinator", 8)
+    failed_at = float(re.findall(r"fails at ([\d.]+)", ended[0].text)[0])
+    assert ended[1].code not in (0, None), output
+    assert ended[1].at - failed_at < 10, output
+    assert re.search(r"watchdog|JAX distributed service detected fatal errors", ended[1].text)
+
+
+@pytest.mark.wide
+def test_healthy_processes_are_left_alone(tmp_path: Path) -> None:
+    """Steps that wait, one process that is slow for a while, and one that ends later."""
+    ended, output = run(tmp_path, 2, "healthy", 3)
+    assert [process.code for process in ended] == [0, 0], output
+    assert all("all is well" in process.text for process in ended), output
+    assert "watchdog" not in output
