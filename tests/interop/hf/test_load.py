@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
+from shardwright.checkpoint import export_safetensors
 from shardwright.errors import CheckpointError
 from shardwright.interop import hf
 from shardwright.interop.hf import checkpoint as checkpoint_module
@@ -82,6 +83,18 @@ def test_files_with_an_index(tmp_path: Path) -> None:
     files.write_shards(tmp_path, "qwen2", values)
     params, _ = hf.load(tmp_path, manager())
     assert_equal(params, values)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3_moe"])
+def test_exported_parameters_load_again(case: str, tmp_path: Path) -> None:
+    """Stacked experts stay stacked, under the names without numbers."""
+    files.write(tmp_path, case)
+    params, _ = hf.load(tmp_path, manager())
+    exported = tmp_path / "exported"
+    export_safetensors(exported, params)
+    files.write_config(exported, case)
+    again, _ = hf.load(exported, manager("fsdp:2,tp:2", "fsdp_tp"))
+    assert_equal(again, {name: np.asarray(value) for name, value in params.items()})
 
 
 def test_one_file_by_its_path(tmp_path: Path) -> None:
