@@ -236,7 +236,7 @@ _NOT_THE_MODEL: tuple[str, ...] = tuple(
     f"{folder}{os.sep}"
     for folder in (Path(jax.__file__ or "").resolve().parent, Path(__file__).resolve().parent)
 )
-# It is a model, though it is part of this package.
+# This folder of the package is a model, so its lines are lines of the model.
 _REFERENCE_MODEL: str = os.path.join(*_NOT_THE_MODEL[-1:], "interop", "hf_decoder", "")
 # Files of installed packages and of Python itself.
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<frozen ")
@@ -314,8 +314,8 @@ def scan_parts(parameters: dict[str, Any]) -> tuple[int, int, Any]:
 class CoordinationStore:
     """The keys and values that the processes of `jax.distributed` share.
 
-    They lie in the process of rank 0, and no call here is a collective. Each call raises a
-    `JaxRuntimeError` if that process does not answer.
+    The process of rank 0 stores them. No method is a collective. Each method raises a
+    `JaxRuntimeError` if that process does not respond.
 
     Attributes:
       client: JAX's client of the store.
@@ -326,11 +326,11 @@ class CoordinationStore:
     rank: int
 
     def set(self, key: str, value: bytes) -> None:
-        """Set a key, whatever its value was."""
+        """Set the value of a key, and overwrite an older value."""
         self.client.key_value_set_bytes(key, value, allow_overwrite=True)
 
     def wait(self, key: str, seconds: float) -> bytes | None:
-        """Return the value of a key as soon as it is set, or None after some seconds."""
+        """Wait until a key is set, and return its value. Return None after some seconds."""
         try:
             value: bytes = self.client.blocking_key_value_get_bytes(key, max(1, int(seconds * 1e3)))
         except jax.errors.JaxRuntimeError as error:
@@ -340,12 +340,12 @@ class CoordinationStore:
         return value
 
     def entries(self, folder: str) -> dict[str, bytes]:
-        """Return the keys below a folder, without its name, and their values."""
-        found = self.client.key_value_dir_get_bytes(f"{folder}/")
-        return {key.removeprefix(f"{folder}/"): value for key, value in found}
+        """Return the values below a folder, by key without the name of the folder."""
+        pairs = self.client.key_value_dir_get_bytes(f"{folder}/")
+        return {key.removeprefix(f"{folder}/"): value for key, value in pairs}
 
     def count(self, key: str, by: int = 1) -> int:
-        """Add to a counter, and return it."""
+        """Add to a counter, and return its new value."""
         return int(self.client.key_value_increment(key, by))
 
     def delete(self, key: str) -> None:
@@ -354,10 +354,10 @@ class CoordinationStore:
 
 
 def coordination_store() -> CoordinationStore | None:
-    """Return the store of `jax.distributed`, or None where it is not initialized.
+    """Return the store of `jax.distributed`, or None if `jax.distributed` is not initialized.
 
-    No public function returns the client. `multihost_utils` would be no substitute: its functions
-    are collectives, which hang if the processes differ.
+    No public function of JAX returns the client. The functions of `multihost_utils` are not
+    suitable, because they are collectives, which hang if the processes differ.
     """
     from jax._src import distributed
 

@@ -141,7 +141,7 @@ class RankMismatchError(ShardingError):
 
 
 class ShapeRequiredError(ShardingError):
-    """The sharding depends on a size that was not given."""
+    """The sharding depends on a size that is not known."""
 
 
 class ManualAxisError(ShardingError):
@@ -155,9 +155,7 @@ class MeshMismatchError(ShardingError):
 
 
 class AgreementError(ShardingError):
-    """Processes differ that must agree: in rules, policy, mesh, specs, shapes or data; or a process
-    did not come.
-    """
+    """Processes have different rules, policy, mesh, specs, shapes or data, or one is missing."""
 
 
 class NoManagerError(ShardingError):
@@ -248,7 +246,7 @@ def raise_problems(problems: Sequence[Problem], *, resolution: Any = None) -> No
 
 
 def shortened(text: str, most: int) -> str:
-    """Cut text to about `most` characters. Keep both ends, and state the number of the others."""
+    """Cut text to about `most` characters. Keep both ends, and say how many others there are."""
     if len(text) <= most:
         return text
     half = most // 2

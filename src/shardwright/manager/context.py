@@ -467,11 +467,14 @@ def mapped_inputs() -> Any:
 
 
 def settings_entered(settings: Hashable) -> AbstractContextManager[object]:
-    """Return a context with settings of a bridge, which are part of JAX's cache keys."""
+    """Return a context in which `settings` returns these settings of a bridge.
+
+    They are part of JAX's cache keys.
+    """
     entered: AbstractContextManager[object] = _SETTINGS(settings)
     return entered
 
 
 def settings() -> Any:
-    """Return what the innermost `settings_entered` of this thread was given, or None."""
+    """Return the settings of the innermost `settings_entered` of this thread, or None."""
     return _SETTINGS.value

@@ -77,7 +77,7 @@ def einsum(
       spec: Subscripts, as in `jnp.einsum`.
       *operands: Arrays.
       out: Annotation of the result: a tuple of axes, or a layout.
-      mode: Runtime mode. Defaults to the manager's.
+      mode: Runtime mode. Defaults to the manager's mode.
       precision: As in `jnp.einsum`.
       preferred_element_type: As in `jnp.einsum`.
 
@@ -108,7 +108,7 @@ def dot_general(
       rhs: Array.
       dimension_numbers: As in `jax.lax.dot_general`.
       out: Annotation of the result: a tuple of axes, or a layout.
-      mode: Runtime mode. Defaults to the manager's.
+      mode: Runtime mode. Defaults to the manager's mode.
       precision: As in `jax.lax.dot_general`.
       preferred_element_type: As in `jax.lax.dot_general`.
 

@@ -172,8 +172,9 @@ class SemanticShardMap:
     ) -> Any:
         """Return the annotations of the outputs.
 
-        A tuple of annotations can also be read as one annotation of composites. The number of
-        outputs decides, so the function is traced, once for each combination of argument shapes.
+        A tuple of annotations can also be read as one annotation of composites. The structure of
+        the outputs decides, so the function is traced, once for each combination of argument
+        shapes.
         """
         if not any(
             is_tuple_of_annotations(output.annotation) for output in jax.tree.leaves(self.out_axes)

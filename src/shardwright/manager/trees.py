@@ -120,17 +120,17 @@ class TreeMethods(ManagerCore):
     ) -> None:
         """Check that every process of the mesh has the same tree: paths, shapes, dtypes, specs.
 
-        All processes of the mesh must call it. It is not a collective: it waits 8 seconds at most.
-        It does nothing on a mesh of one process, and under `agree=False`. The arguments are those
-        of `shardings`.
+        All processes of the mesh must call this method. It is not a collective: it waits 8 seconds
+        at most. It does nothing on a mesh of one process, and under `agree=False`. The arguments
+        are those of `shardings`.
 
         Raises:
-          AgreementError: A leaf differs between processes, or a process did not come.
-          ShardingError: As `shardings` does.
+          AgreementError: A leaf differs between processes, or a process did not make the call.
+          ShardingError: See `shardings`.
         """
         facts: dict[str, Fact] = {}
 
-        def note(leaf: annotated.Leaf) -> None:
+        def add_fact(leaf: annotated.Leaf) -> None:
             request = Request(leaf.annotation, np.shape(leaf.value), mode, role, leaf.path)
             text, places = array_text(leaf.value), ""
             try:
@@ -140,24 +140,25 @@ class TreeMethods(ManagerCore):
             finally:
                 facts[leaf.path or "the array"] = Fact(text, places)
 
-        wrong: ShardingError | None = None
+        failure: ShardingError | None = None
         try:
-            map_leaves(values, annotations, note)
-        except ShardingError as error:  # in one process alone it would leave the others waiting
-            wrong = error
+            map_leaves(values, annotations, add_fact)
+        except ShardingError as error:
+            # Compare before raising: otherwise, the other processes would wait for this one.
+            failure = error
         if (group := self._group()) is not None:
             fix = "build the same tree, with the same specs, in every process"
             compare(group, "agree", facts, what="pm.agree", fix=fix)
-        if wrong is not None:
-            raise wrong
+        if failure is not None:
+            raise failure
 
     def init(self, specs: Any, key: Any, *, mode: str | None = None) -> Any:
         """Initialize a tree of `ArraySpec`s in one jit. Each array is created already sharded.
 
         Args:
           specs: A tree of `ArraySpec`s with `init`.
-          key: PRNG key. The key of each leaf is folded with its path, so a new parameter does not
-            change the values of others.
+          key: PRNG key. Each leaf uses this key with the leaf's path folded in, so a new parameter
+            does not change the values of others.
           mode: Runtime mode. Defaults to the manager's mode.
 
         Raises:
@@ -170,8 +171,8 @@ class TreeMethods(ManagerCore):
         request = (*jax.tree.flatten(specs), mode)
         kept: tuple[Any, Any] = self._cache["init"] or (None, None)
         before, init = kept
-        # Cache only the last function. Two initializers of jax.nn are never equal, so a cache of
-        # all functions would only grow.
+        # Cache only the last function. An initializer of jax.nn that is created again does not
+        # equal the first one, so a cache of all functions would grow.
         if before != request:
             init = jax.jit(
                 initialize.initializer(specs), out_shardings=self.shardings(specs, mode=mode)

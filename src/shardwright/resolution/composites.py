@@ -103,8 +103,9 @@ class Composite:
         return math.prod(len(chain) for chain in self.chains)
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield the product lazily; what a member passed over is reported once, with the first
-        candidate after it.
+        """Yield the candidates of the product, one at a time.
+
+        What a member skipped is recorded once, in the first candidate after it.
         """
         reported: set[int] = set()
         for at, picks in enumerate(itertools.product(*self.chains)):

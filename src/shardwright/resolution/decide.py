@@ -55,7 +55,7 @@ class Decider:
       role: Role of the array.
       shape: Sizes, local along the mesh axes in `manual`; None if unknown.
       path: Path of the tensor, or None.
-      manual: Mesh axes that a surrounding `shard_map` has already applied.
+      manual: Mesh axes that an enclosing `shard_map` has already applied.
       taken: Mesh axis -> position and label of the dim that holds it.
       problems: What went wrong so far.
       stood_in: Dims that use the rule of the semantic axis named in `Dim.means`.
@@ -329,7 +329,7 @@ class Decider:
         trial.failure = trial.failure or failure
 
     def needs_shape(self, trial: Trial, rule: Chain) -> bool:
-        """Tell whether the size decides which of several answers applies."""
+        """Tell whether the decision depends on the size."""
         policy = self.rules.policy
         if trial.lives and policy.indivisible is not Indivisible.ERROR:
             return True

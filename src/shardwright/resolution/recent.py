@@ -24,7 +24,7 @@ class Recent(dict[Any, Any]):
         self._older: dict[Any, Any] = {}
 
     def __missing__(self, key: Any) -> Any:
-        """Look among the older values; one that is found counts as used again."""
+        """Return an older value, which then counts as used again, or None."""
         value = self._older.get(key) if self._older else None
         return None if value is None else self.keep(key, value)
 
@@ -34,24 +34,24 @@ class Recent(dict[Any, Any]):
             self[key] = value
 
     def keep(self, key: Any, value: Any) -> Any:
-        """Keep a value if the key has none yet, and return the value that is kept."""
+        """Add a value if the key has none. Return the value that the key has then."""
         with self._lock:
             if not self._older and len(self) < KEPT:
                 return self.setdefault(key, value)
-            kept = self.get(key, self._older.get(key))
-            if kept is None:
-                kept = value
+            current = self.get(key, self._older.get(key))
+            if current is None:
+                current = value
             if len(self) >= KEPT:
                 self._older = dict(self)
                 self.clear()
-            self[key] = kept
-            return kept
+            self[key] = current
+            return current
 
 
 class Shardings(dict[Any, Any]):
-    """Shardings by annotation and shape. Each is made at its first look-up.
+    """Shardings by annotation and shape. Each is computed at its first lookup.
 
-    `make` keeps the objects itself, so clearing this dict loses none of them.
+    `make` returns the identical object for equal specs, even after this dict is cleared.
     """
 
     __slots__ = ("make",)

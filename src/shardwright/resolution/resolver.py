@@ -2,8 +2,8 @@
 
 The resolver is pure: no arrays, devices, globals or environment. It lowers a request to dims, a
 mode and a role. `decide` decides the dims from left to right, or `rule_order` in the order of the
-rules. `parts` derives parts of a weight and optimizer state. The rules keep the answers of recent
-requests.
+rules. `parts` derives the decisions of parts of a weight and of optimizer state. `AxisRules` caches
+the resolutions of recent requests.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def decide_in_rule_order(decider: Decider, dims: Sequence[Dim]) -> list[DimDecis
 
 
 def _opened(decider: Decider, position: int, dim: Dim) -> DimDecision | _Open:
-    """Return what is tried for a dim, or its decision if no rule has a candidate for it."""
+    """Return a dim as `_Open`, or its decision if no candidate must be tried."""
     names = [axis for axis, _ in dim.merged] if dim.merged else dim.axes
     if dim.literal is not None or not names or not decider.rules.known_axes.issuperset(names):
         return decider.decide(position, dim)

@@ -342,7 +342,7 @@ class AxisRules:
       params: The same for stored weights.
       tensors: Exceptions by path; the first match applies.
       user_axes: Axes that the strategy declares.
-      policy: What to do if a rule cannot be followed.
+      policy: What to do if a rule cannot be applied exactly.
       attention: Pairs of a mode and the line that names its implementation of attention, sorted.
       order: Under `policy.order = "rules"`, for the activations of each of `MODES` and then for
         the params: the axis of every candidate, in the order in which they are tried. Else empty.
@@ -507,7 +507,7 @@ def build_rules(
         `modes.<m>.params`.
       tensors: Exceptions by path.
       user_axes: Axes that the strategy declares.
-      policy: What to do if a rule cannot be followed. Defaults to errors.
+      policy: What to do if a rule cannot be applied exactly. Defaults to raising errors.
       attention: Mode -> the line that names its implementation of attention; `default` is for the
         other modes.
       orders: Axis of every candidate of a table in the order in which they are written, by name of

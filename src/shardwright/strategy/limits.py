@@ -84,7 +84,7 @@ def check_entries(data: Mapping[str, Any], origin: Origin) -> None:
 def check_keys(text: str, source: str) -> None:
     """Check that no key of TOML text has too many parts.
 
-    Runs before `tomllib`, whose time is quadratic in the number of parts.
+    This check comes before `tomllib`, whose time is quadratic in the number of parts.
 
     Raises:
       StrategyError: The first such key, with its line.

@@ -93,7 +93,7 @@ class ArraySpec(SizedAnnotation):
         return lower(self.axes, self.shape)
 
     def described(self) -> str:
-        """Return the axes as people write them."""
+        """Return the axes as text for messages."""
         return describe(self.axes)
 
 
