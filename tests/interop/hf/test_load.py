@@ -176,7 +176,10 @@ def test_invalid_dtypes(dtype: str, tmp_path: Path) -> None:
         hf.read(tmp_path, dtype=dtype)
 
 
-@pytest.mark.parametrize(("mesh", "preset"), [("fsdp:8", "fsdp"), ("dp:8", "ddp")])
+@pytest.mark.parametrize(
+    ("mesh", "preset"),
+    [("fsdp:8", "fsdp"), pytest.param("dp:8", "ddp", marks=pytest.mark.wide)],
+)
 def test_one_piece_is_in_memory_at_a_time(
     mesh: str, preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
