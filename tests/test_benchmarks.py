@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import published
 from benchmarks.__main__ import main
+from shardwright.plan.hardware import parse_topology, read_hardware
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,6 +45,25 @@ def test_a_subject_is_measured_printed_and_written(tmp_path: Path) -> None:
     assert all(row["seconds"] > 0 and row["repeats"] >= 3 for row in rows)
     assert "with pm" in done.stdout
     assert "| enter |" in (tmp_path / "r.md").read_text()
+
+
+def test_published_meshes_fill_their_slices() -> None:
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    facts = published.read_facts()
+    assert len(facts) >= 10
+    for name, run in facts.items():
+        topology = parse_topology(run["topology"], read_hardware())
+        assert math.prod(run["mesh"].values()) == topology.devices, name
+        assert run["source"]
+        assert f"| {name} |" in page
+
+
+@pytest.mark.slow
+def test_search_finds_a_published_mesh() -> None:
+    name = "llama2-7b-v5p-128"
+    row = published.compare(name, published.read_facts()[name])
+    assert row.verdict == "equal"
+    assert row.judged == 14
 
 
 def test_invalid_benchmark_arguments(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,96 @@
+"""`python -m benchmarks.planning`: how long counting a large state and a large search take.
+
+The state is that of DeepSeek-V3, unrolled, on 16,384 devices: parameters, two moments, and caches
+of 4,096 sequences of 8,192 tokens. The search is for the training step of an 8B decoder on 64 v5p
+chips. Both have targets. The command exits with 1 if one is missed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from typing import Any, Final
+
+import jax
+
+import shardwright as sw
+from shardwright.interop.hf_decoder import Sizes, programs, read_config
+from shardwright.manager.request import Request
+from shardwright.plan.state import Category, Held, StateBytes, count_state
+from shardwright.trees.annotated import annotated_leaves
+from shardwright.vocabulary.axes import Role
+from tests.plan.decoder import Decoder
+
+CONFIG: Final = "tests/interop/hf_decoder_configs/deepseek-v3.json"
+STATE_SECONDS, SEARCH_SECONDS = 3.0, 60.0
+CANDIDATES, WALKED = 1000, 200
+
+
+def count(sizes: Sizes) -> tuple[StateBytes, float]:
+    """Count the state of serving and training, and return it with the processor time."""
+    mesh = sw.abstract_mesh("fsdp:64,ep:32,tp:8")
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=mesh, mode="decode")
+    program = programs(sizes, batch=4096, length=8192)["decode"]
+    params, caches, _ = program.shapes
+    start = time.process_time()
+    held = []
+    for tree, specs, roles in (
+        (params, program.specs[0], {Role.PARAM: Category.PARAMETERS, Role.STATE: None}),
+        (caches, program.specs[1], {Role.ACTIVATION: Category.CACHE}),
+    ):
+        for leaf in annotated_leaves(tree, specs):
+            shape = leaf.value.shape
+            for role, category in roles.items():
+                request = Request(leaf.annotation, shape, pm.mode, role, leaf.path)
+                copies = 2 if category is None else 1
+                kind = category or Category.OPTIMIZER
+                each = Held(path=leaf.path, value=leaf.value, source=request, category=kind)
+                held += [each] * copies
+    return count_state(pm, held), time.process_time() - start
+
+
+def search() -> tuple[Any, float, float]:
+    """Search, and return the report, the processor time and the wall time."""
+    processor, wall = time.process_time(), time.perf_counter()
+    found = sw.search(
+        Decoder().program("train"),
+        {name: sw.Strategy.preset(name) for name in ("fsdp", "fsdp_tp")},
+        topology="v5p:4x4x4",
+        axes=("dp", "fsdp", "tp"),
+        orders=True,
+        vary=dict.fromkeys(("head", "vocab", "params.embed"), (None, "-")),
+    )
+    return found, time.process_time() - processor, time.perf_counter() - wall
+
+
+def main() -> int:
+    """Measure, print, and return 0 if all targets are met."""
+    state, seconds = count(read_config(CONFIG))
+    kinds = ", ".join(f"{kind} {state.of(kind).per_device:,} B" for kind in state.categories)
+    good = seconds < STATE_SECONDS
+    print(f"{_verdict(good)}: state of {len(state.leaves):,} arrays in {seconds:.2f} s: {kinds}")
+    found, processor, wall = search()
+    enough = found.judged >= CANDIDATES and found.walked >= WALKED
+    fast = processor < SEARCH_SECONDS
+    print(
+        f"{_verdict(enough and fast)}: {found.judged:,} candidates judged, {found.walked} walked, "
+        f"{processor:.1f} s of processor time, {wall:.1f} s on the clock"
+    )
+    again = search()[0]
+    digests = [
+        hashlib.sha256(json.dumps(each.to_json()).encode()).hexdigest()[:12]
+        for each in (found, again)
+    ]
+    print(f"{_verdict(len(set(digests)) == 1)}: two searches give {' and '.join(digests)}")
+    return 0 if good and enough and fast and len(set(digests)) == 1 else 1
+
+
+def _verdict(met: bool) -> str:
+    return "pass" if met else "FAIL"
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""`python -m benchmarks.published [NAME ...]`: compare searches with published meshes, by the walk.
+
+Each published mesh is planned for the reference decoder of its model, with its batch, length and
+rematerialization. A search then chooses a mesh for the same program. The command prints both, and
+exits with 1 if a found mesh takes longer by the walk than the published one. Nothing is compiled or
+measured, so a better number here is a reason to try a mesh, and no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import shardwright as sw
+from shardwright.interop.hf_decoder import Sizes, Stack, programs
+from shardwright.layers.attention_block import AttentionConfig
+from shardwright.layers.dtypes import Dtypes
+from shardwright.layers.mlp_block import MlpConfig
+from shardwright.plan.hardware import Topology, parse_topology, read_hardware
+from shardwright.plan.planner import PlanReport, Program
+from shardwright.plan.search.result import Candidate, mesh_text, seconds_of
+
+FACTS: Final = Path(__file__).with_name("published_meshes.toml")
+# Weights are stored as float32 and used as bfloat16, as the published runs do.
+DTYPES: Final = Dtypes(param="float32", compute="bfloat16")
+AXES: Final = ("fsdp", "tp")
+PRESETS: Final = ("fsdp_tp", "fsdp_tp_sp")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A published mesh and the one that a search found, by the walk.
+
+    Attributes:
+      name: The published run.
+      mesh: Its mesh, and the preset that stands for its rules.
+      published: Its plan.
+      found: The fastest candidate that may fit, or None if none does.
+      judged: Number of candidates.
+      seconds: Processor time of the search.
+    """
+
+    name: str
+    mesh: str
+    published: PlanReport
+    found: Candidate | None
+    judged: int
+    seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """Time of the found mesh / time of the published one; infinite if none was found."""
+        if self.found is None:
+            return float("inf")
+        return self.found.seconds / seconds_of(self.published)
+
+    @property
+    def verdict(self) -> str:
+        """`equal`, `found`, or `LOST`."""
+        if self.found is None or self.ratio > 1:
+            return "LOST"
+        return "equal" if self.ratio == 1 else "found"
+
+    def cells(self) -> list[str]:
+        """Return the row of the table."""
+        found = ["-", "-", "-"]
+        if self.found is not None:
+            found = [
+                f"{self.found.name} {self.found.mesh}",
+                f"{self.found.seconds:.3f} s",
+                _gib(self.found.report),
+            ]
+        published = [self.mesh, f"{seconds_of(self.published):.3f} s", _gib(self.published)]
+        return [self.name, *published, *found, f"{self.ratio:.2f}", self.verdict]
+
+
+HEADER: Final = (
+    *("run", "published", "time", "GiB", "found", "time", "GiB", "found / published"),
+    "verdict",
+)
+
+
+def _gib(report: PlanReport) -> str:
+    low, high = report.memory.low / 2**30, report.memory.high / 2**30
+    return f"{low:.0f}-{high:.0f} {report.verdict}"
+
+
+def compare(name: str, facts: Mapping[str, Any]) -> Comparison:
+    """Plan a published mesh, search on the same slice, and return both."""
+    topology = parse_topology(facts["topology"], read_hardware())
+    program = training(facts, devices=topology.devices)
+    plans = [_plan(preset, facts["mesh"], program, topology) for preset in PRESETS]
+    # Published rules shard the residual in ways of their own, so the better preset stands for them.
+    published = min(plans, key=lambda each: (each.verdict == "does not fit", seconds_of(each)))
+    start = time.process_time()
+    found = sw.search(
+        program,
+        {preset: sw.Strategy.preset(preset) for preset in PRESETS},
+        topology=topology,
+        axes=AXES,
+    )
+    return Comparison(
+        name=name,
+        mesh=f"{published.strategy} {mesh_text(facts['mesh'])}",
+        published=published,
+        found=found.candidates[0] if found.candidates else None,
+        judged=found.judged,
+        seconds=time.process_time() - start,
+    )
+
+
+def _plan(preset: str, mesh: Mapping[str, int], program: Program, topology: Topology) -> PlanReport:
+    strategy = sw.Strategy.preset(preset)
+    sizes = {axis: mesh.get(axis, 1) for axis in strategy.mesh}
+    pm = sw.PartitionManager(strategy, mesh=sw.abstract_mesh(sizes), mode="train")
+    report: PlanReport = pm.plan(
+        program.function,
+        *program.shapes,
+        specs=program.specs,
+        outputs=program.outputs,
+        holds=program.holds,
+        donated=program.donated,
+        topology=topology,
+    )
+    return report
+
+
+def training(facts: Mapping[str, Any], *, devices: int) -> Program:
+    """Return the training step of a published run."""
+    model = facts["model"]
+    attention = AttentionConfig(
+        embed=model["embed"],
+        heads=model["heads"],
+        kv_heads=model["kv_heads"],
+        head_dim=128,
+        dtypes=DTYPES,
+    )
+    mlp = MlpConfig(embed=model["embed"], hidden=model["mlp"], dtypes=DTYPES)
+    sizes = Sizes(
+        family="llama",
+        vocab=model["vocab"],
+        embed=model["embed"],
+        stacks=(Stack(layers=model["layers"], attention=attention, mlp=mlp),),
+        tied=False,
+        longest=facts["length"],
+        dtypes=DTYPES,
+    )
+    batch = facts["batch_per_device"] * devices
+    made = programs(sizes, batch=batch, length=facts["length"], remat=facts["planned"])
+    return made["train"]
+
+
+def read_facts() -> dict[str, Any]:
+    """Return the published runs by name."""
+    return tomllib.loads(FACTS.read_text(encoding="utf-8"))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compare, print a table, and return 0 if no search lost."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="defaults to all")
+    given = parser.parse_args(argv)
+    facts = read_facts()
+    unknown = [name for name in given.names if name not in facts]
+    if unknown:
+        parser.error(f"unknown run {unknown[0]!r}: runs are {', '.join(facts)}")
+    print(f"| {' | '.join(HEADER)} |")
+    print(f"|{' --- |' * len(HEADER)}")
+    rows = []
+    for name in given.names or facts:
+        rows.append(compare(name, facts[name]))
+        print(f"| {' | '.join(rows[-1].cells())} |", flush=True)
+    lost = [row.name for row in rows if row.verdict == "LOST"]
+    ratios = sorted(row.ratio for row in rows)
+    middle = ratios[len(ratios) // 2]
+    print(
+        f"{'FAIL' if lost else 'pass'}: {len(rows)} runs, found / published {ratios[0]:.2f} to "
+        f"{ratios[-1]:.2f}, median {middle:.2f}; {sum(row.judged for row in rows)} candidates in "
+        f"{sum(row.seconds for row in rows):.0f} s of processor time"
+    )
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
