@@ -64,7 +64,13 @@ def dot_general(step: Step) -> list[Value]:
         step.move(at, dims(names), use=_use(step, values[at], names, order))
     _count(step, labels, order)
     owed = frozenset(axis for axis, label in places.items() if label.startswith("c"))
-    result = Value(dims=dims(labels.result), owed=owed, origins=merged_origins(values))
+    dims_of_result = dims(labels.result)
+    groups: tuple[frozenset[str], ...] = ()
+    if any(dims_of_result):
+        # XLA contracts dim by dim if the result is sharded, too; else over all devices at once.
+        contracted = (label for label in order if label.startswith("c"))
+        groups = tuple(frozenset(order[label]) for label in contracted if order[label])
+    result = Value(dims=dims_of_result, owed=owed, groups=groups, origins=merged_origins(values))
     return [result]
 
 

@@ -44,8 +44,8 @@ class Value:
     Attributes:
       dims: Mesh axes of each dim.
       owed: Mesh axes over which the value is a partial sum: its shards must still be added.
-      groups: The parts of `owed` that XLA adds one after the other: a reduction adds dim by dim, a
-        product adds all at once. Empty means one group.
+      groups: The parts of `owed` that XLA adds one after the other: a reduction adds dim by dim,
+        and so does a product whose result is sharded. Empty means one group.
       runs: How often the value is computed. XLA moves loop-invariant code out of a loop.
       free: Whether every device can make the value by itself (constants, iotas), so that any
         sharding of it costs nothing.
