@@ -26,7 +26,8 @@ from shardwright.manager.processes import ROOT, ProcessGroup, collect
 # EX_TEMPFAIL of sysexits.h: the program may succeed if it is started again.
 EXIT_CODE: Final = 75
 _ROOM: Final = f"{ROOT}/watchdog"
-_SHARE_OF_CPU: Final = 0.05  # a main thread that uses more is not waiting
+_MAIN_BUSY: Final = 0.005
+_PROCESS_BUSY: Final = 0.05  # a compiler may work in other threads
 
 
 class _State(enum.StrEnum):
@@ -258,7 +259,8 @@ class _MainThread:
     def __init__(self) -> None:
         self._thread = threading.main_thread()
         self._call = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._answer)
-        self._pending, self._ran, self._cpu = False, True, 0.0
+        self._pending, self._ran = False, True
+        self._main_cpu = self._process_cpu = 0.0
         self.restart()
 
     def restart(self) -> None:
@@ -277,10 +279,16 @@ class _MainThread:
 
     def look(self) -> tuple[str, float]:
         """Return the lines that the thread is in, and for how many seconds it has waited."""
-        now, cpu = time.monotonic(), _cpu_seconds(self._thread)
-        if self._ran or cpu - self._cpu > _SHARE_OF_CPU * (now - self._before):
+        now, main, process = time.monotonic(), _cpu_seconds(self._thread), time.process_time()
+        passed = now - self._before
+        busy = (
+            main - self._main_cpu > _MAIN_BUSY * passed
+            or process - self._process_cpu > _PROCESS_BUSY * passed
+        )
+        if self._ran or busy:
             self._since = now
-        self._ran, self._cpu, self._before = False, cpu, now
+        self._ran, self._before = False, now
+        self._main_cpu, self._process_cpu = main, process
         if not self._pending:
             self._pending = True
             ctypes.pythonapi.Py_AddPendingCall(self._call, None)
