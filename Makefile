@@ -7,7 +7,7 @@
 
 SHELL = /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-wide test-full test-latest test-tpu check bench bench-peers docs clean
+.PHONY: help demo demo-processes quick test test-wide test-full test-latest test-tpu check bench bench-peers docs clean
 
 VENV ?= .venv
 VENV_LATEST ?= $(VENV)-latest
@@ -28,11 +28,15 @@ unoptimized = XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
 rooms = $(addprefix tests/,resolution strategy trees manager)
 
 help: ## show this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read -r name what; do printf '  make %-15s %s\n' "$$name" "$$what"; done
 
 demo: ## train a small decoder under four strategy files, serve it under a fifth
 	@$(ready) $(VENV) demo
 	@$(bin)/python examples/demo.py $(ARGS)
+
+demo-processes: ## train in two and in four local processes, kill one, go on with fewer, serve
+	@$(ready) $(VENV) test
+	@$(bin)/python examples/several_processes.py $(ARGS)
 
 quick: ## lint, types, and the tests of resolution, strategy, trees and manager: under a minute
 	@$(ready) $(VENV) dev
