@@ -1,6 +1,6 @@
 """Write what TransformerEngine's own modules give, for the tests of ours.
 
-    python tools/te_goldens.py CHECKOUT
+    python tools/te_goldens.py CHECKOUT [GROUP ...]
 
 CHECKOUT is a clone of NVIDIA/TransformerEngine; it needs no build and no GPU. Run it where flax is
 installed.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 PLACE = ROOT / "tests" / "interop" / "transformer_engine" / "golden"
 
 
-def main(checkout: str) -> None:
+def main(checkout: str, *groups: str) -> None:
     import flax
     import jax
 
@@ -30,7 +31,7 @@ def main(checkout: str) -> None:
     from tools import te_cpu
 
     warnings.simplefilter("ignore")
-    namespace = te_cpu.load(checkout).flax
+    namespace = modules_of(te_cpu.load(checkout))
     about = {
         "transformer_engine": revision(checkout),
         "jax": jax.__version__,
@@ -40,6 +41,8 @@ def main(checkout: str) -> None:
     signatures = {name: cases.signatures(getattr(namespace, name)) for name in cases.MODULES}
     write("signatures", {**about, "modules": signatures})
     for group, members in cases.CASES.items():
+        if groups and group not in groups:
+            continue
         trees, values = {}, []
         for case in members:
             try:
@@ -51,6 +54,20 @@ def main(checkout: str) -> None:
             trees[case.name] = {"tree": result.tree, "values": shapes}
         write(group, {**about, "cases": trees})
         np.savez_compressed(PLACE / f"{group}.npz", values=np.concatenate(values))
+
+
+def modules_of(package: Any) -> Any:
+    """Return one namespace with the modules and the enums of their fields."""
+    from transformer_engine.jax.attention import AttnSoftmaxType
+    from transformer_engine.jax.flax.module import Softmax
+    from transformer_engine.jax.softmax import SoftmaxFusionType
+
+    more = {
+        "Softmax": Softmax,
+        "AttnSoftmaxType": AttnSoftmaxType,
+        "SoftmaxFusionType": SoftmaxFusionType,
+    }
+    return types.SimpleNamespace(**{**vars(package.flax), **more})
 
 
 def write(name: str, content: Any) -> None:
@@ -71,4 +88,4 @@ def revision(checkout: str) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -18,6 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 BATCH, LENGTH, EMBED = 2, 7, 8
+# Fields that are members of an enum.
+ENUMS = {
+    "layer_type": "TransformerLayerType",
+    "softmax_type": "AttnSoftmaxType",
+    "softmax_fusion_type": "SoftmaxFusionType",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +71,7 @@ def run(namespace: Any, case: Case) -> Result:
     rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     boxed = module.init(rngs, *args, **case.kwargs)
     variables = nn.unbox(boxed)
-    params = jax.tree_util.tree_map_with_path(_drawn, variables["params"])
+    params = jax.tree_util.tree_map_with_path(_drawn, variables.get("params", {}))
     floats = [at for at, arg in enumerate(args) if is_float(arg)]
 
     def loss(params: Any, *inputs: Any) -> Any:
@@ -94,9 +100,9 @@ def run(namespace: Any, case: Case) -> Result:
 def build(namespace: Any, case: Case) -> Any:
     fields = dict(case.fields)
     for name, value in fields.items():
-        if name == "layer_type":
-            fields[name] = namespace.TransformerLayerType[value]
-        elif name.endswith("_init"):
+        if name in ENUMS and not (name == "softmax_type" and case.module != "Softmax"):
+            fields[name] = getattr(namespace, ENUMS[name])[value]
+        elif name.endswith("_init") and isinstance(value, str):
             fields[name] = getattr(nn.initializers, value)
         elif name == "dtype":
             fields[name] = jnp.dtype(value)
@@ -218,8 +224,264 @@ NORM_DENSE = [
         ]
     )
 ]
-CASES = {"norm_and_dense": [*NORMS, *DENSE, *NORM_DENSE]}
-MODULES = ("LayerNorm", "DenseGeneral", "LayerNormDenseGeneral")
+MLP_SHAPE = {"intermediate_dim": 12}
+MLPS = [
+    Case(name=f"mlp-{at}", module="LayerNormMLP", fields={**MLP_SHAPE, **fields}, dtype=dtype)
+    for at, (fields, dtype) in enumerate(
+        [
+            ({}, "float32"),
+            ({"activations": ["relu"], "use_bias": True}, "float32"),
+            ({"activations": ["gelu", "linear"], "use_bias": True}, "float32"),
+            ({"activations": ["linear", "silu"], "return_layernorm_output": True}, "float32"),
+            ({"activations": ["quick_gelu", "linear"], "enable_layernorm": False}, "float32"),
+            ({"activations": ["squared_relu"], "layernorm_type": "rmsnorm"}, "float32"),
+            ({"activations": ["clamped_silu", "clamped_linear"]}, "float32"),
+            ({"intermediate_dropout_rate": 0.3}, "float32"),
+            (
+                {
+                    "intermediate_dropout_rate": 0.5,
+                    "intermediate_hidden_dropout_dims": [1],
+                    "activations": ["silu", "linear"],
+                    "use_bias": True,
+                },
+                "float32",
+            ),
+            ({"bias_axes_2": [None], "scale_axes": ["s"], "use_bias": True}, "float32"),
+            ({"activations": ["GELU"], "dtype": "bfloat16"}, "float32"),
+            ({"activations": ["silu", "linear"], "use_bias": True}, "bfloat16"),
+        ]
+    )
+]
+LOGITS = (2, 2, 5, 7)
+SOFTMAX = [
+    Case(
+        name=f"softmax-{at}",
+        module="Softmax",
+        fields=fields,
+        inputs=(LOGITS, *more),
+        dtype=dtype,
+    )
+    for at, (fields, more, dtype) in enumerate(
+        [
+            ({}, (), "float32"),
+            ({"scale_factor": 0.3}, (None, (1, 2, 5, 7)), "float32"),
+            (
+                {"scale_factor": 2.0, "softmax_fusion_type": "SCALED_MASKED"},
+                (("mask", (2, 1, 5, 7)),),
+                "float32",
+            ),
+            ({"softmax_fusion_type": "SCALED_UPPER_TRIANG_MASKED"}, (), "float32"),
+            ({"softmax_type": "OFF_BY_ONE_SOFTMAX"}, (), "float32"),
+            (
+                {
+                    "softmax_type": "LEARNABLE_SOFTMAX",
+                    "softmax_fusion_type": "SCALED_MASKED",
+                },
+                (("mask", (2, 1, 5, 7)), None, (1, 2, 1, 1)),
+                "float32",
+            ),
+            ({"scale_factor": 0.3}, (), "bfloat16"),
+        ]
+    )
+]
+POSITIONS = [
+    Case(
+        name=f"positions-{at}",
+        module="RelativePositionBiases",
+        fields={"num_buckets": buckets, "max_distance": distance, "num_attention_heads": 3},
+        inputs=lengths,
+    )
+    for at, (buckets, distance, lengths) in enumerate(
+        [(32, 128, (40, 40)), (32, 128, (7, 100, False)), (8, 20, (33, 50, True))]
+    )
+]
+QKV = ((2, 7, 4, 6),) * 3
+GQA = ((2, 7, 4, 6), (2, 7, 2, 6), (2, 7, 2, 6))
+MASK = ("mask", (2, 1, 7, 7))
+CAUSAL_MASK = (*MASK, "causal")
+SCORES = [
+    Case(
+        name=f"scores-{at}",
+        module="DotProductAttention",
+        fields={
+            "head_dim": 6,
+            "num_attention_heads": 4,
+            "transpose_batch_sequence": False,
+            **fields,
+        },
+        inputs=inputs,
+        kwargs=kwargs,
+        dtype=dtype,
+    )
+    for at, (fields, inputs, kwargs, dtype) in enumerate(
+        [
+            ({}, QKV, {}, "float32"),
+            ({"num_gqa_groups": 2}, GQA, {}, "float32"),
+            ({"attn_mask_type": "no_mask"}, (*QKV, MASK), {}, "float32"),
+            ({"attn_mask_type": "padding"}, (*QKV, MASK), {}, "float32"),
+            ({"attn_mask_type": "padding_causal"}, (*QKV, CAUSAL_MASK), {}, "float32"),
+            ({"window_size": [2, 0]}, (*QKV, CAUSAL_MASK), {}, "float32"),
+            (
+                {"attn_mask_type": "padding", "window_size": [1, 2]},
+                (*QKV, MASK),
+                {},
+                "float32",
+            ),
+            ({}, (*QKV, None, (1, 4, 7, 7)), {}, "float32"),
+            (
+                {"attn_bias_type": "pre_scale_bias"},
+                (*QKV, None, (1, 4, 7, 7)),
+                {},
+                "float32",
+            ),
+            ({"attention_dropout": 0.3}, QKV, {}, "float32"),
+            ({"attention_dropout": 0.3, "num_gqa_groups": 2}, GQA, {}, "float32"),
+            ({"attention_dropout": 0.3}, QKV, {"deterministic": True}, "float32"),
+            ({"softmax_type": "off_by_one"}, QKV, {}, "float32"),
+            (
+                {"softmax_type": "learnable", "attn_mask_type": "padding"},
+                (*QKV, MASK),
+                {},
+                "float32",
+            ),
+            ({"qkv_layout": "bs3hd"}, ((2, 7, 3, 4, 6), None, None), {}, "float32"),
+            (
+                {"qkv_layout": "BSHD_BS2HD", "num_gqa_groups": 2},
+                ((2, 7, 4, 6), (2, 7, 2, 2, 6), None),
+                {},
+                "float32",
+            ),
+            ({"transpose_batch_sequence": True, "scale_factor": 0.7}, QKV, {}, "float32"),
+            ({"float32_logits": True}, QKV, {}, "bfloat16"),
+        ]
+    )
+]
+HEADS = {"head_dim": 4, "num_attention_heads": 2, "transpose_batch_sequence": False}
+SELF = ((2, 7, 8), "same")
+CROSS = ((2, 7, 8), (2, 5, 8))
+CROSS_MASK = ("mask", (2, 1, 7, 5))
+MULTI_HEAD = [
+    Case(
+        name=f"heads-{at}",
+        module="MultiHeadAttention",
+        fields={**HEADS, **fields},
+        inputs=inputs,
+        kwargs={"deterministic": True},
+    )
+    for at, (fields, inputs) in enumerate(
+        [
+            ({}, SELF),
+            ({"fuse_qkv_params": False}, SELF),
+            ({"num_gqa_groups": 1}, SELF),
+            ({"num_gqa_groups": 1, "fuse_qkv_params": False, "use_bias": True}, SELF),
+            ({"return_layernorm_output": True, "use_bias": True}, SELF),
+            ({"input_layernorm": False, "scale_attn_logits": True}, SELF),
+            ({"enable_rotary_pos_emb": True, "rotary_pos_emb_windows": [1, 100]}, SELF),
+            (
+                {
+                    "enable_rotary_pos_emb": True,
+                    "rotary_pos_emb_group_method": "alternate",
+                    "rotary_pos_emb_windows": [2, 5000],
+                    "fuse_qkv_params": False,
+                },
+                SELF,
+            ),
+            ({"attn_mask_type": "padding"}, (*CROSS, CROSS_MASK)),
+            ({"attn_mask_type": "padding", "fuse_qkv_params": False}, (*CROSS, CROSS_MASK)),
+            ({"low_rank_adaptation_scope": "all", "low_rank_adaptation_dim": 3}, SELF),
+            (
+                {
+                    "low_rank_adaptation_scope": "exclude_output_proj",
+                    "fuse_qkv_params": False,
+                    "low_rank_adaptation_dim": 3,
+                    "low_rank_adaptation_alpha": 6.0,
+                },
+                SELF,
+            ),
+            ({"scaled_query_init": False, "layernorm_type": "rmsnorm"}, SELF),
+            ({"transpose_batch_sequence": True, "enable_rotary_pos_emb": True}, SELF),
+            ({"enable_sequence_parallel": True, "zero_centered_gamma": True}, SELF),
+        ]
+    )
+]
+LAYER = {"hidden_size": 8, "mlp_hidden_size": 12, "num_attention_heads": 2}
+LAYERS: list[dict[str, Any]] = [
+    {},
+    {
+        "use_bias": True,
+        "num_gqa_groups": 1,
+        "layernorm_type": "rmsnorm",
+        "mlp_activations": ["silu", "linear"],
+        "enable_rotary_pos_emb": True,
+    },
+    {
+        "fuse_qkv_params": False,
+        "apply_residual_connection_post_layernorm": True,
+        "drop_path": 0.2,
+        "hidden_dropout_dims": [1],
+        "intermediate_dropout": 0.3,
+    },
+    {
+        "output_layernorm": True,
+        "self_attn_mask_type": "padding_causal",
+        "float32_attention_logits": True,
+        "scale_attn_logits": True,
+        "softmax_type": "learnable",
+    },
+    {
+        "transpose_batch_sequence": True,
+        "enable_sequence_parallel": True,
+        "window_size": [2, 0],
+        "scaled_query_init": False,
+        "zero_centered_gamma": True,
+    },
+    {
+        "enable_relative_embedding": False,
+        "enable_rotary_pos_emb": True,
+        "rotary_pos_emb_group_method": "alternate",
+        "low_rank_adaptation_scope": "output_proj",
+        "low_rank_adaptation_dim": 3,
+        "mlp_activations": ["relu"],
+    },
+]
+
+
+def layers() -> list[Case]:
+    cases = []
+    for at, fields in enumerate(LAYERS):
+        x, encoded = (2, 7, 8), (2, 5, 8)
+        if fields.get("transpose_batch_sequence"):
+            x, encoded = (7, 2, 8), (5, 2, 8)
+        for kind in ("ENCODER", "DECODER"):
+            inputs = (x, None if kind == "ENCODER" else encoded, CAUSAL_MASK, CROSS_MASK)
+            cases.append(
+                Case(
+                    name=f"{kind.lower()}-{at}",
+                    module="TransformerLayer",
+                    fields={**LAYER, "layer_type": kind, **fields},
+                    inputs=inputs,
+                )
+            )
+    return cases
+
+
+CASES = {
+    "norm_and_dense": [*NORMS, *DENSE, *NORM_DENSE],
+    "mlp_and_softmax": [*MLPS, *SOFTMAX, *POSITIONS],
+    "attention": [*SCORES, *MULTI_HEAD],
+    "layers": layers(),
+}
+MODULES = (
+    "LayerNorm",
+    "DenseGeneral",
+    "LayerNormDenseGeneral",
+    "LayerNormMLP",
+    "Softmax",
+    "RelativePositionBiases",
+    "DotProductAttention",
+    "MultiHeadAttention",
+    "TransformerLayer",
+)
 
 
 def signatures(module: Any) -> dict[str, Any]:

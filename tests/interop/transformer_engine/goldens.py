@@ -15,7 +15,7 @@ from tests.interop.transformer_engine.cases import Case, Result
 
 PLACE = Path(__file__).parent / "golden"
 # Largest difference relative to the largest value of the tensor.
-TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-7}
+TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-6}
 
 
 @functools.cache
@@ -62,12 +62,14 @@ def value_problems(case: Case, result: Result, expected: dict[str, np.ndarray]) 
         return [f"results {list(result.values)} instead of {list(expected)}"]
     found = []
     is_narrow = "bfloat16" in (case.dtype, case.fields.get("dtype"))
-    tolerance = TOLERANCE["bfloat16" if is_narrow else "float32"]
     for name, value in result.values.items():
         other = expected[name]
         if value.shape != other.shape:
             found.append(f"{name}: shape {value.shape} instead of {other.shape}")
             continue
+        tolerance = TOLERANCE["bfloat16" if is_narrow else "float32"]
+        if "lora" in name and not is_narrow:
+            tolerance = 2e-6  # three factors, which both sum in another order
         error = np.max(np.abs(value - other), initial=0)
         if not error <= tolerance * np.max(np.abs(other), initial=0):
             found.append(f"{name}: differs by {error / np.max(np.abs(other)):.2e}")

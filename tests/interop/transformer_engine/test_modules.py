@@ -18,6 +18,7 @@ import flax.linen as nn
 
 import shardwright as sw
 from shardwright.interop.transformer_engine import flax as te
+from shardwright.interop.transformer_engine.flax.variables import Dropout
 from tests.docs import snippets
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "transformer-engine.md"
@@ -76,3 +77,223 @@ def test_flax_is_imported_on_first_use() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "LayerError" in done.stderr
     assert "pip install flax" in done.stderr
+
+
+def decoded(module: Any, x: Any, **options: Any) -> Any:
+    """Return the outputs of one call per token, with a cache."""
+    variables = nn.unbox(module.init(jax.random.key(0), x, x, decode=True, deterministic=True))
+    params, cache, rows = variables["params"], variables["cache"], []
+    for at in range(x.shape[1]):
+        token = x[:, at : at + 1]
+        (row, _), state = module.apply(
+            {"params": params, "cache": cache},
+            token,
+            token,
+            decode=True,
+            deterministic=True,
+            mutable=["cache"],
+            **options,
+        )
+        cache = state["cache"]
+        rows.append(row)
+    return params, cache, jnp.concatenate(rows, axis=1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"enable_rotary_pos_emb": True},
+        {"num_gqa_groups": 1, "fuse_qkv_params": False},
+        {"window_size": (2, 0)},
+    ],
+)
+def test_decode_equals_causal_forward(fields: Any) -> None:
+    """TransformerEngine rotates each token as the first one, and loses the mask of the cache."""
+    module = te.MultiHeadAttention(4, 2, transpose_batch_sequence=False, **fields)
+    params, cache, rows = decoded(module, X)
+    expected, _ = module.apply({"params": params}, X, X, deterministic=True)
+    np.testing.assert_allclose(rows, expected, atol=1e-5)
+    assert int(cache["cache_index"]) == 7
+    assert cache["cached_key"].shape == (2, 7, module.num_gqa_groups, 4)
+
+
+def test_decode_with_a_padding_mask() -> None:
+    """The mask hides keys in addition to those after the token."""
+    options = {"attn_mask_type": "padding", "transpose_batch_sequence": False}
+    mask = jnp.zeros((2, 1, 1, 7), jnp.uint8).at[0, 0, 0, 0].set(1)
+    module = te.MultiHeadAttention(4, 2, **options)
+    params, _, rows = decoded(module, X, mask=mask)
+    causal = jnp.asarray(np.triu(np.ones((7, 7), np.uint8), 1))
+    expected, _ = module.apply(
+        {"params": params}, X, X, jnp.maximum(mask, causal), deterministic=True
+    )
+    np.testing.assert_allclose(rows[:, 1:], expected[:, 1:], atol=1e-5)
+
+
+def test_decoder_layer_decodes() -> None:
+    layer = te.TransformerLayer(
+        hidden_size=8,
+        mlp_hidden_size=12,
+        num_attention_heads=2,
+        layer_type=te.TransformerLayerType.DECODER,
+    )
+    encoded, cross = X[:, :5], jnp.zeros((2, 1, 7, 5), jnp.uint8)
+    fixed = {"deterministic": True, "max_decode_length": 7}
+    variables = nn.unbox(
+        layer.init(jax.random.key(0), X, encoded, None, cross, decode=True, **fixed)
+    )
+    params, cache, rows = variables["params"], variables["cache"], []
+    for at in range(7):
+        row, state = layer.apply(
+            {"params": params, "cache": cache},
+            X[:, at : at + 1],
+            encoded,
+            None,
+            cross[:, :, :1],
+            decode=True,
+            mutable=["cache"],
+            **fixed,
+        )
+        cache = state["cache"]
+        rows.append(row)
+    expected = layer.apply({"params": params}, X, encoded, None, cross, deterministic=True)
+    np.testing.assert_allclose(jnp.concatenate(rows, axis=1), expected, atol=1e-5)
+
+
+def test_decode_past_the_cache() -> None:
+    module = te.MultiHeadAttention(4, 2, transpose_batch_sequence=False)
+    variables = nn.unbox(module.init(jax.random.key(0), X, X, decode=True))
+    variables["cache"]["cache_index"] = jnp.array(7, jnp.int32)
+    token = X[:, :1]
+
+    def step(variables: Any) -> Any:
+        return module.apply(variables, token, token, decode=True, mutable=["cache"])[0][0]
+
+    with pytest.raises(sw.ShardingError, match="holds 7 tokens, has 7, and gets 1 more"):
+        step(variables)
+    assert np.isnan(jax.jit(step)(variables)).all()
+
+
+def test_polarity_of_masks() -> None:
+    """1 hides a pair; everywhere else in this library True means attend."""
+    q = jnp.asarray(np.random.default_rng(1).standard_normal((1, 3, 2, 4)), jnp.float32)
+    mask = jnp.zeros((1, 1, 3, 3), jnp.uint8).at[..., 1].set(1)
+    module = te.DotProductAttention(4, 2, attn_mask_type="padding", transpose_batch_sequence=False)
+    ours = sw.attention.dot_product_attention(q, q, q, mask=mask == 0, mode=sw.MODE_TRAIN)
+    np.testing.assert_allclose(module.apply({}, q, q, q, mask), ours, atol=1e-6)
+
+
+def test_window_without_a_mask() -> None:
+    """TransformerEngine ignores the window of a causal call without a mask."""
+    q = jnp.asarray(np.random.default_rng(1).standard_normal((1, 5, 2, 4)), jnp.float32)
+    module = te.DotProductAttention(4, 2, window_size=(1, 0), transpose_batch_sequence=False)
+    options = {"causal": True, "window": (1, 0), "mode": sw.MODE_TRAIN}
+    ours = sw.attention.dot_product_attention(q, q, q, **options)
+    np.testing.assert_allclose(module.apply({}, q, q, q), ours, atol=1e-6)
+
+
+def test_dropout_masks_take_the_keys_of_flax() -> None:
+    """The bits are those of flax's own dropout under the same path."""
+
+    class Outer(nn.Module):
+        kind: Any
+
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return self.kind(0.3, name="Dropout_0")(x, deterministic=False)
+
+    ones, rngs = jnp.ones((3, 5)), {"dropout": jax.random.key(2)}
+    ours, theirs = (Outer(kind).apply({}, ones, rngs=rngs) for kind in (Dropout, nn.Dropout))
+    assert (np.asarray(ours) == np.asarray(theirs)).all()
+
+
+def test_activation_functions_and_low_rank_mlp() -> None:
+    """TransformerEngine returns False for the first, and raises a TypeError for the second."""
+    options = {"intermediate_dim": 12, "enable_layernorm": False}
+    named = te.LayerNormMLP(activations=("tanh", "linear"), **options)
+    given = te.LayerNormMLP(activations=(jnp.tanh, "linear"), **options)
+    variables = nn.unbox(named.init(jax.random.key(0), X))
+    np.testing.assert_allclose(
+        named.apply(variables, X)[0], given.apply(variables, X)[0], atol=1e-6
+    )
+    lora = te.LayerNormMLP(
+        activations=("silu", "linear"), enable_low_rank_adaptation=True, **options
+    )
+    params = nn.unbox(lora.init(jax.random.key(0), X))["params"]
+    assert params["wi_lora_a_kernel"].shape == (8, 2, 32)
+    assert params["wi_lora_b_kernel"].shape == (2, 32, 12)
+    params["wi_lora_b_kernel"] += 0.1
+    adapted = params["wi_kernel"] + jnp.einsum(
+        "enr,nrf->enf", params["wi_lora_a_kernel"], params["wi_lora_b_kernel"]
+    )
+    plain = te.LayerNormMLP(activations=("silu", "linear"), **options)
+    merged = {"params": {"wi_kernel": adapted, "wo_kernel": params["wo_kernel"]}}
+    np.testing.assert_allclose(
+        lora.apply({"params": params}, X)[0], plain.apply(merged, X)[0], atol=1e-4
+    )
+
+
+def test_fused_checkpoint_of_a_learned_softmax() -> None:
+    q = jnp.ones((1, 3, 2, 4))
+    module = te.DotProductAttention(4, 2, softmax_type="learnable", transpose_batch_sequence=False)
+    offset = {"softmax_offset": jnp.ones((1, 2, 1, 1))}
+    results = [
+        module.apply({"params": {f"_{kind}DotProductAttention_0": offset}}, q, q, q)
+        for kind in ("Fused", "Unfused")
+    ]
+    np.testing.assert_array_equal(*results)
+
+
+Q = jnp.ones((2, 3, 4, 6))
+SEPARATE = {"transpose_batch_sequence": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "arrays", "says"),
+    [
+        ({"attn_mask_type": "paddin"}, (Q, Q, Q), "attn_mask_type='paddin' is unknown"),
+        ({"attn_mask_type": "padding"}, (Q, Q, Q), "needs a mask"),
+        ({"attn_bias_type": "post_scale_bias"}, (Q, Q, Q), "no bias is given"),
+        ({"softmax_type": "other"}, (Q, Q, Q), "softmax_type='other' is unknown"),
+        ({"qkv_layout": "t3hd"}, (Q, Q, Q), "qkv_layout='t3hd' is unknown"),
+        ({"score_mod": max}, (Q, Q, Q), "score_mod is not supported"),
+        ({"context_parallel_axis": "cp"}, (Q, Q, Q), "context_parallel_axis is not supported"),
+        ({}, (Q, Q[:, :, :3], Q[:, :, :3]), "3 kv heads do not divide 4 heads"),
+        ({}, (Q, Q[:, :2], Q), "keys and values one length"),
+        ({}, (Q, Q.astype(jnp.bfloat16), Q), "give all three one dtype"),
+        ({}, (Q, Q, Q, jnp.ones((2, 3, 3))), "the mask has shape"),
+        ({}, (Q, Q, Q, [[1]]), "sequence_descriptor is a list"),
+    ],
+)
+def test_errors_of_attention(fields: Any, arrays: Any, says: str) -> None:
+    module = te.DotProductAttention(6, 4, **SEPARATE, **fields)
+    with pytest.raises(sw.ShardingError, match=says):
+        module.apply({}, *arrays)
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        (te.LayerNormMLP(activations=("gelo",)), "activation 'gelo' is unknown"),
+        (te.LayerNormMLP(activation_params={"beta": 1.0}), "activation_params has beta"),
+        (te.LayerNormMLP(intermediate_dropout_rate=1.5), "is not in"),
+        (te.TransformerLayer(hidden_size=9), "do not divide hidden_size=9"),
+        (te.TransformerLayer(layer_type="encoder"), "layer_type='encoder'"),
+        (te.TransformerLayer(layer_type=te.TransformerLayerType.DECODER), "needs the output"),
+        (te.TransformerLayer(low_rank_adaptation_scope="qkv"), "low_rank_adaptation_scope='qkv'"),
+    ],
+)
+def test_errors_of_layers(module: Any, says: str) -> None:
+    with pytest.raises(sw.ShardingError, match=says):
+        module.init(jax.random.key(0), X)
+
+
+def test_deprecated_fields_warn() -> None:
+    with pytest.warns(DeprecationWarning, match="num_heads of MultiHeadAttention"):
+        module = te.MultiHeadAttention(4, 1, num_heads=2, transpose_batch_sequence=False)
+    assert module.num_attention_heads == 2
+    with pytest.warns(UserWarning, match="transpose_batch_sequence of DotProductAttention"):
+        te.DotProductAttention(4, 2)
+    with pytest.raises(sw.ShardingError, match="output_layernorm no longer exists"):
+        te.MultiHeadAttention(4, 2, output_layernorm=True, transpose_batch_sequence=False)

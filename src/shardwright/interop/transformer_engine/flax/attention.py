@@ -1,0 +1,255 @@
+"""`DotProductAttention`, without fused kernels."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from shardwright.errors import AttentionError
+from shardwright.interop.transformer_engine.flax.variables import (
+    Module,
+    compact,
+    parameter,
+    zeros,
+)
+from shardwright.interop.transformer_engine.scores import (
+    AttnSoftmaxType,
+    ScoreConfig,
+    attend,
+    read_name,
+)
+from shardwright.interop.transformer_engine.sharding import HEAD_AXES
+
+_LAYOUTS = ("bshd_bshd_bshd", "bshd_bs2hd", "bs3hd")
+_STRATEGIES = ("DEFAULT", "ALL_GATHER", "ALLGATHER", "RING")
+
+
+def check_supported(module: Any, *given: Any) -> None:
+    """Refuse what only fused kernels have.
+
+    Raises:
+      AttentionError: Context parallelism or a function of the scores is asked for.
+    """
+    refused = {
+        "score_mod": any(each is not None for each in (module.score_mod, *given)),
+        "score_mod_bprop": module.score_mod_bprop is not None,
+        "context_parallel_axis": bool(getattr(module, "context_parallel_axis", "")),
+        "context_parallel_causal_load_balanced": bool(
+            getattr(module, "context_parallel_causal_load_balanced", False)
+        ),
+    }
+    for name, is_given in refused.items():
+        if is_given:
+            raise AttentionError(
+                f"{name} is not supported: these modules have no fused kernel",
+                path=name,
+                fix="leave it out; shardwright.attention has a mask of any form, and context "
+                "parallelism by a strategy",
+            )
+
+
+def read_transposed(value: bool | None, name: str) -> bool:
+    """Return the field `transpose_batch_sequence`, with TransformerEngine's warning for None."""
+    if value is None:
+        warnings.warn(
+            f"transpose_batch_sequence of {name} defaults to False; it was True before "
+            "TransformerEngine 2.10",
+            UserWarning,
+            stacklevel=5,
+        )
+    return bool(value)
+
+
+def unpacked(layout: str, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """Return query, key and value of one of the layouts, packed at dim -3."""
+    if layout == "bs3hd":
+        return tuple(query[..., at, :, :] for at in range(3))
+    if layout == "bshd_bs2hd":
+        return query, key[..., 0, :, :], key[..., 1, :, :]
+    return query, key, value
+
+
+class SoftmaxOffset(Module):  # type: ignore[misc]
+    """The parameter of the learned softmax, under the path of TransformerEngine's backend.
+
+    Attributes:
+      heads: Number of heads.
+    """
+
+    heads: int
+
+    @compact  # type: ignore[untyped-decorator]
+    def __call__(self) -> Any:
+        """Return `softmax_offset`, `[1, heads, 1, 1]` float32."""
+        shape, axes = (1, self.heads, 1, 1), (None, HEAD_AXES, None, None)
+        return parameter(self, "softmax_offset", zeros, shape, axes, dtype=jnp.float32)
+
+
+class DotProductAttention(Module):  # type: ignore[misc]
+    """Attend, with TransformerEngine's names for masks, biases and layouts.
+
+    In a mask 1 hides a pair. Causality and the window hold by the type and the field, whether or
+    not there is a mask; "causal" ignores a mask unless there is a window.
+
+    Attributes:
+      head_dim: Size of a head.
+      num_attention_heads: Heads of queries.
+      num_gqa_groups: Heads of keys and values. Defaults to `num_attention_heads`.
+      attention_dropout: Probability of dropping a weight.
+      attn_mask_type: "no_mask", "padding", "causal", "padding_causal", or one of the last two with
+        "_bottom_right", where the last query is at the last key.
+      attn_bias_type: "no_bias", "pre_scale_bias" or "post_scale_bias". Defaults to the last if
+        there is a bias.
+      dtype: Deprecated; the dtype of the inputs counts.
+      dropout_rng_name: Name of the random stream of dropout.
+      float32_logits: Whether products and softmax are float32.
+      qkv_layout: "bshd_bshd_bshd", "bshd_bs2hd" (key and value packed in `key`) or "bs3hd" (all in
+        `query`).
+      scale_factor: Factor of the products. Defaults to `1 / sqrt(head_dim)`.
+      transpose_batch_sequence: Whether arrays are `[length, batch, ...]`. None is False, with a
+        warning.
+      window_size: (left, right) positions around the query; a negative number means no bound.
+      max_segments_per_seq: For fused kernels; not used.
+      context_parallel_causal_load_balanced: Not supported.
+      context_parallel_axis: Not supported.
+      context_parallel_strategy: For context parallelism; not used.
+      context_checkpoint_name: For fused kernels; not used.
+      softmax_type: "vanilla", "off_by_one" or "learnable".
+      score_mod: Not supported.
+      score_mod_bprop: Not supported.
+    """
+
+    head_dim: int
+    num_attention_heads: int
+    num_gqa_groups: int | None = None
+    attention_dropout: float = 0.0
+    attn_mask_type: str = "causal"
+    attn_bias_type: str | None = None
+    dtype: Any = None
+    dropout_rng_name: str = "dropout"
+    float32_logits: bool = False
+    qkv_layout: str = "bshd_bshd_bshd"
+    scale_factor: float | None = None
+    transpose_batch_sequence: bool | None = None
+    window_size: tuple[int, int] | None = None
+    max_segments_per_seq: int | None = 1
+    context_parallel_causal_load_balanced: bool = False
+    context_parallel_axis: str = ""
+    context_parallel_strategy: str = "DEFAULT"
+    context_checkpoint_name: str = "context"
+    softmax_type: str = "vanilla"
+    score_mod: Callable[..., Any] | None = None
+    score_mod_bprop: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.transpose_batch_sequence = read_transposed(
+            self.transpose_batch_sequence, "DotProductAttention"
+        )
+        super().__post_init__()
+
+    @compact  # type: ignore[untyped-decorator]
+    def __call__(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        sequence_descriptor: Any = None,
+        bias: Any = None,
+        *,
+        deterministic: bool = False,
+        mask: Any = None,
+        score_mod_tensors: Any = None,
+        score_mod_bprop_tensors: Any = None,
+    ) -> Any:
+        """Return the context, shaped like the query without its packed dim."""
+        check_supported(self, score_mod_tensors, score_mod_bprop_tensors)
+        read_name("context_parallel_strategy", self.context_parallel_strategy.upper(), _STRATEGIES)
+        layout = read_name("qkv_layout", self.qkv_layout.lower(), _LAYOUTS)
+        arrays = unpacked(layout, query, key, value)
+        _check_dtypes(self.dtype, arrays)
+        if self.transpose_batch_sequence:
+            arrays = tuple(each.swapaxes(0, 1) for each in arrays)
+        heads = arrays[0].shape[2]
+        config = ScoreConfig(
+            mask_type=self.attn_mask_type,
+            bias_type=_bias_type(self.attn_bias_type, bias),
+            scale=arrays[0].shape[-1] ** -0.5 if self.scale_factor is None else self.scale_factor,
+            window=self.window_size,
+            softmax_type=_softmax_type(self.softmax_type),
+            float32_logits=self.float32_logits,
+            dropout=self.attention_dropout,
+        )
+        is_dropping = not deterministic and self.attention_dropout > 0
+        rng = self.make_rng(self.dropout_rng_name) if is_dropping else None
+        offset = None
+        if config.softmax_type is AttnSoftmaxType.LEARNABLE_SOFTMAX:
+            offset = SoftmaxOffset(heads, name=self._backend_name())()
+        mask = _only_mask(sequence_descriptor, mask)
+        out = attend(config, *arrays, mask=mask, bias=bias, offset=offset, dropout_key=rng)
+        return out.swapaxes(0, 1) if self.transpose_batch_sequence else out
+
+    def _backend_name(self) -> str:
+        """Return the name under which a checkpoint has the parameter of the softmax."""
+        fused = "_FusedDotProductAttention_0"
+        is_fused = fused in self.variables.get("params", {})
+        return fused if is_fused else "_UnfusedDotProductAttention_0"
+
+
+def _softmax_type(name: str) -> AttnSoftmaxType:
+    return AttnSoftmaxType(
+        read_name("softmax_type", name, tuple(kind.value for kind in AttnSoftmaxType))
+    )
+
+
+def _bias_type(name: str | None, bias: Any) -> str:
+    if name is not None:
+        return name.lower()
+    return "no_bias" if bias is None else "post_scale_bias"
+
+
+def _only_mask(descriptor: Any, mask: Any) -> Any:
+    """Return the mask, given as `sequence_descriptor` or under its old name.
+
+    Raises:
+      AttentionError: Both are given, or the descriptor is not an array.
+    """
+    if mask is not None:
+        if descriptor is not None:
+            raise AttentionError(
+                "sequence_descriptor and mask are both given",
+                path="mask",
+                fix="pass the mask as sequence_descriptor",
+            )
+        warnings.warn(
+            "mask is deprecated; pass it as sequence_descriptor", UserWarning, stacklevel=4
+        )
+        descriptor = mask
+    if descriptor is None or isinstance(descriptor, (jnp.ndarray, np.ndarray)):
+        return descriptor
+    raise AttentionError(
+        f"sequence_descriptor is a {type(descriptor).__name__}",
+        path="sequence_descriptor",
+        fix="pass an array, [batch, 1 or heads, q_length, kv_length], in which 1 hides a pair",
+    )
+
+
+def _check_dtypes(dtype: Any, arrays: Any) -> None:
+    """Check that query, key and value have one dtype, and that of the deprecated field."""
+    own = {each.dtype for each in arrays}
+    if len(own) > 1 or (dtype is not None and jnp.dtype(dtype) not in own):
+        raise AttentionError(
+            f"query, key and value are {', '.join(str(each.dtype) for each in arrays)}, "
+            f"and dtype={dtype!r}",
+            path="dtype",
+            fix="give all three one dtype, and leave the field dtype out",
+        )
+    if dtype is not None:
+        warnings.warn(
+            "the field dtype is deprecated; the dtype of the inputs counts",
+            UserWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,266 @@
+"""Attention as TransformerEngine computes it without a fused kernel, on arrays alone.
+
+In a mask 1 hides a pair; everywhere else in this library True means attend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from shardwright.errors import LayerError, RankMismatchError, did_you_mean
+from shardwright.interop.transformer_engine.sharding import BATCH_AXES, HEAD_AXES, constrain
+from shardwright.layers.dropout import dropout
+
+
+class SoftmaxFusionType(enum.Enum):
+    """Which mask `Softmax` applies."""
+
+    SCALED = "scaled"
+    SCALED_MASKED = "scaled_masked"
+    SCALED_UPPER_TRIANG_MASKED = "scaled_upper_triang_masked"
+
+
+class AttnSoftmaxType(enum.Enum):
+    """What the denominator of the softmax has besides the logits.
+
+    Nothing, one logit of 0, or one learned logit per head.
+    """
+
+    VANILLA_SOFTMAX = "vanilla"
+    OFF_BY_ONE_SOFTMAX = "off_by_one"
+    LEARNABLE_SOFTMAX = "learnable"
+
+
+def softmax(logits: Any, hidden: Any = None, *, offset: Any = None) -> Any:
+    """Return the softmax over the last dim, in the dtype of the logits.
+
+    A row whose pairs are all hidden gives zeros.
+
+    Args:
+      logits: `[batch, heads, q_length, kv_length]`.
+      hidden: Bool, which broadcasts to the logits: the pairs that get 0.
+      offset: A logit that joins the denominator, and gets no weight: a number, or an array that
+        broadcasts to the logits.
+    """
+    visible = None if hidden is None else ~hidden
+    if offset is None:
+        return jax.nn.softmax(logits, where=visible)
+    offset = jnp.asarray(offset, logits.dtype)
+    top = jnp.max(logits, axis=-1, keepdims=True, where=visible, initial=-jnp.inf)
+    top = jax.lax.stop_gradient(jnp.maximum(top, offset))
+    shifted = logits - top
+    if visible is not None:
+        shifted = jnp.where(visible, shifted, -jnp.inf)
+    weights = jnp.exp(shifted)
+    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(offset - top))
+
+
+# Name -> (whether a given mask counts, whether there is causality, whether it ends at the last key)
+MASK_TYPES = {
+    "no_mask": (False, False, False),
+    "padding": (True, False, False),
+    "causal": (False, True, False),
+    "padding_causal": (True, True, False),
+    "causal_bottom_right": (False, True, True),
+    "padding_causal_bottom_right": (True, True, True),
+}
+_ALIASES = {
+    "causal_padding": "padding_causal",
+    "bottom_right_causal": "causal_bottom_right",
+    "causal_padding_bottom_right": "padding_causal_bottom_right",
+    "bottom_right_causal_padding": "padding_causal_bottom_right",
+    "bottom_right_padding_causal": "padding_causal_bottom_right",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreConfig:
+    """Options of `attend`.
+
+    Attributes:
+      mask_type: A key of `MASK_TYPES`, or one of its other spellings.
+      bias_type: "no_bias", "pre_scale_bias" for `(q k + bias) * scale`, or "post_scale_bias".
+      scale: Factor of the products.
+      window: (left, right), the positions before and after the query that it attends to; a
+        negative number means no bound.
+      softmax_type: Which softmax.
+      float32_logits: Whether products and softmax are float32.
+      dropout: Probability of dropping a weight.
+
+    Raises:
+      LayerError: A name is unknown.
+    """
+
+    mask_type: str = "causal"
+    bias_type: str = "no_bias"
+    scale: float = 1.0
+    window: tuple[int, int] | None = None
+    softmax_type: AttnSoftmaxType = AttnSoftmaxType.VANILLA_SOFTMAX
+    float32_logits: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        name = _ALIASES.get(self.mask_type, self.mask_type)
+        object.__setattr__(self, "mask_type", name)
+        read_name("attn_mask_type", name, tuple(MASK_TYPES))
+        read_name(
+            "attn_bias_type", self.bias_type, ("no_bias", "pre_scale_bias", "post_scale_bias")
+        )
+
+
+def read_name(field: str, name: Any, known: tuple[str, ...]) -> str:
+    """Return a name that is known.
+
+    Raises:
+      LayerError: It is not.
+    """
+    if name not in known:
+        hint = did_you_mean(str(name), known)
+        raise LayerError(
+            f"{field}={name!r} is unknown",
+            path=field,
+            fix=f"{hint} write one of {', '.join(known)}".strip(),
+        )
+    return str(name)
+
+
+def attend(
+    config: ScoreConfig,
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    mask: Any = None,
+    bias: Any = None,
+    offset: Any = None,
+    dropout_key: Any = None,
+    start: Any = None,
+) -> jax.Array:
+    """Return the context, `[batch, q_length, heads, head_dim]`, in the dtype of the query.
+
+    Query head i reads kv head `i * kv_heads // heads`.
+
+    Args:
+      config: Options.
+      query: `[batch, q_length, heads, head_dim]`.
+      key: `[batch, kv_length, kv_heads, head_dim]`.
+      value: `[batch, kv_length, kv_heads, v_dim]`.
+      mask: `[batch, 1 or heads, q_length, kv_length]`; where it is 1, the pair is hidden. The mask
+        types "no_mask" and "causal" ignore it, unless there is a window.
+      bias: Broadcasts to `[batch, heads, q_length, kv_length]`.
+      offset: `[1, heads, 1, 1]`, for the learned softmax.
+      dropout_key: A JAX key. None drops nothing.
+      start: Position of the first query, for a cache: keys after the query are then hidden.
+
+    Raises:
+      LayerError: The mask type needs a mask, or bias and bias type do not agree.
+      RankMismatchError: The shapes do not fit each other.
+    """
+    _check(config, query, key, value, mask, bias)
+    batch, q_length, heads, head_dim = query.shape
+    kv_length, kv_heads = key.shape[1:3]
+    dtype, groups = query.dtype, heads // kv_heads
+    if config.float32_logits:
+        query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+    grouped = query.reshape(batch, q_length, kv_heads, groups, head_dim)
+    logits = checkpoint_name(jnp.einsum("bqhgd,bkhd->bhgqk", grouped, key), "logits")
+    logits = logits.reshape(batch, heads, q_length, kv_length)
+    logits = constrain(logits, (BATCH_AXES, HEAD_AXES, None, None))
+    if config.bias_type == "pre_scale_bias":
+        logits = logits + bias.astype(dtype)
+    logits = logits * config.scale
+    if config.bias_type == "post_scale_bias":
+        logits = logits + bias.astype(dtype)
+    if config.softmax_type is AttnSoftmaxType.OFF_BY_ONE_SOFTMAX:
+        offset = 0.0
+    hidden = hidden_pairs(config, q_length, kv_length, mask=mask, start=start)
+    weights = softmax(logits, hidden, offset=offset).astype(dtype)
+    # The shape of the weights decides which random bits dropout takes.
+    if groups > 1:
+        weights = weights.reshape(batch, kv_heads, groups, q_length, kv_length)
+    weights = dropout(weights, dropout_key, config.dropout)
+    weights = weights.reshape(batch, kv_heads, groups, q_length, kv_length)
+    context = jnp.einsum("bhgqk,bkhd->bqhgd", weights, value)
+    return context.reshape(batch, q_length, heads, value.shape[-1])
+
+
+def hidden_pairs(
+    config: ScoreConfig, q_length: int, kv_length: int, *, mask: Any = None, start: Any = None
+) -> Any:
+    """Return the pairs that are hidden, bool `[1 or batch, 1 or heads, q, kv]`; None for none.
+
+    Causality and the window come from the type and the field in every case, whether or not there is
+    a mask.
+    """
+    takes_mask, is_causal, is_at_end = MASK_TYPES[config.mask_type]
+    first: Any = kv_length - q_length if is_at_end else 0
+    if start is not None:
+        first = start
+    distance = jnp.arange(kv_length)[None] - (jnp.arange(q_length) + first)[:, None]
+    left, right = (-1, -1) if config.window is None else config.window
+    rules = []
+    if is_causal or start is not None:
+        rules.append(distance > 0)
+    if right >= 0:
+        rules.append(distance > right)
+    if left >= 0:
+        rules.append(distance < -left)
+    hidden: Any = None
+    for rule in rules:
+        hidden = rule if hidden is None else hidden | rule
+    hidden = None if hidden is None else hidden[None, None]
+    if mask is not None and (takes_mask or (is_causal and config.window is not None)):
+        own = jnp.asarray(mask) == 1
+        hidden = own if hidden is None else hidden | own
+    return hidden
+
+
+def _check(config: ScoreConfig, query: Any, key: Any, value: Any, mask: Any, bias: Any) -> None:
+    shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
+    text = ", ".join(f"{name} has {shape}" for name, shape in shapes.items())
+    if any(len(shape) != 4 for shape in shapes.values()):
+        raise RankMismatchError(text, fix="pass [batch, length, heads, head_dim]")
+    fits = (
+        query.shape[0] == key.shape[0] == value.shape[0]
+        and key.shape[1:3] == value.shape[1:3]
+        and query.shape[3] == key.shape[3]
+    )
+    if not fits:
+        raise RankMismatchError(text, fix="give them one batch, and keys and values one length")
+    if query.shape[2] % key.shape[2]:
+        raise RankMismatchError(
+            f"{key.shape[2]} kv heads do not divide {query.shape[2]} heads",
+            fix="pass num_gqa_groups that divides num_attention_heads",
+        )
+    if mask is None and MASK_TYPES[config.mask_type][0]:
+        raise LayerError(
+            f"attn_mask_type={config.mask_type!r} needs a mask",
+            path="mask",
+            fix='pass a mask, in which 1 hides a pair, or write "no_mask" or "causal"',
+        )
+    if (bias is None) is not (config.bias_type == "no_bias"):
+        given = "no bias is given" if bias is None else "a bias is given"
+        raise LayerError(
+            f"attn_bias_type={config.bias_type!r}, and {given}",
+            path="bias",
+            fix="leave both out, or give both",
+        )
+    pairs = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    for name, array in (("mask", mask), ("bias", bias)):
+        if array is not None and not _fits(np.shape(array), pairs):
+            raise RankMismatchError(
+                f"the {name} has shape {np.shape(array)}, and the logits have {pairs}",
+                path=name,
+                fix="pass [batch, heads, q_length, kv_length], each dim full or 1",
+            )
+
+
+def _fits(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    return len(shape) == 4 and all(a in (1, b) for a, b in zip(shape, full, strict=True))
