@@ -40,14 +40,23 @@ def compiled_rules(strategy: Any) -> AxisRules:
     return strategy.compile()
 
 
-def own_mesh(strategy: Any) -> Mesh | AbstractMesh:
-    """Return the mesh of a strategy or, for rules alone, the ambient mesh.
+def mesh_for(strategy: Any, mesh: Any) -> Mesh | AbstractMesh:
+    """Return the mesh of a manager: the one that is passed, that of the strategy or, for rules
+    alone, the ambient mesh.
 
     The mesh of a strategy starts the backend.
 
     Raises:
-      MeshSpecError: There is no mesh.
+      MeshSpecError: There is no mesh, or what is passed is not a mesh.
     """
+    if isinstance(mesh, (Mesh, AbstractMesh)):
+        return mesh
+    if mesh is not None:
+        raise MeshSpecError(
+            f"mesh={mesh!r} is neither a Mesh nor an AbstractMesh",
+            fix='pass create_mesh("dp:2,tp:4"), '
+            'or abstract_mesh("dp:2,tp:4") to plan without devices',
+        )
     if not isinstance(strategy, (AxisRules, PartitionAxis)):
         return strategy.make_mesh()  # type: ignore[no-any-return]
     ambient = None if _jax.in_trace() else jax.sharding.get_mesh()

@@ -6,18 +6,19 @@ The other methods are in the modules beside this one: `arrays` (shard, hint, sha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardwright.errors import MeshSpecError, raise_problems
+from shardwright.errors import raise_problems
 from shardwright.manager import agreement, context, upward
-from shardwright.manager.arguments import check_rules_on_mesh, compiled_rules, own_mesh
+from shardwright.manager.arguments import check_rules_on_mesh, compiled_rules, mesh_for
 from shardwright.manager.arrays import ArrayMethods
 from shardwright.manager.core import needs_sharding
-from shardwright.manager.processes import DEFAULTS, ProcessOptions
+from shardwright.manager.processes import ProcessOptions
 from shardwright.manager.request import Request, suggest_for_missing_size
 from shardwright.manager.training import TrainingMethods
 from shardwright.manager.weights import WeightMethods
@@ -91,16 +92,9 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         watchdog: float | None = None,
     ) -> None:
         options = ProcessOptions(agree=agree, watchdog=watchdog)
-        rules = compiled_rules(strategy)
-        used_mesh = mesh if mesh is not None else own_mesh(strategy)
-        if not isinstance(used_mesh, (Mesh, AbstractMesh)):
-            raise MeshSpecError(
-                f"mesh={mesh!r} is neither a Mesh nor an AbstractMesh",
-                fix='pass create_mesh("dp:2,tp:4"), '
-                'or abstract_mesh("dp:2,tp:4") to plan without devices',
-            )
+        rules, own_mesh = compiled_rules(strategy), mesh_for(strategy, mesh)
         name = "" if isinstance(strategy, (AxisRules, PartitionAxis)) else strategy.name
-        self._set(rules, used_mesh, None if mode is None else parse_mode(mode), name, {}, options)
+        self._set(rules, own_mesh, None if mode is None else parse_mode(mode), name, {}, options)
         if self.mode is not None:
             self._modes[self.mode] = self
         check_rules_on_mesh(rules, self._sizes)
@@ -112,7 +106,7 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         mode: str | None,
         name: str,
         modes: dict[str, PartitionManager],
-        options: ProcessOptions = DEFAULTS,
+        options: ProcessOptions,
     ) -> None:
         """Set all slots. The managers of all modes share `modes`."""
         identity = (rules, mesh, mode)
@@ -168,7 +162,7 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
                 "a PartitionManager on devices cannot be pickled: "
                 "pickle the Strategy, and build the manager where it is used"
             )
-        return _restored, (self.rules, self.mesh, self.mode, self.name)
+        return _built, (self.rules, self.mesh, self.mode, self.name, {}, self._options)
 
     def __repr__(self) -> str:
         sizes = ",".join(f"{axis}:{size}" for axis, size in self._sizes.items())
@@ -199,9 +193,7 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
     # Questions.
 
     def for_mode(self, mode: str) -> PartitionManager:
-        """Return the manager whose calls resolve in a mode.
-
-        It is the identical object at each call.
+        """Return the manager whose calls resolve in a mode; the identical object at each call.
 
         Raises:
           StrategyError: The mode is unknown.
@@ -209,13 +201,11 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         parsed = parse_mode(mode)
         if parsed == self.mode:
             return self
-        manager = self._modes.get(parsed)
-        if manager is None:
-            manager = object.__new__(PartitionManager)
-            manager._set(self.rules, self.mesh, parsed, self.name, self._modes, self._options)
+        if parsed not in self._modes:
+            values = (self.rules, self.mesh, parsed, self.name, self._modes, self._options)
             # setdefault, so that concurrent threads get the same object.
-            manager = self._modes.setdefault(parsed, manager)
-        return manager
+            self._modes.setdefault(parsed, _built(*values))
+        return self._modes[parsed]
 
     def explain(
         self,
@@ -297,17 +287,13 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
           ShapeRequiredError: The result depends on the size, and `size` is None.
           StrategyError: The rule is `?`, so the compiler decides.
         """
-        shards = 1
-        for name in self.mesh_axes(axis, size, mode=mode):
-            shards *= self._sizes[name]
-        return shards
+        return math.prod(self._sizes[name] for name in self.mesh_axes(axis, size, mode=mode))
 
 
-def _restored(
-    rules: AxisRules, mesh: AbstractMesh, mode: str | None, name: str
-) -> PartitionManager:
+def _built(*values: Any) -> PartitionManager:
+    """Return a manager from the arguments of `_set`, which were checked before."""
     manager = object.__new__(PartitionManager)
-    manager._set(rules, mesh, mode, name, {})
+    manager._set(*values)
     return manager
 
 

@@ -77,9 +77,6 @@ class ProcessOptions:
             )
 
 
-DEFAULTS: Final = ProcessOptions()
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessGroup:
     """The processes that a mesh spans, one of which is this one.

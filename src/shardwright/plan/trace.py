@@ -106,7 +106,7 @@ class PlanningManager(PartitionManager):
         if mesh.axis_types != auto:
             mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=auto)
         planning = object.__new__(cls)
-        planning._set(manager.rules, mesh, manager.mode, manager.name, {})
+        planning._set(manager.rules, mesh, manager.mode, manager.name, {}, manager._options)
         object.__setattr__(planning, "_values", (planning._values, object()))
         object.__setattr__(planning, "_answers", {})
         object.__setattr__(planning, "_quiet", False)
