@@ -56,11 +56,10 @@ def search() -> tuple[Any, float, float]:
     processor, wall = time.process_time(), time.perf_counter()
     found = sw.search(
         Decoder().program("train"),
-        {name: sw.Strategy.preset(name) for name in ("fsdp", "fsdp_tp")},
+        {name: sw.Strategy.preset(name) for name in ("fsdp_tp", "fsdp_tp_sp")},
         topology="v5p:4x4x4",
-        axes=("dp", "fsdp", "tp"),
-        orders=True,
-        vary=dict.fromkeys(("head", "vocab", "params.embed"), (None, "-")),
+        axes=("dp", "fsdp", "sp", "tp"),
+        vary={"vocab": (None, "-"), "params.embed": (None, "-"), "policy.zero1": (None, "dp")},
     )
     return found, time.process_time() - processor, time.perf_counter() - wall
 
