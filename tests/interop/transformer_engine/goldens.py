@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from shardwright.interop.transformer_engine import flax as modules
@@ -40,7 +41,9 @@ def problems_of(group: str, case: Case) -> list[str]:
     """Run our module, and list every difference from TransformerEngine's."""
     result = cases.run(modules, case)
     found = tree_problems(result.tree, read(group)["cases"][case.name]["tree"])
-    return found + value_problems(case, result, values_of(group)[case.name])
+    is_same_jax = read(group)["jax"] == jax.__version__
+    expected = values_of(group)[case.name]
+    return found + value_problems(case, result, expected, is_same_jax=is_same_jax)
 
 
 def tree_problems(tree: dict[str, Any], expected: dict[str, Any]) -> list[str]:
@@ -57,10 +60,14 @@ def tree_problems(tree: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return found
 
 
-def value_problems(case: Case, result: Result, expected: dict[str, np.ndarray]) -> list[str]:
+def value_problems(
+    case: Case, result: Result, expected: dict[str, np.ndarray], *, is_same_jax: bool
+) -> list[str]:
+    """Compare results and gradients. Another version of JAX may sum in another order."""
     if list(result.values) != list(expected):
         return [f"results {list(result.values)} instead of {list(expected)}"]
     found = []
+    largest = max(np.max(np.abs(other), initial=0) for other in expected.values())
     is_narrow = "bfloat16" in (case.dtype, case.fields.get("dtype"))
     for name, value in result.values.items():
         other = expected[name]
@@ -68,9 +75,11 @@ def value_problems(case: Case, result: Result, expected: dict[str, np.ndarray]) 
             found.append(f"{name}: shape {value.shape} instead of {other.shape}")
             continue
         tolerance = TOLERANCE["bfloat16" if is_narrow else "float32"]
-        if "lora" in name and not is_narrow:
-            tolerance = 2e-6  # three factors, which both sum in another order
+        if not is_narrow and ("lora" in name or not is_same_jax):
+            tolerance = 2e-6  # another order of sums
         error = np.max(np.abs(value - other), initial=0)
+        if max(np.max(np.abs(value), initial=0), np.max(np.abs(other), initial=0)) < 1e-5 * largest:
+            continue  # zero but for rounding, such as the gradient of a bias of all keys
         if not error <= tolerance * np.max(np.abs(other), initial=0):
             found.append(f"{name}: differs by {error / np.max(np.abs(other)):.2e}")
     return found
