@@ -160,6 +160,7 @@ def test_mask_value_equals_keywords() -> None:
 # Dropout.
 
 
+@pytest.mark.wide
 def test_dropout_is_equal_on_every_mesh() -> None:
     x = arrays(batch=4, q_length=64, kv_length=64)
     x["v"] = jnp.ones_like(x["v"])

@@ -402,6 +402,7 @@ def abstract(count: int, manager: sw.PartitionManager) -> Any:
     ],
 )
 @pytest.mark.sweep(keep=1)
+@pytest.mark.wide
 def test_decode_bytes_do_not_grow_with_cache(name: str, count: int) -> None:
     sent = []
     for capacity in (64, 512):

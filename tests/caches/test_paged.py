@@ -288,6 +288,7 @@ def test_insert_dequantizes_quantized_source() -> None:
     )
 
 
+@pytest.mark.wide
 def test_refused_inserts() -> None:
     cache = filled(0, 3, 0, 0)
     lost = put(make(batch=3, kind="dense", overflow="ring", capacity=4), 6, 3, 4).require()

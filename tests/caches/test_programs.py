@@ -256,6 +256,7 @@ kv_head = "-"
     ["sliding", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dense", "quantized"))],
 )
 @pytest.mark.sweep(keep=1)
+@pytest.mark.wide
 def test_insert_from_prefill_layout_into_decode(kind: str, axis_types: Any) -> None:
     random = np.random.default_rng(0)
     k, v = (random.standard_normal((3, 16, HEADS, DIM)).astype(np.float32) for _ in range(2))

@@ -128,6 +128,7 @@ def test_insert_into_free_slots() -> None:
         )
 
 
+@pytest.mark.wide
 def test_insert_of_long_or_overwritten_sequence() -> None:
     long = append(
         make(batch=2, overflow="ring"),

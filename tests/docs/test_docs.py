@@ -30,6 +30,8 @@ LONG = {
         "managers",
         "mixture",
         "moving",
+        "nnx",
+        "plan",
         "processes",
         "serving",
         "testing",

@@ -135,6 +135,7 @@ def test_demo_reports_without_training(
         assert mesh in printed
 
 
+@pytest.mark.wide
 def test_wrong_option_has_a_fix() -> None:
     done = run_demo("--steps", "0")
     assert done.returncode == 2

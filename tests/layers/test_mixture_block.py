@@ -110,6 +110,7 @@ def test_decode_equals_one_call() -> None:
     blocks.assert_close(np.concatenate(rows, 1), unsharded()[0][1][0], rtol=1e-4)
 
 
+@pytest.mark.wide
 def test_statistics_and_biases_of_a_stack() -> None:
     _, after = jax.jit(functools.partial(transformer_block.apply, STACK))(PARAMS, X, state=STATE)
     dense, mixture = after.mixtures

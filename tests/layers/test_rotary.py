@@ -91,6 +91,7 @@ def test_bfloat16_is_rotated_in_float32() -> None:
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.sweep(keep=1)
+@pytest.mark.wide
 def test_rope_of_sharded_array_sends_nothing(axis_types: str) -> None:
     rules = sw.Strategy.loads(
         '[rules]\nbatch = "dp"\nquery_length = "sp"\nhead = "tp"\nhead_dim = "-"\n'

@@ -74,6 +74,7 @@ def layers(pm: Any, x: Any, stack: Any, *, remat: bool, gather: Any) -> Any:
 @pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
 @pytest.mark.parametrize("kind", ["auto"])
 @pytest.mark.sweep(keep=1)
+@pytest.mark.wide
 def test_inside_scan_over_stacked_layers(kind: str, remat: bool) -> None:
     pm = make_manager(kind)
     specs = {"up": (3, 8, 16), "down": (3, 16, 8)}

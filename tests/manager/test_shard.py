@@ -107,6 +107,7 @@ def test_replicated_activation_is_resharded(kind: str, transform: str) -> None:
 
 @pytest.mark.parametrize("entered", [True, False], ids=["entered", "method"])
 @pytest.mark.sweep(keep=1)
+@pytest.mark.wide
 def test_uncommitted_arrays_on_auto_meshes(entered: bool) -> None:
     pm = make_manager("auto")
     start = jnp.asarray(numbers(8, 12))

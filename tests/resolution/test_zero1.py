@@ -130,6 +130,7 @@ def test_moments_stay_sharded_and_nothing_else_changes(
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.sweep(keep=1)
+@pytest.mark.wide
 def test_gradients_may_be_sharded_like_the_state(axis_types: str) -> None:
     """Arrays of a role of their own: an update on shards alone, on both kinds of mesh."""
     ddp = sw.Strategy.preset("ddp") | sw.Strategy(policy={"zero1": "dp"})

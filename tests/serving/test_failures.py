@@ -147,6 +147,7 @@ def test_random_failures_leak_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.wide
 def test_no_request_fails_without_failures(kind: str) -> None:
     handles, _ = run(kind, 200, seed=2, chance=0.0)
     whys = [handle.completion.finish for handle in handles if handle.completion]

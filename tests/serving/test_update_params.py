@@ -92,6 +92,7 @@ def test_running_requests_continue_with_the_new_weights() -> None:
     assert waiting.result().versions == (1,)
 
 
+@pytest.mark.wide
 def test_training_may_donate_what_was_pushed() -> None:
     """Arrays that are in place are copied, so that deleting the source deletes no weight."""
     serve = manager_of("serve_tp", "dp:2,tp:4")
@@ -136,6 +137,7 @@ def test_prefill_with_weights_of_its_own() -> None:
     assert [done.tokens for done in engine.run(REQUESTS[:3])] == [done.tokens for done in wanted]
 
 
+@pytest.mark.wide
 def test_failed_move_keeps_the_old_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     train, serve = manager_of("fsdp_tp", "fsdp:4,tp:2"), manager_of("serve_tp", "dp:2,tp:4")
     engine = engine_of(weights(3, serve), serve)
@@ -158,6 +160,7 @@ def test_failed_move_keeps_the_old_weights(monkeypatch: pytest.MonkeyPatch) -> N
     assert engine.update_params(new).version == 1
 
 
+@pytest.mark.wide
 def test_deleted_weights_can_be_replaced() -> None:
     serve = manager_of("serve_tp", "dp:2,tp:4")
     old = weights(3, serve)

@@ -478,6 +478,7 @@ def test_it(mesh):
 """
 
 
+@pytest.mark.wide
 def test_real_devices_by_option(run: Run) -> None:
     result = run({"test_it.py": REAL}, "--mesh-backend", "tpu", inline=True)
     result.assert_outcomes(errors=1)
