@@ -132,6 +132,7 @@ def test_sixty_four_texts_equal_requests_alone(kind: str, strategy: str) -> None
         pytest.param("sliding", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.wide
 def test_prefill_on_its_own_mesh_changes_no_text(kind: str) -> None:
     first = manager_of("single")
     params = first.shard(weights(), decoder_specs(TINY), role="param")

@@ -18,7 +18,7 @@ def test_signatures(name: str) -> None:
     assert cases.signatures(getattr(modules, name)) == expected
 
 
-@pytest.mark.sweep(keep=4)
+@pytest.mark.sweep(keep=2)
 @pytest.mark.parametrize(
     ("group", "case"), [pytest.param(*each, id=f"{each[0]}-{each[1].name}") for each in ALL]
 )

@@ -108,6 +108,7 @@ def decoded(module: Any, x: Any, **options: Any) -> Any:
         {"window_size": (2, 0)},
     ],
 )
+@pytest.mark.wide
 def test_decode_equals_causal_forward(fields: Any) -> None:
     """TransformerEngine rotates each token as the first one, and loses the mask of the cache."""
     module = te.MultiHeadAttention(4, 2, transpose_batch_sequence=False, **fields)
@@ -131,6 +132,7 @@ def test_decode_with_a_padding_mask() -> None:
     np.testing.assert_allclose(rows[:, 1:], expected[:, 1:], atol=1e-5)
 
 
+@pytest.mark.wide
 def test_decoder_layer_decodes() -> None:
     layer = te.TransformerLayer(
         hidden_size=8,
@@ -208,6 +210,7 @@ def test_dropout_masks_take_the_keys_of_flax() -> None:
     assert (np.asarray(ours) == np.asarray(theirs)).all()
 
 
+@pytest.mark.wide
 def test_activation_functions_and_low_rank_mlp() -> None:
     """TransformerEngine returns False for the first, and raises a TypeError for the second."""
     options = {"intermediate_dim": 12, "enable_layernorm": False}

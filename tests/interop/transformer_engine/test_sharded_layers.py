@@ -35,6 +35,7 @@ def manager() -> Any:
 
 
 @pytest.mark.parametrize("context", [resource, manager])
+@pytest.mark.wide
 def test_layer_on_a_mesh(context: Any) -> None:
     layer = te.flax.TransformerLayer(
         hidden_size=8, mlp_hidden_size=16, num_attention_heads=2, enable_sequence_parallel=True
