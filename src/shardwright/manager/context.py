@@ -68,14 +68,9 @@ class Key(frozenset[Hashable]):
     __hash__ = frozenset.__hash__
 
     def __eq__(self, other: object) -> bool:
-        # JAX compares keys at every operation of a trace under a manager that equals an older one.
-        if type(other) is not Key:
-            return False
         values = self.values
-        if values is not other.values:
-            if values != other.values:
-                return False
-            other.values = values  # so that the next comparison is one of identity
+        if type(other) is not Key or (values is not other.values and values != other.values):
+            return False
         if not (self.asked or other.asked):
             return True
         entry = _FLOW.get()

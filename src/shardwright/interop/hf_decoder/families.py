@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from shardwright.errors import StrategyError, did_you_mean
+from shardwright.errors import LayerError, StrategyError, did_you_mean
 from shardwright.interop.hf_decoder.latent import LatentConfig
 from shardwright.layers.attention_block import AttentionConfig
 from shardwright.layers.dtypes import Dtypes
@@ -143,7 +143,7 @@ def _dtypes(values: Mapping[str, Any], param: str | None, source: str) -> Dtypes
     compute = own if param is None else "bfloat16"
     try:
         return Dtypes(param=param or own, compute=compute)
-    except Exception as error:
+    except LayerError as error:
         raise StrategyError(
             f"{source}: {param or own!r:.40} is not a dtype of parameters", fix="param=bfloat16"
         ) from error
