@@ -365,3 +365,17 @@ def coordination_store() -> CoordinationStore | None:
     if client is None:
         return None
     return CoordinationStore(client, distributed.global_state.process_id)
+
+
+def evaluate(equation: Any, values: Any) -> list[Any]:
+    """Return the results of an equation of a jaxpr. They keep its source line and its name.
+
+    The public `jax.extend.core.jaxpr_as_fun` evaluates whole jaxprs only.
+    """
+    from jax._src import source_info_util
+
+    primitive, info = equation.primitive, equation.source_info
+    names = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=names), equation.ctx.manager:
+        results = primitive.bind(*values, **primitive.get_bind_params(equation.params))
+    return list(results) if primitive.multiple_results else [results]

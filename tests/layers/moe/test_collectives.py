@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,6 +27,10 @@ def arguments(pm: sw.PartitionManager, mixture: moe.MoEConfig) -> tuple[Any, Any
     return params, pm.shard(tokens(8, 4, 16), sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
 
 
+def loss_of(mixture: moe.MoEConfig) -> Callable[[Any, Any], Any]:
+    return lambda params, x: jnp.square(moe.apply(mixture, params, x)[0]).sum()
+
+
 @pytest.mark.parametrize("capacity", [moe.Dropless(), moe.Factor(2.0)], ids=str)
 def test_forward_is_two_all_to_alls(pm: sw.PartitionManager, capacity: Any) -> None:
     mixture = config(capacity=capacity)
@@ -43,9 +48,7 @@ def test_forward_is_two_all_to_alls(pm: sw.PartitionManager, capacity: Any) -> N
 
 def test_gradient_is_four_all_to_alls_and_two_sums(pm: sw.PartitionManager) -> None:
     mixture = config()
-
-    def loss(params: Any, x: Any) -> Any:
-        return jnp.square(moe.apply(mixture, params, x)[0]).sum()
+    loss = loss_of(mixture)
 
     with pm:
         given = arguments(pm, mixture)
@@ -68,6 +71,23 @@ def test_replicated_tokens_are_summed_not_sent() -> None:
     with sw.PartitionManager(strategy, mesh=cpu_mesh("fsdp:2,ep:2,tp:2")) as pm:
         program = jax.jit(lambda params, x: moe.apply(mixture, params, x)[0])
         assert_collectives(program, *arguments(pm, mixture), all_reduce=1, only=True)
+
+
+def test_gradients_of_the_rows_are_summed_once_over_tp() -> None:
+    # Gate and up both have a gradient of the rows. Without the cast there are two sums.
+    mixture = config()
+    strategy = sw.Strategy.preset("tensor") | NOTHING_GATHERED
+    with sw.PartitionManager(strategy, mesh=cpu_mesh("dp:2,tp:4")) as pm:
+        gradient = jax.jit(jax.grad(loss_of(mixture), argnums=1))
+        compiled = gradient.lower(*arguments(pm, mixture)).compile()
+        largest = max(
+            event.logical_bytes
+            for event in read_collectives(compiled, pm.mesh)
+            if event.mesh_axes == ("tp",)
+        )
+        # experts * slots * embed * float32
+        rows = 8 * moe.explain(mixture, (8, 4, 16)).slots * 16 * 4
+    assert rows <= largest < 1.1 * rows
 
 
 def test_experts_are_never_gathered_over_ep() -> None:

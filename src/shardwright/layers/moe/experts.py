@@ -18,6 +18,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
+from shardwright import _jax
 from shardwright.layers.activation import activation
 from shardwright.layers.moe.config import NOT_ZERO_AT_ZERO, MoEConfig
 
@@ -79,6 +80,9 @@ def run_experts(config: MoEConfig, product: Product, params: Any, rows: Any) -> 
       `[experts, slots, embed]`.
     """
     weights = [params[name].astype(rows.dtype) for name in ("gate", "up", "down")]
+    # Cast once: the gradients of the rows from gate and up are then added before they are summed
+    # over shards, in one all-reduce.
+    rows, *weights = _jax.vary_together([rows, *weights])
     return _PRODUCTS[product.name](config, weights, rows, product.rows)
 
 
