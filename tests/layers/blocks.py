@@ -122,15 +122,15 @@ def cases() -> Any:
     )
 
 
-def assert_close(got: Any, wanted: Any, *, rtol: float = 2e-5) -> None:
-    """Compare trees leaf by leaf, relative to the largest value of each leaf."""
+def assert_close(got: Any, wanted: Any, *, rtol: float = 2e-5, least: float = 1e-6) -> None:
+    """Compare trees leaf by leaf, relative to the largest value of each leaf, or to `least`."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(wanted)
     faults = []
     for (path, leaf), own in zip(pairs, structure.flatten_up_to(got), strict=True):
         left, right = np.asarray(own, np.float64), np.asarray(leaf, np.float64)
         assert left.shape == right.shape
         error = np.max(np.abs(left - right), initial=0)
-        if not error <= rtol * np.max(np.abs(right), initial=1e-6):
+        if not error <= rtol * np.max(np.abs(right), initial=least):
             faults.append(f"{jax.tree_util.keystr(path)}: {error}")
     assert not faults, faults
 

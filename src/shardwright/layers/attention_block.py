@@ -16,11 +16,13 @@ from shardwright.attention.masks import Window
 from shardwright.caches import create
 from shardwright.caches.base import KVCache
 from shardwright.errors import LayerError
-from shardwright.layers import dense, norm
+from shardwright.layers import dense, eight_bits, norm
 from shardwright.layers.dropout import check_rate
 from shardwright.layers.dtypes import FLOAT32, Dtypes
+from shardwright.layers.eight_bits import Recipe, read_recipe
 from shardwright.layers.norm import RMS, NormConfig
-from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, place, use
+from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, place
+from shardwright.layers.projection import gather_weights, parts_of, project
 from shardwright.layers.rope import rope
 from shardwright.manager import context
 from shardwright.vocabulary.axes import (
@@ -60,6 +62,8 @@ class AttentionConfig:
       dropout: Probability of dropping an attention weight, if `keys` has a dropout key.
       init: Initializer of the kernels. Defaults to that of `dense.specs`.
       dtypes: Dtypes of the parameters, products, result and cache.
+      recipe: How the projections are computed in eight bits: an `eight_bits.Recipe` or its name.
+        None for not at all. The products of queries, keys and values are never in eight bits.
 
     Raises:
       LayerError: A size or rate is not valid, or the sizes do not fit each other.
@@ -80,6 +84,7 @@ class AttentionConfig:
     dropout: float = 0.0
     init: Any = None
     dtypes: Dtypes = FLOAT32
+    recipe: Recipe | str | None = None
 
     def __post_init__(self) -> None:
         self._check("embed", self.embed)
@@ -101,6 +106,7 @@ class AttentionConfig:
                 fix="pass a divisor of heads: each kv head serves the same number of query heads",
             )
         check_rate("dropout", self.dropout)
+        object.__setattr__(self, "recipe", read_recipe(self.recipe))
 
     def _check(self, name: str, value: Any) -> None:
         read_integer(
@@ -118,6 +124,20 @@ class AttentionConfig:
         """`head_dim`, as an integer."""
         assert self.head_dim is not None
         return self.head_dim
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionState:
+    """The state of attention in eight bits with delayed scaling.
+
+    Attributes:
+      cache: A KV cache, or None.
+      scaling: `eight_bits.uses(scaling, channel)` as an argument, what was seen in a result.
+    """
+
+    cache: Any = None
+    scaling: Any = None
 
 
 def specs(config: AttentionConfig) -> dict[str, Any]:
@@ -138,6 +158,22 @@ def specs(config: AttentionConfig) -> dict[str, Any]:
         for name in ("query_norm", "key_norm"):
             tree[name] = norm.specs(config.qk_norm, config.size, config.dtypes)
     return tree
+
+
+def init_scaling(config: AttentionConfig, *, layers: int | None = None) -> dict[str, Any] | None:
+    """Return the first state of delayed scaling; None for other recipes.
+
+    Args:
+      config: Sizes and options.
+      layers: Size of a leading dim, for stacked parameters. Defaults to none.
+    """
+    if not isinstance(config.recipe, eight_bits.DelayedScaling):
+        return None
+    groups = {"qkv": ("query", "key", "value"), "out": ("out",)}
+    return {
+        group: eight_bits.init(config.recipe, names, layers=layers)
+        for group, names in groups.items()
+    }
 
 
 def init_cache(
@@ -162,26 +198,28 @@ def apply(
     x: Any,
     *,
     keys: Mapping[str, jax.Array] | None = None,
-    state: KVCache | None = None,
+    state: KVCache | AttentionState | None = None,
     path: str | None = None,
     positions: Any = None,
     segment_ids: Any = None,
     valid: Any = None,
     bias: Any = None,
-) -> tuple[jax.Array, KVCache | None]:
+) -> tuple[jax.Array, Any]:
     """Return what the block adds to the residual `x`, and the cache after the append.
 
     Without a cache the tokens of `x` attend to each other. With a cache they are appended at the
     next positions of their slot, and attend to all tokens of the slot. So prefill, chunked prefill
     and decode are the same call. The mode is the cache's. Without a cache it is the ambient
-    manager's.
+    manager's. In a compiled program, tokens that do not fit the cache add nothing to the residual,
+    and the cache keeps its length.
 
     Args:
       config: Sizes and options.
       params: The tree that `specs` describes, as stored.
       x: `[batch, length, embed]`.
       keys: `{"dropout": key}`. By default nothing is dropped. Not allowed with a cache.
-      state: A cache, such as that of `init_cache`. Under `jit`, donate it.
+      state: A cache, such as that of `init_cache`. Under `jit`, donate it. With delayed scaling, an
+        `AttentionState`; the result is of the same kind.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
       positions: `[batch, length]`, for rotary positions and masks. Defaults to 0, 1, 2 and so on.
         Not allowed with a cache, which has its own positions.
@@ -194,62 +232,76 @@ def apply(
       RankMismatchError: `x` is not `[batch, length, embed]`.
       LayerError: An argument is not allowed with a cache, or only allowed with one.
       AttentionError: The arguments do not fit each other.
+      CacheError: The tokens do not fit the cache, and the call is not traced.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
     check_residual(x, config.embed)
+    recipe = read_recipe(config.recipe)
+    cache: Any = state
+    scaling = None
+    if isinstance(state, AttentionState):
+        cache, scaling = state.cache, state.scaling
     given = {"positions": positions, "segment_ids": segment_ids, "bias": bias}
-    _check_arguments(state, valid, given, (keys or {}).get("dropout"))
-    weights = use(params, specs(config), path=path)
+    _check_arguments(cache, valid, given, (keys or {}).get("dropout"))
+    weights = gather_weights(recipe, params, specs(config), path=path)
+    states = parts_of(recipe, scaling, ("qkv", "out"))
     compute = config.dtypes.compute
     x = place(x, RESIDUAL)
     if config.norm is not None:
         x = norm.apply(config.norm, weights["norm"], x, dtype=compute)
     # With sequence parallelism the residual is gathered here, after the norm.
     x = place(x.astype(compute), OPERAND)
-    if state is not None:
-        rotations = next_positions(state, q_length=x.shape[1], valid=valid)
+    if cache is not None:
+        rotations = next_positions(cache, q_length=x.shape[1], valid=valid)
     else:
         rotations = jnp.arange(x.shape[1])[None] if positions is None else positions
-    q, k, v = _project(config, weights, x, rotations)
-    if state is None:
-        context_rows = _attend(config, q, k, v, given, keys)
+    rows, seen = _project(config, weights, x, rotations, states["qkv"])
+    if cache is None:
+        context_rows = _attend(config, rows, given, keys)
     else:
-        context_rows, state = _attend_to_cache(config, q, k, v, state, valid)
+        context_rows, cache = _attend_to_cache(config, rows, cache, valid)
     context_rows = checkpoint_name(place(context_rows, QUERIES), "context")
     # With sequence parallelism this product ends in a reduce-scatter.
-    y = dense.dense(
+    outs = project(
         context_rows.astype(compute),
-        weights["out"]["kernel"],
-        weights["out"].get("bias"),
-        out=RESIDUAL,
+        weights,
+        out={"out": RESIDUAL},
+        axes=QUERIES,
+        recipe=recipe,
+        state=states["out"],
         contract=2,
     )
-    return checkpoint_name(y.astype(config.dtypes.output), "attention_out"), state
+    if isinstance(state, AttentionState):
+        seen = None if seen is None else {"qkv": seen, "out": outs.seen}
+        cache = AttentionState(cache=cache, scaling=seen)
+    y = outs.ys["out"].astype(config.dtypes.output)
+    return checkpoint_name(y, "attention_out"), cache
 
 
 def _project(
-    config: AttentionConfig, weights: dict[str, Any], x: Any, positions: Any
-) -> tuple[Any, Any, Any]:
-    """Return queries, keys and values; queries and keys are normalized and rotated."""
+    config: AttentionConfig, weights: dict[str, Any], x: Any, positions: Any, state: Any
+) -> tuple[list[Any], Any]:
+    """Return queries, keys and values, and what was seen. Queries and keys are normalized and
+    rotated.
+    """
+    out = {"query": QUERIES, "key": NEW_ROWS, "value": NEW_ROWS}
+    recipe = read_recipe(config.recipe)
+    result = project(x, weights, out=out, axes=OPERAND, recipe=recipe, state=state)
     rows = []
-    for name, axes in (("query", QUERIES), ("key", NEW_ROWS), ("value", NEW_ROWS)):
-        y = dense.dense(x, weights[name]["kernel"], weights[name].get("bias"), out=axes)
+    for name in out:
+        y = result.ys[name]
         if name != "value" and config.qk_norm is not None:
             y = norm.apply(config.qk_norm, weights[f"{name}_norm"], y)
         if name != "value" and config.rope_theta is not None:
             y = rope(y, positions, theta=config.rope_theta)
         rows.append(checkpoint_name(y, name))
-    return rows[0], rows[1], rows[2]
+    return rows, result.seen
 
 
-def _attend(
-    config: AttentionConfig, q: Any, k: Any, v: Any, given: dict[str, Any], keys: Any
-) -> Any:
+def _attend(config: AttentionConfig, rows: list[Any], given: dict[str, Any], keys: Any) -> Any:
     manager, key = context.current(), (keys or {}).get("dropout")
     return dot_product_attention(
-        q,
-        k,
-        v,
+        *rows,
         # Without a manager nothing is sharded, so every mode is the same.
         mode=MODE_TRAIN if manager is None or manager.mode is None else None,
         causal=config.causal,
@@ -263,13 +315,14 @@ def _attend(
 
 
 def _attend_to_cache(
-    config: AttentionConfig, q: Any, k: Any, v: Any, cache: KVCache, valid: Any
+    config: AttentionConfig, rows: list[Any], cache: KVCache, valid: Any
 ) -> tuple[Any, KVCache]:
     stored = cache.spec.dtype  # attention computes in the dtype of the cache
+    q, k, v = (row.astype(stored) for row in rows)
     result = append_and_attend(
-        q.astype(stored),
-        k.astype(stored),
-        v.astype(stored),
+        q,
+        k,
+        v,
         cache,
         valid=valid,
         causal=config.causal,
@@ -277,6 +330,9 @@ def _attend_to_cache(
         softcap=config.softcap,
         scale=config.scale,
     )
+    refused = result.change.refused
+    if not isinstance(refused, jax.core.Tracer) and refused.is_fully_addressable:
+        result.change.check(fix="create the cache with a larger capacity=, or free the slot first")
     return result.o, result.cache
 
 

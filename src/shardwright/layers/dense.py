@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardwright.errors import RankMismatchError
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.manager.einsum import dot_general
+from shardwright.resolution.partition_specs import entry_names, entry_of
 from shardwright.vocabulary.annotations import ArraySpec
 
 Dims = Sequence[tuple[str, int]]  # (axis, size) of each dim
@@ -78,7 +80,8 @@ def dense(
       kernel: `[*inputs, *outputs]`, already gathered.
       bias: `[*outputs]`. Defaults to none.
       out: Annotation of the result, `[..., *outputs]`. Without one, the compiler decides how the
-        result is sharded.
+        result is sharded over Auto mesh axes. Over Explicit ones, its dims stay sharded as those of
+        the operands; kernel and bias are gathered over the mesh axes that shard other dims of `x`.
       contract: Number of dims that are contracted.
       mode: Runtime mode. Defaults to the manager's.
       dtype: Dtype of the operands and the result. Defaults to that of `x`.
@@ -93,10 +96,53 @@ def dense(
     dims = (tuple(range(rank - contract, rank)), tuple(range(contract)))
     operands = x.astype(dtype), kernel.astype(dtype)
     if out is None:
-        y = jax.lax.dot_general(*operands, (dims, ((), ())))
+        y = _product(*operands, contract)
     else:
         y = dot_general(*operands, (dims, ((), ())), out=out, mode=mode)
-    return y if bias is None else y + bias.astype(dtype)
+    return y if bias is None else add_bias(y, bias)
+
+
+def add_bias(y: Any, bias: Any) -> Any:
+    """Return `y + bias` in the dtype of `y`. The bias is sharded like `y`, for Explicit axes.
+
+    Args:
+      y: `[..., *outputs]`.
+      bias: `[*outputs]`.
+    """
+    bias = bias.astype(y.dtype)
+    sharding = jax.typeof(y).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return y + bias
+    wanted = _entries(sharding.spec, y.ndim)[y.ndim - bias.ndim :]
+    if wanted != _entries(jax.typeof(bias).sharding.spec, bias.ndim):
+        bias = jax.sharding.reshard(bias, NamedSharding(sharding.mesh, PartitionSpec(*wanted)))
+    return y + bias
+
+
+def _product(x: Any, kernel: Any, contract: int) -> Any:
+    """Multiply without an annotation of the result, which JAX requires over Explicit mesh axes."""
+    rank = x.ndim
+    dims = (tuple(range(rank - contract, rank)), tuple(range(contract)))
+    left, right = jax.typeof(x).sharding, jax.typeof(kernel).sharding
+    mesh = right.mesh if left.mesh.empty else left.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return jax.lax.dot_general(x, kernel, (dims, ((), ())))
+    own, weight = _entries(left.spec, rank), _entries(right.spec, kernel.ndim)
+    used = {axis for entry in own for axis in entry_names(entry)}
+    free = [
+        entry_of(tuple(axis for axis in entry_names(entry) if axis not in used))
+        for entry in weight[contract:]
+    ]
+    gathered = [*own[rank - contract :], *free]
+    if gathered != weight:
+        kernel = jax.sharding.reshard(kernel, NamedSharding(mesh, PartitionSpec(*gathered)))
+    out = NamedSharding(mesh, PartitionSpec(*own[: rank - contract], *free))
+    return jax.lax.dot_general(x, kernel, (dims, ((), ())), out_sharding=out)
+
+
+def _entries(spec: PartitionSpec, rank: int) -> list[Any]:
+    entries = [entry_of(entry_names(entry)) for entry in spec]
+    return entries + [None] * (rank - len(entries))
 
 
 def _check(x: Any, kernel: Any, bias: Any, contract: int) -> None:

@@ -10,12 +10,14 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from shardwright.errors import LayerError
-from shardwright.layers import dense, norm
+from shardwright.layers import dense, eight_bits, norm
 from shardwright.layers.activation import CLAMP, Clamp, check_names, gated
 from shardwright.layers.dropout import check_rate, dropout
 from shardwright.layers.dtypes import FLOAT32, Dtypes
+from shardwright.layers.eight_bits import Recipe, read_recipe
 from shardwright.layers.norm import RMS, NormConfig
-from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, place, use
+from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, place
+from shardwright.layers.projection import gather_weights, parts_of, project
 from shardwright.vocabulary.axes import (
     BATCH,
     EMBED,
@@ -43,6 +45,8 @@ class MlpConfig:
       dropout_shared: Dims of `[batch, length, hidden]` along which the dropout mask is the same.
       init: Initializer of the kernels. Defaults to that of `dense.specs`.
       dtypes: Dtypes of the parameters, products and result.
+      recipe: How the products are computed in eight bits: an `eight_bits.Recipe` or its name. None
+        for not at all.
 
     Raises:
       LayerError: A size, name or rate is not valid.
@@ -58,6 +62,7 @@ class MlpConfig:
     dropout_shared: tuple[int, ...] = ()
     init: Any = None
     dtypes: Dtypes = FLOAT32
+    recipe: Recipe | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("embed", "hidden"):
@@ -65,6 +70,7 @@ class MlpConfig:
             read_integer(name, getattr(self, name), error=LayerError, fix=fix)
         object.__setattr__(self, "activations", check_names(self.activations))
         check_rate("dropout", self.dropout)
+        object.__setattr__(self, "recipe", read_recipe(self.recipe))
 
 
 def specs(config: MlpConfig) -> dict[str, Any]:
@@ -82,6 +88,18 @@ def specs(config: MlpConfig) -> dict[str, Any]:
     if config.norm is not None:
         tree["norm"] = norm.specs(config.norm, config.embed, config.dtypes)
     return tree
+
+
+def init_scaling(config: MlpConfig, *, layers: int | None = None) -> dict[str, Any] | None:
+    """Return the first state of delayed scaling; None for other recipes.
+
+    Args:
+      config: Sizes and options.
+      layers: Size of a leading dim, for stacked parameters. Defaults to none.
+    """
+    if not isinstance(config.recipe, eight_bits.DelayedScaling):
+        return None
+    return {name: eight_bits.init(config.recipe, [name], layers=layers) for name in ("up", "down")}
 
 
 def apply(
@@ -103,7 +121,8 @@ def apply(
       params: The tree that `specs` describes, as stored.
       x: `[batch, length, embed]`.
       keys: `{"dropout": key}`. By default nothing is dropped.
-      state: Returned as it is.
+      state: With delayed scaling, `eight_bits.uses(scaling, channel)`, and the result has what was
+        seen. Otherwise returned as it is.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
 
     Raises:
@@ -111,29 +130,38 @@ def apply(
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
     check_residual(x, config.embed)
-    tree = specs(config)
-    weights = use(params, tree, path=path)
+    recipe = read_recipe(config.recipe)
+    weights = gather_weights(recipe, params, specs(config), path=path)
+    states = parts_of(recipe, state, ("up", "down"))
     compute = config.dtypes.compute
     x = place(x, RESIDUAL)
     if config.norm is not None:
         x = norm.apply(config.norm, weights["norm"], x, dtype=compute)
     # With sequence parallelism the residual is gathered here, after the norm.
     x = place(x.astype(compute), OPERAND)
-    hidden = dense.dense(
+    ups = project(
         x,
-        weights["up"]["kernel"],
-        weights["up"].get("bias"),
-        out=(BATCH, QUERY_LENGTH, EMPTY, MLP_INTERMEDIATE),
+        weights,
+        out={"up": (BATCH, QUERY_LENGTH, EMPTY, MLP_INTERMEDIATE)},
+        axes=OPERAND,
+        recipe=recipe,
+        state=states["up"],
     )
-    hidden = gated(config.activations, checkpoint_name(hidden, "mlp_up"), clamp=config.clamp)
+    hidden = checkpoint_name(ups.ys["up"], "mlp_up")
+    hidden = gated(config.activations, hidden, clamp=config.clamp)
     key = (keys or {}).get("dropout")
     hidden = dropout(hidden, key, config.dropout, shared=config.dropout_shared)
     # With sequence parallelism this product ends in a reduce-scatter.
-    y = dense.dense(
+    downs = project(
         place(hidden, HIDDEN),
-        weights["down"]["kernel"],
-        weights["down"].get("bias"),
-        out=RESIDUAL,
+        weights,
+        out={"down": RESIDUAL},
+        axes=HIDDEN,
+        recipe=recipe,
+        state=states["down"],
         dtype=compute,
     )
-    return checkpoint_name(y.astype(config.dtypes.output), "mlp_down"), state
+    if ups.seen is not None:
+        state = {"up": ups.seen, "down": downs.seen}
+    y = downs.ys["down"].astype(config.dtypes.output)
+    return checkpoint_name(y, "mlp_down"), state

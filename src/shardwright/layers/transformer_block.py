@@ -19,7 +19,7 @@ from shardwright.attention.masks import Window
 from shardwright.caches.base import KVCache
 from shardwright.errors import LayerError, did_you_mean
 from shardwright.layers import attention_block, mixture_block, mlp_block
-from shardwright.layers.attention_block import AttentionConfig
+from shardwright.layers.attention_block import AttentionConfig, AttentionState
 from shardwright.layers.dropout import check_rate, dropout
 from shardwright.layers.mixture_block import MixtureConfig
 from shardwright.layers.mlp_block import MlpConfig
@@ -121,10 +121,13 @@ class StackState:
       caches: One KV cache per layer, or None.
       mixtures: One `MoEState` per tree of parameters, or None for an MLP. With `scan`, its arrays
         have a leading dim of the layers of that tree. None as a whole before the first call.
+      scaling: With delayed scaling, one tree per tree of parameters:
+        `eight_bits.uses(scaling, channel)` as an argument, what was seen in a result. Else None.
     """
 
     caches: list[KVCache] | None = None
     mixtures: list[MoEState | None] | None = None
+    scaling: list[Any] | None = None
 
     @property
     def aux(self) -> Any:
@@ -156,6 +159,23 @@ def _specs_of(mlp: MlpConfig | MixtureConfig) -> dict[str, Any]:
     if isinstance(mlp, MixtureConfig):
         return mixture_block.specs(mlp)
     return mlp_block.specs(mlp)
+
+
+def init_scaling(config: TransformerConfig) -> list[Any] | None:
+    """Return the first state of delayed scaling, one tree per tree of parameters.
+
+    None if no block has this recipe. Mixtures have no state.
+    """
+    count = config.period if config.scan else config.layers
+    layers = config.layers // count if config.scan else None
+    trees = []
+    for number in range(count):
+        mlp, own = config.mlp_of(number), None
+        if not isinstance(mlp, MixtureConfig):
+            own = mlp_block.init_scaling(mlp, layers=layers)
+        attention = attention_block.init_scaling(config.attention, layers=layers)
+        trees.append({"attention": attention, "mlp": own})
+    return trees if jax.tree.leaves(trees) else None
 
 
 def unstack(
@@ -212,8 +232,8 @@ def apply(
       params: The trees that `specs` describes, as stored.
       x: The residual, `[batch, length, embed]`.
       keys: `{"dropout": key}`. By default nothing is dropped.
-      state: Caches, and the biases of the routers. By default there are neither. Under `jit`,
-        donate it.
+      state: Caches, the biases of the routers, and with delayed scaling its scales. By default
+        there are none of them. Under `jit`, donate it.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
       positions: As in `attention_block.apply`.
       segment_ids: As in `attention_block.apply`.
@@ -235,17 +255,22 @@ def apply(
     given = {"positions": positions, "segment_ids": segment_ids, "valid": valid}
     x, key = place(x, RESIDUAL), (keys or {}).get("dropout")
     biases = [None] * len(params) if state.mixtures is None else state.mixtures
+    scalings = state.scaling or [{"attention": None, "mlp": None} for _ in params]
     if config.scan:
-        return _scan(config, params, x, key, biases, path, given)
-    caches, mixtures = [], []
+        return _scan(config, params, x, key, (biases, scalings), path, given)
+    caches, mixtures, seen = [], [], []
     for number, layer_params in enumerate(params):
         run = _layer(config, number, None if path is None else f"{path}/{number}", given)
         cache = None if state.caches is None else state.caches[number]
-        x, cache, mixture = run(layer_params, x, _layer_key(key, number), cache, biases[number])
+        own = (biases[number], scalings[number])
+        x, cache, after = run(layer_params, x, _layer_key(key, number), cache, own)
         caches.append(cache)
-        mixtures.append(mixture)
+        mixtures.append(after[0])
+        seen.append(after[1])
     return x, StackState(
-        caches=None if state.caches is None else caches, mixtures=_if_any(mixtures)
+        caches=None if state.caches is None else caches,
+        mixtures=_if_any(mixtures),
+        scaling=_if_any(seen),
     )
 
 
@@ -254,7 +279,7 @@ def _scan(
     params: Any,
     x: Any,
     key: Any,
-    biases: Any,
+    states: tuple[Any, Any],
     path: str | None,
     given: Any,
 ) -> tuple[jax.Array, StackState]:
@@ -263,21 +288,22 @@ def _scan(
         _layer(config, at, None if path is None else f"{path}/{at}", given) for at in range(count)
     ]
 
-    def body(x: Any, trip: Any) -> tuple[Any, list[Any]]:
-        trees, states, number = trip
+    def body(x: Any, trip: Any) -> tuple[Any, tuple[list[Any], list[Any]]]:
+        trees, *states, number = trip
         after = []
-        for at, (run, tree, state) in enumerate(zip(runs, trees, states, strict=True)):
-            x, _, mixture = run(tree, x, _layer_key(key, number * count + at), None, state)
-            after.append(mixture)
-        return x, after
+        for at, (run, tree, *own) in enumerate(zip(runs, trees, *states, strict=True)):
+            x, _, state = run(tree, x, _layer_key(key, number * count + at), None, tuple(own))
+            after.append(state)
+        return x, ([mixture for mixture, _ in after], [seen for _, seen in after])
 
     numbers = jnp.arange(config.layers // count)
-    residual, mixtures = jax.lax.scan(body, x, (list(params), list(biases), numbers))
-    return residual, StackState(mixtures=_if_any(mixtures))
+    inputs = (list(params), *(list(state) for state in states), numbers)
+    residual, (mixtures, seen) = jax.lax.scan(body, x, inputs)
+    return residual, StackState(mixtures=_if_any(mixtures), scaling=_if_any(seen))
 
 
-def _if_any(mixtures: list[Any]) -> list[Any] | None:
-    return mixtures if any(mixture is not None for mixture in mixtures) else None
+def _if_any(states: list[Any]) -> list[Any] | None:
+    return states if jax.tree.leaves(states) else None
 
 
 def _layer(config: TransformerConfig, number: int, path: str | None, given: Any) -> Any:
@@ -300,33 +326,37 @@ def _run_layer(
     x: Any,
     keys: Any,
     cache: Any,
-    mixture: Any,
-) -> tuple[Any, Any, Any]:
+    states: tuple[Any, Any],
+) -> tuple[Any, Any, tuple[Any, Any]]:
+    mixture, scaling = states
     own, after_attention, inner, after_mlp = [None] * 4 if keys is None else list(keys)
 
     def part(name: str) -> str | None:
         return None if path is None else f"{path}/{name}"
 
-    added, cache = attention_block.apply(
+    added, attended = attention_block.apply(
         attention,
         params["attention"],
         x,
         keys=None if own is None else {"dropout": own},
-        state=cache,
+        state=AttentionState(cache=cache, scaling=scaling["attention"]),
         path=part("attention"),
         **given,
     )
     x = _add(x, dropout(added, after_attention, config.dropout))
-    apply_mlp = mixture_block.apply if isinstance(mlp, MixtureConfig) else mlp_block.apply
-    added, mixture = apply_mlp(
+    is_mixture = isinstance(mlp, MixtureConfig)
+    apply_mlp = mixture_block.apply if is_mixture else mlp_block.apply
+    added, state = apply_mlp(
         mlp,  # type: ignore[arg-type]
         params["mlp"],
         x,
         keys=None if inner is None else {"dropout": inner},
-        state=mixture,
+        state=mixture if is_mixture else scaling["mlp"],
         path=part("mlp"),
     )
-    return _add(x, dropout(added, after_mlp, config.dropout)), cache, mixture
+    x = _add(x, dropout(added, after_mlp, config.dropout))
+    seen = {"attention": attended.scaling, "mlp": None if is_mixture else state}
+    return x, attended.cache, (state if is_mixture else None, seen)
 
 
 def _add(x: Any, added: Any) -> Any:

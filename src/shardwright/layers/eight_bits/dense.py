@@ -1,0 +1,212 @@
+"""The quantized dense: products of one input with one or several kernels, as one custom VJP."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwright import _jax
+from shardwright.errors import LayerError, RankMismatchError
+from shardwright.layers.dense import add_bias
+from shardwright.layers.eight_bits import products
+from shardwright.layers.eight_bits.products import Call, Kept, Kernel
+from shardwright.layers.eight_bits.quantize import explicit_entries, pipeline_axes
+from shardwright.layers.eight_bits.recipe import DelayedScaling, Recipe, read_recipe
+from shardwright.layers.eight_bits.state import Channel, DenseSeen, DenseUse
+from shardwright.layers.eight_bits.weights import Stored
+from shardwright.layers.placement import is_inside_shard_map
+from shardwright.manager import context
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DenseResult:
+    """The results of `dense`.
+
+    Attributes:
+      ys: The result of each kernel.
+      seen: Largest values, for the update of delayed scaling; None for other recipes.
+    """
+
+    ys: dict[str, Any]
+    seen: DenseSeen | None
+
+
+def dense(
+    x: Any,
+    kernels: Mapping[str, Any],
+    *,
+    recipe: Any,
+    use: DenseUse | None = None,
+    biases: Mapping[str, Any] | None = None,
+    out: Mapping[str, Any] | None = None,
+    axes: Any = None,
+    contract: int = 1,
+    mode: str | None = None,
+    dtype: Any = None,
+) -> DenseResult:
+    """Return `x @ kernel + bias` of each kernel, computed in eight bits.
+
+    Each kernel is quantized as it is stored, then gathered: FSDP moves one byte per element. The
+    residuals for the backward pass are eight-bit operands, the kernels as they are stored.
+
+    Args:
+      x: `[..., *inputs]`.
+      kernels: `[*inputs, *outputs]` by name: `stored(value, spec)`, which is gathered, or an array.
+      recipe: A recipe or its name.
+      use: Of delayed scaling, what `uses` returns for these kernels.
+      biases: `[*outputs]` by name. Defaults to none.
+      out: Annotation of each result. Without it, the compiler decides how it is sharded.
+      axes: Annotation of `x`, for the messages about blocks.
+      contract: Number of dims that are contracted: the last of `x`, the first of the kernel.
+      mode: Runtime mode. Defaults to the manager's.
+      dtype: Dtype of the operands before they are quantized, and of the results. Defaults to that
+        of `x`.
+
+    Raises:
+      LayerError: The recipe has a state and there is no `use`, or the reverse. Or the recipe has
+        blocks, and the part of a contracted dim on a device is not a multiple of 32.
+      RankMismatchError: The shapes do not fit each other.
+      ShardingError: `out` does not fit a result, the rules or the mesh.
+    """
+    recipe = read_recipe(recipe)
+    if recipe is None:
+        raise LayerError("recipe is None", path="recipe", fix="call layers.dense.dense")
+    _check_use(recipe, use, tuple(kernels))
+    values = [kernel.value if isinstance(kernel, Stored) else kernel for kernel in kernels.values()]
+    for name, value in zip(kernels, values, strict=True):
+        # Inside shard_map the kernel is a shard, and has its shape only once it is gathered.
+        if not (isinstance(kernels[name], Stored) and is_inside_shard_map()):
+            _check_shapes(name, np.shape(x), np.shape(value), contract)
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    call = static_call(
+        x,
+        kernels,
+        recipe=recipe,
+        out=out,
+        axes=axes,
+        contract=contract,
+        mode=mode,
+        dtype=dtype,
+    )
+    scales, channels = _scales(use, tuple(kernels))
+    results, (amax_x, amaxes) = _dense(x, tuple(values), scales, channels, call)
+    ys = dict(zip(kernels, results, strict=True))
+    for name, bias in (biases or {}).items():
+        if bias is not None:
+            ys[name] = add_bias(ys[name], bias)
+    if use is None:
+        return DenseResult(ys=ys, seen=None)
+    seen = DenseSeen(x=amax_x, kernels=dict(zip(kernels, amaxes, strict=True)))
+    return DenseResult(ys=ys, seen=jax.lax.stop_gradient(seen))
+
+
+def static_call(
+    x: Any,
+    kernels: Mapping[str, Any],
+    *,
+    recipe: Recipe,
+    contract: int,
+    dtype: Any,
+    out: Mapping[str, Any] | None = None,
+    axes: Any = None,
+    mode: str | None = None,
+) -> Call:
+    """Return the static part of the products of one input; the arguments are those of `dense`."""
+    statics = []
+    for name, kernel in kernels.items():
+        is_stored = isinstance(kernel, Stored)
+        value = kernel.value if is_stored else kernel
+        static = Kernel(
+            name=name,
+            out=None if out is None else out.get(name),
+            weight=kernel.weight if is_stored else None,
+            dtype=jnp.dtype(value.dtype),
+            varying=_jax.varying_axes(value),
+        )
+        statics.append(static)
+    return Call(
+        recipe=recipe,
+        kernels=tuple(statics),
+        contract=contract,
+        dtype=jnp.dtype(dtype),
+        mode=mode,
+        manager=context.current(),
+        pipeline=pipeline_axes(),
+        x_axes=axes,
+        x_entries=explicit_entries(x),
+        x_dtype=jnp.dtype(x.dtype),
+        varying=_jax.varying_axes(x),
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _dense(x: Any, kernels: Any, scales: Any, channels: Any, call: Call) -> Any:
+    result = products.forward(call, x, kernels, scales[:2], keep=False)
+    return result.ys, (result.amax_x, result.amax_kernels)
+
+
+def _forward(x: Any, kernels: Any, scales: Any, channels: Any, call: Call) -> Any:
+    result = products.forward(call, x, kernels, scales[:2], keep=True)
+    return (result.ys, (result.amax_x, result.amax_kernels)), (result.kept, scales)
+
+
+def _backward(call: Call, kept: tuple[Kept, Any], cotangents: Any) -> Any:
+    operands, scales = kept
+    grads = products.backward(call, operands, cotangents[0], scales[2])
+    channels = tuple(
+        None if scale is None else Channel(amax=amax, count=_one_per(amax))
+        for amax, scale in zip(grads.amax, scales[2], strict=True)
+    )
+    return grads.x, grads.kernels, None, channels
+
+
+_dense.defvjp(_forward, _backward)
+
+
+def _one_per(amax: Any) -> Any:
+    """Return 1, as a value that depends on `amax`.
+
+    Each use adds 1 to the counter of its leaf. `vmap` sums only what depends on the example, so a
+    constant would stay 1 where the largest values are summed.
+    """
+    return jnp.where(amax >= 0, jnp.float32(1), jnp.float32(1))
+
+
+def _scales(use: DenseUse | None, names: tuple[str, ...]) -> tuple[Any, Any]:
+    """Return ((of `x`, of each kernel, of each gradient), channels), in the order of `names`."""
+    none = (None,) * len(names)
+    if use is None:
+        return (None, none, none), none
+    kernels = tuple(use.kernels[name] for name in names)
+    grads = tuple(use.grads[name] for name in names)
+    return (use.x, kernels, grads), tuple(use.channel[name] for name in names)
+
+
+def _check_use(recipe: Any, use: Any, names: tuple[str, ...]) -> None:
+    what = ""
+    if isinstance(recipe, DelayedScaling):
+        if not isinstance(use, DenseUse):
+            what = f"delayed scaling has a state, and got {type(use).__name__}"
+            fix = "pass eight_bits.uses(scaling, channel), with scaling = init_scaling(config)"
+        elif tuple(use.kernels) != names and set(use.kernels) != set(names):
+            what = f"the state is that of {', '.join(use.kernels)}, not of {', '.join(names)}"
+            fix = "pass the state that init_scaling(config) describes"
+    elif use is not None:
+        what, fix = f"{type(recipe).__name__} has no state", "leave the state out"
+    if what:
+        raise LayerError(what, path="state", fix=fix)
+
+
+def _check_shapes(name: str, left: tuple[int, ...], right: tuple[int, ...], contract: int) -> None:
+    if len(left) <= contract or left[len(left) - contract :] != right[:contract]:
+        raise RankMismatchError(
+            f"the kernel has shape {right}, and does not fit the last {contract} dims of x, {left}",
+            path=name,
+            fix=f"pass a kernel of shape ({', '.join(map(str, left[-contract:]))}, ...)",
+        )

@@ -1,0 +1,304 @@
+"""Products of eight-bit operands: the forward and the backward pass of one input, several kernels.
+
+The input is quantized once for all kernels. A kernel is quantized as it is stored, then gathered.
+
+    forward    y = Q(x) Q(w)
+    backward   g = Q(dy)    dx = g Q(w)'    dw = Q(x)' g
+
+With one scale per tensor, the backward pass uses the eight-bit operands of the forward pass. Blocks
+lie along the contracted dim, and each of the three products contracts another dim. So with blocks
+the forward pass quantizes each operand twice.
+
+The residuals are eight-bit operands, the kernels as they are stored. The backward pass gathers them
+again. A product is computed in the dtype of its result, and multiplied by the inverse scales after
+it; sums over devices have that dtype too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from shardwright import _jax
+from shardwright.layers.eight_bits.quantize import (
+    Scaled,
+    dequantize,
+    explicit_entries,
+    largest_absolute,
+    quantize_blocks,
+    quantize_tensor,
+    scale_of,
+)
+from shardwright.layers.eight_bits.recipe import BlockScaling, Recipe
+from shardwright.layers.eight_bits.weights import Weight, check_blocks, gather, scatter, store
+from shardwright.manager.einsum import dot_general
+from shardwright.vocabulary.axes import Role
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """The static part of one product.
+
+    Attributes:
+      name: Name of the kernel.
+      out: Annotation of the result, or None.
+      weight: Where the kernel lives, or None if it is already gathered.
+      dtype: Dtype of the kernel.
+      varying: Manual mesh axes that the kernel varies over.
+    """
+
+    name: str
+    out: Any
+    weight: Weight | None
+    dtype: Any
+    varying: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """The static part of the products of one input.
+
+    Attributes:
+      recipe: The recipe.
+      kernels: The products.
+      contract: Number of dims that are contracted.
+      dtype: Dtype of the operands before they are quantized, and of the results.
+      mode: Runtime mode.
+      manager: The ambient manager of the forward pass, or None. The backward pass does not read the
+        ambient one.
+      pipeline: Mesh axes of the pipeline.
+      x_axes: Annotation of the input, or None.
+      x_entries: Entries of its spec over Explicit axes, or None.
+      x_dtype: Its dtype.
+      varying: Manual mesh axes that it varies over.
+    """
+
+    recipe: Recipe
+    kernels: tuple[Kernel, ...]
+    contract: int
+    dtype: Any
+    mode: str | None
+    manager: Any
+    pipeline: tuple[str, ...]
+    x_axes: Any
+    x_entries: tuple[Any, ...] | None
+    x_dtype: Any
+    varying: frozenset[str]
+
+    @property
+    def blocks(self) -> bool:
+        """Whether scales belong to blocks."""
+        return isinstance(self.recipe, BlockScaling)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What the backward pass of the products needs.
+
+    Attributes:
+      x: The input, in blocks along its last dim that is not contracted.
+      kernels: The kernels as stored, in blocks along their last dim.
+    """
+
+    x: Scaled
+    kernels: tuple[Scaled, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """The result of the forward pass.
+
+    Attributes:
+      ys: The results.
+      amax_x: Largest absolute value of the input, or None for blocks.
+      amax_kernels: Of each kernel, or Nones.
+      kept: For the backward pass, or None.
+    """
+
+    ys: tuple[Any, ...]
+    amax_x: Any
+    amax_kernels: tuple[Any, ...]
+    kept: Kept | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """The result of the backward pass.
+
+    Attributes:
+      x: Gradient of the input.
+      kernels: Gradient of each stored kernel.
+      amax: Largest absolute value of the gradient of each result, or None for blocks.
+    """
+
+    x: Any
+    kernels: tuple[Any, ...]
+    amax: tuple[Any, ...]
+
+
+def forward(call: Call, x: Any, kernels: tuple[Any, ...], scales: Any, *, keep: bool) -> Forward:
+    """Return the products, and the eight-bit operands of the backward pass.
+
+    Args:
+      call: The static part.
+      x: `[..., *inputs]`.
+      kernels: `[*inputs, *outputs]` each, as stored.
+      scales: (of `x`, of each kernel), or Nones unless the recipe is delayed scaling.
+      keep: Whether to return what the backward pass needs.
+    """
+    form, contract = call.recipe.forward, call.contract
+    rows = x.ndim - contract
+    _check_dims(call, x, kernels, keep=keep)
+    x_scale, kernel_scales = scales
+    amax_x, x_scale = _scale(call, x, x_scale, form)
+    left = _quantized(call, x, x_scale, x.ndim - 1, form)
+    ys, amaxes, kept = [], [], []
+    for kernel, static, given in zip(kernels, call.kernels, kernel_scales, strict=True):
+        amax, scale = _scale(call, kernel, given, form)
+        own = _stored(call, static, _quantized(call, kernel, scale, contract - 1, form))
+        dims = (tuple(range(rows, x.ndim)), tuple(range(contract)))
+        right = _gathered(call, static, own)
+        ys.append(_multiply(call, left, right, dims, out=static.out))
+        amaxes.append(amax)
+        if keep and call.blocks:
+            own = _stored(call, static, _quantized(call, kernel, scale, kernel.ndim - 1, form))
+        kept.append(own)
+    if keep and call.blocks:
+        left = _quantized(call, x, x_scale, rows - 1, form)
+    return Forward(
+        ys=tuple(ys),
+        amax_x=amax_x,
+        amax_kernels=tuple(amaxes),
+        kept=Kept(x=left, kernels=tuple(kept)) if keep else None,
+    )
+
+
+def backward(call: Call, kept: Kept, grads: tuple[Any, ...], scales: tuple[Any, ...]) -> Gradients:
+    """Return the gradients of the input and of the stored kernels.
+
+    Args:
+      call: The static part.
+      kept: Of the forward pass.
+      grads: Gradient of each result.
+      scales: Scale of each gradient, or Nones unless the recipe is delayed scaling.
+    """
+    form, rows = call.recipe.backward, kept.x.value.ndim - call.contract
+    dx, kernels, amaxes = None, [], []
+    for grad, own, static, given in zip(grads, kept.kernels, call.kernels, scales, strict=True):
+        amax, scale = _scale(call, grad, given, form)
+        left = _quantized(call, grad, scale, grad.ndim - 1, form)
+        # The barrier makes the second gather depend on the gradient. Else XLA would merge it with
+        # the first one, and keep the gathered kernel from the forward to the backward pass.
+        later, left = jax.lax.optimization_barrier((own, left))
+        right = _gathered(call, static, later)
+        outputs = tuple(range(call.contract, own.value.ndim))
+        dims = (tuple(range(rows, grad.ndim)), outputs)
+        part = _multiply(call, left, right, dims, entries=call.x_entries)
+        dx = part if dx is None else dx + part
+        if call.blocks:
+            left = _quantized(call, grad, scale, rows - 1, form)
+        dims = (tuple(range(rows)), tuple(range(rows)))
+        dw = _multiply(call, kept.x, left, dims, entries=explicit_entries(right.value))
+        if static.weight is not None:
+            dw = scatter(call.manager, dw, own.value, static.weight)
+        kernels.append(_summed(dw.astype(static.dtype), static.varying))
+        amaxes.append(amax)
+    assert dx is not None
+    return Gradients(
+        x=_summed(dx.astype(call.x_dtype), call.varying),
+        kernels=tuple(kernels),
+        amax=tuple(amaxes),
+    )
+
+
+def _scale(call: Call, x: Any, given: Any, form: str) -> tuple[Any, Any]:
+    """Return the largest absolute value of an array, and its scale; Nones for blocks."""
+    if call.blocks:
+        return None, None
+    amax = largest_absolute(x, pipeline=call.pipeline)
+    return amax, scale_of(amax, form) if given is None else given
+
+
+def _quantized(call: Call, x: Any, scale: Any, dim: int, form: str) -> Scaled:
+    return quantize_blocks(x, dim, form) if call.blocks else quantize_tensor(x, scale, form)
+
+
+def _stored(call: Call, static: Kernel, x: Scaled) -> Scaled:
+    return x if static.weight is None else store(call.manager, x, static.weight)
+
+
+def _gathered(call: Call, static: Kernel, x: Scaled) -> Scaled:
+    return x if static.weight is None else gather(call.manager, x, static.weight)
+
+
+def _multiply(
+    call: Call, left: Scaled, right: Scaled, dims: Any, *, out: Any = None, entries: Any = None
+) -> Any:
+    """Multiply two operands.
+
+    Args:
+      call: Dtype and mode.
+      left: Operand.
+      right: Operand.
+      dims: Contracted dims of both.
+      out: Annotation of the result.
+      entries: Its spec over Explicit axes, if it has no annotation.
+    """
+    numbers, dtype = (dims, ((), ())), call.dtype
+    a, b = (dequantize(x, dtype) if call.blocks else x.value for x in (left, right))
+    if out is not None:
+        y = dot_general(a, b, numbers, out=out, mode=call.mode, preferred_element_type=dtype)
+    else:
+        spec = None if entries is None else PartitionSpec(*entries)
+        y = jax.lax.dot_general(a, b, numbers, preferred_element_type=dtype, out_sharding=spec)
+    return y if call.blocks else (y * (left.scale * right.scale)).astype(dtype)
+
+
+def _summed(grad: Any, varying: frozenset[str]) -> Any:
+    """Sum a gradient over the Manual mesh axes that its primal does not vary over."""
+    mesh = _jax.ambient_mesh()
+    if mesh is None or not _jax.tracks_varying():
+        return grad
+    extra = _jax.varying_axes(grad) - varying
+    axes = tuple(axis for axis in mesh.axis_names if axis in extra)
+    return jax.lax.psum(grad, axes) if axes else grad
+
+
+def _check_dims(call: Call, x: Any, kernels: tuple[Any, ...], *, keep: bool) -> None:
+    """Check the blocks of every dim that the products contract."""
+    if not call.blocks:
+        return
+    rows = x.ndim - call.contract
+
+    def check(annotation: Any, shape: tuple[int, ...], dim: int, name: str) -> None:
+        check_blocks(
+            call.manager,
+            annotation,
+            shape,
+            dim,
+            name=name,
+            role=Role.ACTIVATION,
+            mode=call.mode,
+        )
+
+    for dim in [x.ndim - 1, *([rows - 1] if keep else [])]:
+        check(call.x_axes, x.shape, dim, "x")
+    for kernel, static in zip(kernels, call.kernels, strict=True):
+        weight = static.weight
+        for dim in [call.contract - 1, *([kernel.ndim - 1] if keep else [])]:
+            check_blocks(
+                call.manager,
+                None if weight is None else weight.axes,
+                kernel.shape,
+                dim,
+                name=f"the kernel {static.name}",
+                role=Role.PARAM,
+                path=None if weight is None else weight.path,
+            )
+        if keep and static.out is not None:
+            shape = (*x.shape[:rows], *kernel.shape[call.contract :])
+            check(static.out, shape, len(shape) - 1, "the result")

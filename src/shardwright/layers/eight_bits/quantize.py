@@ -1,0 +1,167 @@
+"""Casts of arrays to eight bits, with one scale per tensor or one per block.
+
+Tensor: `scale = largest / amax`, with `amax` the largest absolute value of the whole array;
+`value = cast(clip(float32(x) * scale))`; `x ~ value * inverse`, with `inverse = 1 / scale`.
+
+Block (OCP Microscaling Formats, MX 1.0): 32 elements along one dim share `2^exponent`, which is
+`amax / largest` rounded up to a power of two. So no element of a block is clipped.
+
+A tensor scale may be older than the array. Elements that are then too large saturate; that includes
+infinities. NaN stays NaN. In a block, a value that is not finite makes the whole block NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from shardwright import _jax
+from shardwright.layers.eight_bits.recipe import BLOCK, largest
+from shardwright.manager import context
+from shardwright.vocabulary.axes import PIPELINE_PARALLEL
+
+_BIAS: Final = 127  # of the exponents of float32, and of stored exponents
+_NAN: Final = 255  # the stored exponent of a block with a value that is not finite
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled:
+    """An array in eight bits.
+
+    Attributes:
+      value: Floats of eight bits.
+      scale: float32, the inverse scale of the whole array. With blocks, uint8: the exponent of each
+        block plus 127. Its size along `dim` is 1/32 of the array's.
+      dim: The dim of the blocks, or None for one scale.
+    """
+
+    value: Any
+    scale: Any
+    dim: int | None = dataclasses.field(metadata={"static": True})
+
+
+def largest_absolute(x: Any, *, pipeline: tuple[str, ...] | None = None) -> jax.Array:
+    """Return the largest absolute value of an array over all its shards, float32.
+
+    Inside `shard_map` the value is a maximum over all mesh axes that `x` varies over, except those
+    of the pipeline, whose stages have different layers.
+
+    Args:
+      x: Floats.
+      pipeline: Mesh axes of the pipeline. Defaults to those of the ambient manager's rules, or to
+        `pp` without one.
+    """
+    amax = jnp.max(jnp.abs(x)).astype(jnp.float32)
+    varying = _jax.varying_axes(amax)
+    if not varying:
+        return amax
+    mesh = _jax.ambient_mesh()
+    assert mesh is not None
+    skipped = pipeline_axes() if pipeline is None else pipeline
+    # In the order of the mesh, so that every process builds the same program.
+    axes = tuple(axis for axis in mesh.axis_names if axis in varying and axis not in skipped)
+    whole: jax.Array = jax.lax.pmax(amax, axes) if axes else amax
+    return whole
+
+
+def pipeline_axes() -> tuple[str, ...]:
+    """Return the mesh axes of the pipeline: by the ambient manager's rules, else `pp`."""
+    manager = context.current()
+    return ("pp",) if manager is None else tuple(manager.mesh_axes(PIPELINE_PARALLEL))
+
+
+def scale_of(amax: Any, dtype: Any, *, margin: int = 0, old: Any = None) -> jax.Array:
+    """Return `largest / amax / 2^margin`, or `old` where amax is 0 or not finite.
+
+    Args:
+      amax: Largest absolute values, float32.
+      dtype: The format, or an array of the largest values of formats.
+      margin: The scale is divided by 2^margin.
+      old: Scales that stay. Defaults to 1.
+    """
+    limit = dtype if isinstance(dtype, jax.Array) else jnp.float32(largest(dtype))
+    kept = jnp.ones_like(amax) if old is None else old
+    scale = limit / amax / 2**margin
+    new: jax.Array = jnp.where((amax > 0) & jnp.isfinite(amax), scale, kept)
+    return new
+
+
+def quantize_tensor(x: Any, scale: Any, dtype: Any) -> Scaled:
+    """Quantize an array with a given scale, a float32 scalar."""
+    limit = largest(dtype)
+    value = jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(dtype)
+    return Scaled(value=value, scale=1.0 / scale, dim=None)
+
+
+def quantize_blocks(x: Any, dim: int, dtype: Any) -> Scaled:
+    """Quantize an array in blocks of 32 along a dim, whose size is a multiple of 32."""
+    limit = largest(dtype)
+    wide = _split(x, dim).astype(jnp.float32)
+    amax = jnp.max(jnp.abs(wide), axis=dim + 1, keepdims=True)
+    exponent = _round_up(amax / limit)
+    # 2^-exponent has the exponent bits 254 - e. It is exact, and never a subnormal number.
+    factor = _with_exponent(2 * _BIAS - exponent)
+    factor = jnp.where(exponent == _NAN, jnp.nan, factor)
+    value = jnp.clip(wide * factor, -limit, limit).astype(dtype)
+    return Scaled(
+        value=_joined(value, x, dim),
+        scale=jnp.squeeze(exponent, dim + 1).astype(jnp.uint8),
+        dim=dim,
+    )
+
+
+def dequantize(x: Scaled, dtype: Any) -> Any:
+    """Return the array in `dtype`. For blocks, bfloat16 and float32 hold it exactly."""
+    if x.dim is None:
+        return (x.value.astype(jnp.float32) * x.scale).astype(dtype)
+    exponent = x.scale.astype(jnp.uint32)
+    factor = jnp.where(exponent == _NAN, jnp.nan, _with_exponent(exponent))
+    wide = _split(x.value, x.dim).astype(jnp.float32) * jnp.expand_dims(factor, x.dim + 1)
+    return _joined(wide, x.value, x.dim).astype(dtype)
+
+
+def _round_up(scale: Any) -> jax.Array:
+    """Return the exponent of float32 scales, rounded up to a power of two, plus 127; uint32.
+
+    0 means 2^-127, the smallest scale.
+    """
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    small = (exponent == 0) & (mantissa <= 0x400000)
+    up = (mantissa > 0) & (exponent < _NAN) & ~small
+    return exponent + up.astype(jnp.uint32)
+
+
+def _with_exponent(exponent: Any) -> jax.Array:
+    return jax.lax.bitcast_convert_type(exponent.astype(jnp.uint32) << 23, jnp.float32)
+
+
+def _split(x: Any, dim: int) -> jax.Array:
+    """Return an array with a dim of blocks and a dim of 32 in place of `dim`."""
+    sizes = (*x.shape[:dim], x.shape[dim] // BLOCK, BLOCK, *x.shape[dim + 1 :])
+    entries = explicit_entries(x)
+    return _reshape(x, sizes, entries and (*entries[: dim + 1], None, *entries[dim + 1 :]))
+
+
+def _joined(x: Any, like: Any, dim: int) -> jax.Array:
+    """Undo `_split`."""
+    return _reshape(x, like.shape, explicit_entries(like))
+
+
+def _reshape(x: Any, sizes: tuple[int, ...], entries: Any) -> jax.Array:
+    # Over Explicit axes, JAX does not choose the sharding of a dim that is split.
+    spec = None if entries is None else PartitionSpec(*entries)
+    return jax.lax.reshape(x, sizes, out_sharding=spec)
+
+
+def explicit_entries(x: Any) -> tuple[Any, ...] | None:
+    """Return the entries of an array's spec over Explicit axes, one per dim; None without such."""
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    return (*sharding.spec.partitions, *[None] * x.ndim)[: x.ndim]

@@ -1,0 +1,313 @@
+"""The state of delayed scaling: histories and scales, what a step reports, and the update.
+
+    scaling = block.init_scaling(config)            scales and histories
+    channel = eight_bits.new_channel(scaling)           zeros, one leaf per use
+
+    def loss(params, channel, x):
+        y, seen = block.apply(config, params, x, state=eight_bits.uses(scaling, channel))
+        return ..., seen
+
+    (_, seen), (grads, sent) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, channel, x)
+    scaling = eight_bits.update(config.recipe, scaling, seen, sent)
+
+The forward pass returns the largest values of activations and kernels as `seen`. The largest value
+of a gradient is known only in the backward pass, which can return nothing but gradients. So it is
+the gradient of the channel, with a counter beside it that is 1.
+
+JAX sums gradients. If one leaf of the channel takes part in several uses, its gradient is a sum of
+largest values, which has no meaning; the counter is then not 1, and the update refuses it. So each
+use (trip of a scan, microbatch, example of a `vmap`, call) has a leaf of its own: the channel has
+leading dims, as `seen` has. The update takes the maximum over these dims, then steps each history
+and scale once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwright.errors import LayerError, Problem, raise_problems
+from shardwright.layers.eight_bits.quantize import scale_of
+from shardwright.layers.eight_bits.recipe import DelayedScaling
+from shardwright.trees.paths import path_text
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TensorScaling:
+    """The scale of a tensor, and the largest values of earlier updates.
+
+    Attributes:
+      scale: float32, `[]`, or `[layers]` for stacked layers.
+      history: float32, `[..., history]`. Entry 0 is free: the next update writes it.
+    """
+
+    scale: Any
+    history: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DenseScaling:
+    """The scaling of the products that have one input. Products are named after their kernels.
+
+    Attributes:
+      x: Of the input.
+      kernels: Of each kernel.
+      grads: Of the gradient of each result.
+      counts: The counters of the last update; 1 if it was valid.
+    """
+
+    x: TensorScaling
+    kernels: dict[str, TensorScaling]
+    grads: dict[str, TensorScaling]
+    counts: dict[str, Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Channel:
+    """What the backward pass of one product reports, as a gradient.
+
+    Attributes:
+      amax: Largest absolute value of the gradient of the result, float32.
+      count: 1 per use, float32.
+    """
+
+    amax: Any
+    count: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DenseUse:
+    """What one use of the products reads: scales, and its leaves of the channel.
+
+    Attributes:
+      x: Scale of the input.
+      kernels: Scale of each kernel.
+      grads: Scale of the gradient of each result.
+      channel: One `Channel` per product.
+    """
+
+    x: Any
+    kernels: dict[str, Any]
+    grads: dict[str, Any]
+    channel: dict[str, Channel]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DenseSeen:
+    """What the forward pass of the products reports: largest absolute values, float32.
+
+    Attributes:
+      x: Of the input.
+      kernels: Of each kernel.
+    """
+
+    x: Any
+    kernels: dict[str, Any]
+
+
+def init(recipe: Any, names: Iterable[str], *, layers: int | None = None) -> DenseScaling | None:
+    """Return the first state of products that have one input: scales of 1, histories of 0.
+
+    Args:
+      recipe: The recipe. Only delayed scaling has a state; the others return None.
+      names: Names of the kernels.
+      layers: Size of a leading dim, for stacked layers. Defaults to none.
+    """
+    if not isinstance(recipe, DelayedScaling):
+        return None
+    shape = () if layers is None else (layers,)
+
+    def tensor() -> TensorScaling:
+        return TensorScaling(
+            scale=jnp.ones(shape, jnp.float32),
+            history=jnp.zeros((*shape, recipe.history), jnp.float32),
+        )
+
+    names = tuple(names)
+    return DenseScaling(
+        x=tensor(),
+        kernels={name: tensor() for name in names},
+        grads={name: tensor() for name in names},
+        counts={name: jnp.ones(shape, jnp.float32) for name in names},
+    )
+
+
+def new_channel(scaling: Any, *, uses: Sequence[int] | int = ()) -> Any:
+    """Return the zeros that a step differentiates by: a `Channel` per product.
+
+    Args:
+      scaling: A tree of `DenseScaling`s.
+      uses: Leading dims, if the state is used more than once per update, such as the number of
+        microbatches. `jax.tree.map(lambda leaf: leaf[i], channel)` is the channel of use i.
+    """
+    sizes = (uses,) if isinstance(uses, int) else tuple(uses)
+
+    def of(state: DenseScaling) -> dict[str, Channel]:
+        zeros = {
+            name: jnp.zeros((*sizes, *np.shape(tensor.scale)), jnp.float32)
+            for name, tensor in state.grads.items()
+        }
+        return {name: Channel(amax=zero, count=zero) for name, zero in zeros.items()}
+
+    return _map(of, scaling)
+
+
+def uses(scaling: Any, channel: Any = None) -> Any:
+    """Return what the blocks take as `state`: the scales, and the leaves of one use.
+
+    Args:
+      scaling: A tree of `DenseScaling`s.
+      channel: The channel of this use, without leading dims of uses. Defaults to constants, for
+        inference.
+
+    Raises:
+      LayerError: The last update was not valid, see `check`.
+    """
+    check(scaling, traced=True)
+    sent = new_channel(scaling) if channel is None else channel
+
+    def of(state: DenseScaling, own: dict[str, Channel]) -> DenseUse:
+        return DenseUse(
+            x=state.x.scale,
+            kernels={name: tensor.scale for name, tensor in state.kernels.items()},
+            grads={name: tensor.scale for name, tensor in state.grads.items()},
+            channel=own,
+        )
+
+    return _map(of, scaling, sent)
+
+
+def stack(*reports: Any) -> Any:
+    """Stack the reports of several calls, as `seen` or `sent` of an update."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *reports)
+
+
+def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
+    """Step each history and scale once, from the reports of all uses since the last update.
+
+    Args:
+      recipe: The recipe.
+      scaling: A tree of `DenseScaling`s.
+      seen: What the blocks returned as their state. Leading dims are uses.
+      sent: Gradient of the channel. Leading dims are uses.
+
+    Returns:
+      The new tree. Inside of `jit` nothing can be raised: a product whose counter is not 1 gets
+      scales of NaN, so that every later result is NaN, and `check` names it.
+
+    Raises:
+      LayerError: A counter is not 1. The error names the product.
+    """
+
+    def of(state: DenseScaling, seen: DenseSeen, sent: dict[str, Channel]) -> DenseScaling:
+        counts = {name: _worst(own.count, state.counts[name]) for name, own in sent.items()}
+        valid = jnp.stack([count == 1 for count in counts.values()]).all(axis=0)
+
+        def tensor(old: TensorScaling, amax: Any, dtype: str) -> TensorScaling:
+            new = step(recipe, old, _over_uses(jnp.max, amax, old.scale), dtype)
+            return dataclasses.replace(new, scale=jnp.where(valid, new.scale, jnp.nan))
+
+        return DenseScaling(
+            x=tensor(state.x, seen.x, recipe.forward),
+            kernels={
+                name: tensor(old, seen.kernels[name], recipe.forward)
+                for name, old in state.kernels.items()
+            },
+            grads={
+                name: tensor(old, sent[name].amax, recipe.backward)
+                for name, old in state.grads.items()
+            },
+            counts=counts,
+        )
+
+    new = _map(of, scaling, seen, sent)
+    check(new, traced=True)
+    return new
+
+
+def step(recipe: DelayedScaling, state: TensorScaling, amax: Any, dtype: Any) -> TensorScaling:
+    """Step the scaling of one tensor.
+
+    `amax` takes entry 0 of the history; the new scale follows the history; then the history rolls
+    by one, and entry 0 becomes 0. Where the amax of the history is 0 or not finite, the scale
+    stays.
+
+    Args:
+      recipe: The recipe.
+      state: `scale [...]`, `history [..., history]`.
+      amax: `[...]`.
+      dtype: The format that is scaled for.
+    """
+    history = state.history.at[..., 0].set(amax)
+    remembered = history[..., 0] if recipe.algorithm == "most_recent" else jnp.max(history, axis=-1)
+    scale = scale_of(remembered, dtype, margin=recipe.margin, old=state.scale)
+    return TensorScaling(scale=scale, history=jnp.roll(history, -1, axis=-1).at[..., 0].set(0.0))
+
+
+def check(scaling: Any, *, traced: bool = False) -> None:
+    """Check that the last update of every product was valid.
+
+    Args:
+      scaling: A tree of `DenseScaling`s.
+      traced: Whether to pass values that are being traced. They have no values yet.
+
+    Raises:
+      LayerError: A counter is not 1. The error names all such products.
+    """
+    problems = []
+    nodes = jax.tree_util.tree_flatten_with_path(scaling, is_leaf=_is_scaling)[0]
+    for path, state in nodes:
+        for name, count in state.counts.items():
+            if traced and isinstance(count, jax.core.Tracer):
+                continue
+            wrong = np.asarray(count)[np.asarray(count) != 1]
+            if wrong.size:
+                problems.append(_problem("/".join(filter(None, (path_text(path), name))), wrong[0]))
+    raise_problems(problems)
+
+
+def _problem(path: str, count: float) -> Problem:
+    if count == 0:
+        what, fix = (
+            "took part in no backward pass",
+            "differentiate by the channel that it was given",
+        )
+    else:
+        what = f"took part in {count:g} backward passes with one leaf, and JAX added their reports"
+        fix = (
+            "give each use a leaf of its own: eight_bits.new_channel(scaling, uses=n), "
+            "and a slice of it per scan step, microbatch or example"
+        )
+    return Problem(
+        error=LayerError, what=f"the counter is {count:g}: the product {what}", path=path, fix=fix
+    )
+
+
+def _is_scaling(node: Any) -> bool:
+    return isinstance(node, DenseScaling)
+
+
+def _map(f: Callable[..., Any], scaling: Any, *others: Any) -> Any:
+    return jax.tree.map(f, scaling, *others, is_leaf=_is_scaling)
+
+
+def _over_uses(reduce: Callable[..., Any], values: Any, like: Any) -> Any:
+    """Reduce the leading dims of uses."""
+    extra = np.ndim(values) - np.ndim(like)
+    return reduce(values, axis=tuple(range(extra))) if extra else values
+
+
+def _worst(counts: Any, like: Any) -> Any:
+    """Return the counter of all uses: 1, or one that differs from it."""
+    highest = _over_uses(jnp.max, counts, like)
+    return jnp.where(highest == 1, _over_uses(jnp.min, counts, like), highest)

@@ -1,0 +1,185 @@
+"""Gather a quantized weight: as eight bits, and with the transposed gather for its gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardwright.errors import LayerError
+from shardwright.layers.eight_bits.quantize import Scaled
+from shardwright.layers.eight_bits.recipe import BLOCK
+from shardwright.layers.placement import is_inside_shard_map
+from shardwright.mesh.platform import platform_of
+from shardwright.resolution.partition_specs import entry_names
+from shardwright.vocabulary.annotations import ArraySpec
+from shardwright.vocabulary.axes import Role, axis_label
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """Where a stored weight lives.
+
+    Attributes:
+      axes: Its annotation.
+      shape: Its global shape.
+      path: Its path in the model, or None.
+    """
+
+    axes: Any
+    shape: tuple[int, ...]
+    path: str | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A weight as stored, which a product quantizes before it gathers it.
+
+    Attributes:
+      value: The array.
+      weight: Where it lives.
+    """
+
+    value: Any
+    weight: Weight = dataclasses.field(metadata={"static": True})
+
+
+def stored(value: Any, spec: ArraySpec, *, path: str | None = None) -> Stored:
+    """Return a weight that a product gathers itself.
+
+    Args:
+      value: The array, as stored.
+      spec: Its spec. A leading LAYERS dim that a scan has taken away is not part of it.
+      path: Its path in the model, required if the strategy has `[[tensors]]` entries.
+    """
+    return Stored(value=value, weight=Weight(axes=spec.axes, shape=spec.shape, path=path))
+
+
+def store(manager: Any, x: Scaled, weight: Weight) -> Scaled:
+    """Constrain a quantized weight to its stored sharding, so that it is gathered afterwards."""
+    if manager is None or is_inside_shard_map():
+        return x
+
+    def place(value: Any) -> Any:
+        return manager._place(value, (weight.axes,), None, Role.PARAM, True, weight.path)
+
+    return Scaled(
+        value=_through_bits(place, x.value, manager),
+        scale=x.scale if x.dim is None else place(x.scale),
+        dim=x.dim,
+    )
+
+
+def gather(manager: Any, x: Scaled, weight: Weight) -> Scaled:
+    """Gather a quantized weight into the sharding of its use. Without a manager, return it."""
+    if manager is None:
+        return x
+
+    def gathered(value: Any, shape: tuple[int, ...]) -> Any:
+        return manager.gather(value, weight.axes, path=weight.path, shape=shape)
+
+    def bits(value: Any) -> Any:
+        return gathered(value, weight.shape)
+
+    blocks = weight.shape
+    if x.dim is not None:
+        blocks = (*blocks[: x.dim], blocks[x.dim] // BLOCK, *blocks[x.dim + 1 :])
+    return Scaled(
+        value=_through_bits(bits, x.value, manager),
+        scale=x.scale if x.dim is None else gathered(x.scale, blocks),
+        dim=x.dim,
+    )
+
+
+def scatter(manager: Any, grad: Any, like: Any, weight: Weight) -> Any:
+    """Return the gradient of a stored weight, given that of the gathered one.
+
+    Args:
+      manager: The manager of the forward pass, or None.
+      grad: Gradient of the gathered weight.
+      like: The stored weight in any dtype.
+      weight: Where it lives.
+    """
+    if manager is None:
+        return grad
+
+    def gathered(value: Any) -> Any:
+        return manager.gather(value, weight.axes, path=weight.path, shape=weight.shape)
+
+    (scattered,) = jax.vjp(gathered, like.astype(grad.dtype))[1](grad)
+    return scattered
+
+
+def _through_bits(f: Any, value: Any, manager: Any) -> Any:
+    """Apply a move of data to floats of eight bits.
+
+    XLA for CPU has no collectives of such floats: it converts them to float16. So the CPU moves
+    their bits. The barriers keep XLA from moving the conversion past the collective.
+    """
+    if platform_of(manager.mesh) != "cpu":
+        return f(value)
+    bits = jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(value, jnp.uint8))
+    moved = jax.lax.optimization_barrier(f(bits))
+    return jax.lax.bitcast_convert_type(moved, value.dtype)
+
+
+def check_blocks(
+    manager: Any,
+    annotation: Any,
+    shape: tuple[int, ...],
+    dim: int,
+    *,
+    name: str,
+    role: Role,
+    mode: str | None = None,
+    path: str | None = None,
+) -> None:
+    """Check that each device's part of a contracted dim is a multiple of 32.
+
+    Args:
+      manager: The ambient manager, or None.
+      annotation: Annotation of the array. None if it is not known: then the dim counts as whole.
+      shape: Global shape. Inside `shard_map`, the local shape.
+      dim: The dim.
+      name: What the array is, for the message.
+      role: Activation or param.
+      mode: Runtime mode.
+      path: Path of a weight.
+
+    Raises:
+      LayerError: It is not. The error names the dim and the mesh axes.
+    """
+    axes: tuple[str, ...] = ()
+    shards = 1
+    if manager is not None and annotation is not None:
+        axes = _mesh_axes(manager, annotation, shape, dim, role=role, mode=mode, path=path)
+        shards = 1 if is_inside_shard_map() else math.prod(manager.mesh.shape[a] for a in axes)
+    if not shape[dim] % (shards * BLOCK):
+        return
+    label = axis_label(annotation[dim]) if isinstance(annotation, tuple) else ""
+    over = "+".join(f"{axis}={manager.mesh.shape[axis]}" for axis in axes)
+    part = f"each device's part over {over}" if axes else "the size"
+    raise LayerError(
+        f"{name} has shape {shape}, and its product contracts this dim in blocks of {BLOCK}: "
+        f"{part} is {shape[dim] / shards:g}, not a multiple of {BLOCK}",
+        path=path or "",
+        dim=dim,
+        axis=label,
+        size=shape[dim],
+        mesh_axes=axes,
+        fix=f"choose sizes whose parts are multiples of {BLOCK}, shard the dim over fewer devices, "
+        'or use recipe="current"',
+    )
+
+
+def _mesh_axes(
+    manager: Any, annotation: Any, shape: tuple[int, ...], dim: int, **options: Any
+) -> tuple[str, ...]:
+    """Return the mesh axes that a dim is sharded over."""
+    known = None if is_inside_shard_map() else shape
+    spec = manager.explain(annotation, shape=known, **options).spec
+    return () if spec is None else entry_names((*spec.partitions, *[None] * len(shape))[dim])

@@ -1,0 +1,97 @@
+"""The products of a block: in its compute dtype, or in eight bits if its config has a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardwright.layers import dense
+from shardwright.layers.eight_bits.dense import DenseResult
+from shardwright.layers.eight_bits.dense import dense as quantized_dense
+from shardwright.layers.eight_bits.recipe import Recipe
+from shardwright.layers.eight_bits.weights import stored
+from shardwright.layers.placement import use
+
+
+def gather_weights(
+    recipe: Recipe | None, params: Mapping[str, Any], specs: Mapping[str, Any], *, path: str | None
+) -> dict[str, Any]:
+    """Gather the parameters of a block. Kernels that a recipe quantizes stay as they are stored.
+
+    Args:
+      recipe: The recipe of the block, or None.
+      params: `{name: {"kernel": ..., "bias": ...}}`, and norms.
+      specs: Their `ArraySpec`s.
+      path: Path of `params` in the model, or None.
+    """
+    if recipe is None:
+        gathered: dict[str, Any] = use(params, specs, path=path)
+        return gathered
+    weights = {}
+    for name, part in specs.items():
+        place = None if path is None else f"{path}/{name}"
+        kernel = part.get("kernel")
+        rest = {key: spec for key, spec in part.items() if key != "kernel"}
+        weights[name] = use({key: params[name][key] for key in rest}, rest, path=place)
+        if kernel is not None:
+            place = None if place is None else f"{place}/kernel"
+            weights[name]["kernel"] = stored(params[name]["kernel"], kernel, path=place)
+    return weights
+
+
+def project(
+    x: Any,
+    weights: Mapping[str, Any],
+    *,
+    out: Mapping[str, Any],
+    axes: Any,
+    recipe: Recipe | None = None,
+    state: Any = None,
+    contract: int = 1,
+    dtype: Any = None,
+) -> DenseResult:
+    """Return the products of one input with the kernels that `out` names.
+
+    Args:
+      x: `[..., *inputs]`.
+      weights: Of `gather_weights`.
+      out: Annotation of each result.
+      axes: Annotation of `x`.
+      recipe: The recipe of the block, or None.
+      state: The `DenseUse` of delayed scaling, or None.
+      contract: Number of dims that are contracted.
+      dtype: Dtype of the operands and the results. Defaults to that of `x`.
+
+    Raises:
+      RankMismatchError: The shapes do not fit each other.
+      LayerError: As `eight_bits.dense` raises it.
+      ShardingError: An annotation does not fit, by the rules or the mesh.
+    """
+    kernels = {name: weights[name]["kernel"] for name in out}
+    biases = {name: weights[name].get("bias") for name in out}
+    if recipe is None:
+        ys = {
+            name: dense.dense(
+                x, kernel, biases[name], out=out[name], contract=contract, dtype=dtype
+            )
+            for name, kernel in kernels.items()
+        }
+        return DenseResult(ys=ys, seen=None)
+    return quantized_dense(
+        x,
+        kernels,
+        recipe=recipe,
+        use=state,
+        biases=biases,
+        out=out,
+        axes=axes,
+        contract=contract,
+        dtype=dtype,
+    )
+
+
+def parts_of(recipe: Recipe | None, state: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the state of each group of products; Nones if a block without recipe has another."""
+    if recipe is None or not isinstance(state, Mapping):
+        return dict.fromkeys(names)
+    return {name: state.get(name) for name in names}
