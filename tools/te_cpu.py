@@ -105,3 +105,21 @@ def load(root: str) -> Any:
 
     BasePrimitive.enabled = classmethod(lambda _: False)
     return transformer_engine.jax
+
+
+def multiply_blocks_in_float32() -> None:
+    """Replace JAX's product of blocks, which XLA for CPU lacks, by one of expanded operands."""
+    import jax
+    import jax.numpy as jnp
+
+    def expanded(values: Any, scales: Any) -> Any:
+        size = values.shape[-1] // scales.shape[-1]
+        return values.astype(jnp.float32) * jnp.repeat(scales.astype(jnp.float32), size, axis=-1)
+
+    def scaled_matmul(
+        a: Any, b: Any, a_scales: Any, b_scales: Any, preferred_element_type: Any = jnp.float32
+    ) -> Any:
+        product = jnp.einsum("bmk,bnk->bmn", expanded(a, a_scales), expanded(b, b_scales))
+        return product.astype(preferred_element_type)
+
+    jax.nn.scaled_matmul = scaled_matmul

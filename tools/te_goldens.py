@@ -51,7 +51,11 @@ def main(checkout: str, *groups: str) -> None:
                 raise RuntimeError(f"TransformerEngine cannot run {case}") from error
             shapes = [[name, list(value.shape)] for name, value in result.values.items()]
             values += [value.ravel() for value in result.values.values()]
-            trees[case.name] = {"tree": result.tree, "values": shapes}
+            trees[case.name] = {
+                "tree": result.tree,
+                "values": shapes,
+                "masks": result.masks,
+            }
         write(group, {**about, "cases": trees})
         np.savez_compressed(PLACE / f"{group}.npz", values=np.concatenate(values))
 

@@ -5,17 +5,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
+import hashlib
 import inspect
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from tests.interop.transformer_engine import layer_fields
 
 BATCH, LENGTH, EMBED = 2, 7, 8
 # Fields that are members of an enum.
@@ -55,10 +60,12 @@ class Result:
     Attributes:
       tree: Path -> [shape, dtype, logical names, summary of the initial value].
       values: Name of an output or a gradient -> its float32 values.
+      masks: Shape, probability and a digest of the bits of each dropout mask, in the order of use.
     """
 
     tree: dict[str, Any]
     values: dict[str, np.ndarray]
+    masks: list[Any]
 
 
 def run(namespace: Any, case: Case) -> Result:
@@ -68,7 +75,8 @@ def run(namespace: Any, case: Case) -> Result:
     """
     module = build(namespace, case)
     args = arguments(case)
-    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    streams = {"dropout": jax.random.key(1), "noise": jax.random.key(2)}
+    rngs = {"params": jax.random.key(0), **streams}
     boxed = module.init(rngs, *args, **case.kwargs)
     variables = nn.unbox(boxed)
     params = jax.tree_util.tree_map_with_path(_drawn, variables.get("params", {}))
@@ -82,7 +90,7 @@ def run(namespace: Any, case: Case) -> Result:
         out = module.apply(
             {**variables, "params": params},
             *given,
-            rngs={"dropout": jax.random.key(1)},
+            rngs=streams,
             **case.kwargs,
         )
         leaves = jax.tree_util.tree_leaves_with_path(out)
@@ -90,11 +98,29 @@ def run(namespace: Any, case: Case) -> Result:
         return total, out
 
     inputs = [args[at] for at in floats]
-    grads, out = jax.grad(loss, argnums=tuple(range(len(floats) + 1)), has_aux=True)(
-        params, *inputs
-    )
+    with masks_recorded() as masks:
+        grads, out = jax.grad(loss, argnums=tuple(range(len(floats) + 1)), has_aux=True)(
+            params, *inputs
+        )
     values = {"out": out, "grad": grads[0], "inputs": list(grads[1:])}
-    return Result(tree=tree_of(boxed), values=flat(values))
+    return Result(tree=tree_of(boxed), values=flat(values), masks=masks)
+
+
+@contextlib.contextmanager
+def masks_recorded() -> Iterator[list[Any]]:
+    """List the masks that are drawn inside of the context."""
+    masks: list[Any] = []
+    draw = jax.random.bernoulli
+
+    def recorded(key: Any, p: Any = 0.5, shape: Any = None, **options: Any) -> Any:
+        mask = draw(key, p, shape, **options)
+        bits = np.packbits(np.asarray(mask))
+        digest = hashlib.sha256(bits.tobytes()).hexdigest()[:16]
+        masks.append([list(mask.shape), round(float(p), 6), digest])
+        return mask
+
+    with mock.patch.object(jax.random, "bernoulli", recorded):
+        yield masks
 
 
 def build(namespace: Any, case: Case) -> Any:
@@ -103,7 +129,8 @@ def build(namespace: Any, case: Case) -> Any:
         if name in ENUMS and not (name == "softmax_type" and case.module != "Softmax"):
             fields[name] = getattr(namespace, ENUMS[name])[value]
         elif name.endswith("_init") and isinstance(value, str):
-            fields[name] = getattr(nn.initializers, value)
+            init = getattr(nn.initializers, value.removesuffix("()"))
+            fields[name] = init() if value.endswith("()") else init
         elif name == "dtype":
             fields[name] = jnp.dtype(value)
         elif isinstance(value, list):
@@ -404,61 +431,24 @@ MULTI_HEAD = [
         ]
     )
 ]
-LAYER = {"hidden_size": 8, "mlp_hidden_size": 12, "num_attention_heads": 2}
-LAYERS: list[dict[str, Any]] = [
-    {},
-    {
-        "use_bias": True,
-        "num_gqa_groups": 1,
-        "layernorm_type": "rmsnorm",
-        "mlp_activations": ["silu", "linear"],
-        "enable_rotary_pos_emb": True,
-    },
-    {
-        "fuse_qkv_params": False,
-        "apply_residual_connection_post_layernorm": True,
-        "drop_path": 0.2,
-        "hidden_dropout_dims": [1],
-        "intermediate_dropout": 0.3,
-    },
-    {
-        "output_layernorm": True,
-        "self_attn_mask_type": "padding_causal",
-        "float32_attention_logits": True,
-        "scale_attn_logits": True,
-        "softmax_type": "learnable",
-    },
-    {
-        "transpose_batch_sequence": True,
-        "enable_sequence_parallel": True,
-        "window_size": [2, 0],
-        "scaled_query_init": False,
-        "zero_centered_gamma": True,
-    },
-    {
-        "enable_relative_embedding": False,
-        "enable_rotary_pos_emb": True,
-        "rotary_pos_emb_group_method": "alternate",
-        "low_rank_adaptation_scope": "output_proj",
-        "low_rank_adaptation_dim": 3,
-        "mlp_activations": ["relu"],
-    },
-]
 
 
 def layers() -> list[Case]:
     cases = []
-    for at, fields in enumerate(LAYERS):
-        x, encoded = (2, 7, 8), (2, 5, 8)
+    for at, fields in enumerate(layer_fields.layers()):
+        if {"drop_path", "dropout_rng_name"} <= fields.keys():
+            continue  # TransformerEngine takes the second drop_path from the stream "dropout"
+        size = fields["hidden_size"]
+        x, encoded = (BATCH, LENGTH, size), (BATCH, 5, size)
         if fields.get("transpose_batch_sequence"):
-            x, encoded = (7, 2, 8), (5, 2, 8)
+            x, encoded = (LENGTH, BATCH, size), (5, BATCH, size)
         for kind in ("ENCODER", "DECODER"):
             inputs = (x, None if kind == "ENCODER" else encoded, CAUSAL_MASK, CROSS_MASK)
             cases.append(
                 Case(
                     name=f"{kind.lower()}-{at}",
                     module="TransformerLayer",
-                    fields={**LAYER, "layer_type": kind, **fields},
+                    fields={**fields, "layer_type": kind},
                     inputs=inputs,
                 )
             )

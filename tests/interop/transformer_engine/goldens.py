@@ -40,7 +40,10 @@ def values_of(group: str) -> dict[str, dict[str, np.ndarray]]:
 def problems_of(group: str, case: Case) -> list[str]:
     """Run our module, and list every difference from TransformerEngine's."""
     result = cases.run(modules, case)
-    found = tree_problems(result.tree, read(group)["cases"][case.name]["tree"])
+    golden = read(group)["cases"][case.name]
+    found = tree_problems(result.tree, golden["tree"])
+    if result.masks != golden["masks"]:
+        found.append(f"dropout masks {result.masks} instead of {golden['masks']}")
     is_same_jax = read(group)["jax"] == jax.__version__
     expected = values_of(group)[case.name]
     return found + value_problems(case, result, expected, is_same_jax=is_same_jax)
@@ -68,18 +71,28 @@ def value_problems(
         return [f"results {list(result.values)} instead of {list(expected)}"]
     found = []
     largest = max(np.max(np.abs(other), initial=0) for other in expected.values())
-    is_narrow = "bfloat16" in (case.dtype, case.fields.get("dtype"))
     for name, value in result.values.items():
         other = expected[name]
         if value.shape != other.shape:
             found.append(f"{name}: shape {value.shape} instead of {other.shape}")
             continue
-        tolerance = TOLERANCE["bfloat16" if is_narrow else "float32"]
-        if not is_narrow and ("lora" in name or not is_same_jax):
-            tolerance = 2e-6  # another order of sums
+        tolerance = tolerance_of(case, name, is_same_jax=is_same_jax)
         error = np.max(np.abs(value - other), initial=0)
         if max(np.max(np.abs(value), initial=0), np.max(np.abs(other), initial=0)) < 1e-5 * largest:
             continue  # zero but for rounding, such as the gradient of a bias of all keys
         if not error <= tolerance * np.max(np.abs(other), initial=0):
             found.append(f"{name}: differs by {error / np.max(np.abs(other)):.2e}")
     return found
+
+
+def tolerance_of(case: Case, name: str, *, is_same_jax: bool) -> float:
+    """Return the largest difference of a tensor, relative to its largest value."""
+    if "bfloat16" in (case.dtype, case.fields.get("dtype")):
+        return TOLERANCE["bfloat16"]
+    if any("low_rank_adaptation" in field for field in case.fields):
+        return 4e-6 if is_same_jax else 1e-5  # another order of products
+    is_mixed = case.module == "TransformerLayer" and len(case.fields) > 7
+    is_gradient = name != "out" and not name.startswith("out/")
+    if not is_same_jax or (is_mixed and is_gradient):
+        return 2e-6  # another order of sums
+    return TOLERANCE["float32"]

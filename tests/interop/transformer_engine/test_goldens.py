@@ -1,4 +1,4 @@
-"""Signatures, variables, results and gradients equal those of TransformerEngine itself."""
+"""Signatures, variables, results, gradients and masks equal those of TransformerEngine itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_signatures(name: str) -> None:
     assert cases.signatures(getattr(modules, name)) == expected
 
 
-@pytest.mark.sweep(keep=2)
+@pytest.mark.sweep(keep=2, wide=6)
 @pytest.mark.parametrize(
     ("group", "case"), [pytest.param(*each, id=f"{each[0]}-{each[1].name}") for each in ALL]
 )

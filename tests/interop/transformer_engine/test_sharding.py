@@ -158,18 +158,6 @@ def test_errors(mesh: Any) -> None:
         te.global_shard_guard("dp").__enter__()  # type: ignore[arg-type]
 
 
-def test_recipes_are_refused_by_name() -> None:
-    for recipe, name in (
-        (None, "DelayedScaling"),
-        (te.recipe.Float8CurrentScaling(), "Float8CurrentScaling"),
-        (te.recipe.MXFP8BlockScaling(), "MXFP8BlockScaling"),
-        (te.recipe.NVFP4BlockScaling(), "NVFP4BlockScaling"),
-    ):
-        with pytest.raises(sw.ShardingError, match=f"recipe {name} is not built") as error:
-            te.autocast(enabled=True, recipe=recipe).__enter__()
-        assert "bfloat16" in str(error.value)
-
-
 def test_old_autocast_warns() -> None:
     with (
         pytest.warns(DeprecationWarning, match="write autocast"),

@@ -14,6 +14,7 @@ from shardwright.interop.transformer_engine.collections import (
 from shardwright.interop.transformer_engine.collections import (
     update_collections as update_collections,
 )
+from shardwright.interop.transformer_engine.collections import update_fp8_metas as update_fp8_metas
 from shardwright.interop.transformer_engine.recipe import autocast as autocast
 from shardwright.interop.transformer_engine.recipe import fp8_autocast as fp8_autocast
 from shardwright.interop.transformer_engine.sharding import NAMES as NAMES

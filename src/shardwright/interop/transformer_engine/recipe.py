@@ -1,8 +1,4 @@
-"""Recipes of low precision, and the contexts that enter them.
-
-No recipe is built yet. Entering one is an error that names it, so that a program never runs in
-another precision than it asked for.
-"""
+"""Recipes of low precision under TransformerEngine's names, and the contexts that enter them."""
 
 from __future__ import annotations
 
@@ -14,11 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from shardwright.errors import LayerError
-from shardwright.interop.transformer_engine.sharding import MeshResource, global_shard_guard
-
-_WORKS: Final = (
-    "leave enabled out: the modules then compute in the dtype of their inputs, such as bfloat16"
+from shardwright.interop.transformer_engine.sharding import (
+    MeshResource,
+    Settings,
+    current_settings,
+    settings_entered,
 )
+from shardwright.layers import eight_bits
+from shardwright.layers.eight_bits.recipe import E4M3, E5M2, refuse_four_bits
 
 
 class Format(enum.Enum):
@@ -51,6 +50,9 @@ class Float8CurrentScaling:
 
     use_power_2_scales: bool = False
     fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +69,78 @@ class MXFP8BlockScaling:
 
 @dataclasses.dataclass(frozen=True)
 class NVFP4BlockScaling:
-    """Four bits in blocks of 16."""
+    """Four bits in blocks of 16. Entering it is an error."""
 
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
+
+
+# Fields that have one supported value.
+_FIXED: Final[dict[str, Any]] = {
+    "scaling_factor_compute_algo": None,
+    "reduce_amax": True,
+    "fp8_dpa": False,
+    "fp8_mha": False,
+    "backward_override": None,
+    "use_power_2_scales": False,
+    "enable_2d_quantization": False,
+}
+
+
+def read_recipe(recipe: Any) -> eight_bits.Recipe:
+    """Return the recipe of `shardwright.layers.eight_bits` that equals one of these.
+
+    Args:
+      recipe: A recipe of this module. None for `DelayedScaling()`.
+
+    Raises:
+      LayerError: It is not a recipe, it has four bits, or a field has a value that is not
+        supported.
+    """
+    given = DelayedScaling() if recipe is None else recipe
+    if isinstance(given, NVFP4BlockScaling):
+        raise refuse_four_bits("NVFP4BlockScaling")
+    if not isinstance(given, DelayedScaling | Float8CurrentScaling | MXFP8BlockScaling):
+        raise LayerError(
+            f"recipe is a {type(given).__name__}",
+            path="recipe",
+            fix="pass recipe.DelayedScaling(), Float8CurrentScaling() or MXFP8BlockScaling()",
+        )
+    for name, value in _FIXED.items():
+        if getattr(given, name, value) != value:
+            raise _unsupported(given, name, f"leave it out: {value!r}")
+    formats = {Format.E4M3: (E4M3, E4M3), Format.HYBRID: (E4M3, E5M2)}.get(given.fp8_format)
+    if formats is None:
+        raise _unsupported(given, "fp8_format", "pass Format.HYBRID or Format.E4M3")
+    forward, backward = formats
+    if isinstance(given, Float8CurrentScaling):
+        return eight_bits.CurrentScaling(forward=forward, backward=backward)
+    if isinstance(given, MXFP8BlockScaling):
+        return eight_bits.BlockScaling(forward=forward, backward=backward)
+    if given.amax_compute_algo not in ("max", "most_recent"):
+        raise _unsupported(given, "amax_compute_algo", 'pass "max" or "most_recent"')
+    return eight_bits.DelayedScaling(
+        margin=given.margin,
+        history=given.amax_history_len,
+        algorithm=str(given.amax_compute_algo),
+        forward=forward,
+        backward=backward,
+    )
+
+
+def _unsupported(recipe: Any, name: str, fix: str) -> LayerError:
+    return LayerError(
+        f"{type(recipe).__name__}({name}={getattr(recipe, name)!r}) is not supported",
+        path="recipe",
+        fix=fix,
+    )
+
+
+def current_recipe() -> eight_bits.Recipe | None:
+    """Return the recipe that `autocast` has entered, or None."""
+    recipe: eight_bits.Recipe | None = current_settings().recipe
+    return recipe
 
 
 @contextlib.contextmanager
@@ -80,20 +149,21 @@ def autocast(
 ) -> Iterator[None]:
     """Set the recipe and the `MeshResource` of this thread, and restore both on exit.
 
-    Both are part of jit's cache key: a jitted function is traced again under other ones.
+    Both are part of jit's cache key: a jitted function is traced again under other ones. The
+    products of the modules then run in eight bits on every platform; one without units of eight
+    bits computes them in wider floats.
 
     Args:
-      enabled: Whether to compute in eight bits. That is not built yet.
-      recipe: Which one. Ignored if not enabled.
+      enabled: Whether to compute in eight bits.
+      recipe: Which recipe. Ignored if not enabled. Defaults to `DelayedScaling()`.
       mesh_resource: The mesh axes of each kind of parallelism. Defaults to none.
 
     Raises:
-      LayerError: `enabled` is true.
+      LayerError: The recipe is not supported.
     """
-    if enabled:
-        name = "DelayedScaling" if recipe is None else type(recipe).__name__
-        raise LayerError(f"the recipe {name} is not built yet", path="recipe", fix=_WORKS)
-    with global_shard_guard(MeshResource() if mesh_resource is None else mesh_resource):
+    own = read_recipe(recipe) if enabled else None
+    resource = MeshResource() if mesh_resource is None else mesh_resource
+    with settings_entered(Settings(resource=resource, recipe=own)):
         yield
 
 

@@ -253,14 +253,37 @@ def _check(config: ScoreConfig, query: Any, key: Any, value: Any, mask: Any, bia
             fix="leave both out, or give both",
         )
     pairs = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-    for name, array in (("mask", mask), ("bias", bias)):
-        if array is not None and not _fits(np.shape(array), pairs):
-            raise RankMismatchError(
-                f"the {name} has shape {np.shape(array)}, and the logits have {pairs}",
-                path=name,
-                fix="pass [batch, heads, q_length, kv_length], each dim full or 1",
-            )
+    check_mask(mask, pairs)
+    _check_shape("bias", bias, pairs)
 
 
-def _fits(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
-    return len(shape) == 4 and all(a in (1, b) for a, b in zip(shape, full, strict=True))
+def check_mask(mask: Any, pairs: tuple[int, ...]) -> None:
+    """Check a mask in which 1 hides a pair. The values of a traced mask cannot be checked.
+
+    Raises:
+      RankMismatchError: It does not broadcast to the logits, `[batch, heads, q_length, kv_length]`.
+      LayerError: It has values other than 0 and 1, such as one that is added to logits.
+    """
+    _check_shape("mask", mask, pairs)
+    if mask is None:
+        return
+    dtype = np.dtype(mask.dtype)
+    is_flags = np.issubdtype(dtype, np.bool_) or np.issubdtype(dtype, np.integer)
+    if is_flags and (isinstance(mask, jax.core.Tracer) or np.isin(np.asarray(mask), (0, 1)).all()):
+        return
+    raise LayerError(
+        "the mask has values other than 0 and 1" if is_flags else f"the mask is {dtype}",
+        path="mask",
+        fix="pass integers or bool, in which 1 hides a pair; what is added to logits is a bias",
+    )
+
+
+def _check_shape(name: str, array: Any, pairs: tuple[int, ...]) -> None:
+    shape = np.shape(array)
+    fits = len(shape) == 4 and all(a in (1, b) for a, b in zip(shape, pairs, strict=True))
+    if array is not None and not fits:
+        raise RankMismatchError(
+            f"the {name} has shape {shape}, and the logits have {pairs}",
+            path=name,
+            fix="pass [batch, heads, q_length, kv_length], each dim full or 1",
+        )

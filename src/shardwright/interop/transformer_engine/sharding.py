@@ -26,7 +26,8 @@ from shardwright.errors import (
     did_you_mean,
 )
 from shardwright.interop.logical_rules import Names
-from shardwright.manager import context
+from shardwright.manager import constraint, context
+from shardwright.manager.constraint import make_placement
 from shardwright.vocabulary.axes import (
     BATCH,
     EMBED,
@@ -94,14 +95,43 @@ class MeshResource:
     ep_resource: str | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the contexts of this bridge set for a thread.
+
+    Attributes:
+      resource: The `MeshResource`, or None.
+      recipe: The recipe of eight bits, of `shardwright.layers.eight_bits`, or None.
+    """
+
+    resource: MeshResource | None = None
+    recipe: Any = None
+
+
+def current_settings() -> Settings:
+    """Return the settings of this thread."""
+    settings: Settings | None = context.settings()
+    return Settings() if settings is None else settings
+
+
+@contextlib.contextmanager
+def settings_entered(settings: Settings) -> Iterator[None]:
+    """Set the settings of this thread, and restore the earlier ones on exit.
+
+    They are part of jit's cache key: a jitted function is traced again under other ones.
+    """
+    _check_resource(settings.resource)
+    with context.settings_entered(settings):
+        yield
+
+
 @contextlib.contextmanager
 def global_shard_guard(resource: MeshResource | None) -> Iterator[None]:
     """Set the `MeshResource` of this thread, and restore the earlier one on exit.
 
-    It is part of jit's cache key: a jitted function is traced again under another one.
+    The recipe stays. A jitted function is traced again under another `MeshResource`.
     """
-    _check_resource(resource)
-    with context.settings_entered(resource):
+    with settings_entered(dataclasses.replace(current_settings(), resource=resource)):
         yield
 
 
@@ -112,7 +142,7 @@ def global_mesh_resource() -> MeshResource:
       NoManagerError: None is set.
       AxisConflictError: Both tensor parallelisms have more than one device.
     """
-    resource: MeshResource | None = context.settings()
+    resource = current_settings().resource
     if resource is None:
         raise NoManagerError(
             "no MeshResource is set",
@@ -283,5 +313,6 @@ def _constrain_to_spec(x: jax.Array, spec: Any) -> jax.Array:
     entries = tuple(map(free, spec or ()))
     if mesh is None or not any(entries):
         return x
-    constrained: jax.Array = jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
-    return constrained
+    placement = make_placement(PartitionSpec(*entries), mesh, _jax.ambient_mesh())
+    placed: jax.Array = constraint.constrain(x, placement)
+    return placed

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from shardwright.errors import CacheError
-from shardwright.interop.transformer_engine.scores import ScoreConfig, hidden_pairs
+from shardwright.interop.transformer_engine.scores import ScoreConfig, check_mask, hidden_pairs
 
 
 def next_position(module: Any) -> Any:
@@ -41,6 +42,7 @@ def with_cache(module: Any, arrays: Any, mask: Any, bias: Any) -> tuple[list[Any
 
     Raises:
       CacheError: The tokens do not fit the cache. Inside a trace, the result is NaN instead.
+      ShardingError: The mask is not valid; see `scores.check_mask`.
     """
     query, key, value = arrays
     dim = 0 if module.transpose_batch_sequence else 1
@@ -52,11 +54,12 @@ def with_cache(module: Any, arrays: Any, mask: Any, bias: Any) -> tuple[list[Any
     if exists:
         length = keys.value.shape[dim]
         is_full = _is_full(start, count, length)
-        write = jax.lax.dynamic_update_slice_in_dim
-        key = write(keys.value, key.astype(keys.value.dtype), start, dim)
-        value = write(values.value, value.astype(values.value.dtype), start, dim)
+        key = _written(keys.value, key, start, dim)
+        value = _written(values.value, value, start, dim)
         keys.value, values.value, index.value = key, value, start + count
         value = jnp.where(is_full, jnp.nan, value)
+    batch = query.shape[1 - dim]
+    check_mask(mask, (batch, query.shape[2], count, key.shape[dim]))
     mask = jnp.asarray(
         hidden_pairs(
             ScoreConfig(mask_type=module.attn_mask_type, window=module.window_size),
@@ -69,6 +72,14 @@ def with_cache(module: Any, arrays: Any, mask: Any, bias: Any) -> tuple[list[Any
     if bias is not None and exists and bias.shape[2] == key.shape[dim]:
         bias = jax.lax.dynamic_slice_in_dim(bias, start, count, axis=2)
     return [query, key, value], mask, bias
+
+
+def _written(stored: Any, rows: Any, start: Any, dim: int) -> Any:
+    """Return the stored rows with new ones from a position on, sharded as the new ones."""
+    sharding = jax.typeof(rows).sharding
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        stored = jax.sharding.reshard(stored, sharding)
+    return jax.lax.dynamic_update_slice_in_dim(stored, rows.astype(stored.dtype), start, dim)
 
 
 def _is_full(start: Any, count: int, length: int) -> Any:

@@ -7,11 +7,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from shardwright.errors import LayerError
 from shardwright.interop.transformer_engine.flax.norm import normalized, scale_init_of
+from shardwright.interop.transformer_engine.flax.quantized import product
 from shardwright.interop.transformer_engine.flax.variables import (
     Axes,
     Module,
     as_tuple,
+    check_inputs,
     check_last_axis,
     compact,
     fan_in_init,
@@ -20,7 +23,6 @@ from shardwright.interop.transformer_engine.flax.variables import (
 )
 from shardwright.interop.transformer_engine.low_rank import low_rank
 from shardwright.interop.transformer_engine.sharding import constrain
-from shardwright.layers import dense
 
 
 def adapted(
@@ -69,6 +71,22 @@ def bias_of(module: Any, features: tuple[int, ...], dtype: Any) -> Any:
     return bias.astype(dtype)
 
 
+def contracted(axis: Any, x: Any) -> tuple[int, ...]:
+    """Return the dims of `x` that a product contracts, as numbers from 0 on.
+
+    Raises:
+      LayerError: A dim does not exist, or is named twice.
+    """
+    dims = tuple(at % x.ndim for at in as_tuple(axis) if -x.ndim <= at < x.ndim)
+    if len(set(dims)) != len(as_tuple(axis)):
+        raise LayerError(
+            f"axis={axis!r} does not name different dims of inputs of shape {x.shape}",
+            path="axis",
+            fix=f"write dims from 0 to {x.ndim - 1}, or from -{x.ndim} to -1",
+        )
+    return dims
+
+
 class DenseGeneral(Module):  # type: ignore[misc]
     """Multiply dims of the input with a kernel.
 
@@ -115,7 +133,8 @@ class DenseGeneral(Module):  # type: ignore[misc]
     def __call__(self, inputs: Any) -> Any:
         """Return the product, `[*other dims, *features]`, in the dtype of `inputs`."""
         features = as_tuple(self.features)
-        axis = tuple(at % inputs.ndim for at in as_tuple(self.axis))
+        check_inputs("inputs", inputs)
+        axis = contracted(self.axis, inputs)
         sizes = tuple(inputs.shape[at] for at in axis)
         kernel = parameter(
             self,
@@ -129,7 +148,7 @@ class DenseGeneral(Module):  # type: ignore[misc]
         x = jnp.moveaxis(x, axis, range(x.ndim - len(axis), x.ndim))
         # Parameters are created in TransformerEngine's order, because keys depend on it.
         bias = bias_of(self, features, x.dtype)
-        y = dense.dense(x, kernel, contract=len(axis))
+        y = product(self, x, kernel, contract=len(axis))
         y = adapted(self, x, y, inputs=sizes, features=features, init=self.kernel_init)
         return y + bias
 
@@ -201,6 +220,7 @@ class LayerNormDenseGeneral(Module):  # type: ignore[misc]
     def __call__(self, inputs: Any) -> tuple[Any, Any]:
         """Return the product, and the output of the norm or None."""
         check_last_axis(self.axis)
+        check_inputs("inputs", inputs)
         x = inputs
         if self.enable_layernorm:
             x = normalized(
@@ -222,7 +242,7 @@ class LayerNormDenseGeneral(Module):  # type: ignore[misc]
             dtype=self.dtype,
         )
         x = constrain(x, self.dot_input_axes)
-        y = dense.dense(x, kernel)
+        y = product(self, x, kernel)
         y = adapted(self, x, y, inputs=sizes, features=features, init=self.kernel_init)
         y = y + bias_of(self, features, y.dtype)
         if self.depth_scaling is not None:

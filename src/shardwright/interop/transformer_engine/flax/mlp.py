@@ -13,10 +13,12 @@ from jax.ad_checkpoint import checkpoint_name
 from shardwright.errors import LayerError
 from shardwright.interop.transformer_engine.flax.dense import adapted
 from shardwright.interop.transformer_engine.flax.norm import normalized, scale_init_of
+from shardwright.interop.transformer_engine.flax.quantized import product
 from shardwright.interop.transformer_engine.flax.variables import (
     Axes,
     Dropout,
     Module,
+    check_inputs,
     check_last_axis,
     compact,
     fan_in_init,
@@ -25,9 +27,17 @@ from shardwright.interop.transformer_engine.flax.variables import (
     zeros,
 )
 from shardwright.interop.transformer_engine.sharding import constrain
-from shardwright.layers import dense
 from shardwright.layers.activation import ACTIVATIONS, Clamp, check_names, gated
 
+# The activations that TransformerEngine fuses in pairs, and all but the first alone.
+_FUSED_PAIRS = (
+    ("clamped_silu", "clamped_linear"),
+    ("gelu", "linear"),
+    ("silu", "linear"),
+    ("relu", "linear"),
+    ("quick_gelu", "linear"),
+    ("squared_relu", "linear"),
+)
 _CLAMP_FIELDS = {"limit": "limit", "alpha": "alpha", "glu_linear_offset": "offset"}
 
 
@@ -44,6 +54,22 @@ def activations_of(activations: Any) -> tuple[str | Callable[[Any], Any], ...]:
         if isinstance(each, str) and each not in ACTIVATIONS and not hasattr(nn, each):
             check_names((each,))
     return listed[::-1] if listed[0] in ("linear", "clamped_linear") else listed
+
+
+def exchanges_gradients(module: Any, activations: tuple[Any, ...]) -> bool:
+    """Tell whether the states of the two gradients are stored under each other's names.
+
+    TransformerEngine does so where it fuses norm, products and activation: `grad_0` then belongs to
+    the gradient of the second product. States of checkpoints mean the same only if we do too.
+    """
+    return (
+        module.enable_layernorm
+        and not module.return_layernorm_output
+        and module.intermediate_dropout_rate < 1e-3
+        and (
+            activations in _FUSED_PAIRS or activations in {(name,) for name, _ in _FUSED_PAIRS[1:]}
+        )
+    )
 
 
 def activate(
@@ -161,6 +187,7 @@ class LayerNormMLP(Module):  # type: ignore[misc]
     def __call__(self, inputs: Any, deterministic: bool = False) -> tuple[Any, Any]:
         """Return the output of the MLP, and the output of the norm or None."""
         check_last_axis(self.axis)
+        check_inputs("inputs", inputs)
         activations, x = activations_of(self.activations), inputs
         if self.enable_layernorm:
             x = normalized(
@@ -180,8 +207,9 @@ class LayerNormMLP(Module):  # type: ignore[misc]
         if self.use_bias:
             bias_1 = self._parameter("wi_bias", self.bias_init, inner, self.bias_axes_1)
             bias_2 = self._parameter("wo_bias", self.bias_init, (embed,), self.bias_axes_2)
+        grads = ("_1", "_0") if exchanges_gradients(self, activations) else ("_0", "_1")
         x = constrain(x, self.dot_1_input_axes)
-        y = dense.dense(x, wi)
+        y = product(self, x, wi, postfix="_0", grad_postfix=grads[0])
         y = adapted(self, x, y, prefix="wi_", inputs=(embed,), features=inner, init=wi_init)
         y = checkpoint_name(y + bias_1.astype(y.dtype), self.ffn1_ckpt_name)
         y = activate(activations, y, self.activation_params).astype(inputs.dtype)
@@ -191,7 +219,7 @@ class LayerNormMLP(Module):  # type: ignore[misc]
             self.intermediate_dropout_rng_name,
         )(y, deterministic)
         y = constrain(y, self.dot_2_input_axes)
-        out = dense.dense(y, wo)
+        out = product(self, y, wo, postfix="_1", grad_postfix=grads[1])
         out = adapted(
             self,
             y,

@@ -20,6 +20,7 @@ from shardwright.interop.transformer_engine.flax.cache import next_position, wit
 from shardwright.interop.transformer_engine.flax.dense import DenseGeneral, LayerNormDenseGeneral
 from shardwright.interop.transformer_engine.flax.variables import (
     Module,
+    check_inputs,
     compact,
     fan_in_init,
     split_init,
@@ -138,6 +139,21 @@ def read_deprecated(module: Any) -> None:
             "output_layernorm no longer exists",
             path="output_layernorm",
             fix="write input_layernorm, which says whether there is a norm before the queries",
+        )
+
+
+def check_heads(module: Any) -> None:
+    """Check that each kv head serves the same number of query heads.
+
+    Raises:
+      AttentionError: `num_gqa_groups` do not divide `num_attention_heads`.
+    """
+    if module.num_gqa_groups < 1 or module.num_attention_heads % module.num_gqa_groups:
+        raise AttentionError(
+            f"num_gqa_groups={module.num_gqa_groups} do not divide "
+            f"num_attention_heads={module.num_attention_heads}",
+            path="num_gqa_groups",
+            fix="pass a divisor: each kv head serves the same number of query heads",
         )
 
 
@@ -306,6 +322,9 @@ class MultiHeadAttention(Module):  # type: ignore[misc]
     ) -> tuple[Any, Any]:
         """Return the output, and the output of the norm or None."""
         check_supported(self, score_mod_tensors, score_mod_bprop_tensors)
+        check_inputs("inputs_q", inputs_q, rank=3)
+        check_inputs("inputs_kv", inputs_kv, rank=3)
+        check_heads(self)
         if inputs_q.dtype != inputs_kv.dtype:
             raise AttentionError(
                 f"inputs_q are {inputs_q.dtype}, and inputs_kv {inputs_kv.dtype}",

@@ -11,6 +11,7 @@ from shardwright.errors import LayerError
 from shardwright.interop.transformer_engine.flax.variables import (
     Axes,
     Module,
+    check_inputs,
     compact,
     parameter,
     zeros,
@@ -58,6 +59,7 @@ def normalized(
     The other fields are read from the module. The parameters are cast to the dtype of x, and all
     else is computed in float32.
     """
+    check_inputs("inputs", x)
     config = norm_config(module.layernorm_type, epsilon, module.zero_centered_gamma)
     shape = x.shape[-1:]
     names = [("scale", module.scale_init, module.scale_axes)]

@@ -77,6 +77,18 @@ def check_last_axis(axis: Any) -> None:
         raise LayerError(f"axis={axis!r} is not -1", path="axis", fix="move the dim to the end")
 
 
+def check_inputs(path: str, x: Any, *, rank: int | None = None) -> None:
+    """Check the number of dims of an input, at least 1 or exactly `rank`.
+
+    Raises:
+      RankMismatchError: It has another one.
+    """
+    if x.ndim == rank or (rank is None and x.ndim):
+        return
+    wanted = "[..., embed]" if rank is None else "[batch, length, embed]"
+    raise RankMismatchError(f"{path} have shape {x.shape}", path=path, fix=f"pass {wanted}")
+
+
 class Dropout(Module):  # type: ignore[misc]
     """`layers.dropout` with a key of the module's own path, so that masks equal TE's.
 

@@ -1,0 +1,92 @@
+"""The quantized product with TransformerEngine's contract: a state's gradient is the new state.
+
+The state of a product is the collection `fp8_metas`: a scale and a history of largest values for
+its input (`x`), its kernel and the gradient of its result (`grad`). It is not to be averaged, and
+not for an optimizer:
+
+    grads = jax.grad(loss)(variables)
+    variables["fp8_metas"] = grads["fp8_metas"]
+
+JAX adds gradients. So a module that is called twice, or in a scan without a state per step, gives a
+state that has no meaning. `shardwright.layers.eight_bits` has a contract that notices this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardwright.layers import eight_bits
+from shardwright.layers.eight_bits import TensorScaling, products
+from shardwright.layers.eight_bits.dense import static_call
+from shardwright.layers.eight_bits.products import Call
+
+# (of x, of the kernel, of the gradient): `scale [1]`, `history [history]`.
+Metas = tuple[TensorScaling, TensorScaling, TensorScaling]
+
+
+def quantized_dense(
+    x: Any, kernel: Any, metas: Metas | None, *, recipe: eight_bits.Recipe, contract: int = 1
+) -> Any:
+    """Return `x @ kernel` in eight bits, in the dtype of `x`.
+
+    Args:
+      x: `[..., *inputs]`.
+      kernel: `[*inputs, *outputs]`, in the dtype of the parameters.
+      metas: The state of delayed scaling; its gradient is the state after this call. None for other
+        recipes.
+      recipe: The recipe.
+      contract: Number of dims that are contracted.
+
+    Raises:
+      LayerError: The recipe has blocks, and a contracted dim is not a multiple of 32.
+    """
+    call = static_call(x, {"kernel": kernel}, recipe=recipe, contract=contract, dtype=x.dtype)
+    # The sharding of these modules is that of their logical names.
+    call = dataclasses.replace(call, manager=None)
+    if metas is None:
+        return eight_bits.dense(x, {"kernel": kernel}, recipe=recipe, contract=contract).ys[
+            "kernel"
+        ]
+    return _dense(x, kernel, metas, call)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _dense(x: Any, kernel: Any, metas: Metas, call: Call) -> Any:
+    return products.forward(call, x, (kernel,), _scales(metas), keep=False).ys[0]
+
+
+def _forward(x: Any, kernel: Any, metas: Metas, call: Call) -> Any:
+    result = products.forward(call, x, (kernel,), _scales(metas), keep=True)
+    form = call.recipe.forward
+    after = (
+        _stepped(call, metas[0], result.amax_x, form),
+        _stepped(call, metas[1], result.amax_kernels[0], form),
+        metas[2],
+    )
+    return result.ys[0], (result.kept, after)
+
+
+def _backward(call: Call, kept: Any, grad: Any) -> Any:
+    operands, metas = kept
+    grads = products.backward(call, operands, (grad,), (metas[2].scale[0],))
+    last = _stepped(call, metas[2], grads.amax[0], call.recipe.backward)
+    return grads.x, grads.kernels[0], (*metas[:2], last)
+
+
+_dense.defvjp(_forward, _backward)
+
+
+def _scales(metas: Metas) -> Any:
+    return metas[0].scale[0], (metas[1].scale[0],)
+
+
+def _stepped(call: Call, state: TensorScaling, amax: Any, form: str) -> TensorScaling:
+    assert isinstance(call.recipe, eight_bits.DelayedScaling)
+    own = TensorScaling(scale=state.scale[0], history=state.history)
+    new = eight_bits.step(call.recipe, own, amax, form)
+    return TensorScaling(scale=jnp.reshape(new.scale, (1,)), history=new.history)

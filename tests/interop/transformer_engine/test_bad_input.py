@@ -1,0 +1,145 @@
+"""Each wrong input is an error with a fix, in TransformerEngine's modules and in our blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax.linen")
+
+import shardwright as sw
+from shardwright.caches import create
+from shardwright.errors import CacheError
+from shardwright.interop.transformer_engine import flax as te
+from shardwright.layers import attention_block, mlp_block, norm
+
+X = jnp.ones((2, 7, 8))
+BATCH_FIRST = {"transpose_batch_sequence": False}
+ATTENTION = attention_block.AttentionConfig(embed=8, heads=2)
+
+
+def heads(*inputs: Any, count: int = 2, **fields: Any) -> Any:
+    module = te.MultiHeadAttention(4, count, **BATCH_FIRST, **fields)
+    return jax.eval_shape(lambda: module.init(jax.random.key(0), *inputs))
+
+
+def init(module: Any, x: Any = X) -> Any:
+    return jax.eval_shape(lambda: module.init(jax.random.key(0), x))
+
+
+def past_the_cache() -> Any:
+    cache = create.init("dense", batch=2, capacity=4, kv_heads=2, head_dim=4)
+    params = jax.tree.map(
+        lambda spec: jnp.ones(spec.shape),
+        attention_block.specs(ATTENTION),
+        is_leaf=lambda node: isinstance(node, sw.ArraySpec),
+    )
+    return attention_block.apply(ATTENTION, params, X, state=cache)
+
+
+# What is wrong -> (the module, the block, what the errors say).
+CASES: dict[str, tuple[Any, Any, str, str]] = {
+    "rank": (
+        lambda: heads(X[0], X[0]),
+        lambda: attention_block.apply(ATTENTION, {}, X[0]),
+        r"inputs_q have shape \(7, 8\)",
+        r"x has shape \(7, 8\)",
+    ),
+    "rank-of-keys": (
+        lambda: heads(X, X[0]),
+        lambda: attention_block.apply(ATTENTION, {}, X[..., 0]),
+        r"inputs_kv have shape \(7, 8\)",
+        r"x has shape \(2, 7\)",
+    ),
+    "rank-of-mlp": (
+        lambda: init(te.LayerNormMLP(12), X[0, 0, 0]),
+        lambda: mlp_block.apply(mlp_block.MlpConfig(embed=8, hidden=12), {}, X[0]),
+        r"inputs have shape \(\)",
+        r"x has shape \(7, 8\)",
+    ),
+    "axis": (
+        lambda: init(te.DenseGeneral(3, axis=5)),
+        lambda: norm.rms_norm(X, jnp.ones(7)),
+        "axis=5 does not name different dims",
+        r"scale has shape \(7,\)",
+    ),
+    "heads": (
+        lambda: heads(X, X, count=4, num_gqa_groups=3),
+        lambda: attention_block.AttentionConfig(embed=8, heads=4, kv_heads=3),
+        "num_gqa_groups=3 do not divide num_attention_heads=4",
+        "kv_heads=3 do not divide heads=4",
+    ),
+    "hidden-size": (
+        lambda: init(te.TransformerLayer(hidden_size=9)),
+        lambda: attention_block.AttentionConfig(embed=9, heads=8),
+        "num_attention_heads=8 do not divide hidden_size=9",
+        "heads=8 do not divide embed=9",
+    ),
+    "rms-norm": (
+        lambda: init(te.LayerNorm(layernorm_type="rmsnorm", zero_centered_gamma=True)),
+        lambda: norm.NormConfig(kind="rms", zero_centered=True),
+        "zero_centered_gamma=True is not possible",
+        "zero_centered=True is only for layer norms",
+    ),
+    "activation": (
+        lambda: init(te.LayerNormMLP(12, activations=("gelo",))),
+        lambda: mlp_block.MlpConfig(embed=8, hidden=12, activations=("gelo",)),
+        "activation 'gelo' is unknown",
+        "activation 'gelo' is unknown",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_error_of_module_and_block(name: str) -> None:
+    module, block, *messages = CASES[name]
+    for call, message in zip((module, block), messages, strict=True):
+        with pytest.raises(sw.ShardingError, match=message) as caught:
+            call()
+        assert "fix  " in str(caught.value)
+
+
+def test_append_past_the_cache_of_a_block() -> None:
+    """`test_decode.py` has the same for the module."""
+    with pytest.raises(CacheError, match="entry 0 was refused") as caught:
+        past_the_cache()
+    assert "fix  " in str(caught.value)
+    # A compiled program cannot raise: the cache does not grow, and the tokens add nothing.
+    y, cache = jax.jit(past_the_cache)()
+    assert not np.asarray(y).any()
+    assert not np.asarray(cache.length).any()
+
+
+Q = jnp.ones((1, 3, 2, 4))
+ONES = jnp.ones((1, 1, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("mask", "says"),
+    [
+        (ONES[:, 0], r"the mask has shape \(1, 3, 3\)"),
+        (ONES[..., :2].astype(jnp.uint8), r"the mask has shape \(1, 1, 3, 2\)"),
+        (ONES * -1e9, "the mask is float32"),
+        (2 * ONES.astype(jnp.int32), "the mask has values other than 0 and 1"),
+    ],
+)
+def test_masks_of_modules(mask: Any, says: str) -> None:
+    module = te.DotProductAttention(4, 2, attn_mask_type="padding", **BATCH_FIRST)
+    with pytest.raises(sw.ShardingError, match=says):
+        module.apply({}, Q, Q, Q, mask)
+
+
+def test_a_mask_is_never_of_both_kinds() -> None:
+    """Attention of this library refuses integers, and a bool mask of a module hides where True."""
+    with pytest.raises(sw.ShardingError, match="mask is uint8, not bool"):
+        sw.attention.dot_product_attention(Q, Q, Q, mask=ONES.astype(jnp.uint8), mode=sw.MODE_TRAIN)
+    q = jnp.asarray(np.random.default_rng(1).standard_normal(Q.shape), jnp.float32)
+    hidden = jnp.zeros((1, 1, 3, 3), bool).at[..., 1].set(True)
+    module = te.DotProductAttention(4, 2, attn_mask_type="padding", **BATCH_FIRST)
+    ours = sw.attention.dot_product_attention(q, q, q, mask=~hidden, mode=sw.MODE_TRAIN)
+    for mask in (hidden, hidden.astype(jnp.uint8)):
+        np.testing.assert_allclose(module.apply({}, q, q, q, mask), ours, atol=1e-6)

@@ -1,0 +1,168 @@
+"""Decoding equals the forward pass over all tokens, where TransformerEngine's does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax.linen")
+
+import flax.linen as nn
+
+import shardwright as sw
+from shardwright.interop.transformer_engine import flax as te
+
+X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 7, 8)), jnp.float32)
+CAUSAL = jnp.asarray(np.triu(np.ones((2, 1, 7, 7), np.uint8), 1))
+
+
+def decoded(module: Any, x: Any, **options: Any) -> Any:
+    """Return the outputs of one call per token, with a cache."""
+    variables = nn.unbox(module.init(jax.random.key(0), x, x, decode=True, deterministic=True))
+    params, cache, rows = variables["params"], variables["cache"], []
+    for at in range(x.shape[1]):
+        token = x[:, at : at + 1]
+        (row, _), state = module.apply(
+            {"params": params, "cache": cache},
+            token,
+            token,
+            decode=True,
+            deterministic=True,
+            mutable=["cache"],
+            **options,
+        )
+        cache = state["cache"]
+        rows.append(row)
+    return params, cache, jnp.concatenate(rows, axis=1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"enable_rotary_pos_emb": True},
+        {"num_gqa_groups": 1, "fuse_qkv_params": False},
+        {"window_size": (2, 0)},
+    ],
+)
+@pytest.mark.slow
+def test_decode_equals_causal_forward(fields: Any) -> None:
+    """TransformerEngine rotates each token as the first one, and loses the mask of the cache."""
+    module = te.MultiHeadAttention(4, 2, transpose_batch_sequence=False, **fields)
+    params, cache, rows = decoded(module, X)
+    expected, _ = module.apply({"params": params}, X, X, deterministic=True)
+    np.testing.assert_allclose(rows, expected, atol=1e-5)
+    assert int(cache["cache_index"]) == 7
+    assert cache["cached_key"].shape == (2, 7, module.num_gqa_groups, 4)
+
+
+def test_decode_with_a_padding_mask() -> None:
+    """The mask hides keys in addition to those after the token."""
+    options = {"attn_mask_type": "padding", "transpose_batch_sequence": False}
+    mask = jnp.zeros((2, 1, 1, 7), jnp.uint8).at[0, 0, 0, 0].set(1)
+    module = te.MultiHeadAttention(4, 2, **options)
+    params, _, rows = decoded(module, X, mask=mask)
+    causal = jnp.asarray(np.triu(np.ones((7, 7), np.uint8), 1))
+    expected, _ = module.apply(
+        {"params": params}, X, X, jnp.maximum(mask, causal), deterministic=True
+    )
+    np.testing.assert_allclose(rows[:, 1:], expected[:, 1:], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_decoder_layer_decodes() -> None:
+    layer = te.TransformerLayer(
+        hidden_size=8,
+        mlp_hidden_size=12,
+        num_attention_heads=2,
+        layer_type=te.TransformerLayerType.DECODER,
+    )
+    encoded, cross = X[:, :5], jnp.zeros((2, 1, 7, 5), jnp.uint8)
+    fixed = {"deterministic": True, "max_decode_length": 7}
+    variables = nn.unbox(
+        layer.init(jax.random.key(0), X, encoded, None, cross, decode=True, **fixed)
+    )
+    params, cache, rows = variables["params"], variables["cache"], []
+    for at in range(7):
+        row, state = layer.apply(
+            {"params": params, "cache": cache},
+            X[:, at : at + 1],
+            encoded,
+            None,
+            cross[:, :, :1],
+            decode=True,
+            mutable=["cache"],
+            **fixed,
+        )
+        cache = state["cache"]
+        rows.append(row)
+    expected = layer.apply({"params": params}, X, encoded, None, cross, deterministic=True)
+    np.testing.assert_allclose(jnp.concatenate(rows, axis=1), expected, atol=1e-5)
+
+
+def test_decode_past_the_cache() -> None:
+    module = te.MultiHeadAttention(4, 2, transpose_batch_sequence=False)
+    variables = nn.unbox(module.init(jax.random.key(0), X, X, decode=True))
+    variables["cache"]["cache_index"] = jnp.array(7, jnp.int32)
+    token = X[:, :1]
+
+    def step(variables: Any) -> Any:
+        return module.apply(variables, token, token, decode=True, mutable=["cache"])[0][0]
+
+    with pytest.raises(sw.ShardingError, match="holds 7 tokens, has 7, and gets 1 more"):
+        step(variables)
+    assert np.isnan(jax.jit(step)(variables)).all()
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("mask_type", ["padding", "causal", "padding_causal"])
+@pytest.mark.sweep(keep=1)
+def test_decode_with_every_mask_type(mask_type: str, is_masked: bool) -> None:
+    """TransformerEngine differs by up to 4.2, except for "padding" without a mask."""
+    module = te.MultiHeadAttention(4, 2, attn_mask_type=mask_type, transpose_batch_sequence=False)
+    nothing_hidden = jnp.zeros((2, 1, 1, 7), jnp.uint8)
+    params, _, rows = decoded(module, X, mask=nothing_hidden if is_masked else None)
+    expected, _ = module.apply({"params": params}, X, X, CAUSAL, deterministic=True)
+    np.testing.assert_allclose(rows, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"layernorm_type": "rmsnorm", "use_bias": True}, {"softmax_type": "off_by_one"}],
+)
+@pytest.mark.slow
+def test_decode_in_jit_with_length_first(fields: Any) -> None:
+    module = te.MultiHeadAttention(
+        4, 2, transpose_batch_sequence=True, enable_rotary_pos_emb=True, **fields
+    )
+    x = X.swapaxes(0, 1)
+    variables = nn.unbox(module.init(jax.random.key(0), x, x, decode=True, deterministic=True))
+    params, cache, rows = variables["params"], variables["cache"], []
+
+    @jax.jit
+    def step(cache: Any, token: Any) -> Any:
+        return module.apply(
+            {"params": params, "cache": cache},
+            token,
+            token,
+            decode=True,
+            deterministic=True,
+            mutable=["cache"],
+        )
+
+    for at in range(7):
+        (row, _), state = step(cache, x[at : at + 1])
+        cache = state["cache"]
+        rows.append(row)
+    expected, _ = module.apply({"params": params}, x, x, deterministic=True)
+    np.testing.assert_allclose(jnp.concatenate(rows), expected, atol=1e-5)
+
+
+def test_wrong_mask_of_a_cache() -> None:
+    module = te.MultiHeadAttention(4, 2, attn_mask_type="padding", transpose_batch_sequence=False)
+    with pytest.raises(sw.ShardingError, match=r"the mask has shape \(2, 7, 7\)"):
+        module.init(jax.random.key(0), X, X, jnp.zeros((2, 7, 7), jnp.uint8), decode=True)
