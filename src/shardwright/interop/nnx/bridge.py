@@ -64,7 +64,7 @@ def annotations(model: Any, names: Names) -> tuple[Any, Any]:
 
     Reads the names that `nnx.with_partitioning` and the metadata of a variable give, with those
     that `nnx.vmap` and `nnx.scan` add. As in nnx, the last dims are replicated if there are too few
-    names. A variable without names is replicated.
+    names. A variable without names is replicated. The modules of `layers` have their own axes.
 
     Args:
       model: A module, an optimizer or their `nnx.State`; or what `nnx.eval_shape` returns for one.
@@ -95,7 +95,9 @@ def annotations(model: Any, names: Names) -> tuple[Any, Any]:
     def value(leaf: Any) -> Any:
         return leaf.get_value() if is_variable(leaf) else leaf
 
-    def annotation(path: Any, leaf: Any) -> tuple[Any, ...]:
+    def annotation(path: Any, leaf: Any) -> Any:
+        if is_variable(leaf) and "axes" in leaf.get_metadata():
+            return _own_axes(leaf, np.ndim(value(leaf)))
         place = "/".join(str(getattr(key, "key", key)) for key in path)
         own = _names_of(leaf) if is_variable(leaf) else ()
         axes = [_entry(name, names, place, problems) for name in own]
@@ -119,6 +121,11 @@ def place(model: Any, pm: "PartitionManager", names: Names) -> None:
     """
     values, axes = annotations(model, names)
     _flax("nnx").update(model, jax.device_put(values, pm.shardings(values, axes)))
+
+
+def _own_axes(variable: Any, rank: int) -> Any:
+    """Return the annotation of a parameter of `layers`; a count of the optimizer has none."""
+    return variable.get_metadata()["axes"] if rank else ()
 
 
 def _names_of(variable: Any) -> tuple[Any, ...]:

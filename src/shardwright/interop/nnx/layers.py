@@ -1,0 +1,372 @@
+"""The blocks of `shardwright.layers` as modules of flax nnx.
+
+A module has the parameters of its block as `nnx.Param`s, under the names that `specs` of the block
+gives them. Under a manager they are created sharded. The computation is that of the block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from shardwright.errors import LayerError
+from shardwright.layers import (
+    attention_block,
+    dense,
+    dropout,
+    embedding,
+    mixture_block,
+    mlp_block,
+    moe,
+    norm,
+    transformer_block,
+)
+from shardwright.layers.dtypes import FLOAT32, Dtypes
+from shardwright.layers.placement import use
+from shardwright.manager import context
+from shardwright.trees.initialize import initializer
+from shardwright.trees.paths import is_array_spec
+
+# Any, so that type checkers give the same result with and without flax.
+Module: Any = nnx.Module
+
+
+class _Parameters(Module):  # type: ignore[misc]
+    """A tree of `nnx.Param`s, with the names of a tree of `ArraySpec`s."""
+
+    def __init__(self, specs: Any, arrays: Any) -> None:
+        for name in _names(specs):
+            spec, array = specs[name], arrays[name]
+            if is_array_spec(spec):
+                # `annotations` of the bridge reads the axes.
+                child = nnx.Param(array, axes=spec.axes)
+            else:
+                child = _Parameters(spec, array)
+            setattr(self, str(name), child)
+
+
+def _names(specs: Any) -> list[Any]:
+    return list(specs) if isinstance(specs, dict) else list(range(len(specs)))
+
+
+def _read(node: Any, specs: Any) -> Any:
+    """Return the arrays below a module, as a tree of the structure of `specs`."""
+    if is_array_spec(specs):
+        return node.get_value()
+    children = {name: _read(getattr(node, str(name)), specs[name]) for name in _names(specs)}
+    return children if isinstance(specs, dict) else list(children.values())
+
+
+class _Block(_Parameters):
+    """What the modules share: creation of the parameters, and the keys of dropout.
+
+    Attributes:
+      path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
+      rngs: The random stream of dropout, or None if the block never drops.
+      deterministic: Whether nothing is dropped; `model.eval()` sets it.
+    """
+
+    def __init__(self, specs: Any, rngs: Any, path: str | None, *, drops: bool = False) -> None:
+        if not isinstance(rngs, nnx.Rngs):
+            raise LayerError(
+                f"rngs is a {type(rngs).__name__}", path="rngs", fix="pass nnx.Rngs(0)"
+            )
+        nested, parts = specs, path.split("/") if path else []
+        for part in reversed(parts):
+            nested = {part: nested}
+        manager, key = context.current(), rngs.params()
+        arrays = initializer(nested)(key) if manager is None else manager.init(nested, key)
+        for part in parts:
+            arrays = arrays[part]
+        super().__init__(specs, arrays)
+        self.path = path
+        self.rngs: Any = rngs.dropout.fork() if drops else None
+        self.deterministic = False
+
+    def _keys(self) -> dict[str, jax.Array] | None:
+        """Return `{"dropout": key}`, or None if nothing is dropped."""
+        is_dropping = self.rngs is not None and not self.deterministic
+        return {"dropout": self.rngs()} if is_dropping else None
+
+
+class Norm(_Block):
+    """A layer norm or an RMS norm of the last dim.
+
+    Args:
+      config: Which norm.
+      size: Size of the last dim.
+      dtypes: `param` is the dtype of the parameters, `output` that of the result.
+      rngs: Random streams; `params` initializes.
+      path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
+    """
+
+    def __init__(
+        self,
+        config: norm.NormConfig,
+        size: int,
+        *,
+        rngs: Any,
+        dtypes: Dtypes = FLOAT32,
+        path: str | None = None,
+    ) -> None:
+        super().__init__(norm.specs(config, size, dtypes), rngs, path)
+        self.config, self.size, self.dtypes = config, size, dtypes
+
+    def __call__(self, x: Any) -> Any:
+        """Return the norm of `x`, `[..., size]`."""
+        specs = norm.specs(self.config, self.size, self.dtypes)
+        params = use(_read(self, specs), specs, path=self.path)
+        return norm.apply(self.config, params, x, dtype=self.dtypes.output)
+
+
+class Dense(_Block):
+    """A product with a kernel, and a bias.
+
+    Args:
+      inputs: Axis and size of the dims that are contracted, which are the last of the input.
+      outputs: Axis and size of the dims of the result.
+      bias: Whether there is a bias.
+      init: Initializer of the kernel. Defaults to that of `layers.dense.specs`.
+      dtypes: Dtypes of the parameters, the product and the result.
+      rngs: Random streams; `params` initializes.
+      path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
+    """
+
+    def __init__(
+        self,
+        inputs: dense.Dims,
+        outputs: dense.Dims,
+        *,
+        rngs: Any,
+        bias: bool = False,
+        init: Any = None,
+        dtypes: Dtypes = FLOAT32,
+        path: str | None = None,
+    ) -> None:
+        specs = dense.specs(inputs, outputs, bias=bias, init=init, dtypes=dtypes)
+        super().__init__(specs, rngs, path)
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+        self.has_bias, self.dtypes = bias, dtypes
+
+    def __call__(self, x: Any, out: Any = None) -> Any:
+        """Return `x @ kernel + bias`.
+
+        Args:
+          x: `[..., *inputs]`.
+          out: Annotation of the result. Without one, the compiler decides how it is sharded.
+        """
+        specs = dense.specs(self.inputs, self.outputs, bias=self.has_bias, dtypes=self.dtypes)
+        params = use(_read(self, specs), specs, path=self.path)
+        y = dense.dense(
+            x,
+            params["kernel"],
+            params.get("bias"),
+            out=out,
+            contract=len(self.inputs),
+            dtype=self.dtypes.compute,
+        )
+        return y.astype(self.dtypes.output)
+
+
+class Embedding(_Block):
+    """Token embeddings. `table` is their parameter, which a tied output projection uses too.
+
+    Args:
+      vocab: Number of tokens.
+      embed: Size of the residual.
+      init: Initializer. Defaults to that of `layers.embedding.specs`.
+      dtypes: Dtypes of the table, the lookup and the result.
+      rngs: Random streams; `params` initializes.
+      path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        embed: int,
+        *,
+        rngs: Any,
+        init: Any = None,
+        dtypes: Dtypes = FLOAT32,
+        path: str | None = None,
+    ) -> None:
+        table = embedding.specs(vocab, embed, init=init, dtypes=dtypes)
+        super().__init__({"table": table}, rngs, path)
+        self.dtypes = dtypes
+
+    def __call__(self, tokens: Any) -> Any:
+        """Return the residual of `tokens`, `[batch, length]`."""
+        path = None if self.path is None else f"{self.path}/table"
+        return embedding.apply(self.table.get_value(), tokens, dtypes=self.dtypes, path=path)
+
+
+class Dropout(Module):  # type: ignore[misc]
+    """Dropout with the same mask on every mesh.
+
+    Args:
+      rate: Probability of dropping an element.
+      shared: Dims along which the mask is the same.
+      rngs: Random streams; each call takes a key of `dropout`.
+    """
+
+    def __init__(self, rate: float, *, rngs: Any, shared: tuple[int, ...] = ()) -> None:
+        dropout.check_rate("rate", rate)
+        self.rate, self.shared, self.rngs = rate, shared, rngs.dropout.fork()
+        self.deterministic = False
+
+    def __call__(self, x: Any) -> Any:
+        """Drop elements of `x`, unless `deterministic`."""
+        key = None if self.deterministic else self.rngs()
+        return dropout.dropout(x, key, self.rate, shared=self.shared)
+
+
+class Mlp(_Block):
+    """`layers.mlp_block`.
+
+    Args:
+      config: Sizes and options.
+      rngs: Random streams; `params` initializes, and `dropout` drops.
+      path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
+    """
+
+    def __init__(self, config: mlp_block.MlpConfig, *, rngs: Any, path: str | None = None) -> None:
+        super().__init__(mlp_block.specs(config), rngs, path, drops=config.dropout > 0)
+        self.config = config
+
+    def __call__(self, x: Any) -> Any:
+        """Return what the block adds to the residual `x`, `[batch, length, embed]`."""
+        params = _read(self, mlp_block.specs(self.config))
+        return mlp_block.apply(self.config, params, x, keys=self._keys(), path=self.path)[0]
+
+
+class Attention(_Block):
+    """`layers.attention_block`.
+
+    Args:
+      config: Sizes and options.
+      rngs: Random streams; `params` initializes, and `dropout` drops.
+      path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
+    """
+
+    def __init__(
+        self, config: attention_block.AttentionConfig, *, rngs: Any, path: str | None = None
+    ) -> None:
+        super().__init__(attention_block.specs(config), rngs, path, drops=config.dropout > 0)
+        self.config = config
+
+    def __call__(self, x: Any, *, state: Any = None, **options: Any) -> tuple[Any, Any]:
+        """Return what the block adds to the residual `x`, and the cache after the append.
+
+        Args:
+          x: `[batch, length, embed]`.
+          state: A cache, or None. Nothing is dropped with a cache.
+          **options: As in `attention_block.apply`.
+        """
+        params = _read(self, attention_block.specs(self.config))
+        keys = self._keys() if state is None else None
+        return attention_block.apply(
+            self.config, params, x, keys=keys, state=state, path=self.path, **options
+        )
+
+    def init_cache(self, kind: str = "dense", **options: Any) -> Any:
+        """Create an empty cache; see `attention_block.init_cache`."""
+        return attention_block.init_cache(self.config, kind, **options)
+
+
+class MoE(_Block):
+    """`layers.moe`, a mixture of experts.
+
+    Args:
+      config: The mixture.
+      rngs: Random streams; `params` initializes.
+      path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
+    """
+
+    def __init__(self, config: moe.MoEConfig, *, rngs: Any, path: str | None = None) -> None:
+        super().__init__(moe.specs(config), rngs, path)
+        self.config = config
+
+    def __call__(self, x: Any, *, state: Any = None) -> tuple[Any, moe.MoEState]:
+        """Return the mixture of `x`, `[batch, embed]` or `[batch, length, embed]`, and its state.
+
+        Args:
+          x: Tokens.
+          state: State with the router's bias, or None.
+        """
+        params = _read(self, moe.specs(self.config))
+        return moe.apply(self.config, params, x, state=state, path=self.path)
+
+
+class Mixture(_Block):
+    """`layers.mixture_block`: a norm, then a mixture of experts.
+
+    Args:
+      config: The norm and the mixture.
+      rngs: Random streams; `params` initializes.
+      path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
+    """
+
+    def __init__(
+        self, config: mixture_block.MixtureConfig, *, rngs: Any, path: str | None = None
+    ) -> None:
+        super().__init__(mixture_block.specs(config), rngs, path)
+        self.config = config
+
+    def __call__(self, x: Any, *, state: Any = None) -> tuple[Any, moe.MoEState]:
+        """Return what the block adds to the residual `x`, and the state of the router.
+
+        Args:
+          x: `[batch, length, embed]`.
+          state: State with the router's bias, or None.
+        """
+        params = _read(self, mixture_block.specs(self.config))
+        return mixture_block.apply(self.config, params, x, state=state, path=self.path)
+
+
+class Transformer(_Block):
+    """`layers.transformer_block`: a stack of layers.
+
+    Its parameters are under "0", "1" and so on: one tree per layer of the pattern if the layers are
+    scanned, else one per layer.
+
+    Args:
+      config: Sizes and options.
+      rngs: Random streams; `params` initializes, and `dropout` drops.
+      path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
+    """
+
+    def __init__(
+        self, config: transformer_block.TransformerConfig, *, rngs: Any, path: str | None = None
+    ) -> None:
+        parts = (config, config.attention, *config.mlps)
+        drops = any(getattr(part, "dropout", 0) > 0 for part in parts)
+        super().__init__(transformer_block.specs(config), rngs, path, drops=drops)
+        self.config = config
+
+    def __call__(
+        self, x: Any, *, state: Any = None, **options: Any
+    ) -> tuple[Any, transformer_block.StackState]:
+        """Return the residual after all layers, and the state.
+
+        With caches, the layers are not scanned, and nothing is dropped.
+
+        Args:
+          x: The residual, `[batch, length, embed]`.
+          state: A `StackState`, or None.
+          **options: As in `transformer_block.apply`.
+        """
+        config, params = self.config, _read(self, transformer_block.specs(self.config))
+        keys = self._keys()
+        if state is not None and state.caches is not None:
+            config, params = transformer_block.unstack(config, params)
+            keys = None
+        return transformer_block.apply(
+            config, params, x, keys=keys, state=state, path=self.path, **options
+        )
+
+    def init_caches(self, kind: str = "dense", **options: Any) -> transformer_block.StackState:
+        """Create the state with an empty cache per layer; see `transformer_block.init_caches`."""
+        caches = transformer_block.init_caches(self.config, kind, **options)
+        return transformer_block.StackState(caches=caches)
