@@ -1,10 +1,15 @@
-"""Random lists of logical axis rules, and specs without what does not change the sharding."""
+"""Random lists of logical axis rules, compared with flax and with JAX."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
 from typing import Any
+
+import jax
+
+import shardwright as sw
+from shardwright.interop.logical_rules import Semantics, from_logical_axis_rules
 
 NAMES = "abcdef"
 MESH_AXES = ("dp", "fsdp", "tp", "sp", "x", "y")
@@ -47,3 +52,56 @@ def entries(spec: Any, mesh: dict[str, int]) -> list[list[str]]:
     while kept and not kept[-1]:
         kept.pop()
     return kept
+
+
+def compare_lists(semantics: Semantics, *, seed: int, count: int) -> tuple[int, list[Any]]:
+    """Compare random lists with a library, and return how many arrays, and those that differ.
+
+    flax decides for "flax" and "nnx". JAX decides which specs are errors, under "nnx" and "strict".
+    """
+    compared, different = 0, []
+    for case in random_lists(seed, count):
+        rules, mesh = as_tuples(case["rules"]), case["mesh"]
+        if semantics == "strict":
+            rules = tuple(dict(rules).items())
+        own = {name: f"name_{name}" for name in NAMES} if semantics == "flax" else None
+        imported = from_logical_axis_rules(rules, mesh=mesh, names=own, semantics=semantics)
+        compiled = imported.strategy.compile()
+        arrays = case["arrays"]
+        if semantics == "nnx":
+            arrays = [*arrays, [*arrays[0][1:], MESH_AXES[len(rules) % len(MESH_AXES)]]]
+        for names in arrays:
+            expected = library_spec(semantics, names, rules, mesh)
+            try:
+                found: Any = sw.resolve(imported.annotation(names), compiled, mesh).spec
+            except sw.ShardingError:
+                found = None
+            compared += 1
+            specs = [None if spec is None else entries(spec, mesh) for spec in (expected, found)]
+            if specs[0] != specs[1]:
+                different.append((rules, mesh, names, *specs))
+    return compared, different
+
+
+def library_spec(semantics: Semantics, names: Any, rules: Any, mesh: dict[str, int]) -> Any:
+    """Return the spec that flax and JAX give, or None if it is an error."""
+    from flax.core.spmd import get_pspec
+    from flax.linen.spmd import logical_to_mesh_axes
+
+    if semantics == "flax":
+        return logical_to_mesh_axes(tuple(names), rules)
+    table = dict(rules)
+    if semantics == "nnx":
+        spec = get_pspec(tuple(names), rules)
+    elif any(name is not None and name not in table for name in names):
+        return None
+    else:
+        spec = jax.P(*(None if name is None else table[name] for name in names))
+    abstract = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
+    try:
+        return jax.NamedSharding(abstract, spec).spec
+    except Exception as error:
+        # JAX does not export the class that it raises for a mesh axis that occurs twice.
+        if type(error).__name__ not in ("DuplicateSpecError", "ValueError"):
+            raise
+        return None

@@ -13,11 +13,18 @@ import shardwright as sw
 from shardwright.interop.logical_rules import (
     Imported,
     Names,
+    Semantics,
     from_logical_axis_rules,
     to_logical_axis_rules,
 )
 from shardwright.vocabulary.axes import CAPACITY, NORM
-from tests.interop.rule_lists import NAMES, as_tuples, entries, random_lists
+from tests.interop.rule_lists import (
+    NAMES,
+    as_tuples,
+    compare_lists,
+    entries,
+    random_lists,
+)
 
 GOLDEN = Path(__file__).parent / "golden" / "flax_rules.json"
 OWN = {name: f"name_{name}" for name in NAMES}
@@ -46,14 +53,20 @@ def test_golden_specs_of_flax() -> None:
 
 
 @pytest.mark.wide
-def test_random_lists_equal_flax() -> None:
-    spmd = pytest.importorskip("flax.linen.spmd")
-    wrong = []
-    for case in random_lists(seed=1, count=5000):
-        rules = as_tuples(case["rules"])
-        specs = [spmd.logical_to_mesh_axes(tuple(names), rules) for names in case["arrays"]]
-        wrong += different(case, [entries(spec, case["mesh"]) for spec in specs])
-    assert not wrong, (len(wrong), wrong[0])
+@pytest.mark.parametrize("semantics", ["flax", "nnx", "strict"])
+def test_random_lists_equal_libraries(semantics: Semantics) -> None:
+    pytest.importorskip("flax.linen.spmd")
+    compared, different = compare_lists(semantics, seed=1, count=5000)
+    assert not different, (len(different), different[0])
+    assert compared >= 15_000
+
+
+@pytest.mark.parametrize("semantics", ["flax", "nnx", "strict"])
+def test_some_lists_equal_libraries(semantics: Semantics) -> None:
+    pytest.importorskip("flax.linen.spmd")
+    compared, different = compare_lists(semantics, seed=3, count=100)
+    assert not different, (len(different), different[0])
+    assert compared >= 300
 
 
 RULES = (

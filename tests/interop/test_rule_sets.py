@@ -31,6 +31,13 @@ def rules(dims):
     return table
 
 
+def logical_to_physical(logical: Axes, rules: Rules) -> P:
+    spec = [getattr(rules, name) if name else None for name in logical]
+    if len(set(jax.tree.leaves(spec))) < len(jax.tree.leaves(spec)):
+        raise ValueError
+    return P(*spec)
+
+
 class Rules:
     embed: str = X
     mlp: tuple = (X, "y")
@@ -44,7 +51,14 @@ def test_record_of_published_lists() -> None:
     assert len({(row["repository"], row["file"], row["part"]) for row in sets}) == len(sets) >= 40
     assert len({row["rules_digest"] for row in sets}) >= 30
     assert sum(row["published"] for row in sets if row["semantics"] == "flax") >= 1000
-    assert sum(row["tuples"] for row in sets if row["semantics"] == "flax") >= 2500
+    for repository in ("maxtext", "t5x", "TransformerEngine", "levanter", "flax"):
+        rows = [row for row in sets if row["repository"].endswith(f"/{repository}")]
+        assert all(row["tuples"] and row["nnx"]["specs_digest"] for row in rows)
+        assert rows, repository
+    for semantics in ("flax", "strict"):
+        rows = [row for row in sets if row["semantics"] == semantics]
+        assert sum(row["tuples"] for row in rows) >= 2500
+    assert sum(row["nnx"]["errors"] for row in sets if "nnx" in row) >= 1000
 
 
 def test_lists_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,10 +75,10 @@ def test_lists_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for command in (["init", "-q"], ["add", "."], [*me, "commit", "-q", "-m", "Add rules"]):
         subprocess.run([*git, *command], check=True)
     expected: list[tuple[str, str, str, str, dict[str, int]]] = [
-        ("rules.yml", "yaml", "sharding.rules", "flax", {"rules": 4, "published": 3, "tuples": 9}),
-        ("model.py", "literals", "rules:0", "flax", {"rules": 2, "published": 2, "tuples": 4}),
-        ("model.py", "literals", "rules:1", "flax", {"rules": 2, "published": 2, "tuples": 4}),
-        ("model.py", "class", "Rules", "strict", {"rules": 3, "published": 3, "tuples": 9}),
+        ("rules.yml", "yaml", "sharding.rules", "flax", {"rules": 4, "published": 3, "tuples": 12}),
+        ("model.py", "literals", "rules:0", "flax", {"rules": 2, "published": 2, "tuples": 6}),
+        ("model.py", "literals", "rules:1", "flax", {"rules": 2, "published": 2, "tuples": 6}),
+        ("model.py", "class", "Rules", "strict", {"rules": 3, "published": 3, "tuples": 12}),
     ]
     for file, kind, part, semantics, counts in expected:
         listed: dict[str, Any] = {"repository": "owner/name", "commit": "HEAD", "file": file}

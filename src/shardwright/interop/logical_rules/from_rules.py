@@ -111,7 +111,10 @@ def from_logical_axis_rules(
         problems += _disagreements(own, targets, [])
         tables["modes", mode] = _table(own, targets, Role.ACTIVATION)
     raise_problems(problems)
-    policy = {"order": "rules", "conflict": "next"} if semantics == "flax" else {}
+    # Under `order = "rules"` a mesh axis of size 1 can be taken too, as in flax and in JAX.
+    policy = {"order": "rules"}
+    if semantics == "flax":
+        policy["conflict"] = "next"
     idle = _idle(pairs, sizes)
     if idle:
         policy["idle"] = "+".join(idle)

@@ -1,0 +1,122 @@
+"""Models of equinox: annotate their arrays by path or by inference, and place them.
+
+The model's source stays as it is. Only arrays are annotated. What else a model holds, such as
+activation functions, is None in the trees of these functions, as after `equinox.filter`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from shardwright.errors import StrategyError
+from shardwright.inference.infer import infer_axes
+from shardwright.inference.inferred import Inferred
+from shardwright.trees.paths import match_paths
+
+if TYPE_CHECKING:
+    from shardwright.manager.manager import PartitionManager
+
+
+def annotations(
+    model: Any, rules: Mapping[str, Any] | Iterable[tuple[str, Any]]
+) -> tuple[Any, Any]:
+    """Return the arrays of a model, and the annotation of each by rules of its path.
+
+    Args:
+      model: A tree of equinox, or what `equinox.filter_eval_shape` returns for one.
+      rules: Pattern of a path -> annotation, as `sw.match_paths` takes them; also the content of a
+        file that `Inferred.toml()` wrote.
+
+    Raises:
+      StrategyError: An array matches no rule, a rule matches no array, or a pattern or an
+        annotation is invalid.
+
+    >>> import equinox as eqx, jax, shardwright as sw
+    >>> model = eqx.nn.MLP(4, 4, 8, 1, use_bias=False, use_final_bias=False, key=jax.random.key(0))
+    >>> up, down = (sw.MLP_INTERMEDIATE, sw.EMBED), (sw.EMBED, sw.MLP_INTERMEDIATE)
+    >>> annotations(model, {"layers/0/weight": up, "layers/1/weight": down})[1].layers[0].weight
+    ('__MLP_INTERMEDIATE__', '__EMBED__')
+    """
+    values = arrays(model)
+    matched = match_paths(values, rules.items() if isinstance(rules, Mapping) else rules)
+    if matched.unused:
+        what = f"rules that match no array of the model: {', '.join(map(repr, matched.unused))}"
+        raise StrategyError(what, fix="correct the patterns, or remove the rules")
+    return values, matched.annotations
+
+
+def infer(
+    model: Any,
+    *inputs: Any,
+    seeds: Sequence[Any],
+    call: Callable[..., Any] | None = None,
+    sizes: Mapping[int, str] | None = None,
+    strict: bool = False,
+) -> Inferred:
+    """Infer the axes of each array of a model from one trace of it. Nothing is computed.
+
+    Args:
+      model: A callable tree of equinox, or what `equinox.filter_eval_shape` returns for one.
+      *inputs: Arguments of `call` after the model: trees of arrays or of their shapes.
+      seeds: The axes of each array of the inputs, such as `[(BATCH, LENGTH), None]`.
+      call: Function of the model and the inputs. Defaults to `model(*inputs)`. Models of equinox
+        often take one example: `lambda model, tokens: jax.vmap(model)(tokens)`.
+      sizes: Size -> axis, from the model's config.
+      strict: Raise an error for conflicts, open dims and guesses.
+
+    Returns:
+      The evidence of each dim. `annotations` in it has the structure of the model.
+
+    Raises:
+      StrategyError: There are not as many seeds as arrays; or, with `strict`, a dim is open, a
+        guess, or named differently by two operations.
+
+    >>> import equinox as eqx, jax, shardwright as sw
+    >>> model = eqx.nn.Embedding(16, 4, key=jax.random.key(0))
+    >>> tokens = jax.ShapeDtypeStruct((8,), "int32")
+    >>> def call(model, tokens):
+    ...     return jax.vmap(model)(tokens)
+    >>> infer(model, tokens, seeds=[(sw.BATCH,)], call=call).annotations.weight
+    ('__VOCAB__', '__EMBED__')
+    """
+    equinox = _equinox()
+    values = arrays(model)
+    rest = equinox.filter(model, _is_array, inverse=True)
+
+    def forward(values: Any, *inputs: Any) -> Any:
+        whole = equinox.combine(values, rest)
+        return whole(*inputs) if call is None else call(whole, *inputs)
+
+    return infer_axes(forward, values, *inputs, seeds=seeds, sizes=sizes, strict=strict)
+
+
+def place(model: Any, pm: "PartitionManager", annotations: Any) -> Any:
+    """Return a model with its arrays placed as parameters. What is not an array stays as it is.
+
+    Args:
+      model: A tree of equinox.
+      pm: The manager.
+      annotations: Annotations of its arrays: from `annotations`, or `infer(...).annotations`.
+    """
+    values = arrays(model)
+    placed = jax.device_put(values, pm.shardings(values, annotations))
+    return _equinox().combine(placed, model)
+
+
+def arrays(model: Any) -> Any:
+    """Return a model with None instead of what is not an array or the shape of one."""
+    return _equinox().filter(model, _is_array)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+
+
+def _equinox() -> Any:
+    try:
+        import equinox
+    except ImportError as error:
+        raise ImportError("this bridge needs equinox: python -m pip install equinox") from error
+    return equinox

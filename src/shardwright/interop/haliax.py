@@ -1,0 +1,317 @@
+"""Models of haliax: named axes become annotations, and axis mappings become strategies and back.
+
+The model's source stays as it is. `names` maps each axis name of the model to an axis, as in
+`logical_rules`. `NAMES` has those of the models in levanter.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
+from shardwright.interop.logical_rules import (
+    Imported,
+    MeshAxes,
+    Names,
+    axis_of,
+    from_logical_axis_rules,
+    to_logical_axis_rules,
+)
+from shardwright.trees.paths import path_text
+from shardwright.vocabulary.axes import (
+    BATCH,
+    EMBED,
+    EMPTY,
+    HEAD,
+    HEAD_DIM,
+    KV_HEAD,
+    KV_LENGTH,
+    LAYERS,
+    LENGTH,
+    MLP_INTERMEDIATE,
+    VOCAB,
+    Role,
+)
+
+if TYPE_CHECKING:
+    from shardwright.manager.manager import PartitionManager
+
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "batch": BATCH,
+        "position": LENGTH,
+        "key_position": KV_LENGTH,
+        "embed": EMBED,
+        "heads": HEAD,
+        "kv_head": KV_HEAD,
+        # The heads of one group share a key, which is sharded by group.
+        "q_heads_per_group": EMPTY,
+        "head_size": HEAD_DIM,
+        "head_dim": HEAD_DIM,
+        "mlp": MLP_INTERMEDIATE,
+        "vocab": VOCAB,
+        "layers": LAYERS,
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Mappings:
+    """The two axis mappings of a program of haliax: axis name -> mesh axes.
+
+    Attributes:
+      compute: For activations: `axis_resources` in levanter.
+      parameter: For parameters and optimizer state: `parameter_axis_resources` in levanter.
+    """
+
+    compute: Mapping[str, str | tuple[str, ...]]
+    parameter: Mapping[str, str | tuple[str, ...]]
+
+
+def annotations(model: Any, names: Names = NAMES) -> tuple[Any, Any]:
+    """Return the arrays of a model, and the annotation of each.
+
+    Both trees have the structure of the model, with None instead of what is not an array. The axes
+    of an array are those of its `NamedArray`, or the `axis_names` of its field. As in haliax, an
+    array without names is replicated.
+
+    Args:
+      model: A tree with `NamedArray`s, or what `equinox.filter_eval_shape` returns for one.
+      names: Axis name in the model -> axis.
+
+    Raises:
+      UnknownAxisError: Arrays have names that are not in `names`; all are reported at once.
+      RankMismatchError: A field has `axis_names` for another number of dims.
+
+    >>> import haliax as hax, jax, shardwright as sw
+    >>> axes = hax.make_axes(embed=4, mlp=8)
+    >>> linear = hax.nn.Linear.init(*axes, key=jax.random.key(0), use_bias=False)
+    >>> annotations(linear)[1].weight.array
+    ('__MLP_INTERMEDIATE__', '__EMBED__')
+    """
+    import equinox
+
+    values = equinox.filter(model, _is_array)
+    problems: list[Problem] = []
+    axes = [_annotation(leaf, names, problems) for leaf in _leaves(values, ())]
+    raise_problems(problems)
+    return values, jax.tree.unflatten(jax.tree.structure(values), axes)
+
+
+def place(model: Any, pm: "PartitionManager", names: Names = NAMES) -> Any:
+    """Return a model with its arrays placed as parameters. What is not an array stays as it is.
+
+    Args:
+      model: A tree with `NamedArray`s.
+      pm: The manager.
+      names: Axis name in the model -> axis.
+
+    Raises:
+      UnknownAxisError: Arrays have names that are not in `names`; all are reported at once.
+    """
+    import equinox
+
+    values, axes = annotations(model, names)
+    return equinox.combine(jax.device_put(values, pm.shardings(values, axes)), model)
+
+
+def sizes_of(model: Any) -> dict[str, int]:
+    """Return the size of each axis name in a model, for rules that depend on the size.
+
+    Raises:
+      StrategyError: Axes of one name have different sizes.
+    """
+    sizes: dict[str, int] = {}
+    for leaf in _leaves(model, ()):
+        for name, size in zip(leaf.names or (), np.shape(leaf.value), strict=False):
+            if sizes.setdefault(name, size) != size:
+                what = f"the axis {name!r} has the sizes {sizes[name]} and {size}"
+                raise StrategyError(what, path=leaf.path, fix="write the sizes by hand")
+    return sizes
+
+
+def mappings(
+    pm: "PartitionManager", names: Names = NAMES, *, sizes: Mapping[str, int] | None = None
+) -> Mappings:
+    """Return the axis mappings that have the rules of a manager.
+
+    A mapping has one entry per name and no fallbacks: the first mesh axes that fit. If two dims of
+    an array then have the same mesh axis, haliax raises an error.
+
+    Args:
+      pm: The manager.
+      names: Axis name in the model -> axis, or (axis, role) for one of the mappings only.
+      sizes: Axis name -> size, for rules that depend on the size; `sizes_of(model)` has them.
+
+    Raises:
+      ShapeRequiredError: A rule depends on a size that is not given.
+    """
+    compute, parameter = (
+        _mapping(pm, names, role, sizes) for role in (Role.ACTIVATION, Role.PARAM)
+    )
+    return Mappings(compute=compute, parameter=parameter)
+
+
+@contextlib.contextmanager
+def rules(
+    pm: "PartitionManager", names: Names = NAMES, *, sizes: Mapping[str, int] | None = None
+) -> Iterator[None]:
+    """Enter a manager. `hax.shard` and `hax.auto_sharded` in a model then use its rules.
+
+    haliax's mapping is not part of jit's cache key, but the manager is: under another strategy a
+    jitted function is traced again.
+
+    Args:
+      pm: The manager.
+      names: Axis name in the model -> axis.
+      sizes: Axis name -> size, for rules that depend on the size; `sizes_of(model)` has them.
+
+    Raises:
+      ShapeRequiredError: A rule depends on a size that is not given.
+    """
+    compute = mappings(pm, names, sizes=sizes).compute
+    haliax = _haliax()
+    with pm, haliax.partitioning.axis_mapping(compute):
+        yield
+
+
+def from_mappings(
+    compute: Mapping[str, Any],
+    parameter: Mapping[str, Any] | None = None,
+    *,
+    mesh: Any,
+    names: Mapping[str, str] | None = None,
+    replicated: Sequence[str] = (),
+) -> Imported:
+    """Turn axis mappings into a strategy with the same specs.
+
+    haliax replicates a name that is in no mapping, also if it is misspelled. A strategy does not:
+    list such names in `replicated`.
+
+    Args:
+      compute: Axis name -> mesh axes, for activations.
+      parameter: The same for parameters. Defaults to `compute`.
+      mesh: A `Mesh`, an `AbstractMesh`, or a mapping of mesh axis to size.
+      names: Axis name -> axis. A name that is not in `names` becomes a new axis: `embed` becomes
+        `logical_embed`.
+      replicated: Axis names that no mapping has.
+
+    Returns:
+      The strategy, and the axis of each name.
+
+    Raises:
+      StrategyError: A mapping cannot be read, or two names that are mapped to one axis have
+        different mesh axes.
+      MissingMeshAxisError: A mapping names mesh axes that the mesh lacks; all are reported at once.
+
+    >>> imported = from_mappings({"batch": "data"}, {"embed": "data"}, mesh={"data": 8})
+    >>> dict(imported.strategy.params)
+    {'logical_batch': '-', 'logical_embed': 'data'}
+    """
+    tables = {Role.ACTIVATION: compute, Role.PARAM: compute if parameter is None else parameter}
+    every = dict.fromkeys(name for table in tables.values() for name in table)
+    every |= dict.fromkeys(replicated)
+    axes = {name: (names or {}).get(name, f"logical_{name}") for name in every}
+    pairs, targets, places = [], {}, []
+    for role, table in tables.items():
+        for name in every:
+            # The mapping of parameters comes second; its names must differ from those of the first.
+            entry = name if role is Role.ACTIVATION else f"{name} as param"
+            pairs.append((entry, table.get(name)))
+            targets[entry] = (axes[name], role)
+            places.append(f"{'compute' if role is Role.ACTIVATION else 'parameter'}[{name!r}]")
+    imported = from_logical_axis_rules(
+        pairs, mesh=mesh, names=targets, semantics="strict", source=places
+    )
+    own = [name for name in every if name not in (names or {})]
+    notes = [note for note in imported.notes if not note.startswith("names that became")]
+    if own and names:
+        notes.append(f"names that became axes of their own: {', '.join(own)}")
+    by_name = {name: imported.names[name][0] for name in every}
+    return dataclasses.replace(imported, names=by_name, notes=tuple(notes))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Leaf:
+    """An array of a model; `names` is None if it has none."""
+
+    path: str
+    value: Any
+    names: tuple[str, ...] | None
+
+
+def _leaves(node: Any, path: tuple[Any, ...]) -> Iterator[_Leaf]:
+    """Yield the arrays below a node, in the order of JAX."""
+    import equinox
+
+    named = _haliax().NamedArray
+
+    def stops(child: Any) -> bool:
+        return child is not node and isinstance(child, (named, equinox.Module))
+
+    fields = {field.name: field for field in dataclasses.fields(node)} if _is_module(node) else {}
+    if isinstance(node, named):
+        if node.array is not None:
+            names = tuple(axis.name for axis in node.axes)
+            yield _Leaf(path=path_text(path), value=node.array, names=names)
+        return
+    for keys, child in jax.tree_util.tree_flatten_with_path(node, is_leaf=stops)[0]:
+        if stops(child):
+            yield from _leaves(child, (*path, *keys))
+            continue
+        field = fields.get(getattr(keys[0], "name", "")) if keys else None
+        own = None if field is None else field.metadata.get("axis_names")
+        text = None if own is None else tuple(getattr(name, "name", name) for name in own)
+        yield _Leaf(path=path_text((*path, *keys)), value=child, names=text)
+
+
+def _annotation(leaf: _Leaf, names: Names, problems: list[Problem]) -> tuple[str, ...]:
+    rank = len(np.shape(leaf.value))
+    if leaf.names is None:
+        return (EMPTY,) * rank
+    if len(leaf.names) != rank:
+        what = f"axis_names has {len(leaf.names)} names, and the array has {rank} dims"
+        fix = "write one name per dim in the field"
+        problems.append(Problem(error=RankMismatchError, what=what, path=leaf.path, fix=fix))
+    return tuple(axis_of(name, names, leaf.path, problems) for name in leaf.names)
+
+
+def _mapping(
+    pm: "PartitionManager", names: Names, role: Role, sizes: Mapping[str, int] | None
+) -> dict[str, str | tuple[str, ...]]:
+    """Return the mapping of one role. A name that is replicated has no entry."""
+    targets: dict[str, tuple[str, Role]] = {}
+    for name, target in names.items():
+        axis, own = (target, role) if isinstance(target, str) else target
+        if own == role and axis != EMPTY:
+            targets[name] = (axis, role)
+    first: dict[str, MeshAxes] = {}
+    for name, axes in to_logical_axis_rules(pm, targets, sizes=sizes):
+        # The later rules of a name resolve conflicts, which a mapping cannot express.
+        first.setdefault(name, axes)
+    return {name: axes for name, axes in first.items() if axes}
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+
+
+def _is_module(node: Any) -> bool:
+    import equinox
+
+    return isinstance(node, equinox.Module)
+
+
+def _haliax() -> Any:
+    try:
+        import haliax
+        import haliax.partitioning
+    except ImportError as error:
+        what = "this bridge needs haliax: python -m pip install 'haliax>=1.4.dev453'"
+        raise ImportError(what) from error
+    return haliax

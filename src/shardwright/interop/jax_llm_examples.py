@@ -1,0 +1,185 @@
+"""Models of jax-llm-examples: arrays described by `ArrayInfo`, and a dataclass of sharding rules.
+
+The model's source stays as it is, and need not be installed: an `ArrayInfo` and a `ShardingRules`
+of any of its models are read by their fields.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from shardwright.errors import Problem, StrategyError, UnknownAxisError, raise_problems
+from shardwright.interop.logical_rules import (
+    Imported,
+    MeshAxes,
+    Names,
+    axis_of,
+    from_logical_axis_rules,
+    to_logical_axis_rules,
+)
+from shardwright.trees.paths import path_text
+from shardwright.vocabulary.annotations import ArraySpec
+from shardwright.vocabulary.axes import (
+    BATCH,
+    EMBED,
+    EMPTY,
+    EXPERT,
+    HEAD,
+    HEAD_DIM,
+    KV_HEAD,
+    LENGTH,
+    MLP_INTERMEDIATE,
+    VOCAB,
+    Role,
+)
+
+if TYPE_CHECKING:
+    from shardwright.manager.manager import PartitionManager
+
+_WEIGHTS_OF_EMBED = (
+    *("qkv_embed", "o_embed", "embed_up", "embed_down", "mlp_up_embed", "mlp_down_embed"),
+    *("moe_e_up_embed", "moe_e_down_embed", "moe_s_up_embed", "moe_s_down_embed"),
+    # The models give this name to the embed dim of the table and of the head, not to the tokens.
+    "vocab_in",
+)
+_HIDDEN = (
+    *("ffw_up", "ffw_down", "mlp_up_ffw", "mlp_down_ffw"),
+    *("moe_e_up_ffw", "moe_e_down_ffw", "moe_s_up_ffw", "moe_s_down_ffw"),
+)
+
+# Names of the models that have a counterpart. Latent dims and those of Mamba have none.
+NAMES: Names = MappingProxyType(
+    {
+        "batch": (BATCH, Role.ACTIVATION),
+        "sequence": (LENGTH, Role.ACTIVATION),
+        "act_embed": (EMBED, Role.ACTIVATION),
+        "act_heads": (HEAD, Role.ACTIVATION),
+        "head_dim": HEAD_DIM,
+        "q_heads": (HEAD, Role.PARAM),
+        "qkv_heads": (HEAD, Role.PARAM),
+        "o_heads": (HEAD, Role.PARAM),
+        "kv_heads": (KV_HEAD, Role.PARAM),
+        "vocab_out": (VOCAB, Role.PARAM),
+        "moe_e_experts": (EXPERT, Role.PARAM),
+        **dict.fromkeys(_WEIGHTS_OF_EMBED, (EMBED, Role.PARAM)),
+        **dict.fromkeys(_HIDDEN, (MLP_INTERMEDIATE, Role.PARAM)),
+    }
+)
+
+
+def from_rules(rules: Any, *, mesh: Any, names: Names | None = None) -> Imported:
+    """Turn sharding rules into a strategy with the same specs.
+
+    Args:
+      rules: A `ShardingRules`, or the class itself for its defaults.
+      mesh: A `Mesh`, an `AbstractMesh`, or a mapping of mesh axis to size.
+      names: Name of a field -> (axis, role), or an axis for both roles. A name that is not in
+        `names` becomes a new axis: `qkv_embed` becomes `logical_qkv_embed`.
+
+    Raises:
+      StrategyError: `rules` is not a dataclass, or two names that are mapped to one axis and role
+        have different mesh axes.
+      MissingMeshAxisError: Rules name mesh axes that the mesh lacks; all are reported at once.
+    """
+    pairs = [(field.name, _value(rules, field)) for field in _fields(rules)]
+    kind = rules if isinstance(rules, type) else type(rules)
+    places = [f"{kind.__name__}.{name}" for name, _ in pairs]
+    ruled = {name for name, _ in pairs}
+    known = {name: target for name, target in (names or {}).items() if name in ruled}
+    return from_logical_axis_rules(pairs, mesh=mesh, names=known, semantics="strict", source=places)
+
+
+def to_rules(
+    pm: "PartitionManager",
+    rules: type[Any],
+    names: Names = NAMES,
+    *,
+    sizes: Mapping[str, int] | None = None,
+) -> Any:
+    """Return sharding rules of a model that have the mesh axes of a manager.
+
+    The model's own constraints then follow the strategy. A field has one entry and no fallbacks:
+    the first mesh axes of a rule that fit.
+
+    Args:
+      pm: The manager.
+      rules: The class `ShardingRules` of the model.
+      names: Name of a field -> (axis, role), or an axis that has one rule for both roles. Fields
+        that are not in `names` must not exist in the class.
+      sizes: Name of a field -> size of its dims, for rules that depend on the size.
+
+    Raises:
+      UnknownAxisError: The class has fields that are not in `names`; all are reported at once.
+      ShapeRequiredError: A rule depends on a size that is not given.
+    """
+    problems: list[Problem] = []
+    for field in _fields(rules):
+        axis_of(field.name, names, rules.__name__, problems)
+    raise_problems(problems)
+    own = {field.name: names[field.name] for field in _fields(rules)}
+    first: dict[str, MeshAxes] = {}
+    for name, axes in to_logical_axis_rules(pm, own, sizes=sizes):
+        first.setdefault(name, axes)
+    return rules(**first)
+
+
+def annotations(tree: Any, names: Names = NAMES) -> Any:
+    """Return a tree of `ArraySpec`s: shape, dtype, axes and initializer of each `ArrayInfo`.
+
+    `pm.shardings`, `pm.abstract` and `pm.init` take the result as it is.
+
+    Args:
+      tree: What `abstract(cfg)` returns in a model.
+      names: Name -> (axis, role), or an axis. None in the `logical_axes` of an array is replicated.
+
+    Raises:
+      UnknownAxisError: Arrays have names that are not in `names`; all are reported at once.
+      StrategyError: A leaf is not an `ArrayInfo`.
+    """
+    problems: list[Problem] = []
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_info)
+    specs = [_spec(path_text(path), leaf, names, problems) for path, leaf in leaves]
+    raise_problems(problems)
+    return jax.tree.unflatten(structure, specs)
+
+
+def _spec(path: str, leaf: Any, names: Names, problems: list[Problem]) -> ArraySpec | None:
+    if not _is_info(leaf):
+        what = f"{type(leaf).__name__} is not an ArrayInfo"
+        fix = "pass what `abstract(cfg)` returns"
+        problems.append(Problem(error=StrategyError, what=what, path=path, fix=fix))
+        return None
+    before = len(problems)
+    axes = tuple(axis_of(name, names, path, problems) for name in leaf.logical_axes)
+    if len(problems) > before:
+        return None
+    if not axes:
+        # The models write () for arrays that are replicated, whatever their rank.
+        axes = (EMPTY,) * len(leaf.shape)
+    return ArraySpec(leaf.shape, leaf.dtype, axes, leaf.initializer)
+
+
+def _is_info(leaf: Any) -> bool:
+    """Tell whether a leaf is an `ArrayInfo` of any model. Each model has a class of its own."""
+    return type(leaf).__name__ == "ArrayInfo"
+
+
+def _fields(rules: Any) -> tuple[Any, ...]:
+    if not dataclasses.is_dataclass(rules):
+        what = f"{type(rules).__name__} is not a dataclass of sharding rules"
+        raise StrategyError(what, fix="pass ShardingRules of the model, or an instance of it")
+    return dataclasses.fields(rules)
+
+
+def _value(rules: Any, field: Any) -> Any:
+    if not isinstance(rules, type):
+        return getattr(rules, field.name)
+    if field.default is dataclasses.MISSING:
+        raise UnknownAxisError(
+            f"the field {field.name!r} of {rules.__name__} has no default",
+            fix=f"pass an instance: {rules.__name__}({field.name}=...)",
+        )
+    return field.default
