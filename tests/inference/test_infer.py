@@ -296,10 +296,11 @@ def test_training_by_inferred_axes() -> None:
     tokens = jax.random.randint(next(keys), (8, 11), 0, models.VOCAB)
     expected = train(model, params, tokens)
     assert expected[-1] < expected[0] - 0.1
-    for text in MESHES:
-        pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh(text))
+    # Every mesh, and three presets.
+    for preset, text in zip(("fsdp", "fsdp_tp", "tensor"), MESHES, strict=True):
+        pm = sw.PartitionManager(sw.Strategy.preset(preset), mesh=cpu_mesh(text))
         shardings = pm.shardings(params, infer(model).annotations)
         assert not all(sharding.is_fully_replicated for sharding in jax.tree.leaves(shardings))
         batch = pm.sharding(sw.BATCH, shape=(8,))
         actual = train(model, params, tokens, shardings, batch)
-        np.testing.assert_allclose(actual, expected, rtol=1e-6, err_msg=text)
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, err_msg=f"{preset} {text}")

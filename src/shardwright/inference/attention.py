@@ -71,8 +71,8 @@ def _scores(product: Product) -> Scores | None:
 
     positions = [any(map(is_position, side)) for side in (left, right)]
     heads = [atom for atom in _factors(product.batch) if atom.learned and not atom.name]
-    # In decode there is one query per sequence, without a dim of positions.
-    is_decode = any(positions) and bool(heads) and not (left and right)
+    # In decode there is one query per sequence, without a dim of positions. It may have groups.
+    is_decode = any(positions) and bool(heads)
     if not all(positions) and not is_decode:
         return None
     groups = [

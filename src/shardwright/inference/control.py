@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, Final
 
 from shardwright import _jax
 from shardwright.inference.atoms import new_dim
 from shardwright.inference.facts import Use
 from shardwright.inference.step import Step, Value
+
+# `constrained` rebuilds these calls. It leaves custom derivatives as they are.
+CALLS: Final = frozenset({"pjit", "jit", "closed_call"})
+REMATS: Final = frozenset({"checkpoint", "remat", "remat2"})
+
+
+def rebuilds(equation: Any) -> bool:
+    """Tell whether `constrained` can place constraints inside an equation."""
+    name = equation.primitive.name
+    return name in CALLS or (name in REMATS and not equation.params["differentiated"])
 
 
 def scan(step: Step) -> list[Value]:
@@ -24,7 +35,8 @@ def scan(step: Step) -> list[Value]:
             step.facts.scans.append(Use(dim=value.dims[0], site=step.site))
     starts = _carried(step, step.values[constants:split])
     rows = [dataclasses.replace(value, dims=value.dims[1:], one_hot=None) for value in scanned]
-    ends = step.walker.walk(body, [*step.values[:constants], *starts, *rows])
+    values = [*step.values[:constants], *starts, *rows]
+    ends = step.walker.walk(body, values, place=step.place)
     _align(step, starts, ends)
     lead = scanned[0].dims[0] if scanned else new_dim(step.parameters["length"])
     stacked = [dataclasses.replace(end, dims=(lead, *end.dims)) for end in ends[carries:]]
@@ -66,7 +78,8 @@ def call(step: Step) -> list[Value] | None:
         if inner is not None:
             body = getattr(inner, "jaxpr", inner)
             values = step.values[len(step.values) - len(body.invars) :]
-            return step.walker.walk(body, values, called_at=step.site.caller)
+            place = step.place if rebuilds(step.equation) else None
+            return step.walker.walk(body, values, called_at=step.site.caller, place=place)
     return None
 
 

@@ -70,6 +70,30 @@ class Use:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """A result of an equation that may get a constraint.
+
+    Attributes:
+      place: Index of the equation, after those of the loops and calls around it.
+      dims: Its dims.
+      shape: Its shape.
+      is_lookup: Whether a one-hot operand makes the product a lookup in a table.
+      site: The equation.
+    """
+
+    place: tuple[int, ...]
+    dims: Dims
+    shape: tuple[int, ...]
+    is_lookup: bool
+    site: Site
+
+    @property
+    def primitive(self) -> str:
+        """Name of the JAX primitive."""
+        return self.site.primitive
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Clash:
     """Two operations that name one dim differently.
 
@@ -102,6 +126,7 @@ class Facts:
     scans: list[Use] = dataclasses.field(default_factory=list)
     rows: list[Use] = dataclasses.field(default_factory=list)
     windows: list[Use] = dataclasses.field(default_factory=list)
+    outputs: list[Output] = dataclasses.field(default_factory=list)
     shards: list[tuple[Dim, Dim]] = dataclasses.field(default_factory=list)
     conflicts: list[Clash] = dataclasses.field(default_factory=list)
     unknown: dict[str, Evidence] = dataclasses.field(default_factory=dict)

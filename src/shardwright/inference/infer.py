@@ -11,6 +11,7 @@ import numpy as np
 from shardwright.errors import RankMismatchError, StrategyError, raise_problems
 from shardwright.inference.atoms import Atom, Dims, finest, new_dims
 from shardwright.inference.attention import name_attention
+from shardwright.inference.constraints import choose, fingerprint
 from shardwright.inference.evidence import Evidence
 from shardwright.inference.facts import Clash, Facts
 from shardwright.inference.inferred import Conflict, Inferred, InferredDim
@@ -75,7 +76,7 @@ def infer_axes(
     values = [_parameter(at, np.shape(leaf)) for at, (_, leaf) in enumerate(leaves)]
     input_values = _seeded([np.shape(leaf) for leaf in jax.tree.leaves(inputs)], seeds)
     walker = Walker()
-    results = walker.walk(closed.jaxpr, [*values, *input_values])
+    results = walker.walk(closed.jaxpr, [*values, *input_values], place=())
     by_size = {size: canonical_axis(axis) for size, axis in (sizes or {}).items()}
     _name_all(walker.facts, [value.dims for value in values], results, by_size)
     rows = [spell(value.dims) for value in values]
@@ -103,6 +104,8 @@ def infer_axes(
             f"{name} ({why.source})" if why.source else name
             for name, why in walker.facts.unknown.items()
         ),
+        constraints=choose(walker.facts.outputs, walker.facts.pieces),
+        program=fingerprint(closed.jaxpr),
     )
     if strict:
         raise_problems(inferred.problems())

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.inference import report
+from shardwright.inference.constraints import Constraint
 from shardwright.inference.evidence import Evidence
 from shardwright.resolution.tables import WIDTH
 from shardwright.vocabulary.axes import axis_label
@@ -85,12 +86,16 @@ class Inferred:
       evidence: Every dim of every parameter.
       conflicts: Dims that two operations name differently.
       unknown: Primitives that inference does not understand, such as `pallas_call`.
+      constraints: The intermediates that `sw.constrained` constrains.
+      program: A digest of the traced program.
     """
 
     annotations: Any
     evidence: tuple[InferredDim, ...]
     conflicts: tuple[Conflict, ...]
     unknown: tuple[str, ...]
+    constraints: tuple[Constraint, ...] = ()
+    program: str = ""
 
     @property
     def open(self) -> tuple[InferredDim, ...]:

@@ -17,6 +17,7 @@ from shardwright.vocabulary.axes import (
     EMBED,
     EMPTY,
     EXPERT,
+    HEAD,
     LAYERS,
     LENGTH,
     MLP_INTERMEDIATE,
@@ -214,16 +215,21 @@ def name_hidden(names: Names) -> None:
 def guess_links(names: Names) -> None:
     """Guess the name of each dim that one weight makes and another weight sums over.
 
-    With an activation function between the weights, the name is MLP_INTERMEDIATE. If activations
-    are added along the dim, it is another residual stream, EMBED. Otherwise it is a low rank, which
-    is replicated.
+    If activations are added along the dim and queries or keys are made from it, it is another
+    residual stream, EMBED. With an activation function between the weights, the name is
+    MLP_INTERMEDIATE. If activations are added along the dim, it is EMBED too. Otherwise it is a low
+    rank, which is replicated.
     """
-    outputs, summed = _outputs(names.facts.projections), _summed(names.facts.projections)
+    projections = names.facts.projections
+    outputs, summed = _outputs(projections), _summed(projections)
+    read_by_heads = _summed(each for each in projections if _has(each.right, HEAD))
     for atom, site in _with_pieces(outputs, names.facts.pieces).items():
         if atom not in summed or atom.name:
             continue
         axis, what = EMPTY, "a low rank"
-        if atom.nonlinear:
+        if atom.residual and atom in read_by_heads:
+            axis, what = EMBED, "another residual stream, which attention reads"
+        elif atom.nonlinear:
             axis, what = MLP_INTERMEDIATE, "with an activation function"
         elif atom.residual:
             axis, what = EMBED, "another residual stream"

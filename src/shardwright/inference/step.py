@@ -47,12 +47,15 @@ class Step:
       site: Where it is in the model.
       values: The operands.
       walker: Walks the jaxprs that the equation contains.
+      place: Its place in the program, or None inside of equations that `constrained` does not
+        rebuild.
     """
 
     equation: Any
     site: Site
     values: Sequence[Value]
     walker: Walker
+    place: tuple[int, ...] | None = None
 
     @property
     def facts(self) -> Facts:

@@ -13,8 +13,9 @@ from jax.extend import core
 
 from shardwright.inference import control, elementwise, indexing, manual, products, shapes
 from shardwright.inference.atoms import new_dims
+from shardwright.inference.constraints import is_candidate
 from shardwright.inference.evidence import Evidence, Site
-from shardwright.inference.facts import Facts
+from shardwright.inference.facts import Facts, Output
 from shardwright.inference.step import Step, Value
 
 # To add a primitive, write a function in one of the files above and a line here. A primitive
@@ -72,7 +73,13 @@ class Walker:
     def __init__(self) -> None:
         self.facts = Facts()
 
-    def walk(self, jaxpr: Any, values: Sequence[Value], called_at: Any = None) -> list[Value]:
+    def walk(
+        self,
+        jaxpr: Any,
+        values: Sequence[Value],
+        called_at: Any = None,
+        place: tuple[int, ...] | None = None,
+    ) -> list[Value]:
         """Return the results of a jaxpr.
 
         Args:
@@ -80,6 +87,7 @@ class Walker:
           values: One value per input.
           called_at: The equation that calls the jaxpr, or None. Evidence inside a function of JAX
             names this equation, because JAX caches the function with the lines of its first call.
+          place: The place of the jaxpr in the program. If it is None, no intermediate is recorded.
         """
         known: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
         known |= {variable: _unknown(variable.aval) for variable in jaxpr.constvars}
@@ -90,15 +98,33 @@ class Walker:
                 return _unknown(variable.val)
             return known[variable]
 
-        for equation in jaxpr.eqns:
+        for at, equation in enumerate(jaxpr.eqns):
             step = Step(
                 equation=equation,
                 site=Site(equation, equation if caller is None else caller),
                 values=[read(variable) for variable in equation.invars],
                 walker=self,
+                place=None if place is None else (*place, at),
             )
-            known.update(zip(equation.outvars, self._results(step), strict=True))
+            results = self._results(step)
+            self._record(step, results)
+            known.update(zip(equation.outvars, results, strict=True))
         return [read(variable) for variable in jaxpr.outvars]
+
+    def _record(self, step: Step, results: Sequence[Value]) -> None:
+        """Record the result of an equation if it may get a constraint."""
+        sources = [(value.data, value.learned) for value in step.values]
+        if step.place is None or len(results) != 1 or not results[0].data:
+            return
+        if is_candidate(step.equation.primitive.name, sources):
+            output = Output(
+                place=step.place,
+                dims=results[0].dims,
+                shape=step.shapes[0],
+                is_lookup=any(value.one_hot is not None for value in step.values),
+                site=step.site,
+            )
+            self.facts.outputs.append(output)
 
     def _results(self, step: Step) -> list[Value]:
         name = step.equation.primitive.name

@@ -1,0 +1,191 @@
+"""`constrained`: a forward function with `shard` applied to the intermediates that have names."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from shardwright import _jax
+from shardwright.errors import ShardingError, StrategyError, raise_problems
+from shardwright.inference.constraints import Constraint, fingerprint
+from shardwright.inference.control import CALLS, REMATS, rebuilds
+from shardwright.inference.inferred import Inferred
+from shardwright.inference.report import axis_text
+from shardwright.manager.ambient import shard
+from shardwright.manager.manager import PartitionManager
+from shardwright.resolution.tables import WIDTH, table
+
+_Place = tuple[int, ...]
+_Table = Mapping[_Place, Constraint]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class Constrained:
+    """A forward function with constraints. `print` lists them; a call needs an ambient manager.
+
+    Attributes:
+      forward: The function without constraints.
+      inferred: The inference whose constraints are placed.
+    """
+
+    forward: Callable[..., Any]
+    inferred: Inferred
+
+    def __call__(self, params: Any, *inputs: Any) -> Any:
+        """Return `forward(params, *inputs)`, with its intermediates sharded by the ambient manager.
+
+        Raises:
+          StrategyError: The program is not the one that was inferred.
+          ShardingError: An intermediate does not fit the rules or the mesh.
+        """
+        closed, result = jax.make_jaxpr(self.forward, return_shape=True)(params, *inputs)
+        if fingerprint(closed.jaxpr) != self.inferred.program:
+            raise StrategyError(
+                "the program has other operations than the one that was inferred",
+                fix="call infer_axes with arrays of the shapes and dtypes of this call",
+            )
+        constraints = {each.place: each for each in self.inferred.constraints}
+        leaves = jax.tree.leaves((params, inputs))
+        outputs = _evaluate(closed.jaxpr, closed.consts, leaves, constraints)
+        return jax.tree.unflatten(jax.tree.structure(result), outputs)
+
+    def __str__(self) -> str:
+        lines = dict.fromkeys(map(str, self.inferred.constraints), 0)
+        for each in self.inferred.constraints:
+            lines[str(each)] += 1
+        counted = [f"{line}, {count} times" if count > 1 else line for line, count in lines.items()]
+        return "\n".join([*counted, f"{len(self.inferred.constraints)} constraints"])
+
+    def explain(self, pm: PartitionManager, *, width: int = WIDTH) -> str:
+        """Return a line per constraint, with the spec that a manager resolves.
+
+        Raises:
+          ShardingError: An intermediate does not fit the rules or the mesh.
+        """
+        rows = [("written in", "what", "axes", "shape", "spec")]
+        for each in self.inferred.constraints:
+            with _explained(each):
+                spec = pm.resolve(*each.axes, shape=each.shape)
+            axes = " ".join(axis_text(axis) for axis in each.axes)
+            shape = "x".join(map(str, each.shape))
+            rows.append((each.source, each.kind, axes, shape, str(spec)))
+        return "\n".join(table(list(dict.fromkeys(rows)), width=width))
+
+
+def constrained(forward: Callable[..., Any], inferred: Inferred) -> Constrained:
+    """Return a forward function that shards the intermediates that inference named.
+
+    The source of the model stays as it is. Each call traces `forward`, and passes these
+    intermediates to `shard`: residual streams, heads, hidden dims of an MLP, and logits. Those
+    with a guessed or an open dim get no constraint, and fused projections get none. Values inside
+    `while`, `cond`, `shard_map` and functions with custom derivatives get none either.
+
+    Args:
+      forward: The function that was inferred.
+      inferred: What `infer_axes` returns for it. The arrays of a call need the same ranks.
+
+    Raises:
+      StrategyError: Two operations name one dim differently, or no intermediate gets a constraint.
+
+    >>> import shardwright as sw
+    >>> def forward(params, tokens):
+    ...     return params["table"][tokens] @ params["table"].T
+    >>> params = {"table": jax.ShapeDtypeStruct((512, 64), "float32")}
+    >>> tokens = jax.ShapeDtypeStruct((2, 16), "int32")
+    >>> inferred = sw.infer_axes(forward, params, tokens, seeds=[(sw.BATCH, sw.LENGTH)])
+    >>> [each.kind for each in sw.constrained(forward, inferred).inferred.constraints]
+    ['residual stream', 'logits']
+    """
+    raise_problems([conflict.problem() for conflict in inferred.conflicts])
+    if not inferred.constraints:
+        raise StrategyError(
+            "no intermediate has a name for each of its dims",
+            fix="name the batch of every input in seeds=, and guessed sizes in sizes=",
+        )
+    return Constrained(forward=forward, inferred=inferred)
+
+
+@contextlib.contextmanager
+def _explained(constraint: Constraint) -> Iterator[None]:
+    """Add the place of a constraint to the errors of `shard`."""
+    try:
+        yield
+    except ShardingError as error:
+        error.add_note(f"constrained: {constraint}")
+        raise
+
+
+def _evaluate(
+    jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any], constraints: _Table
+) -> list[Any]:
+    """Evaluate a jaxpr, and shard the results that have a constraint."""
+    known: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
+    known |= zip(jaxpr.invars, arguments, strict=True)
+
+    def read(variable: Any) -> Any:
+        return variable.val if isinstance(variable, core.Literal) else known[variable]
+
+    inside: dict[int, dict[_Place, Constraint]] = {}
+    for place, constraint in constraints.items():
+        inside.setdefault(place[0], {})[place[1:]] = constraint
+    for at, equation in enumerate(jaxpr.eqns):
+        values = [read(variable) for variable in equation.invars]
+        own = inside.get(at, {})
+        if own and () not in own:
+            results = _rebuilt(equation, values, own)
+        else:
+            results = _jax.evaluate(equation, values)
+        if () in own:
+            with _explained(own[()]):
+                results = [shard(results[0], *own[()].axes)]
+        known.update(zip(equation.outvars, results, strict=True))
+    return [read(variable) for variable in jaxpr.outvars]
+
+
+def _rebuilt(equation: Any, values: Sequence[Any], constraints: _Table) -> list[Any]:
+    """Evaluate a loop or a call with constraints inside."""
+    parameters, name = equation.params, equation.primitive.name
+    if name == "scan":
+        return _scan(parameters, values, constraints)
+    assert rebuilds(equation), name
+    inner = next(parameters[key] for key in ("jaxpr", "call_jaxpr") if key in parameters)
+    body, constants = _opened(inner)
+
+    def run(*arguments: Any) -> list[Any]:
+        return _evaluate(body, constants, arguments, constraints)
+
+    if name in REMATS:
+        kept = {"prevent_cse": parameters["prevent_cse"], "policy": parameters["policy"]}
+        remat: Callable[..., list[Any]] = jax.checkpoint(run, **kept)
+        return remat(*values)
+    assert name in CALLS
+    return run(*values)
+
+
+def _opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Return an open jaxpr and its constants."""
+    is_closed = isinstance(jaxpr, core.ClosedJaxpr)
+    return (jaxpr.jaxpr, jaxpr.consts) if is_closed else (jaxpr, ())
+
+
+def _scan(parameters: Any, values: Sequence[Any], constraints: _Table) -> list[Any]:
+    fixed, carries, _ = _jax.scan_parts(parameters)
+    body, constants = _opened(parameters["jaxpr"])
+    shared, starts, rows = (
+        tuple(values[start:end])
+        for start, end in itertools.pairwise((0, fixed, fixed + carries, len(values)))
+    )
+
+    def step(carry: Sequence[Any], row: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
+        ends = _evaluate(body, constants, [*shared, *carry, *row], constraints)
+        return tuple(ends[:carries]), ends[carries:]
+
+    options = {key: parameters[key] for key in ("length", "reverse", "unroll")}
+    ends, stacked = jax.lax.scan(step, starts, rows, **options)
+    return [*ends, *stacked]

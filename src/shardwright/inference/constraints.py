@@ -1,0 +1,171 @@
+"""Which intermediates of a program get a constraint: residuals, heads, hidden dims and logits."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+from jax.extend import core
+
+from shardwright.inference.atoms import finest
+from shardwright.inference.attention import GROUP
+from shardwright.inference.facts import Output, Piece
+from shardwright.inference.pieces import Factors, named_factors
+from shardwright.inference.report import axis_text
+from shardwright.vocabulary.axes import (
+    BATCH,
+    EMBED,
+    EMPTY,
+    HEAD,
+    HEAD_DIM,
+    KV_HEAD,
+    KV_HEAD_DIM,
+    KV_LENGTH,
+    LENGTH,
+    MLP_INTERMEDIATE,
+    QUERY_LENGTH,
+    VOCAB,
+)
+from shardwright.vocabulary.merged_dims import merged
+
+# What an intermediate is, by an axis that it has. The first axis that it has decides.
+KINDS: Final = {
+    VOCAB: "logits",
+    MLP_INTERMEDIATE: "hidden dim of an MLP",
+    HEAD: "heads",
+    KV_HEAD: "heads of keys and values",
+    EMBED: "residual stream",
+}
+_PRODUCTS: Final = frozenset({"dot_general", "conv_general_dilated"})
+_ADDITIONS: Final = frozenset({"add", "add_any"})
+_SHARDED: Final = frozenset({HEAD, KV_HEAD, MLP_INTERMEDIATE})
+_POSITIONS: Final = frozenset({BATCH, LENGTH, EMPTY})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """An intermediate that `constrained` passes to `shard`.
+
+    Attributes:
+      axes: Its annotation.
+      shape: Its shape in the trace of inference.
+      kind: What it is, such as `residual stream`.
+      primitive: Name of the JAX primitive that returns it.
+      source: Line of the model, such as `model.py:12`, or empty.
+      place: Index of the equation in the program. Within a loop or a call, the indices of the
+        equations around it come first.
+    """
+
+    axes: tuple[Any, ...]
+    shape: tuple[int, ...]
+    kind: str
+    primitive: str
+    source: str
+    place: tuple[int, ...]
+
+    def __str__(self) -> str:
+        axes = " ".join(axis_text(axis) for axis in self.axes)
+        return f"{self.source or '?'}: {axes}: {self.kind} ({self.primitive})"
+
+
+def choose(outputs: Iterable[Output], pieces: Iterable[Piece]) -> tuple[Constraint, ...]:
+    """Return the constraints of a program.
+
+    An intermediate gets one if every dim has a name that is not a guess, one of the dims is BATCH,
+    and an axis of `KINDS` is among them. The result of fused projections gets none, because their
+    number and the heads are one dim, and it is cut into pieces.
+    """
+    cut = {atom for piece in pieces for atom in finest(piece.whole) if atom.name in _SHARDED}
+    chosen = []
+    for output in outputs:
+        if any(atom in cut for dim in output.dims for atom in finest(dim)):
+            continue
+        rows = [named_factors(dim) for dim in output.dims]
+        names = [name for row in rows for name, _ in row]
+        kind = "" if any(map(_is_fused, rows)) else _kind(names, output)
+        if kind and not any(atom.guess for dim in output.dims for atom in finest(dim)):
+            chosen.append(_constraint(output, rows, kind))
+    return tuple(chosen)
+
+
+def is_candidate(primitive: str, sources: Iterable[tuple[bool, bool]]) -> bool:
+    """Tell whether the results of an equation may get a constraint.
+
+    Args:
+      primitive: Name of the JAX primitive.
+      sources: For each operand, whether it depends on inputs, and whether on parameters.
+    """
+    sources = list(sources)
+    if primitive in _ADDITIONS:
+        return sum(data and learned for data, learned in sources) > 1
+    return primitive in _PRODUCTS or primitive == "gather"
+
+
+def _is_fused(row: Factors) -> bool:
+    """Tell whether a dim has a factor that is not sharded, such as the 3 of fused projections."""
+    return len(row) > 1 and any(name in (EMPTY, GROUP) for name, _ in row)
+
+
+def _kind(names: list[str], output: Output) -> str:
+    """Return what an intermediate is, or nothing if it gets no constraint."""
+    own = [name for name in names if name not in _POSITIONS]
+    if BATCH not in names or "" in names or len({*own}) < len(own):
+        return ""
+    if names.count(BATCH) > 1 or names.count(LENGTH) > 1:
+        return ""
+    is_sum = output.primitive in _ADDITIONS or output.primitive == "gather"
+    if is_sum and own != [EMBED]:
+        return ""
+    if output.primitive in _PRODUCTS and own == [EMBED] and not output.is_lookup:
+        return ""  # the sum with the residual stream gets the constraint
+    if not set(own) <= {*KINDS, HEAD_DIM, GROUP}:
+        return ""
+    return next((kind for axis, kind in KINDS.items() if axis in own), "")
+
+
+def _constraint(output: Output, rows: list[Factors], kind: str) -> Constraint:
+    """Spell the dims of an intermediate as an annotation."""
+    names = {name for row in rows for name, _ in row}
+    other: dict[str, str] = {}
+    if KV_HEAD in names:
+        other = {LENGTH: KV_LENGTH, HEAD_DIM: KV_HEAD_DIM}
+    elif HEAD in names:
+        other = {LENGTH: QUERY_LENGTH}
+    axes: list[Any] = []
+    for row in rows:
+        factors = [(other.get(name, name), size) for name, size in row]
+        factors = [(EMPTY if name == GROUP else name, size) for name, size in factors]
+        if len(factors) > 1:
+            axes.append(merged(*factors))
+        else:
+            axes.append(factors[0][0] if factors else EMPTY)
+    return Constraint(
+        axes=tuple(axes),
+        shape=output.shape,
+        kind=kind,
+        primitive=output.primitive,
+        source=output.site.source,
+        place=output.place,
+    )
+
+
+def fingerprint(jaxpr: Any) -> str:
+    """Return a digest of the primitives of a program and of the ranks of their results."""
+    text = ",".join(_primitives(jaxpr))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _primitives(jaxpr: Any) -> Iterator[str]:
+    for equation in jaxpr.eqns:
+        ranks = [str(len(getattr(v.aval, "shape", ()))) for v in equation.outvars]
+        yield f"{equation.primitive.name} {' '.join(ranks)}"
+        for key in sorted(equation.params, key=str):
+            value = equation.params[key]
+            for each in value if isinstance(value, tuple | list) else (value,):
+                inner = each.jaxpr if isinstance(each, core.ClosedJaxpr) else each
+                if isinstance(inner, core.Jaxpr):
+                    yield "("
+                    yield from _primitives(inner)
+                    yield ")"
