@@ -146,6 +146,7 @@ MESHES: dict[str, Any] = {
     "tpu_async_collective_fusions": {"fsdp": 64, "tp": 4},
     "tpu_gather_as_all_reduce": {"fsdp": 64, "tp": 1},
     "tpu_combined_reduce_scatter": {"fsdp": 8},
+    "tpu_combined_reduce_scatters_of_one_channel": {"fsdp": 8},
     "tpu_two_slices": TWO_SLICES,
 }
 
@@ -213,6 +214,9 @@ EXPECTED: dict[str, list[str]] = {
     "tpu_reduce_scatter_fusion": ["1 reduce_scatter tp bf16 32768 24576"],
     # Four gradients of 64 KiB in one fusion, each cut into slices.
     "tpu_combined_reduce_scatter": ["1 reduce_scatter fsdp bf16 262144 229376"],
+    # Two of them, which have the same channel.
+    "tpu_combined_reduce_scatters_of_one_channel": ["1 reduce_scatter fsdp bf16 8388608 7340032"]
+    * 2,
     # An all-reduce that adds in float32 and rounds its result: the operand travels.
     "tpu_widened_all_reduce": ["1 all_reduce tp f32 4096 6144"],
     # Two weights of four layers, gathered forward and backward; printed three times each, run once.

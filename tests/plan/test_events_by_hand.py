@@ -5,7 +5,10 @@ Each row is kind, mesh axes, semantic axes, bytes of one run and number of runs.
 
 from __future__ import annotations
 
+import linecache
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +18,7 @@ import shardwright as sw
 from shardwright import attention
 from shardwright.layers import moe
 from shardwright.plan.planner import PlanReport
+from tests.plan.decoder import Decoder
 from tests.plan.test_walk import BATCH as B
 from tests.plan.test_walk import EMBED as E
 from tests.plan.test_walk import F32, HIDDEN, SPECS, Row, X, manager, mlp, rows, shapes
@@ -84,8 +88,12 @@ def sharded_cache_decode() -> tuple[PlanReport, list[Row]]:
     heads, dim, capacity = 8, 16, 64
     pm = manager("serve_long_context", "sp:8").for_mode("decode")
     cache = jax.ShapeDtypeStruct((1, capacity, heads, dim), jnp.float32)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return attention.dot_product_attention(q, k, v)
+
     report = pm.plan(
-        attention.dot_product_attention,
+        attend,
         jax.ShapeDtypeStruct((1, 1, heads, dim), jnp.float32),
         cache,
         cache,
@@ -191,3 +199,59 @@ def test_events_equal_counts_by_hand() -> None:
         if rows(report) != sorted(expected):
             wrong[model.__name__] = rows(report), sorted(expected)
     assert not wrong
+
+
+def test_events_name_lines_of_their_models() -> None:
+    """Each event has the line of the model that causes it, never a line of the library."""
+    calls = {
+        "all_gather": ("gather(", "dot_product_attention(", "moe.apply(", "sw.shard("),
+        "reduce_scatter": ("gather(",),
+        "all_reduce": ("gather(", "@", "sw.shard("),  # of a product, forward and backward
+        "all_to_all": ("moe.apply(",),
+        "permute": ("dot_product_attention(",),
+    }
+    for model in MODELS:
+        report, _ = model()
+        for event in report.events:
+            file, _, line = event.source.partition(":")
+            text = linecache.getline(str(Path(__file__).with_name(file)), int(line))
+            assert any(call in text for call in calls[str(event.kind)]), (model.__name__, event)
+
+
+Identity = tuple[str, tuple[str, ...], tuple[str, ...], str, int]
+SMALL = Decoder(
+    embed=64, inner=128, heads=8, kv_heads=4, dim=16, vocab=256, layers=2, batch=8, length=32
+).program("train")
+
+
+def identities(rules: dict[str, dict[str, str]]) -> Counter[Identity]:
+    """What the events of a training step of a decoder are, without their bytes."""
+    strategy = sw.Strategy.preset("fsdp_tp") | sw.Strategy.model_validate(rules)
+    pm = sw.PartitionManager(strategy, mesh=sw.abstract_mesh("fsdp:2,tp:4"), mode="train")
+    report = pm.plan(SMALL.function, *SMALL.shapes, specs=SMALL.specs, outputs=SMALL.outputs)
+    return Counter(
+        (str(event.kind), event.mesh_axes, event.axes, event.source, event.runs)
+        for event in report.events
+    )
+
+
+def test_one_rule_changes_the_events_that_name_its_axis() -> None:
+    """If an axis is replicated, exactly the events that it causes are gone, and none is new."""
+    before = identities({})
+    for axis in ("batch", "vocab", "mlp_intermediate"):
+        after = identities({"rules": {axis: "-"}})
+        named = {key: count for key, count in before.items() if axis.upper() in key[2]}
+        assert named
+        assert before - after == Counter(named), axis
+        assert not after - before, axis
+
+
+def test_parameter_rule_changes_gathers_and_kinds_of_sums() -> None:
+    before, after = identities({}), identities({"params": {"embed": "-"}})
+    assert [key for key in before if key[0] == "all_gather"] == [
+        key for key in before if "EMBED" in key[2]
+    ]
+    assert not [key for key in after if "EMBED" in key[2]]
+    # Gradients are no longer scattered, so all of each is summed on every device.
+    scattered = [key for key in before if key[0] == "reduce_scatter"]
+    assert {("all_reduce", *key[1:]) for key in scattered} <= set(after)

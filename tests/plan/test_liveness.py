@@ -12,6 +12,7 @@ import pytest
 import shardwright as sw
 from shardwright.plan.fit import Verdict, judge
 from shardwright.plan.planner import PlanReport
+from shardwright.plan.walk.buffers import local_peak
 from shardwright.plan.walk.liveness import TEMPORARY, Buffer, Peak, Timeline
 from shardwright.testing import cpu_mesh
 
@@ -165,6 +166,23 @@ def test_shard_map_counts_local_shapes() -> None:
     x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=given)
     local = 64 * 32 * F32 // 8
     assert plan(f, x).memory.high >= 2 * local + 32 * local
+
+
+@pytest.mark.parametrize(("heads", "copies"), [(2, 1), (1, 0)])
+def test_product_copies_input_whose_batch_dims_are_not_first(heads: int, copies: int) -> None:
+    def high(keys_axes: str) -> int:
+        """Return the peak inside a `shard_map` of a product with keys in this order."""
+        sizes = {"b": 8, "n": heads, "t": 128, "h": 16}
+        keys = jnp.zeros([sizes[axis] for axis in keys_axes])
+        query = jnp.zeros((8, heads, 16))
+
+        def product(keys: Any, query: Any) -> Any:
+            masked = jax.jit(jnp.where)(keys > 0, keys, 0)
+            return jnp.einsum(f"{keys_axes},bnh->bnt", masked, query)
+
+        return local_peak(jax.make_jaxpr(product)(keys, query).jaxpr).high
+
+    assert high("btnh") - high("bnth") == copies * 8 * heads * 128 * 16 * F32
 
 
 @pytest.mark.parametrize(

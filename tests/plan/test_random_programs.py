@@ -2,14 +2,14 @@
 
     python -m tests.plan.test_random_programs 0 200
 
-prints one line per program and the distribution.
+prints one line per program, the distribution, and whether each condition of `judge` holds.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections import Counter
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from tests.plan.random_programs import HIDDEN, Drawn, draw, shape
 
 # XLA makes all-reduces of reduce-scatters on CPUs. Both have the operand's bytes.
 FOLDED = {"reduce_scatter": "all_reduce"}
+LIMIT = 0.02  # a plan without marks may differ by this share of the compiled bytes
 
 Bytes = Counter[tuple[str, tuple[str, ...]]]
 
@@ -90,26 +91,75 @@ def test_plans_without_doubt_equal_xla(start: int) -> None:
         check(seed)
 
 
-def main(first: int, last: int) -> None:
-    counts: Counter[Any] = Counter()
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a plan compares with its compiled program.
+
+    Attributes:
+      text: What the program is.
+      error: Bytes that differ, over all kinds and mesh axes / compiled bytes.
+      marks: Why the plan itself was unsure before the compile.
+    """
+
+    text: str
+    error: float
+    marks: tuple[str, ...]
+
+
+def outcome(seed: int) -> Outcome:
+    program = draw(seed)
+    report = planned(program)
+    plan, real = walked(report), compiled(program)
+    wrong = sum(abs(plan[key] - real[key]) for key in plan.keys() | real.keys())
+    marks = {
+        "chosen": report.walked.choices,
+        "idle": report.walked.idle,
+        "incomplete": report.walked.unknown,
+    }
+    return Outcome(
+        text=program.text,
+        error=wrong / max(real.total(), 1),
+        marks=tuple(name for name, places in marks.items() if places),
+    )
+
+
+def judge(outcomes: list[Outcome]) -> dict[str, bool]:
+    """Return what must hold, with the numbers behind it, and whether it does."""
+    busy = [each for each in outcomes if "idle" not in each.marks]
+    exact = sum(each.error == 0 for each in busy)
+    unmarked = [each for each in outcomes if not each.marks]
+    wrong = sum(each.error > LIMIT for each in unmarked)
+    chosen = sum("chosen" in each.marks for each in outcomes)
+    return {
+        f"{wrong} of {len(unmarked)} programs without marks differ by more than 2%": not wrong,
+        f"{exact} of {len(busy)} programs without idle axes are exact": exact >= 0.95 * len(busy),
+        f"{chosen} of {len(outcomes)} are marked as chosen": chosen <= 0.1 * len(outcomes),
+    }
+
+
+def main(first: int, last: int) -> int:
+    outcomes: list[Outcome] = []
     for seed in range(first, last):
-        program = draw(seed)
-        report = planned(program)
-        same = walked(report) == compiled(program)
-        marks = [
-            name
-            for name, there in (
-                ("chosen", report.walked.choices),
-                ("idle", report.walked.idle),
-                ("incomplete", report.walked.unknown),
-            )
-            if there
-        ]
-        print(seed, "exact" if same else "differs", *marks, "" if same else program.text)
-        counts["exact" if same else "differs", "marked" if marks else "unmarked"] += 1
-    print(dict(counts))
+        outcomes.append(outcome(seed))
+        latest = outcomes[-1]
+        words = "exact" if latest.error == 0 else f"differs by {latest.error:.1%}"
+        print(seed, words, *latest.marks, *([latest.text] if latest.error else []), flush=True)
+    counts = Counter((" ".join(each.marks) or "no mark", bucket(each.error)) for each in outcomes)
+    for (marks, size), count in sorted(counts.items()):
+        print(f"{marks:16} {size:14} {count}")
+    verdicts = judge(outcomes)
+    for words, holds in verdicts.items():
+        print(f"{'pass' if holds else 'FAIL'}: {words}")
+    return 0 if all(verdicts.values()) else 1
+
+
+def bucket(error: float) -> str:
+    for limit, words in ((0.0, "exact"), (LIMIT, "up to 2%"), (0.1, "2% to 10%")):
+        if error <= limit:
+            return words
+    return "more than 10%"
 
 
 if __name__ == "__main__":
     virtual_devices(8)
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -20,6 +20,7 @@ from shardwright.plan import Program
 from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.report.search import search_text, verified_text
 from shardwright.plan.search import SearchReport, search_variants, verify_front
+from shardwright.plan.search.defaults import default_strategies
 from shardwright.plan.verify.compiler import Compiled, Target
 from shardwright.plan.verify.differences import Sent
 from shardwright.plan.verify.run import Verification
@@ -257,7 +258,7 @@ def test_verified_candidates_are_ranked_by_what_was_compiled(
         """Compile what was planned; for the fastest candidate, send much more."""
         one = next(asked)
         sent = Sent(
-            mesh_axes=("fsdp",),
+            mesh_axes=tuple(axis for axis, size in one.sizes.items() if size > 1),
             planned={Kind.ALL_GATHER: 2**20},
             compiled={Kind.ALL_REDUCE: 2**40 if one is fast else 2**20},
             reasons=(),
@@ -296,3 +297,41 @@ def test_decoder_of_8b_on_64_chips() -> None:
     assert found.judged >= 1000
     assert found.walked >= 200
     assert found.front[0].mesh
+
+
+def test_presets_are_tried_by_default() -> None:
+    # Train has rules of training, the other modes rules of serving.
+    train = ["fsdp_tp", "fsdp_tp_sp"]
+    assert list(default_strategies({sw.MODE_TRAIN: program(32)})) == train
+    experts = {"up": sw.ArraySpec((8, 64), jnp.bfloat16, (sw.EXPERT, sw.EMBED))}
+    mixture = Program(lambda params: params, (experts,), (experts,))
+    assert list(default_strategies({sw.MODE_TRAIN: mixture})) == [*train, "moe_ep"]
+    serving = {sw.MODE_PREFILL: mixture, sw.MODE_DECODE: program(32)}
+    assert list(default_strategies(serving)) == ["serve_tp", "serve_long_context"]
+
+
+def test_search_without_a_strategy() -> None:
+    found = sw.search(program(32), topology="v5e:2x4", axes=AXES)
+    names = ("fsdp_tp", "fsdp_tp_sp")
+    strategies = {name: sw.Strategy.preset(name) for name in names}
+    assert found == sw.search(program(32), strategies, topology="v5e:2x4", axes=AXES)
+    assert {each.name for each in found.candidates} == set(names)
+
+
+def test_progress_is_reported_for_each_candidate() -> None:
+    seen: list[str] = []
+    found = search(progress=lambda state: seen.append(str(state)))
+    judged = [f"judged {n} of 10 candidates" for n in range(1, 11)]
+    assert found.judged == 10
+    assert seen[:10] == judged
+    assert seen[-1] == f"planned {len(found.candidates)} of {len(found.candidates)} candidates"
+
+
+def test_equal_candidates_with_fewer_mesh_axes_come_first() -> None:
+    found = search(axes=None)
+    costs = [(each.seconds, each.most_bytes) for each in found.candidates]
+    axes = [sum(size > 1 for size in each.sizes.values()) for each in found.candidates]
+    ordered = sorted(zip(costs, axes, strict=True))
+    assert list(zip(costs, axes, strict=True)) == ordered
+    # Some candidates do have equal costs, so the order of these is tested.
+    assert len(set(costs)) < len(costs)

@@ -20,6 +20,7 @@ from shardwright.plan.hardware import parse_topology, read_hardware
 from shardwright.plan.planner import trace_program
 from shardwright.plan.report.verification import verification_text
 from shardwright.plan.verify import compiler
+from shardwright.plan.verify.compiler import Compiled, Target
 from shardwright.plan.verify.differences import compare_traffic
 from shardwright.plan.verify.export import export_program
 from shardwright.plan.verify.run import verify_plan
@@ -95,6 +96,19 @@ def test_dead_worker_is_bad_news(
     assert "mode decode is not verified" in out
     assert "all_gather" in out  # the plan is shown nevertheless
     assert all(text in out for text in BAD[script])
+
+
+@pytest.mark.parametrize(
+    ("message", "gib"),
+    [
+        ("Used 17.50G of 15.75G hbm. Exceeded by 1.75G.", 17.5),
+        ("memory required for HLO temporaries (18.25G) exceeds available HBM (15.75G).", 18.25),
+    ],
+)
+def test_refusal_says_how_much_is_needed(message: str, gib: float) -> None:
+    target = Target(platform="tpu", topology="v5e:2x4")
+    compiled = Compiled(target=target, refused=f"RESOURCE_EXHAUSTED: {message}")
+    assert compiled.peak == int(gib * 2**30)
 
 
 def test_refused_program_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

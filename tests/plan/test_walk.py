@@ -386,6 +386,80 @@ def test_shard_map_on_the_mesh_of_the_manager() -> None:
     ]
 
 
+@pytest.mark.parametrize(("product", "size"), [(jnp.float32, 4), (jnp.bfloat16, 2)])
+def test_a_sum_is_added_before_it_is_converted(product: Any, size: int) -> None:
+    """`product` is the type of the terms; the result is converted to the other type."""
+    other = jnp.bfloat16 if product == jnp.float32 else jnp.float32
+
+    def forward(params: Any, x: Any) -> Any:
+        inner = sw.shard(x @ params["up"], sw.BATCH, sw.QUERY_LENGTH, sw.MLP_INTERMEDIATE)
+        narrow = inner.astype(jnp.bfloat16), params["down"].astype(jnp.bfloat16)
+        y = jnp.einsum("bsi,ie->bse", *narrow, preferred_element_type=product)
+        return sw.shard(y.astype(other), HIDDEN)
+
+    report = plan(manager("tensor", "tp:8"), forward)
+    hidden = BATCH * LENGTH * EMBED * size
+    assert rows(report) == [("all_reduce", ("tp",), ("MLP_INTERMEDIATE",), hidden, 1)]
+    assert report.events[0].dtype == jnp.dtype(product).name
+
+
+def test_sum_that_is_widened_only_to_add_sends_narrow_terms() -> None:
+    """JAX adds bfloat16 in float32. Compilers send the bfloat16 sums of the shards."""
+
+    def forward(x: Any) -> Any:
+        return sw.shard(x.astype(jnp.bfloat16), HIDDEN).sum(axis=(1, 2))
+
+    def wide(x: Any) -> Any:
+        return sw.shard(x.astype(jnp.bfloat16), HIDDEN).astype(jnp.float32).sum(axis=(1, 2))
+
+    pm = manager("sequence", "sp:8")
+    for function, size in ((forward, 2), (wide, 4)):
+        report = pm.plan(function, X, specs=(HIDDEN,))
+        assert rows(report) == [("all_reduce", ("sp",), ("QUERY_LENGTH",), BATCH * size, 1)]
+
+
+def test_part_of_a_manual_sum_is_a_reduce_scatter() -> None:
+    pm = manager("fsdp", "fsdp:8")
+
+    def forward(x: Any) -> Any:
+        total = pm.shard_map(
+            lambda a: jax.lax.psum(a, "fsdp").sum(1), in_axes=[HIDDEN], out_axes=(sw.EMPTY,) * 2
+        )
+        exact = pm.shard_map(
+            lambda a: jax.lax.psum(a, "fsdp"), in_axes=[HIDDEN], out_axes=(sw.EMPTY,) * 3
+        )
+        part = sw.shard(exact(x), sw.EMPTY, sw.EMPTY, sw.FSDP)
+        return total(x), part
+
+    report = pm.plan(forward, X, specs=(HIDDEN,))
+    size = BATCH // 8 * LENGTH * EMBED * F32
+    assert rows(report) == [
+        ("all_reduce", ("fsdp",), ("BATCH",), size, 1),
+        ("reduce_scatter", ("fsdp",), ("BATCH",), size, 1),
+    ]
+
+
+def test_sum_that_is_cut_later_is_a_reduce_scatter() -> None:
+    def forward(params: Any, x: Any) -> Any:
+        gradient = jnp.einsum(
+            "bse,bsi->ei", sw.shard(x, HIDDEN), x @ sw.gather(params, SPECS)["up"]
+        )
+        whole = sw.shard(gradient, sw.EMPTY, sw.EMPTY)
+        return sw.shard(whole.astype(jnp.bfloat16), SPECS["up"].axes, role="param")
+
+    def used_twice(params: Any, x: Any) -> Any:
+        gradient = jnp.einsum(
+            "bse,bsi->ei", sw.shard(x, HIDDEN), x @ sw.gather(params, SPECS)["up"]
+        )
+        whole = sw.shard(gradient, sw.EMPTY, sw.EMPTY)
+        return sw.shard(whole, SPECS["up"].axes, role="param"), whole
+
+    pm, axis = manager("fsdp", "fsdp:8"), (("fsdp",), ("BATCH",))
+    gather = ("all_gather", ("fsdp",), ("EMBED",), WEIGHT, 1)
+    assert rows(plan(pm, forward)) == [gather, ("reduce_scatter", *axis, WEIGHT, 1)]
+    assert rows(plan(pm, used_twice)) == [gather, ("all_reduce", *axis, WEIGHT, 1)]
+
+
 def test_branch_of_zeros_takes_the_sharding_of_the_other() -> None:
     def pick(which: Any, y: Any) -> Any:
         return jax.lax.cond(which, jnp.zeros_like, lambda y: y * 2, y)

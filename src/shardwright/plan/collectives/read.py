@@ -198,12 +198,15 @@ class _Reader:
                     )
                 continue
             channel = part.attributes().get("channel_id", "")
-            # A split collective counts at its start; any other at its first fusion.
-            is_repeat = channel not in starts if channel in self.started else channel in channels
+            scatters = kind is Kind.ALL_REDUCE and is_scattered(inner, part)
+            # A split collective counts at its start; any other at its first fusion. Combined
+            # reduce-scatters are never split, and all of them have the same channel.
+            is_repeat = channel in channels and not scatters
+            if channel in self.started:
+                is_repeat = channel not in starts
             if channel and is_repeat:
                 continue
             channels.add(channel)
-            scatters = kind is Kind.ALL_REDUCE and is_scattered(inner, part)
             whole = self._collective(
                 inner, part, Kind.REDUCE_SCATTER if scatters else kind, times, maybe
             )

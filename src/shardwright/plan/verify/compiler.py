@@ -36,9 +36,12 @@ _TPU_SETTINGS: Final = {
 # Without this option, libtpu counts the two cores of a v4 chip as two devices.
 _TPU_OPTIONS: Final = {"v4": {"chip_config_name": "megacore"}}
 _TPUS: Final = ("v4", "v5e", "v5p", "v6e", "tpu7x")
-_USED = re.compile(r"[Uu]sed ([0-9.]+)([KMGT]?) of ([0-9.]+)([KMGT]?)")
+_USED = re.compile(
+    r"(?:[Uu]sed |memory required for HLO temporaries \()([0-9.]+)([KMGT]?)"
+    r"(?: of |\) exceeds available HBM \()[0-9.]+[KMGT]?"
+)
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_FORMAT: Final = 1  # of results on disk
+_FORMAT: Final = 2  # of results on disk, and of how they are read
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,8 +98,58 @@ def _overwritten(
 def local_peak(jaxpr: Any) -> Peak:
     """Return the peak of a jaxpr whose shapes are local, such as the body of a `shard_map`.
 
-    Its inputs are not counted.
+    Its inputs are not counted, but the copies that products need of them are: their layout is that
+    of the caller, and a batched product reads its batch dims first.
     """
+    peak = _local_peak(jaxpr)
+    used = _batched(jaxpr)
+    copies = sum(_bytes(variable.aval) for at, variable in enumerate(jaxpr.invars) if at in used)
+    kinds = {**peak.kinds, TEMPORARY: peak.kinds.get(TEMPORARY, 0) + copies}
+    return Peak(low=peak.low, high=peak.high + copies, kinds=kinds)
+
+
+def _batched(jaxpr: Any) -> set[int]:
+    """Return the positions of the inputs whose batch dims a product needs first."""
+    sources: dict[Any, set[int]] = {variable: {at} for at, variable in enumerate(jaxpr.invars)}
+    found: set[int] = set()
+    for equation in live_equations(jaxpr):
+        name, bodies = equation.primitive.name, _bodies(equation.params)
+        read: list[set[int]] = [
+            set() if isinstance(variable, Literal) else sources.get(variable, set())
+            for variable in equation.invars
+        ]
+        if name == "dot_general":
+            found.update(*_relaid(equation, read))
+            continue
+        for body in bodies:
+            # The operands before those of the body are the index of a branch.
+            given = read[len(read) - len(body.invars) :]
+            found.update(*(given[at] for at in _batched(body)))
+        if name in _FUSED or (bodies and name not in _LOOPS):
+            sources.update(dict.fromkeys(equation.outvars, _of_size(equation, read)))
+    return found
+
+
+def _relaid(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
+    """Return the inputs behind the operands whose batch dims do not come first."""
+    batch = equation.params["dimension_numbers"][1]
+    found = []
+    for each, variable, dims in zip(read, equation.invars, batch, strict=True):
+        long = [at for at, size in enumerate(variable.aval.shape) if size > 1]
+        own = {at for at in dims if at in long}
+        if own != set(long[: len(own)]):
+            found.append(each)
+    return found
+
+
+def _of_size(equation: Any, read: Sequence[set[int]]) -> set[int]:
+    """Return the inputs behind the operands that are about as large as the largest result."""
+    largest = max(_bytes(variable.aval) for variable in equation.outvars)
+    pairs = zip(read, equation.invars, strict=True)
+    return set().union(*(each for each, variable in pairs if 4 * _bytes(variable.aval) >= largest))
+
+
+def _local_peak(jaxpr: Any) -> Peak:
     timeline = Timeline()
     held: dict[Any, Buffer] = {}
     for equation in live_equations(jaxpr):
@@ -129,7 +179,11 @@ def _bytes(aval: Any) -> int:
 
 
 def _inner_peak(parameters: dict[str, Any]) -> Peak:
+    return Peak.most(_local_peak(body) for body in _bodies(parameters))
+
+
+def _bodies(parameters: dict[str, Any]) -> list[Any]:
     held = [parameters[key] for key in _JAXPRS if parameters.get(key) is not None]
     held += parameters.get("branches", ())
     bodies = [getattr(body, "jaxpr", body) for body in held]
-    return Peak.most(local_peak(body) for body in bodies if hasattr(body, "eqns"))
+    return [body for body in bodies if hasattr(body, "eqns")]

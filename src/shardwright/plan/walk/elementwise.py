@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardwright.plan.walk.primitives import ADDITIONS, KEEPS_SUM, NAMES
 from shardwright.plan.walk.step import Step
@@ -14,11 +15,12 @@ def elementwise(step: Step) -> list[Value]:
     if step.name in NAMES:
         return step.values
     if step.name in KEEPS_SUM:
-        return [step.maybe_partial(0)]
+        return [_converted(step, step.maybe_partial(0))]
     if step.name in ADDITIONS:
         operands = [step.maybe_partial(at) for at in range(len(step.values))]
         if _owe_alike(operands):
-            return [operands[0]]
+            alike = len({value.sum_dtype for value in operands}) == 1
+            return [operands[0] if alike else replace(operands[0], sum_dtype="")]
     values = [step.whole(at) for at in range(len(step.values))]
     shape = step.results[0].shape
     full = [
@@ -41,6 +43,16 @@ def elementwise(step: Step) -> list[Value]:
         )
     origins = merged_origins(values[at] for at in full)
     return [Value(dims=dims, origins=origins) for _ in step.results]
+
+
+def _converted(step: Step, value: Value) -> Value:
+    """Return a value after a change of its element type, if the equation changes it."""
+    before, after = step.avals[0].dtype, step.results[0].dtype
+    if before == after or value.widened_from == after:
+        return replace(value, widened_from="")
+    if value.owed:
+        return replace(value, sum_dtype=value.sum_dtype or str(before), widened_from="")
+    return replace(value, widened_from=str(before) if after.itemsize > before.itemsize else "")
 
 
 def _owe_alike(values: Sequence[Value]) -> bool:
@@ -91,7 +103,13 @@ def reduction(step: Step) -> list[Value]:
     groups = tuple(frozenset(value.dims[at]) for at in reduced if value.dims[at])
     owed = frozenset().union(*groups)
     dims = tuple(axes for at, axes in enumerate(value.dims) if at not in reduced)
-    result = Value(dims=dims, owed=owed, groups=groups, origins=value.origins)
+    result = Value(
+        dims=dims,
+        owed=owed,
+        groups=groups,
+        origins=value.origins,
+        widened_from=value.widened_from,
+    )
     if step.name != "reduce_sum":
         result = step.ledger.settle(result, step.results[0], step.site)
     return [result for _ in step.results]

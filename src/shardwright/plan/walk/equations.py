@@ -24,6 +24,12 @@ def live_equations(jaxpr: Any) -> Iterator[Any]:
     yield from reversed(live)
 
 
+def count_uses(equations: Iterable[Any], results: Iterable[Any]) -> Counter[Any]:
+    """Return how often each variable is used, by equations and as a result of the jaxpr."""
+    used = [variable for equation in equations for variable in equation.invars]
+    return Counter(variable for variable in (*used, *results) if not isinstance(variable, Literal))
+
+
 def needed_whole(equations: Iterable[Any]) -> set[Any]:
     """Return the variables with several uses, of which at least one needs the complete sum.
 

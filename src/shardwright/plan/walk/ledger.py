@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from shardwright.plan.collectives.collective import Kind, ring_bytes
 from shardwright.plan.walk.events import Choice, Event, Idle, Site
 from shardwright.plan.walk.liveness import Peak, Timeline
@@ -75,8 +77,7 @@ class Ledger:
         target = Value(dims=dims, runs=value.runs, origins={**value.origins, **origins}).pruned()
         if value.free:
             return target
-        if target.dims != value.dims:
-            self.moved += self.local_bytes(aval, target.dims)
+        sent = len(self.events)
         held, wanted = value.mesh_axes, target.mesh_axes
         current = [list(dim) for dim in value.dims]
         scattered = value.owed & wanted
@@ -99,6 +100,8 @@ class Ledger:
                 rest = group - scattered
                 self._note(Kind.ALL_REDUCE, rest, value, aval, _frozen(current), site)
         self._regroup(value, aval, current, dims, site)
+        if target.dims != value.dims and len(self.events) > sent:
+            self.moved += self.local_bytes(aval, target.dims)  # a slice is fused into its use
         return target
 
     def _regroup(
@@ -153,12 +156,14 @@ class Ledger:
         dims: Dims,
         site: Site,
     ) -> None:
+        adds = kind in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
+        dtype = np.dtype(value.sum_dtype) if adds and value.sum_dtype else aval.dtype
         self.note(
             kind,
             mesh_axes,
-            self.local_bytes(aval, dims),
+            local_elements(aval.shape, dims, self.sizes) * dtype.itemsize,
             dataclasses.replace(site, runs=min(site.runs, value.runs)),
-            dtype=str(aval.dtype),
+            dtype=str(dtype),
             origins=value.origins,
         )
 

@@ -12,7 +12,14 @@ from shardwright.plan.walk.control import UNKNOWN_RUNS
 from shardwright.plan.walk.equations import live_equations
 from shardwright.plan.walk.events import Site
 from shardwright.plan.walk.step import Step
-from shardwright.plan.walk.values import Origin, Value, dims_of_spec, merged_origins, shards
+from shardwright.plan.walk.values import (
+    Origin,
+    Value,
+    axes_of,
+    dims_of_spec,
+    merged_origins,
+    shards,
+)
 
 _KINDS: Final = {
     "psum": Kind.ALL_REDUCE,
@@ -28,6 +35,7 @@ _KINDS: Final = {
     "ppermute": Kind.PERMUTE,
     "pbroadcast": Kind.BROADCAST,
 }
+_SUMS: Final = frozenset({"psum", "psum2", "psum_invariant"})
 _JAXPRS: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -56,6 +64,8 @@ def _follow(jaxpr: Any, step: Step, site: Site, origins: dict[str, Origin]) -> N
     for equation in live_equations(jaxpr):
         name, parameters = equation.primitive.name, equation.params
         kind = _KINDS.get(name)
+        if name in _SUMS and _is_scattered(equation, jaxpr, step):
+            kind = Kind.REDUCE_SCATTER
         if kind is not None:
             for variable in equation.invars:
                 _note(kind, variable.aval, equation, step, site, origins)
@@ -80,12 +90,34 @@ def _follow(jaxpr: Any, step: Step, site: Site, origins: dict[str, Origin]) -> N
                     _follow(getattr(held, "jaxpr", held), step, site, origins)
 
 
+def _is_scattered(equation: Any, jaxpr: Any, step: Step) -> bool:
+    """Tell whether a later constraint keeps one part of a sum that the `shard_map` returns.
+
+    Compilers make a reduce-scatter of such an all-reduce.
+    """
+    body = step.parameters["jaxpr"]
+    results = equation.outvars
+    if jaxpr is not getattr(body, "jaxpr", body) or len(results) != 1:
+        return False
+    axes = _mesh_axes(equation)
+    goals = [
+        goal
+        for variable, goal in zip(jaxpr.outvars, step.wanted, strict=True)
+        if variable is results[0]
+    ]
+    return len(goals) == 1 and goals[0] is not None and axes_of(goals[0]) >= set(axes)
+
+
+def _mesh_axes(equation: Any) -> list[str]:
+    axes = equation.params.get("axes", equation.params.get("axis_name"))
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    return [name for name in names if isinstance(name, str)]
+
+
 def _note(
     kind: Kind, aval: Any, equation: Any, step: Step, site: Site, origins: dict[str, Origin]
 ) -> None:
-    axes = equation.params.get("axes", equation.params.get("axis_name"))
-    names = (axes,) if isinstance(axes, str) else tuple(axes)
-    mesh_axes = [name for name in names if isinstance(name, str)]
+    mesh_axes = _mesh_axes(equation)
     local = aval.size * aval.dtype.itemsize
     gathered = local * shards(
         [name for name in mesh_axes if name in step.ledger.sizes], step.ledger.sizes

@@ -134,5 +134,6 @@ SOURCES: Final = frozenset(
         "threefry2x32",
         "rng_bit_generator",
         "axis_index",
+        "platform_index",
     }
 )

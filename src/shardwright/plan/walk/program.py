@@ -13,7 +13,7 @@ from shardwright import _jax
 from shardwright.plan.walk import control, elementwise, indexing, products, shapes
 from shardwright.plan.walk.buffers import with_buffers
 from shardwright.plan.walk.demands import demands
-from shardwright.plan.walk.equations import live_equations, needed_whole
+from shardwright.plan.walk.equations import count_uses, live_equations, needed_whole
 from shardwright.plan.walk.events import Site, Walked
 from shardwright.plan.walk.ledger import Ledger
 from shardwright.plan.walk.liveness import RESULTS, TEMPORARY, Buffer, Peak
@@ -113,6 +113,7 @@ class Walker:
         scope = Scope(
             ledger=notes,
             asked=demands(jaxpr, goals, sizes=notes.sizes, target=target_dims),
+            uses=count_uses(equations, jaxpr.outvars),
             needed_whole=needed_whole(equations),
             target=target,
             follow=self.run,

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from shardwright.plan.walk.reshapes import through_reshape
 from shardwright.plan.walk.step import Step
-from shardwright.plan.walk.values import Value, anywhere, merged_origins, most_sharded, with_kept
+from shardwright.plan.walk.values import (
+    Dims,
+    Value,
+    anywhere,
+    axes_of,
+    merged_origins,
+    most_sharded,
+    with_kept,
+)
 
 
 def transpose(step: Step) -> list[Value]:
@@ -106,8 +114,22 @@ def constraint(step: Step) -> list[Value]:
         return step.values
     variable, value = step.equation.invars[0], step.maybe_partial(0)
     dims = with_kept(target.dims, value.dims)
+    if value.owed and not value.owed & axes_of(dims):
+        dims = _scattered_later(step, value, dims)
     key = (variable, dims, None)
     if key not in step.scope.moved:
         moved = step.ledger.move(value, step.avals[0], dims, step.site, origins=target.origins)
         step.scope.moved[key] = moved
     return [step.scope.moved[key]]
+
+
+def _scattered_later(step: Step, value: Value, dims: Dims) -> Dims:
+    """Return the dims of a later constraint if it keeps only one part of a sum.
+
+    Compilers then make a reduce-scatter of the all-reduce, unless the sum has other uses.
+    """
+    later, variable = step.wanted[0], step.equation.outvars[0]
+    if later is None or step.scope.uses[variable] != 1 or not value.owed <= axes_of(later):
+        return dims
+    refines = all(axes == part[: len(axes)] for axes, part in zip(dims, later, strict=True))
+    return later if refines else dims

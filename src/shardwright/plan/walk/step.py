@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jax.extend.core import Literal
@@ -20,6 +20,7 @@ class Scope:
     Attributes:
       ledger: Where events are noted.
       asked: Variable -> the dims that a later constraint requires.
+      uses: Variable -> number of uses, results of the jaxpr included.
       needed_whole: Variables with several uses, of which at least one needs the complete sum.
       target: Returns the dims and origins that a constraint equation requires.
       follow: Walks an inner jaxpr, see `Walker.run`.
@@ -29,6 +30,7 @@ class Scope:
 
     ledger: Ledger
     asked: dict[Any, Dims]
+    uses: Mapping[Any, int]
     needed_whole: set[Any]
     target: Callable[[Any], Value | None]
     follow: Callable[..., list[Value]]

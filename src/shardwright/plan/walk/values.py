@@ -46,6 +46,10 @@ class Value:
       owed: Mesh axes over which the value is a partial sum: its shards must still be added.
       groups: The parts of `owed` that XLA adds one after the other: a reduction adds dim by dim,
         and so does a product whose result is sharded. Empty means one group.
+      sum_dtype: Element type of the terms of a partial sum that was converted to another type; XLA
+        adds before it converts. Empty means the type of the value.
+      widened_from: Element type that the value, or the terms of the sum, had before they were
+        converted to a wider type. A sum that is converted back is added in this type.
       runs: How often the value is computed. XLA moves loop-invariant code out of a loop.
       free: Whether every device can make the value by itself (constants, iotas), so that any
         sharding of it costs nothing.
@@ -56,6 +60,8 @@ class Value:
     dims: Dims
     owed: frozenset[str] = frozenset()
     groups: tuple[frozenset[str], ...] = ()
+    sum_dtype: str = ""
+    widened_from: str = ""
     runs: int = 1
     free: bool = False
     origins: Mapping[str, Origin] = dataclasses.field(default_factory=dict)

@@ -1,0 +1,115 @@
+"""The tables of the page on compiled plans, from the file that `benchmarks.compiled` wrote."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from benchmarks.compiled import MESHES, TARGETS, Row, judge
+from shardwright.plan.report.text import bytes_text
+
+_PLACE = re.compile(r"(<!-- compiled: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def with_tables(
+    text: str,
+    rows: Sequence[Row],
+    refused: Sequence[Mapping[str, str]],
+    context: Mapping[str, str],
+) -> str:
+    """Return a page with the text between its markers written from the results.
+
+    Markers are `<!-- compiled: NAME -->`, each up to `<!-- end -->`. The names are `verdicts`,
+    `misses`, `refused`, `left-out`, and each model.
+
+    Raises:
+      AssertionError: A marker is missing, or unknown.
+    """
+    models = list(dict.fromkeys(row.model for row in rows))
+    parts = {
+        "verdicts": _verdicts(rows, context),
+        "misses": _misses(rows),
+        "refused": _refused(refused),
+        "left-out": _left_out(rows, refused),
+        **{model: _table([row for row in rows if row.model == model]) for model in models},
+    }
+    marked = [actual[2] for actual in _PLACE.finditer(text)]
+    assert sorted(marked) == sorted(parts), f"the page has {marked}, the results {list(parts)}"
+    return _PLACE.sub(lambda actual: f"{actual[1]}\n{parts[actual[2]]}\n\n{actual[3]}", text)
+
+
+def _verdicts(rows: Sequence[Row], context: Mapping[str, str]) -> str:
+    versions = ", ".join(f"{name} {value}" for name, value in context.items() if name != "target")
+    return "\n".join(
+        [
+            *(
+                f"- {'met' if met else '**missed**'}: {words}."
+                for words, met in judge(rows).items()
+            ),
+            f"- Compiled for {context['target']} ({versions}).",
+        ]
+    )
+
+
+def _table(rows: Sequence[Row]) -> str:
+    body = [
+        [
+            row.preset,
+            row.mesh,
+            row.mode,
+            bytes_text(row.planned),
+            bytes_text(row.compiled),
+            _difference(row),
+            ", ".join(row.marks),
+        ]
+        for row in rows
+    ]
+    head = ["preset", "mesh", "mode", "planned", "compiled", "difference", "marks"]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body))
+
+
+def _difference(row: Row) -> str:
+    if row.error == 0:
+        return "exact"
+    text = f"{(row.planned - row.compiled) / max(row.compiled, 1):+.2%}"
+    return text if row.error <= min(TARGETS) else f"**{text}**"
+
+
+def _misses(rows: Sequence[Row]) -> str:
+    """Return each total that differs by more than the smallest limit, with its reasons."""
+    lines = []
+    for row in rows:
+        if row.error <= min(TARGETS):
+            continue
+        lines.append(f"- {row.model}, {row.preset}, {row.mode}: {_difference(row)}")
+        for sent in row.traffic:
+            difference = sent["difference"]
+            if abs(difference) <= min(TARGETS) * row.compiled:
+                continue
+            axes = "+".join(sent["mesh_axes"])
+            parts = [f"{reason['what']} ({_signed(reason['adds'])})" for reason in sent["reasons"]]
+            parts = parts or ["no known reason"]
+            lines.append(f"    - over {axes} {_signed(difference)}: {'; '.join(parts)}")
+    return "\n".join(lines) or "None."
+
+
+def _signed(size: int) -> str:
+    return f"{'-' if size < 0 else '+'}{bytes_text(abs(size))}"
+
+
+def _refused(refused: Sequence[Mapping[str, str]]) -> str:
+    lines = [
+        f"- {each['model']}, {each['preset']}, {each['mode']}: {each['why']}" for each in refused
+    ]
+    return "\n".join(lines) or "None."
+
+
+def _left_out(rows: Sequence[Row], refused: Sequence[Mapping[str, str]]) -> str:
+    """Return the presets of each model that the results do not have."""
+    seen = {(row.model, row.preset) for row in rows}
+    seen |= {(each["model"], each["preset"]) for each in refused}
+    lines = []
+    for model in dict.fromkeys(row.model for row in rows):
+        missing = [preset for preset in MESHES if (model, preset) not in seen]
+        lines += [f"- {model}: {', '.join(missing)}"] if missing else []
+    return "\n".join(lines) or "None."

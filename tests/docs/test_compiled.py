@@ -1,0 +1,54 @@
+"""The page on compiled plans shows the file of results; `--update-golden -k compiled` writes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.compiled import MESHES, Row, judge, read_rows
+from shardwright.testing.golden import Golden
+from tests.docs.compiled import with_tables
+from tests.docs.snippets import ROOT
+
+PAGE = ROOT / "docs" / "compiled.md"
+RESULTS = ROOT / "benchmarks" / "results" / "compiled" / "v5e-2x4.json"
+MODES = ("train", "prefill", "decode", "insert")
+
+
+def row(planned: int, compiled: int, mode: str = "train") -> Row:
+    sent: dict[str, Any] = {
+        "mesh_axes": ["fsdp"],
+        "planned": {"all_reduce": planned},
+        "compiled": {"all_reduce": compiled},
+        "difference": compiled - planned,
+        "reasons": [],
+    }
+    return Row(model="one", preset="fsdp", mesh="fsdp:8", mode=mode, traffic=[sent], marks=[])
+
+
+def test_the_page_shows_the_compiled_results(golden: Golden) -> None:
+    golden.file(PAGE, with_tables(PAGE.read_text(encoding="utf-8"), *read_rows(RESULTS)))
+
+
+def test_results_have_three_models_and_all_modes() -> None:
+    rows, refused, _ = read_rows(RESULTS)
+    seen = [(each.model, each.preset, each.mode) for each in rows]
+    seen += [(each["model"], each["preset"], each["mode"]) for each in refused]
+    measured = dict.fromkeys((model, preset) for model, preset, _ in seen)
+    assert len({model for model, _ in measured}) == 3
+    assert {preset for _, preset in measured} == set(MESHES)
+    assert sorted(seen) == sorted((*each, mode) for each in measured for mode in MODES)
+
+
+def test_targets_are_judged() -> None:
+    exact, near, far = row(100, 100), row(95, 100), row(50, 100)
+    assert list(judge([exact] * 7 + [near] * 3).values()) == [True, True, True]
+    assert list(judge([exact] * 6 + [near] * 4).values()) == [False, True, True]
+    assert list(judge([exact] * 8 + [far] * 2).values()) == [True, False, True]
+    assert list(judge([row(99, 100, "decode")]).values()) == [True, True, False]
+
+
+def test_missing_marker_is_detected() -> None:
+    with pytest.raises(AssertionError, match="the page has"):
+        with_tables("", [row(1, 1)], [], {"target": "v5e:2x4"})
