@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,8 @@ def relayout_lines(
       target: The candidate to serve with.
       before: Programs of the source by mode.
       after: Programs of the target by mode.
+
+    The arrays are those of the source. Both programs must have equally many parameters.
     """
     name = f"from {source.name} on {source.mesh} to {target.name} on {target.mesh}"
     modes = next(iter(source.reports)), next(iter(target.reports))
@@ -37,8 +40,10 @@ def relayout_lines(
     if weights[0] is None or weights[1] is None:
         return [f"{name}: bytes unknown, since holds= does not name one argument as parameters"]
     tree, specs = weights[0]
-    if _shapes(tree) != _shapes(weights[1][0]):
-        return [f"{name}: bytes unknown, since the two programs have different parameters"]
+    # One program may stack the layers that the other one has apart.
+    if _numbers(tree) != _numbers(weights[1][0]):
+        why = "the two programs have different numbers of parameters"
+        return [f"{name}: bytes unknown, since {why}"]
     managers = [
         PartitionManager(each.strategy, mesh=abstract_mesh(dict(each.sizes))).for_mode(mode)
         for each, mode in zip((source, target), modes, strict=True)
@@ -63,6 +68,6 @@ def _weights(program: Program) -> tuple[Any, Any] | None:
     return None
 
 
-def _shapes(tree: Any) -> list[tuple[str, tuple[int, ...]]]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(jax.tree_util.keystr(path), tuple(leaf.shape)) for path, leaf in leaves]
+def _numbers(tree: Any) -> int:
+    """Return how many numbers the arrays of a tree have."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))

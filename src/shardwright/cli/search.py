@@ -8,12 +8,13 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
 from shardwright.cli.inputs import read_count, read_strategy
 from shardwright.cli.programs import add_model_options, read_options, read_programs
 from shardwright.cli.relayout import relayout_lines
-from shardwright.cli.show import print_json, print_lines, width_of
+from shardwright.cli.show import ProgressLine, print_json, print_lines, width_of
 from shardwright.cli.verify import add_compiler_options, cache_folder, check_verify_options
 from shardwright.errors import StrategyError
 from shardwright.plan.hardware import parse_topology, read_hardware
@@ -26,13 +27,19 @@ from shardwright.plan.search.verify import VerifiedCandidate, verify_front
 from shardwright.plan.verify.compiler import TIMEOUT
 from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
 
+if TYPE_CHECKING:
+    from shardwright.strategy.model import Strategy
+
 _EPILOG = f"""\
 MODEL is file.py:function or a config.json, as for `shardwright plan`. Every mesh of the slice is
 resolved under every strategy, and the best candidates are planned. The table has the candidates
 that no other one beats in both time and memory. With --modes, there is one search for train, and
-one for all other modes, which share a strategy.
+one for all other modes, which share a strategy. Without --strategy, train has the presets fsdp_tp
+and fsdp_tp_sp, and moe_ep for a model with experts; other modes have serve_tp and
+serve_long_context.
 
 examples:
+  shardwright search config.json --topology v5p:4x4x4 --modes all
   shardwright search model.py:programs --strategy fsdp --strategy fsdp_tp --topology v5p:4x4x4
   shardwright search model.py:programs --strategy fsdp_tp --topology v5e:4x8 --axes fsdp,tp \\
       --mode decode --out found
@@ -53,9 +60,9 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--strategy",
         action="append",
-        required=True,
         metavar="STRATEGY",
-        help="a strategy to try, as for plan; repeat it for more",
+        help="a strategy to try, as for plan; repeat it for more (default: presets that suit the "
+        "modes)",
     )
     command.add_argument(
         "--topology", required=True, metavar="T", help="the slice, such as v5p:4x4x4"
@@ -124,9 +131,10 @@ def run(arguments: argparse.Namespace) -> int:
     notes: list[str] = []
     variants = _read_variants(arguments, topology.devices, notes)
     groups = _groups(arguments, next(iter(variants.values())))
-    strategies = {label: strategy for strategy, label in map(read_strategy, arguments.strategy)}
+    strategies = _read_strategies(arguments)
     axes = None if arguments.axes is None else arguments.axes.replace(" ", "").split(",")
     check_verify_options(arguments, topology)
+    progress = ProgressLine()
     reports = {
         name: search_variants(
             {
@@ -140,9 +148,11 @@ def run(arguments: argparse.Namespace) -> int:
             vary=dict(map(parse_alternatives, arguments.vary)),
             orders=arguments.orders,
             walks=arguments.walks,
+            progress=progress,
         )
         for name, modes in groups.items()
     }
+    progress.close()
     written = {
         name: [] if arguments.out is None else _write(report, arguments, name, len(reports) > 1)
         for name, report in reports.items()
@@ -197,6 +207,13 @@ def _read_variants(
             notes=notes,
         )
     return variants
+
+
+def _read_strategies(arguments: argparse.Namespace) -> dict[str, Strategy] | None:
+    """Return the strategies by label, or None for presets that suit the modes."""
+    if arguments.strategy is None:
+        return None
+    return {label: strategy for strategy, label in map(read_strategy, arguments.strategy)}
 
 
 def _groups(arguments: argparse.Namespace, programs: Mapping[str, Program]) -> dict[str, list[str]]:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -61,3 +62,29 @@ def _console() -> Any:
 def print_json(data: Any) -> None:
     """Print data as JSON."""
     print(json.dumps(data, indent=2))
+
+
+class ProgressLine:
+    """One line on stderr that is written again and again. Only terminals show it."""
+
+    def __init__(self) -> None:
+        self._width = 0
+        self._due = 0.0
+
+    def __call__(self, state: object) -> None:
+        """Show a state, at most ten times per second."""
+        now = time.monotonic()
+        if now < self._due or not sys.stderr.isatty():
+            return
+        self._due = now + 0.1
+        text = str(state)
+        sys.stderr.write(f"\r{text:<{self._width}}")
+        sys.stderr.flush()
+        self._width = len(text)
+
+    def close(self) -> None:
+        """Clear the line."""
+        if self._width:
+            sys.stderr.write(f"\r{'':<{self._width}}\r")
+            sys.stderr.flush()
+            self._width = 0

@@ -82,7 +82,9 @@ class Candidate:
         """The key that candidates are sorted by: the fastest first, and always the same order."""
         settings = tuple(self.settings.items())
         names = (self.variant, self.name, self.mesh, tuple(self.sizes.items()), settings)
-        return (self.seconds, self.most_bytes, *names)
+        # Of equal candidates, the one with fewest mesh axes comes first.
+        axes = sum(size > 1 for size in self.sizes.values())
+        return (self.seconds, self.most_bytes, axes, *names)
 
     def to_json(self) -> dict[str, Any]:
         """Return the candidate as plain data."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from shardwright.errors import ShardingError, StrategyError
@@ -18,6 +18,7 @@ from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.plan.layout import Layout, lay_out
 from shardwright.plan.planner import PlanReport, Program, price, program_state, trace_program
+from shardwright.plan.search.defaults import default_strategies
 from shardwright.plan.search.rank import (
     AnnotationRequest,
     ResolvedAnnotation,
@@ -39,7 +40,7 @@ _TOO_LARGE: Final = "does not fit"
 
 def search(
     program: Program | Mapping[str, Program],
-    strategies: Mapping[str, Strategy],
+    strategies: Mapping[str, Strategy] | None = None,
     *,
     topology: str | Topology,
     mode: str | None = None,
@@ -48,6 +49,7 @@ def search(
     vary: Mapping[str, Sequence[str | None]] | None = None,
     orders: bool = False,
     walks: int = WALKS,
+    progress: Callable[[Progress], object] | None = None,
 ) -> SearchReport:
     """Plan programs under every mesh of a slice and every strategy.
 
@@ -58,7 +60,9 @@ def search(
 
     Args:
       program: What to plan, or one program per mode. One strategy serves all of them.
-      strategies: Name -> strategy with a `[mesh]`.
+      strategies: Name -> strategy with a `[mesh]`. Defaults to the presets `fsdp_tp` and
+        `fsdp_tp_sp`, and `moe_ep` for a program with experts; for programs that do not train, to
+        `serve_tp` and `serve_long_context`.
       topology: The slice, such as `v5p:4x4x4`.
       mode: Runtime mode of a single program. Defaults to train.
       axes: Mesh axes that may have a size above 1, where a strategy has them. Defaults to all.
@@ -69,6 +73,7 @@ def search(
       orders: Whether to try every order of the mesh axes, which changes the links that they use.
       walks: How many walks to run at most, for the best candidates by a closed form. Candidates
         that differ only in the order of axes share a walk.
+      progress: Called after each candidate is judged, and after each is planned.
 
     Raises:
       StrategyError: A strategy has no mesh, or there are no or too many candidates.
@@ -83,19 +88,20 @@ def search(
     if not programs:
         raise StrategyError("there is no program to search", fix="give one program per mode")
     space = Space(
-        strategies=strategies,
+        strategies=default_strategies(programs) if strategies is None else strategies,
         devices=slice_.devices,
         axes=axes,
         pins=dict(map(parse_setting, pins)),
         vary=dict(vary or {}),
         orders=orders,
     )
-    return _Search(space=space, programs=programs, topology=slice_).run(walks)
+    found = _Search(space=space, programs=programs, topology=slice_, progress=progress)
+    return found.run(walks)
 
 
 def search_variants(
     variants: Mapping[str, Program | Mapping[str, Program]],
-    strategies: Mapping[str, Strategy],
+    strategies: Mapping[str, Strategy] | None = None,
     *,
     topology: str | Topology,
     **options: Any,
@@ -104,7 +110,7 @@ def search_variants(
 
     Args:
       variants: Label -> what `search` takes as a program. Labels are shown with the candidates.
-      strategies: Name -> strategy with a `[mesh]`.
+      strategies: Name -> strategy with a `[mesh]`. Defaults to those of `search`.
       topology: The slice.
       **options: Other options of `search`. `walks` applies to each variant.
 
@@ -133,6 +139,24 @@ def search_variants(
         walked=sum(report.walked for report in reports.values()),
         skipped=sum(report.skipped for report in reports.values()),
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The progress of a search.
+
+    Attributes:
+      doing: `judged` or `planned`.
+      done: Number of candidates so far.
+      all: Number of candidates in all.
+    """
+
+    doing: str
+    done: int
+    all: int
+
+    def __str__(self) -> str:
+        return f"{self.doing} {self.done} of {self.all} candidates"
 
 
 # Mode -> position of its trace, and the mesh axes of each annotation: equal for equal programs.
@@ -168,6 +192,7 @@ class _Search:
       space: The candidates.
       programs: Program by mode.
       topology: The slice.
+      progress: Called after each candidate.
       traces: Traces with their annotations, by mode.
       shared: Modes with a single trace, which fits every candidate.
       walks: Plans by mode, of candidates that were walked.
@@ -178,6 +203,7 @@ class _Search:
     space: Space
     programs: Mapping[str, Program]
     topology: Topology
+    progress: Callable[[Progress], object] | None = None
     traces: dict[str, list[tuple[Trace, tuple[AnnotationRequest, ...]]]] = dataclasses.field(
         default_factory=dict
     )
@@ -198,15 +224,15 @@ class _Search:
             raise first_error
         chosen = self._choose(resolved, most)
         candidates = []
-        for each in resolved:
-            if each.specs not in chosen:
-                continue
+        walked = [each for each in resolved if each.specs in chosen]
+        for number, each in enumerate(walked, 1):
             candidate = self._walk(each)
+            self._report("planned", number, len(walked))
             if candidate.verdict is Verdict.DOES_NOT_FIT:
                 self.dropped[_TOO_LARGE] += 1
             else:
                 candidates.append(candidate)
-        skipped = sum(each.specs not in chosen for each in resolved)
+        skipped = len(resolved) - len(walked)
         if skipped:
             self.dropped["not walked: ranked too low"] += skipped
         return SearchReport(
@@ -217,17 +243,25 @@ class _Search:
             skipped=skipped,
         )
 
-    def _resolve_all(self, points: Iterable[Point]) -> tuple[list[_Resolved], ShardingError | None]:
+    def _report(self, doing: str, done: int, of: int) -> None:
+        if self.progress is not None:
+            self.progress(Progress(doing=doing, done=done, all=of))
+
+    def _resolve_all(self, points: Sequence[Point]) -> tuple[list[_Resolved], ShardingError | None]:
         resolved: list[_Resolved] = []
         seen: set[Any] = set()
         strategies: dict[Any, Strategy | ShardingError] = {}
         first_error: ShardingError | None = None
-        for point in points:
+        for number, point in enumerate(points, 1):
+            self._report("judged", number, len(points))
             try:
                 each = self._resolve(point, self._strategy(point, strategies))
             except ShardingError as error:
                 self.dropped[_reason(error)] += 1
                 first_error = first_error or error
+                continue
+            if each is None:
+                self.dropped[_TOO_LARGE] += 1
                 continue
             # Axes of size 1 and rules of absent axes change nothing.
             key = (point.name, each.specs, repr(each.layout.parts))
@@ -235,10 +269,7 @@ class _Search:
                 self.dropped["same program as another"] += 1
                 continue
             seen.add(key)
-            if each.held > self.topology.chip.hbm_bytes:
-                self.dropped[_TOO_LARGE] += 1
-            else:
-                resolved.append(each)
+            resolved.append(each)
         return resolved, first_error
 
     def _strategy(self, point: Point, known: dict[Any, Strategy | ShardingError]) -> Strategy:
@@ -254,19 +285,22 @@ class _Search:
             raise result
         return result
 
-    def _resolve(self, point: Point, base: Strategy) -> _Resolved:
+    def _resolve(self, point: Point, base: Strategy) -> _Resolved | None:
+        """Resolve a candidate. Return None if its state does not fit."""
         strategy = base | type(base)(mesh=dict(point.sizes))
         manager = PartitionManager(strategy, mesh=abstract_mesh(dict(point.sizes)))
         layout = lay_out(self.topology, point.sizes)
         sizes = {axis: size for axis, size in point.sizes.items() if size > 1}
         specs: list[Any] = [tuple(sorted(sizes.items()))]
-        rank, held = 0.0, 0
-        for mode, program in self.programs.items():
+        held = max(self._held(manager.for_mode(mode), mode) for mode in self.programs)
+        if held > self.topology.chip.hbm_bytes:
+            return None
+        rank = 0.0
+        for mode in self.programs:
             in_mode = manager.for_mode(mode)
-            number, traced, requests = self._trace(in_mode, mode, program)
+            number, _, requests = self._trace(in_mode, mode)
             resolved = resolve_all(in_mode, requests, sizes)
             specs.append((mode, number, tuple(each.dims for each in resolved)))
-            held = max(held, program_state(in_mode, traced, program).of().per_device)
             rank += self._rank(in_mode, mode, resolved, layout)
         return _Resolved(
             point=point,
@@ -286,11 +320,18 @@ class _Search:
     ) -> float:
         return closed_form(resolved, manager, layout, flops=self.flops[mode])
 
+    def _held(self, manager: PartitionManager, mode: str) -> int:
+        """Return the bytes of the arguments on one device. Any trace of the mode has them."""
+        if not self.traces.get(mode):
+            self._trace(manager, mode)
+        traced, _ = self.traces[mode][0]
+        return program_state(manager, traced, self.programs[mode]).of().per_device
+
     def _trace(
-        self, manager: PartitionManager, mode: str, program: Program
+        self, manager: PartitionManager, mode: str
     ) -> tuple[int, Trace, tuple[AnnotationRequest, ...]]:
         """Return a trace that fits a candidate, and its position among those of the mode."""
-        traces = self.traces.setdefault(mode, [])
+        traces, program = self.traces.setdefault(mode, []), self.programs[mode]
         for number, (traced, requests) in enumerate(traces):
             if mode in self.shared or traced.fits(manager):
                 return number, traced, requests
@@ -329,7 +370,7 @@ class _Search:
             self.walks[each.specs] = {
                 mode: price(
                     manager.for_mode(mode),
-                    self._trace(manager.for_mode(mode), mode, program)[1],
+                    self._trace(manager.for_mode(mode), mode)[1],
                     program,
                 )
                 for mode, program in self.programs.items()
