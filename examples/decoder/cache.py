@@ -6,6 +6,7 @@ a scan would be copied at every step.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 import shardwright as sw
 from decoder.config import DecoderConfig
+from shardwright import caches
 
 CACHE_AXES = (sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM)
 
@@ -62,14 +64,26 @@ def write_rows(rows: jax.Array, new: jax.Array, positions: jax.Array, real: jax.
 
 
 def insert_rows(cache: dict[str, Any], prefix: dict[str, Any], slot: jax.Array) -> dict[str, Any]:
-    """Copy a prefilled cache of one prompt into one slot of a larger cache."""
+    """Copy a prefilled cache of one prompt into one slot of a larger cache.
 
-    def copy(rows: jax.Array, prompt: jax.Array) -> jax.Array:
-        prompt = sw.shard(prompt, CACHE_AXES)
-        return sw.shard(rows.at[slot, : prompt.shape[1]].set(prompt[0], mode="drop"), CACHE_AXES)
+    The library's `insert` writes on each shard. For `rows.at[slot].set(prompt)`, a compiler for
+    TPUs gathers the rows of all slots first.
+    """
+    # What the slot held before is overwritten.
+    free = jnp.where(jnp.arange(cache["length"].size) == slot, 0, cache["length"])
+    layers, length = [], free
+    for rows, prompt in zip(cache["layers"], prefix["layers"], strict=True):
+        source = as_dense(prompt, prefix["length"])
+        written = as_dense(rows, free).insert(source, jnp.reshape(slot, (1,))).cache
+        layers.append({"k": written.k, "v": written.v})
+        length = written.length
+    return {"layers": layers, "length": length}
 
-    layers = jax.tree.map(copy, cache["layers"], prefix["layers"])
-    return {
-        "layers": layers,
-        "length": cache["length"].at[slot].set(prefix["length"][0], mode="drop"),
-    }
+
+def as_dense(rows: dict[str, jax.Array], length: jax.Array) -> caches.DenseCache:
+    """Return the rows of one layer as a cache of the library."""
+    batch, capacity, kv_heads, head_dim = rows["k"].shape
+    sizes = {"batch": batch, "capacity": capacity, "kv_heads": kv_heads, "head_dim": head_dim}
+    dtype = str(rows["k"].dtype)
+    empty = jax.eval_shape(lambda: caches.init("dense", **sizes, dtype=dtype))
+    return dataclasses.replace(empty, length=length, **rows)
