@@ -12,6 +12,7 @@ import pytest
 import shardwright as sw
 from shardwright import caches
 from shardwright.attention import append_and_attend, dot_product_attention, explain
+from shardwright.plan.collectives.read import read_collectives
 from shardwright.testing import assert_collectives, cpu_mesh
 
 Q_AXES = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)
@@ -69,11 +70,13 @@ def test_values_and_gradients(mesh: str, queries: str, keys: str) -> None:
         np.testing.assert_allclose(part, other, rtol=2e-5, atol=2e-5)
 
 
-def chunk_program(manager: sw.PartitionManager, *, capacity: int, count: int) -> Any:
+def chunk_program(
+    manager: sw.PartitionManager, *, capacity: int, count: int, batch: int = 1
+) -> Any:
     """Compile a step that appends some tokens to a cache and attends to all of it."""
 
     def shape(heads: int, axes: Any) -> jax.ShapeDtypeStruct:
-        dims = (1, count, heads, DIM)
+        dims = (batch, count, heads, DIM)
         return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=manager.sharding(axes, shape=dims))
 
     def step(q: Any, k: Any, v: Any, cache: Any) -> Any:
@@ -83,7 +86,7 @@ def chunk_program(manager: sw.PartitionManager, *, capacity: int, count: int) ->
     with manager:
         cache = caches.init(
             kind="dense",
-            batch=1,
+            batch=batch,
             capacity=capacity,
             kv_heads=KV_HEADS,
             head_dim=DIM,
@@ -128,3 +131,17 @@ def test_auto_choice_sends_fewer_bytes() -> None:
 def _longer(keys: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     batch, _, *rest = keys.shape
     return jax.ShapeDtypeStruct((batch, 2048, *rest), keys.dtype)
+
+
+@pytest.mark.parametrize("capacity", [1024, 8192])
+def test_bytes_per_token_beside_decode(capacity: int) -> None:
+    """A chunk of 64 tokens, the engine's default, beside a token for each of eight slots."""
+    strategy = sw.Strategy.preset("serve_long_context")
+    sent = []
+    for mode, batch, count in (("prefill", 1, 64), ("decode", 8, 1)):
+        manager = sw.PartitionManager(strategy, mesh=cpu_mesh("sp:8")).for_mode(mode)
+        compiled = chunk_program(manager, capacity=capacity, count=count, batch=batch)
+        found = read_collectives(compiled, manager.mesh)
+        sent.append(sum(each.total_wire_bytes for each in found))
+    assert sent == [73_696, 30_464]
+    assert sent[0] / 64 <= sent[1] / 8

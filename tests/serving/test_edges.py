@@ -1,9 +1,8 @@
-"""Edge cases of an engine: threads, deleted weights, extreme sampling, invalid models."""
+"""Edge cases of an engine: deleted weights, extreme sampling, invalid models."""
 
 from __future__ import annotations
 
 import dataclasses
-import threading
 from typing import Any
 
 import jax
@@ -130,39 +129,6 @@ def test_engine_refuses_deleted_weights() -> None:
     weights.delete()
     with pytest.raises(ServingError, match="params: arrays of the weights were deleted"):
         serving.Engine(stub, weights, shape=SHAPE, slots=2, capacity=16)
-
-
-def test_second_thread_gets_error() -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    def wait(token: int) -> None:
-        entered.set()
-        assert leave.wait(60)
-
-    engine = make()
-    handle = engine.submit(ask(on_token=wait))
-    driver = threading.Thread(target=handle.result)
-    driver.start()
-    assert entered.wait(60)
-    for call in (
-        engine.step,
-        lambda: engine.submit(ask()),
-        handle.cancel,
-        engine.held,
-        engine.compile,
-    ):
-        with pytest.raises(
-            ServingError,
-            match=(
-                "while another thread is in a call of this engine"
-                "\n  fix   let one thread own the engine"
-            ),
-        ):
-            call()
-    leave.set()
-    driver.join(60)
-    assert handle.result().finish is Finish.LENGTH
-    assert list(engine.submit(ask())) == TEXT
 
 
 @pytest.mark.parametrize("top_p", [1e-40, 1e-46])

@@ -23,7 +23,7 @@ def test_percentiles_are_samples(samples: list[float], expected: tuple[float, ..
 
 
 def test_percentiles_without_samples() -> None:
-    report = Meter(lambda: 0.0).report(4)
+    report = Meter(lambda: 0.0).report(4, shared_pages=0, preempted=0)
     assert (
         report.first_token,
         report.per_token,
@@ -41,7 +41,7 @@ def test_meter_keeps_latest_samples_only() -> None:
         now[0] += 1.0 if step < 5 else 2.0
         meter.wrote(0)
     meter.ended(0, Finish.LENGTH)
-    report = meter.report(1)
+    report = meter.report(1, shared_pages=0, preempted=0)
     assert report.first_token == Percentiles(p50=1.0, p90=1.0, p99=1.0)
     assert report.per_token == Percentiles(p50=2.0, p90=2.0, p99=2.0)
     assert report.new_tokens == KEPT + 5

@@ -13,7 +13,7 @@ from decoder.model import forward
 from decoder.served import cache_shape, served
 
 import shardwright as sw
-from shardwright import _jax, serving
+from shardwright import _jax, caches, serving
 from shardwright.serving import Finish, Request, Sampling
 from shardwright.testing import cpu_mesh
 
@@ -181,3 +181,18 @@ def test_greedy_text_equals_uncached_argmax(kind: str) -> None:
             checked += len(done.tokens)
     assert checked > 20
     assert {done.finish for done in alone(kind, 12)} <= {Finish.LENGTH, Finish.STOP}
+
+
+@pytest.mark.parametrize("mesh", ["sp:8", "sp:4,tp:2"])
+def test_page_pool_of_a_long_context_is_no_larger_than_rows(mesh: str) -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("serve_long_context"), mesh=cpu_mesh(mesh))
+    per_device = {}
+    for kind in ("dense", "paged"):
+        with pm.for_mode("decode"):
+            sizes = {"batch": 2, "capacity": 1024, "kv_heads": 2, "head_dim": 8}
+            cache = caches.init(kind, **sizes)
+        buffers = jax.tree.leaves(cache.buffers)
+        assert not any(array.is_fully_replicated for array in buffers)
+        shards = (array.addressable_shards[0].data.nbytes for array in buffers)
+        per_device[kind] = sum(shards)
+    assert per_device["paged"] <= 1.05 * per_device["dense"]

@@ -56,14 +56,15 @@ def operate(scheduler: Scheduler, draw: random.Random, jobs: list[Job]) -> None:
     )
     if what == "submit":
         new = job(len(jobs), draw.randint(1, 12), draw.randint(1, 8))
-        if len(scheduler.queue) < LIMITS.queue:
+        if scheduler.waiting < LIMITS.queue:
+            scheduler.check_queue()
             scheduler.submit(new)
             jobs.append(new)
         else:
             with pytest.raises(
                 QueueFullError, match="the queue is full: 5 requests wait, of at most 5"
             ):
-                scheduler.submit(new)
+                scheduler.check_queue()
     elif what == "admit":
         scheduler.admit()
     elif what == "read":
@@ -144,5 +145,5 @@ def test_request_waiting_for_pages_is_not_overtaken() -> None:
 )
 def test_impossible_requests(prompt: int, new: int, limits: Limits, says: str) -> None:
     with pytest.raises(ServingError, match=says):
-        Scheduler(limits).submit(job(0, prompt, new))
-    Scheduler(limits).submit(job(0, prompt - 1, new))
+        limits.check(job(0, prompt, new).request)
+    limits.check(job(0, prompt - 1, new).request)

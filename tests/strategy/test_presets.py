@@ -13,7 +13,7 @@ from shardwright.resolution.decisions import Outcome
 from shardwright.resolution.partition_specs import entry_names
 from shardwright.vocabulary.axes import PARALLELISM_AXES, SEMANTIC_AXES, Role
 from shardwright.vocabulary.layouts import LAYOUTS
-from shardwright.vocabulary.modes import MODE_DECODE, MODES, parse_mode
+from shardwright.vocabulary.modes import MODE_DECODE, MODE_INSERT, MODES, parse_mode
 from tests.golden.specs import MESHES
 
 PRESETS = sw.Strategy.presets()
@@ -72,10 +72,19 @@ def test_every_axis_has_a_rule(preset: str) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_norms_head_dims_and_layers_are_replicated(preset: str) -> None:
     pm = manager(preset, "dp:2,fsdp:2,sp:2,ep:2,tp:2")
-    axes = (sw.NORM, sw.HEAD_DIM, sw.KV_HEAD_DIM, sw.LAYERS, sw.EXPERT_GATE, sw.PAGE)
+    axes = (sw.NORM, sw.HEAD_DIM, sw.KV_HEAD_DIM, sw.LAYERS, sw.EXPERT_GATE)
     for mode in MODES:
         for role in Role:
-            assert pm.resolve(axes, shape=(64,) * 6, mode=mode, role=role) == P()
+            assert pm.resolve(axes, shape=(64,) * 5, mode=mode, role=role) == P()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_pages_are_sharded_only_for_long_contexts(preset: str) -> None:
+    pm = manager(preset, "dp:2,fsdp:2,sp:2,ep:2,tp:2")
+    for mode in MODES:
+        is_sharded = preset == "serve_long_context" and mode in (MODE_DECODE, MODE_INSERT)
+        pages = P("sp") if is_sharded else P()
+        assert pm.resolve((sw.PAGE,), shape=(64,), mode=mode, role=Role.ACTIVATION) == pages
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -6,7 +6,10 @@ import dataclasses
 from typing import Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from shardwright.caches.refusals import Refusal
 from shardwright.errors import CacheError
@@ -44,6 +47,8 @@ class Change(Generic[C]):
     def reasons(self) -> dict[int, Refusal]:
         """Return the refusals by entry, outside `jit`.
 
+        If the slots are sharded over processes, this is a collective: call it in each of them.
+
         Raises:
           CacheError: The call is inside a trace, where the codes are not known; or the change holds
             several caches, stacked by `vmap` or `scan`.
@@ -54,7 +59,7 @@ class Change(Generic[C]):
                 path="refused",
                 fix="return the change, or `ok`, from the compiled function, and read it outside",
             )
-        codes = np.asarray(self.refused)
+        codes = np.asarray(_readable(self.refused))
         if codes.ndim != 1:
             raise CacheError(
                 f"refused has shape {codes.shape}: these are changes of several caches",
@@ -83,3 +88,12 @@ class Change(Generic[C]):
         """
         self.check(fix="read `reasons()` of the change")
         return self.cache
+
+
+def _readable(x: jax.Array) -> jax.Array:
+    """Return an array of which this process has all values."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+        return x
+    assert isinstance(x.sharding, NamedSharding)
+    replicated: jax.Array = jax.jit(jnp.copy, out_shardings=NamedSharding(x.sharding.mesh, P()))(x)
+    return replicated

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +20,7 @@ from shardwright.caches.sharding import CacheSharding
 from shardwright.caches.spec import CacheSpec, Overflow
 from shardwright.checkpoint import orbax_files
 from shardwright.checkpoint.orbax_files import import_orbax
+from shardwright.checkpoint.staging import staged
 from shardwright.errors import CacheError, Problem, raise_problems
 from shardwright.manager import constraint, context
 from shardwright.manager.manager import PartitionManager
@@ -65,11 +64,11 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
         "arrays": {name: [list(x.shape), str(x.dtype)] for name, x in arrays.items()},
     }
     with (
-        _staged(directory) as staged,
+        _staging(directory) as folder,
         orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer,
     ):
         checkpointer.save(
-            staged,
+            folder,
             args=orbax.args.Composite(
                 cache=orbax.args.JsonSave(description), arrays=orbax.args.PyTreeSave(arrays)
             ),
@@ -178,25 +177,14 @@ def _read_arrays(orbax: Any, checkpointer: Any, directory: str, targets: Arrays)
     return arrays
 
 
-@contextlib.contextmanager
-def _staged(directory: str) -> Iterator[str]:
-    """Yield a new path beside a directory, and rename it to the directory at the end.
+def _staging(path: str) -> contextlib.AbstractContextManager[str]:
+    """Return where to write: beside the directory, or in it where orbax itself stages the files.
 
-    The path is new each time, because an earlier save that failed may still be writing to its own
-    path. Several processes must write to the same path, and storage buckets have no rename. In
-    these cases orbax itself stages the files.
+    Several processes must write to the same path, and storage buckets have no rename.
     """
-    if "://" in directory or jax.process_count() > 1:
-        yield directory
-        return
-    parent, name = os.path.split(directory)
-    os.makedirs(parent, exist_ok=True)
-    folder = tempfile.mkdtemp(prefix=f"{name}.saving-", dir=parent)
-    try:
-        yield os.path.join(folder, "cache")
-        os.rename(os.path.join(folder, "cache"), directory)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    if "://" in path or jax.process_count() > 1:
+        return contextlib.nullcontext(path)
+    return staged(path)
 
 
 def _arrays(cache: KVCache) -> Arrays:

@@ -98,9 +98,11 @@ class RowCache(KVCache):
             sharding.place(jnp.asarray(x), (EMPTY,)) for x in (view.lengths, slots, self.length)
         )
         row_positions = _held_positions(view, sharding)
-        # A source that is a ring may lack old positions. That matters only for positions that a
-        # query in this cache can still see.
-        first = jnp.min(jnp.where(row_positions >= 0, row_positions, lengths[:, None]), axis=1)
+        first = jnp.zeros_like(lengths)
+        # A ring, or pages, may lack old positions. That matters only for positions that a query in
+        # this cache can still see. The minimum over sharded rows would be sent.
+        if source.spec.is_ring or not isinstance(source, RowCache):
+            first = jnp.min(jnp.where(row_positions >= 0, row_positions, lengths[:, None]), axis=1)
         needed = positions.first_needed(spec, lengths)
         named = refusals.named_slots(slots, spec.batch)
         refused = refusals.first_refusal(

@@ -28,7 +28,7 @@ from shardwright.vocabulary.modes import MODE_DECODE, MODE_INSERT, MODE_PREFILL
 
 # Engines with the same model and the same sizes share these compiled functions.
 _prefill = jax.jit(steps.prefill, static_argnums=0, donate_argnums=1)
-_decode = jax.jit(steps.decode, static_argnums=0, donate_argnums=1)
+_decode = jax.jit(steps.decode, static_argnums=(0, 1), donate_argnums=2)
 _insert = jax.jit(steps.insert, donate_argnums=0)
 _clear = jax.jit(steps.clear, donate_argnums=0)
 _clear_slots = jax.jit(steps.clear_slots, donate_argnums=0)
@@ -51,6 +51,7 @@ class Setup:
       capacity: Rows per slot.
       prefill_rows: Prompts that are read together.
       chunk: Tokens of a prompt that are read in one step.
+      decode_steps: Tokens that a slot gets in one call, at most.
     """
 
     model: Model
@@ -65,6 +66,16 @@ class Setup:
     capacity: int | None
     prefill_rows: int
     chunk: int
+    decode_steps: int
+
+    @property
+    def reads_into_pages(self) -> bool:
+        """Whether prompts are read into the pages where they stay."""
+        return (
+            self.kind == "paged"
+            and self.prefill_manager is self.manager
+            and self.prefill_params is self.params
+        )
 
     def under(self, mode: str) -> contextlib.AbstractContextManager[Any]:
         """Return the manager of a mode as a context manager.
@@ -103,18 +114,103 @@ class Setup:
             return steps.create_slots(caches)
 
 
-class Arrays:
-    """The arrays of an engine. Every call replaces those that it changes.
+class Weights:
+    """The weights of an engine.
 
     Attributes:
-      rows: Caches of the prefill batch, one per layer.
-      slots: What decoding carries from step to step.
       version: Version of the weights.
     """
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self.version: Version = 0
+
+    @property
+    def decode_steps(self) -> int:
+        """Tokens that a slot gets in one call, at most."""
+        return self._setup.decode_steps
+
+    def update_weights(
+        self,
+        params: Any,
+        prefill_params: Any,
+        version: Version | None,
+        *,
+        piece: int | str,
+        donate: bool,
+    ) -> Update:
+        """Replace the weights, or leave them as they are if a move fails.
+
+        Args:
+          params: The new weights.
+          prefill_params: The new weights of prefill. None: `params`.
+          version: As in `next_version`.
+          piece: As in `pm.reshard`.
+          donate: As in `pm.reshard`.
+        """
+        setup, version = self._setup, next_version(self.version, version)
+        move = functools.partial(move_weights, piece=piece)
+        if setup.prefill_params is setup.params:
+            if prefill_params is not None:
+                raise ServingError(
+                    "prefill has no weights of its own",
+                    path="prefill_params",
+                    fix="leave it out, or create the engine with prefill_params=",
+                )
+            new, plan = move(params, setup.params, name="params", donate=donate)
+            new_prefill, plans = new, [plan]
+        else:
+            is_separate = prefill_params is not None
+            # Without prefill_params, params moves twice, and only the second move may donate it.
+            new_prefill, prefill_plan = move(
+                prefill_params if is_separate else params,
+                setup.prefill_params,
+                name="prefill_params" if is_separate else "params",
+                donate=donate and is_separate,
+            )
+            new, plan = move(params, setup.params, name="params", donate=donate)
+            plans = [plan, prefill_plan]
+        self._setup = dataclasses.replace(setup, params=new, prefill_params=new_prefill)
+        self.version = version
+        return Update(version=version, plans=tuple(plan for plan in plans if plan is not None))
+
+    def weights_are_deleted(self) -> bool:
+        """Tell whether arrays of the weights were deleted, or donated to another function."""
+        return is_deleted((self._setup.params, self._setup.prefill_params))
+
+    def _vocabulary(self, caches: Caches) -> int:
+        """Return the number of tokens that the model has logits for, without running it.
+
+        Raises:
+          ServingError: The model returns something else than `Model` describes, or does not use
+            `valid`.
+        """
+        setup = self._setup
+        tokens, valid = np.zeros((setup.slots, 1), np.int32), np.zeros((setup.slots, 1), bool)
+        with setup.under(MODE_DECODE):
+            read = jax.make_jaxpr(functools.partial(steps.read, setup.model), return_shape=True)
+            traced, (logits, _) = read(setup.params, tokens, caches, valid)
+        # `valid` is the last input of the traced program: some equation has to read it.
+        used = (variable for equation in traced.jaxpr.eqns for variable in equation.invars)
+        if not any(variable is traced.jaxpr.invars[-1] for variable in used):
+            raise ServingError(
+                "the model does not use valid, so padding would fill its caches",
+                path="model",
+                fix="pass valid on: append_and_attend(..., valid=valid)",
+            )
+        return int(logits.shape[2])
+
+
+class Arrays(Weights):
+    """The arrays of an engine. Every call replaces those that it changes.
+
+    Attributes:
+      rows: Caches of the prefill batch, one per layer.
+      slots: What decoding carries from step to step.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
         self.rows = setup.create_rows()
         self.slots = setup.create_slots()
 
@@ -171,10 +267,20 @@ class Arrays:
             )
         return refused
 
-    def decode(self) -> Any:
-        """Give every active slot its next token; return `[slots]` int32."""
-        with self._setup.under(MODE_DECODE):
-            self.slots, tokens = _decode(self._setup.model, self.slots, self._setup.params)
+    def decode(self, left: Mapping[int, int]) -> Any:
+        """Give active slots their next tokens; return `[decode_steps, slots]` int32.
+
+        Args:
+          left: How many tokens each slot gets.
+        """
+        setup = self._setup
+        counts = np.zeros(setup.slots, np.int32)
+        for slot, count in left.items():
+            counts[slot] = count
+        with setup.under(MODE_DECODE):
+            self.slots, tokens = _decode(
+                setup.model, setup.decode_steps, self.slots, setup.params, counts
+            )
         return tokens
 
     def clear_rows(self, rows: Sequence[int]) -> None:
@@ -191,7 +297,7 @@ class Arrays:
         """Run every compiled function once, on no rows and no slots, so that nothing changes."""
         self.prefill({}, {})
         self.insert({}, {}, {})
-        self.decode()
+        self.decode({})
         self.clear_rows(())
         self.clear_slots(())
 
@@ -206,75 +312,9 @@ class Arrays:
         """Return the number of "rows" or "slots"."""
         return self._setup.prefill_rows if part == "rows" else self._setup.slots
 
-    def update_weights(
-        self,
-        params: Any,
-        prefill_params: Any,
-        version: Version | None,
-        *,
-        piece: int | str,
-        donate: bool,
-    ) -> Update:
-        """Replace the weights, or leave them as they are if a move fails.
-
-        Args:
-          params: The new weights.
-          prefill_params: The new weights of prefill. None: `params`.
-          version: As in `next_version`.
-          piece: As in `pm.reshard`.
-          donate: As in `pm.reshard`.
-        """
-        setup, version = self._setup, next_version(self.version, version)
-        move = functools.partial(move_weights, piece=piece)
-        if setup.prefill_params is setup.params:
-            if prefill_params is not None:
-                raise ServingError(
-                    "prefill has no weights of its own",
-                    path="prefill_params",
-                    fix="leave it out, or create the engine with prefill_params=",
-                )
-            new, plan = move(params, setup.params, name="params", donate=donate)
-            new_prefill, plans = new, [plan]
-        else:
-            is_separate = prefill_params is not None
-            # Without prefill_params, params moves twice, and only the second move may donate it.
-            new_prefill, prefill_plan = move(
-                prefill_params if is_separate else params,
-                setup.prefill_params,
-                name="prefill_params" if is_separate else "params",
-                donate=donate and is_separate,
-            )
-            new, plan = move(params, setup.params, name="params", donate=donate)
-            plans = [plan, prefill_plan]
-        self._setup = dataclasses.replace(setup, params=new, prefill_params=new_prefill)
-        self.version = version
-        return Update(version=version, plans=tuple(plan for plan in plans if plan is not None))
-
-    def weights_are_deleted(self) -> bool:
-        """Tell whether arrays of the weights were deleted, or donated to another function."""
-        return is_deleted((self._setup.params, self._setup.prefill_params))
-
     def vocabulary(self) -> int:
-        """Return the number of tokens that the model has logits for, without running it.
-
-        Raises:
-          ServingError: The model returns something else than `Model` describes, or does not use
-            `valid`.
-        """
-        setup = self._setup
-        tokens, valid = np.zeros((setup.slots, 1), np.int32), np.zeros((setup.slots, 1), bool)
-        with setup.under(MODE_DECODE):
-            read = jax.make_jaxpr(functools.partial(steps.read, setup.model), return_shape=True)
-            traced, (logits, _) = read(setup.params, tokens, self.slots.caches, valid)
-        # `valid` is the last input of the traced program: some equation has to read it.
-        used = (variable for equation in traced.jaxpr.eqns for variable in equation.invars)
-        if not any(variable is traced.jaxpr.invars[-1] for variable in used):
-            raise ServingError(
-                "the model does not use valid, so padding would fill its caches",
-                path="model",
-                fix="pass valid on: append_and_attend(..., valid=valid)",
-            )
-        return int(logits.shape[2])
+        """Return the number of tokens that the model has logits for, without running it."""
+        return self._vocabulary(self.slots.caches)
 
     def _rows_for_insert(self) -> Caches:
         """Return the caches of the prefill batch on the mesh of the slots."""

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
+import functools
 import itertools
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from shardwright.caches.paged.cache import PagedCache
-from shardwright.caches.spec import Overflow
 from shardwright.errors import ServingError
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.serving.arguments import check_kinds, deleted_weights, read_counts
-from shardwright.serving.arrays import Arrays, Held, Setup, is_deleted, read_held
-from shardwright.serving.loop import Loop
+from shardwright.serving.arrays import Held, Setup, is_deleted
+from shardwright.serving.create import make_loop
 from shardwright.serving.metrics import Meter, Report
-from shardwright.serving.request import Completion, Finish, Request
-from shardwright.serving.scheduler import Job, Limits, Phase, Scheduler
+from shardwright.serving.request import Completion, Request
+from shardwright.serving.scheduler import Job, Phase
 from shardwright.serving.steps import CacheShape, Model
+from shardwright.serving.threads import Turn
 from shardwright.serving.weights import Update
 
 
 class Handle:
     """A request that an engine has accepted.
 
-    Iterate over it to get its tokens as they come; the iteration drives the engine. If the request
-    fails, the iteration raises a ServingError after the tokens that were written.
+    Iterate over it to get its tokens as they come; the iteration drives the engine. `async for`
+    works too, and runs the steps in a thread of the engine. If the request fails, the iteration
+    raises a ServingError after the tokens that were written. A task that leaves the iteration early
+    does not end the request; `cancel` does.
     """
 
     def __init__(self, engine: Engine, job: Job) -> None:
@@ -58,26 +57,49 @@ class Handle:
 
     def __iter__(self) -> Iterator[int]:
         for at in itertools.count():
-            while at >= len(self._job.text) and self._job.completion is None:
-                self._engine.step()
+            self._engine._turn.until(functools.partial(self._has, at))
             if at >= len(self._job.text):
                 break
             yield self._job.text[at]
+        self._raise_failure()
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for at in itertools.count():
+            await self._engine._turn.until_async(functools.partial(self._has, at))
+            if at >= len(self._job.text):
+                break
+            yield self._job.text[at]
+        self._raise_failure()
+
+    def result(self) -> Completion:
+        """Drive the engine until the request has ended, and return how it ended."""
+        self._engine._turn.until(self._has_ended)
+        assert self._job.completion is not None
+        return self._job.completion
+
+    async def wait(self) -> Completion:
+        """Return how the request ended, as `result` does, without blocking the event loop."""
+        await self._engine._turn.until_async(self._has_ended)
+        assert self._job.completion is not None
+        return self._job.completion
+
+    def _has_ended(self) -> bool:
+        return self._job.completion is not None
+
+    def _has(self, at: int) -> bool:
+        """Tell whether token number `at` exists, or will never exist."""
+        return self._has_ended() or at < len(self._job.text)
+
+    def _raise_failure(self) -> None:
+        """Raise the error of a failed request: its tokens must not look like a complete text."""
         error = None if self._job.completion is None else self._job.completion.error
         if error is not None:
-            # The tokens of a failed request must not look like a complete text.
             raise ServingError(
                 f"request {self._job.number} failed after {len(self._job.text)} tokens: "
                 f"{type(error).__name__}: {error}",
                 path="request",
                 fix="result() returns the tokens that were written, and the error, without raising",
             ) from error
-
-    def result(self) -> Completion:
-        """Drive the engine until the request has ended, and return how it ended."""
-        while self._job.completion is None:
-            self._engine.step()
-        return self._job.completion
 
     def cancel(self) -> bool:
         """End the request in any phase; return False if it had ended already."""
@@ -91,8 +113,8 @@ class Engine:
     requests. Every `step` reads one chunk of each prompt in the prefill batch, moves prompts that
     are completely read into slots, and gives every slot its next token.
 
-    One thread at a time may use an engine. A second thread that calls it meanwhile gets a
-    ServingError.
+    Any thread may call an engine. `submit` and `cancel` do not wait for a running step; the other
+    calls wait until no step is running.
 
     Attributes:
       vocabulary: Number of tokens that the model has logits for.
@@ -113,6 +135,7 @@ class Engine:
         prefill_params: Any = None,
         prefill_rows: int = 1,
         prefill_chunk: int = 64,
+        decode_steps: int = 1,
         queue: int = 1024,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -127,13 +150,16 @@ class Engine:
             cache.
           cache: "dense", "sliding", "quantized" or "paged".
           cache_options: Options of that kind of cache, such as `page_size` and `pages`; see
-            `caches.init`.
+            `caches.init`. `pages="90%"` takes pages until 90 % of the memory of each device is in
+            use. `memory="16GiB"` declares the memory of a device that does not report it.
           manager: Shards the caches of decode. Defaults to the ambient one, if any.
           prefill_manager: Shards the caches of prefill, possibly on another mesh. Defaults to
             `manager`.
           prefill_params: The weights, sharded by `prefill_manager`. Defaults to `params`.
           prefill_rows: Prompts that are read together.
           prefill_chunk: Tokens of a prompt that are read between two decode steps.
+          decode_steps: Tokens that a slot gets in one step, at most. The host is asked once per
+            step, so new requests and cancels wait for these tokens.
           queue: Requests that may wait for a slot.
           clock: Returns the time in seconds, for the report.
 
@@ -154,6 +180,7 @@ class Engine:
             "slots": slots,
             "prefill_rows": prefill_rows,
             "prefill_chunk": prefill_chunk,
+            "decode_steps": decode_steps,
             "queue": queue,
             "layers": shape.layers,
         }
@@ -172,16 +199,16 @@ class Engine:
             capacity=capacity,
             prefill_rows=counts["prefill_rows"],
             chunk=counts["prefill_chunk"],
+            decode_steps=counts["decode_steps"],
         )
         if is_deleted((setup.params, setup.prefill_params)):
             raise deleted_weights()
-        self._arrays = Arrays(setup)
-        self._scheduler = Scheduler(_limits(setup, self._arrays, counts["queue"]))
-        self.vocabulary = self._arrays.vocabulary()
         self._meter = Meter(clock)
-        self._loop = Loop(self._scheduler, self._arrays, self._meter)
+        self._loop = make_loop(setup, self._meter, queue=counts["queue"])
+        self._arrays, self._scheduler = self._loop.arrays, self._loop.scheduler
+        self.vocabulary: int = self._arrays.vocabulary()
         self._numbers = itertools.count()
-        self._turn = threading.RLock()
+        self._turn = Turn(self._loop)
 
     @property
     def idle(self) -> bool:
@@ -191,44 +218,50 @@ class Engine:
     @property
     def waiting(self) -> int:
         """The number of requests that wait for a slot."""
-        return len(self._scheduler.queue)
+        return self._scheduler.waiting
 
     def submit(self, request: Request) -> Handle:
         """Accept a request.
 
         Raises:
-          ServingError: The request could never be served, or another thread is in a call.
+          ServingError: The request could never be served.
           QueueFullError: The queue is full; try again after a `step`.
         """
-        with self._alone("submit"):
-            job = Job(number=next(self._numbers), request=request)
+        # Numbers follow the order of the queue, so both are given under one lock.
+        with self._turn.order:
             try:
                 self._check(request)
-                self._scheduler.submit(job)
+                self._scheduler.check_queue()
             except ServingError:
                 self._meter.refused += 1
                 raise
+            job = Job(number=next(self._numbers), request=request)
+            # First, because another thread may serve the request as soon as it is in the queue.
             self._meter.submitted(job.number)
+            self._scheduler.submit(job)
             return Handle(self, job)
 
     def cancel(self, handle: Handle) -> bool:
         """End a request in any phase; return False if it had ended already.
 
+        During a step of another thread, the request ends with that step. If that step writes the
+        last token of the request, its `finish` says so.
+
         Raises:
-          ServingError: `handle` is not a handle of this engine, or another thread is in a call.
+          ServingError: `handle` is not a handle of this engine.
         """
         if not isinstance(handle, Handle):
             _raise_wrong_handle(f"it is {type(handle).__name__}, not a handle")
         if handle._engine is not self:
             _raise_wrong_handle("it belongs to another engine")
-        with self._alone("cancel"):
-            job = handle._job
-            if job.completion is not None:
-                return False
-            self._scheduler.end(job, Finish.CANCELED)
-            if not self._loop.stepping:
-                self._loop.clean()
-            return True
+        job = handle._job
+        if job.completion is not None:
+            return False
+        self._loop.canceled.append(job)
+        with self._turn.if_free() as is_free:
+            if is_free:
+                self._loop.end_canceled()
+        return True
 
     def run(self, requests: Iterable[Request]) -> list[Completion]:
         """Serve requests until all have ended; return how each ended.
@@ -247,10 +280,17 @@ class Engine:
             self._check(request)
         handles = []
         for request in batch:
-            while self.waiting >= self._scheduler.limits.queue:
-                self.step()
-            handles.append(self.submit(request))
+            handle: Handle | None = None
+            while handle is None:
+                self._turn.until(self._has_room)
+                # Another thread may have filled the queue again.
+                with self._turn.order:
+                    handle = self.submit(request) if self._has_room() else None
+            handles.append(handle)
         return [handle.result() for handle in handles]
+
+    def _has_room(self) -> bool:
+        return self.waiting < self._scheduler.limits.queue
 
     def step(self) -> bool:
         """Read a chunk of every prompt, and give every slot its next token.
@@ -264,20 +304,15 @@ class Engine:
         Raises:
           ServingError: It was called from a callback of a request.
         """
-        with self._alone("step"):
-            if self._loop.stepping:
-                raise ServingError(
-                    "step() was called from within a step",
-                    path="on_token",
-                    fix="submit and cancel from a callback, do not step",
-                )
-            self._loop.step()
+        with self._turn:
+            self._turn.step()
             return not self.idle
 
     @property
     def version(self) -> int | str:
         """Version of the weights; 0 until the first update."""
-        return self._arrays.version
+        version: int | str = self._arrays.version
+        return version
 
     def update_params(
         self,
@@ -309,28 +344,29 @@ class Engine:
           The version, and the plans with the bytes sent.
 
         Raises:
-          ServingError: The trees differ, the version is not new, or the call comes from a callback
-            or from a second thread.
+          ServingError: The trees differ, the version is not new, or the call comes from a callback.
           MoveError: The move failed; the engine serves the old weights.
         """
-        with self._alone("update_params"):
+        with self._turn:
             if self._loop.stepping:
                 raise ServingError(
                     "update_params() was called from within a step",
                     path="on_token",
                     fix="update the weights between two steps, not from a callback",
                 )
-            return self._arrays.update_weights(
+            update: Update = self._arrays.update_weights(
                 params, prefill_params, version, piece=piece, donate=donate
             )
+            self._loop.forget()
+            return update
 
     def compile(self) -> None:
         """Compile everything now. Otherwise the first request waits while the engine compiles.
 
         Raises:
-          ServingError: Requests have slots already, or another thread is in a call.
+          ServingError: Requests have slots already.
         """
-        with self._alone("compile"):
+        with self._turn:
             if self._loop.stepping or self._scheduler.slots or self._scheduler.dirty_slots:
                 # Compiling runs every function once, which would give active slots a token.
                 raise ServingError(
@@ -343,27 +379,13 @@ class Engine:
 
     def report(self) -> Report:
         """Return counts and times since the engine was created."""
-        return self._meter.report(self._scheduler.limits.slots)
+        with self._turn:
+            return self._loop.report()
 
     def held(self) -> Held:
         """Return how many tokens the caches hold now, read from the devices."""
-        with self._alone("held"):
-            return read_held(self._arrays)
-
-    @contextlib.contextmanager
-    def _alone(self, call: str) -> Iterator[None]:
-        """Refuse a second thread: it must not see a half-finished step."""
-        if not self._turn.acquire(blocking=False):
-            raise ServingError(
-                f"{call}() was called while another thread is in a call of this engine",
-                path="engine",
-                fix="let one thread own the engine and pass it requests through a queue.Queue, or "
-                "guard every call with one lock",
-            )
-        try:
-            yield
-        finally:
-            self._turn.release()
+        with self._turn:
+            return self._loop.held()
 
     def _check(self, request: Request) -> None:
         if not isinstance(request, Request):
@@ -389,25 +411,3 @@ def _raise_wrong_handle(what: str) -> NoReturn:
     raise ServingError(
         what, path="handle", fix="call handle.cancel(), which calls the engine of the handle"
     )
-
-
-def _limits(setup: Setup, arrays: Arrays, queue: int) -> Limits:
-    """Return what requests share, read from the caches."""
-    first = arrays.slots.caches[0]
-    if first.spec.overflow is Overflow.ERROR:
-        raise ServingError(
-            'overflow="error" is not supported: a compiled step cannot raise',
-            path="cache_options",
-            fix="leave overflow out",
-        )
-    limits = Limits(
-        slots=setup.slots,
-        capacity=None if first.spec.is_ring else first.spec.capacity,
-        prefill_rows=setup.prefill_rows,
-        chunk=setup.chunk,
-        queue=queue,
-    )
-    if isinstance(first, PagedCache):
-        pages = first.references.shape[0]
-        limits = dataclasses.replace(limits, pages=pages, page_size=first.page_size)
-    return limits

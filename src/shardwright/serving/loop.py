@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from shardwright.caches.refusals import Refusal
 from shardwright.errors import ServingError
 from shardwright.serving.arguments import deleted_weights
-from shardwright.serving.arrays import Arrays, is_deleted
-from shardwright.serving.metrics import Meter
+from shardwright.serving.arrays import Held, is_deleted, read_held
+from shardwright.serving.metrics import Meter, Report
 from shardwright.serving.request import Finish
-from shardwright.serving.scheduler import Job, Scheduler
+from shardwright.serving.sampling import Drawn
+from shardwright.serving.scheduler import Chunk, Job, Scheduler
 from shardwright.serving.steps import MISCOUNTED, NO_NUMBER, REFUSED
 
 
@@ -31,23 +33,26 @@ class Loop:
       arrays: The caches and the compiled functions.
       meter: Counts what happens.
       stepping: Whether a step is running; callbacks run inside one.
+      canceled: Jobs to cancel. Any thread may add to it.
     """
 
-    def __init__(self, scheduler: Scheduler, arrays: Arrays, meter: Meter) -> None:
+    def __init__(self, scheduler: Scheduler, arrays: Any, meter: Meter) -> None:
         self.scheduler, self.arrays, self.meter = scheduler, arrays, meter
         self.stepping = False
+        self.canceled: collections.deque[Job] = collections.deque()
         self._outbox: collections.deque[tuple[Job, int]] = collections.deque()
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return self.scheduler.idle and not self._outbox
+        return self.scheduler.idle and not self._outbox and not self.canceled
 
     def step(self) -> None:
         """Read a chunk of every prompt, and give every slot its next token."""
         self.stepping, start = True, self.meter.now()
         try:
             self._hand_out()
+            self._end_canceled_jobs()
             self.clean()
             self.scheduler.admit()
             self._read()
@@ -55,6 +60,7 @@ class Loop:
             self._hand_out()
             self._decode()
             self._hand_out()
+            self._end_canceled_jobs()
             self.clean()
         finally:
             self.stepping = False
@@ -64,6 +70,27 @@ class Loop:
         """Run every compiled function once, on no requests."""
         with self._changing("rows"), self._changing("slots"):
             self.arrays.compile()
+
+    def end_canceled(self) -> None:
+        """Cancel jobs, and empty what they leave unless a step is running, which does it."""
+        self._end_canceled_jobs()
+        if not self.stepping:
+            self.clean()
+
+    def _end_canceled_jobs(self) -> None:
+        while self.canceled:
+            self.scheduler.end(self.canceled.popleft(), Finish.CANCELED)
+
+    def forget(self) -> None:
+        """Share nothing that the old weights computed. Only pages are ever shared."""
+
+    def report(self) -> Report:
+        """Return counts and times since the engine was created."""
+        return self.meter.report(self.scheduler.limits.slots, shared_pages=0, preempted=0)
+
+    def held(self) -> Held:
+        """Return what the caches hold, read from the devices."""
+        return read_held(self.arrays)
 
     def clean(self) -> None:
         """Empty the rows and slots that requests have left."""
@@ -85,17 +112,16 @@ class Loop:
             return
         with self._changing("rows"):
             sampling = {chunk.row: chunk.job.request.sampling for chunk in chunks}
-            tokens = np.asarray(
-                self.arrays.prefill({chunk.row: chunk.tokens for chunk in chunks}, sampling)
-            )
+            drawn = self.arrays.prefill(
+                {chunk.row: chunk.tokens for chunk in chunks}, sampling
+            ).fetch()
             for chunk in chunks:
                 chunk.job.used(self.arrays.version)
             self.scheduler.advance(chunks)
-            self.meter.prefill_steps += 1
-            self.meter.prompt_tokens += sum(len(chunk.tokens) for chunk in chunks)
+            self._count_chunks(chunks)
             complete = {move.row for move in self.scheduler.ready()}
             for chunk in chunks:
-                self._take(chunk.job, int(tokens[chunk.row]), complete=chunk.row in complete)
+                self._take(chunk.job, drawn, chunk.row, complete=chunk.row in complete)
 
     def _fill(self) -> None:
         """Move the prompts that are completely read into their slots."""
@@ -124,21 +150,40 @@ class Loop:
         if not jobs:
             return
         with self._changing("slots"):
-            tokens = np.asarray(self.arrays.decode())
-            self.meter.decode_steps += 1
-            self.meter.slot_steps += len(jobs)
+            left = {
+                slot: self.scheduler.left(job, self.arrays.decode_steps)
+                for slot, job in jobs.items()
+            }
+            drawn = self.arrays.decode(left).fetch()
             for slot, job in jobs.items():
-                job.used(self.arrays.version)
-                self._take(job, int(tokens[slot]), complete=True)
+                self._take_all(job, drawn, slot, left[slot])
+            self._count_decoded(left.values())
 
-    def _take(self, job: Job, token: int, *, complete: bool) -> None:
+    def _take_all(self, job: Job, drawn: Drawn, slot: int, count: int) -> None:
+        """Add the tokens of one call to a job, until a stop sequence ends it."""
+        job.used(self.arrays.version)
+        for at in range(count):
+            if job.completion is None:
+                self._take(job, drawn, (at, slot), complete=True)
+
+    def _count_chunks(self, chunks: Sequence[Chunk]) -> None:
+        self.meter.prefill_steps += 1
+        self.meter.prompt_tokens += sum(len(chunk.tokens) for chunk in chunks)
+
+    def _count_decoded(self, counts: Collection[int]) -> None:
+        self.meter.decode_steps += max(counts)
+        self.meter.slot_steps += sum(counts)
+
+    def _take(self, job: Job, drawn: Drawn, at: int | tuple[int, int], *, complete: bool) -> None:
         """Add a token to a job, or fail the job if the token is the code of an error.
 
         Args:
           job: The job.
-          token: Its next token, or a code such as NO_NUMBER.
+          drawn: Tokens, or codes such as NO_NUMBER.
+          at: Which of them is its next token.
           complete: Whether its prompt is completely read. If not, the token is not used.
         """
+        token = int(drawn.tokens[at])
         if token < 0:
             what, fix = _ERRORS[token]
             error = ServingError(
@@ -147,6 +192,7 @@ class Loop:
             self.scheduler.end(job, Finish.FAILED, error)
         elif complete:
             self.meter.wrote(job.number)
+            job.logprobs.append(float(drawn.logprobs[at]))
             self._outbox.extend((job, text) for text in self.scheduler.write(job, token))
 
     def _hand_out(self) -> None:
@@ -186,6 +232,11 @@ class Loop:
 
     def _give_up(self, part: str, cause: BaseException) -> None:
         """Fail the requests in "rows" or "slots", and replace the arrays."""
+        self._fail_holding(part, cause)
+        self.arrays.renew(part)
+        self.scheduler.clean(**{part: range(self.arrays.size(part))})
+
+    def _fail_holding(self, part: str, cause: BaseException) -> None:
         for job in self.scheduler.holding(part):
             error = ServingError(
                 f"the cached tokens of request {job.number} were lost, because a step failed",
@@ -193,8 +244,6 @@ class Loop:
             )
             error.__cause__ = cause
             self.scheduler.end(job, Finish.FAILED, error)
-        self.arrays.renew(part)
-        self.scheduler.clean(**{part: range(self.arrays.size(part))})
 
     def _end_all(self, cause: BaseException) -> None:
         """Fail every request, since none can be served without weights, and empty the slots."""

@@ -35,6 +35,8 @@ class Report:
       new_tokens: Tokens written.
       prefill_steps: Chunks of the prefill batch.
       decode_steps: Decode steps of all slots.
+      shared_pages: Pages that requests shared with earlier ones instead of computing them.
+      preempted: How often a request gave up its slot and pages to an older one.
       slots: Number of slots.
       slots_in_use: Number of slots in use, the mean over the decode steps.
       busy: Seconds within `step`.
@@ -51,6 +53,8 @@ class Report:
     new_tokens: int
     prefill_steps: int
     decode_steps: int
+    shared_pages: int
+    preempted: int
     slots: int
     slots_in_use: float
     busy: float
@@ -79,6 +83,9 @@ class Report:
             ("first token", _percentiles_text(self.first_token)),
             ("per token", _percentiles_text(self.per_token)),
         ]
+        if self.shared_pages or self.preempted:
+            pages = f"{self.shared_pages} shared, requests preempted {self.preempted} times"
+            rows.insert(3, ("pages", pages))
         return "\n".join(table(rows))
 
 
@@ -120,8 +127,14 @@ class Meter:
         self._begun.discard(number)
         self.finished[finish] += 1
 
-    def report(self, slots: int) -> Report:
-        """Return the counts and times, for an engine with this many slots."""
+    def report(self, slots: int, *, shared_pages: int, preempted: int) -> Report:
+        """Return the counts and times.
+
+        Args:
+          slots: Slots of the engine.
+          shared_pages: As in `Report`.
+          preempted: As in `Report`.
+        """
         return Report(
             requests=self.requests,
             refused=self.refused,
@@ -130,6 +143,8 @@ class Meter:
             new_tokens=self.new_tokens,
             prefill_steps=self.prefill_steps,
             decode_steps=self.decode_steps,
+            shared_pages=shared_pages,
+            preempted=preempted,
             slots=slots,
             slots_in_use=self.slot_steps / self.decode_steps if self.decode_steps else 0.0,
             busy=self.busy,

@@ -149,12 +149,15 @@ class Completion:
       error: The error that made it fail, or None.
       versions: Versions of the weights that read its prompt and drew its tokens, in order. More
         than one if the weights were updated meanwhile.
+      logprobs: Natural logarithm of the probability that the model gave each token, before
+        temperature, top_k and top_p.
     """
 
     tokens: tuple[int, ...]
     finish: Finish
     error: Exception | None = None
     versions: tuple[int | str, ...] = ()
+    logprobs: tuple[float, ...] = ()
 
 
 def _tokens(name: str, given: Any, problems: list[Problem]) -> tuple[int, ...]:

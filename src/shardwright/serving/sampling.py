@@ -33,6 +33,39 @@ class Draw:
     index: jax.Array
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Drawn:
+    """Tokens that were drawn. Both arrays have the same shape.
+
+    Attributes:
+      tokens: int32; negative for an error.
+      logprobs: float32, logarithm of the probability that the model gave the token, before
+        temperature, top_k and top_p.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+
+    def fetch(self) -> Drawn:
+        """Return NumPy arrays, in one transfer."""
+        drawn: Drawn = jax.device_get(self)
+        return drawn
+
+
+def logprobs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Return `[batch]` float32: the logarithm of the probability of each token.
+
+    Args:
+      logits: `[batch, vocab]`.
+      tokens: `[batch]` int32, from 0.
+    """
+    chances = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    # A sum over the vocabulary, because Explicit axes have no gather along rows.
+    is_token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == tokens[:, None]
+    return jnp.sum(jnp.where(is_token, chances, 0), axis=-1)
+
+
 def first_draws(batch: int, sampling: Mapping[int, Sampling]) -> Draw:
     """Return how the sequences of a batch draw their first tokens, as NumPy arrays.
 

@@ -89,6 +89,7 @@ class Job:
       row: Its row of the prefill batch, while its prompt is read.
       read: Tokens of the prompt that were read.
       written: Every token drawn, including those of stop sequences.
+      logprobs: The logarithms of their probabilities.
       text: The tokens that may be handed out.
       versions: Versions of the weights that it was computed with, in order.
       completion: How it ended, or None.
@@ -101,9 +102,20 @@ class Job:
     row: int | None = None
     read: int = 0
     written: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
     text: list[int] = dataclasses.field(default_factory=list)
     versions: list[int | str] = dataclasses.field(default_factory=list)
     completion: Completion | None = None
+
+    @property
+    def reading(self) -> Sequence[int]:
+        """What the cache must hold before the next token: the text without its last token.
+
+        For a request that has written nothing, this is its prompt.
+        """
+        if len(self.written) < 2:
+            return self.request.prompt
+        return (*self.request.prompt, *self.written[:-1])
 
     def used(self, version: int | str) -> None:
         """Record the version of the weights of a step."""
@@ -113,7 +125,11 @@ class Job:
     def complete(self, finish: Finish, error: Exception | None) -> None:
         """Set how the request ended."""
         self.completion = Completion(
-            tokens=tuple(self.text), finish=finish, error=error, versions=tuple(self.versions)
+            tokens=tuple(self.text),
+            finish=finish,
+            error=error,
+            versions=tuple(self.versions),
+            logprobs=tuple(self.logprobs[: len(self.text)]),
         )
 
 
@@ -143,6 +159,7 @@ class Scheduler:
 
     Attributes:
       limits: What jobs share.
+      inbox: Submitted jobs, which join the queue at the next call. Any thread may add to it.
       queue: Waiting jobs, in order of arrival.
       rows: Jobs by row of the prefill batch.
       slots: Jobs by slot, from admission on.
@@ -152,6 +169,7 @@ class Scheduler:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
+        self.inbox: collections.deque[Job] = collections.deque()
         self.queue: collections.deque[Job] = collections.deque()
         self.rows: dict[int, Job] = {}
         self.slots: dict[int, Job] = {}
@@ -168,27 +186,29 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.queue or self.slots or self.dirty_rows or self.dirty_slots)
+        return not (self.waiting or self.slots or self.dirty_rows or self.dirty_slots)
 
-    def submit(self, job: Job) -> None:
-        """Put a job into the queue.
+    @property
+    def waiting(self) -> int:
+        """Number of jobs that wait for a slot."""
+        return len(self.inbox) + len(self.queue)
 
-        Raises:
-          ServingError: The request does not fit, even alone, so it would wait forever.
-          QueueFullError: The queue is full.
-        """
-        self.limits.check(job.request)
-        if len(self.queue) >= self.limits.queue:
+    def check_queue(self) -> None:
+        """Raise QueueFullError if the queue is full."""
+        if self.waiting >= self.limits.queue:
             raise QueueFullError(
-                f"the queue is full: {len(self.queue)} requests wait, of at most "
-                f"{self.limits.queue}",
+                f"the queue is full: {self.waiting} requests wait, of at most {self.limits.queue}",
                 path="queue",
                 fix="call step() and submit it again, or create the engine with a longer queue",
             )
-        self.queue.append(job)
+
+    def submit(self, job: Job) -> None:
+        """Put a job into the queue. Its request must fit, and the queue must have room."""
+        self.inbox.append(job)
 
     def admit(self) -> list[Job]:
         """Give waiting jobs a row, a slot and pages, in order; stop at the first that lacks one."""
+        self._receive()
         admitted = []
         while self.queue:
             row, slot = self._free_row(), self._free_slot()
@@ -244,6 +264,10 @@ class Scheduler:
             slot: job for slot, job in sorted(self.slots.items()) if job.phase is Phase.DECODING
         }
 
+    def left(self, job: Job, most: int) -> int:
+        """Return how many tokens a job gets in a call that gives it `most`, at most."""
+        return min(most, job.request.max_new_tokens - len(job.written))
+
     def write(self, job: Job, token: int) -> list[int]:
         """Add a token to a job, which may end the job; return the tokens to hand out."""
         job.written.append(token)
@@ -265,13 +289,12 @@ class Scheduler:
         """
         if job.phase is Phase.DONE:
             return
+        self._receive()
         if job.phase is Phase.QUEUED and job in self.queue:
             self.queue.remove(job)
         if job.row is not None:
             self._leave_row(job)
-        if job.slot is not None:
-            self.dirty_slots[job.slot] = self.limits.pages_of(job.request)
-            del self.slots[job.slot]
+        self._leave_slot(job)
         job.phase = Phase.DONE
         job.complete(finish, error)
         # Counted later, by the loop, because `cancel` may be called in the middle of a step.
@@ -284,6 +307,7 @@ class Scheduler:
 
     def jobs(self) -> list[Job]:
         """Return every job that has not ended: those in the queue, then those with a slot."""
+        self._receive()
         return [*self.queue, *self.slots.values()]
 
     def holding(self, part: str) -> list[Job]:
@@ -301,6 +325,15 @@ class Scheduler:
         self.dirty_rows.difference_update(rows)
         for slot in slots:
             self.dirty_slots.pop(slot, None)
+
+    def _receive(self) -> None:
+        while self.inbox:
+            self.queue.append(self.inbox.popleft())
+
+    def _leave_slot(self, job: Job) -> None:
+        if job.slot is not None:
+            self.dirty_slots[job.slot] = self.limits.pages_of(job.request)
+            del self.slots[job.slot]
 
     def _leave_row(self, job: Job) -> None:
         if job.row is not None:

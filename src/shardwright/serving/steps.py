@@ -20,7 +20,7 @@ from shardwright import caches
 from shardwright.caches.base import KVCache
 from shardwright.caches.sharding import ambient_sharding
 from shardwright.errors import ServingError
-from shardwright.serving.sampling import Draw, sample
+from shardwright.serving.sampling import Draw, Drawn, logprobs_of, sample
 from shardwright.vocabulary.axes import BATCH, EMPTY
 
 Caches = tuple[KVCache, ...]
@@ -117,7 +117,7 @@ def _empty_slots(batch: int, mode: str | None) -> tuple[jax.Array, jax.Array, Dr
         seed=zeros.astype(jnp.uint32),
         index=zeros,
     )
-    return _by_slot(zeros, mode), *_replicated((zeros.astype(bool), draw), mode)
+    return by_slot(zeros, mode), *replicated((zeros.astype(bool), draw), mode)
 
 
 def read(
@@ -181,7 +181,7 @@ def _check_caches(new: Any, old: Caches) -> None:
 
 def prefill(
     model: Model, rows: Caches, params: Any, tokens: jax.Array, counts: jax.Array, draw: Draw
-) -> tuple[Caches, jax.Array]:
+) -> tuple[Caches, Drawn]:
     """Read the next tokens of prompts, and draw the token that follows the last one.
 
     Args:
@@ -193,13 +193,13 @@ def prefill(
       draw: How each row draws.
 
     Returns:
-      The caches, and `[rows]` int32: a token, NO_NUMBER, REFUSED or MISCOUNTED. Ignore the entry
+      The caches, and `[rows]` tokens: a token, NO_NUMBER, REFUSED or MISCOUNTED. Ignore the entry
       of a row without tokens.
     """
     valid = jnp.arange(tokens.shape[1], dtype=jnp.int32) < counts[:, None]
     logits, new = read(model, params, tokens, rows, valid)
     last = jnp.take_along_axis(logits, jnp.maximum(counts, 1)[:, None, None] - 1, axis=1)[:, 0]
-    return new, _next_tokens(last, rows, new, counts, draw)
+    return new, next_tokens(last, rows, new, counts, draw)
 
 
 def insert(
@@ -223,39 +223,55 @@ def insert(
         cache.insert(filled, into) for cache, filled in zip(slots.caches, source, strict=True)
     ]
     codes = functools.reduce(jnp.maximum, (change.refused for change in changes))
-    refused = _replicated(codes, mode)
+    refused = replicated(codes, mode)
     into = jnp.where(refused == 0, into, slots.active.shape[0])
     active = jnp.ones_like(into, dtype=bool)
     draw = dataclasses.replace(draw, index=jnp.ones_like(draw.index))
     last, active, draw = jax.tree.map(
         lambda x, new: x.at[into].set(new, mode="drop"),
-        (_replicated(slots.last, mode), slots.active, slots.draw),
-        _replicated((first, active, draw), mode),
+        (replicated(slots.last, mode), slots.active, slots.draw),
+        replicated((first, active, draw), mode),
     )
     caches = tuple(change.cache for change in changes)
     return _placed(Slots(caches=caches, last=last, active=active, draw=draw)), refused
 
 
-def decode(model: Model, slots: Slots, params: Any) -> tuple[Slots, jax.Array]:
-    """Give every active slot its next token.
+def decode(
+    model: Model, most: int, slots: Slots, params: Any, left: jax.Array
+) -> tuple[Slots, Drawn]:
+    """Give every active slot its next tokens.
 
     Args:
       model: The model.
+      most: Tokens that a slot gets in one call, at most.
       slots: Donated.
       params: Weights.
+      left: `[slots]` int32, tokens that each slot gets. Slots that are not active get none.
 
     Returns:
-      The slots, and `[slots]` int32: a token, NO_NUMBER, REFUSED or MISCOUNTED. Ignore the entry
-      of a slot that is not active.
+      The slots, and `[most, slots]` tokens: a token, NO_NUMBER, REFUSED or MISCOUNTED. Ignore the
+      entries past `left`.
     """
+
+    def step(slots: Slots, at: jax.Array) -> tuple[Slots, Drawn]:
+        return _decode_one(model, slots, params, slots.active & (at < left))
+
+    if most == 1:
+        slots, drawn = step(slots, jnp.int32(0))
+        return slots, jax.tree.map(lambda x: x[None], drawn)
+    slots, drawn = jax.lax.scan(step, slots, jnp.arange(most, dtype=jnp.int32))
+    return slots, drawn
+
+
+def _decode_one(model: Model, slots: Slots, params: Any, active: jax.Array) -> tuple[Slots, Drawn]:
     mode = slots.caches[0].spec.mode
-    counts = slots.active.astype(jnp.int32)
-    valid = _by_slot(slots.active, mode)[:, None]
+    counts = active.astype(jnp.int32)
+    valid = by_slot(active, mode)[:, None]
     logits, new = read(model, params, slots.last[:, None], slots.caches, valid)
-    tokens = _next_tokens(logits[:, 0], slots.caches, new, counts, slots.draw)
+    drawn = next_tokens(logits[:, 0], slots.caches, new, counts, slots.draw)
     draw = dataclasses.replace(slots.draw, index=slots.draw.index + counts)
-    last = jnp.maximum(tokens, 0)
-    return _placed(Slots(caches=new, last=last, active=slots.active, draw=draw)), tokens
+    last = jnp.maximum(drawn.tokens, 0)
+    return _placed(Slots(caches=new, last=last, active=slots.active, draw=draw)), drawn
 
 
 def clear(caches: Caches, rows: jax.Array) -> Caches:
@@ -279,31 +295,40 @@ def clear_slots(slots: Slots, cleared: jax.Array) -> Slots:
     return _placed(dataclasses.replace(slots, caches=clear(slots.caches, cleared), active=active))
 
 
-def _next_tokens(
+def next_tokens(
     logits: jax.Array, old: Caches, new: Caches, counts: jax.Array, draw: Draw
-) -> jax.Array:
+) -> Drawn:
+    """Draw the next tokens, or return codes where a cache did not grow by `counts`."""
     mode = old[0].spec.mode
-    drawn = sample(ambient_sharding(mode).place(logits, (BATCH, EMPTY)), draw)
-    counts = _by_slot(counts, mode)
+    draw = jax.tree.map(lambda leaf: by_slot(leaf, mode), draw)
+    logits = ambient_sharding(mode).place(logits, (BATCH, EMPTY))
+    tokens = by_slot(sample(logits, draw), mode)
+    logprobs = by_slot(logprobs_of(logits, jnp.maximum(tokens, 0)), mode)
+    counts = by_slot(counts, mode)
     # The model may ignore a refusal, but a cache that refuses keeps its length.
     growth = jnp.stack(
         [after.length - before.length for before, after in zip(old, new, strict=True)]
     )
     code = jnp.where(jnp.all((growth == counts) | (growth == 0), axis=0), REFUSED, MISCOUNTED)
-    return _by_slot(jnp.where(jnp.all(growth == counts, axis=0), drawn, code), mode)
+    tokens = by_slot(jnp.where(jnp.all(growth == counts, axis=0), tokens, code), mode)
+    return Drawn(tokens=tokens, logprobs=logprobs)
 
 
 def _placed(slots: Slots) -> Slots:
     # The partitioner might choose another sharding in every function. Then each function would be
     # compiled again for the result of every other one.
     mode = slots.caches[0].spec.mode
-    active, draw = _replicated((slots.active, slots.draw), mode)
-    return Slots(caches=slots.caches, last=_by_slot(slots.last, mode), active=active, draw=draw)
+    active, draw = replicated((slots.active, slots.draw), mode)
+    return Slots(caches=slots.caches, last=by_slot(slots.last, mode), active=active, draw=draw)
 
 
-def _by_slot(x: jax.Array, mode: str | None) -> jax.Array:
+def by_slot(x: jax.Array, mode: str | None) -> jax.Array:
+    """Return an array `[batch]`, sharded like the caches of a mode."""
     return ambient_sharding(mode).place(x, (BATCH,))
 
 
-def _replicated(x: Any, mode: str | None) -> Any:
-    return jax.tree.map(lambda leaf: ambient_sharding(mode).place(leaf, (EMPTY,)), x)
+def replicated(x: Any, mode: str | None) -> Any:
+    """Return a tree of arrays, replicated over the mesh."""
+    return jax.tree.map(
+        lambda leaf: ambient_sharding(mode).place(leaf, (EMPTY,) * jnp.ndim(leaf)), x
+    )

@@ -1,0 +1,155 @@
+"""Which request uses which pages of the pool. It is plain Python, without arrays and devices.
+
+A request takes pages as its text grows, and gives them back when it ends. Pages that are full are
+shared with requests whose texts begin with the same tokens. A page that no request uses keeps its
+content until the page is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from shardwright.serving.prefixes import Node, Prefixes
+
+# The page of a column whose page was given back.
+NO_PAGE = -1
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class Table:
+    """The pages of a request.
+
+    Attributes:
+      node: The last of its pages that is shared by content.
+      pages: Page numbers, in the order of the text. NO_PAGE for those outside of the window.
+      shared: Number of its first pages that are in the tree of prefixes.
+      left: Number of its first pages that were given back.
+    """
+
+    node: Node
+    pages: list[int] = dataclasses.field(default_factory=list)
+    shared: int = 0
+    left: int = 0
+
+
+class Pages:
+    """The pages of a pool.
+
+    Attributes:
+      count: Number of pages.
+      size: Rows of a page.
+      prefixes: Full pages by content.
+      hits: Pages that requests took from other requests instead of computing them.
+    """
+
+    def __init__(self, *, count: int, size: int) -> None:
+        self.count, self.size = count, size
+        self.prefixes = Prefixes()
+        self.hits = 0
+        self._references = [0] * count
+        self._free = list(reversed(range(count)))
+
+    @property
+    def available(self) -> int:
+        """Pages that no request uses."""
+        return len(self._free) + len(self.prefixes.unused)
+
+    @property
+    def used(self) -> int:
+        """Pages that requests use."""
+        return self.count - self.available
+
+    def open(self) -> Table:
+        """Return a table without pages."""
+        return Table(node=self.prefixes.root)
+
+    def missing(self, table: Table, tokens: int) -> int:
+        """Return how many more pages a table needs to hold this many tokens."""
+        return max(-(-tokens // self.size) - len(table.pages), 0)
+
+    def grow(self, table: Table, tokens: int) -> bool:
+        """Add pages until a table holds this many tokens; add none if too few are available."""
+        count = self.missing(table, tokens)
+        if count > self.available:
+            return False
+        for _ in range(count):
+            if not self._free:
+                self._free += self.prefixes.drop_oldest()
+            page = self._free.pop()
+            self._references[page] = 1
+            table.pages.append(page)
+        return True
+
+    def adopt(self, table: Table, tokens: Sequence[int], read: int) -> int:
+        """Share the pages of other requests that hold the next tokens.
+
+        Args:
+          table: The table of a request.
+          tokens: What the request has to read. At least the last token is left to read, because
+            its logits are needed.
+          read: Number of tokens that it has read.
+
+        Returns:
+          Number of tokens that it has read or adopted.
+        """
+        while read % self.size == 0 and read + self.size < len(tokens):
+            column = read // self.size
+            node = table.node.children.get(tuple(tokens[read : read + self.size]))
+            # Pages that were grown but not written would have to be given back first.
+            if node is None or column != table.shared or column != len(table.pages):
+                break
+            self.prefixes.use(node.page)
+            self._references[node.page] += 1
+            table.pages.append(node.page)
+            table.node, table.shared = node, column + 1
+            self.hits += 1
+            read += self.size
+        return read
+
+    def offer(self, table: Table, tokens: Sequence[int]) -> None:
+        """Let other requests share the pages that these tokens have filled.
+
+        Args:
+          table: The table of the request that wrote them.
+          tokens: All tokens of its text whose keys and values are written.
+        """
+        while table.node.is_linked and (table.shared + 1) * self.size <= len(tokens):
+            first, page = table.shared * self.size, table.pages[table.shared]
+            if page == NO_PAGE:
+                return
+            key = tuple(tokens[first : first + self.size])
+            node = self.prefixes.add(table.node, key, page)
+            if node is None:
+                # Another request has written the same tokens: its page stays the shared one.
+                node = table.node.children[key]
+            table.node, table.shared = node, table.shared + 1
+
+    def leave_before(self, table: Table, position: int) -> None:
+        """Give back the pages whose positions are all below `position`."""
+        while table.left < min(position // self.size, len(table.pages)):
+            self._release(table.pages[table.left])
+            table.pages[table.left] = NO_PAGE
+            table.left += 1
+
+    def close(self, table: Table) -> None:
+        """Give back all pages of a table."""
+        # The last page first: a page is of no use without those before it.
+        for page in reversed(table.pages):
+            if page != NO_PAGE:
+                self._release(page)
+        table.pages.clear()
+        table.node, table.shared, table.left = self.prefixes.root, 0, 0
+
+    def forget(self) -> None:
+        """Share no page that was written until now, as the weights or the arrays were replaced."""
+        self._free += self.prefixes.clear()
+
+    def _release(self, page: int) -> None:
+        self._references[page] -= 1
+        if self._references[page]:
+            return
+        if page in self.prefixes:
+            self.prefixes.leave(page)
+        else:
+            self._free.append(page)

@@ -1,0 +1,90 @@
+"""Which thread runs the next step: threads and tasks that wait for tokens share the steps."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+from shardwright.errors import ServingError
+from shardwright.serving.loop import Loop
+
+
+class Turn:
+    """The lock of an engine. Whoever holds it may run a step.
+
+    Attributes:
+      order: Guards the queue while a request is submitted.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self.order = threading.RLock()
+        self._loop = loop
+        # A callback of a request may call the engine from within a step.
+        self._lock = threading.RLock()
+        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+        self._running: concurrent.futures.Future[None] | None = None
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._lock.release()
+
+    @contextlib.contextmanager
+    def if_free(self) -> Iterator[bool]:
+        """Hold the lock unless another thread has it; yield whether it is held."""
+        held = self._lock.acquire(blocking=False)
+        try:
+            yield held
+        finally:
+            if held:
+                self._lock.release()
+
+    def step(self) -> None:
+        """Run one step; call it with the lock.
+
+        Raises:
+          ServingError: A step is running, which has called back.
+        """
+        if self._loop.stepping:
+            raise ServingError(
+                "step() was called from within a step",
+                path="on_token",
+                fix="submit and cancel from a callback, do not step",
+            )
+        self._loop.step()
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Run steps until `done()`; the steps of other threads count."""
+        while not done():
+            with self._lock:
+                if not done():
+                    self.step()
+
+    async def until_async(self, done: Callable[[], bool]) -> None:
+        """Run steps in a thread until `done()`; tasks that wait together share a step."""
+        while not done():
+            # Another task waits for the same step, so a canceled task must not cancel it.
+            await asyncio.shield(asyncio.wrap_future(self._next_step()))
+
+    def _next_step(self) -> concurrent.futures.Future[None]:
+        with self.order:
+            if self._pool is None:
+                self._pool = concurrent.futures.ThreadPoolExecutor(1, "shardwright-engine")
+            if self._running is None or self._running.done():
+                self._running = self._pool.submit(self._step_alone)
+            return self._running
+
+    def _step_alone(self) -> None:
+        with self._lock:
+            if not self._loop.idle:
+                self.step()
