@@ -25,6 +25,7 @@ from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
 import shardwright as sw
+from shardwright import caches
 from shardwright.interop import fjformer, hf
 from shardwright.testing import virtual_devices
 
@@ -269,6 +270,20 @@ def each_process_reads_its_shards_of_a_checkpoint() -> None:
         np.testing.assert_array_equal(whole(params[name]), value)
 
 
+def refusals_of_slots_in_other_processes() -> None:
+    """The slots are sharded over the processes, and each process reads all refusals."""
+    with manager().for_mode("decode"):
+        cache = caches.init("dense", batch=4, capacity=4, kv_heads=1, head_dim=2, dtype="float32")
+        assert not cache.length.is_fully_addressable
+        k = numbers(4, 3, 1, 2)
+        append = jax.jit(lambda cache, k, valid: cache.append(k, k, valid=valid))
+        first = append(cache, k, np.arange(3) < np.array([[3], [1], [1], [3]]))
+        second = append(first.require(), k, np.ones((4, 3), bool))
+    assert first.reasons() == {}
+    assert {at: why.name for at, why in second.reasons().items()} == {0: "OVERFLOW", 3: "OVERFLOW"}
+    refused(second.require, "entry 0 was refused")
+
+
 RANKS = ("mp_node_size", "dp_node_size", "dp_node_rank", "mp_node_rank")
 
 CASES = [
@@ -286,6 +301,7 @@ CASES = [
     planned_moves_cross_processes,
     ranks_of_processes_that_share_a_model_or_not,
     each_process_reads_its_shards_of_a_checkpoint,
+    refusals_of_slots_in_other_processes,
 ]
 
 

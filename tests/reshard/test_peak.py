@@ -23,6 +23,14 @@ def test_peak_is_planned(tree: str, way: str) -> None:
     assert peak.growth <= peak.planned
 
 
+@pytest.mark.parametrize("tree", moving.TREES)
+def test_peak_of_restoring(tree: str) -> None:
+    """Restored under another strategy: the target and three pieces."""
+    pytest.importorskip("orbax.checkpoint")
+    peak = moving.measure(tree, moving.RESTORE)
+    assert peak.growth <= peak.allowed
+
+
 def test_parent_process_does_not_count() -> None:
     large = np.ones(2**30, np.uint8)
     peak = moving.measure("512 MiB, 16 leaves", moving.DONATED)

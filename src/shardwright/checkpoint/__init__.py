@@ -1,9 +1,10 @@
 """Save the whole state of a training run, and restore it under any strategy, mesh and number of
 processes.
 
-`state` saves and restores with orbax, `leaves` says how each leaf of a state is written, and
-`safetensors` exports parameters. Caches also save themselves with orbax: that code is in `caches`,
-because it also saves their specs. Moving arrays that are already on devices belongs to `reshard`.
+`state` saves and restores with orbax, `leaves` says how each leaf of a state is written, `chunks`
+bounds the memory of reading, and `safetensors` exports parameters. Caches also save themselves with
+orbax: that code is in `caches`, because it also saves their specs. Moving arrays that are already
+on devices belongs to `reshard`.
 """
 
 from shardwright.checkpoint.safetensors import export_safetensors as export_safetensors

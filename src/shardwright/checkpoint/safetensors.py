@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +15,7 @@ import numpy as np
 
 from shardwright import _jax
 from shardwright.checkpoint import leaves
+from shardwright.checkpoint.staging import staged
 from shardwright.errors import CheckpointError, Problem, raise_problems
 from shardwright.reshard.pieces import parse_bytes
 
@@ -87,15 +85,17 @@ def export_safetensors(
             fix="rename the key",
         )
     files = _divided(tensors, parse_bytes(most))
-    with _staged(path) as staged:
+    with staged(str(path)) as new:
+        folder = Path(new)
+        folder.mkdir()
         for file, names in files.items():
-            _write(staged / file, {name: tensors[name] for name in names}, metadata or {})
+            _write(folder / file, {name: tensors[name] for name in names}, metadata or {})
         weight_map = {name: file for file, names in files.items() for name in names}
         if len(files) > 1:
             total = sum(value.nbytes for value in tensors.values())
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             text = json.dumps(index, indent=2) + "\n"
-            (staged / "model.safetensors.index.json").write_text(text)
+            (folder / "model.safetensors.index.json").write_text(text)
     return weight_map
 
 
@@ -183,16 +183,3 @@ def _shards(value: Any) -> Iterator[tuple[Any, np.ndarray[Any, Any]]]:
     for shard in value.addressable_shards:
         if shard.replica_id == 0 and math.prod(shard.data.shape):
             yield shard.index, np.asarray(shard.data)
-
-
-@contextlib.contextmanager
-def _staged(path: Path) -> Iterator[Path]:
-    """Give a temporary folder beside a path, and rename it to the path at the end."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder = path.with_name(f"{path.name}.exporting-{uuid.uuid4().hex}")
-    folder.mkdir()
-    try:
-        yield folder
-        folder.rename(path)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import threading
 from typing import Any
 
 import jax
 
 from shardwright import _jax
-from shardwright.checkpoint import leaves
+from shardwright.checkpoint import chunks, leaves
 from shardwright.checkpoint.leaves import Kind, SavedLeaf
 from shardwright.checkpoint.orbax_files import directory, import_orbax
 from shardwright.errors import CheckpointError
@@ -18,6 +19,9 @@ from shardwright.vocabulary.integers import read_integer
 
 _FORMAT = 1
 _WHAT = "saving and restoring a state"
+# Old checkpoints are moved to this folder before they are deleted. So a program that is killed
+# while it deletes does not leave a part of a checkpoint that looks like a whole one.
+_DELETED = ".deleted"
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -57,6 +61,7 @@ class Saving:
                 raise _failed(self.folder, self.step) from error
             finally:
                 manager.close()
+                _delete_old(self.folder)
                 if _PENDING.get(self.folder) is self:
                     del _PENDING[self.folder]
 
@@ -75,9 +80,10 @@ def save(
 ) -> Saving:
     """Write a state as checkpoint number `step` of a folder.
 
-    The checkpoint appears when it is complete, or not at all. A save that was killed leaves a
-    temporary directory, which the next save to the folder removes. So only one program may save to
-    a folder at a time; the processes of one `jax.distributed` run count as one.
+    The checkpoint appears when it is complete, or not at all. A save that is killed leaves
+    temporary directories, and the next save to the folder removes them. So only one program may
+    save to a folder at a time. All processes of a `jax.distributed` run are one program: each of
+    them calls `save`.
 
     Args:
       folder: Folder of the checkpoints, which is created if necessary. One directory per step.
@@ -105,6 +111,7 @@ def save(
     saved, arrays = leaves.written(pairs)
     if path in _PENDING:
         _PENDING[path].wait()
+    _delete_old(path)
     manager = _manager(orbax, path, keep=keep, writes=True)
     if step in manager.all_steps():
         manager.close()
@@ -115,7 +122,7 @@ def save(
         )
     items = {"about": orbax.args.JsonSave(_description(saved))}
     if arrays:
-        items["state"] = orbax.args.PyTreeSave(arrays)
+        items["state"] = chunks.write_request(orbax, arrays)
     try:
         manager.save(step, args=orbax.args.Composite(**items), force=True)
     except Exception as error:
@@ -136,6 +143,9 @@ def restore(
     partial: bool = False,
 ) -> Any:
     """Return the state of a checkpoint. Every device reads its own shards.
+
+    Beside the restored arrays, host memory holds at most 128 MiB that are being read, or two of
+    the largest shards, and a few parts of 16 MiB.
 
     Args:
       folder: The folder that was given to `save`.
@@ -158,15 +168,13 @@ def restore(
     manager = _manager(orbax, path)
     try:
         saved = _read_description(orbax, manager, path, number)
-        matched = leaves.matched(saved, pairs, partial=partial)
-        wanted: dict[str, Any] = {}
-        for leaf in matched:
-            read_as = leaf.read_as()
-            if read_as is not None:
-                leaves.put(wanted, leaf.saved.path, read_as)
-        arrays = _read_arrays(orbax, manager, path, number, wanted) if wanted else {}
     finally:
         manager.close()
+    matched = leaves.matched(saved, pairs, partial=partial)
+    try:
+        arrays = chunks.read(orbax, os.path.join(path, str(number), "state"), matched)
+    except (KeyError, ValueError, OSError) as error:
+        raise _damaged(path, number) from error
     values = [
         leaf.restored(
             leaves.get(arrays, leaf.saved.path)
@@ -186,21 +194,30 @@ def steps(folder: str | os.PathLike[str]) -> tuple[int, ...]:
       CheckpointError: orbax is not installed.
     """
     orbax, path = import_orbax(_WHAT, CheckpointError), directory(folder, CheckpointError, "folder")
-    if "://" not in path and not os.path.isdir(path):
-        return ()
-    manager = _manager(orbax, path)
-    try:
-        return tuple(sorted(manager.all_steps()))
-    finally:
-        manager.close()
+    # Not through a manager of orbax: that waits until every process creates one.
+    found = orbax.utils.checkpoint_steps_paths(path)
+    return tuple(sorted(int(step.name) for step in found if step.name.isdecimal()))
 
 
 def _manager(orbax: Any, path: str, *, keep: int | None = None, writes: bool = False) -> Any:
     # Only a save removes leftovers: a reader must not disturb the program that saves.
     options = orbax.CheckpointManagerOptions(
-        max_to_keep=keep, cleanup_tmp_directories=writes, create=writes
+        max_to_keep=keep,
+        cleanup_tmp_directories=writes,
+        create=writes,
+        todelete_subdir=_DELETED if writes and _is_local(path) else None,
     )
     return orbax.CheckpointManager(path, options=options)
+
+
+def _delete_old(path: str) -> None:
+    """Finish deleting old checkpoints, also those that a killed program left."""
+    if _is_local(path) and jax.process_index() == 0:
+        shutil.rmtree(os.path.join(path, _DELETED), ignore_errors=True)
+
+
+def _is_local(path: str) -> bool:
+    return "://" not in path
 
 
 def _check_outside_of_trace(what: str) -> None:
@@ -259,23 +276,15 @@ def _read_description(orbax: Any, manager: Any, path: str, step: int) -> list[Sa
     )
 
 
-def _read_arrays(orbax: Any, manager: Any, path: str, step: int, wanted: Any) -> Any:
-    request = orbax.args.PyTreeRestore(
-        item=wanted,
-        restore_args=orbax.checkpoint_utils.construct_restore_args(wanted),
-        partial_restore=True,
+def _damaged(path: str, step: int) -> CheckpointError:
+    others = [known for known in steps(path) if known != step]
+    text = f"pass another step: {', '.join(map(str, others))}" if others else "save it again"
+    return CheckpointError(
+        f"the arrays of step {step} in {path} cannot be read: they were changed or damaged after "
+        "they were saved",
+        path="folder",
+        fix=text,
     )
-    try:
-        return manager.restore(step, args=orbax.args.Composite(state=request))["state"]
-    except (KeyError, ValueError, OSError) as error:
-        others = [known for known in steps(path) if known != step]
-        text = f"pass another step: {', '.join(map(str, others))}" if others else "save it again"
-        raise CheckpointError(
-            f"the arrays of step {step} in {path} cannot be read: they were changed or damaged "
-            "after they were saved",
-            path="folder",
-            fix=text,
-        ) from error
 
 
 def _failed(path: str, step: int) -> CheckpointError:

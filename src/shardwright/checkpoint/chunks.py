@@ -1,0 +1,75 @@
+"""Write and read the arrays of a checkpoint with orbax, a bounded number of bytes at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import jax
+
+from shardwright.checkpoint import leaves
+from shardwright.checkpoint.leaves import TargetLeaf
+
+# Most bytes of a chunk. A chunk is read as a whole, even if only a part of it is needed.
+CHUNK: Final = 16 * 2**20
+# A process reads shards side by side, up to this number of bytes; at least one shard.
+AT_ONCE: Final = 128 * 2**20
+
+
+def write_request(orbax: Any, arrays: dict[str, Any]) -> Any:
+    """Return the request to write a tree of arrays in chunks."""
+    chunks = jax.tree.map(lambda _: orbax.SaveArgs(chunk_byte_size=CHUNK), arrays)
+    return orbax.args.PyTreeSave(arrays, save_args=chunks)
+
+
+def read(orbax: Any, folder: str, targets: Sequence[TargetLeaf]) -> dict[str, Any]:
+    """Return the arrays of a checkpoint as a tree of dicts, each with the sharding of its target.
+
+    Args:
+      orbax: The module.
+      folder: Folder of the arrays.
+      targets: The leaves to read. Those that are not arrays are left out.
+
+    Raises:
+      KeyError, ValueError, OSError: The files are damaged.
+    """
+    wanted: dict[str, Any] = {}
+    for leaf in targets:
+        if (read_as := leaf.read_as()) is not None:
+            leaves.put(wanted, leaf.saved.path, read_as)
+    if not wanted:
+        return {}
+    from etils import epath  # a dependency of orbax
+
+    request = orbax.args.PyTreeRestore(
+        item=wanted,
+        restore_args=orbax.checkpoint_utils.construct_restore_args(wanted),
+        partial_restore=True,
+    )
+    path = epath.Path(folder)
+    stored = orbax.PyTreeCheckpointHandler().metadata(path).tree
+    # orbax refuses a read that is not smaller than the limit.
+    largest = max((size for leaf in targets for size in _reads(leaf, stored)), default=0)
+    limit = max(AT_ONCE, largest + 1024)
+    handler = orbax.PyTreeCheckpointHandler(restore_concurrent_gb=limit / 10**9)
+    arrays: dict[str, Any] = handler.restore(path, args=request)
+    return arrays
+
+
+def _reads(leaf: TargetLeaf, stored: dict[str, Any]) -> Iterator[int]:
+    """Yield the bytes of each read of a leaf: those of all chunks that it overlaps."""
+    wanted = leaf.read_as()
+    if wanted is None:
+        return
+    shape, storage = wanted.shape, leaves.get(stored, leaf.saved.path).storage
+    chunk = (storage and storage.chunk_shape) or shape
+    boxes: list[Any] = [(slice(None),) * len(shape)]
+    if leaf.sharding is not None:
+        boxes = list(leaf.sharding.addressable_devices_indices_map(shape).values())
+    for box in boxes:
+        sides = []
+        for cut, size, step in zip(box, shape, chunk, strict=True):
+            start, stop, _ = cut.indices(size)
+            sides.append((-(-stop // step) - start // step) * step)
+        yield math.prod(sides) * wanted.dtype.itemsize
