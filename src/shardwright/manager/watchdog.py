@@ -85,7 +85,7 @@ class Watchdog(threading.Thread):
         self._seen: dict[int, tuple[int, float]] = {}
         self._own = _Beat()
         self._alive: frozenset[int] = frozenset()
-        self._trouble_since = 0.0
+        self._lost_since = 0.0
         atexit.register(self._leave)
 
     def widen(self, group: ProcessGroup, seconds: float) -> None:
@@ -143,26 +143,38 @@ class Watchdog(threading.Thread):
 
     def _look(self, beats: dict[int, _Beat]) -> None:
         """End this process if the beats of the others say that one is missing."""
-        missing = self._silent(beats)
-        self._alive = self._ranks - frozenset(missing)
-        raised = {rank: beat for rank, beat in beats.items() if beat.state == _State.RAISED}
-        raised = {rank: beat for rank, beat in raised.items() if rank in self._ranks}
-        for rank, beat in raised.items():
-            missing[rank] = f"process {rank} raised {beat.text}"
-        missing |= {
-            rank: text for rank, text in self._elsewhere(beats).items() if rank not in missing
-        }
-        if not missing:
-            return
-        self._trouble_since = self._trouble_since or time.monotonic()
-        late = time.monotonic() - self._trouble_since > self._seconds - self._interval
-        # Errors of JAX may come from a process that was killed, which is not yet silent for long.
-        if not late and set(missing) == {rank for rank, beat in raised.items() if beat.lost}:
-            return
-        text = "; ".join(text for _, text in sorted(missing.items()))
-        self._end(text, missing=frozenset(missing))
+        missing = self._missing(beats)
+        if missing:
+            text = "; ".join(text for _, text in sorted(missing.items()))
+            self._end(text, missing=frozenset(missing))
 
-    def _silent(self, beats: dict[int, _Beat]) -> dict[int, str]:
+    def _missing(self, beats: dict[int, _Beat]) -> dict[int, str]:
+        """Return a text for each process that is missing, by rank.
+
+        If a process is killed, the collectives of others raise errors of JAX before it has been
+        silent for long. So such errors are not reported at once, and only if no process is silent.
+        """
+        silent = self._silent(beats, self._seconds - self._interval)
+        self._alive = self._ranks - frozenset(silent)
+        raised = {
+            rank: beat
+            for rank, beat in beats.items()
+            if rank in self._ranks and beat.state == _State.RAISED
+        }
+        texts = {rank: f"process {rank} raised {beat.text}" for rank, beat in raised.items()}
+        missing = {**self._elsewhere(beats), **silent}
+        missing = {rank: text for rank, text in missing.items() if rank not in raised}
+        missing |= {rank: text for rank, text in texts.items() if not raised[rank].lost}
+        if missing or not raised:
+            return missing
+        self._lost_since = self._lost_since or time.monotonic()
+        if time.monotonic() - self._lost_since < self._seconds - self._interval:
+            return {}
+        silent = self._silent(beats, self._seconds / 2)
+        return {rank: text for rank, text in silent.items() if rank not in raised} or texts
+
+    def _silent(self, beats: dict[int, _Beat], seconds: float) -> dict[int, str]:
+        """Return the processes whose last beat is at least some seconds old."""
         now, missing = time.monotonic(), {}
         for rank in self._ranks - {self._rank}:
             if (beat := beats.get(rank)) is None:
@@ -170,7 +182,7 @@ class Watchdog(threading.Thread):
             number, since = self._seen.get(rank, (-1, now))
             if beat.number != number:
                 self._seen[rank] = (beat.number, now)
-            elif now - since >= self._seconds - self._interval and beat.state != _State.ENDED:
+            elif now - since >= seconds and beat.state != _State.ENDED:
                 missing[rank] = _no_sign(rank, now - since)
         return missing
 

@@ -1,0 +1,93 @@
+"""Which process the watchdog names, from the beats of all; real processes: tests/multiprocess."""
+
+from __future__ import annotations
+
+import atexit
+from typing import Any
+
+import pytest
+
+from shardwright.manager import watchdog
+from shardwright.manager.processes import ProcessGroup
+from shardwright.manager.watchdog import Watchdog, _Beat, _State
+
+LOST = {"state": _State.RAISED, "text": "JaxRuntimeError: closed by peer", "lost": True}
+
+
+class Clock:
+    """Time that a test moves."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+STORE: Any = type("Store", (), {"rank": 0})()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(watchdog.time, "monotonic", clock)
+    return clock
+
+
+def watch(clock: Clock, beats: dict[int, dict[str, Any]], seconds: float) -> tuple[float, str]:
+    """Return when process 0 names others, and what it says; ranks without beats are silent."""
+    group: Any = ProcessGroup(store=STORE, ranks=(0, 1, 2, 3))
+    dog = Watchdog(group, 8)
+    atexit.unregister(dog._leave)
+    number = 0
+    while clock.now < 100 + seconds:
+        number += 1
+        alive = {rank: _Beat(number=number, **about) for rank, about in beats.items()}
+        silent = {rank: _Beat(number=1) for rank in group.ranks if rank not in beats}
+        missing = dog._missing({**silent, **alive})
+        if missing:
+            return clock.now - 100, "; ".join(missing.values())
+        clock.now += dog._interval
+    return clock.now - 100, ""
+
+
+def test_healthy_processes(clock: Clock) -> None:
+    assert watch(clock, {0: {}, 1: {}, 2: {}, 3: {}}, 60)[1] == ""
+
+
+@pytest.mark.parametrize("others", [{0: {}, 1: {}, 2: {}}, {0: {}, 1: LOST, 2: LOST}])
+def test_the_silent_process_is_named(clock: Clock, others: dict[int, dict[str, Any]]) -> None:
+    """Also if the collectives of others raise an error before it has been silent for long."""
+    seconds, text = watch(clock, others, 60)
+    assert text in [f"process 3 has given no sign of life for {wait} s" for wait in ("7.5", "8.0")]
+    assert seconds <= 8
+
+
+def test_late_beats_of_a_killed_process(clock: Clock) -> None:
+    """The last beat of the killed process is read after the error of another one."""
+    group: Any = ProcessGroup(store=STORE, ranks=(0, 1, 2))
+    dog = Watchdog(group, 8)
+    atexit.unregister(dog._leave)
+    missing: dict[int, str] = {}
+    while not missing:
+        number = int(clock.now * 10)
+        late = 1 if clock.now < 102 else 2
+        missing = dog._missing(
+            {0: _Beat(number=number), 1: _Beat(number=number, **LOST), 2: _Beat(number=late)}
+        )
+        clock.now += 0.5
+    assert list(missing) == [2]
+    assert clock.now - 100 <= 9
+
+
+def test_own_errors_are_named_at_once(clock: Clock) -> None:
+    raised = {"state": _State.RAISED, "text": "ValueError: no space"}
+    assert watch(clock, {0: {}, 1: raised, 2: LOST, 3: {}}, 60) == (
+        0,
+        "process 1 raised ValueError: no space",
+    )
+
+
+def test_errors_of_jax_alone_are_named(clock: Clock) -> None:
+    """If no process is silent, such an error is the cause."""
+    seconds, text = watch(clock, {0: {}, 1: {}, 2: LOST, 3: {}}, 60)
+    assert (seconds, text) == (7.5, "process 2 raised JaxRuntimeError: closed by peer")
