@@ -13,8 +13,12 @@ _STEP = (5**0.5 - 1) / 2
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all but `keep` cases of each test with `@pytest.mark.sweep(keep=...)` as wide."""
-    sweeps: dict[tuple[str, object, int], list[pytest.Item]] = collections.defaultdict(list)
+    """Mark all but `keep` cases of each test with `@pytest.mark.sweep(keep=...)` as wide.
+
+    With `wide=`, only that many are wide, and the rest are slow.
+    """
+    sweeps: dict[tuple[str, object, int, int | None], list[pytest.Item]]
+    sweeps = collections.defaultdict(list)
     for item in items:
         marker = item.get_closest_marker("sweep")
         if marker is not None:
@@ -22,11 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             slow = any(item.get_closest_marker(name) for name in ("slow", "product", "wide"))
             if not slow:
                 name = item.nodeid.partition("[")[0]
-                sweeps[name, item.parent, marker.kwargs["keep"]].append(item)
-    for (_, _, keep), cases in sweeps.items():
+                keep, wide = marker.kwargs["keep"], marker.kwargs.get("wide")
+                sweeps[name, item.parent, keep, wide].append(item)
+    for (_, _, keep, wide), cases in sweeps.items():
         order = sorted(range(len(cases)), key=lambda index: index * _STEP % 1)
-        for index in order[keep:]:
-            cases[index].add_marker("wide")
+        for place, index in enumerate(order[keep:]):
+            cases[index].add_marker("wide" if wide is None or place < wide else "slow")
 
 
 def pytest_collection_finish() -> None:

@@ -91,19 +91,23 @@ install() {
   "$python" -m pip install "$@" -e ".[$extras]" || die "pip could not install shardwright[$extras] into $venv, see above"
 }
 
-# Install flax, eformer and what they import (17 MB), because some tests compare with them. They are
+# Install flax, haliax, eformer and what they import (22 MB), because some tests compare with them. They are
 # not an extra: eformer also requires ray and cloud clients, which its sharding does not import.
 # --no-deps and --target keep both from changing the version of JAX that is tested.
 oracles() {
   # Code that reads stack frames skips folders of this name.
   place=$(cd "$venv" && pwd)/oracles/site-packages
   rm -rf "$place"
-  for names in "flax treescope pyyaml msgpack chex toolz contextlib2" eformer; do
+  for names in "flax treescope pyyaml msgpack chex toolz contextlib2" \
+    "haliax>=1.4.dev453 equinox jaxtyping wadler-lindig jmp aqtp" eformer; do
     # shellcheck disable=SC2086  # several names
     "$python" -m pip install -qq --disable-pip-version-check --no-input --no-deps --target "$place" $names ||
       say "could not install ${names%% *}, see above; the tests that compare with it are skipped"
   done
-  rm -rf "$place"/*.dist-info
+  # Three read their own version there. The plugin of jaxtyping for pytest is not used.
+  find "$place" -maxdepth 1 -name '*.dist-info' ! -name 'equinox-*' ! -name 'jaxtyping-*' \
+    ! -name 'wadler_lindig-*' -exec rm -rf {} +
+  rm -f "$place"/jaxtyping-*.dist-info/entry_points.txt
   echo "$place" > "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shardwright-oracles.pth"
 }
 

@@ -112,6 +112,7 @@ from shardwright.vocabulary.modes import MODE_TRAIN as MODE_TRAIN
 from shardwright.vocabulary.modes import RUNTIME_MODE_TYPES as RUNTIME_MODE_TYPES
 
 if TYPE_CHECKING:
+    from shardwright.inference.constrained import constrained as constrained
     from shardwright.inference.infer import infer_axes as infer_axes
     from shardwright.interop.fjformer.spec_trees import (
         get_names_from_partition_spec as get_names_from_partition_spec,
@@ -128,6 +129,7 @@ _moved.install()
 # Imported on first use, because most programs do not need these names and their imports are slow.
 # The slowest is pydantic, which only `Strategy` needs.
 _ON_DEMAND = {
+    "constrained": "shardwright.inference.constrained",
     "infer_axes": "shardwright.inference.infer",
     "lint": "shardwright.lints.catalogue",
     "search": "shardwright.plan.search",

@@ -200,7 +200,9 @@ def needs(page: Path) -> set[str]:
         block.text for block in blocks(page.read_text(encoding="utf-8")) if block.lang == "python"
     )
     return {
-        name for name in ("flax",) if re.search(rf"^(from|import) {name}\b", code, re.MULTILINE)
+        name
+        for name in ("flax", "equinox", "haliax")
+        if re.search(rf"^(from|import) {name}\b", code, re.MULTILINE)
     }
 
 

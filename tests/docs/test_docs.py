@@ -25,6 +25,7 @@ LONG = {
     for name in (
         "attention",
         "caches",
+        "eight-bits",
         "generation",
         "layers",
         "managers",
@@ -60,7 +61,12 @@ def test_snippets_print_what_pages_show(
             "the page shows a failure as JAX 0.10 compiles it; a newer one names another line "
             "of the model"
         )
+    if page.name == "haliax.md" and jax.__version_info__ >= (0, 11):
+        pytest.skip("products of haliax 1.4.dev453, the newest version, need JAX 0.10")
     monkeypatch.chdir(tmp_path)
+    # A page may add "." to the path. Python remembers the folder that "." was at first.
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    sys.path_importer_cache.pop(".", None)
     golden.file(page, snippets.rewritten(page))
     assert context.current() is None
 
