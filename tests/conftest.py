@@ -1,9 +1,10 @@
-"""Choose the cases of wide sweeps that every run includes."""
+"""Choose the cases that a run includes: those of sweeps, and one half of the wide ones."""
 
 from __future__ import annotations
 
 import collections
 import gc
+import zlib
 
 import pytest
 
@@ -11,8 +12,34 @@ import pytest
 _STEP = (5**0.5 - 1) / 2
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--wide-half`."""
+    parser.addoption(
+        "--wide-half",
+        type=int,
+        choices=(0, 1),
+        help="run one half of the wide cases; CI runs half 0 on the oldest JAX, 1 on the newest",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark sweeps as wide and slow, then drop the half of the wide cases that was not asked for."""
+    _mark_sweeps(items)
+    half = config.getoption("--wide-half")
+    if half is not None:
+        # By name, so that a new test moves no other one.
+        other = [
+            item
+            for item in items
+            if item.get_closest_marker("wide") and zlib.crc32(item.nodeid.encode()) % 2 != half
+        ]
+        config.hook.pytest_deselected(items=other)
+        dropped = set(other)
+        items[:] = [item for item in items if item not in dropped]
+
+
+def _mark_sweeps(items: list[pytest.Item]) -> None:
     """Mark all but `keep` cases of each test with `@pytest.mark.sweep(keep=...)` as wide.
 
     With `wide=`, only that many are wide, and the rest are slow.

@@ -26,6 +26,7 @@ LONG = {
         "attention",
         "caches",
         "eight-bits",
+        "equinox",
         "generation",
         "layers",
         "managers",
@@ -37,6 +38,7 @@ LONG = {
         "serving",
         "testing",
         "training",
+        "transformer-engine",
         "trees",
         "utilities",
     )

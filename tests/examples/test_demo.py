@@ -100,6 +100,7 @@ def test_demo_fails_on_different_results() -> None:
     assert "Everything agrees" not in done.stdout
 
 
+@pytest.mark.wide
 def test_demo_reports_without_training(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

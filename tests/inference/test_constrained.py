@@ -188,6 +188,7 @@ def test_guessed_dims_get_no_constraint() -> None:
     assert [each.kind for each in named.constraints] == ["hidden dim of an MLP"]
 
 
+@pytest.mark.wide
 def test_another_program_is_refused() -> None:
     forward = sw.constrained(SCANNED.forward, infer(SCANNED))
     other = dataclasses.replace(forward, forward=LLAMA.forward)

@@ -111,6 +111,7 @@ def test_training_equals_unsharded(mesh: str) -> None:
     np.testing.assert_allclose(losses(model), expected, rtol=1e-6)
 
 
+@pytest.mark.wide
 def test_inferred_axes() -> None:
     assert not inferred().guesses
     assert not inferred().conflicts

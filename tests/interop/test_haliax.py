@@ -123,6 +123,7 @@ def test_training_equals_unsharded(mesh: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.wide
 def test_annotations_of_named_arrays() -> None:
     values, axes = bridge.annotations(model())
     block = axes.blocks.stacked

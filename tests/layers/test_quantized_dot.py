@@ -184,6 +184,7 @@ def test_dtypes_equal_those_of_float_dot(
     assert [g.dtype for g in jax.grad(loss, (0, 1))(x, y)] == [left, right]
 
 
+@pytest.mark.wide
 def test_long_contraction_does_not_overflow() -> None:
     """127 * 127 * 140,000 exceeds int32."""
     x, y = jnp.ones((1, 140_000)), jnp.ones((140_000, 1))

@@ -50,6 +50,7 @@ def test_scan_equals_a_loop_over_blocks() -> None:
     blocks.assert_close(unsharded()[0][1], jax.jit(by_blocks)(PARAMS, X))
 
 
+@pytest.mark.wide
 def test_unstack_gives_the_same_layers() -> None:
     config, layers = transformer_block.unstack(CONFIG, PARAMS)
     assert len(layers) == len(transformer_block.specs(config)) == 4

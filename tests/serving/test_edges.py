@@ -55,6 +55,7 @@ def test_compile_gives_no_token_to_running_requests() -> None:
     assert [list(done.tokens) for done in engine.run([ask()])] == [TEXT]
 
 
+@pytest.mark.wide
 def test_cancel_with_handle_of_another_engine() -> None:
     first, other = make(), make()
     theirs, ours = first.submit(ask()), other.submit(ask())

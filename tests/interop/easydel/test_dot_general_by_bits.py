@@ -221,6 +221,7 @@ def test_serve_sharded_equals_unsharded() -> None:
     np.testing.assert_allclose(jax.jit(model(8, "serve").apply)(placed, x), y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.wide
 def test_init_in_serve_mode() -> None:
     variables = model(8, "serve").init(jax.random.key(0), X)
     np.testing.assert_allclose(
