@@ -36,6 +36,7 @@ def main(checkout: str, whose: str, *options: str) -> int:
 
         te_cpu.ANSWERS["get_device_compute_capability"] = ARCHITECTURE
         te_cpu.load(checkout)
+        te_cpu.multiply_blocks_in_float32()
     elif whose == "ours":
         install()
     else:

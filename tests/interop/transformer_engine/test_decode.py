@@ -21,23 +21,32 @@ CAUSAL = jnp.asarray(np.triu(np.ones((2, 1, 7, 7), np.uint8), 1))
 
 
 def decoded(module: Any, x: Any, **options: Any) -> Any:
-    """Return the outputs of one call per token, with a cache."""
-    variables = nn.unbox(module.init(jax.random.key(0), x, x, decode=True, deterministic=True))
-    params, cache, rows = variables["params"], variables["cache"], []
-    for at in range(x.shape[1]):
-        token = x[:, at : at + 1]
-        (row, _), state = module.apply(
-            {"params": params, "cache": cache},
-            token,
-            token,
-            decode=True,
-            deterministic=True,
-            mutable=["cache"],
-            **options,
-        )
-        cache = state["cache"]
+    """Return the parameters, the cache, and the outputs of one call per token."""
+    dim = 0 if module.transpose_batch_sequence else 1
+    fixed = {"decode": True, "deterministic": True}
+    variables = jax.jit(lambda x: nn.unbox(module.init(jax.random.key(0), x, x, **fixed)))(x)
+
+    @jax.jit
+    def step(cache: Any, token: Any) -> Any:
+        own = {"params": variables["params"], "cache": cache}
+        (row, _), state = module.apply(own, token, token, mutable=["cache"], **fixed, **options)
+        return row, state["cache"]
+
+    cache, rows = variables["cache"], []
+    for at in range(x.shape[dim]):
+        row, cache = step(cache, jax.lax.slice_in_dim(x, at, at + 1, axis=dim))
         rows.append(row)
-    return params, cache, jnp.concatenate(rows, axis=1)
+    return variables["params"], cache, np.concatenate(rows, axis=dim)
+
+
+def at_once(module: Any, params: Any, x: Any, *mask: Any) -> Any:
+    """Return the outputs of one call for all tokens, without a cache."""
+
+    @jax.jit
+    def run(params: Any, x: Any) -> Any:
+        return module.apply({"params": params}, x, x, *mask, deterministic=True)[0]
+
+    return run(params, x)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +63,7 @@ def test_decode_equals_causal_forward(fields: Any) -> None:
     """TransformerEngine rotates each token as the first one, and loses the mask of the cache."""
     module = te.MultiHeadAttention(4, 2, transpose_batch_sequence=False, **fields)
     params, cache, rows = decoded(module, X)
-    expected, _ = module.apply({"params": params}, X, X, deterministic=True)
-    np.testing.assert_allclose(rows, expected, atol=1e-5)
+    np.testing.assert_allclose(rows, at_once(module, params, X), atol=1e-5)
     assert int(cache["cache_index"]) == 7
     assert cache["cached_key"].shape == (2, 7, module.num_gqa_groups, 4)
 
@@ -67,9 +75,7 @@ def test_decode_with_a_padding_mask() -> None:
     module = te.MultiHeadAttention(4, 2, **options)
     params, _, rows = decoded(module, X, mask=mask)
     causal = jnp.asarray(np.triu(np.ones((7, 7), np.uint8), 1))
-    expected, _ = module.apply(
-        {"params": params}, X, X, jnp.maximum(mask, causal), deterministic=True
-    )
+    expected = at_once(module, params, X, jnp.maximum(mask, causal))
     np.testing.assert_allclose(rows[:, 1:], expected[:, 1:], atol=1e-5)
 
 
@@ -106,7 +112,8 @@ def test_decoder_layer_decodes() -> None:
 
 def test_decode_past_the_cache() -> None:
     module = te.MultiHeadAttention(4, 2, transpose_batch_sequence=False)
-    variables = nn.unbox(module.init(jax.random.key(0), X, X, decode=True))
+    init = jax.jit(lambda x: nn.unbox(module.init(jax.random.key(0), x, x, decode=True)))
+    variables = init(X)
     variables["cache"]["cache_index"] = jnp.array(7, jnp.int32)
     token = X[:, :1]
 
@@ -126,8 +133,7 @@ def test_decode_with_every_mask_type(mask_type: str, is_masked: bool) -> None:
     module = te.MultiHeadAttention(4, 2, attn_mask_type=mask_type, transpose_batch_sequence=False)
     nothing_hidden = jnp.zeros((2, 1, 1, 7), jnp.uint8)
     params, _, rows = decoded(module, X, mask=nothing_hidden if is_masked else None)
-    expected, _ = module.apply({"params": params}, X, X, CAUSAL, deterministic=True)
-    np.testing.assert_allclose(rows, expected, atol=1e-5)
+    np.testing.assert_allclose(rows, at_once(module, params, X, CAUSAL), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -135,34 +141,17 @@ def test_decode_with_every_mask_type(mask_type: str, is_masked: bool) -> None:
     [{"layernorm_type": "rmsnorm", "use_bias": True}, {"softmax_type": "off_by_one"}],
 )
 @pytest.mark.slow
-def test_decode_in_jit_with_length_first(fields: Any) -> None:
+def test_decode_with_length_first(fields: Any) -> None:
     module = te.MultiHeadAttention(
         4, 2, transpose_batch_sequence=True, enable_rotary_pos_emb=True, **fields
     )
     x = X.swapaxes(0, 1)
-    variables = nn.unbox(module.init(jax.random.key(0), x, x, decode=True, deterministic=True))
-    params, cache, rows = variables["params"], variables["cache"], []
-
-    @jax.jit
-    def step(cache: Any, token: Any) -> Any:
-        return module.apply(
-            {"params": params, "cache": cache},
-            token,
-            token,
-            decode=True,
-            deterministic=True,
-            mutable=["cache"],
-        )
-
-    for at in range(7):
-        (row, _), state = step(cache, x[at : at + 1])
-        cache = state["cache"]
-        rows.append(row)
-    expected, _ = module.apply({"params": params}, x, x, deterministic=True)
-    np.testing.assert_allclose(jnp.concatenate(rows), expected, atol=1e-5)
+    params, _, rows = decoded(module, x)
+    np.testing.assert_allclose(rows, at_once(module, params, x), atol=1e-5)
 
 
 def test_wrong_mask_of_a_cache() -> None:
     module = te.MultiHeadAttention(4, 2, attn_mask_type="padding", transpose_batch_sequence=False)
+    mask = jnp.zeros((2, 7, 7), jnp.uint8)
     with pytest.raises(sw.ShardingError, match=r"the mask has shape \(2, 7, 7\)"):
-        module.init(jax.random.key(0), X, X, jnp.zeros((2, 7, 7), jnp.uint8), decode=True)
+        jax.eval_shape(lambda x: module.init(jax.random.key(0), x, x, mask, decode=True), X)
