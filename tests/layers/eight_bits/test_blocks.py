@@ -72,9 +72,8 @@ def distances(got: Any, wanted: Any) -> list[float]:
     return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in arrays if np.size(b) > 8]
 
 
-@pytest.mark.parametrize(
-    "recipe", ["delayed", *[pytest.param(r, marks=pytest.mark.wide) for r in ("current", "mxfp8")]]
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
 def test_close_to_the_stack_in_float32(recipe: str) -> None:
     (_, (y, _)), (grads, dx, _) = unsharded(recipe)
     (_, (wanted, _)), (wanted_grads, wanted_dx, _) = unsharded(None)
@@ -86,7 +85,7 @@ def test_close_to_the_stack_in_float32(recipe: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "preset", "kind"),
     [
-        pytest.param(recipe, preset, kind, marks=() if sample else pytest.mark.slow)
+        pytest.param(recipe, preset, kind, marks=pytest.mark.wide if sample else pytest.mark.slow)
         for recipe, preset, kind, sample in [
             ("delayed", "fsdp_tp", "auto", True),
             ("delayed", "fsdp_tp_sp", "explicit", False),

@@ -20,6 +20,8 @@ from tests.layers import blocks
 from tests.layers.eight_bits.test_quantize import block_by_block
 
 RECIPES = ["delayed", "current", "mxfp8"]
+# The other recipes are wide: a compilation each.
+SAMPLED = ["delayed", *[pytest.param(r, marks=pytest.mark.wide) for r in ("current", "mxfp8")]]
 INPUT = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
 OUT = {
     "gate": (sw.BATCH, sw.QUERY_LENGTH, sw.MLP_INTERMEDIATE),
@@ -86,7 +88,7 @@ def rounded(x: np.ndarray, recipe: str, scale: float, dim: int, form: str) -> np
     return values.astype(np.float64) / np.float64(np.float32(scale))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", SAMPLED)
 def test_values_and_gradients_of_numpy(recipe: str) -> None:
     e4 = "float8_e4m3fn"
     e5 = e4 if recipe == "mxfp8" else "float8_e5m2"
@@ -133,15 +135,15 @@ def run_sharded(recipe: str, preset: str, kind: str) -> Any:
 
 
 SHARDED = [
-    pytest.param(recipe, preset, kind, marks=() if sample else pytest.mark.slow)
+    pytest.param(recipe, preset, kind, marks=marks)
     for recipe in RECIPES
-    for preset, kind, sample in [
-        ("fsdp_tp", "auto", recipe != "mxfp8"),
-        ("fsdp_tp", "explicit", recipe == "mxfp8"),
-        ("fsdp_tp", "mixed", False),
-        ("fsdp_tp_sp", "auto", False),
-        ("tensor", "explicit", False),
-        ("fsdp", "auto", False),
+    for preset, kind, marks in [
+        ("fsdp_tp", "auto", () if recipe == "delayed" else pytest.mark.wide),
+        ("fsdp_tp", "explicit", pytest.mark.wide if recipe == "mxfp8" else pytest.mark.slow),
+        ("fsdp_tp", "mixed", pytest.mark.slow),
+        ("fsdp_tp_sp", "auto", pytest.mark.slow),
+        ("tensor", "explicit", pytest.mark.slow),
+        ("fsdp", "auto", pytest.mark.slow),
     ]
     # The part of EMBED (64) over fsdp=8, or of QUERY_LENGTH (32) over tp, is not a multiple of 32.
     if not (recipe == "mxfp8" and preset in ("fsdp", "fsdp_tp_sp"))
@@ -209,6 +211,7 @@ def test_blocks_that_do_not_fit(preset: str | None, x: Any, message: str) -> Non
         run()
 
 
+@pytest.mark.wide
 def test_one_token_needs_no_blocks_of_tokens() -> None:
     # Only the backward pass contracts the tokens.
     ys, _ = jax.jit(functools.partial(products, "mxfp8"))(PARAMS, X[:, :1], None)
@@ -222,6 +225,7 @@ def test_shapes_that_do_not_fit() -> None:
         eight_bits.dense(X, {"gate": PARAMS["gate"]}, recipe=None)
 
 
+@pytest.mark.wide
 def test_bias_and_compute_dtype() -> None:
     bias = jnp.arange(128.0)
     options: Any = {"recipe": "current", "biases": {"gate": bias}, "dtype": "bfloat16"}
@@ -231,6 +235,7 @@ def test_bias_and_compute_dtype() -> None:
     np.testing.assert_allclose(np.asarray(result.ys["gate"], np.float32), exact, atol=2.0)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_amax_is_global_but_for_the_pipeline(recipe: str) -> None:
     # Stage 1 has ten times larger inputs than stage 0; each stage has a state of its own.
