@@ -128,6 +128,33 @@ def test_invalid_holds_are_refused(holds: Any, says: str) -> None:
         planned(pm, holds=holds)
 
 
+def test_state_of_an_optimizer_without_annotations_is_refused() -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("fsdp:2,tp:4"))
+    with pytest.raises(sw.StrategyError) as caught:
+        planned(pm, specs=(SPECS, None, HIDDEN))
+    assert [(each.path, each.what) for each in caught.value.problems] == [
+        (name, "argument 1 holds optimizer, and has neither an annotation nor a sharding")
+        for name in ("key", "norm", "up")
+    ]
+    annotated = sw.annotate_state(shapes(SPECS), SPECS)
+    assert planned(pm, specs=(SPECS, annotated, HIDDEN)) == planned(pm)
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ({"specs": (SPECS, {"up": SPECS["up"]}, HIDDEN)}, "specs[1]/key"),
+        ({"outputs": (SPECS, {"up": SPECS["up"]})}, "outputs/1/key"),
+        ({"outputs": {"up": SPECS["up"]}}, "outputs"),
+    ],
+)
+def test_an_error_names_the_argument(given: Any, path: str) -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("fsdp:2,tp:4"))
+    with pytest.raises(sw.StrategyError) as caught:
+        planned(pm, **given)
+    assert caught.value.problems[0].path == path
+
+
 def test_category_covers_a_subtree() -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=sw.abstract_mesh("fsdp:8"))
     state = {"params": shapes(SPECS), "moments": shapes(SPECS), "seen": X}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
+from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.manager.manager import PartitionManager
 from shardwright.mesh.build import mesh_sizes
 from shardwright.plan.fit import Verdict, judge
@@ -275,10 +276,27 @@ def program_state(manager: PartitionManager, traced: Trace, program: Program) ->
 
 def _held(
     shapes: tuple[Any, ...], traced: Trace, categories: Sequence[Category | None]
-) -> Iterator[Held]:
-    """Yield the arrays of the arguments, as `count_state` takes them."""
+) -> list[Held]:
+    """Return the arrays of the arguments, as `count_state` takes them."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(shapes)
+    held, problems = [], []
     for (path, leaf), source, category in zip(leaves, traced.inputs, categories, strict=True):
         value = leaf if hasattr(leaf, "dtype") else jax.typeof(leaf)
         # The first key is the number of the argument.
-        yield Held(path=path_text(path[1:]), value=value, source=source, category=category)
+        array = Held(path=path_text(path[1:]), value=value, source=source, category=category)
+        held.append(array)
+        if source is None and category not in (None, Category.INPUTS) and value.shape:
+            problems.append(_bare(array, argument=path[0].idx))
+    raise_problems(problems)
+    return held
+
+
+def _bare(array: Held, *, argument: int) -> Problem:
+    annotations = "sw.annotate_state(state, params, annotations)"
+    return Problem(
+        error=StrategyError,
+        what=f"argument {argument} holds {array.category}, and has neither an annotation nor a "
+        "sharding",
+        path=array.path,
+        fix=f"annotate it in specs=, optimizer state with {annotations}; or hold it as inputs",
+    )

@@ -12,7 +12,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from shardwright import _jax
-from shardwright.errors import MeshMismatchError, StrategyError
+from shardwright.errors import MeshMismatchError, ShardingError, StrategyError
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.manager.request import Request
@@ -24,7 +24,7 @@ from shardwright.plan.walk.program import walk_jaxpr, written_target
 from shardwright.plan.walk.values import KEEP, Dims, Origin, Value, dims_of_spec
 from shardwright.resolution import resolver
 from shardwright.resolution.decisions import DimDecision, Resolution, RuleRef
-from shardwright.trees.annotated import annotated_leaves
+from shardwright.trees.annotated import Leaf, annotated_leaves
 from shardwright.vocabulary.annotations import ArraySpec, read_annotation
 from shardwright.vocabulary.axes import Role
 
@@ -253,13 +253,13 @@ def _inputs(
     roles: Sequence[Role | None] | None,
 ) -> tuple[Request | NamedSharding | None, ...]:
     inputs: list[Request | NamedSharding | None] = []
-    for tree, spec in zip(shapes, specs or [None] * len(shapes), strict=True):
+    for at, (tree, spec) in enumerate(zip(shapes, specs or [None] * len(shapes), strict=True)):
         if spec is None:
             inputs += [_own_sharding(leaf, manager.mesh) for leaf in jax.tree.leaves(tree)]
             continue
         inputs += [
             Request(leaf.annotation, np.shape(leaf.value), manager.mode, None, leaf.path)
-            for leaf in annotated_leaves(tree, spec)
+            for leaf in _annotated(tree, spec, f"specs[{at}]")
         ]
     return tuple(
         given._replace(role=role) if isinstance(given, Request) and role is not None else given
@@ -287,8 +287,20 @@ def _outputs(traced: Any, outputs: Any, mode: str | None) -> tuple[Request | Non
         return (None,) * len(traced.jaxpr.jaxpr.outvars)
     return tuple(
         Request(leaf.annotation, leaf.value.shape, mode, None, leaf.path)
-        for leaf in annotated_leaves(traced.out_info, outputs)
+        for leaf in _annotated(traced.out_info, outputs, "outputs")
     )
+
+
+def _annotated(tree: Any, annotations: Any, name: str) -> list[Leaf]:
+    """Pair the leaves of a tree with annotations. An error names the argument that has them."""
+    try:
+        return annotated_leaves(tree, annotations)
+    except ShardingError as error:
+        named = [
+            dataclasses.replace(problem, path=f"{name}/{problem.path}".removesuffix("/"))
+            for problem in error.problems
+        ]
+        raise type(error)(problems=named) from None
 
 
 def walk(

@@ -48,8 +48,8 @@ def cause_rows(state: StateBytes) -> list[tuple[str, ...]]:
     """Return one row per mesh axis and rule, the one that saves most first."""
     saved: dict[tuple[str, ...], list[int]] = {}
     for leaf in state.leaves:
-        if leaf.category is Category.INPUTS:
-            continue  # they are small, and replicated by intent
+        if leaf.category is Category.INPUTS or not leaf.bytes.shape:
+            continue  # inputs are replicated by intent, and scalars cannot be sharded
         for cause in leaf.causes:
             place = f"   ({cause.place})" if cause.place else ""
             key = (cause.mesh_axis, f"{cause.rule or '-'}{place}", cause.why)
