@@ -71,11 +71,16 @@ def rotate(x: Any, theta: float) -> Any:
 
 def llama(params: Params, config: Mapping[str, Any], tokens: Any) -> Any:
     """Return the logits of a Llama: [batch, length, vocab]."""
+    x = params["model.embed_tokens.weight"][tokens]
+    return llama_head(params, config, llama_layers(params, config, x))
+
+
+def llama_layers(params: Params, config: Mapping[str, Any], x: Any) -> Any:
+    """Return the residual stream after all layers: [batch, length, embed]."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     epsilon, theta = config["rms_norm_eps"], config["rope_theta"]
-    batch, length = tokens.shape
+    batch, length = x.shape[:2]
     visible = jnp.tril(jnp.ones((length, length), bool))
-    x = params["model.embed_tokens.weight"][tokens]
     for number in range(config["num_hidden_layers"]):
         layer = f"model.layers.{number}"
         y = rms_norm(params, f"{layer}.input_layernorm", x, epsilon)
@@ -91,6 +96,11 @@ def llama(params: Params, config: Mapping[str, Any], tokens: Any) -> Any:
         x = x + linear(
             params, f"{layer}.mlp.down_proj", gate * linear(params, f"{layer}.mlp.up_proj", y)
         )
-    x = rms_norm(params, "model.norm", x, epsilon)
+    return x
+
+
+def llama_head(params: Params, config: Mapping[str, Any], x: Any) -> Any:
+    """Return the logits of the residual stream after the layers: [batch, length, vocab]."""
+    x = rms_norm(params, "model.norm", x, config["rms_norm_eps"])
     head = "lm_head" if "lm_head.weight" in params else "model.embed_tokens"
     return linear(params, head, x)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -15,18 +14,21 @@ import numpy as np
 
 from shardwright.errors import CheckpointError, Problem, StrategyError, raise_problems
 from shardwright.interop.hf.config import read_config
+from shardwright.interop.hf.families import family_of
 from shardwright.interop.hf.gguf_files import GGUF_AXES, gguf_of
+from shardwright.interop.hf.gguf_parts import first_part
 from shardwright.interop.hf.names import axes_of, missing
 from shardwright.interop.hf.pieces import place
 from shardwright.interop.hf.report import checkpoint_text, shardings_text
 from shardwright.interop.hf.safetensors_files import safetensors_of
 from shardwright.interop.hf.source import Source, Stack
+from shardwright.interop.hf.stacks import stack_experts as _stack_experts
+from shardwright.interop.hf.stacks import stack_layers as _stack_layers
 from shardwright.vocabulary.annotations import ArraySpec
 
 if TYPE_CHECKING:
     from shardwright.manager.manager import PartitionManager
 
-_EXPERT: Final = re.compile(r"^(.*\bexperts\.)(\d+)\.(.*)$")
 _SHORTER: Final = {np.dtype(np.int64): np.dtype(np.int32), np.dtype(np.uint64): np.dtype(np.uint32)}
 
 
@@ -117,6 +119,7 @@ def read(
     dtype: Any = None,
     axes: Mapping[str, Any] | None = None,
     stack_experts: bool = True,
+    stack_layers: bool = False,
 ) -> Checkpoint:
     """Read the headers of a checkpoint, and decide the axes of each tensor. No tensor is read.
 
@@ -127,7 +130,9 @@ def read(
       axes: Pattern -> annotation, for tensors that the family does not have. The first pattern that
         is found in a name applies, also if the family has that tensor.
       stack_experts: Make one array with the axis EXPERT of the experts of a layer, which the file
-        has one by one. Its name lacks their number.
+        has one by one. Its name lacks their number. A GGUF file has them as one array already.
+      stack_layers: Make one array with the leading axis LAYERS of the layers of the model, for
+        `jax.lax.scan`. Its name lacks their number. `axes` still names tensors of one layer.
 
     Raises:
       CheckpointError: Files are absent or truncated, tensors are absent or have no place, or their
@@ -147,7 +152,8 @@ def read(
     else:
         config = read_config((path if path.is_dir() else path.parent) / "config.json")
         sources = dict(safetensors_of(path))
-    return _checkpoint(config, sources, dtype=dtype, axes=axes, stack_experts=stack_experts)
+    checkpoint = _checkpoint(config, sources, dtype=dtype, axes=axes, experts=stack_experts)
+    return _with_stacks(checkpoint) if stack_layers else checkpoint
 
 
 def _gguf_file(path: Path) -> Path | None:
@@ -157,10 +163,11 @@ def _gguf_file(path: Path) -> Path | None:
     files = sorted(path.glob("*.gguf"))
     if not files or (path / "config.json").exists():
         return None
-    if len(files) > 1:
+    first = files[0] if len(files) == 1 else first_part(files)
+    if first is None:
         what = f"{path} has {len(files)} GGUF files"
         raise CheckpointError(what, fix=f"pass the path of one, such as {files[0]}")
-    return files[0]
+    return first
 
 
 def _checkpoint(
@@ -169,10 +176,10 @@ def _checkpoint(
     *,
     dtype: Any,
     axes: Mapping[str, Any] | None,
-    stack_experts: bool,
+    experts: bool,
 ) -> Checkpoint:
     floats = _float_dtype(dtype)
-    stacked = _stacked(sources, config) if stack_experts else sources
+    stacked = _stack_experts(sources) if experts else sources
     annotations = axes_of(
         {name: source.shape for name, source in stacked.items()}, config, axes=axes
     )
@@ -188,6 +195,18 @@ def _checkpoint(
         specs[name] = ArraySpec(source.shape, own, annotations[name])
     raise_problems(problems)
     return Checkpoint(config=config, specs=specs, sources=stacked, notes=tuple(notes))
+
+
+def _with_stacks(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with the layers of each tensor as one."""
+    config = checkpoint.config
+    specs, sources = _stack_layers(
+        checkpoint.specs, checkpoint.sources, family=family_of(config), config=config
+    )
+    count = sum(name not in checkpoint.specs for name in specs)
+    note = f"{len(checkpoint.specs) - len(specs) + count} tensors of layers are {count} stacks"
+    notes = (*checkpoint.notes, note)
+    return dataclasses.replace(checkpoint, specs=specs, sources=sources, notes=notes)
 
 
 def _float_dtype(dtype: Any) -> np.dtype[Any] | None:
@@ -224,40 +243,3 @@ def _dtype_of(
     what = f"{stored.name} needs JAX in 64-bit mode"
     problems.append(Problem(error=CheckpointError, what=what, path=name, fix=fix))
     return stored
-
-
-def _stacked(sources: Mapping[str, Source], config: Mapping[str, Any]) -> dict[str, Source]:
-    """Return the tensors with the experts of each layer as one.
-
-    Raises:
-      CheckpointError: Experts are absent, or differ in shape or dtype.
-    """
-    stacks: dict[str, dict[int, Source]] = {}
-    result: dict[str, Source] = {}
-    for name, source in sources.items():
-        match = _EXPERT.match(name)
-        whole = match[1] + match[3] if match else name
-        # The first expert gives the stack its place in the order.
-        result[whole] = source
-        if match:
-            stacks.setdefault(whole, {})[int(match[2])] = source
-    problems: list[Problem] = []
-    for name, parts in stacks.items():
-        problems += _stack_problems(name, parts)
-        result[name] = Stack(parts=tuple(parts[number] for number in sorted(parts)))
-    raise_problems(problems[:20])
-    return result
-
-
-def _stack_problems(name: str, parts: Mapping[int, Source]) -> list[Problem]:
-    """Return why experts cannot be stacked."""
-    fix = "download the checkpoint again, or keep experts apart with stack_experts=False"
-    absent = sorted(set(range(max(parts) + 1)) - set(parts))
-    kinds = {(source.shape, source.dtype.name) for source in parts.values()}
-    whats = []
-    if absent:
-        whats.append(f"the experts {', '.join(map(str, absent[:10]))} are absent")
-    if len(kinds) > 1:
-        spelled = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in sorted(kinds))
-        whats.append(f"the experts differ: {spelled}")
-    return [Problem(error=CheckpointError, what=what, path=name, fix=fix) for what in whats]

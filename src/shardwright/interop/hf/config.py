@@ -18,6 +18,7 @@ from shardwright.vocabulary.axes import (
     HEAD_DIM,
     KV_HEAD,
     KV_HEAD_DIM,
+    LAYERS,
     MLP_INTERMEDIATE,
     NORM,
     VOCAB,
@@ -43,14 +44,16 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return the content of `config.json`.
 
     Raises:
-      CheckpointError: The file is absent or is not a JSON object.
+      CheckpointError: The file is absent, cannot be read, or is not a JSON object.
     """
     fix = "pass the folder that has config.json beside the weights"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist", fix=fix) from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", fix=fix) from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}", fix=fix) from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a JSON object", fix=fix)
@@ -111,6 +114,7 @@ def dims_of(config: Mapping[str, Any]) -> dict[str, SizedDim]:
     mlp = size_of(config, "intermediate_size")
     expert_mlp = size_of(config, "moe_intermediate_size", "intermediate_size")
     dims = {
+        "layers": (LAYERS, size_of(config, "num_hidden_layers")),
         "vocab": (VOCAB, size_of(config, "vocab_size")),
         "embed": (EMBED, embed),
         "norm": (NORM, embed),

@@ -38,7 +38,7 @@ class Family:
     choices: tuple[tuple[Rows, ...], ...]
 
     def rows(self) -> dict[str, str]:
-        """Return all tensors, with experts one by one and stacked."""
+        """Return all tensors: experts one by one and stacked, and layers likewise."""
         rows = dict(self.whole)
         for part in (self.layer, *itertools.chain(*self.choices)):
             rows |= {f"{self.layers}{name}": dims for name, dims in part.items()}
@@ -47,7 +47,13 @@ class Family:
             for name, dims in rows.items()
             if "experts.#." in name
         }
-        return rows | stacked
+        rows |= stacked
+        layers = {
+            name.replace("#.", "", 1): f"layers {dims}"
+            for name, dims in rows.items()
+            if name.startswith(self.layers)
+        }
+        return rows | layers
 
 
 def _linear(name: str, dims: str) -> dict[str, str]:
@@ -200,6 +206,16 @@ _GPT_OSS = _decoder(
             **_EXPERT_BIASES,
             "mlp.experts.gate_up_proj": "experts embed gate_up",
             "mlp.experts.down_proj": "experts expert_mlp embed",
+        },
+        # In GGUF the gate and up are apart, and these are [experts, out, in].
+        {
+            **_ROUTER,
+            "mlp.experts.gate_proj.weight": "experts expert_mlp embed",
+            "mlp.experts.gate_proj.bias": "experts expert_mlp",
+            "mlp.experts.up_proj.weight": "experts expert_mlp embed",
+            "mlp.experts.up_proj.bias": "experts expert_mlp",
+            "mlp.experts.down_proj.weight": "experts embed expert_mlp",
+            "mlp.experts.down_proj.bias": "experts embed",
         },
     ),
 )

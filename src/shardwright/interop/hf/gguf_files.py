@@ -16,27 +16,12 @@ import numpy as np
 
 from shardwright.errors import CheckpointError, Problem, raise_problems
 from shardwright.interop.hf.config import required_size, size_of
-from shardwright.interop.hf.families import FAMILIES
-from shardwright.interop.hf.gguf_header import Header, TensorInfo, read_header
+from shardwright.interop.hf.gguf_header import Header, TensorInfo
+from shardwright.interop.hf.gguf_models import ROWS, config_of, gguf_library, names_of
+from shardwright.interop.hf.gguf_parts import read_parts
 from shardwright.interop.hf.source import Bounds
 from shardwright.vocabulary.axes import EMPTY
 
-# Their `general.architecture` -> `model_type`.
-_ARCHITECTURES: Final[Mapping[str, str]] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-# Key of config.json -> key of GGUF, below the name of the architecture.
-_KEYS: Final[Mapping[str, str]] = {
-    "hidden_size": "embedding_length",
-    "num_hidden_layers": "block_count",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "max_position_embeddings": "context_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
-    "vocab_size": "vocab_size",
-}
-_REQUIRED: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 # Tensors that only GGUF has: factors of the rotary embedding.
 GGUF_AXES: Final[Mapping[str, Any]] = {r"^rope_freqs\.weight$": (EMPTY,)}
 # Values that are dequantized at once: the library needs several copies of them in between.
@@ -116,7 +101,7 @@ class GgufTensor:
         for row in range(top, bottom, height):
             end = min(row + height, bottom)
             packed = np.ascontiguousarray(data[row:end, first * size : last * size])
-            values = _library().quants.dequantize(packed, self.kind)
+            values = gguf_library().quants.dequantize(packed, self.kind)
             skip = left - first * self.block
             piece[row - top : end - top] = values[:, skip : skip + right - left]
 
@@ -124,59 +109,46 @@ class GgufTensor:
 def gguf_of(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     """Return a configuration in the words of `config.json`, and the tensors by their names.
 
+    Args:
+      path: The file, or one of the files of a checkpoint that is split.
+
     Raises:
-      CheckpointError: The file is truncated, is one of several, or has a model or a quantization
-        that is not supported.
+      CheckpointError: A file is absent or truncated, has a tensor twice, or has a model or a
+        quantization that is not supported.
     """
-    header = read_header(path)
-    kind = _architecture(header, path)
-    config = _config(header, kind, path)
-    layers = required_size(config, "num_hidden_layers")
+    parts = read_parts(path)
+    first, header = next(iter(parts.items()))
+    config = config_of(header, first)
+    listed = [(file, info) for file, each in parts.items() for info in each.tensors]
+    if config["num_hidden_layers"] > len(listed):
+        what = f"{first.name} has {config['num_hidden_layers']} layers and {len(listed)} tensors"
+        raise CheckpointError(what, fix=_AGAIN)
     head_dim = size_of(config, "head_dim") or (
         required_size(config, "hidden_size") // required_size(config, "num_attention_heads")
     )
-    names = _names(kind, layers)
+    is_paired = header.keys["general.architecture"] == "llama"
+    names = names_of(header, config)
     problems: list[Problem] = []
     tensors: dict[str, GgufTensor] = {}
-    for info in header.tensors:
+    for file, info in listed:
         name = names.get(info.name, info.name)
         # llama.cpp has its own order of the rows of a rotated head, in this architecture alone.
-        pairs = head_dim if kind == "llama" and _is_rotated(name) else 0
-        tensor = _tensor(header, info, path, pairs=pairs)
+        pairs = head_dim if is_paired and _is_rotated(name) else 0
+        is_row = name.endswith(ROWS) and len(info.shape) == 1
+        shaped = dataclasses.replace(info, shape=(1, *info.shape)) if is_row else info
+        tensor = _tensor(parts[file], shaped, file, pairs=pairs)
+        if name in tensors:
+            what = f"{file.name} has this tensor, and so has {tensors[name].file}"
+            tensor = Problem(error=CheckpointError, what=what, path=info.name, fix=_AGAIN)
         if isinstance(tensor, Problem):
             problems.append(tensor)
         else:
             tensors[name] = tensor
     raise_problems(problems[:20])
     embedding = tensors.get("model.embed_tokens.weight")
-    if embedding is not None:
+    if embedding is not None and embedding.shape:
         config.setdefault("vocab_size", embedding.shape[0])
     return config, tensors
-
-
-def _architecture(header: Header, path: Path) -> str:
-    kind = str(header.keys.get("general.architecture"))
-    if kind not in _ARCHITECTURES or header.keys.get(f"{kind}.expert_count"):
-        name = f"{kind} with experts" if kind in _ARCHITECTURES else kind
-        what = f"{path.name}: the architecture {name!r} is not supported in GGUF"
-        fix = f"use the safetensors of the model; GGUF is read for {', '.join(_ARCHITECTURES)}"
-        raise CheckpointError(what, fix=fix)
-    count = header.keys.get("split.count", 1)
-    if isinstance(count, int) and count > 1:
-        what = f"{path.name} is one of {count} files of a checkpoint"
-        fix = "merge the files: llama-gguf-split --merge first.gguf whole.gguf"
-        raise CheckpointError(what, fix=fix)
-    return kind
-
-
-def _config(header: Header, kind: str, path: Path) -> dict[str, Any]:
-    """Return the keys of a file in the words of `config.json`."""
-    sizes = {key: header.keys.get(f"{kind}.{of}") for key, of in _KEYS.items()}
-    absent = [f"{kind}.{_KEYS[key]}" for key in _REQUIRED if sizes[key] is None]
-    if absent:
-        raise CheckpointError(f"{path.name} lacks {', '.join(absent)}", fix=_AGAIN)
-    present = {key: value for key, value in sizes.items() if value is not None}
-    return {"model_type": _ARCHITECTURES[kind], **present}
 
 
 def _is_rotated(name: str) -> bool:
@@ -185,7 +157,7 @@ def _is_rotated(name: str) -> bool:
 
 def _tensor(header: Header, info: TensorInfo, path: Path, *, pairs: int) -> GgufTensor | Problem:
     """Return a tensor, or why it cannot be read."""
-    library = _library()
+    library = gguf_library()
     try:
         kind = library.GGMLQuantizationType(info.kind)
     except ValueError:
@@ -221,34 +193,9 @@ def _tensor(header: Header, info: TensorInfo, path: Path, *, pairs: int) -> Gguf
 
 def _is_dequantized(kind: Any, size: int) -> bool:
     """Tell whether the package gguf dequantizes a type."""
-    library = _library()
+    library = gguf_library()
     try:
         library.quants.dequantize(np.zeros((1, size), np.uint8), kind)
     except NotImplementedError:
         return False
     return True
-
-
-def _names(kind: str, layers: int) -> dict[str, str]:
-    """Return the name of Hugging Face for each name of GGUF, by the table of the package gguf."""
-    library = _library()
-    architectures = {name: key for key, name in library.MODEL_ARCH_NAMES.items()}
-    table = library.get_tensor_name_map(architectures[kind], layers)
-    family = FAMILIES[_ARCHITECTURES[kind]]
-    names: dict[str, str] = {}
-    for row in family.rows():
-        prefix = "" if row.startswith("lm_head") else family.prefix
-        for layer in range(layers) if "#" in row else (0,):
-            name = prefix + row.replace("#", str(layer))
-            other = table.get_name(name, try_suffixes=(".weight", ".bias"))
-            if other is not None:
-                names.setdefault(other, name)
-    return names
-
-
-def _library() -> Any:
-    try:
-        import gguf
-    except ImportError as error:
-        raise ImportError("GGUF files need gguf: python -m pip install gguf") from error
-    return gguf

@@ -33,7 +33,8 @@ def annotations(
 
     Args:
       tree: Arrays or other values with a shape. The keys of nested dicts are joined to names such
-        as `model.layers.0.mlp.up_proj.weight`. Experts may be stacked, without their number.
+        as `model.layers.0.mlp.up_proj.weight`. Experts and layers may be stacked, without their
+        number.
       config: The content of `config.json`.
       axes: Pattern -> annotation, for tensors that the family does not have. The first pattern that
         is found in a name applies, also if the family has that tensor.
@@ -78,6 +79,11 @@ def axes_of(
 def missing(names: Iterable[str], config: Mapping[str, Any]) -> list[Problem]:
     """Return a problem for each tensor that a configuration requires and that is not there."""
     present = {_NUMBERED.sub("", name) for name in names}
+    layers = required_size(config, "num_hidden_layers")
+    if layers > len(present):
+        what = f"config.json has {layers} layers, and there are {len(present)} tensors"
+        fix = "use the config.json of this checkpoint"
+        return [Problem(error=CheckpointError, what=what, fix=fix)]
     table = Table.of(config)
     absent = [name for name in table.required(present) if name not in present]
     fix = "download the checkpoint again, or use its own config.json"
@@ -124,11 +130,13 @@ class Table:
     def axes(self, name: str, shapes: Shapes) -> Any:
         """Return the annotation of a tensor, or a problem."""
         own = name.removeprefix(self.family.prefix)
-        dims = self.rows.get(_NUMBER.sub("#", own))
+        row = _NUMBER.sub("#", own)
+        dims = self.rows.get(row)
         if dims is None:
             scale = self._scale(name, shapes)
             return self._unknown(name) if scale is None else scale
-        numbers = [int(number) for number in _NUMBER.findall(own)]
+        kinds = ("layers", "experts") if row.startswith(self.family.layers) else ("experts",)
+        numbers = dict(zip(kinds, map(int, _NUMBER.findall(own)), strict=False))
         return self._out_of_range(name, numbers) or self._sized(name, dims, shapes[name])
 
     def _sized(self, name: str, dims: str, shape: Sequence[int]) -> Any:
@@ -150,14 +158,15 @@ class Table:
         fix = f"use the config.json of this checkpoint; the dims are {', '.join(words)}"
         return Problem(error=CheckpointError, what=what, path=name, fix=fix)
 
-    def _out_of_range(self, name: str, numbers: Sequence[int]) -> Problem | None:
-        """Return a problem if a number of a layer or of an expert is too large."""
-        layers = required_size(self.config, "num_hidden_layers") if numbers else 0
-        layers += size_of(self.config, "num_nextn_predict_layers") or 0
-        experts = self.dims["experts"].size if "experts" in self.dims else 0
-        kinds = zip(("layers", "experts"), numbers, (layers, experts or 0), strict=False)
-        for kind, number, count in kinds:
-            if number >= count:
+    def _out_of_range(self, name: str, numbers: Mapping[str, int]) -> Problem | None:
+        """Return a problem if the number of a layer or of an expert is too large."""
+        further = size_of(self.config, "num_nextn_predict_layers") or 0
+        for kind, number in numbers.items():
+            if kind == "layers":
+                count = required_size(self.config, "num_hidden_layers")
+            else:
+                count = (self.dims[kind].size or 0) if kind in self.dims else 0
+            if number >= count + (further if kind == "layers" else 0):
                 what = f"config.json has {count} {kind}, and this is number {number}"
                 fix = "use the config.json of this checkpoint"
                 return Problem(error=CheckpointError, what=what, path=name, fix=fix)

@@ -111,7 +111,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     fix = f'{_INDEX} has {{"weight_map": {{"tensor": "file", ...}}}}'
     try:
         weights = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index of tensors", fix=fix) from error
     is_map = isinstance(weights, dict) and all(isinstance(file, str) for file in weights.values())
     if not is_map:

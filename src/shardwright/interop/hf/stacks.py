@@ -1,0 +1,121 @@
+"""Stacks: the experts of a layer as one tensor, and the layers of a model as one tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from shardwright.errors import CheckpointError, Problem, raise_problems
+from shardwright.interop.hf.config import required_size
+from shardwright.interop.hf.families import Family
+from shardwright.interop.hf.source import Source, Stack
+from shardwright.vocabulary.annotations import ArraySpec, PartOf, stacked
+from shardwright.vocabulary.lowering import describe
+
+_EXPERT: Final = re.compile(r"(.*\bexperts\.)(\d+)\.(.*)", re.DOTALL)
+_APART: Final = "download the checkpoint again, or keep experts apart with stack_experts=False"
+_MOST_PROBLEMS: Final = 20
+# Stands for the number of a name that has none.
+_NO_NUMBER: Final = -1
+
+
+def stack_experts(sources: Mapping[str, Source]) -> dict[str, Source]:
+    """Return the tensors with the experts of each layer as one. Its name lacks their number.
+
+    Raises:
+      CheckpointError: Experts are absent, or differ in shape or dtype.
+    """
+    problems: list[Problem] = []
+    result: dict[str, Source] = {}
+    for whole, names in _groups(sources, _EXPERT, problems).items():
+        if _NO_NUMBER in names:
+            result[whole] = sources[whole]
+            continue
+        # Not more than ten are named: a damaged name may have any number.
+        numbers = (number for number in range(max(names) + 1) if number not in names)
+        if absent := ", ".join(map(str, itertools.islice(numbers, 10))):
+            problems.append(_problem(whole, f"the experts {absent} are absent", _APART))
+        parts = [sources[names[number]] for number in sorted(names)]
+        kinds = sorted({(part.dtype.name, part.shape) for part in parts})
+        if len(kinds) > 1:
+            texts = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in kinds)
+            problems.append(_problem(whole, f"the experts differ: {texts}", _APART))
+        result[whole] = Stack(parts=tuple(parts))
+    raise_problems(problems[:_MOST_PROBLEMS])
+    return result
+
+
+def stack_layers(
+    specs: Mapping[str, ArraySpec],
+    sources: Mapping[str, Source],
+    *,
+    family: Family,
+    config: Mapping[str, Any],
+) -> tuple[dict[str, ArraySpec], dict[str, Source]]:
+    """Return specs and tensors with all layers as one. Its name lacks their number.
+
+    Raises:
+      CheckpointError: A tensor is not in every layer, or layers differ.
+    """
+    start, prefix = re.escape(family.layers.removesuffix("#.")), re.escape(family.prefix)
+    pattern = re.compile(rf"((?:{prefix})?{start})(\d+)\.(.*)", re.DOTALL)
+    count = required_size(config, "num_hidden_layers")
+    fix = "leave out stack_layers=True: this model has no single stack of equal layers"
+    problems: list[Problem] = []
+    stacks: dict[str, ArraySpec] = {}
+    tensors: dict[str, Source] = {}
+    for whole, names in _groups(specs, pattern, problems).items():
+        if _NO_NUMBER in names:
+            stacks[whole], tensors[whole] = specs[whole], sources[whole]
+            continue
+        if len(names) != count:
+            what = f"{len(names)} of the {count} layers have this tensor"
+            problems.append(_problem(whole, what, fix))
+        parts = [specs[names[number]] for number in sorted(names)]
+        kinds = {f"{part.dtype}{list(part.shape)} {describe(part.axes)}" for part in parts}
+        if len(kinds) > 1:
+            what = f"the layers differ: {', '.join(sorted(kinds)[:4])}"
+            problems.append(_problem(whole, what, fix))
+        stacks[whole] = _stacked_spec(parts[0], len(parts), pattern)
+        tensors[whole] = Stack(parts=tuple(sources[names[number]] for number in sorted(names)))
+    raise_problems(problems[:_MOST_PROBLEMS])
+    return stacks, tensors
+
+
+def _stacked_spec(spec: ArraySpec, count: int, pattern: re.Pattern[str]) -> ArraySpec:
+    """Return the spec of all layers. What follows another tensor follows the stack of that one."""
+    result: ArraySpec = stacked(spec, count)
+    if isinstance(result.axes, PartOf):
+        whole = _without_number(result.axes.path, pattern)
+        return dataclasses.replace(result, axes=dataclasses.replace(result.axes, path=whole))
+    return result
+
+
+def _groups(
+    names: Iterable[str], pattern: re.Pattern[str], problems: list[Problem]
+) -> dict[str, dict[int, str]]:
+    """Return the names of each stack by their number, and each other name alone."""
+    groups: dict[str, dict[int, str]] = {}
+    for name in names:
+        match = pattern.fullmatch(name)
+        # The first name gives the stack its place in the order.
+        group = groups.setdefault(_without_number(name, pattern), {})
+        number = int(match[2]) if match else _NO_NUMBER
+        is_whole = number == _NO_NUMBER
+        if number in group or (group and is_whole != (_NO_NUMBER in group)):
+            what = f"this tensor and {next(iter(group.values()))} would be one in a stack"
+            problems.append(_problem(name, what, "download the checkpoint again"))
+        group[number] = name
+    return groups
+
+
+def _without_number(name: str, pattern: re.Pattern[str]) -> str:
+    match = pattern.fullmatch(name)
+    return match[1] + match[3] if match else name
+
+
+def _problem(name: str, what: str, fix: str) -> Problem:
+    return Problem(error=CheckpointError, what=what, path=name, fix=fix)
