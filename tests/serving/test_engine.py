@@ -346,3 +346,22 @@ def test_device_error_fails_request(model: Any, says: str) -> None:
     with pytest.raises(ServingError, match=says):
         raise done.error or AssertionError
     assert_empty(engine)
+
+
+@pytest.mark.parametrize("long", [1, 3])
+def test_a_short_prompt_waits_for_one_turn_of_each_long_one(long: int) -> None:
+    """At the default of one row, a prompt waits for four chunks of every other one."""
+    engine = make(slots=4, capacity=200, prefill_chunk=2)
+    others = [Request(prompt=[at] * 150, max_new_tokens=2) for at in range(long)]
+    handles = [engine.submit(other) for other in others]
+    engine.step()
+    short, steps = engine.submit(Request(prompt=[1] * 5, max_new_tokens=1)), 0
+    while short.completion is None:
+        engine.step()
+        steps += 1
+    assert steps <= 4 * long + 3
+    for handle in [*handles, short]:
+        asked = handle.request
+        text = text_of(asked.prompt, asked.max_new_tokens, shift=SHIFT)
+        assert list(handle.result().tokens) == text
+    assert_empty(engine)

@@ -16,9 +16,10 @@ from tests.serving.stub import SHAPE, VOCAB, stub, text_of
 
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {"cache": "dense", "prefill_rows": 2},
+    "dense in turns": {"cache": "dense", "prefill_chunk": 1},
     "paged": {"cache": "paged", "cache_options": {"page_size": 4, "pages": 6}},
 }
-PARTS = ("prefill", "insert", "decode", "clear_rows", "clear_slots")
+PARTS = ("prefill", "insert", "park", "resume", "decode", "clear_rows", "clear_slots")
 
 
 class Injected(Exception):
@@ -87,9 +88,8 @@ def run(kind: str, operations: int, *, seed: int, chance: float) -> tuple[list[H
         shape=SHAPE,
         slots=3,
         capacity=16,
-        prefill_chunk=4,
         queue=4,
-        **KINDS[kind],
+        **{"prefill_chunk": 4, **KINDS[kind]},
     )
     draw = random.Random(seed)
     faults, handles = Faults(engine, draw), []
@@ -132,6 +132,8 @@ def assert_held_is_known(engine: serving.Engine) -> None:
             assert length == reading.read
         elif job is not None:
             assert length == len(job.request.prompt) + len(job.written) - 1
+        elif reading is not None:
+            assert length <= reading.read  # what it held after an earlier turn
         else:
             assert length == 0 or slot in scheduler.dirty_slots
     for row, length in enumerate(held.row_lengths):
@@ -153,7 +155,7 @@ def test_random_failures_leak_nothing(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.wide
 def test_no_request_fails_without_failures(kind: str) -> None:
-    handles, _ = run(kind, 200, seed=2, chance=0.0)
+    handles, _ = run(kind, 400, seed=2, chance=0.0)
     whys = [handle.completion.finish for handle in handles if handle.completion]
     assert set(whys) == {Finish.LENGTH, Finish.STOP, Finish.CANCELED}
 
@@ -175,7 +177,7 @@ def test_failure_fails_only_requests_with_lost_arrays(part: str, after: bool) ->
         shape=SHAPE,
         slots=3,
         capacity=16,
-        prefill_chunk=4,
+        prefill_chunk=1,
         queue=4,
         **KINDS["dense"],
     )
@@ -204,7 +206,8 @@ def test_failure_fails_only_requests_with_lost_arrays(part: str, after: bool) ->
         for handle in handles
         if handle.completion and handle.completion.finish is Finish.FAILED
     ]
-    assert bool(failed) == (after and part in ("prefill", "decode", "clear_slots"))
+    # Slots hold prompts that wait for their next turn, so an insert may lose them.
+    assert bool(failed) == (after and part != "park")
     assert all(
         "were lost" in str(handle.completion.error) for handle in failed if handle.completion
     )

@@ -14,7 +14,7 @@ from decoder.served import cache_shape, served
 
 import shardwright as sw
 from shardwright import _jax, caches, serving
-from shardwright.serving import Finish, Request, Sampling
+from shardwright.serving import Finish, Request, Sampling, arrays
 from shardwright.testing import cpu_mesh
 
 TINY = DecoderConfig(layers=1, embed=32, heads=8, kv_heads=4, head_dim=8, mlp=64)
@@ -68,9 +68,8 @@ def requests(count: int) -> list[Request]:
 def engine(kind: str, manager: sw.PartitionManager, **options: Any) -> serving.Engine:
     shape = cache_shape(TINY, window=WINDOW if kind == "sliding" else None)
     params = manager.shard(weights(), decoder_specs(TINY), role="param")
-    return serving.Engine(
-        MODEL, params, shape=shape, manager=manager, prefill_chunk=8, **KINDS[kind], **options
-    )
+    given = {"prefill_chunk": 8, **KINDS[kind], **options}
+    return serving.Engine(MODEL, params, shape=shape, manager=manager, **given)
 
 
 @functools.cache
@@ -83,8 +82,10 @@ def manager_of(strategy: str) -> sw.PartitionManager:
     return sw.PartitionManager(sw.Strategy.preset(strategy), mesh=cpu_mesh(MESHES[strategy]))
 
 
-def assert_same(kind: str, strategy: str, count: int, *, slots: int) -> None:
-    together = engine(kind, manager_of(strategy), slots=slots, prefill_rows=2)
+def assert_same(
+    kind: str, strategy: str, count: int, *, slots: int, **options: Any
+) -> serving.Engine:
+    together = engine(kind, manager_of(strategy), slots=slots, prefill_rows=2, **options)
     together.compile()
     with _jax.watch_compilations() as compilations:
         result = together.run(requests(count))
@@ -93,6 +94,7 @@ def assert_same(kind: str, strategy: str, count: int, *, slots: int) -> None:
     assert [done.finish for done in result] == [done.finish for done in alone(kind, count)]
     held = together.held()
     assert (set(held.slot_lengths), set(held.row_lengths), held.pages) == ({0}, {0}, 0)
+    return together
 
 
 def cells(*, quick: bool) -> list[tuple[str, str]]:
@@ -109,6 +111,23 @@ def cells(*, quick: bool) -> list[tuple[str, str]]:
 @pytest.mark.wide
 def test_text_equals_request_alone(kind: str, strategy: str) -> None:
     assert_same(kind, strategy, 12, slots=4)
+
+
+@pytest.mark.parametrize("strategy", ["serve_tp", "serve_long_context"])
+@pytest.mark.parametrize("kind", ["dense", "sliding", "quantized"])
+@pytest.mark.sweep(keep=0, wide=2)
+def test_prompts_that_take_turns_keep_their_texts(
+    kind: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns, park = [], arrays.Arrays.park
+
+    def counted(self: Any, into: Any) -> Any:
+        turns.append(len(into))
+        return park(self, into)
+
+    monkeypatch.setattr(arrays.Arrays, "park", counted)
+    assert_same(kind, strategy, 12, slots=8, prefill_chunk=2)
+    assert sum(turns) > 5
 
 
 @pytest.mark.slow

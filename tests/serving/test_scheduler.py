@@ -10,7 +10,9 @@ from shardwright.errors import QueueFullError, ServingError
 from shardwright.serving.request import Finish, Request
 from shardwright.serving.scheduler import Job, Limits, Phase, Scheduler
 
-LIMITS = Limits(slots=3, capacity=20, prefill_rows=2, chunk=4, queue=5, pages=9, page_size=4)
+LIMITS = Limits(
+    slots=3, capacity=20, prefill_rows=2, chunk=2, turn=2, queue=5, pages=9, page_size=4
+)
 
 
 def job(number: int, prompt: int, new: int) -> Job:
@@ -27,6 +29,11 @@ def assert_consistent(scheduler: Scheduler, jobs: list[Job]) -> None:
     ):
         assert all(held.phase in phases for held in number.values())
         assert len(set(map(id, number.values()))) == len(number)
+    reading = {id(job) for job in scheduler.slots.values() if job.phase is Phase.PREFILLING}
+    has_row = set(map(id, scheduler.rows.values()))
+    waits = list(map(id, scheduler.rowless))
+    assert has_row.isdisjoint(waits)
+    assert sorted([*has_row, *waits]) == sorted(reading)
     assert len(scheduler.slots) + len(scheduler.dirty_slots) <= LIMITS.slots
     assert len(scheduler.rows) + len(scheduler.dirty_rows) <= LIMITS.prefill_rows
     assert 0 <= scheduler.free_pages <= 9
@@ -67,6 +74,8 @@ def operate(scheduler: Scheduler, draw: random.Random, jobs: list[Job]) -> None:
                 scheduler.check_queue()
     elif what == "admit":
         scheduler.admit()
+        scheduler.park([move.job for move in scheduler.over()])
+        scheduler.take(scheduler.turns())
     elif what == "read":
         chunks = scheduler.chunks()
         assert all(0 < len(chunk.tokens) <= LIMITS.chunk for chunk in chunks)

@@ -30,6 +30,8 @@ from shardwright.vocabulary.modes import MODE_DECODE, MODE_INSERT, MODE_PREFILL
 _prefill = jax.jit(steps.prefill, static_argnums=0, donate_argnums=1)
 _decode = jax.jit(steps.decode, static_argnums=(0, 1), donate_argnums=2)
 _insert = jax.jit(steps.insert, donate_argnums=0)
+_park = jax.jit(steps.park, donate_argnums=0)
+_resume = jax.jit(steps.resume, donate_argnums=0)
 _clear = jax.jit(steps.clear, donate_argnums=0)
 _clear_slots = jax.jit(steps.clear_slots, donate_argnums=0)
 
@@ -76,6 +78,18 @@ class Setup:
             and self.prefill_manager is self.manager
             and self.prefill_params is self.params
         )
+
+    @property
+    def shares_mesh(self) -> bool:
+        """Whether prefill is on the mesh of the slots."""
+        if self.manager is None or self.prefill_manager is None:
+            return True
+        return bool(self.manager.mesh == self.prefill_manager.mesh)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether a prompt that is partly read can leave its row and come back."""
+        return self.kind != "paged" and self.shares_mesh
 
     def under(self, mode: str) -> contextlib.AbstractContextManager[Any]:
         """Return the manager of a mode as a context manager.
@@ -256,15 +270,39 @@ class Arrays(Weights):
           `[rows]` codes of `Refusal`.
         """
         setup = self._setup
-        slots = np.full(setup.prefill_rows, setup.slots, np.int32)
+        slots = _targets(into, setup.prefill_rows, none=setup.slots)
         tokens = np.zeros(setup.prefill_rows, np.int32)
-        for row, slot in into.items():
-            slots[row], tokens[row] = slot, first[row]
+        for row in into:
+            tokens[row] = first[row]
         source = self._rows_for_insert()
         with setup.under(MODE_INSERT):
             self.slots, refused = _insert(
                 self.slots, source, slots, tokens, first_draws(setup.prefill_rows, sampling)
             )
+        return refused
+
+    def park(self, into: Mapping[int, int]) -> Any:
+        """Copy prompts that are partly read into their slots; return `[rows]` codes of `Refusal`.
+
+        Args:
+          into: Slot by row.
+        """
+        setup = self._setup
+        slots = _targets(into, setup.prefill_rows, none=setup.slots)
+        with setup.under(MODE_INSERT):
+            self.slots, refused = _park(self.slots, self.rows, slots)
+        return refused
+
+    def resume(self, into: Mapping[int, int]) -> Any:
+        """Copy prompts from their slots into the prefill batch; return `[slots]` codes.
+
+        Args:
+          into: Row by slot.
+        """
+        setup = self._setup
+        rows = _targets(into, setup.slots, none=setup.prefill_rows)
+        with setup.under(MODE_PREFILL):
+            self.rows, refused = _resume(self.rows, self.slots.caches, rows)
         return refused
 
     def decode(self, left: Mapping[int, int]) -> Any:
@@ -297,6 +335,9 @@ class Arrays(Weights):
         """Run every compiled function once, on no rows and no slots, so that nothing changes."""
         self.prefill({}, {})
         self.insert({}, {}, {})
+        if self._setup.rotates:
+            self.park({})
+            self.resume({})
         self.decode({})
         self.clear_rows(())
         self.clear_slots(())
@@ -319,12 +360,9 @@ class Arrays(Weights):
     def _rows_for_insert(self) -> Caches:
         """Return the caches of the prefill batch on the mesh of the slots."""
         setup = self._setup
-        if (
-            setup.manager is None
-            or setup.prefill_manager is None
-            or setup.manager.mesh == setup.prefill_manager.mesh
-        ):
+        if setup.shares_mesh:
             return self.rows
+        assert setup.manager is not None
         target = setup.manager.for_mode(MODE_PREFILL)
         return tuple(
             jax.device_put(cache, target.shardings(cache, cache.axes(), role="activation"))
@@ -363,6 +401,11 @@ def _lengths(caches: Caches) -> tuple[int, ...]:
     return tuple(
         int(length) for length in np.max([np.asarray(cache.length) for cache in caches], axis=0)
     )
+
+
+def _targets(into: Mapping[int, int], size: int, *, none: int) -> np.ndarray:
+    """Return the target of each of `size` sequences; `none` is out of range."""
+    return np.asarray([into.get(at, none) for at in range(size)], np.int32)
 
 
 def _padded(numbers: Sequence[int], size: int) -> np.ndarray:

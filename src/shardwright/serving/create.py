@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from shardwright.caches.paged.cache import PagedCache
 from shardwright.caches.spec import CacheSpec, Overflow
 from shardwright.errors import ServingError
@@ -13,6 +15,9 @@ from shardwright.serving.paged_arrays import PagedArrays
 from shardwright.serving.paged_loop import PagedLoop
 from shardwright.serving.paged_scheduler import PagedScheduler
 from shardwright.serving.scheduler import Limits, Scheduler
+
+# Chunks that a prompt reads while others wait for its row. A change of turns copies two caches.
+_TURN: Final = 4
 
 
 def make_loop(setup: Setup, meter: Meter, *, queue: int) -> Loop:
@@ -52,6 +57,7 @@ def _limits(
         prefill_rows=setup.prefill_rows,
         chunk=setup.chunk,
         queue=queue,
+        turn=_TURN if setup.rotates else None,
         pages=pages,
         page_size=page_size,
     )

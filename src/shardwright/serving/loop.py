@@ -21,7 +21,7 @@ from shardwright.serving.arrays import Held, is_deleted, read_held
 from shardwright.serving.metrics import Meter, Report
 from shardwright.serving.request import Finish
 from shardwright.serving.sampling import Drawn
-from shardwright.serving.scheduler import Chunk, Job, Scheduler
+from shardwright.serving.scheduler import Chunk, Job, Move, Scheduler
 from shardwright.serving.steps import MISCOUNTED, NO_NUMBER, REFUSED
 
 
@@ -107,6 +107,7 @@ class Loop:
 
     def _read(self) -> None:
         """Read the next chunk of every prompt in the prefill batch."""
+        self._rotate()
         chunks = self.scheduler.chunks()
         if not chunks:
             return
@@ -131,18 +132,43 @@ class Loop:
         with self._changing("slots"):
             first = {move.row: move.job.written[-1] for move in moves}
             sampling = {move.row: move.job.request.sampling for move in moves}
-            codes = np.asarray(
-                self.arrays.insert({move.row: move.slot for move in moves}, first, sampling)
-            )
-            for move in moves:
-                if codes[move.row]:
-                    meaning = Refusal(int(codes[move.row])).meaning
-                    error = ServingError(
-                        f"slot {move.slot} refused the prompt: {meaning}",
-                        fix="let the model pass valid= on: padding must not fill a slot",
-                    )
-                    self.scheduler.end(move.job, Finish.FAILED, error)
-            self.scheduler.move([move.job for move in moves if not codes[move.row]])
+            codes = self.arrays.insert({move.row: move.slot for move in moves}, first, sampling)
+            self.scheduler.move(self._accepted(moves, np.asarray(codes)))
+
+    def _rotate(self) -> None:
+        """Give rows of the prefill batch to the prompts whose turn it is."""
+        moves = self.scheduler.over()
+        if moves:
+            with self._changing("slots"):
+                codes = self.arrays.park({move.row: move.slot for move in moves})
+                self.scheduler.park(self._accepted(moves, np.asarray(codes)))
+            self.clean()
+        moves = self.scheduler.turns()
+        begun = [move for move in moves if move.job.read]
+        if begun:
+            with self._changing("rows"):
+                codes = np.asarray(self.arrays.resume({move.slot: move.row for move in begun}))
+                self._accepted(begun, {move.row: codes[move.slot] for move in begun})
+                self.scheduler.take([move for move in moves if move.job.completion is None])
+        else:
+            self.scheduler.take(moves)
+
+    def _accepted(self, moves: Sequence[Move], codes: Any) -> list[Job]:
+        """Fail the jobs of which a cache refused the tokens; return the others.
+
+        Args:
+          moves: Jobs that have moved.
+          codes: Codes of `Refusal` by row.
+        """
+        for move in moves:
+            if codes[move.row]:
+                meaning = Refusal(int(codes[move.row])).meaning
+                error = ServingError(
+                    f"slot {move.slot} refused the prompt: {meaning}",
+                    fix="let the model pass valid= on: padding must not fill a slot",
+                )
+                self.scheduler.end(move.job, Finish.FAILED, error)
+        return [move.job for move in moves if not codes[move.row]]
 
     def _decode(self) -> None:
         """Give every slot its next token."""

@@ -1,9 +1,12 @@
 """Which request gets which slot, and when. It is plain Python, without arrays and devices.
 
-A request waits in the queue until a slot, a row of the prefill batch and its pages are free. Then
-its prompt is read in chunks, in that row. Then it moves to its slot, where it gets a token per
-step. Slots and pages are reserved for the longest text that it may have, so nothing can run out
-later. Requests are admitted strictly in the order in which they came.
+A request waits in the queue until a slot and its pages are free. Then its prompt is read in chunks,
+in a row of the prefill batch. Then it moves to its slot, where it gets a token per step. Slots and
+pages are reserved for the longest text that it may have, so nothing can run out later. Requests are
+admitted strictly in the order in which they came.
+
+Prompts take turns in the rows. If others wait for a row, a prompt gives it up after a few chunks:
+what was read of it stays in its slot until its next turn.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ class Limits:
       capacity: Rows of a slot. None for a ring, which holds the end of a text of any length.
       prefill_rows: Prompts that are read together.
       chunk: Tokens of a prompt that are read in one step.
+      turn: Chunks that a prompt reads before it gives its row to another one that waits. None: all.
       queue: Requests that may wait. A request beyond them is refused.
       pages: Pages of the pool. None unless the cache is paged.
       page_size: Rows of a page.
@@ -46,6 +50,7 @@ class Limits:
     prefill_rows: int
     chunk: int
     queue: int
+    turn: int | None = None
     pages: int | None = None
     page_size: int = 1
 
@@ -86,8 +91,9 @@ class Job:
       request: The request.
       phase: Where it is.
       slot: Its slot, reserved from admission on.
-      row: Its row of the prefill batch, while its prompt is read.
+      row: Its row of the prefill batch, while its prompt is read there.
       read: Tokens of the prompt that were read.
+      turn: Chunks that it has read since it got its row.
       written: Every token drawn, including those of stop sequences.
       logprobs: The logarithms of their probabilities.
       text: The tokens that may be handed out.
@@ -101,6 +107,7 @@ class Job:
     slot: int | None = None
     row: int | None = None
     read: int = 0
+    turn: int = 0
     written: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     text: list[int] = dataclasses.field(default_factory=list)
@@ -144,7 +151,7 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A job whose prompt is completely read, the row that it leaves and the slot that it gets."""
+    """A job that moves from its row of the prefill batch to its slot, or back."""
 
     job: Job
     row: int
@@ -161,6 +168,7 @@ class Scheduler:
       limits: What jobs share.
       inbox: Submitted jobs, which join the queue at the next call. Any thread may add to it.
       queue: Waiting jobs, in order of arrival.
+      rowless: Jobs with a slot that wait for a row, in the order of their turns.
       rows: Jobs by row of the prefill batch.
       slots: Jobs by slot, from admission on.
       dirty_rows: Rows to empty.
@@ -171,6 +179,7 @@ class Scheduler:
         self.limits = limits
         self.inbox: collections.deque[Job] = collections.deque()
         self.queue: collections.deque[Job] = collections.deque()
+        self.rowless: collections.deque[Job] = collections.deque()
         self.rows: dict[int, Job] = {}
         self.slots: dict[int, Job] = {}
         self.dirty_rows: set[int] = set()
@@ -207,22 +216,48 @@ class Scheduler:
         self.inbox.append(job)
 
     def admit(self) -> list[Job]:
-        """Give waiting jobs a row, a slot and pages, in order; stop at the first that lacks one."""
+        """Give waiting jobs a slot and pages, in order; stop at the first that lacks one."""
         self._receive()
         admitted = []
         while self.queue:
-            row, slot = self._free_row(), self._free_slot()
-            if (
-                row is None
-                or slot is None
-                or self.limits.pages_of(self.queue[0].request) > self.free_pages
-            ):
+            slot = self._free_slot()
+            if slot is None or self.limits.pages_of(self.queue[0].request) > self.free_pages:
                 break
             job = self.queue.popleft()
-            job.phase, job.row, job.slot = Phase.PREFILLING, row, slot
-            self.rows[row] = self.slots[slot] = job
+            job.phase, job.slot = Phase.PREFILLING, slot
+            self.slots[slot] = job
+            self.rowless.append(job)
             admitted.append(job)
         return admitted
+
+    def over(self) -> list[Move]:
+        """Return the jobs whose turn is over, as many as others wait for a row."""
+        if self.limits.turn is None:
+            return []
+        unread = [
+            (row, job) for row, job in self.rows.items() if job.read < len(job.request.prompt)
+        ]
+        long = [(row, job) for row, job in unread if job.turn >= self.limits.turn]
+        long.sort(key=lambda pair: -pair[1].turn)
+        wanted = max(len(self.rowless) - len(self._free_rows()), 0)
+        return [_move(job, row) for row, job in long[:wanted]]
+
+    def park(self, jobs: Sequence[Job]) -> None:
+        """Record that jobs have left their rows, and that their slots hold what was read."""
+        for job in jobs:
+            self._leave_row(job)
+            self.rowless.append(job)
+
+    def turns(self) -> list[Move]:
+        """Return the jobs that get the free rows."""
+        return [_move(job, row) for job, row in zip(self.rowless, self._free_rows(), strict=False)]
+
+    def take(self, moves: Sequence[Move]) -> None:
+        """Record that jobs have rows, which hold what was read of their prompts."""
+        for move in moves:
+            self.rowless.remove(move.job)
+            move.job.row, move.job.turn = move.row, 0
+            self.rows[move.row] = move.job
 
     def chunks(self) -> list[Chunk]:
         """Return the next chunk of every prompt that is not completely read."""
@@ -242,15 +277,15 @@ class Scheduler:
         """Record that chunks were read."""
         for chunk in chunks:
             chunk.job.read += len(chunk.tokens)
+            chunk.job.turn += 1
 
     def ready(self) -> list[Move]:
         """Return the jobs whose prompts are completely read and that are not in their slots yet."""
-        moves = []
-        for row, job in sorted(self.rows.items()):
-            if job.read == len(job.request.prompt):
-                assert job.slot is not None
-                moves.append(Move(job=job, row=row, slot=job.slot))
-        return moves
+        return [
+            _move(job, row)
+            for row, job in sorted(self.rows.items())
+            if job.read == len(job.request.prompt)
+        ]
 
     def move(self, jobs: Sequence[Job]) -> None:
         """Record that jobs are in their slots; their rows become dirty."""
@@ -292,6 +327,8 @@ class Scheduler:
         self._receive()
         if job.phase is Phase.QUEUED and job in self.queue:
             self.queue.remove(job)
+        if job in self.rowless:
+            self.rowless.remove(job)
         if job.row is not None:
             self._leave_row(job)
         self._leave_slot(job)
@@ -312,7 +349,9 @@ class Scheduler:
 
     def holding(self, part: str) -> list[Job]:
         """Return the jobs that have tokens in "rows" (of the prefill batch), or in "slots"."""
-        return list((self.rows if part == "rows" else self.decoding()).values())
+        if part == "rows":
+            return list(self.rows.values())
+        return [*self.decoding().values(), *(job for job in self.rowless if job.read)]
 
     def take_ended(self) -> list[tuple[Job, Finish]]:
         """Return the jobs that have ended since the last call, and why."""
@@ -341,10 +380,15 @@ class Scheduler:
             self.dirty_rows.add(job.row)
             job.row = None
 
-    def _free_row(self) -> int | None:
+    def _free_rows(self) -> list[int]:
         taken = self.rows.keys() | self.dirty_rows
-        return next((row for row in range(self.limits.prefill_rows) if row not in taken), None)
+        return [row for row in range(self.limits.prefill_rows) if row not in taken]
 
     def _free_slot(self) -> int | None:
         taken = self.slots.keys() | self.dirty_slots.keys()
         return next((slot for slot in range(self.limits.slots) if slot not in taken), None)
+
+
+def _move(job: Job, row: int) -> Move:
+    assert job.slot is not None
+    return Move(job=job, row=row, slot=job.slot)

@@ -1,8 +1,9 @@
-"""The five compiled functions that run on devices. The caches are donated to them.
+"""The compiled functions that run on devices. The caches are donated to them.
 
 `prefill` reads a chunk of every prompt into a cache of its own. `insert` copies prompts that are
-completely read into slots. `decode` gives every active slot its next token. `clear` and
-`clear_slots` empty rows and slots. No shape depends on the number of sequences, so nothing is
+completely read into slots. `park` copies a prompt that is partly read into its slot, and `resume`
+back. `decode` gives every active slot its next token. `clear` and `clear_slots` empty rows and
+slots. No shape depends on the number of sequences, so nothing is
 compiled twice.
 """
 
@@ -219,10 +220,7 @@ def insert(
       The slots, and `[rows]` int8 codes of `Refusal`.
     """
     mode = slots.caches[0].spec.mode
-    changes = [
-        cache.insert(filled, into) for cache, filled in zip(slots.caches, source, strict=True)
-    ]
-    codes = functools.reduce(jnp.maximum, (change.refused for change in changes))
+    caches, codes = _replaced(slots.caches, source, into)
     refused = replicated(codes, mode)
     into = jnp.where(refused == 0, into, slots.active.shape[0])
     active = jnp.ones_like(into, dtype=bool)
@@ -232,8 +230,47 @@ def insert(
         (replicated(slots.last, mode), slots.active, slots.draw),
         replicated((first, active, draw), mode),
     )
-    caches = tuple(change.cache for change in changes)
     return _placed(Slots(caches=caches, last=last, active=active, draw=draw)), refused
+
+
+def park(slots: Slots, source: Caches, into: jax.Array) -> tuple[Slots, jax.Array]:
+    """Copy prompts that are partly read into their slots, which stay inactive.
+
+    Args:
+      slots: Donated.
+      source: Caches of the prefill batch.
+      into: `[rows]` int32, as in `insert`.
+
+    Returns:
+      The slots, and `[rows]` int8 codes of `Refusal`.
+    """
+    caches, codes = _replaced(slots.caches, source, into)
+    return _placed(dataclasses.replace(slots, caches=caches)), codes
+
+
+def resume(rows: Caches, source: Caches, into: jax.Array) -> tuple[Caches, jax.Array]:
+    """Copy prompts that are partly read from their slots into the prefill batch.
+
+    Args:
+      rows: Caches of the prefill batch, donated.
+      source: Caches of the slots.
+      into: `[slots]` int32, the row of each slot. A slot with a number past the last row is not
+        copied.
+
+    Returns:
+      The caches, and `[slots]` int8 codes of `Refusal`.
+    """
+    return _replaced(rows, source, into)
+
+
+def _replaced(caches: Caches, source: Caches, into: jax.Array) -> tuple[Caches, jax.Array]:
+    """Copy sequences over those in the caches; return the caches, and codes of `Refusal`."""
+    changes = [
+        cache.free(into).cache.insert(filled, into)
+        for cache, filled in zip(caches, source, strict=True)
+    ]
+    codes = functools.reduce(jnp.maximum, (change.refused for change in changes))
+    return tuple(change.cache for change in changes), codes
 
 
 def decode(
