@@ -21,6 +21,14 @@ ici_fsdp_parallelism: -1
 ici_tensor_parallelism: 1
 """
 GIN = "PjitPartitioner.num_partitions = 2\n"
+LEVANTER = """\
+data: !include data/pile.yaml
+trainer:
+  tensor_parallel_axes: [mlp, heads]
+  axis_resources:
+    vocab: model
+  parameter_axis_resources: {position: [replica, data]}
+"""
 RULES = """\
 [["batch", "data"],
  ["embed", "model"], ["mlp", "model"],
@@ -32,6 +40,7 @@ RULES = """\
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "base.yml").write_text(CONFIG, encoding="utf-8")
     (tmp_path / "train.gin").write_text(GIN, encoding="utf-8")
+    (tmp_path / "gpt2.yaml").write_text(LEVANTER, encoding="utf-8")
     (tmp_path / "rules.json").write_text(RULES, encoding="utf-8")
     (tmp_path / "rules.yml").write_text(RULES, encoding="utf-8")
     return tmp_path
@@ -91,6 +100,28 @@ def test_t5x_with_a_binding(folder: Path) -> None:
     strategy = sw.Strategy.loads(out)
     assert strategy.mesh == {"data": -1, "model": 4}
     assert 'logical_mlp = "model"  # standard_logical_axis_rules (train.gin)' in out
+
+
+def test_levanter_with_an_override(folder: Path) -> None:
+    code, out, _ = run("import levanter gpt2.yaml trainer.model_axis_size=4", folder)
+    assert code == 0
+    strategy = sw.Strategy.loads(out)
+    assert strategy.mesh == {"replica": 1, "data": -1, "model": 4}
+    assert 'logical_heads = "model"  # gpt2.yaml:3' in out
+    assert 'logical_position = "replica+data"  # gpt2.yaml:6' in out
+    assert 'logical_embed = "data"  # gpt2.yaml (default fsdp_axis)' in out
+    code, out, _ = run("import levanter gpt2.yaml --vocabulary", folder)
+    assert code == 0
+    assert sw.Strategy.loads(out).params["length"] == "replica+data"
+    code, _, err = run("import levanter gpt2.yaml --vocabulary --name heads=KV_HEAD", folder)
+    assert code == 2
+    assert 'heads = "model" and kv_head = "-" cannot be one axis in one role' in err
+    code, _, err = run("import levanter gpt2.yaml --name mlp=MLP_INTERMEDIATE:param", folder)
+    assert code == 2
+    assert "--name mlp=... takes no role" in err
+    code, _, err = run("import levanter gpt2.yaml trainer.model_axis=2", folder)
+    assert code == 2
+    assert "did you mean 'trainer.model_axis_size'?" in err
 
 
 def test_rules_as_json(folder: Path) -> None:

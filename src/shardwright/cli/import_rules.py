@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,23 +16,24 @@ from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.errors import StrategyError
 from shardwright.mesh.text import parse_mesh
 from shardwright.strategy import files
-from shardwright.vocabulary.axes import canonical_axis, file_name
+from shardwright.vocabulary.axes import EMPTY, canonical_axis, file_name
 
 if TYPE_CHECKING:
     from shardwright.interop.logical_rules import Imported
 
-_SOURCES = ("maxtext", "t5x", "rules")
+_SOURCES = ("maxtext", "t5x", "levanter", "rules")
 _SEMANTICS = ("flax", "nnx", "strict")
 _NAME = re.compile(r"([^=]+)=([A-Za-z_][A-Za-z0-9_]*)(?::(activation|param))?")
 _EPILOG = f"""\
-FORMAT is maxtext (a YAML configuration), t5x (a gin file) or rules (a YAML or JSON file with a list
-of pairs, alone or under logical_axis_rules). OVERRIDE is key=value of a configuration, or a binding
-of gin. The strategy has the same mesh and gives the same specs. Every rule has a comment with the
-file and line that it comes from. Each name becomes an axis of its own, unless --name or
---vocabulary maps it.
+FORMAT is maxtext or levanter (a YAML configuration), t5x (a gin file) or rules (a YAML or JSON file
+with a list of pairs, alone or under logical_axis_rules). OVERRIDE is key=value of a configuration,
+or a binding of gin. The strategy has the same mesh and gives the same specs. Every rule has a
+comment with the file and line that it comes from. Each name becomes an axis of its own, unless
+--name or --vocabulary maps it.
 
 examples:
   shardwright import maxtext base.yml ici_tensor_parallelism=4 -o strategy.toml
+  shardwright import levanter gpt2.yaml trainer.model_axis_size=2 --vocabulary -o strategy.toml
   shardwright import t5x train.gin PjitPartitioner.num_partitions=2 -o strategy.toml
   shardwright import rules rules.yml --mesh data:2,model:4 --name embed=EMBED:param
 
@@ -50,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         "overrides",
         nargs="*",
         metavar="OVERRIDE",
-        help="maxtext, t5x: key=value, which overrides the file",
+        help="maxtext, levanter, t5x: key=value, which overrides the file",
     )
     command.add_argument("--mesh", metavar="MESH", help="rules: mesh axes, such as data:2,model:4")
     command.add_argument(
@@ -64,7 +65,9 @@ def parser() -> argparse.ArgumentParser:
         help="the axis that a name means, and optionally its role; repeat it for more",
     )
     command.add_argument(
-        "--vocabulary", action="store_true", help="maxtext: map its names to axes such as EMBED"
+        "--vocabulary",
+        action="store_true",
+        help="maxtext, levanter: map the names of its models to axes such as EMBED",
     )
     command.add_argument(
         "-o", "--out", metavar="FILE", help="write a .toml file (default: print it)"
@@ -106,7 +109,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
     unfit = {
         "--mesh": not is_rules and arguments.mesh is not None,
         "--semantics": not is_rules and arguments.semantics is not None,
-        "--vocabulary": arguments.format != "maxtext" and arguments.vocabulary,
+        "--vocabulary": arguments.format not in ("maxtext", "levanter") and arguments.vocabulary,
         "an override": is_rules and bool(arguments.overrides),
         "--force": arguments.out is None and arguments.force,
     }
@@ -122,7 +125,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 
 def _imported(arguments: argparse.Namespace) -> Imported:
-    from shardwright.interop import maxtext, t5x
+    from shardwright.interop import haliax, maxtext, t5x
     from shardwright.interop.logical_rules import from_logical_axis_rules, read_rules, resized
 
     names = dict(map(read_name, arguments.name))
@@ -131,6 +134,15 @@ def _imported(arguments: argparse.Namespace) -> Imported:
             names = {**maxtext.NAMES, **names}
         return maxtext.from_config(
             arguments.file, overrides=dict(map(_override, arguments.overrides)), names=names
+        )
+    if arguments.format == "levanter":
+        known = haliax.NAMES if arguments.vocabulary else {}
+        own = {name: axis for name, axis in known.items() if axis != EMPTY}
+        return haliax.from_levanter(
+            arguments.file,
+            overrides=dict(map(_override, arguments.overrides)),
+            names={**own, **_without_roles(names)},
+            replicated=tuple(own),
         )
     if arguments.format == "t5x":
         return t5x.from_gin(arguments.file, bindings=arguments.overrides, names=names)
@@ -158,6 +170,18 @@ def read_name(text: str) -> tuple[str, Any]:
         raise StrategyError(what, fix="write --name embed=EMBED:param; roles: activation, param")
     axis = canonical_axis(match[2])
     return match[1], (axis, match[3]) if match[3] else axis
+
+
+def _without_roles(names: Mapping[str, Any]) -> dict[str, str]:
+    """Return the axes of names.
+
+    Raises:
+      StrategyError: A name has a role, which a mapping of levanter does not have.
+    """
+    if roles := [name for name, target in names.items() if not isinstance(target, str)]:
+        what = f"levanter has the same names in both roles: --name {roles[0]}=... takes no role"
+        raise StrategyError(what, fix=f"write --name {roles[0]}=AXIS")
+    return dict(names)
 
 
 def _override(text: str) -> tuple[str, Any]:

@@ -14,11 +14,10 @@ import jax
 from shardwright.errors import Problem, StrategyError, UnknownAxisError, raise_problems
 from shardwright.interop.logical_rules import (
     Imported,
-    MeshAxes,
     Names,
     axis_of,
     from_logical_axis_rules,
-    to_logical_axis_rules,
+    one_rule_each,
 )
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.annotations import ArraySpec
@@ -120,10 +119,7 @@ def to_rules(
         axis_of(field.name, names, rules.__name__, problems)
     raise_problems(problems)
     own = {field.name: names[field.name] for field in _fields(rules)}
-    first: dict[str, MeshAxes] = {}
-    for name, axes in to_logical_axis_rules(pm, own, sizes=sizes):
-        first.setdefault(name, axes)
-    return rules(**first)
+    return rules(**one_rule_each(pm, own, sizes=sizes))
 
 
 def annotations(tree: Any, names: Names = NAMES) -> Any:

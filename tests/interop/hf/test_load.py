@@ -267,13 +267,14 @@ def test_index_and_files_that_differ(tmp_path: Path) -> None:
     lost = weights.pop("model.norm.weight")
     weights["model.layers.9.mlp.up_proj.weight"] = lost
     weights["x"] = "absent.safetensors"
-    weights["y"] = "../model.safetensors"
+    weights |= {"y": "../model.safetensors", "z": "..", "": ""}
     files.write_index(tmp_path, weights)
     with pytest.raises(CheckpointError) as caught:
         hf.load(tmp_path, manager())
     text = str(caught.value)
-    assert "4 problems" in text
-    assert "names '../model.safetensors', which is not a name of a file" in text
+    assert "6 problems" in text
+    for file in ("../model.safetensors", "..", ""):
+        assert f"names {file!r}, which is not a name of a file" in text
     assert "absent.safetensors does not exist" in text
     assert f"model.layers.9.mlp.up_proj.weight: {lost} lacks it" in text
     assert f"model.norm.weight: {lost} has it, but" in text

@@ -125,7 +125,7 @@ def _indexed(folder: Path, weights: Mapping[str, str]) -> dict[str, SafetensorsT
     found: dict[str, SafetensorsTensor] = {}
     for file in sorted(set(weights.values())):
         # A file of the index lies in the folder itself.
-        if Path(file).name != file:
+        if file in ("", "..") or Path(file).name != file:
             problems.append(_problem(f"{_INDEX} names {file!r}, which is not a name of a file"))
             continue
         try:

@@ -7,6 +7,7 @@ library has belongs in its bridge.
 
 from shardwright.interop.logical_rules.files import read_rules as read_rules
 from shardwright.interop.logical_rules.files import read_yaml as read_yaml
+from shardwright.interop.logical_rules.files import read_yaml_tree as read_yaml_tree
 from shardwright.interop.logical_rules.from_rules import (
     from_logical_axis_rules as from_logical_axis_rules,
 )
@@ -17,6 +18,7 @@ from shardwright.interop.logical_rules.names import Names as Names
 from shardwright.interop.logical_rules.names import Semantics as Semantics
 from shardwright.interop.logical_rules.names import axis_of as axis_of
 from shardwright.interop.logical_rules.names import resized as resized
+from shardwright.interop.logical_rules.to_rules import one_rule_each as one_rule_each
 from shardwright.interop.logical_rules.to_rules import (
     to_logical_axis_rules as to_logical_axis_rules,
 )

@@ -9,6 +9,8 @@ from typing import Any
 from shardwright.errors import StrategyError
 
 RULES = "logical_axis_rules"
+# Keys below this depth have no line of their own.
+_DEEPEST = 4
 
 
 def read_rules(path: Path) -> tuple[list[Any], list[str]]:
@@ -50,18 +52,7 @@ def read_yaml(path: Path, key: str) -> tuple[Any, list[int]]:
     Raises:
       StrategyError: The file cannot be read, or is not YAML.
     """
-    yaml = _yaml()
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(_text(path))
-    try:
-        root = loader.get_single_node()
-        value = {} if root is None else loader.construct_document(root)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = path.name if mark is None else f"{path.name}:{mark.line + 1}"
-        what = f"the file is not YAML: {getattr(error, 'problem', None) or error}"
-        raise StrategyError(what, path=place, fix="correct the syntax there") from error
-    finally:
-        loader.dispose()
+    root, value = _parsed(path, getattr(_yaml(), "CSafeLoader", _yaml().SafeLoader))
     if isinstance(value, list):
         return value, [entry.start_mark.line + 1 for entry in root.value]
     if not isinstance(value, dict) or root is None:
@@ -69,6 +60,49 @@ def read_yaml(path: Path, key: str) -> tuple[Any, list[int]]:
     lists = [node.value for name, node in root.value if name.value == key]
     entries = lists[-1] if lists and isinstance(lists[-1], list) else []
     return value, [entry.start_mark.line + 1 for entry in entries]
+
+
+def read_yaml_tree(path: Path) -> tuple[Any, dict[tuple[str, ...], int]]:
+    """Read a YAML file, and return its value and the line of each key, by its path of keys.
+
+    A value with a tag of its own, such as `!include`, is None.
+
+    Raises:
+      StrategyError: The file cannot be read, or is not YAML.
+    """
+    yaml = _yaml()
+
+    class Loader(yaml.SafeLoader):  # type: ignore[name-defined, misc]
+        """Ignore tags, without changing the loader of others."""
+
+    Loader.add_constructor(None, lambda loader, node: None)
+    root, value = _parsed(path, Loader)
+    lines: dict[tuple[str, ...], int] = {}
+    todo: list[tuple[tuple[str, ...], Any]] = [((), root)]
+    while todo:
+        above, node = todo.pop()
+        if isinstance(node, yaml.MappingNode) and len(above) < _DEEPEST:
+            for key, entry in node.value:
+                keys = (*above, str(key.value))
+                lines[keys] = key.start_mark.line + 1
+                todo.append((keys, entry))
+    return value, lines
+
+
+def _parsed(path: Path, loader_type: Any) -> tuple[Any, Any]:
+    """Return the root node of a YAML file, None if it is empty, and its value."""
+    yaml = _yaml()
+    loader = loader_type(_text(path))
+    try:
+        root = loader.get_single_node()
+        return root, {} if root is None else loader.construct_document(root)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = path.name if mark is None else f"{path.name}:{mark.line + 1}"
+        what = f"the file is not YAML: {getattr(error, 'problem', None) or error}"
+        raise StrategyError(what, path=place, fix="correct the syntax there") from error
+    finally:
+        loader.dispose()
 
 
 def _text(path: Path) -> str:

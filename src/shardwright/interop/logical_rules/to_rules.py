@@ -60,6 +60,28 @@ def to_logical_axis_rules(
     return tuple(pair for _, pair in sorted(ranked, key=lambda entry: entry[0]))
 
 
+def one_rule_each(
+    pm: PartitionManager, names: Names, *, sizes: Mapping[str, int] | None = None
+) -> dict[str, MeshAxes]:
+    """Return the mesh axes of each name, for libraries that have one rule per name.
+
+    The first rule of a name counts. Its later rules resolve conflicts, which such a library
+    cannot express.
+
+    Args:
+      pm: The manager.
+      names: Name -> (axis, role), or an axis that has one rule for both roles.
+      sizes: Name -> size of its dims, for rules that depend on the size.
+
+    Raises:
+      ShapeRequiredError: A rule depends on a size that is not given.
+    """
+    first: dict[str, MeshAxes] = {}
+    for name, axes in to_logical_axis_rules(pm, names, sizes=sizes):
+        first.setdefault(name, axes)
+    return first
+
+
 def _exported(pm: PartitionManager, name: str, target: Any) -> tuple[str, Role]:
     """Return the axis and the role of a name that is exported."""
     if not isinstance(target, str):

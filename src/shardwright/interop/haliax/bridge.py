@@ -6,7 +6,7 @@ The model's source stays as it is. `names` maps each axis name of the model to a
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,10 @@ import numpy as np
 from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
 from shardwright.interop.logical_rules import (
     Imported,
-    MeshAxes,
     Names,
     axis_of,
     from_logical_axis_rules,
-    to_logical_axis_rules,
+    one_rule_each,
 )
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import (
@@ -187,6 +186,7 @@ def from_mappings(
     mesh: Any,
     names: Mapping[str, str] | None = None,
     replicated: Sequence[str] = (),
+    source: Callable[[Role, str], str] | None = None,
 ) -> Imported:
     """Turn axis mappings into a strategy with the same specs.
 
@@ -200,6 +200,8 @@ def from_mappings(
       names: Axis name -> axis. A name that is not in `names` becomes a new axis: `embed` becomes
         `logical_embed`.
       replicated: Axis names that no mapping has.
+      source: Function of a role and a name that returns where the rule is written. `explain` shows
+        it. Defaults to `compute['mlp']` and the like.
 
     Returns:
       The strategy, and the axis of each name.
@@ -224,7 +226,7 @@ def from_mappings(
             entry = name if role is Role.ACTIVATION else f"{name} as param"
             pairs.append((entry, table.get(name)))
             targets[entry] = (axes[name], role)
-            places.append(f"{'compute' if role is Role.ACTIVATION else 'parameter'}[{name!r}]")
+            places.append((source or _place_of)(role, name))
     imported = from_logical_axis_rules(
         pairs, mesh=mesh, names=targets, semantics="strict", source=places
     )
@@ -234,6 +236,10 @@ def from_mappings(
         notes.append(f"names that became axes of their own: {', '.join(own)}")
     by_name = {name: imported.names[name][0] for name in every}
     return dataclasses.replace(imported, names=by_name, notes=tuple(notes))
+
+
+def _place_of(role: Role, name: str) -> str:
+    return f"{'compute' if role is Role.ACTIVATION else 'parameter'}[{name!r}]"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,11 +296,8 @@ def _mapping(
         axis, own = (target, role) if isinstance(target, str) else target
         if own == role and axis != EMPTY:
             targets[name] = (axis, role)
-    first: dict[str, MeshAxes] = {}
-    for name, axes in to_logical_axis_rules(pm, targets, sizes=sizes):
-        # The later rules of a name resolve conflicts, which a mapping cannot express.
-        first.setdefault(name, axes)
-    return {name: axes for name, axes in first.items() if axes}
+    rules = one_rule_each(pm, targets, sizes=sizes)
+    return {name: axes for name, axes in rules.items() if axes}
 
 
 def _is_array(leaf: Any) -> bool:

@@ -1,0 +1,223 @@
+"""Configurations of levanter: the mesh and the axis mappings of a trainer become a strategy.
+
+levanter need not be installed. Files are read with PyYAML (the extra `maxtext`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from shardwright.errors import Problem, StrategyError, did_you_mean, raise_problems
+from shardwright.interop.haliax.bridge import from_mappings
+from shardwright.interop.logical_rules import Imported, read_yaml_tree, resized
+from shardwright.vocabulary.axes import Role
+from shardwright.vocabulary.integers import as_integer
+
+# The keys of `trainer` that concern sharding, and the values that they have by default.
+_DEFAULTS: Final[Mapping[str, Any]] = {
+    "batch_axis": "batch",
+    "fsdp_axis": "embed",
+    "tensor_parallel_axes": None,
+    "axis_resources": None,
+    "parameter_axis_resources": None,
+    "replica_ici_axis_size": 1,
+    "model_axis_size": 1,
+    "replica_dcn_axis_size": 1,
+}
+_SIZES: Final = ("replica_ici_axis_size", "model_axis_size", "replica_dcn_axis_size")
+
+
+def from_levanter(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    names: Mapping[str, str] | None = None,
+    replicated: Sequence[str] = (),
+) -> Imported:
+    """Turn the trainer of a configuration of levanter into a strategy with the same specs.
+
+    The mesh has the axes "replica", "data" and "model", as in levanter. What is not under `trainer`
+    is ignored.
+
+    Args:
+      config: A YAML file, or its content.
+      overrides: Key -> value, such as "trainer.model_axis_size": 2. It replaces the file's.
+      names: Axis name -> axis. A name that is not in `names` becomes a new axis: `embed` becomes
+        `logical_embed`.
+      replicated: Axis names that the configuration does not map.
+
+    Raises:
+      StrategyError: The file cannot be read, a key has a wrong value, or the configuration has
+        `trainer.mesh`; all keys are reported at once.
+      MissingMeshAxisError: A mapping names other mesh axes; all are reported at once.
+
+    >>> trainer = {"tensor_parallel_axes": ["mlp", "heads"], "model_axis_size": 4}
+    >>> imported = from_levanter({"trainer": trainer})
+    >>> dict(imported.strategy.mesh)
+    {'replica': 1, 'data': -1, 'model': 4}
+    """
+    trainer = _Trainer.read(config, overrides or {})
+    compute, parameter = trainer.mappings()
+    imported = from_mappings(
+        {name: entry.mesh_axes for name, entry in compute.items()},
+        {name: entry.mesh_axes for name, entry in parameter.items()},
+        mesh={"replica": 1, "data": 1, "model": 1},
+        names=names,
+        replicated=replicated,
+        source=lambda role, name: _source(trainer, role, name),
+    )
+    across = trainer.values["replica_dcn_axis_size"]
+    replicas = trainer.values["replica_ici_axis_size"] * across
+    sized = resized(
+        imported,
+        mesh={"replica": replicas, "data": -1, "model": trainer.values["model_axis_size"]},
+        dcn={"replica": across} if across > 1 else None,
+    )
+    notes = ("haliax replicates a name that no mapping has; list such names in replicated=",)
+    return sized if replicated else dataclasses.replace(sized, notes=(*sized.notes, *notes))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """The mesh axes of a name, and the place that gives it them."""
+
+    mesh_axes: Any
+    place: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Trainer:
+    """The keys of a trainer.
+
+    Attributes:
+      values: Key -> value.
+      places: Path of keys below the trainer -> where it is written.
+      source: What the trainer is called where a place has no line.
+    """
+
+    values: Mapping[str, Any]
+    places: Mapping[tuple[str, ...], str]
+    source: str
+
+    @classmethod
+    def read(cls, config: Any, overrides: Mapping[str, Any]) -> _Trainer:
+        lines: dict[tuple[str, ...], int] = {}
+        content, source = config, "configuration"
+        if not isinstance(config, Mapping):
+            source = Path(config).name
+            content, lines = read_yaml_tree(Path(config))
+        trainer = content.get("trainer", {}) if isinstance(content, Mapping) else None
+        if not isinstance(trainer, Mapping):
+            what = "the configuration has no mapping under trainer"
+            raise StrategyError(what, path=source, fix="write trainer: {model_axis_size: 1}")
+        places = {
+            keys[1:]: f"{source}:{line}" for keys, line in lines.items() if keys[:1] == ("trainer",)
+        }
+        given = _given(overrides)
+        values = {
+            **_DEFAULTS,
+            **{key: trainer[key] for key in trainer if key in _DEFAULTS},
+            **given,
+        }
+        places |= {(key,): "overrides" for key in given}
+        problems = _problems(values, places, source)
+        if "mesh" in trainer:
+            what = "trainer.mesh, the meshes of newer versions of levanter, cannot be read"
+            fix = "pass its mappings and its mesh to from_mappings"
+            problems.append(Problem(error=StrategyError, what=what, path=source, fix=fix))
+        raise_problems(problems)
+        return cls(values=values, places=places, source=source)
+
+    def place(self, *keys: str) -> str:
+        """Return where a key is written, or what has it by default."""
+        for end in range(len(keys), 0, -1):
+            if keys[:end] in self.places:
+                return self.places[keys[:end]]
+        return f"{self.source} (default {keys[0]})"
+
+    def mappings(self) -> tuple[dict[str, _Entry], dict[str, _Entry]]:
+        """Return the mappings of activations and of parameters; what levanter sets last counts."""
+        compute = self._listed("axis_resources")
+        for name in self.values["tensor_parallel_axes"] or ():
+            compute[name] = _Entry(mesh_axes="model", place=self.place("tensor_parallel_axes"))
+        if (batch := self.values["batch_axis"]) is not None:
+            both = ("replica", "data")
+            compute[batch] = _Entry(mesh_axes=both, place=self.place("batch_axis"))
+        parameter = {**compute, **self._listed("parameter_axis_resources")}
+        fsdp = self.values["fsdp_axis"]
+        for name in [fsdp] if isinstance(fsdp, str) else fsdp or ():
+            parameter[name] = _Entry(mesh_axes="data", place=self.place("fsdp_axis"))
+        return compute, parameter
+
+    def _listed(self, key: str) -> dict[str, _Entry]:
+        entries = self.values[key] or {}
+        return {
+            name: _Entry(
+                mesh_axes=tuple(axes) if isinstance(axes, list) else axes,
+                place=self.place(key, name),
+            )
+            for name, axes in entries.items()
+        }
+
+
+def _source(trainer: _Trainer, role: Role, name: str) -> str:
+    compute, parameter = trainer.mappings()
+    entry = (compute if role is Role.ACTIVATION else parameter).get(name)
+    return f"{trainer.source} (not mapped)" if entry is None else entry.place
+
+
+def _given(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the overrides without `trainer.`.
+
+    Raises:
+      StrategyError: A key does not concern sharding; all are reported at once.
+    """
+    given = {key.removeprefix("trainer."): value for key, value in overrides.items()}
+    problems = []
+    for key in overrides:
+        if key.removeprefix("trainer.") not in _DEFAULTS:
+            hint = did_you_mean(key, [f"trainer.{known}" for known in _DEFAULTS])
+            fix = f"{hint} leave it out: other keys do not concern sharding".strip()
+            what = f"the override {key!r} is unknown"
+            problems.append(Problem(error=StrategyError, what=what, fix=fix))
+    raise_problems(problems)
+    return given
+
+
+def _problems(
+    values: Mapping[str, Any], places: Mapping[tuple[str, ...], str], source: str
+) -> list[Problem]:
+    """Return a problem for each key with a value of a wrong kind."""
+
+    def is_names(value: Any) -> bool:
+        return isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
+
+    def is_table(value: Any) -> bool:
+        return isinstance(value, Mapping) and is_names([*value])
+
+    checks: dict[str, tuple[bool, str]] = {}
+    for key in _SIZES:
+        size = as_integer(values[key])
+        checks[key] = (size is not None and size > 0, "a positive integer")
+    for key in ("axis_resources", "parameter_axis_resources"):
+        checks[key] = (values[key] is None or is_table(values[key]), "a mapping of names")
+    tensor, fsdp = values["tensor_parallel_axes"], values["fsdp_axis"]
+    checks["tensor_parallel_axes"] = (tensor is None or is_names(tensor), "a list of names")
+    is_fsdp = fsdp is None or isinstance(fsdp, str) or is_names(fsdp)
+    checks["fsdp_axis"] = (is_fsdp, "a name, or a list of names")
+    batch = values["batch_axis"]
+    checks["batch_axis"] = (batch is None or isinstance(batch, str), "a name")
+    return [
+        Problem(
+            error=StrategyError,
+            what=f"trainer.{key} must be {kind}, got {values[key]!r}",
+            path=places.get((key,), source),
+            fix="write it as levanter's TrainerConfig has it",
+        )
+        for key, (is_right, kind) in checks.items()
+        if not is_right
+    ]

@@ -1,0 +1,111 @@
+"""Configurations of levanter give the specs of the mappings that its trainer makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardwright as sw
+from shardwright.interop import haliax as bridge
+
+CONFIG = """\
+data: !include data/pile.yaml
+trainer:
+  tracker: !unknown {a: 1}
+  batch_axis: rows
+  axis_resources:
+    vocab: model
+    mlp: data
+  tensor_parallel_axes: [mlp, heads]
+  parameter_axis_resources:
+    position: [replica, data]
+  fsdp_axis: [embed, head_size]
+  replica_ici_axis_size: 2
+  model_axis_size: 2
+  replica_dcn_axis_size: 2
+"""
+# What `compute_axis_mapping` and `parameter_axis_mapping` of its trainer return.
+BOTH = {"rows": ("replica", "data"), "vocab": "model", "mlp": "model", "heads": "model"}
+PARAMETER = {**BOTH, "position": ("replica", "data"), "embed": "data", "head_size": "data"}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    pytest.importorskip("yaml")
+    path = tmp_path / "gpt2.yaml"
+    path.write_text(CONFIG, encoding="utf-8")
+    return path
+
+
+def spec(imported: Any, name: str, role: Any) -> Any:
+    pm = sw.PartitionManager(imported.strategy, mesh=sw.abstract_mesh("replica:4,data:2,model:2"))
+    return pm.resolve(*imported.annotation((name,)), role=role, shape=(64,))
+
+
+def test_specs_equal_those_of_its_mappings(config: Path) -> None:
+    imported = bridge.from_levanter(config, replicated=["layers"])
+    assert imported.strategy.mesh == {"replica": 4, "data": -1, "model": 2}
+    assert imported.strategy.dcn == {"replica": 2}
+    for role, mapping in (("activation", BOTH), ("param", PARAMETER)):
+        for name in (*PARAMETER, "layers"):
+            expected = P(mapping[name]) if name in mapping else P()
+            assert spec(imported, name, role) == expected, (role, name)
+    assert not imported.notes
+
+
+def test_places(config: Path) -> None:
+    strategy = bridge.from_levanter(config, overrides={"trainer.fsdp_axis": "embed"}).strategy
+    places = {name: strategy.source("params", f"logical_{name}") for name in PARAMETER}
+    assert places == {
+        "rows": "gpt2.yaml:4",
+        "vocab": "gpt2.yaml:6",
+        "mlp": "gpt2.yaml:8",
+        "heads": "gpt2.yaml:8",
+        "position": "gpt2.yaml:10",
+        "embed": "overrides",
+        "head_size": "",
+    }
+    assert strategy.source("rules", "logical_embed") == "gpt2.yaml (not mapped)"
+
+
+def test_defaults() -> None:
+    imported = bridge.from_levanter({})
+    assert imported.strategy.mesh == {"replica": 1, "data": -1, "model": 1}
+    assert spec(imported, "batch", "activation") == P(("replica", "data"))
+    assert spec(imported, "embed", "param") == P("data")
+    assert "list such names in replicated=" in str(imported)
+
+
+def test_values_that_are_wrong_are_reported_at_once(config: Path) -> None:
+    trainer = {
+        "model_axis_size": 0,
+        "replica_ici_axis_size": "two",
+        "tensor_parallel_axes": "mlp",
+        "axis_resources": ["mlp"],
+        "fsdp_axis": 3,
+        "batch_axis": ["batch"],
+        "mesh": {"axes": {}},
+    }
+    with pytest.raises(sw.StrategyError, match="7 problems") as caught:
+        bridge.from_levanter({"trainer": trainer})
+    text = str(caught.value)
+    assert "trainer.model_axis_size must be a positive integer, got 0" in text
+    assert "trainer.tensor_parallel_axes must be a list of names, got 'mlp'" in text
+    assert "trainer.mesh, the meshes of newer versions" in text
+    config.write_text("trainer:\n  fsdp_axis: embed\n  model_axis_size: x\n", encoding="utf-8")
+    with pytest.raises(sw.StrategyError, match=r"gpt2\.yaml:3: trainer\.model_axis_size must be"):
+        bridge.from_levanter(config)
+    with pytest.raises(sw.MissingMeshAxisError) as absent:
+        bridge.from_levanter({"trainer": {"axis_resources": {"mlp": "tp", "vocab": "ep"}}})
+    assert "tp" in str(absent.value)
+    assert "ep" in str(absent.value)
+
+
+@pytest.mark.parametrize("text", ["- a", "trainer: [1]", "trainer: !include x.yaml", "a: [", "3"])
+def test_files_without_a_trainer(text: str, config: Path) -> None:
+    config.write_text(text, encoding="utf-8")
+    with pytest.raises(sw.StrategyError, match=r"no mapping under trainer|is not YAML"):
+        bridge.from_levanter(config)
