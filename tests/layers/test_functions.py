@@ -160,11 +160,11 @@ def test_bad_input() -> None:
         (lambda: dropout(X, jax.random.key(0), 0.5, shared=(3,)), "names a dim that x of shape"),
         (
             lambda: dense.dense(X, SCALE[:4, None], out=(sw.EMPTY,) * 3),
-            r"kernel has shape \(4, 1\), and does not fit",
+            r"kernel: the kernel has shape \(4, 1\), and does not fit",
         ),
         (
             lambda: dense.dense(X, np.ones((16, 2)), np.ones(3), out=(sw.EMPTY,) * 3),
-            r"bias has shape \(3,\), and the kernel",
+            r"bias has shape \(3,\), and the outputs of the kernel",
         ),
     ]
     for call, message in cases:

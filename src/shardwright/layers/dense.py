@@ -91,7 +91,8 @@ def dense(
       ShardingError: `out` does not fit the result, the rules or the mesh.
     """
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
-    _check(x, kernel, bias, contract)
+    check_kernel(np.shape(x), np.shape(kernel), contract, path="kernel")
+    _check_bias(bias, np.shape(kernel)[contract:])
     rank = np.ndim(x)
     dims = (tuple(range(rank - contract, rank)), tuple(range(contract)))
     operands = x.astype(dtype), kernel.astype(dtype)
@@ -145,17 +146,42 @@ def _entries(spec: PartitionSpec, rank: int) -> list[Any]:
     return entries + [None] * (rank - len(entries))
 
 
-def _check(x: Any, kernel: Any, bias: Any, contract: int) -> None:
-    left, right = np.shape(x), np.shape(kernel)
-    if len(left) < contract or left[len(left) - contract :] != right[:contract]:
+def check_kernel(
+    x: tuple[int, ...],
+    kernel: tuple[int, ...],
+    contract: int,
+    *,
+    path: str,
+    tokens: bool = False,
+) -> None:
+    """Check that the first dims of a kernel are the last dims of an input.
+
+    Args:
+      x: Shape of the input.
+      kernel: Shape of the kernel.
+      contract: Number of dims that are contracted.
+      path: Name of the kernel, for the message.
+      tokens: Whether the input must have a dim that is not contracted.
+
+    Raises:
+      RankMismatchError: They do not fit.
+    """
+    contracted = x[max(len(x) - contract, 0) :]
+    if contracted != kernel[:contract] or len(x) < contract + tokens:
+        needed = ", ".join(map(str, contracted))
         raise RankMismatchError(
-            f"kernel has shape {right}, and does not fit the last {contract} dims of x, {left}",
-            path="kernel",
-            fix=f"pass a kernel of shape ({', '.join(map(str, left[-contract:]))}, ...)",
+            f"the kernel has shape {kernel}, and does not fit the last {contract} dims of x, {x}",
+            path=path,
+            fix=f"pass x of shape (tokens, {needed})"
+            if contracted == kernel[:contract]
+            else f"pass a kernel of shape ({needed}, ...)",
         )
-    if bias is not None and np.shape(bias) != right[contract:]:
+
+
+def _check_bias(bias: Any, outputs: tuple[int, ...]) -> None:
+    if bias is not None and np.shape(bias) != outputs:
         raise RankMismatchError(
-            f"bias has shape {np.shape(bias)}, and the kernel has shape {right}",
+            f"bias has shape {np.shape(bias)}, and the outputs of the kernel have shape {outputs}",
             path="bias",
-            fix=f"pass a bias of shape {right[contract:]}",
+            fix=f"pass a bias of shape {outputs}",
         )

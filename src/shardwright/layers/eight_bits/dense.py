@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardwright import _jax
-from shardwright.errors import LayerError, RankMismatchError
-from shardwright.layers.dense import add_bias
+from shardwright.errors import LayerError
+from shardwright.layers.dense import add_bias, check_kernel
 from shardwright.layers.eight_bits import products
 from shardwright.layers.eight_bits.products import Call, Kept, Kernel
 from shardwright.layers.eight_bits.quantize import explicit_entries, pipeline_axes
@@ -82,7 +82,8 @@ def dense(
     for name, value in zip(kernels, values, strict=True):
         # Inside shard_map the kernel is a shard, and has its shape only once it is gathered.
         if not (isinstance(kernels[name], Stored) and is_inside_shard_map()):
-            _check_shapes(name, np.shape(x), np.shape(value), contract)
+            # The products quantize tokens, so x has a dim of them.
+            check_kernel(np.shape(x), np.shape(value), contract, path=name, tokens=True)
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     call = static_call(
         x,
@@ -201,12 +202,3 @@ def _check_use(recipe: Any, use: Any, names: tuple[str, ...]) -> None:
         what, fix = f"{type(recipe).__name__} has no state", "leave the state out"
     if what:
         raise LayerError(what, path="state", fix=fix)
-
-
-def _check_shapes(name: str, left: tuple[int, ...], right: tuple[int, ...], contract: int) -> None:
-    if len(left) <= contract or left[len(left) - contract :] != right[:contract]:
-        raise RankMismatchError(
-            f"the kernel has shape {right}, and does not fit the last {contract} dims of x, {left}",
-            path=name,
-            fix=f"pass a kernel of shape ({', '.join(map(str, left[-contract:]))}, ...)",
-        )
