@@ -68,8 +68,14 @@ def decoder() -> dict[str, Program]:
 
 def mixture() -> dict[str, Program]:
     """Return the programs of a mixture of eight experts by mode."""
+    # The plan is made on CPUs and compared with TPUs, so the exchange is named.
     experts = MoEConfig(
-        embed=EMBED, hidden=EXPERT_HIDDEN, experts=EXPERTS, per_token=2, dtypes=BF16
+        embed=EMBED,
+        hidden=EXPERT_HIDDEN,
+        experts=EXPERTS,
+        per_token=2,
+        exchange="slots",
+        dtypes=BF16,
     )
     return _reference(MixtureConfig(moe=experts))
 

@@ -6,6 +6,7 @@ python -m tests.layers.moe.tpu_dispatch
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from tests import tpu_compile
@@ -16,14 +17,16 @@ class Program:
     """Runs and logical bytes by kind of collective.
 
     Attributes:
-      name: "forward", "gradient" or "gradient of parameters".
+      name: Of the exchange, then "forward", "gradient" or "gradient of parameters".
       slot_bytes: Bytes of the slots of one device, which an all-to-all moves.
       product: How the experts multiply their slots.
+      ragged: Number of ragged all-to-alls.
     """
 
     name: str
     slot_bytes: int
     product: str
+    ragged: int
     counts: dict[str, int]
     sent: dict[str, int]
 
@@ -40,6 +43,7 @@ def main() -> None:
     mixture = moe.MoEConfig(
         embed=256, hidden=512, experts=16, per_token=2, dtypes=Dtypes(param="bfloat16")
     )
+    configs = [dataclasses.replace(mixture, exchange="slots"), mixture]
     mesh = tpu_compile.tpu_mesh(fsdp=2, ep=4)
     pm = sw.PartitionManager(sw.Strategy.preset("moe_ep") | NOTHING_GATHERED, mesh=mesh)
     shape = (8, 128, 256)
@@ -47,25 +51,33 @@ def main() -> None:
     axes = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
     x = pm.abstract(sw.ArraySpec(shape, jnp.bfloat16, axes), role="activation")
 
-    def forward(params: Any, x: Any) -> Any:
-        return moe.apply(mixture, params, x)[0]
+    def forward(config: Any, params: Any, x: Any) -> Any:
+        return moe.apply(config, params, x)[0]
 
-    def loss(params: Any, x: Any) -> Any:
-        return jnp.square(forward(params, x).astype(jnp.float32)).sum()
+    def loss(config: Any, params: Any, x: Any) -> Any:
+        return jnp.square(forward(config, params, x).astype(jnp.float32)).sum()
 
     programs = {
         "forward": forward,
-        "gradient": jax.grad(loss, argnums=(0, 1)),
-        "gradient of parameters": jax.grad(loss),
+        "gradient": jax.grad(loss, argnums=(1, 2)),
+        "gradient of parameters": jax.grad(loss, argnums=1),
     }
     with pm:
-        dispatch = moe.explain(mixture, shape)
-        for name, function in programs.items():
-            compiled = tpu_compile.compile_for_tpus(function, params, x)
-            counts, sent = tpu_compile.collectives(compiled, mesh)
-            slot_bytes = mixture.experts * dispatch.slots * 256 * 2
-            product = dispatch.product.name
-            tpu_compile.tell(Program(name, slot_bytes, product, counts, sent))
+        for config in configs:
+            dispatch = moe.explain(config, shape)
+            for name, function in programs.items():
+                own = functools.partial(function, config)
+                compiled = tpu_compile.compile_for_tpus(own, params, x)
+                counts, sent = tpu_compile.collectives(compiled, mesh)
+                actual = Program(
+                    name=f"{dispatch.exchange.name} {name}",
+                    slot_bytes=mixture.experts * dispatch.slots * 256 * 2,
+                    product=dispatch.product.name,
+                    ragged=compiled.as_text().count(" ragged-all-to-all("),
+                    counts=counts,
+                    sent=sent,
+                )
+                tpu_compile.tell(actual)
 
 
 if __name__ == "__main__":

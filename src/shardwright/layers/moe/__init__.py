@@ -1,8 +1,9 @@
 """A mixture of experts: each token goes through the few expert MLPs that a router picks for it.
 
-`config` holds the options and the parameters. `routing` picks experts, `dispatch` moves tokens to
-them and back, and `experts` runs them. `block` is the layer. Code that works on the tokens and
-experts of one layer belongs here. A dense MLP does not.
+`config` holds the options and the parameters. `routing` picks experts, `dispatch` moves the tokens
+of a device to rows, `exchange` sends the rows, and `experts` runs the experts on them. `block` is
+the layer. Code that works on the tokens and experts of one layer belongs here. A dense MLP does
+not.
 
     config = moe.MoEConfig(embed=64, hidden=128, experts=8, per_token=2)
     params = pm.init(moe.specs(config), key)

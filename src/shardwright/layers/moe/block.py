@@ -21,8 +21,15 @@ import jax.numpy as jnp
 from shardwright.errors import LayerError, RankMismatchError, StrategyError
 from shardwright.layers.activation import activation
 from shardwright.layers.moe.config import MoEConfig, specs
-from shardwright.layers.moe.dispatch import Slots, assign_slots, combine, fill_slots
-from shardwright.layers.moe.experts import Product, choose_product, run_experts
+from shardwright.layers.moe.dispatch import (
+    Slots,
+    assign_rows,
+    assign_slots,
+    combine,
+    fill_slots,
+)
+from shardwright.layers.moe.exchange import Exchange, choose_exchange, serve_ragged
+from shardwright.layers.moe.experts import Product, choose_product, run_experts, sorted_product
 from shardwright.layers.moe.routing import Routes, route
 from shardwright.layers.placement import is_inside_shard_map
 from shardwright.manager import context
@@ -39,6 +46,7 @@ from shardwright.vocabulary.axes import (
     QUERY_LENGTH,
 )
 
+NOTHING_SENT = Exchange(name="none", why="nothing is sent", rows=0, most=0, native=False)
 _UP = (EXPERT, EMBED, MLP_INTERMEDIATE)
 _DOWN = (EXPERT, MLP_INTERMEDIATE, EMBED)
 _USED_AS = {
@@ -96,6 +104,7 @@ class Dispatch:
       senders: Number of shards of the tokens.
       shards: Number of shards of the experts.
       slots: Slots of a sender at each expert.
+      exchange: How tokens are sent.
       product: How the experts of a device multiply their slots.
     """
 
@@ -106,6 +115,7 @@ class Dispatch:
     senders: int = 1
     shards: int = 1
     slots: int
+    exchange: Exchange
     product: Product
 
     @property
@@ -114,6 +124,8 @@ class Dispatch:
         if not self.expert_axes:
             return "every device has all experts: nothing is sent"
         axes = "+".join(self.expert_axes)
+        if self.sent and self.exchange.name == "ragged":
+            return f"tokens and experts are sharded over {axes}: two ragged all-to-alls"
         if self.sent:
             return f"tokens and experts are sharded over {axes}: two all-to-alls"
         return f"the tokens are replicated over {axes}: each device runs its own experts"
@@ -216,8 +228,14 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
     own_tokens = math.prod(shape[:-1]) // senders
     slots = config.capacity.slots(own_tokens, config.per_token, config.experts)
     shards = math.prod(sizes[axis] for axis in expert_axes)
-    # If tokens are sent, an expert has slots for the tokens of each sender.
-    received = shards if both else 1
+    exchange, product = _choose(
+        config,
+        shards=shards,
+        slots=slots,
+        tokens=own_tokens,
+        sent=bool(both),
+        platform=platform_of(manager.mesh),
+    )
     dispatch = Dispatch(
         sent=both,
         summed=(*(() if both else expert_axes), *hidden_axes),
@@ -226,16 +244,34 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
         senders=senders,
         shards=shards,
         slots=slots,
-        product=choose_product(
-            config,
-            experts=config.experts // shards,
-            slots=slots * received,
-            tokens=own_tokens * received,
-            platform=platform_of(manager.mesh),
-        ),
+        exchange=exchange,
+        product=product,
     )
     _check_capacity(config, dispatch, manager, mode)
     return dispatch
+
+
+def _choose(
+    config: MoEConfig, *, shards: int, slots: int, tokens: int, sent: bool, platform: str
+) -> tuple[Exchange, Product]:
+    """Choose how the tokens of a device are sent, and how experts multiply what they receive."""
+    exchange = NOTHING_SENT
+    if sent:
+        exchange = choose_exchange(
+            config, shards=shards, slots=slots, tokens=tokens, platform=platform
+        )
+    if exchange.name == "ragged":
+        return exchange, sorted_product(exchange.rows)
+    # If tokens are sent, an expert has slots for the tokens of each sender.
+    senders = shards if sent else 1
+    product = choose_product(
+        config,
+        experts=config.experts // shards,
+        slots=slots * senders,
+        tokens=tokens * senders,
+        platform=platform,
+    )
+    return exchange, product
 
 
 def _check_capacity(
@@ -261,7 +297,7 @@ def _unsharded_dispatch(config: MoEConfig, x: Any) -> Dispatch:
     product = choose_product(
         config, experts=config.experts, slots=slots, tokens=tokens, platform=platform_of(None)
     )
-    return Dispatch(slots=slots, product=product)
+    return Dispatch(slots=slots, exchange=NOTHING_SENT, product=product)
 
 
 def _token_axes(shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -329,8 +365,13 @@ def _on_shard(
     """Run the layer on one device's tokens and experts; the collectives are here."""
     tokens = x.reshape(-1, config.embed)
     routes = route(config, params["router"], bias, tokens)
-    slots = assign_slots(routes.experts, experts=config.experts, slots=dispatch.slots)
-    results = _serve(config, dispatch, params, fill_slots(tokens, slots), slots)
+    if dispatch.exchange.name == "ragged":
+        slots = assign_rows(routes.experts, experts=config.experts)
+        rows = fill_slots(tokens, slots)
+        results = serve_ragged(config, dispatch.exchange, dispatch.sent, params, rows, slots.load)
+    else:
+        slots = assign_slots(routes.experts, experts=config.experts, slots=dispatch.slots)
+        results = _serve(config, dispatch, params, fill_slots(tokens, slots), slots)
     y = combine(results, slots, routes.weights)
     if config.shared:
         y = y + _shared(config, dispatch, params, tokens)

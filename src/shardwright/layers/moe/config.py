@@ -84,6 +84,8 @@ class MoEConfig:
       activation: Name of the gate's activation; see `shardwright.layers.activation`.
       balance_loss: Factor of the loss for an even load (Fedus et al., arXiv:2101.03961, eq. 4).
       z_loss: Factor of the loss for small router logits (Zoph et al., arXiv:2202.08906, eq. 5).
+      exchange: How tokens are sent: "slots" sends all slots of the experts, "ragged" only the rows
+        that tokens fill. "auto" chooses; `moe.explain` says which one and why.
       product: How the experts multiply their slots: "padded" multiplies all of them, "ragged" only
         the filled ones. "auto" chooses; `moe.explain` says which one and why.
       dtypes: Dtypes of the experts, their products and the result. The router is float32.
@@ -106,6 +108,7 @@ class MoEConfig:
     activation: str = "silu"
     balance_loss: float = 0.0
     z_loss: float = 0.0
+    exchange: Literal["auto", "slots", "ragged"] = "auto"
     product: Literal["auto", "padded", "ragged"] = "auto"
     dtypes: Dtypes = FLOAT32
 
@@ -114,6 +117,7 @@ class MoEConfig:
             _check_size(name, getattr(self, name), least=1)
         _check_size("shared", self.shared, least=0)
         _check_choice("score", self.score, ("softmax", "sigmoid"))
+        _check_choice("exchange", self.exchange, ("auto", "slots", "ragged"))
         _check_choice("product", self.product, ("auto", "padded", "ragged"))
         check_names((self.activation,))
         if self.product == "ragged" and self.activation in NOT_ZERO_AT_ZERO:
@@ -126,6 +130,16 @@ class MoEConfig:
             raise LayerError(
                 f"capacity={self.capacity!r} is neither Dropless() nor a Factor",
                 fix="write capacity=Factor(1.25), or Dropless()",
+            )
+        if self.exchange == "ragged" and not isinstance(self.capacity, Dropless):
+            raise LayerError(
+                'exchange="ragged" has no slots, and a capacity limits slots',
+                fix='write capacity=Dropless(), or exchange="slots"',
+            )
+        if self.exchange == "ragged" and self.product == "padded":
+            raise LayerError(
+                'exchange="ragged" has no slots, and product="padded" multiplies slots',
+                fix='leave product out, or write exchange="slots"',
             )
         if self.experts % self.groups:
             raise LayerError(

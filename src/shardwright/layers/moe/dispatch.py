@@ -41,12 +41,9 @@ def assign_slots(picked: Any, *, experts: int, slots: int) -> Slots:
       slots: Slots per expert.
     """
     flat = picked.reshape(-1)
-    load = jnp.zeros(experts, jnp.int32).at[flat].add(1)
-    # Sort the copies by expert. A copy's slot is its distance from the first copy of its expert.
-    order = jnp.argsort(flat, stable=True)
-    first = jnp.cumsum(load) - load
-    rank = jnp.arange(flat.size, dtype=jnp.int32) - first[flat[order]]
-    slot = jnp.zeros_like(flat).at[order].set(rank)
+    load, rank = _rank(flat, experts)
+    # A copy's slot is its distance from the first copy of its expert.
+    slot = rank - (jnp.cumsum(load) - load)[flat]
     total = experts * slots
     is_kept = slot < slots
     return Slots(
@@ -56,6 +53,26 @@ def assign_slots(picked: Any, *, experts: int, slots: int) -> Slots:
         dropped=jnp.sum(~is_kept, dtype=jnp.int32),
         total=total,
     )
+
+
+def assign_rows(picked: Any, *, experts: int) -> Slots:
+    """Give each copy of a token a row, sorted by expert and then in order; no row is free.
+
+    Args:
+      picked: [tokens, per_token] int32.
+      experts: Number of experts.
+    """
+    flat = picked.reshape(-1)
+    load, rank = _rank(flat, experts)
+    return Slots(places=rank, load=load, dropped=jnp.int32(0), total=flat.size)
+
+
+def _rank(flat: Any, experts: int) -> tuple[Any, Any]:
+    """Return the load of each expert, and the place of each copy among those sorted by expert."""
+    load = jnp.zeros(experts, jnp.int32).at[flat].add(1)
+    order = jnp.argsort(flat, stable=True)
+    place = jnp.arange(flat.size, dtype=jnp.int32)
+    return load, jnp.zeros_like(flat).at[order].set(place)
 
 
 def fill_slots(x: Any, assigned: Slots) -> Any:

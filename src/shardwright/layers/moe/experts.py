@@ -67,6 +67,11 @@ def choose_product(
     return Product(name="padded", why=why, rows=padded)
 
 
+def sorted_product(rows: int) -> Product:
+    """Return the product of rows that arrive without free slots."""
+    return Product(name="ragged", why="the rows arrive sorted, without free slots", rows=rows)
+
+
 def run_experts(config: MoEConfig, product: Product, params: Any, rows: Any) -> Any:
     """Run each expert on its slots.
 
@@ -79,10 +84,9 @@ def run_experts(config: MoEConfig, product: Product, params: Any, rows: Any) -> 
     Returns:
       `[experts, slots, embed]`.
     """
-    weights = [params[name].astype(rows.dtype) for name in ("gate", "up", "down")]
     # Cast once: the gradients of the rows from gate and up are then added before they are summed
     # over shards, in one all-reduce.
-    rows, *weights = _jax.vary_together([rows, *weights])
+    rows, *weights = _jax.vary_together([rows, *_weights(params, rows.dtype)])
     return _PRODUCTS[product.name](config, weights, rows, product.rows)
 
 
@@ -94,8 +98,27 @@ def _padded(config: MoEConfig, weights: list[Any], rows: Any, most: int) -> Any:
     return jnp.einsum("xrf,xfe->xre", hidden, down)
 
 
+def run_sorted(config: MoEConfig, params: Any, rows: Any, sizes: Any) -> Any:
+    """Run each expert on its rows, which follow each other.
+
+    Args:
+      config: The mixture.
+      params: As in `run_experts`.
+      rows: `[rows, embed]`, sorted by expert. Rows after the last expert's are not multiplied.
+      sizes: `[experts]` int32, the number of rows of each expert.
+
+    Returns:
+      `[rows, embed]`. Rows after the last expert's have no meaning.
+    """
+    rows, *weights = _jax.vary_together([rows, *_weights(params, rows.dtype)])
+    return _grouped(config, weights, rows, sizes)
+
+
+def _weights(params: Any, dtype: Any) -> list[Any]:
+    return [params[name].astype(dtype) for name in ("gate", "up", "down")]
+
+
 def _ragged(config: MoEConfig, weights: list[Any], rows: Any, most: int) -> Any:
-    gate, up, down = weights
     flat = rows.reshape(-1, rows.shape[-1])
     # A token of zeros counts as free. Its result and its gradients are 0 too.
     is_filled = jnp.any(flat != 0, axis=-1)
@@ -103,11 +126,16 @@ def _ragged(config: MoEConfig, weights: list[Any], rows: Any, most: int) -> Any:
     # The indices are ascending, so the rows of an expert stay together.
     (places,) = jnp.nonzero(is_filled, size=most, fill_value=flat.shape[0])
     packed = flat.at[places].get(mode="fill", fill_value=0)
-    hidden = activation(config.activation, jax.lax.ragged_dot(packed, gate, sizes))
-    hidden = hidden * jax.lax.ragged_dot(packed, up, sizes)
-    results = jax.lax.ragged_dot(hidden, down, sizes)
+    results = _grouped(config, weights, packed, sizes)
     free = jnp.zeros_like(flat, dtype=results.dtype)
     return free.at[places].set(results, mode="drop").reshape(rows.shape)
+
+
+def _grouped(config: MoEConfig, weights: list[Any], rows: Any, sizes: Any) -> Any:
+    gate, up, down = weights
+    hidden = activation(config.activation, jax.lax.ragged_dot(rows, gate, sizes))
+    hidden = hidden * jax.lax.ragged_dot(rows, up, sizes)
+    return jax.lax.ragged_dot(hidden, down, sizes)
 
 
 _PRODUCTS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(

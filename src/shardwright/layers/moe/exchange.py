@@ -1,0 +1,238 @@
+"""How rows travel between the devices of the experts: as slots, or as ragged rows.
+
+`slots` is an all-to-all of all slots, free ones too. `ragged` sends only the rows that tokens fill:
+the devices tell each other how many (an all-gather of one number per expert), and then each sends
+its rows as one `jax.lax.ragged_all_to_all`. XLA for CPU does not have that collective. Its twin
+here pads the rows for each receiver, sends them as an all-to-all, and gives equal results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from shardwright import _jax
+from shardwright.layers.moe.config import Dropless, MoEConfig
+from shardwright.layers.moe.experts import run_sorted
+
+# Platforms whose compiler has `ragged_all_to_all`.
+NATIVE: Final = ("tpu", "gpu")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """How a device sends rows to the experts, and their results back.
+
+    Attributes:
+      name: "slots" or "ragged"; "none" if nothing is sent.
+      why: The reason for it.
+      rows: Most rows that a device receives.
+      most: Most rows that a device sends to another one.
+      native: Whether the compiler has `ragged_all_to_all`; otherwise the twin runs.
+    """
+
+    name: str
+    why: str
+    rows: int
+    most: int
+    native: bool
+
+
+def choose_exchange(
+    config: MoEConfig, *, shards: int, slots: int, tokens: int, platform: str
+) -> Exchange:
+    """Choose how rows are sent.
+
+    Args:
+      config: The mixture.
+      shards: Number of shards of the experts.
+      slots: Slots of a sender at each expert.
+      tokens: Number of tokens of a device.
+      platform: "cpu", "gpu" or "tpu".
+    """
+    own = config.experts // shards
+    most, native = tokens * min(config.per_token, own), platform in NATIVE
+    ragged = functools.partial(
+        Exchange, name="ragged", rows=shards * most, most=most, native=native
+    )
+    padded = functools.partial(
+        Exchange, name="slots", rows=config.experts * slots, most=own * slots, native=native
+    )
+    if config.exchange == "slots":
+        return padded(why="the config names it")
+    if config.exchange == "ragged":
+        twin = "" if native else f"; XLA for {platform.upper()} runs its twin"
+        return ragged(why=f"the config names it{twin}")
+    if not isinstance(config.capacity, Dropless):
+        return padded(why="the capacity limits the slots")
+    if config.product == "padded":
+        return padded(why="the padded product needs slots")
+    if config.per_token == config.experts:
+        return padded(why="all slots are filled")
+    if not native:
+        return padded(why=f"XLA for {platform.upper()} has no ragged all-to-all")
+    return ragged(
+        why=f"a device fills {tokens * config.per_token} of {config.experts * slots} slots"
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """What one device sends in one direction; each array has a number per device, int32.
+
+    Attributes:
+      input_offsets: Where the rows for each receiver start.
+      send_sizes: How many rows each receiver gets.
+      output_offsets: Where these rows start in the buffer of the receiver.
+      recv_sizes: How many rows come from each sender.
+      recv_offsets: Where these rows start in the buffer of this device.
+    """
+
+    input_offsets: Any
+    send_sizes: Any
+    output_offsets: Any
+    recv_sizes: Any
+    recv_offsets: Any
+
+
+def plan_routes(loads: Any, device: Any) -> tuple[Route, Route]:
+    """Return the routes of a device to the experts and back.
+
+    Args:
+      loads: [devices, experts] int32, how many rows of each device go to each expert. The experts
+        are divided among the devices in order.
+      device: Number of the device.
+    """
+    devices, experts = loads.shape
+    # [senders, receivers]. A sender's rows are sorted by expert, so by receiver. A receiver's
+    # buffer is sorted by sender.
+    sizes = loads.reshape(devices, devices, experts // devices).sum(-1)
+    in_sender = jnp.cumsum(sizes, axis=1) - sizes
+    in_receiver = jnp.cumsum(sizes, axis=0) - sizes
+    forth = Route(
+        input_offsets=in_sender[device],
+        send_sizes=sizes[device],
+        output_offsets=in_receiver[device],
+        recv_sizes=sizes[:, device],
+        recv_offsets=in_receiver[:, device],
+    )
+    back = Route(
+        input_offsets=in_receiver[:, device],
+        send_sizes=sizes[:, device],
+        output_offsets=in_sender[:, device],
+        recv_sizes=sizes[device],
+        recv_offsets=in_sender[device],
+    )
+    return forth, back
+
+
+def serve_ragged(
+    config: MoEConfig, exchange: Exchange, axes: tuple[str, ...], params: Any, rows: Any, load: Any
+) -> Any:
+    """Send rows to their experts, run these, and return the results in the same order.
+
+    Args:
+      config: The mixture.
+      exchange: As `choose_exchange` returns it.
+      axes: Mesh axes of the experts.
+      params: The experts of this device.
+      rows: [rows, embed], sorted by expert.
+      load: [experts] int32, how many rows each expert gets from this device.
+    """
+    loads = jax.lax.all_gather(load, axes)
+    device = jax.lax.axis_index(axes)
+    routes = plan_routes(loads, device)
+    received = send(rows, routes, exchange.rows, exchange, axes)
+    own = config.experts // loads.shape[0]
+    counts = jax.lax.dynamic_slice_in_dim(loads, device * own, own, axis=1)
+    order = by_expert(counts, exchange.rows)
+    results = run_sorted(config, params, received[order], counts.sum(0))
+    unsorted = jnp.zeros_like(results).at[order].set(results, unique_indices=True)
+    return send(unsorted, routes[::-1], rows.shape[0], exchange, axes)
+
+
+def by_expert(counts: Any, rows: int) -> Any:
+    """Return the order that sorts a buffer by expert, with the free rows last.
+
+    Args:
+      counts: [senders, experts] int32. The buffer has the rows of sender 0, sorted by expert, then
+        those of sender 1, and so on.
+      rows: Number of rows of the buffer.
+    """
+    senders, experts = counts.shape
+    ends = jnp.cumsum(counts.reshape(-1))
+    group = jnp.searchsorted(ends, jnp.arange(rows), side="right")
+    expert = jnp.where(group < senders * experts, group % experts, experts)
+    return jnp.argsort(expert, stable=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def send(
+    rows: Any,
+    routes: tuple[Route, Route],
+    size: int,
+    exchange: Exchange,
+    axes: tuple[str, ...],
+) -> Any:
+    """Send rows along the first route; the gradient goes along the second.
+
+    Args:
+      rows: [rows, embed].
+      routes: There, and back.
+      size: Rows of the result; those that no device sends are 0.
+      exchange: Which collective, and the most rows for one receiver.
+      axes: Mesh axes.
+    """
+    route = routes[0]
+    empty = jnp.zeros((size, *rows.shape[1:]), rows.dtype)
+    if not exchange.native:
+        return padded_all_to_all(rows, empty, route, axes, most=exchange.most)
+    rows, empty = _jax.vary_together([rows, empty])
+    return jax.lax.ragged_all_to_all(
+        rows,
+        empty,
+        route.input_offsets,
+        route.send_sizes,
+        route.output_offsets,
+        route.recv_sizes,
+        axis_name=axes,
+    )
+
+
+def _send(rows: Any, routes: Any, size: int, exchange: Exchange, axes: Any) -> Any:
+    return send(rows, routes, size, exchange, axes), (routes, rows.shape[0])
+
+
+def _send_back(size: int, exchange: Exchange, axes: Any, kept: Any, gradient: Any) -> Any:
+    routes, rows = kept
+    return send(gradient, routes[::-1], rows, exchange, axes), None
+
+
+send.defvjp(_send, _send_back)
+
+
+def padded_all_to_all(rows: Any, empty: Any, route: Route, axes: Any, *, most: int) -> Any:
+    """Do what `jax.lax.ragged_all_to_all` does, with an all-to-all of padded rows.
+
+    Args:
+      rows: [rows, embed].
+      empty: Buffer of the result.
+      route: What is sent.
+      axes: Mesh axes.
+      most: Most rows for one receiver.
+    """
+    step = jnp.arange(most, dtype=jnp.int32)
+    is_sent = step < route.send_sizes[:, None]
+    places = jnp.where(is_sent, route.input_offsets[:, None] + step, rows.shape[0])
+    chunks = rows.at[places].get(mode="fill", fill_value=0)
+    chunks = jax.lax.all_to_all(chunks, axes, split_axis=0, concat_axis=0, tiled=True)
+    # A place of its own for each row that is not received: the indices of the scatter are unique.
+    spare = empty.shape[0] + jnp.arange(chunks.shape[0] * most).reshape(chunks.shape[:2])
+    is_received = step < route.recv_sizes[:, None]
+    targets = jnp.where(is_received, route.recv_offsets[:, None] + step, spare)
+    return empty.at[targets].set(chunks, mode="drop", unique_indices=True)
