@@ -42,9 +42,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _mark_sweeps(items: list[pytest.Item]) -> None:
     """Mark all but `keep` cases of each test with `@pytest.mark.sweep(keep=...)` as wide.
 
-    With `wide=`, only that many are wide, and the rest are slow.
+    With `wide=`, only that many are wide, and the rest are slow, or have the marker `rest=`.
     """
-    sweeps: dict[tuple[str, object, int, int | None], list[pytest.Item]]
+    sweeps: dict[tuple[str, object, int, int | None, str], list[pytest.Item]]
     sweeps = collections.defaultdict(list)
     for item in items:
         marker = item.get_closest_marker("sweep")
@@ -54,11 +54,12 @@ def _mark_sweeps(items: list[pytest.Item]) -> None:
             if not slow:
                 name = item.nodeid.partition("[")[0]
                 keep, wide = marker.kwargs["keep"], marker.kwargs.get("wide")
-                sweeps[name, item.parent, keep, wide].append(item)
-    for (_, _, keep, wide), cases in sweeps.items():
+                rest = marker.kwargs.get("rest", "slow")
+                sweeps[name, item.parent, keep, wide, rest].append(item)
+    for (_, _, keep, wide, rest), cases in sweeps.items():
         order = sorted(range(len(cases)), key=lambda index: index * _STEP % 1)
         for place, index in enumerate(order[keep:]):
-            cases[index].add_marker("wide" if wide is None or place < wide else "slow")
+            cases[index].add_marker("wide" if wide is None or place < wide else rest)
 
 
 def pytest_collection_finish() -> None:

@@ -1,0 +1,158 @@
+"""Sharded = unsharded for every block, preset, mesh, kind of mesh axes, and mode.
+
+`make test` runs one case of each test and `make test-wide` four; `-m product` runs the others.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright.layers import (
+    attention_block,
+    embedding,
+    loss,
+    mixture_block,
+    mlp_block,
+    moe,
+    transformer_block,
+)
+from shardwright.layers.placement import RESIDUAL
+from shardwright.testing import cpu_mesh
+from tests.layers import blocks
+
+VOCAB, EMBED = 32, 16
+# The two largest axes of each preset, or its only one.
+AXES = {
+    "single": ("dp",),
+    "ddp": ("dp",),
+    "fsdp": ("fsdp",),
+    "tensor": ("dp", "tp"),
+    "fsdp_tp": ("fsdp", "tp"),
+    "fsdp_tp_sp": ("fsdp", "tp"),
+    "sequence": ("fsdp", "sp"),
+    "moe_ep": ("fsdp", "ep"),
+    "serve_tp": ("dp", "tp"),
+    "serve_long_context": ("sp", "tp"),
+}
+MESHES = [
+    (preset, ",".join(f"{axis}:{size}" for axis, size in zip(axes, sizes, strict=True)), kind)
+    for preset, axes in AXES.items()
+    for sizes in ([(2, 4), (4, 2)] if len(axes) == 2 else [(8,)])
+    # A mesh with one axis is not mixed.
+    for kind in (["auto", "explicit", "mixed"] if len(axes) == 2 else ["auto", "explicit"])
+]
+MODES = ("train", "prefill", "decode", "insert")
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(8, 8, EMBED)).astype(np.float32)
+TOKENS = RNG.integers(0, VOCAB, (8, 8))
+MLP = mlp_block.MlpConfig(embed=EMBED, hidden=32)
+ATTENTION = attention_block.AttentionConfig(embed=EMBED, heads=8, kv_heads=4, head_dim=4)
+MIXTURE = mixture_block.MixtureConfig(
+    moe=moe.MoEConfig(embed=EMBED, hidden=8, experts=8, per_token=2, shared=1, balance_loss=0.1)
+)
+STACK = transformer_block.TransformerConfig(layers=2, attention=ATTENTION, mlp=(MLP, MIXTURE))
+
+
+def mixture(params: Any, x: Any) -> Any:
+    y, state = mixture_block.apply(MIXTURE, params, x)
+    assert state.stats is not None
+    return y, state.stats.aux
+
+
+def stack(params: Any, x: Any) -> Any:
+    y, state = transformer_block.apply(STACK, params, x)
+    return y, state.aux
+
+
+# Name -> (specs, function of the parameters and the input, input, axes of the input)
+BLOCKS: dict[str, tuple[Any, Any, Any, Any]] = {
+    "mlp": (mlp_block.specs(MLP), lambda p, x: mlp_block.apply(MLP, p, x)[0], X, RESIDUAL),
+    "attention": (
+        attention_block.specs(ATTENTION),
+        lambda p, x: attention_block.apply(ATTENTION, p, x)[0],
+        X,
+        RESIDUAL,
+    ),
+    "mixture": (mixture_block.specs(MIXTURE), mixture, X, RESIDUAL),
+    "embedding": (
+        embedding.specs(VOCAB, EMBED),
+        embedding.apply,
+        TOKENS,
+        (sw.BATCH, sw.QUERY_LENGTH),
+    ),
+    "loss": (
+        loss.specs(VOCAB, EMBED),
+        lambda p, x: loss.cross_entropy(x, p, TOKENS[:, : x.shape[1]]).mean,
+        X,
+        RESIDUAL,
+    ),
+    "stack": (transformer_block.specs(STACK), stack, X, RESIDUAL),
+}
+
+
+def make_manager(preset: str, mesh: str, kind: str, mode: str) -> sw.PartitionManager:
+    types = {mesh.split(",")[-1].split(":")[0]: "explicit"} if kind == "mixed" else kind
+    return sw.PartitionManager(
+        sw.Strategy.preset(preset), mesh=cpu_mesh(mesh, axis_types=types), mode=mode
+    )
+
+
+@functools.cache
+def unsharded(block: str, length: int) -> Any:
+    specs, f, x, _ = BLOCKS[block]
+    return blocks.values_and_gradients(f, blocks.random_params(specs), x[:, :length])
+
+
+@pytest.mark.sweep(keep=1, wide=4, rest="product")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("preset", "mesh", "kind"), MESHES)
+def test_sharded_equals_unsharded(preset: str, mesh: str, kind: str, block: str, mode: str) -> None:
+    """Values and all gradients; a gradient is sharded as its parameter."""
+    specs, f, x, axes = BLOCKS[block]
+    length = 1 if mode == "decode" else x.shape[1]
+    with make_manager(preset, mesh, kind, mode) as pm:
+        stored = pm.shard(blocks.random_params(specs), specs, role="param")
+        got = blocks.values_and_gradients(f, stored, pm.shard(x[:, :length], axes))
+    blocks.assert_close(got, unsharded(block, length), rtol=1e-4)
+    for gradient, value in zip(jax.tree.leaves(got[1][0]), jax.tree.leaves(stored), strict=True):
+        assert gradient.sharding.is_equivalent_to(value.sharding, value.ndim)
+
+
+@functools.cache
+def whole_call() -> Any:
+    layers = transformer_block.unstack(STACK, blocks.random_params(BLOCKS["stack"][0]))
+    return layers, jax.jit(functools.partial(transformer_block.apply, layers[0]))(layers[1], X)[0]
+
+
+@pytest.mark.sweep(keep=1, wide=4, rest="product")
+@pytest.mark.parametrize(("preset", "mesh", "kind"), MESHES)
+def test_prefill_and_decode_equal_one_call(preset: str, mesh: str, kind: str) -> None:
+    """A stack with caches: four tokens at once, then two one by one."""
+    (config, params), whole = whole_call()
+    prefill = make_manager(preset, mesh, kind, "prefill")
+    decode = prefill.for_mode("decode")
+
+    def step(params: Any, x: Any, caches: Any) -> Any:
+        state = transformer_block.StackState(caches=caches)
+        y, after = transformer_block.apply(config, params, x, state=state)
+        return y, after.caches
+
+    with decode:
+        caches = transformer_block.init_caches(config, batch=8, capacity=8)
+    with prefill:
+        stored = prefill.shard(params, transformer_block.specs(config), role="param")
+        y, caches = jax.jit(step)(stored, X[:, :4], caches)
+        rows = [np.asarray(y)]
+    with decode:
+        run = jax.jit(step, donate_argnums=2)
+        for at in (4, 5):
+            y, caches = run(stored, X[:, at : at + 1], caches)
+            rows.append(np.asarray(y))
+    blocks.assert_close(np.concatenate(rows, 1), np.asarray(whole)[:, :6], rtol=1e-4)
