@@ -129,16 +129,33 @@ def _product(x: Any, kernel: Any, contract: int) -> Any:
     if AxisType.Explicit not in mesh.axis_types:
         return jax.lax.dot_general(x, kernel, (dims, ((), ())))
     own, weight = _entries(left.spec, rank), _entries(right.spec, kernel.ndim)
-    used = {axis for entry in own for axis in entry_names(entry)}
-    free = [
-        entry_of(tuple(axis for axis in entry_names(entry) if axis not in used))
-        for entry in weight[contract:]
-    ]
-    gathered = [*own[rank - contract :], *free]
+    gathered, out = entries_of_product(own, weight, contract)
     if gathered != weight:
         kernel = jax.sharding.reshard(kernel, NamedSharding(mesh, PartitionSpec(*gathered)))
-    out = NamedSharding(mesh, PartitionSpec(*own[: rank - contract], *free))
-    return jax.lax.dot_general(x, kernel, (dims, ((), ())), out_sharding=out)
+    sharding = NamedSharding(mesh, PartitionSpec(*out))
+    return jax.lax.dot_general(x, kernel, (dims, ((), ())), out_sharding=sharding)
+
+
+def entries_of_product(
+    x: Sequence[Any], kernel: Sequence[Any], contract: int
+) -> tuple[list[Any], list[Any]]:
+    """Return the specs of the gathered kernel and of the result, where no annotation says them.
+
+    A dim of the result stays sharded as that of its operand. The kernel is gathered over the mesh
+    axes that shard other dims of `x`.
+
+    Args:
+      x: Entries of the spec of `x`, one per dim.
+      kernel: The same of the kernel as it is stored.
+      contract: Number of dims that are contracted.
+    """
+    rows = len(x) - contract
+    used = {axis for entry in x for axis in entry_names(entry)}
+    free = [
+        entry_of(tuple(axis for axis in entry_names(entry) if axis not in used))
+        for entry in kernel[contract:]
+    ]
+    return [*x[rows:], *free], [*x[:rows], *free]
 
 
 def _entries(spec: PartitionSpec, rank: int) -> list[Any]:

@@ -37,7 +37,7 @@ def dropout(x: Any, key: Any, rate: float, *, shared: Sequence[int] = ()) -> Any
     broadcast = {dim % x.ndim for dim in shared}
     shape = tuple(1 if dim in broadcast else size for dim, size in enumerate(x.shape))
     keep = jax.random.bernoulli(key, 1 - rate, shape)
-    return jnp.where(keep, x / jnp.asarray(1 - rate, x.dtype), jnp.zeros((), x.dtype))
+    return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
 
 
 def check_rate(name: str, rate: Any) -> None:

@@ -110,10 +110,10 @@ def layer_norm(
     """
     _check(x, scale=scale, bias=bias)
     wide = jnp.asarray(x).astype(jnp.float32)
-    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    mean = jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(wide - mean), axis=-1, keepdims=True)
     scale = jnp.asarray(scale).astype(jnp.float32) + (1 if zero_centered else 0)
-    y = wide * jax.lax.rsqrt(variance + epsilon) * scale
+    y = (wide - mean) * jax.lax.rsqrt(variance + epsilon) * scale
     y = y if bias is None else y + jnp.asarray(bias).astype(jnp.float32)
     return y.astype(x.dtype if dtype is None else dtype)
 

@@ -76,7 +76,7 @@ def value_problems(
         if value.shape != other.shape:
             found.append(f"{name}: shape {value.shape} instead of {other.shape}")
             continue
-        tolerance = tolerance_of(case, name, is_same_jax=is_same_jax)
+        tolerance = tolerance_of(case, is_same_jax=is_same_jax)
         error = np.max(np.abs(value - other), initial=0)
         if max(np.max(np.abs(value), initial=0), np.max(np.abs(other), initial=0)) < 1e-5 * largest:
             continue  # zero but for rounding, such as the gradient of a bias of all keys
@@ -85,14 +85,15 @@ def value_problems(
     return found
 
 
-def tolerance_of(case: Case, name: str, *, is_same_jax: bool) -> float:
-    """Return the largest difference of a tensor, relative to its largest value."""
+def tolerance_of(case: Case, *, is_same_jax: bool) -> float:
+    """Return the largest difference of a tensor, relative to its largest value.
+
+    Most tensors are equal bit for bit. Gradients of kernels with several features are not: JAX
+    transposes their products, where TransformerEngine has products of its own. Another version of
+    JAX than that of the goldens rounds TransformerEngine's own products differently.
+    """
     if "bfloat16" in (case.dtype, case.fields.get("dtype")):
         return TOLERANCE["bfloat16"]
-    if any("low_rank_adaptation" in field for field in case.fields):
-        return 4e-6 if is_same_jax else 1e-5  # another order of products
-    is_mixed = case.module == "TransformerLayer" and len(case.fields) > 7
-    is_gradient = name != "out" and not name.startswith("out/")
-    if not is_same_jax or (is_mixed and is_gradient):
-        return 2e-6  # another order of sums
-    return TOLERANCE["float32"]
+    if is_same_jax:
+        return TOLERANCE["float32"]
+    return 1e-5 if any("low_rank_adaptation" in field for field in case.fields) else 2e-6

@@ -12,7 +12,10 @@ import pytest
 
 pytest.importorskip("flax.linen")
 
+import flax.linen as nn
+
 import shardwright as sw
+import shardwright.interop.transformer_engine as recipes
 from shardwright.caches import create
 from shardwright.errors import CacheError
 from shardwright.interop.transformer_engine import flax as te
@@ -133,6 +136,47 @@ def test_masks_of_modules(mask: Any, says: str) -> None:
     module = te.DotProductAttention(4, 2, attn_mask_type="padding", **BATCH_FIRST)
     with pytest.raises(sw.ShardingError, match=says):
         module.apply({}, Q, Q, Q, mask)
+
+
+# Module, size of its input -> what the error says. Every size but one is a multiple of 32.
+ODD_SIZES: dict[str, tuple[Any, int, str]] = {
+    "dense-inputs": (te.DenseGeneral(32), 40, r"kernel dim 2: x has shape \(1, 32, 40\)"),
+    "dense-outputs": (te.DenseGeneral(40), 32, r"the kernel kernel has shape \(32, 40\)"),
+    "norm-dense": (te.LayerNormDenseGeneral((2, 40)), 32, r"kernel has shape \(32, 2, 40\)"),
+    "mlp": (te.LayerNormMLP(40), 32, r"wo_kernel dim 2: x has shape \(1, 32, 40\)"),
+    "heads": (
+        te.MultiHeadAttention(20, 2, **BATCH_FIRST),
+        32,
+        r"out/kernel dim 2: x has shape \(1, 32, 40\)",
+    ),
+    "layer": (
+        te.TransformerLayer(32, 48, 1, hidden_dropout=0.0, attention_dropout=0.0),
+        32,
+        r"mlp/wo_kernel dim 2: x has shape \(1, 32, 48\).* the size is 48, not a multiple of 32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD_SIZES)
+def test_sizes_without_whole_blocks(name: str) -> None:
+    """The error of MXFP8 names the product and the dim."""
+    module, size, message = ODD_SIZES[name]
+    inputs = (jnp.ones((1, 32, size)),) * (2 if name == "heads" else 1)
+
+    def loss(key: Any) -> Any:
+        variables = nn.unbox(module.init(key, *inputs))
+        apply = lambda variables: jnp.sum(  # noqa: E731
+            jnp.stack(jax.tree.leaves(module.apply(variables, *inputs)))
+        )
+        return jax.grad(apply)(variables)
+
+    recipe = recipes.recipe.MXFP8BlockScaling()
+    with (
+        recipes.autocast(enabled=True, recipe=recipe),
+        pytest.raises(sw.ShardingError, match=message) as caught,
+    ):
+        jax.eval_shape(loss, jax.random.key(0))
+    assert "multiples of 32" in str(caught.value)
 
 
 def test_a_mask_is_never_of_both_kinds() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +23,7 @@ import shardwright as sw
 from shardwright.interop.transformer_engine import flax as te
 from shardwright.interop.transformer_engine.flax.variables import Dropout
 from tests.docs import snippets
+from tests.interop.transformer_engine import cases
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "transformer-engine.md"
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 7, 8)), jnp.float32)
@@ -190,6 +193,21 @@ def test_errors_of_attention(fields: Any, arrays: Any, says: str) -> None:
 def test_errors_of_layers(module: Any, says: str) -> None:
     with pytest.raises(sw.ShardingError, match=says):
         init(module)
+
+
+@pytest.mark.parametrize("name", cases.MODULES)
+def test_shells_are_thin(name: str) -> None:
+    """Besides fields and docstrings a class has at most 60 lines."""
+    module = getattr(te, name)
+    lines = inspect.getsource(module).splitlines()
+    (tree,) = ast.parse("\n".join(lines)).body
+    assert isinstance(tree, ast.ClassDef)
+    left = {number for number, line in enumerate(lines, 1) if line.strip()}
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_text or (node in tree.body and isinstance(node, ast.AnnAssign)):
+            left -= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    assert len(left) <= 60
 
 
 def test_deprecated_fields_warn() -> None:

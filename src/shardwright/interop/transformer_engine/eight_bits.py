@@ -30,7 +30,13 @@ Metas = tuple[TensorScaling, TensorScaling, TensorScaling]
 
 
 def quantized_dense(
-    x: Any, kernel: Any, metas: Metas | None, *, recipe: eight_bits.Recipe, contract: int = 1
+    x: Any,
+    kernel: Any,
+    metas: Metas | None,
+    *,
+    recipe: eight_bits.Recipe,
+    contract: int = 1,
+    name: str = "kernel",
 ) -> Any:
     """Return `x @ kernel` in eight bits, in the dtype of `x`.
 
@@ -41,17 +47,17 @@ def quantized_dense(
         recipes.
       recipe: The recipe.
       contract: Number of dims that are contracted.
+      name: Name of the kernel, for messages.
 
     Raises:
-      LayerError: The recipe has blocks, and a contracted dim is not a multiple of 32.
+      LayerError: The recipe has blocks, and a contracted dim is not a multiple of 32, or a device's
+        part of it over Explicit mesh axes.
     """
-    call = static_call(x, {"kernel": kernel}, recipe=recipe, contract=contract, dtype=x.dtype)
+    call = static_call(x, {name: kernel}, recipe=recipe, contract=contract, dtype=x.dtype)
     # The sharding of these modules is that of their logical names.
     call = dataclasses.replace(call, manager=None)
     if metas is None:
-        return eight_bits.dense(x, {"kernel": kernel}, recipe=recipe, contract=contract).ys[
-            "kernel"
-        ]
+        return eight_bits.dense(x, {name: kernel}, recipe=recipe, contract=contract).ys[name]
     return _dense(x, kernel, metas, call)
 
 

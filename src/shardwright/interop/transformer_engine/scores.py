@@ -54,7 +54,8 @@ def softmax(logits: Any, hidden: Any = None, *, offset: Any = None) -> Any:
         return jax.nn.softmax(logits, where=visible)
     offset = jnp.asarray(offset, logits.dtype)
     top = jnp.max(logits, axis=-1, keepdims=True, where=visible, initial=-jnp.inf)
-    top = jax.lax.stop_gradient(jnp.maximum(top, offset))
+    # The gradient through the maximum is 0 but for rounding, which TransformerEngine has too.
+    top = jnp.maximum(top, offset)
     shifted = logits - top
     if visible is not None:
         shifted = jnp.where(visible, shifted, -jnp.inf)
@@ -185,7 +186,9 @@ def attend(
     # The shape of the weights decides which random bits dropout takes.
     if groups > 1:
         weights = weights.reshape(batch, kv_heads, groups, q_length, kv_length)
-    weights = dropout(weights, dropout_key, config.dropout)
+    if dropout_key is not None and config.dropout > 0:
+        # As in TransformerEngine, weights are multiplied by 1 / (1 - dropout), not divided.
+        weights = weights * dropout(jnp.ones_like(weights), dropout_key, config.dropout)
     weights = weights.reshape(batch, kv_heads, groups, q_length, kv_length)
     context = jnp.einsum("bhgqk,bkhd->bqhgd", weights, value)
     return context.reshape(batch, q_length, heads, value.shape[-1])

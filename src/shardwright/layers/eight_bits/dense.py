@@ -13,7 +13,7 @@ import numpy as np
 
 from shardwright import _jax
 from shardwright.errors import LayerError
-from shardwright.layers.dense import add_bias, check_kernel
+from shardwright.layers.dense import add_bias, check_kernel, entries_of_product
 from shardwright.layers.eight_bits import products
 from shardwright.layers.eight_bits.products import Call, Kept, Kernel
 from shardwright.layers.eight_bits.quantize import explicit_entries, pipeline_axes
@@ -123,12 +123,20 @@ def static_call(
     for name, kernel in kernels.items():
         is_stored = isinstance(kernel, Stored)
         value = kernel.value if is_stored else kernel
+        own_out = None if out is None else out.get(name)
+        gathered = entries = None
+        kernel_entries = explicit_entries(value)
+        if not is_stored and own_out is None and kernel_entries is not None:
+            x_entries = explicit_entries(x) or (None,) * x.ndim
+            gathered, entries = map(tuple, entries_of_product(x_entries, kernel_entries, contract))
         static = Kernel(
             name=name,
-            out=None if out is None else out.get(name),
+            out=own_out,
             weight=kernel.weight if is_stored else None,
             dtype=jnp.dtype(value.dtype),
             varying=_jax.varying_axes(value),
+            gathered=gathered,
+            out_entries=entries,
         )
         statics.append(static)
     return Call(

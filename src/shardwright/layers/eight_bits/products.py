@@ -20,7 +20,7 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright import _jax
 from shardwright.layers.eight_bits.quantize import (
@@ -48,6 +48,9 @@ class Kernel:
       weight: Where the kernel lives, or None if it is already gathered.
       dtype: Dtype of the kernel.
       varying: Manual mesh axes that the kernel varies over.
+      gathered: Entries of the spec that the kernel is gathered to, over Explicit axes. None if
+        `weight` or `out` says it.
+      out_entries: The same of the result.
     """
 
     name: str
@@ -55,6 +58,8 @@ class Kernel:
     weight: Weight | None
     dtype: Any
     varying: frozenset[str]
+    gathered: tuple[Any, ...] | None = None
+    out_entries: tuple[Any, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +167,8 @@ def forward(call: Call, x: Any, kernels: tuple[Any, ...], scales: Any, *, keep: 
         own = _stored(call, static, _quantized(call, kernel, scale, contract - 1, form))
         dims = (tuple(range(rows, x.ndim)), tuple(range(contract)))
         right = _gathered(call, static, own)
-        ys.append(_multiply(call, left, right, dims, out=static.out))
+        y = _multiply(call, left, right, dims, out=static.out, entries=static.out_entries)
+        ys.append(y)
         amaxes.append(amax)
         if keep and call.blocks:
             own = _stored(call, static, _quantized(call, kernel, scale, kernel.ndim - 1, form))
@@ -205,6 +211,8 @@ def backward(call: Call, kept: Kept, grads: tuple[Any, ...], scales: tuple[Any, 
         dw = _multiply(call, kept.x, left, dims, entries=explicit_entries(right.value))
         if static.weight is not None:
             dw = scatter(call.manager, dw, own.value, static.weight)
+        elif static.gathered is not None:
+            dw = _placed(dw, explicit_entries(own.value))
         kernels.append(_summed(dw.astype(static.dtype), static.varying))
         amaxes.append(amax)
     assert dx is not None
@@ -232,7 +240,18 @@ def _stored(call: Call, static: Kernel, x: Scaled) -> Scaled:
 
 
 def _gathered(call: Call, static: Kernel, x: Scaled) -> Scaled:
-    return x if static.weight is None else gather(call.manager, x, static.weight)
+    if static.weight is not None:
+        return gather(call.manager, x, static.weight)
+    if static.gathered is None:
+        return x
+    scale = x.scale if x.dim is None else _placed(x.scale, static.gathered)
+    return Scaled(value=_placed(x.value, static.gathered), scale=scale, dim=x.dim)
+
+
+def _placed(x: Any, entries: Any) -> Any:
+    """Move an array to a spec over Explicit axes."""
+    sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*entries))
+    return jax.sharding.reshard(x, sharding)
 
 
 def _multiply(
@@ -273,8 +292,11 @@ def _check_dims(call: Call, x: Any, kernels: tuple[Any, ...], *, keep: bool) -> 
     if not call.blocks:
         return
     rows = x.ndim - call.contract
+    products = ", ".join(static.name for static in call.kernels)
 
-    def check(annotation: Any, shape: tuple[int, ...], dim: int, name: str) -> None:
+    def check(
+        annotation: Any, shape: tuple[int, ...], dim: int, name: str, array: Any = None
+    ) -> None:
         check_blocks(
             call.manager,
             annotation,
@@ -283,10 +305,12 @@ def _check_dims(call: Call, x: Any, kernels: tuple[Any, ...], *, keep: bool) -> 
             name=name,
             role=Role.ACTIVATION,
             mode=call.mode,
+            path=products if annotation is None else None,
+            array=array,
         )
 
     for dim in [x.ndim - 1, *([rows - 1] if keep else [])]:
-        check(call.x_axes, x.shape, dim, "x")
+        check(call.x_axes, x.shape, dim, "x", x)
     for kernel, static in zip(kernels, call.kernels, strict=True):
         weight = static.weight
         for dim in [call.contract - 1, *([kernel.ndim - 1] if keep else [])]:
@@ -298,6 +322,7 @@ def _check_dims(call: Call, x: Any, kernels: tuple[Any, ...], *, keep: bool) -> 
                 name=f"the kernel {static.name}",
                 role=Role.PARAM,
                 path=None if weight is None else weight.path,
+                array=kernel,
             )
         if keep and static.out is not None:
             shape = (*x.shape[:rows], *kernel.shape[call.contract :])

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwright.errors import LayerError
-from shardwright.layers.eight_bits.quantize import Scaled
+from shardwright.layers.eight_bits.quantize import Scaled, explicit_entries
 from shardwright.layers.eight_bits.recipe import BLOCK
 from shardwright.layers.placement import is_inside_shard_map
 from shardwright.mesh.platform import platform_of
@@ -137,6 +137,7 @@ def check_blocks(
     role: Role,
     mode: str | None = None,
     path: str | None = None,
+    array: Any = None,
 ) -> None:
     """Check that each device's part of a contracted dim is a multiple of 32.
 
@@ -149,19 +150,24 @@ def check_blocks(
       role: Activation or param.
       mode: Runtime mode.
       path: Path of a weight.
+      array: The array. Without an annotation, its sharding over Explicit axes counts.
 
     Raises:
       LayerError: It is not. The error names the dim and the mesh axes.
     """
     axes: tuple[str, ...] = ()
-    shards = 1
+    sizes: Any = {}
+    entries = None if array is None else explicit_entries(array)
     if manager is not None and annotation is not None:
         axes = _mesh_axes(manager, annotation, shape, dim, role=role, mode=mode, path=path)
-        shards = 1 if is_inside_shard_map() else math.prod(manager.mesh.shape[a] for a in axes)
+        sizes = manager.mesh.shape
+    elif entries is not None:
+        axes, sizes = entry_names(entries[dim]), jax.typeof(array).sharding.mesh.shape
+    shards = 1 if is_inside_shard_map() else math.prod(sizes[axis] for axis in axes)
     if not shape[dim] % (shards * BLOCK):
         return
     label = axis_label(annotation[dim]) if isinstance(annotation, tuple) else ""
-    over = "+".join(f"{axis}={manager.mesh.shape[axis]}" for axis in axes)
+    over = "+".join(f"{axis}={sizes[axis]}" for axis in axes)
     part = f"each device's part over {over}" if axes else "the size"
     raise LayerError(
         f"{name} has shape {shape}, and its product contracts this dim in blocks of {BLOCK}: "

@@ -45,6 +45,14 @@ def elementwise(step: Step) -> list[Value]:
     return [Value(dims=dims, origins=origins) for _ in step.results]
 
 
+def bitcast(step: Step) -> list[Value]:
+    """Follow a bitcast. It is unknown between types of different widths: the rank changes."""
+    if step.avals[0].ndim == step.results[0].ndim:
+        return elementwise(step)
+    step.ledger.unknown[step.name] += 1
+    return step.replicated()
+
+
 def _converted(step: Step, value: Value) -> Value:
     """Return a value after a change of its element type, if the equation changes it."""
     before, after = step.avals[0].dtype, step.results[0].dtype

@@ -42,6 +42,7 @@ _RULES: Final[Mapping[str, Rule]] = {
     **dict.fromkeys(CUMULATIVE, elementwise.cumulative),
     **dict.fromkeys(CONSTRAINTS, shapes.constraint),
     **dict.fromkeys(SOURCES, Step.anywhere),
+    "bitcast_convert_type": elementwise.bitcast,
     "transpose": shapes.transpose,
     "reshape": shapes.reshape,
     "squeeze": shapes.squeeze,

@@ -67,6 +67,19 @@ def attention_of(layer: Any, name: str, **fields: Any) -> MultiHeadAttention:
     )
 
 
+def self_attention_of(layer: Any, name: str) -> MultiHeadAttention:
+    """Create the attention of a layer to its own input."""
+    return attention_of(
+        layer,
+        name,
+        input_layernorm=not layer.output_layernorm,
+        attn_mask_type=layer.self_attn_mask_type,
+        attn_bias_type=layer.self_attn_bias_type,
+        score_mod=layer.score_mod,
+        score_mod_bprop=layer.score_mod_bprop,
+    )
+
+
 def mlp_of(layer: Any) -> LayerNormMLP:
     """Create the MLP of a layer."""
     inner = leading(layer)
@@ -317,16 +330,7 @@ class TransformerLayer(Module):  # type: ignore[misc]
         names, keep_normed = residual_names(self), self.apply_residual_connection_post_layernorm
         branch: dict[str, Any] = {"deterministic": deterministic, "drop_path": self.drop_path}
         x = constrain(inputs, names)
-        attention = attention_of(
-            self,
-            "attention" if is_encoder else "self_attention",
-            input_layernorm=not self.output_layernorm,
-            attn_mask_type=self.self_attn_mask_type,
-            attn_bias_type=self.self_attn_bias_type,
-            score_mod=self.score_mod,
-            score_mod_bprop=self.score_mod_bprop,
-        )
-        y, normed = attention(
+        y, normed = self_attention_of(self, "attention" if is_encoder else "self_attention")(
             x,
             x,
             attention_mask,
@@ -339,12 +343,8 @@ class TransformerLayer(Module):  # type: ignore[misc]
         x = add(self, y, normed if keep_normed else x, **branch)
         if not is_encoder:
             x = constrain(x, names)
-            attention = attention_of(
-                self,
-                "encoder_decoder_attention",
-                attn_mask_type="padding",
-                attn_bias_type="no_bias",
-            )
+            cross = {"attn_mask_type": "padding", "attn_bias_type": "no_bias"}
+            attention = attention_of(self, "encoder_decoder_attention", **cross)
             y, normed = attention(x, encoded, encoder_decoder_mask, deterministic=deterministic)
             x = add(self, y, normed if keep_normed else x, deterministic=deterministic)
         x = constrain(x, names)

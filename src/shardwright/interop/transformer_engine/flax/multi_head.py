@@ -210,6 +210,42 @@ def projected(module: Any, x: Any, x_kv: Any) -> tuple[Any, Any, Any, Any]:
     return checkpoint_name(query, "query_proj"), key, value, normed
 
 
+def check_inputs_of(module: Any, x: Any, x_kv: Any, *given: Any) -> None:
+    """Check the fields and the inputs of a `MultiHeadAttention`.
+
+    Raises:
+      AttentionError: They do not go together, or need a fused kernel.
+      RankMismatchError: An input is not `[batch, length, embed]`.
+    """
+    check_supported(module, *given)
+    check_inputs("inputs_q", x, rank=3)
+    check_inputs("inputs_kv", x_kv, rank=3)
+    check_heads(module)
+    if x.dtype != x_kv.dtype:
+        raise AttentionError(
+            f"inputs_q are {x.dtype}, and inputs_kv {x_kv.dtype}", fix="cast one of them"
+        )
+
+
+def attention_of(module: Any, *, decode: bool) -> DotProductAttention:
+    """Create the attention over the heads of a `MultiHeadAttention`."""
+    return DotProductAttention(
+        head_dim=module.head_dim,
+        num_attention_heads=module.num_attention_heads,
+        num_gqa_groups=module.num_gqa_groups,
+        attention_dropout=module.attention_dropout,
+        # With a cache the mask has causality and the window, from the position of the query.
+        attn_mask_type="padding" if decode else module.attn_mask_type,
+        attn_bias_type=module.attn_bias_type,
+        dropout_rng_name=module.dropout_rng_name,
+        float32_logits=module.float32_logits,
+        scale_factor=1 / math.sqrt(module.head_dim) if module.scale_attn_logits else 1.0,
+        transpose_batch_sequence=module.transpose_batch_sequence,
+        window_size=None if decode else module.window_size,
+        softmax_type=module.softmax_type,
+    )
+
+
 class MultiHeadAttention(Module):  # type: ignore[misc]
     """Multi-head attention with a norm before it.
 
@@ -321,15 +357,7 @@ class MultiHeadAttention(Module):  # type: ignore[misc]
         score_mod_bprop_tensors: Any = None,
     ) -> tuple[Any, Any]:
         """Return the output, and the output of the norm or None."""
-        check_supported(self, score_mod_tensors, score_mod_bprop_tensors)
-        check_inputs("inputs_q", inputs_q, rank=3)
-        check_inputs("inputs_kv", inputs_kv, rank=3)
-        check_heads(self)
-        if inputs_q.dtype != inputs_kv.dtype:
-            raise AttentionError(
-                f"inputs_q are {inputs_q.dtype}, and inputs_kv {inputs_kv.dtype}",
-                fix="cast one of them",
-            )
+        check_inputs_of(self, inputs_q, inputs_kv, score_mod_tensors, score_mod_bprop_tensors)
         is_self = inputs_q is inputs_kv
         names = (*leading(self, is_sharded=self.enable_sequence_parallel), HIDDEN_AXES)
         x = constrain(inputs_q, names)
@@ -338,21 +366,7 @@ class MultiHeadAttention(Module):  # type: ignore[misc]
         if decode:
             arrays, mask, bias = with_cache(self, arrays, mask, bias)
         heads = (*leading(self), HEAD_AXES, HIDDEN_AXES)
-        attention = DotProductAttention(
-            head_dim=self.head_dim,
-            num_attention_heads=self.num_attention_heads,
-            num_gqa_groups=self.num_gqa_groups,
-            attention_dropout=self.attention_dropout,
-            # With a cache the mask has causality and the window, from the position of the query.
-            attn_mask_type="padding" if decode else self.attn_mask_type,
-            attn_bias_type=self.attn_bias_type,
-            dropout_rng_name=self.dropout_rng_name,
-            float32_logits=self.float32_logits,
-            scale_factor=1 / math.sqrt(self.head_dim) if self.scale_attn_logits else 1.0,
-            transpose_batch_sequence=self.transpose_batch_sequence,
-            window_size=None if decode else self.window_size,
-            softmax_type=self.softmax_type,
-        )
+        attention = attention_of(self, decode=decode)
         arrays = [constrain(array, heads) for array in arrays]
         context = attention(*arrays, mask, bias, deterministic=deterministic)
         context = context.reshape(*context.shape[:2], -1)

@@ -71,7 +71,9 @@ def normalized(
         ).astype(x.dtype)
         for name, init, axes in names
     }
-    return norm.apply(config, params, x)
+    # With the factor of 1, JAX sums the terms of the gradient of x before it adds that of the
+    # residual. This is TransformerEngine's order.
+    return norm.apply(config, params, x * 1)
 
 
 class LayerNorm(Module):  # type: ignore[misc]

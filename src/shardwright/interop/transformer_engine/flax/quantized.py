@@ -20,6 +20,7 @@ def product(
     kernel: Any,
     *,
     contract: int = 1,
+    name: str = "kernel",
     postfix: str = "",
     grad_postfix: str | None = None,
 ) -> Any:
@@ -33,6 +34,7 @@ def product(
       x: `[..., *inputs]`.
       kernel: `[*inputs, *outputs]`.
       contract: Number of dims that are contracted.
+      name: Name of the kernel, for messages.
       postfix: Tells the products of one module apart.
       grad_postfix: The same for the gradient of the result. Defaults to `postfix`.
     """
@@ -47,7 +49,8 @@ def product(
             _scaling(module, f"kernel{postfix}", recipe),
             _scaling(module, f"grad{last}", recipe),
         )
-    return quantized_dense(x, kernel, metas, recipe=recipe, contract=contract)
+    path = "/".join((*module.path, name))
+    return quantized_dense(x, kernel, metas, recipe=recipe, contract=contract, name=path)
 
 
 def _scaling(module: Any, name: str, recipe: DelayedScaling) -> TensorScaling:
