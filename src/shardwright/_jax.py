@@ -289,6 +289,14 @@ def is_in(frame: Any, code: Any) -> bool:
     return False
 
 
+def duplicate_spec_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of a spec that has a mesh axis twice. JAX exports no name for them."""
+    from jax._src import named_sharding
+
+    error: Any = getattr(named_sharding, "DuplicateSpecError", None)
+    return () if error is None else (error,)
+
+
 def shuts_down(frame: Any) -> bool:
     """Tell whether a thread is in `jax.distributed.shutdown`, where it waits for all processes."""
     from jax._src import distributed

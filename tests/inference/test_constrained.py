@@ -128,9 +128,11 @@ def test_values_and_gradients(model: Model) -> None:
         traced = jax.jit(jax.value_and_grad(lambda p: total(forward, p))).trace(params)
         actual = traced.lower().compile()(params)
     assert str(traced.jaxpr).count("sharding_constraint") >= len(forward.inferred.constraints)
+    # The gradient of a bias of keys is 0 but for rounding, so differences are compared with the
+    # largest gradient of all. In float32, jit alone changes them by as much.
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected[1]))
     for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-6 * max(largest, 1))
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6 * largest)
 
 
 def test_scan_and_remat_stay() -> None:
@@ -206,7 +208,7 @@ def test_batch_of_another_size() -> None:
         actual = jax.jit(jax.value_and_grad(lambda p: loss(forward, p, tokens)))(params)
     expected = jax.jit(jax.value_and_grad(lambda p: loss(decoder, p, tokens)))(params)
     for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
 
 
 def test_errors_name_the_constraint() -> None:

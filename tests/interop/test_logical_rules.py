@@ -199,7 +199,8 @@ def test_every_bad_rule_is_reported() -> None:
 def test_bad_arguments() -> None:
     same: Names = {"embed": (sw.EMBED, "param"), "mlp": (sw.EMBED, "param")}
     with pytest.raises(
-        sw.StrategyError, match=r'embed = "model \| data \| -" and mlp = "model" cannot'
+        sw.StrategyError,
+        match=r'rules\[3\]: mlp = "model" and embed = "model \| data \| -" \(rules\[1\]\)',
     ):
         from_logical_axis_rules(RULES, mesh=MESH, names=same)
     with pytest.raises(sw.StrategyError, match="unknown semantics 't5x'"):

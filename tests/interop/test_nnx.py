@@ -204,6 +204,21 @@ def test_names_that_are_missing() -> None:
     assert str(caught.value.problems[0]).startswith("blocks/down/kernel: the name 'mlp' is not in")
 
 
+def test_two_dims_with_one_mesh_axis() -> None:
+    """JAX raises the error. It has a note that names the rules."""
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("fsdp:4,tp:2"))
+    names = {"mlp": (sw.MLP_INTERMEDIATE, "param"), "classes": (sw.VOCAB, "param")}
+    init = nnx.with_partitioning(nnx.initializers.ones, ("mlp", "classes"))
+    fails = pytest.raises(Exception, match="duplicate entries for `tp`")
+    with fails as caught, bridge.bound(pm, names):
+        nnx.Linear(8, 4, kernel_init=init, rngs=nnx.Rngs(0))
+    (note,) = caught.value.__notes__
+    assert "mlp = tp, classes = tp. Map one of the names" in note
+    with bridge.bound(pm, {**names, "classes": sw.EMPTY}):
+        model = nnx.Linear(8, 4, kernel_init=init, rngs=nnx.Rngs(0))
+    assert tuple(model.kernel.get_value().sharding.spec) == ("tp", None)
+
+
 def test_a_rule_with_a_fallback_needs_a_size() -> None:
     strategy = sw.Strategy(mesh={"tp": 8}, rules={"head": "tp | -"})
     pm = sw.PartitionManager(strategy, mesh=sw.create_mesh("tp:8"))

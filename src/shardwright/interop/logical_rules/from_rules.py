@@ -331,7 +331,11 @@ def _disagreements(
         if texts[0] == texts[1]:
             notes.append(f"{name} has the rule of {other}, and became the same axis")
             continue
-        what = f'{other} = "{texts[0]}" and {name} = "{texts[1]}" cannot be one axis in one role'
+        place = chains[other][0].source
+        what = (
+            f'{name} = "{texts[1]}" and {other} = "{texts[0]}" ({place}) cannot be one axis in '
+            "one role"
+        )
         fix = "leave one of them out of names=, so that it becomes an axis of its own"
         place = chains[name][0].source
         problems.append(Problem(error=StrategyError, what=what, path=place, fix=fix))

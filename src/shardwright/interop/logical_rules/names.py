@@ -83,7 +83,8 @@ def axis_of(name: Any, names: Names, place: str, problems: list[Problem]) -> str
     if name not in names:
         hint = did_you_mean(str(name), list(names))
         what = f"the name {name!r} is not in names"
-        fix = f"{hint} add it to names, such as {name!r}: (sw.EMBED, 'param')".strip()
+        fix = f"{hint} add it to names, such as {name!r}: (sw.EMBED, 'param')\n".lstrip()
+        fix += f"or {name!r}: sw.EMPTY, if this dim is never sharded"
         problems.append(Problem(error=UnknownAxisError, what=what, path=place, fix=fix))
         return EMPTY
     target = names[name]

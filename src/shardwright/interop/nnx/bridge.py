@@ -12,12 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from shardwright._jax import duplicate_spec_errors
 from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.interop.logical_rules import (
-    MeshAxes,
     Names,
     axis_of,
-    to_logical_axis_rules,
+    one_rule_each,
 )
 from shardwright.vocabulary.axes import EMPTY
 
@@ -36,7 +36,7 @@ def bound(
 
     nnx shards a variable when it is created, eagerly or in jit, and maps names by one table without
     fallbacks. Here a name gets the first mesh axes of its rule that fit its size. If two dims of a
-    variable then have the same mesh axis, JAX raises an error.
+    variable then have the same mesh axis, JAX raises an error, with a note of these rules.
 
     Args:
       pm: The manager.
@@ -51,12 +51,17 @@ def bound(
     if len({*pm.mesh.axis_types}) > 1:
         what = "nnx needs mesh axes of one type, and the mesh has several"
         raise StrategyError(what, fix='use axis_types = "auto" or "explicit"')
-    table: dict[str, MeshAxes] = {}
-    for name, axes in to_logical_axis_rules(pm, names, sizes=sizes):
-        # The later rules of a name resolve conflicts, but nnx uses the last rule in every case.
-        table.setdefault(name, axes)
-    with pm, spmd.logical_axis_rules(tuple(table.items())):
-        yield
+    table = one_rule_each(pm, names, sizes=sizes)
+    try:
+        with pm, spmd.logical_axis_rules(tuple(table.items())):
+            yield
+    except duplicate_spec_errors() as error:
+        rules = ", ".join(f"{name} = {axes}" for name, axes in table.items() if axes)
+        error.add_note(
+            f"nnx has one rule for each name, and no fallbacks: {rules}. Map one of the names of "
+            "this variable to sw.EMPTY, or change the strategy."
+        )
+        raise
 
 
 def annotations(model: Any, names: Names) -> tuple[Any, Any]:
