@@ -22,7 +22,9 @@ import ml_dtypes
 import numpy as np
 
 import shardwright as sw
+from shardwright import serving
 from shardwright.errors import AgreementError
+from tests.serving.stub import SHAPE, stub
 
 RULES = """
 version = 1
@@ -225,6 +227,41 @@ def other_data() -> None:
     )
 
 
+def another_request() -> None:
+    """The calls of an engine are compared at each step, and later steps go on."""
+    engine = serving.Engine(
+        stub, np.int32(1), shape=SHAPE, slots=4, capacity=16, prefill_rows=2, manager=served()
+    )
+    engine.submit(serving.Request(prompt=[1, 2], max_new_tokens=2))
+    engine.step()
+    engine.submit(serving.Request(prompt=mine([1], [1, 2]), max_new_tokens=2))
+    told(
+        engine.step,
+        "call 1: process 0 has submit(request 1: prompt of 1, max_new_tokens=2, digest ",
+        "process 1 has submit(request 1: prompt of 2, max_new_tokens=2, digest ",
+        "fix   create the same engines in every process, and make the same calls",
+    )
+
+
+def another_number_of_slots() -> None:
+    told(
+        serving.Engine(
+            stub,
+            np.int32(1),
+            shape=SHAPE,
+            slots=mine(4, 8),
+            capacity=16,
+            prefill_rows=2,
+            manager=served(),
+        ).step,
+        "call 1: process 0 has Limits(slots=4",
+    )
+
+
+def served() -> sw.PartitionManager:
+    return sw.PartitionManager(sw.Strategy.preset("serve_tp"), mesh=sw.create_mesh("dp:2,tp:4"))
+
+
 def equal_data_is_placed_as_before() -> None:
     """Casts, low precision and memory are those of `device_put`."""
     pm = manager()
@@ -329,6 +366,8 @@ PARTS = {
         a_size_that_divides_in_one,
         parts_of_two_dtypes,
         threads_enter_in_any_order,
+        another_request,
+        another_number_of_slots,
         one_enters_later,
         one_does_not_agree,
     ],

@@ -25,9 +25,10 @@ from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
 import shardwright as sw
-from shardwright import caches
+from shardwright import caches, serving
 from shardwright.interop import fjformer, hf
 from shardwright.testing import virtual_devices
+from tests.serving.stub import SHAPE, VOCAB, stub, text_of
 
 RULES = """
 version = 1
@@ -286,7 +287,40 @@ def refusals_of_slots_in_other_processes() -> None:
 
 RANKS = ("mp_node_size", "dp_node_size", "dp_node_rank", "mp_node_rank")
 
+
+def an_engine_serves_over_both() -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("serve_tp"), mesh=sw.create_mesh("dp:2,tp:4"))
+    kinds: list[dict[str, Any]] = [
+        {"cache": "dense", "prefill_rows": 2},
+        {"cache": "paged", "cache_options": {"page_size": 4, "pages": 12}},
+    ]
+    for kind in kinds:
+        engine = serving.Engine(
+            stub,
+            np.int32(1),
+            shape=SHAPE,
+            slots=4,
+            capacity=24,
+            prefill_chunk=4,
+            manager=pm,
+            **kind,
+        )
+        asked = [
+            serving.Request(prompt=[at % VOCAB] * (1 + at), max_new_tokens=3 + at % 4)
+            for at in range(8)
+        ]
+        canceled = engine.submit(asked[-1])
+        engine.step()
+        canceled.cancel()
+        for request, done in zip(asked, engine.run(asked), strict=True):
+            text = text_of(request.prompt, request.max_new_tokens, shift=1)
+            assert list(done.tokens) == text, (done.error, done.tokens, text)
+        held = engine.held()
+        assert (set(held.slot_lengths), held.pages, engine.idle) == ({0}, 0, True)
+
+
 CASES = [
+    an_engine_serves_over_both,
     global_array_by_rows,
     global_array_by_columns,
     global_array_of_equal_parts,

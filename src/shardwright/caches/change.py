@@ -59,7 +59,7 @@ class Change(Generic[C]):
                 path="refused",
                 fix="return the change, or `ok`, from the compiled function, and read it outside",
             )
-        codes = np.asarray(_readable(self.refused))
+        codes = np.asarray(readable(self.refused))
         if codes.ndim != 1:
             raise CacheError(
                 f"refused has shape {codes.shape}: these are changes of several caches",
@@ -90,8 +90,11 @@ class Change(Generic[C]):
         return self.cache
 
 
-def _readable(x: jax.Array) -> jax.Array:
-    """Return an array of which this process has all values."""
+def readable(x: jax.Array) -> jax.Array:
+    """Return an array of which this process has all values.
+
+    If the array is sharded over processes, this is a collective: call it in every process.
+    """
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return x
     assert isinstance(x.sharding, NamedSharding)

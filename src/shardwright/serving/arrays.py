@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardwright.caches.change import readable
 from shardwright.caches.paged.cache import PagedCache
 from shardwright.errors import IndivisibleError, Problem, ServingError, ShardingError
 from shardwright.manager import context
@@ -279,7 +280,7 @@ class Arrays(Weights):
             self.slots, refused = _insert(
                 self.slots, source, slots, tokens, first_draws(setup.prefill_rows, sampling)
             )
-        return refused
+        return np.asarray(readable(refused))
 
     def park(self, into: Mapping[int, int]) -> Any:
         """Copy prompts that are partly read into their slots; return `[rows]` codes of `Refusal`.
@@ -291,7 +292,7 @@ class Arrays(Weights):
         slots = _targets(into, setup.prefill_rows, none=setup.slots)
         with setup.under(MODE_INSERT):
             self.slots, refused = _park(self.slots, self.rows, slots)
-        return refused
+        return np.asarray(readable(refused))
 
     def resume(self, into: Mapping[int, int]) -> Any:
         """Copy prompts from their slots into the prefill batch; return `[slots]` codes.
@@ -303,7 +304,7 @@ class Arrays(Weights):
         rows = _targets(into, setup.slots, none=setup.prefill_rows)
         with setup.under(MODE_PREFILL):
             self.rows, refused = _resume(self.rows, self.slots.caches, rows)
-        return refused
+        return np.asarray(readable(refused))
 
     def decode(self, left: Mapping[int, int]) -> Any:
         """Give active slots their next tokens; return `[decode_steps, slots]` int32.
@@ -392,14 +393,16 @@ def read_held(arrays: Arrays) -> Held:
         row_lengths=_lengths(arrays.rows),
         slot_lengths=_lengths(arrays.slots.caches),
         pages=max(
-            (int(np.count_nonzero(np.asarray(cache.references))) for cache in paged), default=0
+            (int(np.count_nonzero(np.asarray(readable(cache.references)))) for cache in paged),
+            default=0,
         ),
     )
 
 
 def _lengths(caches: Caches) -> tuple[int, ...]:
     return tuple(
-        int(length) for length in np.max([np.asarray(cache.length) for cache in caches], axis=0)
+        int(length)
+        for length in np.max([np.asarray(readable(cache.length)) for cache in caches], axis=0)
     )
 
 

@@ -14,6 +14,7 @@ from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.serving.arguments import check_kinds, deleted_weights, read_counts
 from shardwright.serving.arrays import Held, Setup, is_deleted
+from shardwright.serving.calls import Calls
 from shardwright.serving.create import make_loop
 from shardwright.serving.metrics import Meter, Report
 from shardwright.serving.request import Completion, Request
@@ -114,7 +115,8 @@ class Engine:
     are completely read into slots, and gives every slot its next token.
 
     Any thread may call an engine. `submit` and `cancel` do not wait for a running step; the other
-    calls wait until no step is running.
+    calls wait until no step is running. If the mesh spans processes, make the same calls in every
+    process, in the same order; each step compares them.
 
     Attributes:
       vocabulary: Number of tokens that the model has logits for.
@@ -208,7 +210,7 @@ class Engine:
         self._arrays, self._scheduler = self._loop.arrays, self._loop.scheduler
         self.vocabulary: int = self._arrays.vocabulary()
         self._numbers = itertools.count()
-        self._turn = Turn(self._loop)
+        self._turn = Turn(self._loop, Calls(manager, self._scheduler.limits))
 
     @property
     def idle(self) -> bool:
@@ -239,6 +241,7 @@ class Engine:
             # First, because another thread may serve the request as soon as it is in the queue.
             self._meter.submitted(job.number)
             self._scheduler.submit(job)
+            self._turn.calls.submitted(job.number, request)
             return Handle(self, job)
 
     def cancel(self, handle: Handle) -> bool:
@@ -258,6 +261,7 @@ class Engine:
         if job.completion is not None:
             return False
         self._loop.canceled.append(job)
+        self._turn.calls.canceled(job.number)
         with self._turn.if_free() as is_free:
             if is_free:
                 self._loop.end_canceled()
@@ -358,6 +362,7 @@ class Engine:
                 params, prefill_params, version, piece=piece, donate=donate
             )
             self._loop.forget()
+            self._turn.calls.updated(update.version)
             return update
 
     def compile(self) -> None:

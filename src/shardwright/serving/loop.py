@@ -12,8 +12,6 @@ import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from shardwright.caches.refusals import Refusal
 from shardwright.errors import ServingError
 from shardwright.serving.arguments import deleted_weights
@@ -133,7 +131,7 @@ class Loop:
             first = {move.row: move.job.written[-1] for move in moves}
             sampling = {move.row: move.job.request.sampling for move in moves}
             codes = self.arrays.insert({move.row: move.slot for move in moves}, first, sampling)
-            self.scheduler.move(self._accepted(moves, np.asarray(codes)))
+            self.scheduler.move(self._accepted(moves, codes))
 
     def _rotate(self) -> None:
         """Give rows of the prefill batch to the prompts whose turn it is."""
@@ -141,13 +139,13 @@ class Loop:
         if moves:
             with self._changing("slots"):
                 codes = self.arrays.park({move.row: move.slot for move in moves})
-                self.scheduler.park(self._accepted(moves, np.asarray(codes)))
+                self.scheduler.park(self._accepted(moves, codes))
             self.clean()
         moves = self.scheduler.turns()
         begun = [move for move in moves if move.job.read]
         if begun:
             with self._changing("rows"):
-                codes = np.asarray(self.arrays.resume({move.slot: move.row for move in begun}))
+                codes = self.arrays.resume({move.slot: move.row for move in begun})
                 self._accepted(begun, {move.row: codes[move.slot] for move in begun})
                 self.scheduler.take([move for move in moves if move.job.completion is None])
         else:

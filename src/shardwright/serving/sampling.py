@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardwright.caches.change import readable
 from shardwright.serving.request import MOST_TOKEN, Sampling
 
 
@@ -49,7 +50,7 @@ class Drawn:
 
     def fetch(self) -> Drawn:
         """Return NumPy arrays, in one transfer."""
-        drawn: Drawn = jax.device_get(self)
+        drawn: Drawn = jax.device_get(jax.tree.map(readable, self))
         return drawn
 
 

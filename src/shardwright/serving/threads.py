@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from shardwright.errors import ServingError
+from shardwright.serving.calls import Calls
 from shardwright.serving.loop import Loop
 
 
@@ -18,11 +19,12 @@ class Turn:
 
     Attributes:
       order: Guards the queue while a request is submitted.
+      calls: The calls since the last step.
     """
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: Loop, calls: Calls) -> None:
         self.order = threading.RLock()
-        self._loop = loop
+        self._loop, self.calls = loop, calls
         # A callback of a request may call the engine from within a step.
         self._lock = threading.RLock()
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
@@ -54,6 +56,7 @@ class Turn:
 
         Raises:
           ServingError: A step is running, which has called back.
+          AgreementError: Another process has made other calls.
         """
         if self._loop.stepping:
             raise ServingError(
@@ -61,6 +64,7 @@ class Turn:
                 path="on_token",
                 fix="submit and cancel from a callback, do not step",
             )
+        self.calls.compare()
         self._loop.step()
 
     def until(self, done: Callable[[], bool]) -> None:

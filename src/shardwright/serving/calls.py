@@ -1,0 +1,74 @@
+"""Compare the calls of an engine between processes, so that all of them run the same steps."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Final
+
+from shardwright.manager.manager import PartitionManager
+from shardwright.manager.processes import (
+    PATIENCE_S,
+    ROOT,
+    Fact,
+    ProcessGroup,
+    compare,
+    digest_of,
+)
+from shardwright.serving.request import Request
+
+_FIX: Final = (
+    "create the same engines in every process, and make the same calls in the same order: submit, "
+    "cancel, update_params, step"
+)
+
+
+class Calls:
+    """The calls since the last step. Without several processes, nothing is recorded or compared.
+
+    Args:
+      manager: The manager of the engine.
+      limits: What the requests share, which all processes must have in common.
+    """
+
+    def __init__(self, manager: PartitionManager | None, limits: Any) -> None:
+        self._group: ProcessGroup | None = None if manager is None else manager._group()
+        self._lock, self._texts = threading.Lock(), [str(limits)]
+        if self._group is not None:
+            number = self._group.store.count(f"{ROOT}/engines/{self._group.rank}")
+            self._topic = f"engine/{number}"
+
+    def submitted(self, number: int, request: Request) -> None:
+        """Record that a request was submitted."""
+        if self._group is not None:
+            asked = (request.prompt, request.max_new_tokens, request.sampling)
+            digest = digest_of(f"{asked} {request.stop_sequences}")[:8]
+            self._add(
+                f"submit(request {number}: prompt of {len(request.prompt)}, "
+                f"max_new_tokens={request.max_new_tokens}, digest {digest})"
+            )
+
+    def canceled(self, number: int) -> None:
+        """Record that a request was canceled."""
+        self._add(f"cancel(request {number})")
+
+    def updated(self, version: int | str) -> None:
+        """Record that the weights were replaced."""
+        self._add(f"update_params(version={version!r})")
+
+    def compare(self) -> None:
+        """Compare the calls since the last step with those of the other processes.
+
+        Raises:
+          AgreementError: They differ, or a process does not come to its next step.
+        """
+        if self._group is None:
+            return
+        with self._lock:
+            texts, self._texts = self._texts, []
+        facts = {f"call {at}": Fact(text) for at, text in enumerate(texts, 1)}
+        compare(self._group, self._topic, facts, what="engine.step", fix=_FIX, patience=PATIENCE_S)
+
+    def _add(self, text: str) -> None:
+        if self._group is not None:
+            with self._lock:
+                self._texts.append(text)
