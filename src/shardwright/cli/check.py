@@ -52,7 +52,7 @@ exit codes: 0 no errors; 1 errors, with --strict also warnings;
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
     command = make_parser("check", "Find mistakes in a strategy. Needs no devices.", epilog=_EPILOG)
-    add_strategies(command, "*", STRATEGY_HELP)
+    add_strategies(command, "*", f"{STRATEGY_HELP}; or a model, as file.py:function")
     command.add_argument(
         "--strategy",
         action="append",

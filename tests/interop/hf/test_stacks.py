@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import shardwright as sw
 from shardwright.errors import CheckpointError
 from shardwright.interop import hf
+from shardwright.interop.hf import pieces
 from shardwright.vocabulary.lowering import describe
 from tests.interop.hf import files, models
 
@@ -124,6 +127,39 @@ def test_a_scan_over_layers_equals_the_layers_one_by_one(tmp_path: Path) -> None
     expected = jax.jit(lambda p: models.llama(p, apart.config, tokens))(apart.load(pm))
     actual = jax.jit(lambda p: scanned(p, apart.config, tokens))(stacked.load(pm))
     assert np.abs(actual - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_memory_of_a_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One piece of all layers, and the part of one layer that is read into it."""
+    monkeypatch.setattr(pieces, "put", files.put_uncounted)
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 4}
+    config = {**files.TREES["llama_tied"]["config"], **sizes, "head_dim": 64}
+    shapes = {"model.embed_tokens.weight": (64, 256), "model.norm.weight": (256,)}
+    for layer in range(4):
+        start = f"model.layers.{layer}."
+        shapes |= {f"{start}self_attn.{name}_proj.weight": (384, 256) for name in "q"}
+        shapes |= {f"{start}self_attn.{name}_proj.weight": (128, 256) for name in "kv"}
+        shapes |= {f"{start}self_attn.o_proj.weight": (256, 384)}
+        shapes |= {f"{start}mlp.{name}_proj.weight": (4096, 256) for name in ("gate", "up")}
+        shapes |= {f"{start}mlp.down_proj.weight": (256, 4096)}
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{start}{name}.weight"] = (256,)
+    values = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    safetensors_numpy.save_file(values, tmp_path / "model.safetensors")
+    del values
+    checkpoint, pm = hf.read(tmp_path, stack_layers=True), manager("fsdp:4,tp:2")
+    checkpoint.load(pm)
+    tracemalloc.start()
+    try:
+        params = checkpoint.load(pm)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    stack = params["model.layers.mlp.down_proj.weight"]
+    piece = stack.addressable_shards[0].data.nbytes
+    # The rest are Python objects: names, specs, shardings.
+    assert peak <= piece + piece // 4 + (1 << 19) < stack.nbytes
 
 
 @pytest.mark.parametrize("case", MIXED)
