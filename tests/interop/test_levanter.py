@@ -22,6 +22,7 @@ trainer:
   tensor_parallel_axes: [mlp, heads]
   parameter_axis_resources:
     position: [replica, data]
+    vocab: data
   fsdp_axis: [embed, head_size]
   replica_ici_axis_size: 2
   model_axis_size: 2
@@ -29,7 +30,13 @@ trainer:
 """
 # What `compute_axis_mapping` and `parameter_axis_mapping` of its trainer return.
 BOTH = {"rows": ("replica", "data"), "vocab": "model", "mlp": "model", "heads": "model"}
-PARAMETER = {**BOTH, "position": ("replica", "data"), "embed": "data", "head_size": "data"}
+PARAMETER = {
+    **BOTH,
+    "vocab": "data",
+    "position": ("replica", "data"),
+    "embed": "data",
+    "head_size": "data",
+}
 
 
 @pytest.fixture
@@ -61,7 +68,7 @@ def test_places(config: Path) -> None:
     places = {name: strategy.source("params", f"logical_{name}") for name in PARAMETER}
     assert places == {
         "rows": "gpt2.yaml:4",
-        "vocab": "gpt2.yaml:6",
+        "vocab": "gpt2.yaml:11",
         "mlp": "gpt2.yaml:8",
         "heads": "gpt2.yaml:8",
         "position": "gpt2.yaml:10",
