@@ -86,7 +86,9 @@ def package(name: str, path: str, **attributes: Any) -> Any:
 
 
 def load(root: str) -> Any:
-    """Return `transformer_engine.jax` of a checkout."""
+    """Return `transformer_engine.jax` of a checkout, which is imported once."""
+    if "transformer_engine.jax" in sys.modules:
+        return sys.modules["transformer_engine.jax"]
     os.environ["NVTE_JAX_CUSTOM_CALLS"] = "false"
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     sys.modules["transformer_engine_jax"] = extension()

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -154,7 +155,8 @@ def write(path: Path, rows: list[dict[str, Any]], clones: dict[str, str]) -> Non
     names = {row["model"] for row in rows}
     kept = [row for row in old["rows"] if row["model"] not in names]
     libraries = ("jax", "flax", "equinox", "haliax", "optax")
-    versions = {name: importlib.metadata.version(name) for name in libraries}
+    versions = {"python": platform.python_version()}
+    versions |= {name: importlib.metadata.version(name) for name in libraries}
     context = {"versions": versions, "commits": {**old.get("commits", {}), **clones}}
     text = json.dumps({**context, "rows": [*kept, *rows]}, indent=2)
     path.write_text(text + "\n", encoding="utf-8")

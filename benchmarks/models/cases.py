@@ -18,6 +18,8 @@ import jax.numpy as jnp
 
 import shardwright as sw
 from benchmarks.models.case import LENGTH, SEEDS, TOKENS, VOCAB, Case, Sharded, mesh_of
+from benchmarks.models.maxtext import maxtext
+from benchmarks.models.transformer_engine import transformer_engine
 
 
 def shard_by_trace(pm: Any, params: Any, forward: Any) -> Any:
@@ -135,7 +137,7 @@ def shard_llama3(pm: Any, bridge: Any, module: Any, config: Any) -> Any:
     return specs, rules, lambda params: sw.gather(params, specs)
 
 
-def llama3(checkouts: Path) -> Case:
+def llama3(checkouts: Path, kv_heads: int = 4) -> Case:
     """Return Llama 3 of jax-llm-examples. Its mesh axes are x, y and z."""
     from shardwright.interop import jax_llm_examples as bridge
 
@@ -151,7 +153,7 @@ def llama3(checkouts: Path) -> Case:
         embed=32,
         ffw_size=64,
         q_heads=4,
-        kv_heads=4,
+        kv_heads=kv_heads,
         num_layers=2,
         head_dim=8,
         vocab_size=VOCAB,
@@ -232,7 +234,7 @@ def shard_haliax(pm: Any, bridge: Any, model: Any) -> Any:
     return bridge.place(model, pm), context
 
 
-def levanter(checkouts: Path) -> Case:
+def levanter(checkouts: Path, kv_heads: int = 4) -> Case:
     """Return the Llama of levanter, in haliax."""
     import equinox as eqx
     import haliax as hax
@@ -249,7 +251,7 @@ def levanter(checkouts: Path) -> Case:
         intermediate_dim=64,
         num_layers=2,
         num_heads=4,
-        num_kv_heads=4,
+        num_kv_heads=kv_heads,
         attn_backend=AttentionBackend.VANILLA,
         gradient_checkpointing=False,
     )
@@ -283,10 +285,12 @@ def levanter(checkouts: Path) -> Case:
     )
 
 
-CASES: dict[str, Callable[[Path], Case]] = {
+CASES: dict[str, Callable[..., Case]] = {
     "lm1b": lm1b,
     "gemma": gemma,
     "llama3": llama3,
     "equinox": equinox_decoder,
     "levanter": levanter,
+    "transformer_engine": transformer_engine,
+    "maxtext": maxtext,
 }

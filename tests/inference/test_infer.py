@@ -174,6 +174,21 @@ def test_two_names_for_one_dim() -> None:
         inferred.toml()
 
 
+def test_stack_that_is_also_looked_up_by_a_constant() -> None:
+    """haliax scans over stacks of layers and reads one layer of them by its index too."""
+
+    def forward(params: Any, tokens: Any) -> Any:
+        x = params["table"][tokens]
+        x = x + x @ jnp.take(params["stack"], jnp.argmax(jnp.arange(3)), axis=0)
+        x, _ = jax.lax.scan(lambda x, weight: (x + x @ weight, None), x, params["stack"])
+        return x
+
+    model = Model("stack", forward, {"table": ((96, 24), ""), "stack": ((3, 24, 24), "")})
+    inferred = infer(model)
+    assert inferred.conflicts == ()
+    assert inferred.annotations["stack"][:2] == (sw.LAYERS, sw.EMBED)
+
+
 def test_seeds_that_contradict_each_other() -> None:
     square = jax.ShapeDtypeStruct((10, 10), jnp.float32)
     inferred = sw.infer_axes(

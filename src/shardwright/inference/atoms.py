@@ -8,7 +8,6 @@ aligns are in one class, as in union-find.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 from shardwright.inference.evidence import Evidence
@@ -46,7 +45,7 @@ class Atom:
     nonlinear: bool = False
     residual: bool = False
     is_shards: bool = False
-    params: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    params: frozenset[tuple[int, int]] = frozenset()
     parts: tuple[Atom, Atom] | None = None
     same: Atom | None = None
 
@@ -72,7 +71,7 @@ class Atom:
             nonlinear=self.nonlinear,
             residual=self.residual,
             is_shards=self.is_shards,
-            params=set(self.params),
+            params=self.params,
         )
 
     def absorb(self, other: Atom) -> None:
@@ -122,7 +121,10 @@ def finest(dim: Iterable[Atom]) -> list[Atom]:
 
 def size_of(dim: Iterable[Atom]) -> int:
     """Return the number of elements of a dim."""
-    return math.prod([atom.size for atom in dim])
+    size = 1
+    for atom in dim:
+        size *= atom.size
+    return size
 
 
 def unify(left: Dim, right: Dim, clash: Callable[[Atom, Atom], None]) -> None:
@@ -133,8 +135,10 @@ def unify(left: Dim, right: Dim, clash: Callable[[Atom, Atom], None]) -> None:
       right: Another dim. Nothing is recorded if the sizes differ.
       clash: Called for two atoms with different names, which are not united.
     """
+    if left == right:
+        return
     lefts, rights = finest(left), finest(right)
-    if size_of(lefts) != size_of(rights):
+    if lefts == rights or size_of(lefts) != size_of(rights):
         return
     while lefts and rights:
         first, second = lefts[0], rights[0]

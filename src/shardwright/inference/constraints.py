@@ -14,6 +14,7 @@ from shardwright.inference.attention import GROUP
 from shardwright.inference.facts import Output, Piece
 from shardwright.inference.pieces import Factors, named_factors
 from shardwright.inference.report import axis_text
+from shardwright.inference.step import Value
 from shardwright.vocabulary.axes import (
     BATCH,
     EMBED,
@@ -38,6 +39,7 @@ KINDS: Final = {
     KV_HEAD: "heads of keys and values",
     EMBED: "residual stream",
 }
+_JAXPRS: Final = (core.ClosedJaxpr, core.Jaxpr)
 _PRODUCTS: Final = frozenset({"dot_general", "conv_general_dilated"})
 _ADDITIONS: Final = frozenset({"add", "add_any"})
 _SHARDED: Final = frozenset({HEAD, KV_HEAD, MLP_INTERMEDIATE})
@@ -90,16 +92,10 @@ def choose(outputs: Iterable[Output], pieces: Iterable[Piece]) -> tuple[Constrai
     return tuple(chosen)
 
 
-def is_candidate(primitive: str, sources: Iterable[tuple[bool, bool]]) -> bool:
-    """Tell whether the results of an equation may get a constraint.
-
-    Args:
-      primitive: Name of the JAX primitive.
-      sources: For each operand, whether it depends on inputs, and whether on parameters.
-    """
-    sources = list(sources)
+def is_candidate(primitive: str, operands: Iterable[Value]) -> bool:
+    """Tell whether the result of a primitive may get a constraint."""
     if primitive in _ADDITIONS:
-        return sum(data and learned for data, learned in sources) > 1
+        return sum(operand.data and operand.learned for operand in operands) > 1
     return primitive in _PRODUCTS or primitive == "gather"
 
 
@@ -161,11 +157,9 @@ def _primitives(jaxpr: Any) -> Iterator[str]:
     for equation in jaxpr.eqns:
         ranks = [str(len(getattr(v.aval, "shape", ()))) for v in equation.outvars]
         yield f"{equation.primitive.name} {' '.join(ranks)}"
-        for key in sorted(equation.params, key=str):
-            value = equation.params[key]
-            for each in value if isinstance(value, tuple | list) else (value,):
-                inner = each.jaxpr if isinstance(each, core.ClosedJaxpr) else each
-                if isinstance(inner, core.Jaxpr):
+        for value in equation.params.values():
+            for each in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(each, _JAXPRS):
                     yield "("
-                    yield from _primitives(inner)
+                    yield from _primitives(getattr(each, "jaxpr", each))
                     yield ")"

@@ -17,25 +17,31 @@ def elementwise(step: Step) -> list[Value] | None:
 
     A dim of size 1 is broadcast, so it is not aligned. Scalars are ignored.
     """
-    shape = step.shapes[0] if step.shapes else ()
+    shapes = step.shapes
+    shape = shapes[0] if shapes else ()
     full = [
         (value, own)
         for value, own in zip(step.values, step.operand_shapes, strict=True)
-        if len(own) == len(shape)
-        and all(size in (1, n) for size, n in zip(own, shape, strict=True))
+        if own == shape or _broadcasts(own, shape)
     ]
-    if not shape or not full or any(other != shape for other in step.shapes):
+    if not shape or not full or any(other != shape for other in shapes[1:]):
         return None
+    operands = [value for value, _ in full]
     dims = []
     for at, size in enumerate(shape):
         candidates = [value.dims[at] for value, own in full if own[at] == size]
         dims.append(candidates[0] if candidates else new_dim(size))
         for other in candidates[1:]:
             step.same(candidates[0], other)
-    operands = [value for value, _ in full]
     _mark(step, operands, dims)
     result = step.result(dims, _one_hot(step, operands))
     return [result] * len(step.shapes)
+
+
+def _broadcasts(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return len(own) == len(shape) and all(
+        size in (1, n) for size, n in zip(own, shape, strict=True)
+    )
 
 
 def _mark(step: Step, operands: list[Value], dims: list[Dim]) -> None:

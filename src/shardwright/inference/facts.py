@@ -140,7 +140,7 @@ class Facts:
             meeting = Evidence("used as one dim", site)
             self.conflicts.append(
                 Clash(
-                    params=frozenset(first.params | second.params),
+                    params=first.params | second.params,
                     first=(first.name, first.evidence),
                     second=(second.name, second.evidence),
                     meeting=meeting,

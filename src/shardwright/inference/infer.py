@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +24,7 @@ from shardwright.inference.names import (
     name_experts,
     name_hidden,
     name_logits,
+    name_other_tables,
     name_residual,
     name_rows,
     name_stacks,
@@ -76,9 +79,10 @@ def infer_axes(
     values = [_parameter(at, np.shape(leaf)) for at, (_, leaf) in enumerate(leaves)]
     input_values = _seeded([np.shape(leaf) for leaf in jax.tree.leaves(inputs)], seeds)
     walker = Walker()
-    results = walker.walk(closed.jaxpr, [*values, *input_values], place=())
     by_size = {size: canonical_axis(axis) for size, axis in (sizes or {}).items()}
-    _name_all(walker.facts, [value.dims for value in values], results, by_size)
+    with _uncollected():
+        results = walker.walk(closed.jaxpr, [*values, *input_values], place=())
+        _name_all(walker.facts, [value.dims for value in values], results, by_size)
     rows = [spell(value.dims) for value in values]
     numbers: dict[Atom, int] = {}
     evidence = tuple(
@@ -112,11 +116,27 @@ def infer_axes(
     return inferred
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Pause the garbage collector.
+
+    The walk allocates many small objects that all stay. Without the pause, the collector visits
+    them and all of JAX's again and again, which takes longer than the walk.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _parameter(at: int, shape: Sequence[int]) -> Value:
     dims = new_dims(shape)
     for position, (atom,) in enumerate(dims):
         atom.learned = True
-        atom.params.add((at, position))
+        atom.params = frozenset({(at, position)})
     return Value(dims=dims, learned=True)
 
 
@@ -149,6 +169,7 @@ def _name_all(
     names = Names(facts)
     name_tables(names)
     name_stacks(names)
+    name_other_tables(names)
     name_windows(names)
     name_attention(names)
     name_experts(names)

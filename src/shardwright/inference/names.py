@@ -51,7 +51,7 @@ class Names:
             if options.get("sure") and not first.guess and first.evidence is not None:
                 self.facts.conflicts.append(
                     Clash(
-                        params=frozenset(first.params),
+                        params=first.params,
                         first=(first.name, first.evidence),
                         second=(axis, evidence),
                         meeting=None,
@@ -77,12 +77,16 @@ def learned(dim: Iterable[Atom]) -> bool:
 
 
 def name_tables(names: Names) -> None:
-    """Name the dims of tables that are looked up by tokens, by positions or by a router."""
+    """Name the dims of tables that are looked up by tokens."""
     lookups = [lookup for lookup in names.facts.lookups if not lookup.of_data]
     tables = [lookup for lookup in lookups if lookup.depends_on == "inputs"]
     for lookup in tables:
         _name_table(names, lookup, tables)
-    for lookup in lookups:
+
+
+def name_other_tables(names: Names) -> None:
+    """Name the dims of tables that are looked up by positions, by constants or by a router."""
+    for lookup in (lookup for lookup in names.facts.lookups if not lookup.of_data):
         if lookup.depends_on == "both":
             why = Evidence("rows are selected by a router", lookup.site)
             names.give(lookup.key, EXPERT, why)

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from shardwright.inference.atoms import Dim, Dims, new_dims
 from shardwright.inference.evidence import Site
 from shardwright.inference.facts import Facts
@@ -70,12 +68,12 @@ class Step:
     @property
     def operand_shapes(self) -> list[tuple[int, ...]]:
         """The shapes of the operands."""
-        return [tuple(np.shape(variable.aval)) for variable in self.equation.invars]
+        return [getattr(variable.aval, "shape", ()) for variable in self.equation.invars]
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """The shapes of the results."""
-        return [tuple(getattr(v.aval, "shape", ())) for v in self.equation.outvars]
+        return [getattr(variable.aval, "shape", ()) for variable in self.equation.outvars]
 
     def same(self, left: Dim, right: Dim) -> None:
         """Record that two dims are the same."""
@@ -83,12 +81,11 @@ class Step:
 
     def result(self, dims: Iterable[Dim], one_hot: Dim | None = None) -> Value:
         """Return a result that depends on all that the operands depend on."""
-        return Value(
-            dims=tuple(dims),
-            data=any(value.data for value in self.values),
-            learned=any(value.learned for value in self.values),
-            one_hot=one_hot,
-        )
+        data = learned = False
+        for value in self.values:
+            data |= value.data
+            learned |= value.learned
+        return Value(dims=tuple(dims), data=data, learned=learned, one_hot=one_hot)
 
     def new_results(self) -> list[Value]:
         """Return results with dims about which nothing is known."""

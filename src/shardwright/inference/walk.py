@@ -63,6 +63,7 @@ RULES: Final[dict[str, Callable[[Step], list[Value]]]] = {
     "while": control.while_loop,
 }
 # The jaxpr of a kernel is about references, and says nothing about whole arrays.
+_SCALAR: Final = Value(dims=())
 _OPAQUE: Final = frozenset({"pallas_call"})
 _JAX: Final = f"{Path(jax.__file__ or '').resolve().parent}{os.sep}"
 
@@ -95,7 +96,7 @@ class Walker:
 
         def read(variable: Any) -> Value:
             if isinstance(variable, core.Literal):
-                return _unknown(variable.val)
+                return _unknown(variable.val) if np.ndim(variable.val) else _SCALAR
             return known[variable]
 
         for at, equation in enumerate(jaxpr.eqns):
@@ -113,10 +114,9 @@ class Walker:
 
     def _record(self, step: Step, results: Sequence[Value]) -> None:
         """Record the result of an equation if it may get a constraint."""
-        sources = [(value.data, value.learned) for value in step.values]
         if step.place is None or len(results) != 1 or not results[0].data:
             return
-        if is_candidate(step.equation.primitive.name, sources):
+        if is_candidate(step.equation.primitive.name, step.values):
             output = Output(
                 place=step.place,
                 dims=results[0].dims,
