@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import sys
 import time
@@ -45,6 +46,8 @@ from shardwright.testing.meshes import virtual_devices
 
 Tree = dict[str, Any]
 STRATEGIES = Path(__file__).parent / "strategies"
+# 500 steps in five precisions take minutes, so the demo shows the committed losses.
+PRECISIONS = Path(__file__).parents[1] / "benchmarks" / "results" / "eight_bits" / "losses.json"
 TRAINED_UNDER = ("single", "fsdp", "fsdp_tp", "sequence")
 CONTINUED_UNDER = "fsdp_tp"
 SERVED_UNDER = ("single", "serve_tp")
@@ -162,6 +165,7 @@ def train_everywhere(
     managers = {name: trainer.pm for name, trainer in trainers.items()}
     losses = {name: run.losses for name, run in trained.items()}
     console.print(report.loss_table(losses))
+    console.print(report.precision_table(json.loads(PRECISIONS.read_text(encoding="utf-8"))))
     difference = report.largest_difference(losses)
     console.print(
         f"Largest relative difference from {TRAINED_UNDER[0]} over all steps: {difference:.1e} "

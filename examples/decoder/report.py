@@ -223,6 +223,21 @@ def loss_table(losses: Mapping[str, Sequence[float]], *, rows: int = 6) -> Table
     return table
 
 
+def precision_table(results: Mapping[str, Any]) -> Table:
+    """Return the committed losses of `benchmarks/eight_bits.py`, with a column per precision."""
+    context = results["context"]
+    title = (
+        f"Losses in eight bits after {context['steps']} steps, nats per byte: the committed results"
+        " of benchmarks/eight_bits.py, not trained in this run"
+    )
+    table = _table(title)
+    for name in results["losses"]:
+        table.add_column(name, justify="right")
+    last = f"at {context['steps']}"
+    table.add_row(*(f"{losses[last]:.4f}" for losses in results["losses"].values()))
+    return table
+
+
 def largest_difference(losses: Mapping[str, Sequence[float]]) -> float:
     """Return the largest relative difference of a loss from that of the first strategy."""
     first, *others = (np.asarray(series, np.float64) for series in losses.values())

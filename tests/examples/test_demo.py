@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -130,6 +132,11 @@ def test_demo_reports_without_training(
     monkeypatch.setattr(Trainer, "init", zeros)
     assert demo.main(["--steps", "1", "--further", "1", "--new-bytes", "1"]) == 0
     printed = capsys.readouterr().out
+    assert "not trained in this run" in printed
+    results = json.loads(demo.PRECISIONS.read_text(encoding="utf-8"))["losses"]
+    assert [*results] == ["float32", "bfloat16", "delayed", "current", "mxfp8"]
+    row = [f"{losses['at 500']:.4f}" for losses in results.values()]
+    assert re.search(r"\s+".join(map(re.escape, row)), printed)
     assert "Everything agrees" in printed
     assert "8 of 8 texts confirmed" in printed
     for mesh in ("fsdp:8", "fsdp:2 tp:4", "fsdp:2 sp:4", "dp:2 tp:4"):
