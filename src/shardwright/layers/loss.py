@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardwright import _jax
 from shardwright.errors import LayerError, RankMismatchError
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.layers.placement import OPERAND, place, use
@@ -183,7 +184,8 @@ def _by_chunks(sums: Any, x: Any, labels: Any, chunks: int) -> Any:
         return jax.tree.map(jnp.add, carry, part), None
 
     zero = jnp.zeros((), jnp.float32)
-    start = (zero, zero, jnp.zeros((), jnp.int32))
+    # Inside shard_map, the sums of a shard differ from those of others, from the start.
+    start = tuple(_jax.vary_together([zero, zero, jnp.zeros((), jnp.int32), x])[:3])
     return jax.lax.scan(step, start, jnp.arange(chunks))[0]
 
 
