@@ -174,6 +174,14 @@ def test_bad_input() -> None:
         (lambda: loss.cross_entropy(X, head, LABELS * 1.0), "labels are float32"),
         (lambda: loss.cross_entropy(X, head, LABELS, chunks=3), "chunks=3 does not divide"),
         (lambda: loss.cross_entropy(X, head, LABELS, chunks=0), "chunks must be"),
+        (
+            lambda: loss.cross_entropy(X.astype(np.float16), head, LABELS),
+            "float16 needs loss scaling, which does not exist here",
+        ),
+        (
+            lambda: loss.cross_entropy(X, head, LABELS, dtypes=Dtypes(compute="float16")),
+            "float16 needs loss scaling",
+        ),
         (lambda: loss.cross_entropy(X, head, LABELS, z_loss=-1), "z_loss=-1 is negative"),
         (lambda: loss.logits(X, head, softcap=0), "softcap=0 is not positive"),
     ]

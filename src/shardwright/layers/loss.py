@@ -119,11 +119,13 @@ def cross_entropy(
 
     Raises:
       RankMismatchError: The shapes do not fit each other, or `chunks` does not divide the length.
-      LayerError: The labels are not integers, or `chunks`, `z_loss` or `softcap` is not valid.
+      LayerError: The labels are not integers; `chunks`, `z_loss` or `softcap` is not valid; or `x`
+        or the compute dtype is float16, which has no loss scaling here.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
     x, head, labels = jnp.asarray(x), jnp.asarray(head), jnp.asarray(labels)
     _check_head(x, head, tied)
+    _check_half(x, dtypes)
     _check_labels(x, labels, chunks, z_loss)
     axes = (VOCAB, EMBED) if tied else (EMBED, VOCAB)
     weight = use(head, axes, path=path).astype(dtypes.compute)
@@ -195,6 +197,16 @@ def _cap(softcap: float | None) -> float | None:
             f"softcap={softcap!r} is not positive", path="softcap", fix="leave it out for none"
         )
     return softcap
+
+
+def _check_half(x: Any, dtypes: Dtypes) -> None:
+    """Refuse float16: its gradients underflow without loss scaling, which is not built."""
+    if jnp.float16 in (x.dtype, dtypes.compute):
+        raise LayerError(
+            "float16 needs loss scaling, which does not exist here: small gradients would become 0",
+            path="x",
+            fix="train in bfloat16; to evaluate a float16 model, pass x.astype(jnp.float32)",
+        )
 
 
 def _check_head(x: Any, head: Any, tied: bool) -> None:

@@ -34,6 +34,13 @@ from tests.layers.moe.reference import config, manager, parameters, tokens
         (lambda: config(product="grouped"), "give one of auto, padded, ragged"),
         (lambda: config(product="ragged", activation="sigmoid"), 'write product="padded"'),
         (lambda: config(capacity=1.25), "write capacity=Factor(1.25)"),
+        (lambda: config(exchange="rows"), "give one of auto, slots, ragged"),
+        (
+            lambda: config(exchange="ragged", capacity=moe.Factor(2.0)),
+            'write capacity=Dropless(), or exchange="slots"',
+        ),
+        (lambda: config(exchange="ragged", product="padded"), 'or write exchange="slots"'),
+        (lambda: config(recipe="delayed"), "experts of a mixture are not computed in eight bits"),
         (lambda: moe.Factor(0), "write Factor(1.25)"),
         (lambda: moe.Factor(float("nan")), "write Factor(1.25)"),
     ],
