@@ -8,7 +8,7 @@ Trace time: an MLP block and a mixture of `layers`, next to the same layers by h
 with constraints, and in flax linen. The ratio is of interleaved repetitions in one run.
 
 A mixture of `layers` is traced once for all layers that are alike. Results go to
-`benchmarks/results/mixture.json`; a test compares the page with them.
+`benchmarks/results/mixture/cpu.json`; a test compares the page with them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwright.layers import mlp_block, moe
 from shardwright.plan.collectives import read_collectives
 from shardwright.testing.meshes import cpu_mesh, virtual_devices
 
-RESULTS: Final = Path(__file__).parent / "results" / "mixture.json"
+RESULTS: Final = Path(__file__).parent / "results" / "mixture" / "cpu.json"
 BATCH, LENGTH, EMBED, HIDDEN, EXPERTS, PER_TOKEN = 16, 256, 256, 512, 8, 2
 # Twice the slots of an even load: nothing is dropped, so results can be compared.
 CONFIG: Final = moe.MoEConfig(
