@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.multiprocess import pairs
-from tests.multiprocess.worker import CASES
+from tests.multiprocess.worker import CASES, LONG_CASES
 
 pytestmark = pytest.mark.multiprocess
 
@@ -23,6 +24,15 @@ def test_case(name: str, ended: list[pairs.Ended]) -> None:
     for rank, process in enumerate(ended):
         # Not by line: the collectives' own messages may begin in the middle of one.
         assert name in re.findall(r"ok (\w+)", process.text), f"process {rank}:\n{process.text}"
+
+
+@pytest.mark.wide
+def test_long_cases(tmp_path: Path) -> None:
+    ended = pairs.run("tests.multiprocess.worker", ["long"], tmp_path)
+    for process in ended:
+        passed = re.findall(r"ok (\w+)", process.text)
+        assert passed == [case.__name__ for case in LONG_CASES], process.text
+    assert [process.code for process in ended] == [0, 0]
 
 
 def test_both_processes_exit_normally(ended: list[pairs.Ended]) -> None:

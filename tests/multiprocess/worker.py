@@ -1,7 +1,7 @@
 """One of two processes with four virtual CPU devices each.
 
-`python -m tests.multiprocess.worker PORT RANK` prints `ok NAME` for each case that passes. The
-first failure ends the process at once with its traceback, because a process that only raises
+`python -m tests.multiprocess.worker PORT RANK [long]` prints `ok NAME` for each case that passes.
+The first failure ends the process at once with its traceback, because a process that only raises
 would leave the other one waiting in a collective.
 """
 
@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -320,7 +320,6 @@ def an_engine_serves_over_both() -> None:
 
 
 CASES = [
-    an_engine_serves_over_both,
     global_array_by_rows,
     global_array_by_columns,
     global_array_of_equal_parts,
@@ -338,8 +337,10 @@ CASES = [
     refusals_of_slots_in_other_processes,
 ]
 
+LONG_CASES = [an_engine_serves_over_both]
 
-def run(port: int, rank: int) -> None:
+
+def run(port: int, rank: int, cases: Sequence[Callable[[], None]]) -> None:
     jax.config.update("jax_num_cpu_devices", 4)
     jax.distributed.initialize(
         f"127.0.0.1:{port}",
@@ -350,7 +351,7 @@ def run(port: int, rank: int) -> None:
         shutdown_timeout_seconds=10,
     )
     assert (jax.process_count(), jax.device_count(), len(virtual_devices(4))) == (2, 8, 4)
-    for case in CASES:
+    for case in cases:
         case()
         print(f"ok {case.__name__}", flush=True)
     jax.distributed.shutdown()
@@ -359,7 +360,7 @@ def run(port: int, rank: int) -> None:
 if __name__ == "__main__":
     code = 1
     try:
-        run(int(sys.argv[1]), int(sys.argv[2]))
+        run(int(sys.argv[1]), int(sys.argv[2]), LONG_CASES if "long" in sys.argv else CASES)
         code = 0
     finally:
         if code:
