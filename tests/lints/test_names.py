@@ -15,6 +15,7 @@ from shardwright.lints.names import lint_names
 from shardwright.vocabulary.annotations import is_annotation
 from tests.inference import models
 from tests.inference.models import GPT2, LLAMA, MODELS, Model, is_leaf
+from tests.inference.more_models import EVERY_MODEL
 
 SYNONYMS = {"NORM": "EMBED", "KV_HEAD_DIM": "HEAD_DIM", "EXPERT_GATE": "EXPERT"}
 
@@ -46,10 +47,15 @@ def test_hand_annotations_have_no_findings() -> None:
         assert lint_names(annotations(model), infer(model)) == (), model.name
 
 
-def test_every_swap_is_found() -> None:
+@pytest.mark.parametrize(
+    ("given", "least"),
+    [(MODELS, 100), pytest.param(EVERY_MODEL[len(MODELS) :], 40, marks=pytest.mark.wide)],
+    ids=["first", "more"],
+)
+def test_every_swap_is_found(given: list[Model], least: int) -> None:
     """Swap the annotations of two arrays of one rank, in every model."""
     missed, swaps = [], 0
-    for model in MODELS:
+    for model in given:
         inferred = infer(model)
         leaves, tree = jax.tree.flatten(annotations(model), is_leaf=is_annotation)
         shapes = [shape.shape for shape in jax.tree.leaves(model.shapes)]
@@ -67,7 +73,7 @@ def test_every_swap_is_found() -> None:
             if not lint_names(jax.tree.unflatten(tree, changed), inferred):
                 missed.append((model.name, leaves[i], leaves[j]))
     assert missed == []
-    assert swaps > 100
+    assert swaps > least
 
 
 def fits(first: Any, second: Any, first_shape: Any, second_shape: Any) -> bool:
