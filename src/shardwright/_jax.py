@@ -387,3 +387,13 @@ def evaluate(equation: Any, values: Any) -> list[Any]:
     with source_info_util.user_context(info.traceback, name_stack=names), equation.ctx.manager:
         results = primitive.bind(*values, **primitive.get_bind_params(equation.params))
     return list(results) if primitive.multiple_results else [results]
+
+
+def kernel_name(equation: Any) -> str:
+    """Return the name of the kernel that an equation calls, or "" if it calls none."""
+    parameters = equation.params
+    if equation.primitive.name == "ffi_call":
+        return str(parameters["target_name"])
+    if equation.primitive.name != "pallas_call":
+        return ""
+    return str(parameters.get("name") or parameters["jaxpr"].debug_info.func_name)

@@ -17,6 +17,7 @@ from shardwright.inference.constraints import choose, fingerprint
 from shardwright.inference.evidence import Evidence
 from shardwright.inference.facts import Clash, Facts
 from shardwright.inference.inferred import Conflict, Inferred, InferredDim
+from shardwright.inference.kernels import Kernels
 from shardwright.inference.names import (
     Names,
     guess_links,
@@ -45,6 +46,7 @@ def infer_axes(
     *inputs: Any,
     seeds: Sequence[Any],
     sizes: Mapping[int, str] | None = None,
+    kernels: Mapping[str, Callable[..., Any]] | None = None,
     strict: bool = False,
 ) -> Inferred:
     """Infer the axes of each parameter of `forward(params, *inputs)` from one trace.
@@ -59,11 +61,15 @@ def infer_axes(
         nothing is known about an array, or about one of its dims.
       sizes: Size -> axis, from the model's config. It names dims that would otherwise be open or
         guesses.
+      kernels: For a kernel of Pallas or of the FFI, by its name, a function of plain JAX with the
+        same operands and results. Inference reads the function instead. Without it, the results
+        of the kernel have new dims, and `unknown` names the kernel.
       strict: Raise an error for conflicts, open dims and guesses.
 
     Raises:
       StrategyError: There are not as many seeds as arrays; or, with `strict`, a dim is open, a
-        guess, or named differently by two operations.
+        guess, or named differently by two operations; or a function of `kernels` does not fit, or
+        stands for a kernel that the model does not call.
       RankMismatchError: A seed does not have one axis per dim.
 
     >>> import shardwright as sw
@@ -78,10 +84,11 @@ def infer_axes(
     closed = jax.make_jaxpr(forward)(params, *inputs)
     values = [_parameter(at, np.shape(leaf)) for at, (_, leaf) in enumerate(leaves)]
     input_values = _seeded([np.shape(leaf) for leaf in jax.tree.leaves(inputs)], seeds)
-    walker = Walker()
+    walker = Walker(Kernels(kernels or {}))
     by_size = {size: canonical_axis(axis) for size, axis in (sizes or {}).items()}
     with _uncollected():
         results = walker.walk(closed.jaxpr, [*values, *input_values], place=())
+        raise_problems(walker.kernels.unused())
         _name_all(walker.facts, [value.dims for value in values], results, by_size)
     rows = [spell(value.dims) for value in values]
     numbers: dict[Atom, int] = {}

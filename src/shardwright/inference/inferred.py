@@ -85,7 +85,8 @@ class Inferred:
       annotations: Tree like the parameters, with one annotation per array. Open dims are EMPTY.
       evidence: Every dim of every parameter.
       conflicts: Dims that two operations name differently.
-      unknown: Primitives that inference does not understand, such as `pallas_call`.
+      unknown: Primitives that inference does not understand, and kernels without a function in
+        `kernels=`, such as `pallas_call my_kernel`.
       constraints: The intermediates that `sw.constrained` constrains.
       program: A digest of the traced program.
     """

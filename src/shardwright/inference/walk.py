@@ -11,11 +11,13 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from shardwright import _jax
 from shardwright.inference import control, elementwise, indexing, manual, products, shapes
 from shardwright.inference.atoms import new_dims
 from shardwright.inference.constraints import is_candidate
 from shardwright.inference.evidence import Evidence, Site
 from shardwright.inference.facts import Facts, Output
+from shardwright.inference.kernels import Kernels
 from shardwright.inference.step import Step, Value
 
 # To add a primitive, write a function in one of the files above and a line here. A primitive
@@ -62,17 +64,20 @@ RULES: Final[dict[str, Callable[[Step], list[Value]]]] = {
     "unstack": shapes.unstack,  # JAX 0.12
     "while": control.while_loop,
 }
-# The jaxpr of a kernel is about references, and says nothing about whole arrays.
 _SCALAR: Final = Value(dims=())
-_OPAQUE: Final = frozenset({"pallas_call"})
 _JAX: Final = f"{Path(jax.__file__ or '').resolve().parent}{os.sep}"
 
 
 class Walker:
-    """Walk over jaxprs and record facts."""
+    """Walk over jaxprs and record facts.
 
-    def __init__(self) -> None:
+    Args:
+      kernels: Functions that stand for kernels, by name.
+    """
+
+    def __init__(self, kernels: Kernels | None = None) -> None:
         self.facts = Facts()
+        self.kernels = Kernels({}) if kernels is None else kernels
 
     def walk(
         self,
@@ -130,13 +135,15 @@ class Walker:
         name = step.equation.primitive.name
         if name in RULES:
             return RULES[name](step)
-        if name not in _OPAQUE:
-            called = control.call(step)
-            if called is not None:
-                return called
-            aligned = elementwise.elementwise(step)
-            if aligned is not None:
-                return aligned
+        kernel = _jax.kernel_name(step.equation)
+        if kernel:
+            known, name = self.kernels.walk(step, kernel), f"{name} {kernel}"
+        else:
+            known = control.call(step)
+            if known is None:
+                known = elementwise.elementwise(step)
+        if known is not None:
+            return known
         if any(step.shapes):
             reason = "its results have new dims"
             self.facts.unknown.setdefault(name, Evidence(reason, step.site))

@@ -1,0 +1,72 @@
+"""Kernels of Pallas and of the FFI: a function of plain JAX, which is walked, stands for each.
+
+The program of a kernel is about blocks of memory, and says nothing about whole arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from shardwright.errors import Problem, StrategyError, did_you_mean
+from shardwright.inference.step import Step, Value
+
+
+class Kernels:
+    """Functions that stand for kernels.
+
+    Args:
+      functions: Function by name of the kernel. It has the operands and results of the kernel.
+    """
+
+    def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
+        self._functions = dict(functions)
+        self._called: set[str] = set()
+
+    def walk(self, step: Step, name: str) -> list[Value] | None:
+        """Walk the function of a kernel, or return None if there is none.
+
+        Raises:
+          StrategyError: The function cannot take the operands, or has other results.
+        """
+        self._called.add(name)
+        function = self._functions.get(name)
+        if function is None:
+            return None
+        equation = step.equation
+        operands = [
+            jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype)
+            for variable in equation.invars
+        ]
+        try:
+            closed = jax.make_jaxpr(function)(*operands)
+        except Exception as error:
+            what = f"the function raises {type(error).__name__}: {error}"
+            raise StrategyError(what, path=f"kernels/{name}", fix=_FIX) from error
+        results = [variable.aval.shape for variable in closed.jaxpr.outvars]
+        if results != step.shapes:
+            raise StrategyError(
+                f"the function returns arrays of shapes {results}, the kernel {step.shapes}",
+                path=f"kernels/{name}",
+                fix=_FIX,
+            )
+        return step.walker.walk(closed.jaxpr, step.values, called_at=step.site.caller)
+
+    def unused(self) -> list[Problem]:
+        """Return a problem for each function whose kernel the program does not call."""
+        called = sorted(self._called)
+        return [
+            Problem(
+                error=StrategyError,
+                what="the program calls no such kernel",
+                path=f"kernels/{name}",
+                fix=did_you_mean(name, called) or f"it calls {', '.join(called) or 'none'}",
+            )
+            for name in self._functions
+            if name not in self._called
+        ]
+
+
+_FIX = "write a function of plain JAX with the operands and the results of the kernel"
