@@ -230,6 +230,7 @@ def test_primitives_without_a_rule_are_listed() -> None:
     ("seeds", "error", "says"),
     [
         ([], sw.StrategyError, "0 seeds for 1 arrays of the inputs"),
+        ([3], sw.StrategyError, "seed 0 is 3, not a tuple of axes"),
         ([("BATCH",)], sw.RankMismatchError, r"seed 0 has 1 axes, the array has shape \(2, 10\)"),
     ],
 )
@@ -319,3 +320,18 @@ def test_training_by_inferred_axes() -> None:
         batch = pm.sharding(sw.BATCH, shape=(8,))
         actual = train(model, params, tokens, shardings, batch)
         np.testing.assert_allclose(actual, expected, rtol=1e-6, err_msg=f"{preset} {text}")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"a": "EMBED"}, "sizes must be a positive integer, got 'a'"),
+        ({0: "EMBED"}, "sizes must be a positive integer, got 0"),
+        ([(8, "EMBED")], "sizes: sizes is list, not a mapping"),
+    ],
+)
+def test_invalid_sizes(sizes: Any, says: str) -> None:
+    params = {"table": jax.ShapeDtypeStruct((16, 8), "float32")}
+    tokens = jax.ShapeDtypeStruct((2, 4), "int32")
+    with pytest.raises(sw.StrategyError, match=says):
+        sw.infer_axes(lambda p, x: p["table"][x], params, tokens, seeds=[None], sizes=sizes)

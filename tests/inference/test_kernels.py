@@ -86,8 +86,14 @@ def test_kernels_without_a_function_are_named() -> None:
         ),
         (
             {"product_kernel": lambda x, w: (x @ w).sum(0)},
-            r"returns arrays of shapes \[\(40,\)\], the kernel \[\(16, 40\)\]",
+            r"the function returns float32\[40\], the kernel float32\[16, 40\]",
         ),
+        (
+            {"product_kernel": lambda x, w: (x @ w).astype("bfloat16")},
+            r"the function returns bfloat16\[16, 40\], the kernel float32\[16, 40\]",
+        ),
+        ({"product_kernel": None}, r"^kernels: kernels is not a mapping of names to functions"),
+        (["product_kernel"], r"^kernels: kernels is not a mapping of names to functions"),
         (
             {"product_kernel": lambda x: x},
             r"^kernels/product_kernel: the function raises TypeError: .*\n  fix   write a function",

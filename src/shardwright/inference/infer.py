@@ -38,6 +38,7 @@ from shardwright.inference.step import Value
 from shardwright.inference.walk import Walker
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import canonical_axis
+from shardwright.vocabulary.integers import read_integer
 
 
 def infer_axes(
@@ -85,7 +86,7 @@ def infer_axes(
     values = [_parameter(at, np.shape(leaf)) for at, (_, leaf) in enumerate(leaves)]
     input_values = _seeded([np.shape(leaf) for leaf in jax.tree.leaves(inputs)], seeds)
     walker = Walker(Kernels(kernels or {}))
-    by_size = {size: canonical_axis(axis) for size, axis in (sizes or {}).items()}
+    by_size = _read_sizes({} if sizes is None else sizes)
     with _uncollected():
         results = walker.walk(closed.jaxpr, [*values, *input_values], place=())
         raise_problems(walker.kernels.unused())
@@ -157,6 +158,11 @@ def _seeded(shapes: Sequence[tuple[int, ...]], seeds: Sequence[Any]) -> list[Val
     values = []
     for at, (shape, seed) in enumerate(zip(shapes, seeds, strict=True)):
         dims = new_dims(shape)
+        if seed is not None and not isinstance(seed, (tuple, list)):
+            raise StrategyError(
+                f"seed {at} is {seed!r}, not a tuple of axes",
+                fix="write one axis per dim, such as (BATCH, LENGTH), or None for the array",
+            )
         if seed is not None and len(seed) != len(shape):
             raise RankMismatchError(
                 f"seed {at} has {len(seed)} axes, the array has shape {tuple(shape)}",
@@ -168,6 +174,20 @@ def _seeded(shapes: Sequence[tuple[int, ...]], seeds: Sequence[Any]) -> list[Val
                 atom.evidence = Evidence(f"seed of input {at}")
         values.append(Value(dims=dims, data=True))
     return values
+
+
+def _read_sizes(sizes: Any) -> dict[int, str]:
+    if not isinstance(sizes, Mapping):
+        raise StrategyError(
+            f"sizes is {type(sizes).__name__}, not a mapping",
+            path="sizes",
+            fix='write sizes={11008: "MLP_INTERMEDIATE"}',
+        )
+    fix = "write sizes of dims, positive integers"
+    return {
+        read_integer("sizes", size, error=StrategyError, fix=fix): canonical_axis(axis)
+        for size, axis in sizes.items()
+    }
 
 
 def _name_all(

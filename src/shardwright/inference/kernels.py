@@ -22,6 +22,12 @@ class Kernels:
     """
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
+        if not isinstance(functions, Mapping) or not all(map(callable, functions.values())):
+            raise StrategyError(
+                "kernels is not a mapping of names to functions",
+                path="kernels",
+                fix='write kernels={"my_kernel": jnp.matmul}',
+            )
         self._functions = dict(functions)
         self._called: set[str] = set()
 
@@ -45,10 +51,13 @@ class Kernels:
         except Exception as error:
             what = f"the function raises {type(error).__name__}: {error}"
             raise StrategyError(what, path=f"kernels/{name}", fix=_FIX) from error
-        results = [variable.aval.shape for variable in closed.jaxpr.outvars]
-        if results != step.shapes:
+        results, own = (
+            ", ".join(f"{each.aval.dtype}{list(each.aval.shape)}" for each in variables)
+            for variables in (closed.jaxpr.outvars, equation.outvars)
+        )
+        if results != own:
             raise StrategyError(
-                f"the function returns arrays of shapes {results}, the kernel {step.shapes}",
+                f"the function returns {results}, the kernel {own}",
                 path=f"kernels/{name}",
                 fix=_FIX,
             )
