@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -73,40 +75,97 @@ def accumulate(loss: Callable[..., Any], n: int, *, specs: Any) -> Callable[...,
                 "accumulate is called inside a shard_map",
                 fix="call it outside: it runs a shard_map of its own",
             )
-        size = jax.tree.leaves(batch)[0].shape[0]
         manager: PartitionManager | None = context.current()
+        size = jax.tree.leaves(batch)[0].shape[0]
         if manager is not None:
             _check_mesh(manager, size)
-        axes = () if manager is None else manager.mesh_axes(BATCH, size)
-        shards = 1 if manager is None else manager.axis_size(BATCH, size)
-        if size % (shards * n):
-            raise IndivisibleError(
-                f"n={n} does not divide the {size // shards} examples of a device",
-                path="n",
-                fix="choose a divisor",
-            )
+        step = _make_step(loss, n, manager, size)
         if manager is None:
-            return _local(loss, n, (), 1, params, batch, channel)
+            return step.run(params, batch, channel)
         weights = manager.gather(params, specs)
-        # Inside, the weights are stored as they are used, and BATCH is not sharded.
-        own = PartitionManager(_as_used(manager.rules), mesh=manager.mesh, mode=manager.mode)
-        spec = PartitionSpec(entry_of(axes))
-
-        def local(weights: Any, batch: Any, channel: Any) -> Accumulated:
-            with own:
-                return _local(loss, n, axes, shards, weights, batch, channel)
-
-        on_shards = jax.shard_map(
-            local,
-            mesh=manager.mesh,
-            in_specs=(PartitionSpec(), spec, PartitionSpec()),
-            out_specs=PartitionSpec(),
-            axis_names=set(axes),
-        )
-        result = on_shards(weights, batch, channel)
+        result = _on_shards(step, manager)(weights, batch, channel)
         return dataclasses.replace(result, grads=manager.shard(result.grads, specs, role="param"))
 
     return run
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """A step on the examples of one device.
+
+    Attributes:
+      loss: The argument of `accumulate`.
+      n: Number of microbatches.
+      axes: Mesh axes that shard the examples; none without a manager.
+      shards: Number of devices over these axes.
+      manager: The manager inside the `shard_map`, or None.
+    """
+
+    loss: Callable[..., Any]
+    n: int
+    axes: tuple[str, ...]
+    shards: int
+    manager: PartitionManager | None
+
+    def run(self, weights: Any, batch: Any, channel: Any) -> Accumulated:
+        """Return the means over all microbatches of all devices."""
+        with contextlib.nullcontext() if self.manager is None else self.manager:
+            sums, (sent, seen) = self._scan(weights, batch, channel)
+        if self.axes:
+            sums = jax.lax.psum(sums, self.axes)
+        value, grads = jax.tree.map(lambda leaf: leaf / (self.n * self.shards), sums)
+        sent, seen = jax.tree.map(_over_devices, (sent, seen))
+        return Accumulated(value=value, grads=grads, sent=sent, seen=seen)
+
+    def _scan(self, weights: Any, batch: Any, channel: Any) -> tuple[Any, Any]:
+        """Return the sums of loss and gradients, and (sent, seen) of each microbatch."""
+        # The gradient of a weight that varies over the devices is not summed over them.
+        weights, zero = self._varying((weights, jnp.zeros(())))
+        parts = jax.tree.map(lambda leaf: leaf.reshape(self.n, -1, *leaf.shape[1:]), batch)
+        start = zero, jax.tree.map(jnp.zeros_like, weights)
+        return jax.lax.scan(functools.partial(self._add, weights), start, (parts, channel))
+
+    def _add(self, weights: Any, sums: Any, microbatch: Any) -> tuple[Any, Any]:
+        """Add the loss and the gradients of one microbatch."""
+        part, channel = microbatch
+        differentiated = jax.value_and_grad(self.loss, (0, 2), has_aux=True)
+        (value, seen), (grads, sent) = differentiated(weights, part, channel)
+        return jax.tree.map(jnp.add, sums, (value, grads)), (sent, seen)
+
+    def _varying(self, tree: Any) -> Any:
+        if not self.axes:
+            return tree
+        return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, self.axes, to="varying"), tree)
+
+
+def _make_step(
+    loss: Callable[..., Any], n: int, manager: PartitionManager | None, size: int
+) -> _Step:
+    axes: tuple[str, ...] = ()
+    shards, inside = 1, None
+    if manager is not None:
+        axes, shards = tuple(manager.mesh_axes(BATCH, size)), manager.axis_size(BATCH, size)
+        # Inside the shard_map, weights are stored as they are used, and BATCH is not sharded.
+        inside = PartitionManager(_as_used(manager.rules), mesh=manager.mesh, mode=manager.mode)
+    if size % (shards * n):
+        raise IndivisibleError(
+            f"n={n} does not divide the {size // shards} examples of a device",
+            path="n",
+            fix="choose a divisor",
+        )
+    return _Step(loss=loss, n=n, axes=axes, shards=shards, manager=inside)
+
+
+def _on_shards(step: _Step, manager: PartitionManager) -> Callable[..., Accumulated]:
+    """Return a function of (weights, batch, channel), where each device has its own examples."""
+    on_shards: Callable[..., Accumulated] = jax.shard_map(
+        step.run,
+        mesh=manager.mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(entry_of(step.axes)), PartitionSpec()),
+        out_specs=PartitionSpec(),
+        axis_names=set(step.axes),
+    )
+    return on_shards
 
 
 def _check_mesh(manager: PartitionManager, size: int) -> None:
@@ -129,38 +188,6 @@ def _check_mesh(manager: PartitionManager, size: int) -> None:
 def _as_used(rules: AxisRules) -> AxisRules:
     policy = dataclasses.replace(rules.policy, gather=())
     return dataclasses.replace(rules, params=rules.activations, policy=policy)
-
-
-def _local(
-    loss: Callable[..., Any],
-    n: int,
-    axes: tuple[str, ...],
-    shards: int,
-    params: Any,
-    batch: Any,
-    channel: Any,
-) -> Accumulated:
-    if axes:
-        # Otherwise each microbatch would sum its gradients over devices.
-        params = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, axes, to="varying"), params)
-    parts = jax.tree.map(lambda leaf: leaf.reshape(n, -1, *leaf.shape[1:]), batch)
-    differentiated = jax.value_and_grad(loss, (0, 2), has_aux=True)
-
-    def one(total: Any, trip: Any) -> tuple[Any, Any]:
-        part, own = trip
-        (value, seen), (grads, sent) = differentiated(params, part, own)
-        return jax.tree.map(jnp.add, total, (value, grads)), (sent, seen)
-
-    zero = jnp.zeros(())
-    if axes:
-        zero = jax.lax.pcast(zero, axes, to="varying")
-    start = (zero, jax.tree.map(jnp.zeros_like, params))
-    total, (sent, seen) = jax.lax.scan(one, start, (parts, channel))
-    if axes:
-        total = jax.lax.psum(total, axes)
-        sent, seen = jax.tree.map(_over_devices, (sent, seen))
-    value, grads = jax.tree.map(lambda leaf: leaf / (n * shards), total)
-    return Accumulated(value=value, grads=grads, sent=sent, seen=seen)
 
 
 def _over_devices(leaf: Any) -> Any:
