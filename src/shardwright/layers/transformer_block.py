@@ -225,7 +225,8 @@ def apply(
     """Return the residual after all layers, and the state.
 
     Each layer is `x += attention(x)`, then `x += mlp(x)`. The norm after the last layer is not part
-    of the stack.
+    of the stack. In a compiled program, caches that are full keep their length, and attention adds
+    nothing for their tokens.
 
     Args:
       config: Sizes and options.
@@ -247,6 +248,7 @@ def apply(
       LayerError: Caches are given with `scan`, or the number of caches, of mixtures or of trees is
         wrong.
       RankMismatchError: `x` is not `[batch, length, embed]`.
+      CacheError: The tokens do not fit a cache, and the call is not traced.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
     check_residual(x, config.attention.embed)
@@ -260,8 +262,11 @@ def apply(
         return _scan(config, params, x, key, (biases, scalings), path, given)
     caches, mixtures, seen = [], [], []
     for number, layer_params in enumerate(params):
-        run = _layer(config, number, None if path is None else f"{path}/{number}", given)
         cache = None if state.caches is None else state.caches[number]
+        # A cache is for inference, so nothing is computed again. And remat traces the layer, where
+        # a full cache cannot raise an error.
+        own_config = config if cache is None else dataclasses.replace(config, remat="none")
+        run = _layer(own_config, number, None if path is None else f"{path}/{number}", given)
         own = (biases[number], scalings[number])
         x, cache, after = run(layer_params, x, _layer_key(key, number), cache, own)
         caches.append(cache)
