@@ -86,6 +86,29 @@ def test_sharded_equals_unsharded(preset: str, mesh: str, remat: str) -> None:
     blocks.assert_close(got, unsharded(), rtol=1e-4)
 
 
+# A router without losses: nothing is summed for statistics.
+PLAIN = dataclasses.replace(
+    MIXTURE, moe=dataclasses.replace(MIXTURE.moe, shared=0, balance_loss=0.0, z_loss=0.0)
+)
+
+
+def plain(params: Any, x: Any) -> Any:
+    return mixture_block.apply(PLAIN, params, x)[0]
+
+
+@functools.cache
+def unsharded_plain() -> Any:
+    return blocks.values_and_gradients(plain, blocks.random_params(mixture_block.specs(PLAIN)), X)
+
+
+@pytest.mark.sweep(keep=0, wide=4)
+@pytest.mark.parametrize(("preset", "kind"), blocks.CASES)
+def test_collectives(preset: str, kind: str) -> None:
+    specs = mixture_block.specs(PLAIN)
+    inputs = (blocks.random_params(specs), specs, X, RESIDUAL)
+    blocks.check_sharded("mixture_block", plain, inputs, unsharded_plain(), preset, kind)
+
+
 @pytest.mark.wide
 def test_decode_equals_one_call() -> None:
     config, layers = transformer_block.unstack(STACK, PARAMS)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import shardwright as sw
+from shardwright.errors import CacheError
 from shardwright.layers import attention_block, mlp_block, transformer_block
 from shardwright.layers.placement import RESIDUAL
 from tests.layers import blocks
@@ -94,6 +95,26 @@ def test_sharded_equals_unsharded(preset: str, kind: str, remat: str) -> None:
     blocks.assert_close(got, unsharded(), rtol=1e-4)
 
 
+# Two layers that are alike, so the program has the collectives of one.
+ALIKE = dataclasses.replace(CONFIG, layers=2, windows=())
+
+
+def alike(params: Any, x: Any) -> Any:
+    return stack(params, x, ALIKE)
+
+
+@functools.cache
+def unsharded_alike() -> Any:
+    return blocks.values_and_gradients(alike, PARAMS[:1], X)
+
+
+@pytest.mark.sweep(keep=0, wide=4)
+@pytest.mark.parametrize(("preset", "kind"), blocks.CASES)
+def test_collectives(preset: str, kind: str) -> None:
+    inputs = (PARAMS[:1], transformer_block.specs(ALIKE), X, RESIDUAL)
+    blocks.check_sharded("transformer_block", alike, inputs, unsharded_alike(), preset, kind)
+
+
 def test_remat_keeps_less() -> None:
     """Residuals of the backward pass, in elements: the more is computed again, the fewer."""
     kept = {}
@@ -126,6 +147,25 @@ def test_decode_equals_one_call(kind: str) -> None:
             y, caches = run(stored, X[:, at : at + 1], caches)
             rows.append(np.asarray(y))
     blocks.assert_close(np.concatenate(rows, 1), unsharded()[0][1], rtol=1e-4)
+
+
+def past_the_caches() -> Any:
+    """Run eight tokens through one layer of the stack, whose cache takes four of them."""
+    config = dataclasses.replace(CONFIG, layers=1, windows=(), scan=False, remat="blocks")
+    layers = [jax.tree.map(lambda w: w[0], PARAMS[0])]
+    caches = transformer_block.init_caches(config, batch=8, capacity=4)
+    state = transformer_block.StackState(caches=caches)
+    return transformer_block.apply(config, layers, X, state=state)
+
+
+@pytest.mark.wide
+def test_decode_past_the_caches() -> None:
+    with pytest.raises(CacheError, match="entry 0 was refused") as caught:
+        past_the_caches()
+    assert "fix   create the cache with a larger capacity=" in str(caught.value)
+    # A compiled program cannot raise: the caches do not grow.
+    _, state = jax.jit(past_the_caches)()
+    assert not np.asarray(state.caches[0].length).any()
 
 
 @pytest.mark.wide
