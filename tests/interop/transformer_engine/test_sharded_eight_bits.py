@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -148,6 +149,94 @@ def test_plan_of_a_recipe(recipe: str) -> None:
     # `out` is [128, 128]; each device has one half of its first dim.
     width = 4 if recipe == "mxfp8" else 1
     assert 64 * 128 * width in gathers
+
+
+AXES = te.sharding
+ON_TP = te.MeshResource(fsdp_resource="fsdp", tp_resource="tp")
+SEQUENCE = te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tp")
+# A module, its resource, and what the error says; the mesh has Auto axes.
+PARTS: dict[str, tuple[Any, Any, str]] = {
+    "outputs": (
+        te.flax.DenseGeneral(64, kernel_axes=(AXES.W_FSDP_AXES, AXES.W_TP_AXES)),
+        ON_TP,
+        r"dim 1: the kernel kernel .* part over tp=4 is 16",
+    ),
+    "inputs": (
+        te.flax.DenseGeneral(32, kernel_axes=(AXES.W_TP_AXES, None)),
+        ON_TP,
+        r"dim 0: the kernel kernel .* part over tp=4 is 16",
+    ),
+    "tokens": (
+        te.flax.DenseGeneral(
+            32, input_axes=(AXES.BATCH_AXES, AXES.SEQLEN_TP_AXES, AXES.HIDDEN_AXES)
+        ),
+        SEQUENCE,
+        r"kernel dim 1: x has shape .* part over tp=4 is 16",
+    ),
+    "other-dims": (
+        te.flax.DenseGeneral(
+            32, axis=1, input_axes=(AXES.BATCH_AXES, AXES.HIDDEN_TP_AXES, AXES.HIDDEN_AXES)
+        ),
+        ON_TP,
+        r"kernel dim 2: x has shape .* part over tp=4 is 16",
+    ),
+    "norm": (
+        te.flax.LayerNormDenseGeneral(
+            32, dot_input_axes=(AXES.BATCH_AXES, AXES.HIDDEN_TP_AXES, None)
+        ),
+        ON_TP,
+        r"kernel dim 1: x has shape .* part over tp=4 is 16",
+    ),
+    "mlp": (
+        te.flax.LayerNormMLP(
+            128,
+            kernel_axes_1=(None, None, AXES.W_TP_AXES),
+            kernel_axes_2=(AXES.W_TP_AXES, AXES.W_FSDP_AXES),
+            dot_2_input_axes=(AXES.BATCH_AXES, AXES.HIDDEN_TP_AXES, None),
+        ),
+        ON_TP,
+        r"wo_kernel dim 1: x has shape .* part over tp=4 is 16",
+    ),
+    "layer": (
+        te.flax.TransformerLayer(
+            hidden_size=64,
+            mlp_hidden_size=64,
+            num_attention_heads=4,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        ),
+        ON_TP,
+        r"attention/out/kernel dim 2: x has shape .* part over tp=4 is 16",
+    ),
+}
+
+
+@pytest.mark.parametrize("by", ["resource", "manager", "rules"])
+@pytest.mark.parametrize("case", PARTS)
+@pytest.mark.sweep(keep=4)
+def test_blocks_of_shards_over_auto_axes(case: str, by: str) -> None:
+    """The logical names say how a dim is sharded, and a part is a multiple of 32."""
+    module, resource, message = PARTS[case]
+    # Under `fsdp_tp_sp` a manager shards the sequence too, and the batch and weights over fsdp.
+    mesh, x = cpu_mesh("fsdp:2,tp:4"), jnp.ones((8, 64, 64))
+    pm = sw.PartitionManager(
+        sw.Strategy.preset("fsdp_tp_sp" if resource is SEQUENCE else "fsdp_tp"),
+        mesh=mesh,
+        mode="train",
+    )
+
+    def train() -> Any:
+        variables = nn.unbox(module.init(KEY, x))
+        return jax.grad(lambda v: jnp.sum(jax.tree.leaves(module.apply(v, x))[0]))(variables)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pm if by == "manager" else jax.set_mesh(mesh))
+        stack.enter_context(te.autocast(True, RECIPES["mxfp8"], resource))
+        if by == "rules":
+            stack.enter_context(nn.logical_axis_rules(te.extend_logical_axis_rules(())))
+        caught = stack.enter_context(pytest.raises(sw.ShardingError, match=message))
+        jax.eval_shape(train)
+    assert caught.value.mesh_axes == ("tp",)
 
 
 def test_blocks_of_shards() -> None:

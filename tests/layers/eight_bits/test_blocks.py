@@ -192,3 +192,30 @@ def test_paths_of_quantized_kernels() -> None:
             f(None)
     # Only `down` is stored in shards.
     assert len(re.findall(r"= u8\[[\d,]+\]\S* all-gather\(", text)) == 1
+
+
+# Preset -> the size of the hidden dim, and what the error says.
+PARTS = {
+    "fsdp": (128, r"dim 0 EMBED: the kernel up .* over fsdp=8 is 8, not a multiple"),
+    "tensor": (64, r"dim 2 MLP_INTERMEDIATE: the kernel up .* over tp=4 is 16"),
+    # The backward pass contracts the tokens of the result, which sequence parallelism shards.
+    "fsdp_tp_sp": (128, r"dim 1 LENGTH: the result .* over tp=4 is 8, not a multiple"),
+}
+
+
+@pytest.mark.parametrize("kind", ["auto", pytest.param("explicit", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("preset", PARTS)
+def test_parts_without_whole_blocks(preset: str, kind: str) -> None:
+    hidden, message = PARTS[preset]
+    config = dataclasses.replace(MLP, hidden=hidden, recipe="mxfp8")
+    specs = mlp_block.specs(config)
+
+    def train(params: Any, x: Any) -> Any:
+        return jax.grad(lambda params: jnp.sum(mlp_block.apply(config, params, x)[0]))(params)
+
+    with blocks.make_manager(preset, kind) as pm:
+        residual = sw.ArraySpec(X.shape, "float32", RESIDUAL)
+        params, x = pm.abstract(specs), pm.abstract(residual, role="activation")
+        with pytest.raises(LayerError, match=message) as caught:
+            jax.eval_shape(train, params, x)
+    assert "fix   choose sizes whose parts are multiples of 32" in str(caught.value)

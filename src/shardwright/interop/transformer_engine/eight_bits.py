@@ -19,11 +19,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardwright.layers import eight_bits
+from shardwright.layers.dense import check_kernel
 from shardwright.layers.eight_bits import TensorScaling, products
 from shardwright.layers.eight_bits.dense import static_call
 from shardwright.layers.eight_bits.products import Call
+from shardwright.layers.eight_bits.weights import Shards
 
 # (of x, of the kernel, of the gradient): `scale [1]`, `history [history]`.
 Metas = tuple[TensorScaling, TensorScaling, TensorScaling]
@@ -37,6 +40,7 @@ def quantized_dense(
     recipe: eight_bits.Recipe,
     contract: int = 1,
     name: str = "kernel",
+    shards: tuple[Shards | None, Shards | None] = (None, None),
 ) -> Any:
     """Return `x @ kernel` in eight bits, in the dtype of `x`.
 
@@ -48,26 +52,30 @@ def quantized_dense(
       recipe: The recipe.
       contract: Number of dims that are contracted.
       name: Name of the kernel, for messages.
+      shards: Mesh axes of `x` and of the kernel, as their logical names say. They are only checked.
 
     Raises:
-      LayerError: The recipe has blocks, and a contracted dim is not a multiple of 32, or a device's
-        part of it over Explicit mesh axes.
+      LayerError: The recipe has blocks, and a device's part of a contracted dim is not a multiple
+        of 32.
     """
-    call = static_call(x, {name: kernel}, recipe=recipe, contract=contract, dtype=x.dtype)
-    # The sharding of these modules is that of their logical names.
-    call = dataclasses.replace(call, manager=None)
     if metas is None:
-        return eight_bits.dense(x, {name: kernel}, recipe=recipe, contract=contract).ys[name]
+        check_kernel(np.shape(x), np.shape(kernel), contract, path=name, tokens=True)
+    call = static_call(x, {name: kernel}, recipe=recipe, contract=contract, dtype=x.dtype)
+    static = dataclasses.replace(call.kernels[0], shards=shards[1])
+    # The sharding of these modules is that of their logical names.
+    call = dataclasses.replace(call, manager=None, x_shards=shards[0], kernels=(static,))
     return _dense(x, kernel, metas, call)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _dense(x: Any, kernel: Any, metas: Metas, call: Call) -> Any:
+def _dense(x: Any, kernel: Any, metas: Metas | None, call: Call) -> Any:
     return products.forward(call, x, (kernel,), _scales(metas), keep=False).ys[0]
 
 
-def _forward(x: Any, kernel: Any, metas: Metas, call: Call) -> Any:
+def _forward(x: Any, kernel: Any, metas: Metas | None, call: Call) -> Any:
     result = products.forward(call, x, (kernel,), _scales(metas), keep=True)
+    if metas is None:
+        return result.ys[0], (result.kept, None)
     form = call.recipe.forward
     after = (
         _stepped(call, metas[0], result.amax_x, form),
@@ -79,6 +87,9 @@ def _forward(x: Any, kernel: Any, metas: Metas, call: Call) -> Any:
 
 def _backward(call: Call, kept: Any, grad: Any) -> Any:
     operands, metas = kept
+    if metas is None:
+        grads = products.backward(call, operands, (grad,), (None,))
+        return grads.x, grads.kernels[0], None
     grads = products.backward(call, operands, (grad,), (metas[2].scale[0],))
     last = _stepped(call, metas[2], grads.amax[0], call.recipe.backward)
     return grads.x, grads.kernels[0], (*metas[:2], last)
@@ -87,7 +98,9 @@ def _backward(call: Call, kept: Any, grad: Any) -> Any:
 _dense.defvjp(_forward, _backward)
 
 
-def _scales(metas: Metas) -> Any:
+def _scales(metas: Metas | None) -> Any:
+    if metas is None:
+        return None, (None,)
     return metas[0].scale[0], (metas[1].scale[0],)
 
 

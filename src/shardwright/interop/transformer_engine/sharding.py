@@ -28,6 +28,7 @@ from shardwright.errors import (
 from shardwright.interop.logical_rules import Names
 from shardwright.manager import constraint, context
 from shardwright.manager.constraint import make_placement
+from shardwright.resolution.partition_specs import entry_names
 from shardwright.vocabulary.axes import (
     BATCH,
     EMBED,
@@ -286,6 +287,44 @@ def constrain(x: jax.Array, names: Sequence[str | None] | None) -> jax.Array:
         return placed
     table = mesh_axes_of_names()
     return _constrain_to_spec(x, PartitionSpec(*(table.get(name or "") for name in names)))
+
+
+def shards_of(
+    names: Sequence[str | None] | None, shape: Sequence[int], *, role: str
+) -> tuple[tuple[tuple[str, int], ...], ...] | None:
+    """Return the mesh axes that each dim is sharded over by its logical name, with their sizes.
+
+    None where nothing says it: there are no names, no mesh or no `MeshResource`, or a manager does
+    not know a name. None inside `shard_map` too, where shapes are local.
+
+    Args:
+      names: A name or None for each dim.
+      shape: Sizes of the dims.
+      role: "activation" or "param".
+    """
+    from flax.linen import get_logical_axis_rules
+    from flax.linen.spmd import logical_to_mesh_axes
+
+    manager, mesh, spec = context.current(), _jax.mesh_at_hand(), None
+    if not names or len(names) != len(shape) or _manual_axes():
+        return None
+    if get_logical_axis_rules():
+        spec = logical_to_mesh_axes(tuple(names))
+    elif manager is not None:
+        mesh = manager.mesh
+        if all(name is None or name in NAMES for name in names):
+            axes = tuple(map(_axis_of, names))
+            spec = manager.explain(axes, shape=tuple(shape), role=role).spec
+    elif current_settings().resource is not None:
+        table = mesh_axes_of_names()
+        spec = PartitionSpec(*(table.get(name or "") for name in names))
+    if spec is None or mesh is None:
+        return None
+    sizes = mesh.shape
+    return tuple(
+        tuple((axis, sizes[axis]) for axis in entry_names(entry) if axis in sizes)
+        for entry in (*spec, *[None] * (len(shape) - len(spec)))
+    )
 
 
 def _axis_of(name: str | None) -> str:

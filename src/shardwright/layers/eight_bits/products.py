@@ -33,7 +33,14 @@ from shardwright.layers.eight_bits.quantize import (
     scale_of,
 )
 from shardwright.layers.eight_bits.recipe import BlockScaling, Recipe
-from shardwright.layers.eight_bits.weights import Weight, check_blocks, gather, scatter, store
+from shardwright.layers.eight_bits.weights import (
+    Shards,
+    Weight,
+    check_blocks,
+    gather,
+    scatter,
+    store,
+)
 from shardwright.manager.einsum import dot_general
 from shardwright.vocabulary.axes import Role
 
@@ -51,6 +58,7 @@ class Kernel:
       gathered: Entries of the spec that the kernel is gathered to, over Explicit axes. None if
         `weight` or `out` says it.
       out_entries: The same of the result.
+      shards: Mesh axes of the kernel, if it has no annotation; only for the check of blocks.
     """
 
     name: str
@@ -60,6 +68,7 @@ class Kernel:
     varying: frozenset[str]
     gathered: tuple[Any, ...] | None = None
     out_entries: tuple[Any, ...] | None = None
+    shards: Shards | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +88,7 @@ class Call:
       x_entries: Entries of its spec over Explicit axes, or None.
       x_dtype: Its dtype.
       varying: Manual mesh axes that it varies over.
+      x_shards: Mesh axes of the input, if it has no annotation; only for the check of blocks.
     """
 
     recipe: Recipe
@@ -92,6 +102,7 @@ class Call:
     x_entries: tuple[Any, ...] | None
     x_dtype: Any
     varying: frozenset[str]
+    x_shards: Shards | None = None
 
     @property
     def blocks(self) -> bool:
@@ -295,7 +306,7 @@ def _check_dims(call: Call, x: Any, kernels: tuple[Any, ...], *, keep: bool) -> 
     products = ", ".join(static.name for static in call.kernels)
 
     def check(
-        annotation: Any, shape: tuple[int, ...], dim: int, name: str, array: Any = None
+        annotation: Any, shape: tuple[int, ...], dim: int, name: str, **without_annotation: Any
     ) -> None:
         check_blocks(
             call.manager,
@@ -306,11 +317,11 @@ def _check_dims(call: Call, x: Any, kernels: tuple[Any, ...], *, keep: bool) -> 
             role=Role.ACTIVATION,
             mode=call.mode,
             path=products if annotation is None else None,
-            array=array,
+            **without_annotation,
         )
 
     for dim in [x.ndim - 1, *([rows - 1] if keep else [])]:
-        check(call.x_axes, x.shape, dim, "x", x)
+        check(call.x_axes, x.shape, dim, "x", array=x, shards=call.x_shards)
     for kernel, static in zip(kernels, call.kernels, strict=True):
         weight = static.weight
         for dim in [call.contract - 1, *([kernel.ndim - 1] if keep else [])]:
@@ -323,7 +334,9 @@ def _check_dims(call: Call, x: Any, kernels: tuple[Any, ...], *, keep: bool) -> 
                 role=Role.PARAM,
                 path=None if weight is None else weight.path,
                 array=kernel,
+                shards=static.shards,
             )
         if keep and static.out is not None:
             shape = (*x.shape[:rows], *kernel.shape[call.contract :])
-            check(static.out, shape, len(shape) - 1, "the result")
+            for dim in (rows - 1, len(shape) - 1):
+                check(static.out, shape, dim, "the result")

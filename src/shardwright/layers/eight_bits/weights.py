@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from shardwright.errors import LayerError
 from shardwright.layers.eight_bits.quantize import Scaled, explicit_entries
@@ -17,6 +18,9 @@ from shardwright.mesh.platform import platform_of
 from shardwright.resolution.partition_specs import entry_names
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import Role, axis_label
+
+# The mesh axes that shard each dim of an array, with their sizes.
+Shards = tuple[tuple[tuple[str, int], ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,12 +142,13 @@ def check_blocks(
     mode: str | None = None,
     path: str | None = None,
     array: Any = None,
+    shards: Shards | None = None,
 ) -> None:
     """Check that each device's part of a contracted dim is a multiple of 32.
 
     Args:
       manager: The ambient manager, or None.
-      annotation: Annotation of the array. None if it is not known: then the dim counts as whole.
+      annotation: Annotation of the array, or None.
       shape: Global shape. Inside `shard_map`, the local shape.
       dim: The dim.
       name: What the array is, for the message.
@@ -151,35 +156,49 @@ def check_blocks(
       mode: Runtime mode.
       path: Path of a weight.
       array: The array. Without an annotation, its sharding over Explicit axes counts.
+      shards: The same over Auto axes. Without all three the dim counts as whole.
 
     Raises:
       LayerError: It is not. The error names the dim and the mesh axes.
     """
-    axes: tuple[str, ...] = ()
-    sizes: Any = {}
-    entries = None if array is None else explicit_entries(array)
     if manager is not None and annotation is not None:
         axes = _mesh_axes(manager, annotation, shape, dim, role=role, mode=mode, path=path)
-        sizes = manager.mesh.shape
-    elif entries is not None:
-        axes, sizes = entry_names(entries[dim]), jax.typeof(array).sharding.mesh.shape
-    shards = 1 if is_inside_shard_map() else math.prod(sizes[axis] for axis in axes)
-    if not shape[dim] % (shards * BLOCK):
+        sizes = {axis: manager.mesh.shape[axis] for axis in axes}
+    else:
+        sizes = _sizes_of_dim(array, dim, shards)
+    count = 1 if is_inside_shard_map() else math.prod(sizes.values())
+    if not shape[dim] % (count * BLOCK):
         return
     label = axis_label(annotation[dim]) if isinstance(annotation, tuple) else ""
-    over = "+".join(f"{axis}={sizes[axis]}" for axis in axes)
-    part = f"each device's part over {over}" if axes else "the size"
+    over = "+".join(f"{axis}={size}" for axis, size in sizes.items())
+    part = f"each device's part over {over}" if sizes else "the size"
     raise LayerError(
         f"{name} has shape {shape}, and its product contracts this dim in blocks of {BLOCK}: "
-        f"{part} is {shape[dim] / shards:g}, not a multiple of {BLOCK}",
+        f"{part} is {shape[dim] / count:g}, not a multiple of {BLOCK}",
         path=path or "",
         dim=dim,
         axis=label,
         size=shape[dim],
-        mesh_axes=axes,
+        mesh_axes=tuple(sizes),
         fix=f"choose sizes whose parts are multiples of {BLOCK}, shard the dim over fewer devices, "
         'or use recipe="current"',
     )
+
+
+def _sizes_of_dim(array: Any, dim: int, shards: Shards | None) -> dict[str, int]:
+    """Return the mesh axes of a dim: by the array's type if they are Explicit, else by `shards`."""
+    known = dict(shards[dim]) if shards else {}
+    entries = None if array is None else explicit_entries(array)
+    if entries is None:
+        return known
+    mesh = jax.typeof(array).sharding.mesh
+    explicit = {
+        axis
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    }
+    own = {axis: mesh.shape[axis] for axis in entry_names(entries[dim])}
+    return own | {axis: size for axis, size in known.items() if axis not in explicit}
 
 
 def _mesh_axes(

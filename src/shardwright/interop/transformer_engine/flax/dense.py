@@ -145,10 +145,12 @@ class DenseGeneral(Module):  # type: ignore[misc]
             dtype=self.dtype,
         )
         x = constrain(inputs, self.input_axes)
-        x = jnp.moveaxis(x, axis, range(x.ndim - len(axis), x.ndim))
+        order = [*(at for at in range(x.ndim) if at not in axis), *axis]
+        names = tuple(self.input_axes[at] for at in order) if self.input_axes else None
+        x = jnp.transpose(x, order)
         # Parameters are created in TransformerEngine's order, because keys depend on it.
         bias = bias_of(self, features, x.dtype)
-        y = product(self, x, kernel, contract=len(axis))
+        y = product(self, x, kernel, contract=len(axis), axes=(names, self.kernel_axes))
         y = adapted(self, x, y, inputs=sizes, features=features, init=self.kernel_init)
         return y + bias
 
@@ -242,7 +244,7 @@ class LayerNormDenseGeneral(Module):  # type: ignore[misc]
             dtype=self.dtype,
         )
         x = constrain(x, self.dot_input_axes)
-        y = product(self, x, kernel)
+        y = product(self, x, kernel, axes=(self.dot_input_axes, self.kernel_axes))
         y = adapted(self, x, y, inputs=sizes, features=features, init=self.kernel_init)
         y = y + bias_of(self, features, y.dtype)
         if self.depth_scaling is not None:

@@ -209,7 +209,8 @@ class LayerNormMLP(Module):  # type: ignore[misc]
             bias_2 = self._parameter("wo_bias", self.bias_init, (embed,), self.bias_axes_2)
         grads = ("_1", "_0") if exchanges_gradients(self, activations) else ("_0", "_1")
         x = constrain(x, self.dot_1_input_axes)
-        y = product(self, x, wi, name="wi_kernel", postfix="_0", grad_postfix=grads[0])
+        axes = self.dot_1_input_axes, self.kernel_axes_1
+        y = product(self, x, wi, axes=axes, name="wi_kernel", postfix="_0", grad_postfix=grads[0])
         y = adapted(self, x, y, prefix="wi_", inputs=(embed,), features=inner, init=wi_init)
         y = checkpoint_name(y + bias_1.astype(y.dtype), self.ffn1_ckpt_name)
         y = activate(activations, y, self.activation_params).astype(inputs.dtype)
@@ -219,7 +220,8 @@ class LayerNormMLP(Module):  # type: ignore[misc]
             self.intermediate_dropout_rng_name,
         )(y, deterministic)
         y = constrain(y, self.dot_2_input_axes)
-        out = product(self, y, wo, name="wo_kernel", postfix="_1", grad_postfix=grads[1])
+        axes = self.dot_2_input_axes, self.kernel_axes_2
+        out = product(self, y, wo, axes=axes, name="wo_kernel", postfix="_1", grad_postfix=grads[1])
         out = adapted(
             self,
             y,

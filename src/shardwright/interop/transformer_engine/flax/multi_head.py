@@ -378,7 +378,8 @@ class MultiHeadAttention(Module):  # type: ignore[misc]
             bias_init=self.bias_init,
             bias_axes=(W_NO_SHARD_AXES,),
             dtype=self.dtype,
+            input_axes=(*leading(self), HIDDEN_TP_AXES),
             name="out",
             **adaptation_of(self, "output_proj"),
-        )(constrain(context, (*leading(self), HIDDEN_TP_AXES)))
+        )(context)
         return checkpoint_name(out, "out_proj"), normed

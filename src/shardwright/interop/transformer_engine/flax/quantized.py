@@ -10,8 +10,9 @@ from shardwright.errors import LayerError
 from shardwright.interop.transformer_engine.collections import NVTE_FP8_COLLECTION_NAME
 from shardwright.interop.transformer_engine.eight_bits import quantized_dense
 from shardwright.interop.transformer_engine.recipe import current_recipe
+from shardwright.interop.transformer_engine.sharding import shards_of
 from shardwright.layers import dense
-from shardwright.layers.eight_bits import DelayedScaling, TensorScaling
+from shardwright.layers.eight_bits import BlockScaling, DelayedScaling, TensorScaling
 
 
 def product(
@@ -20,6 +21,7 @@ def product(
     kernel: Any,
     *,
     contract: int = 1,
+    axes: tuple[Any, Any] = (None, None),
     name: str = "kernel",
     postfix: str = "",
     grad_postfix: str | None = None,
@@ -34,6 +36,7 @@ def product(
       x: `[..., *inputs]`.
       kernel: `[*inputs, *outputs]`.
       contract: Number of dims that are contracted.
+      axes: Logical names of `x` and of the kernel; Nones if they have none.
       name: Name of the kernel, for messages.
       postfix: Tells the products of one module apart.
       grad_postfix: The same for the gradient of the result. Defaults to `postfix`.
@@ -49,8 +52,13 @@ def product(
             _scaling(module, f"kernel{postfix}", recipe),
             _scaling(module, f"grad{last}", recipe),
         )
-    path = "/".join((*module.path, name))
-    return quantized_dense(x, kernel, metas, recipe=recipe, contract=contract, name=path)
+    options: dict[str, Any] = {"contract": contract, "name": "/".join((*module.path, name))}
+    if isinstance(recipe, BlockScaling):
+        options["shards"] = (
+            shards_of(axes[0], x.shape, role="activation"),
+            shards_of(axes[1], kernel.shape, role="param"),
+        )
+    return quantized_dense(x, kernel, metas, recipe=recipe, **options)
 
 
 def _scaling(module: Any, name: str, recipe: DelayedScaling) -> TensorScaling:
