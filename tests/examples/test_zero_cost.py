@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import re
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
 from shardwright.testing.meshes import cpu_mesh
+from tests import programs
 from tests.examples import hand_written
 
 # Programs of several seconds; the parts are tested by themselves.
@@ -38,43 +37,12 @@ MESHES = {
 }
 
 
-def program(compiled: Any) -> str:
-    """Return a compiled program's text without the locations of its source."""
-    text = re.sub(r",? ?metadata=\{[^{}]*\}", "", compiled.as_text())
-    assert "metadata=" not in text
-    kept, table = [], False
-    for line in text.splitlines():
-        # FileNames, FunctionNames, FileLocations and StackFrames are tables: a heading, numbered
-        # lines, an empty line.
-        table = bool(
-            re.fullmatch(r"(FileNames|FunctionNames|FileLocations|StackFrames)\s*", line)
-        ) or (table and bool(line.strip()))
-        if not table:
-            kept.append(line)
-    return "\n".join(line for line in kept if line.strip())
-
-
 def strategy_for(name: str) -> sw.Strategy:
     return (
         sw.Strategy.load(STRATEGIES / "fsdp_tp.toml")
         if name == "fsdp2_tp4"
         else sw.Strategy.preset("fsdp_tp")
     )
-
-
-def differing_lines(ours: str, theirs: str) -> list[tuple[str, str]]:
-    return [
-        pair
-        for pair in zip(ours.splitlines(), theirs.splitlines(), strict=False)
-        if pair[0] != pair[1]
-    ][:5]
-
-
-def assert_same(ours: Any, theirs: Any) -> None:
-    a, b = program(ours), program(theirs)
-    assert "\nENTRY " in a
-    assert "all-reduce" in a
-    assert a == b, differing_lines(a, b)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +72,7 @@ def test_train_step_equals_hand_written(name: str, config: DecoderConfig) -> Non
         .lower(*arguments)
         .compile()
     )
-    assert_same(ours, theirs)
+    programs.assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +109,7 @@ def test_decode_step_equals_hand_written(name: str, config: DecoderConfig) -> No
         .lower(*arguments)
         .compile()
     )
-    assert_same(ours, theirs)
+    programs.assert_same(ours, theirs)
 
 
 def test_changed_spec_changes_program() -> None:
@@ -152,7 +120,7 @@ def test_changed_spec_changes_program() -> None:
 
     def loss(specs: hand_written.Specs) -> str:
         model = hand_written.HandWritten(mesh=mesh, specs=specs, sizes=TINY)
-        return program(
+        return programs.text_of(
             jax.jit(model.loss)
             .lower(pm.abstract(decoder_specs(TINY)), {"inputs": tokens, "targets": tokens})
             .compile()

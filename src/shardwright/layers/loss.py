@@ -140,7 +140,9 @@ def cross_entropy(
     else:
         entropy, square, count = _by_chunks(sums, x, labels, chunks)
     tokens = jnp.maximum(count, 1).astype(jnp.float32)
-    entropy, square = entropy / tokens, z_loss * square / tokens
+    entropy = entropy / tokens
+    # Without the branch, a loss without z-loss would still compute it.
+    square = z_loss * square / tokens if z_loss else jnp.zeros((), jnp.float32)
     return Loss(mean=entropy + square, cross_entropy=entropy, z_loss=square, tokens=count)
 
 
