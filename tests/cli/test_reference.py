@@ -93,5 +93,5 @@ def test_unknown_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     path.write_text('{"model_type": "mamba"}', encoding="utf-8")
     assert run(f"plan {path} --strategy fsdp --mesh fsdp:4") == 2
     error = capsys.readouterr().err
-    assert "no family 'mamba'" in error
+    assert "the family 'mamba' is unknown" in error
     assert "families are llama, mistral, qwen2" in error

@@ -183,7 +183,7 @@ def test_every_mode_is_planned(file: Path, tmp_path: Path) -> None:
     [
         ("{", "is not JSON"),
         ("[]", "has no model_type"),
-        ('{"model_type": "lama"}', "no family 'lama'"),
+        ('{"model_type": "lama"}', "the family 'lama' is unknown"),
         ('{"model_type": "mamba"}', "families are llama, mistral, qwen2"),
         ('{"model_type": "llama"}', "num_attention_heads is missing"),
         ('{"model_type": "llama", "num_attention_heads": 0}', "0 is not a positive integer"),

@@ -1,7 +1,8 @@
 """Models of equinox: annotate their arrays by path or by inference, and place them.
 
-The model's source stays as it is. Only arrays are annotated. What else a model holds, such as
-activation functions, is None in the trees of these functions, as after `equinox.filter`.
+The model's source stays as it is. Only arrays are annotated. In the trees that `annotations`,
+`infer` and `arrays` return, any other leaf, such as an activation function, is None, as after
+`equinox.filter`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 def annotations(
     model: Any, rules: Mapping[str, Any] | Iterable[tuple[str, Any]]
 ) -> tuple[Any, Any]:
-    """Return the arrays of a model, and the annotation of each by rules of its path.
+    """Return the arrays of a model, and the annotation of each, chosen by its path.
 
     Args:
       model: A tree of equinox, or what `equinox.filter_eval_shape` returns for one.
-      rules: Pattern of a path -> annotation, as `sw.match_paths` takes them; also the content of a
-        file that `Inferred.toml()` wrote.
+      rules: Pattern of a path -> annotation, as `sw.match_paths` takes them. The content of a file
+        that `Inferred.toml()` wrote is such a mapping.
 
     Raises:
       StrategyError: An array matches no rule, a rule matches no array, or a pattern or an
@@ -67,7 +68,7 @@ def infer(
       strict: Raise an error for conflicts, open dims and guesses.
 
     Returns:
-      The evidence of each dim. `annotations` in it has the structure of the model.
+      An `Inferred`. Its `annotations` have the structure of the model.
 
     Raises:
       StrategyError: There are not as many seeds as arrays; or, with `strict`, a dim is open, a
@@ -106,7 +107,7 @@ def place(model: Any, pm: "PartitionManager", annotations: Any) -> Any:
 
 
 def arrays(model: Any) -> Any:
-    """Return a model with None instead of what is not an array or the shape of one."""
+    """Return a model in which each leaf that is neither an array nor the shape of one is None."""
     return _equinox().filter(model, _is_array)
 
 

@@ -75,8 +75,8 @@ def rules(
 ) -> Iterator[None]:
     """Enter a manager. `nn.with_logical_constraint` in a model then uses its rules.
 
-    flax's rules are not part of jit's cache key, but the manager is: under another strategy a
-    jitted function is traced again.
+    The manager is part of jit's cache key, so a jitted function is traced again under another
+    strategy. flax's own rules are not part of that key.
 
     Args:
       pm: The manager.

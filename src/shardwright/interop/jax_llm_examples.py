@@ -1,7 +1,7 @@
 """Models of jax-llm-examples: arrays described by `ArrayInfo`, and a dataclass of sharding rules.
 
-The model's source stays as it is, and need not be installed: an `ArrayInfo` and a `ShardingRules`
-of any of its models are read by their fields.
+The model's source stays as it is. jax-llm-examples need not be installed, because an `ArrayInfo`
+and a `ShardingRules` are read by the names of their fields.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _WEIGHTS_OF_EMBED = (
     *("qkv_embed", "o_embed", "embed_up", "embed_down", "mlp_up_embed", "mlp_down_embed"),
     *("moe_e_up_embed", "moe_e_down_embed", "moe_s_up_embed", "moe_s_down_embed"),
-    # The models give this name to the embed dim of the table and of the head, not to the tokens.
+    # The embed dim of the embedding table and of the output projection.
     "vocab_in",
 )
 _HIDDEN = (
@@ -49,7 +49,7 @@ _HIDDEN = (
     *("moe_e_up_ffw", "moe_e_down_ffw", "moe_s_up_ffw", "moe_s_down_ffw"),
 )
 
-# Names of the models that have a counterpart. Latent dims and those of Mamba have none.
+# The axis and role of each name. Latent dims and the dims of Mamba have no axis here.
 NAMES: Names = MappingProxyType(
     {
         "batch": (BATCH, Role.ACTIVATION),
@@ -98,7 +98,7 @@ def to_rules(
     *,
     sizes: Mapping[str, int] | None = None,
 ) -> Any:
-    """Return sharding rules of a model that have the mesh axes of a manager.
+    """Return the sharding rules of a model, with the mesh axes that a manager gives each name.
 
     The model's own constraints then follow the strategy. A field has one entry and no fallbacks:
     the first mesh axes of a rule that fit.
@@ -106,8 +106,8 @@ def to_rules(
     Args:
       pm: The manager.
       rules: The class `ShardingRules` of the model.
-      names: Name of a field -> (axis, role), or an axis that has one rule for both roles. Fields
-        that are not in `names` must not exist in the class.
+      names: Name of a field -> (axis, role), or an axis that has one rule for both roles. Every
+        field of the class must be in `names`.
       sizes: Name of a field -> size of its dims, for rules that depend on the size.
 
     Raises:

@@ -32,7 +32,7 @@ MODES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "decode_batch": (("activation_batch_attn", "decode"), ("activation_batch", "decode")),
     "decode_length": (("activation_length_attn", "decode"), ("activation_length", "decode")),
 }
-# The axes and roles of MaxText's names, for models that are annotated with the vocabulary.
+# The axis and role of each name, for models that are annotated with axes of shardwright.
 NAMES: Names = {
     "activation_batch": ("BATCH", "activation"),
     "activation_norm_length": ("LENGTH", "activation"),
@@ -89,9 +89,10 @@ def from_config(
 ) -> Imported:
     """Turn a configuration of MaxText into a strategy with the same mesh and the same specs.
 
-    As in MaxText, a `base_config` is read first. The rules of the model (`model_name`) and of
-    `overrides` replace rules of the same name, or all rules with `override_logical_axis_rules`. The
-    file of `custom_mesh_and_rule` replaces mesh and rules. Other files are looked for beside the
+    As in MaxText, a `base_config` is read first. Then the file of the model (`model_name`) and
+    `overrides` are applied, in this order. Their rules replace rules of the same name. If they set
+    `override_logical_axis_rules`, they replace all rules. Finally, the file of
+    `custom_mesh_and_rule` replaces mesh and rules. Each file is searched for beside the
     configuration and in the folders above. Names that MaxText uses in one mode only become rules of
     that mode.
 
@@ -118,7 +119,7 @@ def from_config(
     }
     imported = from_logical_axis_rules(
         merged.rules,
-        # The sizes do not matter for the rules; -1 is not a size yet.
+        # The rules do not depend on sizes, and -1 is not a size. `resized` sets the sizes.
         mesh=dict.fromkeys(mesh, 1),
         names=names,
         modes=modes,
@@ -289,7 +290,7 @@ def _mesh(values: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, int], 
     mesh = {axis: -1 if size == -1 else size * across[axis] for axis, size in inside.items()}
     if len(free := [axis for axis, size in mesh.items() if size == -1]) > 1:
         what = f"the sizes of {', '.join(free)} are -1"
-        raise StrategyError(what, fix="give all of them but one a size")
+        raise StrategyError(what, fix="only one of them may be -1")
     return mesh, {axis: size for axis, size in across.items() if size > 1}
 
 

@@ -86,8 +86,8 @@ def from_partitioner(
     Args:
       rules: Its `logical_axis_rules`. Defaults to `standard_rules()`.
       num_partitions: Size of the mesh axis "model". Defaults to 1. "data" gets the other devices.
-      model_parallel_submesh: A submesh whose product is that size. `num_partitions` is then
-        ignored, as in T5X.
+      model_parallel_submesh: Shape of a submesh, whose product is the size of "model".
+        `num_partitions` is then ignored, as in T5X.
       ici_mesh_shape: Sizes of "replica", "data" and "model" inside a slice. The batch is then
         sharded over "replica" too, and the two arguments above are ignored.
       dcn_mesh_shape: Sizes of the same mesh axes across slices. Pass it with `ici_mesh_shape`.
@@ -124,7 +124,7 @@ def from_partitioner(
     if num_partitions is not None and used != "num_partitions":
         ignored.append("num_partitions")
     notes = [f"ignored, because {used} is given: {', '.join(ignored)}"] if ignored else []
-    # The sizes do not matter for the rules; -1 is not a size yet.
+    # The rules do not depend on sizes, and -1 is not a size. `resized` sets the sizes.
     mesh = dict.fromkeys(sized["mesh"], 1)
     imported = from_logical_axis_rules(rules, mesh=mesh, names=names, source=source or "rules")
     imported = resized(imported, **sized)
@@ -165,8 +165,9 @@ def annotations(variables: Mapping[str, Any], names: Names) -> tuple[dict[str, A
     Collections of axes are left out.
 
     T5X's models write the names of `params` into the collection `params_axes`, as `AxisMetadata`.
-    The `PartitionSpec`s of names that `flax.linen.partitioning.get_axis_names` returns are read
-    too. As in T5X, a variable without names is replicated.
+    That collection may also have `PartitionSpec`s of names, as
+    `flax.linen.partitioning.get_axis_names` returns them. As in T5X, a variable without names is
+    replicated.
 
     Args:
       variables: What `model.init` returns, or its shapes by `jax.eval_shape`.
@@ -240,8 +241,9 @@ def from_gin(
 ) -> Imported:
     """Turn the partitioner of a gin file of T5X into a strategy with the same specs.
 
-    Reads what is bound to `PjitPartitioner` and `standard_logical_axis_rules`, directly, through
-    macros, or in included files, which are looked for beside the file and in the folders above.
+    The arguments of `PjitPartitioner` and `standard_logical_axis_rules` are read, also through
+    macros and in included files. Included files are searched for beside the file and in the folders
+    above.
 
     Args:
       path: The gin file.

@@ -61,7 +61,7 @@ def test_axes_and_specs(tmp_path: Path) -> None:
     assert params[up].sharding.spec == P(None, "ep", "tp", "fsdp")
     query = "model.layers.self_attn.q_proj.weight"
     assert describe(checkpoint.specs[query].axes) == "(LAYERS, HEAD*HEAD_DIM, EMBED)"
-    assert checkpoint.notes[-1] == "20 tensors of layers are 10 stacks"
+    assert checkpoint.notes[-1] == "20 tensors of layers became 10 stacks"
 
 
 def test_experts_may_stay_apart(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_two_names_of_one_expert_are_refused(name: str, tmp_path: Path) -> None:
     values[f"{start}{name}"] = values[f"{start}experts.1.w1.weight"]
     files.write_config(tmp_path, "mixtral")
     safetensors_numpy.save_file(values, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="would be one in a stack"):
+    with pytest.raises(CheckpointError, match="have the same place in a stack"):
         hf.read(tmp_path)
 
 

@@ -1,6 +1,6 @@
 """The names of fjformer's `partition_utils`, for code that uses them.
 
-Trees of specs written by hand, trees by path, metrics, and per-call PRNG keys.
+They are trees of specs written by hand, trees by path, metrics, and per-call PRNG keys.
 """
 
 from shardwright.interop.fjformer.spec_trees import (

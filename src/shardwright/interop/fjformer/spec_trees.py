@@ -89,7 +89,8 @@ def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
 
     Args:
       x: Arrays.
-      partition_specs: A `PartitionSpec` or a tree of them. Each is for all arrays below its place.
+      partition_specs: A `PartitionSpec` or a tree of them. Each spec applies to all arrays below
+        its place.
 
     Raises:
       StrategyError: A leaf is not a spec, or the trees do not fit.

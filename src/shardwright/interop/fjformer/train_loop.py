@@ -65,7 +65,7 @@ def get_metrics(metrics: Any, unreplicate: bool = False, stack: bool = False) ->
     Args:
       metrics: A dict of scalars; with `stack`, a list of such dicts, one per step, which may be
         nested.
-      unreplicate: Whether metrics have a leading axis of replicas, of which the first is taken.
+      unreplicate: Whether metrics have a leading axis of replicas. The first replica is returned.
       stack: Whether to stack the steps along a new leading axis.
 
     Raises:

@@ -48,7 +48,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "embed": EMBED,
         "heads": HEAD,
         "kv_head": KV_HEAD,
-        # The heads of one group share a key, which is sharded by group.
+        # Not sharded: the heads of one group share a kv head, and `kv_head` is sharded.
         "q_heads_per_group": EMPTY,
         "head_size": HEAD_DIM,
         "head_dim": HEAD_DIM,
@@ -162,8 +162,8 @@ def rules(
 ) -> Iterator[None]:
     """Enter a manager. `hax.shard` and `hax.auto_sharded` in a model then use its rules.
 
-    haliax's mapping is not part of jit's cache key, but the manager is: under another strategy a
-    jitted function is traced again.
+    The manager is part of jit's cache key, so a jitted function is traced again under another
+    strategy. haliax's own mapping is not part of that key.
 
     Args:
       pm: The manager.
@@ -190,8 +190,8 @@ def from_mappings(
 ) -> Imported:
     """Turn axis mappings into a strategy with the same specs.
 
-    haliax replicates a name that is in no mapping, also if it is misspelled. A strategy does not:
-    list such names in `replicated`.
+    haliax replicates a name that is in no mapping, even a misspelled one. A strategy raises an
+    error for such a name, unless it is in `replicated`.
 
     Args:
       compute: Axis name -> mesh axes, for activations.

@@ -83,7 +83,7 @@ def from_levanter(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """The mesh axes of a name, and the place that gives it them."""
+    """The mesh axes of a name, and where they are written."""
 
     mesh_axes: Any
     place: str
@@ -96,7 +96,7 @@ class _Trainer:
     Attributes:
       values: Key -> value.
       places: Path of keys below the trainer -> where it is written.
-      source: What the trainer is called where a place has no line.
+      source: Name of the configuration, for a key that has no line of its own.
     """
 
     values: Mapping[str, Any]
@@ -133,14 +133,14 @@ class _Trainer:
         return cls(values=values, places=places, source=source)
 
     def place(self, *keys: str) -> str:
-        """Return where a key is written, or what has it by default."""
+        """Return where a key is written. A key that is not written has its default."""
         for end in range(len(keys), 0, -1):
             if keys[:end] in self.places:
                 return self.places[keys[:end]]
         return f"{self.source} (default {keys[0]})"
 
     def mappings(self) -> tuple[dict[str, _Entry], dict[str, _Entry]]:
-        """Return the mappings of activations and of parameters; what levanter sets last counts."""
+        """Return the mappings of activations and parameters. Later entries win, as in levanter."""
         compute = self._listed("axis_resources")
         for name in self.values["tensor_parallel_axes"] or ():
             compute[name] = _Entry(mesh_axes="model", place=self.place("tensor_parallel_axes"))

@@ -1,7 +1,7 @@
 """Checkpoints in the formats of Hugging Face: read them into the sharding of a strategy.
 
-The axes of each tensor follow from its name and from `config.json`. What reads or names a
-checkpoint belongs here; code of models does not.
+The axes of each tensor follow from its name and from `config.json`. Code belongs here if it reads a
+checkpoint or names its tensors. Models do not belong here.
 """
 
 from shardwright.interop.hf.checkpoint import Checkpoint as Checkpoint

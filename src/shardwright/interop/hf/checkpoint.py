@@ -1,4 +1,4 @@
-"""Checkpoints: what their files have, the axes of each tensor, and loading into shards."""
+"""Checkpoints: read their headers, name the axes of each tensor, and load tensors as shards."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Checkpoint:
       config: The content of `config.json`.
       specs: Shape, dtype and axes of each tensor, by its name.
       sources: Where each tensor is.
-      notes: What is not as in the files, one line each.
+      notes: What differs from the files, one line each.
     """
 
     config: Mapping[str, Any]
@@ -61,7 +61,7 @@ class Checkpoint:
           mode: Runtime mode. Defaults to the manager's.
 
         Raises:
-          ShardingError: A tensor cannot be sharded so, or the mesh is abstract; nothing is read.
+          ShardingError: A tensor does not fit the rules, or the mesh is abstract. Nothing is read.
           CheckpointError: A file has changed, or a value does not fit its dtype. No array is
             returned.
         """
@@ -93,7 +93,8 @@ def load(
 ) -> tuple[dict[str, jax.Array], dict[str, ArraySpec]]:
     """Read a checkpoint into the sharding of a strategy.
 
-    This is `read(folder).load(pm)`; `read` shows what was decided for each tensor.
+    This is `read(folder).load(pm)`. To see the axes of each tensor first, print what `read`
+    returns.
 
     Args:
       folder: Folder with `config.json` and safetensors files, or a GGUF file.
@@ -106,8 +107,8 @@ def load(
       The parameters by name, and their `ArraySpec`s.
 
     Raises:
-      CheckpointError: As `read` does; nothing is loaded.
-      ShardingError: A tensor cannot be sharded so; nothing is loaded.
+      CheckpointError: See `read`. Nothing is loaded.
+      ShardingError: See `Checkpoint.load`. Nothing is loaded.
     """
     checkpoint = read(folder, dtype=dtype, axes=axes)
     return checkpoint.load(pm), checkpoint.specs
@@ -129,13 +130,15 @@ def read(
         stored one.
       axes: Pattern -> annotation, for tensors that the family does not have. The first pattern that
         is found in a name applies, also if the family has that tensor.
-      stack_experts: Make one array with the axis EXPERT of the experts of a layer, which the file
-        has one by one. Its name lacks their number. A GGUF file has them as one array already.
-      stack_layers: Make one array with the leading axis LAYERS of the layers of the model, for
-        `jax.lax.scan`. Its name lacks their number. `axes` still names tensors of one layer.
+      stack_experts: Stack the experts of a layer, which are one tensor each in safetensors files,
+        into one array with the axis EXPERT. Its name has no number of an expert. In GGUF files they
+        are already one array.
+      stack_layers: Stack each tensor of all layers into one array with the leading axis LAYERS, for
+        `jax.lax.scan`. Its name has no number of a layer. The patterns and annotations of `axes`
+        are still those of the tensors of one layer.
 
     Raises:
-      CheckpointError: Files are absent or truncated, tensors are absent or have no place, or their
+      CheckpointError: Files are missing or truncated, tensors are missing or unknown, or their
         shapes differ from the configuration. All problems of a kind are reported at once.
       StrategyError: The dtype is not one of floats, or an annotation is invalid.
     """
@@ -187,7 +190,9 @@ def _checkpoint(
     notes: list[str] = []
     if len(stacked) < len(sources):
         count = sum(isinstance(source, Stack) for source in stacked.values())
-        notes.append(f"{len(sources) - len(stacked) + count} tensors of experts are {count} stacks")
+        notes.append(
+            f"{len(sources) - len(stacked) + count} tensors of experts became {count} stacks"
+        )
     problems: list[Problem] = []
     specs = {}
     for name, source in stacked.items():
@@ -198,13 +203,13 @@ def _checkpoint(
 
 
 def _with_stacks(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with the layers of each tensor as one."""
+    """Return a checkpoint in which each tensor of all layers is one stack."""
     config = checkpoint.config
     specs, sources = _stack_layers(
         checkpoint.specs, checkpoint.sources, family=family_of(config), config=config
     )
     count = sum(name not in checkpoint.specs for name in specs)
-    note = f"{len(checkpoint.specs) - len(specs) + count} tensors of layers are {count} stacks"
+    note = f"{len(checkpoint.specs) - len(specs) + count} tensors of layers became {count} stacks"
     notes = (*checkpoint.notes, note)
     return dataclasses.replace(checkpoint, specs=specs, sources=sources, notes=notes)
 
@@ -230,7 +235,7 @@ def _dtype_of(
     notes: list[str],
     problems: list[Problem],
 ) -> np.dtype[Any]:
-    """Return the dtype of a loaded tensor. JAX has none of 64 bits, unless that is enabled."""
+    """Return the dtype of a loaded tensor. JAX has dtypes of 64 bits only in 64-bit mode."""
     is_scale = "_scale" in name
     if floats is not None and stored.itemsize > 1 and jnp.issubdtype(stored, jnp.floating):
         stored = stored if is_scale else floats

@@ -28,7 +28,7 @@ from shardwright.vocabulary.lowering import short
 from shardwright.vocabulary.merged_dims import merged
 
 _FIX: Final = "use the config.json of this checkpoint"
-# Weights of this many values share a scale in MXFP4, the format of gpt-oss.
+# This many weights share one scale in MXFP4, the format of gpt-oss.
 _MXFP4_BLOCK: Final = 32
 
 
@@ -108,7 +108,7 @@ def required_size(config: Mapping[str, Any], key: str) -> int:
 
 
 def dims_of(config: Mapping[str, Any]) -> dict[str, SizedDim]:
-    """Return the dims that the tables of families name. What the model does not have is absent."""
+    """Return the dims of this model, by the words that the tables of families use."""
     embed = required_size(config, "hidden_size")
     experts = size_of(config, "num_local_experts", "num_experts", "n_routed_experts")
     mlp = size_of(config, "intermediate_size")

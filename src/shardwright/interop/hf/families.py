@@ -23,7 +23,7 @@ class Family:
 
     Attributes:
       name: Name of the family.
-      prefix: What names start with if the model has a head. A model without one lacks it.
+      prefix: Start of all names, in a model with a head. In a model without a head, names lack it.
       layers: What the names of a layer start with, after the prefix.
       whole: Tensors outside the layers.
       layer: Tensors of a layer that are not part of a choice.
@@ -38,7 +38,7 @@ class Family:
     choices: tuple[tuple[Rows, ...], ...]
 
     def rows(self) -> dict[str, str]:
-        """Return all tensors: experts one by one and stacked, and layers likewise."""
+        """Return all tensors, for experts and layers that are stacked or not."""
         rows = dict(self.whole)
         for part in (self.layer, *itertools.chain(*self.choices)):
             rows |= {f"{self.layers}{name}": dims for name, dims in part.items()}
@@ -160,7 +160,7 @@ _DEEPSEEK = _decoder(
         **_norm("self_attn.kv_a_layernorm", "kv_latent"),
         **_linear("self_attn.kv_b_proj", "key_value_heads kv_latent"),
         **_linear("self_attn.o_proj", "embed value_heads"),
-        # The layers after the last one, which predict further tokens.
+        # Only the layers after `num_hidden_layers`, which predict further tokens, have these.
         "embed_tokens.weight": "vocab embed ?",
         "enorm.weight": "norm ?",
         "hnorm.weight": "norm ?",
@@ -207,7 +207,7 @@ _GPT_OSS = _decoder(
             "mlp.experts.gate_up_proj": "experts embed gate_up",
             "mlp.experts.down_proj": "experts expert_mlp embed",
         },
-        # In GGUF the gate and up are apart, and these are [experts, out, in].
+        # In GGUF, gate and up are separate tensors, and these are [experts, out, in].
         {
             **_ROUTER,
             "mlp.experts.gate_proj.weight": "experts expert_mlp embed",

@@ -24,7 +24,7 @@ from shardwright.vocabulary.axes import EMPTY
 
 # Tensors that only GGUF has: factors of the rotary embedding.
 GGUF_AXES: Final[Mapping[str, Any]] = {r"^rope_freqs\.weight$": (EMPTY,)}
-# Values that are dequantized at once: the library needs several copies of them in between.
+# Number of values to dequantize at once. Meanwhile the package gguf holds several copies of them.
 _CHUNK: Final = 1 << 16
 # Types that are not quantized.
 _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
@@ -64,7 +64,8 @@ class GgufTensor:
         """Read one piece and dequantize it, some rows at a time."""
         if not self.pairs:
             return self._rows(bounds)
-        # The rows of whole heads, back in the order of Hugging Face: first halves, second halves.
+        # GGUF stores the two elements of each rotated pair in adjacent rows. Hugging Face stores
+        # the first elements of all pairs of a head, then the second ones.
         (start, stop), *rest = bounds
         first = start // self.pairs * self.pairs
         last = -(-stop // self.pairs) * self.pairs
@@ -132,7 +133,7 @@ def gguf_of(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     tensors: dict[str, GgufTensor] = {}
     for file, info in listed:
         name = names.get(info.name, info.name)
-        # llama.cpp has its own order of the rows of a rotated head, in this architecture alone.
+        # Only in this architecture, llama.cpp reorders the rows of a rotated head.
         pairs = head_dim if is_paired and _is_rotated(name) else 0
         is_row = name.endswith(ROWS) and len(info.shape) == 1
         shaped = dataclasses.replace(info, shape=(1, *info.shape)) if is_row else info

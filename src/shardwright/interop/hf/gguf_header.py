@@ -1,7 +1,7 @@
 """Read the header of a GGUF file: its keys, and where its tensors are.
 
-The reader of the package gguf makes objects of each word of the tokenizer: 160 MB and seconds for
-49,000 words. Here arrays are skipped.
+The reader of the package gguf creates objects for each word of the tokenizer. For 49,000 words this
+takes 160 MB and several seconds. This reader skips arrays.
 """
 
 from __future__ import annotations

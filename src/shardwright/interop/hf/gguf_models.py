@@ -41,7 +41,7 @@ _NUMBERS: Final[Mapping[str, str]] = {
     "rope_theta": "rope.freq_base",
 }
 _REQUIRED: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-# These models call the number of experts so.
+# In these models, the key of the number of experts is `num_local_experts`.
 _LOCAL_EXPERTS: Final = ("mixtral", "gpt_oss")
 # Tensors of [1, embed] that GGUF stores as [embed].
 ROWS: Final = (".shared_expert_gate.weight",)
@@ -82,7 +82,7 @@ def config_of(header: Header, path: Path) -> dict[str, Any]:
 def names_of(header: Header, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the name of Hugging Face for each name of GGUF, by the table of the package gguf.
 
-    GGUF has the experts of a layer in one tensor. Its name lacks their number.
+    GGUF has the experts of a layer in one tensor, whose name has no number of an expert.
     """
     library = gguf_library()
     kind = header.keys["general.architecture"]

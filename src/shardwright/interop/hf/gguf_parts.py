@@ -62,12 +62,12 @@ def read_parts(path: Path) -> dict[Path, Header]:
 
 
 def _uncounted(path: Path, parts: Mapping[Path, Header]) -> list[Problem]:
-    """Return a problem if the parts have another number of tensors than they say."""
+    """Return a problem if the number of tensors is not the one that the first header states."""
     said = next(iter(parts.values())).keys.get("split.tensors.count")
     total = sum(len(header.tensors) for header in parts.values())
     if said in (None, total):
         return []
-    what = f"the {len(parts)} files of {path.name} have {total} tensors, and say that it is {said}"
+    what = f"the {len(parts)} files of {path.name} have {total} tensors, and the first says {said}"
     return [_problem(what)]
 
 

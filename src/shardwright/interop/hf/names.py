@@ -18,7 +18,7 @@ from shardwright.vocabulary.axes import EMPTY
 
 Shapes = Mapping[str, Sequence[int]]
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
-# What quantizing methods store beside a weight: a scale per block or row, or one in all.
+# Ends of the names of scales. A weight has one scale per block, one per row, or a single one.
 _SCALES: Final = (".weight_scale_inv", ".weight_scale", ".input_scale")
 _MOST_NAMED: Final = 20
 
@@ -40,8 +40,8 @@ def annotations(
         is found in a name applies, also if the family has that tensor.
 
     Raises:
-      CheckpointError: Tensors have no place in the family, or another shape than the configuration
-        says; all are reported at once.
+      CheckpointError: Tensors are unknown, or their shapes differ from the configuration. All are
+        reported at once.
       StrategyError: A pattern or an annotation is invalid.
 
     >>> import jax
@@ -60,7 +60,7 @@ def axes_of(
     """Return the annotation of each tensor, by its name.
 
     Raises:
-      CheckpointError: Tensors have no place, or another shape than the configuration says.
+      CheckpointError: Tensors are unknown, or their shapes differ from the configuration.
       StrategyError: A pattern or an annotation is invalid.
     """
     table = Table.of(config)
@@ -77,7 +77,7 @@ def axes_of(
 
 
 def missing(names: Iterable[str], config: Mapping[str, Any]) -> list[Problem]:
-    """Return a problem for each tensor that a configuration requires and that is not there."""
+    """Return a problem for each tensor that is missing."""
     present = {_NUMBERED.sub("", name) for name in names}
     layers = required_size(config, "num_hidden_layers")
     if layers > len(present):
@@ -95,12 +95,12 @@ def missing(names: Iterable[str], config: Mapping[str, Any]) -> list[Problem]:
     )
 
 
-# A stack of experts has no number; whether it is complete is checked where it is stacked.
+# The number of an expert. The names of stacks have none, so these checks leave it out.
 _NUMBERED: Final = re.compile(r"(?<=experts\.)\d+\.")
 
 
 def _limited(problems: list[Problem]) -> list[Problem]:
-    """Return the first problems. 90,000 tensors of an unknown model would fill the terminal."""
+    """Return the first problems, because an unknown model may have 90,000 tensors."""
     more = len(problems) - _MOST_NAMED
     if more <= 1:
         return problems
@@ -140,7 +140,7 @@ class Table:
         return self._out_of_range(name, numbers) or self._sized(name, dims, shapes[name])
 
     def _sized(self, name: str, dims: str, shape: Sequence[int]) -> Any:
-        """Return the annotation of a row of the table, or a problem if the shape is another."""
+        """Return the annotation of a row of the table, or a problem if the shape differs."""
         words = dims.removesuffix(" ?").split()
         absent = [word for word in words if word not in self.dims]
         if absent:
@@ -209,15 +209,16 @@ class Table:
 
     def _unknown(self, name: str) -> Problem:
         model = self.config.get("model_type")
-        what = f"no tensor of {model} has this name, so that its axes are unknown"
+        what = f"no tensor of {model} has this name, so its axes are unknown"
         pattern = re.escape(_NUMBER.sub("#", name)).replace(r"\#", r"\d+")
         fix = f"""name its axes: axes={{r"{pattern}": (sw.EMBED, ...)}}"""
         return Problem(error=CheckpointError, what=what, path=name, fix=fix)
 
     def required(self, present: set[str]) -> Iterator[str]:
-        """Yield the names of tensors that must be there, for the kind of model that is there.
+        """Yield the names of the tensors that the checkpoint must have.
 
-        What a layer may lack, such as a bias, is in all layers or in none.
+        A layer has the kind of attention and of MLP of which most tensors are present. If one layer
+        has an optional tensor, such as a bias, all layers of this kind must have it.
         """
         family = self.family
         prefix = family.prefix if any(name.startswith(family.prefix) for name in present) else ""
@@ -231,7 +232,6 @@ class Table:
         for number in range(required_size(self.config, "num_hidden_layers")):
             start = prefix + family.layers.replace("#", str(number))
             for at, kinds in enumerate(choices):
-                # The kind of which most tensors are there.
                 there = [sum(start + name in present for name in rows) for rows in kinds]
                 chosen.append((start, at, there.index(max(there))))
         seen = {
@@ -247,5 +247,5 @@ class Table:
 
 
 def _unnumbered(rows: Mapping[str, str]) -> dict[str, str]:
-    """Return rows with the names that stacks of experts have."""
+    """Return rows without the numbers of experts in their names."""
     return {name.replace("experts.#.", "experts."): dims for name, dims in rows.items()}

@@ -35,7 +35,7 @@ def place(name: str, source: Source, dtype: Any, sharding: NamedSharding) -> jax
         for device in devices:
             target = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
             pieces[device] = put(piece, target)
-        # A copy to a device reads the piece in the background.
+        # The copies to devices run in the background. Wait for them before the piece is released.
         jax.block_until_ready([pieces[device] for device in devices])
         del piece
     arrays = [pieces[device] for device in sharding.addressable_devices_indices_map(shape)]
@@ -49,7 +49,7 @@ def put(piece: np.ndarray[Any, Any], target: SingleDeviceSharding) -> jax.Array:
 
 
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
-    """Return start and stop of each dim. JAX writes None for a whole one."""
+    """Return start and stop of each dim. For a whole dim, JAX's slice has None for both."""
     return tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
 
 

@@ -25,7 +25,7 @@ _UNITS: Final = ("KiB", "MiB", "GiB", "TiB")
 def checkpoint_text(
     config: Mapping[str, Any], specs: Mapping[str, ArraySpec], notes: Sequence[str]
 ) -> str:
-    """Return a line per kind of tensor, with its axes; then a line that counts."""
+    """Return a line per kind of tensor, with its axes, and a line of totals."""
     lines = [(name, (_dtype(spec), _shape(spec), _axes(spec))) for name, spec in specs.items()]
     rows = [("tensor", "count", "dtype", "shape", "axes"), *_kinds(lines)]
     total = _size(sum(_bytes(spec, spec.shape) for spec in specs.values()))

@@ -124,7 +124,7 @@ def _indexed(folder: Path, weights: Mapping[str, str]) -> dict[str, SafetensorsT
     problems: list[Problem] = []
     found: dict[str, SafetensorsTensor] = {}
     for file in sorted(set(weights.values())):
-        # A file of the index lies in the folder itself.
+        # The index may name only files of this folder.
         if file in ("", "..") or Path(file).name != file:
             problems.append(_problem(f"{_INDEX} names {file!r}, which is not a name of a file"))
             continue
@@ -158,7 +158,8 @@ def _tensors_of(path: Path) -> dict[str, SafetensorsTensor]:
     """
     library = _library()
     try:
-        # This checks that the header is valid and that the file has all the bytes that it names.
+        # Opening checks that the header is valid, and that the file has all the bytes that it
+        # names.
         handle = library.safe_open(str(path), framework="numpy")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist", fix=_AGAIN) from error

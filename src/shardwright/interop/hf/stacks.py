@@ -18,12 +18,14 @@ from shardwright.vocabulary.lowering import describe
 _EXPERT: Final = re.compile(r"(.*\bexperts\.)(\d+)\.(.*)", re.DOTALL)
 _APART: Final = "download the checkpoint again, or keep experts apart with stack_experts=False"
 _MOST_PROBLEMS: Final = 20
-# Stands for the number of a name that has none.
+# The number of a name that has none.
 _NO_NUMBER: Final = -1
 
 
 def stack_experts(sources: Mapping[str, Source]) -> dict[str, Source]:
-    """Return the tensors with the experts of each layer as one. Its name lacks their number.
+    """Return the tensors, with the experts of each layer stacked into one.
+
+    The name of a stack has no number of an expert.
 
     Raises:
       CheckpointError: Experts are absent, or differ in shape or dtype.
@@ -34,7 +36,7 @@ def stack_experts(sources: Mapping[str, Source]) -> dict[str, Source]:
         if _NO_NUMBER in names:
             result[whole] = sources[whole]
             continue
-        # Not more than ten are named: a damaged name may have any number.
+        # Name ten at most, because a damaged name may have a huge number.
         numbers = (number for number in range(max(names) + 1) if number not in names)
         if absent := ", ".join(map(str, itertools.islice(numbers, 10))):
             problems.append(_problem(whole, f"the experts {absent} are absent", _APART))
@@ -55,7 +57,9 @@ def stack_layers(
     family: Family,
     config: Mapping[str, Any],
 ) -> tuple[dict[str, ArraySpec], dict[str, Source]]:
-    """Return specs and tensors with all layers as one. Its name lacks their number.
+    """Return specs and tensors, with each tensor of all layers stacked into one.
+
+    The name of a stack has no number of a layer.
 
     Raises:
       CheckpointError: A tensor is not in every layer, or layers differ.
@@ -86,7 +90,7 @@ def stack_layers(
 
 
 def _stacked_spec(spec: ArraySpec, count: int, pattern: re.Pattern[str]) -> ArraySpec:
-    """Return the spec of all layers. What follows another tensor follows the stack of that one."""
+    """Return the spec of a stack. A part of another tensor becomes a part of its stack."""
     result: ArraySpec = stacked(spec, count)
     if isinstance(result.axes, PartOf):
         whole = _without_number(result.axes.path, pattern)
@@ -97,7 +101,7 @@ def _stacked_spec(spec: ArraySpec, count: int, pattern: re.Pattern[str]) -> Arra
 def _groups(
     names: Iterable[str], pattern: re.Pattern[str], problems: list[Problem]
 ) -> dict[str, dict[int, str]]:
-    """Return the names of each stack by their number, and each other name alone."""
+    """Return number -> name for each stack. A name without a number is a group of its own."""
     groups: dict[str, dict[int, str]] = {}
     for name in names:
         match = pattern.fullmatch(name)
@@ -106,7 +110,7 @@ def _groups(
         number = int(match[2]) if match else _NO_NUMBER
         is_whole = number == _NO_NUMBER
         if number in group or (group and is_whole != (_NO_NUMBER in group)):
-            what = f"this tensor and {next(iter(group.values()))} would be one in a stack"
+            what = f"this tensor and {next(iter(group.values()))} have the same place in a stack"
             problems.append(_problem(name, what, "download the checkpoint again"))
         group[number] = name
     return groups

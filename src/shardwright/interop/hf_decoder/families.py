@@ -46,7 +46,7 @@ class Sizes:
       embed: Size of the residual.
       stacks: The layers, in order.
       tied: Whether the output projection is the embedding table.
-      longest: Most positions that the model was made for.
+      longest: Largest number of positions that the model was made for.
       dtypes: Dtypes of the parameters and products.
       notes: Where the reference decoder differs from the model.
     """
@@ -103,7 +103,7 @@ def read_config(path: str, *, param: str | None = None, capacity: float = 1.0) -
       path: The file, `config.json`.
       param: Dtype of stored parameters, with products in bfloat16. Defaults to the configuration's
         dtype for both.
-      capacity: Slots of an expert / tokens of an expert at an even load.
+      capacity: Slots of an expert, divided by its tokens at an even load.
 
     Raises:
       StrategyError: The file cannot be read, its family is not known, or a size is not valid.
@@ -121,7 +121,8 @@ def read_config(path: str, *, param: str | None = None, capacity: float = 1.0) -
             f"{source} has no model_type", fix="pass the config.json of a Hugging Face model"
         )
     nested = values.get("text_config")
-    # A model of text and images has its decoder here. The family may be named in both places.
+    # A model of text and images has the keys of its decoder here. Each of the two mappings may have
+    # `model_type`.
     notes: tuple[str, ...] = ()
     if isinstance(nested, dict):
         values = {**nested, "model_type": nested.get("model_type", values["model_type"])}
@@ -130,7 +131,7 @@ def read_config(path: str, *, param: str | None = None, capacity: float = 1.0) -
     if family not in FAMILIES:
         hint = did_you_mean(family, FAMILIES)
         raise StrategyError(
-            f"{source}: no family {family!r:.60}",
+            f"{source}: the family {family!r:.60} is unknown",
             fix=f"{hint} families are {', '.join(FAMILIES)}; or pass file.py:function".strip(),
         )
     config = _Config(values, source)

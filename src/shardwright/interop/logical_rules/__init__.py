@@ -1,8 +1,8 @@
 """Rule lists of other libraries: pairs of a logical axis name and mesh axes.
 
 flax, T5X, MaxText and TransformerEngine map names to mesh axes by an ordered list of pairs. These
-functions turn such a list into a strategy and back. Every bridge may use them; what only one
-library has belongs in its bridge.
+functions turn such a list into a strategy and back. Every bridge may use them. Code for one library
+alone belongs in the bridge of that library.
 """
 
 from shardwright.interop.logical_rules.files import read_rules as read_rules

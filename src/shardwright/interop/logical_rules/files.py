@@ -35,7 +35,7 @@ def read_rules(path: Path) -> tuple[list[Any], list[str]]:
         raise StrategyError(what, fix="give the file one of these endings")
     rules = values.get(RULES) if isinstance(values, dict) else values
     if not isinstance(rules, list):
-        what = f"the file has no list of rules, under {RULES} or alone"
+        what = f"the file is not a list of rules, and has none under {RULES}"
         raise StrategyError(what, path=path.name, fix=f"write {RULES}: [[embed, fsdp]]")
     if len(lines) == len(rules):
         return rules, [f"{path.name}:{line}" for line in lines]

@@ -111,7 +111,7 @@ def from_logical_axis_rules(
         problems += _disagreements(own, targets, [])
         tables["modes", mode] = _table(own, targets, Role.ACTIVATION)
     raise_problems(problems)
-    # Under `order = "rules"` a mesh axis of size 1 can be taken too, as in flax and in JAX.
+    # Under `order = "rules"` a dim can take a mesh axis of size 1 too, as in flax and in JAX.
     policy = {"order": "rules"}
     if semantics == "flax":
         policy["conflict"] = "next"
@@ -258,8 +258,8 @@ def _replaced(
     for mode in dict.fromkeys(mode for _, mode in replaced.values()):
         own = [name for name, (_, each) in replaced.items() if each == mode]
         texts = [f"{name} as {replaced[name][0]}" for name in own]
-        # Only [rules] and [params] may be arrays. In the table of a mode, all rules of a name are
-        # in one place.
+        # The table of a mode has one entry per name. Only [rules] and [params] may be arrays, which
+        # keep the order of all rules.
         if _interleaves(_in_mode(pairs, replaced, mode)):
             replaced = {name: replaced[name] for name in replaced if name not in own}
             text = ", ".join(own)
@@ -279,7 +279,7 @@ def _in_mode(
 
 
 def _interleaves(pairs: Sequence[_Pair]) -> bool:
-    """Tell whether the rules of a name are not all next to each other."""
+    """Tell whether rules of other names stand between the rules of a name."""
     runs = [name for name, _ in itertools.groupby(pair.name for pair in pairs)]
     return len({*runs}) < len(runs)
 

@@ -61,7 +61,7 @@ def resized(
     dcn: Mapping[str, int] | None = None,
     axis_types: str | None = None,
 ) -> Imported:
-    """Return an import with sizes for its mesh axes. One size may be -1. Bridges use it."""
+    """Return an imported strategy with other mesh sizes, one of which may be -1. For bridges."""
     from shardwright.strategy.model import Strategy
 
     data: dict[str, Any] = {"mesh": dict(mesh)}

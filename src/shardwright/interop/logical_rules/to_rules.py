@@ -42,8 +42,9 @@ def to_logical_axis_rules(
     Raises:
       ShapeRequiredError: A rule depends on a size that is not given.
       IndivisibleError: A size does not divide, and the strategy has no fallback for it.
-      StrategyError: A rule has `?`, the policy is `conflict = "first_dim"`, or an axis without a
-        role has different rules in both roles. A list cannot express these.
+      StrategyError: A list cannot express the rules: a rule has `?`, the policy is `conflict =
+        "first_dim"`, or an axis that is mapped without a role has one rule as an activation and
+        another as a param.
     """
     if pm.rules.policy.conflict is Conflict.FIRST_DIM:
         what = 'conflict = "first_dim" cannot be written as a list of rules'
@@ -65,8 +66,8 @@ def one_rule_each(
 ) -> dict[str, MeshAxes]:
     """Return the mesh axes of each name, for libraries that have one rule per name.
 
-    The first rule of a name counts. Its later rules resolve conflicts, which such a library
-    cannot express.
+    Only the first rule of a name is used. Later rules apply after a conflict, and such a library
+    cannot express that.
 
     Args:
       pm: The manager.

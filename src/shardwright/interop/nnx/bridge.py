@@ -24,7 +24,7 @@ from shardwright.vocabulary.axes import EMPTY
 if TYPE_CHECKING:
     from shardwright.manager.manager import PartitionManager
 
-# Keys of a variable's names in its metadata: since flax 0.12.4, from 0.11 to 0.12.3, and before.
+# Keys of the names in a variable's metadata: since flax 0.12.4, from 0.11 to 0.12.3, before 0.11.
 _KEYS = ("out_sharding", "sharding_names", "sharding")
 
 
@@ -36,7 +36,8 @@ def bound(
 
     nnx shards a variable when it is created, eagerly or in jit, and maps names by one table without
     fallbacks. Here a name gets the first mesh axes of its rule that fit its size. If two dims of a
-    variable then have the same mesh axis, JAX raises an error, with a note of these rules.
+    variable then have the same mesh axis, JAX raises an error. A note on this error lists these
+    rules.
 
     Args:
       pm: The manager.
@@ -129,7 +130,7 @@ def place(model: Any, pm: "PartitionManager", names: Names) -> None:
 
 
 def _own_axes(variable: Any, rank: int) -> Any:
-    """Return the annotation of a parameter of `layers`; a count of the optimizer has none."""
+    """Return the annotation of a parameter of `layers`. A scalar, such as a count, has no axes."""
     return variable.get_metadata()["axes"] if rank else ()
 
 
@@ -138,7 +139,7 @@ def _names_of(variable: Any) -> tuple[Any, ...]:
     metadata = variable.get_metadata()
     sharding = next((metadata[key] for key in _KEYS if metadata.get(key)), ())
     if not isinstance(sharding, (tuple, list, PartitionSpec)):
-        # It is a NamedSharding of names, or a Format that holds one.
+        # The value is a NamedSharding of names, or a Format that holds one.
         sharding = getattr(sharding, "sharding", sharding)
         sharding = sharding.spec
     return tuple(sharding)

@@ -328,8 +328,8 @@ class Mixture(_Block):
 class Transformer(_Block):
     """`layers.transformer_block`: a stack of layers.
 
-    Its parameters are under "0", "1" and so on: one tree per layer of the pattern if the layers are
-    scanned, else one per layer.
+    Its parameters are under "0", "1" and so on. If the layers are scanned, there is one tree for
+    each layer of the pattern. Otherwise there is one tree per layer.
 
     Args:
       config: Sizes and options.
