@@ -195,7 +195,7 @@ def test_update_fp8_metas() -> None:
 
 def test_update_fp8_metas_refuses_other_layouts() -> None:
     today = {"fp8_metas": {"qkv": {"x_scale": jnp.ones(1), "x_amax_history": jnp.zeros(4)}}}
-    what = "fp8_metas/qkv/x_amax_history: the state has today's layout, where the step has already"
+    what = "fp8_metas/qkv/x_amax_history: the state has the layout of TransformerEngine 2"
     with pytest.raises(sw.ShardingError, match=re.escape(what)):
         te.update_fp8_metas(today)
     with pytest.raises(sw.ShardingError, match="the state has no amax beside a scale"):

@@ -52,10 +52,10 @@ class BaseJAXAttentionModule(_Module):  # type: ignore[misc]
     - The strategy decides the sharding of the cache. No mesh axis is written into the code.
 
     Attributes:
-      config: Has `quantize_kv_cache` and `use_sharded_kv_caching`. With the latter, the ambient
-        manager shards the cache in its own mode, or in decode if its mode is not a generation mode.
-        Without a manager, the cache is sharded by `config.partition_axis`, by default
-        `PartitionAxis()`, on the mesh of `config.jax_mesh()`.
+      config: Has `quantize_kv_cache` and `use_sharded_kv_caching`. If the latter is true, the
+        ambient manager shards the cache in its own mode. If that mode is neither decode nor insert,
+        the cache is sharded in decode. Without a manager, the cache is sharded by
+        `config.partition_axis`, by default `PartitionAxis()`, on the mesh of `config.jax_mesh()`.
     """
 
     config: Any
@@ -218,9 +218,9 @@ def _mask(mask: Any, *, batch: int, q_length: int, capacity: int) -> Any:
 
 @contextlib.contextmanager
 def _manager(config: Any) -> Iterator[str | None]:
-    """Make the manager that places the cache ambient, and yield the mode of the cache.
+    """Yield the mode of the cache, or None if the configuration does not shard the cache.
 
-    If the configuration does not shard the cache, yield None.
+    If no manager is ambient, enter one of the configuration's `partition_axis` and mesh.
     """
     if not config.use_sharded_kv_caching:
         yield None

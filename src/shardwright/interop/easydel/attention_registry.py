@@ -33,7 +33,7 @@ class AttentionImpl(abc.ABC):
     """An implementation of attention as a class.
 
     Args:
-      metadata: How calls of the instance run.
+      metadata: Options of all calls of the instance.
     """
 
     # Whether it multiplies by the scales of quantized keys and values. If not, calls with scales

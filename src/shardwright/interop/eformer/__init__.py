@@ -1,4 +1,4 @@
-"""eformer's names for sharding: code that uses them runs after a change of its imports.
+"""eformer's names for sharding. Code that uses them runs if its imports are changed.
 
 `from eformer.escale import …` becomes `from shardwright.interop.eformer.escale import …`, and
 `from eformer.common_types import …` becomes

@@ -205,7 +205,8 @@ class PartitionAxis(Attributes):
     def compile(
         self, *, policy: Policy | None = None, registered: registry.Registered | None = None
     ) -> AxisRules:
-        """Return the frozen rules with registered axes, by default those that are registered now.
+        """Return the frozen rules, with the given registered axes. Defaults to those registered
+        now.
 
         Raises:
           StrategyError: A value is not a rule, or registered aliases form a cycle.

@@ -15,7 +15,7 @@ def log_sharding_move() -> bool:
 
 
 def min_sharding_size() -> int:
-    """Return the number of elements of `MIN_SHARDING_SIZE`.
+    """Return the number of elements in the environment variable `MIN_SHARDING_SIZE`.
 
     `match_partition_rules(min_size=None)` replicates smaller arrays.
 

@@ -71,7 +71,7 @@ def create_mesh(
       axis_dims: Total sizes in mesh order, slices included. One may be -1.
       axis_names: Names of the axes.
       dcn_mesh_dims: The part of each axis that crosses slices.
-      should_sort_granules_by_key: Must be True; slices are always in their order.
+      should_sort_granules_by_key: Must be True; slices are always sorted.
       allow_split_physical_axes: Must be True; an axis of the torus is split if there is no other
         way.
       backend: Platform. Defaults to JAX's default.

@@ -1,6 +1,6 @@
-"""TransformerEngine's JAX names: stands where `transformer_engine.jax` stood.
+"""TransformerEngine's JAX names, to import in place of `transformer_engine.jax`.
 
-Code belongs here if code for TransformerEngine calls it by that name. `flax` has the linen modules
+Code belongs here if code for TransformerEngine calls it by its name. `flax` has the linen modules
 and is imported on first use; the computation is in `shardwright.layers`.
 """
 

@@ -22,7 +22,7 @@ def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> A
     """Return `original` with the entries of `new`; neither is changed.
 
     Args:
-      new: Its entries win.
+      new: Its entries replace those of `original`.
       original: Its type is kept, a dict or flax's `FrozenDict`.
 
     Raises:
@@ -46,17 +46,18 @@ def update_fp8_metas(state: Any) -> Any:
 
     That layout has `amax`, `[rows, history]`, `scale` and `scale_inv`, `[rows, 1]`, perhaps with a
     prefix and a postfix such as `fp8_meta_amax_0`. Rows are (input, kernel, gradient) of each
-    product. The new scale is `largest / amax / 2^margin`, kept where amax is 0 or not finite. The
-    recipe is the one that `autocast` has entered, else `DelayedScaling()`.
+    product. The new scale is `largest / amax / 2^margin`, where `largest` is the largest number of
+    the format. Where amax is 0 or not finite, the old scale is kept. The recipe is the one that
+    `autocast` has entered, else `DelayedScaling()`.
 
-    In today's layout there is nothing to do: the gradient of the state is the new state.
+    A state in the new layout needs no update, because its gradient is the new state.
 
     Args:
       state: Nested mappings with such leaves; other leaves stay as they are. It is not changed.
 
     Raises:
-      LayerError: The state has today's layout, `..._amax_history`, or none of both. Or a shape does
-        not fit. Or the recipe has no state.
+      LayerError: The state has the new layout, `..._amax_history`, or neither layout. Or a shape
+        does not fit. Or the recipe has no state.
     """
     recipe = current_recipe() or DelayedScaling()
     if not isinstance(recipe, DelayedScaling):
@@ -87,8 +88,8 @@ def _updated(recipe: DelayedScaling, node: Any, path: str) -> tuple[Any, int]:
             continue
         if name.endswith("_amax_history"):
             raise LayerError(
-                "the state has today's layout, where the step has already happened: the gradient "
-                "of the state is the new state",
+                "the state has the layout of TransformerEngine 2, in which its gradient is already "
+                "the new state",
                 path=f"{path}/{name}".strip("/"),
                 fix='variables["fp8_metas"] = grads["fp8_metas"], without update_fp8_metas',
             )

@@ -1,14 +1,14 @@
 """The quantized product with TransformerEngine's contract: a state's gradient is the new state.
 
 The state of a product is the collection `fp8_metas`: a scale and a history of largest values for
-its input (`x`), its kernel and the gradient of its result (`grad`). It is not to be averaged, and
-not for an optimizer:
+its input (`x`), its kernel and the gradient of its result (`grad`). Its gradient is the new state.
+Do not average this gradient, and do not pass it to an optimizer:
 
     grads = jax.grad(loss)(variables)
     variables["fp8_metas"] = grads["fp8_metas"]
 
-JAX adds gradients. So a module that is called twice, or in a scan without a state per step, gives a
-state that has no meaning. `shardwright.layers.eight_bits` has a contract that notices this.
+If a module is called twice, or in a scan without a state per step, JAX adds the gradients of its
+state. The sum has no meaning as a state. `shardwright.layers.eight_bits` detects this.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def quantized_dense(
         check_kernel(np.shape(x), np.shape(kernel), contract, path=name, tokens=True)
     call = static_call(x, {name: kernel}, recipe=recipe, contract=contract, dtype=x.dtype)
     static = dataclasses.replace(call.kernels[0], shards=shards[1])
-    # The sharding of these modules is that of their logical names.
+    # Logical names decide the sharding of these modules, so the product gets no manager.
     call = dataclasses.replace(call, manager=None, x_shards=shards[0], kernels=(static,))
     return _dense(x, kernel, metas, call)
 

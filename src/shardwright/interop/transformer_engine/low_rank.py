@@ -27,6 +27,6 @@ def low_rank(x: Any, a: Any, b: Any, *, contract: int, alpha: float | None) -> j
     if AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
         low = dense.dense(x, a, contract=contract)
         return jnp.einsum(f"...{inner}r,{inner}rt->...{inner}t", low, b) * config.scale
-    # One einsum of all three multiplies in the order of TransformerEngine, the cheapest one.
+    # One einsum of all three operands picks the cheapest order, as TransformerEngine does.
     dims = f"...{inputs},{inputs}{inner}r,{inner}rt->...{inner}t"
     return jnp.einsum(dims, x, a, b) * config.scale

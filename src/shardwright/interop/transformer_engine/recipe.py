@@ -57,7 +57,7 @@ class Float8CurrentScaling:
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8BlockScaling:
-    """A power of two as the scale of each block of 32."""
+    """Scales that are powers of two, one for each block of 32 values."""
 
     margin: int = 0
     fp8_format: Format = Format.E4M3
@@ -109,7 +109,7 @@ def read_recipe(recipe: Any) -> eight_bits.Recipe:
         )
     for name, value in _FIXED.items():
         if getattr(given, name, value) != value:
-            raise _unsupported(given, name, f"leave it out: {value!r}")
+            raise _unsupported(given, name, f"leave it out; only {value!r} is supported")
     formats = {Format.E4M3: (E4M3, E4M3), Format.HYBRID: (E4M3, E5M2)}.get(given.fp8_format)
     if formats is None:
         raise _unsupported(given, "fp8_format", "pass Format.HYBRID or Format.E4M3")
@@ -149,9 +149,9 @@ def autocast(
 ) -> Iterator[None]:
     """Set the recipe and the `MeshResource` of this thread, and restore both on exit.
 
-    Both are part of jit's cache key: a jitted function is traced again under other ones. The
-    products of the modules then run in eight bits on every platform; one without units of eight
-    bits computes them in wider floats.
+    Both are part of jit's cache key, so a jitted function is traced again under other ones. If
+    enabled, the products of the modules run in eight bits on every platform. A platform without
+    units of eight bits computes them in wider floats.
 
     Args:
       enabled: Whether to compute in eight bits.

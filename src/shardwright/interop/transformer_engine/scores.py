@@ -54,7 +54,8 @@ def softmax(logits: Any, hidden: Any = None, *, offset: Any = None) -> Any:
         return jax.nn.softmax(logits, where=visible)
     offset = jnp.asarray(offset, logits.dtype)
     top = jnp.max(logits, axis=-1, keepdims=True, where=visible, initial=-jnp.inf)
-    # The gradient through the maximum is 0 but for rounding, which TransformerEngine has too.
+    # The maximum cancels, so its gradient is 0 except for rounding. No `stop_gradient` here:
+    # TransformerEngine has this rounding too.
     top = jnp.maximum(top, offset)
     shifted = logits - top
     if visible is not None:
@@ -63,7 +64,7 @@ def softmax(logits: Any, hidden: Any = None, *, offset: Any = None) -> Any:
     return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(offset - top))
 
 
-# Name -> (whether a given mask counts, whether there is causality, whether it ends at the last key)
+# Name -> (uses a given mask, is causal, places the last query at the last key).
 MASK_TYPES = {
     "no_mask": (False, False, False),
     "padding": (True, False, False),
@@ -117,10 +118,10 @@ class ScoreConfig:
 
 
 def read_name(field: str, name: Any, known: tuple[str, ...]) -> str:
-    """Return a name that is known.
+    """Return a name, after checking that it is known.
 
     Raises:
-      LayerError: It is not.
+      LayerError: The name is unknown.
     """
     if name not in known:
         hint = did_you_mean(str(name), known)
@@ -199,8 +200,7 @@ def hidden_pairs(
 ) -> Any:
     """Return the pairs that are hidden, bool `[1 or batch, 1 or heads, q, kv]`; None for none.
 
-    Causality and the window come from the type and the field in every case, whether or not there is
-    a mask.
+    `config` decides causality and the window, with and without a mask.
     """
     takes_mask, is_causal, is_at_end = MASK_TYPES[config.mask_type]
     first: Any = kv_length - q_length if is_at_end else 0

@@ -1,6 +1,6 @@
 """Logical axis names of TransformerEngine, and which mesh axes they stand for.
 
-A name becomes mesh axes by the first of these that is there: flax's logical axis rules, an ambient
+The first of these that is set maps names to mesh axes: flax's logical axis rules, an ambient
 `PartitionManager` (through `NAMES`), a `MeshResource`.
 """
 
@@ -141,7 +141,7 @@ def global_mesh_resource() -> MeshResource:
 
     Raises:
       NoManagerError: None is set.
-      AxisConflictError: Both tensor parallelisms have more than one device.
+      AxisConflictError: `tp_resource` and `tpsp_resource` both have more than one device.
     """
     resource = current_settings().resource
     if resource is None:
@@ -221,7 +221,7 @@ def mesh_axes_of_names() -> dict[str, str | None]:
 def extend_logical_axis_rules(
     rules: Iterable[tuple[str, str | None]],
 ) -> tuple[tuple[str, str | None], ...]:
-    """Return rules with those of TransformerEngine's names that they lack, at the end.
+    """Return rules, followed by a rule for each of TransformerEngine's names that they lack.
 
     Without a mesh, the rules are returned as they are.
 
@@ -261,7 +261,8 @@ def _pair(rule: Any) -> tuple[str, str | None]:
 def constrain(x: jax.Array, names: Sequence[str | None] | None) -> jax.Array:
     """Constrain the sharding of `x` by the logical names of its dims.
 
-    No names are no constraint, and names that all stand for no mesh axis are none either.
+    Without names, `x` is not constrained. If no name has a mesh axis, a manager replicates `x`, and
+    flax's rules and a `MeshResource` do not constrain it.
 
     Raises:
       RankMismatchError: There are more or fewer names than dims.
@@ -294,8 +295,8 @@ def shards_of(
 ) -> tuple[tuple[tuple[str, int], ...], ...] | None:
     """Return the mesh axes that each dim is sharded over by its logical name, with their sizes.
 
-    None where nothing says it: there are no names, no mesh or no `MeshResource`, or a manager does
-    not know a name. None inside `shard_map` too, where shapes are local.
+    Return None if this is not known: there are no names, no mesh or no `MeshResource`, or a manager
+    does not know a name. Inside `shard_map`, where shapes are local, return None too.
 
     Args:
       names: A name or None for each dim.

@@ -32,7 +32,7 @@ def check_supported(module: Any, *given: Any) -> None:
     """Refuse what only fused kernels have.
 
     Raises:
-      AttentionError: Context parallelism or a function of the scores is asked for.
+      AttentionError: A field or an argument asks for context parallelism or a function of scores.
     """
     refused = {
         "score_mod": any(each is not None for each in (module.score_mod, *given)),
@@ -47,8 +47,8 @@ def check_supported(module: Any, *given: Any) -> None:
             raise AttentionError(
                 f"{name} is not supported: these modules have no fused kernel",
                 path=name,
-                fix="leave it out; shardwright.attention has a mask of any form, and context "
-                "parallelism by a strategy",
+                fix="leave it out; shardwright.attention takes a mask of any form, and a strategy "
+                "can shard its sequence",
             )
 
 
@@ -92,8 +92,8 @@ class SoftmaxOffset(Module):  # type: ignore[misc]
 class DotProductAttention(Module):  # type: ignore[misc]
     """Attend, with TransformerEngine's names for masks, biases and layouts.
 
-    In a mask 1 hides a pair. Causality and the window hold by the type and the field, whether or
-    not there is a mask; "causal" ignores a mask unless there is a window.
+    In a mask 1 hides a pair. `attn_mask_type` decides causality and `window_size` the window, with
+    and without a mask. The type "causal" ignores a mask unless there is a window.
 
     Attributes:
       head_dim: Size of a head.
@@ -102,9 +102,9 @@ class DotProductAttention(Module):  # type: ignore[misc]
       attention_dropout: Probability of dropping a weight.
       attn_mask_type: "no_mask", "padding", "causal", "padding_causal", or one of the last two with
         "_bottom_right", where the last query is at the last key.
-      attn_bias_type: "no_bias", "pre_scale_bias" or "post_scale_bias". Defaults to the last if
-        there is a bias.
-      dtype: Deprecated; the dtype of the inputs counts.
+      attn_bias_type: "no_bias", "pre_scale_bias" or "post_scale_bias". Defaults to
+        "post_scale_bias" if there is a bias.
+      dtype: Deprecated. Attention runs in the dtype of the inputs.
       dropout_rng_name: Name of the random stream of dropout.
       float32_logits: Whether products and softmax are float32.
       qkv_layout: "bshd_bshd_bshd", "bshd_bs2hd" (key and value packed in `key`) or "bs3hd" (all in
@@ -249,7 +249,7 @@ def _check_dtypes(dtype: Any, arrays: Any) -> None:
         )
     if dtype is not None:
         warnings.warn(
-            "the field dtype is deprecated; the dtype of the inputs counts",
+            "the field dtype is deprecated; attention runs in the dtype of the inputs",
             UserWarning,
             stacklevel=4,
         )

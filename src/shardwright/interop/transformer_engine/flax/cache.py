@@ -18,7 +18,7 @@ from shardwright.interop.transformer_engine.scores import ScoreConfig, check_mas
 
 
 def next_position(module: Any) -> Any:
-    """Return the position of the first token of this call; 0 while there is no cache."""
+    """Return the position of the first token of this call. It is 0 if there is no cache yet."""
     if not module.has_variable("cache", "cache_index"):
         return 0
     return module.get_variable("cache", "cache_index")
@@ -27,8 +27,8 @@ def next_position(module: Any) -> Any:
 def with_cache(module: Any, arrays: Any, mask: Any, bias: Any) -> tuple[list[Any], Any, Any]:
     """Append keys and values to the cache, and return all of them with a full mask.
 
-    The first call creates the cache, as long as its keys, and writes nothing. `cache_index` counts
-    the tokens written since.
+    The first call creates the cache and writes nothing. The length of its keys is the length of the
+    cache. `cache_index` counts the tokens that later calls write.
 
     Args:
       module: A `MultiHeadAttention`.
@@ -75,7 +75,7 @@ def with_cache(module: Any, arrays: Any, mask: Any, bias: Any) -> tuple[list[Any
 
 
 def _written(stored: Any, rows: Any, start: Any, dim: int) -> Any:
-    """Return the stored rows with new ones from a position on, sharded as the new ones."""
+    """Return the stored rows with new rows from a position on, sharded like the new rows."""
     sharding = jax.typeof(rows).sharding
     if AxisType.Explicit in sharding.mesh.axis_types:
         stored = jax.sharding.reshard(stored, sharding)

@@ -72,7 +72,7 @@ def bias_of(module: Any, features: tuple[int, ...], dtype: Any) -> Any:
 
 
 def contracted(axis: Any, x: Any) -> tuple[int, ...]:
-    """Return the dims of `x` that a product contracts, as numbers from 0 on.
+    """Return the dims of `x` that a product contracts, as indices that are not negative.
 
     Raises:
       LayerError: A dim does not exist, or is named twice.
@@ -106,7 +106,7 @@ class DenseGeneral(Module):  # type: ignore[misc]
       input_axes: Logical names of the input.
       transpose_batch_sequence: Whether the input is `[length, batch, ...]`. The product is the
         same.
-      quantization_checkpoint_name: Name of quantized values. There are none yet.
+      quantization_checkpoint_name: Not used.
     """
 
     features: Iterable[int] | int
@@ -177,7 +177,7 @@ class LayerNormDenseGeneral(Module):  # type: ignore[misc]
       enable_low_rank_adaptation: As in `DenseGeneral`.
       low_rank_adaptation_dim: As in `DenseGeneral`.
       low_rank_adaptation_alpha: As in `DenseGeneral`.
-      axis: -1.
+      axis: Must be -1.
       dtype: Dtype of the parameters.
       layernorm_input_axes: Logical names of the input of the norm.
       dot_input_axes: Logical names of the input of the product.

@@ -1,4 +1,4 @@
-"""`TransformerLayer`: attention, in a decoder attention to an encoder too, and an MLP."""
+"""`TransformerLayer`: self-attention, cross-attention if it is a decoder's, and an MLP."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from shardwright.interop.transformer_engine.sharding import (
 
 
 class TransformerLayerType(enum.Enum):
-    """Whether a layer is of an encoder or of a decoder, which attends to the encoder too."""
+    """Whether a layer is an encoder's or a decoder's. A decoder's also attends to the encoder."""
 
     ENCODER = "encoder"
     DECODER = "decoder"
@@ -168,7 +168,7 @@ def check(layer: Any, x: Any, encoded: Any, decode: bool) -> None:
     """Check the fields of a layer against its inputs.
 
     Raises:
-      LayerError: They do not go together.
+      LayerError: They contradict each other.
       RankMismatchError: The inputs are not `[batch, length, hidden_size]`.
     """
     if not isinstance(layer.layer_type, TransformerLayerType):

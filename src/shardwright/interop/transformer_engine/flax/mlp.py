@@ -29,7 +29,8 @@ from shardwright.interop.transformer_engine.flax.variables import (
 from shardwright.interop.transformer_engine.sharding import constrain
 from shardwright.layers.activation import ACTIVATIONS, Clamp, check_names, gated
 
-# The activations that TransformerEngine fuses in pairs, and all but the first alone.
+# TransformerEngine fuses these pairs. It also fuses the first of each pair alone, but not
+# "clamped_silu".
 _FUSED_PAIRS = (
     ("clamped_silu", "clamped_linear"),
     ("gelu", "linear"),
@@ -42,7 +43,7 @@ _CLAMP_FIELDS = {"limit": "limit", "alpha": "alpha", "glu_linear_offset": "offse
 
 
 def activations_of(activations: Any) -> tuple[str | Callable[[Any], Any], ...]:
-    """Return names in lower case, the one that is linear last, and functions as they are.
+    """Return names in lower case, with the linear one last. Functions stay as they are.
 
     Raises:
       LayerError: There are none, or a name is neither known nor a function of flax.
@@ -60,7 +61,8 @@ def exchanges_gradients(module: Any, activations: tuple[Any, ...]) -> bool:
     """Tell whether the states of the two gradients are stored under each other's names.
 
     TransformerEngine does so where it fuses norm, products and activation: `grad_0` then belongs to
-    the gradient of the second product. States of checkpoints mean the same only if we do too.
+    the gradient of the second product. This module does the same, so that the states of checkpoints
+    have the same meaning.
     """
     return (
         module.enable_layernorm
@@ -131,7 +133,7 @@ class LayerNormMLP(Module):  # type: ignore[misc]
       enable_low_rank_adaptation: Whether to adapt both products.
       low_rank_adaptation_dim: As in `DenseGeneral`.
       low_rank_adaptation_alpha: As in `DenseGeneral`.
-      axis: -1.
+      axis: Must be -1.
       dtype: Dtype of the parameters.
       layernorm_input_axes: Logical names of the input of the norm.
       dot_1_input_axes: Logical names of the input of the first product.

@@ -1,4 +1,4 @@
-"""`MultiHeadAttention`: a norm, projections, attention with or without a cache, a projection."""
+"""`MultiHeadAttention`: a norm, projections of q, k and v, attention, and an output projection."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def check_inputs_of(module: Any, x: Any, x_kv: Any, *given: Any) -> None:
     """Check the fields and the inputs of a `MultiHeadAttention`.
 
     Raises:
-      AttentionError: They do not go together, or need a fused kernel.
+      AttentionError: They contradict each other, or need a fused kernel.
       RankMismatchError: An input is not `[batch, length, embed]`.
     """
     check_supported(module, *given)
@@ -276,12 +276,13 @@ class MultiHeadAttention(Module):  # type: ignore[misc]
       low_rank_adaptation_dim: As in `DenseGeneral`.
       low_rank_adaptation_alpha: As in `DenseGeneral`.
       dtype: Dtype of the parameters.
-      fuse_qkv_params: Whether the kernels of query, key and value are one parameter, or those of
-        key and value if the queries differ from them.
+      fuse_qkv_params: Whether the kernels of query, key and value are one parameter. In
+        cross-attention, or if `num_gqa_groups` is smaller than `num_attention_heads`, only the
+        kernels of key and value are.
       transpose_batch_sequence: As in `DotProductAttention`.
       enable_sequence_parallel: Whether the input is sharded over the sequence.
       scale_attn_logits: Whether logits are divided by `sqrt(head_dim)`.
-      scaled_query_init: Whether the initial query kernel is.
+      scaled_query_init: Whether the initial query kernel is divided by `sqrt(head_dim)`.
       float32_logits: As in `DotProductAttention`.
       window_size: As in `DotProductAttention`.
       softmax_type: As in `DotProductAttention`.

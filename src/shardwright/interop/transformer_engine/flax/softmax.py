@@ -21,7 +21,7 @@ class Softmax(Module):  # type: ignore[misc]
     Attributes:
       scale_factor: Factor of the logits after the bias is added.
       softmax_fusion_type: Which mask is applied: none, the given one, or a causal one.
-      softmax_type: What joins the denominator.
+      softmax_type: What the denominator has besides the logits.
     """
 
     scale_factor: float = 1.0
@@ -34,7 +34,7 @@ class Softmax(Module):  # type: ignore[misc]
     ) -> Any:
         """Return the weights of `inputs`, `[batch, heads, q_length, kv_length]`.
 
-        Where the mask is 1, a pair gets 0.
+        A pair with a mask of 1 gets the weight 0.
         """
         if inputs.ndim != 4:
             raise RankMismatchError(

@@ -43,7 +43,8 @@ def split_init(init: Any, count: int, *, sequential: bool = False) -> Any:
     Args:
       init: One initializer for all, or a list of them.
       count: Number of kernels.
-      sequential: Whether each key is split off the rest, instead of one split into `count`.
+      sequential: Whether keys are split off one after another. By default, one split gives all
+        keys.
     """
     inits = init if isinstance(init, list) else [init] * count
 
@@ -81,7 +82,7 @@ def check_inputs(path: str, x: Any, *, rank: int | None = None) -> None:
     """Check the number of dims of an input, at least 1 or exactly `rank`.
 
     Raises:
-      RankMismatchError: It has another one.
+      RankMismatchError: The number differs.
     """
     if x.ndim == rank or (rank is None and x.ndim):
         return
