@@ -1,7 +1,7 @@
 """Inference: the axes of a model that nobody annotated, from one trace of its forward function.
 
-A walk over the jaxpr finds which dims are the same (`walk`, and one file per family of primitives),
-and rules name the dims from seeds and from how the program uses them (`names`). Nothing is computed
-and no array is placed. The result is written to a file that a person reviews. Annotations in a
-program belong in `trees` and `manager`.
+A walk over the jaxpr finds which dims are the same. It is in `walk`, with one file per family of
+primitives. The rules in `names` then name the dims by seeds and by how the program uses them.
+Nothing is computed and no array is placed. A person reviews the result, as a file of path rules.
+Annotations in a program belong in `trees` and `manager`.
 """

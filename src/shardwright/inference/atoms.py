@@ -23,7 +23,7 @@ class Atom:
       evidence: Why it has this name.
       guess: Whether a default rule chose the name.
       whole: The dim that this atom is a slice of, or None.
-      learned: Whether it is a factor of a dim of a parameter, or of a piece of one.
+      learned: Whether it is a factor of a parameter's dim, or of a piece of such a dim.
       counts: Whether an iota counts along it.
       nonlinear: Whether an activation function was applied to it.
       residual: Whether two activations were added along it.

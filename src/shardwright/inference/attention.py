@@ -71,7 +71,8 @@ def _scores(product: Product) -> Scores | None:
 
     positions = [any(map(is_position, side)) for side in (left, right)]
     heads = [atom for atom in _factors(product.batch) if atom.learned and not atom.name]
-    # In decode there is one query per sequence, without a dim of positions. It may have groups.
+    # In decode there is one query per sequence, so queries have no dim of positions. They may have
+    # groups.
     is_decode = any(positions) and bool(heads)
     if not all(positions) and not is_decode:
         return None
@@ -131,8 +132,8 @@ def _with_shards(heads: list[Atom], shards: Iterable[tuple[Dim, Dim]]) -> list[A
 def _grouped(heads: list[Atom]) -> tuple[list[Atom], list[Atom]]:
     """Return heads as (kv heads, query heads per kv head).
 
-    Fewer parameters have the second factor, because keys and values do not have it. Without such a
-    factor, return (heads, nothing).
+    The second factor is in fewer parameters, because keys and values do not have it. If there are
+    not two such factors, return (heads, nothing).
     """
     most = max((len(atom.params) for atom in heads), default=0)
     kv_heads = [atom for atom in heads if len(atom.params) == most]

@@ -47,7 +47,7 @@ class Constrained:
         closed, result = jax.make_jaxpr(self.forward, return_shape=True)(params, *inputs)
         if fingerprint(closed.jaxpr) != self.inferred.program:
             raise StrategyError(
-                "the program has other operations than the one that was inferred",
+                "the program differs from the one that was inferred: it has other operations",
                 fix="call infer_axes with arrays of the shapes and dtypes of this call",
             )
         constraints = {each.place: each for each in self.inferred.constraints}
@@ -88,7 +88,7 @@ def constrained(forward: Callable[..., Any], inferred: Inferred) -> Constrained:
 
     Args:
       forward: The function that was inferred.
-      inferred: What `infer_axes` returns for it. The arrays of a call need the same ranks.
+      inferred: What `infer_axes` returns for it. The arrays of a call must have the same ranks.
 
     Raises:
       StrategyError: Two operations name one dim differently, or no intermediate gets a constraint.

@@ -31,7 +31,7 @@ from shardwright.vocabulary.axes import (
 )
 from shardwright.vocabulary.merged_dims import merged
 
-# What an intermediate is, by an axis that it has. The first axis that it has decides.
+# What an intermediate is. The first of these axes that it has decides.
 KINDS: Final = {
     VOCAB: "logits",
     MLP_INTERMEDIATE: "hidden dim of an MLP",
@@ -76,8 +76,8 @@ def choose(outputs: Iterable[Output], pieces: Iterable[Piece]) -> tuple[Constrai
     """Return the constraints of a program.
 
     An intermediate gets one if every dim has a name that is not a guess, one of the dims is BATCH,
-    and an axis of `KINDS` is among them. The result of fused projections gets none, because their
-    number and the heads are one dim, and it is cut into pieces.
+    and an axis of `KINDS` is among them. The result of fused projections gets none: one of its dims
+    holds the heads of all of them, and is then cut into pieces.
     """
     cut = {atom for piece in pieces for atom in finest(piece.whole) if atom.name in _SHARDED}
     chosen = []

@@ -72,7 +72,7 @@ def cond(step: Step) -> list[Value]:
 
 
 def call(step: Step) -> list[Value] | None:
-    """Walk the jaxpr of a call (jit, remat, custom derivatives), or return None without one."""
+    """Walk the jaxpr of a call (jit, remat, custom derivatives). Return None if it has none."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = step.parameters.get(key)
         if inner is not None:
@@ -86,8 +86,8 @@ def call(step: Step) -> list[Value] | None:
 def _carried(step: Step, starts: Sequence[Value]) -> list[Value]:
     """Return the initial values of carries. Arrays count as depending on all that the loop reads.
 
-    Accumulators start as zeros, which depend on nothing, and become results of the loop. Scalars
-    are often counters, so they do not change.
+    The reason is accumulators: they start as zeros, which depend on nothing, and become results of
+    the loop. Scalars stay as they are, because they are often counters.
     """
     data = any(value.data for value in step.values)
     learned = any(value.learned for value in step.values)

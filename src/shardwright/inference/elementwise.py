@@ -13,7 +13,7 @@ _ADDITIONS: Final = frozenset({"add", "add_any"})
 
 
 def elementwise(step: Step) -> list[Value] | None:
-    """Align the dims of operands that fit the results dim by dim. If there are none, return None.
+    """Align the dims of operands that broadcast to the result. Return None if no operand does.
 
     A dim of size 1 is broadcast, so it is not aligned. Scalars are ignored.
     """

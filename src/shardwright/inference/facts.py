@@ -101,7 +101,7 @@ class Clash:
       params: The affected dims of parameters, as (leaf, dim).
       first: A name, and why.
       second: Another name, and why.
-      meeting: The operation that makes two named dims one, or None if it is one dim from the start.
+      meeting: The operation that makes two named dims one, or None if it already was one dim.
     """
 
     params: frozenset[tuple[int, int]]

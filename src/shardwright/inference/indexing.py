@@ -54,7 +54,7 @@ def _record_lookup(step: Step, row: Dims) -> None:
 
 
 def scatter(step: Step) -> list[Value]:
-    """Align the dims that are written whole, and the scattered dims of updates with the indices."""
+    """Align the updates: their whole dims with the operand, their other dims with the indices."""
     old, index, new = step.values
     numbers = step.parameters["dimension_numbers"]
     batching = numbers.operand_batching_dims

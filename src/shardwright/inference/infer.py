@@ -52,25 +52,25 @@ def infer_axes(
 ) -> Inferred:
     """Infer the axes of each parameter of `forward(params, *inputs)` from one trace.
 
-    Nothing is computed. Review the inferred axes, and commit the file that `toml()` writes.
+    Nothing is computed. Write the text that `toml()` returns to a file, review it and commit it.
 
     Args:
       forward: The model.
       params: Tree of arrays, or of their shapes (`jax.eval_shape`).
       *inputs: The other arguments: trees of arrays or of their shapes.
-      seeds: The axes of each array of the inputs, such as `[(BATCH, LENGTH), None]`. None if
-        nothing is known about an array, or about one of its dims.
+      seeds: The axes of each array of the inputs, such as `[(BATCH, LENGTH), None]`. None stands
+        for an array, or for a dim, about which nothing is known.
       sizes: Size -> axis, from the model's config. It names dims that would otherwise be open or
         guesses.
-      kernels: For a kernel of Pallas or of the FFI, by its name, a function of plain JAX with the
-        same operands and results. Inference reads the function instead. Without it, the results
-        of the kernel have new dims, and `unknown` names the kernel.
+      kernels: Name of a kernel of Pallas or of the FFI -> a function of plain JAX with the same
+        operands and results, which inference reads instead. Without a function, the results of the
+        kernel have new dims, and `unknown` names the kernel.
       strict: Raise an error for conflicts, open dims and guesses.
 
     Raises:
-      StrategyError: There are not as many seeds as arrays; or, with `strict`, a dim is open, a
-        guess, or named differently by two operations; or a function of `kernels` does not fit, or
-        stands for a kernel that the model does not call.
+      StrategyError: There are not as many seeds as arrays. With `strict`, a dim is open, is a
+        guess, or has two names. A function of `kernels` does not fit, or the model does not call
+        its kernel.
       RankMismatchError: A seed does not have one axis per dim.
 
     >>> import shardwright as sw
@@ -128,8 +128,8 @@ def infer_axes(
 def _uncollected() -> Iterator[None]:
     """Pause the garbage collector.
 
-    The walk allocates many small objects that all stay. Without the pause, the collector visits
-    them and all of JAX's again and again, which takes longer than the walk.
+    The walk allocates many small objects and frees none. Without the pause, the collector visits
+    these objects and all of JAX's again and again. This takes longer than the walk itself.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -183,7 +183,7 @@ def _read_sizes(sizes: Any) -> dict[int, str]:
             path="sizes",
             fix='write sizes={11008: "MLP_INTERMEDIATE"}',
         )
-    fix = "write sizes of dims, positive integers"
+    fix = "write sizes={size of a dim: axis}; a size is a positive integer"
     return {
         read_integer("sizes", size, error=StrategyError, fix=fix): canonical_axis(axis)
         for size, axis in sizes.items()

@@ -25,8 +25,8 @@ class InferredDim:
       evidence: A reason for the axis, the primitive and the line of the model.
       guess: Whether a default rule chose the axis.
       is_open: Whether nothing names the dim.
-      classes: A number for each factor of the dim. Factors with equal numbers are one dim, also in
-        other parameters, whatever their names.
+      classes: A number for each factor of the dim. Factors with equal numbers are the same dim,
+        also across parameters.
     """
 
     path: str
@@ -48,7 +48,7 @@ class Conflict:
       dim: Position of the dim there, or None.
       first: A name, and why.
       second: Another name, and why.
-      meeting: The operation that makes two named dims one, or None if it is one dim from the start.
+      meeting: The operation that makes two named dims one, or None if it already was one dim.
     """
 
     path: str
@@ -141,7 +141,7 @@ class Inferred:
                 dim,
                 f"{report.axis_text(dim.axis)} is a guess: {dim.evidence}",
                 f"if it is right, write sizes={{{dim.size}: {report.axis_text(dim.axis)!r}}}, "
-                "or review the rules that toml() writes",
+                "or review the rules that toml() returns",
             )
             for dim in self.guesses
         ]

@@ -1,4 +1,4 @@
-"""Kernels of Pallas and of the FFI: a function of plain JAX, which is walked, stands for each.
+"""Kernels of Pallas and of the FFI. The walk enters a function of plain JAX instead of each.
 
 The program of a kernel is about blocks of memory, and says nothing about whole arrays.
 """
@@ -18,7 +18,7 @@ class Kernels:
     """Functions that stand for kernels.
 
     Args:
-      functions: Function by name of the kernel. It has the operands and results of the kernel.
+      functions: Name of a kernel -> a function that has the kernel's operands and results.
     """
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:

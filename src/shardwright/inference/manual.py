@@ -82,7 +82,7 @@ def _whole(dim: Dim, shards: int) -> Dim:
 
 
 def collective(step: Step) -> list[Value]:
-    """Return the operands, because a sum over shards or a permutation of them keeps all dims."""
+    """Return the operands, because sums over shards and permutations of shards keep all dims."""
     return [Value(dims=value.dims, data=value.data, learned=value.learned) for value in step.values]
 
 

@@ -166,10 +166,10 @@ def name_residual(names: Names) -> None:
 
 
 def name_logits(names: Names, result: Value | None) -> None:
-    """Name the last dim of the first result, and dims that labels select from, VOCAB.
+    """Name VOCAB: the last dim of the first result, and dims that labels select from.
 
-    The name is a guess unless a table of tokens has as many rows, because a classifier has classes
-    there.
+    The name is a guess unless a table of tokens has as many rows, because the last dim of a
+    classifier's result is its classes.
     """
     rows = {_rows(lookup) for lookup in names.facts.lookups if _is_vocab(lookup)}
     ends = [] if result is None or not result.dims else [(result.dims[-1], _maker(names, result))]
@@ -219,10 +219,13 @@ def name_hidden(names: Names) -> None:
 def guess_links(names: Names) -> None:
     """Guess the name of each dim that one weight makes and another weight sums over.
 
-    If activations are added along the dim and queries or keys are made from it, it is another
-    residual stream, EMBED. With an activation function between the weights, the name is
-    MLP_INTERMEDIATE. If activations are added along the dim, it is EMBED too. Otherwise it is a low
-    rank, which is replicated.
+    The first of these cases that fits decides:
+
+    - Activations are added along the dim, and queries or keys are made from it: EMBED, another
+      residual stream.
+    - An activation function is applied to the dim: MLP_INTERMEDIATE.
+    - Activations are added along the dim: EMBED.
+    - Otherwise it is a low rank, which is replicated.
     """
     projections = names.facts.projections
     outputs, summed = _outputs(projections), _summed(projections)
@@ -242,7 +245,7 @@ def guess_links(names: Names) -> None:
 
 
 def _with_pieces(outputs: Mapping[Atom, Site], pieces: Iterable[Piece]) -> dict[Atom, Site]:
-    """Return atoms, and the pieces that are cut from them, with the same equation."""
+    """Return the equation of each atom, and the same equation for the pieces cut from it."""
     every = dict(outputs)
     for piece in pieces:
         for atom in finest(piece.whole):

@@ -91,7 +91,7 @@ def ragged_dot(step: Step) -> list[Value]:
 
 
 def convolution(step: Step) -> list[Value]:
-    """Align batch and channels. The window of a kernel is replicated."""
+    """Align batch and channels, and record the window of the kernel, which is replicated."""
     numbers = step.parameters["dimension_numbers"]
     image, kernel = step.values
     is_grouped = (

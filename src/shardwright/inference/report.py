@@ -156,7 +156,7 @@ def path_rules(inferred: Inferred) -> Iterator[PathRule]:
 
 
 def _counting(paths: Sequence[str], rows: Mapping[str, Row]) -> frozenset[int]:
-    """Return the positions of numbers in similar paths on which no annotation depends."""
+    """Return the positions of the numbers in similar paths that do not change the annotation."""
     every = frozenset(range(len(_NUMBER.findall(paths[0]))))
     for candidate in (every, *(every - {at} for at in sorted(every, reverse=True))):
         meanings: dict[str, set[Any]] = {}

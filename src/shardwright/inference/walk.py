@@ -92,7 +92,8 @@ class Walker:
           jaxpr: An open jaxpr. Nothing is known about its constants.
           values: One value per input.
           called_at: The equation that calls the jaxpr, or None. Evidence inside a function of JAX
-            names this equation, because JAX caches the function with the lines of its first call.
+            names this equation, because JAX caches the function with the source lines of its first
+            call.
           place: The place of the jaxpr in the program. If it is None, no intermediate is recorded.
         """
         known: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
