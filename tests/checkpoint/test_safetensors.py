@@ -83,7 +83,7 @@ def test_invalid_exports(tmp_path: Path) -> None:
     text = str(error.value)
     assert "1. a: the array is deleted" in text
     assert "2. b: int is not an array" in text
-    assert "3. c: safetensors have no dtype key<fry>" in text
+    assert "3. c: the safetensors format has no dtype key<fry>" in text
     for call, says in {
         lambda: checkpoint.export_safetensors(tmp_path, {"a": jnp.ones(3)}): "exists",
         lambda: checkpoint.export_safetensors(tmp_path / "o", {}): "no parameters to export",

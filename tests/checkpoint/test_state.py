@@ -252,8 +252,8 @@ def test_invalid_saves(tmp_path: Path) -> None:
         "      fix   save the state that the last step returned\n"
         " 2. b: str cannot be saved\n"
         "      fix   save arrays, numbers and PRNG keys; write anything else to a file of its own\n"
-        " 3. c: ShapeDtypeStruct has no content\n"
-        "      fix   save arrays; pass their description to restore\n"
+        " 3. c: ShapeDtypeStruct has no values\n"
+        "      fix   save arrays; restore takes such descriptions of arrays\n"
         " 4. d: the dtype <U1 cannot be saved\n"
         "      fix   save numbers, bools and PRNG keys"
     )
@@ -266,7 +266,7 @@ def test_invalid_saves(tmp_path: Path) -> None:
         lambda: checkpoint.save(folder, x, step=2.5): "step must be a non-negative integer",
         lambda: checkpoint.save(folder, x, step=2, keep=0): "keep must be a positive integer",
         lambda: checkpoint.save(3, x, step=2): "folder: folder is int",
-        lambda: jax.jit(lambda x: checkpoint.save(folder, x, step=2))(x): "saved outside of jit",
+        lambda: jax.jit(lambda x: checkpoint.save(folder, x, step=2))(x): "only outside of jit",
         lambda: checkpoint.save(folder, Twice(), step=2): "a: two leaves have this path",
     }.items():
         assert says in failure(call)
@@ -302,7 +302,7 @@ def test_invalid_restores(tmp_path: Path) -> None:
         lambda: checkpoint.restore(tmp_path, state, step=7): "no checkpoint of step 7",
         lambda: checkpoint.restore(tmp_path, {"w": "x"}, partial=True): "w: the target is str",
         lambda: checkpoint.restore(tmp_path, unsharded, partial=True): "w: the target has no shard",
-        jax.jit(lambda: checkpoint.restore(tmp_path, state)): "restored outside of jit",
+        jax.jit(lambda: checkpoint.restore(tmp_path, state)): "restored only outside of jit",
     }.items():
         assert says in failure(call)
 

@@ -120,7 +120,7 @@ def one_enters_later() -> None:
         told(entered(pm), "process 0 waited for the others and left PartitionManager")
     else:
         told(
-            entered(pm), "process 1 has not entered PartitionManager", "in which process 0 has wait"
+            entered(pm), "process 1 has not entered PartitionManager", "process 0 has waited in it"
         )
         time.sleep(10)
     entered(pm)()  # a second attempt in both
@@ -135,16 +135,14 @@ def one_does_not_agree() -> None:
     else:
         told(
             lambda: manager().agree(tree, SPECS),
-            "process 1 did not come to pm.agree within 8 s, where process 0 waits",
+            "process 1 did not reach pm.agree within 8 s; process 0 waits there",
         )
         logging.getLogger("shardwright.processes").addHandler(handler := Warnings())
     if jax.process_index() == 1:
         time.sleep(8.5)
     manager().global_array(rows, sw.BATCH, sw.EMBED)
     if jax.process_index() == 0:
-        assert handler.texts == [
-            "process 0 has waited 8 s for process 1 to come to pm.global_array"
-        ]
+        assert handler.texts == ["process 0 has waited 8 s for process 1 to reach pm.global_array"]
 
 
 class Warnings(logging.Handler):

@@ -13,7 +13,7 @@ from shardwright.checkpoint.leaves import TargetLeaf
 
 # Most bytes of a chunk. A chunk is read as a whole, even if only a part of it is needed.
 CHUNK: Final = 16 * 2**20
-# A process reads shards side by side, up to this number of bytes; at least one shard.
+# Most bytes that a process reads at the same time. It reads one shard even if that is larger.
 AT_ONCE: Final = 128 * 2**20
 
 
@@ -58,7 +58,7 @@ def read(orbax: Any, folder: str, targets: Sequence[TargetLeaf]) -> dict[str, An
 
 
 def _reads(leaf: TargetLeaf, stored: dict[str, Any]) -> Iterator[int]:
-    """Yield the bytes of each read of a leaf: those of all chunks that it overlaps."""
+    """Yield the bytes of each read of a leaf. A read covers all chunks that a shard overlaps."""
     wanted = leaf.read_as()
     if wanted is None:
         return

@@ -1,4 +1,4 @@
-"""What a checkpoint writes for each leaf of a state, and which leaf it becomes again."""
+"""What a checkpoint writes for each leaf of a state, and how it restores the leaf."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SavedLeaf:
     Attributes:
       path: Names from the root of the state to the leaf.
       kind: How it is written.
-      shape: Global shape; of an array of keys without the bits.
+      shape: Global shape. For an array of keys, without the dim of the bits.
       dtype: Name of the dtype, of the implementation of a key, or of the type of a number.
       value: A number as text; empty for other kinds.
     """
@@ -101,7 +101,7 @@ def written(leaves: Sequence[tuple[tuple[str, ...], Any]]) -> tuple[list[SavedLe
     """Return what is written of each leaf, and the arrays as a tree of dicts.
 
     Raises:
-      CheckpointError: Leaves cannot be saved; all of them at once.
+      CheckpointError: Leaves cannot be saved. The error lists all of them.
     """
     saved: list[SavedLeaf] = []
     arrays: _NESTED = {}
@@ -135,8 +135,8 @@ def _refusal(value: Any) -> tuple[str, str] | None:
         return None
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return (
-            f"{type(value).__name__} has no content",
-            "save arrays; pass their description to restore",
+            f"{type(value).__name__} has no values",
+            "save arrays; restore takes such descriptions of arrays",
         )
     return (
         f"{type(value).__name__} cannot be saved",
@@ -198,7 +198,7 @@ class TargetLeaf:
 
     @property
     def sharding(self) -> Sharding | None:
-        """Where the leaf goes. None for NumPy, and for JAX's default device."""
+        """Sharding of the restored leaf. None for NumPy, and for JAX's default device."""
         if isinstance(self.target, jax.Array) and not self.target.committed:
             return None
         sharding: Sharding | None = getattr(self.target, "sharding", None)
@@ -242,7 +242,7 @@ def matched(
     """Return the saved leaf of each leaf of a target.
 
     Raises:
-      CheckpointError: The leaves differ in path, kind, shape or dtype; all of them at once.
+      CheckpointError: Leaves differ in path, kind, shape or dtype. The error lists all of them.
     """
     by_path = {leaf.path: leaf for leaf in saved}
     problems: list[Problem] = []

@@ -1,4 +1,4 @@
-"""What all code that writes files with orbax shares: its import, and the path of a directory."""
+"""Shared by all code that writes files with orbax: its import, and the path of a directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Export parameters as safetensors files: one shard of one array is in host memory at a time."""
+"""Export parameters as safetensors files, with one shard in host memory at a time."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def export_safetensors(
     most: int | str = "5GiB",
     metadata: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Write parameters to a new folder as safetensors. It appears when it is complete, or not at
-    all.
+    """Write parameters to a new folder as safetensors.
 
+    The folder appears when it is complete, or not at all.
     One file is called `model.safetensors`. Several are called `model-00001-of-00003.safetensors`
     and so on, and `model.safetensors.index.json` says which file has which tensor. The name of a
     tensor is its path, joined by ".": `layers.0.q`.
@@ -70,7 +70,8 @@ def export_safetensors(
         tree is empty; or the call is inside a trace.
     """
     if _jax.in_trace():
-        raise CheckpointError("parameters are exported outside of jit", fix="return them first")
+        what = "parameters can be exported only outside of jit"
+        raise CheckpointError(what, fix="return them from the compiled function first")
     path = Path(os.path.abspath(folder))
     if path.exists():
         raise CheckpointError(f"{path} exists", path="folder", fix="export to a new folder")
@@ -119,7 +120,7 @@ def _problem(path: tuple[str, ...], value: Any) -> Problem | None:
     if str(value.dtype) not in _DTYPES:
         return Problem(
             error=CheckpointError,
-            what=f"safetensors have no dtype {value.dtype}",
+            what=f"the safetensors format has no dtype {value.dtype}",
             path=text,
             fix=f"dtypes are {', '.join(_DTYPES)}",
         )

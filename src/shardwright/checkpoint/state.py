@@ -19,14 +19,14 @@ from shardwright.vocabulary.integers import read_integer
 
 _FORMAT = 1
 _WHAT = "saving and restoring a state"
-# Old checkpoints are moved to this folder before they are deleted. So a program that is killed
-# while it deletes does not leave a part of a checkpoint that looks like a whole one.
+# Old checkpoints are moved to this folder before they are deleted. If a program is killed while it
+# deletes one, the rest is not taken for a complete checkpoint.
 _DELETED = ".deleted"
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Saving:
-    """A checkpoint that orbax is writing. The arrays are already copied: a step may donate them.
+    """A checkpoint that orbax is writing. The arrays are already copied, so a step may donate them.
 
     Attributes:
       step: Number of the checkpoint.
@@ -42,7 +42,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether the checkpoint is complete, or failed: then `wait` raises."""
+        """Whether the save has ended. If it has failed, `wait` raises the error."""
         return self._manager is None or not self._manager.is_saving_in_progress()
 
     def wait(self) -> None:
@@ -93,7 +93,8 @@ def save(
       keep: How many checkpoints to keep: when the new one is complete, older ones are deleted.
         Defaults to all.
       wait: Return when the checkpoint is complete. If false, return when the arrays are copied to
-        the host, and write in the background: call `wait()` of the result before the program ends.
+        the host, and write in the background. Then call `wait()` of the result before the program
+        ends.
 
     Returns:
       The save, with its step and its number of bytes.
@@ -142,24 +143,25 @@ def restore(
     step: int | None = None,
     partial: bool = False,
 ) -> Any:
-    """Return the state of a checkpoint. Every device reads its own shards.
+    """Return the state of a checkpoint. Each process reads the shards of its own devices.
 
-    Beside the restored arrays, host memory holds at most 128 MiB that are being read, or two of
-    the largest shards, and a few parts of 16 MiB.
+    In addition to the restored arrays, reading takes host memory: at most 128 MiB, or two of the
+    largest shards if that is more, and a few chunks of 16 MiB.
 
     Args:
       folder: The folder that was given to `save`.
       target: Tree with the structure of the state: arrays or `jax.ShapeDtypeStruct`s with the
         shardings to restore to, such as `pm.abstract(specs)`, and numbers. NumPy arrays are
-        restored as NumPy arrays. Scalars and keys need no sharding: JAX then places them as it
-        places new ones.
+        restored as NumPy arrays. Scalars and keys need no sharding. Without one, JAX places them
+        like new arrays.
       step: Number of the checkpoint. Defaults to the newest.
-      partial: Whether the target may leave out saved leaves, such as the moments for a server.
+      partial: Whether the target may leave out saved leaves. A server, for example, needs no
+        moments.
 
     Raises:
-      CheckpointError: There is no such checkpoint, it cannot be read, leaves differ in path, kind,
-        shape or dtype (all of them are named), the call is inside a trace, or orbax is not
-        installed.
+      CheckpointError: There is no such checkpoint, or it cannot be read. Leaves differ in path,
+        kind, shape or dtype; the error lists all of them. The call is inside a trace, or orbax is
+        not installed.
     """
     orbax, path = import_orbax(_WHAT, CheckpointError), directory(folder, CheckpointError, "folder")
     _check_outside_of_trace("restored")
@@ -194,13 +196,13 @@ def steps(folder: str | os.PathLike[str]) -> tuple[int, ...]:
       CheckpointError: orbax is not installed.
     """
     orbax, path = import_orbax(_WHAT, CheckpointError), directory(folder, CheckpointError, "folder")
-    # Not through a manager of orbax: that waits until every process creates one.
+    # This does not create orbax's manager, because that waits until every process creates one.
     found = orbax.utils.checkpoint_steps_paths(path)
     return tuple(sorted(int(step.name) for step in found if step.name.isdecimal()))
 
 
 def _manager(orbax: Any, path: str, *, keep: int | None = None, writes: bool = False) -> Any:
-    # Only a save removes leftovers: a reader must not disturb the program that saves.
+    # Only a save removes temporary directories, because a reader must not disturb a running save.
     options = orbax.CheckpointManagerOptions(
         max_to_keep=keep,
         cleanup_tmp_directories=writes,
@@ -223,7 +225,8 @@ def _is_local(path: str) -> bool:
 def _check_outside_of_trace(what: str) -> None:
     if _jax.in_trace():
         raise CheckpointError(
-            f"a state is {what} outside of jit", fix="return it from the compiled step first"
+            f"a state can be {what} only outside of jit",
+            fix="return it from the compiled step first",
         )
 
 

@@ -1,9 +1,9 @@
 """Check that all processes of a mesh have the same rules, policy and mesh, before they compute.
 
 Processes with different rules compile different programs, and then wait for each other in a
-collective forever. So a manager compares at its first entry. It writes the digest of its values
-into JAX's coordination store, and waits until every process of its mesh has written the same
-digest. The digest is the key, so threads may enter several managers in any order.
+collective forever. So a manager compares its values at its first entry. It writes their digest into
+JAX's coordination store, and waits until every process of its mesh has written the same digest.
+Each digest has a key of its own, so threads may enter several managers in any order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwright.resolution.rules import Rule
 from shardwright.vocabulary.axes import axis_label
 from shardwright.vocabulary.modes import MODES, mode_name
 
-# Seconds that another thread of this process has to enter the manager in which a peer waits.
+# Seconds that other threads of this process have to enter the manager that another process entered.
 GRACE_S: Final = 1.0
 _ROOM: Final = f"{processes.ROOT}/manager"
 _FIX: Final = (
@@ -69,7 +69,7 @@ def agree_on_manager(manager: ManagerCore, group: ProcessGroup) -> None:
     facts = manager_facts(manager)
     digest, store = processes.facts_digest(facts), group.store
     store.set(f"{_ROOM}/facts/{digest}", processes.packed(facts))
-    # Equal managers are numbered, and compared in the order in which they are entered.
+    # The n-th of several equal managers is compared with the n-th of the other processes.
     times = f"{_ROOM}/times/{group.rank}/{digest}"
     name = f"{digest}-{store.count(times)}"
     number = store.count(f"{_ROOM}/entries/{group.rank}")
@@ -119,9 +119,9 @@ def _others(
 ) -> dict[int, str]:
     """Return the digest of the manager that each absent process has entered instead.
 
-    It is the first manager that this process has not entered. Only entries with at least this
-    `number` count. If `late` is true, earlier entries, which may be of other threads, count too,
-    except entries whose comparison failed.
+    This is the first manager that the absent process has entered and the calling process has not.
+    Entries with a lower number than `number` may be of other threads, so they are left out. If
+    `late` is true, they are included, except those whose comparison failed.
     """
     own, others = entered.get(group.rank, {}), {}
     for rank in absent:
@@ -164,10 +164,10 @@ def _absence(
     if len(gone) > 1:
         verb = verb.replace("has not", "have not")
     return AgreementError(
-        f"{processes.processes_text(gone)} {verb} {manager!r}, in which process {group.rank} has "
-        f"waited {processes.WAIT_S:.0f} s",
-        fix="enter it in every process of its mesh at the same time, for instance directly after "
-        "building it (with pm: pass), or pass agree=False to the manager",
+        f"{processes.processes_text(gone)} {verb} {manager!r}; process {group.rank} has waited in "
+        f"it for {processes.WAIT_S:.0f} s",
+        fix="enter it in every process of its mesh at the same time, for instance by `with pm: "
+        "pass` directly after building it, or pass agree=False to the manager",
     )
 
 

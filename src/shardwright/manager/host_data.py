@@ -1,4 +1,4 @@
-"""Check that the processes of a mesh pass the same host data, or parts of one shape."""
+"""Check that processes pass equal host data, or parts of equal shape for a global array."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def compare_data(group: ProcessGroup, values: Any) -> None:
         if _is_host_data(leaf)
     }
     if facts:
-        # The topic depends on the paths, so that several threads may place different trees.
+        # The topic depends on the paths, so that threads may place different trees at the same
+        # time.
         topic = f"data/{digest_of(' '.join(facts))[:16]}"
         fix = (
             "pass the same values in every process, or join each process's part with "

@@ -23,7 +23,7 @@ from shardwright import _jax
 from shardwright.errors import AgreementError, Problem, StrategyError
 
 ROOT: Final = "shardwright"
-# Seconds to wait. It is below 10, so that a difference is an error in every process in 10 seconds.
+# Seconds to wait: fewer than 10, so that every process reports a difference within 10 seconds.
 WAIT_S: Final = 8.0
 # Seconds that a comparison inside a training loop waits. It logs a warning after `WAIT_S`.
 PATIENCE_S: Final = 300.0
@@ -148,11 +148,11 @@ def compare(
       facts: This process's values.
       what: What is compared, as the subject of messages.
       fix: How to fix a difference.
-      patience: Seconds until it is an error that a process does not make the call. After 8 seconds,
-        a warning in the log `shardwright.processes` names such processes.
+      patience: Seconds to wait for the other processes. After 8 seconds, a warning in the log
+        `shardwright.processes` names those that have not made the call.
 
     Raises:
-      AgreementError: The values differ, or a process has not made the call.
+      AgreementError: The values differ, or a process has not made the call in time.
     """
     store = group.store
     room = f"{ROOT}/{topic}/{group.name}"
@@ -160,8 +160,8 @@ def compare(
     digest = facts_digest(facts)
     store.set(f"{room}/{number}/digests/{group.rank}", digest.encode())
     digests = collect(group, f"{room}/{number}/digests", what, patience)
-    # All processes have made this call, so none reads the digests of earlier calls. Keep the last
-    # ones, for threads that compare at the same time.
+    # All processes have made this call, so the digests of earlier calls are not needed. Keep the
+    # last few, because other threads may still compare.
     store.delete(f"{room}/{number - 4}/digests/{group.rank}")
     differing = [rank for rank in group.ranks if digests[rank] != digest]
     if not differing:
@@ -187,14 +187,14 @@ def collect(group: ProcessGroup, folder: str, what: str, patience: float) -> dic
             # A process that makes the call later must not continue alone.
             group.store.delete(f"{folder}/{group.rank}")
             raise AgreementError(
-                f"{processes_text(absent)} did not come to {what} within {patience:.0f} s, where "
-                f"process {group.rank} waits",
+                f"{processes_text(absent)} did not reach {what} within {patience:.0f} s; process "
+                f"{group.rank} waits there",
                 fix="make the same calls in every process, in the same order",
             )
         if not reported and time.monotonic() - begun > WAIT_S:
             reported = True
             _LOG.warning(
-                "process %d has waited %.0f s for %s to come to %s",
+                "process %d has waited %.0f s for %s to reach %s",
                 *(group.rank, WAIT_S, processes_text(absent), what),
             )
         group.store.wait(f"{folder}/{absent[0]}", min(left, 1.0))
