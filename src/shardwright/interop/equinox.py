@@ -28,7 +28,7 @@ def annotations(
     Args:
       model: A tree of equinox, or what `equinox.filter_eval_shape` returns for one.
       rules: Pattern of a path -> annotation, as `sw.match_paths` takes them. The content of a file
-        that `Inferred.toml()` wrote is such a mapping.
+        with the text of `Inferred.toml()` is such a mapping.
 
     Raises:
       StrategyError: An array matches no rule, a rule matches no array, or a pattern or an
@@ -71,8 +71,8 @@ def infer(
       An `Inferred`. Its `annotations` have the structure of the model.
 
     Raises:
-      StrategyError: There are not as many seeds as arrays; or, with `strict`, a dim is open, a
-        guess, or named differently by two operations.
+      StrategyError: There are not as many seeds as arrays. With `strict`, a dim is open, is a
+        guess, or has two names.
 
     >>> import equinox as eqx, jax, shardwright as sw
     >>> model = eqx.nn.Embedding(16, 4, key=jax.random.key(0))

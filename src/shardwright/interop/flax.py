@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
     """Return variables without boxes, and the annotation of each.
 
-    Reads the boxes of `with_logical_partitioning` and `with_partitioning`, with the names that
-    `nn.scan` and `nn.vmap` add. As in flax, the last dims are replicated if a box has too few
+    Names come from the boxes of `with_logical_partitioning` and `with_partitioning`. `nn.scan` and
+    `nn.vmap` add names to them. As in flax, the last dims are replicated if a box has too few
     names. A variable without a box is replicated.
 
     Args:

@@ -171,7 +171,7 @@ def _source(trainer: _Trainer, role: Role, name: str) -> str:
 
 
 def _given(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the overrides without `trainer.`.
+    """Return the overrides, with `trainer.` removed from their keys.
 
     Raises:
       StrategyError: A key does not concern sharding; all are reported at once.

@@ -131,11 +131,11 @@ def read(
       axes: Pattern -> annotation, for tensors that the family does not have. The first pattern that
         is found in a name applies, also if the family has that tensor.
       stack_experts: Stack the experts of a layer, which are one tensor each in safetensors files,
-        into one array with the axis EXPERT. Its name has no number of an expert. In GGUF files they
-        are already one array.
+        into one array with the axis EXPERT. The name of the stack has no expert number. In GGUF
+        files they are already one array.
       stack_layers: Stack each tensor of all layers into one array with the leading axis LAYERS, for
-        `jax.lax.scan`. Its name has no number of a layer. The patterns and annotations of `axes`
-        are still those of the tensors of one layer.
+        `jax.lax.scan`. The name of the stack has no layer number. The patterns and annotations of
+        `axes` are still those of the tensors of one layer.
 
     Raises:
       CheckpointError: Files are missing or truncated, tensors are missing or unknown, or their

@@ -23,7 +23,8 @@ class Family:
 
     Attributes:
       name: Name of the family.
-      prefix: Start of all names, in a model with a head. In a model without a head, names lack it.
+      prefix: Start of the names in a model with a head, except those of the head. In a model
+        without a head, names lack it.
       layers: What the names of a layer start with, after the prefix.
       whole: Tensors outside the layers.
       layer: Tensors of a layer that are not part of a choice.
@@ -38,7 +39,7 @@ class Family:
     choices: tuple[tuple[Rows, ...], ...]
 
     def rows(self) -> dict[str, str]:
-        """Return all tensors, for experts and layers that are stacked or not."""
+        """Return the rows of all tensors, with and without stacked experts and layers."""
         rows = dict(self.whole)
         for part in (self.layer, *itertools.chain(*self.choices)):
             rows |= {f"{self.layers}{name}": dims for name, dims in part.items()}

@@ -1,4 +1,4 @@
-"""Read GGUF, the format of llama.cpp: each piece is dequantized alone.
+"""Read GGUF, the format of llama.cpp, and dequantize one piece at a time.
 
 The tensors get the names of Hugging Face, so that the same model runs on both formats.
 """

@@ -82,7 +82,7 @@ def config_of(header: Header, path: Path) -> dict[str, Any]:
 def names_of(header: Header, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the name of Hugging Face for each name of GGUF, by the table of the package gguf.
 
-    GGUF has the experts of a layer in one tensor, whose name has no number of an expert.
+    GGUF has the experts of a layer in one tensor, whose name has no expert number.
     """
     library = gguf_library()
     kind = header.keys["general.architecture"]

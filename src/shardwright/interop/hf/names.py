@@ -33,8 +33,8 @@ def annotations(
 
     Args:
       tree: Arrays or other values with a shape. The keys of nested dicts are joined to names such
-        as `model.layers.0.mlp.up_proj.weight`. Experts and layers may be stacked, without their
-        number.
+        as `model.layers.0.mlp.up_proj.weight`. Experts and layers may be stacked. The name of a
+        stack has no number.
       config: The content of `config.json`.
       axes: Pattern -> annotation, for tensors that the family does not have. The first pattern that
         is found in a name applies, also if the family has that tensor.

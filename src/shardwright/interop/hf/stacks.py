@@ -25,7 +25,7 @@ _NO_NUMBER: Final = -1
 def stack_experts(sources: Mapping[str, Source]) -> dict[str, Source]:
     """Return the tensors, with the experts of each layer stacked into one.
 
-    The name of a stack has no number of an expert.
+    The name of a stack has no expert number.
 
     Raises:
       CheckpointError: Experts are absent, or differ in shape or dtype.
@@ -59,7 +59,7 @@ def stack_layers(
 ) -> tuple[dict[str, ArraySpec], dict[str, Source]]:
     """Return specs and tensors, with each tensor of all layers stacked into one.
 
-    The name of a stack has no number of a layer.
+    The name of a stack has no layer number.
 
     Raises:
       CheckpointError: A tensor is not in every layer, or layers differ.

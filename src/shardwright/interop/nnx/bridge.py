@@ -68,8 +68,8 @@ def bound(
 def annotations(model: Any, names: Names) -> tuple[Any, Any]:
     """Return the state of a model without metadata, and the annotation of each array.
 
-    Reads the names that `nnx.with_partitioning` and the metadata of a variable give, with those
-    that `nnx.vmap` and `nnx.scan` add. As in nnx, the last dims are replicated if there are too few
+    Names come from `nnx.with_partitioning` and from the metadata of variables. `nnx.vmap` and
+    `nnx.scan` add names to them. As in nnx, the last dims are replicated if there are too few
     names. A variable without names is replicated. The modules of `layers` have their own axes.
 
     Args:

@@ -37,7 +37,7 @@ def adapted(
 ) -> Any:
     """Add to `y` what the low-rank adaptation of its product gives, if the module enables it.
 
-    Creates `lora_a_kernel`, `[*inputs, *features[:-1], rank]`, and `lora_b_kernel`,
+    The parameters are `lora_a_kernel`, `[*inputs, *features[:-1], rank]`, and `lora_b_kernel`,
     `[*features[:-1], rank, features[-1]]`, which starts at 0.
     """
     if not module.enable_low_rank_adaptation:
