@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,7 +11,13 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from shardwright.layers import lora, relative_bias
+from shardwright.layers import (
+    attention_block,
+    lora,
+    mlp_block,
+    relative_bias,
+    transformer_block,
+)
 from shardwright.layers.lora import LoraConfig
 from shardwright.layers.relative_bias import RelativeBiasConfig
 from tests.layers import blocks
@@ -34,6 +41,100 @@ def test_lora_equals_numpy() -> None:
             got = jax.jit(lambda p, x: lora.apply(config, p, x, out=OUT, inner=INNER))(weights, X)
             assert got.sharding.is_equivalent_to(pm.sharding(OUT, shape=got.shape), 4)
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+RANK = LoraConfig(rank=2, alpha=6.0)
+ATTENTION = attention_block.AttentionConfig(embed=16, heads=8, kv_heads=4, bias=True, lora=RANK)
+MLP = mlp_block.MlpConfig(embed=16, hidden=32, bias=True, lora=RANK)
+ADAPTED: dict[str, tuple[Any, Any]] = {
+    "attention": (attention_block, ATTENTION),
+    "mlp": (mlp_block, MLP),
+    "stack": (
+        transformer_block,
+        transformer_block.TransformerConfig(layers=2, attention=ATTENTION, mlp=MLP),
+    ),
+}
+
+
+def merged(tree: Any) -> Any:
+    """Return parameters without adaptation: each kernel plus three times `A B`."""
+    if not isinstance(tree, dict):
+        return [merged(part) for part in tree] if isinstance(tree, list) else tree
+    if "lora" not in tree:
+        return {name: merged(part) for name, part in tree.items()}
+    kernel = np.asarray(tree["kernel"], np.float64)
+    a, b = tree["lora"]["a"], tree["lora"]["b"]
+    # Parameters of a stack have a leading dim of layers.
+    is_stack = a.ndim + b.ndim - kernel.ndim == 3
+    pairs = zip(a, b, strict=True) if is_stack else [(a, b)]
+    product = np.stack([np.tensordot(*pair, 1) for pair in pairs])
+    product = product if is_stack else product[0]
+    assert product.shape == kernel.shape
+    rest = {name: leaf for name, leaf in tree.items() if name != "lora"}
+    return {**rest, "kernel": (kernel + 3 * product).astype(np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "kind"),
+    [
+        ("mlp", None, None),
+        *[
+            pytest.param(*case, marks=pytest.mark.wide)
+            for case in [
+                ("attention", None, None),
+                ("stack", None, None),
+                ("attention", "fsdp_tp_sp", "explicit"),
+                ("mlp", "fsdp_tp_sp", "mixed"),
+                ("stack", "fsdp_tp_sp", "auto"),
+                ("stack", "tensor", "explicit"),
+            ]
+        ],
+    ],
+)
+def test_adapted_block_equals_merged_kernels(
+    name: str, preset: str | None, kind: str | None
+) -> None:
+    block, config = ADAPTED[name]
+    specs = block.specs(config)
+    params = blocks.random_params(specs)
+    plain = {"lora": None}
+    if name == "stack":
+        plain = {
+            part: dataclasses.replace(getattr(config, part), lora=None)
+            for part in ("attention", "mlp")
+        }
+    base = dataclasses.replace(config, **plain)
+    wanted = jax.jit(lambda p, x: block.apply(base, p, x)[0])(merged(params), X)
+    run = jax.jit(
+        jax.value_and_grad(blocks.total(lambda p, x: block.apply(config, p, x)[0]), has_aux=True)
+    )
+    (_, y), gradients = run(params, X)
+    blocks.assert_close(y, wanted, rtol=1e-4)
+    if preset is None or kind is None:
+        return
+    with blocks.make_manager(preset, kind) as pm:
+        stored = pm.shard(params, specs, role="param")
+        (_, sharded), got = run(stored, X)
+    blocks.assert_close((sharded, got), (y, gradients), rtol=1e-4)
+    for gradient, value in zip(jax.tree.leaves(got), jax.tree.leaves(stored), strict=True):
+        assert gradient.sharding.is_equivalent_to(value.sharding, value.ndim)
+
+
+@pytest.mark.wide
+def test_adaptation_of_a_block_in_eight_bits() -> None:
+    """Kernels are in eight bits, the adaptation is not."""
+    config = dataclasses.replace(MLP, recipe="current")
+    params = blocks.random_params(mlp_block.specs(config))
+    y, wanted = (
+        jax.jit(lambda p, x, own=own: mlp_block.apply(own, p, x)[0])(params, X)
+        for own in (config, MLP)
+    )
+    assert np.linalg.norm(y - wanted) < 0.1 * np.linalg.norm(wanted)
+    plain = dataclasses.replace(config, lora=None)
+    for part in ("up", "down"):
+        del params[part]["lora"]
+    without = jax.jit(lambda p, x: mlp_block.apply(plain, p, x)[0])(params, X)
+    assert np.linalg.norm(without - wanted) > 0.2 * np.linalg.norm(wanted)
 
 
 def bucket_by_paper(distance: int, buckets: int, most: int, both: bool) -> int:

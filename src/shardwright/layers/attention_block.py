@@ -15,11 +15,12 @@ from shardwright.attention.cached import append_and_attend, next_positions
 from shardwright.attention.masks import Window
 from shardwright.caches import create
 from shardwright.caches.base import KVCache
-from shardwright.errors import LayerError
-from shardwright.layers import dense, eight_bits, norm
+from shardwright.errors import LayerError, RankMismatchError
+from shardwright.layers import eight_bits, norm, projection
 from shardwright.layers.dropout import check_rate
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.layers.eight_bits import Recipe, read_recipe
+from shardwright.layers.lora import LoraConfig
 from shardwright.layers.norm import RMS, NormConfig
 from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, place
 from shardwright.layers.projection import gather_weights, parts_of, project
@@ -64,6 +65,7 @@ class AttentionConfig:
       dtypes: Dtypes of the parameters, products, result and cache.
       recipe: How the projections are computed in eight bits: an `eight_bits.Recipe` or its name.
         None for not at all. The products of queries, keys and values are never in eight bits.
+      lora: Low-rank adaptation of the four projections. None for none.
 
     Raises:
       LayerError: A size or rate is not valid, or the sizes do not fit each other.
@@ -85,6 +87,7 @@ class AttentionConfig:
     init: Any = None
     dtypes: Dtypes = FLOAT32
     recipe: Recipe | str | None = None
+    lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
         self._check("embed", self.embed)
@@ -142,15 +145,20 @@ class AttentionState:
 
 def specs(config: AttentionConfig) -> dict[str, Any]:
     """Return the parameters of the block as `ArraySpec`s."""
-    options: dict[str, Any] = {"init": config.init, "dtypes": config.dtypes, "bias": config.bias}
+    options: dict[str, Any] = {
+        "init": config.init,
+        "dtypes": config.dtypes,
+        "bias": config.bias,
+        "adaptation": config.lora,
+    }
     embed = [(EMBED, config.embed)]
     heads = [(HEAD, config.heads), (HEAD_DIM, config.size)]
     rows = [(KV_HEAD, config.key_heads), (KV_HEAD_DIM, config.size)]
     tree: dict[str, Any] = {
-        "query": dense.specs(embed, heads, **options),
-        "key": dense.specs(embed, rows, **options),
-        "value": dense.specs(embed, rows, **options),
-        "out": dense.specs(heads, embed, **options),
+        "query": projection.specs(embed, heads, **options),
+        "key": projection.specs(embed, rows, **options),
+        "value": projection.specs(embed, rows, **options),
+        "out": projection.specs(heads, embed, **options),
     }
     if config.norm is not None:
         tree["norm"] = norm.specs(config.norm, config.embed, config.dtypes)
@@ -204,6 +212,8 @@ def apply(
     segment_ids: Any = None,
     valid: Any = None,
     bias: Any = None,
+    encoded: Any = None,
+    encoded_segment_ids: Any = None,
 ) -> tuple[jax.Array, Any]:
     """Return what the block adds to the residual `x`, and the cache after the append.
 
@@ -213,8 +223,11 @@ def apply(
     manager's. In a compiled program, tokens that do not fit the cache add nothing to the residual,
     and the cache keeps its length.
 
+    With `encoded`, this is cross-attention: keys and values are projected from `encoded`, which is
+    not normalized, and every token of `x` sees all of its rows.
+
     Args:
-      config: Sizes and options.
+      config: Sizes and options. For cross-attention, without causality, window and rotation.
       params: The tree that `specs` describes, as stored.
       x: `[batch, length, embed]`.
       keys: `{"dropout": key}`. By default nothing is dropped. Not allowed with a cache.
@@ -227,10 +240,14 @@ def apply(
         a cache.
       valid: `[batch, length]` bool, whether a row is a token. Only allowed with a cache.
       bias: As in `dot_product_attention`. Not allowed with a cache.
+      encoded: `[batch, encoded length, embed]`, such as the output of an encoder. Not allowed with
+        a cache or positions.
+      encoded_segment_ids: `[batch, encoded length]`. A token of `x` sees the rows with its id. The
+        tokens have id 1 without `segment_ids`, so 0 marks padding.
 
     Raises:
-      RankMismatchError: `x` is not `[batch, length, embed]`.
-      LayerError: An argument is not allowed with a cache, or only allowed with one.
+      RankMismatchError: `x` or `encoded` is not `[batch, length, embed]`.
+      LayerError: Arguments do not go together, or the config is not one of cross-attention.
       AttentionError: The arguments do not fit each other.
       CacheError: The tokens do not fit the cache, and the call is not traced.
       ShardingError: The rules of the ambient manager do not fit the arrays.
@@ -243,6 +260,9 @@ def apply(
         cache, scaling = state.cache, state.scaling
     given = {"positions": positions, "segment_ids": segment_ids, "bias": bias}
     _check_arguments(cache, valid, given, (keys or {}).get("dropout"))
+    if encoded is not None or encoded_segment_ids is not None:
+        _check_encoded(config, encoded, encoded_segment_ids, cache, given)
+        given |= _segments(x, segment_ids, encoded_segment_ids)
     weights = gather_weights(recipe, params, specs(config), path=path)
     states = parts_of(recipe, scaling, ("qkv", "out"))
     compute = config.dtypes.compute
@@ -255,7 +275,7 @@ def apply(
         rotations = next_positions(cache, q_length=x.shape[1], valid=valid)
     else:
         rotations = jnp.arange(x.shape[1])[None] if positions is None else positions
-    rows, seen = _project(config, weights, x, rotations, states["qkv"])
+    rows, seen = _project(config, weights, (x, encoded), rotations, states["qkv"])
     if cache is None:
         context_rows = _attend(config, rows, given, keys)
     else:
@@ -269,6 +289,7 @@ def apply(
         axes=QUERIES,
         recipe=recipe,
         state=states["out"],
+        adaptation=config.lora,
         contract=2,
     )
     if isinstance(state, AttentionState):
@@ -279,23 +300,43 @@ def apply(
 
 
 def _project(
-    config: AttentionConfig, weights: dict[str, Any], x: Any, positions: Any, state: Any
+    config: AttentionConfig,
+    weights: dict[str, Any],
+    inputs: tuple[Any, Any],
+    positions: Any,
+    state: Any,
 ) -> tuple[list[Any], Any]:
     """Return queries, keys and values, and what was seen. Queries and keys are normalized and
     rotated.
+
+    Args:
+      config: Sizes and options.
+      weights: Of `gather_weights`.
+      inputs: `x`, and `encoded` or None.
+      positions: For the rotation.
+      state: The `DenseUse` of delayed scaling, or None.
     """
-    out = {"query": QUERIES, "key": NEW_ROWS, "value": NEW_ROWS}
-    recipe = read_recipe(config.recipe)
-    result = project(x, weights, out=out, axes=OPERAND, recipe=recipe, state=state)
+    options: dict[str, Any] = {"axes": OPERAND, "recipe": read_recipe(config.recipe)}
+    options["adaptation"] = config.lora
+    x, encoded = inputs
+    query, pair = {"query": QUERIES}, {"key": NEW_ROWS, "value": NEW_ROWS}
+    if encoded is None:
+        result = project(x, weights, out=query | pair, state=state, **options)
+        ys, seen = result.ys, result.seen
+    else:
+        encoded = place(jnp.asarray(encoded).astype(config.dtypes.compute), OPERAND)
+        ys = project(x, weights, out=query, **options).ys
+        ys |= project(encoded, weights, out=pair, **options).ys
+        seen = None
     rows = []
-    for name in out:
-        y = result.ys[name]
+    for name in (*query, *pair):
+        y = ys[name]
         if name != "value" and config.qk_norm is not None:
             y = norm.apply(config.qk_norm, weights[f"{name}_norm"], y)
         if name != "value" and config.rope_theta is not None:
             y = rope(y, positions, theta=config.rope_theta)
         rows.append(checkpoint_name(y, name))
-    return rows, result.seen
+    return rows, seen
 
 
 def _attend(config: AttentionConfig, rows: list[Any], given: dict[str, Any], keys: Any) -> Any:
@@ -358,3 +399,61 @@ def _check_arguments(state: Any, valid: Any, given: dict[str, Any], key: Any) ->
                 path=name,
                 fix="leave it out: a cache has its own positions, and is for inference only",
             )
+
+
+def check_cross(config: AttentionConfig, path: str) -> None:
+    """Check that a config is one of cross-attention.
+
+    Raises:
+      LayerError: It compares positions of different sequences, or has delayed scaling.
+    """
+    for name, none in (("causal", False), ("window", None), ("rope_theta", None)):
+        value = getattr(config, name)
+        if value != none:
+            raise LayerError(
+                f"{name}={value!r} compares positions, and cross-attention is between sequences",
+                path=path,
+                fix="AttentionConfig(causal=False, rope_theta=None, ...)",
+            )
+    if isinstance(config.recipe, eight_bits.DelayedScaling):
+        raise LayerError(
+            "delayed scaling has one scale for the input of queries, keys and values, and "
+            "cross-attention has two inputs",
+            path=path,
+            fix='use recipe="current"',
+        )
+
+
+def _check_encoded(
+    config: AttentionConfig, encoded: Any, segment_ids: Any, cache: Any, given: dict[str, Any]
+) -> None:
+    """Check the arguments of cross-attention."""
+    check_cross(config, "config")
+    shape = getattr(encoded, "shape", None)
+    if shape is None or len(shape) != 3 or shape[-1] != config.embed:
+        raise RankMismatchError(
+            f"encoded has shape {shape}",
+            path="encoded",
+            fix=f"pass the output of an encoder, [batch, encoded length, {config.embed}]",
+        )
+    for name, value in {"a cache": cache, "positions": given["positions"]}.items():
+        if value is not None:
+            raise LayerError(
+                f"encoded is not allowed with {name}",
+                path="encoded",
+                fix="leave it out: all tokens see all rows of encoded, which are not appended",
+            )
+    if given["segment_ids"] is not None and segment_ids is None:
+        raise LayerError(
+            "segment_ids is given without encoded_segment_ids",
+            path="encoded_segment_ids",
+            fix="pass the id of each row of encoded",
+        )
+
+
+def _segments(x: Any, segment_ids: Any, encoded_segment_ids: Any) -> dict[str, Any]:
+    """Return the ids of queries and keys; nothing if all rows see each other."""
+    if encoded_segment_ids is None:
+        return {}
+    own = jnp.ones(x.shape[:2], jnp.int32) if segment_ids is None else segment_ids
+    return {"segment_ids": own, "kv_segment_ids": encoded_segment_ids}

@@ -10,11 +10,12 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from shardwright.errors import LayerError
-from shardwright.layers import dense, eight_bits, norm
+from shardwright.layers import eight_bits, norm, projection
 from shardwright.layers.activation import CLAMP, Clamp, check_names, gated
 from shardwright.layers.dropout import check_rate, dropout
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.layers.eight_bits import Recipe, read_recipe
+from shardwright.layers.lora import LoraConfig
 from shardwright.layers.norm import RMS, NormConfig
 from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, place
 from shardwright.layers.projection import gather_weights, parts_of, project
@@ -47,6 +48,7 @@ class MlpConfig:
       dtypes: Dtypes of the parameters, products and result.
       recipe: How the products are computed in eight bits: an `eight_bits.Recipe` or its name. None
         for not at all.
+      lora: Low-rank adaptation of both products. None for none.
 
     Raises:
       LayerError: A size, name or rate is not valid.
@@ -63,6 +65,7 @@ class MlpConfig:
     init: Any = None
     dtypes: Dtypes = FLOAT32
     recipe: Recipe | str | None = None
+    lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("embed", "hidden"):
@@ -78,12 +81,17 @@ def specs(config: MlpConfig) -> dict[str, Any]:
 
     The up projections are one kernel, `[embed, activations, hidden]`.
     """
-    options: dict[str, Any] = {"init": config.init, "dtypes": config.dtypes, "bias": config.bias}
+    options: dict[str, Any] = {
+        "init": config.init,
+        "dtypes": config.dtypes,
+        "bias": config.bias,
+        "adaptation": config.lora,
+    }
     embed, hidden = (EMBED, config.embed), (MLP_INTERMEDIATE, config.hidden)
     count = len(config.activations)
     tree = {
-        "up": dense.specs([embed], [(EMPTY, count), hidden], **options),
-        "down": dense.specs([hidden], [embed], **options),
+        "up": projection.specs([embed], [(EMPTY, count), hidden], **options),
+        "down": projection.specs([hidden], [embed], **options),
     }
     if config.norm is not None:
         tree["norm"] = norm.specs(config.norm, config.embed, config.dtypes)
@@ -146,6 +154,7 @@ def apply(
         axes=OPERAND,
         recipe=recipe,
         state=states["up"],
+        adaptation=config.lora,
     )
     hidden = checkpoint_name(ups.ys["up"], "mlp_up")
     hidden = gated(config.activations, hidden, clamp=config.clamp)
@@ -159,6 +168,7 @@ def apply(
         axes=HIDDEN,
         recipe=recipe,
         state=states["down"],
+        adaptation=config.lora,
         dtype=compute,
     )
     if ups.seen is not None:

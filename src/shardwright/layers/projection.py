@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright.layers import dense
+from shardwright.layers import dense, lora
+from shardwright.layers.dense import Dims
 from shardwright.layers.eight_bits.dense import DenseResult
 from shardwright.layers.eight_bits.dense import dense as quantized_dense
 from shardwright.layers.eight_bits.recipe import Recipe
 from shardwright.layers.eight_bits.weights import stored
+from shardwright.layers.lora import LoraConfig
 from shardwright.layers.placement import use
+from shardwright.vocabulary.axes import EMPTY
+
+
+def specs(
+    inputs: Dims, outputs: Dims, *, adaptation: LoraConfig | None, **options: Any
+) -> dict[str, Any]:
+    """Return the parameters of a product: those of `dense.specs`, and `lora` if it is adapted.
+
+    Args:
+      inputs: Axis and size of the dims that are contracted.
+      outputs: Axis and size of the dims of the result.
+      adaptation: The low-rank adaptation, or None.
+      **options: As in `dense.specs`.
+    """
+    tree: dict[str, Any] = {**dense.specs(inputs, outputs, **options)}
+    if adaptation is not None:
+        given = {"init": options.get("init"), "dtypes": options["dtypes"]}
+        tree["lora"] = lora.specs(adaptation, inputs, outputs, **given)
+    return tree
 
 
 def gather_weights(
@@ -47,6 +69,7 @@ def project(
     axes: Any,
     recipe: Recipe | None = None,
     state: Any = None,
+    adaptation: LoraConfig | None = None,
     contract: int = 1,
     dtype: Any = None,
 ) -> DenseResult:
@@ -59,6 +82,7 @@ def project(
       axes: Annotation of `x`.
       recipe: The recipe of the block, or None.
       state: The `DenseUse` of delayed scaling, or None.
+      adaptation: The low-rank adaptation of every product, or None. It is not in eight bits.
       contract: Number of dims that are contracted.
       dtype: Dtype of the operands and the results. Defaults to that of `x`.
 
@@ -69,25 +93,26 @@ def project(
     """
     kernels = {name: weights[name]["kernel"] for name in out}
     biases = {name: weights[name].get("bias") for name in out}
+    options: dict[str, Any] = {"contract": contract, "dtype": dtype}
     if recipe is None:
         ys = {
-            name: dense.dense(
-                x, kernel, biases[name], out=out[name], contract=contract, dtype=dtype
-            )
+            name: dense.dense(x, kernel, biases[name], out=out[name], **options)
             for name, kernel in kernels.items()
         }
-        return DenseResult(ys=ys, seen=None)
-    return quantized_dense(
-        x,
-        kernels,
-        recipe=recipe,
-        use=state,
-        biases=biases,
-        out=out,
-        axes=axes,
-        contract=contract,
-        dtype=dtype,
-    )
+        result = DenseResult(ys=ys, seen=None)
+    else:
+        result = quantized_dense(
+            x, kernels, recipe=recipe, use=state, biases=biases, out=out, axes=axes, **options
+        )
+    if adaptation is None:
+        return result
+    inner = (*axes[: len(axes) - contract], EMPTY)
+    adapted = {
+        name: y
+        + lora.apply(adaptation, weights[name]["lora"], x, out=out[name], inner=inner, **options)
+        for name, y in result.ys.items()
+    }
+    return dataclasses.replace(result, ys=adapted)
 
 
 def parts_of(recipe: Recipe | None, state: Any, names: tuple[str, ...]) -> dict[str, Any]:

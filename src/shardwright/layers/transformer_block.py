@@ -1,4 +1,5 @@
-"""A stack of transformer layers: attention, then an MLP or a mixture of experts.
+"""A stack of transformer layers: attention, cross-attention if there is any, then an MLP or a
+mixture of experts.
 
 The layers are scanned or unrolled, with a remat policy.
 """
@@ -48,6 +49,7 @@ class TransformerConfig:
       attention: Attention of every layer.
       mlp: The MLP or the mixture of experts of every layer. A tuple of them is a pattern that
         repeats: `(MlpConfig(...), MixtureConfig(...))` alternates the two.
+      cross: Cross-attention of every layer, between attention and MLP. None for none.
       windows: Window of each layer, as a pattern that repeats: `((1023, 0), None)` alternates local
         and global attention. Defaults to that of `attention` for all.
       dropout: Probability of dropping an element of a block's output, if `keys` has a dropout key.
@@ -63,6 +65,7 @@ class TransformerConfig:
     layers: int
     attention: AttentionConfig
     mlp: MlpConfig | MixtureConfig | tuple[MlpConfig | MixtureConfig, ...]
+    cross: AttentionConfig | None = None
     windows: tuple[Window | None, ...] = ()
     dropout: float = 0.0
     remat: str = "none"
@@ -71,10 +74,14 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         read_integer("layers", self.layers, error=LayerError, fix="pass layers=12")
         check_rate("dropout", self.dropout)
-        for mlp in self.mlps:
-            if mlp.embed != self.attention.embed:
+        sizes = [("mlp", mlp.embed) for mlp in self.mlps]
+        if self.cross is not None:
+            attention_block.check_cross(self.cross, "cross")
+            sizes.append(("cross", self.cross.embed))
+        for name, embed in sizes:
+            if embed != self.attention.embed:
                 raise LayerError(
-                    f"mlp.embed={mlp.embed} differs from attention.embed={self.attention.embed}",
+                    f"{name}.embed={embed} differs from attention.embed={self.attention.embed}",
                     fix="give both the size of the residual",
                 )
         if self.remat not in REMAT:
@@ -140,16 +147,14 @@ def specs(config: TransformerConfig) -> list[Any]:
     """Return the parameters as `ArraySpec`s.
 
     With `scan` there is one tree per layer of the pattern, with a leading LAYERS dim. Without
-    `scan` there is one tree per layer. Each tree is `{"attention": ..., "mlp": ...}`.
+    `scan` there is one tree per layer. Each tree is `{"attention": ..., "mlp": ...}`, with `cross`
+    if the config has it.
     """
     count = config.period if config.scan else config.layers
-    layers = [
-        {
-            "attention": attention_block.specs(config.attention),
-            "mlp": _specs_of(config.mlp_of(number)),
-        }
-        for number in range(count)
-    ]
+    shared = {"attention": attention_block.specs(config.attention)}
+    if config.cross is not None:
+        shared["cross"] = attention_block.specs(config.cross)
+    layers = [{**shared, "mlp": _specs_of(config.mlp_of(number))} for number in range(count)]
     if not config.scan:
         return layers
     return [stack_specs(layer, config.layers // count) for layer in layers]
@@ -221,10 +226,14 @@ def apply(
     positions: Any = None,
     segment_ids: Any = None,
     valid: Any = None,
+    encoded: Any = None,
+    encoded_segment_ids: Any = None,
 ) -> tuple[jax.Array, StackState]:
     """Return the residual after all layers, and the state.
 
-    Each layer is `x += attention(x)`, then `x += mlp(x)`. The norm after the last layer is not part
+    Each layer is `x += attention(x)`, then `x += mlp(x)`. With `cross` in the config,
+    `x += cross(x, encoded)` is between the two. Keys and values of `encoded` are not kept from call
+    to call. The norm after the last layer is not part
     of the stack. In a compiled program, caches that are full keep their length, and attention adds
     nothing for their tokens.
 
@@ -239,6 +248,8 @@ def apply(
       positions: As in `attention_block.apply`.
       segment_ids: As in `attention_block.apply`.
       valid: As in `attention_block.apply`.
+      encoded: As in `attention_block.apply`, for the cross-attention of every layer.
+      encoded_segment_ids: The same.
 
     Returns:
       (x, state). The state has the written caches, and of each mixture the same bias and this
@@ -246,7 +257,7 @@ def apply(
 
     Raises:
       LayerError: Caches are given with `scan`, or the number of caches, of mixtures or of trees is
-        wrong.
+        wrong. Or `encoded` is given without cross-attention, or the reverse.
       RankMismatchError: `x` is not `[batch, length, embed]`.
       CacheError: The tokens do not fit a cache, and the call is not traced.
       ShardingError: The rules of the ambient manager do not fit the arrays.
@@ -254,7 +265,15 @@ def apply(
     check_residual(x, config.attention.embed)
     state = StackState() if state is None else state
     _check_counts(config, params, state)
-    given = {"positions": positions, "segment_ids": segment_ids, "valid": valid}
+    _check_encoded(config, encoded, encoded_segment_ids)
+    given = {
+        "attention": {"positions": positions, "segment_ids": segment_ids, "valid": valid},
+        "cross": {
+            "segment_ids": segment_ids,
+            "encoded": encoded,
+            "encoded_segment_ids": encoded_segment_ids,
+        },
+    }
     x, key = place(x, RESIDUAL), (keys or {}).get("dropout")
     biases = [None] * len(params) if state.mixtures is None else state.mixtures
     scalings = state.scaling or [{"attention": None, "mlp": None} for _ in params]
@@ -268,7 +287,7 @@ def apply(
         own_config = config if cache is None else dataclasses.replace(config, remat="none")
         run = _layer(own_config, number, None if path is None else f"{path}/{number}", given)
         own = (biases[number], scalings[number])
-        x, cache, after = run(layer_params, x, _layer_key(key, number), cache, own)
+        x, cache, after = run(layer_params, x, _keys(config, key, number), cache, own)
         caches.append(cache)
         mixtures.append(after[0])
         seen.append(after[1])
@@ -297,7 +316,7 @@ def _scan(
         trees, *states, number = trip
         after = []
         for at, (run, tree, *own) in enumerate(zip(runs, trees, *states, strict=True)):
-            x, _, state = run(tree, x, _layer_key(key, number * count + at), None, tuple(own))
+            x, _, state = run(tree, x, _keys(config, key, number * count + at), None, tuple(own))
             after.append(state)
         return x, ([mixture for mixture, _ in after], [seen for _, seen in after])
 
@@ -334,7 +353,8 @@ def _run_layer(
     states: tuple[Any, Any],
 ) -> tuple[Any, Any, tuple[Any, Any]]:
     mixture, scaling = states
-    own, after_attention, inner, after_mlp = [None] * 4 if keys is None else list(keys)
+    given_keys = [None] * 6 if keys is None else list(keys)
+    (own, after_attention, inner, after_mlp), crossing = given_keys[:4], given_keys[4:]
 
     def part(name: str) -> str | None:
         return None if path is None else f"{path}/{name}"
@@ -346,9 +366,20 @@ def _run_layer(
         keys=None if own is None else {"dropout": own},
         state=AttentionState(cache=cache, scaling=scaling["attention"]),
         path=part("attention"),
-        **given,
+        **given["attention"],
     )
     x = _add(x, dropout(added, after_attention, config.dropout))
+    if config.cross is not None:
+        own, after = crossing
+        added, _ = attention_block.apply(
+            config.cross,
+            params["cross"],
+            x,
+            keys=None if own is None else {"dropout": own},
+            path=part("cross"),
+            **given["cross"],
+        )
+        x = _add(x, dropout(added, after, config.dropout))
     is_mixture = isinstance(mlp, MixtureConfig)
     apply_mlp = mixture_block.apply if is_mixture else mlp_block.apply
     added, state = apply_mlp(
@@ -368,9 +399,25 @@ def _add(x: Any, added: Any) -> Any:
     return place(x + added.astype(x.dtype), RESIDUAL)
 
 
-def _layer_key(key: Any, number: Any) -> Any:
-    """Return the four keys of a layer; the same ones with `scan` and without."""
-    return None if key is None else jax.random.split(jax.random.fold_in(key, number), 4)
+def _keys(config: TransformerConfig, key: Any, number: Any) -> Any:
+    """Return the keys of a layer, two per block; the same ones with `scan` and without."""
+    count = 4 if config.cross is None else 6
+    return None if key is None else jax.random.split(jax.random.fold_in(key, number), count)
+
+
+def _check_encoded(config: TransformerConfig, encoded: Any, segment_ids: Any) -> None:
+    if config.cross is not None and encoded is None:
+        raise LayerError(
+            "the layers have cross-attention, and encoded is not given",
+            path="encoded",
+            fix="pass the output of an encoder, [batch, encoded length, embed]",
+        )
+    if config.cross is None and not (encoded is None and segment_ids is None):
+        raise LayerError(
+            "encoded is given, and the layers have no cross-attention",
+            path="encoded",
+            fix="TransformerConfig(cross=AttentionConfig(causal=False, rope_theta=None, ...))",
+        )
 
 
 def _check_counts(config: TransformerConfig, params: Any, state: StackState) -> None:

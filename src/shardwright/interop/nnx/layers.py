@@ -340,7 +340,7 @@ class Transformer(_Block):
     def __init__(
         self, config: transformer_block.TransformerConfig, *, rngs: Any, path: str | None = None
     ) -> None:
-        parts = (config, config.attention, *config.mlps)
+        parts = (config, config.attention, config.cross, *config.mlps)
         drops = any(getattr(part, "dropout", 0) > 0 for part in parts)
         super().__init__(transformer_block.specs(config), rngs, path, drops=drops)
         self.config = config
