@@ -126,7 +126,7 @@ def test_levanter_with_an_override(folder: Path) -> None:
 
 
 def test_rules_as_json(folder: Path) -> None:
-    names = "--name embed=EMBED:param --name mlp=hidden"
+    names = "--name embed=EMBED:param --name mlp=hidden --own-axis hidden"
     code, out, _ = run(f"import rules rules.json --mesh data:-1,model:2 {names} --json", folder)
     assert code == 0
     data = json.loads(out)
@@ -182,6 +182,8 @@ BAD = {
     "import maxtext base.yml tensor": "'tensor' is not key=value",
     "import maxtext base.yml num_slices=[": "the value of 'num_slices=[' is not YAML",
     "import maxtext base.yml --name embed": "--name 'embed' is not NAME=AXIS",
+    "import maxtext base.yml --name embed=EMBD:param": "did you mean 'EMBED'? declare an axis of",
+    "import rules rules.json --mesh data:2 --name embed=EMBD": "did you mean 'EMBED'?",
     "import maxtext base.yml --name embed=EMBED:use": "is not NAME=AXIS",
     "import rules base.txt --mesh data:2": "'base.txt' is neither a .json nor a .yml file",
     "import rules bad.json --mesh data:2": "bad.json: the file is not JSON",

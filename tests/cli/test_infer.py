@@ -86,7 +86,9 @@ def test_strict_fails_on_guesses(model: str, capsys: pytest.CaptureFixture[str])
     assert infer(words) == 1
     data = json.loads(capsys.readouterr().out)
     assert (data["guesses"], data["open"], data["ok"]) == (1, 0, False)
-    assert infer(f"{words} --size 7=classes") == 0
+    own = Path(model).parent / "own.toml"
+    own.write_text('version = 1\n[axes]\nclasses = "classes of the head"\n', encoding="utf-8")
+    assert infer(f"{words} --size 7=classes --strategy {own}") == 0
     data = json.loads(capsys.readouterr().out)
     (head,) = [dim for dim in data["dims"] if (dim["path"], dim["dim"]) == ("head", 1)]
     assert (head["axis"], head["reason"]) == ("CLASSES", "size 7 is in sizes")
@@ -117,6 +119,15 @@ def test_conflict_writes_no_file(
         (f"MODEL:forward --params init {TOKENS} --size 7", "--size '7' is not N=AXIS"),
         (f"MODEL:forward --params init {TOKENS} -o axes.txt", "'axes.txt' is not a .toml file"),
         (f"MODEL:fails --params init {TOKENS}", "raised KeyError: 'missing' at plain_model.py:39"),
+        (
+            'MODEL:forward --params init --input "int32[2,10] BATCH SEQ"',
+            "did you mean 'LENGTH' or 'QUERY_LENGTH'? an axis of your own is declared",
+        ),
+        (
+            f"MODEL:forward --params init {TOKENS} --size 40=MLP_INTERMEDIAT",
+            "did you mean 'MLP_INTERMEDIATE'? an axis of your own is declared",
+        ),
+        (f"MODEL:forward --params init {TOKENS} --strategy no.toml", "no file 'no.toml'"),
         ("MODEL:forward --params init", "missing 1 required positional argument: 'tokens'"),
     ],
 )
@@ -150,6 +161,17 @@ def test_check_compares_names_with_the_program(
     assert (finding["file"], finding["line"]) == ("plain_model.py", 8)
 
 
+def test_check_takes_axes_that_a_strategy_declares(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text('version = 1\n[axes]\nword = "a position"\n', encoding="utf-8")
+    words = f'{model}:forward --params specs --input "int32[2,10] BATCH WORD"'
+    assert check(words) == 2
+    assert "unknown axis 'WORD'" in capsys.readouterr().err
+    assert check(f"{words} --strategy {own}") == 0
+
+
 def test_check_reads_path_rules(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +188,10 @@ def test_check_reads_path_rules(
     ("words", "says"),
     [
         ("MODEL:forward", "needs --params"),
+        (
+            'MODEL:forward --params specs --input "int32[2,10] BATCH LENGHT"',
+            "did you mean 'LENGTH'?",
+        ),
         (f"MODEL:forward --params init {TOKENS}", "init returns arrays without annotations"),
         (f"MODEL:forward --params init {TOKENS} --axes no.toml", "cannot read 'no.toml'"),
         (f"MODEL:forward --params init {TOKENS} --axes MODEL", "is not TOML"),

@@ -206,7 +206,7 @@ def test_strict_reports_open_and_guessed_dims() -> None:
     with pytest.raises(sw.StrategyError, match="VOCAB is a guess: logits") as caught:
         infer(model, strict=True)
     assert [problem.path for problem in caught.value.problems] == ["head", "head_bias"]
-    named = infer(model, sizes={7: "CLASSES"}, strict=True)
+    named = infer(model, sizes={7: "CLASSES"}, own_axes=["classes"], strict=True)
     assert named.annotations["head"] == (sw.EMBED, "__CLASSES__")
 
     unused = Model("unused", lambda params, tokens: tokens, {"weight": ((3, 5), "")})
@@ -237,6 +237,24 @@ def test_primitives_without_a_rule_are_listed() -> None:
 def test_invalid_seeds(seeds: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         infer(LLAMA, seeds=seeds)
+
+
+def test_misspelled_axes_are_refused() -> None:
+    """Neither a seed nor a size may name an axis that no strategy declares."""
+    seeds = [("BATCH", "LENGHT")]
+    with pytest.raises(sw.UnknownAxisError) as caught:
+        infer(LLAMA, seeds=seeds, sizes={models.HIDDEN: "MLP_INTERMEDIAT"})
+    assert [(each.path, each.axis) for each in caught.value.problems] == [
+        ("seed 0", "LENGHT"),
+        (f"sizes {models.HIDDEN}", "MLP_INTERMEDIAT"),
+    ]
+    assert "did you mean 'LENGTH'?" in caught.value.problems[0].fix
+    assert "did you mean 'MLP_INTERMEDIATE'?" in caught.value.problems[1].fix
+    assert "own_axes=strategy.axes" in str(caught.value)
+    declared = sw.Strategy.loads('version = 1\n[axes]\nlenght = "an axis of its own"\n')
+    assert not infer(LLAMA, seeds=seeds, own_axes=declared.axes).conflicts
+    with pytest.raises(sw.UnknownAxisError, match="did you mean 'LENGHT'"):
+        infer(LLAMA, seeds=[("BATCH", "LENGH")], own_axes=["lenght"])
 
 
 def test_nothing_is_computed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import textwrap
 from collections import Counter
@@ -94,8 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not strategies:
         parser().error("the following arguments are required: STRATEGY")
     tensors = None if arguments.tensors is None else read_tensors(arguments.tensors)
+    own_axes = _own_axes(strategies) if any(map(is_model, strategies)) else frozenset()
     results = [
-        check_model(text, arguments)
+        check_model(text, arguments, own_axes=own_axes)
         if is_model(text)
         else _check(text, tensors, arguments.mesh, arguments.devices)
         for text in strategies
@@ -128,6 +130,16 @@ def _check(text: str, tensors: Any, mesh: str | None, devices: int | None) -> Ch
         strategy=label,
         findings=lint(strategy, tensors, mesh=read_mesh_text(strategy, mesh, devices)),
     )
+
+
+def _own_axes(strategies: Sequence[str]) -> frozenset[str]:
+    """Return the axes that strategies declare. `_check` reports those that cannot be read."""
+    own: set[str] = set()
+    for text in strategies:
+        if not is_model(text):
+            with contextlib.suppress(ShardingError):
+                own.update(read_strategy(text)[0].axes)
+    return frozenset(own)
 
 
 def _is_about(error: ShardingError, text: str) -> bool:

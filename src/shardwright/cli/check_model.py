@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,13 @@ def is_model(text: str) -> bool:
     return text.rpartition(":")[0].endswith(".py")
 
 
-def check_model(text: str, arguments: argparse.Namespace) -> Checked:
+def check_model(text: str, arguments: argparse.Namespace, *, own_axes: Collection[str]) -> Checked:
     """Return the findings about the axis names of a model.
+
+    Args:
+      text: `file.py:function`.
+      arguments: The command line.
+      own_axes: Axes of their own that the other strategies of the command line declare.
 
     Raises:
       ShardingError: The model or its annotations cannot be read.
@@ -50,7 +56,7 @@ def check_model(text: str, arguments: argparse.Namespace) -> Checked:
         )
     model = read_model(text, arguments.params, arguments.input)
     annotations = _annotations(model, arguments)
-    findings = lint_names(annotations, infer_model(model, sizes={}))
+    findings = lint_names(annotations, infer_model(model, sizes={}, own_axes=own_axes))
     return Checked(strategy=text, findings=findings)
 
 

@@ -15,6 +15,7 @@ from shardwright.cli.inputs import unreadable
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.errors import StrategyError
 from shardwright.mesh.text import parse_mesh
+from shardwright.resolution.unknown_axes import check_axes
 from shardwright.strategy import files
 from shardwright.vocabulary.axes import EMPTY, canonical_axis, file_name
 
@@ -63,6 +64,13 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME=AXIS[:ROLE]",
         help="the axis that a name means, and optionally its role; repeat it for more",
+    )
+    command.add_argument(
+        "--own-axis",
+        action="append",
+        default=[],
+        metavar="AXIS",
+        help="an axis of your own that --name uses; repeat it for more",
     )
     command.add_argument(
         "--vocabulary",
@@ -129,6 +137,9 @@ def _imported(arguments: argparse.Namespace) -> Imported:
     from shardwright.interop.logical_rules import from_logical_axis_rules, read_rules, resized
 
     names = dict(map(read_name, arguments.name))
+    given = [(f"--name {name}", _axis_of(target)) for name, target in names.items()]
+    declare = "declare an axis of your own with --own-axis"
+    check_axes(given, arguments.own_axis, declare=declare)
     if arguments.format == "maxtext":
         if arguments.vocabulary:
             names = {**maxtext.NAMES, **names}
@@ -170,6 +181,12 @@ def read_name(text: str) -> tuple[str, Any]:
         raise StrategyError(what, fix="write --name embed=EMBED:param; roles: activation, param")
     axis = canonical_axis(match[2])
     return match[1], (axis, match[3]) if match[3] else axis
+
+
+def _axis_of(target: Any) -> str:
+    """Return the axis of a target, which may have a role."""
+    axis: str = target if isinstance(target, str) else target[0]
+    return axis
 
 
 def _without_roles(names: Mapping[str, Any]) -> dict[str, str]:
@@ -234,8 +251,8 @@ def _filled(text: str, width: int) -> list[str]:
 def _to_json(imported: Imported, out: str | None) -> dict[str, Any]:
     names = {}
     for name, target in imported.names.items():
-        axis, role = (target, None) if isinstance(target, str) else target
-        names[name] = {"axis": file_name(axis), "role": role}
+        role = None if isinstance(target, str) else target[1]
+        names[name] = {"axis": file_name(_axis_of(target)), "role": role}
     data = {"names": names, "notes": list(imported.notes), "strategy": imported.strategy.to_data()}
     return data if out is None else {**data, "file": out}
 

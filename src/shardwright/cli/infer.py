@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
-from shardwright.cli.inputs import unreadable
+from shardwright.cli.inputs import read_strategy, unreadable
 from shardwright.cli.models import add_model, infer_model, read_model
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.errors import StrategyError
@@ -26,7 +26,9 @@ order of the function's arguments: _ for a dim that is not sharded, ? for one of
 examples:
   shardwright infer model.py:forward --params init --input "int32[8,32] BATCH LENGTH"
   shardwright infer model.py:forward --params init --input "int32[8,32] BATCH LENGTH" \\
-      --size 7=CLASSES --strict -o axes.toml
+      --size 256=MLP_INTERMEDIATE --strict -o axes.toml
+  shardwright infer model.py:forward --params init --input "int32[8,32] BATCH LENGTH" \\
+      --size 7=CLASSES --strategy mine.toml
 
 exit codes: 0 inferred; 1 two operations name one dim differently, with --strict also open dims and
 guesses;
@@ -48,6 +50,12 @@ def parser() -> argparse.ArgumentParser:
         help="the axis of open and guessed dims of a size; repeat it for more",
     )
     command.add_argument(
+        "--strategy",
+        action="append",
+        metavar="STRATEGY",
+        help="a strategy that declares axes of your own; repeat it to add an overlay",
+    )
+    command.add_argument(
         "-o", "--out", metavar="FILE", help="write path rules to review, as a .toml file"
     )
     command.add_argument("--strict", action="store_true", help="fail on open dims and guesses too")
@@ -62,7 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
       ShardingError: The question is invalid.
     """
     model = read_model(arguments.model, arguments.params, arguments.input)
-    inferred = infer_model(model, sizes=dict(map(read_size, arguments.size)))
+    own_axes = read_strategy(*arguments.strategy)[0].axes if arguments.strategy else ()
+    sizes = dict(map(read_size, arguments.size))
+    inferred = infer_model(model, sizes=sizes, own_axes=own_axes)
     if arguments.out is not None and not inferred.conflicts:
         _write(arguments.out, inferred.toml())
     failed = bool(inferred.problems()) if arguments.strict else bool(inferred.conflicts)

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,12 +15,14 @@ from shardwright.cli.python_files import raised_error, read_function
 from shardwright.errors import ShardingError, StrategyError
 from shardwright.inference.infer import infer_axes
 from shardwright.inference.inferred import Inferred
+from shardwright.resolution.unknown_axes import check_axes
 from shardwright.trees.paths import is_array_spec
 from shardwright.trees.tensors import is_dtype
-from shardwright.vocabulary.axes import canonical_axis
+from shardwright.vocabulary.axes import EMPTY, canonical_axis
 
 _INPUT = re.compile(r"\s*([a-z0-9_]+)\[([0-9, ]*)\](.*)")
 _AXIS = re.compile(r"\?|[A-Za-z_][A-Za-z0-9_]*")
+_OWN = "an axis of your own is declared in a strategy: [axes], and --strategy FILE"
 _INPUT_EXAMPLE = '--input "int32[8,32] BATCH LENGTH"'
 
 
@@ -101,19 +103,42 @@ def _arrays(params: Any, specs: list[Any]) -> Any:
     return params
 
 
-def infer_model(model: Model, *, sizes: Mapping[int, str]) -> Inferred:
+def infer_model(
+    model: Model, *, sizes: Mapping[int, str], own_axes: Collection[str] = ()
+) -> Inferred:
     """Return the axes of a model's parameters.
 
+    Args:
+      model: The model.
+      sizes: Size -> axis.
+      own_axes: Axes of their own that strategies declare.
+
     Raises:
+      UnknownAxisError: An input or a size names an axis that does not exist.
       StrategyError: The model raises.
     """
+    places = [
+        (f"--input {at}", axis)
+        for at, axes in enumerate(model.seeds)
+        for axis in axes
+        if axis is not None
+    ]
+    places += [(f"--size {size}", axis) for size, axis in sizes.items()]
+    check_axes(places, own_axes, declare=_OWN)
     params = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
         model.params,
         is_leaf=is_array_spec,
     )
     try:
-        return infer_axes(model.forward, params, *model.inputs, seeds=model.seeds, sizes=sizes)
+        return infer_axes(
+            model.forward,
+            params,
+            *model.inputs,
+            seeds=model.seeds,
+            sizes=sizes,
+            own_axes=own_axes,
+        )
     except ShardingError:
         raise
     except Exception as error:
@@ -149,5 +174,12 @@ def read_input(text: str) -> tuple[jax.ShapeDtypeStruct, tuple[str | None, ...]]
             f"--input {text!r} does not have one axis for each of {len(shape)} dims",
             fix=f"write {_INPUT_EXAMPLE}, with ? for a dim of unknown axis",
         )
-    axes = [None if word == "?" else canonical_axis(word) for word in words or ["?"] * len(shape)]
-    return jax.ShapeDtypeStruct(shape, match[1]), tuple(axes)
+    axes = tuple(map(_axis, words)) if words else (None,) * len(shape)
+    return jax.ShapeDtypeStruct(shape, match[1]), axes
+
+
+def _axis(word: str) -> str | None:
+    """Return the axis of a word; None for a dim of unknown axis."""
+    if word == "?":
+        return None
+    return EMPTY if word == "EMPTY" else canonical_axis(word)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -36,9 +36,12 @@ from shardwright.inference.pieces import name_pieces
 from shardwright.inference.spelling import spell
 from shardwright.inference.step import Value
 from shardwright.inference.walk import Walker
+from shardwright.resolution.unknown_axes import check_axes
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import canonical_axis
 from shardwright.vocabulary.integers import read_integer
+
+_OWN: Final = "pass an axis of your own in own_axes=, such as own_axes=strategy.axes"
 
 
 def infer_axes(
@@ -47,6 +50,7 @@ def infer_axes(
     *inputs: Any,
     seeds: Sequence[Any],
     sizes: Mapping[int, str] | None = None,
+    own_axes: Iterable[str] = (),
     kernels: Mapping[str, Callable[..., Any]] | None = None,
     strict: bool = False,
 ) -> Inferred:
@@ -62,6 +66,7 @@ def infer_axes(
         for an array, or for a dim, about which nothing is known.
       sizes: Size -> axis, from the model's config. It names dims that would otherwise be open or
         guesses.
+      own_axes: Axes of your own that `seeds` and `sizes` name, such as `strategy.axes`.
       kernels: Name of a kernel of Pallas or of the FFI -> a function of plain JAX with the same
         operands and results, which inference reads instead. Without a function, the results of the
         kernel have new dims, and `unknown` names the kernel.
@@ -72,6 +77,8 @@ def infer_axes(
         guess, or has two names. A function of `kernels` does not fit, or the model does not call
         its kernel.
       RankMismatchError: A seed does not have one axis per dim.
+      UnknownAxisError: A seed or a size names an axis that is neither in the vocabulary nor in
+        `own_axes`.
 
     >>> import shardwright as sw
     >>> def forward(params, tokens):
@@ -87,6 +94,7 @@ def infer_axes(
     input_values = _seeded([np.shape(leaf) for leaf in jax.tree.leaves(inputs)], seeds)
     walker = Walker(Kernels(kernels or {}))
     by_size = _read_sizes({} if sizes is None else sizes)
+    _check_axes(input_values, by_size, own_axes)
     with _uncollected():
         results = walker.walk(closed.jaxpr, [*values, *input_values], place=())
         raise_problems(walker.kernels.unused())
@@ -188,6 +196,24 @@ def _read_sizes(sizes: Any) -> dict[int, str]:
         read_integer("sizes", size, error=StrategyError, fix=fix): canonical_axis(axis)
         for size, axis in sizes.items()
     }
+
+
+def _check_axes(
+    inputs: Sequence[Value], by_size: Mapping[int, str], own_axes: Iterable[str]
+) -> None:
+    """Check that every name of a seed or a size is an axis.
+
+    Raises:
+      UnknownAxisError: Some are not; all are reported at once.
+    """
+    places = [
+        (f"seed {at}", atom.name)
+        for at, value in enumerate(inputs)
+        for (atom,) in value.dims
+        if atom.name
+    ]
+    places += [(f"sizes {size}", axis) for size, axis in by_size.items()]
+    check_axes(places, own_axes, declare=_OWN)
 
 
 def _name_all(

@@ -54,6 +54,7 @@ def infer(
     seeds: Sequence[Any],
     call: Callable[..., Any] | None = None,
     sizes: Mapping[int, str] | None = None,
+    own_axes: Iterable[str] = (),
     strict: bool = False,
 ) -> Inferred:
     """Infer the axes of each array of a model from one trace of it. Nothing is computed.
@@ -65,6 +66,7 @@ def infer(
       call: Function of the model and the inputs. Defaults to `model(*inputs)`. Models of equinox
         often take one example: `lambda model, tokens: jax.vmap(model)(tokens)`.
       sizes: Size -> axis, from the model's config.
+      own_axes: Axes of your own that `seeds` and `sizes` name, such as `strategy.axes`.
       strict: Raise an error for conflicts, open dims and guesses.
 
     Returns:
@@ -73,6 +75,7 @@ def infer(
     Raises:
       StrategyError: There are not as many seeds as arrays. With `strict`, a dim is open, is a
         guess, or has two names.
+      UnknownAxisError: See `sw.infer_axes`.
 
     >>> import equinox as eqx, jax, shardwright as sw
     >>> model = eqx.nn.Embedding(16, 4, key=jax.random.key(0))
@@ -90,7 +93,8 @@ def infer(
         whole = equinox.combine(values, rest)
         return whole(*inputs) if call is None else call(whole, *inputs)
 
-    return infer_axes(forward, values, *inputs, seeds=seeds, sizes=sizes, strict=strict)
+    options: Any = {"sizes": sizes, "own_axes": own_axes, "strict": strict}
+    return infer_axes(forward, values, *inputs, seeds=seeds, **options)
 
 
 def place(model: Any, pm: "PartitionManager", annotations: Any) -> Any:

@@ -435,7 +435,7 @@ def known_sizes(sizes: Mapping[str, int], rules: AxisRules) -> dict[str, int]:
     by_axis = {canonical_axis(axis): as_shape((size,))[0] for axis, size in sizes.items()}
     raise_problems(
         [
-            dataclasses.replace(unknown_axis(axis, rules), path="sizes")
+            dataclasses.replace(unknown_axis(axis, rules.known_axes), path="sizes")
             for axis in by_axis
             if axis not in rules.known_axes
         ]

@@ -180,7 +180,7 @@ class Decider:
             return False
         for axis in names:
             if axis not in self.rules.known_axes:
-                self._add(unknown_axis(axis, self.rules), dim, position)
+                self._add(unknown_axis(axis, self.rules.known_axes), dim, position)
         return True
 
     def _add(self, problem: Problem, dim: Dim, position: int) -> None:

@@ -288,7 +288,7 @@ def lower_fitted(
             # report the name.
             raise_problems(
                 [
-                    unknown_axis(axis, rules)
+                    unknown_axis(axis, rules.known_axes)
                     for dim in lowered.dims
                     for axis in dim.axes
                     if axis not in rules.known_axes

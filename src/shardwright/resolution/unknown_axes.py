@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-from shardwright.errors import Problem, UnknownAxisError, did_you_mean
-from shardwright.resolution.rules import AxisRules
-from shardwright.vocabulary.axes import PARALLELISM_AXES, axis_label, canonical_axis
+from shardwright.errors import Problem, UnknownAxisError, did_you_mean, raise_problems
+from shardwright.vocabulary.axes import (
+    EMPTY,
+    KNOWN_AXES,
+    PARALLELISM_AXES,
+    axis_label,
+    canonical_axis,
+)
 from shardwright.vocabulary.layouts import LAYOUTS
 
 # Names that other libraries (flax, T5X, MaxText, transformers) give to dims, by our axes. If a name
@@ -32,16 +38,41 @@ OTHER_NAMES = {
 _AXES = {name: axes.split() for axes, names in OTHER_NAMES.items() for name in names.split()}
 
 
-def unknown_axis(axis: str, rules: AxisRules) -> Problem:
-    """Return the problem of an axis that is neither in the vocabulary nor declared by the
-    strategy.
+def check_axes(places: Iterable[tuple[str, str]], own: Iterable[str], *, declare: str) -> None:
+    """Check the names of axes that are given outside of a strategy.
+
+    Args:
+      places: Where each axis is given, and its canonical name.
+      own: Axes besides those of the vocabulary.
+      declare: How to declare an axis of one's own. The messages end with it.
+
+    Raises:
+      UnknownAxisError: Some are neither in the vocabulary nor in `own`. All are reported at once.
+    """
+    known = {EMPTY, *KNOWN_AXES, *map(canonical_axis, own)}
+    raise_problems(
+        [
+            dataclasses.replace(unknown_axis(axis, known, declare=declare), path=place)
+            for place, axis in places
+            if axis not in known
+        ]
+    )
+
+
+def unknown_axis(axis: str, known: Collection[str], *, declare: str = "") -> Problem:
+    """Return the problem of an axis that is neither in the vocabulary nor declared.
+
+    Args:
+      axis: The axis.
+      known: Canonical names of the axes that may be used.
+      declare: How to declare an axis of one's own. Defaults to the entry of a strategy.
     """
     name = axis_label(axis)
     canonical = canonical_axis(name)
-    if canonical in rules.known_axes:  # only the underscores or the case are wrong
+    if canonical in known:  # only the underscores or the case are wrong
         fix = f"write {axis_label(canonical)}, whose value is {canonical!r}"
         return Problem(error=UnknownAxisError, what=f"unknown axis {axis!r}", axis=name, fix=fix)
-    fix = _several_fix(name) or _close_fix(name, rules)
+    fix = _several_fix(name) or _close_fix(name, known, declare)
     return Problem(error=UnknownAxisError, what=f"unknown axis {name!r}", axis=name, fix=fix)
 
 
@@ -57,12 +88,12 @@ def _several_fix(name: str) -> str:
     return ""
 
 
-def _close_fix(name: str, rules: AxisRules) -> str:
+def _close_fix(name: str, known: Iterable[str], declare: str) -> str:
     layout = next((layout for layout in LAYOUTS if layout.upper() == name), "")
-    hint = axis_hint(name, sorted(map(axis_label, rules.known_axes)))
+    hint = axis_hint(name, sorted(axis_label(axis) for axis in known if axis != EMPTY))
     if layout:
         hint = f"did you mean the layout {layout}?"
-    declare = (
+    declare = declare or (
         f'an axis of your own is declared in the strategy: [axes] {name.lower()} = "what it is"'
     )
     return f"{hint} {declare}".strip()
