@@ -44,9 +44,9 @@ def decoder(params: Any, tokens: Any, shard: Any = unchanged) -> Any:
         mixed = shard(attend(rotary(q), rotary(k), v), *heads)
         x = shard(x + jnp.einsum("blhd,hde->ble", mixed, layer["o"]), *stream)
         hidden = rms_norm(x, layer["norm2"]) @ layer["up"]
-        hidden = jax.nn.gelu(shard(hidden, sw.BATCH, sw.LENGTH, sw.MLP_INTERMEDIATE))
+        hidden = jax.nn.gelu(shard(hidden, *length, sw.MLP_INTERMEDIATE))
         x = shard(x + hidden @ layer["down"], *stream)
-    return shard(x @ params["table"].T, sw.BATCH, sw.LENGTH, sw.VOCAB)
+    return shard(x @ params["table"].T, *length, sw.VOCAB)
 
 
 VOCAB, EMBED, HIDDEN = 128, 32, 64
@@ -158,8 +158,10 @@ def test_constraints_line_by_line() -> None:
         "BATCH KV_LENGTH KV_HEAD KV_HEAD_DIM: heads of keys and values (dot_general), 3 times"
         in (places)
     )
-    assert "BATCH LENGTH MLP_INTERMEDIATE: hidden dim of an MLP (dot_general), 6 times" in places
-    assert places[-2] == "BATCH LENGTH VOCAB: logits (dot_general)"
+    assert (
+        "BATCH QUERY_LENGTH MLP_INTERMEDIATE: hidden dim of an MLP (dot_general), 6 times" in places
+    )
+    assert places[-2] == "BATCH QUERY_LENGTH VOCAB: logits (dot_general)"
     assert all(line.startswith("models.py:") for line in lines[:-1])
     explained = forward.explain(manager("fsdp:2,tp:2"), width=200)
     assert "P('fsdp', None, 'tp')" in explained
@@ -173,6 +175,31 @@ def test_fused_projections_get_no_constraint() -> None:
     assert any("BATCH HEAD HEAD_DIM QUERY_LENGTH: heads" in line for line in lines)
 
 
+@pytest.mark.parametrize("preset", sw.Strategy.presets())
+def test_every_preset_runs(preset: str) -> None:
+    """The length enters products as QUERY_LENGTH, so it shares no mesh axis with their dims."""
+    forward = sw.constrained(decoder, infer(DECODER))
+    strategy = sw.Strategy.preset(preset)
+    mesh = cpu_mesh(",".join(f"{axis}:{1 + (axis in ('fsdp', 'tp'))}" for axis in strategy.mesh))
+    with sw.PartitionManager(strategy, mesh=mesh) as pm:
+        jax.eval_shape(forward, DECODER.shapes, *DECODER.inputs)
+        assert len(forward.explain(pm).splitlines()) > 2
+
+
+@pytest.mark.parametrize("length", ["QUERY_LENGTH", "KV_LENGTH"])
+def test_seeds_may_name_the_length_otherwise(length: str) -> None:
+    for model in (DECODER, LLAMA, models.GPT2):
+        seeded = dataclasses.replace(model, seeds=(("BATCH", length),))
+        assert infer(seeded).constraints == infer(model).constraints, model.name
+
+
+def test_the_reason_for_no_constraint_is_named() -> None:
+    for seeds, reason in (((None, "LENGTH"), "a dim without a name"), (("_", "LENGTH"), "BATCH")):
+        model = dataclasses.replace(DECODER, seeds=(seeds,))
+        with pytest.raises(sw.StrategyError, match=rf"gets a constraint: [0-9]+ with .*{reason}"):
+            sw.constrained(decoder, infer(model))
+
+
 def test_guessed_dims_get_no_constraint() -> None:
     kinds = {each.kind for each in infer(models.VIT).constraints}
     assert "logits" not in kinds
@@ -184,7 +211,8 @@ def test_guessed_dims_get_no_constraint() -> None:
         (jax.ShapeDtypeStruct((2, 24), jnp.float32),),
         (("BATCH", "EMBED"),),
     )
-    with pytest.raises(sw.StrategyError, match="no intermediate has a name for each of its dims"):
+    says = "no intermediate gets a constraint: 3 with a guessed dim"
+    with pytest.raises(sw.StrategyError, match=says):
         sw.constrained(guess.forward, infer(guess))
     named = infer(guess, sizes={40: "MLP_INTERMEDIATE"})
     assert [each.kind for each in named.constraints] == ["hidden dim of an MLP"]

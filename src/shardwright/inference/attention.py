@@ -10,10 +10,18 @@ from shardwright.inference.atoms import Atom, Dim, finest
 from shardwright.inference.evidence import Evidence, Site
 from shardwright.inference.facts import Product
 from shardwright.inference.names import Names
-from shardwright.vocabulary.axes import BATCH, HEAD, HEAD_DIM, KV_HEAD, LENGTH
+from shardwright.vocabulary.axes import (
+    HEAD,
+    HEAD_DIM,
+    KV_HEAD,
+    KV_LENGTH,
+    LENGTH,
+    QUERY_LENGTH,
+)
 
 # The query heads that share one kv head. GROUP is not an axis: (KV_HEAD, GROUP) is spelled HEAD.
 GROUP: Final = "__GROUP__"
+LENGTHS: Final = frozenset({LENGTH, QUERY_LENGTH, KV_LENGTH})
 _HEADS: Final = frozenset({HEAD, KV_HEAD, GROUP})
 
 
@@ -67,7 +75,7 @@ def _scores(product: Product) -> Scores | None:
 
     def is_position(atom: Atom) -> bool:
         # If the model has a table of positions, the length is a dim of a parameter too.
-        return not atom.learned or atom.name == LENGTH or atom in shared
+        return not atom.learned or atom.name in LENGTHS or atom in shared
 
     positions = [any(map(is_position, side)) for side in (left, right)]
     heads = [atom for atom in _factors(product.batch) if atom.learned and not atom.name]
@@ -93,11 +101,7 @@ def _scores(product: Product) -> Scores | None:
 
 def _name_scores(names: Names, scores: Scores) -> None:
     site = scores.site
-    heads = [
-        atom
-        for atom in scores.batch
-        if atom.learned and atom.name not in (BATCH, LENGTH) and atom.name in ("", *_HEADS)
-    ]
+    heads = [atom for atom in scores.batch if atom.learned and atom.name in ("", *_HEADS)]
     heads = _with_shards(heads, names.facts.shards)
     # Without heads, this may be another product of two activations.
     guess = not heads and not scores.groups

@@ -104,9 +104,10 @@ def constrained(forward: Callable[..., Any], inferred: Inferred) -> Constrained:
     """
     raise_problems([conflict.problem() for conflict in inferred.conflicts])
     if not inferred.constraints:
+        reasons = [f"{count} with {why}" for why, count in inferred.unconstrained.items()]
         raise StrategyError(
-            "no intermediate has a name for each of its dims",
-            fix="name the batch of every input in seeds=, and guessed sizes in sizes=",
+            f"no intermediate gets a constraint: {', '.join(reasons) or 'there are none'}",
+            fix="name the batch and the length of every input in seeds=, and sizes in sizes=",
         )
     return Constrained(forward=forward, inferred=inferred)
 

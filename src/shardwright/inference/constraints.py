@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from jax.extend import core
 
 from shardwright.inference.atoms import finest
-from shardwright.inference.attention import GROUP
+from shardwright.inference.attention import GROUP, LENGTHS
 from shardwright.inference.facts import Output, Piece
 from shardwright.inference.pieces import Factors, named_factors
 from shardwright.inference.report import axis_text
@@ -43,7 +43,8 @@ _JAXPRS: Final = (core.ClosedJaxpr, core.Jaxpr)
 _PRODUCTS: Final = frozenset({"dot_general", "conv_general_dilated"})
 _ADDITIONS: Final = frozenset({"add", "add_any"})
 _SHARDED: Final = frozenset({HEAD, KV_HEAD, MLP_INTERMEDIATE})
-_POSITIONS: Final = frozenset({BATCH, LENGTH, EMPTY})
+# Axes of products: heads, hidden dims and logits.
+_ENTERED: Final = frozenset({HEAD, MLP_INTERMEDIATE, VOCAB})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +73,10 @@ class Constraint:
         return f"{self.source or '?'}: {axes}: {self.kind} ({self.primitive})"
 
 
-def choose(outputs: Iterable[Output], pieces: Iterable[Piece]) -> tuple[Constraint, ...]:
-    """Return the constraints of a program.
+def choose(
+    outputs: Iterable[Output], pieces: Iterable[Piece]
+) -> tuple[tuple[Constraint, ...], Mapping[str, int]]:
+    """Return the constraints of a program, and the number of other intermediates by reason.
 
     An intermediate gets one if every dim has a name that is not a guess, one of the dims is BATCH,
     and an axis of `KINDS` is among them. The result of fused projections gets none: one of its dims
@@ -81,15 +84,27 @@ def choose(outputs: Iterable[Output], pieces: Iterable[Piece]) -> tuple[Constrai
     """
     cut = {atom for piece in pieces for atom in finest(piece.whole) if atom.name in _SHARDED}
     chosen = []
+    refused: dict[str, int] = {}
     for output in outputs:
-        if any(atom in cut for dim in output.dims for atom in finest(dim)):
-            continue
+        atoms = [atom for dim in output.dims for atom in finest(dim)]
         rows = [named_factors(dim) for dim in output.dims]
         names = [name for row in rows for name, _ in row]
-        kind = "" if any(map(_is_fused, rows)) else _kind(names, output)
-        if kind and not any(atom.guess for dim in output.dims for atom in finest(dim)):
+        reason = ""
+        if "" in names:
+            reason = "a dim without a name"
+        elif any(atom.guess for atom in atoms):
+            reason = "a guessed dim"
+        elif BATCH not in names:
+            reason = "no dim named BATCH"
+        elif not cut.isdisjoint(atoms) or any(map(_is_fused, rows)):
+            reason = "a fused dim"
+        elif kind := _kind(names, output):
             chosen.append(_constraint(output, rows, kind))
-    return tuple(chosen)
+        else:
+            reason = "other dims"
+        if reason:
+            refused[reason] = refused.get(reason, 0) + 1
+    return tuple(chosen), refused
 
 
 def is_candidate(primitive: str, operands: Iterable[Value]) -> bool:
@@ -106,10 +121,9 @@ def _is_fused(row: Factors) -> bool:
 
 def _kind(names: list[str], output: Output) -> str:
     """Return what an intermediate is, or nothing if it gets no constraint."""
-    own = [name for name in names if name not in _POSITIONS]
-    if BATCH not in names or "" in names or len({*own}) < len(own):
-        return ""
-    if names.count(BATCH) > 1 or names.count(LENGTH) > 1:
+    own = [name for name in names if name not in (BATCH, EMPTY, *LENGTHS)]
+    lengths = [name for name in names if name in LENGTHS]
+    if names.count(BATCH) > 1 or len(lengths) > 1 or len({*own}) < len(own):
         return ""
     is_sum = output.primitive in _ADDITIONS or output.primitive == "gather"
     if is_sum and own != [EMBED]:
@@ -122,13 +136,16 @@ def _kind(names: list[str], output: Output) -> str:
 
 
 def _constraint(output: Output, rows: list[Factors], kind: str) -> Constraint:
-    """Spell the dims of an intermediate as an annotation."""
+    """Spell the dims of an intermediate as an annotation.
+
+    The sequence is LENGTH in the residual stream, KV_LENGTH in keys and values, and QUERY_LENGTH in
+    the other products, whatever the seeds call it.
+    """
     names = {name for row in rows for name, _ in row}
-    other: dict[str, str] = {}
     if KV_HEAD in names:
-        other = {LENGTH: KV_LENGTH, HEAD_DIM: KV_HEAD_DIM}
-    elif HEAD in names:
-        other = {LENGTH: QUERY_LENGTH}
+        other = {**dict.fromkeys(LENGTHS, KV_LENGTH), HEAD_DIM: KV_HEAD_DIM}
+    else:
+        other = dict.fromkeys(LENGTHS, LENGTH if names.isdisjoint(_ENTERED) else QUERY_LENGTH)
     axes: list[Any] = []
     for row in rows:
         factors = [(other.get(name, name), size) for name, size in row]

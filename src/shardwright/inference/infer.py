@@ -116,6 +116,7 @@ def infer_axes(
         for at, (size, entry, dim) in enumerate(zip(np.shape(leaf), row, value.dims, strict=True))
     )
     annotations = [tuple(entry.axis for entry in row) for row in rows]
+    constraints, unconstrained = choose(walker.facts.outputs, walker.facts.pieces)
     inferred = Inferred(
         annotations=jax.tree.unflatten(tree, annotations),
         evidence=evidence,
@@ -124,7 +125,8 @@ def infer_axes(
             f"{name} ({why.source})" if why.source else name
             for name, why in walker.facts.unknown.items()
         ),
-        constraints=choose(walker.facts.outputs, walker.facts.pieces),
+        constraints=constraints,
+        unconstrained=unconstrained,
         program=fingerprint(closed.jaxpr),
     )
     if strict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from shardwright.errors import Problem, StrategyError, raise_problems
@@ -88,6 +89,7 @@ class Inferred:
       unknown: Primitives that inference does not understand, and kernels without a function in
         `kernels=`, such as `pallas_call my_kernel`.
       constraints: The intermediates that `sw.constrained` constrains.
+      unconstrained: Number of intermediates without a constraint, by reason.
       program: A digest of the traced program.
     """
 
@@ -96,6 +98,7 @@ class Inferred:
     conflicts: tuple[Conflict, ...]
     unknown: tuple[str, ...]
     constraints: tuple[Constraint, ...] = ()
+    unconstrained: Mapping[str, int] = dataclasses.field(default_factory=dict)
     program: str = ""
 
     @property
