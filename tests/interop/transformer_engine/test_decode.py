@@ -125,6 +125,31 @@ def test_decode_past_the_cache() -> None:
     assert np.isnan(jax.jit(step)(variables)).all()
 
 
+@pytest.mark.wide
+def test_decode_of_a_layer_past_the_cache() -> None:
+    layer = te.TransformerLayer(
+        hidden_size=8,
+        mlp_hidden_size=12,
+        num_attention_heads=2,
+        layer_type=te.TransformerLayerType.DECODER,
+    )
+    fixed = {"deterministic": True, "max_decode_length": 7, "decode": True}
+    encoded, cross = X[:, :5], jnp.zeros((2, 1, 7, 5), jnp.uint8)
+    init = lambda x: layer.init(jax.random.key(0), x, encoded, None, cross, **fixed)  # noqa: E731
+    variables = nn.unbox(jax.jit(init)(X))
+    variables["cache"] = jax.tree.map(
+        lambda leaf: jnp.full_like(leaf, 7) if leaf.ndim == 0 else leaf, variables["cache"]
+    )
+
+    def step(variables: Any) -> Any:
+        given = (X[:, :1], encoded, None, cross[:, :, :1])
+        return layer.apply(variables, *given, mutable=["cache"], **fixed)[0]
+
+    with pytest.raises(sw.ShardingError, match="holds 7 tokens, has 7, and gets 1 more"):
+        step(variables)
+    assert np.isnan(jax.jit(step)(variables)).all()
+
+
 @pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("mask_type", ["padding", "causal", "padding_causal"])
 @pytest.mark.sweep(keep=1)
