@@ -48,6 +48,16 @@ def specs():
     }
 
 
+def shaped(key):
+    return {**init(key), "act": jax.nn.gelu, "hidden": 40}
+
+
+def with_function(params, tokens):
+    x = params["table"][tokens]
+    hidden = params["act"](x @ params["up"]).reshape(-1, params["hidden"])
+    return (x.reshape(-1, 24) + hidden @ params["down"]) @ params["table"].T
+
+
 def fails(params, tokens):
     return params["missing"]
 """
@@ -79,6 +89,16 @@ def test_table_and_file(model: str, tmp_path: Path, capsys: pytest.CaptureFixtur
         "^table$": ["VOCAB", "EMBED"],
         "^up$": ["EMBED", "MLP_INTERMEDIATE"],
     }
+
+
+def test_functions_and_numbers_of_parameters_stay(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--params` may name a class of equinox, whose leaves are not all arrays."""
+    assert infer(f"{model}:with_function --params shaped {TOKENS} --json") == 0
+    dims = json.loads(capsys.readouterr().out)["dims"]
+    assert [dim["path"] for dim in dims if dim["axis"] == "MLP_INTERMEDIATE"] == ["down", "up"]
+    assert {dim["path"] for dim in dims} == {"table", "up", "down", "head"}
 
 
 def test_strict_fails_on_guesses(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +138,7 @@ def test_conflict_writes_no_file(
         ('MODEL:forward --params init --input "int32[2,3] BATCH"', "one axis for each of 2 dims"),
         (f"MODEL:forward --params init {TOKENS} --size 7", "--size '7' is not N=AXIS"),
         (f"MODEL:forward --params init {TOKENS} -o axes.txt", "'axes.txt' is not a .toml file"),
-        (f"MODEL:fails --params init {TOKENS}", "raised KeyError: 'missing' at plain_model.py:39"),
+        (f"MODEL:fails --params init {TOKENS}", "raised KeyError: 'missing' at plain_model.py:49"),
         (
             'MODEL:forward --params init --input "int32[2,10] BATCH SEQ"',
             "did you mean 'LENGTH' or 'QUERY_LENGTH'? an axis of your own is declared",

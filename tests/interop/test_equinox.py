@@ -146,6 +146,45 @@ def test_other_values_stay() -> None:
     assert model.blocks[0].mlp.activation is decoder().blocks[0].mlp.activation
 
 
+def test_a_constrained_model_is_called_with_its_functions() -> None:
+    """The model is passed as it is: its activation functions are leaves that nobody traces."""
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp_sp"), mesh=sw.create_mesh("fsdp:4,tp:2"))
+    constrained = sw.constrained(apply, inferred())
+    with pm:
+        traced = jax.make_jaxpr(lambda tokens: constrained(decoder(), tokens))(TOKENS)
+    count = str(traced).count("sharding_constraint[")
+    assert count == len(constrained.inferred.constraints) > 0
+
+
+@pytest.mark.wide
+def test_a_constrained_model_has_the_same_values() -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp_sp"), mesh=sw.create_mesh("fsdp:4,tp:2"))
+    placed = bridge.place(decoder(), pm, inferred().annotations)
+    with pm:
+        logits = eqx.filter_jit(sw.constrained(apply, inferred()))(placed, TOKENS)
+    np.testing.assert_allclose(logits, apply(decoder(), TOKENS), rtol=1e-5, atol=1e-5)
+    assert logits.sharding.spec == jax.P("fsdp", None, "tp")
+
+
+def test_numbers_in_a_model_stay() -> None:
+    """A probability is a leaf too. It decides what is traced, so it must not become an array."""
+
+    class Part(eqx.Module):
+        table: Any
+        dropout: Any
+
+        def __call__(self, tokens: Any) -> Any:
+            return self.dropout(self.table.weight[tokens]) @ self.table.weight.T
+
+    table = eqx.nn.Embedding(64, 32, key=jax.random.key(0))
+    part = Part(table, eqx.nn.Dropout(0.1, inference=True))
+    found = bridge.infer(part, TOKENS, seeds=[(sw.BATCH, sw.LENGTH)])
+    with sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=sw.create_mesh("fsdp:8")):
+        constrained = sw.constrained(Part.__call__, found)
+        logits = jax.eval_shape(lambda tokens: constrained(part, tokens), TOKENS)
+    assert logits.shape == (8, 16, 64)
+
+
 def test_the_default_call_is_the_model() -> None:
     model = eqx.nn.Linear(32, 64, key=jax.random.key(0))
     found = bridge.infer(model, jnp.ones(32), seeds=[(sw.EMBED,)])

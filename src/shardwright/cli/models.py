@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -80,27 +81,77 @@ def read_model(name: str, params: str, inputs: Sequence[str]) -> Model:
     )
     pairs = [read_input(text) for text in inputs]
     try:
-        specs: list[Any] = []
-        # `jax.eval_shape` returns arrays only, so `_arrays` puts `ArraySpec`s into a list.
-        shapes = jax.eval_shape(lambda *keys: _arrays(init(*keys), specs), *_keys(init))
+        result: list[_Params] = []
+        # `jax.eval_shape` returns arrays only, so `_arrays` keeps what else there is.
+        shapes = jax.eval_shape(lambda *keys: _arrays(init(*keys), result), *_keys(init))
     except ShardingError:
         raise
     except Exception as error:
         raise raised_error(f"{file}:{params}", error) from error
+    (found,) = result
     return Model(
         name=name,
-        forward=forward,
-        params=specs[0] if specs else shapes,
+        forward=found.forward(forward),
+        params=found.with_arrays(shapes),
         inputs=tuple(shape for shape, _ in pairs),
         seeds=tuple(axes for _, axes in pairs),
     )
 
 
-def _arrays(params: Any, specs: list[Any]) -> Any:
-    if any(map(is_array_spec, jax.tree.leaves(params, is_leaf=is_array_spec))):
-        specs.append(params)
-        return None
-    return params
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Params:
+    """Parameters without their arrays.
+
+    Attributes:
+      tree: The structure.
+      leaves: Functions, numbers and `ArraySpec`s as they are, and `_ARRAY` for an array.
+    """
+
+    tree: Any
+    leaves: Sequence[Any]
+
+    def with_arrays(self, arrays: Sequence[Any], *, others: bool = False) -> Any:
+        """Return the parameters with these arrays.
+
+        Args:
+          arrays: One per array of the parameters.
+          others: Whether functions and numbers are returned too. By default they are None.
+        """
+        remaining = iter(arrays)
+        leaves = []
+        for leaf in self.leaves:
+            if leaf is _ARRAY:
+                leaves.append(next(remaining))
+            else:
+                leaves.append(leaf if others or is_array_spec(leaf) else None)
+        return jax.tree.unflatten(self.tree, leaves)
+
+    def forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of the arrays that calls another one with the whole parameters."""
+        if all(leaf is _ARRAY or is_array_spec(leaf) for leaf in self.leaves):
+            return function
+
+        def forward(params: Any, *inputs: Any) -> Any:
+            return function(self.with_arrays(jax.tree.leaves(params), others=True), *inputs)
+
+        return forward
+
+
+_ARRAY = object()
+
+
+def _arrays(params: Any, result: list[_Params]) -> list[Any]:
+    """Return the arrays of parameters, and put the rest into a list."""
+    leaves, tree = jax.tree.flatten(params, is_leaf=is_array_spec)
+    is_array = [not (is_array_spec(leaf) or _is_fixed(leaf)) for leaf in leaves]
+    kept = [_ARRAY if each else leaf for leaf, each in zip(leaves, is_array, strict=True)]
+    result.append(_Params(tree, kept))
+    return list(itertools.compress(leaves, is_array))
+
+
+def _is_fixed(leaf: Any) -> bool:
+    """Tell whether a leaf is a function or a number, such as a probability, and not an array."""
+    return callable(leaf) or isinstance(leaf, (bool, int, float, complex, str))
 
 
 def infer_model(

@@ -40,19 +40,34 @@ class Constrained:
     def __call__(self, params: Any, *inputs: Any) -> Any:
         """Return `forward(params, *inputs)`, with its intermediates sharded by the ambient manager.
 
+        Leaves of `params` that inference left out, such as the functions in a model of equinox,
+        stay as they are.
+
         Raises:
           StrategyError: The program is not the one that was inferred.
           ShardingError: An intermediate does not fit the rules or the mesh.
         """
-        closed, result = jax.make_jaxpr(self.forward, return_shape=True)(params, *inputs)
+        leaves, tree = jax.tree.flatten((params, inputs))
+        is_array = _are_arrays(params, len(leaves), self.inferred)
+        arrays = list(itertools.compress(leaves, is_array))
+
+        def run(*arrays: Any) -> Any:
+            remaining = iter(arrays)
+            whole = [
+                next(remaining) if each else leaf
+                for leaf, each in zip(leaves, is_array, strict=True)
+            ]
+            params, inputs = jax.tree.unflatten(tree, whole)
+            return self.forward(params, *inputs)
+
+        closed, result = jax.make_jaxpr(run, return_shape=True)(*arrays)
         if fingerprint(closed.jaxpr) != self.inferred.program:
             raise StrategyError(
                 "the program differs from the one that was inferred: it has other operations",
                 fix="call infer_axes with arrays of the shapes and dtypes of this call",
             )
         constraints = {each.place: each for each in self.inferred.constraints}
-        leaves = jax.tree.leaves((params, inputs))
-        outputs = _evaluate(closed.jaxpr, closed.consts, leaves, constraints)
+        outputs = _evaluate(closed.jaxpr, closed.consts, arrays, constraints)
         return jax.tree.unflatten(jax.tree.structure(result), outputs)
 
     def __str__(self) -> str:
@@ -110,6 +125,19 @@ def constrained(forward: Callable[..., Any], inferred: Inferred) -> Constrained:
             fix="name the batch and the length of every input in seeds=, and sizes in sizes=",
         )
     return Constrained(forward=forward, inferred=inferred)
+
+
+def _are_arrays(params: Any, leaves: int, inferred: Inferred) -> list[bool]:
+    """Tell for each leaf of parameters and inputs whether it is traced.
+
+    The annotation of a leaf that is not an array is None, as `interop.equinox.infer` returns it.
+    """
+    tree: Any = jax.tree.structure(params)
+    try:
+        own = [entry is not None for entry in tree.flatten_up_to(inferred.annotations)]
+    except ValueError:  # another tree of the same arrays, such as one without its functions
+        own = [True] * tree.num_leaves
+    return [*own, *[True] * (leaves - len(own))]
 
 
 @contextlib.contextmanager
