@@ -216,6 +216,45 @@ def test_strict_reports_open_and_guessed_dims() -> None:
     assert infer(unused).toml().endswith("# open: dim 0, 1\n")
 
 
+def two_widths(params: Any, x: Any) -> Any:
+    """Two blocks of two layers each; the second layer of each is wider at its end."""
+    for block in params["blocks"]:
+        for layer in block:
+            x = x @ layer["w"]
+    return x
+
+
+WIDTHS = Model(
+    "two widths",
+    two_widths,
+    {"blocks": [[{"w": ((16, 32), "")}, {"w": ((32, 16), "")}]] * 2},
+    (jax.ShapeDtypeStruct((2, 16), jnp.float32),),
+    (("BATCH", None),),
+)
+
+
+def test_one_entry_has_arrays_of_one_shape() -> None:
+    inferred = infer(WIDTHS, sizes={16: "EMBED", 32: "EMBED"})
+    labels = [line for line in str(inferred).splitlines() if line.startswith("blocks")]
+    assert labels == ["blocks/*/0/w  (2 arrays)", "blocks/*/1/w  (2 arrays)"]
+    rules = tomllib.loads(inferred.toml())
+    assert list(rules) == ["^blocks/[0-9]+/0/w$", "^blocks/[0-9]+/1/w$"]
+
+
+def test_advice_for_one_size_is_the_same_everywhere() -> None:
+    """`sizes=` names every dim of a size, so it is no advice for two different guesses."""
+    with pytest.raises(sw.StrategyError) as caught:
+        infer(WIDTHS, strict=True)
+    fixes: dict[int, set[str]] = {}
+    for problem in caught.value.problems:
+        fixes.setdefault(problem.size, set()).add(problem.fix)
+    assert all(len(each) == 1 for each in fixes.values()), fixes
+    inferred = infer(WIDTHS)
+    axes = {dim.axis for dim in inferred.guesses if dim.size == 16}
+    assert len(axes) > 1
+    assert "dims of size 16 have several names" in fixes[16].pop()
+
+
 def test_primitives_without_a_rule_are_listed() -> None:
     def forward(params: Any, tokens: Any) -> Any:
         return params["table"][tokens] @ jnp.linalg.eigh(params["square"])[1]

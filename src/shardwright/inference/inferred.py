@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwright.errors import Problem, StrategyError, raise_problems
@@ -135,20 +135,43 @@ class Inferred:
 
     def problems(self) -> list[Problem]:
         """Return a problem for each conflict, open dim and guess."""
+        names: dict[int, list[str]] = {}
+        for dim in (*self.open, *self.guesses):
+            own = names.setdefault(dim.size, [])
+            if (name := _name(dim)) not in own:
+                own.append(name)
         opened = [
-            _problem(dim, "no rule names this dim", "name it in seeds= or sizes=")
-            for dim in self.open
+            _problem(dim, "no rule names this dim", _fix(dim, names[dim.size])) for dim in self.open
         ]
         guesses = [
-            _problem(
-                dim,
-                f"{report.axis_text(dim.axis)} is a guess: {dim.evidence}",
-                f"if it is right, write sizes={{{dim.size}: {report.axis_text(dim.axis)!r}}}, "
-                "or review the rules that toml() returns",
-            )
+            _problem(dim, f"{_name(dim)} is a guess: {dim.evidence}", _fix(dim, names[dim.size]))
             for dim in self.guesses
         ]
         return [*(conflict.problem() for conflict in self.conflicts), *opened, *guesses]
+
+
+def _name(dim: InferredDim) -> str:
+    return "?" if dim.is_open else report.axis_text(dim.axis)
+
+
+def _fix(dim: InferredDim, names: Sequence[str]) -> str:
+    """Return how to name an open dim or a guess.
+
+    Args:
+      dim: The dim.
+      names: The names of all open dims and guesses of its size, which `sizes=` would name alike.
+    """
+    if len(names) > 1:
+        return (
+            f"correct its rule in the text of toml(): dims of size {dim.size} have several names "
+            f"here ({', '.join(names)}), and sizes= would give them one"
+        )
+    if dim.is_open:
+        return "name it in seeds= or sizes="
+    return (
+        f"if it is right, write sizes={{{dim.size}: {_name(dim)!r}}}, or review the rules that "
+        "toml() returns"
+    )
 
 
 def _problem(dim: InferredDim, what: str, fix: str) -> Problem:

@@ -26,7 +26,8 @@ _NUMBER = re.compile(r"\d+")
 def table_text(inferred: Inferred, *, width: int = WIDTH) -> str:
     """Return a line per dim below the path of its array, the conflicts, and a line of totals.
 
-    Arrays whose paths differ only in a number, such as those of layers, are one entry.
+    Arrays of one shape and of the same axes whose paths differ only in a number, such as those of
+    layers, are one entry.
     """
     rules = list(path_rules(inferred))
     cells = [
@@ -156,12 +157,12 @@ def path_rules(inferred: Inferred) -> Iterator[PathRule]:
 
 
 def _counting(paths: Sequence[str], rows: Mapping[str, Row]) -> frozenset[int]:
-    """Return the positions of the numbers in similar paths that do not change the annotation."""
+    """Return the positions of the numbers in similar paths that change neither shape nor axes."""
     every = frozenset(range(len(_NUMBER.findall(paths[0]))))
     for candidate in (every, *(every - {at} for at in sorted(every, reverse=True))):
         meanings: dict[str, set[Any]] = {}
         for path in paths:
-            meaning = tuple((dim.axis, dim.guess, dim.is_open) for dim in rows[path])
+            meaning = tuple((dim.size, dim.axis, dim.guess, dim.is_open) for dim in rows[path])
             meanings.setdefault(_with_wildcards(path, candidate, "*"), set()).add(meaning)
         if all(len(meaning) == 1 for meaning in meanings.values()):
             return candidate
