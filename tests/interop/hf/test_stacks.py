@@ -51,6 +51,28 @@ def test_every_family_stacks(case: str, tmp_path: Path) -> None:
     assert axes == {name: spec.axes for name, spec in checkpoint.specs.items()}
 
 
+def test_load_takes_the_options_of_read(tmp_path: Path) -> None:
+    files.write(tmp_path, "mixtral")
+    options = {"stack_experts": False, "stack_layers": True}
+    params, specs = hf.load(tmp_path, manager(), mode="decode", **options)
+    checkpoint = hf.read(tmp_path, **options)
+    assert specs == checkpoint.specs
+    expected = checkpoint.load(manager(), mode="decode")
+    assert {name: each.sharding for name, each in params.items()} == {
+        name: each.sharding for name, each in expected.items()
+    }
+
+
+def test_a_strategy_is_no_manager(tmp_path: Path) -> None:
+    files.write(tmp_path, "llama")
+    for wrong in ("fsdp_tp", sw.Strategy.preset("fsdp_tp")):
+        with pytest.raises(sw.StrategyError, match="not a manager") as caught:
+            hf.load(tmp_path, wrong)  # type: ignore[arg-type]
+        assert "sw.PartitionManager" in caught.value.fix
+        with pytest.raises(sw.StrategyError, match="not a manager"):
+            hf.read(tmp_path).explain(wrong)  # type: ignore[arg-type]
+
+
 def test_axes_and_specs(tmp_path: Path) -> None:
     files.write(tmp_path, "mixtral")
     checkpoint = hf.read(tmp_path, stack_layers=True)

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,8 @@ from shardwright.interop.hf.safetensors_files import safetensors_of
 from shardwright.interop.hf.source import Source, Stack
 from shardwright.interop.hf.stacks import stack_experts as _stack_experts
 from shardwright.interop.hf.stacks import stack_layers as _stack_layers
+from shardwright.manager.manager import PartitionManager
 from shardwright.vocabulary.annotations import ArraySpec
-
-if TYPE_CHECKING:
-    from shardwright.manager.manager import PartitionManager
 
 _SHORTER: Final = {np.dtype(np.int64): np.dtype(np.int32), np.dtype(np.uint64): np.dtype(np.uint32)}
 
@@ -65,6 +63,7 @@ class Checkpoint:
           CheckpointError: A file has changed, or a value does not fit its dtype. No array is
             returned.
         """
+        _check_manager(pm)
         shardings = pm.shardings(self.specs, mode=mode)
         return {
             name: place(name, source, self.specs[name].dtype, shardings[name])
@@ -78,6 +77,7 @@ class Checkpoint:
           pm: The manager.
           mode: Runtime mode. Defaults to the manager's.
         """
+        _check_manager(pm)
         return shardings_text(self.specs, pm, mode)
 
     def __str__(self) -> str:
@@ -90,11 +90,14 @@ def load(
     *,
     dtype: Any = None,
     axes: Mapping[str, Any] | None = None,
+    stack_experts: bool = True,
+    stack_layers: bool = False,
+    mode: str | None = None,
 ) -> tuple[dict[str, jax.Array], dict[str, ArraySpec]]:
     """Read a checkpoint into the sharding of a strategy.
 
-    This is `read(folder).load(pm)`. To see the axes of each tensor first, print what `read`
-    returns.
+    With `checkpoint = read(folder)`, this is `(checkpoint.load(pm), checkpoint.specs)`. To see the
+    axes of each tensor first, print what `read` returns.
 
     Args:
       folder: Folder with `config.json` and safetensors files, or a GGUF file.
@@ -102,6 +105,9 @@ def load(
       dtype: Dtype of the weights that are stored as floats of 16 bits or more. Defaults to the
         stored one.
       axes: Pattern -> annotation, for tensors that the family does not have.
+      stack_experts: See `read`.
+      stack_layers: See `read`.
+      mode: Runtime mode. Defaults to the manager's.
 
     Returns:
       The parameters by name, and their `ArraySpec`s.
@@ -110,8 +116,25 @@ def load(
       CheckpointError: See `read`. Nothing is loaded.
       ShardingError: See `Checkpoint.load`. Nothing is loaded.
     """
-    checkpoint = read(folder, dtype=dtype, axes=axes)
-    return checkpoint.load(pm), checkpoint.specs
+    _check_manager(pm)
+    checkpoint = read(
+        folder, dtype=dtype, axes=axes, stack_experts=stack_experts, stack_layers=stack_layers
+    )
+    return checkpoint.load(pm, mode=mode), checkpoint.specs
+
+
+def _check_manager(pm: Any) -> None:
+    """Check that a manager is one, and not a strategy or its name.
+
+    Raises:
+      StrategyError: It is not.
+    """
+    if not isinstance(pm, PartitionManager):
+        raise StrategyError(
+            f"pm is {type(pm).__name__}, not a manager",
+            path="pm",
+            fix='pass sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh(...))',
+        )
 
 
 def read(
