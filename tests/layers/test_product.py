@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -49,12 +50,16 @@ MESHES = [
 ]
 # This preset shards the tokens over sp, and has no slots for them there.
 REFUSAL = "CAPACITY is not sharded over sp, but the tokens are"
+# These presets shard keys over sp. One token without a cache attends to one key.
+LONG = ("sequence", "serve_long_context")
 MODES = ("train", "prefill", "decode", "insert")
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(8, 8, EMBED)).astype(np.float32)
 TOKENS = RNG.integers(0, VOCAB, (8, 8))
 MLP = mlp_block.MlpConfig(embed=EMBED, hidden=32)
 ATTENTION = attention_block.AttentionConfig(embed=EMBED, heads=8, kv_heads=4, head_dim=4)
+CROSS = dataclasses.replace(ATTENTION, causal=False, rope_theta=None)
+ENCODED = RNG.normal(size=(8, 16, EMBED)).astype(np.float32)
 MIXTURE = mixture_block.MixtureConfig(
     moe=moe.MoEConfig(embed=EMBED, hidden=8, experts=8, per_token=2, shared=1, balance_loss=0.1)
 )
@@ -78,6 +83,12 @@ BLOCKS: dict[str, tuple[Any, Any, Any, Any]] = {
     "attention": (
         attention_block.specs(ATTENTION),
         lambda p, x: attention_block.apply(ATTENTION, p, x)[0],
+        X,
+        RESIDUAL,
+    ),
+    "cross": (
+        attention_block.specs(CROSS),
+        lambda p, x: attention_block.apply(CROSS, p, x, encoded=ENCODED)[0],
         X,
         RESIDUAL,
     ),
@@ -109,8 +120,10 @@ def make_manager(preset: str, mesh: str, kind: str, mode: str) -> sw.PartitionMa
 
 def refused(preset: str, block: str, mode: str) -> str:
     """Return the error of what is refused by name; empty if it runs."""
-    if mode == "insert" and block in ("attention", "stack"):
+    if mode == "insert" and block in ("attention", "cross", "stack"):
         return "mode insert moves rows of a cache and does not attend"
+    if mode == "decode" and preset in LONG and block in ("attention", "stack"):
+        return "KV_LENGTH: size 1 does not divide over sp"
     if preset == "serve_long_context" and block in ("mixture", "stack"):
         return REFUSAL if mode in ("train", "prefill") else ""
     return ""
@@ -134,7 +147,7 @@ def test_sharded_equals_unsharded(preset: str, mesh: str, kind: str, block: str,
         stored = pm.shard(blocks.random_params(specs), specs, role="param")
         if refusal := refused(preset, block, mode):
             with pytest.raises(sw.ShardingError, match=refusal):
-                f(stored, pm.shard(x, axes))
+                f(stored, pm.shard(x[:, :length], axes))
             return
         got = blocks.values_and_gradients(f, stored, pm.shard(x[:, :length], axes))
     blocks.assert_close(got, unsharded(block, length), rtol=1e-4)
