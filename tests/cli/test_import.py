@@ -56,7 +56,7 @@ def test_maxtext_to_a_file(folder: Path) -> None:
         (folder / "out.toml").read_text(encoding="utf-8")
         == """\
 # Imported from base.yml.
-# note: mesh axes without a size have size 1: data
+# note: mesh axes without a size have size 1: data (no ici_data_parallelism)
 # note: rules of mode prefill: prefill_activation_length as activation_length
 
 version = 1

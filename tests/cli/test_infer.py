@@ -82,6 +82,8 @@ def test_table_and_file(model: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out
     assert "guess: logits (dot_general, plain_model.py:9)" in " ".join(printed.split())
     assert "8 of 8 dims named, 1 of them by guess; 0 open; 0 conflicts" in printed
+    # The file has every array, so only those with guesses are printed.
+    assert [line for line in printed.splitlines() if line in ("down", "head", "table")] == ["head"]
     assert printed.endswith(f"rules written to {out}\n")
     assert tomllib.loads(out.read_text(encoding="utf-8")) == {
         "^down$": ["MLP_INTERMEDIATE", "EMBED"],
@@ -89,6 +91,12 @@ def test_table_and_file(model: str, tmp_path: Path, capsys: pytest.CaptureFixtur
         "^table$": ["VOCAB", "EMBED"],
         "^up$": ["EMBED", "MLP_INTERMEDIATE"],
     }
+
+
+def test_table_without_a_file(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert infer(f"{model}:forward --params init {TOKENS}") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.isalpha()] == ["down", "head", "table", "up"]
 
 
 def test_functions_and_numbers_of_parameters_stay(

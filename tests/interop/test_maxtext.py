@@ -80,7 +80,7 @@ def test_mesh_and_notes() -> None:
         "replica": 1,
     }
     assert imported.notes == (
-        "mesh axes without a size have size 1: replica",
+        "mesh axes without a size have size 1: replica (no ici_replica_parallelism)",
         "the names of the inputs' dims are activation_batch, activation_length",
         "rules of mode prefill: prefill_activation_length as activation_length",
         "rules of mode decode: decode_batch as activation_batch",

@@ -56,7 +56,10 @@ def parser() -> argparse.ArgumentParser:
         help="a strategy that declares axes of your own; repeat it to add an overlay",
     )
     command.add_argument(
-        "-o", "--out", metavar="FILE", help="write path rules to review, as a .toml file"
+        "-o",
+        "--out",
+        metavar="FILE",
+        help="write path rules to review, as a .toml file; print only guesses and open dims",
     )
     command.add_argument("--strict", action="store_true", help="fail on open dims and guesses too")
     add_output(command)
@@ -79,7 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({**inferred.to_json(), "ok": not failed})
     else:
-        lines = inferred.text(width=width_of(arguments.width)).split("\n")
+        text = inferred.text if arguments.out is None else inferred.summary
+        lines = text(width=width_of(arguments.width)).split("\n")
         if arguments.out is not None:
             outcome = "not written" if inferred.conflicts else "written"
             lines.append(f"rules {outcome} to {arguments.out}")

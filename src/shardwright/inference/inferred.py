@@ -118,6 +118,10 @@ class Inferred:
         """Return the table at a width, in characters per line."""
         return report.table_text(self, width=width)
 
+    def summary(self, *, width: int = WIDTH) -> str:
+        """Return the part of the table that has guesses and open dims, and the totals."""
+        return report.table_text(self, width=width, is_summary=True)
+
     def toml(self) -> str:
         """Return path rules as TOML, for a person to review and commit.
 

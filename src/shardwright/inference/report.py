@@ -23,13 +23,20 @@ _LEAST_ROOM = 24
 _NUMBER = re.compile(r"\d+")
 
 
-def table_text(inferred: Inferred, *, width: int = WIDTH) -> str:
+def table_text(inferred: Inferred, *, width: int = WIDTH, is_summary: bool = False) -> str:
     """Return a line per dim below the path of its array, the conflicts, and a line of totals.
 
     Arrays of one shape and of the same axes whose paths differ only in a number, such as those of
     layers, are one entry.
+
+    Args:
+      inferred: The result.
+      width: Characters per line.
+      is_summary: Leave out entries without guesses and open dims.
     """
     rules = list(path_rules(inferred))
+    if is_summary:
+        rules = [rule for rule in rules if any(dim.guess or dim.is_open for dim in rule.dims)]
     cells = [
         (str(dim.dim), str(dim.size), "?" if dim.is_open else axis_text(dim.axis))
         for rule in rules

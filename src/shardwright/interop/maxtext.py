@@ -285,7 +285,8 @@ def _mesh(values: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, int], 
             sizes[axis] = size or 1
     raise_problems(problems)
     if unsized := [axis for axis in axes if not any(key in values for key in _keys(axis))]:
-        notes.append(f"mesh axes without a size have size 1: {', '.join(unsized)}")
+        missing = [f"{axis} (no {next(_keys(axis))})" for axis in unsized]
+        notes.append(f"mesh axes without a size have size 1: {', '.join(missing)}")
     across = _filled(across, _slices(values))
     mesh = {axis: -1 if size == -1 else size * across[axis] for axis, size in inside.items()}
     if len(free := [axis for axis, size in mesh.items() if size == -1]) > 1:
