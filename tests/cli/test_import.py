@@ -51,7 +51,13 @@ def test_maxtext_to_a_file(folder: Path) -> None:
     code, out, _ = run(line, folder)
     assert code == 0
     assert out.splitlines()[0] == "4 names imported"
-    assert out.splitlines()[-1] == "written to out.toml"
+    assert out.splitlines()[-5:] == [
+        "written to out.toml",
+        'next  pm = sw.PartitionManager(sw.Strategy.load("out.toml"))',
+        "next  imported = maxtext.from_config(...); --json prints its names",
+        "next  values, axes = flax.annotations(variables, imported.names)",
+        "next  or annotate by hand: embed is LOGICAL_EMBED",
+    ]
     assert (
         (folder / "out.toml").read_text(encoding="utf-8")
         == """\
@@ -92,6 +98,17 @@ order = "rules"
     assert run(f"{line} --force --vocabulary", folder)[0] == 0
     strategy = sw.Strategy.load(folder / "out.toml")
     assert strategy.rules == {"batch": "data+fsdp", "query_length": "tensor", "embed": "fsdp"}
+
+
+def test_explain_suggests_imported_axes(folder: Path) -> None:
+    line = "import rules rules.json --mesh data:2,model:4 -o out.toml"
+    assert run(line, folder)[0] == 0
+    _, out, _ = run("explain embed mlp --strategy out.toml --mode train", folder)
+    assert "unknown axis 'MLP'\n    fix   did you mean 'LOGICAL_MLP'?" in out
+    assert "note: EMBED has no rule, but the strategy declares LOGICAL_EMBED" in out
+    code, out, _ = run("explain logical_embed logical_mlp --strategy out.toml", folder)
+    assert code == 0
+    assert "note" not in out
 
 
 def test_t5x_with_a_binding(folder: Path) -> None:

@@ -20,11 +20,18 @@ from shardwright.cli.tensors import read_tensors
 from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
 from shardwright.plan.compare import bytes_on_device
 from shardwright.plan.report.text import bytes_text
-from shardwright.resolution.decisions import HEAD, DimDecision, Resolution, mesh_axes_text, row
+from shardwright.resolution.decisions import (
+    HEAD,
+    DimDecision,
+    Outcome,
+    Resolution,
+    mesh_axes_text,
+    row,
+)
 from shardwright.resolution.partition_specs import spec_text
 from shardwright.resolution.tables import remarked_table, table
 from shardwright.trees.tensors import Tensor
-from shardwright.vocabulary.axes import Role
+from shardwright.vocabulary.axes import Role, axis_label
 from shardwright.vocabulary.lowering import describe
 from shardwright.vocabulary.modes import MODE_NAMES, MODES, mode_name
 
@@ -129,6 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         answers = [ask(tensor, setting, modes)]
         lines = array_lines(answers[0], width=width_of(arguments.width))
+        lines += imported_lines(answers[0], setting)
     ok = all(answer.ok for answer in answers)
     if arguments.json:
         tree = (
@@ -219,6 +227,21 @@ def array_lines(answer: Answer, *, width: int) -> list[str]:
         problems = _with_fix(resolution.problems, sizes="give the sizes: --shape")
         lines += [f"  {line}" for line in render(problems).splitlines() if problems]
     return lines
+
+
+def imported_lines(answer: Answer, setting: Setting) -> list[str]:
+    """Return a line for each axis without a rule whose name an import has given another axis."""
+    declared = set(map(axis_label, setting.manager.rules.user_axes))
+    labels = dict.fromkeys(
+        decision.label
+        for resolution in answer.modes.values()
+        for decision in resolution.decisions
+        if decision.outcome is Outcome.NO_RULE and f"LOGICAL_{decision.label}" in declared
+    )
+    return [
+        f"  note: {label} has no rule, but the strategy declares LOGICAL_{label}"
+        for label in labels
+    ]
 
 
 def _groups(modes: Mapping[str, Resolution]) -> list[tuple[list[str], Resolution]]:

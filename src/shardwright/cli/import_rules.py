@@ -17,7 +17,11 @@ from shardwright.errors import StrategyError
 from shardwright.mesh.text import parse_mesh
 from shardwright.resolution.unknown_axes import check_axes
 from shardwright.strategy import files
-from shardwright.vocabulary.axes import EMPTY, canonical_axis, file_name
+from shardwright.vocabulary.axes import (
+    EMPTY,
+    canonical_axis,
+    file_name,
+)
 
 if TYPE_CHECKING:
     from shardwright.interop.logical_rules import Imported
@@ -25,6 +29,13 @@ if TYPE_CHECKING:
 _SOURCES = ("maxtext", "t5x", "levanter", "rules")
 _SEMANTICS = ("flax", "nnx", "strict")
 _NAME = re.compile(r"([^=]+)=([A-Za-z_][A-Za-z0-9_]*)(?::(activation|param))?")
+# By format: the function of Python that imports, and the one that annotates a model.
+_IN_PYTHON = {
+    "maxtext": ("maxtext.from_config", "flax.annotations(variables, imported.names)"),
+    "t5x": ("t5x.from_gin", "t5x.annotations(variables, imported.names)"),
+    "levanter": ("haliax.from_levanter", "haliax.annotations(model, imported.names)"),
+    "rules": ("from_logical_axis_rules", "flax.annotations(variables, imported.names)"),
+}
 _EPILOG = f"""\
 FORMAT is maxtext or levanter (a YAML configuration), t5x (a gin file) or rules (a YAML or JSON file
 with a list of pairs, alone or under logical_axis_rules). OVERRIDE is key=value of a configuration,
@@ -103,8 +114,28 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         width = width_of(arguments.width)
         lines = [line for text in str(imported).split("\n") for line in _filled(text, width)]
-        print_lines([*lines, f"written to {arguments.out}"])
+        steps = [line for text in _next_steps(imported, arguments) for line in _filled(text, width)]
+        print_lines([*lines, f"written to {arguments.out}", *steps])
     return 0
+
+
+def _next_steps(imported: Imported, arguments: argparse.Namespace) -> list[str]:
+    """Return how a model gets the imported strategy, and its dims the imported axes."""
+    call, annotate = _IN_PYTHON[arguments.format]
+    steps = [
+        f'next  pm = sw.PartitionManager(sw.Strategy.load("{arguments.out}"))',
+        f"next  imported = {call}(...); --json prints its names",
+        f"next  values, axes = {annotate}",
+    ]
+    own = [
+        name
+        for name, target in imported.names.items()
+        if _axis_of(target) == canonical_axis(f"logical_{name}")
+    ]
+    if own:
+        name = min(own, key=len)
+        steps.append(f"next  or annotate by hand: {name} is LOGICAL_{name.upper()}")
+    return steps
 
 
 def _check_options(arguments: argparse.Namespace) -> None:

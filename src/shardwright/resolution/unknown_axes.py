@@ -102,7 +102,8 @@ def _close_fix(name: str, known: Iterable[str], declare: str) -> str:
 def axis_hint(name: str, labels: Iterable[str]) -> str:
     """Return `did you mean 'X'?` for a name that is not an axis, or an empty string.
 
-    Names of other libraries come first, then names with similar letters.
+    An axis that an import made of the name comes first, such as `logical_mlp`. Names of other
+    libraries come next, then names with similar letters.
 
     Args:
       name: The unknown name, in any case.
@@ -112,6 +113,8 @@ def axis_hint(name: str, labels: Iterable[str]) -> str:
     "did you mean 'mlp_intermediate'?"
     """
     by_name = {label.lower(): label for label in labels}
+    if imported := by_name.get(f"logical_{name.lower()}"):
+        return f"did you mean {imported!r}?"
     bare = name.lower().removeprefix("activation_")  # MaxText's prefix of activations
     axes = [by_name[axis.lower()] for axis in _AXES.get(bare, [bare]) if axis.lower() in by_name]
     if not axes:
