@@ -13,6 +13,7 @@ import pytest
 
 import shardwright as sw
 from shardwright.interop import flax as bridge
+from shardwright.interop.logical_rules import to_logical_axis_rules
 
 nn = pytest.importorskip("flax.linen")
 
@@ -139,7 +140,7 @@ def test_shardings_equal_those_of_flax() -> None:
     specs = nn.get_partition_spec(variables)
     for mesh in MESHES:
         pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh(mesh))
-        exported = bridge.to_logical_axis_rules(pm, NAMES)
+        exported = to_logical_axis_rules(pm, NAMES)
         theirs = nn.logical_to_mesh_sharding(specs, pm.mesh, exported)
         own = pm.shardings(values, axes)
         triples = zip(*map(jax.tree.leaves, (own, theirs, values)), strict=True)

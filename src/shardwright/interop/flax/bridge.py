@@ -1,8 +1,4 @@
-"""Models of flax linen: read the logical names of variables, and resolve constraints by a strategy.
-
-The model's source stays as it is. `names` maps each of its logical names to an axis and a role, as
-in `logical_rules`.
-"""
+"""Read the names of a linen model's variables, and enter the rules of a strategy."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -78,6 +74,9 @@ def rules(
     The manager is part of jit's cache key, so a jitted function is traced again under another
     strategy. flax's own rules are not part of that key.
 
+    flax alone cannot initialize or apply `nn.DenseGeneral` with more than two names in
+    `jax.set_mesh`, because it constrains the flattened kernel. Here it constrains the full kernel.
+
     Args:
       pm: The manager.
       names: Name in the model -> (axis, role), or an axis for both roles.
@@ -88,10 +87,13 @@ def rules(
     """
     import flax.linen as nn
 
+    from shardwright.interop.flax.dense_general import kernels_unflattened
+
     if AxisType.Explicit in pm.mesh.axis_types:
         what = "flax's constraints need Auto mesh axes, and the mesh has Explicit ones"
         raise StrategyError(what, fix='use axis_types = "auto"')
-    with pm, nn.logical_axis_rules(to_logical_axis_rules(pm, names, sizes=sizes)):
+    exported = to_logical_axis_rules(pm, names, sizes=sizes)
+    with pm, nn.logical_axis_rules(exported), kernels_unflattened():
         yield
 
 

@@ -1,0 +1,72 @@
+"""`nn.DenseGeneral`: initialize a kernel without a constraint on its flattened form.
+
+`nn.DenseGeneral` calls its initializer with a flattened shape of rank 2, and reshapes the result.
+flax applies the constraint of the names to the flattened array too. If there are more names than
+dims, JAX raises an error. Here the flattened array has no constraint, and the reshaped one has it.
+This file imports flax, so `bridge` imports it where it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+from flax.core import meta
+
+
+def kernels_unflattened() -> contextlib.AbstractContextManager[None]:
+    """Enter a context in which `nn.DenseGeneral` constrains its parameters only in full shape."""
+    context: contextlib.AbstractContextManager[None] = nn.intercept_methods(_intercept)
+    return context
+
+
+def _intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """Call a method, with other initializers if it is that of `nn.DenseGeneral`."""
+    module = context.module
+    if not isinstance(module, nn.DenseGeneral) or context.method_name != "__call__":
+        return call(*args, **kwargs)
+    own = {name: getattr(module, name) for name in ("kernel_init", "bias_init")}
+    try:
+        for name, init in own.items():
+            # A bound module is frozen, so that flax's own `__setattr__` raises an error.
+            object.__setattr__(module, name, _Initializer(init))
+        return call(*args, **kwargs)
+    finally:
+        for name, init in own.items():
+            object.__setattr__(module, name, init)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Initializer:
+    """An initializer of flattened arrays. Two are equal if they wrap the same one."""
+
+    init: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        box = self.init(*args, **kwargs)
+        return _Flattened(box) if isinstance(box, meta.Partitioned) else box
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Flattened(meta.AxisMetadata[Any]):
+    """A box around a flattened array, which becomes the original box around the reshaped one."""
+
+    box: Any
+
+    def unbox(self) -> Any:
+        """Return the array without a constraint."""
+        return self.box.unbox(apply_constraint=False)
+
+    def replace_boxed(self, val: Any) -> Any:
+        """Return the original box with another array."""
+        return self.box.replace_boxed(val)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> Any:
+        """Add an axis to the original box."""
+        return _Flattened(self.box.add_axis(index, params))
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> Any:
+        """Remove an axis from the original box."""
+        return _Flattened(self.box.remove_axis(index, params))
