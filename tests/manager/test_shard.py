@@ -351,3 +351,16 @@ def test_values_that_fit_32_bits_are_rounded() -> None:
         np.testing.assert_array_equal(
             pm.shard(x, sw.EMPTY), x.astype(np.int32 if x.dtype.kind == "i" else np.float32)
         )
+
+
+def test_a_placed_array_may_share_memory() -> None:
+    """Only what moves is copied, so donating the result may delete an array that was placed."""
+    axes = {"norm": (sw.NORM,), "up": (sw.EMBED, sw.MLP_INTERMEDIATE)}
+    given = {"norm": jnp.ones(8), "up": jnp.ones((8, 8))}
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:4,tp:2"))
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    step(pm.shard(jax.tree.map(jnp.copy, given), axes, role="param"))
+    assert not any(x.is_deleted() for x in given.values())
+    step(pm.shard(given, axes, role="param"))
+    assert given["norm"].is_deleted()
+    assert not given["up"].is_deleted()

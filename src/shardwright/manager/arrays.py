@@ -44,7 +44,9 @@ class ArrayMethods(ManagerCore):
 
         Inside a trace, `shard` adds a sharding constraint, or a reshard over Explicit mesh axes.
         Outside of a trace it places the array. `shard` is strict: an array that does not fit raises
-        an error. NumPy data must be equal in all processes of the mesh, which is checked.
+        an error. NumPy data must be equal in all processes of the mesh, which is checked. Like
+        `jax.device_put`, `shard` copies only what it moves: the result may share memory with `x`,
+        so a function that donates the result may delete arrays of `x`.
 
         Args:
           x: JAX or NumPy arrays, or a tree of them.
