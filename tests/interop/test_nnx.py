@@ -166,7 +166,7 @@ def test_an_optimizer_is_placed_like_its_model() -> None:
     with nnx.use_eager_sharding(False):
         model = linear()
         optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
-    bridge.place(optimizer, manager("fsdp:4,tp:2"), NAMES)
+    assert bridge.place(optimizer, manager("fsdp:4,tp:2"), NAMES) is optimizer
     moments = optimizer.opt_state[0].mu
     assert moments["kernel"].get_value().sharding.spec == P("fsdp", "tp")
     assert moments["bias"].get_value().sharding.spec == P()

@@ -114,7 +114,7 @@ def annotations(model: Any, names: Names) -> tuple[Any, Any]:
     return jax.tree.map(value, state, is_leaf=is_variable), axes
 
 
-def place(model: Any, pm: "PartitionManager", names: Names) -> None:
+def place(model: Any, pm: "PartitionManager", names: Names) -> Any:
     """Place the arrays of a model or an optimizer that was created elsewhere, as parameters.
 
     Args:
@@ -122,11 +122,15 @@ def place(model: Any, pm: "PartitionManager", names: Names) -> None:
       pm: The manager.
       names: Name in the model -> (axis, role), or an axis for both roles.
 
+    Returns:
+      The same model.
+
     Raises:
       UnknownAxisError: Variables have names that are not in `names`; all are reported at once.
     """
     values, axes = annotations(model, names)
     _flax("nnx").update(model, jax.device_put(values, pm.shardings(values, axes)))
+    return model
 
 
 def _own_axes(variable: Any, rank: int) -> Any:
