@@ -231,3 +231,56 @@ def test_a_rule_with_a_fallback_needs_a_size() -> None:
             init = nnx.with_partitioning(nnx.initializers.ones, ("heads",))
             variable = nnx.Param(init(jax.random.key(0), (size,)))
         assert variable.get_value().sharding.is_equivalent_to(jax.NamedSharding(pm.mesh, spec), 1)
+
+
+@pytest.mark.parametrize("how", ["eager", "jit", "vmap"])
+def test_bound_refuses_a_size_that_does_not_divide(how: str) -> None:
+    """In jit and vmap, nnx alone replicates the dim without a message."""
+    pm = manager("fsdp:1,tp:8")
+    init = kernel("embed", "heads")
+
+    def create(rngs: Any) -> Any:
+        return nnx.Linear(16, 4, kernel_init=init, use_bias=False, rngs=rngs)
+
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def stacked(rngs: Any) -> Any:
+        return create(rngs)
+
+    run = {"eager": create, "jit": nnx.jit(create), "vmap": stacked}[how]
+    refused = pytest.raises(sw.IndivisibleError, match="size 4 does not divide over tp=8")
+    with refused as caught, bridge.bound(pm, NAMES):
+        run(nnx.Rngs(0))
+    assert 'rule  head = "tp"' in str(caught.value)
+    assert caught.value.dim == 1
+
+
+def test_bound_refuses_a_size_other_than_the_given_one() -> None:
+    strategy = sw.Strategy(mesh={"tp": 8}, rules={"head": "tp | -"})
+    pm = sw.PartitionManager(strategy, mesh=sw.create_mesh("tp:8"))
+    init = nnx.with_partitioning(nnx.initializers.ones, ("heads",))
+    names = {"heads": (sw.HEAD, "param")}
+    refused = pytest.raises(sw.IndivisibleError, match="size 4 of 'heads' does not divide")
+    with refused, bridge.bound(pm, names, sizes={"heads": 8}):
+        nnx.Param(init(jax.random.key(0), (4,)))
+
+
+def test_bound_refuses_names_that_are_missing() -> None:
+    refused = pytest.raises(sw.UnknownAxisError, match="the name 'mlp' is not in names")
+    with refused, bridge.bound(manager("fsdp:4,tp:2"), {"embed": (sw.EMBED, "param")}):
+        linear()
+
+
+def test_flax_is_unchanged_outside_bound() -> None:
+    from flax.core import spmd
+
+    with bridge.bound(manager("fsdp:4,tp:2"), NAMES):
+        wrapped = spmd.shard_value
+        with bridge.bound(manager("fsdp:8"), NAMES):
+            assert spmd.shard_value is wrapped
+    rules, mesh = (("embed", "fsdp"), ("mlp", "tp")), sw.create_mesh("fsdp:4,tp:2")
+    with jax.set_mesh(mesh), spmd.logical_axis_rules(rules):
+        assert linear().kernel.get_value().sharding.spec == P("fsdp", "tp")
+        # Sizes that do not divide are not checked here.
+        init = kernel("embed", "mlp")
+        nnx.jit(lambda: nnx.Linear(3, 5, kernel_init=init, rngs=nnx.Rngs(0)))()

@@ -14,11 +14,8 @@ from jax.sharding import PartitionSpec
 
 from shardwright._jax import duplicate_spec_errors
 from shardwright.errors import Problem, StrategyError, raise_problems
-from shardwright.interop.logical_rules import (
-    Names,
-    axis_of,
-    one_rule_each,
-)
+from shardwright.interop.logical_rules import Names, axis_of, one_rule_each
+from shardwright.interop.nnx.checked import Table, install
 from shardwright.vocabulary.axes import EMPTY
 
 if TYPE_CHECKING:
@@ -39,6 +36,10 @@ def bound(
     variable then have the same mesh axis, JAX raises an error. A note on this error lists these
     rules.
 
+    In jit and `nnx.vmap`, nnx would replicate a dim that does not divide, without a message. The
+    first call of `bound` wraps the function of flax that shards variables, to check every variable.
+    The check is inactive outside `bound`.
+
     Args:
       pm: The manager.
       names: Name in the model -> (axis, role), or an axis for both roles.
@@ -46,6 +47,8 @@ def bound(
 
     Raises:
       ShapeRequiredError: A rule depends on a size that is not given.
+      IndivisibleError: A dim of a variable does not divide over the mesh axes of its name.
+      UnknownAxisError: A variable has a name that is neither in `names` nor a mesh axis.
       StrategyError: The mesh has both Auto and Explicit axes, which nnx does not support.
     """
     spmd = _flax("core.spmd")
@@ -53,8 +56,9 @@ def bound(
         what = "nnx needs mesh axes of one type, and the mesh has several"
         raise StrategyError(what, fix='use axis_types = "auto" or "explicit"')
     table = one_rule_each(pm, names, sizes=sizes)
+    install(spmd)
     try:
-        with pm, spmd.logical_axis_rules(tuple(table.items())):
+        with pm, spmd.logical_axis_rules(Table.of(pm, names, table)):
             yield
     except duplicate_spec_errors() as error:
         rules = ", ".join(f"{name} = {axes}" for name, axes in table.items() if axes)

@@ -1,0 +1,92 @@
+"""The rules that `bound` gives to nnx, and a check of each variable that nnx shards by them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from shardwright.errors import IndivisibleError, Problem, raise_problems
+from shardwright.interop.logical_rules import MeshAxes, Names, axis_of
+from shardwright.vocabulary.axes import EMPTY, Role
+
+if TYPE_CHECKING:
+    from shardwright.manager.manager import PartitionManager
+
+
+class Table(tuple[tuple[str, MeshAxes], ...]):  # noqa: SLOT001
+    """Rules for nnx, and the manager and the names that they come from.
+
+    nnx reads a tuple. flax keeps it for each thread, so the check needs no state of its own.
+    """
+
+    pm: PartitionManager
+    names: Names
+
+    @classmethod
+    def of(cls, pm: PartitionManager, names: Names, table: Mapping[str, MeshAxes]) -> Table:
+        """Return the rules of a manager."""
+        rules = cls(table.items())
+        rules.pm, rules.names = pm, names
+        return rules
+
+    def check(self, shape: tuple[int, ...], sharding: Any) -> None:
+        """Check that nnx can shard an array of a shape as its names say.
+
+        Raises:
+          IndivisibleError: A size is not a multiple of the number of shards.
+          UnknownAxisError: A name is neither in the table nor a mesh axis.
+        """
+        table, sizes = dict(self), self.pm.mesh.shape
+        problems: list[Problem] = []
+        for dim, (size, name) in enumerate(zip(shape, sharding, strict=False)):
+            if not isinstance(name, str):
+                continue
+            if name not in table and name not in sizes:
+                axis_of(name, self.names, f"variable {shape} dim {dim}", problems)
+                continue
+            axes = table.get(name, name)
+            axes = (axes,) if isinstance(axes, str) else axes or ()
+            shards = math.prod(sizes[axis] for axis in axes)
+            if size % shards:
+                self._refuse(shape, dim, name, axes, shards)
+        raise_problems(problems)
+
+    def _refuse(
+        self, shape: tuple[int, ...], dim: int, name: str, axes: tuple[str, ...], shards: int
+    ) -> None:
+        """Raise the error of the resolver, or one of our own if the resolver has a fallback."""
+        if name in self.names:
+            target = self.names[name]
+            axis, role = (target, Role.PARAM) if isinstance(target, str) else target
+            annotation = [EMPTY] * len(shape)
+            annotation[dim] = axis
+            self.pm.resolve(*annotation, role=role, shape=shape)
+        raise IndivisibleError(
+            f"size {shape[dim]} of {name!r} does not divide over {'+'.join(axes)}={shards}",
+            path=f"variable {shape}",
+            dim=dim,
+            size=shape[dim],
+            mesh_axes=axes,
+            shards=shards,
+            fix=f"pass sizes={{{name!r}: {shape[dim]}}} to bound, so that a fallback applies\n"
+            "or choose a size and a mesh that divide",
+        )
+
+
+def install(spmd: Any) -> None:
+    """Wrap flax's function that shards a variable, once, so that it checks under a `Table`."""
+    original = spmd.shard_value
+    if getattr(original, "checks_shardwright_tables", False):
+        return
+
+    @functools.wraps(original)
+    def shard_value(value: Any, out_sharding: Any, *args: Any, **options: Any) -> Any:
+        rules = spmd.get_logical_axis_rules()
+        if isinstance(rules, Table) and isinstance(out_sharding, tuple):
+            rules.check(tuple(getattr(value, "shape", ())), out_sharding)
+        return original(value, out_sharding, *args, **options)
+
+    shard_value.checks_shardwright_tables = True  # type: ignore[attr-defined]
+    spmd.shard_value = shard_value
