@@ -358,3 +358,18 @@ def test_exports_that_are_refused() -> None:
     first = sw.Strategy(rules={"embed": "tp"}, policy={"conflict": "first_dim"})
     with pytest.raises(sw.StrategyError, match="cannot be written as a list"):
         to_logical_axis_rules(sw.PartitionManager(first, mesh=pm.mesh), {}, sizes={})
+
+
+def test_the_mesh_may_be_text() -> None:
+    rules = (("batch", "data"), ("embed", "model"))
+    one, other = (from_logical_axis_rules(rules, mesh=mesh) for mesh in ("data:2,model:4", MESH))
+    assert (one.strategy, one.names, one.notes) == (other.strategy, other.names, other.notes)
+    with pytest.raises(sw.MeshSpecError, match="needs a number of devices"):
+        from_logical_axis_rules(rules, mesh="data:-1,model:4")
+
+
+def test_a_strategy_is_not_a_manager() -> None:
+    strategy: Any = sw.Strategy.preset("fsdp_tp")
+    with pytest.raises(sw.StrategyError, match="pm is a Strategy") as caught:
+        to_logical_axis_rules(strategy, {"embed": (sw.EMBED, "param")})
+    assert "sw.PartitionManager(strategy, mesh=...)" in caught.value.fix

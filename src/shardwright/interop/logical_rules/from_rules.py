@@ -22,7 +22,7 @@ from shardwright.interop.logical_rules.names import (
     Semantics,
     weight_or_activation,
 )
-from shardwright.mesh.build import mesh_sizes
+from shardwright.mesh.build import abstract_mesh, mesh_sizes
 from shardwright.vocabulary.axes import (
     KNOWN_AXES,
     REPLICATED,
@@ -63,7 +63,8 @@ def from_logical_axis_rules(
 
     Args:
       rules: Pairs of a name and mesh axes: one, a tuple of them, or None for replicated.
-      mesh: A `Mesh`, an `AbstractMesh`, a mapping of mesh axis to size, or pairs of them.
+      mesh: A `Mesh`, an `AbstractMesh`, text such as `"data:2,model:4"`, a mapping of mesh axis to
+        size, or pairs of them.
       names: Name in the list -> (axis, role), or an axis for both roles. A name that is not in
         `names` becomes a new axis: `embed` becomes `logical_embed`.
       semantics: "flax": rules apply in their order, and a rule is skipped if its mesh axis is
@@ -76,6 +77,7 @@ def from_logical_axis_rules(
     Raises:
       StrategyError: A rule is not a pair, a name has two rules under "strict", or two names that
         are mapped to one axis and role have different rules.
+      MeshSpecError: The mesh cannot be read.
       MissingMeshAxisError: Rules name mesh axes that the mesh lacks; all are reported at once.
 
     >>> rules = (("batch", "data"), ("embed", "model"), ("mlp", "model"))
@@ -88,7 +90,7 @@ def from_logical_axis_rules(
     if semantics not in get_args(Semantics):
         fix = f"write one of {', '.join(get_args(Semantics))}"
         raise StrategyError(f"unknown semantics {semantics!r}", fix=fix)
-    sizes = dict(mesh_sizes(mesh))
+    sizes = dict(mesh_sizes(abstract_mesh(mesh) if isinstance(mesh, str) else mesh))
     pairs = _read(rules, sizes, source)
     notes: list[str] = []
     if semantics == "flax":

@@ -44,8 +44,9 @@ def to_logical_axis_rules(
       IndivisibleError: A size does not divide, and the strategy has no fallback for it.
       StrategyError: A list cannot express the rules: a rule has `?`, the policy is `conflict =
         "first_dim"`, or an axis that is mapped without a role has one rule as an activation and
-        another as a param.
+        another as a param. Or `pm` is not a manager.
     """
+    _check_manager(pm)
     if pm.rules.policy.conflict is Conflict.FIRST_DIM:
         what = 'conflict = "first_dim" cannot be written as a list of rules'
         raise StrategyError(what, fix='use conflict = "next" or "error"')
@@ -59,6 +60,14 @@ def to_logical_axis_rules(
             rank = (0, *ranks[at]) if is_ordered and at < len(ranks) else (is_ordered, 0, 0, 0)
             ranked.append(((rank, place, at), (name, axes)))
     return tuple(pair for _, pair in sorted(ranked, key=lambda entry: entry[0]))
+
+
+def _check_manager(pm: Any) -> None:
+    from shardwright.manager.manager import PartitionManager
+
+    if not isinstance(pm, PartitionManager):
+        what = f"pm is a {type(pm).__name__}, and not a PartitionManager"
+        raise StrategyError(what, fix="pass sw.PartitionManager(strategy, mesh=...)")
 
 
 def one_rule_each(
