@@ -175,7 +175,7 @@ def test_names_that_are_missing() -> None:
     with pytest.raises(sw.UnknownAxisError) as caught:
         bridge.annotations(model(), names)
     text = str(caught.value)
-    assert "blocks/stacked/mlp/layers/0/weight: the name 'layers' is not in names" in text
+    assert "blocks/stacked/q/weight: the name 'layers' is not in names; 9 arrays have it" in text
     assert "the name 'mlp' is not in names" in text
 
 

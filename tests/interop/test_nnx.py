@@ -200,7 +200,12 @@ def test_names_that_are_missing() -> None:
     names = {name: target for name, target in NAMES.items() if name not in ("mlp", "kv")}
     with pytest.raises(sw.UnknownAxisError) as caught:
         bridge.annotations(elsewhere(), names)
-    assert len(caught.value.problems) == 6
+    assert len(caught.value.problems) == 2
+    text = str(caught.value)
+    assert "the name 'mlp' is not in names; 2 arrays have it" in text
+    assert "such as 'mlp': (sw.MLP_INTERMEDIATE, 'param')" in text
+    assert "the name 'kv' is not in names; 4 arrays have it" in text
+    assert "as 'kv': (axis, role); axes are sw.BATCH, sw.LENGTH" in text
     assert str(caught.value.problems[0]).startswith("blocks/down/kernel: the name 'mlp' is not in")
 
 

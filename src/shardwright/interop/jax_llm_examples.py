@@ -16,6 +16,7 @@ from shardwright.interop.logical_rules import (
     Imported,
     Names,
     axis_of,
+    by_name,
     from_logical_axis_rules,
     one_rule_each,
 )
@@ -117,7 +118,7 @@ def to_rules(
     problems: list[Problem] = []
     for field in _fields(rules):
         axis_of(field.name, names, rules.__name__, problems)
-    raise_problems(problems)
+    raise_problems(by_name(problems))
     own = {field.name: names[field.name] for field in _fields(rules)}
     return rules(**one_rule_each(pm, own, sizes=sizes))
 
@@ -138,7 +139,7 @@ def annotations(tree: Any, names: Names = NAMES) -> Any:
     problems: list[Problem] = []
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_info)
     specs = [_spec(path_text(path), leaf, names, problems) for path, leaf in leaves]
-    raise_problems(problems)
+    raise_problems(by_name(problems))
     return jax.tree.unflatten(structure, specs)
 
 

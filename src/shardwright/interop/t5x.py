@@ -23,6 +23,7 @@ from shardwright.interop.logical_rules import (
     MeshAxes,
     Names,
     axis_of,
+    by_name,
     from_logical_axis_rules,
     resized,
 )
@@ -183,7 +184,7 @@ def annotations(variables: Mapping[str, Any], names: Names) -> tuple[dict[str, A
         name: _annotated(tree, _names_of(variables.get(f"{name}_axes", {})), name, names, problems)
         for name, tree in values.items()
     }
-    raise_problems(problems)
+    raise_problems(by_name(problems))
     return values, annotated
 
 

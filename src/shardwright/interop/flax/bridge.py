@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from shardwright.errors import Problem, StrategyError, raise_problems
-from shardwright.interop.logical_rules import Names, axis_of, to_logical_axis_rules
+from shardwright.interop.logical_rules import Names, axis_of, by_name, to_logical_axis_rules
 from shardwright.vocabulary.axes import EMPTY
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
         return isinstance(leaf, meta.AxisMetadata)
 
     axes = jax.tree_util.tree_map_with_path(read, variables, is_leaf=is_box)
-    raise_problems(problems)
+    raise_problems(by_name(problems))
     values = jax.tree.map(lambda leaf: _unboxed(leaf, meta), variables, is_leaf=is_box)
     return values, axes
 

@@ -18,6 +18,7 @@ from shardwright.interop.logical_rules import (
     Imported,
     Names,
     axis_of,
+    by_name,
     from_logical_axis_rules,
     one_rule_each,
 )
@@ -98,7 +99,7 @@ def annotations(model: Any, names: Names = NAMES) -> tuple[Any, Any]:
     values = equinox.filter(model, _is_array)
     problems: list[Problem] = []
     axes = [_annotation(leaf, names, problems) for leaf in _leaves(values, ())]
-    raise_problems(problems)
+    raise_problems(by_name(problems))
     return values, jax.tree.unflatten(jax.tree.structure(values), axes)
 
 

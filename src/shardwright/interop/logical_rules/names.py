@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwright.errors import Problem, StrategyError, UnknownAxisError, did_you_mean
 from shardwright.resolution.resolver import as_role
-from shardwright.vocabulary.axes import EMPTY, Role, canonical_axis
+from shardwright.vocabulary.axes import (
+    EMPTY,
+    SEMANTIC_AXES,
+    Role,
+    axis_label,
+    canonical_axis,
+    file_name,
+)
 
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
@@ -83,12 +91,41 @@ def axis_of(name: Any, names: Names, place: str, problems: list[Problem]) -> str
     if name not in names:
         hint = did_you_mean(str(name), list(names))
         what = f"the name {name!r} is not in names"
-        fix = f"{hint} add it to names, such as {name!r}: (sw.EMBED, 'param')\n".lstrip()
+        fix = f"{hint} add it to names{_choice(str(name))}\n".lstrip()
         fix += f"or {name!r}: sw.EMPTY, if this dim is never sharded"
         problems.append(Problem(error=UnknownAxisError, what=what, path=place, fix=fix))
         return EMPTY
     target = names[name]
     return canonical_axis(target if isinstance(target, str) else target[0])
+
+
+def by_name(problems: Sequence[Problem]) -> list[Problem]:
+    """Return one problem for each name that `axis_of` did not find, with its number of arrays."""
+    places: dict[str, set[str]] = {}
+    for problem in problems:
+        places.setdefault(problem.what, set()).add(problem.path)
+    grouped: dict[str, Problem] = {}
+    for at, problem in enumerate(problems):
+        is_name, count = problem.error is UnknownAxisError, len(places[problem.what])
+        what = f"{problem.what}; {count} arrays have it" if is_name and count > 1 else problem.what
+        key = problem.what if is_name else str(at)
+        grouped.setdefault(key, dataclasses.replace(problem, what=what))
+    return [*grouped.values()]
+
+
+def _choice(name: str) -> str:
+    """Return an example with the axis that a name resembles, or the names of all axes."""
+    axes = {file_name(axis): axis_label(axis) for axis in SEMANTIC_AXES}
+    similar = re.search("'(.+)'", did_you_mean(name, axes))
+    begin = [other for other in axes if other.startswith(f"{name.lower()}_")]
+    nearest = begin[0] if len(begin) == 1 else ""
+    if similar:
+        nearest = similar[1]
+    if nearest in axes:
+        return f", such as {name!r}: (sw.{axes[nearest]}, 'param')"
+    return (
+        f" as {name!r}: (axis, role); axes are {', '.join(f'sw.{axis}' for axis in axes.values())}"
+    )
 
 
 def weight_or_activation(name: str, role: Role | str) -> Role:

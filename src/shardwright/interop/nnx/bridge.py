@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from shardwright._jax import duplicate_spec_errors
 from shardwright.errors import Problem, StrategyError, raise_problems
-from shardwright.interop.logical_rules import Names, axis_of, one_rule_each
+from shardwright.interop.logical_rules import Names, axis_of, by_name, one_rule_each
 from shardwright.interop.nnx.checked import Table, install
 from shardwright.vocabulary.axes import EMPTY
 
@@ -114,7 +114,7 @@ def annotations(model: Any, names: Names) -> tuple[Any, Any]:
         return (*axes, *(EMPTY,) * (len(np.shape(value(leaf))) - len(axes)))
 
     axes = jax.tree_util.tree_map_with_path(annotation, state, is_leaf=is_variable)
-    raise_problems(problems)
+    raise_problems(by_name(problems))
     return jax.tree.map(value, state, is_leaf=is_variable), axes
 
 
