@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -189,3 +190,21 @@ def test_explicit_mesh_is_refused() -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=mesh)
     with pytest.raises(sw.StrategyError, match="need Auto mesh axes"), bridge.rules(pm, NAMES):
         pass
+
+
+def test_names_that_lose_a_mesh_axis_are_named() -> None:
+    """flax's list replicates a dim where the resolver has a conflict."""
+    spmd = pytest.importorskip("flax.linen.spmd")
+    hidden = ("batch", "length", "activation_mlp")
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp_sp"), mesh=sw.create_mesh("fsdp:4,tp:2"))
+    with (
+        pytest.warns(UserWarning, match="'length' and 'activation_mlp' use tp"),
+        bridge.rules(pm, NAMES),
+    ):
+        assert spmd.logical_to_mesh_axes(hidden) == jax.P("fsdp", "tp", None)
+    names = {**NAMES, "hidden_length": (sw.QUERY_LENGTH, "activation")}
+    del names["length"]
+    with warnings.catch_warnings(), bridge.rules(pm, names):
+        warnings.simplefilter("error")
+        found = spmd.logical_to_mesh_axes(("batch", "hidden_length", "activation_mlp"))
+    assert found == jax.P("fsdp", None, "tp")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,16 @@ from shardwright.resolution.rules import (
     Rule,
     default_rule,
 )
-from shardwright.vocabulary.axes import Role, axis_label, canonical_axis
+from shardwright.vocabulary.axes import (
+    HEAD,
+    KV_HEAD,
+    LENGTH,
+    MLP_INTERMEDIATE,
+    VOCAB,
+    Role,
+    axis_label,
+    canonical_axis,
+)
 from shardwright.vocabulary.modes import MODE_TRAIN
 
 if TYPE_CHECKING:
@@ -34,6 +44,10 @@ def to_logical_axis_rules(
     If two dims of an annotation use one mesh axis, the earlier dim gets it under `order = "dims"`.
     A list cannot express this: the name that comes first in `names` gets the mesh axis.
 
+    Under `conflict = "error"`, a library that reads the list replicates a dim where `pm.explain`
+    has a conflict. There is a `UserWarning` if LENGTH and heads, a hidden dim or logits use one
+    mesh axis.
+
     Args:
       pm: The manager.
       names: Name in the list -> (axis, role), or an axis that has one rule for both roles.
@@ -46,6 +60,15 @@ def to_logical_axis_rules(
         "first_dim"`, or an axis that is mapped without a role has one rule as an activation and
         another as a param. Or `pm` is not a manager.
     """
+    exported = _ranked_rules(pm, names, sizes)
+    if pm.rules.policy.conflict is Conflict.ERROR:
+        _warn_of_conflicts(pm, names, exported)
+    return exported
+
+
+def _ranked_rules(
+    pm: PartitionManager, names: Names, sizes: Mapping[str, int] | None
+) -> tuple[tuple[str, MeshAxes], ...]:
     _check_manager(pm)
     if pm.rules.policy.conflict is Conflict.FIRST_DIM:
         what = 'conflict = "first_dim" cannot be written as a list of rules'
@@ -60,6 +83,33 @@ def to_logical_axis_rules(
             rank = (0, *ranks[at]) if is_ordered and at < len(ranks) else (is_ordered, 0, 0, 0)
             ranked.append(((rank, place, at), (name, axes)))
     return tuple(pair for _, pair in sorted(ranked, key=lambda entry: entry[0]))
+
+
+def _warn_of_conflicts(
+    pm: PartitionManager, names: Names, exported: Sequence[tuple[str, MeshAxes]]
+) -> None:
+    """Warn of names that share a mesh axis, and that one activation probably has."""
+    first: dict[str, tuple[str, ...]] = {}
+    for name, axes in exported:
+        live = (axes,) if isinstance(axes, str) else axes or ()
+        first.setdefault(name, tuple(axis for axis in live if pm.mesh.shape[axis] > 1))
+    own = {name: _exported(pm, name, target) for name, target in names.items()}
+    own = {name: pair for name, pair in own.items() if pair[1] is Role.ACTIVATION}
+    lengths = [name for name, (axis, _) in own.items() if axis == LENGTH]
+    pairs = [
+        f"{one!r} and {other!r} use {'+'.join(shared)}"
+        for one in lengths
+        for other, (axis, _) in own.items()
+        if axis in (HEAD, KV_HEAD, MLP_INTERMEDIATE, VOCAB)
+        if (shared := [mesh_axis for mesh_axis in first[one] if mesh_axis in first[other]])
+    ]
+    if pairs:
+        warnings.warn(
+            f"in an array with both names, a list of rules replicates one of the dims, where "
+            f"pm.explain has a conflict: {'; '.join(pairs)}. Use another name for the length in "
+            "these arrays, and map it to sw.QUERY_LENGTH.",
+            stacklevel=3,
+        )
 
 
 def _check_manager(pm: Any) -> None:
@@ -87,7 +137,7 @@ def one_rule_each(
       ShapeRequiredError: A rule depends on a size that is not given.
     """
     first: dict[str, MeshAxes] = {}
-    for name, axes in to_logical_axis_rules(pm, names, sizes=sizes):
+    for name, axes in _ranked_rules(pm, names, sizes):
         first.setdefault(name, axes)
     return first
 
