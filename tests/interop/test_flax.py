@@ -208,3 +208,11 @@ def test_names_that_lose_a_mesh_axis_are_named() -> None:
         warnings.simplefilter("error")
         found = spmd.logical_to_mesh_axes(("batch", "hidden_length", "activation_mlp"))
     assert found == jax.P("fsdp", None, "tp")
+
+
+def test_variables_without_boxes_are_refused() -> None:
+    plain = nn.unbox(jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS))
+    with pytest.raises(sw.StrategyError, match="all of them would be replicated") as caught:
+        bridge.annotations(plain, NAMES)
+    assert "without nn.unbox" in caught.value.fix
+    assert {*jax.tree.leaves(bridge.annotations(plain, {})[1])} == {sw.EMPTY}

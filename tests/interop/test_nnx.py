@@ -189,7 +189,8 @@ def test_metadata_of_every_version() -> None:
         # Keys of older versions, which flax would rename if they were set.
         name = key if key.startswith(("out", "sharding")) else "out_sharding"
         variable._var_metadata[name] = value
-        found[key] = bridge.annotations(nnx.State({"w": variable}), NAMES)[1]["w"]
+        given = {} if value is None else NAMES
+        found[key] = bridge.annotations(nnx.State({"w": variable}), given)[1]["w"]
     plain = (sw.EMBED, sw.MLP_INTERMEDIATE)
     assert found.pop("composite") == (plain, sw.EMPTY)
     assert found.pop("none") == (sw.EMPTY, sw.EMPTY)
@@ -289,3 +290,12 @@ def test_flax_is_unchanged_outside_bound() -> None:
         # Sizes that do not divide are not checked here.
         init = kernel("embed", "mlp")
         nnx.jit(lambda: nnx.Linear(3, 5, kernel_init=init, rngs=nnx.Rngs(0)))()
+
+
+def test_a_model_without_names_is_refused() -> None:
+    pm, model = manager("fsdp:8"), nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+    for call in (bridge.annotations, lambda model, names: bridge.place(model, pm, names)):
+        with pytest.raises(sw.StrategyError, match="all of them would be replicated") as caught:
+            call(model, NAMES)
+        assert "nnx.with_partitioning" in caught.value.fix
+    assert {*jax.tree.leaves(bridge.annotations(model, {})[1])} == {sw.EMPTY}

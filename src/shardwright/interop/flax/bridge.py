@@ -9,7 +9,13 @@ import numpy as np
 from jax.sharding import AxisType
 
 from shardwright.errors import Problem, StrategyError, raise_problems
-from shardwright.interop.logical_rules import Names, axis_of, by_name, to_logical_axis_rules
+from shardwright.interop.logical_rules import (
+    Names,
+    axis_of,
+    by_name,
+    check_used,
+    to_logical_axis_rules,
+)
 from shardwright.vocabulary.axes import EMPTY
 
 if TYPE_CHECKING:
@@ -29,6 +35,7 @@ def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
 
     Raises:
       UnknownAxisError: Boxes have names that are not in `names`; all are reported at once.
+      StrategyError: There are names, and no variable has a box.
 
     >>> import flax.linen as nn, jax, shardwright as sw
     >>> init = nn.with_logical_partitioning(nn.initializers.ones, ("embed", "mlp"))
@@ -54,6 +61,13 @@ def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
     axes = jax.tree_util.tree_map_with_path(read, variables, is_leaf=is_box)
     raise_problems(by_name(problems))
     values = jax.tree.map(lambda leaf: _unboxed(leaf, meta), variables, is_leaf=is_box)
+    check_used(
+        names,
+        is_named=any(map(is_box, jax.tree.leaves(variables, is_leaf=is_box))),
+        has_dims=any(len(np.shape(leaf)) for leaf in jax.tree.leaves(values)),
+        fix="pass what model.init returns, without nn.unbox\n"
+        "or let sw.infer_axes find the axes of a model without names",
+    )
     return values, axes
 
 

@@ -113,6 +113,23 @@ def by_name(problems: Sequence[Problem]) -> list[Problem]:
     return [*grouped.values()]
 
 
+def check_used(names: Names, *, is_named: bool, has_dims: bool, fix: str) -> None:
+    """Check that a model has names at all, so that it is not replicated by mistake.
+
+    Args:
+      names: The names that the caller gives.
+      is_named: Whether an array of the model has names.
+      has_dims: Whether an array of the model has dims.
+      fix: What to do.
+
+    Raises:
+      StrategyError: There are names, and the model has none.
+    """
+    if names and has_dims and not is_named:
+        what = "no array of the model has names, so all of them would be replicated"
+        raise StrategyError(what, fix=f"{fix}\nor pass names={{}} to replicate them")
+
+
 def _choice(name: str) -> str:
     """Return an example with the axis that a name resembles, or the names of all axes."""
     axes = {file_name(axis): axis_label(axis) for axis in SEMANTIC_AXES}

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from shardwright._jax import duplicate_spec_errors
 from shardwright.errors import Problem, StrategyError, raise_problems
-from shardwright.interop.logical_rules import Names, axis_of, by_name, one_rule_each
+from shardwright.interop.logical_rules import Names, axis_of, by_name, check_used, one_rule_each
 from shardwright.interop.nnx.checked import Table, install
 from shardwright.vocabulary.axes import EMPTY
 
@@ -85,6 +85,7 @@ def annotations(model: Any, names: Names) -> tuple[Any, Any]:
 
     Raises:
       UnknownAxisError: Variables have names that are not in `names`; all are reported at once.
+      StrategyError: There are names, and no variable has any.
 
     >>> import shardwright as sw
     >>> from flax import nnx
@@ -115,7 +116,16 @@ def annotations(model: Any, names: Names) -> tuple[Any, Any]:
 
     axes = jax.tree_util.tree_map_with_path(annotation, state, is_leaf=is_variable)
     raise_problems(by_name(problems))
-    return jax.tree.map(value, state, is_leaf=is_variable), axes
+    values = jax.tree.map(value, state, is_leaf=is_variable)
+    variables = [*filter(is_variable, jax.tree.leaves(state, is_leaf=is_variable))]
+    check_used(
+        names,
+        is_named=any(_names_of(each) or "axes" in each.get_metadata() for each in variables),
+        has_dims=any(len(np.shape(leaf)) for leaf in jax.tree.leaves(values)),
+        fix="annotate the model with nnx.with_partitioning\n"
+        "or let sw.infer_axes find the axes of a model without names",
+    )
+    return values, axes
 
 
 def place(model: Any, pm: "PartitionManager", names: Names) -> Any:
