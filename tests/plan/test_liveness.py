@@ -12,7 +12,7 @@ import pytest
 import shardwright as sw
 from shardwright.plan.fit import Verdict, judge
 from shardwright.plan.planner import PlanReport
-from shardwright.plan.walk.buffers import local_peak
+from shardwright.plan.walk.buffers import add_local
 from shardwright.plan.walk.liveness import TEMPORARY, Buffer, Peak, Timeline
 from shardwright.testing import cpu_mesh
 
@@ -30,7 +30,7 @@ HELD = BATCH * LENGTH * EMBED * F32 // 8
 
 
 def buffer(size: int, *operands: Buffer, fused: bool = False) -> Buffer:
-    return Buffer(size=size, kind=TEMPORARY, operands=operands if fused else None)
+    return Buffer(size=size, kind=TEMPORARY, operands=operands if fused else None, least=size)
 
 
 def shape(spec: sw.ArraySpec) -> Any:
@@ -53,13 +53,13 @@ def test_peak_is_most_that_is_alive() -> None:
     timeline.add([a], [b])
     timeline.add([b], [c], moved=4)
     # a dies when b is made; b is read while c is made.
-    assert timeline.peak([c]) == Peak(low=5, high=30, kinds={TEMPORARY: 30})
+    assert timeline.peak([c]) == Peak(sure=5, low=30, high=30, kinds={TEMPORARY: 30})
     assert timeline.peak([c], kept=[a]).high == 10 + 20 + 5 + 4
 
 
 def test_fused_value_keeps_its_operands() -> None:
     a, b, c = buffer(10), buffer(20), buffer(30)
-    d, e = buffer(100, a, b, fused=True), buffer(1)
+    d, e = buffer(25, a, b, fused=True), buffer(1)
     timeline = Timeline()
     timeline.add(births=[a, b])
     timeline.add([a, b], [d])
@@ -67,7 +67,80 @@ def test_fused_value_keeps_its_operands() -> None:
     timeline.add([d, c], [e])
     assert timeline.peak([e]).high == 10 + 20 + 30 + 1
     timeline.add([d], [buffer(0)])  # a second use: the value is held
-    assert timeline.peak([e]).high == 100 + 30 + 1
+    assert timeline.peak([e]).high == 25 + 30 + 1
+
+
+def test_value_with_several_uses_is_fused_if_its_operands_are_smaller() -> None:
+    a = buffer(10)
+    b, c = buffer(20, a, fused=True), buffer(1)
+    timeline = Timeline()
+    timeline.add(births=[a])
+    timeline.add([a], [b])
+    timeline.add([b], [c])
+    timeline.add([b, c], [buffer(0)])
+    assert timeline.peak([c]).high == 10 + 1
+
+
+def test_value_that_is_also_reduced_is_held() -> None:
+    """As the exponentials of a softmax: their sum is needed before they are divided."""
+
+    def softmax(x: Any) -> Any:
+        exponentials = jnp.exp(x.astype(jnp.float32))
+        return exponentials / exponentials.sum(-1, keepdims=True)
+
+    x = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
+    size = 64 * 128
+    exponentials, result = size * F32, size * F32
+    assert plan(softmax, x).memory.high == size * 2 + exponentials + 64 * F32
+    assert plan(lambda x: softmax(x) @ jnp.ones((128, 128)), x).memory.high > exponentials + result
+
+
+def test_chain_of_fused_values_overwrites_its_start_at_best() -> None:
+    """As the gradient of logits: it is a chain that starts with the logits, and has two uses."""
+    logits, total = buffer(100), buffer(1)
+    shifted = buffer(100, logits, total, fused=True)
+    gradient = buffer(100, shifted, fused=True)
+    first, second = buffer(3), buffer(4)
+    timeline = Timeline()
+    timeline.add(births=[logits])
+    timeline.add([logits], [total])
+    timeline.add([logits, total], [shifted])
+    timeline.add([shifted], [gradient])
+    timeline.add([gradient], [first])
+    timeline.add([gradient], [second])
+    actual = timeline.peak([first, second])
+    assert (actual.low, actual.high) == (100 + 3 + 4, 100 + 1 + 100)
+
+
+def test_part_by_part_value_is_not_whole_at_best() -> None:
+    gathered, result = Buffer(size=80, kind=TEMPORARY, least=10), buffer(5)
+    timeline = Timeline()
+    timeline.add(births=[gathered])
+    timeline.add([gathered], [result])
+    actual = timeline.peak([result])
+    assert (actual.low, actual.high) == (10 + 5, 80 + 5)
+
+
+def test_sine_of_same_positions_is_computed_once_and_early() -> None:
+    positions, later = buffer(2), buffer(30)
+    timeline = Timeline()
+    timeline.add(births=[positions])
+    first = timeline.angle("sin", 10, [positions])
+    timeline.add([first], [buffer(1)])
+    timeline.add(births=[later])
+    assert timeline.angle("sin", 10, [buffer(10, positions, fused=True)]) is first
+    other = timeline.angle("cos", 10, [positions])
+    assert other is not first
+    timeline.add([first, other, later], [buffer(3)])
+    # The cosine is computed at the start too.
+    assert timeline.peak([]).high == 10 + 10 + 30 + 3
+
+    early = Timeline()
+    early.add(births=[positions, later])
+    early.add([later], [result := buffer(5)])
+    angle = early.angle("sin", 10, [positions])
+    early.add([angle, result], [buffer(1)])
+    assert early.peak([]).high == 2 + 30 + 10 + 5
 
 
 def test_overwritten_operand_is_counted_once() -> None:
@@ -88,6 +161,7 @@ def test_product_holds_weight_input_and_result() -> None:
     stored, gathered = EMBED * INNER * F32 // 8, EMBED * INNER * F32
     result = BATCH * LENGTH * INNER * F32 // 8
     assert memory.high == stored + HELD + gathered + result
+    # At best the weight is gathered part by part.
     assert memory.low == stored + HELD + result
     assert memory.kinds == {
         "parameters": stored,
@@ -180,23 +254,121 @@ def test_product_copies_input_whose_batch_dims_are_not_first(heads: int, copies:
             masked = jax.jit(jnp.where)(keys > 0, keys, 0)
             return jnp.einsum(f"{keys_axes},bnh->bnt", masked, query)
 
-        return local_peak(jax.make_jaxpr(product)(keys, query).jaxpr).high
+        jaxpr = jax.make_jaxpr(product)(keys, query).jaxpr
+        timeline = Timeline()
+        results = add_local(jaxpr, [None, None], timeline)
+        return timeline.peak([each for each in results if each is not None], within=True).high
 
     assert high("btnh") - high("bnth") == copies * 8 * heads * 128 * 16 * F32
 
 
+def test_function_inside_shard_map_is_fused() -> None:
+    mesh = sw.abstract_mesh("fsdp:8")
+
+    @jax.jit
+    def gelu(x: Any) -> Any:
+        return x * jnp.tanh(x)
+
+    def f(x: Any) -> Any:
+        inner = jax.shard_map(
+            lambda x: gelu(x) @ jnp.ones((32, 32)),
+            mesh=mesh,
+            in_specs=jax.P("fsdp"),
+            out_specs=jax.P("fsdp"),
+        )
+        return inner(x)
+
+    given = jax.NamedSharding(mesh, jax.P("fsdp"))
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=given)
+    # The argument and the result: neither ones nor a result of the function.
+    assert plan(f, x).memory.high == 2 * (64 * 32 * F32 // 8)
+
+
+def test_sum_over_devices_may_be_part_by_part() -> None:
+    mesh = sw.abstract_mesh("fsdp:8")
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("fsdp")))
+    x = jax.ShapeDtypeStruct(
+        (128, 64), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P(None, "fsdp"))
+    )
+
+    def f(x: Any, w: Any) -> Any:
+        return jnp.sum(jnp.square(x @ w), 0)
+
+    memory = plan(f, x, w).memory
+    arguments, product = (64 * 64 + 128 * 64) * F32 // 8, 128 * 64 * F32
+    assert memory.low < arguments + product <= memory.high
+
+
+def through_layers(equation: str, w: Any, x: Any) -> Any:
+    def body(x: Any, layer: Any) -> Any:
+        return jnp.einsum(equation, x, layer).reshape(x.shape), None
+
+    return jax.lax.scan(body, x, w)[0]
+
+
 @pytest.mark.parametrize(
-    ("low", "high", "complete", "verdict"),
+    ("equation", "shape", "copies"),
     [
-        (10, 95, True, Verdict.FITS),
-        (10, 96, True, Verdict.CLOSE),
-        (100, 200, True, Verdict.CLOSE),
-        (101, 200, True, Verdict.DOES_NOT_FIT),
-        (10, 20, False, Verdict.CLOSE),
-        (101, 200, False, Verdict.DOES_NOT_FIT),
+        ("be,efh->bfh", (64, 2, 32), 1),
+        ("be,ef->bf", (64, 64), 0),
+        ("be,fhe->bfh", (2, 32, 64), 0),
+    ],
+)
+def test_scan_copies_stacked_weights_with_two_dims_after_the_contracted_one(
+    equation: str, shape: tuple[int, ...], copies: int
+) -> None:
+    weight = jax.ShapeDtypeStruct((LAYERS, *shape), jnp.float32)
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    size = LAYERS * 64 * 64 * F32
+
+    high = plan(lambda w, x: through_layers(equation, w, x), weight, x).memory.high
+    assert (1 + copies) * size < high < (1.5 + copies) * size
+
+
+def test_copy_of_stacked_weights_stays_for_later_loops() -> None:
+    weight = jax.ShapeDtypeStruct((LAYERS, 64, 2, 32), jnp.float32)
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    large = 5000 * 64 * F32
+
+    def between(w: Any, x: Any) -> Any:
+        x = through_layers("be,efh->bfh", w, x)
+        x = x + jnp.tanh(jnp.ones((5000, 8)) @ x).sum(0)
+        return through_layers("bfh,efh->be", w, x.reshape(8, 2, 32))
+
+    size = LAYERS * 64 * 64 * F32
+    assert plan(between, weight, x).memory.high >= 2 * size + large
+
+
+def test_stacked_activations_are_not_copied() -> None:
+    def f(x: Any) -> Any:
+        def forward(x: Any, _: None) -> tuple[Any, Any]:
+            return jnp.tanh(x), x
+
+        def backward(x: Any, kept: Any) -> tuple[Any, None]:
+            return jnp.einsum("be,efh->bfh", x, kept).reshape(x.shape), None
+
+        start = x.reshape(64, 2, 32)
+        _, stacked = jax.lax.scan(forward, start, length=LAYERS)
+        return jax.lax.scan(backward, x[:8], stacked)[0]
+
+    size = 64 * 64 * F32
+    assert plan(f, jax.ShapeDtypeStruct((64, 64), jnp.float32)).memory.high < 7 * size
+
+
+@pytest.mark.parametrize(
+    ("sure", "low", "high", "complete", "verdict"),
+    [
+        (10, 10, 95, True, Verdict.FITS),
+        (10, 10, 96, True, Verdict.CLOSE),
+        (100, 108, 200, True, Verdict.CLOSE),
+        (100, 109, 200, True, Verdict.DOES_NOT_FIT),
+        (101, 101, 101, True, Verdict.DOES_NOT_FIT),
+        (10, 10, 20, False, Verdict.CLOSE),
+        (101, 101, 200, False, Verdict.DOES_NOT_FIT),
     ],
 )
 def test_verdict_comes_from_the_range(
-    low: int, high: int, complete: bool, verdict: Verdict
+    sure: int, low: int, high: int, complete: bool, verdict: Verdict
 ) -> None:
-    assert judge(Peak(low=low, high=high), 100, complete=complete) is verdict
+    peak = Peak(sure=sure, low=low, high=high)
+    assert judge(peak, 100, complete=complete) is verdict

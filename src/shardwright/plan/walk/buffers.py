@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from jax.extend.core import Literal
@@ -11,7 +11,7 @@ from jax.extend.core import Literal
 from shardwright import _jax
 from shardwright.plan.walk.equations import live_equations
 from shardwright.plan.walk.liveness import LOOPS, TEMPORARY, Buffer, Peak, Timeline
-from shardwright.plan.walk.primitives import CONSTRAINTS, ELEMENTWISE, NAMES
+from shardwright.plan.walk.primitives import CONSTRAINTS, ELEMENTWISE, NAMES, REDUCTIONS
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Value
 
@@ -33,20 +33,28 @@ _WRITES: Final = frozenset(
     }
 )
 _LOOPS: Final = frozenset({"scan", "while"})
+_ANGLES: Final = frozenset({"sin", "cos"})
 _JAXPRS: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr", "body_jaxpr")
 
 
 def with_buffers(step: Step, results: Iterable[Value]) -> list[Value]:
     """Return the results of an equation with their buffers, and add it to the timeline."""
     values, ledger = list(results), step.ledger
-    if ledger.timeline is None:
-        return values
+    if ledger.timeline is None or step.name == "shard_map":
+        return values  # the equations of a `shard_map` are in the timeline already
+    if step.name in _ANGLES:
+        return [dataclasses.replace(values[0], buffer=_angle(step, values[0]))]
     if _changes_nothing(step, values):
         pairs = zip(values, step.values, strict=False)
         return [dataclasses.replace(value, buffer=old.buffer) for value, old in pairs]
     operands = tuple(value.buffer for value in step.values if value.buffer is not None)
+    _mark_reduced(step.name, operands)
+    if step.name == "scan":
+        operands += tuple(_copies(step))
     births: list[Buffer | None] = [
-        None if value.free else _born(step.name, ledger.local_bytes(aval, value.dims), operands)
+        None
+        if value.free
+        else _born(step.name, ledger.local_bytes(aval, value.dims), operands, owed=bool(value.owed))
         for value, aval in zip(values, step.results, strict=True)
     ]
     ledger.timeline.add(
@@ -62,6 +70,62 @@ def with_buffers(step: Step, results: Iterable[Value]) -> list[Value]:
     return [dataclasses.replace(value, buffer=birth) for value, birth in pairs_of]
 
 
+def _mark_reduced(name: str, operands: Iterable[Buffer]) -> None:
+    if name in REDUCTIONS:
+        for operand in operands:
+            operand.reduced = True
+
+
+def _angle(step: Step, result: Value) -> Buffer | None:
+    """Return the buffer of a sine or cosine, or None if it takes no memory."""
+    assert step.ledger.timeline is not None
+    if result.free:
+        return None
+    size = step.ledger.local_bytes(step.results[0], result.dims)
+    operands = [value.buffer for value in step.values if value.buffer is not None]
+    return step.ledger.timeline.angle(step.name, size, operands)
+
+
+def _copies(step: Step) -> list[Buffer]:
+    """Return the copies of stacked weights that a scan reads, and add new ones to the timeline.
+
+    Compilers for TPUs copy such a stack to another layout before the first loop that multiplies by
+    it. Later loops read the same copy.
+    """
+    ledger = step.ledger
+    assert ledger.timeline is not None
+    copied = _split_weights(_jax.scan_parts(step.parameters)[2])
+    copies = []
+    for at, value in enumerate(step.values):
+        weight = value.buffer
+        if weight is None or weight.kind in (TEMPORARY, LOOPS):
+            continue
+        if at in copied and weight not in ledger.copies:
+            ledger.copies[weight] = Buffer(size=weight.size, kind=TEMPORARY)
+            ledger.timeline.add([weight], [ledger.copies[weight]])
+        if weight in ledger.copies:
+            copies.append(ledger.copies[weight])
+    return copies
+
+
+def _split_weights(jaxpr: Any) -> set[int]:
+    """Return the positions of the inputs that a product keeps two dims of, the last one too."""
+    return _product_inputs(jaxpr, _split)
+
+
+def _split(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
+    """Return the inputs behind the operands of which a product keeps two dims, the last one too."""
+    found = []
+    for each, variable, *dims in zip(
+        read, equation.invars, *equation.params["dimension_numbers"], strict=True
+    ):
+        shape = variable.aval.shape
+        kept = [at for at in range(len(shape)) if at not in (*dims[0], *dims[1])]
+        if len(shape) - 1 in kept and sum(shape[at] > 1 for at in kept) > 1:
+            found.append(each)
+    return found
+
+
 def _changes_nothing(step: Step, values: Sequence[Value]) -> bool:
     if step.name in NAMES:
         return True
@@ -71,12 +135,24 @@ def _changes_nothing(step: Step, values: Sequence[Value]) -> bool:
     return before.dims == values[0].dims and not before.free
 
 
-def _born(name: str, size: int, operands: tuple[Buffer, ...]) -> Buffer:
+def _born(name: str, size: int, operands: tuple[Buffer, ...], *, owed: bool = False) -> Buffer:
+    """Return the buffer of a result.
+
+    Args:
+      name: The primitive.
+      size: Bytes of the result.
+      operands: What it is computed from.
+      owed: Whether the result is a partial sum. A compiler may sum it part by part.
+    """
+    least = 0 if owed or name in _LOOPS else size
+    if name in CONSTRAINTS:  # a compiler may gather it part by part
+        least = min([size, *(each.size if each.operands else each.least for each in operands)])
     return Buffer(
         size=size,
         kind=LOOPS if name in _LOOPS else TEMPORARY,
         operands=operands if name in _FUSED else None,
         cheap=name in _CHEAP,
+        least=least,
     )
 
 
@@ -95,21 +171,47 @@ def _overwritten(
     return [buffer for buffer in chosen if buffer is not None]
 
 
-def local_peak(jaxpr: Any) -> Peak:
-    """Return the peak of a jaxpr whose shapes are local, such as the body of a `shard_map`.
+def add_local(
+    jaxpr: Any, operands: Sequence[Buffer | None], timeline: Timeline
+) -> list[Buffer | None]:
+    """Add a jaxpr whose shapes are local, such as the body of a `shard_map`, to a timeline.
 
-    Its inputs are not counted, but the copies that products need of them are: their layout is that
-    of the caller, and a batched product reads its batch dims first.
+    A batched product reads its batch dims first, and its operands have the layout of the caller. So
+    such operands are copied.
+
+    Args:
+      jaxpr: The equations.
+      operands: The buffer of each input, or None if it takes no memory.
+      timeline: Where the equations are added.
+
+    Returns:
+      The buffer of each result, or None if it takes no memory.
     """
-    peak = _local_peak(jaxpr)
-    used = _batched(jaxpr)
-    copies = sum(_bytes(variable.aval) for at, variable in enumerate(jaxpr.invars) if at in used)
-    kinds = {**peak.kinds, TEMPORARY: peak.kinds.get(TEMPORARY, 0) + copies}
-    return Peak(low=peak.low, high=peak.high + copies, kinds=kinds)
+    batched = _batched(jaxpr)
+    inputs = list(operands)
+    for at, variable in enumerate(jaxpr.invars):
+        if at in batched:
+            copy = Buffer(size=_bytes(variable.aval), kind=TEMPORARY)
+            timeline.add([each for each in [operands[at]] if each is not None], [copy])
+            inputs[at] = copy
+    return _add_local(jaxpr, inputs, timeline)
 
 
 def _batched(jaxpr: Any) -> set[int]:
     """Return the positions of the inputs whose batch dims a product needs first."""
+    return _product_inputs(jaxpr, _relaid)
+
+
+def _product_inputs(
+    jaxpr: Any, choose: Callable[[Any, Sequence[set[int]]], list[set[int]]]
+) -> set[int]:
+    """Return the positions of the inputs that products read, of the operands that are chosen.
+
+    Args:
+      jaxpr: The equations.
+      choose: Returns the inputs behind some operands of a product, from the product and the inputs
+        behind each of its operands.
+    """
     sources: dict[Any, set[int]] = {variable: {at} for at, variable in enumerate(jaxpr.invars)}
     found: set[int] = set()
     for equation in live_equations(jaxpr):
@@ -119,13 +221,13 @@ def _batched(jaxpr: Any) -> set[int]:
             for variable in equation.invars
         ]
         if name == "dot_general":
-            found.update(*_relaid(equation, read))
+            found.update(*choose(equation, read))
             continue
         for body in bodies:
             # The operands before those of the body are the index of a branch.
             given = read[len(read) - len(body.invars) :]
-            found.update(*(given[at] for at in _batched(body)))
-        if name in _FUSED or (bodies and name not in _LOOPS):
+            found.update(*(given[at] for at in _product_inputs(body, choose)))
+        if name in _FUSED or name in CONSTRAINTS or (bodies and name not in _LOOPS):
             sources.update(dict.fromkeys(equation.outvars, _of_size(equation, read)))
     return found
 
@@ -151,14 +253,29 @@ def _of_size(equation: Any, read: Sequence[set[int]]) -> set[int]:
 
 def _local_peak(jaxpr: Any) -> Peak:
     timeline = Timeline()
-    held: dict[Any, Buffer] = {}
+    results = _add_local(jaxpr, [None] * len(jaxpr.invars), timeline)
+    return timeline.peak([each for each in results if each is not None], within=True)
+
+
+def _add_local(
+    jaxpr: Any, inputs: Sequence[Buffer | None], timeline: Timeline
+) -> list[Buffer | None]:
+    """Add equations whose shapes are local, and return the buffers of the results."""
+    held: dict[Any, Buffer | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def buffer(variable: Any) -> Buffer | None:
+        return None if isinstance(variable, Literal) else held.get(variable)
+
     for equation in live_equations(jaxpr):
-        name = equation.primitive.name
-        operands = [
-            None if isinstance(variable, Literal) else held.get(variable)
-            for variable in equation.invars
-        ]
-        used = tuple(buffer for buffer in operands if buffer is not None)
+        name, bodies = equation.primitive.name, _bodies(equation.params)
+        operands = [buffer(variable) for variable in equation.invars]
+        if len(bodies) == 1 and name not in _LOOPS and name != "cond":
+            given = operands[len(operands) - len(bodies[0].invars) :]
+            results = _add_local(bodies[0], given, timeline)
+            held.update(zip(equation.outvars, results, strict=True))
+            continue
+        used = tuple(each for each in operands if each is not None)
+        _mark_reduced(name, used)
         births = [_born(name, _bytes(variable.aval), used) for variable in equation.outvars]
         held.update(zip(equation.outvars, births, strict=True))
         timeline.add(
@@ -168,10 +285,7 @@ def _local_peak(jaxpr: Any) -> Peak:
             inner=_inner_peak(equation.params),
             loop=name in _LOOPS,
         )
-    results = [
-        held[each] for each in jaxpr.outvars if not isinstance(each, Literal) and each in held
-    ]
-    return timeline.peak(results, within=True)
+    return [buffer(variable) for variable in jaxpr.outvars]
 
 
 def _bytes(aval: Any) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardwright.plan.collectives.collective import Kind, ring_bytes
 from shardwright.plan.walk.events import Choice, Event, Idle, Site
-from shardwright.plan.walk.liveness import Peak, Timeline
+from shardwright.plan.walk.liveness import Buffer, Peak, Timeline
 from shardwright.plan.walk.values import Dims, Origin, Value, axes_of, local_elements, shards
 
 
@@ -32,6 +32,7 @@ class Ledger:
         self.product_bytes = 0
         # None in walks that only compute shardings.
         self.timeline: Timeline | None = Timeline()
+        self.copies: dict[Buffer, Buffer] = {}  # stacked weight -> its copy in another layout
         self.inner = Peak()  # peak of the program that the current equation runs
         self.moved = 0  # bytes of operands that the current equation moves
 

@@ -4,15 +4,20 @@ The order is that of the program. The result is a range, since a compiler decide
 
 * The upper end holds every value that a compiler cannot fuse into its use: products, collectives,
   loops, and elementwise values with several uses. A fused value keeps its operands alive instead.
-* The lower end holds what no schedule can avoid: the arguments, the results, and what a loop stacks
-  for later.
+  An elementwise value with several uses is fused, too, if its operands take no more memory.
+* The lower end is that of a compiler at its best: each chain of elementwise values overwrites a
+  value that it starts with, and what is gathered or summed over devices is never in memory as a
+  whole.
+
+What no compiler avoids is counted apart: the arguments, the results, and what a loop stacks for
+later.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 LOOPS: Final = "loops"
@@ -29,12 +34,17 @@ class Buffer:
       kind: What it is for: a category of arguments, `loops`, `temporary` or `results`.
       operands: What it is computed from, if a compiler may fuse it into its uses, else None.
       cheap: Whether it is fused also into several uses (a conversion, a reshape).
+      least: Bytes of it that every schedule holds at one time. They are less than `size` if a
+        compiler may send or sum the value part by part.
+      reduced: Whether a reduction reads it.
     """
 
     size: int
     kind: str
     operands: tuple[Buffer, ...] | None = None
     cheap: bool = False
+    least: int = 0
+    reduced: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +52,13 @@ class Peak:
     """The most bytes that are in memory at one time.
 
     Attributes:
-      low: Bytes that every schedule needs.
-      high: Bytes if a compiler fuses only elementwise values with a single use.
+      sure: Bytes that no compiler avoids.
+      low: Bytes if the compiler is at its best.
+      high: Bytes if the compiler fuses little.
       kinds: Kind -> bytes at the time of `high`.
     """
 
+    sure: int = 0
     low: int = 0
     high: int = 0
     kinds: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -59,7 +71,8 @@ class Peak:
             return Peak()
         highest = max(peaks, key=lambda peak: peak.high)
         low = max(peak.low for peak in peaks)
-        return Peak(low=low, high=highest.high, kinds=highest.kinds)
+        sure = max(peak.sure for peak in peaks)
+        return Peak(sure=sure, low=low, high=highest.high, kinds=highest.kinds)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +86,7 @@ class _Entry:
       inner: The peak of the program that it runs.
       loop: Whether it is a loop, into which nothing is fused.
       moved: Bytes of its operands that are moved to another sharding first.
+      early: Whether its results are computed at the start of the program.
     """
 
     uses: tuple[Buffer, ...]
@@ -81,6 +95,7 @@ class _Entry:
     inner: Peak
     loop: bool
     moved: int
+    early: bool
 
 
 class Timeline:
@@ -88,6 +103,25 @@ class Timeline:
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
+        self._angles: dict[tuple[str, int, frozenset[Buffer]], Buffer] = {}
+
+    def angle(self, name: str, size: int, operands: Iterable[Buffer]) -> Buffer:
+        """Return the buffer of a sine or cosine, and add a new one to the timeline.
+
+        A compiler computes a sine of the same values once. It computes the sines of all layers at
+        the start, since they need no weights.
+
+        Args:
+          name: `sin` or `cos`.
+          size: Bytes of the result.
+          operands: What it is computed from.
+        """
+        roots = frozenset(root for operand in operands for root in _roots(operand))
+        key = name, size, roots
+        if key not in self._angles:
+            self._angles[key] = Buffer(size=size, kind=TEMPORARY)
+            self.add(roots, [self._angles[key]], early=True)
+        return self._angles[key]
 
     def add(
         self,
@@ -98,6 +132,7 @@ class Timeline:
         inner: Peak | None = None,
         loop: bool = False,
         moved: int = 0,
+        early: bool = False,
     ) -> None:
         """Add an equation."""
         self._entries.append(
@@ -108,6 +143,7 @@ class Timeline:
                 inner=inner or Peak(),
                 loop=loop,
                 moved=moved,
+                early=early,
             )
         )
 
@@ -132,59 +168,148 @@ class Timeline:
                     last[buffer] = at
         held = [buffer for result in results for buffer in _held(result, fused)]
         last |= dict.fromkeys([*kept, *held], end)
-        return self._sweep(last, fused, set() if within else set(results))
+        high, kinds = self._most(last, fused)
+
+        def unavoidable(buffer: Buffer) -> bool:
+            return buffer.kind != TEMPORARY or (not within and buffer in results)
+
+        def sure(buffer: Buffer) -> int:
+            return buffer.size if unavoidable(buffer) else 0
+
+        def best(buffer: Buffer) -> int:
+            return buffer.size if unavoidable(buffer) else buffer.least
+
+        return Peak(
+            sure=self._least(last, fused, sure, lambda inner: inner.sure),
+            low=self._least(last, fused, best, lambda inner: inner.low),
+            high=high,
+            kinds=kinds,
+        )
 
     def _fused(self, results: Sequence[Buffer]) -> set[Buffer]:
         """Return the buffers that are fused into their uses."""
-        uses: Counter[Buffer] = Counter()
+        uses = Counter(buffer for entry in self._entries for buffer in set(entry.uses))
         needed = set(results)
         for entry in self._entries:
-            uses.update(set(entry.uses))
             if entry.loop:
                 needed.update(entry.uses)
-        return {
-            buffer
-            for entry in self._entries
-            for buffer in entry.births
-            if buffer.operands is not None
-            and buffer not in needed
-            and (buffer.cheap or uses[buffer] < 2)
-        }
-
-    def _sweep(self, last: Mapping[Buffer, int], fused: set[Buffer], results: set[Buffer]) -> Peak:
-        dying: dict[int, list[Buffer]] = {}
-        for buffer, at in last.items():
-            dying.setdefault(at, []).append(buffer)
-        alive: dict[Buffer, None] = {}
-        low = high = least = most = 0
-        kinds: dict[str, int] = {}
-
-        def unavoidable(buffer: Buffer) -> int:
-            return 0 if buffer.kind == TEMPORARY and buffer not in results else buffer.size
-
-        def drop(buffer: Buffer) -> None:
-            nonlocal low, high
-            if buffer in alive:
-                del alive[buffer]
-                high -= buffer.size
-                low -= unavoidable(buffer)
-
-        for at, entry in enumerate(self._entries):
-            for buffer in entry.in_place:
-                if last.get(buffer) == at:
-                    drop(buffer)
+        fused: set[Buffer] = set()
+        for entry in self._entries:
             for buffer in entry.births:
-                if buffer not in fused and buffer not in alive:
-                    alive[buffer] = None
-                    high += buffer.size
-                    low += unavoidable(buffer)
-            least = max(least, low + entry.inner.low)
-            now = high + entry.inner.high + entry.moved
+                if buffer.operands is None or buffer in needed:
+                    continue
+                if buffer.cheap or uses[buffer] < 2 or _computed_again(buffer, fused):
+                    fused.add(buffer)
+        return fused
+
+    def _most(self, last: Mapping[Buffer, int], fused: set[Buffer]) -> tuple[int, dict[str, int]]:
+        """Return the upper end of the peak, and its bytes by kind."""
+        alive = _Alive(last, fused, lambda buffer: buffer.size)
+        for entry in self._entries:
+            if entry.early:
+                alive.add(entry.births)
+        most, kinds = 0, {}
+        for at, entry in enumerate(self._entries):
+            alive.drop(buffer for buffer in entry.in_place if last.get(buffer) == at)
+            alive.add(entry.births)
+            now = alive.total + entry.inner.high + entry.moved
             if now > most:
-                most, kinds = now, _by_kind(alive, entry)
-            for buffer in dying.get(at, ()):
-                drop(buffer)
-        return Peak(low=least, high=most, kinds=kinds)
+                most, kinds = now, _by_kind(alive.buffers, entry)
+            alive.end(at)
+        return most, kinds
+
+    def _least(
+        self,
+        last: Mapping[Buffer, int],
+        fused: set[Buffer],
+        weigh: Callable[[Buffer], int],
+        weigh_inner: Callable[[Peak], int],
+    ) -> int:
+        """Return a lower end of the peak, with these bytes of a buffer and of an inner program."""
+        alive = _Alive(last, fused, weigh)
+        least = 0
+        for at, entry in enumerate(self._entries):
+            # A chain of fused values may take the memory of a value that it starts with.
+            starts = [
+                start
+                for birth in entry.births
+                if birth.operands is not None and birth not in fused
+                for operand in birth.operands
+                for start in _held(operand, fused)
+            ]
+            alive.drop(buffer for buffer in (*entry.in_place, *starts) if last.get(buffer) == at)
+            alive.add(entry.births)
+            least = max(least, alive.total + weigh_inner(entry.inner))
+            alive.end(at)
+        return least
+
+
+class _Alive:
+    """The buffers in memory, while the equations run one by one."""
+
+    def __init__(
+        self, last: Mapping[Buffer, int], fused: set[Buffer], weigh: Callable[[Buffer], int]
+    ) -> None:
+        self.buffers: dict[Buffer, None] = {}
+        self.total = 0
+        self._fused = fused
+        self._weigh = weigh
+        self._dying: dict[int, list[Buffer]] = {}
+        for buffer, at in last.items():
+            self._dying.setdefault(at, []).append(buffer)
+
+    def add(self, buffers: Iterable[Buffer]) -> None:
+        """Add the buffers that are not fused."""
+        for buffer in buffers:
+            if buffer not in self._fused and buffer not in self.buffers:
+                self.buffers[buffer] = None
+                self.total += self._weigh(buffer)
+
+    def drop(self, buffers: Iterable[Buffer]) -> None:
+        """Remove the buffers that are in memory."""
+        for buffer in buffers:
+            if buffer in self.buffers:
+                del self.buffers[buffer]
+                self.total -= self._weigh(buffer)
+
+    def end(self, at: int) -> None:
+        """Remove the buffers whose last use is an equation."""
+        self.drop(self._dying.get(at, ()))
+
+
+def _computed_again(buffer: Buffer, fused: set[Buffer]) -> bool:
+    """Tell whether to hold the operands of a value takes no more memory than to hold the value."""
+    if buffer.reduced:
+        return False
+    operands = {held for operand in buffer.operands or () for held in _held(operand, fused)}
+    return sum(operand.size for operand in operands) <= buffer.size
+
+
+def _roots(buffer: Buffer) -> list[Buffer]:
+    """Return the values that are not fusible, from which a value is computed."""
+    return _closest(buffer, lambda each: each.operands is None)
+
+
+def _held(buffer: Buffer, fused: set[Buffer]) -> list[Buffer]:
+    """Return what a use of a buffer reads: the buffer, or if it is fused, its operands."""
+    return _closest(buffer, lambda each: each not in fused)
+
+
+def _closest(buffer: Buffer, ends: Callable[[Buffer], bool]) -> list[Buffer]:
+    """Return the closest buffers that end a chain of operands, starting with a buffer itself."""
+    found: dict[Buffer, None] = {}
+    seen = {buffer}
+    waiting = [buffer]
+    while waiting:
+        current = waiting.pop()
+        if ends(current):
+            found[current] = None
+            continue
+        for operand in current.operands or ():
+            if operand not in seen:
+                seen.add(operand)
+                waiting.append(operand)
+    return list(found)
 
 
 def _by_kind(alive: Iterable[Buffer], entry: _Entry) -> dict[str, int]:
@@ -194,20 +319,3 @@ def _by_kind(alive: Iterable[Buffer], entry: _Entry) -> dict[str, int]:
     kinds.update(entry.inner.kinds)
     kinds[TEMPORARY] += entry.moved
     return {kind: size for kind, size in kinds.items() if size}
-
-
-def _held(buffer: Buffer, fused: set[Buffer]) -> list[Buffer]:
-    """Return what a use of a buffer reads: the buffer, or if it is fused, its operands."""
-    found: dict[Buffer, None] = {}
-    seen = {buffer}
-    waiting = [buffer]
-    while waiting:
-        current = waiting.pop()
-        if current not in fused:
-            found[current] = None
-            continue
-        for operand in current.operands or ():
-            if operand not in seen:
-                seen.add(operand)
-                waiting.append(operand)
-    return list(found)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from shardwright import _jax
 from shardwright.plan.collectives.collective import Kind
-from shardwright.plan.walk.buffers import local_peak
+from shardwright.plan.walk.buffers import add_local
 from shardwright.plan.walk.control import UNKNOWN_RUNS
 from shardwright.plan.walk.equations import live_equations
 from shardwright.plan.walk.events import Site
@@ -51,10 +51,14 @@ def shard_map(step: Step) -> list[Value]:
     origins = merged_origins(step.values)
     body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
     _follow(body, step, step.site, origins)
-    step.ledger.inner = local_peak(body)
+    timeline = step.ledger.timeline
+    operands = [value.buffer for value in step.values]
+    buffers = (
+        [None] * len(step.results) if timeline is None else add_local(body, operands, timeline)
+    )
     return [
-        Value(dims=dims_of_spec(spec.partitions, aval.ndim, sizes), origins=origins)
-        for spec, aval in zip(parameters["out_specs"], step.results, strict=True)
+        Value(dims=dims_of_spec(spec.partitions, aval.ndim, sizes), origins=origins, buffer=buffer)
+        for spec, aval, buffer in zip(parameters["out_specs"], step.results, buffers, strict=True)
     ]
 
 
