@@ -6,12 +6,14 @@ Plans name lines of this file, so each part of a layer has a line of its own.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from shardwright.caches.base import KVCache
 from shardwright.errors import StrategyError, did_you_mean
 from shardwright.interop.hf_decoder import latent
 from shardwright.interop.hf_decoder.families import Sizes, Stack
@@ -20,12 +22,14 @@ from shardwright.layers import attention_block, embedding, loss, mixture_block, 
 from shardwright.layers.mixture_block import MixtureConfig
 from shardwright.layers.placement import RESIDUAL, place, use
 from shardwright.layers.transformer_block import REMAT
+from shardwright.manager.einsum import einsum
 from shardwright.plan.planner import Program
 from shardwright.trees.initialize import stack_specs
 from shardwright.vocabulary.annotations import ArraySpec
-from shardwright.vocabulary.axes import BATCH, QUERY_LENGTH
+from shardwright.vocabulary.axes import BATCH, EMBED, EMPTY, QUERY_LENGTH, VOCAB
 
 TOKENS = (BATCH, QUERY_LENGTH)
+LAST = (BATCH, EMPTY, VOCAB)  # logits of the last token
 MODES = ("train", "prefill", "decode")
 _RATE, _DECAY, _SQUARE_DECAY, _EPSILON = 1e-4, 0.9, 0.95, 1e-8
 
@@ -172,12 +176,24 @@ class _Decoder:
         x = self.start(params, tokens)
         stacks = [stack for stack in self.sizes.stacks for _ in range(stack.layers)]
         written = []
-        for stack, w, cache in zip(stacks, params["layers"], caches, strict=True):
+        layers = zip(stacks, params["layers"], _with_same_lengths(caches), strict=True)
+        for stack, w, cache in layers:
             x, cache = self.layer(stack, w, x, cache)  # noqa: PLW2901
             written.append(cache)
-        x = self.end(params, x[:, -1:])
-        head, dtypes = self.head(params), self.sizes.dtypes
-        return loss.logits(x, head, tied=self.sizes.tied, dtypes=dtypes), written
+        return self.last_logits(params, x), written
+
+    def last_logits(self, params: Any, x: Any) -> Any:
+        """Return the logits of the last token, whose length of 1 is not sharded."""
+        x = self.end(params, place(x[:, -1:], (BATCH, EMPTY, EMBED)))
+        tied, dtype = self.sizes.tied, self.sizes.dtypes.compute
+        head = use(self.head(params), (VOCAB, EMBED) if tied else (EMBED, VOCAB)).astype(dtype)
+        return einsum(
+            "ble,ve->blv" if tied else "ble,ev->blv",
+            x.astype(dtype),
+            head,
+            out=LAST,
+            preferred_element_type=jnp.float32,
+        )
 
     def training(self, batch: int, length: int) -> Program:
         """Return the training step."""
@@ -203,7 +219,7 @@ class _Decoder:
             self.serve,
             (_shapes(specs), caches, prompt),
             (specs, axes, TOKENS),
-            (loss.LOGITS, axes),
+            (LAST, axes),
             ("parameters", "cache", "inputs"),
             (1,),
         )
@@ -224,6 +240,18 @@ class _Decoder:
             caches += [cache] * stack.layers
             axes += [own] * stack.layers
         return caches, axes
+
+
+def _with_same_lengths(caches: list[Any]) -> list[Any]:
+    """Return the caches with the lengths of the first one.
+
+    All layers have the same lengths, so rotary positions are computed once, not once a layer.
+    """
+    dense = [cache for cache in caches if isinstance(cache, KVCache)]
+    return [
+        dataclasses.replace(cache, length=dense[0].length) if isinstance(cache, KVCache) else cache
+        for cache in caches
+    ]
 
 
 def _cache_maker(config: attention_block.AttentionConfig, batch: int, capacity: int) -> Any:
