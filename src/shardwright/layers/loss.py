@@ -110,7 +110,8 @@ def cross_entropy(
       labels: `[batch, length]` integers.
       tied: Whether `head` is the embedding table.
       chunks: Number of parts. It must divide the length, or if the length is sharded, the length of
-        a shard.
+        a shard. Where devices hold different sequences, each part sums the gradient of `head` over
+        them, so n parts send n times as much for it.
       z_loss: Factor of the mean squared logsumexp (PaLM, arXiv:2204.02311, section 5).
       softcap: As in `logits`.
       ignore: Tokens with this label, or with any negative label, are ignored.
