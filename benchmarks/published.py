@@ -1,8 +1,12 @@
-"""`python -m benchmarks.published [NAME ...]`: compare searches with published meshes, by the walk.
+"""`python -m benchmarks.published [--compile] [NAME ...]`: compare searches with published meshes.
 
 Each published mesh is planned for the reference decoder of its model, with its batch, length and
 rematerialization. A search then chooses a mesh for the same program. The command prints both, and
-exits with 1 if a found mesh takes longer by the walk than the published one. Nothing is compiled or
+exits with 1 if a found mesh takes longer by the walk than the published one.
+
+`--compile` compiles both programs for the slice, without having it, and compares the time with the
+bytes that the compiled programs send. It exits with 1 if a found mesh takes more than 1.05 of the
+published time. This needs libtpu (the extra `tpu-aot`), and a minute for each run. Nothing is
 measured, so a better number here is a reason to try a mesh, and no more.
 """
 
@@ -25,12 +29,16 @@ from shardwright.layers.mlp_block import MlpConfig
 from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.plan.planner import PlanReport, Program
 from shardwright.plan.search.result import Candidate, mesh_text, seconds_of
+from shardwright.plan.search.verify import compiled_seconds
+from shardwright.plan.verify.run import Verification, verify_plan
 
 FACTS: Final = Path(__file__).with_name("published_meshes.toml")
 # Weights are stored as float32 and used as bfloat16, as the published runs do.
 DTYPES: Final = Dtypes(param="float32", compute="bfloat16")
 AXES: Final = ("fsdp", "tp")
 PRESETS: Final = ("fsdp_tp", "fsdp_tp_sp")
+CACHE: Final = Path(".cache/compiled")
+MOST: Final = 1.05  # found time / published time, by the compiled programs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +94,58 @@ HEADER: Final = (
 )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """The compiled programs of a published mesh and of the one that a search found.
+
+    Attributes:
+      name: The published run.
+      published: The published one.
+      found: The one that was found.
+    """
+
+    name: str
+    published: Verification
+    found: Verification
+
+    @property
+    def ratio(self) -> float:
+        """Time of the found mesh / time of the published one, with the bytes of the programs."""
+        return compiled_seconds(self.found) / compiled_seconds(self.published)
+
+    @property
+    def verdict(self) -> str:
+        """`pass`, or `LOST`."""
+        fits = not self.found.compiled.refused or bool(self.published.compiled.refused)
+        return "pass" if fits and self.ratio <= MOST else "LOST"
+
+    def cells(self) -> list[str]:
+        """Return the row of the table."""
+        cells = [self.name]
+        for each in (self.published, self.found):
+            layout = each.report.layout
+            assert layout is not None, "the plan has a topology"
+            share = each.most_bytes / layout.topology.chip.hbm_bytes
+            refused = ", refused" if each.compiled.refused else ""
+            cells += [
+                f"{each.report.strategy} {_mesh_of(each.report)}",
+                f"{compiled_seconds(each):.3f} s",
+                f"{share:.2f}{refused}",
+            ]
+        return [*cells, f"{self.ratio:.2f}", self.verdict]
+
+
+def _mesh_of(report: PlanReport) -> str:
+    """Return the mesh axes that have more than one device."""
+    return ",".join(axis for axis in report.mesh.split(",") if not axis.endswith(":1"))
+
+
+COMPILED_HEADER: Final = (
+    *("run", "published", "time", "memory", "found", "time", "memory", "found / published"),
+    "verdict",
+)
+
+
 def _gib(report: PlanReport) -> str:
     low, high = report.memory.low / 2**30, report.memory.high / 2**30
     return f"{low:.0f}-{high:.0f} {report.verdict}"
@@ -115,11 +175,29 @@ def compare(name: str, facts: Mapping[str, Any]) -> Comparison:
     )
 
 
-def _plan(preset: str, mesh: Mapping[str, int], program: Program, topology: Topology) -> PlanReport:
+def compile_both(name: str, facts: Mapping[str, Any], compared: Comparison) -> Compiled:
+    """Compile the programs of a comparison in which a mesh was found."""
+    assert compared.found is not None, "the search found no mesh"
+    topology = parse_topology(facts["topology"], read_hardware())
+    program = training(facts, devices=topology.devices)
+    published = _manager(compared.published.strategy, facts["mesh"])
+    sizes = dict(compared.found.sizes)
+    managers = (
+        published,
+        sw.PartitionManager(compared.found.strategy, mesh=sw.abstract_mesh(sizes), mode="train"),
+    )
+    both = [verify_plan(manager, program, topology=topology, cache=CACHE) for manager in managers]
+    return Compiled(name=name, published=both[0], found=both[1])
+
+
+def _manager(preset: str, mesh: Mapping[str, int]) -> sw.PartitionManager:
     strategy = sw.Strategy.preset(preset)
     sizes = {axis: mesh.get(axis, 1) for axis in strategy.mesh}
-    pm = sw.PartitionManager(strategy, mesh=sw.abstract_mesh(sizes), mode="train")
-    report: PlanReport = pm.plan(
+    return sw.PartitionManager(strategy, mesh=sw.abstract_mesh(sizes), mode="train")
+
+
+def _plan(preset: str, mesh: Mapping[str, int], program: Program, topology: Topology) -> PlanReport:
+    report: PlanReport = _manager(preset, mesh).plan(
         program.function,
         *program.shapes,
         specs=program.specs,
@@ -165,6 +243,7 @@ def main(argv: list[str] | None = None) -> int:
     """Compare, print a table, and return 0 if no search lost."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="defaults to all")
+    parser.add_argument("--compile", action="store_true", help="compile both programs of each run")
     given = parser.parse_args(argv)
     facts = read_facts()
     unknown = [name for name in given.names if name not in facts]
@@ -172,19 +251,36 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"unknown run {unknown[0]!r}: runs are {', '.join(facts)}")
     print(f"| {' | '.join(HEADER)} |")
     print(f"|{' --- |' * len(HEADER)}")
-    rows = []
+    rows = {}
     for name in given.names or facts:
-        rows.append(compare(name, facts[name]))
-        print(f"| {' | '.join(rows[-1].cells())} |", flush=True)
-    lost = [row.name for row in rows if row.verdict == "LOST"]
-    ratios = sorted(row.ratio for row in rows)
+        rows[name] = compare(name, facts[name])
+        print(f"| {' | '.join(rows[name].cells())} |", flush=True)
+    lost = [row.name for row in rows.values() if row.verdict == "LOST"]
+    ratios = sorted(row.ratio for row in rows.values())
     middle = ratios[len(ratios) // 2]
     print(
         f"{'FAIL' if lost else 'pass'}: {len(rows)} runs, found / published {ratios[0]:.2f} to "
-        f"{ratios[-1]:.2f}, median {middle:.2f}; {sum(row.judged for row in rows)} candidates in "
-        f"{sum(row.seconds for row in rows):.0f} s of processor time"
+        f"{ratios[-1]:.2f}, median {middle:.2f}; {sum(row.judged for row in rows.values())} "
+        f"candidates in {sum(row.seconds for row in rows.values()):.0f} s of processor time"
     )
+    if given.compile:
+        lost += _print_compiled(rows, facts)
     return 1 if lost else 0
+
+
+def _print_compiled(rows: Mapping[str, Comparison], facts: Mapping[str, Any]) -> list[str]:
+    """Compile the runs in which a mesh was found, print a table, and return those that lost."""
+    print(f"\n| {' | '.join(COMPILED_HEADER)} |")
+    print(f"|{' --- |' * len(COMPILED_HEADER)}")
+    done = []
+    for name, row in rows.items():
+        if row.found is not None:
+            done.append(compile_both(name, facts[name], row))
+            print(f"| {' | '.join(done[-1].cells())} |", flush=True)
+    lost = [each.name for each in done if each.verdict == "LOST"]
+    ratios = ", ".join(f"{each.ratio:.2f}" for each in done)
+    print(f"{'FAIL' if lost else 'pass'}: compiled, found / published {ratios}, at most {MOST}")
+    return lost
 
 
 if __name__ == "__main__":
