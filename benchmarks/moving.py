@@ -27,8 +27,11 @@ PIECE = 64 * MIB
 # Leaves and MiB of a leaf: trees of 512 MiB and 2 GiB, and one leaf of 1 GiB.
 TREES = {"512 MiB, 16 leaves": (16, 32), "2 GiB, 16 leaves": (16, 128), "1 GiB, 1 leaf": (1, 1024)}
 DONATED, KEPT, DEVICE_PUT = "reshard, donated", "reshard", "device_put"
-SAVE, RESTORE = "save", "restore"
-WAYS = (DONATED, KEPT, DEVICE_PUT, RESTORE)
+SAVE = "save"
+# The target of a restoration is another strategy, the same strategy, or a copy on two devices.
+RESTORE, RESTORE_SAME, RESTORE_COPIES = "restore", "restore, as saved", "restore, two copies"
+RESTORES = (RESTORE, RESTORE_SAME, RESTORE_COPIES)
+WAYS = (DONATED, KEPT, DEVICE_PUT, *RESTORES)
 # Make the C library return freed memory at once. The resident set is then the memory in use.
 ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(MIB),
@@ -58,11 +61,11 @@ class Peak:
 
 def measure(tree: str, way: str) -> Peak:
     """Measure one case in a fresh process."""
-    if way != RESTORE:
+    if way not in RESTORES:
         return Peak(**json.loads(_run(tree, way)))
     with tempfile.TemporaryDirectory() as folder:
         _run(tree, SAVE, folder)
-        return Peak(**json.loads(_run(tree, RESTORE, folder)))
+        return Peak(**json.loads(_run(tree, way, folder)))
 
 
 def _run(*case: str) -> str:
@@ -143,22 +146,28 @@ def _move(tree: str, way: str) -> Peak:
     return Peak(growth=growth, planned=planned, allowed=allowed, seconds=seconds)
 
 
-def _restore(tree: str, folder: str) -> Peak:
-    """Measure the restoration, under `serve_tp`, of what was saved under `fsdp`."""
+def _restore(tree: str, way: str, folder: str) -> Peak:
+    """Measure the restoration of what was saved under `fsdp`."""
     import jax
 
     from shardwright import checkpoint
 
     case = _Case(tree)
     leaf = jax.ShapeDtypeStruct(case.shape, "float32")
-    sharding = case.serve.shardings(leaf, case.axes)
+    targets = {
+        RESTORE: case.serve,
+        RESTORE_SAME: case.train,
+        RESTORE_COPIES: _manager("ddp", "dp:2"),
+    }
+    sharding = targets[way].shardings(leaf, case.axes)
     small = {"x": jax.device_put(jax.numpy.ones((8, 1024, 1024)), sharding)}
     with tempfile.TemporaryDirectory() as warm:
         checkpoint.save(warm, small, step=1)
         checkpoint.restore(warm, small)
     target = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)] * TREES[tree][0]
     growth, seconds = _growth(lambda: checkpoint.restore(folder, target))
-    size = sum(x.dtype.itemsize * x.size for x in target)
+    copies = 2 if way == RESTORE_COPIES else 1
+    size = sum(x.dtype.itemsize * x.size for x in target) * copies
     return Peak(growth=growth, planned=0, allowed=size + 3 * PIECE, seconds=seconds)
 
 
@@ -182,7 +191,7 @@ def _run_here(tree: str, way: str, folder: str = "") -> str:
     if way == SAVE:
         checkpoint.save(folder, _Case(tree).leaves(), step=1)
         return "saved"
-    peak = _restore(tree, folder) if way == RESTORE else _move(tree, way)
+    peak = _restore(tree, way, folder) if way in RESTORES else _move(tree, way)
     return json.dumps(dataclasses.asdict(peak))
 
 

@@ -22,6 +22,7 @@ import shardwright as sw
 from shardwright import checkpoint
 from shardwright.checkpoint import chunks, leaves
 from shardwright.checkpoint import state as state_module
+from shardwright.checkpoint.stored import StoredArray
 from shardwright.errors import CheckpointError
 from shardwright.testing.meshes import cpu_mesh
 
@@ -127,6 +128,68 @@ def test_restore_under_other_strategies(
 
 def check_sharding(restored: jax.Array, target: jax.ShapeDtypeStruct) -> None:
     assert restored.sharding == target.sharding
+
+
+@pytest.mark.parametrize(
+    ("preset", "sizes"), [("serve_tp", "dp:2,tp:2"), ("fsdp", "fsdp:4"), ("ddp", "dp:3")]
+)
+@pytest.mark.wide
+def test_leaves_are_read_in_pieces(
+    tmp_path: Path, preset: str, sizes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row of 16 elements is a chunk, and a piece is one row of each shard."""
+    monkeypatch.setattr(chunks, "CHUNK", 64)
+    monkeypatch.setattr(chunks, "PIECE", 128)
+    axes = {"x": (sw.EMBED, sw.MLP_INTERMEDIATE), "narrow": (sw.EMBED,), "bits": (sw.VOCAB,)}
+    state = {
+        "x": jnp.arange(12 * 16.0).reshape(12, 16),
+        "narrow": jnp.arange(192, dtype=jnp.bfloat16).at[5].set(jnp.nan),
+        "bits": (jnp.arange(512) % 7 - 3).astype(jnp.int4),
+    }
+    checkpoint.save(tmp_path, manager("fsdp_tp", "fsdp:4,tp:2").shard(state, axes), step=1)
+    pm = manager(preset, sizes)
+    target = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        state,
+        pm.shardings(state, axes),
+    )
+    ticks: list[int] = []
+    original = chunks.move_leaf
+
+    def count_pieces(file: Any, sharding: Any, route: Any, **options: Any) -> jax.Array:
+        ticks.append(route.pieces.count)
+        return original(file, sharding, route, **options)
+
+    monkeypatch.setattr(chunks, "move_leaf", count_pieces)
+    restored = checkpoint.restore(tmp_path, target)
+    assert_equal_bits(restored, state)
+    jax.tree.map(check_sharding, restored, target)
+    assert len(ticks) == 3
+    assert min(ticks) > 1
+
+
+def test_parts_that_fill_a_box_are_one_read() -> None:
+    file = FakeFile(np.arange(24).reshape(4, 6))
+    array = StoredArray(file)
+    columns = [(slice(1, 3), slice(low, low + 2)) for low in (2, 4, 0, 4)]
+    apart = [(slice(0, 1), slice(None)), (slice(2, 3), slice(None))]
+    for boxes, reads in ((columns, 1), (apart, 2), (apart[:1] * 3, 1)):
+        file.reads = 0
+        for box, part in zip(boxes, array.read(boxes), strict=True):
+            np.testing.assert_array_equal(part, file.values[box])
+        assert file.reads == reads
+
+
+class FakeFile:
+    """A TensorStore that counts its reads."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values, self.shape, self.reads = values, values.shape, 0
+
+    def __getitem__(self, box: Any) -> Any:
+        self.reads += 1
+        done = SimpleNamespace(result=lambda: self.values[box])
+        return SimpleNamespace(read=lambda: done)
 
 
 @pytest.mark.parametrize("value", [jnp.arange(3.0), 7, True, float("nan"), 2 + 1j, np.float16(2)])

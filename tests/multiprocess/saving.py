@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
 from shardwright import checkpoint
+from shardwright.checkpoint import chunks
 from tests.multiprocess.divergent import connect
 
 SHAPES = {"w": (512, 256), "norm": (64,)}
@@ -53,6 +54,7 @@ def check(restored: dict[str, Any], step: int) -> None:
 
 def main(port: int, rank: int, count: int, folder: str, killed: str, after: float) -> None:
     connect(port, rank, count)
+    chunks.PIECE = 2**17  # `w` is read in four pieces
     mesh = sw.create_mesh(f"fsdp:{4 * count}")
     step = 0
     if checkpoint.steps(folder):

@@ -23,11 +23,12 @@ def test_peak_is_planned(tree: str, way: str) -> None:
     assert peak.growth <= peak.planned
 
 
+@pytest.mark.parametrize("way", moving.RESTORES)
 @pytest.mark.parametrize("tree", moving.TREES)
-def test_peak_of_restoring(tree: str) -> None:
-    """Restored under another strategy: the target and three pieces."""
+def test_peak_of_restoring(tree: str, way: str) -> None:
+    """The target and three pieces."""
     pytest.importorskip("orbax.checkpoint")
-    peak = moving.measure(tree, moving.RESTORE)
+    peak = moving.measure(tree, way)
     assert peak.growth <= peak.allowed
 
 

@@ -2,9 +2,9 @@
 processes.
 
 `state` saves and restores with orbax, `leaves` says how each leaf of a state is written, `chunks`
-bounds the memory of reading, and `safetensors` exports parameters. Caches also save themselves with
-orbax: that code is in `caches`, because it also saves their specs. Moving arrays that are already
-on devices belongs to `reshard`.
+bounds the memory of reading, `stored` reads parts of arrays, and `safetensors` exports parameters.
+Caches also save themselves with orbax: that code is in `caches`, because it also saves their specs.
+Moving arrays that are already on devices belongs to `reshard`.
 """
 
 from shardwright.checkpoint.safetensors import export_safetensors as export_safetensors

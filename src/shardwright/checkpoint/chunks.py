@@ -7,14 +7,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import jax
+from jax.sharding import NamedSharding
 
 from shardwright.checkpoint import leaves
-from shardwright.checkpoint.leaves import TargetLeaf
+from shardwright.checkpoint.leaves import Kind, TargetLeaf
+from shardwright.checkpoint.stored import open_array
+from shardwright.reshard.leaf import move_leaf
+from shardwright.reshard.route import Route, find_route
 
 # Most bytes of a chunk. A chunk is read as a whole, even if only a part of it is needed.
-CHUNK: Final = 16 * 2**20
+CHUNK: Final = 4 * 2**20
 # Most bytes that a process reads at the same time. It reads one shard even if that is larger.
-AT_ONCE: Final = 128 * 2**20
+AT_ONCE: Final = 64 * 2**20
+# An array that takes more bytes on all devices is read in pieces of at most this size. A piece
+# exists up to three times: as it was read, cut for each device, and on the devices.
+PIECE: Final[int] = 32 * 2**20
 
 
 def write_request(orbax: Any, arrays: dict[str, Any]) -> Any:
@@ -34,6 +41,35 @@ def read(orbax: Any, folder: str, targets: Sequence[TargetLeaf]) -> dict[str, An
     Raises:
       KeyError, ValueError, OSError: The files are damaged.
     """
+    routes = [_route(leaf) for leaf in targets]
+    small = [leaf for leaf, route in zip(targets, routes, strict=True) if route is None]
+    arrays = _read_with_orbax(orbax, folder, small)
+    for leaf, route in zip(targets, routes, strict=True):
+        if route is not None:
+            leaves.put(arrays, leaf.saved.path, _read_in_pieces(folder, leaf, route))
+    return arrays
+
+
+def _route(leaf: TargetLeaf) -> Route | None:
+    """Return how a leaf is read in pieces. None if it is small, or not for devices of a mesh."""
+    sharding = leaf.sharding
+    if leaf.saved.kind is not Kind.ARRAY or not isinstance(sharding, NamedSharding):
+        return None
+    if sharding.memory_kind in ("pinned_host", "unpinned_host"):
+        return None
+    wanted = leaf.read_as()
+    route = find_route(wanted.shape, wanted.dtype, wanted.dtype, None, sharding, PIECE)
+    return None if route.pieces.dim is None else route
+
+
+def _read_in_pieces(folder: str, leaf: TargetLeaf, route: Route) -> jax.Array:
+    assert isinstance(leaf.sharding, NamedSharding)
+    file = open_array(folder, leaf.saved.path)
+    return move_leaf(file, leaf.sharding, route, donate=False, tick=lambda done, count: None)
+
+
+def _read_with_orbax(orbax: Any, folder: str, targets: Sequence[TargetLeaf]) -> dict[str, Any]:
+    """Read leaves side by side, each shard as a whole."""
     wanted: dict[str, Any] = {}
     for leaf in targets:
         if (read_as := leaf.read_as()) is not None:

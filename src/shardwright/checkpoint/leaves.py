@@ -176,6 +176,11 @@ def get(tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
     return value
 
 
+def file_name(path: tuple[str, ...]) -> str:
+    """Return the name that orbax gives to the leaf at a path."""
+    return ".".join(map(_escaped, path or ("",)))
+
+
 def _escaped(name: str) -> str:
     """Return a name that orbax can join with others by "." and "/"."""
     return re.sub(r"[%./]", lambda match: f"%{ord(match[0]):02X}", name) or "%"

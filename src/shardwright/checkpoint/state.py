@@ -145,8 +145,9 @@ def restore(
 ) -> Any:
     """Return the state of a checkpoint. Each process reads the shards of its own devices.
 
-    In addition to the restored arrays, reading takes host memory: at most 128 MiB, or two of the
-    largest shards if that is more, and a few chunks of 16 MiB.
+    In addition to the restored arrays, reading takes at most 192 MiB of host memory. Arrays above
+    32 MiB are read in pieces, if their sharding is a `NamedSharding` of device memory. Other arrays
+    are read shard by shard, which takes two of the largest shards if that is more.
 
     Args:
       folder: The folder that was given to `save`.

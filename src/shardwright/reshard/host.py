@@ -2,36 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
 from shardwright.errors import ShardingError
-from shardwright.reshard.programs import grouped_shape, wire_view
+from shardwright.reshard.programs import wire_view
 from shardwright.reshard.route import Route
 
 Box = tuple[slice, ...]
 
 
-def host_block(value: Any, box: Box, route: Route, start: int) -> np.ndarray:
-    """Copy one piece of one block into a contiguous array of the dtype after the move.
+@runtime_checkable
+class ArrayInParts(Protocol):
+    """An array that is not in memory, such as one in a file."""
+
+    def read(self, boxes: Sequence[Box]) -> list[np.ndarray]:
+        """Return the parts of the array in these boxes."""
+
+
+def host_blocks(value: Any, boxes: Sequence[Box], route: Route, start: int) -> list[np.ndarray]:
+    """Copy one piece of each block into a contiguous array of the dtype after the move.
 
     Args:
-      value: NumPy array, number, or JAX array in host memory.
-      box: The block, as slices of the whole array.
+      value: NumPy array, number, JAX array in host memory, or array that is read in parts.
+      boxes: The blocks, as slices of the whole array.
       route: How the array moves.
-      start: First row of the piece.
+      start: First row of the piece, in each block.
     """
-    block = _read(value, box)
+    cut = [_rows_of(box, route, start) for box in boxes]
+    if isinstance(value, ArrayInParts):
+        parts = value.read(cut)
+    else:
+        parts = [_read(value, box) for box in cut]
+    # Copy, because JAX on the CPU may use NumPy's memory directly.
+    blocks = [np.array(part, dtype=route.to_dtype, order="C") for part in parts]
+    return blocks if route.pieces.dim is None else [wire_view(block, route) for block in blocks]
+
+
+def _rows_of(box: Box, route: Route, start: int) -> Box:
+    """Return the rows of a piece. A block is one group of rows, as no other step cuts it."""
     dim = route.pieces.dim
     if dim is None:
-        return np.array(block, dtype=route.to_dtype, order="C")
-    # Splitting a dimension never copies, so only the piece is copied.
-    grouped = block.reshape(grouped_shape(block.shape, dim, route.pieces.rows))
-    rows = (slice(None),) * (dim + 1) + (slice(start, start + route.pieces.size),)
-    piece = np.array(grouped[rows], dtype=route.to_dtype, order="C")
-    return wire_view(piece.reshape(route.pieces.shape(block.shape)), route)
+        return box
+    first = (box[dim].start or 0) + start
+    return (*box[:dim], slice(first, first + route.pieces.size), *box[dim + 1 :])
 
 
 def _read(value: Any, box: Box) -> np.ndarray:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from shardwright.errors import Problem, ShardingError
 from shardwright.reshard import transfer
 from shardwright.reshard.exchange import sends_of
-from shardwright.reshard.host import host_block
+from shardwright.reshard.host import host_blocks
 from shardwright.reshard.programs import (
     flat_mesh,
     flat_shape,
@@ -50,7 +50,7 @@ def move_leaf(
     """Return an array with another sharding. The source is not deleted.
 
     Args:
-      value: JAX array, array of the host, or number.
+      value: JAX array, array of the host, number, or `ArrayInParts`.
       target: Sharding after the move.
       route: How it moves.
       donate: Whether the caller deletes the source after the move. The result then does not share
@@ -226,8 +226,7 @@ def _upload(value: Any, target: NamedSharding, route: Route, tick: Tick) -> jax.
     result = None if whole else _zeros(mesh, route)
     for number in range(route.pieces.count):
         start = route.pieces.start(number)
-        # Copy the block for each device, because JAX on the CPU may use NumPy's memory directly.
-        blocks = [host_block(value, box, route, start) for box in boxes.values()]
+        blocks = host_blocks(value, list(boxes.values()), route, start)
         sent = transfer.send(blocks, list(boxes))
         arrived = [_flat(dict(zip(boxes, sent, strict=True)), mesh)]
         result = _join(result, arrived, route, mesh, np.int32(start), whole=whole)
