@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,6 +32,7 @@ AXES = {
     "serve_long_context": ("sp", "tp"),
 }
 SHAPES = ((2, 4), (4, 2), (8, 1))
+HALVES = ((2, 2), (4, 1), (1, 4))  # meshes of four devices
 SPECS = {
     "embed": (sw.VOCAB, sw.EMBED),
     "q": (sw.LAYERS, sw.EMBED, sw.HEAD, sw.HEAD_DIM),
@@ -45,10 +47,10 @@ TREE = {
 }
 
 
-def manager(preset: str, shape: tuple[int, int]) -> sw.PartitionManager:
-    names = AXES[preset]
-    mesh = ",".join(f"{name}:{size}" for name, size in zip(names, shape, strict=True))
-    return sw.PartitionManager(sw.Strategy.preset(preset), mesh=cpu_mesh(mesh))
+def manager(preset: str, shape: tuple[int, int], first: int = 0) -> sw.PartitionManager:
+    """Return a manager of a mesh of the devices from number `first` on."""
+    devices = cpu_mesh("a:8").devices[first : first + math.prod(shape)].reshape(shape)
+    return sw.PartitionManager(sw.Strategy.preset(preset), mesh=Mesh(devices, AXES[preset]))
 
 
 def problems(
@@ -69,12 +71,15 @@ def problems(
             yield f"{where}: {leaf.path} has other values or another sharding"
 
 
-def check_presets(pairs: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def check_presets(
+    pairs: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any, *, first: int = 0
+) -> None:
+    """Move between pairs of presets. The targets are on the devices from number `first` on."""
     found: list[str] = []
     with watch(monkeypatch) as watched:
         for (a, before), (b, after) in pairs:
             source = manager(a, before).reshard(TREE, SPECS)
-            targets = manager(b, after).shardings(TREE, SPECS)
+            targets = manager(b, after, first).shardings(TREE, SPECS)
             where = f"{a} {before} -> {b} {after}"
             found += problems(source, targets, TREE, watched, where)
     assert not found, "\n".join(found)
@@ -107,6 +112,33 @@ def test_planned_bytes_between_all_presets(
         for at, other in enumerate(AXES)
     ]
     check_presets([*same, *other_mesh], monkeypatch, capfd)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("before", SHAPES, ids=str)
+@pytest.mark.parametrize("preset", AXES)
+def test_planned_bytes_of_all_pairs(
+    preset: str,
+    before: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    pairs = [((preset, before), (other, after)) for other in AXES for after in SHAPES]
+    check_presets(pairs, monkeypatch, capfd)
+
+
+@pytest.mark.parametrize("before", HALVES, ids=str)
+@pytest.mark.parametrize("preset", AXES)
+@pytest.mark.sweep(keep=0, wide=3, rest="product")
+def test_planned_bytes_between_halves(
+    preset: str,
+    before: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """From the first four devices to the last four: what is planned passes the one transfer."""
+    pairs = [((preset, before), (other, after)) for other in AXES for after in HALVES]
+    check_presets(pairs, monkeypatch, capfd, first=4)
 
 
 def meshes() -> dict[str, Mesh]:
