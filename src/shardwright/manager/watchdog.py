@@ -28,10 +28,14 @@ EXIT_CODE: Final = 75
 _ROOM: Final = f"{ROOT}/watchdog"
 _MAIN_BUSY: Final = 0.005
 _PROCESS_BUSY: Final = 0.05  # a compiler may work in other threads
+_GRACE: Final = 0.3  # seconds in which the others end, once all of them have left
 
 
 class _State(enum.StrEnum):
-    """What a process says about itself."""
+    """What a process says about itself.
+
+    A process that has left has written its message, and ends.
+    """
 
     RUNS = "runs"
     ENDED = "ended"
@@ -155,7 +159,7 @@ class Watchdog(threading.Thread):
         silent for long. So such errors are not reported at once, and only if no process is silent.
         """
         silent = self._silent(beats, self._seconds - self._interval)
-        self._alive = self._ranks - frozenset(silent)
+        self._alive = self._ranks - frozenset(self._silent(beats, 4 * self._interval))
         raised = {
             rank: beat
             for rank, beat in beats.items()
@@ -237,20 +241,20 @@ class Watchdog(threading.Thread):
         try:
             if missing:
                 self._store.set(f"{_ROOM}/verdict/{self._rank}", text.encode())
-            if self._rank != 0 and own.state == _State.RAISED:
-                self._linger()  # without this process, the collectives of the others fail
             self._beat(_State.LEFT)
+            if self._rank == 0 or own.state == _State.RAISED:
+                self._linger()  # without this process, the collectives of the others fail
             if self._rank == 0:
-                self._linger()  # without process 0, JAX aborts the others before they end
-                time.sleep(0.1)
+                time.sleep(_GRACE)  # without process 0, JAX aborts the others before they end
         except RuntimeError:
             pass  # process 0 has gone already
         finally:
             os._exit(code)
 
     def _linger(self) -> None:
-        """Wait a little until the others leave."""
-        deadline = time.monotonic() + min(3 * self._interval, 2.0)
+        """Wait a little until the others have written their messages; longest in process 0."""
+        intervals = 3 if self._rank == 0 else 1
+        deadline = time.monotonic() + min(intervals * self._interval, 2.0)
         while time.monotonic() < deadline:
             found = self._store.entries(f"{_ROOM}/beats")
             states = {int(rank): json.loads(data)["state"] for rank, data in found.items()}
