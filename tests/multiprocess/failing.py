@@ -67,7 +67,7 @@ def healthy(total: Any, x: Any, rank: int, seconds: float) -> None:
             y.block_until_ready()
         else:
             float(y)
-    time.sleep(0.7 * seconds * rank)  # less than the time of the watchdog
+    time.sleep(0.5 * seconds * rank)  # less than the time of the watchdog
     float(total(x))
     begun = time.monotonic()
     while rank == 0 and time.monotonic() < begun + 1.5 * seconds:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import re
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shardwright.manager import watchdog
 from shardwright.manager.watchdog import EXIT_CODE
 from tests.multiprocess import pairs
 
@@ -66,7 +70,26 @@ def test_the_others_end_without_the_coordinator(tmp_path: Path) -> None:
 @pytest.mark.wide
 def test_healthy_processes_are_left_alone(tmp_path: Path) -> None:
     """Steps that wait, one process that is slow for a while, and one that ends later."""
-    ended, output = run(tmp_path, 2, "healthy", 3)
+    ended, output = run(tmp_path, 2, "healthy", 4)
     assert [process.code for process in ended] == [0, 0], output
     assert all("all is well" in process.text for process in ended), output
     assert "watchdog" not in output
+
+
+def test_a_process_that_just_ended_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have taken part in the collective just before; the waiting one needs time to wake."""
+    clock = types.SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(watchdog, "time", clock)
+    group: Any = types.SimpleNamespace(store=None, rank=0, ranks=(0, 1))
+    dog = watchdog.Watchdog(group, 8)
+    atexit.unregister(dog._leave)
+    dog._own = watchdog._Beat(waits_s=7.9, place="train.py:3")
+    beats = {0: dog._own, 1: watchdog._Beat(state="ended")}
+    assert dog._elsewhere(beats) == {}
+    clock.now += 3.9
+    assert dog._elsewhere(beats) == {}
+    clock.now += 0.2
+    assert dog._elsewhere(beats) == {
+        0: "process 0 has waited 7.9 s at train.py:3",
+        1: "process 1 has ended",
+    }

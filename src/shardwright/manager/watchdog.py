@@ -87,6 +87,7 @@ class Watchdog(threading.Thread):
         self._ranks, self._seconds = frozenset(group.ranks), float(seconds)
         self._main = _MainThread()
         self._seen: dict[int, tuple[int, float]] = {}
+        self._ended: dict[int, float] = {}  # when this process saw that another one had ended
         self._own = _Beat()
         self._alive: frozenset[int] = frozenset()
         self._lost_since = 0.0
@@ -108,6 +109,7 @@ class Watchdog(threading.Thread):
             now = time.monotonic()
             if now - last > 4 * self._interval + 1:
                 self._seen.clear()  # this process was stopped: the others did not fall silent
+                self._ended.clear()
                 self._main.restart()
             last = now
             try:
@@ -191,16 +193,24 @@ class Watchdog(threading.Thread):
         return missing
 
     def _elsewhere(self, beats: dict[int, _Beat]) -> dict[int, str]:
-        """Return the processes that this one waits for: they have ended, or are elsewhere."""
-        own = self._own
+        """Return the processes that this one waits for: they have ended, or are elsewhere.
+
+        A process that ended a moment ago may have taken part in the collective just before. So it
+        counts only if this process still waits after half of the time.
+        """
+        own, now = self._own, time.monotonic()
+        for rank, beat in beats.items():
+            if beat.state == _State.ENDED:
+                self._ended.setdefault(rank, now)
         if own.state != _State.RUNS or own.waits_s < self._seconds - self._interval:
             return {}
         missing = {}
         for rank in self._ranks - {self._rank}:
             beat = beats.get(rank, own)
-            silent = time.monotonic() - self._seen.get(rank, (0, time.monotonic()))[1]
+            silent = now - self._seen.get(rank, (0, now))[1]
             if beat.state == _State.ENDED:
-                missing[rank] = f"process {rank} has ended"
+                if now - self._ended[rank] >= self._seconds / 2:
+                    missing[rank] = f"process {rank} has ended"
             elif silent > 4 * self._interval:
                 missing[rank] = _no_sign(rank, silent)
             elif beat.state == _State.RUNS and beat.place != own.place:
