@@ -168,6 +168,13 @@ def test_constraints_line_by_line() -> None:
     assert len(explained.splitlines()) == len(lines)
 
 
+def test_grouped_heads_have_the_query_length() -> None:
+    """Heads of queries as two dims, kv heads and groups, stand beside the length of queries."""
+    lines = [str(each).partition(": ")[2] for each in infer(models.FLAT_LLAMA).constraints]
+    assert "BATCH KV_HEAD HEAD_DIM _ QUERY_LENGTH: heads (dot_general)" in lines
+    assert sum("KV_LENGTH" in line for line in lines) == 2  # keys and values
+
+
 def test_fused_projections_get_no_constraint() -> None:
     """Their number and the heads are one dim. The heads after attention get a constraint."""
     lines = [str(each) for each in infer(models.GPT2).constraints]

@@ -44,7 +44,7 @@ _PRODUCTS: Final = frozenset({"dot_general", "conv_general_dilated"})
 _ADDITIONS: Final = frozenset({"add", "add_any"})
 _SHARDED: Final = frozenset({HEAD, KV_HEAD, MLP_INTERMEDIATE})
 # Axes of products: heads, hidden dims and logits.
-_ENTERED: Final = frozenset({HEAD, MLP_INTERMEDIATE, VOCAB})
+_ENTERED: Final = frozenset({HEAD, GROUP, MLP_INTERMEDIATE, VOCAB})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +132,8 @@ def _kind(names: list[str], output: Output) -> str:
         return ""  # the sum with the residual stream gets the constraint
     if not set(own) <= {*KINDS, HEAD_DIM, GROUP}:
         return ""
+    if GROUP in own:
+        return KINDS[HEAD]
     return next((kind for axis, kind in KINDS.items() if axis in own), "")
 
 
@@ -139,10 +141,11 @@ def _constraint(output: Output, rows: list[Factors], kind: str) -> Constraint:
     """Spell the dims of an intermediate as an annotation.
 
     The sequence is LENGTH in the residual stream, KV_LENGTH in keys and values, and QUERY_LENGTH in
-    the other products, whatever the seeds call it.
+    the other products, whatever the seeds call it. Queries, and products of scores and values, may
+    have KV_HEAD and GROUP as two dims.
     """
     names = {name for row in rows for name, _ in row}
-    if KV_HEAD in names:
+    if KV_HEAD in names and GROUP not in names:
         other = {**dict.fromkeys(LENGTHS, KV_LENGTH), HEAD_DIM: KV_HEAD_DIM}
     else:
         other = dict.fromkeys(LENGTHS, LENGTH if names.isdisjoint(_ENTERED) else QUERY_LENGTH)
