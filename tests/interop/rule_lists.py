@@ -65,7 +65,13 @@ def compare_lists(semantics: Semantics, *, seed: int, count: int) -> tuple[int, 
         if semantics == "strict":
             rules = tuple(dict(rules).items())
         own = {name: f"name_{name}" for name in NAMES} if semantics == "flax" else None
-        imported = from_logical_axis_rules(rules, mesh=mesh, names=own, semantics=semantics)
+        imported = from_logical_axis_rules(
+            rules,
+            mesh=mesh,
+            names=own,
+            semantics=semantics,
+            own_axes=() if own is None else own.values(),
+        )
         compiled = imported.strategy.compile()
         arrays = case["arrays"]
         if semantics == "nnx":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
+from shardwright.interop import haliax, jax_llm_examples, maxtext, t5x
 from shardwright.interop.logical_rules import (
     Imported,
     Names,
     Semantics,
     from_logical_axis_rules,
+    one_rule_each,
     to_logical_axis_rules,
 )
+from shardwright.testing import cpu_mesh
 from shardwright.vocabulary.axes import CAPACITY, NORM
 from tests.interop.rule_lists import (
     NAMES,
@@ -34,7 +39,7 @@ MESH = {"data": 2, "model": 4}
 def different(case: dict[str, Any], expected: list[Any]) -> list[Any]:
     """Return the arrays of a list whose imported spec is another one."""
     rules, mesh = as_tuples(case["rules"]), case["mesh"]
-    imported = from_logical_axis_rules(rules, mesh=mesh, names=OWN)
+    imported = from_logical_axis_rules(rules, mesh=mesh, names=OWN, own_axes=OWN.values())
     compiled = imported.strategy.compile()
     found = [
         entries(sw.resolve(imported.annotation(names), compiled, mesh).spec, mesh)
@@ -105,7 +110,7 @@ def test_names_with_roles() -> None:
         "activation_embed": (sw.EMBED, sw.Role.ACTIVATION),
         "heads": "heads",
     }
-    imported = from_logical_axis_rules(RULES, mesh=MESH, names=names)
+    imported = from_logical_axis_rules(RULES, mesh=MESH, names=names, own_axes=["heads"])
     strategy = imported.strategy
     assert imported.names["embed"] == (sw.EMBED, "param")
     assert strategy.rules["embed"] == "-"
@@ -122,6 +127,56 @@ def test_names_with_roles() -> None:
     assert pm.resolve(*weight, role="param") == P(None, "model")
     assert pm.resolve(*imported.annotation(("heads", None))) == P()
     assert sw.Strategy.loads(strategy.dumps()) == strategy
+
+
+MISSPELLED: Names = {"embed": ("EMBD", "param"), "mlp": "MLP"}
+BOTH = r"names\['embed'\] EMBD.*\n.*'EMBED'\?.*\n.*names\['mlp'\] MLP.*\n.*'MLP_INTERMEDIATE'\?"
+
+
+def test_misspelled_axes_are_not_declared() -> None:
+    with pytest.raises(sw.UnknownAxisError, match=BOTH + ".* own_axes="):
+        from_logical_axis_rules(RULES, mesh=MESH, names=MISSPELLED)
+    own = from_logical_axis_rules(RULES, mesh=MESH, names=MISSPELLED, own_axes=["embd", "MLP"])
+    assert [*own.strategy.axes][:2] == ["embd", "mlp"]
+    # A strategy with its own import's names needs no declaration.
+    plain = from_logical_axis_rules(RULES, mesh=MESH)
+    again = from_logical_axis_rules(RULES, mesh=MESH, names=plain.names)
+    assert again.strategy == plain.strategy
+
+
+@dataclasses.dataclass
+class ShardingRules:
+    embed: Any = "data"
+    mlp: Any = None
+
+
+def test_every_importer_refuses_misspelled_axes(tmp_path: Path) -> None:
+    (tmp_path / "train.gin").write_text("PjitPartitioner.num_partitions = 2\n")
+    names: Any = {"embed": "EMBD", "mlp": "MLP"}
+    config = {"mesh_axes": ["data"], "logical_axis_rules": [["embed", "data"], ["mlp", "data"]]}
+    mappings = {"embed": "data", "mlp": "data"}
+    importers: list[Any] = [
+        functools.partial(maxtext.from_config, config),
+        functools.partial(t5x.from_partitioner, num_partitions=2),
+        functools.partial(t5x.from_gin, tmp_path / "train.gin"),
+        functools.partial(jax_llm_examples.from_rules, ShardingRules, mesh={"data": 2}),
+        functools.partial(haliax.from_mappings, mappings, mesh={"data": 2}),
+        functools.partial(haliax.from_levanter, {"trainer": {"tensor_parallel_axes": ["mlp"]}}),
+    ]
+    for load in importers:
+        with pytest.raises(sw.UnknownAxisError, match=BOTH):
+            load(names=names)
+        assert {"embd", "mlp"} <= {*load(names=names, own_axes=["embd", "mlp"]).strategy.axes}
+
+
+def test_misspelled_axes_are_not_exported() -> None:
+    """They were exported as replicated names."""
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:4,tp:2"))
+    for export in (to_logical_axis_rules, one_rule_each):
+        with pytest.raises(sw.UnknownAxisError, match=BOTH + r".*\[axes\] mlp"):
+            export(pm, MISSPELLED)
+        with pytest.raises(sw.UnknownAxisError, match="LOGICAL_EMBED"):
+            export(pm, {"embed": ("logical_embed", "param")})
 
 
 def test_idle_mesh_axes_are_declared() -> None:
@@ -207,6 +262,9 @@ def test_bad_arguments() -> None:
         from_logical_axis_rules(RULES, mesh=MESH, semantics="t5x")  # type: ignore[arg-type]
     with pytest.raises(sw.StrategyError, match="is mapped to the role 'use'"):
         from_logical_axis_rules(RULES, mesh=MESH, names={"embed": (sw.EMBED, "use")})
+    for bad in (["embed"], {"embed": 3}, {3: "EMBED"}, {"embed": ("EMBED",)}):
+        with pytest.raises(sw.StrategyError, match="names"):
+            from_logical_axis_rules(RULES, mesh=MESH, names=bad)  # type: ignore[arg-type]
     imported = from_logical_axis_rules(RULES, mesh=MESH)
     with pytest.raises(
         sw.UnknownAxisError, match="the name 'mpl' has no rule\n  fix   did you mean 'mlp'"
@@ -313,11 +371,16 @@ def test_ordered_rules_round_trip() -> None:
     """Interleaved chains keep their order."""
     for case in random_lists(seed=2, count=40):
         rules = as_tuples(case["rules"])
-        imported: Imported = from_logical_axis_rules(rules, mesh=case["mesh"], names=OWN)
+        imported: Imported = from_logical_axis_rules(
+            rules, mesh=case["mesh"], names=OWN, own_axes=OWN.values()
+        )
         mesh = sw.abstract_mesh(case["mesh"])
         pm = sw.PartitionManager(imported.strategy, mesh=mesh)
         again = from_logical_axis_rules(
-            to_logical_axis_rules(pm, OWN), mesh=case["mesh"], names=OWN
+            to_logical_axis_rules(pm, OWN),
+            mesh=case["mesh"],
+            names=OWN,
+            own_axes=imported.strategy.axes,
         )
         for names in case["arrays"]:
             axes = imported.annotation(names)

@@ -175,7 +175,10 @@ def _imported(arguments: argparse.Namespace) -> Imported:
         if arguments.vocabulary:
             names = {**maxtext.NAMES, **names}
         return maxtext.from_config(
-            arguments.file, overrides=dict(map(_override, arguments.overrides)), names=names
+            arguments.file,
+            overrides=dict(map(_override, arguments.overrides)),
+            names=names,
+            own_axes=arguments.own_axis,
         )
     if arguments.format == "levanter":
         known = haliax.NAMES if arguments.vocabulary else {}
@@ -185,9 +188,12 @@ def _imported(arguments: argparse.Namespace) -> Imported:
             overrides=dict(map(_override, arguments.overrides)),
             names={**own, **_without_roles(names)},
             replicated=tuple(own),
+            own_axes=arguments.own_axis,
         )
     if arguments.format == "t5x":
-        return t5x.from_gin(arguments.file, bindings=arguments.overrides, names=names)
+        return t5x.from_gin(
+            arguments.file, bindings=arguments.overrides, names=names, own_axes=arguments.own_axis
+        )
     rules, places = read_rules(Path(arguments.file))
     spec = parse_mesh(arguments.mesh)
     imported = from_logical_axis_rules(
@@ -196,6 +202,7 @@ def _imported(arguments: argparse.Namespace) -> Imported:
         names=names,
         semantics=arguments.semantics or "flax",
         source=places,
+        own_axes=arguments.own_axis,
     )
     return resized(imported, mesh=dict(zip(spec.names, spec.sizes, strict=True)))
 

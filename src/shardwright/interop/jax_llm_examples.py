@@ -5,7 +5,7 @@ and a `ShardingRules` are read by the names of their fields.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from shardwright.interop.logical_rules import (
     by_name,
     from_logical_axis_rules,
     one_rule_each,
+    read_names,
 )
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.annotations import ArraySpec
@@ -70,7 +71,9 @@ NAMES: Names = MappingProxyType(
 )
 
 
-def from_rules(rules: Any, *, mesh: Any, names: Names | None = None) -> Imported:
+def from_rules(
+    rules: Any, *, mesh: Any, names: Names | None = None, own_axes: Iterable[str] = ()
+) -> Imported:
     """Turn sharding rules into a strategy with the same specs.
 
     Args:
@@ -78,8 +81,11 @@ def from_rules(rules: Any, *, mesh: Any, names: Names | None = None) -> Imported
       mesh: A `Mesh`, an `AbstractMesh`, or a mapping of mesh axis to size.
       names: Name of a field -> (axis, role), or an axis for both roles. A name that is not in
         `names` becomes a new axis: `qkv_embed` becomes `logical_qkv_embed`.
+      own_axes: Axes of your own that `names` maps to. The strategy declares them.
 
     Raises:
+      UnknownAxisError: `names` maps to axes that are neither in the vocabulary nor in `own_axes`;
+        all are reported at once.
       StrategyError: `rules` is not a dataclass, or two names that are mapped to one axis and role
         have different mesh axes.
       MissingMeshAxisError: Rules name mesh axes that the mesh lacks; all are reported at once.
@@ -88,8 +94,12 @@ def from_rules(rules: Any, *, mesh: Any, names: Names | None = None) -> Imported
     kind = rules if isinstance(rules, type) else type(rules)
     places = [f"{kind.__name__}.{name}" for name, _ in pairs]
     ruled = {name for name, _ in pairs}
-    known = {name: target for name, target in (names or {}).items() if name in ruled}
-    return from_logical_axis_rules(pairs, mesh=mesh, names=known, semantics="strict", source=places)
+    own_axes = tuple(own_axes)
+    given = read_names(names, own_axes, are_imported=True)
+    known = {name: target for name, target in given.items() if name in ruled}
+    return from_logical_axis_rules(
+        pairs, mesh=mesh, names=known, semantics="strict", source=places, own_axes=own_axes
+    )
 
 
 def to_rules(

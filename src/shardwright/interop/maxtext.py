@@ -7,7 +7,7 @@ nothing. Keys that have nothing to do with sharding are ignored.
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,7 @@ def from_config(
     *,
     overrides: Mapping[str, Any] | None = None,
     names: Names | None = None,
+    own_axes: Iterable[str] = (),
 ) -> Imported:
     """Turn a configuration of MaxText into a strategy with the same mesh and the same specs.
 
@@ -101,12 +102,15 @@ def from_config(
       overrides: Keys and values that replace those of the file.
       names: MaxText's name -> (axis, role), such as `NAMES`. A name that is not listed becomes an
         axis of its own.
+      own_axes: Axes of your own that `names` maps to. The strategy declares them.
 
     Returns:
       The strategy, the axis of each name, and notes. One mesh axis may have size -1.
 
     Raises:
       StrategyError: A file is missing or is not YAML, a key is unknown, or sizes are invalid.
+      UnknownAxisError: `names` maps to axes that are neither in the vocabulary nor in `own_axes`;
+        all are reported at once.
       MissingMeshAxisError: Rules name mesh axes that the mesh lacks; all are reported at once.
     """
     notes: list[str] = []
@@ -124,6 +128,7 @@ def from_config(
         names=names,
         modes=modes,
         source=merged.places,
+        own_axes=own_axes,
     )
     if inputs := merged.values.get(_INPUTS):
         notes.append(f"the names of the inputs' dims are {', '.join(map(str, inputs))}")

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,7 @@ def from_partitioner(
     dcn_mesh_shape: Sequence[int] | None = None,
     names: Names | None = None,
     source: str | Sequence[str] | None = None,
+    own_axes: Iterable[str] = (),
 ) -> Imported:
     """Turn the arguments of T5X's `PjitPartitioner` into a strategy with the same specs.
 
@@ -94,9 +95,12 @@ def from_partitioner(
       dcn_mesh_shape: Sizes of the same mesh axes across slices. Pass it with `ici_mesh_shape`.
       names: T5X's name -> (axis, role). A name that is not listed becomes an axis of its own.
       source: Where the rules are written: one text, or one for each rule. `explain` shows it.
+      own_axes: Axes of your own that `names` maps to. The strategy declares them.
 
     Raises:
       StrategyError: Sizes are invalid, or a rule is not a pair.
+      UnknownAxisError: `names` maps to axes that are neither in the vocabulary nor in `own_axes`;
+        all are reported at once.
       MissingMeshAxisError: Rules name mesh axes that the mesh lacks; all are reported at once.
 
     >>> imported = from_partitioner(standard_rules(1, 2), num_partitions=2)
@@ -127,7 +131,9 @@ def from_partitioner(
     notes = [f"ignored, because {used} is given: {', '.join(ignored)}"] if ignored else []
     # The rules do not depend on sizes, and -1 is not a size. `resized` sets the sizes.
     mesh = dict.fromkeys(sized["mesh"], 1)
-    imported = from_logical_axis_rules(rules, mesh=mesh, names=names, source=source or "rules")
+    imported = from_logical_axis_rules(
+        rules, mesh=mesh, names=names, source=source or "rules", own_axes=own_axes
+    )
     imported = resized(imported, **sized)
     return dataclasses.replace(imported, notes=(*notes, *imported.notes))
 
@@ -238,7 +244,11 @@ class _Binding:
 
 
 def from_gin(
-    path: str | os.PathLike[str], *, bindings: Sequence[str] = (), names: Names | None = None
+    path: str | os.PathLike[str],
+    *,
+    bindings: Sequence[str] = (),
+    names: Names | None = None,
+    own_axes: Iterable[str] = (),
 ) -> Imported:
     """Turn the partitioner of a gin file of T5X into a strategy with the same specs.
 
@@ -250,10 +260,13 @@ def from_gin(
       path: The gin file.
       bindings: Lines that follow the file, such as "PjitPartitioner.num_partitions = 2".
       names: T5X's name -> (axis, role). A name that is not listed becomes an axis of its own.
+      own_axes: Axes of your own that `names` maps to. The strategy declares them.
 
     Raises:
       StrategyError: The file cannot be read, a value that is needed is not a literal, or the
         partitioner is `MoePjitPartitioner`.
+      UnknownAxisError: `names` maps to axes that are neither in the vocabulary nor in `own_axes`;
+        all are reported at once.
     """
     bound: dict[str, _Binding] = {}
     notes: list[str] = []
@@ -279,7 +292,7 @@ def from_gin(
             what = f"logical_axis_rules must be a list of pairs, got {listed!r}"
             raise StrategyError(what, path=rules.place, fix="write [('embed', 'model')]")
         source = [f"{rules.place}[{at}]" for at in range(len(listed))]
-    imported = from_partitioner(listed, **sizes, names=names, source=source)
+    imported = from_partitioner(listed, **sizes, names=names, source=source, own_axes=own_axes)
     return dataclasses.replace(imported, notes=(*notes, *imported.notes))
 
 

@@ -6,7 +6,7 @@ The model's source stays as it is. `names` maps each axis name of the model to a
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from shardwright.interop.logical_rules import (
     by_name,
     from_logical_axis_rules,
     one_rule_each,
+    read_names,
 )
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import (
@@ -188,6 +189,7 @@ def from_mappings(
     names: Mapping[str, str] | None = None,
     replicated: Sequence[str] = (),
     source: Callable[[Role, str], str] | None = None,
+    own_axes: Iterable[str] = (),
 ) -> Imported:
     """Turn axis mappings into a strategy with the same specs.
 
@@ -203,6 +205,7 @@ def from_mappings(
       replicated: Axis names that no mapping has.
       source: Function of a role and a name that returns where the rule is written. `explain` shows
         it. Defaults to `compute['mlp']` and the like.
+      own_axes: Axes of your own that `names` maps to. The strategy declares them.
 
     Returns:
       The strategy, and the axis of each name.
@@ -210,6 +213,8 @@ def from_mappings(
     Raises:
       StrategyError: A mapping cannot be read, or two names that are mapped to one axis have
         different mesh axes.
+      UnknownAxisError: `names` maps to axes that are neither in the vocabulary nor in `own_axes`;
+        all are reported at once.
       MissingMeshAxisError: A mapping names mesh axes that the mesh lacks; all are reported at once.
 
     >>> imported = from_mappings({"batch": "data"}, {"embed": "data"}, mesh={"data": 8})
@@ -219,7 +224,9 @@ def from_mappings(
     tables = {Role.ACTIVATION: compute, Role.PARAM: compute if parameter is None else parameter}
     every = dict.fromkeys(name for table in tables.values() for name in table)
     every |= dict.fromkeys(replicated)
-    axes = {name: (names or {}).get(name, f"logical_{name}") for name in every}
+    own_axes = tuple(own_axes)
+    given = read_names(names, own_axes, are_imported=True)
+    axes = {name: given.get(name, f"logical_{name}") for name in every}
     pairs, targets, places = [], {}, []
     for role, table in tables.items():
         for name in every:
@@ -229,11 +236,16 @@ def from_mappings(
             targets[entry] = (axes[name], role)
             places.append((source or _place_of)(role, name))
     imported = from_logical_axis_rules(
-        pairs, mesh=mesh, names=targets, semantics="strict", source=places
+        pairs,
+        mesh=mesh,
+        names=targets,
+        semantics="strict",
+        source=places,
+        own_axes=[*own_axes, *axes.values()],
     )
-    own = [name for name in every if name not in (names or {})]
+    own = [name for name in every if name not in given]
     notes = [note for note in imported.notes if not note.startswith("names that became")]
-    if own and names:
+    if own and given:
         notes.append(f"names that became axes of their own: {', '.join(own)}")
     by_name = {name: imported.names[name][0] for name in every}
     return dataclasses.replace(imported, names=by_name, notes=tuple(notes))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,6 +37,7 @@ def from_levanter(
     overrides: Mapping[str, Any] | None = None,
     names: Mapping[str, str] | None = None,
     replicated: Sequence[str] = (),
+    own_axes: Iterable[str] = (),
 ) -> Imported:
     """Turn the trainer of a configuration of levanter into a strategy with the same specs.
 
@@ -49,10 +50,13 @@ def from_levanter(
       names: Axis name -> axis. A name that is not in `names` becomes a new axis: `embed` becomes
         `logical_embed`.
       replicated: Axis names that the configuration does not map.
+      own_axes: Axes of your own that `names` maps to. The strategy declares them.
 
     Raises:
       StrategyError: The file cannot be read, a key has a wrong value, or the configuration has
         `trainer.mesh`; all keys are reported at once.
+      UnknownAxisError: `names` maps to axes that are neither in the vocabulary nor in `own_axes`;
+        all are reported at once.
       MissingMeshAxisError: A mapping names other mesh axes; all are reported at once.
 
     >>> trainer = {"tensor_parallel_axes": ["mlp", "heads"], "model_axis_size": 4}
@@ -69,6 +73,7 @@ def from_levanter(
         names=names,
         replicated=replicated,
         source=lambda role, name: _source(trainer, role, name),
+        own_axes=own_axes,
     )
     across = trainer.values["replica_dcn_axis_size"]
     replicas = trainer.values["replica_ici_axis_size"] * across

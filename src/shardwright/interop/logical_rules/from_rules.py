@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from shardwright.errors import (
@@ -20,7 +19,8 @@ from shardwright.interop.logical_rules.names import (
     Modes,
     Names,
     Semantics,
-    weight_or_activation,
+    plain_name,
+    read_names,
 )
 from shardwright.mesh.build import abstract_mesh, mesh_sizes
 from shardwright.vocabulary.axes import (
@@ -58,6 +58,7 @@ def from_logical_axis_rules(
     semantics: Semantics = "flax",
     modes: Modes | None = None,
     source: str | Sequence[str] = "rules",
+    own_axes: Iterable[str] = (),
 ) -> Imported:
     """Turn a list of rules into a strategy with the same specs.
 
@@ -73,10 +74,13 @@ def from_logical_axis_rules(
       modes: Names that are used in one mode only -> (the name that other modes use, mode). Such a
         name becomes the rule of the other name in that mode.
       source: Where the rules are written: one text, or one for each rule. `explain` shows it.
+      own_axes: Axes of your own that `names` maps to. The strategy declares them.
 
     Raises:
       StrategyError: A rule is not a pair, a name has two rules under "strict", or two names that
         are mapped to one axis and role have different rules.
+      UnknownAxisError: `names` maps to axes that are neither in the vocabulary nor in `own_axes`;
+        all are reported at once.
       MeshSpecError: The mesh cannot be read.
       MissingMeshAxisError: Rules name mesh axes that the mesh lacks; all are reported at once.
 
@@ -90,6 +94,7 @@ def from_logical_axis_rules(
     if semantics not in get_args(Semantics):
         fix = f"write one of {', '.join(get_args(Semantics))}"
         raise StrategyError(f"unknown semantics {semantics!r}", fix=fix)
+    given = read_names(names, own_axes, are_imported=True)
     sizes = dict(mesh_sizes(abstract_mesh(mesh) if isinstance(mesh, str) else mesh))
     pairs = _read(rules, sizes, source)
     notes: list[str] = []
@@ -99,9 +104,9 @@ def from_logical_axis_rules(
         pairs = _one_each(pairs, semantics, notes)
     if semantics == "nnx":
         pairs += _mesh_axes_as_names(pairs, sizes, notes)
-    replaced = _replaced(pairs, names or {}, modes or {}, notes)
+    replaced = _replaced(pairs, given, modes or {}, notes)
     common = [pair for pair in pairs if pair.name not in replaced]
-    targets = _targets(common, names or {}, notes)
+    targets = _targets(common, given, notes)
     targets |= {name: targets[other] for name, (other, _) in replaced.items()}
     problems = _disagreements(common, targets, notes)
     tables: dict[_Path, list[tuple[str, _Pair]]] = {}
@@ -290,12 +295,7 @@ def _targets(
     pairs: Sequence[_Pair], names: Names, notes: list[str]
 ) -> dict[str, tuple[str, Role] | str]:
     """Return the axis and role of each name in the list."""
-    targets: dict[str, tuple[str, Role] | str] = {}
-    for name, target in names.items():
-        if isinstance(target, str):
-            targets[name] = canonical_axis(target)
-        else:
-            targets[name] = (canonical_axis(target[0]), weight_or_activation(name, target[1]))
+    targets: dict[str, Any] = {**names}
     ruled = dict.fromkeys(pair.name for pair in pairs)
     if unruled := [name for name in names if name not in ruled]:
         notes.append(f"names without a rule are replicated: {', '.join(unruled)}")
@@ -304,7 +304,7 @@ def _targets(
     }
     own = [name for name in ruled if name not in targets]
     for name in own:
-        axis = "logical_" + (re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "axis")
+        axis = f"logical_{plain_name(name)}"
         count = 2
         while axis.lower() in taken:
             axis = f"{axis.rstrip('0123456789_')}_{count}"

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardwright.errors import Problem, StrategyError, UnknownAxisError, did_you_mean
+from shardwright.errors import (
+    Problem,
+    StrategyError,
+    UnknownAxisError,
+    did_you_mean,
+    raise_problems,
+)
 from shardwright.resolution.resolver import as_role
+from shardwright.resolution.unknown_axes import check_axes
 from shardwright.vocabulary.axes import (
     EMPTY,
     SEMANTIC_AXES,
@@ -25,6 +32,8 @@ Semantics = Literal["flax", "nnx", "strict"]
 Names = Mapping[str, "tuple[str, Role | str] | str"]
 Modes = Mapping[str, tuple[str, str]]
 MeshAxes = str | tuple[str, ...] | None
+
+_OWN = "pass an axis of your own in own_axes=, such as own_axes=strategy.axes"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +88,66 @@ def resized(
         data["axis_types"] = axis_types
     strategy = imported.strategy | Strategy.model_validate(data)
     return dataclasses.replace(imported, strategy=strategy)
+
+
+def read_names(
+    names: Any, own_axes: Iterable[str], *, declare: str = _OWN, are_imported: bool = False
+) -> dict[str, Any]:
+    """Return the canonical axis, or (axis, role), of each name that a caller maps.
+
+    Args:
+      names: Name -> (axis, role), or an axis for both roles. None maps nothing.
+      own_axes: Axes besides those of the vocabulary.
+      declare: How to declare an axis of one's own. The messages end with it.
+      are_imported: Whether `embed` may be mapped to `logical_embed`, as an import without `names`
+        does.
+
+    Raises:
+      StrategyError: A name has neither an axis nor a pair of an axis and a role.
+      UnknownAxisError: Axes are neither in the vocabulary nor in `own_axes`; all are reported at
+        once.
+    """
+    if names is not None and not isinstance(names, Mapping):
+        what = f"names is {type(names).__name__}, not a mapping"
+        raise StrategyError(what, fix='write names={"embed": (sw.EMBED, "param")}')
+    given: Mapping[Any, Any] = names or {}
+    raise_problems(
+        [
+            _not_a_target(name, target)
+            for name, target in given.items()
+            if not (isinstance(name, str) and _is_target(target))
+        ]
+    )
+    targets: dict[str, Any] = {}
+    places = []
+    for name, target in given.items():
+        axis = canonical_axis(target if isinstance(target, str) else target[0])
+        role = None if isinstance(target, str) else weight_or_activation(name, target[1])
+        targets[name] = axis if role is None else (axis, role)
+        if not are_imported or axis != canonical_axis(f"logical_{plain_name(name)}"):
+            places.append((f"names[{name!r}]", axis))
+    check_axes(places, own_axes, declare=declare)
+    return targets
+
+
+def _is_target(target: Any) -> bool:
+    """Tell whether a value is an axis, or a pair of an axis and a role."""
+    is_pair = isinstance(target, (tuple, list)) and len(target) == 2
+    return isinstance(target[0] if is_pair else target, str)
+
+
+def _not_a_target(name: Any, target: Any) -> Problem:
+    return Problem(
+        error=StrategyError,
+        what=f"{name!r}: {target!r} does not map a name to an axis and a role",
+        path="names",
+        fix='write "embed": (sw.EMBED, "param"), or "embed": sw.EMBED for both roles',
+    )
+
+
+def plain_name(name: str) -> str:
+    """Return a name with only letters, digits and underscores."""
+    return re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "axis"
 
 
 def axis_of(name: Any, names: Names, place: str, problems: list[Problem]) -> str:

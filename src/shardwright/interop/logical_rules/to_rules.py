@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import IndivisibleError, ShapeRequiredError, StrategyError
-from shardwright.interop.logical_rules.names import MeshAxes, Names, weight_or_activation
+from shardwright.interop.logical_rules.names import MeshAxes, Names, read_names
 from shardwright.resolution.composites import reduced
 from shardwright.resolution.ranks import ranks_of
 from shardwright.resolution.rules import (
@@ -28,7 +28,6 @@ from shardwright.vocabulary.axes import (
     VOCAB,
     Role,
     axis_label,
-    canonical_axis,
 )
 from shardwright.vocabulary.modes import MODE_TRAIN
 
@@ -59,6 +58,7 @@ def to_logical_axis_rules(
       StrategyError: A list cannot express the rules: a rule has `?`, the policy is `conflict =
         "first_dim"`, or an axis that is mapped without a role has one rule as an activation and
         another as a param. Or `pm` is not a manager.
+      UnknownAxisError: The strategy has no axis of this name; all are reported at once.
     """
     exported = _ranked_rules(pm, names, sizes)
     if pm.rules.policy.conflict is Conflict.ERROR:
@@ -70,6 +70,7 @@ def _ranked_rules(
     pm: PartitionManager, names: Names, sizes: Mapping[str, int] | None
 ) -> tuple[tuple[str, MeshAxes], ...]:
     _check_manager(pm)
+    names = read_names(names, pm.rules.user_axes, declare="")
     if pm.rules.policy.conflict is Conflict.FIRST_DIM:
         what = 'conflict = "first_dim" cannot be written as a list of rules'
         raise StrategyError(what, fix='use conflict = "next" or "error"')
@@ -93,7 +94,8 @@ def _warn_of_conflicts(
     for name, axes in exported:
         live = (axes,) if isinstance(axes, str) else axes or ()
         first.setdefault(name, tuple(axis for axis in live if pm.mesh.shape[axis] > 1))
-    own = {name: _exported(pm, name, target) for name, target in names.items()}
+    targets = read_names(names, pm.rules.user_axes)
+    own = {name: _exported(pm, name, target) for name, target in targets.items()}
     own = {name: pair for name, pair in own.items() if pair[1] is Role.ACTIVATION}
     lengths = [name for name, (axis, _) in own.items() if axis == LENGTH]
     pairs = [
@@ -135,6 +137,7 @@ def one_rule_each(
 
     Raises:
       ShapeRequiredError: A rule depends on a size that is not given.
+      UnknownAxisError: The strategy has no axis of this name; all are reported at once.
     """
     first: dict[str, MeshAxes] = {}
     for name, axes in _ranked_rules(pm, names, sizes):
@@ -145,8 +148,9 @@ def one_rule_each(
 def _exported(pm: PartitionManager, name: str, target: Any) -> tuple[str, Role]:
     """Return the axis and the role of a name that is exported."""
     if not isinstance(target, str):
-        return canonical_axis(target[0]), weight_or_activation(name, target[1])
-    axis = canonical_axis(target)
+        axis, role = target
+        return axis, role
+    axis = target
     roles = (Role.ACTIVATION, Role.PARAM)
     one, other = (_rule(pm, axis, role) for role in roles)
     if one != other:
