@@ -142,6 +142,17 @@ def test_blocks_are_cut_where_shards_are(mesh: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.asarray(value), np.asarray(expected[name]))
 
 
+def test_a_file_that_is_truncated_after_its_header(tmp_path: Path) -> None:
+    """To read past the end of a mapped file would kill the process."""
+    path = tmp_path / "model.gguf"
+    write(path)
+    checkpoint = hf.read(path)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match="has changed since its header was read"):
+        checkpoint.load(manager())
+
+
 def test_only_llama_has_pairs_of_rows(tmp_path: Path) -> None:
     tensors = write(tmp_path / "model.gguf", arch="qwen2")
     params, _ = hf.load(tmp_path, manager())

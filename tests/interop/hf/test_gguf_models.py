@@ -226,7 +226,7 @@ def test_a_tensor_that_is_in_two_files(tmp_path: Path) -> None:
         ({"qwen3moe.embedding_length": -1}, "embedding_length must be a positive integer, got -1"),
         ({"qwen3moe.expert_count": [4, 4]}, "expert_count must be a positive integer, got 'an arr"),
         ({"qwen3moe.attention.head_count": 0}, "head_count must be a positive integer, got 0"),
-        ({"qwen3moe.expert_count": 3}, r"is \(4, 64\), and config.json says \(3, 64\)"),
+        ({"qwen3moe.expert_count": 3}, r"and the header of model.gguf says \(3, 64\)"),
         ({"general.architecture": "bloom"}, "the architecture 'bloom' is not supported in GGUF"),
     ],
 )

@@ -130,6 +130,54 @@ def test_floats_of_8_bits_are_read_by_offset(kind: str, tmp_path: Path) -> None:
     assert params["model.norm.weight"].dtype == jnp.bfloat16
 
 
+def test_values_that_do_not_fit_a_dtype(tmp_path: Path) -> None:
+    values = files.values_of("llama")
+    name = "model.layers.1.mlp.up_proj.weight"
+    values[name][3, 5] = -1e5
+    values["model.norm.weight"][2] = np.inf  # it is infinite in every dtype
+    files.write_config(tmp_path, "llama")
+    safetensors_numpy.save_file(values, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name}: the value 1e\+05 does not fit float16"):
+        hf.load(tmp_path, manager(), dtype="float16")
+    params, _ = hf.load(tmp_path, manager(), dtype="bfloat16")
+    assert np.isinf(params["model.norm.weight"][2])
+
+
+@pytest.mark.parametrize("change", ["replaced", "truncated", "removed", "written"])
+def test_files_that_change_after_their_header(change: str, tmp_path: Path) -> None:
+    """Weights of 8 bits were read from the new file at the offsets of the old one."""
+    values = files.values_of("llama")
+    weight = "model.layers.1.self_attn.q_proj.weight"
+    values[weight] = values[weight].astype(ml_dtypes.float8_e4m3fn)
+    files.write_config(tmp_path, "llama")
+    path, other = tmp_path / "model.safetensors", tmp_path / "new"
+    safetensors_numpy.save_file(values, path)
+    checkpoint = hf.read(tmp_path)
+    if change == "replaced":
+        safetensors_numpy.save_file(values, other, metadata={"format": "np" * 99})
+        other.replace(path)
+    elif change == "removed":
+        path.unlink()
+    else:
+        with path.open("r+b") as file:
+            if change == "truncated":
+                file.truncate(path.stat().st_size // 2)
+            else:
+                file.seek(-9, 2)
+                file.write(b"other")
+    with pytest.raises(CheckpointError, match="has changed since its header was read"):
+        checkpoint.load(manager())
+
+
+@pytest.mark.parametrize("other", ["model.fp16.safetensors", "adapter_model.safetensors"])
+def test_variants_beside_the_file(other: str, tmp_path: Path) -> None:
+    values = files.write(tmp_path, "llama")
+    safetensors_numpy.save_file({"other": np.ones(3)}, tmp_path / other)
+    checkpoint = hf.read(tmp_path)
+    assert checkpoint.notes == (f"not read: {other}",)
+    assert_equal(checkpoint.load(manager()), values)
+
+
 def test_experts_are_stacked(tmp_path: Path) -> None:
     values = files.write(tmp_path, "mixtral")
     pm = manager("ep:2,fsdp:2,tp:2", "moe_ep")

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -214,6 +215,21 @@ def test_unknown_tensors_are_all_named() -> None:
     axes = {r"\.qweight$": (sw.EMPTY, sw.EMPTY), "^vision_tower": sw.Replicated}
     given = hf.annotations(tree, TREES["llama"]["config"], axes=axes)
     assert given["vision_tower.patch.weight"] is sw.Replicated
+
+
+def test_arguments_that_are_no_mappings() -> None:
+    config = TREES["llama"]["config"]
+    tree = tree_of("llama")
+    with pytest.raises(sw.StrategyError, match=r"config is Config, not a mapping\n.*\.to_dict\(\)"):
+        hf.annotations(tree, type("Config", (), config)())
+    with pytest.raises(sw.StrategyError, match="axes is list, not a mapping"):
+        hf.annotations(tree, config, axes=[("norm", (sw.EMBED,))])  # type: ignore[arg-type]
+
+
+def test_two_leaves_of_one_name() -> None:
+    tree = {**tree_of("llama"), "model": {"norm": {"weight": np.ones(48)}}}
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: two leaves of the tree have"):
+        hf.annotations(tree, TREES["llama"]["config"])
 
 
 def test_many_unknown_tensors_are_counted() -> None:

@@ -203,6 +203,24 @@ def test_layers_of_other_dtypes_are_refused(tmp_path: Path) -> None:
     assert hf.read(tmp_path, stack_layers=True, dtype="bfloat16").specs
 
 
+@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])
+def test_each_layer_is_cast_by_itself(stored: Any, tmp_path: Path) -> None:
+    """The layers were read into the stored dtype of the first one."""
+    values = files.values_of("llama")
+    first, second = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(2))
+    values[first], values[second] = values[first].astype(stored), values[second] * 1e5
+    files.write_config(tmp_path, "llama")
+    safetensors_numpy.save_file(values, tmp_path / "model.safetensors")
+    pm = manager()
+    params, _ = hf.load(tmp_path, pm, dtype="float32", stack_layers=True)
+    apart, _ = hf.load(tmp_path, pm, dtype="float32")
+    stack = np.asarray(params["model.layers.mlp.up_proj.weight"])
+    np.testing.assert_array_equal(stack, np.stack([apart[first], apart[second]]))
+    np.testing.assert_array_equal(stack[1], values[second])
+    with pytest.raises(CheckpointError, match=rf"{second}: the value .* does not fit float16"):
+        hf.load(tmp_path, pm, dtype="float16", stack_layers=True)
+
+
 @pytest.mark.parametrize("name", ["experts.0001.w1.weight", "experts.w1.weight"])
 def test_two_names_of_one_expert_are_refused(name: str, tmp_path: Path) -> None:
     values = files.values_of("mixtral")

@@ -17,7 +17,7 @@ from shardwright.interop.hf.config import read_config
 from shardwright.interop.hf.families import family_of
 from shardwright.interop.hf.gguf_files import GGUF_AXES, gguf_of
 from shardwright.interop.hf.gguf_parts import first_part
-from shardwright.interop.hf.names import axes_of, missing
+from shardwright.interop.hf.names import CONFIG, axes_of, check_mappings, missing
 from shardwright.interop.hf.pieces import place
 from shardwright.interop.hf.report import checkpoint_text, shardings_text
 from shardwright.interop.hf.safetensors_files import safetensors_of
@@ -165,12 +165,14 @@ def read(
         shapes differ from the configuration. All problems of a kind are reported at once.
       StrategyError: The dtype is not one of floats, or an annotation is invalid.
     """
+    check_mappings(axes=axes or {})
     path = Path(folder)
     if not path.exists():
         fix = "pass a folder that has config.json and safetensors files, or a GGUF file"
         raise CheckpointError(f"{path} does not exist", fix=fix)
     file = _gguf_file(path)
     sources: dict[str, Source]
+    notes: list[str] = []
     if file is not None:
         config, tensors = gguf_of(file)
         sources = dict(tensors)
@@ -178,7 +180,11 @@ def read(
     else:
         config = read_config((path if path.is_dir() else path.parent) / "config.json")
         sources = dict(safetensors_of(path))
-    checkpoint = _checkpoint(config, sources, dtype=dtype, axes=axes, experts=stack_experts)
+        notes += _unread(path, sources)
+    origin = CONFIG if file is None else f"the header of {file.name}"
+    checkpoint = _checkpoint(
+        config, sources, notes, dtype=dtype, axes=axes, experts=stack_experts, origin=origin
+    )
     return _with_stacks(checkpoint) if stack_layers else checkpoint
 
 
@@ -196,21 +202,29 @@ def _gguf_file(path: Path) -> Path | None:
     return first
 
 
+def _unread(folder: Path, sources: Mapping[str, Source]) -> list[str]:
+    """Return a note if a folder has files of tensors that are not read, such as other variants."""
+    read = {source.file for source in sources.values()}
+    others = [file.name for file in sorted(folder.glob("*.safetensors")) if file.name not in read]
+    return [f"not read: {', '.join(others[:10])}"] if others else []
+
+
 def _checkpoint(
     config: Mapping[str, Any],
     sources: dict[str, Source],
+    notes: list[str],
     *,
     dtype: Any,
     axes: Mapping[str, Any] | None,
     experts: bool,
+    origin: str,
 ) -> Checkpoint:
     floats = _float_dtype(dtype)
     stacked = _stack_experts(sources) if experts else sources
     annotations = axes_of(
-        {name: source.shape for name, source in stacked.items()}, config, axes=axes
+        {name: source.shape for name, source in stacked.items()}, config, axes=axes, origin=origin
     )
-    raise_problems(missing(stacked, config))
-    notes: list[str] = []
+    raise_problems(missing(stacked, config, origin=origin))
     if len(stacked) < len(sources):
         count = sum(isinstance(source, Stack) for source in stacked.values())
         notes.append(

@@ -16,6 +16,7 @@ import numpy as np
 
 from shardwright.errors import CheckpointError, Problem, raise_problems
 from shardwright.interop.hf.config import required_size, size_of
+from shardwright.interop.hf.file_versions import FileVersion
 from shardwright.interop.hf.gguf_header import Header, TensorInfo
 from shardwright.interop.hf.gguf_models import ROWS, config_of, gguf_library, names_of
 from shardwright.interop.hf.gguf_parts import read_parts
@@ -48,6 +49,7 @@ class GgufTensor:
       shape: Its shape, as in PyTorch.
       dtype: Dtype of what `read` returns.
       block: Number of values of a row that are quantized together.
+      version: The file as it was when its header was read.
       pairs: Size of a head whose rows GGUF stores as pairs for its rotary embedding; 0 for none.
     """
 
@@ -58,10 +60,16 @@ class GgufTensor:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     block: int
+    version: FileVersion
     pairs: int = 0
 
     def read(self, bounds: Bounds) -> np.ndarray[Any, Any]:
-        """Read one piece and dequantize it, some rows at a time."""
+        """Read one piece and dequantize it, some rows at a time.
+
+        Raises:
+          CheckpointError: The file has changed since its header was read.
+        """
+        self.version.check()
         if not self.pairs:
             return self._rows(bounds)
         # GGUF stores the two elements of each rotated pair in adjacent rows. Hugging Face stores
@@ -188,6 +196,7 @@ def _tensor(header: Header, info: TensorInfo, path: Path, *, pairs: int) -> Gguf
         shape=info.shape,
         dtype=np.dtype(np.float32) if dtype is None else dtype,
         block=block,
+        version=header.version,
         pairs=pairs,
     )
 

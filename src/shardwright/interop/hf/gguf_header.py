@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from shardwright.errors import CheckpointError
+from shardwright.interop.hf.file_versions import FileVersion
 
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
@@ -53,11 +54,13 @@ class Header:
 
     Attributes:
       content: The file, mapped into memory.
+      version: The file as it was when the header was read.
       keys: Key -> scalar or text; for an array, how many values it has, as text.
       tensors: The tensors, in the order of the file.
     """
 
     content: Any
+    version: FileVersion
     keys: dict[str, Any]
     tensors: tuple[TensorInfo, ...]
 
@@ -68,15 +71,16 @@ def read_header(path: Path) -> Header:
     Raises:
       CheckpointError: The file is not GGUF, is truncated, or has another version.
     """
+    version = FileVersion.of(path, fix=_FIX)
     if path.stat().st_size < len(_MAGIC):
         raise CheckpointError(f"{path} is not a GGUF file", fix=_FIX)
     cursor = _Cursor(np.memmap(path, np.uint8, mode="r"), path)
     if bytes(cursor.content[:4]) != _MAGIC:
         raise CheckpointError(f"{path} is not a GGUF file", fix=_FIX)
     cursor.at = len(_MAGIC)
-    version = cursor.scalar("I")
-    if version not in _VERSIONS:
-        what = f"{path}: version {version} of GGUF is not supported"
+    form = cursor.scalar("I")
+    if form not in _VERSIONS:
+        what = f"{path}: version {form} of GGUF is not supported"
         raise CheckpointError(what, fix="convert the model again; versions 2 and 3 are supported")
     count, keys = cursor.scalar("Q"), cursor.scalar("Q")
     found: dict[str, Any] = {}
@@ -89,7 +93,8 @@ def read_header(path: Path) -> Header:
         raise cursor.damaged()
     start = -(-cursor.at // alignment) * alignment
     tensors = tuple(dataclasses.replace(info, offset=start + info.offset) for info in infos)
-    return Header(content=cursor.content, keys=found, tensors=tensors)
+    version.check()
+    return Header(content=cursor.content, version=version, keys=found, tensors=tensors)
 
 
 class _Cursor:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from shardwright.errors import CheckpointError, Problem, raise_problems
+from shardwright.errors import CheckpointError, Problem, StrategyError, raise_problems
 from shardwright.interop.hf.config import SizedDim, block_of, dims_of, required_size, size_of
 from shardwright.interop.hf.families import Family, family_of
 from shardwright.trees.paths import compile_rule, is_array_spec, path_text
@@ -17,10 +17,16 @@ from shardwright.vocabulary.annotations import PartOf
 from shardwright.vocabulary.axes import EMPTY
 
 Shapes = Mapping[str, Sequence[int]]
+# Where the sizes of a model are, unless they are in a GGUF file.
+CONFIG: Final = "config.json"
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 # Ends of the names of scales. A weight has one scale per block, one per row, or a single one.
 _SCALES: Final = (".weight_scale_inv", ".weight_scale", ".input_scale")
 _MOST_NAMED: Final = 20
+_MAPPINGS: Final = {
+    "config": "pass the content of config.json; an object of transformers has it as .to_dict()",
+    "axes": 'write axes={"pattern": (sw.EMBED,)}',
+}
 
 
 def annotations(
@@ -42,7 +48,7 @@ def annotations(
     Raises:
       CheckpointError: Tensors are unknown, or their shapes differ from the configuration. All are
         reported at once.
-      StrategyError: A pattern or an annotation is invalid.
+      StrategyError: A pattern or an annotation is invalid, or `config` or `axes` is not a mapping.
 
     >>> import jax
     >>> config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}
@@ -50,20 +56,52 @@ def annotations(
     {'model.norm.weight': ('__NORM__',)}
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_array_spec)
-    shapes = {path_text(path).replace("/", "."): np.shape(leaf) for path, leaf in pairs}
+    shapes: dict[str, Sequence[int]] = {}
+    problems = []
+    for path, leaf in pairs:
+        name = path_text(path).replace("/", ".")
+        if name in shapes:
+            what = f"two leaves of the tree have this name; one is at {path_text(path)}"
+            fix = "remove one of them"
+            problems.append(Problem(error=CheckpointError, what=what, path=name, fix=fix))
+        shapes[name] = np.shape(leaf)
+    raise_problems(_limited(problems))
     return jax.tree.unflatten(structure, axes_of(shapes, config, axes=axes).values())
 
 
+def check_mappings(**values: Any) -> None:
+    """Check that each of these arguments is a mapping.
+
+    Raises:
+      StrategyError: One is not.
+    """
+    for what, value in values.items():
+        if not isinstance(value, Mapping):
+            kind = type(value).__name__
+            raise StrategyError(f"{what} is {kind}, not a mapping", fix=_MAPPINGS[what])
+
+
 def axes_of(
-    shapes: Shapes, config: Mapping[str, Any], *, axes: Mapping[str, Any] | None = None
+    shapes: Shapes,
+    config: Mapping[str, Any],
+    *,
+    axes: Mapping[str, Any] | None = None,
+    origin: str = CONFIG,
 ) -> dict[str, Any]:
     """Return the annotation of each tensor, by its name.
+
+    Args:
+      shapes: Name of each tensor -> its shape.
+      config: The content of `config.json`.
+      axes: Pattern -> annotation, for tensors that the family does not have.
+      origin: Where the sizes of `config` are written, for messages.
 
     Raises:
       CheckpointError: Tensors are unknown, or their shapes differ from the configuration.
       StrategyError: A pattern or an annotation is invalid.
     """
-    table = Table.of(config)
+    check_mappings(config=config, axes=axes or {})
+    table = Table.of(config, origin)
     rules = [compile_rule(at, *rule) for at, rule in enumerate((axes or {}).items())]
     problems: list[Problem] = []
     found: dict[str, Any] = {}
@@ -76,17 +114,24 @@ def axes_of(
     return found
 
 
-def missing(names: Iterable[str], config: Mapping[str, Any]) -> list[Problem]:
-    """Return a problem for each tensor that is missing."""
+def fix_of(origin: str) -> str:
+    """Return what to do if sizes of a configuration do not fit its tensors."""
+    return "use the config.json of this checkpoint" if origin == CONFIG else "convert it again"
+
+
+def missing(
+    names: Iterable[str], config: Mapping[str, Any], *, origin: str = CONFIG
+) -> list[Problem]:
+    """Return a problem for each tensor that is missing; `origin` is where the sizes are."""
     present = {_NUMBERED.sub("", name) for name in names}
     layers = required_size(config, "num_hidden_layers")
     if layers > len(present):
-        what = f"config.json has {layers} layers, and there are {len(present)} tensors"
-        fix = "use the config.json of this checkpoint"
-        return [Problem(error=CheckpointError, what=what, fix=fix)]
-    table = Table.of(config)
+        what = f"{origin} has {layers} layers, and there are {len(present)} tensors"
+        return [Problem(error=CheckpointError, what=what, fix=fix_of(origin))]
+    table = Table.of(config, origin)
     absent = [name for name in table.required(present) if name not in present]
-    fix = "download the checkpoint again, or use its own config.json"
+    fix = "download the checkpoint again"
+    fix += ", or use its own config.json" if origin == CONFIG else ""
     return _limited(
         [
             Problem(error=CheckpointError, what="the tensor is absent", path=name, fix=fix)
@@ -116,16 +161,19 @@ class Table:
     rows: Mapping[str, str]
     dims: Mapping[str, SizedDim]
     config: Mapping[str, Any]
+    origin: str
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "Table":
+    def of(cls, config: Mapping[str, Any], origin: str = CONFIG) -> "Table":
         """Return the table of a configuration.
 
         Raises:
           CheckpointError: The model is unknown, or a size is absent or invalid.
         """
         family = family_of(config)
-        return cls(family=family, rows=family.rows(), dims=dims_of(config), config=config)
+        return cls(
+            family=family, rows=family.rows(), dims=dims_of(config), config=config, origin=origin
+        )
 
     def axes(self, name: str, shapes: Shapes) -> Any:
         """Return the annotation of a tensor, or a problem."""
@@ -144,9 +192,8 @@ class Table:
         words = dims.removesuffix(" ?").split()
         absent = [word for word in words if word not in self.dims]
         if absent:
-            what = f"config.json has no size for {', '.join(absent)}"
-            fix = "use the config.json of this checkpoint"
-            return Problem(error=CheckpointError, what=what, path=name, fix=fix)
+            what = f"{self.origin} has no size for {', '.join(absent)}"
+            return Problem(error=CheckpointError, what=what, path=name, fix=fix_of(self.origin))
         expected = [self.dims[word] for word in words]
         fits = len(shape) == len(expected) and all(
             dim.size in (None, size) for dim, size in zip(expected, shape, strict=True)
@@ -154,8 +201,8 @@ class Table:
         if fits:
             return tuple(dim.entry for dim in expected)
         sizes = ", ".join("any" if dim.size is None else str(dim.size) for dim in expected)
-        what = f"the shape is {tuple(shape)}, and config.json says ({sizes})"
-        fix = f"use the config.json of this checkpoint; the dims are {', '.join(words)}"
+        what = f"the shape is {tuple(shape)}, and {self.origin} says ({sizes})"
+        fix = f"{fix_of(self.origin)}; the dims are {', '.join(words)}"
         return Problem(error=CheckpointError, what=what, path=name, fix=fix)
 
     def _out_of_range(self, name: str, numbers: Mapping[str, int]) -> Problem | None:
@@ -167,8 +214,8 @@ class Table:
             else:
                 count = (self.dims[kind].size or 0) if kind in self.dims else 0
             if number >= count + (further if kind == "layers" else 0):
-                what = f"config.json has {count} {kind}, and this is number {number}"
-                fix = "use the config.json of this checkpoint"
+                what = f"{self.origin} has {count} {kind}, and this is number {number}"
+                fix = fix_of(self.origin)
                 return Problem(error=CheckpointError, what=what, path=name, fix=fix)
         return None
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 
-from shardwright.errors import CheckpointError, MeshSpecError
-from shardwright.interop.hf.source import Bounds, Source
+from shardwright.errors import MeshSpecError
+from shardwright.interop.hf.source import Bounds, Source, cast
 
 
 def place(name: str, source: Source, dtype: Any, sharding: NamedSharding) -> jax.Array:
@@ -31,7 +30,7 @@ def place(name: str, source: Source, dtype: Any, sharding: NamedSharding) -> jax
         holders.setdefault(_bounds(index, shape), []).append(device)
     pieces: dict[Any, jax.Array] = {}
     for bounds, devices in holders.items():
-        piece = _cast(name, source.read(bounds), dtype)
+        piece = cast(name, source.read(bounds), dtype)
         for device in devices:
             target = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
             pieces[device] = put(piece, target)
@@ -51,16 +50,3 @@ def put(piece: np.ndarray[Any, Any], target: SingleDeviceSharding) -> jax.Array:
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
     """Return start and stop of each dim. For a whole dim, JAX's slice has None for both."""
     return tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
-
-
-def _cast(name: str, piece: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, Any]:
-    """Return a piece in the dtype of its array."""
-    if piece.dtype == dtype:
-        return piece
-    if jnp.issubdtype(dtype, jnp.integer):
-        limits = np.iinfo(dtype)
-        if piece.size and not (limits.min <= piece.min() and piece.max() <= limits.max):
-            what = f"values from {piece.min()} to {piece.max()} do not fit {np.dtype(dtype).name}"
-            fix = 'call jax.config.update("jax_enable_x64", True) first'
-            raise CheckpointError(what, path=name, fix=fix)
-    return piece.astype(dtype)

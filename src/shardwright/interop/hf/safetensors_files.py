@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -12,8 +13,10 @@ import ml_dtypes
 import numpy as np
 
 from shardwright.errors import CheckpointError, Problem, raise_problems
+from shardwright.interop.hf.file_versions import FileVersion
 from shardwright.interop.hf.source import Bounds
 
+_PLAIN: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _AGAIN: Final = "download the checkpoint again"
 _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
@@ -41,6 +44,8 @@ class SafetensorsTensor:
       kind: Its dtype, as the file spells it.
       shape: Its shape.
       offset: Where its bytes start in the file.
+      content: The bytes of the file, mapped into memory.
+      version: The file as it was when its header was read.
     """
 
     name: str
@@ -49,6 +54,8 @@ class SafetensorsTensor:
     kind: str
     shape: tuple[int, ...]
     offset: int
+    content: Any
+    version: FileVersion
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -66,12 +73,13 @@ class SafetensorsTensor:
         Raises:
           CheckpointError: The file has changed since its header was read.
         """
+        self.version.check()
         index = tuple(slice(*bound) for bound in bounds)
         try:
             if self.kind in _BY_OFFSET:
-                whole = np.memmap(
-                    self.path, self.dtype, mode="r", offset=self.offset, shape=self.shape
-                )
+                # These dtypes have one byte.
+                end = self.offset + math.prod(self.shape)
+                whole = self.content[self.offset : end].view(self.dtype).reshape(self.shape)
                 return np.array(whole[index])
             if not bounds:
                 return np.asarray(self.handle.get_tensor(self.name))
@@ -93,6 +101,9 @@ def safetensors_of(folder: Path) -> dict[str, SafetensorsTensor]:
     if index.is_file():
         return _indexed(folder, _weight_map(index))
     files = sorted(folder.glob("*.safetensors"))
+    # Other files beside this one are variants, such as model.fp16.safetensors, or adapters.
+    if (plain := folder / _PLAIN) in files:
+        return _tensors_of(plain)
     if len(files) == 1:
         return _tensors_of(files[0])
     if files:
@@ -157,18 +168,19 @@ def _tensors_of(path: Path) -> dict[str, SafetensorsTensor]:
       CheckpointError: The file is absent, truncated or not safetensors, or has an unknown dtype.
     """
     library = _library()
+    version = FileVersion.of(path, fix=_AGAIN)
     try:
         # Opening checks that the header is valid, and that the file has all the bytes that it
         # names.
         handle = library.safe_open(str(path), framework="numpy")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist", fix=_AGAIN) from error
     except (library.SafetensorError, OSError) as error:
         what = f"{path} is truncated or is not a safetensors file: {error}"
         raise CheckpointError(what, fix=_AGAIN) from error
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
+    content = np.memmap(path, np.uint8, mode="r")
+    version.check()
     header.pop("__metadata__", None)
     unknown = [name for name, entry in header.items() if entry["dtype"] not in _DTYPES]
     raise_problems([_unknown_dtype(path, name, header[name]["dtype"]) for name in unknown[:20]])
@@ -180,6 +192,8 @@ def _tensors_of(path: Path) -> dict[str, SafetensorsTensor]:
             kind=entry["dtype"],
             shape=tuple(entry["shape"]),
             offset=8 + size + entry["data_offsets"][0],
+            content=content,
+            version=version,
         )
         for name, entry in sorted(header.items())
     }

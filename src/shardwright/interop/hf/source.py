@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+import jax.numpy as jnp
 import numpy as np
 
+from shardwright.errors import CheckpointError
+
+# Number of values that are checked at once.
+_CHUNK: Final = 1 << 18
 # Start and stop of each dim.
 Bounds = tuple[tuple[int, int], ...]
 
 
 class Source(Protocol):
     """A tensor in a file."""
+
+    @property
+    def name(self) -> str:
+        """Name in the file."""
+        ...
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -36,9 +46,17 @@ class Source(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """Tensors of one shape as one tensor with a leading dim, such as the experts of a layer."""
+    """Tensors of one shape as one tensor with a leading dim, such as the experts of a layer.
 
+    Attributes:
+      name: Its name.
+      parts: The tensors.
+      dtype: Dtype of what `read` returns. The stored dtypes of the parts may differ.
+    """
+
+    name: str
     parts: tuple[Source, ...]
+    dtype: np.dtype[Any]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,20 +64,49 @@ class Stack:
         return (len(self.parts), *self.parts[0].shape)
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype of every part."""
-        return self.parts[0].dtype
-
-    @property
     def file(self) -> str:
         """Name of the file of the first part."""
         return self.parts[0].file
 
     def read(self, bounds: Bounds) -> np.ndarray[Any, Any]:
-        """Read the parts of a piece one by one."""
+        """Read the parts of a piece one by one.
+
+        Raises:
+          CheckpointError: A value does not fit the dtype.
+        """
         (first, last), *rest = bounds
         shape = (last - first, *(stop - start for start, stop in rest))
         piece = np.empty(shape, self.dtype)
         for at in range(first, last):
-            piece[at - first] = self.parts[at].read(tuple(rest))
+            part = self.parts[at]
+            piece[at - first] = cast(part.name, part.read(tuple(rest)), self.dtype)
         return piece
+
+
+def cast(name: str, piece: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, Any]:
+    """Return a piece of a tensor in another dtype.
+
+    Raises:
+      CheckpointError: A value does not fit the dtype.
+    """
+    if piece.dtype == dtype:
+        return piece
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits = np.iinfo(dtype)
+        if piece.size and not (limits.min <= piece.min() and piece.max() <= limits.max):
+            what = f"values from {piece.min()} to {piece.max()} do not fit {np.dtype(dtype).name}"
+            fix = 'call jax.config.update("jax_enable_x64", True) first'
+            raise CheckpointError(what, path=name, fix=fix)
+        return piece.astype(dtype)
+    with np.errstate(over="ignore"):
+        result = piece.astype(dtype, order="C")
+    flat = result.reshape(-1)
+    # Look at some values at a time, because a mask of the whole piece takes memory too.
+    is_infinite = any(
+        np.isinf(flat[start : start + _CHUNK]).any() for start in range(0, flat.size, _CHUNK)
+    )
+    if is_infinite and (lost := np.isinf(result) & ~np.isinf(piece)).any():
+        largest = np.abs(piece[lost].astype(np.float64)).max()
+        what = f"the value {largest:.4g} does not fit {np.dtype(dtype).name}"
+        raise CheckpointError(what, path=name, fix="pass dtype=jnp.bfloat16, or jnp.float32")
+    return result
