@@ -1,9 +1,9 @@
 """`python -m benchmarks.fits`: compare verdicts on memory with a TPU's compiler.
 
-Thirty programs of seven reference decoders are planned and compiled for the eight chips of a
-v5e:2x4, without having them. They need 0.5 to 1.6 of the memory of a chip. The command prints for
-each the range of the plan, its verdict, and what the compiled program needs, all as parts of the
-memory that a program may use. It exits with 1 if a target is missed.
+Thirty programs of seven reference decoders are planned, and compiled for the eight chips of a
+v5e:2x4 on a machine without TPUs. They need 0.5 to 1.5 of the memory of a chip. For each program,
+the command prints the range of the plan, the verdict, and what the compiled program needs. All are
+shares of the memory that a program may use. It exits with 1 if a target is missed.
 
 It needs libtpu (the extra `tpu-aot`). Compiled programs are kept in `.cache/compiled`, so a second
 run only plans. `--json FILE` writes the results that the page on compiled plans shows.
@@ -34,7 +34,7 @@ from shardwright.plan.verify.run import verify_plan
 
 TOPOLOGY: Final = "v5e:2x4"
 CACHE: Final = Path(".cache/compiled")
-# Weights of trained decoders are float32, of served ones bfloat16. Products are bfloat16.
+# Trained decoders have float32 weights, served ones bfloat16 weights. All products are bfloat16.
 TRAINED: Final = Dtypes(param="float32", compute="bfloat16", cache="bfloat16")
 SERVED: Final = Dtypes(param="bfloat16", compute="bfloat16", cache="bfloat16")
 MOST_CLOSE: Final = 0.2  # share of the cases
@@ -43,7 +43,7 @@ LEAST_UPPER_END: Final = 0.95  # of what the compiled program needs
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """Sizes of a decoder with heads of 128, or of `head_dim`."""
+    """Sizes of a decoder."""
 
     embed: int
     hidden: int
@@ -116,10 +116,10 @@ class Case:
       decoder: Name of the decoder.
       preset: The strategy.
       mesh: Its mesh.
-      batch: Sequences in all.
+      batch: Number of sequences on all devices.
       mode: `train`, `prefill` or `decode`.
       length: Tokens of a sequence; in decode, rows of a cache.
-      remat: What the forward pass of a layer keeps.
+      remat: Policy of rematerialization: which values of a layer the forward pass keeps.
       chunks: Number of parts that the loss is computed in.
     """
 
@@ -166,14 +166,15 @@ CASES: Final = _cases()
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Memory of a program on one device, as parts of what a program may use.
+    """Memory of a program on one device, as shares of the memory that a program may use.
 
     Attributes:
       case: The program.
       low: Lower end by the plan.
       high: Upper end by the plan.
       verdict: Whether it fits, by the plan.
-      compiled: What the compiled program needs, or by the compiler's message would need.
+      compiled: What the compiled program needs. For a refused program, what the compiler's message
+        states.
       refused: Whether the compiler refused it.
     """
 
@@ -186,7 +187,7 @@ class Row:
 
     @property
     def wrong(self) -> bool:
-        """Whether the plan and the compiler disagree."""
+        """Whether the verdict is `fits` or `does not fit`, and the compiler disagrees."""
         compilers = Verdict.DOES_NOT_FIT if self.refused else Verdict.FITS
         return self.verdict not in (Verdict.CLOSE, compilers)
 
@@ -257,18 +258,17 @@ def judge(rows: Sequence[Row]) -> dict[str, bool]:
     wrong, close = sum(row.wrong for row in rows), len(rows) - len(sure)
     uppers = [row.high / row.compiled for row in rows]
     return {
-        f"{len(rows)} programs need {min(needs):.2f} to {max(needs):.2f} of the memory": (
-            min(needs) <= 0.6 and max(needs) >= 1.4
-        ),
-        f"{rejected} of {len(refused)} programs that the compiler refused fit by the plan": (
-            not rejected
-        ),
-        f"{len(sure) - wrong} of {len(sure)} other verdicts are those of the compiler": not wrong,
-        f"{close} of {len(rows)} verdicts are close, at most {MOST_CLOSE:.0%} may be": (
+        f"{len(rows)} programs need {min(needs):.2f} to {max(needs):.2f} of the memory "
+        "(target: 0.6 or less, to 1.4 or more)": (min(needs) <= 0.6 and max(needs) >= 1.4),
+        f"{rejected} of {len(refused)} programs that the compiler refused have the verdict `fits` "
+        "(target: none)": not rejected,
+        f"{len(sure) - wrong} of {len(sure)} verdicts other than `close` agree with the compiler "
+        "(target: all)": not wrong,
+        f"{close} of {len(rows)} verdicts are `close` (target: at most {MOST_CLOSE:.0%})": (
             close <= MOST_CLOSE * len(rows)
         ),
-        f"the upper end is {min(uppers):.2f} to {max(uppers):.2f} of what is needed, "
-        f"at least {LEAST_UPPER_END} must be": min(uppers) >= LEAST_UPPER_END,
+        f"the upper end is {min(uppers):.2f} to {max(uppers):.2f} of what the program needs "
+        f"(target: at least {LEAST_UPPER_END})": min(uppers) >= LEAST_UPPER_END,
     }
 
 
