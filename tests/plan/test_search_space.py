@@ -126,8 +126,8 @@ def test_low_ranks_are_counted_not_walked() -> None:
     assert not some.exhaustive
     assert some.walked == 4
     assert some.judged == every.judged
-    assert some.dropped["not walked: ranked too low"] == some.skipped > 0
-    assert "walked the 4 that rank best" in search_text(some)
+    assert some.dropped["not planned: ranked too low"] == some.skipped > 0
+    assert "and planned 4 programs: " in search_text(some)
     # The closed form ranks the fastest candidate of this space among the best.
     assert some.candidates[0].costs == every.candidates[0].costs
 

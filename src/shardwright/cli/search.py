@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
 _EPILOG = f"""\
-MODEL is file.py:function or a config.json, as for `shardwright plan`. Every mesh of the slice is
-resolved under every strategy, and the best candidates are planned. The table has the candidates
-that no other one beats in both time and memory. With --modes, there is one search for train, and
-one for all other modes, which share a strategy. Without --strategy, train has the presets fsdp_tp
-and fsdp_tp_sp, and moe_ep for a model with experts; other modes have serve_tp and
-serve_long_context.
+MODEL is file.py:function or a config.json, as for `shardwright plan`. A candidate is a strategy on
+a mesh of the slice. Each candidate is resolved, and the best ones are planned. The table has the
+candidates that no other one beats in both time and memory. With --modes, there is one search for
+train, and one for all other modes, which share a strategy. Without --strategy, the search for train
+tries the presets fsdp_tp and fsdp_tp_sp, and moe_ep if the model has experts. The search for other
+modes tries serve_tp and serve_long_context.
 
 examples:
   shardwright search config.json --topology v5p:4x4x4 --modes all
@@ -47,7 +47,7 @@ examples:
       --modes train,prefill,decode --vary head --vary "params.embed = fsdp, -" --pin mesh.dp=1
   shardwright search model.py:programs --strategy fsdp --topology v5e:4x4 --set remat=none,full
 
-exit codes: 0 found; 1 no candidate fits, as planned or as compiled;
+exit codes: 0 found; 1 no candidate fits, by its plan or by the compiler;
 {EXIT_CODES}."""
 
 
@@ -61,8 +61,8 @@ def parser() -> argparse.ArgumentParser:
         "--strategy",
         action="append",
         metavar="STRATEGY",
-        help="a strategy to try, as for plan; repeat it for more (default: presets that suit the "
-        "modes)",
+        help="a strategy to try, as for plan; repeat it to try several (default: presets that suit "
+        "the modes)",
     )
     command.add_argument(
         "--topology", required=True, metavar="T", help="the slice, such as v5p:4x4x4"
@@ -72,42 +72,48 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_space_options(command)
     modes = command.add_mutually_exclusive_group()
-    modes.add_argument("--mode", metavar="MODE", help="the mode, if the model has several")
+    modes.add_argument("--mode", metavar="MODE", help="search for this mode of the model only")
     modes.add_argument(
-        "--modes", metavar="A,B", help="several modes, or all: every mode of the model"
+        "--modes", metavar="A,B", help='search for these modes; "all" is every mode of the model'
     )
     add_model_options(command, several=True)
     command.add_argument(
         "--out", metavar="DIR", help="write each candidate of the table as a strategy file"
     )
     command.add_argument(
-        "--verify", type=read_count, metavar="K", help="compile the K fastest, and rank them again"
+        "--verify",
+        type=read_count,
+        metavar="K",
+        help="compile the K fastest candidates, and order them by their compiled programs",
     )
     add_compiler_options(command)
-    command.add_argument("--rows", type=read_count, metavar="N", help="show only the N fastest")
+    command.add_argument(
+        "--rows", type=read_count, metavar="N", help="show only the N fastest candidates"
+    )
     add_output(command)
     return command
 
 
 def _add_space_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--axes", metavar="A,B", help="mesh axes that may vary (default: all of each strategy)"
+        "--axes",
+        metavar="A,B",
+        help="mesh axes that may have several devices (default: all of each strategy)",
     )
     command.add_argument(
         "--pin",
         action="append",
         default=[],
         metavar="KEY=RULE",
-        help="a rule or size that every candidate has, such as head=tp, params.embed=fsdp or "
-        "mesh.tp=4",
+        help="a setting that every candidate has, such as head=tp, params.embed=fsdp or mesh.tp=4",
     )
     command.add_argument(
         "--vary",
         action="append",
         default=[],
         metavar="KEY=A,B",
-        help="alternatives of a rule, such as 'head = tp, -'; a KEY alone tries the rule as it is, "
-        "and -",
+        help="try alternatives of a rule, such as 'head = tp, -'; a KEY alone tries the strategy's "
+        "own rule, and -",
     )
     command.add_argument(
         "--orders", action="store_true", help="also try every order of the mesh axes"
@@ -117,7 +123,8 @@ def _add_space_options(command: argparse.ArgumentParser) -> None:
         type=read_count,
         default=WALKS,
         metavar="N",
-        help=f"plan only the N candidates that a closed form ranks best (default: {WALKS})",
+        help=f"plan at most N programs: the fastest ones by a closed form, and those with the "
+        f"smallest state (default: {WALKS})",
     )
 
 
@@ -222,7 +229,7 @@ def _groups(arguments: argparse.Namespace, programs: Mapping[str, Program]) -> d
         if len(programs) > 1:
             names = " or ".join(map(mode_name, programs))
             raise StrategyError(
-                f"{arguments.model} has {len(programs)} modes, and none is chosen",
+                f"{arguments.model} has {len(programs)} modes, but no mode is given",
                 fix=f"add --mode with {names}, or --modes all",
             )
         modes = list(programs)
@@ -244,8 +251,9 @@ def _groups(arguments: argparse.Namespace, programs: Mapping[str, Program]) -> d
 def _relayout(
     reports: Mapping[str, SearchReport], variants: Mapping[str, Mapping[str, Program]]
 ) -> list[str]:
-    """Return a line on moving the weights from the fastest candidate to train with to the fastest
-    one to serve with.
+    """Return a line on moving the weights between two candidates.
+
+    It goes from the fastest candidate for train to the fastest one for the other modes.
     """
     best = [report.front[0] for report in reports.values() if report.front]
     if len(best) < 2:
@@ -293,7 +301,7 @@ def _print_text(
 def _write(
     report: SearchReport, arguments: argparse.Namespace, group: str, several: bool
 ) -> list[str]:
-    """Write the candidates of the table as strategy files, fastest first; return their names."""
+    """Write the candidates of the table as strategy files. Return their names, fastest first."""
     folder = Path(arguments.out)
     if not folder.is_dir():
         raise StrategyError(f"no folder {str(folder)!r}", fix="create it")

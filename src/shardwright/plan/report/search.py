@@ -15,11 +15,11 @@ from shardwright.vocabulary.modes import mode_name
 
 
 def search_text(found: SearchReport, *, rows: int | None = None, width: int = WIDTH) -> str:
-    """Return the Pareto front as a table, the fastest first, and the dropped candidates.
+    """Return the candidates of the front as a table, the fastest first, and count all others.
 
     Args:
       found: The result.
-      rows: How many candidates to show. Defaults to all of the front.
+      rows: How many candidates of the front to show. Defaults to all.
       width: Characters per line.
     """
     front = found.front
@@ -32,8 +32,8 @@ def search_text(found: SearchReport, *, rows: int | None = None, width: int = WI
         lines.append(f"judged all {found.judged} candidates on {found.topology}: {result}")
     else:
         lines.append(
-            f"judged {found.judged} candidates on {found.topology}, and walked the {found.walked} "
-            f"that rank best: {result}"
+            f"judged {found.judged} candidates on {found.topology}, and planned {found.walked} "
+            f"programs: {result}"
         )
     lines += [f"dropped {count}: {reason}" for reason, count in found.dropped.items()]
     return "\n".join(lines)

@@ -15,7 +15,7 @@ from shardwright.vocabulary.modes import MODE_TRAIN
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
-# Where mesh axes have size 1, these presets give data parallelism, FSDP or tensor parallelism.
+# On meshes with axes of size 1, they also give data parallelism, FSDP or tensor parallelism.
 TRAIN: Final = ("fsdp_tp", "fsdp_tp_sp")
 SERVE: Final = ("serve_tp", "serve_long_context")
 EXPERTS: Final = "moe_ep"
@@ -25,7 +25,7 @@ def default_strategies(programs: Mapping[str, Program]) -> dict[str, Strategy]:
     """Return the presets that suit programs: name -> strategy.
 
     Args:
-      programs: Mode -> program. One strategy is for all of them.
+      programs: Mode -> program. All of them share a strategy.
     """
     from shardwright.strategy.model import Strategy
 

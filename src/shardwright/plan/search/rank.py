@@ -1,9 +1,9 @@
-"""Rank candidates by a closed form, so that only the best of a large space are walked.
+"""Rank candidates by a closed form, to choose which ones of a large space are walked.
 
-The closed form reads the annotations of a program, not its equations. It splits the products over
-as many devices as the most sharded activation uses. It counts one all-gather for each gathered
-weight, and one all-reduce for each activation that lacks a mesh axis of another activation. It only
-orders candidates and is never shown as a cost.
+The closed form reads the annotations of a program, not its equations. It divides the operations by
+the largest number of shards of an activation. It counts one all-gather for each gathered weight,
+and one all-reduce for each activation that is not sharded over a mesh axis of another activation.
+It only orders candidates. It is never shown as a cost.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class AnnotationRequest:
 
     Attributes:
       request: What the manager resolves.
-      number: Equal for equal requests of one program.
-      strict: False for `hint`, which leaves a dim to the compiler where `shard` raises.
+      number: Number of the request. Equal requests of one program have the same number.
+      strict: Whether a dim that does not fit is an error, as for `shard`. For `hint`, it is left to
+        the compiler.
       bytes: Bytes of the whole array.
       runs: How often it runs; 0 for arguments and results.
     """
@@ -48,7 +49,7 @@ class AnnotationRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedAnnotation:
-    """An annotation, and the mesh axes of each dim under one candidate."""
+    """An annotation, with its role and the mesh axes of each dim under one candidate."""
 
     annotation: AnnotationRequest
     role: Role
@@ -94,7 +95,7 @@ def resolve_all(
       sizes: Size of each mesh axis that has more than one device.
 
     Raises:
-      ShardingError: One does not resolve.
+      ShardingError: An annotation does not resolve.
     """
     resolved = []
     known: dict[int, tuple[Role, Dims]] = {}
@@ -119,12 +120,12 @@ def closed_form(
     *,
     flops: float,
 ) -> float:
-    """Return seconds to rank a candidate by.
+    """Return the seconds by which a candidate is ranked.
 
     Args:
-      resolved: The annotations, resolved under it.
+      resolved: The annotations, resolved under the candidate.
       manager: The candidate.
-      layout: Where its mesh axes are.
+      layout: Assignment of its mesh axes to the slice.
       flops: Operations of the program's products on all devices together.
     """
     sizes = {axis: size for axis, size in manager.mesh.shape.items() if size > 1}
@@ -143,7 +144,8 @@ def closed_form(
     for each in inner:
         if each.role is Role.ACTIVATION:
             continue
-        # A gathered weight or its gradient. The gather is over the axes of one role only.
+        # A gathered weight, or its gradient. It is gathered over the mesh axes that only one of its
+        # two roles has.
         request = each.annotation.request
         other = Role.PARAM if each.role is Role.USE else Role.USE
         spec = manager.answer(request.of(other, tuple(request.shape or ()))).spec

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A strategy on a mesh that the programs may run under.
+    """A strategy on a mesh, and the plans of the programs under it.
 
     Attributes:
       name: Name of the strategy that it comes from.
-      sizes: Size of each mesh axis, slowest first.
+      sizes: Size of each mesh axis, in mesh order.
       settings: What it changes in that strategy: `head` -> `-`, `params.embed` -> `fsdp`.
       strategy: The strategy with this mesh and these changes, ready to be written to a file.
       reports: Mode -> its plan.
@@ -47,7 +47,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Upper end of the estimated time of one run of each mode, if nothing overlaps."""
+        """Upper end of the estimated time of one run of each mode, all runs together."""
         return sum(seconds_of(report) for report in self.reports.values())
 
     @property
@@ -74,15 +74,15 @@ class Candidate:
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """What candidates are compared by: the time of each mode, and the memory."""
+        """The costs by which candidates are compared: the time of each mode, and the memory."""
         return (*map(seconds_of, self.reports.values()), float(self.most_bytes))
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """The key that candidates are sorted by: the fastest first, and always the same order."""
+        """The key by which candidates are sorted, the fastest first. No two keys are equal."""
         settings = tuple(self.settings.items())
         names = (self.variant, self.name, self.mesh, tuple(self.sizes.items()), settings)
-        # Of equal candidates, the one with fewest mesh axes comes first.
+        # Of candidates with equal costs, the one with the fewest mesh axes comes first.
         axes = sum(size > 1 for size in self.sizes.values())
         return (self.seconds, self.most_bytes, axes, *names)
 
@@ -119,10 +119,10 @@ class SearchReport:
 
     Attributes:
       topology: The slice.
-      candidates: What was walked and may fit, the fastest first.
+      candidates: The candidates that were walked and may fit, the fastest first.
       dropped: Reason -> number of candidates.
       walked: Number of walks. Candidates that differ only in the order of axes share a walk.
-      skipped: Number of candidates that were ranked too low to be walked.
+      skipped: Number of candidates that were not walked, because they ranked too low.
     """
 
     topology: Topology
@@ -133,12 +133,15 @@ class SearchReport:
 
     @property
     def judged(self) -> int:
-        """Number of candidates in all."""
+        """Number of all candidates."""
         return len(self.candidates) + sum(self.dropped.values())
 
     @property
     def exhaustive(self) -> bool:
-        """Whether every candidate that resolves was walked, or costs the same as one that was."""
+        """Whether every candidate was walked that resolves and whose state fits.
+
+        Of candidates that are the same program, one is walked.
+        """
         return not self.skipped
 
     @property

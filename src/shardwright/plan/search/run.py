@@ -1,7 +1,8 @@
 """Plan programs under every mesh of a slice and every setting of rules, and keep the best.
 
-Every candidate is resolved and its state is counted. The best by a closed form are walked: all of
-them if the space is small enough. Nothing is compiled.
+Every candidate is resolved, and its state is counted. A walk over the trace then plans a candidate.
+In a small space all candidates are walked. In a large one, most of the walks go to the fastest by a
+closed form, and the others to the smallest by state. Nothing is compiled.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from shardwright.vocabulary.modes import MODE_TRAIN, parse_mode
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
-WALKS: Final = 300  # candidates that are walked by default: ten seconds for a decoder
+WALKS: Final = 300  # programs that are walked by default: ten seconds for a decoder
 _TOO_LARGE: Final = "does not fit"
 
 
@@ -53,10 +54,10 @@ def search(
 ) -> SearchReport:
     """Plan programs under every mesh of a slice and every strategy.
 
-    A mesh gives each axis a divisor of the number of devices. Candidates that do not resolve, do
-    not fit, or are the same program as another one are dropped and counted. The rest is ordered by
-    the upper end of the estimated time, then by memory. The same arguments always give the same
-    result.
+    A candidate is a strategy on a mesh. It is dropped and counted if it does not resolve, does not
+    fit, or is the same program as another candidate of its strategy. The others are ordered by the
+    upper end of the estimated time, then by that of the memory. The same arguments always give the
+    same result.
 
     Args:
       program: What to plan, or one program per mode. One strategy serves all of them.
@@ -65,20 +66,21 @@ def search(
         `serve_tp` and `serve_long_context`.
       topology: The slice, such as `v5p:4x4x4`.
       mode: Runtime mode of a single program. Defaults to train.
-      axes: Mesh axes that may have a size above 1, where a strategy has them. Defaults to all.
-      pins: Settings that hold in every candidate, such as `head = tp`, `params.embed = fsdp`,
+      axes: Mesh axes that may have a size above 1. A strategy may lack some. Defaults to all.
+      pins: Settings that every candidate has, such as `head = tp`, `params.embed = fsdp`,
         `policy.zero1 = dp` or `mesh.tp = 4`.
       vary: Settings and their alternatives: `{"head": ("tp", "-")}`. None keeps the setting of the
         strategy. A pin of the same setting replaces the alternatives.
-      orders: Whether to try every order of the mesh axes, which changes the links that they use.
-      walks: How many walks to run at most, for the best candidates by a closed form. Candidates
-        that differ only in the order of axes share a walk.
-      progress: Called after each candidate is judged, and after each is planned.
+      orders: Whether to try every order of the mesh axes. The order decides which links they use.
+      walks: How many walks to run at most. Candidates that differ only in the order of axes share a
+        walk.
+      progress: Called for each candidate when it is judged, and again when it is planned.
 
     Raises:
       StrategyError: A strategy has no mesh, or there are no or too many candidates.
       MeshSpecError: There is no such slice, or no strategy has one of `axes`.
-      ShardingError: A pin is invalid; or no candidate resolves: the error of the first one.
+      ShardingError: A pin is invalid, or no candidate resolves. If none resolves, this is the error
+        of the first candidate.
     """
     slice_ = parse_topology(topology, read_hardware()) if isinstance(topology, str) else topology
     if isinstance(program, Program):
@@ -106,16 +108,16 @@ def search_variants(
     topology: str | Topology,
     **options: Any,
 ) -> SearchReport:
-    """Search several variants of a program, such as two batch sizes, and compare them all.
+    """Search several variants of a program, such as two batch sizes, and compare all candidates.
 
     Args:
       variants: Label -> what `search` takes as a program. Labels are shown with the candidates.
       strategies: Name -> strategy with a `[mesh]`. Defaults to those of `search`.
       topology: The slice.
-      **options: Other options of `search`. `walks` applies to each variant.
+      **options: Other options of `search`. `walks` is the limit for each variant.
 
     Raises:
-      ShardingError: As `search` raises it, if it raises for every variant: the first error.
+      ShardingError: `search` raises for every variant. This is the first error.
     """
     reports: dict[str, SearchReport] = {}
     errors: list[ShardingError] = []
@@ -159,7 +161,8 @@ class Progress:
         return f"{self.doing} {self.done} of {self.all} candidates"
 
 
-# Mode -> position of its trace, and the mesh axes of each annotation: equal for equal programs.
+# The sizes of the mesh and, for each mode, the number of its trace and the mesh axes of each
+# annotation. Equal programs have equal specs.
 _Specs = tuple[Any, ...]
 
 
@@ -170,8 +173,8 @@ class _Resolved:
     Attributes:
       point: The candidate.
       strategy: Its strategy, with its mesh.
-      layout: Where its mesh axes are.
-      specs: The resolved annotations. Candidates with equal ones have equal walks.
+      layout: Assignment of its mesh axes to the slice.
+      specs: The resolved annotations. Candidates with equal specs share a walk.
       rank: Seconds by the closed form.
       held: Bytes of its state on one device.
     """
@@ -192,11 +195,11 @@ class _Search:
       space: The candidates.
       programs: Program by mode.
       topology: The slice.
-      progress: Called after each candidate.
+      progress: Called for each candidate.
       traces: Traces with their annotations, by mode.
-      shared: Modes with a single trace, which fits every candidate.
-      walks: Plans by mode, of candidates that were walked.
-      flops: Operations of the products on all devices, by mode.
+      shared: Modes whose single trace fits every candidate.
+      walks: Specs of a walked candidate -> its plans by mode.
+      flops: Upper bound of the operations of all devices, by mode.
       dropped: Reason -> number of candidates.
     """
 
@@ -216,7 +219,7 @@ class _Search:
         """Judge every candidate, walk the best, and return the result."""
         points = self.space.points()
         for name in self.space.strategies:
-            # A wrong pin is an error of the user, not a candidate that does not resolve.
+            # Raise if a pin is wrong. Otherwise each candidate would be dropped for it.
             pins = {key: text for key, text in points[0].settings.items() if key in self.space.pins}
             self.space.strategy(name, pins)
         resolved, first_error = self._resolve_all(points)
@@ -234,7 +237,7 @@ class _Search:
                 candidates.append(candidate)
         skipped = len(resolved) - len(walked)
         if skipped:
-            self.dropped["not walked: ranked too low"] += skipped
+            self.dropped["not planned: ranked too low"] += skipped
         return SearchReport(
             topology=self.topology,
             candidates=tuple(sorted(candidates, key=lambda each: each.order)),
@@ -263,7 +266,7 @@ class _Search:
             if each is None:
                 self.dropped[_TOO_LARGE] += 1
                 continue
-            # Axes of size 1 and rules of absent axes change nothing.
+            # Mesh axes of size 1 change nothing, so several points may be one program.
             key = (point.name, each.specs, repr(each.layout.parts))
             if key in seen:
                 self.dropped["same program as another"] += 1
@@ -330,14 +333,14 @@ class _Search:
     def _trace(
         self, manager: PartitionManager, mode: str
     ) -> tuple[int, Trace, tuple[AnnotationRequest, ...]]:
-        """Return a trace that fits a candidate, and its position among those of the mode."""
+        """Return the number of a trace that fits a candidate, the trace, and its annotations."""
         traces, program = self.traces.setdefault(mode, []), self.programs[mode]
         for number, (traced, requests) in enumerate(traces):
             if mode in self.shared or traced.fits(manager):
                 return number, traced, requests
         traced = trace_program(manager, program)
         if mode not in self.flops:
-            # The operations of one device times all devices. All candidates use this upper bound.
+            # Devices may repeat work, so this is an upper bound. All candidates use the same one.
             flops = price(manager, traced, program).walked.flops
             self.flops[mode] = float(flops * self.topology.devices)
         if traced.fits_all:
@@ -346,7 +349,7 @@ class _Search:
         return len(traces) - 1, *traces[-1]
 
     def _choose(self, resolved: Sequence[_Resolved], most: int) -> set[_Specs]:
-        """Return what to walk: the fastest by the closed form, and the smallest by state."""
+        """Return what to walk: three quarters by the closed form, the others by their state."""
         best: dict[_Specs, tuple[float, int]] = {}
         for each in resolved:
             rank, held = best.get(each.specs, (each.rank, each.held))
@@ -396,7 +399,7 @@ def _ordered(dropped: Counter[str]) -> dict[str, int]:
 
 
 def _reason(error: ShardingError) -> str:
-    """Return why a candidate does not resolve: the first problem, without sizes."""
+    """Return the error class and the axis of the first problem, to count equal reasons."""
     problem = error.problems[0]
     axis = f" {problem.axis}" if problem.axis else ""
     return f"{problem.error.__name__}{axis}"

@@ -26,7 +26,7 @@ class Point:
     Attributes:
       name: Name of the strategy that it comes from.
       settings: What it changes in that strategy.
-      sizes: Size of each mesh axis, slowest first.
+      sizes: Size of each mesh axis, in mesh order.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Space:
       strategies: Name -> strategy with a `[mesh]`.
       devices: Number of devices.
       axes: Mesh axes that may have a size above 1, or None for all.
-      pins: Settings that hold in every candidate. `mesh.tp` pins the size of a mesh axis.
+      pins: Settings that every candidate has. `mesh.tp` is the size of a mesh axis.
       vary: Settings with their alternatives. None keeps the setting of the strategy. A pin of the
         same setting replaces the alternatives.
       orders: Whether to try every order of the mesh axes of size > 1.
@@ -76,7 +76,7 @@ class Space:
         if not count:
             raise StrategyError(
                 "there are no candidates",
-                fix="name at least one strategy and one axis, or remove pins",
+                fix="name at least one strategy and one mesh axis, or remove pins",
             )
         if count > MOST:
             raise StrategyError(

@@ -1,4 +1,4 @@
-"""Compile the best candidates of a search, and rank them by what was compiled."""
+"""Compile the best candidates of a search, and rank them by the compiled programs."""
 
 from __future__ import annotations
 
@@ -99,12 +99,12 @@ def verify_front(
     timeout: float = TIMEOUT,
     cache: Path | None = None,
 ) -> tuple[VerifiedCandidate, ...]:
-    """Compile the fastest candidates that no other one beats, and order them by the result.
+    """Compile the fastest candidates of the front, and order them by their compiled programs.
 
     Args:
       found: The result of a search.
       variants: Label -> programs by mode, as they were searched.
-      most: How many candidates to compile.
+      most: How many candidates to compile at most.
       platform: `tpu` or `cpu`. Defaults to `tpu`.
       effort: How much the compiler optimizes.
       timeout: Seconds for each compile.
