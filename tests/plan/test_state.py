@@ -133,7 +133,7 @@ def test_state_of_an_optimizer_without_annotations_is_refused() -> None:
     with pytest.raises(sw.StrategyError) as caught:
         planned(pm, specs=(SPECS, None, HIDDEN))
     assert [(each.path, each.what) for each in caught.value.problems] == [
-        (name, "argument 1 holds optimizer, and has neither an annotation nor a sharding")
+        (name, "argument 1 holds optimizer, but has neither an annotation nor a sharding")
         for name in ("key", "norm", "up")
     ]
     annotated = sw.annotate_state(shapes(SPECS), SPECS)

@@ -24,9 +24,10 @@ from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
 _EPILOG = f"""\
 MODEL is file.py:function, the config.json of a Hugging Face model, or a file of named tensors. The
 function returns a shardwright.plan.Program, or a dict of them by mode. A Program is a function, the
-shapes of its arguments and their annotations. For a config.json, a reference decoder of the same
-sizes is planned; --set gives its length, remat, chunks (of the loss), param (a dtype) and capacity
-(of experts). With a file of tensors, .toml or .json, only the bytes of the state are planned.
+shapes of its arguments and their annotations. For a config.json, the command plans a reference
+decoder of the same sizes; --set gives its length, remat, chunks (of the loss), param (a dtype) and
+capacity (of experts). For a file of tensors (.toml or .json), the command only counts the bytes of
+the state.
 
 examples:
   shardwright plan model.py:programs --strategy fsdp_tp --mesh fsdp:16,tp:4
@@ -40,7 +41,7 @@ examples:
   shardwright plan model.py:programs --strategy fsdp_tp --mesh fsdp:16,tp:4 \\
       --topology v5p:4x4x4 --verify
 
-exit codes: 0 planned; 1 a check fails, or the plan does not fit, is incomplete, or cannot be
+exit codes: 0 planned; 1 a check fails, a program does not fit, or a plan is incomplete or cannot be
 verified;
 {EXIT_CODES}."""
 
@@ -71,7 +72,9 @@ def parser() -> argparse.ArgumentParser:
         "--hardware", metavar="FILE", help="a .toml file that adds chips, or replaces their values"
     )
     command.add_argument(
-        "--mode", metavar="MODE", help="plan only this mode (default for tensors: train)"
+        "--mode",
+        metavar="MODE",
+        help="plan only this mode (default: every mode; for a file of tensors: train)",
     )
     add_model_options(command, several=False)
     _add_tensor_options(command)
@@ -79,7 +82,10 @@ def parser() -> argparse.ArgumentParser:
     add_verify_options(command)
     command.add_argument("--html", metavar="FILE", help="also write the plan as one HTML page")
     command.add_argument(
-        "--rows", type=read_count, metavar="N", help="show only the N rows that send most"
+        "--rows",
+        type=read_count,
+        metavar="N",
+        help="show only the N largest rows of collectives and of replicated state",
     )
     add_output(command)
     return command
@@ -90,13 +96,13 @@ def _add_tensor_options(command: argparse.ArgumentParser) -> None:
         "--optimizer-copies",
         type=read_count,
         metavar="N",
-        help="copies of each parameter that the optimizer keeps, such as 2 for Adam; "
-        "for a file of tensors",
+        help="for a file of tensors: arrays that the optimizer keeps for each parameter, such as 2 "
+        "for Adam",
     )
     command.add_argument(
         "--cache",
         metavar="PATTERN",
-        help="activations whose path matches are caches; for a file of tensors",
+        help="for a file of tensors: count activations whose path matches as caches",
     )
 
 
@@ -107,20 +113,22 @@ def _add_checks(command: argparse.ArgumentParser) -> None:
         default=[],
         type=read_forbidden,
         metavar="KIND@MODE>BYTES",
-        help="fail if such a collective occurs; repeat it for more",
+        help="fail if a collective of this kind sends more than these bytes in this mode, such as "
+        "all_gather@decode>1MiB; mode and bytes may be left out; repeat it to forbid several",
     )
     command.add_argument(
         "--max-hbm",
         type=read_limit,
         metavar="SIZE",
-        help="fail if a device may need more memory; a share of the chip's memory such as 90%%, or "
-        "bytes such as 16GiB",
+        help="fail if a device may need more memory than SIZE: bytes such as 16GiB, or a share of "
+        "the chip's memory such as 90%%",
     )
     command.add_argument(
         "--max-replicated",
         type=read_limit,
         metavar="SHARE",
-        help="fail if more of the state is replicated; a share such as 2%%, or bytes such as 1GiB",
+        help="fail if copies are more than SHARE of the state: a share such as 2%%, or bytes such "
+        "as 1GiB",
     )
 
 

@@ -38,7 +38,8 @@ class Program:
       specs: Per argument, a tree of annotations, or None. Defaults to None for all.
       outputs: Annotations of the outputs. Defaults to the shardings that the program gives them.
       holds: Per argument, `parameters`, `optimizer`, `cache`, `inputs`, or a tree of these; a name
-        covers a subtree. By default, arrays annotated as weights are parameters, and others inputs.
+        covers a subtree. By default, arrays annotated as weights are parameters, and all others are
+        inputs.
       donated: Positions of the arguments whose memory the program may overwrite.
     """
 
@@ -52,7 +53,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """The plan of a program: its collectives, operations and memory, and what is uncertain.
+    """The plan of a program: its collectives, operations and memory, and where it is unsure.
 
     Attributes:
       walked: Collectives, operations and memory of the traced program.
@@ -95,7 +96,7 @@ class PlanReport:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that one device sends in all runs of all collectives, with ring algorithms."""
+        """Bytes that one device sends in all runs of all collectives, on rings."""
         return sum(event.total_wire_bytes for event in self.events)
 
     def by_mesh_axes(self) -> dict[tuple[str, ...], int]:
@@ -106,9 +107,10 @@ class PlanReport:
         return dict(sent)
 
     def by_axis(self) -> dict[str, int]:
-        """Return the bytes sent because of each semantic axis. The key "" is for specs by hand.
+        """Return the bytes that one device sends because of each semantic axis.
 
-        A collective that several axes cause counts for each of them.
+        A collective that several axes cause counts for each of them. The key "" is for collectives
+        of specs that were written by hand.
         """
         sent: Counter[str] = Counter()
         for event in self.events:
@@ -137,10 +139,11 @@ class PlanReport:
         }
 
     def text(self, *, rows: int | None = None, width: int = WIDTH) -> str:
-        """Return the plan as text: state, collectives (most bytes first), and uncertain places.
+        """Return the plan as text: state, memory, collectives, time, and where it is unsure.
 
         Args:
-          rows: How many rows to show. Defaults to all.
+          rows: How many collectives, and how many rules that replicate state, to show. Defaults to
+            all collectives and five rules.
           width: Characters per line.
         """
         lines = [f"strategy {self.strategy or '-'} on {self.mesh}"]
@@ -159,14 +162,14 @@ class PlanReport:
         return self.text()
 
     def unsure_lines(self) -> list[str]:
-        """Return each place where the plan is unsure, and what would settle it."""
+        """Return the places where the plan is unsure, with the fix of each if there is one."""
         walked = self.walked
         unknown = sorted(walked.unknown.items())
         idle = {(item.source, "+".join(item.mesh_axes)) for item in walked.idle}
         return [
             *(
                 f"incomplete: no rule for {name} ({count})\n"
-                "  fix   compile the program to know the rest: --verify, or verify_plan"
+                "  fix   compile the program to count the rest: --verify, or verify_plan"
                 for name, count in unknown
             ),
             *(
@@ -189,8 +192,8 @@ def plan(
 ) -> PlanReport:
     """Return what a function sends and computes under a manager, without a device or a compiler.
 
-    The function is traced on an abstract mesh, with Auto axes; its annotations stay in the trace. A
-    walk over the trace then follows the sharding of every value and records the collectives.
+    The function is traced over Auto mesh axes, and its annotations stay in the trace. A walk over
+    the trace then follows the sharding of every value and records the collectives.
 
     Args:
       manager: Strategy, mesh and mode.
@@ -201,7 +204,7 @@ def plan(
       outputs: Annotations of the outputs. Defaults to the shardings that the program gives them.
       holds: Per argument, `parameters`, `optimizer`, `cache`, `inputs`, or a tree of these; a name
         covers a subtree. The name decides the role of the annotations: `optimizer` resolves as
-        `state`. By default, arrays annotated as weights are parameters, and others inputs.
+        `state`. By default, arrays annotated as weights are parameters, and all others are inputs.
       donated: Positions of the arguments whose memory the program may overwrite, as in
         `jax.jit(donate_argnums=)`. Defaults to none.
       topology: The slice that the mesh is on, such as `v5p:4x4x4`. By default the report has no
@@ -219,7 +222,7 @@ def plan(
 
 
 def trace_program(manager: PartitionManager, program: Program) -> Trace:
-    """Trace a program. `price` then plans it under every manager that the trace fits.
+    """Trace a program. The trace can be planned under every manager that it fits.
 
     Raises:
       ShardingError: An annotation does not resolve.
@@ -254,7 +257,7 @@ def price(
     walked = walk(
         traced,
         manager,
-        # Gradients come last. They are not arguments.
+        # Gradients come after the arguments. They are not inputs of the trace.
         kinds=[str(leaf.category) for leaf in state.leaves[: len(traced.inputs)]],
         donated=[
             at in program.donated for at, tree in enumerate(shapes) for _ in jax.tree.leaves(tree)
@@ -265,7 +268,7 @@ def price(
 
 
 def program_state(manager: PartitionManager, traced: Trace, program: Program) -> StateBytes:
-    """Return what the arguments of a traced program hold under a manager, without a walk.
+    """Return the bytes of the arguments of a traced program under a manager, without a walk.
 
     Raises:
       ShardingError: An annotation does not resolve.
@@ -282,7 +285,7 @@ def _held(
     held, problems = [], []
     for (path, leaf), source, category in zip(leaves, traced.inputs, categories, strict=True):
         value = leaf if hasattr(leaf, "dtype") else jax.typeof(leaf)
-        # The first key is the number of the argument.
+        # The first key is the position of the argument.
         array = Held(path=path_text(path[1:]), value=value, source=source, category=category)
         held.append(array)
         if source is None and category not in (None, Category.INPUTS) and value.shape:
@@ -295,8 +298,9 @@ def _bare(array: Held, *, argument: int) -> Problem:
     annotations = "sw.annotate_state(state, params, annotations)"
     return Problem(
         error=StrategyError,
-        what=f"argument {argument} holds {array.category}, and has neither an annotation nor a "
+        what=f"argument {argument} holds {array.category}, but has neither an annotation nor a "
         "sharding",
         path=array.path,
-        fix=f"annotate it in specs=, optimizer state with {annotations}; or hold it as inputs",
+        fix=f"annotate it in specs=, optimizer state with {annotations}, or call it inputs in "
+        "holds=",
     )

@@ -29,7 +29,7 @@ def time_rows(time: TimeRange, layout: Layout) -> list[tuple[str, float, float, 
         (
             "memory",
             time.memory,
-            f"{chip.hbm_rate / 1e9:g} GB/s; from all arguments to all operands",
+            f"{chip.hbm_rate / 1e9:g} GB/s; each argument once, at most all operands",
         ),
     ]
     for axes, span in time.links.items():
