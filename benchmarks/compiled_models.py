@@ -1,7 +1,7 @@
 """Programs of three models, small enough to compile each of them for TPUs in seconds.
 
 Weights and products are bfloat16. The decoder and the mixture are reference decoders. The third
-model is the decoder of T5X, with the names of its own dims; its source is read from a checkout.
+model is the decoder of T5X. Its source, with the names of its dims, is read from a checkout.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LAST: Final = (sw.BATCH, sw.EMPTY, sw.VOCAB)  # logits of one token
 NAMES: Final = {
     "batch": (sw.BATCH, "activation"),
     "length": (sw.QUERY_LENGTH, "activation"),
-    # The model constrains its weights again; by then they are gathered.
+    # The model constrains its weights again, after they were gathered.
     "embed": (sw.EMBED, "activation"),
     "heads": (sw.HEAD, "activation"),
     "kv": (sw.HEAD_DIM, "activation"),
@@ -68,7 +68,7 @@ def decoder() -> dict[str, Program]:
 
 def mixture() -> dict[str, Program]:
     """Return the programs of a mixture of eight experts by mode."""
-    # The plan is made on CPUs and compared with TPUs, so the exchange is named.
+    # "auto" depends on the backend: programs are planned on CPUs, but compiled for TPUs.
     experts = MoEConfig(
         embed=EMBED,
         hidden=EXPERT_HIDDEN,
@@ -98,7 +98,7 @@ def _reference(mlp: Any) -> dict[str, Program]:
 
 
 def insert(kv_heads: int) -> Program:
-    """Return the program that copies prefilled caches of all layers into slots of larger ones."""
+    """Return a program that copies prefilled caches of all layers into slots of larger caches."""
 
     def shape(batch: int) -> Any:
         return jax.eval_shape(
@@ -131,9 +131,8 @@ def insert(kv_heads: int) -> Program:
 def t5x_decoder(checkout: Path) -> dict[str, Program]:
     """Return the programs of T5X's decoder by mode, from its source in a checkout.
 
-    Its dims have the names that its own source gives them. The weights are gathered by `sw.gather`
-    before the model is applied. The model has no insert, so the caches of the library stand for
-    its own there.
+    Its dims have the names that its own source gives them. `sw.gather` gathers the weights before
+    the model is applied. The model has no insert, so this program uses caches of this library.
     """
     network = _import_network(checkout)
     config = network.TransformerConfig(
@@ -225,7 +224,7 @@ def _t5x_steps(model: Any, specs: Any) -> tuple[Callable[..., Any], ...]:
 
 
 def _import_network(checkout: Path) -> Any:
-    """Import the modules of the decoder only: the package itself imports TensorFlow.
+    """Import only the modules of the decoder, because the package itself imports TensorFlow.
 
     Raises:
       FileNotFoundError: The folder is not a checkout of T5X.
@@ -256,7 +255,7 @@ def _t5x_cache(model: Any, params: Any, tokens: Any) -> tuple[Any, Any]:
     }
 
     def shape(path: Any, leaf: Any) -> Any:
-        # After a prefill, each sequence has an index of its own.
+        # After a prefill, each sequence has its own index.
         sizes = (BATCH,) if path[-1].key == "cache_index" else leaf.shape
         return jax.ShapeDtypeStruct(sizes, leaf.dtype)
 

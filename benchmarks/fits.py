@@ -233,7 +233,7 @@ def sizes_of(decoder: Decoder) -> Sizes:
             hidden=decoder.hidden,
             experts=decoder.experts,
             per_token=2,
-            # The plan is made on CPUs and compared with TPUs, so the exchange is named.
+            # "auto" depends on the backend: programs are planned on CPUs, but compiled for TPUs.
             exchange="slots",
             dtypes=decoder.dtypes,
         )

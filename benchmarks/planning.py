@@ -1,8 +1,9 @@
-"""`python -m benchmarks.planning`: how long counting a large state and a large search take.
+"""`python -m benchmarks.planning`: measure the time to count a large state, and of a large search.
 
 The state is that of DeepSeek-V3, unrolled, on 16,384 devices: parameters, two moments, and caches
 of 4,096 sequences of 8,192 tokens. The search is for the training step of an 8B decoder on 64 v5p
-chips. Both have targets. The command exits with 1 if one is missed.
+chips. Both times have targets, and two searches must give the same result. The command exits with 1
+if a target is missed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CANDIDATES, WALKED = 1000, 200
 
 
 def count(sizes: Sizes) -> tuple[StateBytes, float]:
-    """Count the state of serving and training, and return it with the processor time."""
+    """Count the state of training and the caches of serving. Return it with the processor time."""
     mesh = sw.abstract_mesh("fsdp:64,ep:32,tp:8")
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=mesh, mode="decode")
     program = programs(sizes, batch=4096, length=8192)["decode"]
@@ -75,7 +76,7 @@ def main() -> int:
     fast = processor < SEARCH_SECONDS
     print(
         f"{_verdict(enough and fast)}: {found.judged:,} candidates judged, {found.walked} walked, "
-        f"{processor:.1f} s of processor time, {wall:.1f} s on the clock"
+        f"{processor:.1f} s of processor time, {wall:.1f} s of wall time"
     )
     again = search()[0]
     digests = [

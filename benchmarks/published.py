@@ -1,15 +1,15 @@
 """`python -m benchmarks.published [--compile] [NAME ...]`: compare searches with published meshes.
 
 Each published mesh is planned for the reference decoder of its model, with its batch, length and
-rematerialization. A search then chooses a mesh for the same program. The command prints both, and
-exits with 1 if a found mesh takes longer by the walk than the published one.
+rematerialization. A search then chooses a mesh for the same program. The command prints both. It
+exits with 1 if a found mesh has a longer planned time than the published one.
 
-`--compile` compiles the published program for the slice, without having it, and the fastest three
-that the search found, as `shardwright search --verify 3` does. It compares the times with the bytes
-that the compiled programs send, and exits with 1 if the best found mesh does not fit although the
-published one does, or takes more than 1.05 of its time. This needs libtpu (the extra `tpu-aot`) and
-some minutes for each run. Nothing is measured, so a better number here is a reason to try a mesh,
-and no more.
+`--compile` compiles the published program on a machine without TPUs, and the three fastest programs
+that the search found, as `shardwright search --verify 3` does. Their times count the bytes that the
+compiled programs send. The command exits with 1 if the compiler refuses the best found mesh. It
+also does so if that mesh takes more than 1.05 of the time of the published one, and the compiler
+accepts both. This needs libtpu (the extra `tpu-aot`) and some minutes for each run. Nothing is
+measured, so a shorter time here is only a reason to try a mesh.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from shardwright.plan.search.verify import compiled_seconds, verify_front
 from shardwright.plan.verify.run import Verification, verify_plan
 
 FACTS: Final = Path(__file__).with_name("published_meshes.toml")
-# Weights are stored as float32 and used as bfloat16, as the published runs do.
+# Weights are stored as float32 and used as bfloat16, as in the published runs.
 DTYPES: Final = Dtypes(param="float32", compute="bfloat16")
 AXES: Final = ("fsdp", "tp")
 PRESETS: Final = ("fsdp_tp", "fsdp_tp_sp")
 CACHE: Final = Path(".cache/compiled")
-MOST: Final = 1.05  # found time / published time, by the compiled programs
+MOST: Final = 1.05  # largest found time / published time, by the compiled programs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A published mesh and the one that a search found, by the walk.
+    """A published mesh and the one that a search found, as planned.
 
     Attributes:
       name: The published run.
-      mesh: Its mesh, and the preset that stands for its rules.
+      mesh: Its mesh, and the preset that is used in place of its rules.
       published: Its plan.
       search: The result of the search.
       seconds: Processor time of the search.
@@ -110,8 +110,8 @@ class Compiled:
 
     Attributes:
       name: The published run.
-      published: The published one.
-      found: The best one of those that the search found.
+      published: The program on the published mesh.
+      found: The best program of those that the search found.
     """
 
     name: str
@@ -120,12 +120,12 @@ class Compiled:
 
     @property
     def ratio(self) -> float:
-        """Time of the found mesh / time of the published one, with the bytes of the programs."""
+        """Time of the found mesh / time of the published one, by the bytes of the programs."""
         return compiled_seconds(self.found) / compiled_seconds(self.published)
 
     @property
     def verdict(self) -> str:
-        """`pass`, or `LOST`. A mesh whose program is refused loses against any other."""
+        """`pass`, or `LOST`. A found mesh whose program is refused always loses."""
         if self.found.compiled.refused:
             return "LOST"
         won = self.published.compiled.refused or self.ratio <= MOST
@@ -168,7 +168,7 @@ def compare(name: str, facts: Mapping[str, Any]) -> Comparison:
     topology = parse_topology(facts["topology"], read_hardware())
     program = training(facts, devices=topology.devices)
     plans = [_plan(preset, facts["mesh"], program, topology) for preset in PRESETS]
-    # Published rules shard the residual in ways of their own, so the better preset stands for them.
+    # Published rules shard the residual in another way. The better preset is used in their place.
     published = min(plans, key=lambda each: (each.verdict == "does not fit", seconds_of(each)))
     start = time.process_time()
     found = sw.search(
@@ -252,7 +252,9 @@ def main(argv: list[str] | None = None) -> int:
     """Compare, print a table, and return 0 if no search lost."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="defaults to all")
-    parser.add_argument("--compile", action="store_true", help="compile both programs of each run")
+    parser.add_argument(
+        "--compile", action="store_true", help="also compile the programs of each run"
+    )
     given = parser.parse_args(argv)
     facts = read_facts()
     unknown = [name for name in given.names if name not in facts]

@@ -12,7 +12,7 @@ from shardwright.errors import MeshSpecError, StrategyError
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
-MOST: Final = 20_000  # candidates that take about a minute
+MOST: Final = 20_000  # candidates; to judge so many takes two to three minutes
 _TABLES: Final = ("rules", "params", "modes", "policy")
 _MESH: Final = "mesh."
 # A key such as `head` or `params.embed` -> the text of its rule.
