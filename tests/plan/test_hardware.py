@@ -127,7 +127,7 @@ def test_unknown_topologies_name_the_nearest(text: str, says: str) -> None:
 
 
 def test_mesh_of_another_size_is_refused() -> None:
-    with pytest.raises(sw.MeshSpecError, match="8 devices, and v5p:4x4x4 has 64"):
+    with pytest.raises(sw.MeshSpecError, match="8 devices, but v5p:4x4x4 has 64"):
         lay_out(parse_topology("v5p:4x4x4", HARDWARE), {"fsdp": 8})
 
 

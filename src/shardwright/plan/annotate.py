@@ -35,7 +35,7 @@ annotate_axes_p = Primitive("annotate_axes")
 annotate_axes_p.def_impl(lambda x, **_: x)
 annotate_axes_p.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(annotate_axes_p, lambda _, x, **__: [x])
-# The transpose of a constraint constrains the cotangent in the same way.
+# As for a constraint, the transpose annotates the cotangent in the same way.
 ad.deflinear2(
     annotate_axes_p,
     lambda cotangent, _, **parameters: [annotate_axes_p.bind(cotangent, **parameters)],
@@ -43,7 +43,7 @@ ad.deflinear2(
 
 
 def _batch(args: Any, dims: Any, *, annotation: Annotation, added: tuple[int, ...]) -> Any:
-    """Under vmap the new dim has no axis: the annotation leaves it as it is."""
+    """Batch an annotation: it says nothing about the dim that `vmap` adds."""
     (x,), (dim,) = args, dims
     shifted = tuple(at + (at >= dim) for at in added)
     return annotate_axes_p.bind(x, annotation=annotation, added=(*shifted, dim)), dim

@@ -20,10 +20,10 @@ class Placed:
     """How one of the two managers shards a tensor in one mode.
 
     Attributes:
-      found: Resolution, possibly with problems.
-      mesh_axes: Mesh axes of each dim, major first; `("?",)` if it is left to the compiler. None if
-        there is no spec.
-      shards: Number of shards of each dim, or None without a spec.
+      found: Resolution, which may have problems.
+      mesh_axes: Mesh axes of each dim, major first. `("?",)` means that the dim is left to the
+        compiler. None if there is no spec.
+      shards: Number of shards of each dim. None if there is no spec.
       bytes: Bytes per device. None if spec, shape or dtype is missing, or a dim is left to the
         compiler.
     """
@@ -61,7 +61,7 @@ class Row:
 
     @property
     def changed(self) -> bool:
-        """Whether a dim is sharded over other mesh axes, or into another number of shards."""
+        """Whether a dim is sharded over other mesh axes, or has another number of shards."""
         return self.moved or self.before.shards != self.after.shards
 
     @property
@@ -126,7 +126,7 @@ def _total(role: Role, mode: str, rows: Sequence[Row]) -> Total:
 
 
 def compare(before: PartitionManager, after: PartitionManager, *, tensors: Any) -> Comparison:
-    """Compare how a tree is sharded under two managers. Weights count as stored.
+    """Compare how a tree is sharded under two managers. The shards of weights are the stored ones.
 
     Managers with a mode (from `for_mode`) are compared in that mode. Managers without one are
     compared in all modes. To compare two modes, pass `pm.for_mode("train")` and

@@ -1,4 +1,4 @@
-"""Compare two plans of a program: what changes in memory, time and traffic, and at which lines."""
+"""Compare two plans of a program: the changes of memory, time and traffic, and their lines."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PLAN_FIX: Final = "write it with: shardwright plan MODEL --strategy F --mesh M -
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A quantity on both sides, on one device.
+    """A quantity of one device, in both plans.
 
     Attributes:
-      name: What it is, such as `memory at most` or `sent for BATCH`.
+      name: Its name, such as `memory at most` or `sent for BATCH`.
       unit: `B`, `s`, `FLOP`, or "" for text.
-      before: Value on the left; None where that side does not have it.
-      after: Value on the right; None where that side does not have it.
+      before: Value in the left plan. None if that plan does not have it.
+      after: Value in the right plan. None if that plan does not have it.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Change:
 
     @property
     def changed(self) -> bool:
-        """Whether both sides differ."""
+        """Whether the values of both plans differ."""
         return self.before != self.after
 
 
@@ -46,8 +46,8 @@ class Traffic:
       mesh_axes: Mesh axes that they run over.
       axes: Semantic axes that cause them.
       source: Line of the model.
-      before: Number of runs and bytes that a device sends in all of them, on the left.
-      after: The same on the right.
+      before: In the left plan, the number of runs, and the bytes that a device sends in all runs.
+      after: The same in the right plan.
     """
 
     kind: Kind
@@ -59,7 +59,7 @@ class Traffic:
 
     @property
     def changed(self) -> bool:
-        """Whether both sides differ."""
+        """Whether the values of both plans differ."""
         return self.before != self.after
 
     def to_json(self) -> dict[str, Any]:
@@ -77,12 +77,12 @@ class PlanComparison:
     """Two plans of one program, compared.
 
     Attributes:
-      before: Strategy, mesh and slice of the left side.
-      after: The same of the right side.
-      changes: Each quantity.
-      traffic: Each group of collectives, the largest difference first.
-      gone: What only the left plan is unsure about.
-      new: What only the right plan is unsure about.
+      before: Strategy, mesh and slice of the left plan.
+      after: The same of the right plan.
+      changes: One entry for each quantity.
+      traffic: One entry for each group of collectives, the largest difference first.
+      gone: Places where only the left plan is unsure.
+      new: Places where only the right plan is unsure.
     """
 
     before: str
@@ -94,7 +94,7 @@ class PlanComparison:
 
     @property
     def changed(self) -> bool:
-        """Whether both plans differ in anything that they count."""
+        """Whether the plans differ."""
         counts = [row.changed for row in self.changes] + [row.changed for row in self.traffic]
         return any(counts) or bool(self.gone or self.new)
 
@@ -117,7 +117,7 @@ def compare_plans(
 
     Args:
       before: A plan, or what its `to_json` returned.
-      after: Another one: under another strategy, mesh or slice, or of a changed program.
+      after: A plan under another strategy, mesh or slice, or of a changed program.
 
     Raises:
       StrategyError: The data is not that of a plan.
@@ -170,7 +170,10 @@ def _label(plan: Mapping[str, Any]) -> str:
 
 
 def _quantities(plan: Mapping[str, Any]) -> dict[tuple[str, str], float | str]:
-    """Return the value of each quantity of a plan by name and unit. State alone has fewer."""
+    """Return the value of each quantity of a plan by name and unit.
+
+    A plan of tensors has fewer quantities than a plan of a program.
+    """
     held = plan["state"]["by_category"].items()
     rows: list[tuple[str, str, Any]] = [
         (str(category), "B", sums["per_device"]) for category, sums in held

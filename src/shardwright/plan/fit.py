@@ -1,4 +1,4 @@
-"""Whether a program fits into the memory of a chip, from a range of its peak."""
+"""Judge whether a program fits into the memory of a chip, from the range of its peak."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Final
 
 from shardwright.plan.walk.liveness import Peak
 
-# Measured: a TPU compiler accepts programs up to 0.947 of the usable memory, and rejects larger
-# ones.
+# Largest upper end that fits, as a share of the usable memory. The margin is for programs that need
+# more than their upper end: `benchmarks.fits` has ends from 0.98 of the need.
 _SAFE: Final = 0.95
-# Measured: compiled peaks were at least 0.93 of the lower end.
+# Largest lower end that may fit. Compiled peaks were at least 0.93 of the lower end: see
+# `tests.plan.tpu_memory`.
 _SURE: Final = 1.08
 
 
@@ -25,13 +26,13 @@ class Verdict(enum.StrEnum):
 
 
 def judge(peak: Peak, usable: int, *, complete: bool = True) -> Verdict:
-    """Return whether a program fits.
+    """Judge whether a program fits.
 
     Args:
       peak: The range of its peak, in bytes on one device.
       usable: Bytes that a program may use on one device.
-      complete: Whether every primitive of the program has a rule. If not, the upper end of the
-        range may be too low.
+      complete: Whether every primitive of the program has a rule. If not, the upper end may be too
+        low, and the program never counts as fitting.
     """
     if peak.sure > usable or peak.low > _SURE * usable:
         return Verdict.DOES_NOT_FIT

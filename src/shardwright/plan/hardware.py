@@ -1,4 +1,4 @@
-"""Chips and slices as data: rates, usable memory, and which shapes a slice has.
+"""Read chips and slices: their rates, usable memory and shapes.
 
 The values are in `hardware.toml`, each with its source and date. A file of the user can replace
 them.
@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 _CELLS: Final = ("bf16_tflops", "hbm_gib", "hbm_gbps", "link_gbps")
 _NUMBERS: Final = ("dims", "devices_per_chip", "cube", "longest", "most_chips", "wraps")
 _KEYS: Final = (*_NUMBERS, "shapes", *_CELLS)
-_NEAREST = 3  # slices that an error proposes
+_NEAREST = 3  # number of slices that an error proposes
 _TOPOLOGY = re.compile(r"([A-Za-z0-9_-]+):([0-9]{1,4}(?:x[0-9]{1,4}){0,3})")
 
 
@@ -32,18 +32,18 @@ class Chip:
     """A kind of accelerator.
 
     Attributes:
-      name: `v5p`.
-      dims: Dimensions of its interconnect.
-      devices: Devices that JAX sees per chip.
-      shapes: Shapes of the slices that are not made of cubes.
-      cube: Side of a cube. Slices made of cubes have sides that are multiples of it. 0 if there are
-        no such slices.
+      name: Its name, such as `v5p`.
+      dims: Number of dimensions of its interconnect.
+      devices: Number of devices that JAX sees per chip.
+      shapes: Shapes of the small slices, which are not made of cubes.
+      cube: Length of the side of a cube. All sides of a large slice are multiples of it. 0 if there
+        are no such slices.
       longest: Longest side of a slice.
-      most_chips: Chips of the largest slice.
+      most_chips: Number of chips of the largest slice.
       wraps: A side is a ring if its length is a multiple of this number.
       flops: bfloat16 operations per second of one device, at peak.
       hbm_bytes: Bytes of memory that a program may use on one device.
-      hbm_rate: Bytes per second that one device reads or writes.
+      hbm_rate: Bytes per second that one device reads or writes in its memory.
       link_rates: Lowest and highest bytes per second of one link in one direction, per device.
       sources: Key of `hardware.toml` -> source and date of its value.
     """
@@ -92,12 +92,12 @@ class Topology:
 
     @property
     def sides(self) -> dict[str, int]:
-        """Length of each physical axis: x, y, z, and `core` where a chip is several devices."""
+        """Length of each physical axis: x, y, z, and `core` if a chip is several devices."""
         sides = dict(zip("xyzw", self.shape, strict=False))
         return sides if self.chip.devices == 1 else {**sides, "core": self.chip.devices}
 
     def is_ring(self, side: str) -> bool:
-        """Tell whether the links along a side wrap around. In a 3D slice all sides do, or none."""
+        """Tell whether the links along a side wrap around. In a 3D slice, all sides do or none."""
         lengths = self.shape if len(self.shape) > 2 else (self.sides[side],)
         return side != "core" and all(length % self.chip.wraps == 0 for length in lengths)
 
@@ -248,7 +248,7 @@ def smallest_slice(chip: Chip, needed: int) -> Topology | None:
 
 
 def _distance(known: Shape, wanted: Shape) -> tuple[float, int]:
-    """Compare the number of chips first, then the sides."""
+    """Return a distance between two slices: first by the number of chips, then by the sides."""
     chips = math.prod(known) / max(1, math.prod(wanted))
     pairs = itertools.zip_longest(sorted(known), sorted(wanted), fillvalue=1)
     return abs(math.log(chips)), sum(abs(a - b) for a, b in pairs)

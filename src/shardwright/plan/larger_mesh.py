@@ -15,7 +15,7 @@ from shardwright.plan.hardware import Topology
 from shardwright.plan.layout import lay_out
 from shardwright.plan.planner import Program, price, trace_program
 
-_TRIES: Final = 6  # slices that are planned at most, each in about a second
+_TRIES: Final = 6  # largest number of slices that are planned, each in about a second
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +40,10 @@ class LargerMesh:
 def find_larger_mesh(
     program: Program, manager: PartitionManager, topology: Topology, *, held: int
 ) -> LargerMesh | None:
-    """Return the smallest mesh that a program fits on, or the smallest where it is close.
+    """Return the smallest mesh that a program fits on, else the smallest one on which it is close.
 
-    The largest axis of the mesh grows, and all others keep their sizes. Per number of devices, one
-    slice is tried.
+    The largest axis of the mesh grows, and all others keep their sizes. For each number of devices,
+    one slice is tried.
 
     Args:
       program: A program that does not fit.
@@ -52,7 +52,7 @@ def find_larger_mesh(
       held: Bytes of one copy of its state. Slices with less memory are not tried.
 
     Returns:
-      None if the program fits on none of the slices that were tried.
+      None if the program does not fit on any slice that was tried.
     """
     close: LargerMesh | None = None
     for slice_, sizes in _larger(mesh_sizes(manager.mesh), topology, held):
@@ -61,7 +61,7 @@ def find_larger_mesh(
             traced = trace_program(other, program)
             verdict = price(other, traced, program, layout=lay_out(slice_, sizes)).verdict
         except ShardingError:
-            continue  # such as a batch that does not divide
+            continue  # for example, the batch does not divide over this mesh
         if verdict is Verdict.FITS:
             return LargerMesh(topology=slice_, sizes=sizes, verdict=verdict)
         if verdict is Verdict.CLOSE and close is None:

@@ -49,7 +49,7 @@ class Layout:
 
     Attributes:
       topology: The slice.
-      parts: Mesh axis -> the physical axes that it covers; none for a mesh axis of size 1.
+      parts: Mesh axis -> the parts that it covers. A mesh axis of size 1 has none.
     """
 
     topology: Topology
@@ -58,7 +58,7 @@ class Layout:
     def rates(self, mesh_axes: tuple[str, ...]) -> tuple[float, float]:
         """Return the lowest and highest rate at which a device sends over mesh axes, in bytes/s.
 
-        The physical axes send at the same time, and a ring sends both ways.
+        A device sends over all its links at the same time. On a ring, it has links both ways.
         """
         links = sum(
             2 if part.ring else 1 for axis in mesh_axes for part in self.parts.get(axis, ())
@@ -93,13 +93,13 @@ def lay_out(topology: Topology, sizes: Mapping[str, int]) -> Layout:
       sizes: Size of each mesh axis, in mesh order.
 
     Raises:
-      MeshSpecError: The mesh has another number of devices than the slice.
+      MeshSpecError: The mesh and the slice have different numbers of devices.
     """
     if math.prod(sizes.values()) != topology.devices:
         mesh = ",".join(f"{axis}:{size}" for axis, size in sizes.items())
         raise MeshSpecError(
             f"the mesh {mesh} has {math.prod(sizes.values())} devices, "
-            f"and {topology} has {topology.devices}",
+            f"but {topology} has {topology.devices}",
             fix="give one mesh axis the size -1, or change the slice",
         )
     free = {side: length for side, length in topology.sides.items() if length > 1}
@@ -133,7 +133,7 @@ def _split_sides(free: Mapping[str, int], size: int) -> dict[str, int]:
     while size > 1:
         left = {side: length // taken.get(side, 1) for side, length in free.items()}
         side = max(left, key=lambda each: math.gcd(left[each], size))
-        # The mesh has as many devices as the slice, so some side still has a common factor.
+        # The mesh has as many devices as the slice, so some side and the size have a common factor.
         length = math.gcd(left[side], size)
         taken[side] = taken.get(side, 1) * length
         size //= length

@@ -1,7 +1,7 @@
 """Count the bytes of each array of a tree, per device and in copies over mesh axes.
 
-Counts are exact and need only shapes, dtypes and shardings, so meshes and arrays may be abstract.
-They cover the arrays' elements, without the tiling and alignment of a backend.
+Counts are exact. They need only shapes, dtypes and shardings, so meshes and arrays may be abstract.
+They count the elements of the arrays, without the tiling and alignment of a backend.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LeafBytes:
       devices: Number of devices that hold a part of it.
       total: Bytes of one copy of the whole array.
       per_device: Bytes on each device.
-      copies: Number of devices that hold the same element.
+      copies: Number of devices that hold each element.
       replicated_over: Mesh axes of size > 1 that the array is replicated over, in mesh order.
       memory_kind: Memory kind of the sharding, such as `pinned_host`, or empty.
     """
@@ -97,7 +97,7 @@ class TreeBytes:
 
     @property
     def replicated_share(self) -> float:
-        """Replicated bytes / held bytes: 0 if fully sharded, 7/8 if eight devices hold the same."""
+        """Replicated bytes / held bytes: 0 if fully sharded, 7/8 if eight devices hold a copy."""
         return self.replicated / self.held if self.held else 0.0
 
     def select(self, pattern: str) -> TreeBytes:
@@ -129,8 +129,8 @@ def bytes_by_path(tree: Any, shardings: Any = None) -> TreeBytes:
     """Count the bytes of every array of a tree. Nothing is computed or moved.
 
     Args:
-      tree: Tree of arrays, or of `ShapeDtypeStruct`s with shardings. If `shardings` is given, any
-        values that have shape and dtype.
+      tree: Tree of arrays, or of `ShapeDtypeStruct`s with shardings. If `shardings` is given, the
+        leaves only need a shape and a dtype.
       shardings: Tree of shardings, or a prefix of one. Defaults to the arrays' own.
 
     Raises:

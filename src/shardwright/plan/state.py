@@ -115,7 +115,7 @@ class StateBytes:
 
     @property
     def stored(self) -> TreeBytes:
-        """Bytes of all categories but inputs."""
+        """Bytes of all categories except inputs."""
         return self.of(*(each for each in Category if each is not Category.INPUTS))
 
     def to_json(self) -> dict[str, Any]:
@@ -139,10 +139,9 @@ class Held:
 
     Attributes:
       path: Its path.
-      value: Anything with shape and dtype.
+      value: A value with a shape and a dtype.
       source: Its annotation as a request, or its sharding, or None if it is replicated.
-      category: What it is for. If None, it counts as parameters if its role is param, else as
-        inputs.
+      category: What it is for. None means parameters if its role is param, else inputs.
     """
 
     path: str
@@ -173,7 +172,7 @@ def count_state(manager: PartitionManager, arrays: Iterable[Held]) -> StateBytes
 
 
 def gradients(leaves: Iterable[StateLeaf]) -> list[StateLeaf]:
-    """Return the gradients of the parameters among some arrays."""
+    """Return the gradients of those arrays that are parameters."""
     return [
         dataclasses.replace(leaf, category=Category.GRADIENTS)
         for leaf in leaves
@@ -193,9 +192,9 @@ def count_tensors(
 
     Args:
       manager: Strategy, mesh and mode.
-      tensors: Parameters, optimizer state and caches, told apart by their roles.
-      caches: Paths of the activations that are caches. Other activations are listed as missing.
-      copies: Copies of each parameter that an optimizer keeps, two for Adam.
+      tensors: The tensors. Parameters and optimizer state are told apart by their roles.
+      caches: Paths of the tensors that are caches. Other activations are listed as missing.
+      copies: Number of arrays that an optimizer keeps for each parameter, two for Adam.
       train: Whether to add the gradients.
 
     Raises:
@@ -304,7 +303,10 @@ def _leaf(manager: PartitionManager, array: Held) -> StateLeaf:
 def _cause(
     resolution: Resolution | None, counted: LeafBytes, axis: str, sizes: Mapping[str, int]
 ) -> Cause:
-    """Return the rule that skipped the mesh axis, else the rule of the dim with the most room."""
+    """Return the rule that skipped the mesh axis because of a size, else that of the largest dim.
+
+    The largest dim is the one with the most elements per device that the mesh axis divides.
+    """
     devices = sizes[axis]
     saves = counted.per_device - -(-counted.per_device // devices)
     decisions = () if resolution is None else resolution.decisions
@@ -317,7 +319,7 @@ def _cause(
                 return _caused(decision, axis, str(skip), saves)
 
     def room(decision: DimDecision) -> int:
-        """Return the local size of a dim if the mesh axis divides it, else 0."""
+        """Return the size of a dim on one device if the mesh axis divides it, else 0."""
         ways = math.prod(sizes[name] for name in decision.mesh_axes)
         local = counted.shape[decision.dim] // ways
         return local if local % devices == 0 else 0

@@ -1,8 +1,9 @@
-"""A roofline estimate of a program's time on a slice, as a range with its assumptions.
+"""Estimate a program's time on a slice by a roofline, as a range with its assumptions.
 
-No part of it is calibrated on hardware. The lower end assumes peak rates and that everything
-overlaps. The upper end assumes half of the peak for products, the slower link rate, a latency per
-hop, and that nothing overlaps.
+No part of it is calibrated on hardware. The lower end assumes that all rates are at their peak, and
+that everything overlaps. The upper end assumes that products run at half of their peak, links at
+their lower rate and with a latency per hop. It also assumes that only products overlap with their
+memory traffic.
 """
 
 from __future__ import annotations
@@ -16,16 +17,15 @@ from shardwright.plan.walk.events import Event, Walked
 
 # Share of the peak that products reach at the upper end of the range.
 _LEAST_USE: Final = 0.5
-# Seconds of one hop on the interconnect: the scaling book's figure.
+# Seconds of one hop on the interconnect, from the scaling book.
 _HOP: Final = 1e-6
-# On a ring that sends both ways, an all-to-all takes a quarter of the time of an all-gather of the
-# same bytes.
+# Time of an all-to-all / time of an all-gather of the same bytes, on a ring that sends both ways.
 _EXCHANGE: Final = 0.25
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Seconds, at least and at most."""
+    """A range of seconds."""
 
     low: float
     high: float
@@ -37,7 +37,8 @@ class TimeRange:
 
     Attributes:
       products: Time of the operations of matrix products.
-      memory: Time in which matrix products read and write their operands and results.
+      memory: Time to read and write memory: at least each argument once, at most the operands and
+        results of all matrix products.
       links: Mesh axes -> time of the collectives over them.
     """
 
@@ -53,7 +54,7 @@ class TimeRange:
 
     @property
     def high(self) -> float:
-        """Seconds if products overlap with their own memory traffic, and nothing else overlaps."""
+        """Seconds if only products and their memory traffic overlap."""
         sent = sum(span.high for span in self.links.values())
         return max(self.products.high, self.memory.high) + sent
 
@@ -98,7 +99,7 @@ def _sending(event: Event, layout: Layout) -> Span:
     least = sent * _EXCHANGE if event.kind is Kind.ALL_TO_ALL else sent
     hops = sum(part.hops for axis in event.mesh_axes for part in layout.parts[axis])
     if event.kind is Kind.PERMUTE:
-        # A neighbor is one hop away, over one link.
+        # A permutation sends to a neighbor: one hop, over one link.
         slow, hops = layout.topology.chip.link_rates[0], 1
     low = 0.0 if event.maybe else event.runs * least / fast
     return Span(low=low, high=event.runs * max(sent / slow, hops * _HOP))

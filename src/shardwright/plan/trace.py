@@ -31,13 +31,13 @@ from shardwright.vocabulary.axes import Role
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A request that was resolved while tracing, and whose answer may change the trace.
+    """A request that was resolved during tracing. Its answer may change the trace.
 
     Attention, caches, `shard_map` and the model itself make such requests.
 
     Attributes:
       request: The request.
-      spec: Spec that the tracing manager returned; None for an error.
+      spec: Spec that the manager of the trace returned, or None if it does not resolve.
     """
 
     request: Request
@@ -46,11 +46,11 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """A program whose constraints are annotations.
+    """A traced program that has annotations in place of constraints.
 
     Attributes:
       jaxpr: The program.
-      inputs: Per input, its annotation as a request, or its sharding, or None (replicated).
+      inputs: Per input, its annotation as a request, or its sharding, or None if it is replicated.
       outputs: Per output, its annotation as a request, or None if the program decides its sharding.
       answers: The requests whose answers may have changed the trace.
       mesh: Size of each mesh axis.
@@ -66,14 +66,14 @@ class Trace:
 
     @property
     def fits_all(self) -> bool:
-        """Whether nothing in the trace depends on the manager, so every manager may share it."""
+        """Whether nothing in the trace depends on the manager. Then it fits every manager."""
         return not self.answers and not holds_shard_map(self.jaxpr)
 
     def fits(self, manager: PartitionManager) -> bool:
-        """Tell whether a manager may use the trace. It must resolve each request to the same spec.
+        """Tell whether a trace under this manager would be the same.
 
-        A trace with answers or with a `shard_map` holds shapes of shards, so it fits only meshes of
-        the same sizes.
+        If the trace has answers or a `shard_map`, it has shapes of shards. Then the manager must
+        have the same mesh sizes and rules of attention, and resolve each request to the same spec.
         """
         return self.fits_all or (
             dict(self.mesh) == dict(manager.mesh.shape)
@@ -123,7 +123,7 @@ class PlanningManager(PartitionManager):
         return planning
 
     def _make_key(self) -> context.Key:
-        """Return a key that no other manager has: JAX must not reuse a trace with annotations."""
+        """Return a key that no other manager has, so JAX never reuses a trace with annotations."""
         key = context.Key((*self._values, "planning"), repr(self))
         object.__setattr__(self, "_key", key)
         return key
@@ -156,7 +156,7 @@ class PlanningManager(PartitionManager):
             return super()._place(x, axes, mode, role, strict, path)
         request = Request(read_annotation(axes), np.shape(x), mode or self.mode, role, path)
         placement, checked = self._unrecorded(lambda: self._placement(request, strict=strict))
-        if checked is not None:  # it has Manual mesh axes: the trace gets an ordinary constraint
+        if checked is not None:  # under Manual mesh axes, the trace gets an ordinary constraint
             return super()._place(x, axes, mode, role, strict, path)
         return x if placement is None else annotate(x, Annotation(request, strict))
 
@@ -173,7 +173,10 @@ class PlanningManager(PartitionManager):
         return annotate_weight(w, use, stored)
 
     def _unrecorded(self, ask: Callable[[], Any]) -> Any:
-        """Resolve without recording: the walk resolves this again, so the trace stays the same."""
+        """Resolve a request without recording it.
+
+        Its answer does not change the trace: the walk resolves the annotation again.
+        """
         object.__setattr__(self, "_quiet", True)
         try:
             return ask()
@@ -219,14 +222,15 @@ def trace(
     with planning:
         traced = jax.jit(traced_once).trace(*bare)
     inputs = _inputs(shapes, specs, planning, roles)
-    # JAX keeps what a loop computes and nobody uses. Compilers do not, so it is not planned.
+    # A loop may compute values that nothing uses. JAX keeps them and compilers remove them, so they
+    # are removed before the walk.
     whole = traced.jaxpr.jaxpr
     jaxpr, _ = dce_jaxpr(whole, [True] * len(whole.outvars), instantiate=True)
     if len(inputs) != len(jaxpr.invars):
         raise StrategyError(
-            f"the function has {len(jaxpr.invars)} array arguments, and {len(inputs)} annotations "
+            f"the function has {len(jaxpr.invars)} array arguments, but {len(inputs)} annotations "
             "were given",
-            fix="give one annotation, or tree of them, per argument",
+            fix="give one annotation, or a tree of annotations, for each argument",
         )
     goals = _outputs(traced, outputs, planning.mode)
     return Trace(
@@ -268,16 +272,16 @@ def _inputs(
 
 
 def _own_sharding(leaf: Any, mesh: Any) -> NamedSharding | None:
-    """Return the sharding of an argument. Raise if it is on another mesh."""
+    """Return the sharding of an argument. Raise an error if it is on another mesh."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None
     if dict(sharding.mesh.shape) != dict(mesh.shape):
         raise MeshMismatchError(
             f"an argument is sharded on the mesh {dict(sharding.mesh.shape)}, "
-            f"and the manager has the mesh {dict(mesh.shape)}",
-            fix="give shapes without shardings and their annotations in specs=, "
-            "or pm.abstract(specs) of this manager",
+            f"but the manager has the mesh {dict(mesh.shape)}",
+            fix="pass shapes without shardings, and their annotations in specs=, "
+            "or pass pm.abstract(specs) of this manager",
         )
     return sharding
 
@@ -316,7 +320,7 @@ def walk(
       traced: Trace of the program. It must fit the manager (`traced.fits(manager)`).
       manager: Rules and mesh.
       kinds: Memory category of each input. Defaults to `inputs` for all.
-      donated: Whether each input may be overwritten. Defaults to none.
+      donated: Per input, whether the program may overwrite it. By default, it may not.
     """
     sizes = {axis: size for axis, size in manager.mesh.shape.items() if size > 1}
     known: dict[int, tuple[Dims, dict[str, DimDecision], str]] = {}
