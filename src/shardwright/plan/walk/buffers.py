@@ -15,14 +15,14 @@ from shardwright.plan.walk.primitives import CONSTRAINTS, ELEMENTWISE, NAMES, RE
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Value
 
-# A compiler fuses these into every use.
+# A compiler fuses these into all their uses.
 _CHEAP: Final = frozenset(
     {
         *("convert_element_type", "reshape", "squeeze", "expand_dims", "transpose"),
         *("broadcast_in_dim", "copy", "copy_p", "stop_gradient", "neg", "reduce_precision"),
     }
 )
-# It fuses these into a single use.
+# A compiler fuses these into their use if there is only one.
 _FUSED: Final = (
     ELEMENTWISE | _CHEAP | {"slice", "pad", "concatenate", "rev", "dynamic_slice", "split"}
 )
@@ -63,7 +63,7 @@ def with_buffers(step: Step, results: Iterable[Value]) -> list[Value]:
         in_place=_overwritten(step.name, [value.buffer for value in step.values], step.parameters),
         inner=ledger.inner,
         loop=step.name in _LOOPS,
-        # The result of a constraint is the moved copy, so these bytes count once.
+        # The result of a constraint is the moved operand, which must not count twice.
         moved=0 if step.name in CONSTRAINTS else ledger.moved,
     )
     pairs_of = zip(values, births, strict=True)
@@ -109,12 +109,17 @@ def _copies(step: Step) -> list[Buffer]:
 
 
 def _split_weights(jaxpr: Any) -> set[int]:
-    """Return the positions of the inputs that a product keeps two dims of, the last one too."""
+    """Return the positions of the inputs of which a product keeps the last dim and another one."""
     return _product_inputs(jaxpr, _split)
 
 
 def _split(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
-    """Return the inputs behind the operands of which a product keeps two dims, the last one too."""
+    """Return the inputs behind those operands of which a product keeps the last dim and another.
+
+    Args:
+      equation: A product.
+      read: For each operand, the positions of the inputs that it is computed from.
+    """
     found = []
     for each, variable, *dims in zip(
         read, equation.invars, *equation.params["dimension_numbers"], strict=True
@@ -142,10 +147,10 @@ def _born(name: str, size: int, operands: tuple[Buffer, ...], *, owed: bool = Fa
       name: The primitive.
       size: Bytes of the result.
       operands: What it is computed from.
-      owed: Whether the result is a partial sum. A compiler may sum it part by part.
+      owed: Whether the result is a partial sum. A compiler may add it up over devices part by part.
     """
     least = 0 if owed or name in _LOOPS else size
-    if name in CONSTRAINTS:  # a compiler may gather it part by part
+    if name in CONSTRAINTS:  # a compiler may gather the result part by part
         least = min([size, *(each.size if each.operands else each.least for each in operands)])
     return Buffer(
         size=size,
@@ -176,8 +181,7 @@ def add_local(
 ) -> list[Buffer | None]:
     """Add a jaxpr whose shapes are local, such as the body of a `shard_map`, to a timeline.
 
-    A batched product reads its batch dims first, and its operands have the layout of the caller. So
-    such operands are copied.
+    A compiler copies an input if a product needs its batch dims first and they are not first.
 
     Args:
       jaxpr: The equations.
@@ -198,19 +202,19 @@ def add_local(
 
 
 def _batched(jaxpr: Any) -> set[int]:
-    """Return the positions of the inputs whose batch dims a product needs first."""
+    """Return the positions of the inputs of products whose batch dims do not come first."""
     return _product_inputs(jaxpr, _relaid)
 
 
 def _product_inputs(
     jaxpr: Any, choose: Callable[[Any, Sequence[set[int]]], list[set[int]]]
 ) -> set[int]:
-    """Return the positions of the inputs that products read, of the operands that are chosen.
+    """Return the positions of the inputs behind those operands of products that `choose` chooses.
 
     Args:
       jaxpr: The equations.
-      choose: Returns the inputs behind some operands of a product, from the product and the inputs
-        behind each of its operands.
+      choose: Called with a product, and for each operand the positions of the inputs that it is
+        computed from. Returns the positions for the chosen operands.
     """
     sources: dict[Any, set[int]] = {variable: {at} for at, variable in enumerate(jaxpr.invars)}
     found: set[int] = set()
@@ -224,7 +228,7 @@ def _product_inputs(
             found.update(*choose(equation, read))
             continue
         for body in bodies:
-            # The operands before those of the body are the index of a branch.
+            # A `cond` has one operand more than its branches: the index of the branch.
             given = read[len(read) - len(body.invars) :]
             found.update(*(given[at] for at in _product_inputs(body, choose)))
         if name in _FUSED or name in CONSTRAINTS or (bodies and name not in _LOOPS):
@@ -233,7 +237,7 @@ def _product_inputs(
 
 
 def _relaid(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
-    """Return the inputs behind the operands whose batch dims do not come first."""
+    """Return the inputs behind those operands of a product whose batch dims do not come first."""
     batch = equation.params["dimension_numbers"][1]
     found = []
     for each, variable, dims in zip(read, equation.invars, batch, strict=True):
@@ -245,7 +249,7 @@ def _relaid(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
 
 
 def _of_size(equation: Any, read: Sequence[set[int]]) -> set[int]:
-    """Return the inputs behind the operands that are about as large as the largest result."""
+    """Return the inputs behind those operands that are not much smaller than the largest result."""
     largest = max(_bytes(variable.aval) for variable in equation.outvars)
     pairs = zip(read, equation.invars, strict=True)
     return set().union(*(each for each, variable in pairs if 4 * _bytes(variable.aval) >= largest))

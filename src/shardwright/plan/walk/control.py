@@ -11,16 +11,16 @@ from shardwright.plan.walk.liveness import TEMPORARY, Buffer, Peak
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Value, merged_origins
 
-# If every device can make the first value of a carry by itself, the carry takes the sharding that
-# the body returns. The second round uses it.
+# Number of walks over the body of a scan that find the shardings of its carries. The first walk may
+# change the sharding of a carry, and the second walk starts with that sharding.
 _ROUNDS = 2
-# A `while` loop is listed under this name, like a primitive without a rule, if it sends or
-# computes: the number of its runs is not known, so nothing in it is counted.
+# The name under which a `while` loop that sends or multiplies counts as unknown, like a primitive
+# without a rule. The number of its runs is not known, so the plan counts too little.
 UNKNOWN_RUNS: Final = "while (number of runs)"
 
 
 def scan(step: Step) -> list[Value]:
-    """Follow a scan: its body runs `length` times; every carry keeps one sharding."""
+    """Follow a scan. Its body runs `length` times, and each carry keeps one sharding."""
     parameters = step.parameters
     constants, carries, body = _jax.scan_parts(parameters)
     avals, split = step.avals, constants + carries
@@ -35,7 +35,7 @@ def scan(step: Step) -> list[Value]:
         step.ledger.move(value, aval, goal.dims, step.site, origins=goal.origins)
     wanted = [value.dims for value in carry] + [None] * (len(body.outvars) - carries)
     outer = step.ledger.begin_inner()
-    # The carry is in memory all the time: it is counted outside, with the results of the scan.
+    # A carry is in memory during the whole scan. It is counted outside, with the scan's results.
     held = [dataclasses.replace(value, buffer=None) for value in carry]
     sliced = _with_slices(step, inputs, body.invars[split:])
     ends = step.walk(body, [*fixed, *held, *sliced], site=site, wanted=wanted)
@@ -72,7 +72,7 @@ def _with_slices(step: Step, values: list[Value], variables: Any) -> list[Value]
 
 
 def _unstacked(step: Step, at: int) -> Value:
-    """Return one layer of a stacked operand. A sharded first dim is gathered before the loop."""
+    """Return one slice of a stacked operand. A sharded first dim is gathered before the loop."""
     value = step.values[at]
     if value.dims[0]:
         value = step.move(at, ((), *value.dims[1:]))
@@ -115,7 +115,7 @@ def _settled(value: Value, *, runs: int) -> Value:
 
 
 def while_loop(step: Step) -> list[Value]:
-    """Follow a while loop. Its number of runs is not known, so what it sends counts as unknown."""
+    """Follow a while loop. Its number of runs is not known, so its collectives are not counted."""
     parameters = step.parameters
     start = parameters["cond_nconsts"]
     split = start + parameters["body_nconsts"]
@@ -147,7 +147,8 @@ def cond(step: Step) -> list[Value]:
     results = []
     for number, aval in enumerate(step.results):
         ends = [branch[number] for branch in branches]
-        # A result that every device can make by itself takes the sharding of the other branches.
+        # If a branch returns a value that every device can make, the result has the sharding that
+        # another branch returns.
         goal = next((end for end in ends if not end.free), ends[0])
         for end in ends:
             step.ledger.move(end, aval, goal.dims, site, origins=goal.origins)
@@ -164,7 +165,7 @@ def call(step: Step) -> list[Value] | None:
             body = getattr(inner, "jaxpr", inner)
             values = step.values[len(step.values) - len(body.invars) :]
             if step.parameters.get("differentiated") and step.parameters.get("prevent_cse"):
-                # An optimization barrier keeps XLA from moving the recomputation out of its loop.
+                # An optimization barrier prevents XLA from moving this recomputation out of a loop.
                 values = [dataclasses.replace(value, runs=step.site.runs) for value in values]
             return step.walk(body, values, wanted=step.wanted)
     return None

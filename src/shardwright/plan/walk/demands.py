@@ -1,4 +1,4 @@
-"""Find the dims that later constraints require, in a pass from the end of a jaxpr to its start.
+"""Find the shardings that later constraints require, from the end of a jaxpr to its start.
 
 Two operands of a product may compete for a mesh axis. If a later constraint shards the result over
 this axis, the constraint decides which operand keeps it.
@@ -25,13 +25,13 @@ def demands(
     sizes: Mapping[str, int],
     target: Callable[[Any], Dims | None],
 ) -> Demands:
-    """Return the dims that later constraints require of the variables of a jaxpr.
+    """Return the dims (mesh axes of each dim) that later constraints require of each variable.
 
     Args:
       jaxpr: The equations.
       outputs: Dims that are required of each output, or None.
       sizes: Size of each mesh axis.
-      target: Returns the dims that a constraint equation requires, or None if it has none.
+      target: Returns the dims that a constraint requires, or None if it requires none.
     """
     demands_by_variable: Demands = {}
 

@@ -11,7 +11,7 @@ from shardwright.plan.walk.values import Dims, Value, axes_of, merged_origins, m
 
 
 def elementwise(step: Step) -> list[Value]:
-    """Follow an elementwise primitive: operands move to one sharding, that of the result."""
+    """Follow an elementwise primitive: all operands move to the sharding of the result."""
     if step.name in NAMES:
         return step.values
     if step.name in KEEPS_SUM:
@@ -46,7 +46,7 @@ def elementwise(step: Step) -> list[Value]:
 
 
 def bitcast(step: Step) -> list[Value]:
-    """Follow a bitcast. It is unknown between types of different widths: the rank changes."""
+    """Follow a bitcast. Between types of different widths the rank changes: that has no rule."""
     if step.avals[0].ndim == step.results[0].ndim:
         return elementwise(step)
     step.ledger.unknown[step.name] += 1
@@ -54,7 +54,7 @@ def bitcast(step: Step) -> list[Value]:
 
 
 def _converted(step: Step, value: Value) -> Value:
-    """Return a value after a change of its element type, if the equation changes it."""
+    """Return an operand after a conversion, and record the element type that it had before."""
     before, after = step.avals[0].dtype, step.results[0].dtype
     if before == after or value.widened_from == after:
         return replace(value, widened_from="")
@@ -71,7 +71,7 @@ def _owe_alike(values: Sequence[Value]) -> bool:
 
 
 def _agreed(step: Step, operands: Sequence[Dims]) -> Dims:
-    """Return the common dims of the operands: those of a constraint, else the most sharded."""
+    """Return the dims to which operands move: those of a constraint, else the most sharded ones."""
     wanted = step.wanted[0]
     if wanted is not None and wanted in operands:
         base = wanted
@@ -103,7 +103,7 @@ def cumulative(step: Step) -> list[Value]:
 
 
 def reduction(step: Step) -> list[Value]:
-    """Follow a reduction: a sharded dim leaves a partial sum (a maximum is completed at once)."""
+    """Follow a reduction. Over a sharded dim, a sum stays partial. A maximum is completed."""
     value = step.whole(0)
     if value.free:
         return step.anywhere()

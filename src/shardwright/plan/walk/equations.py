@@ -25,16 +25,16 @@ def live_equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def count_uses(equations: Iterable[Any], results: Iterable[Any]) -> Counter[Any]:
-    """Return how often each variable is used, by equations and as a result of the jaxpr."""
+    """Count the uses of each variable by equations and as a result of the jaxpr."""
     used = [variable for equation in equations for variable in equation.invars]
     return Counter(variable for variable in (*used, *results) if not isinstance(variable, Literal))
 
 
 def needed_whole(equations: Iterable[Any]) -> set[Any]:
-    """Return the variables with several uses, of which at least one needs the complete sum.
+    """Return the variables with several uses where at least one use needs the complete sum.
 
-    Such a partial sum is completed once, and every use gets the complete sum. A value whose only
-    use is an addition may stay a partial sum.
+    If such a variable is a partial sum, it is completed once, for all uses. Other partial sums may
+    stay partial, for example if they are only added to another one.
     """
     uses: Counter[Any] = Counter()
     needed = set()

@@ -1,4 +1,4 @@
-"""What a walk reports: collectives, ambiguous products, idle mesh axes."""
+"""The results of a walk: collectives, choices between dims, idle mesh axes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwright.plan.walk.liveness import Peak
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Where in a program the walk is.
+    """The place in a program where the walk is.
 
     Attributes:
       runs: How often the equation runs, loops included.
@@ -32,8 +32,8 @@ class Event:
     Attributes:
       kind: Kind of collective.
       mesh_axes: Mesh axes that it runs over, in mesh order.
-      axes: Semantic axes that cause it: they are sharded over these mesh axes. Empty for specs by
-        hand.
+      axes: Semantic axes that cause it: they are sharded over these mesh axes. Empty if the specs
+        were written by hand.
       rules: The rules that shard these axes.
       dtype: Element type, as NumPy names it.
       logical_bytes: Bytes on one device of the result of an all-gather, or of the operand of any
@@ -82,7 +82,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A mesh axis that two dims compete for, and no annotation decides between them.
+    """A mesh axis for which two dims compete, where no annotation decides.
 
     Attributes:
       mesh_axis: The mesh axis.
@@ -97,7 +97,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Idle:
-    """A product that every device along some mesh axes repeats.
+    """A product that the devices along some mesh axes all repeat.
 
     Attributes:
       mesh_axes: Mesh axes that no dim of the product is sharded over.
@@ -112,16 +112,17 @@ class Idle:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Walked:
-    """What one walk over a program found.
+    """The result of one walk over a program.
 
     Attributes:
       events: Collectives, in program order.
       choices: Places where the walk had to choose.
       idle: Products that leave mesh axes idle.
-      unknown: Primitive without a rule -> how many equations; if any, the answer is incomplete.
+      unknown: Primitive without a rule -> number of its equations. If there are any, the other
+        numbers are too low.
       flops: Floating-point operations of products, per device.
       product_bytes: Bytes that products read and write, per device.
-      memory: The most bytes in memory at one time, per device.
+      memory: Range of the peak memory, per device.
     """
 
     events: tuple[Event, ...]

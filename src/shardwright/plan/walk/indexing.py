@@ -9,7 +9,7 @@ from shardwright.plan.walk.values import Dims, Value
 
 
 def dynamic_slice(step: Step) -> list[Value]:
-    """Follow a slice at a computed position: a dim that is cut must be whole."""
+    """Follow a slice at a computed position: a dim that is cut must not be sharded."""
     value, aval, result = step.whole(0), step.avals[0], step.results[0]
     if value.free:
         return step.anywhere()
@@ -17,7 +17,7 @@ def dynamic_slice(step: Step) -> list[Value]:
 
 
 def dynamic_update_slice(step: Step) -> list[Value]:
-    """Follow a write at a computed position: the update moves to where it is written."""
+    """Follow a write at a computed position: the update moves to the operand's sharding."""
     value, update = step.whole(0), step.whole(1)
     shape, part = step.avals[0].shape, step.avals[1].shape
     if value.free:
@@ -36,8 +36,9 @@ def _kept(dims: Dims, shape: Any, part: Any) -> Dims:
 def scatter(step: Step) -> list[Value]:
     """Follow a scatter: updates move to the shards that they are written to.
 
-    Batch dims of the operand stay sharded, so that appending to a cache sends nothing. Rows that
-    are added to zeros stay where they are. The result is then a partial sum.
+    Batch dims of the operand stay sharded, so appending to a cache sends nothing. If rows are added
+    to an operand that every device can make, such as zeros, they do not move, and the result is a
+    partial sum.
     """
     value, update = step.whole(0), step.whole(2)
     numbers, shape = step.parameters["dimension_numbers"], step.avals[0].shape
@@ -90,7 +91,7 @@ def _targets(dims: Dims, update: Dims, pairs: dict[int, int]) -> Dims:
 
 
 def gather(step: Step) -> list[Value]:
-    """Follow a gather: along a sharded dim it is a masked lookup, whose results are added."""
+    """Follow a gather. Along a sharded dim, devices look up their own rows, and add the results."""
     value, index, result = step.whole(0), step.whole(1), step.results[0]
     numbers, shape = step.parameters["dimension_numbers"], step.avals[0].shape
     batching = tuple(getattr(numbers, "operand_batching_dims", ()))
@@ -112,7 +113,7 @@ def gather(step: Step) -> list[Value]:
             dims[at] = kept[dim] = index.dims[dim]
             used |= set(dims[at])
     if not index.free:
-        # Every device along a sharded dim looks up all rows, so it needs all indices.
+        # Every device along a sharded dim needs all indices, to find those of its own rows.
         step.move(1, tuple(kept))
     looked_up = Value(dims=tuple(dims), owed=owed, origins={**index.origins, **value.origins})
     return [step.ledger.settle(looked_up, result, step.site)]

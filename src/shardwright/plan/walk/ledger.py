@@ -1,4 +1,4 @@
-"""Move values between shardings, complete partial sums, and note the collectives for both."""
+"""Move values between shardings, complete partial sums, and note the collectives of both."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Ledger:
         self.unknown: Counter[str] = Counter()
         self.flops = 0
         self.product_bytes = 0
-        # None in walks that only compute shardings.
+        # None if the walk only computes shardings.
         self.timeline: Timeline | None = Timeline()
         self.copies: dict[Buffer, Buffer] = {}  # stacked weight -> its copy in another layout
-        self.inner = Peak()  # peak of the program that the current equation runs
-        self.moved = 0  # bytes of operands that the current equation moves
+        self.inner = Peak()  # peak of the jaxpr that the current equation runs
+        self.moved = 0  # bytes of the operands that the current equation moves, after the move
 
     def blank(self) -> Ledger:
         """Return an empty ledger for the same mesh, for a walk that only computes shardings."""
@@ -43,13 +43,13 @@ class Ledger:
         return ledger
 
     def begin_inner(self) -> tuple[Timeline | None, int]:
-        """Start the timeline of a loop's body, and return what `end_inner` goes back to."""
+        """Start the timeline of a loop's body. Return the outer one, which `end_inner` takes."""
         outer = self.timeline, self.moved
         self.timeline = None if self.timeline is None else Timeline()
         return outer
 
     def end_inner(self, outer: tuple[Timeline | None, int], results: Iterable[Value]) -> Peak:
-        """Go back to the outer timeline, and return the peak of the body."""
+        """Continue the outer timeline, and return the peak of the body."""
         inner, (self.timeline, self.moved) = self.timeline, outer
         if inner is None:
             return Peak()
@@ -102,7 +102,8 @@ class Ledger:
                 self._note(Kind.ALL_REDUCE, rest, value, aval, _frozen(current), site)
         self._regroup(value, aval, current, dims, site)
         if target.dims != value.dims and len(self.events) > sent:
-            self.moved += self.local_bytes(aval, target.dims)  # a slice is fused into its use
+            # A move that sends nothing is a slice, which is fused into its use.
+            self.moved += self.local_bytes(aval, target.dims)
         return target
 
     def _regroup(
@@ -131,7 +132,7 @@ class Ledger:
             self._note(Kind.PERMUTE, reordered, value, aval, _frozen(current), site)
 
     def settle(self, value: Value, aval: Any, site: Site, *, wanted: Dims | None = None) -> Value:
-        """Complete a partial sum by an all-reduce, or by a reduce-scatter if `wanted` is sharded.
+        """Complete a partial sum, by a reduce-scatter if `wanted` shards it, else by an all-reduce.
 
         Args:
           value: The value, maybe a partial sum.
@@ -178,7 +179,7 @@ class Ledger:
         dtype: str,
         origins: Mapping[str, Origin],
     ) -> None:
-        """Note one collective, unless it has no members or no bytes."""
+        """Note one collective, unless it has only one device, no bytes or no runs."""
         chosen = set(mesh_axes)
         axes = tuple(axis for axis in self.sizes if axis in chosen)
         devices = shards(axes, self.sizes)
@@ -203,7 +204,7 @@ class Ledger:
         )
 
     def count_product(self, elements: int, operands: Iterable[int], site: Site) -> int:
-        """Count the bytes and operations of one product on one device; return the operations.
+        """Count the bytes and operations of one product on one device. Return the operations.
 
         Args:
           elements: Multiplications of one run.

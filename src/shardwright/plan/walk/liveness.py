@@ -1,16 +1,18 @@
-"""Which values of a program are in memory at the same time, per device.
+"""Compute which values of a program are in memory at the same time, per device.
 
-The order is that of the program. The result is a range, since a compiler decides what it keeps:
+Equations run in the order of the program. The result is a range, since a compiler decides which
+values it keeps:
 
-* The upper end holds every value that a compiler cannot fuse into its use: products, collectives,
-  loops, and elementwise values with several uses. A fused value keeps its operands alive instead.
-  An elementwise value with several uses is fused, too, if its operands take no more memory.
-* The lower end is that of a compiler at its best: each chain of elementwise values overwrites a
-  value that it starts with, and what is gathered or summed over devices is never in memory as a
-  whole.
+* The upper end counts every value that a compiler cannot fuse into its use: products, results of
+  collectives and of loops, and elementwise values with several uses. A fused value keeps its
+  operands alive instead. An elementwise value with several uses is fused, too, if its operands take
+  no more memory.
+* The lower end is that of a compiler at its best. Each chain of elementwise values overwrites a
+  value that it starts with. An array that is gathered or summed over devices is never in memory as
+  a whole.
 
-What no compiler avoids is counted apart: the arguments, the results, and what a loop stacks for
-later.
+Values that every compiler keeps are also counted alone: the arguments, the results, and the arrays
+that loops stack.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ class Buffer:
     Attributes:
       size: Bytes.
       kind: What it is for: a category of arguments, `loops`, `temporary` or `results`.
-      operands: What it is computed from, if a compiler may fuse it into its uses, else None.
-      cheap: Whether it is fused also into several uses (a conversion, a reshape).
-      least: Bytes of it that every schedule holds at one time. They are less than `size` if a
+      operands: The buffers from which a compiler computes it in each use, if it may fuse it. None
+        if it may not.
+      cheap: Whether it is fused even if it has several uses, such as a conversion or a reshape.
+      least: Bytes of it that are in memory at one time at least. They are less than `size` if a
         compiler may send or sum the value part by part.
       reduced: Whether a reduction reads it.
     """
@@ -49,12 +52,12 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The most bytes that are in memory at one time.
+    """The range of the most bytes that are in memory at one time.
 
     Attributes:
-      sure: Bytes that no compiler avoids.
+      sure: Bytes of the values that every compiler keeps.
       low: Bytes if the compiler is at its best.
-      high: Bytes if the compiler fuses little.
+      high: Bytes if the compiler fuses only what it always fuses.
       kinds: Kind -> bytes at the time of `high`.
     """
 
@@ -65,7 +68,7 @@ class Peak:
 
     @staticmethod
     def most(peaks: Iterable[Peak]) -> Peak:
-        """Return the peak of several programs, if only one of them runs at a time."""
+        """Return the peak of several programs of which one runs at a time."""
         peaks = list(peaks)
         if not peaks:
             return Peak()
@@ -83,9 +86,9 @@ class _Entry:
       uses: Buffers that it reads.
       births: Buffers of its results.
       in_place: Buffers that it reads and may overwrite.
-      inner: The peak of the program that it runs.
-      loop: Whether it is a loop, into which nothing is fused.
-      moved: Bytes of its operands that are moved to another sharding first.
+      inner: Peak of the jaxpr that it runs.
+      loop: Whether it is a loop. Its operands are not fused into it.
+      moved: Bytes of the copies of its operands that are in another sharding.
       early: Whether its results are computed at the start of the program.
     """
 
@@ -99,22 +102,22 @@ class _Entry:
 
 
 class Timeline:
-    """The equations of one program, in order; a program inside a loop has its own."""
+    """The equations of one program, in order. The body of a loop has its own timeline."""
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
         self._angles: dict[tuple[str, int, frozenset[Buffer]], Buffer] = {}
 
     def angle(self, name: str, size: int, operands: Iterable[Buffer]) -> Buffer:
-        """Return the buffer of a sine or cosine, and add a new one to the timeline.
+        """Return the buffer of a sine or cosine. If it is new, add it to the timeline.
 
-        A compiler computes a sine of the same values once. It computes the sines of all layers at
-        the start, since they need no weights.
+        A compiler computes the sine of the same values only once. It computes the sines of all
+        layers at the start of the program, since they need no weights.
 
         Args:
           name: `sin` or `cos`.
           size: Bytes of the result.
-          operands: What it is computed from.
+          operands: Buffers that it is computed from.
         """
         roots = frozenset(root for operand in operands for root in _roots(operand))
         key = name, size, roots
@@ -153,9 +156,9 @@ class Timeline:
         """Return the peak.
 
         Args:
-          results: What is alive at the end.
-          kept: What is alive all the time, such as arguments that are not donated.
-          within: Whether the program is the body of a loop. Its results then are temporary.
+          results: Buffers that are alive at the end.
+          kept: Buffers that are alive all the time, such as arguments that are not donated.
+          within: Whether the program is the body of a loop. Then its results are temporary.
         """
         fused = self._fused(results)
         end = len(self._entries)
@@ -225,11 +228,18 @@ class Timeline:
         weigh: Callable[[Buffer], int],
         weigh_inner: Callable[[Peak], int],
     ) -> int:
-        """Return a lower end of the peak, with these bytes of a buffer and of an inner program."""
+        """Return the lower end of the peak.
+
+        Args:
+          last: Last use of each buffer.
+          fused: Buffers that are fused into their uses.
+          weigh: Returns the bytes to count for a buffer.
+          weigh_inner: Returns the bytes to count for the jaxpr that an equation runs.
+        """
         alive = _Alive(last, fused, weigh)
         least = 0
         for at, entry in enumerate(self._entries):
-            # A chain of fused values may take the memory of a value that it starts with.
+            # A chain of elementwise values may overwrite a value that it starts with.
             starts = [
                 start
                 for birth in entry.births
@@ -245,7 +255,7 @@ class Timeline:
 
 
 class _Alive:
-    """The buffers in memory, while the equations run one by one."""
+    """The buffers that are in memory while the equations run one by one."""
 
     def __init__(
         self, last: Mapping[Buffer, int], fused: set[Buffer], weigh: Callable[[Buffer], int]
@@ -259,26 +269,30 @@ class _Alive:
             self._dying.setdefault(at, []).append(buffer)
 
     def add(self, buffers: Iterable[Buffer]) -> None:
-        """Add the buffers that are not fused."""
+        """Add those buffers that are not fused."""
         for buffer in buffers:
             if buffer not in self._fused and buffer not in self.buffers:
                 self.buffers[buffer] = None
                 self.total += self._weigh(buffer)
 
     def drop(self, buffers: Iterable[Buffer]) -> None:
-        """Remove the buffers that are in memory."""
+        """Remove those buffers that are in memory."""
         for buffer in buffers:
             if buffer in self.buffers:
                 del self.buffers[buffer]
                 self.total -= self._weigh(buffer)
 
     def end(self, at: int) -> None:
-        """Remove the buffers whose last use is an equation."""
+        """Remove the buffers whose last use is the equation at a position."""
         self.drop(self._dying.get(at, ()))
 
 
 def _computed_again(buffer: Buffer, fused: set[Buffer]) -> bool:
-    """Tell whether to hold the operands of a value takes no more memory than to hold the value."""
+    """Tell whether the operands of a value together take no more memory than the value.
+
+    A compiler then holds the operands, and computes the value again for each use. It does not if a
+    reduction reads the value.
+    """
     if buffer.reduced:
         return False
     operands = {held for operand in buffer.operands or () for held in _held(operand, fused)}
@@ -286,17 +300,17 @@ def _computed_again(buffer: Buffer, fused: set[Buffer]) -> bool:
 
 
 def _roots(buffer: Buffer) -> list[Buffer]:
-    """Return the values that are not fusible, from which a value is computed."""
+    """Return the closest buffers that cannot be fused, from which a buffer is computed."""
     return _closest(buffer, lambda each: each.operands is None)
 
 
 def _held(buffer: Buffer, fused: set[Buffer]) -> list[Buffer]:
-    """Return what a use of a buffer reads: the buffer, or if it is fused, its operands."""
+    """Return the buffers that a use of a buffer reads: itself, or its operands if it is fused."""
     return _closest(buffer, lambda each: each not in fused)
 
 
 def _closest(buffer: Buffer, ends: Callable[[Buffer], bool]) -> list[Buffer]:
-    """Return the closest buffers that end a chain of operands, starting with a buffer itself."""
+    """Return the first buffers for which `ends` holds, from a buffer back through its operands."""
     found: dict[Buffer, None] = {}
     seen = {buffer}
     waiting = [buffer]

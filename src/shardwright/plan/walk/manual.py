@@ -1,4 +1,4 @@
-"""The rule of `shard_map`. Inside it, collectives are equations of the jaxpr."""
+"""The rule of `shard_map`. Collectives inside it are equations of the jaxpr."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _JAXPRS: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def shard_map(step: Step) -> list[Value]:
-    """Follow a `shard_map`: operands move to its input specs, then its own collectives run."""
+    """Follow a `shard_map`: operands move to its input specs, then its body runs."""
     parameters, sizes = step.parameters, step.ledger.sizes
     for at, (spec, aval) in enumerate(zip(parameters["in_specs"], step.avals, strict=True)):
         dims = dims_of_spec(spec.partitions, aval.ndim, sizes)
         step.ledger.move(step.values[at], aval, dims, step.site, origins=step.values[at].origins)
     if set(sizes) - _jax.newly_manual_axes(parameters):
-        # The partitioner still works over the other mesh axes inside; that is not followed.
+        # The partitioner shards the body over the other mesh axes. The walk does not follow it.
         step.ledger.unknown["shard_map (over some mesh axes only)"] += 1
     origins = merged_origins(step.values)
     body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
@@ -95,9 +95,9 @@ def _follow(jaxpr: Any, step: Step, site: Site, origins: dict[str, Origin]) -> N
 
 
 def _is_scattered(equation: Any, jaxpr: Any, step: Step) -> bool:
-    """Tell whether a later constraint keeps one part of a sum that the `shard_map` returns.
+    """Tell whether a later constraint keeps only a part of a sum that the `shard_map` returns.
 
-    Compilers make a reduce-scatter of such an all-reduce.
+    Compilers turn the all-reduce of such a sum into a reduce-scatter.
     """
     body = step.parameters["jaxpr"]
     results = equation.outvars

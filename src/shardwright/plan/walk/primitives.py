@@ -1,10 +1,10 @@
-"""Families of JAX primitives that one rule serves."""
+"""Families of JAX primitives. All primitives of a family have the same rule."""
 
 from __future__ import annotations
 
 from typing import Final
 
-# The result has the shape of the operands (scalars aside), element by element.
+# The result has the shape of the operands that are not scalars, and is computed element by element.
 ELEMENTWISE: Final = frozenset(
     [
         "abs",
@@ -98,9 +98,9 @@ ELEMENTWISE: Final = frozenset(
         "zeta",
     ]
 )
-# These may run on the terms of a partial sum, before the all-reduce.
+# These may run before the all-reduce of a partial sum, on each of its terms.
 KEEPS_SUM: Final = frozenset({"convert_element_type", "neg", "copy", "copy_p", "reduce_precision"})
-# These return their operands unchanged: a name for a remat policy, a barrier.
+# These return their operands unchanged: names for a remat policy, and barriers.
 NAMES: Final = frozenset({"name", "optimization_barrier"})
 ADDITIONS: Final = frozenset({"add", "sub", "add_any"})
 CUMULATIVE: Final = frozenset({"cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod"})
@@ -118,7 +118,7 @@ REDUCTIONS: Final = frozenset(
     ]
 )
 CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard", "annotate_axes"})
-# Every device makes the same value by itself.
+# Every device can compute the result by itself.
 SOURCES: Final = frozenset(
     {
         "iota",

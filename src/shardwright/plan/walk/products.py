@@ -14,7 +14,10 @@ from shardwright.plan.walk.values import Dims, Value, merged_origins, shards
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """One letter per dim of a product: `b0` for batch dims, `c0` contracted, `l0` and `r0` free.
+    """One label per dim of a product.
+
+    Labels are `b0` for a batch dim, `c0` for a contracted dim, and `l0` or `r0` for a dim that only
+    the left or the right operand has. Dims that are multiplied with each other share a label.
 
     Attributes:
       operands: Labels of the dims of each operand.
@@ -51,7 +54,7 @@ class Labels:
 
 
 def dot_general(step: Step) -> list[Value]:
-    """Follow a product: each mesh axis shards one label; contracted labels leave a partial sum."""
+    """Follow a product. A mesh axis shards one label. A contracted one leaves a partial sum."""
     values = [step.whole(0), step.whole(1)]
     labels = Labels.of(step.parameters["dimension_numbers"], step.avals)
     places = _places(step, values, labels)
@@ -67,7 +70,8 @@ def dot_general(step: Step) -> list[Value]:
     dims_of_result = dims(labels.result)
     groups: tuple[frozenset[str], ...] = ()
     if any(dims_of_result):
-        # XLA contracts dim by dim if the result is sharded, too; else over all devices at once.
+        # If the result is sharded too, XLA adds over the mesh axes of one dim after the other. Else
+        # it adds over all of them at once.
         contracted = (label for label in order if label.startswith("c"))
         groups = tuple(frozenset(order[label]) for label in contracted if order[label])
     result = Value(dims=dims_of_result, owed=owed, groups=groups, origins=merged_origins(values))
@@ -75,11 +79,10 @@ def dot_general(step: Step) -> list[Value]:
 
 
 def _use(step: Step, value: Value, names: Sequence[str], order: dict[str, list[str]]) -> object:
-    """Return a key: XLA merges two moves of one value only if their keys are equal.
+    """Return the key of a move. XLA merges two moves of one value only if their keys are equal.
 
-    XLA partitions a product over the mesh axes with most devices first. Products then share a
-    gather over these axes only if they keep the same kinds of dims sharded. All products share a
-    gather over fewer devices.
+    If a gather is over more devices than the dims that stay sharded, products share it only if they
+    keep the same kinds of dims sharded. All products share any other gather.
     """
     sizes = step.ledger.sizes
     kept = {axis for name in names for axis in order.get(name, ())}
@@ -90,15 +93,17 @@ def _use(step: Step, value: Value, names: Sequence[str], order: dict[str, list[s
 
 
 def _places(step: Step, values: Sequence[Value], labels: Labels) -> dict[str, str]:
-    """Return the label that each mesh axis shards; a mesh axis without one is gathered first.
+    """Return the label that each mesh axis shards. Operands are gathered over other mesh axes.
 
-    XLA decides so (measured on compiled programs):
+    XLA decides in this way, as measured on compiled programs:
 
     * If a constraint shards a label of the result over the mesh axis, this label is chosen.
-    * A contracted label that both operands shard is summed.
-    * A contracted label that one operand shards is summed if the result is smaller than that
-      operand, else the operand is gathered.
-    * If two labels compete and a constraint shards neither in the result, both are gathered.
+    * If both operands shard a contracted label, it is summed.
+    * If one operand shards a contracted label, it is summed if the result is smaller than that
+      operand. Else the operand is gathered.
+    * If two labels compete, and a constraint on the result shards neither, both are gathered.
+    * If two labels compete without a constraint, that of the larger operand is chosen. The plan
+      marks this choice.
     """
     places: dict[str, str] = {}
     one_sided: dict[str, tuple[str, int]] = {}
@@ -130,7 +135,7 @@ def _places(step: Step, values: Sequence[Value], labels: Labels) -> dict[str, st
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Claim:
-    """Which operands (0, 1) shard a label over a mesh axis, and the bytes of the largest."""
+    """The operands (0, 1) that shard a label over a mesh axis, and the bytes of the larger one."""
 
     operands: tuple[int, ...] = ()
     bytes: int = 0
@@ -186,7 +191,7 @@ def _order(values: Sequence[Value], labels: Labels, places: dict[str, str]) -> d
 
 
 def _count(step: Step, labels: Labels, order: dict[str, list[str]]) -> None:
-    """Count the work of the product, and note the mesh axes along which devices repeat it."""
+    """Count the operations and bytes of a product, and note the mesh axes that repeat it."""
     ledger = step.ledger
     elements = math.prod(
         -(-size // shards(order.get(label, ()), ledger.sizes))

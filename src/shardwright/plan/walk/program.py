@@ -70,7 +70,7 @@ _RULES: Final[Mapping[str, Rule]] = {
     "cond": control.cond,
     "shard_map": shard_map,
 }
-# The rules of these primitives set how often a result is computed.
+# The rules of these primitives set by themselves how often a result is computed.
 _LOOPS: Final = frozenset({"scan", "while", "cond"})
 
 
@@ -165,7 +165,7 @@ def written_target(equation: Any, ledger: Ledger) -> Value | None:
     if not isinstance(sharding, NamedSharding):
         return None
     if equation.primitive.name == "reshard" and AxisType.Explicit not in sharding.mesh.axis_types:
-        return None  # JAX's own code calls `reshard`; over Auto axes it changes nothing
+        return None  # JAX itself calls `reshard`, which changes nothing over Auto axes
     aval = equation.invars[0].aval
     dims = dims_of_spec(sharding.spec.partitions, aval.ndim, ledger.sizes)
     origin = Origin(source=_jax.source_line(equation))
@@ -189,7 +189,7 @@ def _with_memory(
 
 
 def _peak(ledger: Ledger, results: Sequence[Value], kept: Sequence[Buffer]) -> Peak:
-    """Return the peak of a program. Outputs that are not inputs are counted as results."""
+    """Return the peak of a program. Outputs count as results if they are not inputs."""
     assert ledger.timeline is not None
     buffers = [value.buffer for value in results if value.buffer is not None]
     for buffer in buffers:
@@ -215,9 +215,10 @@ def walk_jaxpr(
       inputs: One value per input of the jaxpr.
       sizes: Mesh axis -> size, in mesh order.
       outputs: Sharding that each output is moved to, or None if it stays as it is.
-      target: Returns the sharding that a constraint moves its operand to, from (equation, ledger).
+      target: Called with an equation and a ledger. Returns the sharding that a constraint moves its
+        operand to.
       kinds: Memory category of each input. Defaults to `inputs` for all.
-      donated: Whether each input may be overwritten. Defaults to none.
+      donated: Per input, whether the program may overwrite it. By default, it may not.
     """
     ledger = Ledger(sizes)
     inputs = _with_memory(ledger, jaxpr.invars, inputs, kinds)

@@ -12,10 +12,10 @@ Group = tuple[list[int], list[int]]
 def through_reshape(
     dims: Dims, old: Sequence[int], new: Sequence[int], sizes: Mapping[str, int]
 ) -> Dims | None:
-    """Return the dims of a reshaped value, or None where no sharding of the result fits.
+    """Return the dims of a reshaped value, or None if no sharding of the result fits.
 
-    Dims are cut into the smallest groups with equal products. In a group, the mesh axes of the
-    first dim shard the first dim of the result, if its size is divisible by the number of shards.
+    Both shapes are cut into the smallest groups of dims with equal products. In each group, the
+    mesh axes of the first dim also shard the first dim of the result, if they divide its size.
 
     Args:
       dims: Mesh axes of each dim before.

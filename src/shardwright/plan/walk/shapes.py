@@ -22,7 +22,7 @@ def transpose(step: Step) -> list[Value]:
 
 
 def reshape(step: Step) -> list[Value]:
-    """Follow a reshape; where no sharding of the result fits, the value is gathered first."""
+    """Follow a reshape. If no sharding of the result fits, the value is gathered first."""
     value, aval, result = step.maybe_partial(0), step.avals[0], step.results[0]
     if value.free:
         return [anywhere(result.ndim)]
@@ -49,7 +49,7 @@ def expand_dims(step: Step) -> list[Value]:
 
 
 def broadcast_in_dim(step: Step) -> list[Value]:
-    """Follow a broadcast: new dims are replicated, kept dims stay sharded."""
+    """Follow a broadcast: new dims are replicated, and kept dims stay sharded."""
     result = step.results[0]
     if not step.values or step.values[0].free:
         return [anywhere(result.ndim)]
@@ -62,23 +62,23 @@ def broadcast_in_dim(step: Step) -> list[Value]:
 
 
 def reverse(step: Step) -> list[Value]:
-    """Follow `rev`: a reversed dim must be whole."""
+    """Follow `rev`: a reversed dim must not be sharded."""
     return _cut(step, step.parameters["dimensions"])
 
 
 def sort(step: Step) -> list[Value]:
-    """Follow a sort: the sorted dim must be whole."""
+    """Follow a sort: the sorted dim must not be sharded."""
     return _cut(step, (step.parameters["dimension"] % step.results[0].ndim,))
 
 
 def top_k(step: Step) -> list[Value]:
-    """Follow `top_k`: the last dim must be whole."""
+    """Follow `top_k`: its dim must not be sharded."""
     axis = step.parameters.get("axis", -1)
     return _cut(step, (axis % step.avals[0].ndim,))
 
 
 def cut(step: Step) -> list[Value]:
-    """Follow a slice, pad or split: a dim whose size changes must be whole."""
+    """Follow a slice, pad or split: a dim whose size changes must not be sharded."""
     shape = step.avals[0].shape
     return _cut(
         step,
@@ -87,12 +87,12 @@ def cut(step: Step) -> list[Value]:
 
 
 def concatenate(step: Step) -> list[Value]:
-    """Follow a concatenation: the joined dim must be whole, the other dims agree."""
+    """Follow a concatenation: the joined dim must not be sharded, other dims are sharded alike."""
     return _cut(step, (step.parameters["dimension"],))
 
 
 def _cut(step: Step, whole: object) -> list[Value]:
-    """Bring all operands to one sharding, with the dims in `whole` replicated."""
+    """Move all operands to one sharding in which the dims in `whole` are replicated."""
     gathered = set(whole)  # type: ignore[call-overload]
     rank = step.results[0].ndim
     values = [step.whole(at) for at in range(len(step.values))]
@@ -108,7 +108,7 @@ def _cut(step: Step, whole: object) -> list[Value]:
 
 
 def constraint(step: Step) -> list[Value]:
-    """Follow a constraint. Equal constraints on one variable cost one move."""
+    """Follow a constraint. Equal constraints on one variable share a move."""
     target = step.scope.target(step.equation)
     if target is None:
         return step.values
@@ -124,9 +124,9 @@ def constraint(step: Step) -> list[Value]:
 
 
 def _scattered_later(step: Step, value: Value, dims: Dims) -> Dims:
-    """Return the dims of a later constraint if it keeps only one part of a sum.
+    """Return the dims of a later constraint if it keeps only a part of a sum, else `dims`.
 
-    Compilers then make a reduce-scatter of the all-reduce, unless the sum has other uses.
+    Compilers then turn the all-reduce into a reduce-scatter, unless the sum has other uses.
     """
     later, variable = step.wanted[0], step.equation.outvars[0]
     if later is None or step.scope.uses[variable] != 1 or not value.owed <= axes_of(later):

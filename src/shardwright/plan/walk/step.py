@@ -1,4 +1,4 @@
-"""One equation of a walk, as the rules see it."""
+"""One equation of a walk: what a rule reads and calls."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from shardwright.plan.walk.values import Dims, Value, anywhere, replicated
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Scope:
-    """What the equations of one jaxpr share.
+    """The state that the equations of one jaxpr share.
 
     Attributes:
       ledger: Where events are noted.
       asked: Variable -> the dims that a later constraint requires.
       uses: Variable -> number of uses, results of the jaxpr included.
-      needed_whole: Variables with several uses, of which at least one needs the complete sum.
+      needed_whole: Variables with several uses where at least one use needs the complete sum.
       target: Returns the dims and origins that a constraint equation requires.
-      follow: Walks an inner jaxpr, see `Walker.run`.
-      settled: Variable -> its complete sum, for partial sums that are completed already.
-      moved: (variable, dims, use) -> the moved value, for moves that are noted already.
+      follow: Walks an inner jaxpr; see `Walker.run`.
+      settled: Variable -> its complete sum, for partial sums that were already completed.
+      moved: (variable, dims, use) -> the moved value, for moves that were already noted.
     """
 
     ledger: Ledger
@@ -45,8 +45,8 @@ class Step:
     Attributes:
       equation: The equation of the jaxpr.
       values: One value per operand.
-      site: Where the walk is.
-      scope: What the equations of its jaxpr share.
+      site: The place of the equation in the program.
+      scope: The state that the equations of its jaxpr share.
     """
 
     equation: Any
@@ -73,7 +73,7 @@ class Step:
         wanted: Sequence[Dims | None] | None = None,
         ledger: Ledger | None = None,
     ) -> list[Value]:
-        """Walk a jaxpr that the equation holds, by default at the equation's own site."""
+        """Walk a jaxpr that the equation holds. The site defaults to that of the equation."""
         return self.scope.follow(
             jaxpr, values, site=site or self.site, wanted=wanted, ledger=ledger or self.ledger
         )
@@ -118,15 +118,14 @@ class Step:
         return self.values[at]
 
     def move(self, at: int, dims: Dims, *, use: object = None) -> Value:
-        """Move an operand to other dims. Like XLA, merge moves of one value that have equal keys.
+        """Move an operand to other dims.
 
-        The key is the variable, the dims and the use.
+        Moves of one variable with equal dims and an equal use are merged, as in XLA.
 
         Args:
           at: Position of the operand.
           dims: Mesh axes of each dim after the move.
-          use: What the equation does with the dims that stay sharded. XLA moves a value once for
-            products that contract the same dims, and again for others.
+          use: Key of the use of the value. XLA moves a value again for a use with another key.
         """
         variable, value = self.equation.invars[at], self.whole(at)
         if isinstance(variable, Literal):
@@ -148,11 +147,11 @@ class Step:
         self.ledger.choices[choice] = None
 
     def anywhere(self) -> list[Value]:
-        """Return results that every device makes by itself."""
+        """Return results that every device can compute by itself."""
         return [anywhere(aval.ndim) for aval in self.results]
 
     def replicated(self) -> list[Value]:
-        """Return results that every device holds whole."""
+        """Return results that are replicated."""
         return [replicated(aval.ndim) for aval in self.results]
 
 

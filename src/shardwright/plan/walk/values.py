@@ -1,4 +1,4 @@
-"""How a value is sharded at one point of a program, and which annotation decided that."""
+"""The sharding of a value at one point of a program, and the annotation that decided it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwright.plan.walk.liveness import Buffer
 
 # The mesh axes of each dim, major first. Mesh axes of size 1 never occur.
 Dims: TypeAlias = tuple[tuple[str, ...], ...]
-# In the target of a constraint: this dim stays as it is.
+# In the target of a constraint: the sharding of this dim does not change.
 KEEP: Final = ("*",)
 
 
@@ -22,7 +22,7 @@ class Origin:
     """Why a mesh axis shards a dim.
 
     Attributes:
-      axis: Semantic axis of the dim, or "" where a spec was written by hand.
+      axis: Semantic axis of the dim, or "" if the spec was written by hand.
       rule: The rule that chose the mesh axis, as text.
       source: Line of the annotation in the model, `model.py:12`.
       path: Path of the tensor, or "".
@@ -43,16 +43,16 @@ class Value:
 
     Attributes:
       dims: Mesh axes of each dim.
-      owed: Mesh axes over which the value is a partial sum: its shards must still be added.
-      groups: The parts of `owed` that XLA adds one after the other: a reduction adds dim by dim,
-        and so does a product whose result is sharded. Empty means one group.
-      sum_dtype: Element type of the terms of a partial sum that was converted to another type; XLA
-        adds before it converts. Empty means the type of the value.
+      owed: Mesh axes over which the value is a partial sum that must still be added up.
+      groups: The parts of `owed` that XLA adds one after the other. A reduction adds dim by dim. So
+        does a product whose result is sharded. Empty means one group.
+      sum_dtype: Element type of the terms of a partial sum, if the sum is converted later: XLA adds
+        before it converts. Empty means the type of the value.
       widened_from: Element type that the value, or the terms of the sum, had before they were
-        converted to a wider type. A sum that is converted back is added in this type.
+        converted to a wider type. If the sum is converted back, it is added in this type.
       runs: How often the value is computed. XLA moves loop-invariant code out of a loop.
-      free: Whether every device can make the value by itself (constants, iotas), so that any
-        sharding of it costs nothing.
+      free: Whether every device can compute the value by itself, such as a constant or an iota. No
+        sharding of it sends anything.
       origins: Mesh axis -> why it is in `dims` or `owed`.
       buffer: Its memory, or None if it needs none (constants) or the walk does not count memory.
     """
@@ -73,11 +73,11 @@ class Value:
         return axes_of(self.dims)
 
     def with_dims(self, dims: Iterable[Iterable[str]]) -> Value:
-        """Return the value with other dims: `owed`, `free` and `origins` stay."""
+        """Return the value with other dims. All other fields stay."""
         return dataclasses.replace(self, dims=tuple(tuple(dim) for dim in dims))
 
     def pruned(self) -> Value:
-        """Return the value with the origins of its own mesh axes only."""
+        """Return the value without the origins of mesh axes that are not in `dims` or `owed`."""
         held = self.mesh_axes | self.owed
         if held >= self.origins.keys():
             return self
@@ -86,12 +86,12 @@ class Value:
 
 
 def replicated(ndim: int) -> Value:
-    """Return a value that every device holds whole."""
+    """Return a value that is replicated."""
     return Value(dims=((),) * ndim)
 
 
 def anywhere(ndim: int) -> Value:
-    """Return a value that every device can make by itself."""
+    """Return a value that every device can compute by itself."""
     return Value(dims=((),) * ndim, free=True)
 
 
@@ -113,7 +113,7 @@ def dims_of_spec(spec: Sequence[Any], ndim: int, sizes: Mapping[str, int]) -> Di
 
 
 def with_kept(dims: Dims, current: Dims) -> Dims:
-    """Return target dims with each `KEEP` replaced by what the value has there already."""
+    """Return target dims, with each `KEEP` replaced by the mesh axes that the value has there."""
     if KEEP not in dims:
         return dims
     used = axes_of(dims)
@@ -145,7 +145,7 @@ def shards(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
 
 
 def local_elements(shape: Sequence[int], dims: Dims, sizes: Mapping[str, int]) -> int:
-    """Return the elements that one device holds; a dim that does not divide is padded."""
+    """Return the number of elements on one device. A dim that does not divide is padded."""
     return math.prod(
         -(-size // shards(axes, sizes)) for size, axes in zip(shape, dims, strict=True)
     )
