@@ -16,7 +16,10 @@ import shardwright as sw
 from shardwright.interop import flax as bridge
 from shardwright.interop.logical_rules import to_logical_axis_rules
 
+flax = pytest.importorskip("flax")
 nn = pytest.importorskip("flax.linen")
+nnx = pytest.importorskip("flax.nnx")
+meta = pytest.importorskip("flax.core.meta")
 
 NAMES = {
     "batch": (sw.BATCH, "activation"),
@@ -216,3 +219,60 @@ def test_variables_without_boxes_are_refused() -> None:
         bridge.annotations(plain, NAMES)
     assert "without nn.unbox" in caught.value.fix
     assert {*jax.tree.leaves(bridge.annotations(plain, {})[1])} == {sw.EMPTY}
+
+
+def test_boxes_of_nnx_modules() -> None:
+    """They were read as variables without names."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+            return nnx.bridge.to_linen(nnx.Linear, 64, 256, kernel_init=init, name="up")(x)
+
+    with nnx.use_eager_sharding(False):
+        boxed = jax.eval_shape(Model().init, jax.random.key(0), jnp.ones((8, 64)))
+    values, axes = bridge.annotations(boxed, NAMES)
+    assert axes["params"]["up"]["kernel"] == (sw.EMBED, sw.MLP_INTERMEDIATE)
+    assert values["params"]["up"]["kernel"].shape == (64, 256)
+
+
+def test_boxes_that_cannot_be_read() -> None:
+    class Box(flax.struct.PyTreeNode, meta.AxisMetadata):  # type: ignore[misc, type-arg]
+        value: Any
+
+        def unbox(self) -> Any:
+            return self.value
+
+        def kept(self, *_: Any) -> Any:
+            return self
+
+        replace_boxed = add_axis = remove_axis = kept
+
+    kernel = jnp.ones((8, 4))
+    with pytest.raises(sw.StrategyError, match="kernel: the names in a box of Box cannot be read"):
+        bridge.annotations({"kernel": Box(value=kernel)}, NAMES)  # type: ignore[call-arg]
+    with pytest.raises(sw.RankMismatchError, match=r"the box has 3 names .* for 2 dims"):
+        bridge.annotations({"kernel": nn.Partitioned(kernel, ("embed", "mlp", None))}, NAMES)
+
+
+def test_entries_of_several_names() -> None:
+    kernel = jnp.ones((8, 4))
+    for entry in (("embed", "mlp"), ["embed", "mlp"]):
+        boxed = {"kernel": nn.Partitioned(kernel, (entry, None))}  # type: ignore[arg-type]
+        axes = bridge.annotations(boxed, NAMES)[1]
+        assert axes["kernel"] == ((sw.EMBED, sw.MLP_INTERMEDIATE), sw.EMPTY)
+
+
+@pytest.mark.parametrize("names", [None, {"mlp": None}, [("mlp", sw.EMBED)], {3: sw.EMBED}])
+def test_names_that_are_no_mapping(names: Any) -> None:
+    with pytest.raises(sw.StrategyError, match="names"):
+        bridge.annotations({"kernel": jnp.ones((8, 4))}, names)
+
+
+def test_a_preset_is_no_manager() -> None:
+    with (
+        pytest.raises(sw.StrategyError, match="pm is a str, and not a PartitionManager"),
+        bridge.rules("fsdp_tp", NAMES),  # type: ignore[arg-type]
+    ):
+        pass

@@ -179,6 +179,31 @@ def test_misspelled_axes_are_not_exported() -> None:
             export(pm, {"embed": ("logical_embed", "param")})
 
 
+def test_names_of_one_axis_keep_their_place() -> None:
+    """A rule between two equal ones is tried after the first and before the second."""
+    rules = (("embed", "fsdp"), ("vocab", "fsdp"), ("embed_out", "fsdp"))
+    names: Names = dict.fromkeys(("embed", "embed_out"), (sw.EMBED, "param"))
+    mesh = "data:2,fsdp:2"
+    with pytest.raises(sw.StrategyError, match=r'because vocab = "fsdp".*\[1\]\) is between them'):
+        from_logical_axis_rules(rules, mesh=mesh, names=names)
+    # The semantics "nnx" has no order, and a rule of another mesh axis does not compete.
+    from_logical_axis_rules(rules, mesh=mesh, names=names, semantics="nnx")
+    imported = from_logical_axis_rules(
+        (rules[0], ("vocab", "data"), rules[2]), mesh=mesh, names=names
+    )
+    assert imported.names["embed_out"] == (sw.EMBED, "param")
+
+
+def test_names_mapped_to_empty() -> None:
+    rules = (("embed", "data"), ("mlp", "model"))
+    imported = from_logical_axis_rules(rules, mesh=MESH, names={"embed": sw.EMPTY})
+    assert imported.annotation(("embed", "mlp")) == (sw.EMPTY, "__LOGICAL_MLP__")
+    assert imported.notes[0] == 'mapped to EMPTY, so never sharded: embed = "data"   (rules[0])'
+    assert not any("without a rule" in note for note in imported.notes)
+    assert dict(imported.strategy.rules) == {"logical_mlp": "model"}
+    assert imported.strategy.policy.idle == "data"
+
+
 def test_idle_mesh_axes_are_declared() -> None:
     mesh = {"data": 2, "replica": 2, "tp": 2}
     imported = from_logical_axis_rules([("batch", "data")], mesh=mesh)
@@ -265,7 +290,14 @@ def test_bad_arguments() -> None:
     for bad in (["embed"], {"embed": 3}, {3: "EMBED"}, {"embed": ("EMBED",)}):
         with pytest.raises(sw.StrategyError, match="names"):
             from_logical_axis_rules(RULES, mesh=MESH, names=bad)  # type: ignore[arg-type]
+    for wrong in (None, "rules", {"embed": "data"}):
+        with pytest.raises(sw.StrategyError, match="not a list of pairs"):
+            from_logical_axis_rules(wrong, mesh=MESH)  # type: ignore[arg-type]
+    with pytest.raises(sw.StrategyError, match="source has 1 places for 8 rules"):
+        from_logical_axis_rules(RULES, mesh=MESH, source=["base.yml:1"])
     imported = from_logical_axis_rules(RULES, mesh=MESH)
+    with pytest.raises(sw.UnknownAxisError, match="is not the name of a dim"):
+        imported.annotation((["embed", "mlp"], None))  # type: ignore[list-item]
     with pytest.raises(
         sw.UnknownAxisError, match="the name 'mpl' has no rule\n  fix   did you mean 'mlp'"
     ):

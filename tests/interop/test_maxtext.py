@@ -216,6 +216,9 @@ def test_bad_configurations() -> None:
     write("list.yml", "- fsdp\n")
     write("lost.yml", "base_config: none.yml\n")
     write("empty.yml", "")
+    write("text.yml", "logical_axis_rules: some_text\n")
+    write("table.yml", "logical_axis_rules: {embed: fsdp}\n")
+    write("twice.yml", "mesh_axes: [data, fsdp, tensor, fsdp]\n")
     write("binary.yml", "")
     Path("binary.yml").write_bytes(b"\xff\xfe\xfa")
     cases: list[tuple[str, dict[str, Any], str]] = [
@@ -232,6 +235,11 @@ def test_bad_configurations() -> None:
         ("base.yml", {"ici_tensor_parallelism": 0}, "must be a positive integer or -1, got 0"),
         ("base.yml", {"ici_data_parallelism": -1}, "the sizes of data, fsdp are -1"),
         ("base.yml", {"num_slices": 3, "dcn_fsdp_parallelism": 2}, "do not fit 3 slices"),
+        ("base.yml", {"num_slices": "4"}, "num_slices must be an integer, got '4'"),
+        ("base.yml", {"logical_axis_rules": "x"}, "overrides: logical_axis_rules is str, not a"),
+        ("text.yml", {}, r"text\.yml: logical_axis_rules is str, not a list"),
+        ("table.yml", {}, r"table\.yml: logical_axis_rules is dict, not a list"),
+        ("twice.yml", {}, "mesh_axes has fsdp twice"),
     ]
     problems = []
     for name, overrides, message in cases:
@@ -242,6 +250,23 @@ def test_bad_configurations() -> None:
             if not re.search(message, str(error)):
                 problems.append(f"{name} {overrides}: {error}")
     assert not problems, "\n".join(problems)
+
+
+def test_other_arguments() -> None:
+    with pytest.raises(sw.StrategyError, match="overrides is list, not a mapping"):
+        maxtext.from_config("base.yml", overrides=["num_slices=4"])  # type: ignore[arg-type]
+    with pytest.raises(sw.StrategyError, match="config is NoneType, neither a path nor a mapping"):
+        maxtext.from_config(None)  # type: ignore[arg-type]
+
+
+def test_sizes_across_slices_need_their_number() -> None:
+    sizes = {"dcn_data_parallelism": 4}
+    imported = maxtext.from_config("base.yml", overrides=sizes)
+    note = "not imported, because num_slices is not more than 1: dcn_data_parallelism=4"
+    assert note in imported.notes
+    sized = maxtext.from_config("base.yml", overrides={**sizes, "num_slices": 4})
+    assert dict(sized.strategy.dcn) == {"data": 4}
+    assert note not in sized.notes
 
 
 def test_absent_mesh_axes_are_reported_at_once() -> None:

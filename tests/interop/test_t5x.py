@@ -94,6 +94,9 @@ def test_bad_partitioners() -> None:
         t5x.standard_rules(3)
     with pytest.raises(sw.MissingMeshAxisError, match=r"rules\[0\].*names expert"):
         t5x.from_partitioner([("batch", ("expert", "data"))])
+    shapes: Any = {"ici_mesh_shape": (1, 4, 2), "dcn_mesh_shape": (1, 1, 1)}
+    with pytest.raises(sw.StrategyError, match="is not a pair"):
+        t5x.from_partitioner([("batch",)], **shapes)  # type: ignore[list-item]
 
 
 def model() -> Any:
@@ -196,6 +199,45 @@ def test_gin_files(gin: Path) -> None:
     )
 
 
+def test_bindings_in_scopes(gin: Path) -> None:
+    """A binding in a scope replaced the one of the trainer."""
+    size = "partitioning.PjitPartitioner.num_partitions"
+    gin.write_text(f"{size} = 2\ninfer/{size} = 8\n", encoding="utf-8")
+    imported = t5x.from_gin(gin)
+    assert imported.strategy.mesh["model"] == 2
+    assert imported.notes[0].startswith(
+        "not imported, because it applies in its scope only: infer/PjitPartitioner.num_partitions"
+    )
+    gin.write_text(f"train/{size} = 4\n", encoding="utf-8")
+    assert t5x.from_gin(gin).strategy.mesh["model"] == 4
+    gin.write_text(f"train/{size} = 4\ninfer/{size} = 8\n", encoding="utf-8")
+    with pytest.raises(sw.StrategyError, match=r"the scopes differ: train/.* \(train\.gin:1\)"):
+        t5x.from_gin(gin)
+    assert t5x.from_gin(gin, bindings=[f"{size} = 1"]).strategy.mesh["model"] == 1
+
+
+@pytest.mark.parametrize("call", ["my_lib.moe_standard", "moe_partitioning.standard"])
+def test_rules_of_other_functions_are_refused(call: str, gin: Path) -> None:
+    gin.write_text(GIN.replace("@partitioning.standard", f"@{call}"), encoding="utf-8")
+    with pytest.raises(sw.StrategyError, match="is not a literal: @"):
+        t5x.from_gin(gin)
+
+
+def test_lines_that_continue(gin: Path) -> None:
+    size = "partitioning.PjitPartitioner.num_partitions"
+    gin.write_text(
+        f"PjitPartitioner.logical_axis_rules = [('ba[tch', 'data')]\n{size} = \\\n    4\n",
+        encoding="utf-8",
+    )
+    imported = t5x.from_gin(gin)
+    assert (imported.strategy.mesh["model"], [*imported.names]) == (4, ["ba[tch"])
+
+
+def test_bindings_may_include(gin: Path) -> None:
+    Path("runs/more.gin").write_text("PjitPartitioner.num_partitions = 8\n", encoding="utf-8")
+    assert t5x.from_gin(gin, bindings=["include 'more.gin'"]).strategy.mesh["model"] == 8
+
+
 def test_rules_in_a_gin_file(gin: Path) -> None:
     text = "partitioning.PjitPartitioner:\n  logical_axis_rules = [('embed', 'model')]\n"
     gin.write_text(text, encoding="utf-8")
@@ -210,6 +252,9 @@ def test_bad_gin_files(gin: Path) -> None:
     for text, message in (
         ("PjitPartitioner.num_partitions = @size()", r"train\.gin:1: the value of PjitPartitioner"),
         ("PjitPartitioner.num_partitions = %SIZE", "is not a literal: %SIZE"),
+        ("standard_logical_axis_rules.parameter_partitioning_dims = [1]", r"are 1 or 2, got"),
+        ("standard_logical_axis_rules.additional_rules = 5", "additional_rules must be a list"),
+        ("PjitPartitioner.model_parallel_submesh = 4", "model_parallel_submesh must be positive"),
         ("include 'train.gin'", r"include each other: train\.gin -> train\.gin"),
         ("PjitPartitioner.logical_axis_rules = [('embed',", "is not a literal"),
         (

@@ -17,6 +17,7 @@ from shardwright.interop.logical_rules import (
     Names,
     axis_of,
     by_name,
+    check_names,
     from_logical_axis_rules,
     one_rule_each,
     read_names,
@@ -125,6 +126,7 @@ def to_rules(
       UnknownAxisError: The class has fields that are not in `names`; all are reported at once.
       ShapeRequiredError: A rule depends on a size that is not given.
     """
+    check_names(names)
     problems: list[Problem] = []
     for field in _fields(rules):
         axis_of(field.name, names, rules.__name__, problems)
@@ -146,6 +148,7 @@ def annotations(tree: Any, names: Names = NAMES) -> Any:
       UnknownAxisError: Arrays have names that are not in `names`; all are reported at once.
       StrategyError: A leaf is not an `ArrayInfo`.
     """
+    check_names(names)
     problems: list[Problem] = []
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_info)
     specs = [_spec(path_text(path), leaf, names, problems) for path, leaf in leaves]

@@ -114,6 +114,12 @@ def from_config(
       MissingMeshAxisError: Rules name mesh axes that the mesh lacks; all are reported at once.
     """
     notes: list[str] = []
+    if overrides is not None and not isinstance(overrides, Mapping):
+        what = f"overrides is {type(overrides).__name__}, not a mapping"
+        raise StrategyError(what, fix='write overrides={"ici_tensor_parallelism": 4}')
+    if not isinstance(config, (str, os.PathLike, Mapping)):
+        what = f"config is {type(config).__name__}, neither a path nor a mapping"
+        raise StrategyError(what, fix='pass "base.yml", or its content')
     merged = _merged(config, dict(overrides or {}), notes)
     mesh, dcn = _mesh(merged.values, notes)
     known = {rule[0] for rule in merged.rules if _name(rule) is not None}
@@ -142,11 +148,13 @@ def from_config(
 def _merged(config: Any, overrides: dict[str, Any], notes: list[str]) -> _Config:
     """Merge the files in MaxText's order: bases, the model, the overrides, the custom file."""
     if isinstance(config, Mapping):
+        _check_rules(config, "config")
         folder, base = None, _Config(values=config, places=_numbered("config", config))
     else:
         path = Path(config)
         folder, base = path.parent, _read_with_bases(path)
     _check_keys(overrides, base.values)
+    _check_rules(overrides, "overrides")
     model = _model_file({**base.values, **overrides}, folder, notes)
     override_layer = _Config(values=overrides, places=_numbered("overrides", overrides))
     merged = base
@@ -172,7 +180,20 @@ def _read(path: Path) -> _Config:
     if not isinstance(values, dict):
         what = f"a configuration is a mapping, got {type(values).__name__}"
         raise StrategyError(what, path=path.name, fix="write one key: value on each line")
+    _check_rules(values, path.name)
     return _Config(values=values, places=tuple(f"{path.name}:{line}" for line in lines))
+
+
+def _check_rules(values: Mapping[str, Any], source: str) -> None:
+    """Check that the rules of a configuration are a list.
+
+    Raises:
+      StrategyError: They are not.
+    """
+    rules = values.get(_RULES)
+    if rules is not None and not isinstance(rules, (list, tuple)):
+        what = f"{_RULES} is {type(rules).__name__}, not a list of pairs"
+        raise StrategyError(what, path=source, fix=f"write {_RULES}: [['embed', ['fsdp']]]")
 
 
 def _numbered(source: str, values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -278,6 +299,9 @@ def _mesh(values: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, int], 
     axes = _axes(values)
     if not axes:
         raise StrategyError("the configuration has no mesh_axes", fix="add mesh_axes: ['fsdp']")
+    if twice := sorted({axis for axis in axes if axes.count(axis) > 1}):
+        what = f"mesh_axes has {', '.join(twice)} twice"
+        raise StrategyError(what, fix="name each mesh axis once")
     inside: dict[str, int] = {}
     across: dict[str, int] = {}
     problems: list[Problem] = []
@@ -292,7 +316,11 @@ def _mesh(values: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, int], 
     if unsized := [axis for axis in axes if not any(key in values for key in _keys(axis))]:
         missing = [f"{axis} (no {next(_keys(axis))})" for axis in unsized]
         notes.append(f"mesh axes without a size have size 1: {', '.join(missing)}")
-    across = _filled(across, _slices(values))
+    slices = _slices(values)
+    if slices == 1 and (ignored := {axis: size for axis, size in across.items() if size > 1}):
+        texts = [f"{[*_keys(axis)][1]}={size}" for axis, size in ignored.items()]
+        notes.append(f"not imported, because num_slices is not more than 1: {', '.join(texts)}")
+    across = _filled(across, slices)
     mesh = {axis: -1 if size == -1 else size * across[axis] for axis, size in inside.items()}
     if len(free := [axis for axis, size in mesh.items() if size == -1]) > 1:
         what = f"the sizes of {', '.join(free)} are -1"
@@ -301,9 +329,16 @@ def _mesh(values: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, int], 
 
 
 def _slices(values: Mapping[str, Any]) -> int:
-    """Return the number of slices; 1 if MaxText would count them on the devices."""
-    count = as_integer(values.get("num_slices", 1))
-    return count if count is not None and count > 0 else 1
+    """Return the number of slices; 1 if MaxText would count them on the devices.
+
+    Raises:
+      StrategyError: It is not a number.
+    """
+    given = values.get("num_slices")
+    count = 1 if given is None else as_integer(given)
+    if count is None:
+        raise StrategyError(f"num_slices must be an integer, got {given!r}", fix="write 4, or -1")
+    return max(count, 1)
 
 
 def _filled(across: Mapping[str, int], slices: int) -> dict[str, int]:

@@ -24,6 +24,7 @@ from shardwright.interop.logical_rules import (
     Names,
     axis_of,
     by_name,
+    check_names,
     from_logical_axis_rules,
     resized,
 )
@@ -64,10 +65,16 @@ def standard_rules(
     >>> standard_rules(2, 2)[-2:]
     (('stack', None), ('mlp_activations', None))
     """
-    dims = (activation_partitioning_dims, parameter_partitioning_dims)
+    given = (activation_partitioning_dims, parameter_partitioning_dims)
+    dims: Any = (as_integer(given[0]), as_integer(given[1]))
     if dims not in _EMBED:
-        what = f"activation and parameter partitioning dims are 1 or 2, got {dims[0]} and {dims[1]}"
+        what = (
+            f"activation and parameter partitioning dims are 1 or 2, got {given[0]} and {given[1]}"
+        )
         raise StrategyError(what, fix="pass 1 or 2 for each")
+    if not isinstance(additional_rules, (list, tuple)):
+        what = f"additional_rules must be a list of pairs, got {additional_rules!r}"
+        raise StrategyError(what, fix="write [('experts', 'data')]")
     replicated = tuple((name, None) for name in _REPLICATED)
     return (*_SHARDED.items(), *_EMBED[dims], *replicated, *additional_rules)
 
@@ -118,7 +125,7 @@ def from_partitioner(
         sized["mesh"] = {axis: size * across[axis] for axis, size in inside.items()}
         if crossing := {axis: size for axis, size in across.items() if size > 1}:
             sized["dcn"] = crossing
-        rules = [(name, ("replica", "data") if name == "batch" else axes) for name, axes in rules]
+        rules = [("batch", ("replica", "data")) if _is_of_batch(rule) else rule for rule in rules]
         used = "ici_mesh_shape"
         ignored += ["model_parallel_submesh"] if model_parallel_submesh is not None else []
     else:
@@ -158,11 +165,18 @@ def _hybrid(
     return inside, across
 
 
+def _is_of_batch(rule: Any) -> bool:
+    """Tell whether a rule is one of the batch. `from_logical_axis_rules` refuses malformed ones."""
+    return isinstance(rule, (tuple, list)) and len(rule) == 2 and rule[0] == "batch"
+
+
 def _product(name: str, listed: Any) -> int:
-    sizes = [1 if size is None else as_integer(size) for size in listed]
+    is_listed = isinstance(listed, (list, tuple))
+    sizes = [1 if size is None else as_integer(size) for size in (listed if is_listed else [0])]
     if any(size is None or size < 1 for size in sizes):
         what = f"{name} must be positive integers, got {listed!r}"
-        raise StrategyError(what, fix="pass num_partitions=2")
+        fix = "pass num_partitions=2, or model_parallel_submesh=(2, 1, 1, 1)"
+        raise StrategyError(what, fix=fix)
     return math.prod(size for size in sizes if size is not None)
 
 
@@ -184,6 +198,7 @@ def annotations(variables: Mapping[str, Any], names: Names) -> tuple[dict[str, A
       UnknownAxisError: Variables have names that are not in `names`; all are reported at once.
       StrategyError: A variable has another number of names than dims.
     """
+    check_names(names)
     values = {name: tree for name, tree in variables.items() if not name.endswith("_axes")}
     problems: list[Problem] = []
     annotated = {
@@ -232,6 +247,8 @@ def _names_of(axes: Any) -> dict[str, Any]:
 _PARTITIONER = ("num_partitions", "model_parallel_submesh", "ici_mesh_shape", "dcn_mesh_shape")
 _STANDARD = ("activation_partitioning_dims", "parameter_partitioning_dims", "additional_rules")
 _BINDING = re.compile(r"(?P<name>[\w./]+)\s*=\s*(?P<value>.+)", re.DOTALL)
+# T5X's own function, with or without its module. A function of another module has other rules.
+_STANDARD_CALL = re.compile(r"@(t5x\.)?(partitioning\.)?standard_logical_axis_rules\(\)|None")
 _INCLUDE = re.compile(r"include\s+(['\"])(?P<name>.+)\1")
 
 
@@ -268,67 +285,123 @@ def from_gin(
       UnknownAxisError: `names` maps to axes that are neither in the vocabulary nor in `own_axes`;
         all are reported at once.
     """
-    bound: dict[str, _Binding] = {}
-    notes: list[str] = []
-    _read_gin(Path(path), bound, notes, ())
-    bound |= dict(_statements("\n".join(bindings), "bindings"))
-    for name, binding in bound.items():
+    gin = _Gin()
+    gin.read(Path(path), ())
+    gin.add("\n".join(bindings), "bindings", Path(path), ())
+    for name, binding in gin.bindings.items():
         if "MoePjitPartitioner" in name or "MoePjitPartitioner" in binding.text:
             what = "MoePjitPartitioner has a mesh and rules that the file does not state"
             fix = "pass its rules and its mesh to from_logical_axis_rules"
             raise StrategyError(what, path=binding.place, fix=fix)
-    sizes = {key: _value(bound, f"PjitPartitioner.{key}") for key in _PARTITIONER}
-    rules = bound.get("PjitPartitioner.logical_axis_rules")
-    if rules is None or rules.text.endswith(("standard_logical_axis_rules()", "None")):
-        full = {key: f"standard_logical_axis_rules.{key}" for key in _STANDARD}
-        values = {key: _value(bound, name) for key, name in full.items()}
-        arguments = {key: value for key, value in values.items() if value is not None}
+    sizes = {key: gin.value(f"PjitPartitioner.{key}") for key in _PARTITIONER}
+    rules = gin.binding("PjitPartitioner.logical_axis_rules")
+    if rules is None or _STANDARD_CALL.fullmatch(rules.text):
+        arguments = {key: gin.value(f"standard_logical_axis_rules.{key}") for key in _STANDARD}
+        arguments = {key: value for key, value in arguments.items() if value is not None}
         listed: Any = standard_rules(**arguments)
-        places = [", ".join(bound[full[key]].place for key in arguments) or Path(path).name]
-        source = [f"standard_logical_axis_rules ({places[0]})"] * len(listed)
+        bound = [gin.binding(f"standard_logical_axis_rules.{key}") for key in arguments]
+        places = ", ".join(each.place for each in bound if each is not None) or Path(path).name
+        source = [f"standard_logical_axis_rules ({places})"] * len(listed)
     else:
-        listed = _value(bound, "PjitPartitioner.logical_axis_rules")
+        listed = gin.value("PjitPartitioner.logical_axis_rules")
         if not isinstance(listed, (list, tuple)):
             what = f"logical_axis_rules must be a list of pairs, got {listed!r}"
             raise StrategyError(what, path=rules.place, fix="write [('embed', 'model')]")
         source = [f"{rules.place}[{at}]" for at in range(len(listed))]
     imported = from_partitioner(listed, **sizes, names=names, source=source, own_axes=own_axes)
-    return dataclasses.replace(imported, notes=(*notes, *imported.notes))
+    return dataclasses.replace(imported, notes=(*dict.fromkeys(gin.notes), *imported.notes))
 
 
-def _read_gin(
-    path: Path, bindings: dict[str, _Binding], notes: list[str], above: tuple[Path, ...]
-) -> None:
-    """Read the bindings of a file and of what it includes; a later one replaces an earlier one."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        fix = "check the path and its permissions"
-        raise StrategyError(f"cannot read {str(path)!r}: {reason.lower()}", fix=fix) from error
-    resolved = path.resolve()
-    if resolved in above:
-        chain = " -> ".join(each.name for each in (*above, resolved))
-        raise StrategyError(f"the files include each other: {chain}", fix="remove one include")
-    for name, binding in _statements(text, path.name):
-        if name != "include":
-            bindings[name] = binding
-            continue
-        folders = [path.parent, *resolved.parents]
-        places = [folder / binding.text for folder in folders]
-        included = next((place for place in places if place.is_file()), None)
-        if included is None:
-            notes.append(f"not found, and not imported: {binding.text}")
-        else:
-            _read_gin(included, bindings, notes, (*above, resolved))
+class _Gin:
+    """The bindings of gin files by `scope/function.argument`. A later one replaces an earlier one.
+
+    The module of a function is left out: `partitioning.PjitPartitioner.x` is `PjitPartitioner.x`.
+    """
+
+    def __init__(self) -> None:
+        self.bindings: dict[str, _Binding] = {}
+        self.notes: list[str] = []
+
+    def read(self, path: Path, above: tuple[Path, ...]) -> None:
+        """Read a file, and what it includes."""
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            fix = "check the path and its permissions"
+            raise StrategyError(f"cannot read {str(path)!r}: {reason.lower()}", fix=fix) from error
+        resolved = path.resolve()
+        if resolved in above:
+            chain = " -> ".join(each.name for each in (*above, resolved))
+            raise StrategyError(f"the files include each other: {chain}", fix="remove one include")
+        self.add(text, path.name, path, (*above, resolved))
+
+    def add(self, text: str, source: str, path: Path, above: tuple[Path, ...]) -> None:
+        """Read lines. Included files are searched for beside a file and in the folders above."""
+        for name, binding in _statements(text, source):
+            if name != "include":
+                self.bindings[name] = binding
+                continue
+            folders = [path.parent, *path.resolve().parents]
+            places = [folder / binding.text for folder in folders]
+            included = next((place for place in places if place.is_file()), None)
+            if included is None:
+                self.notes.append(f"not found, and not imported: {binding.text}")
+            else:
+                self.read(included, above)
+
+    def binding(self, name: str) -> _Binding | None:
+        """Return the binding of a name without a scope, or else the one that all scopes share.
+
+        Raises:
+          StrategyError: Only bindings in scopes exist, and they differ.
+        """
+        scoped = {
+            key: binding
+            for key, binding in self.bindings.items()
+            if "/" in key and key.rpartition("/")[2] == name
+        }
+        plain = self.bindings.get(name)
+        if plain is None and len({binding.text for binding in scoped.values()}) > 1:
+            listed = ", ".join(
+                f"{key} = {binding.text} ({binding.place})" for key, binding in scoped.items()
+            )
+            fix = f"pass the one to import in bindings=, such as {name} = 1"
+            raise StrategyError(f"the scopes differ: {listed}", fix=fix)
+        if plain is None:
+            return next(iter(scoped.values()), None)
+        self.notes += [
+            f"not imported, because it applies in its scope only: {key} = {binding.text} "
+            f"({binding.place})"
+            for key, binding in scoped.items()
+            if binding.text != plain.text
+        ]
+        return plain
+
+    def value(self, name: str) -> Any:
+        """Return the value of a binding; None if the name is not bound.
+
+        Raises:
+          StrategyError: The value is not a literal.
+        """
+        binding, seen = self.binding(name), {name}
+        while binding is not None and binding.text.startswith("%") and binding.text not in seen:
+            seen.add(binding.text)
+            macro = binding.text[1:]
+            own = self.bindings.get(macro)
+            binding = own or self.binding(macro.rpartition("/")[2]) or binding
+        if binding is None:
+            return None
+        try:
+            return ast.literal_eval(binding.text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+            what = f"the value of {name} is not a literal: {binding.text}"
+            fix = "write the value there, or pass it to from_partitioner"
+            raise StrategyError(what, path=binding.place, fix=fix) from error
 
 
 def _statements(text: str, source: str) -> Iterator[tuple[str, _Binding]]:
-    """Yield the bindings of a file in order, with the name `include` for included files.
-
-    The scope and the module of a name are left out: `train/partitioning.PjitPartitioner.x` is
-    `PjitPartitioner.x`.
-    """
+    """Yield the bindings of a file in order, with the name `include` for included files."""
     block = ""
     for number, line in _logical_lines(text):
         place = f"{source}:{number}"
@@ -339,41 +412,28 @@ def _statements(text: str, source: str) -> Iterator[tuple[str, _Binding]]:
         elif binding := _BINDING.fullmatch(line.strip()):
             is_inside = line.startswith((" ", "\t")) and block
             name = f"{block}.{binding['name']}" if is_inside else binding["name"]
-            parts = name.rpartition("/")[2].split(".")
-            yield ".".join(parts[-2:]), _Binding(text=binding["value"].strip(), place=place)
+            scope, slash, own = name.rpartition("/")
+            own = ".".join(own.split(".")[-2:])
+            yield f"{scope}{slash}{own}", _Binding(text=binding["value"].strip(), place=place)
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield lines with their numbers, without comments; open brackets continue on the next line."""
+    """Yield lines with their numbers, without comments.
+
+    After a backslash, and inside of brackets, a line continues on the next one.
+    """
     start, pending, depth = 0, "", 0
     for number, line in enumerate(text.splitlines(), 1):
         code = re.sub(r"#(?=(?:[^'\"]|'[^']*'|\"[^\"]*\")*$).*", "", line).rstrip()
+        is_open = code.endswith("\\")
+        code = code.removesuffix("\\")
         start = start if pending else number
         pending += f"\n{code}" if pending else code
-        depth += sum(code.count(mark) for mark in "([{") - sum(code.count(mark) for mark in ")]}")
-        if depth > 0 or not pending:
+        bare = re.sub(r"'[^']*'|\"[^\"]*\"", "", code)
+        depth += sum(map(bare.count, "([{")) - sum(map(bare.count, ")]}"))
+        if is_open or depth > 0 or not pending:
             continue
         yield start, pending
         pending, depth = "", 0
     if pending:
         yield start, pending
-
-
-def _value(bindings: Mapping[str, _Binding], name: str) -> Any:
-    """Return the value of a binding; None if the name is not bound.
-
-    Raises:
-      StrategyError: The value is not a literal.
-    """
-    binding, seen = bindings.get(name), {name}
-    while binding is not None and binding.text.startswith("%") and binding.text not in seen:
-        seen.add(binding.text)
-        binding = bindings.get(binding.text[1:].rpartition("/")[2], binding)
-    if binding is None:
-        return None
-    try:
-        return ast.literal_eval(binding.text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
-        what = f"the value of {name} is not a literal: {binding.text}"
-        fix = "write the value there, or pass it to from_partitioner"
-        raise StrategyError(what, path=binding.place, fix=fix) from error

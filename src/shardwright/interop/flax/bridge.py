@@ -8,12 +8,15 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from shardwright.errors import Problem, StrategyError, raise_problems
+from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
 from shardwright.interop.logical_rules import (
     Names,
-    axis_of,
     by_name,
+    check_manager,
+    check_names,
     check_used,
+    entry_of,
+    names_of_metadata,
     to_logical_axis_rules,
 )
 from shardwright.vocabulary.axes import EMPTY
@@ -25,9 +28,10 @@ if TYPE_CHECKING:
 def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
     """Return variables without boxes, and the annotation of each.
 
-    Names come from the boxes of `with_logical_partitioning` and `with_partitioning`. `nn.scan` and
-    `nn.vmap` add names to them. As in flax, the last dims are replicated if a box has too few
-    names. A variable without a box is replicated.
+    Names come from the boxes of `with_logical_partitioning` and `with_partitioning`, and from those
+    of nnx modules inside `nnx.bridge.to_linen`. `nn.scan` and `nn.vmap` add names to them. As in
+    flax, the last dims are replicated if a box has too few names. A variable without a box is
+    replicated.
 
     Args:
       variables: What `model.init` returns, or its shapes by `jax.eval_shape`.
@@ -35,7 +39,8 @@ def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
 
     Raises:
       UnknownAxisError: Boxes have names that are not in `names`; all are reported at once.
-      StrategyError: There are names, and no variable has a box.
+      RankMismatchError: A box has more names than dims.
+      StrategyError: There are names, and no variable has a box; or a box cannot be read.
 
     >>> import flax.linen as nn, jax, shardwright as sw
     >>> init = nn.with_logical_partitioning(nn.initializers.ones, ("embed", "mlp"))
@@ -45,14 +50,15 @@ def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
     >>> annotations(shapes, names)[1]
     {'params': {'kernel': ('__EMBED__', '__MLP_INTERMEDIATE__')}}
     """
+    check_names(names)
     meta = _meta()
     problems: list[Problem] = []
 
-    def read(path: Any, leaf: Any) -> tuple[str, ...]:
+    def read(path: Any, leaf: Any) -> tuple[Any, ...]:
         rank = len(np.shape(_unboxed(leaf, meta)))
-        own = leaf.names if isinstance(leaf, meta.Partitioned) else ()
         place = "/".join(str(getattr(key, "key", key)) for key in path)
-        axes = [axis_of(name, names, place, problems) for name in own]
+        own = _names_of(leaf, meta, place, rank, problems)
+        axes = [entry_of(name, names, place, problems) for name in own]
         return (*axes, *(EMPTY,) * (rank - len(axes)))
 
     def is_box(leaf: Any) -> bool:
@@ -69,6 +75,34 @@ def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
         "or let sw.infer_axes find the axes of a model without names",
     )
     return values, axes
+
+
+def _names_of(
+    leaf: Any, meta: Any, place: str, rank: int, problems: list[Problem]
+) -> tuple[Any, ...]:
+    """Return the names of a box, or nothing if the leaf is no box. A wrong box is a problem."""
+    if not isinstance(leaf, meta.AxisMetadata):
+        return ()
+    is_nnx = _is_of_nnx(leaf)
+    if not is_nnx and not isinstance(leaf, meta.Partitioned):
+        what = f"the names in a box of {type(leaf).__name__} cannot be read"
+        fix = "remove the box, and annotate the variable by its path"
+        problems.append(Problem(error=StrategyError, what=what, path=place, fix=fix))
+        return ()
+    names = names_of_metadata(leaf.metadata) if is_nnx else tuple(leaf.names)
+    # `nn.scan` adds no name to a box of nnx, so fewer names may be those of other dims.
+    if len(names) > rank or (is_nnx and names and len(names) < rank):
+        what = f"the box has {len(names)} names {names} for {rank} dims"
+        fix = "give the parameter one name per dim"
+        problems.append(Problem(error=RankMismatchError, what=what, path=place, fix=fix))
+        return ()
+    return names
+
+
+def _is_of_nnx(leaf: Any) -> bool:
+    from flax.nnx.bridge.variables import NNXMeta
+
+    return isinstance(leaf, NNXMeta)
 
 
 def _unboxed(leaf: Any, meta: Any) -> Any:
@@ -103,6 +137,7 @@ def rules(
 
     from shardwright.interop.flax.dense_general import kernels_unflattened
 
+    check_manager(pm)
     if AxisType.Explicit in pm.mesh.axis_types:
         what = "flax's constraints need Auto mesh axes, and the mesh has Explicit ones"
         raise StrategyError(what, fix='use axis_types = "auto"')

@@ -19,6 +19,8 @@ from shardwright.interop.logical_rules import (
     Names,
     axis_of,
     by_name,
+    check_manager,
+    check_names,
     from_logical_axis_rules,
     one_rule_each,
     read_names,
@@ -97,6 +99,7 @@ def annotations(model: Any, names: Names = NAMES) -> tuple[Any, Any]:
     """
     import equinox
 
+    check_names(names)
     values = equinox.filter(model, _is_array)
     problems: list[Problem] = []
     axes = [_annotation(leaf, names, problems) for leaf in _leaves(values, ())]
@@ -117,6 +120,7 @@ def place(model: Any, pm: "PartitionManager", names: Names = NAMES) -> Any:
     """
     import equinox
 
+    check_manager(pm)
     values, axes = annotations(model, names)
     return equinox.combine(jax.device_put(values, pm.shardings(values, axes)), model)
 
@@ -304,6 +308,7 @@ def _mapping(
     pm: "PartitionManager", names: Names, role: Role, sizes: Mapping[str, int] | None
 ) -> dict[str, str | tuple[str, ...]]:
     """Return the mapping of one role. A name that is replicated has no entry."""
+    check_names(names)
     targets: dict[str, tuple[str, Role]] = {}
     for name, target in names.items():
         axis, own = (target, role) if isinstance(target, str) else target

@@ -18,9 +18,13 @@ from shardwright.interop.logical_rules.names import Names as Names
 from shardwright.interop.logical_rules.names import Semantics as Semantics
 from shardwright.interop.logical_rules.names import axis_of as axis_of
 from shardwright.interop.logical_rules.names import by_name as by_name
+from shardwright.interop.logical_rules.names import check_names as check_names
 from shardwright.interop.logical_rules.names import check_used as check_used
+from shardwright.interop.logical_rules.names import entry_of as entry_of
+from shardwright.interop.logical_rules.names import names_of_metadata as names_of_metadata
 from shardwright.interop.logical_rules.names import read_names as read_names
 from shardwright.interop.logical_rules.names import resized as resized
+from shardwright.interop.logical_rules.to_rules import check_manager as check_manager
 from shardwright.interop.logical_rules.to_rules import one_rule_each as one_rule_each
 from shardwright.interop.logical_rules.to_rules import (
     to_logical_axis_rules as to_logical_axis_rules,

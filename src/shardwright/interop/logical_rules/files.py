@@ -57,8 +57,9 @@ def read_yaml(path: Path, key: str) -> tuple[Any, list[int]]:
         return value, [entry.start_mark.line + 1 for entry in root.value]
     if not isinstance(value, dict) or root is None:
         return value, []
-    lists = [node.value for name, node in root.value if name.value == key]
-    entries = lists[-1] if lists and isinstance(lists[-1], list) else []
+    sequence = _yaml().SequenceNode
+    lists = [node for name, node in root.value if name.value == key]
+    entries = lists[-1].value if lists and isinstance(lists[-1], sequence) else []
     return value, [entry.start_mark.line + 1 for entry in entries]
 
 

@@ -24,6 +24,7 @@ from shardwright.interop.logical_rules.names import (
 )
 from shardwright.mesh.build import abstract_mesh, mesh_sizes
 from shardwright.vocabulary.axes import (
+    EMPTY,
     KNOWN_AXES,
     REPLICATED,
     STANDARD_MESH_AXES,
@@ -96,8 +97,8 @@ def from_logical_axis_rules(
         raise StrategyError(f"unknown semantics {semantics!r}", fix=fix)
     given = read_names(names, own_axes, are_imported=True)
     sizes = dict(mesh_sizes(abstract_mesh(mesh) if isinstance(mesh, str) else mesh))
-    pairs = _read(rules, sizes, source)
     notes: list[str] = []
+    pairs = _without_empty(_read(rules, sizes, source), given, notes)
     if semantics == "flax":
         pairs = _until_replicated(pairs, notes)
     else:
@@ -108,14 +109,16 @@ def from_logical_axis_rules(
     common = [pair for pair in pairs if pair.name not in replaced]
     targets = _targets(common, given, notes)
     targets |= {name: targets[other] for name, (other, _) in replaced.items()}
-    problems = _disagreements(common, targets, notes)
+    # Under "flax" the place of a rule matters, because an earlier rule gets a mesh axis first.
+    is_ordered = semantics == "flax"
+    problems = _disagreements(common, targets, notes, is_ordered=is_ordered)
     tables: dict[_Path, list[tuple[str, _Pair]]] = {}
     tables["rules",] = _table(common, targets, Role.ACTIVATION)
     if (params := _table(common, targets, Role.PARAM)) != tables["rules",]:
         tables["params",] = params
     for mode in dict.fromkeys(mode for _, mode in replaced.values()):
         own = _in_mode(pairs, replaced, mode)
-        problems += _disagreements(own, targets, [])
+        problems += _disagreements(own, targets, [], is_ordered=is_ordered)
         tables["modes", mode] = _table(own, targets, Role.ACTIVATION)
     raise_problems(problems)
     # Under `order = "rules"` a dim can take a mesh axis of size 1 too, as in flax and in JAX.
@@ -162,7 +165,7 @@ def _own_axes(targets: Mapping[str, tuple[str, Role] | str]) -> dict[str, str]:
     axes: dict[str, str] = {}
     for name, target in targets.items():
         axis = target if isinstance(target, str) else target[0]
-        if canonical_axis(axis) not in KNOWN_AXES:
+        if canonical_axis(axis) not in {EMPTY, *KNOWN_AXES}:
             axes.setdefault(file_name(axis), f"{name} in the imported rules")
     return axes
 
@@ -173,6 +176,12 @@ def _read(rules: Any, sizes: Mapping[str, int], source: str | Sequence[str]) -> 
     Raises:
       ShardingError: Rules cannot be read, or name absent mesh axes. The error lists all of them.
     """
+    if not isinstance(rules, (list, tuple)):
+        what = f"rules is {type(rules).__name__}, not a list of pairs"
+        raise StrategyError(what, fix='write [("embed", "fsdp"), ("mlp", "tp")]')
+    if not isinstance(source, str) and len(source) != len(rules):
+        what = f"source has {len(source)} places for {len(rules)} rules"
+        raise StrategyError(what, fix="pass one text, or one place for each rule")
     pairs, problems = [], []
     for at, rule in enumerate(rules):
         place = f"{source}[{at}]" if isinstance(source, str) else source[at]
@@ -205,6 +214,19 @@ def _fault(rule: Any, sizes: Mapping[str, int]) -> Problem | None:
     elif len({*value}) < len(value):
         what, fix = f"the rule of {rule[0]!r} has a mesh axis twice", "name each mesh axis once"
     return Problem(error=error, what=what, fix=fix) if what else None
+
+
+def _without_empty(
+    pairs: Sequence[_Pair], names: Mapping[str, Any], notes: list[str]
+) -> list[_Pair]:
+    """Drop the rules of names that are mapped to `EMPTY`, which is never sharded."""
+    empty = {name for name, target in names.items() if _is_empty(target)}
+    notes += [f"mapped to EMPTY, so never sharded: {pair}" for pair in pairs if pair.name in empty]
+    return [pair for pair in pairs if pair.name not in empty]
+
+
+def _is_empty(target: Any) -> bool:
+    return (target if isinstance(target, str) else target[0]) == EMPTY
 
 
 def _until_replicated(pairs: Sequence[_Pair], notes: list[str]) -> list[_Pair]:
@@ -297,7 +319,9 @@ def _targets(
     """Return the axis and role of each name in the list."""
     targets: dict[str, Any] = {**names}
     ruled = dict.fromkeys(pair.name for pair in pairs)
-    if unruled := [name for name in names if name not in ruled]:
+    if unruled := [
+        name for name, target in names.items() if name not in ruled and not _is_empty(target)
+    ]:
         notes.append(f"names without a rule are replicated: {', '.join(unruled)}")
     taken = {
         file_name(target if isinstance(target, str) else target[0]) for target in targets.values()
@@ -317,20 +341,24 @@ def _targets(
 
 
 def _disagreements(
-    pairs: Sequence[_Pair], targets: Mapping[str, Any], notes: list[str]
+    pairs: Sequence[_Pair], targets: Mapping[str, Any], notes: list[str], *, is_ordered: bool
 ) -> list[Problem]:
-    """Return a problem for names that become one axis in one role, but have different rules."""
+    """Return a problem for names that become one axis in one role, but have different rules.
+
+    If rules are ordered, equal rules differ if a rule for one of their mesh axes is between them.
+    """
     chains: dict[str, list[_Pair]] = {}
     for pair in pairs:
         chains.setdefault(pair.name, []).append(pair)
     first: dict[Any, str] = {}
     problems = []
-    for name in chains:
+    for name, chain in chains.items():
         other = first.setdefault(targets[name], name)
         if other == name:
             continue
         texts = [" | ".join(pair.text for pair in chains[each]) for each in (other, name)]
-        if texts[0] == texts[1]:
+        between = _between(pairs, chains[other], chain, targets) if is_ordered else None
+        if texts[0] == texts[1] and between is None:
             notes.append(f"{name} has the rule of {other}, and became the same axis")
             continue
         place = chains[other][0].source
@@ -338,10 +366,29 @@ def _disagreements(
             f'{name} = "{texts[1]}" and {other} = "{texts[0]}" ({place}) cannot be one axis in '
             "one role"
         )
+        if texts[0] == texts[1]:
+            what += f", because {between} is between them"
         fix = "leave one of them out of names=, so that it becomes an axis of its own"
-        place = chains[name][0].source
+        place = chain[0].source
         problems.append(Problem(error=StrategyError, what=what, path=place, fix=fix))
     return problems
+
+
+def _between(
+    pairs: Sequence[_Pair],
+    first: Sequence[_Pair],
+    second: Sequence[_Pair],
+    targets: Mapping[str, Any],
+) -> _Pair | None:
+    """Return a rule of another axis that competes with one chain before the other, or None."""
+    places = {id(pair): at for at, pair in enumerate(pairs)}
+    for one, other in zip(first, second, strict=False):
+        start, end = sorted((places[id(one)], places[id(other)]))
+        for pair in pairs[start:end]:
+            is_other = targets[pair.name] != targets[one.name]
+            if is_other and not {*one.axes}.isdisjoint(pair.axes):
+                return pair
+    return None
 
 
 def _table(

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from jax.sharding import PartitionSpec
+
 from shardwright.errors import (
     Problem,
     StrategyError,
@@ -33,6 +35,8 @@ Names = Mapping[str, "tuple[str, Role | str] | str"]
 Modes = Mapping[str, tuple[str, str]]
 MeshAxes = str | tuple[str, ...] | None
 
+# Keys of the names in a variable's metadata: since flax 0.12.4, from 0.11 to 0.12.3, before 0.11.
+_KEYS = ("out_sharding", "sharding_names", "sharding")
 _OWN = "pass an axis of your own in own_axes=, such as own_axes=strategy.axes"
 
 
@@ -58,6 +62,9 @@ class Imported:
         """
         axes = []
         for name in names:
+            if name is not None and not isinstance(name, str):
+                what = f"{name!r} is not the name of a dim"
+                raise UnknownAxisError(what, fix='write one name per dim, such as ("embed", None)')
             if name is not None and name not in self.names:
                 hint = did_you_mean(str(name), list(self.names))
                 fix = f"{hint} add it to names=".strip()
@@ -107,17 +114,8 @@ def read_names(
       UnknownAxisError: Axes are neither in the vocabulary nor in `own_axes`; all are reported at
         once.
     """
-    if names is not None and not isinstance(names, Mapping):
-        what = f"names is {type(names).__name__}, not a mapping"
-        raise StrategyError(what, fix='write names={"embed": (sw.EMBED, "param")}')
-    given: Mapping[Any, Any] = names or {}
-    raise_problems(
-        [
-            _not_a_target(name, target)
-            for name, target in given.items()
-            if not (isinstance(name, str) and _is_target(target))
-        ]
-    )
+    given = {} if names is None else names
+    check_names(given)
     targets: dict[str, Any] = {}
     places = []
     for name, target in given.items():
@@ -128,6 +126,24 @@ def read_names(
             places.append((f"names[{name!r}]", axis))
     check_axes(places, own_axes, declare=declare)
     return targets
+
+
+def check_names(names: Any) -> None:
+    """Check that each name is mapped to an axis, or to an axis and a role.
+
+    Raises:
+      StrategyError: Some are not, or `names` is not a mapping.
+    """
+    if not isinstance(names, Mapping):
+        what = f"names is {type(names).__name__}, not a mapping"
+        raise StrategyError(what, fix='write names={"embed": (sw.EMBED, "param")}')
+    raise_problems(
+        [
+            _not_a_target(name, target)
+            for name, target in names.items()
+            if not (isinstance(name, str) and _is_target(target))
+        ]
+    )
 
 
 def _is_target(target: Any) -> bool:
@@ -153,9 +169,13 @@ def plain_name(name: str) -> str:
 def axis_of(name: Any, names: Names, place: str, problems: list[Problem]) -> str:
     """Return the axis of a name of another library; `EMPTY` for None. Bridges use it.
 
-    A name that is not in `names` becomes a problem at `place`.
+    A name that is not in `names`, or is not text, becomes a problem at `place`.
     """
     if name is None:
+        return EMPTY
+    if not isinstance(name, str):
+        what, fix = f"{name!r} is not the name of a dim", "write one name per dim"
+        problems.append(Problem(error=UnknownAxisError, what=what, path=place, fix=fix))
         return EMPTY
     if name not in names:
         hint = did_you_mean(str(name), list(names))
@@ -166,6 +186,23 @@ def axis_of(name: Any, names: Names, place: str, problems: list[Problem]) -> str
         return EMPTY
     target = names[name]
     return canonical_axis(target if isinstance(target, str) else target[0])
+
+
+def entry_of(entry: Any, names: Names, place: str, problems: list[Problem]) -> Any:
+    """Return the axis of a name, or a composite of those of several names."""
+    if isinstance(entry, (tuple, list)):
+        return tuple(axis_of(name, names, place, problems) for name in entry)
+    return axis_of(entry, names, place, problems)
+
+
+def names_of_metadata(metadata: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the names in the metadata of a variable of nnx, under the key of any flax version."""
+    sharding = next((metadata[key] for key in _KEYS if metadata.get(key)), ())
+    if not isinstance(sharding, (tuple, list, PartitionSpec)):
+        # The value is a NamedSharding of names, or a Format that holds one.
+        sharding = getattr(sharding, "sharding", sharding)
+        sharding = sharding.spec
+    return tuple(sharding)
 
 
 def by_name(problems: Sequence[Problem]) -> list[Problem]:

@@ -69,7 +69,7 @@ def to_logical_axis_rules(
 def _ranked_rules(
     pm: PartitionManager, names: Names, sizes: Mapping[str, int] | None
 ) -> tuple[tuple[str, MeshAxes], ...]:
-    _check_manager(pm)
+    check_manager(pm)
     names = read_names(names, pm.rules.user_axes, declare="")
     if pm.rules.policy.conflict is Conflict.FIRST_DIM:
         what = 'conflict = "first_dim" cannot be written as a list of rules'
@@ -114,7 +114,12 @@ def _warn_of_conflicts(
         )
 
 
-def _check_manager(pm: Any) -> None:
+def check_manager(pm: Any) -> None:
+    """Check that `pm` is a manager.
+
+    Raises:
+      StrategyError: It is not.
+    """
     from shardwright.manager.manager import PartitionManager
 
     if not isinstance(pm, PartitionManager):

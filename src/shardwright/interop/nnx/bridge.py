@@ -10,19 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from shardwright._jax import duplicate_spec_errors
 from shardwright.errors import Problem, StrategyError, raise_problems
-from shardwright.interop.logical_rules import Names, axis_of, by_name, check_used, one_rule_each
+from shardwright.interop.logical_rules import (
+    Names,
+    by_name,
+    check_manager,
+    check_names,
+    check_used,
+    entry_of,
+    names_of_metadata,
+    one_rule_each,
+)
 from shardwright.interop.nnx.checked import Table, install
 from shardwright.vocabulary.axes import EMPTY
 
 if TYPE_CHECKING:
     from shardwright.manager.manager import PartitionManager
-
-# Keys of the names in a variable's metadata: since flax 0.12.4, from 0.11 to 0.12.3, before 0.11.
-_KEYS = ("out_sharding", "sharding_names", "sharding")
 
 
 @contextlib.contextmanager
@@ -51,6 +56,7 @@ def bound(
       UnknownAxisError: A variable has a name that is neither in `names` nor a mesh axis.
       StrategyError: The mesh has both Auto and Explicit axes, which nnx does not support.
     """
+    check_manager(pm)
     spmd = _flax("core.spmd")
     if len({*pm.mesh.axis_types}) > 1:
         what = "nnx needs mesh axes of one type, and the mesh has several"
@@ -96,6 +102,7 @@ def annotations(model: Any, names: Names) -> tuple[Any, Any]:
     >>> annotations(model, names)[1]["kernel"]
     ('__EMBED__', '__MLP_INTERMEDIATE__')
     """
+    check_names(names)
     nnx = _flax("nnx")
     state = model if isinstance(model, nnx.State) else nnx.state(model)
     problems: list[Problem] = []
@@ -111,7 +118,7 @@ def annotations(model: Any, names: Names) -> tuple[Any, Any]:
             return _own_axes(leaf, np.ndim(value(leaf)))
         place = "/".join(str(getattr(key, "key", key)) for key in path)
         own = _names_of(leaf) if is_variable(leaf) else ()
-        axes = [_entry(name, names, place, problems) for name in own]
+        axes = [entry_of(name, names, place, problems) for name in own]
         return (*axes, *(EMPTY,) * (len(np.shape(value(leaf))) - len(axes)))
 
     axes = jax.tree_util.tree_map_with_path(annotation, state, is_leaf=is_variable)
@@ -142,6 +149,7 @@ def place(model: Any, pm: "PartitionManager", names: Names) -> Any:
     Raises:
       UnknownAxisError: Variables have names that are not in `names`; all are reported at once.
     """
+    check_manager(pm)
     values, axes = annotations(model, names)
     _flax("nnx").update(model, jax.device_put(values, pm.shardings(values, axes)))
     return model
@@ -153,21 +161,7 @@ def _own_axes(variable: Any, rank: int) -> Any:
 
 
 def _names_of(variable: Any) -> tuple[Any, ...]:
-    """Return the names that a variable's metadata has under the key of any version of flax."""
-    metadata = variable.get_metadata()
-    sharding = next((metadata[key] for key in _KEYS if metadata.get(key)), ())
-    if not isinstance(sharding, (tuple, list, PartitionSpec)):
-        # The value is a NamedSharding of names, or a Format that holds one.
-        sharding = getattr(sharding, "sharding", sharding)
-        sharding = sharding.spec
-    return tuple(sharding)
-
-
-def _entry(name: Any, names: Names, place: str, problems: list[Problem]) -> Any:
-    """Return the axis of a name, or a composite of those of several."""
-    if isinstance(name, (tuple, list)):
-        return tuple(axis_of(each, names, place, problems) for each in name)
-    return axis_of(name, names, place, problems)
+    return names_of_metadata(variable.get_metadata())
 
 
 def _flax(module: str) -> Any:
