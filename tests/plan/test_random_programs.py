@@ -16,16 +16,12 @@ import jax.numpy as jnp
 import pytest
 
 import shardwright as sw
-from shardwright.plan.collectives.read import read_collectives
 from shardwright.plan.planner import PlanReport
 from shardwright.testing import virtual_devices
+from tests.plan.against_xla import Bytes, compiled_bytes, planned_bytes
 from tests.plan.random_programs import HIDDEN, Drawn, draw, shape
 
-# XLA makes all-reduces of reduce-scatters on CPUs. Both have the operand's bytes.
-FOLDED = {"reduce_scatter": "all_reduce"}
 LIMIT = 0.02  # a plan without marks may differ by this share of the compiled bytes
-
-Bytes = Counter[tuple[str, tuple[str, ...]]]
 
 
 def planned(program: Drawn) -> PlanReport:
@@ -46,23 +42,7 @@ def compiled(program: Drawn) -> Bytes:
         x = jax.ShapeDtypeStruct(
             shape(*HIDDEN), jnp.float32, sharding=pm.sharding(HIDDEN, shape=shape(*HIDDEN))
         )
-        result = jax.eval_shape(program.function, weights, x)
-        outputs = pm.shardings(result, program.outputs(), role=None)
-        step = jax.jit(program.function, out_shardings=outputs)
-        text = step.lower(weights, x).compile()
-    sent: Bytes = Counter()
-    for collective in read_collectives(text, pm.mesh):
-        kind = FOLDED.get(str(collective.kind), str(collective.kind))
-        sent[kind, collective.mesh_axes] += collective.total_bytes or 0
-    return sent
-
-
-def walked(report: PlanReport) -> Bytes:
-    sent: Bytes = Counter()
-    for event in report.events:
-        kind = FOLDED.get(str(event.kind), str(event.kind))
-        sent[kind, event.mesh_axes] += event.logical_bytes * event.runs
-    return sent
+    return compiled_bytes(pm, program.function, (weights, x), program.outputs())
 
 
 def unsure(report: PlanReport) -> bool:
@@ -75,7 +55,7 @@ def check(seed: int) -> None:
     program = draw(seed)
     report = planned(program)
     if not unsure(report):
-        assert walked(report) == compiled(program), program.text
+        assert planned_bytes(report) == compiled(program), program.text
 
 
 # In 331, gradients are partial sums over two dims, and their results are sharded, too.
@@ -109,7 +89,7 @@ class Outcome:
 def outcome(seed: int) -> Outcome:
     program = draw(seed)
     report = planned(program)
-    plan, real = walked(report), compiled(program)
+    plan, real = planned_bytes(report), compiled(program)
     wrong = sum(abs(plan[key] - real[key]) for key in plan.keys() | real.keys())
     marks = {
         "chosen": report.walked.choices,

@@ -13,7 +13,7 @@ from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.hardware import parse_topology, read_hardware
 from shardwright.plan.layout import lay_out
 from shardwright.plan.time import Span, estimate_time
-from shardwright.plan.walk.events import Event, Walked
+from shardwright.plan.walk.events import Event, Walked, Work
 from shardwright.plan.walk.liveness import Peak
 
 CUBE = parse_topology("v5p:4x4x4", read_hardware())
@@ -38,8 +38,7 @@ def walked(*events: Event, flops: int = 0, product_bytes: int = 0) -> Walked:
         choices=(),
         idle=(),
         unknown={},
-        flops=flops,
-        product_bytes=product_bytes,
+        work=Work(flops=flops, least_flops=flops, product_bytes=product_bytes),
         memory=Peak(),
     )
 

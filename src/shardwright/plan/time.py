@@ -79,7 +79,7 @@ def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRa
       state_bytes: Bytes of the arguments on one device. Each argument is read at least once.
     """
     chip = layout.topology.chip
-    least = walked.flops / chip.flops
+    least, most = walked.work.least_flops / chip.flops, walked.flops / chip.flops
     read = max(state_bytes, walked.product_bytes) / chip.hbm_rate
     links: dict[tuple[str, ...], Span] = {}
     for event in walked.events:
@@ -87,7 +87,7 @@ def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRa
         known = links.get(event.mesh_axes, Span(low=0.0, high=0.0))
         links[event.mesh_axes] = Span(low=known.low + span.low, high=known.high + span.high)
     return TimeRange(
-        products=Span(low=least, high=least / _LEAST_USE),
+        products=Span(low=least, high=most / _LEAST_USE),
         memory=Span(low=state_bytes / chip.hbm_rate, high=read),
         links=links,
     )

@@ -30,14 +30,18 @@ def event_lines(
     table = remarked_table([EVENT_HEAD, *map(event_row, shown)], width=width)
     if len(shown) < len(groups):
         table.append(f"and {len(groups) - len(shown)} more")
-    return [*table, f"sent per device: {bytes_text(sent_bytes(events))}"]
+    most = "at most " if any(event.maybe for event in events) else ""
+    return [*table, f"sent per device: {most}{bytes_text(sent_bytes(events))}"]
 
 
 def grouped_events(events: Sequence[Event]) -> list[list[Event]]:
     """Return groups of collectives that differ in their paths only, those that send most first."""
     groups: dict[tuple[Any, ...], list[Event]] = {}
     for event in events:
-        key = (event.kind, event.mesh_axes, event.axes, event.logical_bytes, event.source)
+        key = (
+            *(event.kind, event.mesh_axes, event.axes, event.logical_bytes, event.source),
+            event.maybe,
+        )
         groups.setdefault(key, []).append(event)
     return sorted(groups.values(), key=sent_bytes, reverse=True)
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from jax.extend.core import Literal
 
 from shardwright import _jax
-from shardwright.plan.walk.equations import live_equations
+from shardwright.plan.walk.equations import called_jaxpr, live_equations, possible_branches
 from shardwright.plan.walk.liveness import LOOPS, TEMPORARY, Buffer, Peak, Timeline
 from shardwright.plan.walk.primitives import CONSTRAINTS, ELEMENTWISE, NAMES, REDUCTIONS
 from shardwright.plan.walk.step import Step
@@ -34,7 +34,6 @@ _WRITES: Final = frozenset(
 )
 _LOOPS: Final = frozenset({"scan", "while"})
 _ANGLES: Final = frozenset({"sin", "cos"})
-_JAXPRS: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr", "body_jaxpr")
 
 
 def with_buffers(step: Step, results: Iterable[Value]) -> list[Value]:
@@ -219,7 +218,7 @@ def _product_inputs(
     sources: dict[Any, set[int]] = {variable: {at} for at, variable in enumerate(jaxpr.invars)}
     found: set[int] = set()
     for equation in live_equations(jaxpr):
-        name, bodies = equation.primitive.name, _bodies(equation.params)
+        name, bodies = equation.primitive.name, _bodies(equation)
         read: list[set[int]] = [
             set() if isinstance(variable, Literal) else sources.get(variable, set())
             for variable in equation.invars
@@ -271,11 +270,11 @@ def _add_local(
         return None if isinstance(variable, Literal) else held.get(variable)
 
     for equation in live_equations(jaxpr):
-        name, bodies = equation.primitive.name, _bodies(equation.params)
+        name, called = equation.primitive.name, called_jaxpr(equation)
         operands = [buffer(variable) for variable in equation.invars]
-        if len(bodies) == 1 and name not in _LOOPS and name != "cond":
-            given = operands[len(operands) - len(bodies[0].invars) :]
-            results = _add_local(bodies[0], given, timeline)
+        if called is not None:
+            given = operands[len(operands) - len(called.invars) :]
+            results = _add_local(called, given, timeline)
             held.update(zip(equation.outvars, results, strict=True))
             continue
         used = tuple(each for each in operands if each is not None)
@@ -286,7 +285,7 @@ def _add_local(
             used,
             births,
             in_place=_overwritten(name, operands, equation.params),
-            inner=_inner_peak(equation.params),
+            inner=Peak.most(map(_local_peak, _bodies(equation))),
             loop=name in _LOOPS,
         )
     return [buffer(variable) for variable in jaxpr.outvars]
@@ -296,12 +295,14 @@ def _bytes(aval: Any) -> int:
     return int(aval.size * aval.dtype.itemsize) if hasattr(aval, "dtype") else 0
 
 
-def _inner_peak(parameters: dict[str, Any]) -> Peak:
-    return Peak.most(_local_peak(body) for body in _bodies(parameters))
-
-
-def _bodies(parameters: dict[str, Any]) -> list[Any]:
-    held = [parameters[key] for key in _JAXPRS if parameters.get(key) is not None]
-    held += parameters.get("branches", ())
-    bodies = [getattr(body, "jaxpr", body) for body in held]
-    return [body for body in bodies if hasattr(body, "eqns")]
+def _bodies(equation: Any) -> list[Any]:
+    """Return the jaxprs that an equation runs: of a loop, a `cond` or a call."""
+    name, parameters = equation.primitive.name, equation.params
+    if name == "scan":
+        return [_jax.scan_parts(parameters)[2]]
+    if name == "while":
+        return [parameters["body_jaxpr"].jaxpr]
+    if name == "cond":
+        return possible_branches(equation)
+    body = called_jaxpr(equation)
+    return [] if body is None else [body]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Final
 
+from jax.sharding import NamedSharding, Sharding
+
 from shardwright import _jax
-from shardwright.plan.walk.events import Site
+from shardwright.plan.walk.equations import called_jaxpr, possible_branches
+from shardwright.plan.walk.events import Site, Work
 from shardwright.plan.walk.liveness import TEMPORARY, Buffer, Peak
 from shardwright.plan.walk.step import Step
-from shardwright.plan.walk.values import Value, merged_origins
+from shardwright.plan.walk.values import Dims, Value, dims_of_spec, merged_origins, with_kept
 
 # Number of walks over the body of a scan that find the shardings of its carries. The first walk may
 # change the sharding of a carry, and the second walk starts with that sharding.
@@ -116,34 +120,43 @@ def _settled(value: Value, *, runs: int) -> Value:
 
 def while_loop(step: Step) -> list[Value]:
     """Follow a while loop. Its number of runs is not known, so its collectives are not counted."""
-    parameters = step.parameters
+    parameters, site = step.parameters, step.site
     start = parameters["cond_nconsts"]
     split = start + parameters["body_nconsts"]
-    body = parameters["body_jaxpr"].jaxpr
-    carry = [
-        step.ledger.settle(value, aval, step.site)
-        for value, aval in zip(step.values[split:], step.avals[split:], strict=True)
-    ]
+    body, condition = parameters["body_jaxpr"].jaxpr, parameters["cond_jaxpr"].jaxpr
+    fixed, starts = step.values[start:split], step.values[split:]
+    carry = _carried(step, body, (fixed, starts, []), site)
+    for value, aval, goal in zip(starts, step.avals[split:], carry, strict=True):
+        step.ledger.move(value, aval, goal.dims, site, origins=goal.origins)
     inner = step.ledger.blank()
-    ends = step.walk(body, [*step.values[start:split], *carry], ledger=inner)
+    ends = step.walk(body, [*fixed, *carry], ledger=inner)
     for first, end, variable in zip(carry, ends, body.outvars, strict=True):
         if not first.free:
-            inner.move(end, variable.aval, first.dims, step.site, origins=first.origins)
-    if inner.events or inner.flops:
+            inner.move(end, variable.aval, first.dims, site, origins=first.origins)
+    [again] = step.walk(condition, [*step.values[:start], *carry], ledger=inner)
+    inner.move(again, condition.outvars[0].aval, (), site, origins=again.origins)
+    if inner.events or inner.work.flops:
         step.ledger.unknown[UNKNOWN_RUNS] += 1
     step.ledger.unknown.update(inner.unknown)
     return carry
 
 
 def cond(step: Step) -> list[Value]:
-    """Follow a `cond`. Every branch is walked, and its collectives are marked as `maybe`."""
+    """Follow a `cond`. Every branch is walked, and its collectives are marked as `maybe`.
+
+    Of the work, the most that a branch does is counted, and apart the least.
+    """
     site = dataclasses.replace(step.site, maybe=True)
     values = [step.whole(at) for at in range(1, len(step.values))]
-    branches, peaks = [], []
-    for branch in step.parameters["branches"]:
+    branches, peaks, work = [], [], []
+    before = step.ledger.work
+    for branch in possible_branches(step.equation):
         outer = step.ledger.begin_inner()
-        branches.append(step.walk(branch.jaxpr, values, site=site, wanted=step.wanted))
+        step.ledger.work = Work()
+        branches.append(step.walk(branch, values, site=site, wanted=step.wanted))
+        work.append(step.ledger.work)
         peaks.append(step.ledger.end_inner(outer, branches[-1]))
+    step.ledger.work = before + Work.either(work)
     results = []
     for number, aval in enumerate(step.results):
         ends = [branch[number] for branch in branches]
@@ -158,14 +171,43 @@ def cond(step: Step) -> list[Value]:
 
 
 def call(step: Step) -> list[Value] | None:
-    """Follow a primitive that holds a jaxpr (jit, remat, custom derivatives), or return None."""
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        inner = step.parameters.get(key)
-        if inner is not None:
-            body = getattr(inner, "jaxpr", inner)
-            values = step.values[len(step.values) - len(body.invars) :]
-            if step.parameters.get("differentiated") and step.parameters.get("prevent_cse"):
-                # An optimization barrier prevents XLA from moving this recomputation out of a loop.
-                values = [dataclasses.replace(value, runs=step.site.runs) for value in values]
-            return step.walk(body, values, wanted=step.wanted)
+    """Follow a primitive that runs a jaxpr (jit, remat, custom derivatives), or return None."""
+    body = called_jaxpr(step.equation)
+    if body is None:
+        return None
+    values = step.values[len(step.values) - len(body.invars) :]
+    if step.parameters.get("differentiated") and step.parameters.get("prevent_cse"):
+        # An optimization barrier keeps XLA from moving the recomputation out of its loop.
+        values = [dataclasses.replace(value, runs=step.site.runs) for value in values]
+    for at, dims in enumerate(_own_dims(step, "in_shardings", step.avals)):
+        if dims is not None:
+            values[at] = step.move(at, with_kept(dims, values[at].dims))
+    exits = _own_dims(step, "out_shardings", step.results)
+    wanted = [own or later for own, later in zip(exits, step.wanted, strict=True)]
+    ends = step.walk(body, values, wanted=wanted)
+    return [
+        end
+        if dims is None
+        else step.ledger.move(end, aval, with_kept(dims, end.dims), step.site, origins=end.origins)
+        for end, dims, aval in zip(ends, exits, step.results, strict=True)
+    ]
+
+
+def _own_dims(step: Step, key: str, avals: Sequence[Any]) -> list[Dims | None]:
+    """Return the dims that the shardings of a `jit` require, or None where it has none."""
+    shardings = step.parameters.get(key) or [None] * len(avals)
+    return [
+        _dims_of(step, sharding, aval.ndim) if isinstance(sharding, Sharding) else None
+        for sharding, aval in zip(shardings, avals, strict=True)
+    ]
+
+
+def _dims_of(step: Step, sharding: Sharding, ndim: int) -> Dims | None:
+    """Return the dims of a sharding. If it is not one of the mesh, the plan is incomplete."""
+    sizes = step.ledger.sizes
+    if isinstance(sharding, NamedSharding):
+        held = {axis: size for axis, size in sharding.mesh.shape.items() if size > 1}
+        if held == sizes:
+            return dims_of_spec(sharding.spec.partitions, ndim, sizes)
+    step.ledger.unknown["jit (a sharding that is not of the mesh)"] += 1
     return None

@@ -11,6 +11,16 @@ from jax.extend.core import Literal
 from shardwright.plan.walk.primitives import ADDITIONS, KEEPS_SUM
 
 _PASS_SUMS_ON: Final = KEEPS_SUM | ADDITIONS | {"transpose", "reshape", "squeeze", "expand_dims"}
+# The primitives that run a jaxpr once, as it is, and the parameter that holds it. Others hold one
+# for other purposes: the `reduce` of a function holds its scalar step, a kernel its program.
+_CALLS: Final = {
+    **dict.fromkeys(("jit", "pjit", "checkpoint", "remat", "remat2"), "jaxpr"),
+    **dict.fromkeys(("core_call", "closed_call"), "call_jaxpr"),
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
+    "custom_vmap_call": "call",
+}
+# A branch by platform is known when a program is planned: all chips of `hardware.toml` are TPUs.
+_PLATFORM: Final = "tpu"
 
 
 def live_equations(jaxpr: Any) -> Iterator[Any]:
@@ -54,6 +64,29 @@ def holds_shard_map(jaxpr: Any) -> bool:
         equation.primitive.name == "shard_map" or any(map(holds_shard_map, nested_jaxprs(equation)))
         for equation in jaxpr.eqns
     )
+
+
+def called_jaxpr(equation: Any) -> Any | None:
+    """Return the jaxpr that an equation runs once, as `jit` and `checkpoint` do, or None."""
+    if equation.primitive.name == "cond":
+        branches = possible_branches(equation)
+        return branches[0] if len(branches) == 1 else None
+    key = _CALLS.get(equation.primitive.name)
+    if key is None:
+        return None
+    held = equation.params[key]
+    return getattr(held, "jaxpr", held)
+
+
+def possible_branches(equation: Any) -> list[Any]:
+    """Return the jaxprs of a `cond` of which one runs. By platform, only that of TPUs can run."""
+    branches = [branch.jaxpr for branch in equation.params["branches"]]
+    platforms = equation.params.get("branches_platforms")
+    if platforms is None:
+        return branches
+    named = [at for at, names in enumerate(platforms) if names is not None and _PLATFORM in names]
+    others = [at for at, names in enumerate(platforms) if names is None]
+    return [branches[at] for at in [*named, *others][:1]] or branches
 
 
 def nested_jaxprs(equation: Any) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwright.plan.collectives.collective import Kind
@@ -111,6 +111,38 @@ class Idle:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The matrix products of a program, on one device.
+
+    Attributes:
+      flops: Floating-point operations; of the branches of a `cond`, those of the largest.
+      least_flops: The same with the smallest branch.
+      product_bytes: Bytes that the products read and write; of a `cond`, those of the largest.
+    """
+
+    flops: int = 0
+    least_flops: int = 0
+    product_bytes: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        """Return the work of both."""
+        return Work(
+            flops=self.flops + other.flops,
+            least_flops=self.least_flops + other.least_flops,
+            product_bytes=self.product_bytes + other.product_bytes,
+        )
+
+    @staticmethod
+    def either(branches: Sequence[Work]) -> Work:
+        """Return the work of branches of which one runs."""
+        return Work(
+            flops=max(branch.flops for branch in branches),
+            least_flops=min(branch.least_flops for branch in branches),
+            product_bytes=max(branch.product_bytes for branch in branches),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Walked:
     """The result of one walk over a program.
 
@@ -120,8 +152,7 @@ class Walked:
       idle: Products that leave mesh axes idle.
       unknown: Primitive without a rule -> number of its equations. If there are any, the other
         numbers are too low.
-      flops: Floating-point operations of products, per device.
-      product_bytes: Bytes that products read and write, per device.
+      work: Matrix products, per device.
       memory: Range of the peak memory, per device.
     """
 
@@ -129,9 +160,18 @@ class Walked:
     choices: tuple[Choice, ...]
     idle: tuple[Idle, ...]
     unknown: Mapping[str, int]
-    flops: int
-    product_bytes: int
+    work: Work
     memory: Peak
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of products, per device."""
+        return self.work.flops
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes that products read and write, per device."""
+        return self.work.product_bytes
 
     @property
     def complete(self) -> bool:

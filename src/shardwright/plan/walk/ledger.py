@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardwright.plan.collectives.collective import Kind, ring_bytes
-from shardwright.plan.walk.events import Choice, Event, Idle, Site
+from shardwright.plan.walk.events import Choice, Event, Idle, Site, Work
 from shardwright.plan.walk.liveness import Buffer, Peak, Timeline
 from shardwright.plan.walk.values import Dims, Origin, Value, axes_of, local_elements, shards
 
@@ -28,8 +28,7 @@ class Ledger:
         self.choices: dict[Choice, None] = {}
         self.idle: list[Idle] = []
         self.unknown: Counter[str] = Counter()
-        self.flops = 0
-        self.product_bytes = 0
+        self.work = Work()
         # None if the walk only computes shardings.
         self.timeline: Timeline | None = Timeline()
         self.copies: dict[Buffer, Buffer] = {}  # stacked weight -> its copy in another layout
@@ -212,8 +211,7 @@ class Ledger:
           site: The equation.
         """
         flops = 2 * elements * site.runs
-        self.flops += flops
-        self.product_bytes += sum(operands) * site.runs
+        self.work += Work(flops=flops, least_flops=flops, product_bytes=sum(operands) * site.runs)
         return flops
 
 

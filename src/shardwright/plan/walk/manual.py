@@ -9,8 +9,13 @@ from shardwright import _jax
 from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.walk.buffers import add_local
 from shardwright.plan.walk.control import UNKNOWN_RUNS
-from shardwright.plan.walk.equations import live_equations
-from shardwright.plan.walk.events import Site
+from shardwright.plan.walk.equations import (
+    called_jaxpr,
+    live_equations,
+    nested_jaxprs,
+    possible_branches,
+)
+from shardwright.plan.walk.events import Site, Work
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import (
     Origin,
@@ -36,7 +41,6 @@ _KINDS: Final = {
     "pbroadcast": Kind.BROADCAST,
 }
 _SUMS: Final = frozenset({"psum", "psum2", "psum_invariant"})
-_JAXPRS: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def shard_map(step: Step) -> list[Value]:
@@ -76,22 +80,40 @@ def _follow(jaxpr: Any, step: Step, site: Site, origins: dict[str, Origin]) -> N
         elif name == "dot_general":
             _count(equation, step, site)
         elif name == "while":
-            before = len(ledger.events), ledger.flops
-            _follow(parameters["body_jaxpr"].jaxpr, step, site, origins)
-            if (len(ledger.events), ledger.flops) != before:
+            before = len(ledger.events), ledger.work
+            for key in ("cond_jaxpr", "body_jaxpr"):
+                _follow(parameters[key].jaxpr, step, site, origins)
+            if (len(ledger.events), ledger.work) != before:
                 ledger.unknown[UNKNOWN_RUNS] += 1
         elif name == "scan":
             inner = dataclasses.replace(site, runs=site.runs * parameters["length"])
             _follow(_jax.scan_parts(parameters)[2], step, inner, origins)
+        elif (body := called_jaxpr(equation)) is not None:
+            _follow(body, step, site, origins)
         elif name == "cond":
-            inner = dataclasses.replace(site, maybe=True)
-            for branch in parameters["branches"]:
-                _follow(branch.jaxpr, step, inner, origins)
-        else:
-            for key in _JAXPRS:
-                if key in parameters:
-                    held = parameters[key]
-                    _follow(getattr(held, "jaxpr", held), step, site, origins)
+            _follow_branches(equation, step, site, origins)
+        elif any(map(_has_work, nested_jaxprs(equation))):
+            ledger.unknown[name] += 1
+
+
+def _follow_branches(equation: Any, step: Step, site: Site, origins: dict[str, Origin]) -> None:
+    """Note the collectives of each branch, and the most work of a branch."""
+    ledger, before, work = step.ledger, step.ledger.work, []
+    for branch in possible_branches(equation):
+        ledger.work = Work()
+        _follow(branch, step, dataclasses.replace(site, maybe=True), origins)
+        work.append(ledger.work)
+    ledger.work = before + Work.either(work)
+
+
+def _has_work(jaxpr: Any) -> bool:
+    """Tell whether a jaxpr, or one inside it, has a product or a collective."""
+    return any(
+        equation.primitive.name == "dot_general"
+        or equation.primitive.name in _KINDS
+        or any(map(_has_work, nested_jaxprs(equation)))
+        for equation in jaxpr.eqns
+    )
 
 
 def _is_scattered(equation: Any, jaxpr: Any, step: Step) -> bool:

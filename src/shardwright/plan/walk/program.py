@@ -144,6 +144,9 @@ def _rank(variable: Any) -> int:
 
 def _follow(step: Step) -> Sequence[Value]:
     """Return the results of an equation, each with its buffer."""
+    called = control.call(step)
+    if called is not None:
+        return called
     rule = _RULES.get(step.name)
     if rule is not None:
         results = [value.pruned() for value in rule(step)]
@@ -151,9 +154,6 @@ def _follow(step: Step) -> Sequence[Value]:
             runs = most_runs(step.values)
             results = [dataclasses.replace(value, runs=runs) for value in results]
         return with_buffers(step, results)
-    called = control.call(step)
-    if called is not None:
-        return called
     step.ledger.unknown[step.name] += 1
     return with_buffers(step, step.replicated())
 
@@ -239,6 +239,5 @@ def walk_jaxpr(
         choices=tuple(ledger.choices),
         idle=tuple(ledger.idle),
         unknown=dict(ledger.unknown),
-        flops=ledger.flops,
-        product_bytes=ledger.product_bytes,
+        work=ledger.work,
     )
