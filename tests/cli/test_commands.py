@@ -41,7 +41,7 @@ BAD = {
     "diff --plan a.json": "--plan is given 1 times",
     "diff --plan absent.json --plan absent.json": "cannot read 'absent.json'",
     "diff --plan latin.toml --plan latin.toml": "'latin.toml' is not JSON",
-    "diff fsdp --plan a.json --plan b.json": "STRATEGY does not change a plan",
+    "diff fsdp --plan a.json --plan b.json": "STRATEGY cannot change a plan",
     "diff fsdp --tensors tensors.toml": "both sides are the same\n  fix   give two strategies, or "
     "--mesh, --devices or --mode twice",
     "diff fsdp fsdp --tensors tensors.toml --mesh dp:2": "both sides are the same",

@@ -39,7 +39,7 @@ def run_files(arguments: argparse.Namespace) -> int:
         if getattr(arguments, option):
             name = "STRATEGY" if option == "strategies" else f"--{option}"
             raise StrategyError(
-                f"{name} does not change a plan that is read from a file",
+                f"{name} cannot change a plan that is read from a file",
                 fix="leave it out, or plan again with --model file.py:function",
             )
     left, right = (_read_plans(name) for name in arguments.plan)

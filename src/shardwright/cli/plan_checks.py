@@ -26,8 +26,8 @@ class Forbidden:
 
     Attributes:
       text: The text on the command line.
-      kind: Kind of collective, or None for all.
-      mode: Mode, or None for all.
+      kind: Kind of collective, or None for every kind.
+      mode: Mode, or None for every mode.
       more_than: Bytes that one device may send in all runs of one collective of the program.
     """
 
@@ -39,7 +39,7 @@ class Forbidden:
     def matches(self, event: Event | Collective, mode: str) -> bool:
         """Tell whether a planned or a compiled collective is forbidden."""
         sent = event.total_wire_bytes
-        # The number of runs of a loop that depends on data is unknown, so its bytes are unknown.
+        # If the number of runs of a loop depends on data, the bytes are unknown, and too many.
         too_much = sent is None or sent > self.more_than
         return too_much and self.kind in (None, event.kind) and self.mode in (None, mode)
 
@@ -103,7 +103,10 @@ def read_limit(text: str) -> Limit:
 
 
 def copies_breach(limit: Limit, state: StateBytes) -> str:
-    """Return how the copies in a state exceed a limit, or "". Shares are of all bytes held."""
+    """Return how the copies in a state exceed a limit, or "" if they do not.
+
+    A share is a share of the bytes on all devices.
+    """
     held = state.stored
     if limit.share is not None and held.replicated_share > limit.share:
         return f"{held.replicated_share:.1%} of the state are copies"
@@ -113,7 +116,9 @@ def copies_breach(limit: Limit, state: StateBytes) -> str:
 
 
 def memory_breach(limit: Limit, most: int, usable: int | None) -> str:
-    """Return how a peak exceeds a limit, or "". Shares are of the usable bytes of the chip.
+    """Return how a peak exceeds a limit, or "" if it does not.
+
+    A share is a share of the usable bytes of the chip.
 
     Args:
       limit: The limit.
@@ -166,7 +171,7 @@ def limit_failures(
 
 
 def what_holds(state: StateBytes, topology: Topology | None) -> str:
-    """Return the smallest slice that holds one copy of the state, as a remark."""
+    """Return a text that names the smallest slice that holds one copy of the state."""
     if topology is None:
         return ""
     needed = state.of().total

@@ -109,7 +109,7 @@ def _check_forbidden(arguments: argparse.Namespace, modes: Collection[str]) -> N
 def _too_large(
     program: Program, manager: PartitionManager, topology: Topology | None, report: PlanReport
 ) -> str:
-    """Return that a program does not fit, with the smallest mesh of the same chips that it fits."""
+    """Say that a program does not fit, and name the smallest mesh on which it fits or is close."""
     mode = mode_name(manager.mode or MODES[0])
     what = f"mode {mode} does not fit{what_holds(report.state, topology)}"
     if topology is None:
@@ -118,14 +118,14 @@ def _too_large(
     if larger is None:
         fix = "shard more, hold less, or use chips with more memory"
     elif larger.verdict is Verdict.FITS:
-        fix = f"use {larger}: the plan fits there"
+        fix = f"use {larger}, where the plan fits"
     else:
-        fix = f"try {larger}: the plan is close there, so verify it"
+        fix = f"try {larger}, where the plan is close: compile it with --verify"
     return f"{what}\n  fix   {fix}"
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of the model, with the single value of each."""
+    """Return the options of the model with their values. Raise an error if one has several."""
     options = read_options(arguments)
     for name, values in options.items():
         if len(values) > 1:
@@ -163,7 +163,7 @@ def _breaches(
     reports: Mapping[str, PlanReport],
     verified: Mapping[str, Verification],
 ) -> Iterator[Breach]:
-    """Yield each forbidden collective. Where the program was compiled, use its collectives."""
+    """Yield each forbidden collective of the compiled programs, or of plans if not compiled."""
     for mode, report in reports.items():
         collectives: tuple[Event | Collective, ...] = report.events
         if mode in verified and not verified[mode].compiled.refused:

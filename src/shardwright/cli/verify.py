@@ -25,8 +25,8 @@ def add_verify_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--verify",
         action="store_true",
-        help="compile for the target, without its devices, and compare; TPUs need the extra "
-        "tpu-aot",
+        help="compile the program without the target's devices, and compare it with the plan; "
+        "compiling for TPUs needs the extra tpu-aot",
     )
     add_compiler_options(command)
 
@@ -36,7 +36,8 @@ def add_compiler_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--compiler",
         choices=("tpu", "cpu"),
-        help="with --verify (default: tpu with --topology, else cpu, which shows sharding only)",
+        help="with --verify: the target (default: tpu with --topology, else cpu, which only shows "
+        "the sharding)",
     )
     command.add_argument(
         "--effort",
@@ -47,7 +48,7 @@ def add_compiler_options(command: argparse.ArgumentParser) -> None:
         "--verify-timeout",
         type=read_count,
         metavar="SECONDS",
-        help="with --verify: stop a compile after so many seconds (default: 600)",
+        help="with --verify: stop a compile that takes longer (default: 600)",
     )
     command.add_argument(
         "--verify-cache",
@@ -106,7 +107,7 @@ def verify_programs(
 
 
 def cache_folder(name: str | None) -> Path:
-    """Return the folder of compiled results: as given, else in the user's cache."""
+    """Return the folder of compiled results. It defaults to one in the user's cache."""
     if name is not None:
         return Path(name)
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")

@@ -31,8 +31,8 @@ class Collective:
       partial: Whether a group covers only part of its mesh axes.
       count: Number of runs, loops included. None if a loop's trip count depends on data.
       maybe: Whether it is in a branch that may not be taken. `count` is then an upper bound.
-      gathers: Whether it is an all-reduce that sums slices into zeros. This is a gather that sends
-        twice the bytes of an all-gather.
+      gathers: Whether it is an all-reduce that sums slices into an array of zeros. It does the work
+        of an all-gather, and sends twice the bytes.
       between_slices: Whether it crosses the network between slices.
       dtype: Element type in the program, as HLO writes it (`bf16`). Several are joined by `+`.
       wire_dtype: Element type that is sent.

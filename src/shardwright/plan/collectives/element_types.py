@@ -1,13 +1,13 @@
 """Recover the element type of a program where the backend widened a collective.
 
-XLA for CPU converts some types before a collective and converts the result back: bfloat16 is sent
-as float32, floats of 8 and 4 bits as float16 (float8_e8m0fnu as float32), and int4 as int8. Any of
-these shows that the backend did so:
+XLA for CPUs converts some types before a collective and converts the result back: bfloat16 is sent
+as float32, floats of 8 and 4 bits as float16 (float8_e8m0fnu as float32), and int4 as int8. Each of
+these signs shows that the backend converted:
 
 * The reduction's computation has a name with `_promoted`.
 * The reduction's computation still adds the narrow type.
-* There is a conversion right before the collective, and one right after it. A program that converts
-  in this way by itself cannot be told apart.
+* There is a conversion right before the collective, and one right after it. If the program itself
+  converts in this way, it is mistaken for the backend.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from collections.abc import Iterator
 
 from shardwright.plan.collectives.hlo import Computation, Instruction, Module, bits_of
 
-# What XLA widens in reductions, and to what.
+# Wide type -> the type that XLA widens to it in reductions.
 _PROMOTED = {"f32": "bf16", "s32": "s16", "u32": "u16"}
-# Integers that it widens around any collective. A program may widen int8 itself, to add in int32.
+# Wide type -> the integers that XLA widens to it around any collective. int8 is not here: a program
+# may itself widen it, to add in int32.
 _UNPACKED = {"s8": "s4", "u8": "u4"}
 _MOVES = frozenset(
     {"bitcast", "copy", "reshape", "transpose", "slice", "dynamic-slice", "broadcast"}
@@ -45,8 +46,9 @@ def program_type(
             module, computation, instruction, None if lone or not instruction.is_tuple else position
         )
     )
-    # XLA may combine reductions and promote only some of them, so each one must be narrowed later.
-    # A promoted operand need not be widened right before: a dot may compute it in the wide type.
+    # XLA may combine reductions and promote only some of them, so the result of each one must be
+    # narrowed later. A promoted operand may lack a conversion before the collective, because a dot
+    # may compute it in the wide type.
     if len(goes_to) == 1 and (promoted or goes_to == set(_sources(module, computation, operand))):
         narrow = goes_to.pop()
         if _widens(narrow, wire):

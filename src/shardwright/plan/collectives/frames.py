@@ -1,4 +1,4 @@
-"""The source line of each instruction, from the stack frames that HLO text carries."""
+"""Read the source line of each instruction from the stack frames in the text of HLO."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 # Our own package: `shardwright/`, two folders above this one.
 _OWN = str(Path(__file__).parents[2]) + "/"
-# It is a model, though it is part of this package.
+# The reference decoder is in this package, but its lines are those of a model.
 _REFERENCE_MODEL = f"{_OWN}interop/hf_decoder/"
 
 
@@ -50,7 +50,10 @@ def _callers(frame: str, parents: Mapping[str, str]) -> Iterator[str]:
 
 
 def _shown_place(places: Sequence[str]) -> str:
-    """Return the innermost place outside of libraries and shardwright, if there is one."""
+    """Return the innermost place outside of libraries and shardwright.
+
+    If there is none, return the innermost place outside of shardwright, else the outermost place.
+    """
     foreign = [
         place
         for place in places

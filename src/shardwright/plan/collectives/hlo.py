@@ -55,7 +55,7 @@ BITS: Mapping[str, int] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """One array of a result: its element type as HLO writes it, and its shape on one device."""
+    """One array of a result: its element type in HLO, and its shape on one device."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -108,7 +108,7 @@ class Instruction:
       is_tuple: Whether the result is a tuple.
       operands: Names of the instructions that it reads.
       literal: Text between the parentheses: a constant's value, a parameter's number.
-      rest: Attributes, as text.
+      rest: The attributes as text.
       is_root: Whether it is the result of its computation.
       line: Line of the text, from 1.
     """
@@ -128,7 +128,7 @@ class Instruction:
         return _attributes(self.rest)
 
 
-# Cached, because running a loop's counter reads the same attributes on every trip.
+# Cached, because `trip_counts` reads the same attributes for every trip of a loop.
 @functools.lru_cache(maxsize=4096)
 def _attributes(text: str) -> Mapping[str, str]:
     pairs = (piece.partition("=") for piece in split(text))

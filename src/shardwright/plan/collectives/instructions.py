@@ -1,4 +1,4 @@
-"""Which instructions of a program are collectives, and which computations run them."""
+"""Tell which instructions of a program are collectives, and which computations run them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _BETWEEN_SLICES: Mapping[str, Kind] = {
 }
 
 
-# Other opcodes that match are unknown collectives. They are errors, since a program in which they
-# are skipped would seem to send less.
+# Any other opcode that matches is an unknown collective. It is an error: if it were skipped, the
+# program would seem to send less than it does.
 _COLLECTIVE_NAME = re.compile(r"all-|collective-|reduce-scatter|ragged-all")
 
 
@@ -147,9 +147,9 @@ _RESHAPING = frozenset({"bitcast", "copy", "convert", "reshape", "transpose"})
 
 
 def is_scattered(computation: Computation, instruction: Instruction) -> bool:
-    """Tell whether a fused all-reduce is a reduce-scatter: each device keeps only its slices.
+    """Tell whether each device keeps only its slice of a fused all-reduce: then it reduce-scatters.
 
-    A combined all-reduce has a tuple of results, each of which must be sliced.
+    A combined all-reduce has a tuple of results. Each of them must be sliced.
     """
     following = computation.users.get(instruction.name, ())
     if following and all(user.opcode == "get-tuple-element" for user in following):
@@ -162,7 +162,7 @@ def is_scattered(computation: Computation, instruction: Instruction) -> bool:
 def is_gather(
     module: Module, computation: Computation, instruction: Instruction, devices: int
 ) -> bool:
-    """Tell whether an all-reduce sums arrays in which each device filled only its own slice."""
+    """Tell whether an all-reduce is a gather: each device filled only its slice of a zero array."""
     operand = computation.instructions[instruction.operands[0]]
     inner = (
         module.computations[operand.attributes()["calls"].lstrip("%")]

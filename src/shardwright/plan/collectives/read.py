@@ -59,8 +59,8 @@ def read_collectives(
         devices have the index of their slice.
       trips: Trip count of loops whose end depends on data. By default, their collectives have
         `count=None`.
-      dtypes: Element type that is sent -> element type in the program (`{"f32": "bf16"}`). Needed
-        only if the conversions in the program do not show it.
+      dtypes: Element type that is sent -> element type in the program, such as `{"f32": "bf16"}`.
+        It is only needed if the program has no conversions that show the element type.
 
     Raises:
       ProgramError: The program cannot be parsed, or runs on one device of a larger mesh.
@@ -85,9 +85,9 @@ class _Reader:
     Attributes:
       module: The program.
       sizes: Size of each mesh axis.
-      positions: Position in the mesh of each device of the program. With several slices, these are
-        the devices of the first slice.
-      slices: Span of the slices that run the program side by side, or None.
+      positions: Position in the mesh of each device of the program. If each slice runs a program,
+        these are the devices of the first slice.
+      slices: Mesh axes between the slices if each slice runs a program, else None.
       trips: Trip count of loops whose end depends on data, or None.
       dtypes: Element type that is sent -> element type in the program.
       holding: Computations that contain a collective, directly or through calls.
@@ -132,7 +132,7 @@ class _Reader:
         )
 
     def visit(self, frame: Frame, times: int | None, maybe: bool) -> Iterator[Collective]:
-        """Yield the collectives of a computation that runs `times` times, and of its callees."""
+        """Yield the collectives of a computation that runs `times` times, and of those it calls."""
         self.seen.add(frame.computation.name)
         channels: set[str] = set()  # channels of fused collectives, so that each counts once
         for instruction in frame.computation.instructions.values():
@@ -199,8 +199,8 @@ class _Reader:
                 continue
             channel = part.attributes().get("channel_id", "")
             scatters = kind is Kind.ALL_REDUCE and is_scattered(inner, part)
-            # A split collective counts at its start; any other at its first fusion. Combined
-            # reduce-scatters are never split, and all of them have the same channel.
+            # A split collective counts at its start, any other one at its first fusion. Combined
+            # reduce-scatters all have the same channel, but they are never split, so each counts.
             is_repeat = channel in channels and not scatters
             if channel in self.started:
                 is_repeat = channel not in starts
@@ -210,7 +210,7 @@ class _Reader:
             whole = self._collective(
                 inner, part, Kind.REDUCE_SCATTER if scatters else kind, times, maybe
             )
-            # The compiler often names the operation only on the fusion.
+            # Often, only the fusion has the name of the operation.
             outer = instruction.attributes().get("metadata", "")
             yield (
                 whole
@@ -328,7 +328,7 @@ def _op_name(metadata: str) -> str:
 def _device_positions(
     module: Module, mesh: Any, sizes: Mapping[str, int]
 ) -> tuple[Sequence[int], Span | None]:
-    """Return the position in the mesh of each device of the program, and the span of its slices.
+    """Return the position in the mesh of each device of the program, and the span between slices.
 
     The span is None unless the program is compiled for one of several slices.
     """

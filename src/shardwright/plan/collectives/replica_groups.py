@@ -1,12 +1,13 @@
 """Parse the device groups of a collective, and find the mesh axes that they span.
 
-Ids are positions in `mesh.devices.flat`, not `device.id`. XLA writes groups in three forms:
+Ids are positions in `mesh.devices.flat`, not values of `device.id`. XLA writes groups in three
+forms:
 - as a list, `{{0,1},{2,3}}`;
 - as an iota, `[2,4]<=[4,2]T(1,0)`;
 - by mesh axes, `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`.
 
-In the third form, `'b':(2)2` is the part of axis b that has size 2 and follows a major part of size
-2. These axes are those of the compiler's own mesh, so the groups are expanded to ids.
+In the third form, `'b':(2)2` cuts axis b into parts: a major part of size 2, then the part of size
+2 that is meant. The axes are those of a mesh of the compiler, so the groups are expanded to ids.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def _rows(array: np.ndarray) -> Groups:
 
 
 def _by_axes(match: re.Match[str], text: str) -> Groups:
-    """Expand groups that are written by the axes of the compiler's own mesh."""
+    """Expand groups that are written by the axes of a mesh of the compiler."""
     sizes = {axis[1] or axis[2]: int(axis[3]) for axis in _MESH_AXIS.finditer(match[1])}
     positions = _order(match[2], math.prod(sizes.values()), text).reshape(list(sizes.values()))
     # Each axis is cut into (major, member, minor) parts. A whole axis is one member part.
@@ -218,7 +219,7 @@ def span_of(
 def span_of_pairs(
     pairs: Groups, sizes: Mapping[str, int], *, positions: Sequence[int] | None = None
 ) -> Span:
-    """Return the mesh axes that sends go along; `devices` is the longest chain or ring."""
+    """Return the mesh axes along which pairs send. `devices` is the size of the longest chain."""
     moving = tuple(pair for pair in pairs if pair[0] != pair[1])
     span = span_of(moving, sizes, positions=positions)
     longest = _longest_chain(moving)
@@ -230,7 +231,7 @@ def span_of_pairs(
 
 
 def _longest_chain(pairs: Groups) -> int:
-    """Return the size of the largest set of devices that sends connect."""
+    """Return the size of the largest set of devices that pairs connect."""
     near: dict[int, list[int]] = {}
     for source, target in pairs:
         near.setdefault(source, []).append(target)

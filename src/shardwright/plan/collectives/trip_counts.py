@@ -1,8 +1,8 @@
-"""Trip counts of loops in compiled programs: as XLA states them, or by running the loop's counter.
+"""Find the trip counts of loops in compiled programs.
 
-CPU and GPU programs state `known_trip_count`. For TPU programs, the counter, the condition and the
-integers they depend on are interpreted from the loop's start values. The count is None if it
-depends on computed data.
+Programs for CPUs and GPUs state `known_trip_count`. Programs for TPUs do not. For these, the
+counter of the loop is interpreted: its start value, its condition, and the integers on which they
+depend. The count is None if it depends on computed data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwright.plan.collectives.hlo import BITS, Computation, Instruction, Module
 
-LIMIT = 1 << 16  # trips to interpret before the count is given up as unknown
+LIMIT = 1 << 16  # after so many interpreted trips, the count is unknown
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _INTEGERS = frozenset({"pred", *(f"{sign}{bits}" for sign in "su" for bits in (4, 8, 16, 32, 64))})

@@ -13,7 +13,7 @@ _TRAFFIC = ("collective", "over", "axis", "times", "sent before", "sent after", 
 
 
 def changes_text(comparison: PlanComparison, *, rows: int | None = None, width: int = WIDTH) -> str:
-    """Return what differs between two plans: quantities, collectives, and what is unsure.
+    """Return what differs between two plans: quantities, collectives, and where they are unsure.
 
     Args:
       comparison: Both plans, compared.
@@ -59,9 +59,10 @@ def _value_text(value: float | str | None, unit: str) -> str:
 
 
 def _share_text(change: Change) -> str:
-    """Return the change in percent, or as a factor above 2.
+    """Return the change in percent, or as a factor if it is above 2.
 
-    Return "" if a side is not a number, or if the left side is 0.
+    Returns:
+      "" if a value is not a number, or if the left value is 0.
     """
     before, after = change.before, change.after
     if isinstance(before, str) or isinstance(after, str) or not before or after is None:

@@ -13,7 +13,7 @@ _WIDTH: Final = 1000  # units of a picture; it is scaled to the page
 _LABEL: Final = 190
 _VALUE: Final = 190
 _ROW: Final = 24
-_FAR: Final = 6  # a limit beyond this multiple of the parts is not drawn
+_FAR: Final = 6  # a limit above this multiple of the parts is not drawn
 
 
 def stacked_bar(
@@ -22,13 +22,13 @@ def stacked_bar(
     """Return memory as a bar of parts, with marks for the lower end, the limit and the peak.
 
     Args:
-      parts: Bytes by name, of the upper end.
-      low: Bytes of the lower end.
-      usable: Bytes that the chip has for a program, or None.
-      peak: Bytes of the compiled program, or None.
+      parts: Name -> bytes at the upper end of the range.
+      low: Bytes at the lower end.
+      usable: Bytes that a program may use on the chip, or None.
+      peak: Bytes that the compiled program needs, or None.
     """
     whole = max(sum(parts.values()), peak or 0, 1)
-    # A limit far to the right would make the parts unreadable.
+    # If a limit were far to the right, the parts would be too small to read.
     usable = None if usable is None or usable > _FAR * whole else usable
     whole = max(whole, usable or 0)
     scale = (_WIDTH - 2) / whole

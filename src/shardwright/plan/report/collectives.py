@@ -10,7 +10,7 @@ from shardwright.resolution.tables import WIDTH, remarked_table
 from shardwright.vocabulary.axes import axis_label
 
 _HEAD = ("times", "collective", "over", "dtype", "bytes", "all times", "where")
-_LONG = 40  # characters shown of an operation's name, from its end
+_LONG = 40  # characters that are shown of an operation's name, counted from its end
 
 
 def collectives_text(
@@ -20,7 +20,7 @@ def collectives_text(
     rows: int | None = None,
     width: int = WIDTH,
 ) -> str:
-    """Return a table of collectives, most bytes first. Equal ones from one source line share a row.
+    """Return a table of collectives, most bytes first. Equal ones of one source line share a row.
 
     Args:
       found: Result of `shardwright.plan.read_collectives`, or a part of it.

@@ -16,7 +16,7 @@ EVENT_HEAD: Final = ("times", "collective", "over", "axis", "bytes", "sent", "wh
 def event_lines(
     events: Sequence[Event], *, rows: int | None = None, width: int = WIDTH
 ) -> list[str]:
-    """Return a table of collectives, those that send most first, and their sum.
+    """Return a table of collectives, most bytes first, and the sum of their bytes.
 
     Args:
       events: Collectives of a plan.
@@ -35,7 +35,7 @@ def event_lines(
 
 
 def grouped_events(events: Sequence[Event]) -> list[list[Event]]:
-    """Return groups of collectives that differ in their paths only, those that send most first."""
+    """Return groups of collectives with equal kind, axes, bytes and line, most bytes sent first."""
     groups: dict[tuple[Any, ...], list[Event]] = {}
     for event in events:
         key = (

@@ -15,7 +15,7 @@ _MEANS = {
 
 
 def fit_lines(peak: Peak, chip: Chip | None, *, complete: bool = True) -> list[str]:
-    """Return lines on memory: the range, what it consists of, and the verdict.
+    """Return lines on memory: the range, the parts of its upper end, and the verdict.
 
     Args:
       peak: The range of the peak.

@@ -1,4 +1,4 @@
-"""Show plans as one HTML page that needs nothing else: light and dark, without scripts."""
+"""Show plans as one HTML page that loads nothing else. It has a light and a dark mode."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def plan_html(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{name}</title>\n<style>\n{style.read_text(encoding='utf-8')}</style></head>\n"
-        f"<body><h1>{name}</h1><p>What each device holds, computes and sends in one run, computed "
-        f"without running it.</p><nav>{links if len(reports) > 1 else ''}</nav>\n"
+        f"<body><h1>{name}</h1><p>What each device holds, computes and sends in one run. The "
+        f"program was not run.</p><nav>{links if len(reports) > 1 else ''}</nav>\n"
         f"{chr(10).join(sections)}\n</body></html>\n"
     )
 
@@ -94,15 +94,15 @@ def _tiles(report: PlanReport, verification: Verification | None) -> Iterator[st
     span = f"{bytes_text(report.memory.low)} to {bytes_text(report.memory.high)}"
     peak = None if verification is None else verification.compiled.peak
     if peak is None:
-        yield _tile("memory per device", span, "at least to at most")
+        yield _tile("memory per device", span, "planned, at least to at most")
     else:
         yield _tile("memory per device", bytes_text(peak), f"compiled; planned {span}")
     if report.time is not None:
         times = f"{seconds_text(report.time.low)} to {seconds_text(report.time.high)}"
         yield _tile("time of one run", times, "from full overlap to none; not calibrated")
-    yield _tile("sent per device", bytes_text(report.sent_bytes), f"{len(report.events)} events")
+    yield _tile("sent per device", bytes_text(report.sent_bytes), "planned, in all collectives")
     stored = report.state.stored
-    yield _tile("copies in the state", f"{stored.replicated_share:.1%}", "of all bytes held")
+    yield _tile("copies in the state", f"{stored.replicated_share:.1%}", "of its bytes")
 
 
 def _tile(name: str, value: str, remark: str, *, style: str = "") -> str:

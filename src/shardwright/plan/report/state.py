@@ -1,4 +1,4 @@
-"""Show the state by category, and the rules that leave arrays replicated."""
+"""Show the state by category, and the rules that replicate arrays."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _ROWS = 5
 
 
 def state_text(state: StateBytes, *, rows: int | None = None, width: int = WIDTH) -> str:
-    """Return a table of bytes by category, and one of the rules that replicate most.
+    """Return a table of bytes by category, and a table of the rules that replicate most.
 
     Args:
-      state: What is held.
+      state: The state.
       rows: How many rules to show. Defaults to 5.
       width: Characters per line.
     """
@@ -45,11 +45,11 @@ def state_row(state: StateBytes, category: Category) -> tuple[str, ...]:
 
 
 def cause_rows(state: StateBytes) -> list[tuple[str, ...]]:
-    """Return one row per mesh axis and rule, the one that saves most first."""
+    """Return one row per mesh axis and rule, the largest possible saving first."""
     saved: dict[tuple[str, ...], list[int]] = {}
     for leaf in state.leaves:
         if leaf.category is Category.INPUTS or not leaf.bytes.shape:
-            continue  # inputs are replicated by intent, and scalars cannot be sharded
+            continue  # inputs are often replicated on purpose, and scalars cannot be sharded
         for cause in leaf.causes:
             place = f"   ({cause.place})" if cause.place else ""
             key = (cause.mesh_axis, f"{cause.rule or '-'}{place}", cause.why)

@@ -43,7 +43,7 @@ def verification_text(verification: Verification, *, width: int = WIDTH) -> str:
             lines += textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False)
     unknown = sum(each.count is None for each in compiled.collectives)
     if unknown:
-        lines.append(f"{unknown} collectives run an unknown number of times, and are left out")
+        lines.append(f"{unknown} collectives are not counted: their number of runs is unknown")
     return "\n".join(lines)
 
 
@@ -72,7 +72,7 @@ def memory_rows(verification: Verification) -> Iterator[tuple[str, ...]]:
 
 
 def sent_rows(sent: Sent) -> Iterator[tuple[str, ...]]:
-    """Yield planned and compiled bytes by kind and in all, in the order of `SENT_HEAD`."""
+    """Yield planned and compiled bytes by kind, then their sums, in the order of `SENT_HEAD`."""
     axes = "+".join(sent.mesh_axes)
     kinds = sorted({*sent.planned, *sent.compiled})
     for kind in kinds:
@@ -83,7 +83,7 @@ def sent_rows(sent: Sent) -> Iterator[tuple[str, ...]]:
 
 
 def reason_texts(sent: Sent) -> Iterator[str]:
-    """Yield the reasons why the compiled program sends something else than planned."""
+    """Yield the reasons why the compiled program sends other bytes than planned."""
     for reason in sent.reasons:
         share = f" ({_signed(reason.adds)})" if reason.adds else ""
         yield f"{reason.what}{share}{_places(reason)}"

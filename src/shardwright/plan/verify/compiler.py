@@ -25,8 +25,9 @@ from shardwright.plan.verify.export import Exported
 Platform = Literal["tpu", "cpu"]
 Effort = Literal["low", "full"]
 
-TIMEOUT: Final = 600.0  # seconds; an 8B training step takes 40 to 200
-# With these, libtpu prints no warnings without a TPU, and several processes may load it.
+TIMEOUT: Final = 600.0  # seconds; to compile an 8B training step takes 40 to 200
+# With these settings, libtpu prints no warnings on a machine without TPUs, and several processes
+# may load it at the same time.
 _TPU_SETTINGS: Final = {
     "JAX_PLATFORMS": "cpu",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
@@ -41,17 +42,18 @@ _USED = re.compile(
     r"(?: of |\) exceeds available HBM \()[0-9.]+[KMGT]?"
 )
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_FORMAT: Final = 2  # of results on disk, and of how they are read
+_FORMAT: Final = 2  # version of the results on disk; a new one makes old results unused
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What to compile for.
+    """The devices to compile for, and how much to optimize.
 
     Attributes:
-      platform: `tpu`, or `cpu` for sharding only.
-      topology: The slice; "" on CPU.
-      effort: `full`, or `low` for a compile that is four times as fast and keeps the collectives.
+      platform: `tpu`, or `cpu` to check the sharding only.
+      topology: The slice, or "" for CPUs.
+      effort: `full` or `low`. With `low`, the compile is four times as fast, and the program sends
+        the same bytes within 1%.
     """
 
     platform: Platform
@@ -74,7 +76,7 @@ class Compiled:
       target: What it was compiled for.
       collectives: Collectives of the compiled program.
       memory: Bytes on one device by name: `argument_size`, `output_size`, `alias_size`,
-        `temp_size`, `peak_memory`; empty if the compiler refused the program.
+        `temp_size`, `peak_memory`. Empty if the compiler refused the program.
       seconds: Seconds that the compile took.
       refused: The compiler's message if the program needs more memory than the chip has, or "".
       cached: Whether the result was on disk.
@@ -89,7 +91,7 @@ class Compiled:
 
     @property
     def peak(self) -> int | None:
-        """Bytes that the program needs on one device at one time; None if that is unknown."""
+        """Most bytes that the program needs on one device at one time, or None if unknown."""
         if self.refused:
             match = _USED.search(self.refused)
             return None if match is None else int(float(match[1]) * _UNITS[match[2]])
@@ -111,7 +113,7 @@ class Compiled:
 def make_target(
     topology: Topology | None, *, platform: Platform | None = None, effort: Effort = "low"
 ) -> Target:
-    """Return what to compile for, after checking that its compiler is installed.
+    """Return a target, after a check that its compiler is installed.
 
     Args:
       topology: The slice, or None.
@@ -119,7 +121,7 @@ def make_target(
       effort: How much the compiler optimizes.
 
     Raises:
-      StrategyError: There is no compiler for it.
+      StrategyError: There is no compiler for the target, or it is not installed.
     """
     if platform == "cpu" or (platform is None and topology is None):
         return Target(platform="cpu", effort=effort)
@@ -157,7 +159,7 @@ def compile_exported(
       target: What to compile for.
       timeout: Seconds after which the worker is killed.
       cache: Folder of results. Defaults to none.
-      lines: Source lines that the result names. If they change, the result is not used again.
+      lines: Source lines that the result names. If they change, the program is compiled again.
 
     Raises:
       ProgramError: The worker died or ran out of time, or the compiler cannot compile the program.
@@ -186,7 +188,7 @@ def compile_exported(
 
 
 def _key(exported: Exported, request: Mapping[str, Any], lines: Sequence[str]) -> str:
-    """Return a name for a program, its target, and the versions that compile it."""
+    """Return a hash of a program, its target, and the versions that compile it."""
     names = ("jax", "jaxlib", *(["libtpu"] if request["platform"] == "tpu" else []))
     versions = {name: importlib.metadata.version(name) for name in names}
     text = json.dumps([_FORMAT, request, versions, lines, exported.text], sort_keys=True)
@@ -194,7 +196,7 @@ def _key(exported: Exported, request: Mapping[str, Any], lines: Sequence[str]) -
 
 
 def _read_result(file: Path) -> dict[str, Any] | None:
-    """Return a result on disk; None if there is none, or an incomplete one."""
+    """Return a result from disk, or None if there is no complete one."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -244,7 +246,7 @@ def _run_worker(folder: Path, messages: Any, target: Target, timeout: float) -> 
     """Run the worker and return its exit status. It is killed if it runs out of time."""
     paths = os.pathsep.join(filter(None, sys.path))
     settings = _TPU_SETTINGS if target.platform == "tpu" else {"JAX_PLATFORMS": "cpu"}
-    # The number of devices comes with the request.
+    # The request has the number of devices, so the worker must not take it from XLA_FLAGS.
     unset = ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     worker = subprocess.Popen(

@@ -1,7 +1,7 @@
-"""Compare the traffic of a plan with that of its compiled program, and name the reasons.
+"""Compare the bytes that a plan and its compiled program send, and name the reasons.
 
-A reason is a pattern of the compiled program that adds or saves a known number of bytes. Bytes that
-no pattern accounts for are reported as not explained.
+A reason is a pattern of the compiled program that adds or saves a known number of bytes. Bytes
+without such a pattern are reported as not explained.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardwright.plan.collectives.hlo import bytes_of
 from shardwright.plan.walk.events import Event
 
 _EQUAL: Final = 0.02  # a difference up to this share needs no reason
-_SMALL: Final = 0.01  # reasons of less than this share are left out
+_SMALL: Final = 0.01  # reasons for less than this share are left out
 _LOOKUPS: Final = ("scatter-add", "scatter", "gather")
 # What a collective matmul replaces.
 _MOVED: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
@@ -25,12 +25,12 @@ _FLOATS: Final = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """Why a compiled program sends something else than planned.
+    """A reason why a compiled program sends other bytes than planned.
 
     Attributes:
       what: What the compiler did.
       adds: Bytes that one device sends because of it in all runs; negative if it saves.
-      sources: Lines of the model where it did so.
+      sources: Lines of the model where it did this.
     """
 
     what: str
@@ -40,7 +40,7 @@ class Reason:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """What one device sends over some mesh axes, as planned and as compiled.
+    """The bytes that one device sends over some mesh axes, as planned and as compiled.
 
     Attributes:
       mesh_axes: The mesh axes.
@@ -94,7 +94,8 @@ def compare_traffic(
     Args:
       events: Collectives of the plan.
       collectives: Collectives of the compiled program.
-      cpu: Whether it was compiled for CPUs, whose compiler turns reduce-scatters into all-reduces.
+      cpu: Whether the program was compiled for CPUs. That compiler turns reduce-scatters into
+        all-reduces.
     """
     planned: dict[tuple[str, ...], list[Event]] = defaultdict(list)
     compiled: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
@@ -138,7 +139,7 @@ def _wire(collective: Collective) -> int:
 def _known_reasons(
     row: Sent, events: Sequence[Event], collectives: Sequence[Collective]
 ) -> Iterator[Reason]:
-    """Yield the reasons that the collectives themselves show."""
+    """Yield the reasons whose bytes follow from the collectives."""
     if gathers := [each for each in collectives if each.gathers and each.kind is Kind.ALL_REDUCE]:
         yield _reason(
             "all-reduces that sum slices into zeros: gathers that send twice the bytes",
@@ -168,7 +169,7 @@ def _known_reasons(
     lookups = [each for each in collectives if each.op_name.rpartition("/")[2] in _LOOKUPS]
     for kind in sorted({each.kind for each in lookups}):
         members = [each for each in lookups if each.kind is kind]
-        # Leave out the bytes that other element types add.
+        # Bytes that another element type adds have a reason of their own.
         same_kind = [each for each in collectives if each.kind is kind]
         wider = sum(_wire(each) - converted[id(each)].planned for each in same_kind)
         more = row.compiled[kind] - wider - row.planned.get(kind, 0)
@@ -198,7 +199,7 @@ class _Converted(NamedTuple):
 def _converted(
     events: Sequence[Event], collectives: Sequence[Collective], permutes: Sequence[Collective]
 ) -> dict[int, _Converted]:
-    """Return what each collective would send in its planned element type, by its `id`.
+    """Return, by the `id` of each collective, what it would send in its planned element type.
 
     Two different collectives may be equal as data, so they cannot be keys themselves.
     """
@@ -247,7 +248,7 @@ def _cpu_reasons(
 def _last_reasons(
     row: Sent, events: Sequence[Event], collectives: Sequence[Collective], cpu: bool
 ) -> Iterator[Reason]:
-    """Yield reasons for the bytes that are not explained yet, if the program shows a pattern."""
+    """Yield a reason for all bytes that are not explained yet, if the program has its pattern."""
     unexplained = row.unexplained
     if unexplained <= _EQUAL * max(sum(row.planned.values()), 1):
         return

@@ -24,9 +24,9 @@ class Exported:
 
     Attributes:
       program: The serialized `jax.export.Exported`. Its arguments are a flat list of arrays.
-      text: The same without source lines, so that equal programs have equal texts.
-      specs: Per array, the mesh axes of each dim. The serialized program lacks them for arrays that
-        it does not use.
+      text: The program as text without source lines, so that equal programs have equal texts.
+      specs: Per array, the mesh axes of each dim. The serialized program does not have those of
+        unused arrays.
       donated: Positions of the arrays whose memory the program may overwrite.
       mesh: Size of each mesh axis.
     """
@@ -44,10 +44,9 @@ def export_program(
     """Export a program under a manager. No device is needed.
 
     Args:
-      manager: Strategy, mesh and mode. Explicit axes are compiled as Auto ones, as they are
-        planned.
+      manager: Strategy, mesh and mode. As in a plan, Explicit mesh axes are taken as Auto ones.
       program: What to export.
-      traced: Its trace, which has the annotation of each array.
+      traced: Its trace, which has the annotations of the arguments and results.
       platform: `tpu` or `cpu`.
 
     Raises:
@@ -110,8 +109,8 @@ def export_program(
 _LOCATION = re.compile(
     r'^#loc.*$| ?loc\((?:#loc\d*|unknown|"[^"]*"(?:\(#loc\d*\))?)\)', re.MULTILINE
 )
-# Kernels are custom calls, which another version of JAX may be unable to read. Both processes here
-# have the same version.
+# Kernels are custom calls. Export refuses them because another version of JAX may not read them.
+# Here, both processes have the same version.
 _CALLS = [
     jax.export.DisabledSafetyCheck.custom_call(name)
     for name in ("tpu_custom_call", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")

@@ -1,4 +1,4 @@
-"""Verify a plan: compile its program and compare both."""
+"""Verify a plan: compile its program, and compare the plan with the compiled program."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Verification:
 
     @property
     def verdict(self) -> Verdict | None:
-        """Whether the program fits: by the compiler, or by the plan if the compiler cannot tell."""
+        """Whether the program fits: by the compiler, or by the plan if the peak is unknown."""
         layout, peak = self.report.layout, self.compiled.peak
         if self.compiled.refused:
             return Verdict.DOES_NOT_FIT
@@ -51,7 +51,7 @@ class Verification:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes that the program needs on one device: the compiled peak, or the upper end."""
+        """Bytes that the program needs on one device: the compiled peak, else the upper end."""
         peak = self.compiled.peak
         return self.report.memory.high if peak is None else peak
 
@@ -76,15 +76,18 @@ def verify_plan(
 ) -> Verification:
     """Plan a program, compile it for its target in a worker process, and compare both.
 
-    The target's devices are not needed. TPUs need libtpu, which the extra `tpu-aot` installs. A
-    compile for CPUs shows the sharding only: its bytes and its memory are not those of a TPU.
+    This needs no devices of the target. To compile for TPUs, it needs libtpu, which the extra
+    `tpu-aot` installs. A compile for CPUs shows the sharding only: its bytes and its memory differ
+    from those of a TPU.
 
     Args:
       manager: Strategy, mesh and mode.
       program: What to verify.
-      topology: The slice that the mesh is on, such as `v5p:4x4x4`. Defaults to no hardware.
+      topology: The slice that the mesh is on, such as `v5p:4x4x4`. By default, the program is
+        compiled for CPUs.
       platform: `tpu` or `cpu`. Defaults to `tpu` if there is a slice.
-      effort: `low` takes a quarter of the time, and changes memory by less than 10%.
+      effort: How much the compiler optimizes. `low` takes a quarter of the time to compile, and
+        changes the memory by less than 10%.
       timeout: Seconds after which the worker is killed.
       cache: Folder of compiled results. Defaults to none.
 

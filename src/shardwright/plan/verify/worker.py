@@ -45,7 +45,7 @@ def compile_program(program: bytes, request: Mapping[str, Any]) -> dict[str, Any
 
     Args:
       program: The serialized program.
-      request: platform, topology, options of the topology, mesh, specs, donated and effort.
+      request: The platform, topology, options of the topology, mesh, specs, donated and effort.
     """
     exported = jax.export.deserialize(bytearray(program))
     mesh = make_mesh(request)
@@ -92,7 +92,7 @@ def make_mesh(request: Mapping[str, Any]) -> Mesh:
             shape, devices=topology.devices, allow_split_physical_axes=True
         )
     except (NotImplementedError, TypeError, ValueError, AssertionError):
-        # JAX cannot assign some shapes to a slice. The order of devices changes no bytes.
+        # JAX cannot assign some meshes to a slice. Any order of the devices sends the same bytes.
         devices = np.array(topology.devices).reshape(shape)
     return Mesh(devices, tuple(sizes), axis_types=auto)
 
