@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from shardwright.plan.collectives.collective import Kind, ring_bytes
 from shardwright.plan.walk.events import Choice, Event, Idle, Site, Work
 from shardwright.plan.walk.liveness import Buffer, Peak, Timeline
+from shardwright.plan.walk.moves import find_move
 from shardwright.plan.walk.values import Dims, Origin, Value, axes_of, local_elements, shards
+
+_IN_STEPS: Final = "constrain the value in between with shard(...), one mesh axis at a time"
 
 
 class Ledger:
@@ -99,36 +102,24 @@ class Ledger:
             if group - scattered:
                 rest = group - scattered
                 self._note(Kind.ALL_REDUCE, rest, value, aval, _frozen(current), site)
-        self._regroup(value, aval, current, dims, site)
+        self._transfer(value, aval, _frozen(current) if value.owed else value.dims, dims, site)
         if target.dims != value.dims and len(self.events) > sent:
             # A move that sends nothing is a slice, which is fused into its use.
             self.moved += self.local_bytes(aval, target.dims)
         return target
 
-    def _regroup(
-        self, value: Value, aval: Any, current: list[list[str]], dims: Dims, site: Site
-    ) -> None:
-        """Note moves of mesh axes between dims, gathers and changes of order."""
-        held = {axis: at for at, dim in enumerate(current) for axis in dim}
-        wanted = {axis: at for at, dim in enumerate(dims) for axis in dim}
-        moved = {axis for axis in held if axis in wanted and held[axis] != wanted[axis]}
-        if moved:
-            self._note(Kind.ALL_TO_ALL, moved, value, aval, _frozen(current), site)
-            for axis in sorted(moved, key=list(wanted).index):
-                current[held[axis]].remove(axis)
-                current[wanted[axis]].append(axis)
-        gone = {axis for axis in held if axis not in wanted}
-        if gone:
-            current = [[axis for axis in dim if axis not in gone] for dim in current]
-            self._note(Kind.ALL_GATHER, gone, value, aval, _frozen(current), site)
-        reordered = {
-            axis
-            for dim, goal in zip(current, dims, strict=True)
-            if dim != list(goal) and set(dim) == set(goal) and not moved & set(dim)
-            for axis in dim
-        }
-        if reordered:
-            self._note(Kind.PERMUTE, reordered, value, aval, _frozen(current), site)
+    def _transfer(self, value: Value, aval: Any, current: Dims, dims: Dims, site: Site) -> None:
+        """Note the collectives of a move between two shardings of a complete value."""
+        move = find_move(current, dims, self.sizes)
+        for each in move.transfers:
+            self._note(each.kind, each.axes, value, aval, each.dims, site, devices=each.devices)
+        self.doubt(move.doubtful, site, _IN_STEPS)
+
+    def doubt(self, mesh_axes: Iterable[str], site: Site, fix: str) -> None:
+        """Note that a compiler may handle mesh axes in another way, and what would settle it."""
+        for axis in self.sizes:
+            if axis in mesh_axes:
+                self.choices[Choice(mesh_axis=axis, source=site.source, fix=fix)] = None
 
     def settle(self, value: Value, aval: Any, site: Site, *, wanted: Dims | None = None) -> Value:
         """Complete a partial sum, by a reduce-scatter if `wanted` shards it, else by an all-reduce.
@@ -156,6 +147,8 @@ class Ledger:
         aval: Any,
         dims: Dims,
         site: Site,
+        *,
+        devices: int | None = None,
     ) -> None:
         adds = kind in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
         dtype = np.dtype(value.sum_dtype) if adds and value.sum_dtype else aval.dtype
@@ -166,6 +159,7 @@ class Ledger:
             dataclasses.replace(site, runs=min(site.runs, value.runs)),
             dtype=str(dtype),
             origins=value.origins,
+            devices=devices,
         )
 
     def note(
@@ -177,11 +171,23 @@ class Ledger:
         *,
         dtype: str,
         origins: Mapping[str, Origin],
+        devices: int | None = None,
     ) -> None:
-        """Note one collective, unless it has only one device, no bytes or no runs."""
+        """Note one collective, unless it has only one device, no bytes or no runs.
+
+        Args:
+          kind: Kind of collective.
+          mesh_axes: Mesh axes that it runs over.
+          logical_bytes: Bytes of the result of an all-gather, else of the operand.
+          site: The equation that needs it.
+          dtype: Element type.
+          origins: Why each mesh axis shards its dim.
+          devices: Devices of one group. Defaults to all devices along the mesh axes.
+        """
         chosen = set(mesh_axes)
         axes = tuple(axis for axis in self.sizes if axis in chosen)
-        devices = shards(axes, self.sizes)
+        if devices is None:
+            devices = shards(axes, self.sizes)
         if devices < 2 or not logical_bytes or not site.runs:
             return
         causes = [origins[axis] for axis in axes if axis in origins]

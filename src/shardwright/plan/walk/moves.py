@@ -1,0 +1,245 @@
+"""The collectives that move a value from one sharding to another, in the order of XLA."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from shardwright.plan.collectives.collective import Kind
+from shardwright.plan.walk.values import Dims, axes_of, shards
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One collective of a move.
+
+    Attributes:
+      kind: Kind of collective.
+      axes: Mesh axes that it runs over.
+      dims: Mesh axes of each dim of the array whose bytes count: the result of an all-gather, else
+        the operand.
+      devices: Devices of one group. Fewer than the mesh axes have if it runs over a part of them.
+    """
+
+    kind: Kind
+    axes: frozenset[str]
+    dims: Dims
+    devices: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """How a value gets from one sharding to another.
+
+    Attributes:
+      transfers: Its collectives.
+      doubtful: Mesh axes for which XLA may find another way, which sends other bytes.
+    """
+
+    transfers: tuple[Transfer, ...] = ()
+    doubtful: frozenset[str] = frozenset()
+
+
+def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> Move:
+    """Return the collectives that move a value from the dims `held` to the dims `goal`.
+
+    Each rule is measured on compiled programs:
+
+    * A new mesh axis is a slice, and sends nothing.
+    * A mesh axis that changes its dim is an all-to-all. XLA cuts the last mesh axis of a dim, and
+      appends to the last of another. Where this leaves another order, a permute follows.
+    * A mesh axis that goes is an all-gather, dim by dim from the last. If it is not the last of its
+      dim, a permute comes first.
+    * One mesh axis in place of another in the same dim is a permute of the smaller shards.
+    """
+    before, after = _places(held), _places(goal)
+    gone = before.keys() - after.keys()
+    moved = {axis for axis in before.keys() & after.keys() if before[axis] != after[axis]}
+    replaced = _replaced(held, goal, sizes) if not moved else None
+    if replaced is not None:
+        return Move(transfers=tuple(replaced))
+    if moved and gone:
+        return _with_both(held, goal, sizes, moved, gone)
+    current = _sliced(held, goal)
+    if moved:
+        return _exchanged(held, current, goal, sizes, moved)
+    transfers, current = _gathered(current, gone, sizes)
+    reordered = {
+        axis for have, want in zip(current, goal, strict=True) if have != want for axis in want
+    }
+    if reordered and not any(transfer.kind is Kind.PERMUTE for transfer in transfers):
+        transfers.append(_transfer(Kind.PERMUTE, reordered, current, sizes))
+    return Move(transfers=tuple(transfers))
+
+
+def _places(dims: Dims) -> dict[str, int]:
+    return {axis: at for at, dim in enumerate(dims) for axis in dim}
+
+
+def _transfer(
+    kind: Kind, axes: Iterable[str], dims: Dims, sizes: Mapping[str, int], *, devices: int = 0
+) -> Transfer:
+    chosen = frozenset(axes)
+    return Transfer(kind=kind, axes=chosen, dims=dims, devices=devices or shards(chosen, sizes))
+
+
+def _sliced(held: Dims, goal: Dims) -> Dims:
+    """Return the dims after the slices: mesh axes that are new are appended to their dims."""
+    used = axes_of(held)
+    return tuple(
+        (*have, *(axis for axis in want if axis not in used))
+        for have, want in zip(held, goal, strict=True)
+    )
+
+
+def _replaced(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> list[Transfer] | None:
+    """Return the permute if exactly one dim has other mesh axes than before, none in common."""
+    changed = [at for at, (have, want) in enumerate(zip(held, goal, strict=True)) if have != want]
+    if len(changed) != 1:
+        return None
+    (at,) = changed
+    have, want = held[at], goal[at]
+    if not have or not want or set(have) & set(want):
+        return None
+    old, new = shards(have, sizes), shards(want, sizes)
+    axes = {*have, *want}
+    if new % old == 0:
+        return [_transfer(Kind.PERMUTE, axes, goal, sizes)]
+    if old % new == 0:
+        return [
+            _transfer(Kind.PERMUTE, axes, held, sizes),
+            _transfer(Kind.ALL_GATHER, have, goal, sizes, devices=old // new),
+        ]
+    return None
+
+
+def _gathered(
+    current: Dims, gone: Iterable[str], sizes: Mapping[str, int]
+) -> tuple[list[Transfer], Dims]:
+    """Return the gathers of mesh axes that go, and the dims after them."""
+    going = set(gone)
+    dims = list(current)
+    transfers = []
+    for at in reversed(range(len(dims))):
+        kept = tuple(axis for axis in dims[at] if axis not in going)
+        if kept == dims[at]:
+            continue
+        if dims[at][: len(kept)] != kept:
+            transfers.append(_transfer(Kind.PERMUTE, dims[at], tuple(dims), sizes))
+        lost = set(dims[at]) - set(kept)
+        dims[at] = kept
+        transfers.append(_transfer(Kind.ALL_GATHER, lost, tuple(dims), sizes))
+    return transfers, tuple(dims)
+
+
+def _exchanged(
+    held: Dims, current: Dims, goal: Dims, sizes: Mapping[str, int], moved: set[str]
+) -> Move:
+    """Return the all-to-all of mesh axes that change their dims, where none goes."""
+    changed = [
+        at for at, (have, want) in enumerate(zip(held, goal, strict=True)) if moved & {*have, *want}
+    ]
+    entered = _entered(held, goal, moved, changed)
+    if entered is not None:
+        return _traded(*entered, held, current, sizes)
+    ends = list(current)
+    for axis in [each for dim in current for each in dim if each in moved]:
+        at, to = _places(current)[axis], _places(goal)[axis]
+        ends[at] = tuple(each for each in ends[at] if each != axis)
+        ends[to] = (*ends[to], axis)
+    cut = frozenset(axis for at in changed for axis in _last(current[at], moved, sizes))
+    devices = shards(moved, sizes)
+    transfers = [_transfer(Kind.ALL_TO_ALL, cut, current, sizes, devices=devices)]
+    if tuple(ends) != goal or cut != moved:
+        axes = {axis for at in changed for axis in (*current[at], *goal[at])}
+        transfers.append(_transfer(Kind.PERMUTE, axes, current, sizes))
+    # Both ways between dims: XLA moves parts of an axis.
+    both = [at for at in changed if moved & set(held[at]) and moved & set(goal[at])]
+    return Move(transfers=tuple(transfers), doubtful=frozenset(moved if both else ()))
+
+
+def _last(dim: Sequence[str], moved: set[str], sizes: Mapping[str, int]) -> list[str]:
+    """Return the last mesh axes of a dim that have as many devices as those that leave it."""
+    leaving = [axis for axis in dim if axis in moved]
+    taken: list[str] = []
+    for axis in reversed(dim):
+        if shards(taken, sizes) >= shards(leaving, sizes):
+            break
+        taken.append(axis)
+    return taken
+
+
+def _entered(
+    held: Dims, goal: Dims, moved: set[str], changed: Sequence[int]
+) -> tuple[str, str] | None:
+    """Return (the mesh axis that leaves a dim, the one that takes its place), if it is one each."""
+    pairs = []
+    for at in changed:
+        have, want = held[at], goal[at]
+        if len(have) > 1 or len(want) > 1:
+            return None
+        if have and want:
+            pairs.append((have[0], want[0]))
+    if len(pairs) == 2 and pairs[0] == pairs[1][::-1]:
+        return pairs[0]
+    return pairs[0] if len(pairs) == 1 == len(moved) and len(changed) == 2 else None
+
+
+def _traded(left: str, entered: str, held: Dims, current: Dims, sizes: Mapping[str, int]) -> Move:
+    """Return the move of a mesh axis out of a dim that another one takes."""
+    both = {left, entered}
+    permute = _transfer(Kind.PERMUTE, both, current, sizes)
+    swapped = entered in axes_of(held)
+    if sizes[left] == sizes[entered] or (not swapped and sizes[left] < sizes[entered]):
+        return Move(transfers=(permute,))
+    smaller, larger = sorted(both, key=sizes.__getitem__)
+    ratio, rest = divmod(sizes[larger], sizes[smaller])
+    exchange = _transfer(Kind.ALL_TO_ALL, [larger], current, sizes, devices=ratio)
+    doubt = rest or not swapped
+    return Move(transfers=(exchange, permute), doubtful=frozenset(both if doubt else ()))
+
+
+def _with_both(
+    held: Dims, goal: Dims, sizes: Mapping[str, int], moved: set[str], gone: set[str]
+) -> Move:
+    """Return a move in which some mesh axes change their dims and others go."""
+    current = _sliced(held, goal)
+    before, after = _places(held), _places(goal)
+    origins = {before[axis] for axis in moved}
+    ends = {after[axis] for axis in moved}
+    losing = {before[axis] for axis in gone}
+    whole = _cut_inside(held, goal, moved, gone)
+    if whole:
+        # XLA gathers all of the dim, and cuts it again.
+        transfers, _ = _gathered(held, {*gone, *moved}, sizes)
+        return Move(transfers=tuple(transfers))
+    doubtful = frozenset(moved | gone)
+    if losing & ends and shards(gone, sizes) == shards(moved, sizes):
+        # XLA permutes the devices, as if the two mesh axes were one.
+        permute = _transfer(Kind.PERMUTE, moved | gone, current, sizes)
+        gather = _transfer(Kind.ALL_GATHER, gone, goal, sizes)
+        alone = all(len(dim) < 2 for dim in (*current, *goal))
+        return Move(transfers=(permute, gather), doubtful=frozenset() if alone else doubtful)
+    if losing & ends:
+        transfers, kept = _gathered(current, gone, sizes)
+        smaller = shards(gone, sizes) <= shards(moved, sizes)
+        rest = _exchanged(kept, kept, goal, sizes, moved)
+        doubt = doubtful if not smaller or losing & origins else rest.doubtful
+        return Move(transfers=(*transfers, *rest.transfers), doubtful=doubt)
+    middle = tuple(
+        (*(axis for axis in have if axis in gone), *want)
+        for have, want in zip(current, goal, strict=True)
+    )
+    first = _exchanged(held, current, middle, sizes, moved)
+    transfers, _ = _gathered(middle, gone, sizes)
+    return Move(transfers=(*first.transfers, *transfers), doubtful=first.doubtful)
+
+
+def _cut_inside(held: Dims, goal: Dims, moved: set[str], gone: set[str]) -> bool:
+    """Tell whether a mesh axis moves away from before one that goes, in the same dim."""
+
+    def pairs() -> Iterator[tuple[Sequence[str], int]]:
+        for dim in held:
+            yield from ((dim, at) for at, axis in enumerate(dim) if axis in moved)
+
+    return any(set(dim[at + 1 :]) & gone for dim, at in pairs())
