@@ -14,6 +14,7 @@ from shardwright.plan.walk.liveness import LOOPS, TEMPORARY, Buffer, Peak, Timel
 from shardwright.plan.walk.primitives import CONSTRAINTS, ELEMENTWISE, NAMES, REDUCTIONS
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Value
+from shardwright.trees.tensors import whole_bytes
 
 # A compiler fuses these into all their uses.
 _CHEAP: Final = frozenset(
@@ -24,7 +25,9 @@ _CHEAP: Final = frozenset(
 )
 # A compiler fuses these into their use if there is only one.
 _FUSED: Final = (
-    ELEMENTWISE | _CHEAP | {"slice", "pad", "concatenate", "rev", "dynamic_slice", "split"}
+    ELEMENTWISE
+    | _CHEAP
+    | {"slice", "pad", "concatenate", "rev", "dynamic_slice", "split", "stack", "tile"}
 )
 _WRITES: Final = frozenset(
     {
@@ -292,7 +295,7 @@ def _add_local(
 
 
 def _bytes(aval: Any) -> int:
-    return int(aval.size * aval.dtype.itemsize) if hasattr(aval, "dtype") else 0
+    return whole_bytes(aval.size, aval.dtype) if hasattr(aval, "dtype") else 0
 
 
 def _bodies(equation: Any) -> list[Any]:

@@ -18,6 +18,8 @@ from shardwright.plan.walk.values import Dims, Value, dims_of_spec, merged_origi
 # Number of walks over the body of a scan that find the shardings of its carries. The first walk may
 # change the sharding of a carry, and the second walk starts with that sharding.
 _ROUNDS = 2
+_CARRY: Final = "constrain the first value of the carry as the body does, with shard(...)"
+_STACK: Final = "move the mesh axis to another dim with shard(...) before the scan"
 # The name under which a `while` loop that sends or multiplies counts as unknown, like a primitive
 # without a rule. The number of its runs is not known, so the plan counts too little.
 UNKNOWN_RUNS: Final = "while (number of runs)"
@@ -45,6 +47,7 @@ def scan(step: Step) -> list[Value]:
     ends = step.walk(body, [*fixed, *held, *sliced], site=site, wanted=wanted)
     for start, end, variable in zip(carry, ends, body.outvars, strict=False):
         if not start.free:
+            step.doubt(_turned(start, end), _CARRY)
             step.ledger.move(end, variable.aval, start.dims, site, origins=start.origins)
     stacked = [
         step.ledger.settle(end, variable.aval, site)
@@ -79,6 +82,7 @@ def _unstacked(step: Step, at: int) -> Value:
     """Return one slice of a stacked operand. A sharded first dim is gathered before the loop."""
     value = step.values[at]
     if value.dims[0]:
+        step.doubt(value.dims[0], _STACK)
         value = step.move(at, ((), *value.dims[1:]))
     return dataclasses.replace(value, dims=value.dims[1:])
 
@@ -103,6 +107,12 @@ def _carried(
             for start, end, takes in zip(carry, ends, taken, strict=False)
         ]
     return carry
+
+
+def _turned(start: Value, end: Value) -> frozenset[str]:
+    """Return the mesh axes that are in other dims of a carry after the body than before it."""
+    pairs = zip(start.dims, end.dims, strict=True)
+    return frozenset(axis for old, new in pairs for axis in {*old} ^ {*new})
 
 
 def _takes(start: Value, end: Value) -> bool:

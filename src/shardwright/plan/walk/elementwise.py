@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.walk.primitives import ADDITIONS, KEEPS_SUM, NAMES
 from shardwright.plan.walk.step import Step
-from shardwright.plan.walk.values import Dims, Value, axes_of, merged_origins, most_sharded
+from shardwright.plan.walk.values import (
+    Dims,
+    Value,
+    axes_of,
+    local_elements,
+    merged_origins,
+    most_sharded,
+    shards,
+)
+from shardwright.trees.tensors import whole_bytes
 
 
 def elementwise(step: Step) -> list[Value]:
@@ -118,6 +128,25 @@ def reduction(step: Step) -> list[Value]:
         origins=value.origins,
         widened_from=value.widened_from,
     )
+    if step.name in ("argmax", "argmin"):
+        return [_best(step, result)]
     if step.name != "reduce_sum":
         result = step.ledger.settle(result, step.results[0], step.site)
     return [result for _ in step.results]
+
+
+def _best(step: Step, value: Value) -> Value:
+    """Follow a position of the largest element: the devices gather the best of each shard."""
+    index, element = step.results[0], step.avals[0].dtype
+    count = shards(value.owed, step.ledger.sizes)
+    elements = local_elements(index.shape, value.dims, step.ledger.sizes) * count
+    for dtype in (element, index.dtype):
+        step.ledger.note(
+            Kind.ALL_GATHER,
+            value.owed,
+            whole_bytes(elements, dtype),
+            step.site,
+            dtype=str(dtype),
+            origins=value.origins,
+        )
+    return replace(value, owed=frozenset(), groups=())

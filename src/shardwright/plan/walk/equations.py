@@ -53,9 +53,20 @@ def needed_whole(equations: Iterable[Any]) -> set[Any]:
             if isinstance(variable, Literal):
                 continue
             uses[variable] += 1
-            if equation.primitive.name not in _PASS_SUMS_ON:
+            if not passes_sum_on(equation):
                 needed.add(variable)
     return {variable for variable in needed if uses[variable] > 1}
+
+
+def passes_sum_on(equation: Any) -> bool:
+    """Tell whether an equation may run on the terms of a partial sum."""
+    name = equation.primitive.name
+    if name == "broadcast_in_dim":
+        # It only adds dims of size 1.
+        return all(
+            variable.aval.size == equation.outvars[0].aval.size for variable in equation.invars
+        )
+    return name in _PASS_SUMS_ON
 
 
 def holds_shard_map(jaxpr: Any) -> bool:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Dims, Value
+
+_ADDS: Final = frozenset({"scatter-add", "scatter_add"})
+_COMBINES: Final = _ADDS | {"scatter-max", "scatter-min", "scatter-mul"}
+_WRITES: Final = "write to a sharded dim inside sw.shard_map, or with shardwright.caches"
 
 
 def dynamic_slice(step: Step) -> list[Value]:
@@ -36,28 +41,55 @@ def _kept(dims: Dims, shape: Any, part: Any) -> Dims:
 def scatter(step: Step) -> list[Value]:
     """Follow a scatter: updates move to the shards that they are written to.
 
-    Batch dims of the operand stay sharded, so appending to a cache sends nothing. If rows are added
-    to an operand that every device can make, such as zeros, they do not move, and the result is a
-    partial sum.
+    Batch dims of the operand stay sharded, so that appending to a cache sends nothing. Rows that
+    are combined with a value that every device can make stay where they are. The result is then
+    partial.
     """
     value, update = step.whole(0), step.whole(2)
     numbers, shape = step.parameters["dimension_numbers"], step.avals[0].shape
-    pairs = _update_dims(numbers, shape, step.avals[2].shape)
-    adds = step.name in ("scatter-add", "scatter_add")
-    if value.free:
+    pairs, update_rank = _update_dims(numbers, shape, step.avals[2].shape), step.avals[2].ndim
+    made, rows = value.free, [at for at in range(update_rank) if at not in pairs.values()]
+    if made:
+        update = _with_rows(step, update)
         dims = step.wanted[0] or _followed(value.dims, update.dims, pairs)
         value = Value(dims=dims, origins=update.origins)
-        rows = [at for at in range(len(update.dims)) if at not in pairs.values()]
-        owed = frozenset(axis for at in rows for axis in update.dims[at]) - value.mesh_axes
-        if adds and owed:
-            kept = list(_targets(value.dims, update.dims, pairs))
-            for at in rows:
-                kept[at] = tuple(axis for axis in update.dims[at] if axis in owed)
-            step.move(2, tuple(kept))
-            return [Value(dims=value.dims, owed=owed, origins=update.origins)]
+    owed = frozenset(axis for at in rows for axis in update.dims[at]) - value.mesh_axes
+    targets = list(_targets(value.dims, update.dims, pairs))
+    if step.name in _COMBINES and owed:
+        for at in rows:
+            targets[at] = tuple(axis for axis in update.dims[at] if axis in owed)
+        step.move(2, tuple(targets))
+        result = Value(dims=value.dims, owed=owed, origins=update.origins)
+        if step.name not in _ADDS:  # a largest element is not a sum, which may stay partial
+            result = step.ledger.settle(result, step.results[0], step.site)
+        return [result]
+    written = [at for at in range(len(shape)) if at not in pairs]
+    step.doubt({axis for at in written for axis in value.dims[at]}, _WRITES)
     if not update.free:
-        step.move(2, _targets(value.dims, update.dims, pairs))
+        step.move(2, tuple(targets))
+    if update.free or not made:
+        _move_indices(step, targets)
     return [Value(dims=value.dims, origins=value.origins)]
+
+
+def _move_indices(step: Step, updates: Sequence[tuple[str, ...]]) -> None:
+    """Move the indices to where their updates are."""
+    if not step.whole(1).free:
+        windows = step.parameters["dimension_numbers"].update_window_dims
+        step.move(1, (*(axes for at, axes in enumerate(updates) if at not in windows), ()))
+
+
+def _with_rows(step: Step, update: Value) -> Value:
+    """Return updates that every device can make with the sharding of their indices."""
+    index = step.whole(1)
+    if not update.free or index.free:
+        return update
+    windows = step.parameters["dimension_numbers"].update_window_dims
+    rows = [at for at in range(len(update.dims)) if at not in windows]
+    dims = list(update.dims)
+    for at, axes in zip(rows, index.dims[:-1], strict=False):
+        dims[at] = axes
+    return Value(dims=tuple(dims), free=True, origins=index.origins)
 
 
 def _update_dims(numbers: Any, shape: Any, part: Any) -> dict[int, int]:

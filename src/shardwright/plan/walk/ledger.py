@@ -14,6 +14,7 @@ from shardwright.plan.walk.events import Choice, Event, Idle, Site, Work
 from shardwright.plan.walk.liveness import Buffer, Peak, Timeline
 from shardwright.plan.walk.moves import find_move
 from shardwright.plan.walk.values import Dims, Origin, Value, axes_of, local_elements, shards
+from shardwright.trees.tensors import whole_bytes
 
 _IN_STEPS: Final = "constrain the value in between with shard(...), one mesh axis at a time"
 
@@ -60,7 +61,7 @@ class Ledger:
 
     def local_bytes(self, aval: Any, dims: Dims) -> int:
         """Return the bytes of a value on one device."""
-        return local_elements(aval.shape, dims, self.sizes) * int(aval.dtype.itemsize)
+        return whole_bytes(local_elements(aval.shape, dims, self.sizes), aval.dtype)
 
     def move(
         self, value: Value, aval: Any, dims: Dims, site: Site, *, origins: Mapping[str, Origin]
@@ -155,7 +156,7 @@ class Ledger:
         self.note(
             kind,
             mesh_axes,
-            local_elements(aval.shape, dims, self.sizes) * dtype.itemsize,
+            whole_bytes(local_elements(aval.shape, dims, self.sizes), dtype),
             dataclasses.replace(site, runs=min(site.runs, value.runs)),
             dtype=str(dtype),
             origins=value.origins,

@@ -25,6 +25,7 @@ from shardwright.plan.walk.values import (
     merged_origins,
     shards,
 )
+from shardwright.trees.tensors import whole_bytes
 
 _KINDS: Final = {
     "psum": Kind.ALL_REDUCE,
@@ -144,7 +145,7 @@ def _note(
     kind: Kind, aval: Any, equation: Any, step: Step, site: Site, origins: dict[str, Origin]
 ) -> None:
     mesh_axes = _mesh_axes(equation)
-    local = aval.size * aval.dtype.itemsize
+    local = whole_bytes(aval.size, aval.dtype)
     gathered = local * shards(
         [name for name in mesh_axes if name in step.ledger.sizes], step.ledger.sizes
     )
@@ -165,5 +166,5 @@ def _count(equation: Any, step: Step, site: Site) -> None:
     inner = 1
     for dim in contracted:
         inner *= left.shape[dim]
-    sizes = [aval.size * aval.dtype.itemsize for aval in (left, right, result)]
+    sizes = [whole_bytes(aval.size, aval.dtype) for aval in (left, right, result)]
     step.ledger.count_product(result.size * inner, sizes, site)

@@ -10,6 +10,7 @@ from typing import Any
 from shardwright.plan.walk.events import Idle
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Dims, Value, merged_origins, shards
+from shardwright.trees.tensors import whole_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +170,7 @@ def _sum_is_smaller(step: Step, labels: Labels, places: dict[str, str], side: in
 
 
 def _bytes(aval: Any) -> int:
-    return int(math.prod(aval.shape) * aval.dtype.itemsize)
+    return whole_bytes(math.prod(aval.shape), aval.dtype)
 
 
 def _constrained_label(axis: str, labels: Labels, wanted: Dims | None) -> str | None:

@@ -55,6 +55,8 @@ _RULES: Final[Mapping[str, Rule]] = {
     "pad": shapes.cut,
     "split": shapes.cut,
     "concatenate": shapes.concatenate,
+    "stack": shapes.stack,
+    "tile": shapes.tile,
     "dynamic_slice": indexing.dynamic_slice,
     "dynamic_update_slice": indexing.dynamic_update_slice,
     "gather": indexing.gather,

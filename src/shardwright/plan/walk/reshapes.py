@@ -51,6 +51,25 @@ def through_reshape(
     return tuple(result)
 
 
+def fitting_dims(
+    dims: Dims, old: Sequence[int], new: Sequence[int], sizes: Mapping[str, int]
+) -> Dims:
+    """Return the dims without those mesh axes that no sharding of the reshaped value fits.
+
+    >>> fitting_dims((("dp",), ("tp",)), (4, 6), (24,), {"dp": 2, "tp": 2})
+    (('dp',), ())
+    """
+    kept = list(dims)
+    for before, _ in _groups(old, new):
+        sharded = [at for at in before if kept[at]]
+        for at in reversed(sharded):
+            own = tuple(axes if at in before else () for at, axes in enumerate(kept))
+            if through_reshape(own, old, new, sizes) is not None:
+                break
+            kept[at] = ()
+    return tuple(kept)
+
+
 def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[Group]:
     """Cut two shapes into the smallest groups of neighboring dims with equal products."""
     at_old = at_new = 0

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from shardwright.plan.walk.reshapes import through_reshape
+from collections.abc import Iterable, Sequence
+
+from shardwright.plan.collectives.collective import Kind
+from shardwright.plan.walk.equations import passes_sum_on
+from shardwright.plan.walk.reshapes import fitting_dims, through_reshape
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import (
     Dims,
@@ -11,6 +15,7 @@ from shardwright.plan.walk.values import (
     axes_of,
     merged_origins,
     most_sharded,
+    shards,
     with_kept,
 )
 
@@ -26,10 +31,14 @@ def reshape(step: Step) -> list[Value]:
     value, aval, result = step.maybe_partial(0), step.avals[0], step.results[0]
     if value.free:
         return [anywhere(result.ndim)]
-    dims = through_reshape(value.dims, aval.shape, result.shape, step.ledger.sizes)
-    if dims is None:
-        value = step.move(0, ((),) * aval.ndim)
-        return [Value(dims=((),) * result.ndim, origins=value.origins)]
+    sizes = step.ledger.sizes
+    fitting = fitting_dims(value.dims, aval.shape, result.shape, sizes)
+    if fitting != value.dims:
+        lost = value.mesh_axes - axes_of(fitting)
+        step.doubt(lost, "gather the dim with shard(...) before this reshape")
+        value = step.move(0, fitting)
+    dims = through_reshape(value.dims, aval.shape, result.shape, sizes)
+    assert dims is not None
     return [value.with_dims(dims)]
 
 
@@ -53,7 +62,8 @@ def broadcast_in_dim(step: Step) -> list[Value]:
     result = step.results[0]
     if not step.values or step.values[0].free:
         return [anywhere(result.ndim)]
-    value, aval = step.whole(0), step.avals[0]
+    aval = step.avals[0]
+    value = step.maybe_partial(0) if passes_sum_on(step.equation) else step.whole(0)
     dims: list[tuple[str, ...]] = [()] * result.ndim
     for at, to in enumerate(step.parameters["broadcast_dimensions"]):
         if aval.shape[at] == result.shape[to]:
@@ -80,10 +90,48 @@ def top_k(step: Step) -> list[Value]:
 def cut(step: Step) -> list[Value]:
     """Follow a slice, pad or split: a dim whose size changes must not be sharded."""
     shape = step.avals[0].shape
-    return _cut(
-        step,
-        [at for at, size in enumerate(shape) if any(size != r.shape[at] for r in step.results)],
-    )
+    changed = [
+        at for at, size in enumerate(shape) if any(size != r.shape[at] for r in step.results)
+    ]
+    if step.name == "slice" and all(step.results[0].shape[at] == 1 for at in changed):
+        return [_picked(step, changed)]
+    return _cut(step, changed)
+
+
+def _picked(step: Step, changed: Sequence[int]) -> Value:
+    """Follow a slice of size 1: the device that has it sends it to the others, by a sum.
+
+    XLA sends it to the first device, if it is not there, and sums from there.
+    """
+    value = step.whole(0)
+    if value.free:
+        return step.anywhere()[0]
+    dims = tuple(() if at in changed else axes for at, axes in enumerate(value.dims))
+    owed = value.mesh_axes - axes_of(dims)
+    starts, sizes = step.parameters["start_indices"], step.ledger.sizes
+    result = step.results[0]
+    size, dtype = step.ledger.local_bytes(result, dims), str(result.dtype)
+    for at in changed:
+        if starts[at] >= step.avals[0].shape[at] // shards(value.dims[at], sizes):
+            step.ledger.note(
+                Kind.PERMUTE, value.dims[at], size, step.site, dtype=dtype, origins=value.origins
+            )
+    picked = Value(dims=dims, owed=owed, origins=value.origins)
+    return step.ledger.settle(picked, step.results[0], step.site, wanted=step.wanted[0])
+
+
+def tile(step: Step) -> list[Value]:
+    """Follow `tile`: a dim that is repeated must not be sharded."""
+    return _cut(step, [at for at, times in enumerate(step.parameters["reps"]) if times > 1])
+
+
+def stack(step: Step) -> list[Value]:
+    """Follow a stack: the operands agree, and the new dim is replicated."""
+    axis = step.parameters["axis"] % step.results[0].ndim
+    (joined,) = _agreed(step, (), step.avals[0].ndim)
+    if joined.free:
+        return step.anywhere()
+    return [joined.with_dims((*joined.dims[:axis], (), *joined.dims[axis:]))]
 
 
 def concatenate(step: Step) -> list[Value]:
@@ -91,10 +139,25 @@ def concatenate(step: Step) -> list[Value]:
     return _cut(step, (step.parameters["dimension"],))
 
 
-def _cut(step: Step, whole: object) -> list[Value]:
-    """Move all operands to one sharding in which the dims in `whole` are replicated."""
-    gathered = set(whole)  # type: ignore[call-overload]
-    rank = step.results[0].ndim
+def _cut(step: Step, whole: Iterable[int]) -> list[Value]:
+    """Bring all operands to one sharding, with the dims in `whole` replicated.
+
+    Compilers may exchange the edges of shards instead, so a sharded dim among them is a doubt.
+    """
+    gathered = set(whole)
+    sharded = {
+        axis
+        for value, aval in zip(step.values, step.avals, strict=True)
+        if not value.free and aval.ndim == step.results[0].ndim
+        for at in gathered
+        for axis in value.dims[at]
+    }
+    step.doubt(sharded, f"gather the dim with shard(...) before this {step.name}")
+    return _agreed(step, gathered, step.results[0].ndim)
+
+
+def _agreed(step: Step, gathered: Iterable[int], rank: int) -> list[Value]:
+    """Bring all operands of a rank to one sharding, with the dims in `gathered` replicated."""
     values = [step.whole(at) for at in range(len(step.values))]
     full = [at for at, value in enumerate(values) if step.avals[at].ndim == rank and not value.free]
     if not full:

@@ -146,6 +146,10 @@ class Step:
         )
         self.ledger.choices[choice] = None
 
+    def doubt(self, mesh_axes: Iterable[str], fix: str) -> None:
+        """Note that a compiler may handle mesh axes in another way, and what would settle it."""
+        self.ledger.doubt(mesh_axes, self.site, fix)
+
     def anywhere(self) -> list[Value]:
         """Return results that every device can compute by itself."""
         return [anywhere(aval.ndim) for aval in self.results]
