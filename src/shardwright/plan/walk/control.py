@@ -154,7 +154,8 @@ def while_loop(step: Step) -> list[Value]:
 def cond(step: Step) -> list[Value]:
     """Follow a `cond`. Every branch is walked, and its collectives are marked as `maybe`.
 
-    Of the work, the most that a branch does is counted, and apart the least.
+    The work of the cond is that of the branch with the most work. The least work of a branch is
+    kept beside it, for the lower end of the time.
     """
     site = dataclasses.replace(step.site, maybe=True)
     values = [step.whole(at) for at in range(1, len(step.values))]

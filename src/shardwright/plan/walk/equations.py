@@ -11,15 +11,15 @@ from jax.extend.core import Literal
 from shardwright.plan.walk.primitives import ADDITIONS, KEEPS_SUM
 
 _PASS_SUMS_ON: Final = KEEPS_SUM | ADDITIONS | {"transpose", "reshape", "squeeze", "expand_dims"}
-# The primitives that run a jaxpr once, as it is, and the parameter that holds it. Others hold one
-# for other purposes: the `reduce` of a function holds its scalar step, a kernel its program.
+# Primitives that run a jaxpr once, unchanged -> the parameter that holds the jaxpr. Others hold a
+# jaxpr for another purpose: `reduce` holds its scalar step, and a kernel its program.
 _CALLS: Final = {
     **dict.fromkeys(("jit", "pjit", "checkpoint", "remat", "remat2"), "jaxpr"),
     **dict.fromkeys(("core_call", "closed_call"), "call_jaxpr"),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
     "custom_vmap_call": "call",
 }
-# A branch by platform is known when a program is planned: all chips of `hardware.toml` are TPUs.
+# A plan knows which branch by platform runs, because all chips of `hardware.toml` are TPUs.
 _PLATFORM: Final = "tpu"
 
 
