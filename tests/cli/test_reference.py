@@ -41,7 +41,7 @@ def test_config_is_planned(model: str, capsys: pytest.CaptureFixture[str]) -> No
     data = json.loads(capsys.readouterr().out)
     assert list(data["modes"]) == ["train", "prefill", "decode"]
     assert data["notes"] == [
-        "a reference decoder stands for llama: 1,443,072 parameters in bfloat16",
+        "model: a reference decoder with the sizes of llama: 1,443,072 parameters in bfloat16",
         "assumed: batch 8, length 64, remat full, two float32 moments",
         "differs: sliding windows are planned as full attention, with full caches",
     ]
@@ -62,7 +62,7 @@ def test_search_takes_a_config(model: str, capsys: pytest.CaptureFixture[str]) -
     words = f"search {model} --strategy fsdp_tp --topology v5e:2x4 --axes fsdp,tp --mode train"
     assert run(f"{words} --set remat=none,full") == 0
     out = capsys.readouterr().out
-    assert out.startswith("a reference decoder stands for llama")
+    assert out.startswith("model: a reference decoder with the sizes of llama")
     assert "judged all 8 candidates" in out
 
 

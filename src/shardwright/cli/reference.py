@@ -17,7 +17,7 @@ from shardwright.plan.planner import Program
 _WHOLE: Final = ("batch", "length", "chunks")
 _OPTIONS: Final = (*_WHOLE, "remat", "param", "capacity")
 _LENGTH: Final = 4096
-_STANDS_FOR: Final = "a reference decoder stands for"
+_MODEL: Final = "model: a reference decoder with the sizes of"
 
 
 def is_config(model: str) -> bool:
@@ -68,7 +68,7 @@ def read_reference(
     count = sum(math.prod(leaf.shape) for leaf in leaves)
     remat = keywords.get("remat", "full")
     return by_mode, [
-        f"{_STANDS_FOR} {sizes.family}: {count:,} parameters in {sizes.dtypes.param}",
+        f"{_MODEL} {sizes.family}: {count:,} parameters in {sizes.dtypes.param}",
         f"assumed: batch {batch}, length {length}, remat {remat}, two float32 moments",
         *(f"differs: {note}" for note in sizes.notes),
     ]

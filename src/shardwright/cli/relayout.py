@@ -1,4 +1,4 @@
-"""Count the bytes sent if the weights of a model move from one strategy to another."""
+"""Count the bytes that are sent if the weights of a model move to another strategy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def relayout_lines(
     before: Mapping[str, Program],
     after: Mapping[str, Program],
 ) -> list[str]:
-    """Return a line that says what moving the weights from one candidate to another sends.
+    """Return a line with the bytes that are sent to move the weights between two candidates.
 
     Args:
       source: The candidate to train with.
@@ -40,7 +40,7 @@ def relayout_lines(
     if weights[0] is None or weights[1] is None:
         return [f"{name}: bytes unknown, since holds= does not name one argument as parameters"]
     tree, specs = weights[0]
-    # One program may stack the layers that the other one has apart.
+    # The structures may differ: one program may stack the layers, and the other one may not.
     if _numbers(tree) != _numbers(weights[1][0]):
         why = "the two programs have different numbers of parameters"
         return [f"{name}: bytes unknown, since {why}"]

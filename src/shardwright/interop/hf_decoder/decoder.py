@@ -1,4 +1,4 @@
-"""The reference decoder: it stands for the model of a `config.json` when a plan is made.
+"""The reference decoder, which is planned in place of the model of a `config.json`.
 
 Training scans over the layers, with remat. Prefill and decode append to caches, layer by layer.
 Plans name lines of this file, so each part of a layer has a line of its own.
