@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import shardwright as sw
@@ -372,3 +373,60 @@ def test_verdict_comes_from_the_range(
 ) -> None:
     peak = Peak(sure=sure, low=low, high=high)
     assert judge(peak, 100, complete=complete) is verdict
+
+
+SQUARE = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+BY_TENSOR = (sw.MLP_INTERMEDIATE, sw.EMPTY)
+
+
+def of(function: Any, *shapes: Any, specs: Any, outputs: Any = None) -> Peak:
+    """The memory of a program with four tensor-parallel devices."""
+    pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=sw.abstract_mesh("dp:2,tp:4"))
+    report = pm.plan(function, *shapes, specs=specs, outputs=outputs)
+    peak: Peak = report.memory
+    return peak
+
+
+def test_results_that_every_device_makes_are_counted() -> None:
+    made = of(lambda: jnp.zeros((1024, 1024)), specs=(), outputs=BY_TENSOR)
+    assert (made.sure, made.high) == (1024**2, 1024**2)
+    assert made.kinds == {"results": 1024**2}
+    whole = of(lambda: jnp.zeros((1024, 1024)), specs=())
+    assert whole.high == 4 * 1024**2
+
+
+def test_gathered_results_are_counted_whole() -> None:
+    def double(x: Any) -> Any:
+        return x * 2
+
+    gathered = of(double, SQUARE, specs=(BY_TENSOR,), outputs=(sw.EMPTY, sw.EMPTY))
+    part = 1024**2  # x, its double before the gather, and four such parts after it
+    assert (gathered.sure, gathered.high) == (5 * part, 6 * part)
+
+
+def test_scattered_results_do_not_hold_their_sums() -> None:
+    def sums(x: Any, y: Any) -> Any:
+        return [sw.shard(x, *reversed(BY_TENSOR)) @ sw.shard(y, BY_TENSOR) for _ in range(8)]
+
+    specs = ((sw.EMPTY, sw.MLP_INTERMEDIATE), BY_TENSOR)
+    peak = of(sums, SQUARE, SQUARE, specs=specs, outputs=[BY_TENSOR] * 8)
+    part = 1024**2
+    # Both inputs, one partial sum at a time, and eight parts of the results.
+    assert peak.high == 2 * part + 4 * part + 8 * part
+
+
+def test_arrays_that_a_program_closes_over_are_counted() -> None:
+    mask = np.tril(np.ones((1024, 1024), np.float32))
+
+    def outer(x: Any) -> Any:
+        return x * mask
+
+    for function in (outer, jax.jit(outer)):
+        peak = of(function, SQUARE, specs=(BY_TENSOR,), outputs=BY_TENSOR)
+        assert peak.kinds["constants"] == 4 * 1024**2
+        assert peak.sure == 6 * 1024**2
+
+
+def test_int4_takes_half_a_byte() -> None:
+    x = jax.ShapeDtypeStruct((16, 16), jnp.int4)
+    assert of(lambda x: x.astype(jnp.int8), x, specs=(None,)).high == 128 + 256

@@ -50,6 +50,33 @@ class Program:
     holds: Any = None
     donated: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Check the shapes, and count the positions of donated arguments from the front."""
+        if not isinstance(self.shapes, tuple):
+            raise StrategyError(
+                f"shapes is a {type(self.shapes).__name__}, not a tuple with an entry per argument",
+                fix="write (x,) for a single argument x",
+            )
+        object.__setattr__(self, "donated", _positions(self.donated, len(self.shapes)))
+
+
+def _positions(donated: Any, arguments: int) -> tuple[int, ...]:
+    """Return the positions of donated arguments. As for `jax.jit`, one may be an int or negative.
+
+    Raises:
+      StrategyError: A position is not an integer, or there is no such argument.
+    """
+    positions = donated if isinstance(donated, (tuple, list)) else (donated,)
+    for at in positions:
+        if type(at) is not int or not -arguments <= at < arguments:
+            raise StrategyError(
+                f"donated has {at!r}, but the positions of the arguments are 0 to {arguments - 1}"
+                if arguments
+                else f"donated has {at!r}, but there are no arguments",
+                fix="donate positions of arguments, as in donated=(0,)",
+            )
+    return tuple(at % arguments for at in positions)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
@@ -187,7 +214,7 @@ def plan(
     specs: Any = None,
     outputs: Any = None,
     holds: Any = None,
-    donated: Sequence[int] = (),
+    donated: Any = (),
     topology: str | Topology | None = None,
 ) -> PlanReport:
     """Return what a function sends and computes under a manager, without a device or a compiler.
@@ -205,19 +232,24 @@ def plan(
       holds: Per argument, `parameters`, `optimizer`, `cache`, `inputs`, or a tree of these; a name
         covers a subtree. The name decides the role of the annotations: `optimizer` resolves as
         `state`. By default, arrays annotated as weights are parameters, and all others are inputs.
-      donated: Positions of the arguments whose memory the program may overwrite, as in
-        `jax.jit(donate_argnums=)`. Defaults to none.
+      donated: Position, or positions, of the arguments whose memory the program may overwrite, as
+        in `jax.jit(donate_argnums=)`. Defaults to none.
       topology: The slice that the mesh is on, such as `v5p:4x4x4`. By default the report has no
         times and no verdict.
 
     Raises:
       ShardingError: An annotation does not resolve.
       MeshSpecError: There is no such slice, or it has another number of devices than the mesh.
+      StrategyError: A donated position is not one of the arguments, or a topology is not text.
     """
     if isinstance(topology, str):
         topology = parse_topology(topology, read_hardware())
+    elif topology is not None and not isinstance(topology, Topology):
+        raise StrategyError(
+            f"topology has the type {type(topology).__name__}", fix='write it as text, "v5e:2x4"'
+        )
     layout = None if topology is None else lay_out(topology, mesh_sizes(manager.mesh))
-    program = Program(function, shapes, specs, outputs, holds, tuple(donated))
+    program = Program(function, shapes, specs, outputs, holds, donated)
     return price(manager, trace_program(manager, program), program, layout=layout)
 
 
@@ -284,7 +316,7 @@ def _held(
     leaves, _ = jax.tree_util.tree_flatten_with_path(shapes)
     held, problems = [], []
     for (path, leaf), source, category in zip(leaves, traced.inputs, categories, strict=True):
-        value = leaf if hasattr(leaf, "dtype") else jax.typeof(leaf)
+        value = leaf if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) else jax.typeof(leaf)
         # The first key is the position of the argument.
         array = Held(path=path_text(path[1:]), value=value, source=source, category=category)
         held.append(array)

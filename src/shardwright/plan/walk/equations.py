@@ -69,6 +69,15 @@ def passes_sum_on(equation: Any) -> bool:
     return name in _PASS_SUMS_ON
 
 
+def constants(jaxpr: Any) -> list[Any]:
+    """Return the variables of the arrays that a jaxpr, and those inside it, close over."""
+    found: dict[int, Any] = {id(variable): variable for variable in jaxpr.constvars}
+    for equation in jaxpr.eqns:
+        for inner in nested_jaxprs(equation):
+            found |= {id(variable): variable for variable in constants(inner)}
+    return list(found.values())
+
+
 def holds_shard_map(jaxpr: Any) -> bool:
     """Tell whether a jaxpr, or one inside it, has a `shard_map`."""
     return any(

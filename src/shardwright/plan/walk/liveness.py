@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 LOOPS: Final = "loops"
+CONSTANTS: Final = "constants"
 TEMPORARY: Final = "temporary"
 RESULTS: Final = "results"
 
@@ -106,6 +107,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
+        self._after: dict[Buffer, list[_Entry]] = {}
         self._angles: dict[tuple[str, int, frozenset[Buffer]], Buffer] = {}
 
     def angle(self, name: str, size: int, operands: Iterable[Buffer]) -> Buffer:
@@ -136,19 +138,31 @@ class Timeline:
         loop: bool = False,
         moved: int = 0,
         early: bool = False,
+        after: Buffer | None = None,
     ) -> None:
-        """Add an equation."""
-        self._entries.append(
-            _Entry(
-                uses=tuple(uses),
-                births=tuple(births),
-                in_place=tuple(in_place),
-                inner=inner or Peak(),
-                loop=loop,
-                moved=moved,
-                early=early,
-            )
+        """Add an equation, at the end or right after the one that makes the buffer `after`."""
+        entry = _Entry(
+            uses=tuple(uses),
+            births=tuple(births),
+            in_place=tuple(in_place),
+            inner=inner or Peak(),
+            loop=loop,
+            moved=moved,
+            early=early,
         )
+        if after is None:
+            self._entries.append(entry)
+        else:
+            self._after.setdefault(after, []).append(entry)
+
+    def _in_order(self) -> list[_Entry]:
+        """Return the equations, each followed by those that were added after its results."""
+        waiting = dict(self._after)
+        entries = []
+        for entry in self._entries:
+            later = [each for buffer in entry.births for each in waiting.pop(buffer, ())]
+            entries += [entry, *later]
+        return [*entries, *(each for later in waiting.values() for each in later)]
 
     def peak(
         self, results: Sequence[Buffer], *, kept: Sequence[Buffer] = (), within: bool = False
@@ -160,6 +174,7 @@ class Timeline:
           kept: Buffers that are alive all the time, such as arguments that are not donated.
           within: Whether the program is the body of a loop. Then its results are temporary.
         """
+        self._entries, self._after = self._in_order(), {}
         fused = self._fused(results)
         end = len(self._entries)
         last: dict[Buffer, int] = {}

@@ -13,10 +13,15 @@ from shardwright import _jax
 from shardwright.plan.walk import control, elementwise, indexing, products, shapes
 from shardwright.plan.walk.buffers import with_buffers
 from shardwright.plan.walk.demands import demands
-from shardwright.plan.walk.equations import count_uses, live_equations, needed_whole
+from shardwright.plan.walk.equations import (
+    constants,
+    count_uses,
+    live_equations,
+    needed_whole,
+)
 from shardwright.plan.walk.events import Site, Walked
 from shardwright.plan.walk.ledger import Ledger
-from shardwright.plan.walk.liveness import RESULTS, TEMPORARY, Buffer, Peak
+from shardwright.plan.walk.liveness import CONSTANTS, RESULTS, TEMPORARY, Buffer, Peak
 from shardwright.plan.walk.manual import shard_map
 from shardwright.plan.walk.primitives import (
     CONSTRAINTS,
@@ -190,6 +195,39 @@ def _with_memory(
     return [dataclasses.replace(value, buffer=buffer) for value, buffer in pairs]
 
 
+def _with_constants(ledger: Ledger, jaxpr: Any) -> list[Buffer]:
+    """Return the buffers of the arrays that the program closes over. Each device holds them."""
+    assert ledger.timeline is not None
+    buffers = [
+        Buffer(size=ledger.local_bytes(variable.aval, ((),) * _rank(variable)), kind=CONSTANTS)
+        for variable in constants(jaxpr)
+    ]
+    ledger.timeline.add(births=buffers)
+    return buffers
+
+
+def _given_out(ledger: Ledger, value: Value, goal: Value | None, aval: Any) -> Value:
+    """Move an output to its sharding, and return it with its buffer.
+
+    A part of a value is taken as soon as the value is computed. A gathered copy is made at the end.
+    """
+    sent = len(ledger.events)
+    if goal is None:
+        moved = ledger.settle(value, aval, Site())
+    else:
+        moved = ledger.move(value, aval, goal.dims, Site(), origins=goal.origins)
+    before = value.buffer
+    if moved.dims == value.dims and before is not None:
+        return dataclasses.replace(moved, buffer=before)
+    assert ledger.timeline is not None
+    if before is not None and len(ledger.events) > sent:
+        before.operands = None  # a collective reads it from memory
+    buffer = Buffer(size=ledger.local_bytes(aval, moved.dims), kind=RESULTS)
+    early = before if before is not None and buffer.size <= before.size else None
+    ledger.timeline.add([] if before is None else [before], [buffer], after=early)
+    return dataclasses.replace(moved, buffer=buffer)
+
+
 def _peak(ledger: Ledger, results: Sequence[Value], kept: Sequence[Buffer]) -> Peak:
     """Return the peak of a program. Outputs count as results if they are not inputs."""
     assert ledger.timeline is not None
@@ -224,17 +262,17 @@ def walk_jaxpr(
     """
     ledger = Ledger(sizes)
     inputs = _with_memory(ledger, jaxpr.invars, inputs, kinds)
+    closed_over = _with_constants(ledger, jaxpr)
     goals = outputs or [None] * len(jaxpr.outvars)
     wanted = [None if goal is None else goal.dims for goal in goals]
     results = Walker(ledger, target).run(jaxpr, inputs, wanted=wanted)
-    site = Site()
-    for goal, value, variable in zip(goals, results, jaxpr.outvars, strict=True):
-        if goal is None:
-            ledger.settle(value, variable.aval, site)
-        else:
-            ledger.move(value, variable.aval, goal.dims, site, origins=goal.origins)
+    results = [
+        _given_out(ledger, value, goal, variable.aval)
+        for goal, value, variable in zip(goals, results, jaxpr.outvars, strict=True)
+    ]
     overwritten = donated or [False] * len(inputs)
     kept = [value.buffer for value, given in zip(inputs, overwritten, strict=True) if not given]
+    kept += closed_over
     return Walked(
         memory=_peak(ledger, results, [buffer for buffer in kept if buffer is not None]),
         events=tuple(ledger.events),

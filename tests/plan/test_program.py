@@ -1,0 +1,53 @@
+"""The arguments of a plan: positions of donated arguments, shapes, and slices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright.plan import Program
+
+X = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+PM = sw.PartitionManager(sw.Strategy.preset("ddp"), mesh=sw.abstract_mesh("dp:8"))
+
+
+def plan(donated: Any = (), topology: Any = None) -> Any:
+    return PM.plan(lambda a, b: (a + 1, b), X, X, donated=donated, topology=topology)
+
+
+@pytest.mark.parametrize("donated", [0, -2, (0,), (-2,), [0]])
+def test_donated_is_read_as_jit_reads_it(donated: Any) -> None:
+    assert plan().memory.high == 3 * X.size * 4
+    assert plan(donated).memory.high == 2 * X.size * 4
+
+
+@pytest.mark.parametrize("donated", [2, -3, "a", (1.5,), True, (0, 7)])
+def test_invalid_donated_is_refused(donated: Any) -> None:
+    with pytest.raises(sw.StrategyError, match="the positions of the arguments are 0 to 1"):
+        plan(donated)
+
+
+def test_donated_without_arguments_is_refused() -> None:
+    with pytest.raises(sw.StrategyError, match="donated has 0, but there are no arguments"):
+        PM.plan(lambda: jnp.zeros(3), donated=0)
+
+
+def test_shapes_that_are_not_a_tuple_are_refused() -> None:
+    with pytest.raises(sw.StrategyError, match=r"shapes is a ShapeDtypeStruct.*\n.*\(x,\)"):
+        Program(lambda x: x, X)  # type: ignore[arg-type]
+
+
+def test_topology_that_is_not_text_is_refused() -> None:
+    with pytest.raises(sw.StrategyError, match=r'topology has the type int\n.*as text, "v5e:2x4"'):
+        plan(topology=3)
+
+
+def test_numpy_arguments_count_in_the_dtype_of_the_program() -> None:
+    report = PM.plan(lambda x: x, np.ones((1024, 1024)))  # 64 bits, of which JAX keeps 32
+    [leaf] = report.state.leaves
+    assert leaf.bytes.per_device == report.memory.high == 4 * 1024**2
