@@ -1,9 +1,9 @@
 """Move blocks directly from the devices that hold them to the devices that need them.
 
-An exchange sends the least possible bytes between any two shardings. In a round, each device sends
-at most one block and receives at most one block, so a round is one permute. An exchange needs more
-rounds than collectives need steps. So it is used only where collectives would send many more bytes,
-or cannot express the move.
+An exchange sends the least possible bytes between any two shardings. It has rounds: in a round,
+each device sends at most one block and receives at most one block, so a round is one permute. An
+exchange has more rounds than collectives have steps. So it is used only if collectives would send
+many more bytes, or cannot express the move.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Send:
 
 
 def units_of(source: Grid, target: Grid) -> tuple[int, ...]:
-    """Return the number of units along each dimension. A unit is the block that is sent."""
+    """Return the number of units along each dimension. A unit is a block that is sent whole."""
     return tuple(map(math.lcm, source.counts, target.counts))
 
 
 def sends_of(source: Grid, target: Grid) -> tuple[Send, ...]:
-    """Return what every target device receives, in the order of its units.
+    """Return the sends of a move: for each target device, one send per unit, in order.
 
     A device that holds a unit keeps it. If several devices hold a unit that another device needs,
     the one that has sent the fewest units sends it.
@@ -62,7 +62,8 @@ def sends_of(source: Grid, target: Grid) -> tuple[Send, ...]:
             )
             candidates = holders[holder]
             stays = own in candidates
-            # The distance breaks ties, so that devices with the same block send in a ring.
+            # If several devices have sent equally few units, the nearest one sends. So devices
+            # with the same block send in a ring.
             sender = (
                 own
                 if own is not None and stays
@@ -123,7 +124,7 @@ class _Round:
 def _units_in(
     block: Block, counts: Sequence[int], units: Sequence[int]
 ) -> Iterator[tuple[Block, Block]]:
-    """Yield every unit of a block, as its number in the array and its number in the block."""
+    """Yield the number of every unit of a block: in the array, and in the block."""
     sizes = [total // count for total, count in zip(units, counts, strict=True)]
     for offset in itertools.product(*map(range, sizes)):
         unit = tuple(

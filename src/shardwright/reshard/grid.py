@@ -132,7 +132,7 @@ def _grid_of_slices(sharding: Sharding, shape: Sequence[int]) -> Grid:
 
 
 def missing_bytes(source: Grid, target: Grid, bytes_of_array: int) -> int:
-    """Return the bytes of the target that its devices do not hold yet, summed over the devices.
+    """Return the sum over all devices of the bytes of the target that they do not hold yet.
 
     No move sends fewer bytes.
     """

@@ -20,7 +20,7 @@ from shardwright.reshard.tree import LeafMove, ReshardPlan, plan_moves_of, targe
 from shardwright.trees.paths import is_array_spec
 
 _LOG = logging.getLogger("shardwright.reshard")
-# A long move writes a line to the log after each period of so many seconds.
+# Seconds between two lines that a long move writes to the log.
 _SECONDS_BETWEEN_REPORTS = 5.0
 
 
@@ -30,7 +30,7 @@ class Progress:
 
     Attributes:
       path: Path of the leaf that moves.
-      leaf: Number of this leaf among the leaves that move, from 1.
+      leaf: Number of this leaf among the leaves that move. The first one is 1.
       leaves: Number of leaves that move.
       bytes_done: Bytes of the target that have arrived, over all devices.
       bytes_all: Bytes of the target that move, over all devices.
@@ -148,7 +148,7 @@ def move_tree(
 def _resume(done: list[str], *, donate: bool) -> str:
     resume = "reshard(error.tree, ...) resumes: error.tree has all arrays, moved or not"
     if not donate:
-        return f"the source is untouched, so call reshard again; or {resume}"
+        return f"the source is unchanged, so call reshard again; or {resume}"
     if not done:
         return f"nothing has moved; {resume}"
     return f"{resume}\nmoved, with their sources deleted: {', '.join(done)}"

@@ -1,4 +1,4 @@
-"""Cut a move into pieces, so that its temporaries have a size that the caller chooses."""
+"""Cut a move into pieces, so that the caller can bound the size of its temporaries."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def cut(
       shape: Shape of the leaf.
       counts: Number of shards along each dimension, at every step of the move.
       largest: Bytes of the leaf over all devices, at the step with the most bytes.
-      limit: Bytes that a piece should not exceed. But a piece has at least one row of each group.
+      limit: Largest number of bytes of a piece. A piece of one row of each group may be larger.
     """
     groups = [math.lcm(*each) for each in zip(*counts, strict=True)]
     rows = [size // group for size, group in zip(shape, groups, strict=True)]
@@ -83,8 +83,8 @@ def cut(
 
 
 def _size(rows: int, most: int) -> int:
-    """Return the rows of a piece: a divisor of `rows` near `most`, else parts of similar size."""
-    # If a piece has few rows, an overlap is a large part of it. Then a small divisor is better.
+    """Return the rows of a piece: a divisor of `rows` near `most`, else a size for equal parts."""
+    # If a piece has few rows, an overlap is a large share of it. Then a smaller divisor is better.
     least = most // 2 if most >= 8 else 0
     for size in range(most, least, -1):
         if rows % size == 0:

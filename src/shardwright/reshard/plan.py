@@ -1,4 +1,4 @@
-"""Plan how to reshard an array with the fewest bytes sent, as a shortest path between two specs.
+"""Plan the steps that reshard an array with the fewest bytes sent: a shortest path of specs.
 
 XLA's partitioner plans one collective at a time. If one is not enough, it gathers the whole array
 ("involuntary full rematerialization"). Here a plan is a sequence of steps, each of which is one of
@@ -73,7 +73,7 @@ class Move:
 def plan_moves(
     source: Dims, target: Dims, *, shape: Sequence[int], itemsize: int, mesh: Mapping[str, int]
 ) -> tuple[Move, ...]:
-    """Return the steps that send the fewest bytes. Among such plans, return one with fewest steps.
+    """Return the steps that send the fewest bytes. Of several such plans, return a shortest one.
 
     The search is Dijkstra's algorithm over all specs that divide the shape.
 
@@ -88,7 +88,7 @@ def plan_moves(
     total = math.prod(shape) * itemsize
     best: dict[Dims, tuple[int, int]] = {source: (0, 0)}
     last_move: dict[Dims, Move] = {}
-    # The third number breaks ties by the order of discovery, which is the same on every host.
+    # Of equal plans, the one that was found first is taken. Its order is the same on every host.
     queue: list[tuple[int, int, int, Dims]] = [(0, 0, 0, source)]
     discovered = 0
     while queue:

@@ -45,9 +45,10 @@ def flat_shape(local: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
 
 
 class Program:
-    """A program that is compiled once, at its first call, whatever mesh or manager is ambient.
+    """A program that is compiled once, at its first call, under any ambient mesh or manager.
 
-    JAX compiles a jitted function again under each manager, and raises an error under another mesh.
+    A jitted function would be compiled again under each manager, and raise an error under another
+    mesh.
     """
 
     def __init__(self, mesh: Mesh, jitted: Any) -> None:
@@ -69,7 +70,7 @@ class Program:
 
 @functools.lru_cache(maxsize=_PROGRAMS)
 def zeros_program(mesh: Mesh, local: tuple[int, ...], dtype: np.dtype) -> Program:
-    """Return the program that creates the target, one shard per device."""
+    """Return the program that creates the target as zeros, one shard per device."""
     sharding = flat_sharding(mesh, len(local))
     shape = flat_shape(local, mesh)
     return Program(mesh, jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding))

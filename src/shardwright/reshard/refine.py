@@ -17,7 +17,7 @@ from shardwright.reshard.plan import Dims
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CommonAxes:
-    """One mesh for both ends of a move. Its devices have the order of the target.
+    """One mesh for the source and the target of a move. Its devices have the order of the target.
 
     Attributes:
       sizes: The axes of this mesh with their sizes, major first. An axis has the name of the
@@ -34,9 +34,9 @@ class CommonAxes:
 def common_axes(source: Grid, target: Grid) -> CommonAxes | None:
     """Return the axes of a mesh that expresses both specs, or None if there is none.
 
-    There is none if an end is not on a mesh, if the meshes have different devices, if their sizes
-    have no common factorization (`2,3` and `3,2`), or if the device order of the source is not a
-    transposition of that of the target.
+    There is none if the source or the target is not on a mesh, if the meshes have different
+    devices, if their sizes have no common factorization (such as `2,3` and `3,2`), or if the device
+    order of the source is not a transposition of that of the target.
     """
     if not source.axes or set(source.devices) != set(target.devices):
         return None

@@ -24,7 +24,7 @@ class CollectiveRow:
 
     Attributes:
       kind: A collective, `transfer` (from device to device) or `upload` (from host to device).
-      mesh_axes: Mesh axes of the steps; empty without a mesh. `fsdp.0` is a part of `fsdp`.
+      mesh_axes: Mesh axes of the steps, or empty without a mesh. `fsdp.0` is a part of `fsdp`.
       count: Number of runs, over all leaves and pieces.
       bytes: Bytes that all devices send.
     """
@@ -95,9 +95,9 @@ def plan_text(plan: ReshardPlan) -> str:
         f"the least possible is {bytes_text(plan.least_bytes)}"
     )
     lines.append(
-        f"peak: at most {bytes_text(plan.peak_growth)} more than before on all devices, "
-        f"{bytes_text(plan.peak_per_device)} on one device"
-        + (f", {bytes_text(plan.host_bytes)} on the host" if plan.host_bytes else "")
+        f"peak: on all devices at most {bytes_text(plan.peak_growth)} more than before; "
+        f"one device holds at most {bytes_text(plan.peak_per_device)}"
+        + (f", the host {bytes_text(plan.host_bytes)}" if plan.host_bytes else "")
     )
     if moved:
         after = "is then deleted" if plan.donate else "is kept"

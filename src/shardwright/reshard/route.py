@@ -19,8 +19,8 @@ from shardwright.reshard.plan import Dims, Move, MoveKind, plan_moves, shard_cou
 from shardwright.reshard.refine import CommonAxes, common_axes
 from shardwright.reshard.run import permutation
 
-# The search for collectives visits all specs over the mesh axes in use. With more axes than these,
-# it takes seconds.
+# The search for collectives visits all specs over the mesh axes in use. With more mesh axes than
+# this, it takes seconds.
 _MOST_AXES = 5
 
 
@@ -56,9 +56,9 @@ class Route:
       shape: Shape of the array.
       dtype: Dtype before the move.
       to_dtype: Dtype after the move.
-      source: Which block each device holds before the move; None for an array on the host.
-      target: Which block each device holds after the move.
-      common: Mesh axes of the steps; None without collectives.
+      source: The block that each device holds before the move. None for an array on the host.
+      target: The block that each device holds after the move.
+      common: Mesh axes of the steps. None without collectives.
       steps: The collectives of the whole array.
       rounds: Number of permutes of an exchange.
       pieces: How the array is cut into pieces.
@@ -95,12 +95,12 @@ class Route:
 
     @property
     def wire_dtype(self) -> np.dtype:
-        """Dtype that is sent: the dtype after the move from the host, else the smaller of both."""
+        """Dtype that is sent: from the host, the dtype after the move, else the smaller of both."""
         return self.to_dtype if self.casts_first else self.dtype
 
     @property
     def casts_first(self) -> bool:
-        """Whether the array is cast before it is sent: on the host, or if it does not grow."""
+        """Whether the array is cast before it is sent: if it is on the host, or does not grow."""
         return self.way is Way.UPLOAD or self.to_dtype.itemsize <= self.dtype.itemsize
 
 

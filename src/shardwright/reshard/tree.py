@@ -30,7 +30,7 @@ class LeafMove:
 
     Attributes:
       path: Its path in the tree.
-      source: Where the array is before the move: a spec, `host`, or `one device`.
+      source: The place of the array before the move: a spec, `host`, or `one device`.
       target: Spec after the move.
       route: How it moves.
       tied_to: Path of the first place of the same array in the tree, or empty. The array moves
@@ -87,7 +87,7 @@ class ReshardPlan:
 
     @property
     def peak_growth(self) -> int:
-        """Upper bound of the bytes that the move adds on all devices together, at one time."""
+        """Upper bound of the growth of the bytes of all devices together, at one time."""
         return max((now for now, _ in self._growth()), default=0)
 
     @property
@@ -281,7 +281,7 @@ def plan_moves_of(
 
 
 def _order(leaves: Sequence[LeafMove], *, donate: bool) -> tuple[int, ...]:
-    """Return the order of the moves. With donation, leaves that free most memory move first."""
+    """Return the order of the moves. With donation, the leaves that free most memory come first."""
     if not donate:
         return tuple(range(len(leaves)))
     return tuple(
