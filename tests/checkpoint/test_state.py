@@ -356,7 +356,7 @@ def test_invalid_restores(tmp_path: Path) -> None:
         "      fix   restore it as it was saved\n"
         " 4. w: saved as float32[4, 2], and the target is bfloat16[4, 2]\n"
         "      fix   restore it as it was saved, then convert it\n"
-        " 5. b: it was saved, and the target has no leaf at this path\n"
+        " 5. b: it was saved, but the target has no leaf at this path\n"
         "      fix   add it to the target, or pass partial=True to leave it in the file"
     )
     unsharded = {"w": jax.ShapeDtypeStruct((4, 2), jnp.float32)}

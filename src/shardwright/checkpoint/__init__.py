@@ -1,10 +1,9 @@
-"""Save the whole state of a training run, and restore it under any strategy, mesh and number of
-processes.
+"""Save the whole state of a training run. Restore it under any strategy, mesh and process count.
 
-`state` saves and restores with orbax, `leaves` says how each leaf of a state is written, `chunks`
-bounds the memory of reading, `stored` reads parts of arrays, and `safetensors` exports parameters.
-Caches also save themselves with orbax: that code is in `caches`, because it also saves their specs.
-Moving arrays that are already on devices belongs to `reshard`.
+`state` saves and restores with orbax, `leaves` decides how each leaf of a state is written,
+`chunks` bounds the memory of reading, `stored` reads parts of arrays, and `safetensors` exports
+parameters. Caches are also saved with orbax, but in the room `caches`, because their specs are
+saved too. Code that moves arrays that are already on devices belongs to `reshard`.
 """
 
 from shardwright.checkpoint.safetensors import export_safetensors as export_safetensors

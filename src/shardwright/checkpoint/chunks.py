@@ -15,12 +15,12 @@ from shardwright.checkpoint.stored import open_array
 from shardwright.reshard.leaf import move_leaf
 from shardwright.reshard.route import Route, find_route
 
-# Most bytes of a chunk. A chunk is read as a whole, even if only a part of it is needed.
+# Largest number of bytes of a chunk. A chunk is read as a whole, even if only a part is needed.
 CHUNK: Final = 4 * 2**20
-# Most bytes that a process reads at the same time. It reads one shard even if that is larger.
+# Largest number of bytes that a process reads at the same time. A single shard may be larger.
 AT_ONCE: Final = 64 * 2**20
-# An array that takes more bytes on all devices is read in pieces of at most this size. A piece
-# exists up to three times: as it was read, cut for each device, and on the devices.
+# An array that takes more bytes than this on all devices is read in pieces of at most this size. A
+# piece is in memory up to three times: as it was read, cut for each device, and on the devices.
 PIECE: Final[int] = 32 * 2**20
 
 
@@ -36,7 +36,7 @@ def read(orbax: Any, folder: str, targets: Sequence[TargetLeaf]) -> dict[str, An
     Args:
       orbax: The module.
       folder: Folder of the arrays.
-      targets: The leaves to read. Those that are not arrays are left out.
+      targets: The leaves to read. Leaves that are not arrays are left out.
 
     Raises:
       KeyError, ValueError, OSError: The files are damaged.
@@ -51,7 +51,10 @@ def read(orbax: Any, folder: str, targets: Sequence[TargetLeaf]) -> dict[str, An
 
 
 def _route(leaf: TargetLeaf) -> Route | None:
-    """Return how a leaf is read in pieces. None if it is small, or not for devices of a mesh."""
+    """Return the route by which a leaf is read in pieces. None if it is read as a whole.
+
+    That is the case if it is small, or its sharding is not on a mesh in device memory.
+    """
     sharding = leaf.sharding
     if leaf.saved.kind is not Kind.ARRAY or not isinstance(sharding, NamedSharding):
         return None
@@ -69,7 +72,7 @@ def _read_in_pieces(folder: str, leaf: TargetLeaf, route: Route) -> jax.Array:
 
 
 def _read_with_orbax(orbax: Any, folder: str, targets: Sequence[TargetLeaf]) -> dict[str, Any]:
-    """Read leaves side by side, each shard as a whole."""
+    """Read several leaves at the same time, each shard as a whole."""
     wanted: dict[str, Any] = {}
     for leaf in targets:
         if (read_as := leaf.read_as()) is not None:

@@ -1,4 +1,4 @@
-"""What a checkpoint writes for each leaf of a state, and how it restores the leaf."""
+"""Decide what a checkpoint writes for each leaf of a state, and how the leaf is restored."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SavedLeaf:
       kind: How it is written.
       shape: Global shape. For an array of keys, without the dim of the bits.
       dtype: Name of the dtype, of the implementation of a key, or of the type of a number.
-      value: A number as text; empty for other kinds.
+      value: The text of a number, or "" for other kinds.
     """
 
     path: tuple[str, ...]
@@ -98,7 +98,7 @@ def flatten(state: Any) -> tuple[list[tuple[tuple[str, ...], Any]], Any]:
 
 
 def written(leaves: Sequence[tuple[tuple[str, ...], Any]]) -> tuple[list[SavedLeaf], _NESTED]:
-    """Return what is written of each leaf, and the arrays as a tree of dicts.
+    """Return the description of each leaf that is written, and the arrays as a tree of dicts.
 
     Raises:
       CheckpointError: Leaves cannot be saved. The error lists all of them.
@@ -123,7 +123,7 @@ def written(leaves: Sequence[tuple[tuple[str, ...], Any]]) -> tuple[list[SavedLe
 
 
 def _refusal(value: Any) -> tuple[str, str] | None:
-    """Return why a leaf cannot be saved, and the fix; None if it can."""
+    """Return why a leaf cannot be saved, and the fix. None if it can be saved."""
     if isinstance(value, jax.Array) and value.is_deleted():
         return "the array is deleted: it was donated", "save the state that the last step returned"
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
@@ -266,7 +266,7 @@ def matched(
     if not partial:
         fix = "add it to the target, or pass partial=True to leave it in the file"
         problems += [
-            _problem(path, "it was saved, and the target has no leaf at this path", fix)
+            _problem(path, "it was saved, but the target has no leaf at this path", fix)
             for path in by_path
         ]
     raise_problems(problems)
@@ -278,7 +278,7 @@ def _problem(path: tuple[str, ...], what: str, fix: str) -> Problem:
 
 
 def _misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
-    """Return what differs between a saved leaf and a leaf of the target, and the fix."""
+    """Return the difference between a saved leaf and a leaf of the target, and the fix."""
     is_array = hasattr(target, "shape") and hasattr(target, "dtype")
     if not is_array and not isinstance(target, (bool, int, float, complex)):
         return (

@@ -1,4 +1,4 @@
-"""Shared by all code that writes files with orbax: its import, and the path of a directory."""
+"""Import orbax, and read the path of a directory, for all code that writes files with orbax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def import_orbax(what: str, error: type[ShardingError]) -> Any:
     """Return `orbax.checkpoint`.
 
     Args:
-      what: What needs it, for the message: "saving and restoring caches".
+      what: Subject of the message, such as "saving and restoring caches".
       error: Class of the error.
 
     Raises:
@@ -30,7 +30,7 @@ def import_orbax(what: str, error: type[ShardingError]) -> Any:
 
 
 def directory(path: str | os.PathLike[str], error: type[ShardingError], name: str = "path") -> str:
-    """Return the absolute path of a directory as text; an address of a bucket stays as it is.
+    """Return the absolute path of a directory as text. The address of a bucket does not change.
 
     Raises:
       ShardingError: The value is not a path.

@@ -51,15 +51,16 @@ def export_safetensors(
 ) -> dict[str, str]:
     """Write parameters to a new folder as safetensors.
 
-    The folder appears when it is complete, or not at all.
-    One file is called `model.safetensors`. Several are called `model-00001-of-00003.safetensors`
-    and so on, and `model.safetensors.index.json` says which file has which tensor. The name of a
-    tensor is its path, joined by ".": `layers.0.q`.
+    The folder appears when it is complete, or not at all. If there is one file, its name is
+    `model.safetensors`. If there are several, their names are `model-00001-of-00003.safetensors`
+    and so on, and `model.safetensors.index.json` names the file of each tensor. The name of a
+    tensor is its path, joined by ".", such as `layers.0.q`.
 
     Args:
       folder: A folder that does not exist.
       params: Tree of arrays of this process, sharded or not.
-      most: Most bytes of a file, as an integer or as text. A larger tensor gets a file of its own.
+      most: Largest number of bytes of a file, as an integer or as text. A larger tensor gets its
+        own file.
       metadata: Text for the header of each file, such as `{"format": "pt"}`.
 
     Returns:

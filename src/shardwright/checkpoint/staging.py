@@ -13,8 +13,8 @@ from collections.abc import Iterator
 def staged(path: str) -> Iterator[str]:
     """Yield the path of a directory to create, and rename it to `path` at the end.
 
-    The yielded path is beside `path`, so that both are on one disk. It is new each time, because an
-    earlier call that failed may still be writing to its own path.
+    The yielded path is beside `path`, so that both are on one disk. It is new in each call, because
+    an earlier call that failed may still be writing to its own path.
     """
     parent, name = os.path.split(path)
     os.makedirs(parent or ".", exist_ok=True)

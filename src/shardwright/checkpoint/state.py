@@ -20,13 +20,13 @@ from shardwright.vocabulary.integers import read_integer
 _FORMAT = 1
 _WHAT = "saving and restoring a state"
 # Old checkpoints are moved to this folder before they are deleted. If a program is killed while it
-# deletes one, the rest is not taken for a complete checkpoint.
+# deletes a checkpoint, the remaining files are not mistaken for a complete checkpoint.
 _DELETED = ".deleted"
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Saving:
-    """A checkpoint that orbax is writing. The arrays are already copied, so a step may donate them.
+    """A checkpoint that orbax writes. The arrays are already copied, so a step may donate them.
 
     Attributes:
       step: Number of the checkpoint.
@@ -66,7 +66,7 @@ class Saving:
                     del _PENDING[self.folder]
 
 
-# The last save of each folder that nobody has waited for.
+# Folder -> its last save for which `wait` was not called.
 _PENDING: dict[str, Saving] = {}
 
 
@@ -80,21 +80,22 @@ def save(
 ) -> Saving:
     """Write a state as checkpoint number `step` of a folder.
 
-    The checkpoint appears when it is complete, or not at all. A save that is killed leaves
-    temporary directories, and the next save to the folder removes them. So only one program may
-    save to a folder at a time. All processes of a `jax.distributed` run are one program: each of
-    them calls `save`.
+    The checkpoint appears when it is complete, or not at all. A program that is killed while it
+    saves leaves temporary directories. The next save to the folder removes them, so only one
+    program may save to a folder at a time. All processes of a `jax.distributed` run are one
+    program: each of them calls `save`.
 
     Args:
-      folder: Folder of the checkpoints, which is created if necessary. One directory per step.
+      folder: Folder of the checkpoints. It is created if necessary, and gets one directory per
+        step.
       state: Tree of arrays, NumPy arrays, typed PRNG keys and numbers, for instance
         `{"params": ..., "moments": ..., "step": 20, "key": key}`.
-      step: Number of the checkpoint; it must be new.
-      keep: How many checkpoints to keep: when the new one is complete, older ones are deleted.
+      step: Number of the checkpoint. It must be new.
+      keep: How many checkpoints to keep. When the new one is complete, older ones are deleted.
         Defaults to all.
-      wait: Return when the checkpoint is complete. If false, return when the arrays are copied to
-        the host, and write in the background. Then call `wait()` of the result before the program
-        ends.
+      wait: Whether to return when the checkpoint is complete. If false, return when the arrays are
+        copied to the host, and write in the background. Then call `wait()` of the result before the
+        program ends.
 
     Returns:
       The save, with its step and its number of bytes.
@@ -147,7 +148,7 @@ def restore(
 
     In addition to the restored arrays, reading takes at most 192 MiB of host memory. Arrays above
     32 MiB are read in pieces, if their sharding is a `NamedSharding` of device memory. Other arrays
-    are read shard by shard, which takes two of the largest shards if that is more.
+    are read shard by shard. This takes the memory of two of the largest shards, if that is more.
 
     Args:
       folder: The folder that was given to `save`.
@@ -190,8 +191,9 @@ def restore(
 
 
 def steps(folder: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Return the numbers of the complete checkpoints of a folder, in order; empty if there is no
-    such folder.
+    """Return the numbers of the complete checkpoints of a folder, in order.
+
+    If there is no such folder, there are none.
 
     Raises:
       CheckpointError: orbax is not installed.
@@ -203,7 +205,7 @@ def steps(folder: str | os.PathLike[str]) -> tuple[int, ...]:
 
 
 def _manager(orbax: Any, path: str, *, keep: int | None = None, writes: bool = False) -> Any:
-    # Only a save removes temporary directories, because a reader must not disturb a running save.
+    # A reader must not remove temporary directories, because they may be of a running save.
     options = orbax.CheckpointManagerOptions(
         max_to_keep=keep,
         cleanup_tmp_directories=writes,
@@ -214,7 +216,7 @@ def _manager(orbax: Any, path: str, *, keep: int | None = None, writes: bool = F
 
 
 def _delete_old(path: str) -> None:
-    """Finish deleting old checkpoints, also those that a killed program left."""
+    """Delete the old checkpoints that were moved, also those that a killed program left."""
     if _is_local(path) and jax.process_index() == 0:
         shutil.rmtree(os.path.join(path, _DELETED), ignore_errors=True)
 

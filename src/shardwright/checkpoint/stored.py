@@ -1,4 +1,4 @@
-"""Arrays in the files of a checkpoint, of which parts can be read."""
+"""Read parts of the arrays in the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwright.checkpoint import leaves
 
 Box = tuple[slice, ...]
 
-# How many chunks are read, and decoded, at the same time.
+# Number of chunks that are read and decoded at the same time.
 _AT_ONCE: Final = 4
 
 
@@ -28,10 +28,10 @@ class StoredArray:
     file: Any
 
     def read(self, boxes: Sequence[Box]) -> list[np.ndarray]:
-        """Return parts of the array; equal parts may share memory.
+        """Return parts of the array. Equal parts may share memory.
 
-        Chunks of a file are read as a whole. If the boxes fill one larger box, that box is read
-        once, so that no chunk is read for each of them.
+        A chunk of a file is always read as a whole. If the boxes together fill one larger box, that
+        box is read, so that no chunk is read twice.
         """
         bounds = [_bounds(box, self.file.shape) for box in boxes]
         hull = tuple(

@@ -1,9 +1,9 @@
 """Check that all processes of a mesh have the same rules, policy and mesh, before they compute.
 
 Processes with different rules compile different programs, and then wait for each other in a
-collective forever. So a manager compares its values at its first entry. It writes their digest into
-JAX's coordination store, and waits until every process of its mesh has written the same digest.
-Each digest has a key of its own, so threads may enter several managers in any order.
+collective forever. So a manager compares its values when it is first entered. It writes their
+digest into JAX's coordination store, and waits until every process of its mesh has written the same
+digest. Each digest has a key of its own, so threads may enter several managers in any order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwright.resolution.rules import Rule
 from shardwright.vocabulary.axes import axis_label
 from shardwright.vocabulary.modes import MODES, mode_name
 
-# Seconds that other threads of this process have to enter the manager that another process entered.
+# Seconds in which another thread may still enter the manager that another process has entered.
 GRACE_S: Final = 1.0
 _ROOM: Final = f"{processes.ROOT}/manager"
 _FIX: Final = (
@@ -64,12 +64,12 @@ def agree_on_manager(manager: ManagerCore, group: ProcessGroup) -> None:
     """Wait until every process of a manager's mesh has entered an equal manager.
 
     Raises:
-      AgreementError: A process has entered another manager instead, or none within 8 seconds.
+      AgreementError: A process has entered another manager instead, or none for 8 seconds.
     """
     facts = manager_facts(manager)
     digest, store = processes.facts_digest(facts), group.store
     store.set(f"{_ROOM}/facts/{digest}", processes.packed(facts))
-    # The n-th of several equal managers is compared with the n-th of the other processes.
+    # The n-th of several equal managers is compared with the n-th one in the other processes.
     times = f"{_ROOM}/times/{group.rank}/{digest}"
     name = f"{digest}-{store.count(times)}"
     number = store.count(f"{_ROOM}/entries/{group.rank}")
@@ -92,7 +92,7 @@ def agree_on_manager(manager: ManagerCore, group: ProcessGroup) -> None:
                 store.set(own, json.dumps({**entry, "failed": True}).encode())
                 raise _difference(group, facts, others)
         if late:
-            # A process that enters later must not continue alone.
+            # If a process enters later, it must not find this entry and continue alone.
             store.delete(own)
             store.set(f"{_ROOM}/left/{group.rank}/{name}", b"")
             store.count(times, -1)
@@ -119,9 +119,9 @@ def _others(
 ) -> dict[int, str]:
     """Return the digest of the manager that each absent process has entered instead.
 
-    This is the first manager that the absent process has entered and the calling process has not.
-    Entries with a lower number than `number` may be of other threads, so they are left out. If
-    `late` is true, they are included, except those whose comparison failed.
+    This is the first manager that the absent process has entered and this process has not. Entries
+    with a lower number than `number` may be those of other threads, so they are left out. If `late`
+    is true, they are included, except those whose comparison failed.
     """
     own, others = entered.get(group.rank, {}), {}
     for rank in absent:

@@ -1,8 +1,8 @@
 """The watchdog: end this process, with a message, if another process of its mesh is missing.
 
-A process that is killed, raises or ends leaves the others waiting in a collective. A thread beside
-the main thread writes a beat into JAX's coordination store and reads those of the others. JAX's own
-`get_live_nodes` cannot do this, because it waits for the process that waits.
+If a process is killed, raises an error or ends, the others wait for it in a collective. In each
+process, a thread beside the main thread writes a beat into JAX's coordination store, and reads the
+beats of the others. JAX's own `get_live_nodes` does not help, because it waits for all processes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from shardwright.manager.processes import ROOT, ProcessGroup, collect
 EXIT_CODE: Final = 75
 _ROOM: Final = f"{ROOT}/watchdog"
 _MAIN_BUSY: Final = 0.005
-_PROCESS_BUSY: Final = 0.05  # a compiler may work in other threads
-_GRACE: Final = 0.3  # seconds in which the others end, once all of them have left
+# Share of a processor above which the process counts as busy. Compilers work in other threads.
+_PROCESS_BUSY: Final = 0.05
+_GRACE: Final = 0.3  # seconds that the others get to end, after all of them have left
 
 
 class _State(enum.StrEnum):
-    """What a process says about itself.
+    """The state of a process, as it reports it.
 
-    A process that has left has written its message, and ends.
+    A process in the state LEFT has printed its message, and ends.
     """
 
     RUNS = "runs"
@@ -45,12 +46,12 @@ class _State(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Beat:
-    """What a process writes every few hundred milliseconds.
+    """The report that a process writes into the store every few hundred milliseconds.
 
     Attributes:
-      number: Counts the beats.
-      state: What it does.
-      text: What it raised, or empty.
+      number: Number of the beat.
+      state: State of the process.
+      text: The error that it raised, or empty.
       lost: Whether it raised an error of JAX, which another process may have caused.
       place: Lines of the program that its main thread is in, the innermost first.
       waits_s: Seconds for which its main thread has run no Python code and used no processor.
@@ -65,7 +66,7 @@ class _Beat:
 
 
 def watch(group: ProcessGroup, seconds: float) -> None:
-    """Start the watchdog of this process, or let the one that runs watch these processes too."""
+    """Start the watchdog of this process. If it runs already, let it watch these processes too."""
     for thread in threading.enumerate():
         if isinstance(thread, Watchdog):
             thread.widen(group, seconds)
@@ -74,11 +75,11 @@ def watch(group: ProcessGroup, seconds: float) -> None:
 
 
 class Watchdog(threading.Thread):
-    """Watch the processes of a mesh until one is missing; then print that, and end this process.
+    """Watch the processes of a mesh until one is missing. Then print this, and end this process.
 
     Args:
       group: The processes.
-      seconds: How long one may be missing.
+      seconds: How long a process may be missing.
     """
 
     def __init__(self, group: ProcessGroup, seconds: float) -> None:
@@ -94,7 +95,7 @@ class Watchdog(threading.Thread):
         atexit.register(self._leave)
 
     def widen(self, group: ProcessGroup, seconds: float) -> None:
-        """Watch more processes, or more closely."""
+        """Watch more processes, and use the shorter time."""
         self._ranks |= frozenset(group.ranks)
         self._seconds = min(self._seconds, float(seconds))
 
@@ -103,12 +104,12 @@ class Watchdog(threading.Thread):
         return min(self._seconds / 16, 5.0)
 
     def run(self) -> None:
-        """Beat and look, until this process ends."""
+        """Write beats and read those of the others, until this process ends."""
         last = answered = time.monotonic()
         while True:
             now = time.monotonic()
             if now - last > 4 * self._interval + 1:
-                self._seen.clear()  # this process was stopped: the others did not fall silent
+                self._seen.clear()  # this process was stopped, so the others were not silent
                 self._ended.clear()
                 self._main.restart()
             last = now
@@ -120,7 +121,9 @@ class Watchdog(threading.Thread):
                 if _jax.coordination_store() is None:
                     return  # jax.distributed.shutdown was called
                 if time.monotonic() - answered > self._seconds:
-                    self._end(f"process 0, which coordinates, does not answer: {error}")
+                    self._end(
+                        f"process 0, which has the coordination store, does not answer: {error}"
+                    )
             else:
                 self._look(beats)
                 if self._own.state == _State.ENDED and self._all_ended(beats):
@@ -193,10 +196,10 @@ class Watchdog(threading.Thread):
         return missing
 
     def _elsewhere(self, beats: dict[int, _Beat]) -> dict[int, str]:
-        """Return the processes that this one waits for: they have ended, or are elsewhere.
+        """Return the processes that have ended, or are in another line, while this one waits.
 
-        A process that ended a moment ago may have taken part in the collective just before. So it
-        counts only if this process still waits after half of the time.
+        A process that ended a moment ago may have taken part in the collective before it ended. So
+        it counts only if this process still waits after half of the time.
         """
         own, now = self._own, time.monotonic()
         for rank, beat in beats.items():
@@ -222,25 +225,25 @@ class Watchdog(threading.Thread):
         return missing
 
     def _leave(self) -> None:
-        """Tell the others that this process ends; at exit, before JAX waits for them."""
+        """Tell the others that this process ends. It runs at exit, before JAX waits for them."""
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is None or hasattr(sys, "ps1") or not self.is_alive():
             self._own = dataclasses.replace(self._own, state=_State.ENDED)
-            # Until all have ended, as JAX would wait. A thread that is in native code while Python
-            # ends would abort this process.
+            # Wait until all have ended, as JAX would. Then the thread ends before Python does: a
+            # thread that is in native code while Python ends would abort this process.
             self.join()
             return
         text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         lost = isinstance(error, jax.errors.JaxRuntimeError)
         self._own = dataclasses.replace(self._own, state=_State.RAISED, text=text, lost=lost)
-        # JAX would wait here for the others, which wait for this process. The thread ends it.
+        # JAX would wait here for the others, and they wait for this process. The thread ends it.
         self.join(self._seconds + 4 * self._interval)
         os._exit(1)
 
     def _end(self, text: str, *, missing: frozenset[int] = frozenset()) -> None:
         """Print which processes are missing, tell the others, and end this process."""
         own = self._own
-        # A process that raised ends as it would have without a watchdog.
+        # A process that raised an error has the same exit code as without a watchdog.
         code = 1 if own.state == _State.RAISED and not own.lost else EXIT_CODE
         _write(f"shardwright watchdog in process {self._rank}: {text}\n")
         place = f" It was at {own.place}." if own.state == _State.RUNS else ""
@@ -257,12 +260,12 @@ class Watchdog(threading.Thread):
             if self._rank == 0:
                 time.sleep(_GRACE)  # without process 0, JAX aborts the others before they end
         except RuntimeError:
-            pass  # process 0 has gone already
+            pass  # process 0 has already ended
         finally:
             os._exit(code)
 
     def _linger(self) -> None:
-        """Wait a little until the others have written their messages; longest in process 0."""
+        """Wait until the others have printed their messages. Process 0 waits longest."""
         intervals = 3 if self._rank == 0 else 1
         deadline = time.monotonic() + min(intervals * self._interval, 2.0)
         while time.monotonic() < deadline:
@@ -276,10 +279,10 @@ class Watchdog(threading.Thread):
 
 
 class _MainThread:
-    """What the main thread does: whether it runs Python code or waits, and in which lines.
+    """Observe the main thread: whether it runs Python code or waits, and in which lines.
 
-    The interpreter runs a pending call in the main thread, before its next instruction of Python
-    code. So a pending call that does not run shows that the thread is in one call of native code.
+    The interpreter runs a pending call in the main thread before the next instruction of Python
+    code. So while a pending call does not run, the thread is in one call of native code.
     """
 
     def __init__(self) -> None:
@@ -290,7 +293,7 @@ class _MainThread:
         self.restart()
 
     def restart(self) -> None:
-        """Begin to count anew."""
+        """Start to count the waiting time from 0."""
         self._since = self._before = time.monotonic()
 
     def _answer(self, _: object) -> int:
