@@ -64,7 +64,8 @@ def scatter(step: Step) -> list[Value]:
             result = step.ledger.settle(result, step.results[0], step.site)
         return [result]
     written = [at for at in range(len(shape)) if at not in pairs]
-    step.doubt({axis for at in written for axis in value.dims[at]}, _WRITES)
+    if not made:
+        step.doubt({axis for at in written for axis in value.dims[at]}, _WRITES)
     if not update.free:
         step.move(2, tuple(targets))
     if update.free or not made:

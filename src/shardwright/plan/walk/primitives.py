@@ -117,6 +117,9 @@ REDUCTIONS: Final = frozenset(
         "argmin",
     ]
 )
+SCATTERS: Final = frozenset(
+    {"scatter", "scatter-add", "scatter_add", "scatter-max", "scatter-min", "scatter-mul"}
+)
 CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard", "annotate_axes"})
 # Every device can compute the result by itself.
 SOURCES: Final = frozenset(

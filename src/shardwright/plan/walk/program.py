@@ -23,6 +23,7 @@ from shardwright.plan.walk.events import Site, Walked
 from shardwright.plan.walk.ledger import Ledger
 from shardwright.plan.walk.liveness import CONSTANTS, RESULTS, TEMPORARY, Buffer, Peak
 from shardwright.plan.walk.manual import shard_map
+from shardwright.plan.walk.peers import Peers, is_scattered
 from shardwright.plan.walk.primitives import (
     CONSTRAINTS,
     CUMULATIVE,
@@ -132,7 +133,10 @@ class Walker:
         def value(variable: Any) -> Value:
             return anywhere(_rank(variable)) if isinstance(variable, Literal) else held[variable]
 
+        peers = Peers(equations)
         for equation in equations:
+            if is_scattered(equation):
+                peers.ask(equation.outvars[0], scope.asked, held)
             source = _jax.source_line(equation) or outer.source
             step = Step(
                 equation=equation,
