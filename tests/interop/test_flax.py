@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
 from shardwright.interop import flax as bridge
@@ -276,3 +277,35 @@ def test_a_preset_is_no_manager() -> None:
         bridge.rules("fsdp_tp", NAMES),  # type: ignore[arg-type]
     ):
         pass
+
+
+def test_other_names_retrace() -> None:
+    """flax keeps its rules where JAX does not see them."""
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("fsdp:4,tp:2"))
+    run = jax.jit(lambda x: nn.with_logical_constraint(x * 2, ("a", "b")))
+    x = jnp.ones((8, 8))
+    batch = (sw.BATCH, "activation")
+    with pm:
+        assert run(x).sharding.spec == P()
+    for names, spec in (
+        ({"a": batch, "b": sw.EMPTY}, P("fsdp")),
+        ({"a": sw.EMPTY, "b": batch}, P(None, "fsdp")),
+    ):
+        with bridge.rules(pm, names):
+            assert run(x).sharding.spec == spec
+
+
+def test_constraints_are_checked() -> None:
+    """flax replicates both arrays."""
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("fsdp:4,tp:2"))
+
+    def constrain(*names: str | None) -> Any:
+        return jax.jit(lambda x: nn.with_logical_constraint(x * 2, names))
+
+    with bridge.rules(pm, NAMES):
+        with pytest.raises(sw.UnknownAxisError, match=r"'activation_embd' is not in names"):
+            constrain("batch", "activation_embd")(jnp.ones((8, 4)))
+        with pytest.raises(sw.IndivisibleError, match=r"size 3 of 'batch' .* over fsdp=4"):
+            constrain("batch", None)(jnp.ones((3, 4)))
+    with nn.logical_axis_rules((("batch", "fsdp"),)), jax.set_mesh(pm.mesh):
+        constrain("batch", "activation_embd")(jnp.ones((8, 4)))

@@ -170,6 +170,37 @@ def test_constraints_follow_the_strategy() -> None:
         assert y.array.sharding.spec == spec
 
 
+@multiplies
+def test_other_names_retrace() -> None:
+    run = eqx.filter_jit(lambda x: hax.auto_sharded(x * 2))
+    x = hax.ones((Batch, Embed))
+    for axis, spec in ((sw.BATCH, jax.P("fsdp")), (sw.EMPTY, jax.P())):
+        with bridge.rules(manager("fsdp:4,tp:2"), {"batch": axis, "embed": sw.EMPTY}):
+            assert run(x).array.sharding.spec == spec
+
+
+def test_arguments_that_do_not_fit() -> None:
+    mesh = sw.create_mesh("fsdp:4,tp:2", axis_types="explicit")
+    explicit = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=mesh)
+    with (
+        pytest.raises(sw.StrategyError, match="need Auto mesh axes"),
+        bridge.rules(explicit, sizes={"kv_head": 8}),
+    ):
+        pass
+    wrong: Any = [("embed", "data")]
+    with pytest.raises(sw.StrategyError, match="mapping of activations is list, not a mapping"):
+        bridge.from_mappings(wrong, mesh={"data": 8})
+    names: Any = {"embed": (sw.EMBED, "param")}
+    with pytest.raises(sw.StrategyError, match="'embed' takes no role"):
+        bridge.from_mappings({"embed": "data"}, mesh={"data": 8}, names=names)
+    with pytest.raises(sw.StrategyError, match="no array of the model has names"):
+        bridge.annotations({"weight": jnp.ones((4, 4))})
+    with pytest.raises(sw.StrategyError, match="pm is a str"):
+        bridge.place(model(), "fsdp_tp")  # type: ignore[arg-type]
+    imported = bridge.from_mappings({"a b": "data"}, mesh={"data": 8})
+    assert [*imported.strategy.axes] == ["logical_a_b"]
+
+
 def test_names_that_are_missing() -> None:
     names = {name: axis for name, axis in bridge.NAMES.items() if name not in ("mlp", "layers")}
     with pytest.raises(sw.UnknownAxisError) as caught:

@@ -299,3 +299,63 @@ def test_a_model_without_names_is_refused() -> None:
             call(model, NAMES)
         assert "nnx.with_partitioning" in caught.value.fix
     assert {*jax.tree.leaves(bridge.annotations(model, {})[1])} == {sw.EMPTY}
+
+
+def projection(rngs: Any) -> Any:
+    return nnx.Linear(64, 256, kernel_init=kernel("embed", "mlp"), use_bias=False, rngs=rngs)
+
+
+def test_bound_shards_also_without_eager_sharding() -> None:
+    with nnx.use_eager_sharding(False), bridge.bound(manager("fsdp:4,tp:2"), NAMES):
+        created = projection(nnx.Rngs(0))
+    assert created.kernel.get_value().sharding.spec == P("fsdp", "tp")
+
+
+def test_other_names_retrace() -> None:
+    create = nnx.jit(lambda: projection(nnx.Rngs(0)))
+    swapped = {**NAMES, "embed": NAMES["mlp"], "mlp": NAMES["embed"]}
+    for names, spec in ((NAMES, P("fsdp", "tp")), (swapped, P("tp", "fsdp"))):
+        with bridge.bound(manager("fsdp:4,tp:2"), names):
+            assert create().kernel.get_value().sharding.spec == spec
+
+
+def test_names_for_fewer_dims_are_refused() -> None:
+    """Without a name for the new dim, the names were those of the wrong dims."""
+
+    @nnx.split_rngs(splits=4)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def stack(rngs: Any) -> Any:
+        return projection(rngs)
+
+    with nnx.use_eager_sharding(False):
+        stacked = stack(nnx.Rngs(0))
+    for read in (
+        bridge.annotations,
+        lambda model, names: bridge.place(model, manager("fsdp:4,tp:2"), names),
+    ):
+        with pytest.raises(sw.RankMismatchError, match=r"for 3 dims\n[^$]*transform_metadata"):
+            read(stacked, NAMES)
+
+
+def test_factored_moments() -> None:
+    factored = optax.adafactor(1e-3, min_dim_size_to_factor=8)
+    message = r"for 1 dims\n[^$]*pm\.state_shardings"
+    with nnx.use_eager_sharding(False):
+        optimizer = nnx.Optimizer(projection(nnx.Rngs(0)), factored, wrt=nnx.Param)
+    with pytest.raises(sw.RankMismatchError, match=message):
+        bridge.place(optimizer, manager("fsdp:4,tp:2"), NAMES)
+    with bridge.bound(manager("fsdp:4,tp:2"), NAMES):
+        model = projection(nnx.Rngs(0))
+        with pytest.raises(sw.RankMismatchError, match=message):
+            nnx.Optimizer(model, factored, wrt=nnx.Param)
+
+
+def test_rules_of_a_variable() -> None:
+    init = nnx.with_partitioning(
+        nnx.initializers.lecun_normal(),
+        ("in", "out"),
+        sharding_rules=(("in", "fsdp"), ("out", None)),
+    )
+    with bridge.bound(manager("fsdp:4,tp:2"), NAMES):
+        created = nnx.Linear(64, 256, kernel_init=init, use_bias=False, rngs=nnx.Rngs(0))
+    assert created.kernel.get_value().sharding.spec == P("fsdp", None)

@@ -265,3 +265,19 @@ def test_bad_gin_files(gin: Path) -> None:
         gin.write_text(text, encoding="utf-8")
         with pytest.raises(sw.StrategyError, match=message):
             t5x.from_gin(gin)
+
+
+def test_axes_that_cannot_be_used() -> None:
+    names: Any = {"embed": (sw.EMBED, "param"), "mlp": (sw.MLP_INTERMEDIATE, "param")}
+    params = {"wi": jnp.ones((4, 8))}
+    with pytest.raises(sw.StrategyError, match="no array of the model has names"):
+        t5x.annotations({"params": params}, names)
+    cases: list[tuple[Any, str]] = [
+        ({"wi_axes": "embed"}, "params_axes/wi_axes: 'embed' is neither AxisMetadata nor a tuple"),
+        ({"w1_axes": ("embed", "mlp")}, "params_axes/w1_axes: these axes belong to no variable"),
+    ]
+    for axes, message in cases:
+        with pytest.raises(sw.StrategyError, match=message):
+            t5x.annotations({"params": params, "params_axes": axes}, names)
+    listed = {"params": params, "params_axes": {"wi_axes": ["embed", "mlp"]}}
+    assert t5x.annotations(listed, names)[1]["params"]["wi"] == (sw.EMBED, sw.MLP_INTERMEDIATE)

@@ -117,7 +117,7 @@ def to_rules(
 
     Args:
       pm: The manager.
-      rules: The class `ShardingRules` of the model.
+      rules: The class `ShardingRules` of the model, or an instance of it.
       names: Name of a field -> (axis, role), or an axis that has one rule for both roles. Every
         field of the class must be in `names`.
       sizes: Name of a field -> size of its dims, for rules that depend on the size.
@@ -127,6 +127,8 @@ def to_rules(
       ShapeRequiredError: A rule depends on a size that is not given.
     """
     check_names(names)
+    if not isinstance(rules, type):
+        rules = type(rules)
     problems: list[Problem] = []
     for field in _fields(rules):
         axis_of(field.name, names, rules.__name__, problems)

@@ -25,6 +25,7 @@ from shardwright.interop.logical_rules import (
     axis_of,
     by_name,
     check_names,
+    check_used,
     from_logical_axis_rules,
     resized,
 )
@@ -196,25 +197,39 @@ def annotations(variables: Mapping[str, Any], names: Names) -> tuple[dict[str, A
 
     Raises:
       UnknownAxisError: Variables have names that are not in `names`; all are reported at once.
-      StrategyError: A variable has another number of names than dims.
+      StrategyError: A variable has another number of names than dims, names cannot be read or
+        belong to no variable, or there are names and no variable has any.
     """
     check_names(names)
     values = {name: tree for name, tree in variables.items() if not name.endswith("_axes")}
     problems: list[Problem] = []
+    names_of = {
+        name: _names_of(variables.get(f"{name}_axes", {}), f"{name}_axes", problems)
+        for name in values
+    }
     annotated = {
-        name: _annotated(tree, _names_of(variables.get(f"{name}_axes", {})), name, names, problems)
+        name: _annotated(tree, names_of[name], name, names, problems)
         for name, tree in values.items()
     }
     raise_problems(by_name(problems))
+    check_used(
+        names,
+        is_named=any(own is not None for each in names_of.values() for own in each.values()),
+        has_dims=any(len(np.shape(leaf)) for leaf in jax.tree.leaves(values)),
+        fix="pass all collections that model.init returns, params_axes too",
+    )
     return values, annotated
 
 
 def _annotated(
     tree: Any, names_of: Mapping[str, Any], where: str, names: Names, problems: list[Problem]
 ) -> Any:
+    unused = {place: None for place, own in names_of.items() if own is not None}
+
     def annotation(path: Any, leaf: Any) -> tuple[str, ...]:
         place = "/".join(str(getattr(key, "key", key)) for key in path)
         own = names_of.get(place)
+        unused.pop(place, None)
         rank = len(np.shape(leaf))
         if own is None:
             return (EMPTY,) * rank
@@ -225,11 +240,16 @@ def _annotated(
             problems.append(Problem(error=StrategyError, what=what, path=path_in_model, fix=fix))
         return tuple(axis_of(name, names, f"{where}/{place}", problems) for name in own)
 
-    return jax.tree_util.tree_map_with_path(annotation, tree)
+    axes = jax.tree_util.tree_map_with_path(annotation, tree)
+    for place in unused:
+        what, fix = "these axes belong to no variable", "remove them, or correct their path"
+        where_written = f"{where}_axes/{place}_axes"
+        problems.append(Problem(error=StrategyError, what=what, path=where_written, fix=fix))
+    return axes
 
 
-def _names_of(axes: Any) -> dict[str, Any]:
-    """Return path -> names of a collection of axes."""
+def _names_of(axes: Any, where: str, problems: list[Problem]) -> dict[str, Any]:
+    """Return path -> names of a collection of axes; None for a variable without names."""
 
     def is_leaf(value: Any) -> bool:
         # AxisMetadata is a pytree node without leaves.
@@ -239,7 +259,13 @@ def _names_of(axes: Any) -> dict[str, Any]:
     named = {}
     for path, leaf in leaves:
         place = "/".join(str(getattr(key, "key", key)) for key in path)
-        own = leaf if isinstance(leaf, (PartitionSpec, tuple)) else getattr(leaf, "names", None)
+        own = leaf if isinstance(leaf, (PartitionSpec, tuple, list)) else None
+        own = getattr(leaf, "names", own)
+        if own is None and leaf is not None:
+            what = f"{leaf!r} is neither AxisMetadata nor a tuple of names"
+            fix = 'write ("embed", "mlp")'
+            path_in_axes = f"{where}/{place}"
+            problems.append(Problem(error=StrategyError, what=what, path=path_in_axes, fix=fix))
         named[place.removesuffix("_axes")] = own
     return named
 

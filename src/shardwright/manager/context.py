@@ -136,6 +136,7 @@ _AMBIENT = jax.make_user_context(default_value=Key(None))
 _APART = jax.make_user_context(default_value=None)
 _INPUTS = jax.make_user_context(default_value=None)
 _SETTINGS = jax.make_user_context(default_value=None)
+_RULES = jax.make_user_context(default_value=None)
 _FLOW: contextvars.ContextVar[_Entry | None] = contextvars.ContextVar(
     "shardwright_manager", default=None
 )
@@ -473,3 +474,12 @@ def settings_entered(settings: Hashable) -> AbstractContextManager[object]:
 def settings() -> Any:
     """Return the settings of the innermost `settings_entered` of this thread, or None."""
     return _SETTINGS.value
+
+
+def rules_entered(rules: Hashable) -> AbstractContextManager[object]:
+    """Return a context in which JAX's cache keys contain the rules that a bridge enters elsewhere.
+
+    flax and haliax keep their rules where JAX does not see them.
+    """
+    entered: AbstractContextManager[object] = _RULES(rules)
+    return entered

@@ -19,6 +19,7 @@ from shardwright.interop.logical_rules import (
     names_of_metadata,
     to_logical_axis_rules,
 )
+from shardwright.manager import context
 from shardwright.vocabulary.axes import EMPTY
 
 if TYPE_CHECKING:
@@ -119,11 +120,15 @@ def rules(
 ) -> Iterator[None]:
     """Enter a manager. `nn.with_logical_constraint` in a model then uses its rules.
 
-    The manager is part of jit's cache key, so a jitted function is traced again under another
-    strategy. flax's own rules are not part of that key.
+    The manager and the rules are part of jit's cache key, so a jitted function is traced again
+    under another strategy or other names. flax's own rules are not part of that key.
 
     flax alone cannot initialize or apply `nn.DenseGeneral` with more than two names in
     `jax.set_mesh`, because it constrains the flattened kernel. Here it constrains the full kernel.
+
+    flax alone replicates a dim whose name has no rule, and an array whose size does not divide. The
+    first call of `rules` wraps the function of flax that places a constraint, to check each array.
+    The check is inactive outside `rules`.
 
     Args:
       pm: The manager.
@@ -131,10 +136,13 @@ def rules(
       sizes: Name -> size of its dims, for rules that depend on the size.
 
     Raises:
+      UnknownAxisError: A constraint has a name that is not in `names`.
+      IndivisibleError: A size does not divide over the mesh axes of its name.
       StrategyError: The mesh has Explicit axes, which flax does not support.
     """
     import flax.linen as nn
 
+    from shardwright.interop.flax.checked import Rules, install
     from shardwright.interop.flax.dense_general import kernels_unflattened
 
     check_manager(pm)
@@ -142,7 +150,13 @@ def rules(
         what = "flax's constraints need Auto mesh axes, and the mesh has Explicit ones"
         raise StrategyError(what, fix='use axis_types = "auto"')
     exported = to_logical_axis_rules(pm, names, sizes=sizes)
-    with pm, nn.logical_axis_rules(exported), kernels_unflattened():
+    install()
+    with (
+        pm,
+        context.rules_entered((exported, (*names,))),
+        nn.logical_axis_rules(Rules.of(pm, names, exported)),
+        kernels_unflattened(),
+    ):
         yield
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.sharding import AxisType
 
 from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
 from shardwright.interop.logical_rules import (
@@ -21,10 +22,13 @@ from shardwright.interop.logical_rules import (
     by_name,
     check_manager,
     check_names,
+    check_used,
     from_logical_axis_rules,
     one_rule_each,
+    plain_name,
     read_names,
 )
+from shardwright.manager import context
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import (
     BATCH,
@@ -90,6 +94,7 @@ def annotations(model: Any, names: Names = NAMES) -> tuple[Any, Any]:
     Raises:
       UnknownAxisError: Arrays have names that are not in `names`; all are reported at once.
       RankMismatchError: A field has `axis_names` for another number of dims.
+      StrategyError: There are names, and no array has any.
 
     >>> import haliax as hax, jax, shardwright as sw
     >>> axes = hax.make_axes(embed=4, mlp=8)
@@ -102,8 +107,16 @@ def annotations(model: Any, names: Names = NAMES) -> tuple[Any, Any]:
     check_names(names)
     values = equinox.filter(model, _is_array)
     problems: list[Problem] = []
-    axes = [_annotation(leaf, names, problems) for leaf in _leaves(values, ())]
+    leaves = [*_leaves(values, ())]
+    axes = [_annotation(leaf, names, problems) for leaf in leaves]
     raise_problems(by_name(problems))
+    check_used(
+        names,
+        is_named=any(leaf.names is not None for leaf in leaves),
+        has_dims=any(np.ndim(leaf.value) for leaf in leaves),
+        fix="pass a model with NamedArrays\n"
+        "or let interop.equinox.infer find the axes of a model without names",
+    )
     return values, jax.tree.unflatten(jax.tree.structure(values), axes)
 
 
@@ -168,8 +181,8 @@ def rules(
 ) -> Iterator[None]:
     """Enter a manager. `hax.shard` and `hax.auto_sharded` in a model then use its rules.
 
-    The manager is part of jit's cache key, so a jitted function is traced again under another
-    strategy. haliax's own mapping is not part of that key.
+    The manager and the mapping are part of jit's cache key, so a jitted function is traced again
+    under another strategy or other names. haliax's own mapping is not part of that key.
 
     Args:
       pm: The manager.
@@ -178,10 +191,18 @@ def rules(
 
     Raises:
       ShapeRequiredError: A rule depends on a size that is not given.
+      StrategyError: The mesh has Explicit axes, which haliax does not support.
     """
     compute = mappings(pm, names, sizes=sizes).compute
     haliax = _haliax()
-    with pm, haliax.partitioning.axis_mapping(compute):
+    if AxisType.Explicit in pm.mesh.axis_types:
+        what = "haliax's constraints need Auto mesh axes, and the mesh has Explicit ones"
+        raise StrategyError(what, fix='use axis_types = "auto"')
+    with (
+        pm,
+        context.rules_entered((*compute.items(),)),
+        haliax.partitioning.axis_mapping(compute),
+    ):
         yield
 
 
@@ -226,11 +247,18 @@ def from_mappings(
     {'logical_batch': '-', 'logical_embed': 'data'}
     """
     tables = {Role.ACTIVATION: compute, Role.PARAM: compute if parameter is None else parameter}
+    for role, table in tables.items():
+        if not isinstance(table, Mapping):
+            what = f"the mapping of {role}s is {type(table).__name__}, not a mapping"
+            raise StrategyError(what, fix='write {"embed": "data"}')
     every = dict.fromkeys(name for table in tables.values() for name in table)
     every |= dict.fromkeys(replicated)
     own_axes = tuple(own_axes)
     given = read_names(names, own_axes, are_imported=True)
-    axes = {name: given.get(name, f"logical_{name}") for name in every}
+    if roles := [name for name, target in given.items() if not isinstance(target, str)]:
+        what = f"haliax has the same names in both roles: {roles[0]!r} takes no role"
+        raise StrategyError(what, fix=f"write {roles[0]!r}: sw.EMBED")
+    axes = {name: given.get(name, f"logical_{plain_name(name)}") for name in every}
     pairs, targets, places = [], {}, []
     for role, table in tables.items():
         for name in every:

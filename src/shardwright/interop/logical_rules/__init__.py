@@ -22,6 +22,7 @@ from shardwright.interop.logical_rules.names import check_names as check_names
 from shardwright.interop.logical_rules.names import check_used as check_used
 from shardwright.interop.logical_rules.names import entry_of as entry_of
 from shardwright.interop.logical_rules.names import names_of_metadata as names_of_metadata
+from shardwright.interop.logical_rules.names import plain_name as plain_name
 from shardwright.interop.logical_rules.names import read_names as read_names
 from shardwright.interop.logical_rules.names import resized as resized
 from shardwright.interop.logical_rules.to_rules import check_manager as check_manager

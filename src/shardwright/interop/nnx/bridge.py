@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from shardwright._jax import duplicate_spec_errors
-from shardwright.errors import Problem, StrategyError, raise_problems
+from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
 from shardwright.interop.logical_rules import (
     Names,
     by_name,
@@ -24,6 +24,7 @@ from shardwright.interop.logical_rules import (
     one_rule_each,
 )
 from shardwright.interop.nnx.checked import Table, install
+from shardwright.manager import context
 from shardwright.vocabulary.axes import EMPTY
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def bound(
     nnx shards a variable when it is created, eagerly or in jit, and maps names by one table without
     fallbacks. Here a name gets the first mesh axes of its rule that fit its size. If two dims of a
     variable then have the same mesh axis, JAX raises an error. A note on this error lists these
-    rules.
+    rules. The manager and the rules are part of JAX's cache keys.
 
     In jit and `nnx.vmap`, nnx would replicate a dim that does not divide, without a message. The
     first call of `bound` wraps the function of flax that shards variables, to check every variable.
@@ -57,19 +58,26 @@ def bound(
       StrategyError: The mesh has both Auto and Explicit axes, which nnx does not support.
     """
     check_manager(pm)
-    spmd = _flax("core.spmd")
+    spmd, nnx = _flax("core.spmd"), _flax("nnx")
     if len({*pm.mesh.axis_types}) > 1:
         what = "nnx needs mesh axes of one type, and the mesh has several"
         raise StrategyError(what, fix='use axis_types = "auto" or "explicit"')
     table = one_rule_each(pm, names, sizes=sizes)
+    rules = Table.of(pm, names, table)
     install(spmd)
     try:
-        with pm, spmd.logical_axis_rules(Table.of(pm, names, table)):
+        with (
+            pm,
+            context.rules_entered((*table.items(),)),
+            spmd.logical_axis_rules(rules),
+            # Without eager sharding, nnx does not read the rules.
+            nnx.use_eager_sharding(True),
+        ):
             yield
     except duplicate_spec_errors() as error:
-        rules = ", ".join(f"{name} = {axes}" for name, axes in table.items() if axes)
+        texts = ", ".join(f"{name} = {axes}" for name, axes in table.items() if axes)
         error.add_note(
-            f"nnx has one rule for each name, and no fallbacks: {rules}. Map one of the names of "
+            f"nnx has one rule for each name, and no fallbacks: {texts}. Map one of the names of "
             "this variable to sw.EMPTY, or change the strategy."
         )
         raise
@@ -79,8 +87,8 @@ def annotations(model: Any, names: Names) -> tuple[Any, Any]:
     """Return the state of a model without metadata, and the annotation of each array.
 
     Names come from `nnx.with_partitioning` and from the metadata of variables. `nnx.vmap` and
-    `nnx.scan` add names to them. As in nnx, the last dims are replicated if there are too few
-    names. A variable without names is replicated. The modules of `layers` have their own axes.
+    `nnx.scan` add names to them, if they are given one. A variable without names is replicated. The
+    modules of `layers` have their own axes.
 
     Args:
       model: A module, an optimizer or their `nnx.State`; or what `nnx.eval_shape` returns for one.
@@ -91,6 +99,7 @@ def annotations(model: Any, names: Names) -> tuple[Any, Any]:
 
     Raises:
       UnknownAxisError: Variables have names that are not in `names`; all are reported at once.
+      RankMismatchError: Variables have another number of names than dims.
       StrategyError: There are names, and no variable has any.
 
     >>> import shardwright as sw
@@ -118,8 +127,10 @@ def annotations(model: Any, names: Names) -> tuple[Any, Any]:
             return _own_axes(leaf, np.ndim(value(leaf)))
         place = "/".join(str(getattr(key, "key", key)) for key in path)
         own = _names_of(leaf) if is_variable(leaf) else ()
-        axes = [entry_of(name, names, place, problems) for name in own]
-        return (*axes, *(EMPTY,) * (len(np.shape(value(leaf))) - len(axes)))
+        rank = len(np.shape(value(leaf)))
+        if own and len(own) != rank:
+            problems.append(_other_rank(place, own, rank))
+        return tuple(entry_of(name, names, place, problems) for name in own) or (EMPTY,) * rank
 
     axes = jax.tree_util.tree_map_with_path(annotation, state, is_leaf=is_variable)
     raise_problems(by_name(problems))
@@ -153,6 +164,20 @@ def place(model: Any, pm: "PartitionManager", names: Names) -> Any:
     values, axes = annotations(model, names)
     _flax("nnx").update(model, jax.device_put(values, pm.shardings(values, axes)))
     return model
+
+
+def _other_rank(place: str, names: tuple[Any, ...], rank: int) -> Problem:
+    """Return the problem of a variable with another number of names than dims."""
+    fix = "give the variable one name per dim, None for a dim that is not sharded"
+    if len(names) < rank:
+        fix += (
+            "\nor pass a name to nnx.vmap or nnx.scan: "
+            'transform_metadata={nnx.PARTITION_NAME: "layers"}'
+        )
+    else:
+        fix += "\nor shard factored moments of an optimizer by pm.state_shardings"
+    what = f"the variable has the names {names} for {rank} dims"
+    return Problem(error=RankMismatchError, what=what, path=place, fix=fix)
 
 
 def _own_axes(variable: Any, rank: int) -> Any:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardwright.errors import IndivisibleError, Problem, raise_problems
+from shardwright.errors import IndivisibleError, Problem, RankMismatchError, raise_problems
 from shardwright.interop.logical_rules import MeshAxes, Names, axis_of
 from shardwright.vocabulary.axes import EMPTY, Role
 
@@ -31,14 +31,24 @@ class Table(tuple[tuple[str, MeshAxes], ...]):  # noqa: SLOT001
         rules.pm, rules.names = pm, names
         return rules
 
-    def check(self, shape: tuple[int, ...], sharding: Any) -> None:
+    def check(self, shape: tuple[int, ...], sharding: Any, own: Any = ()) -> None:
         """Check that nnx can shard an array of a shape as its names say.
 
+        Args:
+          shape: The shape.
+          sharding: The names of its dims.
+          own: Rules of the variable itself, which nnx applies besides those of the table.
+
         Raises:
+          RankMismatchError: There are more names than dims.
           IndivisibleError: A size is not a multiple of the number of shards.
           UnknownAxisError: A name is neither in the table nor a mesh axis.
         """
-        table, sizes = dict(self), self.pm.mesh.shape
+        table, sizes = {**dict(self), **dict(own or ())}, self.pm.mesh.shape
+        if len(sharding) > len(shape):
+            what = f"the variable has the names {tuple(sharding)} for {len(shape)} dims"
+            fix = "create factored moments outside of bound, and shard them by pm.state_shardings"
+            raise RankMismatchError(what, path=f"variable {shape}", fix=fix)
         problems: list[Problem] = []
         for dim, (size, name) in enumerate(zip(shape, sharding, strict=False)):
             if not isinstance(name, str):
@@ -82,11 +92,11 @@ def install(spmd: Any) -> None:
         return
 
     @functools.wraps(original)
-    def shard_value(value: Any, out_sharding: Any, *args: Any, **options: Any) -> Any:
+    def shard_value(value: Any, out_sharding: Any, sharding_rules: Any, mesh: Any) -> Any:
         rules = spmd.get_logical_axis_rules()
         if isinstance(rules, Table) and isinstance(out_sharding, tuple):
-            rules.check(tuple(getattr(value, "shape", ())), out_sharding)
-        return original(value, out_sharding, *args, **options)
+            rules.check(tuple(getattr(value, "shape", ())), out_sharding, sharding_rules)
+        return original(value, out_sharding, sharding_rules, mesh)
 
     shard_value.checks_shardwright_tables = True  # type: ignore[attr-defined]
     spmd.shard_value = shard_value
