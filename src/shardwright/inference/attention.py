@@ -9,19 +9,11 @@ from typing import Final
 from shardwright.inference.atoms import Atom, Dim, finest
 from shardwright.inference.evidence import Evidence, Site
 from shardwright.inference.facts import Product
-from shardwright.inference.names import Names
-from shardwright.vocabulary.axes import (
-    HEAD,
-    HEAD_DIM,
-    KV_HEAD,
-    KV_LENGTH,
-    LENGTH,
-    QUERY_LENGTH,
-)
+from shardwright.inference.names import LENGTHS, Names
+from shardwright.vocabulary.axes import EMBED, HEAD, HEAD_DIM, KV_HEAD, LENGTH
 
 # The query heads that share one kv head. GROUP is not an axis: (KV_HEAD, GROUP) is spelled HEAD.
 GROUP: Final = "__GROUP__"
-LENGTHS: Final = frozenset({LENGTH, QUERY_LENGTH, KV_LENGTH})
 _HEADS: Final = frozenset({HEAD, KV_HEAD, GROUP})
 
 
@@ -47,13 +39,57 @@ class Scores:
 def name_attention(names: Names) -> None:
     """Find products of queries and keys, and products of scores and values; name their dims."""
     all_scores: list[Scores] = []
+    stacked, states = _stacked(names.facts.projections), set[Atom]()
     for product in names.facts.activations:
+        states |= _state(product)
         scores = _scores(product)
         if scores is None:
             _name_values(names, product, all_scores)
-        else:
-            _name_scores(names, scores)
+        elif states.isdisjoint(scores.groups):
+            _name_scores(names, scores, stacked)
             all_scores.append(scores)
+        else:
+            _name_linear(names, scores)
+
+
+def _stacked(projections: Iterable[Product]) -> set[Atom]:
+    """Return the batch dims of products of the residual stream with weights. They are no heads.
+
+    They are the dims of experts, or of models that `jax.vmap` runs side by side.
+    """
+    return {
+        atom
+        for product in projections
+        if any(atom.name == EMBED for atom in _factors(product.contracted))
+        for atom in _factors(product.batch)
+    }
+
+
+def _state(product: Product) -> set[Atom]:
+    """Return the free dims of a product of keys and values over positions, as in linear attention.
+
+    A product of scores and values has positions among its free dims.
+    """
+    free = _factors((*product.left, *product.right))
+    summed = _factors(product.contracted)
+    is_state = bool(summed) and not any(atom.learned for atom in summed)
+    is_state &= all(_has_learned(side) for side in (product.left, product.right))
+    return set(free) if is_state and all(atom.learned for atom in free) else set()
+
+
+def _has_learned(dims: Iterable[Dim]) -> bool:
+    return any(atom.learned for atom in _factors(dims))
+
+
+def _name_linear(names: Names, scores: Scores) -> None:
+    """Guess the dims of attention without scores: queries times a state of keys and values."""
+    why = Evidence("queries times a sum over keys and values", scores.site)
+    for axis, atoms in (
+        (HEAD, [atom for atom in scores.batch if atom.learned]),
+        (HEAD_DIM, [*scores.contracted, *scores.groups]),
+    ):
+        for atom in atoms:
+            names.give((atom,), axis, why, guess=True)
 
 
 def _factors(dims: Iterable[Dim]) -> list[Atom]:
@@ -99,9 +135,13 @@ def _scores(product: Product) -> Scores | None:
     )
 
 
-def _name_scores(names: Names, scores: Scores) -> None:
+def _name_scores(names: Names, scores: Scores, stacked: set[Atom]) -> None:
     site = scores.site
-    heads = [atom for atom in scores.batch if atom.learned and atom.name in ("", *_HEADS)]
+    heads = [
+        atom
+        for atom in scores.batch
+        if atom.learned and atom.name in ("", *_HEADS) and atom not in stacked
+    ]
     heads = _with_shards(heads, names.facts.shards)
     # Without heads, this may be another product of two activations.
     guess = not heads and not scores.groups

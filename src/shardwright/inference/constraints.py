@@ -10,8 +10,9 @@ from typing import Any, Final
 from jax.extend import core
 
 from shardwright.inference.atoms import finest
-from shardwright.inference.attention import GROUP, LENGTHS
+from shardwright.inference.attention import GROUP
 from shardwright.inference.facts import Output, Piece
+from shardwright.inference.names import LENGTHS
 from shardwright.inference.pieces import Factors, named_factors
 from shardwright.inference.report import axis_text
 from shardwright.inference.step import Value

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from shardwright import _jax
 from shardwright.inference.atoms import new_dim
-from shardwright.inference.facts import Use
+from shardwright.inference.facts import Scanned
 from shardwright.inference.step import Step, Value
 
 # `constrained` rebuilds these calls. It leaves custom derivatives as they are.
@@ -30,14 +30,23 @@ def scan(step: Step) -> list[Value]:
     constants, carries, body = _jax.scan_parts(step.parameters)
     split = constants + carries
     scanned = step.values[split:]
-    for value in scanned:
-        if value.is_weight and value.dims:
-            step.facts.scans.append(Use(dim=value.dims[0], site=step.site))
-    starts = _carried(step, step.values[constants:split])
+    step.facts.scan_count += 1
+    number = step.facts.scan_count
+    has_data = any(value.data and value.learned for value in scanned)
+    step.facts.scans += [
+        Scanned(dim=value.dims[0], site=step.site, number=number, has_data=has_data)
+        for value in scanned
+        if value.is_weight and value.dims
+    ]
+    starts = [
+        dataclasses.replace(start, carries=start.carries | {number})
+        for start in _carried(step, step.values[constants:split])
+    ]
     rows = [dataclasses.replace(value, dims=value.dims[1:], one_hot=None) for value in scanned]
     values = [*step.values[:constants], *starts, *rows]
     ends = step.walker.walk(body, values, place=step.place)
     _align(step, starts, ends)
+    ends = [dataclasses.replace(end, carries=end.carries - {number}) for end in ends]
     lead = scanned[0].dims[0] if scanned else new_dim(step.parameters["length"])
     stacked = [dataclasses.replace(end, dims=(lead, *end.dims)) for end in ends[carries:]]
     return [*ends[:carries], *stacked]

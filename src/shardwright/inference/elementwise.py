@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Final
 
 from shardwright.inference.atoms import Dim, finest, new_dim
@@ -35,7 +36,19 @@ def elementwise(step: Step) -> list[Value] | None:
             step.same(candidates[0], other)
     _mark(step, operands, dims)
     result = step.result(dims, _one_hot(step, operands))
+    origins = _origins(operands)
+    if len(origins) == 1:
+        result = dataclasses.replace(result, origin=origins[0])
     return [result] * len(step.shapes)
+
+
+def _origins(operands: list[Value]) -> list[Value]:
+    """Return the different values that operands come from by elementwise operations alone."""
+    origins: dict[int, Value] = {}
+    for value in operands:
+        origin = value.origin or value
+        origins[id(origin)] = origin
+    return list(origins.values())
 
 
 def _broadcasts(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -51,7 +64,12 @@ def _mark(step: Step, operands: list[Value], dims: list[Dim]) -> None:
         for dim in dims:
             for atom in finest(dim):
                 atom.nonlinear = True
-    elif name in _ADDITIONS and sum(value.data and value.learned for value in operands) > 1:
+    elif (
+        name in _ADDITIONS
+        and sum(value.data and value.learned for value in operands) > 1
+        # An activation function such as gelu adds a value and its cube.
+        and len(_origins(operands)) > 1
+    ):
         for dim in dims:
             for atom in finest(dim):
                 atom.residual = True

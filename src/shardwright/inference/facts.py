@@ -70,6 +70,23 @@ class Use:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Scanned:
+    """The leading dim of a parameter that a scan runs along.
+
+    Attributes:
+      dim: The dim.
+      site: The scan.
+      number: Number of the scan.
+      has_data: Whether the scan also runs along a value that depends on inputs and parameters.
+    """
+
+    dim: Dim
+    site: Site
+    number: int
+    has_data: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
     """A result of an equation that may get a constraint.
 
@@ -115,7 +132,8 @@ class Facts:
     """What the walk records: how dims are used, and names that contradict each other.
 
     For each dim that a `shard_map` shards, `shards` has a pair: the factor of its shards, and its
-    local part.
+    local part. `stacked` has the scans in which a
+    weight is applied to the carry. Scans have the numbers from 1 to `scan_count`.
     """
 
     lookups: list[Lookup] = dataclasses.field(default_factory=list)
@@ -123,10 +141,12 @@ class Facts:
     projections: list[Product] = dataclasses.field(default_factory=list)
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     top_k: list[Use] = dataclasses.field(default_factory=list)
-    scans: list[Use] = dataclasses.field(default_factory=list)
+    scans: list[Scanned] = dataclasses.field(default_factory=list)
     rows: list[Use] = dataclasses.field(default_factory=list)
     windows: list[Use] = dataclasses.field(default_factory=list)
     outputs: list[Output] = dataclasses.field(default_factory=list)
+    scan_count: int = 0
+    stacked: set[int] = dataclasses.field(default_factory=set)
     shards: list[tuple[Dim, Dim]] = dataclasses.field(default_factory=list)
     conflicts: list[Clash] = dataclasses.field(default_factory=list)
     unknown: dict[str, Evidence] = dataclasses.field(default_factory=dict)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from shardwright.errors import RankMismatchError, StrategyError, raise_problems
@@ -98,7 +99,13 @@ def infer_axes(
     with _uncollected():
         results = walker.walk(closed.jaxpr, [*values, *input_values], place=())
         raise_problems(walker.kernels.unused())
-        _name_all(walker.facts, [value.dims for value in values], results, by_size)
+        _name_all(
+            walker.facts,
+            [value.dims for value in values],
+            results,
+            by_size,
+            has_other_inputs=_floats(inputs) > 0,
+        )
     rows = [spell(value.dims) for value in values]
     numbers: dict[Atom, int] = {}
     evidence = tuple(
@@ -218,11 +225,23 @@ def _check_axes(
     check_axes(places, own_axes, declare=_OWN)
 
 
+def _floats(inputs: Any) -> int:
+    """Return the number of inputs of floats that have more dims than the batch."""
+    dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(inputs) if len(np.shape(leaf)) > 1]
+    return sum(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
+
+
 def _name_all(
-    facts: Facts, params: Sequence[Dims], results: Sequence[Value], sizes: Mapping[int, str]
+    facts: Facts,
+    params: Sequence[Dims],
+    results: Sequence[Value],
+    sizes: Mapping[int, str],
+    *,
+    has_other_inputs: bool,
 ) -> None:
     names = Names(facts)
-    name_tables(names)
+    first = results[0] if results else None
+    name_tables(names, first, has_other_inputs=has_other_inputs)
     name_stacks(names)
     name_other_tables(names)
     name_windows(names)
@@ -230,7 +249,7 @@ def _name_all(
     name_experts(names)
     name_pieces(names)
     name_residual(names)
-    name_logits(names, results[0] if results else None)
+    name_logits(names, first)
     name_hidden(names)
     name_pieces(names)
     every = [dim for dims in params for dim in dims]

@@ -18,12 +18,16 @@ from shardwright.vocabulary.axes import (
     EMPTY,
     EXPERT,
     HEAD,
+    KV_LENGTH,
     LAYERS,
     LENGTH,
     MLP_INTERMEDIATE,
+    QUERY_LENGTH,
     VOCAB,
 )
 
+# The names of positions.
+LENGTHS = frozenset({LENGTH, QUERY_LENGTH, KV_LENGTH})
 # A table with at most 1/8 of the rows of the largest table holds types or positions, not tokens.
 _SMALL_TABLE = 8
 
@@ -76,25 +80,42 @@ def learned(dim: Iterable[Atom]) -> bool:
     return any(atom.learned for atom in finest(dim))
 
 
-def name_tables(names: Names) -> None:
-    """Name the dims of tables that are looked up by tokens."""
+def name_tables(names: Names, result: Value | None, *, has_other_inputs: bool) -> None:
+    """Name the dims of tables that are looked up by tokens.
+
+    That the inputs are tokens is certain if the logits count along the same dim, or along as many
+    elements as one of the tables has rows. It is also certain if there is no other table and no
+    other input, and the inputs have a length. Otherwise VOCAB is a guess, because the inputs may be
+    positions, steps of diffusion or classes.
+    """
     lookups = [lookup for lookup in names.facts.lookups if not lookup.of_data]
     tables = [lookup for lookup in lookups if lookup.depends_on == "inputs"]
+    ends = [] if result is None or not result.dims else finest(result.dims[-1])
+    keys = {tuple(finest(lookup.key)): _rows(lookup) for lookup in tables}
+    is_alone = len(keys) == 1 and not has_other_inputs
     for lookup in tables:
-        _name_table(names, lookup, tables)
+        key = tuple(finest(lookup.key))
+        is_tied = list(key) == ends
+        counts = len(ends) == 1 and ends[0].learned and ends[0].size == keys[key]
+        is_counted = counts and [*keys.values()].count(keys[key]) == 1
+        has_length = any(atom.name in LENGTHS for dim in lookup.index for atom in finest(dim))
+        is_certain = is_tied or is_counted or (is_alone and has_length)
+        _name_table(names, lookup, tables, guess=not is_certain)
 
 
 def name_other_tables(names: Names) -> None:
     """Name the dims of tables that are looked up by positions, by constants or by a router."""
     for lookup in (lookup for lookup in names.facts.lookups if not lookup.of_data):
         if lookup.depends_on == "both":
+            # A selected row of one dim may belong to a codebook or to a memory.
+            is_guess = len(lookup.row) < 2
             why = Evidence("rows are selected by a router", lookup.site)
-            names.give(lookup.key, EXPERT, why)
+            names.give(lookup.key, EXPERT, why, guess=is_guess)
         elif lookup.depends_on == "neither":
             _name_positions(names, lookup)
 
 
-def _name_table(names: Names, lookup: Lookup, tables: Sequence[Lookup]) -> None:
+def _name_table(names: Names, lookup: Lookup, tables: Sequence[Lookup], *, guess: bool) -> None:
     largest = max(_rows(other) for other in tables)
     is_small = _rows(lookup) * _SMALL_TABLE <= largest
     if is_small:
@@ -102,7 +123,7 @@ def _name_table(names: Names, lookup: Lookup, tables: Sequence[Lookup]) -> None:
         names.give(lookup.key, EMPTY, why, guess=True)
     else:
         why = Evidence("a table looked up by the inputs", lookup.site)
-        names.give(lookup.key, VOCAB, why, sure=True)
+        names.give(lookup.key, VOCAB, why, sure=not guess, guess=guess)
     for dim in lookup.row:
         why = Evidence("rows of a table looked up by the inputs", lookup.site)
         names.give(dim, EMBED, why, sure=not is_small, guess=is_small)
@@ -126,18 +147,36 @@ def _name_positions(names: Names, lookup: Lookup) -> None:
 
 
 def name_stacks(names: Names) -> None:
-    """Name the dim that a scan over parameters runs along."""
+    """Name the dim that a scan over parameters runs along.
+
+    It is LAYERS if weights are applied to the carry. Otherwise the scan adds up its steps, as over
+    experts, or runs along pieces of a weight.
+    """
     for use in names.facts.scans:
-        if learned(use.dim):
-            names.give(use.dim, LAYERS, Evidence("scanned over", use.site), sure=True)
+        if not learned(use.dim):
+            continue
+        why = Evidence("scanned over", use.site)
+        if use.number in names.facts.stacked:
+            names.give(use.dim, LAYERS, why, sure=True)
+        else:
+            names.give(use.dim, EXPERT if use.has_data else LAYERS, why, guess=True)
 
 
 def name_experts(names: Names) -> None:
     """Name the dim along which every expert has weights of its own."""
     routed: set[Atom] = set()
+    projections = names.facts.projections
+    # Sizes of dims along which every index has a weight of its own.
+    sizes = {atom.size for product in projections for atom in finest(_joined(product.batch))}
+    has_experts = any(product.groups for product in projections) or any(
+        lookup.depends_on == "both" and len(lookup.row) > 1 for lookup in names.facts.lookups
+    )
     for use in names.facts.top_k:
         if learned(use.dim):
-            names.give(use.dim, EXPERT, Evidence("top_k chooses along it", use.site))
+            # A memory, and the sampling of tokens, choose along a dim too.
+            is_guess = not has_experts and sizes.isdisjoint(atom.size for atom in finest(use.dim))
+            why = Evidence("top_k chooses along it", use.site)
+            names.give(use.dim, EXPERT, why, guess=is_guess)
             routed.update(finest(use.dim))
     for product in names.facts.projections:
         for dim in product.batch:

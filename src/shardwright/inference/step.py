@@ -23,12 +23,16 @@ class Value:
       data: Whether it depends on the inputs.
       learned: Whether it depends on parameters.
       one_hot: The dim along which each row has a single 1, selected by the inputs, or None.
+      origin: The value that it comes from by elementwise operations alone, or None for itself.
+      carries: The scans whose carry it comes from.
     """
 
     dims: Dims
     data: bool = False
     learned: bool = False
     one_hot: Dim | None = None
+    origin: Value | None = None
+    carries: frozenset[int] = frozenset()
 
     @property
     def is_weight(self) -> bool:
@@ -81,11 +85,17 @@ class Step:
 
     def result(self, dims: Iterable[Dim], one_hot: Dim | None = None) -> Value:
         """Return a result that depends on all that the operands depend on."""
-        data = learned = False
+        data = learned = has_weight = False
+        carries: frozenset[int] = frozenset()
         for value in self.values:
             data |= value.data
             learned |= value.learned
-        return Value(dims=tuple(dims), data=data, learned=learned, one_hot=one_hot)
+            if value.carries:
+                carries |= value.carries
+            has_weight |= value.is_weight and bool(value.dims)
+        if carries and has_weight:
+            self.facts.stacked |= carries
+        return Value(dims=tuple(dims), data=data, learned=learned, one_hot=one_hot, carries=carries)
 
     def new_results(self) -> list[Value]:
         """Return results with dims about which nothing is known."""
