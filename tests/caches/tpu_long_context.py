@@ -8,11 +8,14 @@ prints one line of JSON per program; see `tests.tpu_compile`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 from tests import tpu_compile
 
-SLOTS, HEADS, KV_HEADS, DIM, CHUNK = 8, 8, 2, 128, 64
+SLOTS, HEADS, CHUNK = 8, 8, 64
+# Dims of a head and kv heads. With heads of 32, a decode step is combined by one all-gather.
+SIZES = {32: 4, 128: 2}
 CAPACITIES = (16384, 65536)
 
 
@@ -22,6 +25,7 @@ class Compiled:
 
     Attributes:
       what: insert, chunk or decode.
+      dim: Of a head.
       capacity: Rows of a slot.
       sent: Bytes that a device sends.
       temporary: Beside arguments and results.
@@ -29,6 +33,7 @@ class Compiled:
     """
 
     what: str
+    dim: int
     capacity: int
     sent: int
     temporary: int
@@ -39,7 +44,7 @@ def measure() -> list[Compiled]:
     return tpu_compile.measure("tests.caches.tpu_long_context", Compiled)
 
 
-def compiled(what: str, capacity: int) -> Compiled:
+def compiled(what: str, dim: int, capacity: int) -> Compiled:
     import jax
     import jax.numpy as jnp
 
@@ -58,12 +63,12 @@ def compiled(what: str, capacity: int) -> Compiled:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pm.sharding(axes, shape=x.shape))
 
     def cache_of(batch: int) -> Any:
-        sizes = {"batch": batch, "capacity": capacity, "kv_heads": KV_HEADS, "head_dim": DIM}
+        sizes = {"batch": batch, "capacity": capacity, "kv_heads": SIZES[dim], "head_dim": dim}
         cache = jax.eval_shape(lambda: caches.init("dense", **sizes))
         return jax.tree.map(abstract, cache, cache.axes())
 
     def rows(batch: int, count: int, heads: int, axis: str) -> jax.ShapeDtypeStruct:
-        x = jax.ShapeDtypeStruct((batch, count, heads, DIM), jnp.bfloat16)
+        x = jax.ShapeDtypeStruct((batch, count, heads, dim), jnp.bfloat16)
         return abstract(x, (sw.BATCH, sw.QUERY_LENGTH, axis, sw.EMPTY))
 
     def attend(cache: Any, q: Any, k: Any, v: Any) -> Any:
@@ -81,12 +86,13 @@ def compiled(what: str, capacity: int) -> Compiled:
                 donate_argnums=0,
             )
         else:
-            new = rows(batch, count, KV_HEADS, sw.KV_HEAD)
+            new = rows(batch, count, SIZES[dim], sw.KV_HEAD)
             program = tpu_compile.compile_for_tpus(
                 attend, cache, rows(batch, count, HEADS, sw.HEAD), new, new, donate_argnums=0
             )
     return Compiled(
         what=what,
+        dim=dim,
         capacity=capacity,
         sent=int(sum(each.total_wire_bytes or 0 for each in read_collectives(program, mesh))),
         temporary=tpu_compile.temporary(program),
@@ -95,6 +101,5 @@ def compiled(what: str, capacity: int) -> Compiled:
 
 
 if __name__ == "__main__":
-    for what in ("insert", "chunk", "decode"):
-        for capacity in CAPACITIES:
-            tpu_compile.tell(compiled(what, capacity))
+    for what, dim, capacity in itertools.product(("insert", "chunk", "decode"), SIZES, CAPACITIES):
+        tpu_compile.tell(compiled(what, dim, capacity))
