@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 RULES = """
 [rules]
-batch = "dp"
+batch = "dp+ep"
 head = "{head}"
 kv_head = "tp | -"
 page = "{page}"
@@ -136,13 +136,32 @@ def test_decode_equals_paged_reference_of_jax() -> None:
 
 
 # Name -> mesh, rule of the heads, rule of the pages, collectives.
-LAYOUTS: dict[str, tuple[str, str, str, dict[str, int]]] = {
+LAYOUTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "one device": ("dp:1,sp:1,tp:1", "tp", "sp", {}),
     "batch and kv heads": ("dp:2,tp:2", "tp", "-", {}),
     "more shards than kv heads": ("tp:4", "tp", "-", {}),
     "pages": ("sp:4", "tp", "sp", {"all_gather": 1}),
     "pages, heads that do not divide": ("sp:3", "tp", "sp", {"all_gather": 1}),
     "batch, pages and kv heads": ("dp:2,sp:2,tp:2", "tp", "sp", {"all_gather": 1}),
+    # The queries are gathered, the tables and other integers, and over sp the partial softmaxes.
+    "pages over the batch's shards": (
+        "dp:4",
+        "tp",
+        "dp",
+        {"all_gather": range(4, 6), "all_to_all": 1},
+    ),
+    "pages over the batch's shards and sp": (
+        "dp:2,sp:2,tp:2",
+        "tp",
+        "dp+sp",
+        {"all_gather": range(5, 7), "all_to_all": 1},
+    ),
+    "pages over some of the batch's shards": (
+        "dp:2,ep:2,sp:2",
+        "tp",
+        "sp+dp",
+        {"all_gather": range(5, 7), "all_to_all": 1},
+    ),
     "heads over the pages' shards too": (
         "tp:2,sp:2",
         "tp+sp",
@@ -335,19 +354,6 @@ def test_wrong_arguments(name: str) -> None:
     changed, message = WRONG[name]
     with pytest.raises(AttentionError, match=message):
         paged_attention(**{**Batch().arrays(), **changed})
-
-
-def test_pages_over_the_batch_axis_are_refused() -> None:
-    manager = sw.PartitionManager(
-        sw.Strategy.loads(RULES.format(head="tp", page="dp")), mesh=cpu_mesh("dp:2")
-    ).for_mode("decode")
-    with (
-        manager,
-        pytest.raises(
-            AttentionError, match="the pages and the batch of the queries are both sharded over dp"
-        ),
-    ):
-        paged_attention(**Batch().arrays())
 
 
 def test_pages_split_by_shard_map_are_refused() -> None:

@@ -192,23 +192,6 @@ def test_indivisible_capacity() -> None:
         caches.init("dense", **SIZES)
 
 
-def test_pages_sharded_like_batch() -> None:
-    manager = sw.PartitionManager(
-        sw.Strategy.loads(RULES + 'page = "dp"\n'), mesh=cpu_mesh("dp:2,sp:2"), mode="decode"
-    )
-    with (
-        manager,
-        pytest.raises(
-            CacheError,
-            match=(
-                r"k_pages dim 0 PAGE: the pages and the batch are both sharded over "
-                r"dp[\s\S]*page = \"-\" to replicate"
-            ),
-        ),
-    ):
-        caches.init("paged", **SIZES, page_size=2)
-
-
 def test_abstract_mesh() -> None:
     manager = sw.PartitionManager(
         sw.Strategy.loads(RULES), mesh=sw.abstract_mesh("dp:2"), mode="decode"

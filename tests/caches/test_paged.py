@@ -534,3 +534,16 @@ def test_specs() -> None:
         cache.length.sharding.spec,
         cache.references.sharding.spec,
     ) == (P("dp"), P("dp"), P())
+
+
+@pytest.mark.parametrize("mesh", ["dp:1,sp:8", "dp:2,sp:4", "dp:4,sp:2"])
+def test_a_pool_is_as_small_as_a_dense_cache(mesh: str) -> None:
+    """On each device, under the preset for long contexts, with pages for all slots."""
+    strategy = sw.Strategy.preset("serve_long_context")
+    sizes: dict[str, Any] = {"batch": 8, "capacity": 512, "kv_heads": 2, "head_dim": 16}
+    with sw.PartitionManager(strategy, mesh=cpu_mesh(mesh), mode="decode"):
+        paged = caches.init("paged", **sizes, page_size=16)
+        dense = caches.init("dense", **sizes)
+    held = bytes_per_device(dense.buffers)
+    assert held == bytes_per_device({name: dense.buffers[name] for name in ("k", "v")})
+    assert bytes_per_device([paged.k_pages, paged.v_pages]) <= 1.05 * held

@@ -138,9 +138,11 @@ def test_one_device(page_size: int) -> None:
         pytest.param("dp:2,sp:2,tp:2", id="batch, pages and kv heads"),
     ],
 )
+@pytest.mark.parametrize("pages", ["sp", "dp+sp"])
 @pytest.mark.wide
-def test_sharded_pages(mesh: str, axis_types: Any) -> None:
+def test_sharded_pages(pages: str, mesh: str, axis_types: Any) -> None:
+    rules = RULES.replace('page = "sp"', f'page = "{pages}"')
     manager = sw.PartitionManager(
-        sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh, axis_types=axis_types)
+        sw.Strategy.loads(rules), mesh=cpu_mesh(mesh, axis_types=axis_types)
     ).for_mode("decode")
     check_story(3, manager=manager)

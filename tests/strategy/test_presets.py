@@ -83,7 +83,7 @@ def test_pages_are_sharded_only_for_long_contexts(preset: str) -> None:
     pm = manager(preset, "dp:2,fsdp:2,sp:2,ep:2,tp:2")
     for mode in MODES:
         is_sharded = preset == "serve_long_context" and mode in (MODE_DECODE, MODE_INSERT)
-        pages = P("sp") if is_sharded else P()
+        pages = P(("dp", "fsdp", "ep", "sp")) if is_sharded else P()
         assert pm.resolve((sw.PAGE,), shape=(64,), mode=mode, role=Role.ACTIVATION) == pages
 
 

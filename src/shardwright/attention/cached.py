@@ -116,7 +116,7 @@ def append_and_attend(
     positions = ambient_sharding(cache.spec.mode).place(change.positions, (BATCH, EMPTY))
     view = change.cache.view()
     if view.tables is not None:
-        o = _attend_to_pages(q, view, positions, options, implementation)
+        o = _attend_to_pages(q, view, change.positions, options, implementation)
     else:
         if _overwrites_visible_keys(cache, k.shape[1], query_window):
             view = (_join if _jax.in_trace() else _jitted_join)(

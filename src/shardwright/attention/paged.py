@@ -3,7 +3,9 @@
 Sequences have any number of keys and queries, so one call serves prefill and decode together. A
 loop over the tables reads a few pages per sequence at a time, so the keys of a sequence are never
 copied as a whole. If pages are sharded by kv head, nothing is sent. If they are sharded by page,
-each shard reads the pages that it has, and partial softmaxes are combined as in `flash_decode`.
+each shard reads the pages that it has, and partial softmaxes are combined as in `flash_decode`. If
+pages and batch are sharded over the same mesh axes, the queries of these shards are gathered first,
+and an all-to-all returns the partial softmaxes of each sequence to its shard.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from shardwright import _jax
 from shardwright.attention.call import AttentionCall, JointSpecs, Operands, Result
 from shardwright.attention.checks import check_range, check_scale
 from shardwright.attention.inputs import describe, read_options
 from shardwright.attention.kernels import blockwise, flash_decode
-from shardwright.attention.parts import online_softmax, shards
+from shardwright.attention.parts import online_softmax, sequence, shards
 from shardwright.attention.sharding import resolve_pages
 from shardwright.errors import AttentionError
 from shardwright.manager import context
@@ -61,7 +64,8 @@ def paged_attention(
 
     Under an ambient manager, q is sharded by (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM), and the pages
     by (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM), as the rules of the mode resolve them. Tables and
-    lengths are sharded like the batch. Page numbers are global however the pages are sharded.
+    lengths are sharded like the batch, or replicated if the pages are sharded over its mesh axes.
+    Page numbers are global however the pages are sharded.
 
     The values of NumPy arrays are checked: lengths, and the numbers of used pages. The values of
     JAX arrays are not checked: a page number that is out of range gives no keys, and a length
@@ -180,10 +184,17 @@ def _run(operands: Operands, tables: jax.Array, call: AttentionCall) -> Result:
         if getattr(operands, name) is not None
     }
     by_operand = specs.operands(operands.replace(**dict.fromkeys(paged))).replace(**paged)
+    table_spec = specs.spec("batch")
+    if _shared_axes(specs):
+        # Each shard reads the tables of other sequences too. Small integers are not gathered in
+        # every layer.
+        table_spec = PartitionSpec()
+        positions = spec_of((), specs.q_length)
+        by_operand = by_operand.replace(q_positions=positions, lengths=table_spec)
     result: Result = call_on_shards(
         functools.partial(_attend, call=call),
         (operands, tables, *heads),
-        (by_operand, specs.spec("batch"), *shards.head_specs(call)),
+        (by_operand, table_spec, *shards.head_specs(call)),
         out_specs=shards.result_specs(call),
         mesh=call.mesh,
     )
@@ -229,10 +240,16 @@ def _attend(
     *,
     call: AttentionCall,
 ) -> Result:
-    page_size = shard.k.shape[1]
-    combine = flash_decode.combination(call.specs, call)
-    by_page = bool(combine.axes)
-    operands = combine.with_all_heads(shard) if by_page else shard
+    page_size, positions = shard.k.shape[1], shard.q_positions
+    shared = _shared_axes(call.specs)
+    if shared:
+        positions = positions[_sequences(call, ())]
+        shard, tables = _with_shared_sequences(shard, tables, call)
+    combine = flash_decode.combination(
+        dataclasses.replace(call.specs, kv_length=_other_axes(call.specs)), call
+    )
+    operands = combine.with_all_heads(shard) if combine.axes else shard
+    by_page = bool(call.specs.kv_length)
     first = jax.lax.axis_index(call.specs.kv_length) * shard.k.shape[0] if by_page else 0
     at_once = max(1, _ROWS // page_size)
     operands, table = _jax.vary_together(
@@ -251,16 +268,53 @@ def _attend(
     state = jax.lax.fori_loop(
         0, (count + at_once - 1) // at_once, add, online_softmax.start(operands.q, operands.v)
     )
-    if by_page:
+    if shared:
+        state = flash_decode.return_sequences(state, shared, call.shards(shared))
+    if combine.axes:
         result = combine(*online_softmax.finish(state), sinks=shard.sinks, dtype=call.dtype)
     else:
         o, lse = online_softmax.finish(state, sinks=shard.sinks)
         result = Result(o=o.astype(call.dtype), lse=lse)
-    tokens = shard.q_positions >= 0
+    tokens = positions >= 0
     o = jnp.where(tokens[:, :, None, None], result.o, 0)
     if not call.return_lse:
         return Result(o=o)
     return Result(o=o, lse=jnp.where(tokens[:, None, :], result.lse, -jnp.inf))
+
+
+def _shared_axes(specs: JointSpecs) -> tuple[str, ...]:
+    """Return the mesh axes of the batch that shard the pages too."""
+    return tuple(axis for axis in specs.batch if axis in specs.kv_length)
+
+
+def _other_axes(specs: JointSpecs) -> tuple[str, ...]:
+    """Return the mesh axes of the pages that do not shard the batch."""
+    return tuple(axis for axis in specs.kv_length if axis not in specs.batch)
+
+
+def _with_shared_sequences(
+    shard: Operands, tables: jax.Array, call: AttentionCall
+) -> tuple[Operands, jax.Array]:
+    """Return the operands and tables of all sequences whose shards share pages with this one."""
+    shared = _shared_axes(call.specs)
+    sequences = _sequences(call, shared)
+    changed = {
+        "q": sequence.gather(shard.q, shared, dim=0),
+        "q_positions": shard.q_positions[sequences],
+        "lengths": shard.lengths[sequences],
+    }
+    return shard.replace(**changed), tables[sequences]
+
+
+def _sequences(call: AttentionCall, gathered: tuple[str, ...]) -> jax.Array:
+    """Return the numbers of this shard's sequences, gathered over some mesh axes of the batch."""
+    sizes = [call.shards((axis,)) for axis in call.specs.batch]
+    numbers = jnp.arange(call.batch, dtype=jnp.int32).reshape(*sizes, -1)
+    for dim, axis in reversed(list(enumerate(call.specs.batch))):
+        if axis not in gathered:
+            at = jax.lax.axis_index(axis)
+            numbers = jax.lax.dynamic_index_in_dim(numbers, at, dim, keepdims=False)
+    return numbers.reshape(-1)
 
 
 def _compact(pages: jax.Array, shard: Operands, at_once: int) -> _Table:

@@ -120,7 +120,7 @@ def resolve_pages(manager: PartitionManager, *, q: Dims, k: Dims, v: Dims, mode:
     resolve("v_pages", PAGE_AXES, v)
     batch, q_length, heads, _ = _mesh_axes(queries)
     pages, _, kv_heads, _ = _mesh_axes(keys)
-    _check_pages(keys.decisions[0], pages, batch=batch, q_length=q_length)
+    _check_pages(keys.decisions[0], pages, q_length)
     if kv_heads != heads[: len(kv_heads)]:
         raise _mismatch("heads", heads, kv_heads, keys.decisions[2], dim=2)
     grouping, why = _grouping(heads, kv_heads, pages, keys.decisions[2].why)
@@ -135,7 +135,7 @@ def resolve_pages(manager: PartitionManager, *, q: Dims, k: Dims, v: Dims, mode:
     )
 
 
-def _check_pages(decision: DimDecision, pages: MeshAxes, **queries: MeshAxes) -> None:
+def _check_pages(decision: DimDecision, pages: MeshAxes, q_length: MeshAxes) -> None:
     """Check that each shard of the queries can reach every page."""
     where = _location("k_pages", decision, dim=0)
     if decision.manual:
@@ -145,16 +145,15 @@ def _check_pages(decision: DimDecision, pages: MeshAxes, **queries: MeshAxes) ->
             **where,
             fix="call attention outside of that shard_map",
         )
-    for dim, over in queries.items():
-        shared = [axis for axis in pages if axis in over]
-        if shared:
-            raise AttentionError(
-                f"the pages and the {dim} of the queries are both sharded over {shared[0]}: "
-                "a shard would lack pages that its queries read",
-                **where,
-                fix='write page = "-" to keep every page on every shard of the queries, '
-                "or shard pages over a mesh axis of their own",
-            )
+    shared = [axis for axis in pages if axis in q_length]
+    if shared:
+        raise AttentionError(
+            f"the pages and the q_length of the queries are both sharded over {shared[0]}: "
+            "a shard would lack pages that its queries read",
+            **where,
+            fix='write page = "-" to keep every page on every shard of the queries, '
+            "or shard pages over a mesh axis of their own",
+        )
 
 
 def _grouping(

@@ -191,6 +191,21 @@ def combination(specs: JointSpecs, call: AttentionCall) -> Combination:
     )
 
 
+def return_sequences(state: Running, axes: tuple[str, ...], count: int) -> Running:
+    """Return the state of a shard's own sequences, after all keys of the shards over mesh axes.
+
+    Args:
+      state: The state of the sequences of all these shards, after the keys of this one.
+      axes: The mesh axes.
+      count: Number of shards over them.
+    """
+    partial = jnp.concatenate([state.o, state.m[..., None], state.l[..., None]], axis=-1)
+    by_rank = partial.reshape(count, -1, *partial.shape[1:])
+    pieces = jax.lax.all_to_all(by_rank, axes, split_axis=0, concat_axis=0)
+    states = [Running(o=piece[..., :-2], m=piece[..., -2], l=piece[..., -1]) for piece in pieces]
+    return functools.reduce(online_softmax.merge, states)
+
+
 def supports(call: AttentionCall) -> tuple[str, ...]:
     """Return why a call cannot be served: some mesh axes of the keys shard queries or heads."""
     specs = call.specs

@@ -19,7 +19,6 @@ from shardwright.caches.paged.claims import count_pages
 from shardwright.caches.paged.pool import PAGE_AXES
 from shardwright.caches.paged.tables import Decision, Ownership, Rows
 from shardwright.caches.scatter import Buffers
-from shardwright.caches.sharding import ambient_sharding, axes_by_dim
 from shardwright.caches.spec import CacheSpec
 from shardwright.errors import CacheError
 from shardwright.vocabulary.axes import BATCH, EMPTY
@@ -189,7 +188,6 @@ def make(spec: CacheSpec, *, page_size: int = 16, pages: int | None = None) -> P
         )
     columns = count_pages(spec.capacity, page_size)
     pages = spec.batch * columns if pages is None else pages
-    _check_pages((pages, page_size, spec.kv_heads, spec.head_dim), spec)
     k, v = (
         jnp.zeros((pages, page_size, spec.kv_heads, dim), spec.dtype)
         for dim in (spec.head_dim, spec.v_dim)
@@ -202,25 +200,3 @@ def make(spec: CacheSpec, *, page_size: int = 16, pages: int | None = None) -> P
         tables=jnp.full((spec.batch, columns), pages, jnp.int32),
         references=jnp.zeros(pages, jnp.int32),
     )
-
-
-def _check_pages(shape: tuple[int, ...], spec: CacheSpec) -> None:
-    """Check that pages and batch are not sharded over the same mesh axes.
-
-    Any slot may use any page, and attention reads the pages on its own shard only.
-    """
-    sharding = ambient_sharding(spec.mode)
-    page_axes = axes_by_dim(sharding.spec(PAGE_AXES, shape, name="k_pages"), len(shape))[0]
-    batch_axes = axes_by_dim(sharding.spec((BATCH,), (spec.batch,), name="length"), 1)[0]
-    shared = tuple(axis for axis in page_axes if axis in batch_axes)
-    if shared:
-        raise CacheError(
-            f"the pages and the batch are both sharded over {shared[0]}: attention to a slot could "
-            "not read all its pages",
-            path="k_pages",
-            dim=0,
-            axis="PAGE",
-            mesh_axes=shared,
-            fix='write page = "-" to replicate the pages over the batch, or shard pages over a '
-            "mesh axis of their own",
-        )
