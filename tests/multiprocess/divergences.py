@@ -3,7 +3,7 @@
     python -m tests.multiprocess.divergences
 
 Agreement tells of the cases of `divergent.py`, and the watchdog of those of `failing.py`. The last
-line sums up. The exit code is 1 if a process says nothing, or too late.
+line sums up. The exit code is 1 if a surviving process says nothing, or too late.
 """
 
 from __future__ import annotations

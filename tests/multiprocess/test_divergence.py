@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess import pairs
+from tests.multiprocess import divergences, pairs
 from tests.multiprocess.divergent import PARTS
 
 pytestmark = pytest.mark.multiprocess
@@ -21,3 +21,12 @@ def test_differences_are_told(part: str, tmp_path: Path) -> None:
         passed = re.findall(r"told (\w+)", process.text)
         assert passed == [case.__name__ for case in PARTS[part]], output
     assert [process.code for process in ended] == [0, 0], output
+
+
+@pytest.mark.slow
+def test_every_divergence_ends_in_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    """One table: `python -m tests.multiprocess.divergences`."""
+    code = divergences.main()
+    table = capsys.readouterr().out
+    assert code == 0, table
+    assert int(re.findall(r"^(\d+) divergences", table, flags=re.MULTILINE)[0]) >= 20, table
