@@ -147,6 +147,64 @@ def test_prefill_gives_the_logits_of_training(file: Path, tmp_path: Path) -> Non
     assert len(written) == 2
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["gemma-2-9b", "gpt-oss-20b", "mistral-7b"])
+def test_ring_of_a_window_gives_the_logits_of_training(name: str, tmp_path: Path) -> None:
+    """Prompts of 8 tokens pass through rings of 4 rows."""
+    config = small_config(CONFIGS / f"{name}.json", tmp_path, sliding_window=4)
+    sizes = read_config(config, capacity=4.0)
+    assert sizes.stacks[0].attention.window == (3, 0)  # type: ignore[union-attr]
+    made = programs(sizes, batch=4, length=8)
+    params = draw(decoder_specs(sizes, stacked=True))
+    tokens = jax.random.randint(jax.random.key(1), (4, 8), 0, sizes.vocab)
+    model = made["train"].function.__self__  # type: ignore[attr-defined]
+    x = model.end(params, model.scanned(params["layers"], model.start(params, tokens)))
+    head = params["embedding"].T if sizes.tied else params["head"]
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=four_devices(), mode="prefill")
+    caches = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), made["prefill"].shapes[1])
+    assert caches[0].k.shape[1] == 4
+    with pm:
+        logits, _ = jax.jit(made["prefill"].function)(unstacked(params, sizes), caches, tokens)
+    np.testing.assert_allclose(logits[:, 0], x[:, -1] @ head, rtol=2e-4, atol=2e-4)
+
+
+# Layers with a window and without, as the models' own code assigns them.
+WINDOWS = {
+    "gemma-2-9b": (4096, 21, 21),
+    "gemma-3-1b": (512, 22, 4),
+    "gpt-oss-20b": (128, 12, 12),
+    "mistral-7b": (4096, 32, 0),
+    "qwen2.5-7b": (None, 0, 28),
+    "llama-3-8b": (None, 0, 32),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_caches_of_layers_with_a_window_are_rings(name: str) -> None:
+    window, local, whole = WINDOWS[name]
+    sizes = read_config(str(CONFIGS / f"{name}.json"))
+    caches = programs(sizes, batch=2, length=65536)["decode"].shapes[1]
+    rows = [cache.k.shape[1] for cache in caches]
+    assert rows == [window] * local + [65536] * whole
+    # A window that is longer than the cache needs no ring.
+    short = programs(sizes, batch=2, length=64)["decode"].shapes[1]
+    assert {cache.k.shape[1] for cache in short} == {64}
+
+
+def test_layer_types_decide_which_layers_have_a_window(tmp_path: Path) -> None:
+    types = ["full_attention", "sliding_attention"]
+    source = CONFIGS / "gpt-oss-20b.json"
+
+    def layers(given: list[str]) -> list[int]:
+        sizes = read_config(small_config(source, tmp_path, layer_types=given))
+        return [stack.layers for stack in sizes.stacks]
+
+    assert layers(types) == [1, 1]
+    assert layers(["full_attention"] * 2) == [2]
+    with pytest.raises(StrategyError, match="layer_types is not a list of 2 types"):
+        layers(types[:1])
+
+
 def one_device() -> jax.sharding.Mesh:
     return sw.create_mesh("dp:1", devices=jax.devices()[:1])
 

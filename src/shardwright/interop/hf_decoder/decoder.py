@@ -255,7 +255,14 @@ def _with_same_lengths(caches: list[Any]) -> list[Any]:
 
 
 def _cache_maker(config: attention_block.AttentionConfig, batch: int, capacity: int) -> Any:
-    return lambda: attention_block.init_cache(config, batch=batch, capacity=capacity)
+    """Return a function that makes a cache. A layer with a window has a ring of its length."""
+    window = None if config.window is None else config.window[0]
+    if window is None or window + 1 >= capacity:
+        return lambda: attention_block.init_cache(config, batch=batch, capacity=capacity)
+    size = window + 1
+    return lambda: attention_block.init_cache(
+        config, "sliding", batch=batch, capacity=size, window=size
+    )
 
 
 def _shapes(specs: Mapping[str, Any]) -> Any:

@@ -203,18 +203,66 @@ def _sizes(
     capacity = next((moe.capacity for moe in mixtures), None)
     if isinstance(capacity, Factor):
         notes += (f"each expert has {capacity.factor:g} times the slots of an even load",)
-    if config.values.get("sliding_window") and config.flag("use_sliding_window", default=True):
-        notes += ("sliding windows are planned as full attention, with full caches",)
+    windowed = tuple(part for stack in stacks for part in _with_windows(config, stack))
+    if len(windowed) > len(stacks):
+        notes += ("the layers with a sliding window come before those without",)
     return Sizes(
         family=config.values["model_type"],
         vocab=config.number("vocab_size"),
         embed=config.number("hidden_size"),
-        stacks=stacks,
+        stacks=windowed,
         tied=config.flag("tie_word_embeddings", default=tied),
         longest=config.number("max_position_embeddings", 4096),
         dtypes=dtypes,
         notes=notes,
     )
+
+
+# Family -> how often a layer without a window comes, where the configuration does not say.
+_EVERY: Final = MappingProxyType({"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2})
+_WINDOWED: Final = ("sliding_attention", "chunked_attention")
+
+
+def _with_windows(config: _Config, stack: Stack) -> tuple[Stack, ...]:
+    """Split layers into those with a sliding window and those that attend to all positions."""
+    attention = stack.attention
+    if not config.values.get("sliding_window") or isinstance(attention, LatentConfig):
+        return (stack,)
+    if not config.flag("use_sliding_window", default=True):
+        return (stack,)
+    # A window of n positions has the query's own position and n - 1 before it.
+    window = (config.number("sliding_window") - 1, 0)
+    local = _windowed_layers(config, stack.layers)
+    parts = (
+        dataclasses.replace(
+            stack, layers=local, attention=dataclasses.replace(attention, window=window)
+        ),
+        dataclasses.replace(stack, layers=stack.layers - local),
+    )
+    return tuple(part for part in parts if part.layers)
+
+
+def _windowed_layers(config: _Config, layers: int) -> int:
+    """Return how many layers have a sliding window.
+
+    Raises:
+      StrategyError: `layer_types` is not a list with one type for each layer.
+    """
+    types = config.values.get("layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != layers:
+            raise StrategyError(
+                f"{config.source}: layer_types is not a list of {layers} types, one per layer",
+                fix='write "sliding_attention" or "full_attention" for each layer, or leave it out',
+            )
+        return sum(each in _WINDOWED for each in types)
+    family = config.values["model_type"]
+    if family.startswith("qwen"):
+        return max(0, layers - config.number("max_window_layers", layers))
+    for key in ("sliding_window_pattern", "_sliding_window_pattern"):
+        if config.values.get(key) is not None:
+            return layers - layers // config.number(key)
+    return layers - layers // _EVERY[family] if family in _EVERY else layers
 
 
 def _llama(config: _Config, dtypes: Dtypes, capacity: float) -> Sizes:
@@ -252,7 +300,7 @@ def _qwen(config: _Config, dtypes: Dtypes, capacity: float) -> Sizes:
     else:
         mlp = _mlp(config, dtypes)
     layers = config.number("num_hidden_layers")
-    if not config.flag("use_sliding_window"):
+    if not config.flag("use_sliding_window"):  # absent means no window in these families
         config = _Config({**config.values, "sliding_window": None}, config.source)
     return _sizes(config, dtypes, (Stack(layers=layers, attention=attention, mlp=mlp),), notes)
 
