@@ -157,6 +157,8 @@ def test_invalid_models_are_refused(
         ("--forbid all_gathr", "did you mean"),
         ("--forbid 'all_gather>1'", "is not KIND, KIND@MODE or KIND@MODE>BYTES"),
         ("--mesh fsdp:2,tq:4", "tq"),
+        ("--batch 16 --set batch=8", "batch is given twice: --batch 16 and --set batch=8"),
+        ("--set rows=8 --set rows=9", "rows is given twice: --set rows=8 and --set rows=9"),
     ],
 )
 def test_invalid_options_are_refused(

@@ -116,20 +116,31 @@ def read_options(arguments: argparse.Namespace) -> dict[str, list[Any]]:
     """Return the values that `--batch` and `--set` give to each option of a model.
 
     Raises:
-      StrategyError: `--set` is not NAME=A,B.
+      StrategyError: `--set` is not NAME=A,B, or an option is given twice.
     """
     options: dict[str, list[Any]] = {}
+    given: dict[str, str] = {}
     if arguments.batch is not None:
-        options["batch"] = [arguments.batch]
+        options["batch"], given["batch"] = [arguments.batch], f"--batch {arguments.batch}"
     for text in arguments.set:
-        name, equals, values = text.partition("=")
-        if not equals or not name.strip().isidentifier() or not all(values.split(",")):
-            raise StrategyError(f"--set {text!r:.80} is not NAME=A,B", fix="--set remat=none,full")
-        options[name.strip()] = [
-            int(value) if value.strip().isdecimal() else value.strip()
-            for value in values.split(",")
-        ]
+        name, values = _parse_option(text)
+        if name in options:
+            raise StrategyError(
+                f"{name} is given twice: {given[name]} and --set {text:.80}", fix="keep one of them"
+            )
+        options[name], given[name] = values, f"--set {text:.80}"
     return options
+
+
+def _parse_option(text: str) -> tuple[str, list[Any]]:
+    """Return name and values of text such as `remat=none,full`."""
+    name, equals, values = text.partition("=")
+    name = name.strip()
+    if not equals or not name.isidentifier() or not all(values.split(",")):
+        raise StrategyError(f"--set {text!r:.80} is not NAME=A,B", fix="--set remat=none,full")
+    return name, [
+        int(value) if value.strip().isdecimal() else value.strip() for value in values.split(",")
+    ]
 
 
 def add_model_options(command: argparse.ArgumentParser, *, several: bool) -> None:
