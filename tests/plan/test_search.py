@@ -168,6 +168,20 @@ def test_command_prints_and_writes_the_front(
     assert code == 2
     assert "--mode with train or decode" in message
     assert run("two --strategy fsdp_tp --mode decode")[0] == 0
-    code, _, message = run(f"one --strategy fsdp_tp --out {tmp_path / 'absent'}")
-    assert code == 2
-    assert "no folder" in message
+    absent = tmp_path / "not" / "there"
+    assert run(f"one --strategy fsdp_tp --out {absent}")[0] == 0
+    assert len(list(absent.glob("*.toml"))) == len(files)
+
+
+def test_folder_is_checked_before_the_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def search_variants(*_: Any, **__: Any) -> SearchReport:
+        raise AssertionError("the search ran")
+
+    monkeypatch.setattr("shardwright.cli.search.search_variants", search_variants)
+    model = tmp_path / "searched_model.py"
+    model.write_text(MODEL, encoding="utf-8")
+    command = f"search {model}:one --topology v5e:2x4 --out {model}"
+    assert main(shlex.split(command)) == 2
+    assert "cannot create" in capsys.readouterr().err

@@ -109,6 +109,17 @@ def test_pins_hold_in_every_row() -> None:
         ({"pins": ["mesh.model = 2"]}, "no strategy has the mesh axis 'model'"),
         ({"pins": ["mesh.tp = many"]}, "'many' is not a positive integer"),
         ({"pins": ["mesh.tp = 3"]}, "there are no candidates"),
+        ({"pins": ["head = tp", "HEAD = -"]}, "two pins give head different values: 'tp' and '-'"),
+        ({"pins": ["rules.head = tp", "head = -"]}, "two pins give head different values"),
+        ({"pins": ["modes.decde.head = -"]}, "unknown mode 'decde'"),
+        ({"pins": ["tensors.a = -"]}, "'tensors.a' is not a setting"),
+        ({"pins": ["a.b.c = -"]}, "'a.b.c' is not a setting"),
+        ({"pins": ["head = tp", "head.x = tp"]}, "'head.x' is not a setting"),
+        ({"pins": ["policy.zero = dp"]}, "did you mean 'zero1'"),
+        ({"vary": {"headd": (None, "-")}}, "did you mean 'head'"),
+        ({"vary": {"mlp_intermediate": ("tp", "tpp")}}, "did you mean 'tp'"),
+        ({"vary": {"head": ("-",), "HEAD": ("tp",)}}, "head is varied twice"),
+        ({"vary": {"mesh.tp": ("1", "2")}}, "mesh.tp is varied, but a search tries every mesh"),
         ({"vary": {f"modes.{mode}.{axis}": ("tp", "-", "sp", "ep", "dp") for mode in
                    ("train", "prefill", "decode") for axis in ("head", "vocab")}}, "at most"),
         ({"given": {}}, "no program"),
@@ -117,6 +128,47 @@ def test_pins_hold_in_every_row() -> None:
 def test_invalid_spaces_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(sw.ShardingError, match=says):
         search(**options)
+
+
+SERVE_TP = {"serve_tp": sw.Strategy.preset("serve_tp")}
+
+
+def search_serving(**options: Any) -> SearchReport:
+    given = {mode: SMALL.program(mode) for mode in ("prefill", "decode")}
+    return sw.search(given, SERVE_TP, topology="v5e:2x4", axes=("dp", "tp"), **options)
+
+
+@pytest.mark.parametrize("options", [{"pins": ["batch = tp"]}, {"vary": {"batch": ("tp",)}}])
+def test_settings_that_a_mode_replaces_are_refused(options: dict[str, Any]) -> None:
+    """serve_tp has a rule of its own for the batch in each of the two modes."""
+    with pytest.raises(sw.StrategyError, match="does not hold in every mode") as raised:
+        search_serving(**options)
+    assert '"modes.prefill.batch = tp" and "modes.decode.batch = tp"' in raised.value.fix
+
+
+def test_pins_of_modes_hold_in_every_row() -> None:
+    found = search_serving(pins=["batch = -", "modes.prefill.batch = -", "modes.decode.batch=-"])
+    assert found.candidates
+    for one in found.candidates:
+        for mode in one.reports:
+            manager = sw.PartitionManager(
+                one.strategy, mesh=sw.abstract_mesh(dict(one.sizes)), mode=mode
+            )
+            assert manager.mesh_axes(sw.BATCH) == ()
+
+
+def test_alternatives_that_fit_one_strategy_are_searched() -> None:
+    """Only one of the strategies has the mesh axis of an alternative."""
+    own = sw.Strategy.preset("fsdp_tp") | sw.Strategy.loads("[mesh]\nmine = 1")
+    found = sw.search(
+        program(32),
+        {**FSDP_TP, "own": own},
+        topology="v5e:2x4",
+        axes=AXES,
+        vary={"head": ("mine",)},
+    )
+    assert {one.name for one in found.candidates} == {"own"}
+    assert found.dropped["MissingMeshAxisError"] == 10
 
 
 def test_low_ranks_are_counted_not_walked() -> None:

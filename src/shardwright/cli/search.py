@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
-from shardwright.cli.inputs import read_count, read_strategy
+from shardwright.cli.inputs import read_count, read_strategy, unreadable
 from shardwright.cli.programs import add_model_options, read_options, read_programs
 from shardwright.cli.relayout import relayout_lines
 from shardwright.cli.show import ProgressLine, print_json, print_lines, width_of
@@ -22,7 +23,7 @@ from shardwright.plan.planner import Program
 from shardwright.plan.report.search import search_text, verified_text
 from shardwright.plan.search.result import Candidate, SearchReport
 from shardwright.plan.search.run import WALKS, search_variants
-from shardwright.plan.search.space import parse_alternatives
+from shardwright.plan.search.settings import parse_alternatives, read_vary
 from shardwright.plan.search.verify import VerifiedCandidate, verify_front
 from shardwright.plan.verify.compiler import TIMEOUT
 from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
@@ -78,7 +79,9 @@ def parser() -> argparse.ArgumentParser:
     )
     add_model_options(command, several=True)
     command.add_argument(
-        "--out", metavar="DIR", help="write each candidate of the table as a strategy file"
+        "--out",
+        metavar="DIR",
+        help="write each candidate of the table as a strategy file; DIR is created if it is absent",
     )
     command.add_argument(
         "--verify",
@@ -135,6 +138,8 @@ def run(arguments: argparse.Namespace) -> int:
       ShardingError: The question is invalid.
     """
     topology = parse_topology(arguments.topology, read_hardware(arguments.hardware))
+    if arguments.out is not None:
+        _make_folder(arguments.out)
     notes: list[str] = []
     variants = _read_variants(arguments, topology.devices, notes)
     groups = _groups(arguments, next(iter(variants.values())))
@@ -152,7 +157,7 @@ def run(arguments: argparse.Namespace) -> int:
             topology=topology,
             axes=axes,
             pins=arguments.pin,
-            vary=dict(map(parse_alternatives, arguments.vary)),
+            vary=read_vary(map(parse_alternatives, arguments.vary)),
             orders=arguments.orders,
             walks=arguments.walks,
             progress=progress,
@@ -298,16 +303,28 @@ def _print_text(
     print_lines(lines[1:])
 
 
+def _make_folder(name: str) -> None:
+    """Create the folder of `--out`, so that a finished search can be written.
+
+    Raises:
+      StrategyError: The folder cannot be created or written.
+    """
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unreadable(name, error, verb="create") from error
+    if not os.access(name, os.W_OK | os.X_OK):
+        raise StrategyError(f"cannot write in {name!r}", fix="check its permissions")
+
+
 def _write(
     report: SearchReport, arguments: argparse.Namespace, group: str, several: bool
 ) -> list[str]:
     """Write the candidates of the table as strategy files. Return their names, fastest first."""
-    folder = Path(arguments.out)
-    if not folder.is_dir():
-        raise StrategyError(f"no folder {str(folder)!r}", fix="create it")
+    shown = report.front[: arguments.rows]
     return [
-        str(candidate.strategy.dump(folder / name))
-        for name, candidate in _file_names(report.front[: arguments.rows], group if several else "")
+        str(candidate.strategy.dump(Path(arguments.out) / name))
+        for name, candidate in _file_names(shown, group if several else "")
     ]
 
 

@@ -28,7 +28,8 @@ from shardwright.plan.search.rank import (
     resolve_all,
 )
 from shardwright.plan.search.result import Candidate, SearchReport
-from shardwright.plan.search.space import Point, Space, parse_setting
+from shardwright.plan.search.settings import read_pins, read_vary
+from shardwright.plan.search.space import Point, Space
 from shardwright.plan.trace import Trace
 from shardwright.vocabulary.modes import MODE_TRAIN, parse_mode
 
@@ -79,8 +80,9 @@ def search(
     Raises:
       StrategyError: A strategy has no mesh, or there are no or too many candidates.
       MeshSpecError: There is no such slice, or no strategy has one of `axes`.
-      ShardingError: A pin is invalid, or no candidate resolves. If none resolves, this is the error
-        of the first candidate.
+      ShardingError: A pin is invalid, two pins contradict each other, an alternative fits no
+        strategy, or no candidate resolves. If none resolves, this is the error of the first
+        candidate.
     """
     slice_ = parse_topology(topology, read_hardware()) if isinstance(topology, str) else topology
     if isinstance(program, Program):
@@ -93,9 +95,10 @@ def search(
         strategies=default_strategies(programs) if strategies is None else strategies,
         devices=slice_.devices,
         axes=axes,
-        pins=dict(map(parse_setting, pins)),
-        vary=dict(vary or {}),
+        pins=read_pins(pins),
+        vary=read_vary((vary or {}).items()),
         orders=orders,
+        modes=tuple(programs),
     )
     found = _Search(space=space, programs=programs, topology=slice_, progress=progress)
     return found.run(walks)
@@ -218,10 +221,7 @@ class _Search:
     def run(self, most: int) -> SearchReport:
         """Judge every candidate, walk the best, and return the result."""
         points = self.space.points()
-        for name in self.space.strategies:
-            # Raise if a pin is wrong. Otherwise each candidate would be dropped for it.
-            pins = {key: text for key, text in points[0].settings.items() if key in self.space.pins}
-            self.space.strategy(name, pins)
+        self.space.check_settings()
         resolved, first_error = self._resolve_all(points)
         if first_error is not None and not resolved and _TOO_LARGE not in self.dropped:
             raise first_error

@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from shardwright.errors import MeshSpecError, StrategyError
+from shardwright.errors import MeshSpecError, ShardingError, StrategyError
+from shardwright.plan.search.settings import MESH, Settings, check_overrides, with_settings
 
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
 MOST: Final = 20_000  # candidates; to judge so many takes two to three minutes
-_TABLES: Final = ("rules", "params", "modes", "policy")
-_MESH: Final = "mesh."
-# A key such as `head` or `params.embed` -> the text of its rule.
-Settings = Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +43,7 @@ class Space:
       vary: Settings with their alternatives. None keeps the setting of the strategy. A pin of the
         same setting replaces the alternatives.
       orders: Whether to try every order of the mesh axes of size > 1.
+      modes: Modes of the programs, in which the settings must hold.
     """
 
     strategies: Mapping[str, Strategy]
@@ -54,6 +52,7 @@ class Space:
     pins: Settings = dataclasses.field(default_factory=dict)
     vary: Mapping[str, Sequence[str | None]] = dataclasses.field(default_factory=dict)
     orders: bool = False
+    modes: Sequence[str] = ()
 
     def points(self) -> list[Point]:
         """Return every candidate, always in the same order.
@@ -63,7 +62,7 @@ class Space:
           StrategyError: A strategy has no mesh, or there are no or too many candidates.
         """
         self._check_axes()
-        fixed = {key: text for key, text in self.pins.items() if not key.startswith(_MESH)}
+        fixed = {key: text for key, text in self.pins.items() if not key.startswith(MESH)}
         keys = [key for key in self.vary if key not in self.pins]
         chosen = [
             {key: text for key, text in zip(keys, texts, strict=True) if text is not None}
@@ -94,26 +93,54 @@ class Space:
         """Return a strategy with settings.
 
         Raises:
-          ShardingError: A setting is invalid, or does not fit the strategy.
+          ShardingError: A setting is invalid, does not fit the strategy, or does not hold in every
+            mode.
         """
-        base = self.strategies[name]
-        return base | type(base).model_validate(_tables(settings)) if settings else base
+        strategy = with_settings(self.strategies[name], settings)
+        check_overrides(name, strategy, settings, self.modes)
+        return strategy
+
+    def check_settings(self) -> None:
+        """Check the pins in each strategy, and that each alternative fits at least one strategy.
+
+        Otherwise each candidate would be dropped for it.
+
+        Raises:
+          ShardingError: A pin does not fit a strategy, or an alternative fits none.
+        """
+        pins = {key: text for key, text in self.pins.items() if not key.startswith(MESH)}
+        for name in self.strategies:
+            self.strategy(name, pins)
+        for key, texts in self.vary.items():
+            for text in texts:
+                if text is not None and key not in pins:
+                    self._check_alternative({key: text})
+
+    def _check_alternative(self, setting: Settings) -> None:
+        errors: list[ShardingError] = []
+        for name in self.strategies:
+            try:
+                self.strategy(name, setting)
+            except ShardingError as error:
+                errors.append(error)
+        if errors and len(errors) == len(self.strategies):
+            raise errors[0]
 
     def _alternatives(self, keys: Sequence[str]) -> Iterator[tuple[str | None, ...]]:
         return itertools.product(*(tuple(dict.fromkeys(self.vary[key])) for key in keys))
 
     def _check_axes(self) -> None:
         known = {axis: None for strategy in self.strategies.values() for axis in strategy.mesh}
-        pinned = [key.removeprefix(_MESH) for key in self.pins if key.startswith(_MESH)]
+        pinned = [key.removeprefix(MESH) for key in self.pins if key.startswith(MESH)]
         for axis in (*(self.axes or ()), *pinned):
             if axis not in known:
                 fix = f"the mesh axes are {', '.join(known)}"
                 raise MeshSpecError(f"no strategy has the mesh axis {axis!r}", fix=fix)
         for axis in pinned:
-            text = self.pins[_MESH + axis]
+            text = self.pins[MESH + axis]
             if not text.isdecimal() or not int(text):
-                what = f"pin {_MESH}{axis} = {text!r} is not a positive integer"
-                raise MeshSpecError(what, fix=f"write {_MESH}{axis} = 4")
+                what = f"pin {MESH}{axis} = {text!r} is not a positive integer"
+                raise MeshSpecError(what, fix=f"write {MESH}{axis} = 4")
 
     def _meshes(self, name: str, strategy: Strategy) -> Iterator[dict[str, int]]:
         """Yield every mesh of the devices over the axes of a strategy."""
@@ -128,55 +155,8 @@ class Space:
                 yield from _orders(sizes) if self.orders else [sizes]
 
     def _allows(self, axis: str, size: int) -> bool:
-        pinned = self.pins.get(_MESH + axis)
+        pinned = self.pins.get(MESH + axis)
         return pinned is None or int(pinned) == size
-
-
-def parse_setting(text: str) -> tuple[str, str]:
-    """Return key and value of text such as `head = tp`, `params.embed = "fsdp"` or `mesh.tp = 4`.
-
-    Raises:
-      StrategyError: The text has no key or no value.
-
-    >>> parse_setting('params.embed = "fsdp+sp"')
-    ('params.embed', 'fsdp+sp')
-    """
-    key, equals, value = text.partition("=")
-    key, value = key.strip(), value.strip().strip("\"'").strip()
-    if not equals or not key or not value:
-        raise StrategyError(
-            f"{text!r:.80} is not a setting", fix="write KEY = RULE, such as head = tp"
-        )
-    return key, value
-
-
-def parse_alternatives(text: str) -> tuple[str, tuple[str | None, ...]]:
-    """Return key and alternatives of text such as `head = tp, -`.
-
-    A key without alternatives means the strategy's own setting, and `-`.
-
-    Raises:
-      StrategyError: The text has no key or an empty alternative.
-
-    >>> parse_alternatives("head = tp, -"), parse_alternatives("vocab")
-    (('head', ('tp', '-')), ('vocab', (None, '-')))
-    """
-    if "=" not in text and text.strip():
-        return text.strip(), (None, "-")
-    key, values = parse_setting(text)
-    return key, tuple(parse_setting(f"{key} = {value}")[1] for value in values.split(","))
-
-
-def _tables(settings: Settings) -> dict[str, Any]:
-    """Return settings as the tables of a strategy file. A key without a table is a rule."""
-    data: dict[str, Any] = {}
-    for key, text in settings.items():
-        *tables, name = key.split(".")
-        table = data
-        for part in tables if tables and tables[0] in _TABLES else ["rules", *tables]:
-            table = table.setdefault(part, {})
-        table[name] = text
-    return data
 
 
 def _orders(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
