@@ -335,7 +335,7 @@ def test_engine_without_manager_called_under_one() -> None:
             pm.for_mode("decode"),
             pytest.raises(
                 ServingError,
-                match="manager: the engine was created without a manager, and is called under one",
+                match="manager: the engine was created without a manager, but is called under one",
             ),
         ):
             call()

@@ -203,7 +203,7 @@ def test_submit_refuses_impossible_requests() -> None:
     for request, says in (
         (
             Request(prompt=[1] * 10, max_new_tokens=8),
-            "10 prompt tokens and 8 new tokens need 17 rows, and a slot has 16",
+            "10 prompt tokens and 8 new tokens need 17 rows, but a slot has 16",
         ),
         (
             Request(prompt=[1, VOCAB], max_new_tokens=1),

@@ -77,7 +77,7 @@ def test_reported_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         ("half", {"memory": "1GiB"}, "pages='half'\n  fix   pass a number of pages, or a share"),
         ("90%", {"memory": "much"}, "memory='much'\n  fix   pass the bytes of a device"),
         ("90%", {"memory": "4KiB"}, "leaves 0 bytes per device, and a page takes 2,048"),
-        (8, {"memory": "1GiB"}, "is of use only with a share of it"),
+        (8, {"memory": "1GiB"}, "has no effect without a share of it"),
     ],
 )
 def test_pages_that_cannot_be_counted(share: Any, options: dict[str, Any], says: str) -> None:

@@ -143,12 +143,12 @@ def test_request_waiting_for_pages_is_not_overtaken() -> None:
 @pytest.mark.parametrize(
     ("prompt", "new", "limits", "says"),
     [
-        (13, 9, LIMITS, r"13 prompt tokens and 9 new tokens need 21 rows, and a slot has 20"),
+        (13, 9, LIMITS, r"13 prompt tokens and 9 new tokens need 21 rows, but a slot has 20"),
         (
             30,
             8,
             Limits(slots=1, capacity=None, prefill_rows=1, chunk=4, queue=1, pages=9, page_size=4),
-            r"37 rows, 10 pages of 4, and the pool has 9 pages",
+            r"37 rows, 10 pages of 4, but the pool has 9 pages",
         ),
     ],
 )

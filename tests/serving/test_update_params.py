@@ -182,10 +182,10 @@ def test_bad_input() -> None:
         (lambda: engine.update_params(lacking), "is missing"),
         (lambda: engine.update_params({**params, "more": 1}), "more is unknown"),
         (lambda: engine.update_params(wrong), "it has shape"),
-        (lambda: engine.update_params(params, version=0), "version=0 is served already"),
+        (lambda: engine.update_params(params, version=0), "version=0 is already served"),
         (lambda: engine.update_params(params, version=True), "version=True"),
         (lambda: engine.update_params(params, prefill_params=params), "no weights of its own"),
-        (lambda: small.update_params(1.5), "it is float32, and the served weight is int32"),
+        (lambda: small.update_params(1.5), "it is float32, but the served weight is int32"),
     ]
     for call, message in cases:
         with pytest.raises(ServingError, match=message) as caught:

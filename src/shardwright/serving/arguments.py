@@ -106,7 +106,7 @@ def read_counts(
 ) -> dict[str, int]:
     """Return sizes by name as Python ints.
 
-    If prefill has a manager, decode must have one too.
+    If prefill has a manager, decode must have a manager too.
 
     Raises:
       ServingError: All problems at once.

@@ -1,7 +1,7 @@
 """The arrays of an engine, and the compiled functions that change them.
 
-If a call fails, the arrays are unchanged, or they were donated and are deleted. `is_deleted` tells
-which, and `renew` replaces deleted arrays.
+If a call fails, the arrays are either unchanged, or deleted because they were donated. `is_deleted`
+tells which of both, and `renew` replaces deleted arrays.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Setup:
     Attributes:
       model: The model.
       params: Its weights.
-      manager: Manager for insert and decode. None: nothing is sharded.
+      manager: Manager for insert and decode. None means that nothing is sharded.
       prefill_manager: Manager for prefill.
       prefill_params: The weights, sharded for prefill.
       shape: What the model stores in a cache.
@@ -54,7 +54,7 @@ class Setup:
       capacity: Rows per slot.
       prefill_rows: Prompts that are read together.
       chunk: Tokens of a prompt that are read in one step.
-      decode_steps: Tokens that a slot gets in one call, at most.
+      decode_steps: Largest number of tokens that a slot gets in one call.
     """
 
     model: Model
@@ -73,7 +73,7 @@ class Setup:
 
     @property
     def reads_into_pages(self) -> bool:
-        """Whether prompts are read into the pages where they stay."""
+        """Whether prompts are read directly into the pages of their slots."""
         return (
             self.kind == "paged"
             and self.prefill_manager is self.manager
@@ -102,7 +102,7 @@ class Setup:
         manager = self.prefill_manager if mode == MODE_PREFILL else self.manager
         if manager is None and context.current() is not None:
             raise ServingError(
-                "the engine was created without a manager, and is called under one",
+                "the engine was created without a manager, but is called under one",
                 path="manager",
                 fix="create the engine under the manager, or with manager=, or call it outside",
             )
@@ -142,7 +142,7 @@ class Weights:
 
     @property
     def decode_steps(self) -> int:
-        """Tokens that a slot gets in one call, at most."""
+        """Largest number of tokens that a slot gets in one call."""
         return self._setup.decode_steps
 
     def update_weights(
@@ -158,7 +158,7 @@ class Weights:
 
         Args:
           params: The new weights.
-          prefill_params: The new weights of prefill. None: `params`.
+          prefill_params: The new weights of prefill. None means `params`.
           version: As in `next_version`.
           piece: As in `pm.reshard`.
           donate: As in `pm.reshard`.
@@ -176,7 +176,7 @@ class Weights:
             new_prefill, plans = new, [plan]
         else:
             is_separate = prefill_params is not None
-            # Without prefill_params, params moves twice, and only the second move may donate it.
+            # Without prefill_params, `params` moves twice. Only the second move may donate it.
             new_prefill, prefill_plan = move(
                 prefill_params if is_separate else params,
                 setup.prefill_params,
@@ -194,22 +194,21 @@ class Weights:
         return is_deleted((self._setup.params, self._setup.prefill_params))
 
     def _vocabulary(self, caches: Caches) -> int:
-        """Return the number of tokens that the model has logits for, without running it.
+        """Return the number of tokens for which the model has logits, without running it.
 
         Raises:
-          ServingError: The model returns something else than `Model` describes, or does not use
-            `valid`.
+          ServingError: The model does not return what `Model` describes, or does not use `valid`.
         """
         setup = self._setup
         tokens, valid = np.zeros((setup.slots, 1), np.int32), np.zeros((setup.slots, 1), bool)
         with setup.under(MODE_DECODE):
             read = jax.make_jaxpr(functools.partial(steps.read, setup.model), return_shape=True)
             traced, (logits, _) = read(setup.params, tokens, caches, valid)
-        # `valid` is the last input of the traced program: some equation has to read it.
+        # `valid` is the last input of the traced program. An equation must read it.
         used = (variable for equation in traced.jaxpr.eqns for variable in equation.invars)
         if not any(variable is traced.jaxpr.invars[-1] for variable in used):
             raise ServingError(
-                "the model does not use valid, so padding would fill its caches",
+                "the model does not use valid, so padding would be written to its caches",
                 path="model",
                 fix="pass valid on: append_and_attend(..., valid=valid)",
             )
@@ -221,7 +220,7 @@ class Arrays(Weights):
 
     Attributes:
       rows: Caches of the prefill batch, one per layer.
-      slots: What decoding carries from step to step.
+      slots: The state of decoding, which every step takes and returns.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -283,7 +282,7 @@ class Arrays(Weights):
         return np.asarray(readable(refused))
 
     def park(self, into: Mapping[int, int]) -> Any:
-        """Copy prompts that are partly read into their slots; return `[rows]` codes of `Refusal`.
+        """Copy partly read prompts into their slots. Return `[rows]` codes of `Refusal`.
 
         Args:
           into: Slot by row.
@@ -295,7 +294,7 @@ class Arrays(Weights):
         return np.asarray(readable(refused))
 
     def resume(self, into: Mapping[int, int]) -> Any:
-        """Copy prompts from their slots into the prefill batch; return `[slots]` codes.
+        """Copy prompts from their slots into the prefill batch. Return `[slots]` codes.
 
         Args:
           into: Row by slot.
@@ -307,7 +306,7 @@ class Arrays(Weights):
         return np.asarray(readable(refused))
 
     def decode(self, left: Mapping[int, int]) -> Any:
-        """Give active slots their next tokens; return `[decode_steps, slots]` int32.
+        """Give active slots their next tokens. Return `[decode_steps, slots]` int32.
 
         Args:
           left: How many tokens each slot gets.
@@ -373,7 +372,7 @@ class Arrays(Weights):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What the caches hold, read from the devices. Tests use it, and it shows leaks.
+    """The number of tokens and pages that the caches hold. It shows slots and pages that leak.
 
     Attributes:
       row_lengths: Tokens of each row of the prefill batch, the maximum over layers.
@@ -387,7 +386,7 @@ class Held:
 
 
 def read_held(arrays: Arrays) -> Held:
-    """Return what the caches hold."""
+    """Read the content of the caches from the devices."""
     paged = [cache for cache in arrays.slots.caches if isinstance(cache, PagedCache)]
     return Held(
         row_lengths=_lengths(arrays.rows),
@@ -423,7 +422,7 @@ def is_deleted(tree: Any) -> bool:
 
 @contextlib.contextmanager
 def _naming(argument: str, size: int) -> Iterator[None]:
-    """Name the argument of the engine in the error, if the batch of a cache does not divide."""
+    """If the batch of a cache does not divide, name the argument of the engine in the error."""
     try:
         yield
     except ShardingError as error:

@@ -23,11 +23,11 @@ _FIX: Final = (
 
 
 class Calls:
-    """The calls since the last step. Without several processes, nothing is recorded or compared.
+    """The calls since the last step. With a single process, nothing is recorded or compared.
 
     Args:
       manager: The manager of the engine.
-      limits: What the requests share, which all processes must have in common.
+      limits: Sizes of the engine, which must be equal in all processes.
     """
 
     def __init__(self, manager: PartitionManager | None, limits: Any) -> None:
@@ -59,7 +59,7 @@ class Calls:
         """Compare the calls since the last step with those of the other processes.
 
         Raises:
-          AgreementError: They differ, or a process does not come to its next step.
+          AgreementError: The calls differ, or a process does not reach its next step.
         """
         if self._group is None:
             return

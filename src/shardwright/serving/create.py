@@ -16,7 +16,7 @@ from shardwright.serving.paged_loop import PagedLoop
 from shardwright.serving.paged_scheduler import PagedScheduler
 from shardwright.serving.scheduler import Limits, Scheduler
 
-# Chunks that a prompt reads while others wait for its row. A change of turns copies two caches.
+# Chunks that a prompt reads while others wait for its row. Each change of turns copies two caches.
 _TURN: Final = 4
 
 
@@ -44,7 +44,7 @@ def make_loop(setup: Setup, meter: Meter, *, queue: int) -> Loop:
 def _limits(
     setup: Setup, spec: CacheSpec, queue: int, *, pages: int | None = None, page_size: int = 1
 ) -> Limits:
-    """Return what requests share."""
+    """Return the limits of the engine."""
     if spec.overflow is Overflow.ERROR:
         raise ServingError(
             'overflow="error" is not supported: a compiled step cannot raise',

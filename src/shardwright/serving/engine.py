@@ -27,10 +27,10 @@ from shardwright.serving.weights import Update
 class Handle:
     """A request that an engine has accepted.
 
-    Iterate over it to get its tokens as they come; the iteration drives the engine. `async for`
-    works too, and runs the steps in a thread of the engine. If the request fails, the iteration
-    raises a ServingError after the tokens that were written. A task that leaves the iteration early
-    does not end the request; `cancel` does.
+    An iteration over it yields its tokens as they come, and runs the steps of the engine. With
+    `async for`, a thread of the engine runs the steps. If the request fails, the iteration raises a
+    ServingError after the tokens that were written. A task that leaves the iteration early does not
+    end the request. To end it, call `cancel`.
     """
 
     def __init__(self, engine: Engine, job: Job) -> None:
@@ -43,7 +43,7 @@ class Handle:
 
     @property
     def phase(self) -> Phase:
-        """Where the request is."""
+        """The phase of the request."""
         return self._job.phase
 
     @property
@@ -53,7 +53,7 @@ class Handle:
 
     @property
     def completion(self) -> Completion | None:
-        """How the request ended, or None if it has not."""
+        """The result of the request, or None if it has not ended."""
         return self._job.completion
 
     def __iter__(self) -> Iterator[int]:
@@ -73,13 +73,13 @@ class Handle:
         self._raise_failure()
 
     def result(self) -> Completion:
-        """Drive the engine until the request has ended, and return how it ended."""
+        """Run steps until the request has ended, and return its result."""
         self._engine._turn.until(self._has_ended)
         assert self._job.completion is not None
         return self._job.completion
 
     async def wait(self) -> Completion:
-        """Return how the request ended, as `result` does, without blocking the event loop."""
+        """Return the result of the request, as `result` does, without blocking the event loop."""
         await self._engine._turn.until_async(self._has_ended)
         assert self._job.completion is not None
         return self._job.completion
@@ -88,7 +88,7 @@ class Handle:
         return self._job.completion is not None
 
     def _has(self, at: int) -> bool:
-        """Tell whether token number `at` exists, or will never exist."""
+        """Tell whether token number `at` is written, or will never be written."""
         return self._has_ended() or at < len(self._job.text)
 
     def _raise_failure(self) -> None:
@@ -103,23 +103,23 @@ class Handle:
             ) from error
 
     def cancel(self) -> bool:
-        """End the request in any phase; return False if it had ended already."""
+        """End the request in any phase. Return False if it had already ended."""
         return self._engine.cancel(self)
 
 
 class Engine:
     """Serves a model.
 
-    The text of a request depends on its prompt, its sampling and the weights, never on other
+    The text of a request depends only on its prompt, its sampling and the weights, not on other
     requests. Every `step` reads one chunk of each prompt in the prefill batch, moves prompts that
     are completely read into slots, and gives every slot its next token.
 
-    Any thread may call an engine. `submit` and `cancel` do not wait for a running step; the other
+    Any thread may call an engine. `submit` and `cancel` do not wait for a running step. The other
     calls wait until no step is running. If the mesh spans processes, make the same calls in every
-    process, in the same order; each step compares them.
+    process, in the same order. Each step compares them.
 
     Attributes:
-      vocabulary: Number of tokens that the model has logits for.
+      vocabulary: Number of tokens for which the model has logits.
     """
 
     def __init__(
@@ -144,30 +144,30 @@ class Engine:
         """Create the caches. The steps are compiled by `compile`, or by the first request.
 
         Args:
-          model: See `Model`. Under a manager it is called in prefill mode and in decode mode.
+          model: See `Model`. It is called under the manager, in prefill mode and in decode mode.
           params: The weights, sharded by the manager.
-          shape: What the model stores in a cache.
-          slots: Sequences that are decoded together.
+          shape: Sizes of what the model stores in a cache.
+          slots: Number of sequences that are decoded together.
           capacity: Tokens of a slot, including the prompt. Defaults to the window of a sliding
             cache.
           cache: "dense", "sliding", "quantized" or "paged".
           cache_options: Options of that kind of cache, such as `page_size` and `pages`; see
             `caches.init`. `pages="90%"` takes pages until 90 % of the memory of each device is in
-            use. `memory="16GiB"` declares the memory of a device that does not report it.
+            use. `memory="16GiB"` states the memory of a device that does not report it.
           manager: Shards the caches of decode. Defaults to the ambient one, if any.
           prefill_manager: Shards the caches of prefill, possibly on another mesh. Defaults to
             `manager`.
           prefill_params: The weights, sharded by `prefill_manager`. Defaults to `params`.
-          prefill_rows: Prompts that are read together.
-          prefill_chunk: Tokens of a prompt that are read between two decode steps.
-          decode_steps: Tokens that a slot gets in one step, at most. The host is asked once per
-            step, so new requests and cancels wait for these tokens.
-          queue: Requests that may wait for a slot.
+          prefill_rows: Number of prompts that are read together.
+          prefill_chunk: Number of tokens of a prompt that are read between two decode steps.
+          decode_steps: Largest number of tokens that a slot gets in one step. New requests and
+            cancels wait for these tokens.
+          queue: Number of requests that may wait for a slot.
           clock: Returns the time in seconds, for the report.
 
         Raises:
-          ServingError: Invalid arguments, or a model that does not follow `Model`.
-          CacheError: Sizes or options that the cache does not support.
+          ServingError: An argument is invalid, or the model is not as `Model` describes.
+          CacheError: The cache does not support the sizes or options.
           ShardingError: The rules do not fit the sizes.
         """
         check_kinds(
@@ -227,9 +227,9 @@ class Engine:
 
         Raises:
           ServingError: The request could never be served.
-          QueueFullError: The queue is full; try again after a `step`.
+          QueueFullError: The queue is full. Try again after a `step`.
         """
-        # Numbers follow the order of the queue, so both are given under one lock.
+        # One lock for the number and the place in the queue, because both have the same order.
         with self._turn.order:
             try:
                 self._check(request)
@@ -238,17 +238,17 @@ class Engine:
                 self._meter.refused += 1
                 raise
             job = Job(number=next(self._numbers), request=request)
-            # First, because another thread may serve the request as soon as it is in the queue.
+            # Count it first: another thread may serve the request as soon as it is in the queue.
             self._meter.submitted(job.number)
             self._scheduler.submit(job)
             self._turn.calls.submitted(job.number, request)
             return Handle(self, job)
 
     def cancel(self, handle: Handle) -> bool:
-        """End a request in any phase; return False if it had ended already.
+        """End a request in any phase. Return False if it had already ended.
 
-        During a step of another thread, the request ends with that step. If that step writes the
-        last token of the request, its `finish` says so.
+        While another thread runs a step, the request ends with that step. If the step writes the
+        last token of the request, its `finish` is not `canceled`.
 
         Raises:
           ServingError: `handle` is not a handle of this engine.
@@ -268,7 +268,7 @@ class Engine:
         return True
 
     def run(self, requests: Iterable[Request]) -> list[Completion]:
-        """Serve requests until all have ended; return how each ended.
+        """Serve requests until all have ended. Return the result of each.
 
         Raises:
           ServingError: A request could never be served. Then no request is accepted.
@@ -349,7 +349,7 @@ class Engine:
 
         Raises:
           ServingError: The trees differ, the version is not new, or the call comes from a callback.
-          MoveError: The move failed; the engine serves the old weights.
+          MoveError: The move failed. The engine serves the old weights.
         """
         with self._turn:
             if self._loop.stepping:
@@ -366,10 +366,10 @@ class Engine:
             return update
 
     def compile(self) -> None:
-        """Compile everything now. Otherwise the first request waits while the engine compiles.
+        """Compile all steps now. Otherwise the first request waits while the engine compiles.
 
         Raises:
-          ServingError: Requests have slots already.
+          ServingError: Requests already have slots.
         """
         with self._turn:
             if self._loop.stepping or self._scheduler.slots or self._scheduler.dirty_slots:
@@ -388,7 +388,7 @@ class Engine:
             return self._loop.report()
 
     def held(self) -> Held:
-        """Return how many tokens the caches hold now, read from the devices."""
+        """Return the number of tokens and pages that the caches hold now."""
         with self._turn:
             return self._loop.held()
 

@@ -1,8 +1,8 @@
-"""One step of an engine: read prompts, fill slots, decode, hand out tokens; recover from failures.
+"""Run one step of an engine: read prompts, fill slots, decode, hand out tokens. Handle failures.
 
 The scheduler records which request owns which slot and row. The arrays are on devices. Each part of
-a step changes both, or neither. If a part fails after the arrays have changed, the requests in them
-fail and the arrays are replaced.
+a step changes both the scheduler and the arrays, or neither. If a part fails after the arrays have
+changed, the requests in them fail, and the arrays are replaced.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Loop:
     """The parts of a step.
 
     Attributes:
-      scheduler: Which request owns which slot and row.
+      scheduler: Records which request owns which slot and row.
       arrays: The caches and the compiled functions.
-      meter: Counts what happens.
-      stepping: Whether a step is running; callbacks run inside one.
+      meter: Counts requests, tokens and steps.
+      stepping: Whether a step is running. Callbacks of requests run inside a step.
       canceled: Jobs to cancel. Any thread may add to it.
     """
 
@@ -70,7 +70,7 @@ class Loop:
             self.arrays.compile()
 
     def end_canceled(self) -> None:
-        """Cancel jobs, and empty what they leave unless a step is running, which does it."""
+        """Cancel jobs, and empty their rows and slots, unless a running step will empty them."""
         self._end_canceled_jobs()
         if not self.stepping:
             self.clean()
@@ -80,14 +80,14 @@ class Loop:
             self.scheduler.end(self.canceled.popleft(), Finish.CANCELED)
 
     def forget(self) -> None:
-        """Share nothing that the old weights computed. Only pages are ever shared."""
+        """Share nothing that the old weights computed. Without pages, nothing is shared."""
 
     def report(self) -> Report:
         """Return counts and times since the engine was created."""
         return self.meter.report(self.scheduler.limits.slots, shared_pages=0, preempted=0)
 
     def held(self) -> Held:
-        """Return what the caches hold, read from the devices."""
+        """Return the number of tokens and pages that the caches hold, read from the devices."""
         return read_held(self.arrays)
 
     def clean(self) -> None:
@@ -152,7 +152,7 @@ class Loop:
             self.scheduler.take(moves)
 
     def _accepted(self, moves: Sequence[Move], codes: Any) -> list[Job]:
-        """Fail the jobs of which a cache refused the tokens; return the others.
+        """Fail the jobs whose tokens a cache refused. Return the other jobs.
 
         Args:
           moves: Jobs that have moved.
@@ -163,7 +163,7 @@ class Loop:
                 meaning = Refusal(int(codes[move.row])).meaning
                 error = ServingError(
                     f"slot {move.slot} refused the prompt: {meaning}",
-                    fix="let the model pass valid= on: padding must not fill a slot",
+                    fix="let the model pass valid= on, so that no padding is written to a slot",
                 )
                 self.scheduler.end(move.job, Finish.FAILED, error)
         return [move.job for move in moves if not codes[move.row]]
@@ -204,8 +204,8 @@ class Loop:
         Args:
           job: The job.
           drawn: Tokens, or codes such as NO_NUMBER.
-          at: Which of them is its next token.
-          complete: Whether its prompt is completely read. If not, the token is not used.
+          at: Position of the next token of the job in `drawn`.
+          complete: Whether the prompt is completely read. If not, the token is not used.
         """
         token = int(drawn.tokens[at])
         if token < 0:
@@ -229,7 +229,7 @@ class Loop:
             try:
                 job.request.on_token(token)
             except Exception as error:
-                # The callback belongs to the caller: whatever it raises fails that request alone.
+                # The callback is code of the caller. Any exception of it fails only this request.
                 self.scheduler.fail(job, error)
         self._count_ended()
 
@@ -270,7 +270,7 @@ class Loop:
             self.scheduler.end(job, Finish.FAILED, error)
 
     def _end_all(self, cause: BaseException) -> None:
-        """Fail every request, since none can be served without weights, and empty the slots."""
+        """Fail every request, because the weights are deleted, and empty the slots."""
         jobs = self.scheduler.jobs()
         for job in jobs:
             error = deleted_weights()

@@ -1,4 +1,4 @@
-"""How many pages fit into the memory of the devices: `pages="90%"`."""
+"""Compute how many pages fit into the memory of the devices, for `pages="90%"`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _FIX = 'pass a number of pages, or a share of the memory such as pages="90%"'
 def with_pages(setup: Setup) -> Setup:
     """Return a setup whose option `pages` is a number.
 
-    `pages="90%"` means: as many pages as fit, if 90 % of the memory of each device may be in use
-    with them. The option `memory`, such as "16GiB", declares the memory of a device that does not
-    report it; then the weights are what is in use.
+    `pages="90%"` takes so many pages that 90 % of the memory of each device is in use. The option
+    `memory`, such as "16GiB", states the memory of a device that does not report it. Then only the
+    weights count as in use.
 
     Raises:
       ServingError: The share or the memory is not valid, the device does not report its memory, or
@@ -37,7 +37,7 @@ def with_pages(setup: Setup) -> Setup:
     if setup.kind != "paged" or not isinstance(pages, str):
         if memory is not None:
             raise ServingError(
-                f"memory={memory!r} is of use only with a share of it",
+                f"memory={memory!r} has no effect without a share of it",
                 path="cache_options",
                 fix='pass pages="90%" too, or leave memory out',
             )
@@ -59,7 +59,7 @@ def with_pages(setup: Setup) -> Setup:
 
 
 def _free_bytes(setup: Setup, percent: int, memory: Any) -> int:
-    """Return how many bytes pages may take on each device: the least over the devices."""
+    """Return how many bytes pages may take on each device: the smallest number of all devices."""
     devices = _devices(setup)
     if memory is not None:
         try:
@@ -97,14 +97,14 @@ def _weight_bytes(setup: Setup, device: Any) -> int:
 
 
 def _page_shards(setup: Setup) -> tuple[int, int]:
-    """Return over how many shards pages are distributed, and the bytes of a page on a shard."""
+    """Return the number of shards of the pool, and the bytes of a page on one shard."""
     shape = setup.shape
     size = read_integer("page_size", setup.options.get("page_size", 16), error=ServingError)
     v_dim = shape.head_dim if shape.v_dim is None else shape.v_dim
     with setup.under(MODE_DECODE):
         sharding = ambient_sharding(None if setup.manager is None else MODE_DECODE)
         sizes = {} if setup.manager is None else dict(setup.manager.mesh.shape)
-        # This number of pages divides over every mesh axis, so the rule decides alone.
+        # This number of pages divides over every mesh axis, so only the rule decides.
         most = math.prod(sizes.values())
         dims = (most, size, shape.kv_heads, shape.head_dim)
         by_dim = axes_by_dim(sharding.spec(PAGE_AXES, dims, name="k_pages"), 4)

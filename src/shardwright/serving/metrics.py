@@ -10,7 +10,7 @@ from typing import Any
 from shardwright.resolution.tables import table
 from shardwright.serving.request import Finish
 
-# Samples kept of each time, the latest ones. An engine may run for months.
+# Number of samples that are kept of each time: the latest ones. An engine may run for months.
 KEPT = 10_000
 
 
@@ -33,13 +33,13 @@ class Report:
       finished: Requests ended, by the reason (`Finish`).
       prompt_tokens: Prompt tokens read.
       new_tokens: Tokens written.
-      prefill_steps: Chunks of the prefill batch.
-      decode_steps: Decode steps of all slots.
-      shared_pages: Pages that requests shared with earlier ones instead of computing them.
+      prefill_steps: Number of steps that read a chunk of the prefill batch.
+      decode_steps: Number of decode steps, each of all slots.
+      shared_pages: Pages that requests took from earlier requests instead of computing them.
       preempted: How often a request gave up its slot and pages to an older one.
       slots: Number of slots.
-      slots_in_use: Number of slots in use, the mean over the decode steps.
-      busy: Seconds within `step`.
+      slots_in_use: Mean number of slots in use, over the decode steps.
+      busy: Seconds in which `step` was running.
       tokens_per_second: New tokens divided by `busy`.
       first_token: Seconds from `submit` to the first token, including the wait. None without
         samples.
@@ -155,7 +155,7 @@ class Meter:
 
 
 def percentiles(samples: Sequence[float]) -> Percentiles | None:
-    """Return percentiles, each of which is a sample; None without samples."""
+    """Return percentiles, each of which is one of the samples. Return None without samples."""
     if not samples:
         return None
     ordered = sorted(samples)

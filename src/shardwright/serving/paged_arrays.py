@@ -28,8 +28,8 @@ class Sequence:
     """A sequence in a call.
 
     Attributes:
-      pages: Its pages, in order; NO_PAGE for those that were given back.
-      length: Tokens in these pages.
+      pages: Its pages, in order. NO_PAGE stands for a page that was given back.
+      length: Number of tokens in these pages.
       sampling: How its next token is drawn.
       index: Number of tokens that it has written.
     """
@@ -45,7 +45,7 @@ class PagedArrays(Weights):
 
     Attributes:
       pools: Pages of keys and values, per layer.
-      spec: Of the cache of all slots.
+      spec: Spec of the cache of all slots.
       page_size: Rows of a page.
       pages: Number of pages.
     """
@@ -63,7 +63,7 @@ class PagedArrays(Weights):
         chunks: Mapping[int, collections.abc.Sequence[int]],
         sequences: Mapping[int, Sequence],
     ) -> Any:
-        """Read chunks of prompts; return `[rows]` int32 as `steps.prefill` does.
+        """Read chunks of prompts. Return `[rows]` int32, as `steps.prefill` does.
 
         Args:
           chunks: Tokens by row.
@@ -90,12 +90,12 @@ class PagedArrays(Weights):
         last: Mapping[int, int],
         left: Mapping[int, int],
     ) -> Any:
-        """Give slots their next tokens; return `[decode_steps, slots]` int32.
+        """Give slots their next tokens. Return `[decode_steps, slots]` int32.
 
         Args:
           sequences: Sequences by slot.
-          last: The latest token of each.
-          left: How many tokens each gets.
+          last: The latest token of each sequence.
+          left: Number of tokens that each sequence gets.
         """
         setup = self._setup
         batch = self._batch(setup.slots, sequences)

@@ -1,4 +1,4 @@
-"""One step of a paged engine: read prompts into pages, decode, hand out tokens."""
+"""Run one step of a paged engine: read prompts into pages, decode, hand out tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PagedLoop(Loop):
     """The parts of a step.
 
     Attributes:
-      scheduler: Which request owns which slot and pages.
+      scheduler: Records which request owns which slot and pages.
       arrays: The pools and the compiled functions.
     """
 
@@ -44,7 +44,7 @@ class PagedLoop(Loop):
         )
 
     def held(self) -> Held:
-        """Return what the pages hold; the host knows. No prompt is in the prefill batch."""
+        """Return the number of tokens and pages in use, as the host records them."""
         slots = self.scheduler.slots
         lengths = (
             self.scheduler.held(slots[slot]) if slot in slots else 0
@@ -58,7 +58,7 @@ class PagedLoop(Loop):
         )
 
     def clean(self) -> None:
-        """Count the jobs that have ended. Nothing has to be emptied."""
+        """Count the jobs that have ended. Pages need not be emptied."""
         self._count_ended()
 
     def _read(self) -> None:
@@ -77,7 +77,7 @@ class PagedLoop(Loop):
                 self._take_first(chunk.job, drawn, chunk.row)
 
     def _take_first(self, job: Job, drawn: Drawn, row: int) -> None:
-        """Take the token after a chunk, and begin to decode a job that has read everything."""
+        """Take the token after a chunk. Start to decode the job if it has read everything."""
         job.used(self.arrays.version)
         is_read, is_new = self.scheduler.is_read(job), not job.written
         if is_read:

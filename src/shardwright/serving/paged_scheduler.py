@@ -1,8 +1,9 @@
-"""Which request gets which slot and pages, if a request takes pages as its text grows.
+"""Decide which request gets which slot and pages, if requests take pages as their texts grow.
 
-A request needs a slot and pages for its prompt. If no page is left, the youngest request gives
-up its slot and pages, and returns to the queue. Later it reads its prompt and what it has written,
-and goes on. The oldest request never does, and fits into the pool alone, so it always ends.
+A request needs a slot, and pages for its prompt. If no page is left, the youngest request gives up
+its slot and pages, and returns to the queue. Later, it reads its prompt and the text that it has
+written, and continues. The oldest request never gives up its pages, and the pool is large enough
+for it alone, so every request ends.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class PagedScheduler(Scheduler):
         return self._tables[job.number]
 
     def admit(self) -> list[Job]:
-        """Give waiting jobs a slot, in order; stop at the first whose prompt finds no pages."""
+        """Give waiting jobs a slot, in order. Stop at the first without a slot or enough pages."""
         self._receive()
         admitted: list[Job] = []
-        # Pages of jobs that are still reading their prompts are not available either.
+        # Jobs that still read their prompts will take pages, which are not available either.
         needed = sum(
             self.pages.missing(self.table(job), len(job.reading))
             for job in self.slots.values()
@@ -85,17 +86,17 @@ class PagedScheduler(Scheduler):
         ]
 
     def advance(self, chunks: Sequence[Chunk]) -> None:
-        """Record that chunks were read; full pages may be shared now."""
+        """Record that chunks were read, and that their full pages may be shared."""
         super().advance(chunks)
         for chunk in chunks:
             self._written(chunk.job)
 
     def ready(self) -> list[Move]:
-        """Return nothing: prompts are read into the pages where they stay."""
+        """Return an empty list, because prompts are read directly into their pages."""
         return []
 
     def is_read(self, job: Job) -> bool:
-        """Tell whether all that a job has to read is in its pages."""
+        """Tell whether the pages of a job hold everything that it must read."""
         return job.read == len(job.reading)
 
     def start(self, job: Job) -> None:
@@ -106,10 +107,10 @@ class PagedScheduler(Scheduler):
         """Give decoding jobs pages for their next tokens, the oldest job first.
 
         Args:
-          most: Tokens that a job gets, at most.
+          most: Largest number of tokens that a job gets.
 
         Returns:
-          Jobs by slot, each with the number of its next tokens.
+          Jobs by slot, each with the number of tokens that it gets.
         """
         for job in sorted(self.decoding().values(), key=lambda job: job.number):
             if job.slot is not None:
@@ -136,7 +137,7 @@ class PagedScheduler(Scheduler):
         if held // self.limits.page_size > table.shared:
             self.pages.offer(table, job.reading[:held])
         if self._window is not None:
-            # The next query is at position `held`, and sees `window` positions with its own.
+            # The next query is at position `held`. It sees `window` positions, its own included.
             self.pages.leave_before(table, held - self._window + 1)
 
     def _grow(self, job: Job, tokens: int) -> None:

@@ -1,7 +1,7 @@
 """The two compiled functions of a paged engine. The pools are donated to them.
 
 `prefill` reads a chunk of some prompts into their pages. `decode` gives every active slot its next
-tokens. Everything but the pools comes from the host in each call: tables, lengths, last tokens and
+tokens. In each call, the host passes everything except the pools: tables, lengths, last tokens and
 how to draw. So nothing has to be inserted or cleared, and all layers share one table.
 """
 
@@ -31,8 +31,8 @@ class Batch:
 
     Attributes:
       tables: `[batch, pages_per_slot]` int32.
-      lengths: `[batch]` int32, tokens in the cache.
-      draw: How each draws its next token.
+      lengths: `[batch]` int32, number of tokens in the cache.
+      draw: How each sequence draws its next token.
     """
 
     tables: jax.Array | np.ndarray
@@ -62,7 +62,7 @@ def prefill(
 
     Args:
       model: The model.
-      spec: Of a cache with this batch.
+      spec: Spec of a cache with this batch.
       pools: Donated.
       params: Weights.
       tokens: `[batch, chunk]` int32.
@@ -91,8 +91,8 @@ def decode(
 
     Args:
       model: The model.
-      spec: Of a cache with this batch.
-      most: Tokens that a slot gets in one call, at most.
+      spec: Spec of a cache with this batch.
+      most: Largest number of tokens that a slot gets in one call.
       pools: Donated.
       params: Weights.
       last: `[batch]` int32, the latest token of each slot.
@@ -115,7 +115,7 @@ def decode(
         draw = dataclasses.replace(batch.draw, index=batch.draw.index + counts)
         lengths = batch.lengths + counts
         after = dataclasses.replace(batch, lengths=lengths, draw=draw)
-        # A loop carries the last tokens, so they keep one sharding.
+        # The last tokens are the carry of a loop, so they must keep one sharding.
         last = steps.replicated(jnp.maximum(drawn.tokens, 0), spec.mode)
         return (pools_of(new), last, after), drawn
 

@@ -1,4 +1,4 @@
-"""Which request uses which pages of the pool. It is plain Python, without arrays and devices.
+"""Record which request uses which pages of the pool. This needs no arrays and no devices.
 
 A request takes pages as its text grows, and gives them back when it ends. Pages that are full are
 shared with requests whose texts begin with the same tokens. A page that no request uses keeps its
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from shardwright.serving.prefixes import Node, Prefixes
 
-# The page of a column whose page was given back.
+# The number in a table in place of a page that was given back.
 NO_PAGE = -1
 
 
@@ -21,10 +21,10 @@ class Table:
     """The pages of a request.
 
     Attributes:
-      node: The last of its pages that is shared by content.
-      pages: Page numbers, in the order of the text. NO_PAGE for those outside of the window.
-      shared: Number of its first pages that are in the tree of prefixes.
-      left: Number of its first pages that were given back.
+      node: Node of the last of its pages that is in the tree of prefixes.
+      pages: Page numbers, in the order of the text. NO_PAGE stands for a page before the window.
+      shared: Number of its pages, from the first on, that are in the tree of prefixes.
+      left: Number of its pages, from the first on, that were given back.
     """
 
     node: Node
@@ -39,8 +39,8 @@ class Pages:
     Attributes:
       count: Number of pages.
       size: Rows of a page.
-      prefixes: Full pages by content.
-      hits: Pages that requests took from other requests instead of computing them.
+      prefixes: Tree of full pages by content.
+      hits: Number of pages that requests took from other requests instead of computing them.
     """
 
     def __init__(self, *, count: int, size: int) -> None:
@@ -65,11 +65,11 @@ class Pages:
         return Table(node=self.prefixes.root)
 
     def missing(self, table: Table, tokens: int) -> int:
-        """Return how many more pages a table needs to hold this many tokens."""
+        """Return how many more pages a table needs for a number of tokens."""
         return max(-(-tokens // self.size) - len(table.pages), 0)
 
     def grow(self, table: Table, tokens: int) -> bool:
-        """Add pages until a table holds this many tokens; add none if too few are available."""
+        """Add pages until a table has room for a number of tokens. Add none if too few are left."""
         count = self.missing(table, tokens)
         if count > self.available:
             return False
@@ -86,8 +86,8 @@ class Pages:
 
         Args:
           table: The table of a request.
-          tokens: What the request has to read. At least the last token is left to read, because
-            its logits are needed.
+          tokens: Tokens that the request must read. It reads at least the last one by itself,
+            because it needs the logits of that token.
           read: Number of tokens that it has read.
 
         Returns:
@@ -96,7 +96,7 @@ class Pages:
         while read % self.size == 0 and read + self.size < len(tokens):
             column = read // self.size
             node = table.node.children.get(tuple(tokens[read : read + self.size]))
-            # Pages that were grown but not written would have to be given back first.
+            # A table with pages that are not written yet would have to give them back first.
             if node is None or column != table.shared or column != len(table.pages):
                 break
             self.prefixes.use(node.page)
@@ -121,7 +121,7 @@ class Pages:
             key = tuple(tokens[first : first + self.size])
             node = self.prefixes.add(table.node, key, page)
             if node is None:
-                # Another request has written the same tokens: its page stays the shared one.
+                # Another request has shared a page with the same tokens. That page stays shared.
                 node = table.node.children[key]
             table.node, table.shared = node, table.shared + 1
 
@@ -134,7 +134,7 @@ class Pages:
 
     def close(self, table: Table) -> None:
         """Give back all pages of a table."""
-        # The last page first: a page is of no use without those before it.
+        # Give back the last page first, because a page is useless without those before it.
         for page in reversed(table.pages):
             if page != NO_PAGE:
                 self._release(page)
@@ -142,7 +142,7 @@ class Pages:
         table.node, table.shared, table.left = self.prefixes.root, 0, 0
 
     def forget(self) -> None:
-        """Share no page that was written until now, as the weights or the arrays were replaced."""
+        """Stop sharing all pages, because the weights or the arrays were replaced."""
         self._free += self.prefixes.clear()
 
     def _release(self, page: int) -> None:

@@ -1,7 +1,8 @@
-"""Full pages by content: which page holds these tokens after those of its parent.
+"""Find full pages by their content, in a tree.
 
-It is a tree. A node is a page, and the key of a child is the tuple of tokens that its page holds.
-Keys are compared as they are, so two prefixes never share a page by a collision of hashes.
+A node is a page. The key of a node is the tuple of tokens in its page, and its parent is the page
+before it in the text. Keys are compared as tuples, so two prefixes never share a page by a
+collision of hashes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Node:
       parent: The page before it. None for the root.
       key: The tokens in it.
       children: The pages that continue it, by their tokens.
-      is_linked: Whether it is in the tree. No page continues a node that is not.
+      is_linked: Whether it is in the tree. No child is added to a node that is not.
     """
 
     page: int = -1
@@ -49,7 +50,7 @@ class Prefixes:
         return page in self._nodes
 
     def add(self, parent: Node, key: Key, page: int) -> Node | None:
-        """Add a page that is in use; return its node, or None if another page has this content."""
+        """Add a page in use. Return its node, or None if another page has this content."""
         if key in parent.children:
             return None
         node = Node(page=page, parent=parent, key=key)
@@ -65,14 +66,14 @@ class Prefixes:
         self.unused[page] = self._nodes[page]
 
     def drop_oldest(self) -> list[int]:
-        """Remove the least recently used page, and what continues it; return the unused pages."""
+        """Remove the least recently used page and all pages below it. Return the unused ones."""
         node = next(iter(self.unused.values()))
         if node.parent is not None:
             del node.parent.children[node.key]
         return self._drop(node)
 
     def clear(self) -> list[int]:
-        """Remove all pages; return the unused ones."""
+        """Remove all pages. Return the unused ones."""
         old, self.root = self.root, Node()
         return self._drop(old)
 
@@ -80,7 +81,7 @@ class Prefixes:
         dropped = []
         for node in _subtree(top):
             node.is_linked = False
-            # A table may still point at this node, and must not find pages that were taken again.
+            # A table may still have this node. It must not find pages below it that were reused.
             node.children = {}
             self._nodes.pop(node.page, None)
             if self.unused.pop(node.page, None) is not None:

@@ -1,4 +1,4 @@
-"""What callers pass to an engine and get back: values without arrays or devices."""
+"""The values that callers pass to an engine and get back. They have no arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwright.errors import Problem, ServingError, raise_problems
 from shardwright.vocabulary.integers import integer_problem
 
 MOST_SEED = 2**32 - 1
-# The smallest normal number and the largest number of float32, in which tokens are drawn.
+# The smallest normal and the largest number of float32. Tokens are drawn in float32.
 LEAST_FLOAT, MOST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 MOST_TOKEN = 2**31 - 1
 
@@ -29,9 +29,9 @@ class Sampling:
     Attributes:
       temperature: Divides the logits. 0 takes the most likely token. If several are equally likely,
         it takes the one with the lowest number.
-      top_k: Draw from this many of the most likely tokens. None: from all.
+      top_k: Number of the most likely tokens to draw from. None means all tokens.
       top_p: Draw from the smallest set of most likely tokens whose probabilities sum to at least
-        this. 1: from all.
+        this number. 1 means all tokens.
       seed: Seed of the request, from 0 to 2**32 - 1.
     """
 
@@ -65,12 +65,12 @@ class Request:
     """A prompt, and how to continue it.
 
     Attributes:
-      prompt: Token numbers, at least one.
+      prompt: Token numbers. There is at least one.
       max_new_tokens: Maximum number of tokens to write, including those of a stop sequence.
       sampling: How tokens are drawn.
       stop: Tokens, or sequences of tokens, that end the text. They are not part of it.
-      on_token: Called with each token, as soon as the token cannot be part of a stop sequence any
-        more. An exception that it raises fails this request and no other.
+      on_token: Called with each token, as soon as the token can no longer become part of a stop
+        sequence. An exception that it raises fails only this request.
     """
 
     prompt: Sequence[int]
@@ -108,7 +108,7 @@ class Request:
 
     @property
     def rows(self) -> int:
-        """Rows of a cache that the request may need. The last token is not written to the cache."""
+        """Largest number of cache rows that the request needs. Its last token needs no row."""
         return len(self.prompt) + self.max_new_tokens - 1
 
     @property
@@ -141,14 +141,14 @@ class Finish(enum.StrEnum, metaclass=_FinishNames):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """How a request ended.
+    """The result of a request.
 
     Attributes:
       tokens: The text, without the stop sequence that ended it.
       finish: Why it ended.
       error: The error that made it fail, or None.
-      versions: Versions of the weights that read its prompt and drew its tokens, in order. More
-        than one if the weights were updated meanwhile.
+      versions: Versions of the weights that read its prompt and drew its tokens, in order. There
+        are several if the weights were updated while it ran.
       logprobs: Natural logarithm of the probability that the model gave each token, before
         temperature, top_k and top_p.
     """
@@ -168,7 +168,7 @@ def _tokens(name: str, given: Any, problems: list[Problem]) -> tuple[int, ...]:
         return ()
     try:
         values = list(given)
-        # Unlike a size, a token may also be a 0-d array: tokens are data that a program computed.
+        # Unlike a size, a token may also be a 0-d array, because programs compute tokens.
         tokens = tuple(-1 if isinstance(token, bool) else operator.index(token) for token in values)
     except TypeError:
         problems.append(_problem(name, given, fix))
@@ -185,7 +185,7 @@ def _tokens(name: str, given: Any, problems: list[Problem]) -> tuple[int, ...]:
 
 
 def _read(value: Any, name: str, **limits: Any) -> list[Problem]:
-    """Store an integer field of a frozen dataclass as an int; return its problems."""
+    """Store an integer field of a frozen dataclass as an int. Return its problems."""
     given = getattr(value, name)
     problem = integer_problem(name, given, error=ServingError, **limits)
     if problem is not None:

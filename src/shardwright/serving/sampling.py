@@ -40,7 +40,7 @@ class Drawn:
     """Tokens that were drawn. Both arrays have the same shape.
 
     Attributes:
-      tokens: int32; negative for an error.
+      tokens: int32. A negative number is the code of an error.
       logprobs: float32, logarithm of the probability that the model gave the token, before
         temperature, top_k and top_p.
     """
@@ -103,8 +103,8 @@ def sample(logits: jax.Array, draw: Draw) -> jax.Array:
     """
     logits = logits.astype(jnp.float32)
     most_likely = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # Sorting a vocabulary takes longer than the rest of a small model. A batch that only needs the
-    # most likely tokens does not sort.
+    # Sorting a vocabulary takes longer than the rest of a small model. So a batch that only needs
+    # the most likely tokens does not sort.
     tokens = jax.lax.cond(
         jnp.any(draw.temperature > 0), lambda: jax.vmap(_draw)(logits, draw), lambda: most_likely
     )
@@ -123,7 +123,7 @@ def _draw(logits: jax.Array, draw: Draw) -> jax.Array:
 
 
 def keep(chances: jax.Array, *, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Return `[vocab]` bool: which tokens may be drawn. The first one always may.
+    """Return `[vocab]` bool: which tokens may be drawn. The first token is always among them.
 
     Args:
       chances: `[vocab]` probabilities, in descending order.
@@ -131,6 +131,6 @@ def keep(chances: jax.Array, *, top_k: jax.Array, top_p: jax.Array) -> jax.Array
       top_p: As in `Sampling`.
     """
     rank = jnp.arange(chances.size)
-    # float32 may round a small top_p to 0, so always keep the first token. For top_p = 1 keep all,
-    # although sums may round up to 1 before the last token.
+    # float32 may round a small top_p to 0, so the first token is always kept. For top_p = 1, all
+    # are kept, even if the sum rounds up to 1 before the last token.
     return (rank < top_k) & ((rank == 0) | (top_p >= 1) | (jnp.cumsum(chances) - chances < top_p))

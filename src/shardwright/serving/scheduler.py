@@ -1,12 +1,12 @@
-"""Which request gets which slot, and when. It is plain Python, without arrays and devices.
+"""Decide which request gets which slot, and when. This needs no arrays and no devices.
 
 A request waits in the queue until a slot and its pages are free. Then its prompt is read in chunks,
-in a row of the prefill batch. Then it moves to its slot, where it gets a token per step. Slots and
-pages are reserved for the longest text that it may have, so nothing can run out later. Requests are
+in a row of the prefill batch. Then it moves to its slot, where it gets a token per step. Its slot
+and pages are reserved for its longest possible text, so nothing can run out later. Requests are
 admitted strictly in the order in which they came.
 
-Prompts take turns in the rows. If others wait for a row, a prompt gives it up after a few chunks:
-what was read of it stays in its slot until its next turn.
+Prompts take turns in the rows. If others wait for a row, a prompt leaves its row after a few
+chunks. The part that was read stays in its slot until its next turn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwright.serving.stopping import may_begin, stopped_by
 
 
 class Phase(enum.StrEnum):
-    """Where a request is."""
+    """The phase of a request."""
 
     QUEUED = "queued"
     PREFILLING = "prefilling"
@@ -32,15 +32,16 @@ class Phase(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What requests share.
+    """The limits that all requests of an engine share.
 
     Attributes:
-      slots: Sequences that are decoded together.
+      slots: Number of sequences that are decoded together.
       capacity: Rows of a slot. None for a ring, which holds the end of a text of any length.
-      prefill_rows: Prompts that are read together.
-      chunk: Tokens of a prompt that are read in one step.
-      turn: Chunks that a prompt reads before it gives its row to another one that waits. None: all.
-      queue: Requests that may wait. A request beyond them is refused.
+      prefill_rows: Number of prompts that are read together.
+      chunk: Number of tokens of a prompt that are read in one step.
+      turn: Number of chunks that a prompt reads before it leaves its row to one that waits. None
+        means all chunks.
+      queue: Number of requests that may wait. More requests are refused.
       pages: Pages of the pool. None unless the cache is paged.
       page_size: Rows of a page.
     """
@@ -59,14 +60,14 @@ class Limits:
         return 0 if self.pages is None else -(-request.rows // self.page_size)
 
     def check(self, request: Request) -> None:
-        """Raise ServingError if a request does not fit, even alone."""
+        """Raise ServingError if a request would not fit even if it were alone."""
         need = (
             f"{len(request.prompt)} prompt tokens and {request.max_new_tokens} new tokens need "
             f"{request.rows} rows"
         )
         if self.capacity is not None and request.rows > self.capacity:
             raise ServingError(
-                f"{need}, and a slot has {self.capacity}",
+                f"{need}, but a slot has {self.capacity}",
                 path="request",
                 size=request.rows,
                 fix="shorten one of them, create the engine with more capacity, or use "
@@ -74,7 +75,7 @@ class Limits:
             )
         if self.pages is not None and self.pages_of(request) > self.pages:
             raise ServingError(
-                f"{need}, {self.pages_of(request)} pages of {self.page_size}, and the pool has "
+                f"{need}, {self.pages_of(request)} pages of {self.page_size}, but the pool has "
                 f"{self.pages} pages",
                 path="request",
                 size=request.rows,
@@ -89,16 +90,16 @@ class Job:
     Attributes:
       number: Number of the request, in order of arrival.
       request: The request.
-      phase: Where it is.
-      slot: Its slot, reserved from admission on.
+      phase: Its phase.
+      slot: Its slot, which is reserved from admission on.
       row: Its row of the prefill batch, while its prompt is read there.
-      read: Tokens of the prompt that were read.
-      turn: Chunks that it has read since it got its row.
-      written: Every token drawn, including those of stop sequences.
-      logprobs: The logarithms of their probabilities.
+      read: Number of tokens of the prompt that were read.
+      turn: Number of chunks that it has read since it got its row.
+      written: All tokens that were drawn, including those of stop sequences.
+      logprobs: The logarithms of the probabilities of the tokens in `written`.
       text: The tokens that may be handed out.
       versions: Versions of the weights that it was computed with, in order.
-      completion: How it ended, or None.
+      completion: Its result, or None before its end.
     """
 
     number: int
@@ -116,9 +117,10 @@ class Job:
 
     @property
     def reading(self) -> Sequence[int]:
-        """What the cache must hold before the next token: the text without its last token.
+        """The tokens that the cache must hold before the next one is drawn.
 
-        For a request that has written nothing, this is its prompt.
+        These are all tokens except the last one that was written. For a request that has written
+        nothing, they are its prompt.
         """
         if len(self.written) < 2:
             return self.request.prompt
@@ -130,7 +132,7 @@ class Job:
             self.versions.append(version)
 
     def complete(self, finish: Finish, error: Exception | None) -> None:
-        """Set how the request ended."""
+        """Set the result of the request."""
         self.completion = Completion(
             tokens=tuple(self.text),
             finish=finish,
@@ -161,11 +163,11 @@ class Move:
 class Scheduler:
     """The queue, the prefill rows, the slots and the pages.
 
-    A slot or row that a job has left is "dirty" until `clean` is called, after the device has
-    emptied it. Only then may another job have it.
+    A slot or row that a job has left is "dirty" until the device has emptied it and `clean` is
+    called. Only then may another job get it.
 
     Attributes:
-      limits: What jobs share.
+      limits: The limits that jobs share.
       inbox: Submitted jobs, which join the queue at the next call. Any thread may add to it.
       queue: Waiting jobs, in order of arrival.
       rowless: Jobs with a slot that wait for a row, in the order of their turns.
@@ -216,7 +218,7 @@ class Scheduler:
         self.inbox.append(job)
 
     def admit(self) -> list[Job]:
-        """Give waiting jobs a slot and pages, in order; stop at the first that lacks one."""
+        """Give waiting jobs a slot and pages, in order. Stop at the first job that gets none."""
         self._receive()
         admitted = []
         while self.queue:
@@ -231,7 +233,7 @@ class Scheduler:
         return admitted
 
     def over(self) -> list[Move]:
-        """Return the jobs whose turn is over, as many as others wait for a row."""
+        """Return the jobs whose turn is over. There are at most as many as jobs wait for a row."""
         if self.limits.turn is None:
             return []
         unread = [
@@ -249,7 +251,7 @@ class Scheduler:
             self.rowless.append(job)
 
     def turns(self) -> list[Move]:
-        """Return the jobs that get the free rows."""
+        """Return the waiting jobs that get the free rows."""
         return [_move(job, row) for job, row in zip(self.rowless, self._free_rows(), strict=False)]
 
     def take(self, moves: Sequence[Move]) -> None:
@@ -288,7 +290,7 @@ class Scheduler:
         ]
 
     def move(self, jobs: Sequence[Job]) -> None:
-        """Record that jobs are in their slots; their rows become dirty."""
+        """Record that jobs are in their slots. Their rows become dirty."""
         for job in jobs:
             job.phase = Phase.DECODING
             self._leave_row(job)
@@ -300,11 +302,11 @@ class Scheduler:
         }
 
     def left(self, job: Job, most: int) -> int:
-        """Return how many tokens a job gets in a call that gives it `most`, at most."""
+        """Return how many tokens a job gets in a call that gives at most `most` tokens."""
         return min(most, job.request.max_new_tokens - len(job.written))
 
     def write(self, job: Job, token: int) -> list[int]:
-        """Add a token to a job, which may end the job; return the tokens to hand out."""
+        """Add a token to a job, which may end the job. Return the tokens to hand out."""
         job.written.append(token)
         stop = job.request.stop_sequences
         length = stopped_by(job.written, stop)
@@ -318,9 +320,9 @@ class Scheduler:
         return new
 
     def end(self, job: Job, finish: Finish, error: Exception | None = None) -> None:
-        """End a job in any phase; its row and its slot become dirty.
+        """End a job in any phase. Its row and its slot become dirty.
 
-        Do nothing if the job has ended already.
+        Do nothing if the job has already ended.
         """
         if job.phase is Phase.DONE:
             return
@@ -334,7 +336,7 @@ class Scheduler:
         self._leave_slot(job)
         job.phase = Phase.DONE
         job.complete(finish, error)
-        # Counted later, by the loop, because `cancel` may be called in the middle of a step.
+        # The loop counts it later, because `cancel` may be called in the middle of a step.
         self._ended.append(job)
 
     def fail(self, job: Job, error: Exception) -> None:
@@ -343,7 +345,7 @@ class Scheduler:
         job.complete(Finish.FAILED, error)
 
     def jobs(self) -> list[Job]:
-        """Return every job that has not ended: those in the queue, then those with a slot."""
+        """Return every job that has not ended: first those in the queue, then those with a slot."""
         self._receive()
         return [*self.queue, *self.slots.values()]
 

@@ -1,10 +1,9 @@
 """The compiled functions that run on devices. The caches are donated to them.
 
-`prefill` reads a chunk of every prompt into a cache of its own. `insert` copies prompts that are
-completely read into slots. `park` copies a prompt that is partly read into its slot, and `resume`
-back. `decode` gives every active slot its next token. `clear` and `clear_slots` empty rows and
-slots. No shape depends on the number of sequences, so nothing is
-compiled twice.
+`prefill` reads a chunk of every prompt into a row of the prefill batch. `insert` copies prompts
+that are completely read into slots. `park` copies a prompt that is partly read into its slot, and
+`resume` copies it back. `decode` gives every active slot its next token. `clear` and `clear_slots`
+empty rows and slots. No shape depends on the number of sequences, so nothing is compiled twice.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ NO_NUMBER, REFUSED, MISCOUNTED = -1, -2, -3
 
 
 class Model(Protocol):
-    """A model: reads tokens that follow those in the caches, and appends their keys and values."""
+    """A model. It reads the tokens after those in the caches, and appends their keys and values."""
 
     def __call__(
         self, params: Any, tokens: jax.Array, caches: Any, valid: jax.Array, /
@@ -48,15 +47,15 @@ class Model(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """What a model stores in a cache for a token.
+    """The sizes of what a model stores in a cache for a token.
 
     Attributes:
-      layers: Number of layers; each has a cache.
-      kv_heads: Heads of keys and values.
+      layers: Number of layers. Each layer has a cache.
+      kv_heads: Number of heads of keys and values.
       head_dim: Size of a key.
-      v_dim: Size of a value. None: `head_dim`.
+      v_dim: Size of a value. None means `head_dim`.
       dtype: Dtype of keys and values, as the model computes them.
-      window: Positions that attention sees. None: all.
+      window: Number of positions that attention sees. None means all.
     """
 
     layers: int
@@ -70,13 +69,13 @@ class CacheShape:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Slots:
-    """What decoding carries from step to step.
+    """The state of decoding, which every step takes and returns.
 
     Attributes:
       caches: One per layer.
       last: `[slots]` int32, the latest token of each slot.
-      active: `[slots]` bool, which hold a sequence; replicated.
-      draw: How each draws its next token; replicated.
+      active: `[slots]` bool, whether a slot has a sequence. Replicated.
+      draw: How each slot draws its next token. Replicated.
     """
 
     caches: Caches
@@ -124,10 +123,10 @@ def _empty_slots(batch: int, mode: str | None) -> tuple[jax.Array, jax.Array, Dr
 def read(
     model: Model, params: Any, tokens: Any, caches: Caches, valid: Any
 ) -> tuple[jax.Array, Caches]:
-    """Call the model; return logits `[batch, q_length, vocab]` and the caches after the tokens.
+    """Call the model. Return logits `[batch, q_length, vocab]` and the caches after the tokens.
 
     Raises:
-      ServingError: The model returns something else than `Model` describes.
+      ServingError: The model does not return what `Model` describes.
     """
     returned: Any = model(params, tokens, caches, valid)
     logits, new = _check_pair(returned, tokens)
@@ -214,7 +213,7 @@ def insert(
       into: `[rows]` int32, the slot of each row. A row with a number past the last slot is not
         copied.
       first: `[rows]` int32, the first generated token of each row.
-      draw: How each row draws. Its first token is drawn already.
+      draw: How each row draws. Its first token is already drawn.
 
     Returns:
       The slots, and `[rows]` int8 codes of `Refusal`.
@@ -264,7 +263,7 @@ def resume(rows: Caches, source: Caches, into: jax.Array) -> tuple[Caches, jax.A
 
 
 def _replaced(caches: Caches, source: Caches, into: jax.Array) -> tuple[Caches, jax.Array]:
-    """Copy sequences over those in the caches; return the caches, and codes of `Refusal`."""
+    """Replace sequences in the caches by copies. Return the caches, and codes of `Refusal`."""
     changes = [
         cache.free(into).cache.insert(filled, into)
         for cache, filled in zip(caches, source, strict=True)
@@ -280,7 +279,7 @@ def decode(
 
     Args:
       model: The model.
-      most: Tokens that a slot gets in one call, at most.
+      most: Largest number of tokens that a slot gets in one call.
       slots: Donated.
       params: Weights.
       left: `[slots]` int32, tokens that each slot gets. Slots that are not active get none.
@@ -352,8 +351,8 @@ def next_tokens(
 
 
 def _placed(slots: Slots) -> Slots:
-    # The partitioner might choose another sharding in every function. Then each function would be
-    # compiled again for the result of every other one.
+    # Without a constraint, the partitioner may choose another sharding in every function. Then each
+    # function would be compiled again for the result of every other one.
     mode = slots.caches[0].spec.mode
     active, draw = replicated((slots.active, slots.draw), mode)
     return Slots(caches=slots.caches, last=by_slot(slots.last, mode), active=active, draw=draw)

@@ -1,4 +1,4 @@
-"""Stop sequences: whether a text ends with one, and which last tokens may become part of one."""
+"""Tell whether a text ends with a stop sequence, and which last tokens may become part of one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def stopped_by(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int:
-    """Return the length of the longest stop sequence that ends the tokens, 0 if there is none."""
+    """Return the length of the longest stop sequence at the end of the tokens, or 0."""
     lengths = [
         len(sequence)
         for sequence in stop

@@ -1,4 +1,4 @@
-"""Which thread runs the next step: threads and tasks that wait for tokens share the steps."""
+"""Decide which thread runs the next step. Threads and tasks that wait for tokens share steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Turn:
 
     @contextlib.contextmanager
     def if_free(self) -> Iterator[bool]:
-        """Hold the lock unless another thread has it; yield whether it is held."""
+        """Hold the lock, unless another thread has it. Yield whether it is held."""
         held = self._lock.acquire(blocking=False)
         try:
             yield held
@@ -52,10 +52,10 @@ class Turn:
                 self._lock.release()
 
     def step(self) -> None:
-        """Run one step; call it with the lock.
+        """Run one step. The caller holds the lock.
 
         Raises:
-          ServingError: A step is running, which has called back.
+          ServingError: A step is running, and one of its callbacks called this.
           AgreementError: Another process has made other calls.
         """
         if self._loop.stepping:
@@ -68,16 +68,16 @@ class Turn:
         self._loop.step()
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Run steps until `done()`; the steps of other threads count."""
+        """Run steps until `done()`, while other threads may also run steps."""
         while not done():
             with self._lock:
                 if not done():
                     self.step()
 
     async def until_async(self, done: Callable[[], bool]) -> None:
-        """Run steps in a thread until `done()`; tasks that wait together share a step."""
+        """Run steps in a thread until `done()`. Tasks that wait at the same time share a step."""
         while not done():
-            # Another task waits for the same step, so a canceled task must not cancel it.
+            # Another task may wait for the same step, so a canceled task must not cancel it.
             await asyncio.shield(asyncio.wrap_future(self._next_step()))
 
     def _next_step(self) -> concurrent.futures.Future[None]:

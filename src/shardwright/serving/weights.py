@@ -20,12 +20,12 @@ Version = int | str
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What an update of the weights did.
+    """The result of an update of the weights.
 
     Attributes:
       version: The version that the engine serves now.
-      plans: How the weights moved: a plan for decode, and one for prefill if it has weights of its
-        own. Weights that are not sharded have no plan.
+      plans: How the weights moved: a plan for decode, and another one if prefill has its own
+        weights. Weights that are not sharded have no plan.
     """
 
     version: Version
@@ -57,7 +57,7 @@ def next_version(current: Version, given: Version | None) -> Version:
     if isinstance(given, bool) or not isinstance(given, int | str):
         raise ServingError(f"version={given!r}", path="version", fix=fix)
     if given == current:
-        raise ServingError(f"version={given!r} is served already", path="version", fix=fix)
+        raise ServingError(f"version={given!r} is already served", path="version", fix=fix)
     return given
 
 
@@ -114,10 +114,10 @@ def _without_shared(moved: Any, plan: ReshardPlan) -> Any:
 
 
 def _common_dtype(new: Any, old: Any, name: str) -> Any:
-    """Return the dtype that new floating-point weights are cast to; None if the old have several.
+    """Return the dtype to which new floating-point weights are cast. None if there are several.
 
     Raises:
-      ServingError: The trees have different structures, shapes or dtypes; all differences at once.
+      ServingError: The trees have different structures, shapes or dtypes. It names all differences.
     """
     given = jax.tree_util.tree_flatten_with_path(new)[0]
     served = jax.tree_util.tree_flatten_with_path(old)[0]
@@ -132,10 +132,10 @@ def _common_dtype(new: Any, old: Any, name: str) -> Any:
         own, required = jnp.result_type(leaf), jnp.result_type(kept)
         is_cast = common is not None and jnp.issubdtype(own, jnp.floating)
         if np.shape(leaf) != np.shape(kept):
-            what = f"it has shape {np.shape(leaf)}, and the served weight {np.shape(kept)}"
+            what = f"it has shape {np.shape(leaf)}, but the served weight has {np.shape(kept)}"
             fix = "pass weights of the same model"
         elif own != required and not (is_cast and required == common):
-            what = f"it is {own}, and the served weight is {required}"
+            what = f"it is {own}, but the served weight is {required}"
             fix = f"cast it to {required}"
         else:
             continue
