@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,22 @@ def fake_devices(topology: Topology) -> list[Any]:
     return [FakeDevice(coords=tuple(reversed(at))) for at in itertools.product(*ranges)]
 
 
-def moving_sides(topology: Topology, sizes: dict[str, int], axis: str) -> set[str]:
-    """Return the physical axes along which JAX's devices differ on a mesh axis."""
+def lengths_of_jax(topology: Topology, sizes: dict[str, int]) -> dict[str, dict[str, int]]:
+    """Return the number of devices that JAX's mesh has along each physical axis, by mesh axis."""
     devices = mesh_utils.create_device_mesh(
         tuple(sizes.values()), fake_devices(topology), allow_split_physical_axes=True
     )
-    position = list(sizes).index(axis)
-    line = devices[tuple(slice(None) if at == position else 0 for at in range(devices.ndim))]
-    return {
-        side for at, side in enumerate("xyz") if len({device.coords[at] for device in line}) > 1
-    }
+    lengths = {}
+    for position, axis in enumerate(sizes):
+        line = devices[tuple(slice(None) if at == position else 0 for at in range(devices.ndim))]
+        along = {side: len({device.coords[at] for device in line}) for at, side in enumerate("xyz")}
+        lengths[axis] = {side: length for side, length in along.items() if length > 1}
+    return lengths
+
+
+def lengths_of(topology: Topology, sizes: dict[str, int]) -> dict[str, dict[str, int]]:
+    layout = lay_out(topology, sizes)
+    return {axis: {part.side: part.size for part in layout.parts[axis]} for axis in sizes}
 
 
 @pytest.mark.parametrize(
@@ -64,10 +71,31 @@ def moving_sides(topology: Topology, sizes: dict[str, int], axis: str) -> set[st
 def test_layout_equals_device_mesh_of_jax(slice_: str, sizes: tuple[int, ...]) -> None:
     topology = parse_topology(slice_, HARDWARE)
     named = dict(zip(("dp", "fsdp", "tp"), sizes, strict=False))
-    layout = lay_out(topology, named)
-    for axis in named:
-        sides = {part.side for part in layout.parts[axis]}
-        assert sides == moving_sides(topology, named, axis), axis
+    assert lengths_of(topology, named) == lengths_of_jax(topology, named)
+
+
+def draw_sizes(rng: random.Random, devices: int) -> dict[str, int]:
+    sizes = {}
+    for axis in ("pp", "dp", "fsdp")[: rng.randint(0, 3)]:
+        sizes[axis] = rng.choice([size for size in range(1, devices + 1) if devices % size == 0])
+        devices //= sizes[axis]
+    return {**sizes, "tp": devices}
+
+
+def test_random_layouts_equal_device_meshes_of_jax() -> None:
+    rng, different = random.Random(0), []
+    slices = [
+        Topology(chip=HARDWARE[chip], shape=shape)
+        for chip in ("v5p", "v5e")
+        for shape in HARDWARE[chip].slices()
+        if math.prod(shape) <= 256
+    ]
+    for topology in slices:
+        for _ in range(15):
+            sizes = draw_sizes(rng, topology.devices)
+            if lengths_of(topology, sizes) != lengths_of_jax(topology, sizes):
+                different.append((str(topology), sizes))
+    assert different == []
 
 
 def test_split_axes_cover_the_slice() -> None:

@@ -1,8 +1,9 @@
 """Assign the axes of a mesh to the links of a slice, and compute the rate of each mesh axis.
 
 The assignment is that of `jax.experimental.mesh_utils.create_device_mesh`: the last mesh axis is
-assigned first, to as many whole physical axes as its size allows. If no whole axes fit, a mesh axis
-takes parts of physical axes. A part is not a ring.
+assigned first, to as many whole physical axes as its size allows. If whole axes do not fit every
+mesh axis, all mesh axes are assigned anew, to whole physical axes and parts of them. A part is not
+a ring.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwright.errors import MeshSpecError
@@ -102,42 +103,75 @@ def lay_out(topology: Topology, sizes: Mapping[str, int]) -> Layout:
             f"but {topology} has {topology.devices}",
             fix="give one mesh axis the size -1, or change the slice",
         )
-    free = {side: length for side, length in topology.sides.items() if length > 1}
-    parts: dict[str, tuple[Part, ...]] = {}
-    for axis, size in reversed(list(sizes.items())):
-        if size == 1:
-            parts[axis] = ()
-            continue
-        taken = {side: free[side] for side in _whole_sides(free, size)}
-        taken = taken or _split_sides(free, size)
-        parts[axis] = tuple(_part(topology, side, length) for side, length in taken.items())
-        for side, length in taken.items():
-            free[side] //= length
-    ordered = {axis: parts[axis] for axis in sizes}
-    return Layout(topology=topology, parts=ordered)
+    sides = {side: length for side, length in topology.sides.items() if length > 1}
+    taken = _whole_sides(sides, sizes) or _parts_of_sides(sides, sizes)
+    parts = {
+        axis: tuple(_part(topology, side, length) for side, length in taken[axis].items())
+        for axis in sizes
+    }
+    return Layout(topology=topology, parts=parts)
 
 
-def _whole_sides(free: Mapping[str, int], size: int) -> tuple[str, ...]:
-    """Return as many free sides as possible whose lengths multiply to `size`."""
-    sides = [side for side, length in free.items() if length > 1]
-    for count in range(len(sides), 0, -1):
-        for chosen in itertools.combinations(sides, count):
-            if math.prod(free[side] for side in chosen) == size:
-                return chosen
-    return ()
-
-
-def _split_sides(free: Mapping[str, int], size: int) -> dict[str, int]:
-    """Return parts of free sides whose lengths multiply to `size`. Prefer long parts."""
-    taken: dict[str, int] = {}
-    while size > 1:
-        left = {side: length // taken.get(side, 1) for side, length in free.items()}
-        side = max(left, key=lambda each: math.gcd(left[each], size))
-        # The mesh has as many devices as the slice, so some side and the size have a common factor.
-        length = math.gcd(left[side], size)
-        taken[side] = taken.get(side, 1) * length
-        size //= length
+def _whole_sides(
+    sides: Mapping[str, int], sizes: Mapping[str, int]
+) -> dict[str, dict[str, int]] | None:
+    """Assign as many whole sides as possible to each mesh axis, or return None if one has none."""
+    free, taken = dict(sides), {}
+    for axis, size in reversed(sizes.items()):
+        chosen = next(
+            (
+                each
+                for count in range(len(free), 0, -1)
+                for each in itertools.combinations(free, count)
+                if math.prod(free[side] for side in each) == size
+            ),
+            (),
+        )
+        if size > 1 and not chosen:
+            return None
+        taken[axis] = {side: free.pop(side) for side in chosen}
     return taken
+
+
+def _parts_of_sides(
+    sides: Mapping[str, int], sizes: Mapping[str, int]
+) -> dict[str, dict[str, int]]:
+    """Assign parts of sides to each mesh axis, in the order that `create_device_mesh` prefers.
+
+    It prefers the most devices on whole sides, then the most whole sides, then the most devices on
+    sides that other mesh axes have parts of, then long parts of the first sides.
+    """
+    free, taken = dict(sides), {}
+
+    def rank(lengths: Mapping[str, int]) -> tuple[int, int, int, tuple[int, ...]]:
+        whole = [side for side, length in lengths.items() if length == sides[side]]
+        shared = [side for side in lengths if free[side] < sides[side]]
+        return (
+            math.prod(lengths[side] for side in whole),
+            len(whole),
+            math.prod(lengths[side] for side in shared),
+            tuple(lengths.values()),
+        )
+
+    for axis, size in reversed(sizes.items()):
+        best = max(_splits(free, size), key=rank)
+        taken[axis] = {side: length for side, length in best.items() if length > 1}
+        for side, length in best.items():
+            free[side] //= length
+    return taken
+
+
+def _splits(free: Mapping[str, int], size: int) -> Iterator[dict[str, int]]:
+    """Yield a length of each side. The lengths divide the sides and multiply to `size`."""
+    if not free:
+        if size == 1:
+            yield {}
+        return
+    (side, most), *others = free.items()
+    for length in range(1, math.gcd(most, size) + 1):
+        if most % length == 0 and size % length == 0:
+            for rest in _splits(dict(others), size // length):
+                yield {side: length, **rest}
 
 
 def _part(topology: Topology, side: str, size: int) -> Part:
