@@ -18,6 +18,7 @@ from tests.plan.against_xla import compiled_bytes, planned_bytes
 
 MESH = "dp:2,tp:4"
 HIDDEN = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
+INNER = (sw.BATCH, sw.QUERY_LENGTH, sw.MLP_INTERMEDIATE)
 WHOLE = (sw.EMPTY,) * 3
 X = jax.ShapeDtypeStruct((16, 32, 64), jnp.float32)
 SQUARE = jax.ShapeDtypeStruct((64, 64), jnp.float32)
@@ -183,3 +184,106 @@ def test_bytes_of_a_branch_are_an_upper_bound() -> None:
     report = plan(switched, X, jax.ShapeDtypeStruct((), jnp.bool_), specs=(HIDDEN, None))
     assert "≤1" in report.text()
     assert "sent per device: at most" in report.text()
+
+
+def repeat(step: Callable[[Any], Any], x: Any) -> Any:
+    return lax.scan(lambda x, _: (step(x), None), sw.shard(x, HIDDEN), None, length=10)[0]
+
+
+def normalized(x: Any) -> Any:
+    return repeat(lambda x: x / (1 + jnp.max(x, 0, keepdims=True)), x)
+
+
+def attended(x: Any) -> Any:
+    return repeat(lambda x: sw.shard(jax.nn.softmax(sw.shard(x, INNER), -1), HIDDEN), x)
+
+
+def branched(x: Any) -> Any:
+    def step(x: Any) -> Any:
+        x = lax.cond(x[0, 0, 0] > 0, lambda x: x * 2, lambda x: x, x)
+        return sw.shard(sw.shard(x, INNER).sum(-1, keepdims=True) + x, HIDDEN)
+
+    return repeat(step, x)
+
+
+@pytest.mark.parametrize("function", [normalized, attended])
+def test_collectives_in_a_loop_run_every_time(function: Callable[[Any], Any]) -> None:
+    check_equal(function)
+    runs = {event.runs for event in plan(function, X).events}
+    assert runs == {10}
+
+
+def test_collectives_after_a_branch_in_a_loop_run_every_time() -> None:
+    sums = [e for e in plan(branched, X).events if e.kind == "all_reduce" and "tp" in e.mesh_axes]
+    assert [event.runs for event in sums] == [10]
+
+
+def test_lookups_in_a_loop_run_every_time() -> None:
+    table, ids = jax.ShapeDtypeStruct((512, 64), jnp.float32), jax.ShapeDtypeStruct((16,), "int32")
+
+    def followed(table: Any, ids: Any) -> Any:
+        def step(ids: Any, _: Any) -> Any:
+            return table[ids].sum(-1).astype(jnp.int32) % 512, None
+
+        return lax.scan(step, ids, None, length=10)[0]
+
+    report = plan(followed, table, ids, specs=((sw.VOCAB, sw.EMBED), (sw.BATCH,)))
+    assert {event.runs for event in report.events if event.kind == "all_reduce"} == {10}
+
+
+def test_body_of_a_while_takes_memory() -> None:
+    def looped(x: Any) -> Any:
+        def step(state: Any) -> Any:
+            at, total = state
+            return at + 1, total + jnp.sort(x[:, None] * x[None], axis=0).sum()
+
+        return lax.while_loop(lambda state: state[0] < 3, step, (0, 0.0))[1]
+
+    square = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    assert plan(looped, square, specs=(None,)).memory.high > 256**3 * 4
+
+
+def mapped(function: Callable[..., Any], *specs: Any, out: Any) -> Callable[..., Any]:
+    def run(*arrays: Any) -> Any:
+        return jax.shard_map(function, in_specs=specs, out_specs=out, check_vma=False)(*arrays)
+
+    return run
+
+
+def test_ragged_products_inside_shard_map_are_counted() -> None:
+    rows, experts = PartitionSpec("dp"), PartitionSpec()
+    shapes = [
+        jax.ShapeDtypeStruct(*shape)
+        for shape in (((64, 48), "float32"), ((8, 48, 32), "float32"), ((8,), "int32"))
+    ]
+
+    def loss(x: Any, w: Any, sizes: Any) -> Any:
+        return lax.ragged_dot(x, w, sizes).sum()
+
+    forward = mapped(lax.ragged_dot, rows, experts, experts, out=rows)
+    backward = mapped(jax.grad(loss, 1), rows, experts, experts, out=experts)
+    for function in (forward, backward):
+        report = plan(function, *shapes, specs=(None,) * 3)
+        assert report.walked.complete
+        assert report.walked.flops == 2 * (64 // 2) * 48 * 32
+
+
+def test_unknown_products_inside_shard_map_are_marked() -> None:
+    filters = jax.ShapeDtypeStruct((32, 32, 3), jnp.float32)
+
+    def convolved(x: Any, w: Any) -> Any:
+        return lax.conv_general_dilated(x, w, (1,), "SAME")
+
+    spec = PartitionSpec("dp")
+    function = mapped(convolved, spec, PartitionSpec(), out=spec)
+    report = plan(function, X, filters, specs=(HIDDEN, None))
+    assert report.walked.unknown == {"conv_general_dilated": 1}
+
+
+def test_collectives_in_groups_are_marked() -> None:
+    def gathered(x: Any) -> Any:
+        return lax.all_gather(x, "tp", axis_index_groups=[[0, 1], [2, 3]])
+
+    spec = PartitionSpec("dp")
+    report = plan(mapped(gathered, spec, out=spec), X)
+    assert report.walked.unknown == {"all_gather (in groups)": 1}

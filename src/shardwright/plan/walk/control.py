@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, Sharding
 from shardwright import _jax
 from shardwright.plan.walk.equations import called_jaxpr, possible_branches
 from shardwright.plan.walk.events import Site, Work
-from shardwright.plan.walk.liveness import TEMPORARY, Buffer, Peak
+from shardwright.plan.walk.liveness import TEMPORARY, Buffer, Peak, Timeline
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Dims, Value, dims_of_spec, merged_origins, with_kept
 
@@ -139,10 +139,17 @@ def while_loop(step: Step) -> list[Value]:
     for value, aval, goal in zip(starts, step.avals[split:], carry, strict=True):
         step.ledger.move(value, aval, goal.dims, site, origins=goal.origins)
     inner = step.ledger.blank()
-    ends = step.walk(body, [*fixed, *carry], ledger=inner)
+    inner.timeline = None if step.ledger.timeline is None else Timeline()
+    # As in a scan, the carry is counted outside.
+    held = [dataclasses.replace(value, buffer=None) for value in carry]
+    ends = step.walk(body, [*fixed, *held], ledger=inner)
     for first, end, variable in zip(carry, ends, body.outvars, strict=True):
         if not first.free:
             inner.move(end, variable.aval, first.dims, site, origins=first.origins)
+    if inner.timeline is not None:
+        buffers = [end.buffer for end in ends if end.buffer is not None]
+        step.ledger.inner = inner.timeline.peak(buffers, within=True)
+        inner.timeline = None
     [again] = step.walk(condition, [*step.values[:start], *carry], ledger=inner)
     inner.move(again, condition.outvars[0].aval, (), site, origins=again.origins)
     if inner.events or inner.work.flops:
@@ -176,7 +183,14 @@ def cond(step: Step) -> list[Value]:
         goal = next((end for end in ends if not end.free), ends[0])
         for end in ends:
             step.ledger.move(end, aval, goal.dims, site, origins=goal.origins)
-        results.append(Value(dims=goal.dims, free=goal.free, origins=merged_origins(ends)))
+        results.append(
+            Value(
+                dims=goal.dims,
+                free=goal.free,
+                runs=step.site.runs,
+                origins=merged_origins(ends),
+            )
+        )
     step.ledger.inner = Peak.most(peaks)
     return results
 

@@ -131,7 +131,7 @@ def reduction(step: Step) -> list[Value]:
     if step.name in ("argmax", "argmin"):
         return [_best(step, result)]
     if step.name != "reduce_sum":
-        result = step.ledger.settle(result, step.results[0], step.site)
+        result = step.settle(result)
     return [result for _ in step.results]
 
 

@@ -61,7 +61,7 @@ def scatter(step: Step) -> list[Value]:
         step.move(2, tuple(targets))
         result = Value(dims=value.dims, owed=owed, origins=update.origins)
         if step.name not in _ADDS:  # a largest element is not a sum, which may stay partial
-            result = step.ledger.settle(result, step.results[0], step.site)
+            result = step.settle(result)
         return [result]
     written = [at for at in range(len(shape)) if at not in pairs]
     if not made:
@@ -149,4 +149,4 @@ def gather(step: Step) -> list[Value]:
         # Every device along a sharded dim needs all indices, to find those of its own rows.
         step.move(1, tuple(kept))
     looked_up = Value(dims=tuple(dims), owed=owed, origins={**index.origins, **value.origins})
-    return [step.ledger.settle(looked_up, result, step.site)]
+    return [step.settle(looked_up)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Final
 
 from shardwright import _jax
@@ -12,7 +13,6 @@ from shardwright.plan.walk.control import UNKNOWN_RUNS
 from shardwright.plan.walk.equations import (
     called_jaxpr,
     live_equations,
-    nested_jaxprs,
     possible_branches,
 )
 from shardwright.plan.walk.events import Site, Work
@@ -41,6 +41,8 @@ _KINDS: Final = {
     "ppermute": Kind.PERMUTE,
     "pbroadcast": Kind.BROADCAST,
 }
+# Primitives of a `shard_map` alone that send nothing.
+_LOCAL: Final = frozenset({"axis_size", "pvary", "pcast"})
 _SUMS: Final = frozenset({"psum", "psum2", "psum_invariant"})
 
 
@@ -78,7 +80,9 @@ def _follow(jaxpr: Any, step: Step, site: Site, origins: dict[str, Origin]) -> N
         if kind is not None:
             for variable in equation.invars:
                 _note(kind, variable.aval, equation, step, site, origins)
-        elif name == "dot_general":
+            if parameters.get("axis_index_groups") is not None:
+                ledger.unknown[f"{name} (in groups)"] += 1
+        elif name in ("dot_general", "ragged_dot_general"):
             _count(equation, step, site)
         elif name == "while":
             before = len(ledger.events), ledger.work
@@ -93,7 +97,7 @@ def _follow(jaxpr: Any, step: Step, site: Site, origins: dict[str, Origin]) -> N
             _follow(body, step, site, origins)
         elif name == "cond":
             _follow_branches(equation, step, site, origins)
-        elif any(map(_has_work, nested_jaxprs(equation))):
+        elif name not in step.scope.known and name not in _LOCAL:
             ledger.unknown[name] += 1
 
 
@@ -105,16 +109,6 @@ def _follow_branches(equation: Any, step: Step, site: Site, origins: dict[str, O
         _follow(branch, step, dataclasses.replace(site, maybe=True), origins)
         work.append(ledger.work)
     ledger.work = before + Work.either(work)
-
-
-def _has_work(jaxpr: Any) -> bool:
-    """Tell whether a jaxpr, or one inside it, has a product or a collective."""
-    return any(
-        equation.primitive.name == "dot_general"
-        or equation.primitive.name in _KINDS
-        or any(map(_has_work, nested_jaxprs(equation)))
-        for equation in jaxpr.eqns
-    )
 
 
 def _is_scattered(equation: Any, jaxpr: Any, step: Step) -> bool:
@@ -160,11 +154,16 @@ def _note(
 
 
 def _count(equation: Any, step: Step, site: Site) -> None:
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    left, right = (variable.aval for variable in equation.invars)
+    """Count a product. In a ragged one, each row is multiplied by the matrix of its group."""
+    left, right, *_ = (variable.aval for variable in equation.invars)
     result = equation.outvars[0].aval
-    inner = 1
-    for dim in contracted:
-        inner *= left.shape[dim]
+    ragged = equation.params.get("ragged_dot_dimension_numbers")
+    numbers = (
+        equation.params["dimension_numbers"] if ragged is None else (ragged.dot_dimension_numbers)
+    )
+    (contracted, _), _ = numbers
+    inner = math.prod(left.shape[dim] for dim in contracted)
+    if ragged is not None and set(ragged.lhs_ragged_dimensions) & set(contracted):
+        inner = -(-inner // result.shape[0])  # the rows of all groups together are contracted once
     sizes = [whole_bytes(aval.size, aval.dtype) for aval in (left, right, result)]
     step.ledger.count_product(result.size * inner, sizes, site)

@@ -126,6 +126,7 @@ class Walker:
             needed_whole=needed_whole(equations),
             target=target,
             follow=self.run,
+            known=_RULES,
         )
         held: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         held |= {variable: anywhere(_rank(variable)) for variable in jaxpr.constvars}

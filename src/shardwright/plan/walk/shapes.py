@@ -117,7 +117,7 @@ def _picked(step: Step, changed: Sequence[int]) -> Value:
                 Kind.PERMUTE, value.dims[at], size, step.site, dtype=dtype, origins=value.origins
             )
     picked = Value(dims=dims, owed=owed, origins=value.origins)
-    return step.ledger.settle(picked, step.results[0], step.site, wanted=step.wanted[0])
+    return step.settle(picked, wanted=step.wanted[0])
 
 
 def tile(step: Step) -> list[Value]:

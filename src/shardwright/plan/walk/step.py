@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jax.extend.core import Literal
 
 from shardwright.plan.walk.events import Choice, Site
 from shardwright.plan.walk.ledger import Ledger
-from shardwright.plan.walk.values import Dims, Value, anywhere, replicated
+from shardwright.plan.walk.values import Dims, Value, anywhere, most_runs, replicated
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -24,6 +24,7 @@ class Scope:
       needed_whole: Variables with several uses where at least one use needs the complete sum.
       target: Returns the dims and origins that a constraint equation requires.
       follow: Walks an inner jaxpr; see `Walker.run`.
+      known: Names of the primitives that have a rule.
       settled: Variable -> its complete sum, for partial sums that were already completed.
       moved: (variable, dims, use) -> the moved value, for moves that were already noted.
     """
@@ -34,6 +35,7 @@ class Scope:
     needed_whole: set[Any]
     target: Callable[[Any], Value | None]
     follow: Callable[..., list[Value]]
+    known: Container[str]
     settled: dict[Any, Value] = dataclasses.field(default_factory=dict)
     moved: dict[tuple[Any, ...], Value] = dataclasses.field(default_factory=dict)
 
@@ -109,6 +111,11 @@ class Step:
                 value, variable.aval, self.site, wanted=self.scope.asked.get(variable)
             )
         return self.scope.settled[variable]
+
+    def settle(self, result: Value, *, wanted: Dims | None = None) -> Value:
+        """Complete a partial sum that the equation returns. It runs as often as the equation."""
+        value = dataclasses.replace(result, runs=most_runs(self.values))
+        return self.ledger.settle(value, self.results[0], self.site, wanted=wanted)
 
     def maybe_partial(self, at: int) -> Value:
         """Return an operand as it is, or as a complete sum if another use needs that."""
