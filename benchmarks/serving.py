@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -116,21 +117,43 @@ def _server(slots: int) -> Any:
     )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """A hand-written cache of one layer: `length[batch]`, `k` and `v` `[batch, row, head, dim]`."""
+
+    length: jax.Array
+    k: jax.Array
+    v: jax.Array
+
+
 def _written_step(server: Any, weights: Any) -> Callable[[], Any]:
     """Return a function that decodes every slot once and reads the tokens, as the engine does."""
-    from decoder.cache import cache_specs, empty_cache
+    from tests.examples import hand_written
 
-    with server.pm.for_mode("decode") as decoding:
-        cache = empty_cache(
-            decoding, cache_specs(server.config, batch=server.slots, capacity=server.capacity)
+    config, mesh = server.config, server.pm.mesh
+    shape = (server.slots, server.capacity, config.kv_heads, config.head_dim)
+
+    def put(x: np.ndarray, *spec: str | None) -> jax.Array:
+        return jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
+
+    # Each array of its own: the step donates them.
+    caches = [
+        _Rows(
+            length=put(np.full(server.slots, PROMPT, np.int32), "dp"),
+            k=put(np.zeros(shape, np.float32), "dp", None, "tp"),
+            v=put(np.zeros(shape, np.float32), "dp", None, "tp"),
         )
-        cache["length"] = cache["length"] + PROMPT
-        last = decoding.shard(np.zeros(server.slots, np.int32), sw.BATCH)
+        for _ in range(config.layers)
+    ]
+    last = put(np.zeros(server.slots, np.int32), "dp")
+    decode = hand_written.HandWritten(
+        mesh=mesh, specs=hand_written.DP2_TP4, layers=config.layers
+    ).decode_step()
 
     def step() -> Any:
-        nonlocal cache, last
-        with server.pm.for_mode("decode"):
-            cache, last = server.decode(weights, cache, last)
+        nonlocal caches, last
+        caches, last = decode(weights, caches, last)
         return np.asarray(last)
 
     return step

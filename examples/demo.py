@@ -34,7 +34,6 @@ except ModuleNotFoundError as error:
     )
 
 from decoder import report
-from decoder.cache import CACHE_AXES
 from decoder.config import DecoderConfig, decoder_specs
 from decoder.model import forward
 from decoder.serve import generate, make_server
@@ -222,32 +221,25 @@ def serve_everywhere(
         "prefilled one by one, "
         f"inserted into {SLOTS} slots, decoded together for {options.new_bytes} bytes"
     )
+    sizes = {"slots": SLOTS, "capacity": CAPACITY, "prompt_length": PROMPT_LENGTH}
+    servers = {name: make_server(load(name), config, **sizes) for name in SERVED_UNDER}
     texts = {}
     with progress(console) as bar:
-        for name in SERVED_UNDER:
-            server = make_server(
-                load(name), config, slots=SLOTS, capacity=CAPACITY, prompt_length=PROMPT_LENGTH
-            )
+        for name, server in servers.items():
             advance = bar(
                 f"{name}: {report.mesh_text(server.pm)}", len(PROMPTS) + options.new_bytes - 1
             )
             texts[name] = generate(
                 server, params, PROMPTS, new_bytes=options.new_bytes, on_step=advance
             )
-    console.print(
-        report.serving_table(
-            config, server.pm, slots=SLOTS, capacity=CAPACITY, prompt_length=PROMPT_LENGTH
-        )
-    )
-    for name in SERVED_UNDER:
-        console.print(
-            report.serving_memory(
-                sw.PartitionManager(load(name)), config, slots=SLOTS, capacity=CAPACITY
-            )
-        )
+    console.print(report.serving_table(config, server.pm, **sizes))
+    for each in servers.values():
+        console.print(report.serving_memory(each, params))
     console.print("\nWhy is one prompt not sharded over dp, as decode slots are?", style="bold")
     one_prompt = (1, PROMPT_LENGTH, config.kv_heads, config.head_dim)
-    console.print(escape(str(server.pm.explain(CACHE_AXES, mode="prefill", shape=one_prompt))))
+    console.print(
+        escape(str(server.pm.explain(report.CACHE_AXES, mode="prefill", shape=one_prompt)))
+    )
     console.print()
     console.print(report.text_table(PROMPTS, texts))
     failures = [

@@ -14,7 +14,6 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,19 +24,17 @@ try:
 except ModuleNotFoundError:
     sys.exit('This example needs optax: run python -m pip install -e ".[optax]" in the clone.')
 
-from decoder.config import DecoderConfig, decoder_specs
-from decoder.model import HIDDEN_AXES, LOGIT_AXES, NEW_ROW_AXES, QUERY_AXES, mlp, rms_norm, rope
+from decoder.config import DecoderConfig
 from decoder.text import stdlib_text, text_batches
+from decoder.train import make_trainer, train
 
 import shardwright as sw
 from shardwright import attention
 from shardwright.attention import zigzag
 from shardwright.testing.meshes import virtual_devices
 
-Tree = dict[str, Any]
 STRATEGIES = Path(__file__).parent / "strategies"
 TRAINED_UNDER = ("single", "long_context")
-BATCH_AXES = (sw.BATCH, sw.LENGTH)
 # Allowed relative difference of losses: float32 sums in another order differ.
 TOLERANCE = 2e-5
 SEED = 0
@@ -54,9 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     losses = {}
     for name in TRAINED_UNDER:
-        pm = sw.PartitionManager(sw.Strategy.load(STRATEGIES / f"{name}.toml")).for_mode("train")
-        print(f"\n{name}: {choice(pm, config, options.length)}")
-        losses[name] = train(pm, config, options)
+        strategy = sw.Strategy.load(STRATEGIES / f"{name}.toml")
+        trainer = make_trainer(strategy, config, optax.adamw(3e-3))
+        print(f"\n{name}: {choice(trainer.pm, config, options.length)}")
+        texts = itertools.islice(batches(trainer.pm, options.length), options.steps)
+        losses[name] = train(trainer, trainer.init(SEED), texts, on_step=lambda loss: None).losses
         print(f"  losses {'  '.join(f'{loss:.4f}' for loss in losses[name])}")
     one, many = (losses[name] for name in TRAINED_UNDER)
     difference = max(abs(a - b) / abs(a) for a, b in zip(one, many, strict=True))
@@ -91,77 +90,12 @@ def choice(pm: sw.PartitionManager, config: DecoderConfig, length: int) -> atten
         return attention.explain(q, k, k, causal=True, positions=positions)
 
 
-def train(
-    pm: sw.PartitionManager, config: DecoderConfig, options: argparse.Namespace
-) -> list[float]:
-    """Train from one seed, and return the loss of each step in nats per byte."""
-    optimizer, specs = optax.adamw(3e-3), decoder_specs(config)
-
-    def step(state: Tree, batch: Tree) -> tuple[Tree, jax.Array]:
-        loss, gradients = jax.value_and_grad(next_byte_loss)(state["params"], batch, config)
-        updates, opt = optimizer.update(gradients, state["opt"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
-
-    params = pm.init(specs, jax.random.key(SEED))
-    state = {"params": params, "opt": pm.init_state(optimizer, params, specs)}
-    jitted = pm.jit_step(step, state, BATCH_AXES)
-    losses = []
-    for batch in itertools.islice(batches(pm, options.length), options.steps):
-        state, loss = jitted(state, batch)
-        losses.append(float(loss))
-    return losses
-
-
-def batches(pm: sw.PartitionManager, length: int) -> Iterator[Tree]:
+def batches(pm: sw.PartitionManager, length: int) -> Iterator[dict[str, np.ndarray]]:
     """Yield batches of one sequence and its positions in zigzag order, for equal work on shards."""
     shards = pm.axis_size(sw.QUERY_LENGTH)
     for batch in text_batches(stdlib_text(), batch=1, length=length, seed=SEED):
         batch["positions"] = np.arange(length, dtype=np.int32)[None]
-        yield {
-            name: pm.shard(array, BATCH_AXES)
-            for name, array in zigzag.permute(batch, shards=shards).items()
-        }
-
-
-def next_byte_loss(params: Tree, batch: Tree, config: DecoderConfig) -> jax.Array:
-    """Return the mean cross entropy of the next byte, in nats. Tokens may have any order."""
-    logits = forward(params, batch["inputs"], batch["positions"], config)
-    hit = jnp.arange(config.vocab) == batch["targets"][:, :, None]
-    return jnp.mean(
-        jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
-    )
-
-
-def forward(
-    params: Tree, tokens: jax.Array, positions: jax.Array, config: DecoderConfig
-) -> jax.Array:
-    """Return logits `[batch, length, vocab]`; tokens and positions are `[batch, length]`."""
-    weights = sw.gather(params, decoder_specs(config))
-    x = jnp.einsum(
-        "bqv,ve->bqe",
-        jax.nn.one_hot(tokens, config.vocab, dtype=config.dtype),
-        weights["embedding"],
-    )
-    x = sw.shard(x, HIDDEN_AXES)
-    for layer in weights["layers"]:
-        x = sw.shard(x + attend(layer["attention"], x, positions, config), HIDDEN_AXES)
-        x = sw.shard(x + mlp(layer["mlp"], x, config), HIDDEN_AXES)
-    return sw.shard(
-        jnp.einsum("bqe,ev->bqv", rms_norm(x, weights["norm"], config), weights["lm_head"]),
-        LOGIT_AXES,
-    )
-
-
-def attend(weights: Tree, x: jax.Array, positions: jax.Array, config: DecoderConfig) -> jax.Array:
-    """Return what attention adds to `x` `[batch, length, embed]`; the mask uses positions."""
-    x = rms_norm(x, weights["norm"], config)
-    q = sw.shard(rope(jnp.einsum("bqe,ehd->bqhd", x, weights["q"]), positions, config), QUERY_AXES)
-    k = sw.shard(
-        rope(jnp.einsum("bqe,ekd->bqkd", x, weights["k"]), positions, config), NEW_ROW_AXES
-    )
-    v = sw.shard(jnp.einsum("bqe,ekd->bqkd", x, weights["v"]), NEW_ROW_AXES)
-    out = attention.dot_product_attention(q, k, v, causal=True, positions=positions)
-    return jnp.einsum("bqhd,hde->bqe", sw.shard(out, QUERY_AXES), weights["o"])
+        yield zigzag.permute(batch, shards=shards)
 
 
 if __name__ == "__main__":

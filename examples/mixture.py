@@ -26,89 +26,57 @@ except ModuleNotFoundError:
 from decoder.text import stdlib_text, text_batches
 
 import shardwright as sw
-from shardwright import attention, caches, layers
-from shardwright.layers import moe, norm
+from shardwright.layers import attention_block, embedding, loss, moe, norm, transformer_block
+from shardwright.layers.mixture_block import MixtureConfig
 from shardwright.plan.collectives import read_collectives
 from shardwright.testing import cpu_mesh, virtual_devices
 
-VOCAB, EMBED, HEADS, HEAD_DIM, LAYERS = 256, 64, 8, 8, 2
+VOCAB, EMBED = 256, 64
 BATCH, LENGTH = 16, 32
 MIXTURE = moe.MoEConfig(
     embed=EMBED, hidden=128, experts=8, per_token=2, balance_loss=0.01, z_loss=0.001
 )
+STACK = transformer_block.TransformerConfig(
+    layers=2,
+    attention=attention_block.AttentionConfig(embed=EMBED, heads=8),
+    mlp=MixtureConfig(moe=MIXTURE),
+    scan=False,
+)
+SPECS = {
+    "table": embedding.specs(VOCAB, EMBED),
+    "layers": transformer_block.specs(STACK),
+    "norm": norm.specs(norm.RMS, EMBED),
+    "head": loss.specs(VOCAB, EMBED),
+}
 STRATEGIES = {
     "single": "dp:1",
     "fsdp": "fsdp:8",
     "moe_ep": "fsdp:2,ep:4",
     "fsdp_tp": "fsdp:4,tp:2",
 }
-RESIDUAL = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
 OPTIMIZER = optax.adamw(3e-3)
 # Allowed relative difference of losses: float32 sums in another order differ.
 TOLERANCE = 2e-5
 
 
-def weight(*shape: int, axes: tuple[str, ...]) -> sw.ArraySpec:
-    return sw.ArraySpec(shape, jnp.float32, axes, jax.nn.initializers.normal(0.1))
-
-
-LAYER = {
-    "attention_norm": norm.specs(norm.RMS, EMBED),
-    "q": weight(EMBED, HEADS, HEAD_DIM, axes=(sw.EMBED, sw.HEAD, sw.HEAD_DIM)),
-    "k": weight(EMBED, HEADS, HEAD_DIM, axes=(sw.EMBED, sw.KV_HEAD, sw.KV_HEAD_DIM)),
-    "v": weight(EMBED, HEADS, HEAD_DIM, axes=(sw.EMBED, sw.KV_HEAD, sw.KV_HEAD_DIM)),
-    "o": weight(HEADS, HEAD_DIM, EMBED, axes=(sw.HEAD, sw.HEAD_DIM, sw.EMBED)),
-    "mixture_norm": norm.specs(norm.RMS, EMBED),
-    "mixture": moe.specs(MIXTURE),
-}
-SPECS = {
-    "table": weight(VOCAB, EMBED, axes=(sw.VOCAB, sw.EMBED)),
-    "layers": [LAYER] * LAYERS,
-    "head": weight(EMBED, VOCAB, axes=(sw.EMBED, sw.VOCAB)),
-}
-
-
-def forward(params: Any, tokens: Any, cache: Any = None, valid: Any = None) -> Any:
-    """Return logits, the caches of the layers, and the statistics of the mixtures."""
-    x = sw.gather(params["table"], SPECS["table"])[tokens]
-    x = sw.shard(x, *RESIDUAL)
-    written, statistics = [], []
-    for number, layer in enumerate(params["layers"]):
-        dense = {name: layer[name] for name in LAYER if name != "mixture"}
-        dense = sw.gather(dense, {name: LAYER[name] for name in dense})
-        held = None if cache is None else cache[number]
-        attended, held = attend(dense, x, held, valid)
-        written.append(held)
-        x = sw.shard(x + attended, *RESIDUAL)
-        normed = norm.apply(norm.RMS, dense["mixture_norm"], x)
-        y, state = moe.apply(MIXTURE, layer["mixture"], normed)
-        statistics.append(state.stats)
-        x = sw.shard(x + y, *RESIDUAL)
-    logits = x @ sw.gather(params["head"], SPECS["head"])
-    return sw.shard(logits, sw.BATCH, sw.QUERY_LENGTH, sw.VOCAB), written, statistics
-
-
-def attend(weights: Any, x: Any, cache: Any, valid: Any) -> Any:
-    """Return the output of causal attention, and the cache with the new rows."""
-    normed = norm.apply(norm.RMS, weights["attention_norm"], x)
-    q, k, v = (jnp.einsum("ble,ehd->blhd", normed, weights[name]) for name in "qkv")
-    if cache is None:
-        positions = jnp.arange(x.shape[1])[None]
-        q, k = layers.rope(q, positions), layers.rope(k, positions)
-        o = attention.dot_product_attention(q, k, v, causal=True)
-    else:
-        positions = attention.next_positions(cache, q_length=x.shape[1], valid=valid)
-        q, k = layers.rope(q, positions), layers.rope(k, positions)
-        result = attention.append_and_attend(q, k, v, cache, valid=valid)
-        o, cache = result.o, result.cache
-    return jnp.einsum("blhd,hde->ble", o, weights["o"]), cache
+def forward(params: Any, tokens: Any, caches: Any = None) -> Any:
+    """Return the residual after the last norm, and the state of the layers."""
+    x, state = embedding.apply(params["table"], tokens), transformer_block.StackState(caches=caches)
+    x, state = transformer_block.apply(STACK, params["layers"], x, state=state)
+    return norm.apply(norm.RMS, sw.gather(params["norm"], SPECS["norm"]), x), state
 
 
 def loss_fn(params: Any, batch: Any) -> Any:
-    logits, _, statistics = forward(params, batch["inputs"])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-    load = sum(stats.load for stats in statistics)
-    return losses.mean() + sum(stats.aux for stats in statistics), (losses.mean(), load)
+    x, state = forward(params, batch["inputs"])
+    nats = loss.cross_entropy(x, params["head"], batch["targets"]).mean
+    load = sum(mixture.stats.load for mixture in state.mixtures)
+    return nats + state.aux, (nats, load)
+
+
+def next_tokens(params: Any, tokens: Any, caches: Any = None) -> Any:
+    """Return the likeliest token after each token, and the caches of the layers."""
+    x, state = forward(params, tokens, caches)
+    return loss.logits(x, params["head"]).argmax(-1), state.caches
 
 
 def train_step(state: Any, batch: Any) -> Any:
@@ -147,20 +115,16 @@ def train(pm: sw.PartitionManager, steps: int, text: np.ndarray) -> tuple[Any, l
 
 
 def generate(pm: sw.PartitionManager, params: Any, prompt: list[int], count: int) -> list[int]:
-    """Return greedy tokens after a prompt, with a cache."""
-    prefill, decode = pm.for_mode("prefill"), pm.for_mode("decode")
-    cached = jax.jit(forward)
-    size = {"capacity": 64, "kv_heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"}
-    with prefill:
-        cache = [caches.init("dense", batch=1, **size) for _ in range(LAYERS)]
-        valid = jnp.ones((1, len(prompt)), bool)
-        logits, cache, _ = cached(params, jnp.array([prompt]), cache, valid)
-    tokens = [int(logits[0, -1].argmax())]
-    with decode:
+    """Return greedy tokens after a prompt, with caches."""
+    cached = jax.jit(next_tokens, donate_argnums=2)
+    with pm.for_mode("prefill"):
+        caches = transformer_block.init_caches(STACK, batch=1, capacity=64)
+        likeliest, caches = cached(params, jnp.array([prompt]), caches)
+    tokens = [int(likeliest[0, -1])]
+    with pm.for_mode("decode"):
         for _ in range(count - 1):
-            latest, valid = jnp.array([tokens[-1:]]), jnp.ones((1, 1), bool)
-            logits, cache, _ = cached(params, latest, cache, valid)
-            tokens.append(int(logits[0, -1].argmax()))
+            likeliest, caches = cached(params, jnp.array([tokens[-1:]]), caches)
+            tokens.append(int(likeliest[0, -1]))
     return tokens
 
 
@@ -171,8 +135,8 @@ def check_text(params: Any, prompt: list[int], tokens: list[int]) -> bool:
     )
     whole = jax.device_put(jax.device_get(params), single.shardings(SPECS))
     with single:
-        logits, _, _ = jax.jit(forward)(whole, jnp.array([prompt + tokens[:-1]]))
-    return logits[0, len(prompt) - 1 :].argmax(-1).tolist() == tokens
+        likeliest, _ = jax.jit(next_tokens)(whole, jnp.array([prompt + tokens[:-1]]))
+    return likeliest[0, len(prompt) - 1 :].tolist() == tokens
 
 
 def main(argv: Sequence[str] | None = None) -> int:

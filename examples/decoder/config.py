@@ -1,4 +1,4 @@
-"""The sizes of the model, and its parameters as data: shape, dtype, axes, initializer."""
+"""The sizes of the model, as the config of a stack of layers, and its parameters as data."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-import shardwright as sw
+from shardwright.layers import attention_block, embedding, loss, mlp_block, norm, transformer_block
+from shardwright.layers.dtypes import Dtypes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,66 +21,36 @@ class DecoderConfig:
     head_dim: int = 16
     mlp: int = 384
     vocab: int = 256
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    dtype: Any = jnp.float32
+    dtype: Any = "float32"
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """One dtype for parameters, products and caches."""
+        return Dtypes(param=self.dtype)
+
+    @property
+    def stack(self) -> transformer_block.TransformerConfig:
+        """The layers, one by one: each has a cache of its own, which is updated in place."""
+        return transformer_block.TransformerConfig(
+            layers=self.layers,
+            attention=attention_block.AttentionConfig(
+                embed=self.embed,
+                heads=self.heads,
+                kv_heads=self.kv_heads,
+                head_dim=self.head_dim,
+                dtypes=self.dtypes,
+            ),
+            mlp=mlp_block.MlpConfig(embed=self.embed, hidden=self.mlp, dtypes=self.dtypes),
+            scan=False,
+        )
 
 
 @functools.cache
 def decoder_specs(config: DecoderConfig) -> dict[str, Any]:
     """Return the parameters as a tree of `ArraySpec`s; nothing is allocated."""
-    embedding = jax.nn.initializers.variance_scaling(
-        0.1, "fan_out", "uniform", in_axis=0, out_axis=1
-    )
     return {
-        "embedding": sw.ArraySpec(
-            (config.vocab, config.embed), config.dtype, (sw.VOCAB, sw.EMBED), embedding
-        ),
-        "layers": [layer_specs(config) for _ in range(config.layers)],
-        "norm": norm_spec(config),
-        "lm_head": sw.ArraySpec(
-            (config.embed, config.vocab),
-            config.dtype,
-            (sw.EMBED, sw.VOCAB),
-            jax.nn.initializers.lecun_uniform(),
-        ),
+        "embedding": embedding.specs(config.vocab, config.embed, dtypes=config.dtypes),
+        "layers": transformer_block.specs(config.stack),
+        "norm": norm.specs(norm.RMS, config.embed, config.dtypes),
+        "lm_head": loss.specs(config.vocab, config.embed, dtypes=config.dtypes),
     }
-
-
-def layer_specs(config: DecoderConfig) -> dict[str, Any]:
-    """Return the parameters of one layer."""
-    embed, heads, kv_heads, head_dim, mlp = (
-        config.embed,
-        config.heads,
-        config.kv_heads,
-        config.head_dim,
-        config.mlp,
-    )
-
-    def kernel(shape: tuple[int, ...], axes: tuple[str, ...], *, inputs: int = 1) -> sw.ArraySpec:
-        dims = range(len(shape))
-        init = jax.nn.initializers.lecun_uniform(
-            in_axis=tuple(dims[:inputs]), out_axis=tuple(dims[inputs:])
-        )
-        return sw.ArraySpec(shape, config.dtype, axes, init)
-
-    return {
-        "attention": {
-            "norm": norm_spec(config),
-            "q": kernel((embed, heads, head_dim), (sw.EMBED, sw.HEAD, sw.HEAD_DIM)),
-            "k": kernel((embed, kv_heads, head_dim), (sw.EMBED, sw.KV_HEAD, sw.KV_HEAD_DIM)),
-            "v": kernel((embed, kv_heads, head_dim), (sw.EMBED, sw.KV_HEAD, sw.KV_HEAD_DIM)),
-            "o": kernel((heads, head_dim, embed), (sw.HEAD, sw.HEAD_DIM, sw.EMBED), inputs=2),
-        },
-        "mlp": {
-            "norm": norm_spec(config),
-            "gate": kernel((embed, mlp), (sw.EMBED, sw.MLP_INTERMEDIATE)),
-            "up": kernel((embed, mlp), (sw.EMBED, sw.MLP_INTERMEDIATE)),
-            "down": kernel((mlp, embed), (sw.MLP_INTERMEDIATE, sw.EMBED)),
-        },
-    }
-
-
-def norm_spec(config: DecoderConfig) -> sw.ArraySpec:
-    """Return the scale of one RMSNorm."""
-    return sw.ArraySpec((config.embed,), config.dtype, (sw.NORM,), jax.nn.initializers.ones)

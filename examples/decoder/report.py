@@ -13,10 +13,15 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 import shardwright as sw
-from decoder.cache import CACHE_AXES, cache_specs
 from decoder.config import DecoderConfig, decoder_specs
-from decoder.model import HIDDEN_AXES, LOGIT_AXES, MLP_AXES, NEW_ROW_AXES, QUERY_AXES, SCORE_AXES
+from decoder.serve import Server
+from shardwright.layers.attention_block import NEW_ROWS, QUERIES
+from shardwright.layers.loss import LOGITS
+from shardwright.layers.mlp_block import HIDDEN
+from shardwright.layers.placement import RESIDUAL
 from shardwright.vocabulary.axes import axis_label
+
+CACHE_AXES = (sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM)
 
 
 def weights(config: DecoderConfig) -> dict[str, sw.ArraySpec]:
@@ -24,15 +29,15 @@ def weights(config: DecoderConfig) -> dict[str, sw.ArraySpec]:
     specs = decoder_specs(config)
     layer = specs["layers"][0]
     kinds = {
-        f"{part} {name}": spec
+        f"{part} {name}": params["kernel"]
         for part in ("attention", "mlp")
-        for name, spec in layer[part].items()
+        for name, params in layer[part].items()
         if name != "norm"
     }
     return {
         "embedding": specs["embedding"],
         **kinds,
-        "norm": specs["norm"],
+        "norm": specs["norm"]["scale"],
         "lm_head": specs["lm_head"],
     }
 
@@ -44,13 +49,12 @@ def activations(
     new, read = (batch, q_length), (batch, kv_length)
     shapes = {
         "tokens": (new, (sw.BATCH, sw.LENGTH)),
-        "hidden": ((*new, config.embed), HIDDEN_AXES),
-        "queries": ((*new, config.heads, config.head_dim), QUERY_AXES),
-        "new keys": ((*new, config.kv_heads, config.head_dim), NEW_ROW_AXES),
+        "residual": ((*new, config.embed), RESIDUAL),
+        "queries": ((*new, config.heads, config.head_dim), QUERIES),
+        "new keys": ((*new, config.kv_heads, config.head_dim), NEW_ROWS),
         "keys read, cache": ((*read, config.kv_heads, config.head_dim), CACHE_AXES),
-        "scores": ((batch, config.heads, q_length, kv_length), SCORE_AXES),
-        "mlp hidden": ((*new, config.mlp), MLP_AXES),
-        "logits": ((*new, config.vocab), LOGIT_AXES),
+        "mlp hidden": ((*new, config.mlp), HIDDEN),
+        "logits": ((*new, config.vocab), LOGITS),
     }
     return {name: sw.ArraySpec(shape, jnp.float32, axes) for name, (shape, axes) in shapes.items()}
 
@@ -71,7 +75,7 @@ def training_table(
         kinds,
         lambda spec: [mesh_axes(_explain(pm, spec, role="param")) for pm in managers.values()],
     )
-    used = {f"{name}, used": kinds[name] for name in ("attention q", "mlp down")}
+    used = {f"{name}, used": kinds[name] for name in ("attention query", "mlp down")}
     _section(
         table,
         used,
@@ -151,15 +155,6 @@ def bytes_per_device(tree: Any) -> int:
     return max(bytes_of.values())
 
 
-def spec_bytes(specs: Any, shardings: Any) -> int:
-    """Return the bytes per device of arrays, from their specs and shardings."""
-    leaves = zip(jax.tree.leaves(specs), jax.tree.leaves(shardings), strict=True)
-    return sum(
-        int(np.prod(sharding.shard_shape(spec.shape))) * jnp.dtype(spec.dtype).itemsize
-        for spec, sharding in leaves
-    )
-
-
 def memory_table(
     states: Mapping[str, Any],
     managers: Mapping[str, sw.PartitionManager],
@@ -194,14 +189,12 @@ def memory_table(
     return table
 
 
-def serving_memory(
-    pm: sw.PartitionManager, config: DecoderConfig, *, slots: int, capacity: int
-) -> str:
+def serving_memory(server: Server, params: Any) -> str:
     """Return one line with the bytes of one device when serving."""
-    specs, cache = decoder_specs(config), cache_specs(config, batch=slots, capacity=capacity)
-    held = spec_bytes(specs, pm.shardings(specs, mode="decode"))
-    rows = spec_bytes(cache, pm.shardings(cache, mode="decode", role="activation"))
-    return f"{pm.name} ({mesh_text(pm)}): weights {held:,} and cache {rows:,} bytes per device"
+    weights = server.pm.shard(params, decoder_specs(server.config), role="param", mode="decode")
+    held, rows = bytes_per_device(weights), bytes_per_device(server.empty()[0])
+    mesh = mesh_text(server.pm)
+    return f"{server.pm.name} ({mesh}): weights {held:,} and cache {rows:,} bytes per device"
 
 
 def mesh_text(pm: sw.PartitionManager) -> str:

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import shardwright as sw
-from decoder.cache import cache_specs, empty_cache, insert_rows
 from decoder.config import DecoderConfig, decoder_specs
-from decoder.model import forward
+from decoder.model import Tree, forward
+from shardwright.caches import KVCache
+from shardwright.layers import transformer_block
 
-Tree = dict[str, Any]
+Caches = list[KVCache]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +29,10 @@ class Server:
       slots: How many texts are decoded together.
       capacity: Bytes of a slot, prompt included.
       prompt_length: Prompts are padded to this many bytes, so that one compiled prefill serves all.
-      prefill: `(params, tokens[1, prompt_length], real[1]) -> (next byte[1], cache of one)`.
-      insert: `(cache, last[slots], prefix, next byte[1], slot) -> (cache, last)`; the first two are
-        donated.
-      decode: `(params, cache, last[slots]) -> (cache, next bytes[slots])`; the cache and `last` are
+      prefill: `(params, tokens[1, prompt_length], real[1]) -> (next byte[1], caches of one text)`.
+      insert: `(caches, last[slots], prefix, next byte[1], slot) -> (caches, last)`; the first two
+        are donated.
+      decode: `(params, caches, last[slots]) -> (caches, next bytes[slots])`; caches and `last` are
         donated.
     """
 
@@ -43,6 +44,12 @@ class Server:
     prefill: Callable[..., Any]
     insert: Callable[..., Any]
     decode: Callable[..., Any]
+
+    def empty(self) -> tuple[Caches, jax.Array]:
+        """Return the caches of empty slots, and the last byte of each, already sharded."""
+        with self.pm.for_mode("decode") as decoding:
+            last = decoding.shard(np.zeros(self.slots, np.int32), sw.BATCH)
+            return empty_caches(self.config, self.slots, self.capacity), last
 
 
 def make_server(
@@ -57,61 +64,59 @@ def make_server(
     """Build the serving functions of a strategy, by default on its own mesh.
 
     Raises:
-      ShardingError: The slots or a weight do not fit the strategy.
       ValueError: Prompts would be longer than a slot.
     """
     if prompt_length > capacity:
         raise ValueError(f"prompt_length {prompt_length} exceeds the capacity {capacity} of a slot")
-    pm = sw.PartitionManager(strategy, mesh=mesh)
-    cache = pm.shardings(
-        cache_specs(config, batch=slots, capacity=capacity), mode="decode", role="activation"
-    )
-    last = pm.sharding(sw.BATCH, shape=(slots,), mode="decode")
-    prefix = pm.shardings(
-        cache_specs(config, batch=1, capacity=prompt_length), mode="prefill", role="activation"
-    )
-    first = pm.sharding(sw.BATCH, shape=(1,), mode="prefill")
     return Server(
-        pm=pm,
+        pm=sw.PartitionManager(strategy, mesh=mesh),
         config=config,
         slots=slots,
         capacity=capacity,
         prompt_length=prompt_length,
-        prefill=jax.jit(prefill_step(config, prompt_length), out_shardings=(first, prefix)),
-        insert=jax.jit(insert_step, out_shardings=(cache, last), donate_argnums=(0, 1)),
-        decode=jax.jit(decode_step(config), out_shardings=(cache, last), donate_argnums=(1, 2)),
+        prefill=jax.jit(prefill_step(config)),
+        insert=jax.jit(insert_step, donate_argnums=(0, 1)),
+        decode=jax.jit(decode_step(config), donate_argnums=(1, 2)),
     )
 
 
-def prefill_step(config: DecoderConfig, capacity: int) -> Callable[..., Any]:
-    """Return the function that reads one padded prompt into a new cache."""
+def empty_caches(config: DecoderConfig, batch: int, capacity: int) -> Caches:
+    """Return one cache per layer, sharded as the mode of the ambient manager needs it."""
+    return transformer_block.init_caches(config.stack, batch=batch, capacity=capacity)
 
-    def prefill(params: Tree, tokens: jax.Array, real: jax.Array) -> tuple[jax.Array, Tree]:
-        specs = cache_specs(config, batch=tokens.shape[0], capacity=capacity)
-        cache = jax.tree.map(
-            lambda spec: sw.shard(jnp.zeros(spec.shape, spec.dtype), spec.axes), specs
-        )
-        logits, cache = forward(params, tokens, config, cache=cache, real=real)
+
+def prefill_step(config: DecoderConfig) -> Callable[..., Any]:
+    """Return the function that reads padded prompts into new caches."""
+
+    def prefill(params: Tree, tokens: jax.Array, real: jax.Array) -> tuple[jax.Array, Caches]:
+        caches = empty_caches(config, *tokens.shape)
+        valid = jnp.arange(tokens.shape[1]) < real[:, None]
+        logits, caches = forward(params, tokens, config, caches=caches, valid=valid)
         last = jnp.take_along_axis(logits, real[:, None, None] - 1, axis=1)[:, 0]
-        return jnp.argmax(last, axis=-1).astype(jnp.int32), cache
+        return jnp.argmax(last, axis=-1).astype(jnp.int32), caches
 
     return prefill
 
 
 def insert_step(
-    cache: Tree, last: jax.Array, prefix: Tree, first: jax.Array, slot: jax.Array
-) -> tuple[Tree, jax.Array]:
-    """Put a prefilled prompt and its first new byte into a slot."""
-    return insert_rows(cache, prefix, slot), last.at[slot].set(first[0], mode="drop")
+    caches: Caches, last: jax.Array, prefix: Caches, first: jax.Array, slot: jax.Array
+) -> tuple[Caches, jax.Array]:
+    """Put a prefilled prompt and its first new byte into a slot, instead of what it held."""
+    emptied = [cache.free(slot[None]).cache for cache in caches]
+    filled = [
+        cache.insert(prompt, slot[None]).cache
+        for cache, prompt in zip(emptied, prefix, strict=True)
+    ]
+    return filled, sw.shard(last.at[slot].set(first[0], mode="drop"), sw.BATCH)
 
 
 def decode_step(config: DecoderConfig) -> Callable[..., Any]:
     """Return the function that writes the most likely next byte of every occupied slot."""
 
-    def decode(params: Tree, cache: Tree, last: jax.Array) -> tuple[Tree, jax.Array]:
-        occupied = (cache["length"] > 0).astype(jnp.int32)
-        logits, cache = forward(params, last[:, None], config, cache=cache, real=occupied)
-        return cache, jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
+    def decode(params: Tree, caches: Caches, last: jax.Array) -> tuple[Caches, jax.Array]:
+        occupied = caches[0].length[:, None] > 0
+        logits, caches = forward(params, last[:, None], config, caches=caches, valid=occupied)
+        return caches, sw.shard(jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32), sw.BATCH)
 
     return decode
 
@@ -134,26 +139,23 @@ def generate(
       on_step: Called with a description of each step.
 
     Raises:
+      ShardingError: The slots or a weight do not fit the strategy.
       ValueError: A prompt or its continuation does not fit. No step has run.
     """
     check_fits(server, prompts, new_bytes)
     pm = server.pm
     weights = pm.shard(params, decoder_specs(server.config), role="param")
-    with pm.for_mode("decode") as decoding:
-        cache = empty_cache(
-            decoding, cache_specs(server.config, batch=server.slots, capacity=server.capacity)
-        )
-        last = decoding.shard(np.zeros(server.slots, np.int32), sw.BATCH)
+    caches, last = server.empty()
     for slot, prompt in enumerate(prompts):
         with pm.for_mode("prefill"):
             first, prefix = server.prefill(weights, *padded(prompt, server.prompt_length))
             on_step(f"prefill {len(prompt)} bytes")
         with pm.for_mode("insert"):
-            cache, last = server.insert(cache, last, prefix, first, np.int32(slot))
+            caches, last = server.insert(caches, last, prefix, first, np.int32(slot))
     written = [np.asarray(last)]
     with pm.for_mode("decode"):
         for _ in range(new_bytes - 1):
-            cache, last = server.decode(weights, cache, last)
+            caches, last = server.decode(weights, caches, last)
             written.append(np.asarray(last))
             on_step(f"decode {len(prompts)} slots")
     return [np.stack(written)[:, slot].astype(np.uint8).tobytes() for slot in range(len(prompts))]

@@ -14,12 +14,13 @@ import numpy as np
 import optax
 import pytest
 from decoder.config import DecoderConfig, decoder_specs
-from decoder.model import LOGIT_AXES, forward, next_byte_loss
+from decoder.model import forward, next_byte_loss
 from decoder.text import stdlib_text, text_batches
 from decoder.train import make_trainer
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
+from shardwright.layers.loss import LOGITS
 from shardwright.testing.meshes import cpu_mesh
 
 pytestmark = pytest.mark.slow
@@ -95,7 +96,7 @@ def test_logits(
     rows = tuple(axis for axis in ("dp", "fsdp") if size[axis] > 1)
     expected = [rows, *("sp" if size["sp"] > 1 else None,), *("tp" if size["tp"] > 1 else None,)]
     assert logits.sharding.is_equivalent_to(jax.NamedSharding(pm.mesh, P(*expected)), 3)
-    assert pm.resolve(LOGIT_AXES, shape=logits.shape) == logits.sharding.spec
+    assert pm.resolve(LOGITS, shape=logits.shape) == logits.sharding.spec
     np.testing.assert_allclose(np.asarray(logits), unsharded["logits"], rtol=1e-5, atol=1e-5)
 
 

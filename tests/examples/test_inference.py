@@ -22,6 +22,8 @@ def test_axes_of_the_decoder_are_inferred() -> None:
             shapes,
             tokens,
             seeds=[(sw.BATCH, sw.LENGTH)],
+            # Right guesses that are confirmed: gate and up, and the columns of the projection.
+            sizes={2: sw.EMPTY, config.vocab: sw.VOCAB},
             strict=True,
         )
     hand = jax.tree.map(lambda spec: spec.axes, specs)

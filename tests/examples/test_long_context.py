@@ -6,6 +6,7 @@ from typing import Any
 
 import long_context
 import pytest
+from decoder.train import Trained, Trainer
 
 from tests.examples.test_demo import ROOT, run_python
 
@@ -22,8 +23,13 @@ def test_ring_training_equals_one_device(capsys: pytest.CaptureFixture[str]) -> 
 def test_losses_that_differ_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    actual: dict[int, list[float]] = {1: [2.0, 1.0], 8: [2.0, 1.001]}
-    monkeypatch.setattr(long_context, "train", lambda pm, *_: actual[pm.mesh.size])
+    losses = {1: (2.0, 1.0), 8: (2.0, 1.001)}
+
+    def trained(trainer: Trainer, state: Any, batches: Any, *, on_step: Any) -> Trained:
+        return Trained(state=state, losses=losses[trainer.pm.mesh.size])
+
+    monkeypatch.setattr(long_context, "train", trained)
+    monkeypatch.setattr(Trainer, "init", lambda trainer, seed: {})
     assert long_context.main(["--length", "128"]) == 1
     assert "FAILED: largest relative difference 1.0e-03 (at most 2e-05)." in capsys.readouterr().out
 

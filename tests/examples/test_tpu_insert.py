@@ -12,6 +12,7 @@ def test_insert_gathers_no_cache() -> None:
     actual = measure()
     assert len(actual) == len(MESHES)
     for program in actual:
-        # Lengths and slots are sent: a few bytes per slot. A device holds many KiB of rows.
-        assert sum(program.sent.values()) <= 64 * SLOTS, program
+        # Lengths and slots are sent, to free a slot and to fill it: a few bytes per slot and layer.
+        # A device holds many KiB of rows.
+        assert sum(program.sent.values()) <= 128 * SLOTS, program
         assert program.held > 2**15

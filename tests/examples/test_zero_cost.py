@@ -1,25 +1,29 @@
 """The demo's train and decode steps compile to the program of a hand-written model.
 
-The hand-written model has literal specs.
+The hand-written model has literal specs. Attention is `vanilla`, which is a few lines in plain JAX;
+other implementations are kernels of their own. With the implementation that the demo chooses by
+itself, the hand-written model calls the library's attention.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from decoder.cache import cache_specs
 from decoder.config import DecoderConfig, decoder_specs
-from decoder.serve import make_server
+from decoder.serve import empty_caches, make_server
 from decoder.train import make_trainer
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
+from shardwright import attention
 from shardwright.testing.meshes import cpu_mesh
 from tests import programs
 from tests.examples import hand_written
@@ -37,12 +41,17 @@ MESHES = {
 }
 
 
+VANILLA = sw.Strategy(attention={"train": "vanilla", "decode": "vanilla"})
+
+
 def strategy_for(name: str) -> sw.Strategy:
-    return (
-        sw.Strategy.load(STRATEGIES / "fsdp_tp.toml")
-        if name == "fsdp2_tp4"
-        else sw.Strategy.preset("fsdp_tp")
-    )
+    if name == "fsdp2_tp4":
+        return sw.Strategy.load(STRATEGIES / "fsdp_tp.toml")
+    return sw.Strategy.preset("fsdp_tp")
+
+
+def by_hand(config: DecoderConfig, **fields: Any) -> hand_written.HandWritten:
+    return hand_written.HandWritten(layers=config.layers, **fields)
 
 
 @pytest.mark.parametrize(
@@ -56,9 +65,26 @@ def strategy_for(name: str) -> sw.Strategy:
     ],
 )
 def test_train_step_equals_hand_written(name: str, config: DecoderConfig) -> None:
+    ours, theirs = train_steps(name, config, VANILLA)
+    programs.assert_same(ours, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
+def test_train_step_as_it_is_equals_hand_written(name: str) -> None:
+    """The same without choosing an implementation of attention."""
+    attend = functools.partial(attention.dot_product_attention, causal=True)
+    ours, theirs = train_steps(name, DEMO, sw.Strategy(), attend=attend)
+    programs.assert_same(ours, theirs)
+
+
+def train_steps(
+    name: str, config: DecoderConfig, own: sw.Strategy, **fields: Any
+) -> tuple[Any, Any]:
+    """Return the compiled train steps of the demo and of the hand-written model."""
     text, specs = MESHES[name]
     mesh, optimizer = cpu_mesh(text), optax.adamw(1e-3)
-    trainer = make_trainer(strategy_for(name), config, optimizer, mesh=mesh)
+    trainer = make_trainer(strategy_for(name) | own, config, optimizer, mesh=mesh)
     params = trainer.pm.abstract(decoder_specs(config))
     tokens = jax.ShapeDtypeStruct(
         (8, 128), jnp.int32, sharding=trainer.pm.sharding(sw.BATCH, sw.LENGTH)
@@ -66,13 +92,9 @@ def test_train_step_equals_hand_written(name: str, config: DecoderConfig) -> Non
     opt = trainer.pm.abstract_state(optimizer, decoder_specs(config))
     arguments = ({"params": params, "opt": opt}, {"inputs": tokens, "targets": tokens})
     ours = trainer.step.lower(*arguments).compile()
-    theirs = (
-        hand_written.HandWritten(mesh=mesh, specs=specs, sizes=config)
-        .train_step(optimizer)
-        .lower(*arguments)
-        .compile()
-    )
-    programs.assert_same(ours, theirs)
+    theirs = by_hand(config, mesh=mesh, specs=specs, **fields).train_step(optimizer)
+    with trainer.pm:  # for the library's attention
+        return ours, theirs.lower(*arguments).compile()
 
 
 @pytest.mark.parametrize(
@@ -96,20 +118,21 @@ def test_decode_step_equals_hand_written(name: str, config: DecoderConfig) -> No
         if name == "serve_tp"
         else strategy_for(name) | one_prompt
     )
-    server = make_server(strategy, config, slots=8, capacity=32, prompt_length=16, mesh=mesh)
-    decoding = server.pm.for_mode("decode")
-    cache = decoding.abstract(cache_specs(config, batch=8, capacity=32), role="activation")
-    last = jax.ShapeDtypeStruct((8,), jnp.int32, sharding=decoding.sharding(sw.BATCH, shape=(8,)))
-    arguments = (decoding.abstract(decoder_specs(config)), cache, last)
-    with decoding:
-        ours = server.decode.lower(*arguments).compile()
-    theirs = (
-        hand_written.HandWritten(mesh=mesh, specs=specs, sizes=config)
-        .decode_step()
-        .lower(*arguments)
-        .compile()
+    server = make_server(
+        strategy | VANILLA, config, slots=8, capacity=32, prompt_length=16, mesh=mesh
     )
+    with server.pm.for_mode("decode") as decoding:
+        caches = jax.tree.map(abstract, empty_caches(config, 8, 32))
+        sharding = decoding.sharding(sw.BATCH, shape=(8,))
+        last = jax.ShapeDtypeStruct((8,), jnp.int32, sharding=sharding)
+        arguments = (decoding.abstract(decoder_specs(config)), caches, last)
+        ours = server.decode.lower(*arguments).compile()
+    theirs = by_hand(config, mesh=mesh, specs=specs).decode_step().lower(*arguments).compile()
     programs.assert_same(ours, theirs)
+
+
+def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def test_changed_spec_changes_program() -> None:
@@ -119,7 +142,7 @@ def test_changed_spec_changes_program() -> None:
     tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32, sharding=pm.sharding(sw.BATCH, sw.LENGTH))
 
     def loss(specs: hand_written.Specs) -> str:
-        model = hand_written.HandWritten(mesh=mesh, specs=specs, sizes=TINY)
+        model = by_hand(TINY, mesh=mesh, specs=specs)
         return programs.text_of(
             jax.jit(model.loss)
             .lower(pm.abstract(decoder_specs(TINY)), {"inputs": tokens, "targets": tokens})
@@ -128,7 +151,7 @@ def test_changed_spec_changes_program() -> None:
 
     good = loss(hand_written.FSDP2_TP4)
     assert good == loss(dataclasses.replace(hand_written.FSDP2_TP4))
-    assert good != loss(dataclasses.replace(hand_written.FSDP2_TP4, mlp=P("fsdp")))
+    assert good != loss(dataclasses.replace(hand_written.FSDP2_TP4, hidden=P("fsdp")))
 
 
 def test_hand_written_model_is_independent() -> None:

@@ -37,9 +37,8 @@ def compiled(name: str) -> Compiled:
     import shardwright as sw
 
     sys.path.insert(0, str(tpu_compile.ROOT / "examples"))
-    from decoder.cache import cache_specs
     from decoder.config import DecoderConfig
-    from decoder.serve import make_server
+    from decoder.serve import empty_caches, make_server
 
     mesh = tpu_compile.tpu_mesh(**MESHES[name])
     config = DecoderConfig(dtype=jnp.bfloat16)
@@ -48,16 +47,18 @@ def compiled(name: str) -> Compiled:
         strategy, config, slots=SLOTS, capacity=CAPACITY, prompt_length=128, mesh=mesh
     )
 
-    def abstract(mode: str, **sizes: int) -> Any:
-        specs = cache_specs(config, **sizes)
-        return server.pm.for_mode(mode).abstract(specs, role="activation")
+    def abstract(mode: str, batch: int, capacity: int) -> Any:
+        with server.pm.for_mode(mode) as pm:
+            caches = jax.eval_shape(lambda: empty_caches(config, batch, capacity))
+            axes = [cache.axes() for cache in caches]
+            return pm.abstract(caches, axes, role="activation")
 
     def tokens(mode: str, count: int) -> jax.ShapeDtypeStruct:
         sharding = server.pm.sharding(sw.BATCH, shape=(count,), mode=mode)
         return jax.ShapeDtypeStruct((count,), jnp.int32, sharding=sharding)
 
-    cache = abstract("decode", batch=SLOTS, capacity=CAPACITY)
-    prefix = abstract("prefill", batch=1, capacity=128)
+    cache = abstract("decode", SLOTS, CAPACITY)
+    prefix = abstract("prefill", 1, 128)
     slot = jax.ShapeDtypeStruct((), jnp.int32)
     with server.pm.for_mode("insert"):
         traced = server.insert.trace(  # type: ignore[attr-defined]

@@ -53,6 +53,7 @@ _TENSOR = {
     "out": P("tp"),
     "up": P(None, None, "tp"),
     "down": P("tp"),
+    "head": P(None, "tp"),
     "norm": P(),
 }
 FSDP_TP = Specs(
@@ -62,6 +63,7 @@ FSDP_TP = Specs(
         "out": P("tp", None, "fsdp"),
         "up": P("fsdp", None, "tp"),
         "down": P("tp", "fsdp"),
+        "head": P("fsdp", "tp"),
         "norm": P(),
     },
     used=_TENSOR,
@@ -131,6 +133,7 @@ class HandWritten:
     specs: Specs
     layers: int
     scan: bool
+    attend: Callable[..., jax.Array] = dataclasses.field(default_factory=lambda: attend)
 
     def put(self, x: jax.Array, spec: P) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
@@ -146,15 +149,26 @@ class HandWritten:
         return {name: self.read(part, _KIND.get(name, name)) for name, part in weights.items()}
 
     def loss(self, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        x = self.look_up(self.read(params["table"], "table"), batch["inputs"])
+        x, labels = self.residual(params, batch["inputs"]), batch["targets"]
+        return self.cross_entropy(params, x, self.put(labels, self.specs.operand))
+
+    def residual(self, params: Any, tokens: jax.Array) -> jax.Array:
+        """Return the residual after the last norm."""
+        x = self.look_up(self.read(self.table(params), "table"), tokens)
         if self.scan:
             x, _ = jax.lax.scan(lambda x, layer: (self.layer(layer, x), None), x, params["layers"])
         else:
             for layer in params["layers"]:
                 x = self.layer(layer, x)
-        x = self.put(rms_norm(x, self.read(params["norm"]["scale"], "norm")), self.specs.operand)
-        table, labels = self.read(params["table"], "table"), batch["targets"]
-        return self.cross_entropy(x, table, self.put(labels, self.specs.operand))
+        return self.put(rms_norm(x, self.read(params["norm"]["scale"], "norm")), self.specs.operand)
+
+    def table(self, params: Any) -> Any:
+        """Return the stored embedding table."""
+        return params["table"]
+
+    def logits(self, params: Any, x: jax.Array) -> jax.Array:
+        table = self.read(self.table(params), "table")
+        return self.put(jnp.einsum("ble,ve->blv", x, table), self.specs.hidden)
 
     def look_up(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
         names, specs = self.specs.vocab, self.specs
@@ -174,18 +188,25 @@ class HandWritten:
 
     def layer(self, layer: Any, x: jax.Array) -> jax.Array:
         put, residual = self.put, self.specs.residual
-        x = put(x + self.attention(self.read_block(layer["attention"]), x), residual)
+        weights = self.read_block(layer["attention"])
+        q, k, v = self.queries(weights, x, jnp.arange(x.shape[1])[None])
+        rows = put(self.attend(q, k, v), self.specs.heads)
+        x = put(x + self.out(weights, rows), residual)
         return put(x + self.mlp(self.read_block(layer["mlp"]), x), residual)
 
-    def attention(self, weights: Any, x: jax.Array) -> jax.Array:
+    def queries(self, weights: Any, x: jax.Array, positions: jax.Array) -> list[jax.Array]:
+        """Return queries, keys and values."""
         put, specs = self.put, self.specs
         x = put(rms_norm(put(x, specs.residual), weights["norm"]["scale"]), specs.operand)
         q, k, v = (
             put(product(x, weights[name]["kernel"]), specs.heads)
             for name in ("query", "key", "value")
         )
-        rows = put(put(attend(rotate(q), rotate(k), v), specs.heads), specs.heads)
-        return put(product(rows, weights["out"]["kernel"], contract=2), specs.residual)
+        return [rotate(q, positions), rotate(k, positions), v]
+
+    def out(self, weights: Any, rows: jax.Array) -> jax.Array:
+        rows = self.put(rows, self.specs.heads)
+        return self.put(product(rows, weights["out"]["kernel"], contract=2), self.specs.residual)
 
     def mlp(self, weights: Any, x: jax.Array) -> jax.Array:
         put, specs = self.put, self.specs
@@ -194,8 +215,8 @@ class HandWritten:
         hidden = put(jax.nn.silu(up[..., 0, :]) * up[..., 1, :], specs.hidden)
         return put(product(hidden, weights["down"]["kernel"]), specs.residual)
 
-    def cross_entropy(self, x: jax.Array, table: jax.Array, labels: jax.Array) -> jax.Array:
-        logits = self.put(jnp.einsum("ble,ve->blv", x, table), self.specs.hidden)
+    def cross_entropy(self, params: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
+        logits = self.logits(params, x)
         counts = (labels != -100) & (labels >= 0)
         total = jax.nn.logsumexp(logits, axis=-1)
         hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == labels[..., None]
@@ -254,11 +275,11 @@ def product(x: jax.Array, w: jax.Array, *, contract: int = 1) -> jax.Array:
     return jax.lax.dot_general(x, w, ((last, tuple(range(contract))), ((), ())))
 
 
-def rotate(x: jax.Array) -> jax.Array:
+def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
     half = x.shape[-1] // 2
     frequencies = np.float32(10_000.0 ** (-np.arange(half) / half))
-    # A negative position would be padding.
-    positions = jnp.maximum(jnp.arange(x.shape[1])[None], 0).astype(jnp.float32)
+    # A negative position is padding.
+    positions = jnp.maximum(positions, 0).astype(jnp.float32)
     angles = positions[:, :, None, None] * frequencies.reshape(1, 1, 1, half)
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     first, second = x[..., :half], x[..., half:]
@@ -266,19 +287,30 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+) -> jax.Array:
+    """Attend to the keys up to the own position; with a cache, to those below its lengths."""
     batch, length, heads, size = q.shape
-    kv_heads = k.shape[2]
-    groups = (batch, kv_heads, heads // kv_heads, length, length)
+    kv_length, kv_heads = k.shape[1:3]
+    own, keys = jnp.arange(length)[None] if positions is None else positions, jnp.arange(kv_length)
+    seen = keys[None, None, None, :] <= own[:, None, :, None]
+    if lengths is not None:
+        is_key = keys[None] < lengths[:, None]
+        v = jnp.where(is_key[:, :, None, None], v, jnp.zeros((), v.dtype))
+        seen = seen & (keys[None, None, None, :] < lengths[:, None, None, None])
     grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, size)
     logits = jnp.einsum("btkgd,bskd->bkgts", grouped, k, **FLOAT32)
-    logits = logits.reshape(batch, heads, length, length) * size**-0.5
-    positions = jnp.arange(length)[None]
-    seen = positions[:, None, None, :] <= positions[:, None, :, None]
+    logits = logits.reshape(batch, heads, length, kv_length) * size**-0.5
     logits = jnp.where(seen, logits, MASKED)
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=MASKED))
     p = jnp.where(seen, jnp.exp(logits - top), 0.0)
     total = jnp.sum(p, axis=-1, keepdims=True)
-    weights = p / jnp.where(total == 0.0, 1.0, total)
-    out = jnp.einsum("bkgts,bskd->bkgtd", weights.reshape(groups), v, **FLOAT32)
+    groups = (batch, kv_heads, heads // kv_heads, length, kv_length)
+    weights = (p / jnp.where(total == 0.0, 1.0, total)).reshape(groups)
+    out = jnp.einsum("bkgts,bskd->bkgtd", weights, v, **FLOAT32)
     return jnp.swapaxes(out.reshape(batch, heads, length, size), 1, 2)
