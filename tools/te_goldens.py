@@ -1,9 +1,11 @@
 """Write what TransformerEngine's own modules give, for the tests of ours.
 
     python tools/te_goldens.py CHECKOUT [GROUP ...]
+    python tools/te_goldens.py CHECKOUT --compare CASE [CASE ...]
 
 CHECKOUT is a clone of NVIDIA/TransformerEngine; it needs no build and no GPU. Run it where flax is
-installed.
+installed. `--compare` writes nothing: it runs both in one process, and prints the largest relative
+difference of a tensor, and how many tensors are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -60,6 +62,24 @@ def main(checkout: str, *groups: str) -> None:
         np.savez_compressed(PLACE / f"{group}.npz", values=np.concatenate(values))
 
 
+def compare(checkout: str, *names: str) -> None:
+    from shardwright.interop.transformer_engine import flax
+    from tests.interop.transformer_engine import cases
+    from tools import te_cpu
+
+    warnings.simplefilter("ignore")
+    namespace = modules_of(te_cpu.load(checkout))
+    known = {case.name: case for members in cases.CASES.values() for case in members}
+    for name in names:
+        results = [cases.run(modules, known[name]).values for modules in (namespace, flax)]
+        pairs = [(value, results[1][key]) for key, value in results[0].items()]
+        equal = sum(np.array_equal(*pair) for pair in pairs)
+        largest = max(np.max(np.abs(a - b)) / max(np.max(np.abs(a)), 1e-30) for a, b in pairs)
+        print(
+            f"{name}: {equal} of {len(pairs)} tensors equal, difference {largest:.1e}", flush=True
+        )
+
+
 def modules_of(package: Any) -> Any:
     """Return one namespace with the modules and the enums of their fields."""
     from transformer_engine.jax.attention import AttnSoftmaxType
@@ -92,4 +112,7 @@ def revision(checkout: str) -> str:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[2:3] == ["--compare"]:
+        compare(sys.argv[1], *sys.argv[3:])
+    else:
+        main(*sys.argv[1:])

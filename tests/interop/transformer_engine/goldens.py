@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from tests.interop.transformer_engine.cases import Case, Result
 PLACE = Path(__file__).parent / "golden"
 # Largest difference relative to the largest value of the tensor.
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-6}
-# An adapted layer whose heads have 2 elements: already its output is rounded differently.
-LARGER = {"decoder-114": 4e-6}
+# TransformerEngine's own results differ from its goldens by as much if XLA does not optimize, as in
+# `make test`. Optimized, ours equal these goldens bit for bit.
+UNOPTIMIZED = {"decoder-114": 4e-6}
 
 
 @functools.cache
@@ -97,5 +99,7 @@ def tolerance_of(case: Case, *, is_same_jax: bool) -> float:
     if "bfloat16" in (case.dtype, case.fields.get("dtype")):
         return TOLERANCE["bfloat16"]
     if is_same_jax:
-        return LARGER.get(case.name, TOLERANCE["float32"])
+        is_optimized = "--xla_backend_optimization_level=0" not in os.environ.get("XLA_FLAGS", "")
+        larger = {} if is_optimized else UNOPTIMIZED
+        return larger.get(case.name, TOLERANCE["float32"])
     return 1e-5 if any("low_rank_adaptation" in field for field in case.fields) else 2e-6
