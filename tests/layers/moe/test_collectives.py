@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +58,32 @@ def test_gradient_is_four_all_to_alls_and_two_sums(pm: sw.PartitionManager) -> N
         assert_collectives(gradient, *given, all_to_all=4, all_reduce=2, only=True)
         of_parameters = jax.jit(jax.grad(loss))
         assert_collectives(of_parameters, *given, all_to_all=3, all_reduce=2, only=True)
+        slots = moe.explain(mixture, (8, 4, 16)).slots
+        events = read_collectives(gradient.lower(*given).compile(), pm.mesh)
+    sent = [event.logical_bytes for event in events if event.kind is Kind.ALL_TO_ALL]
+    assert sent == [8 * slots * 16 * 4] * 4  # experts * slots * embed * float32
+
+
+@pytest.mark.parametrize("capacity", [moe.Dropless(), moe.Factor(1.5)], ids=str)
+def test_no_array_has_the_tokens_of_all_devices(capacity: Any) -> None:
+    """8 sequences of 7 tokens, one sequence per device: no array has 8 x 7 or 56 of anything."""
+    mixture = config(experts=12, capacity=capacity)
+    manager = sw.PartitionManager(sw.Strategy.preset("moe_ep"), mesh=cpu_mesh("fsdp:2,ep:4"))
+    params, x = parameters(mixture), tokens(8, 7, 16)
+
+    def shapes(*given: Any) -> set[tuple[int, ...]]:
+        program = jax.jit(jax.value_and_grad(loss_of(mixture), argnums=(0, 1)))
+        text = program.lower(*given).compile().as_text()
+        return {tuple(map(int, dims.split(","))) for dims in re.findall(r"\[([\d,]+)\]", text)}
+
+    def holds_all(shape: tuple[int, ...]) -> bool:
+        return 56 in shape or (8, 7) in itertools.pairwise(shape)
+
+    assert any(map(holds_all, shapes(params, x)))  # without a mesh
+    with manager:
+        placed = jax.device_put(params, manager.shardings(moe.specs(mixture)))
+        given = placed, manager.shard(x, sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
+        assert not any(map(holds_all, shapes(*given)))
 
 
 def test_statistics_are_two_sums(pm: sw.PartitionManager) -> None:
