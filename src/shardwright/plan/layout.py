@@ -117,7 +117,7 @@ def _whole_sides(
 ) -> dict[str, dict[str, int]] | None:
     """Assign as many whole sides as possible to each mesh axis, or return None if one has none."""
     free, taken = dict(sides), {}
-    for axis, size in reversed(sizes.items()):
+    for axis, size in reversed(list(sizes.items())):
         chosen = next(
             (
                 each
@@ -153,7 +153,7 @@ def _parts_of_sides(
             tuple(lengths.values()),
         )
 
-    for axis, size in reversed(sizes.items()):
+    for axis, size in reversed(list(sizes.items())):
         best = max(_splits(free, size), key=rank)
         taken[axis] = {side: length for side, length in best.items() if length > 1}
         for side, length in best.items():
