@@ -126,7 +126,7 @@ def _total(role: Role, mode: str, rows: Sequence[Row]) -> Total:
 
 
 def compare(before: PartitionManager, after: PartitionManager, *, tensors: Any) -> Comparison:
-    """Compare how a tree is sharded under two managers. The shards of weights are the stored ones.
+    """Compare how a tree is sharded under two managers. Weights are compared as they are stored.
 
     Managers with a mode (from `for_mode`) are compared in that mode. Managers without one are
     compared in all modes. To compare two modes, pass `pm.for_mode("train")` and

@@ -8,7 +8,7 @@ from typing import Final
 from shardwright.plan.walk.liveness import Peak
 
 # Largest upper end that fits, as a share of the usable memory. The margin is for programs that need
-# more than their upper end: `benchmarks.fits` has ends from 0.98 of the need.
+# more than their upper end. In `benchmarks.fits`, the upper end is at least 0.98 of the need.
 _SAFE: Final = 0.95
 # Largest lower end that may fit. Compiled peaks were at least 0.93 of the lower end: see
 # `tests.plan.tpu_memory`.

@@ -36,7 +36,7 @@ from shardwright.vocabulary.modes import MODE_TRAIN, parse_mode
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
-WALKS: Final = 300  # programs that are walked by default: ten seconds for a decoder
+WALKS: Final = 300  # programs that are walked by default: ten to twenty seconds for a decoder
 _TOO_LARGE: Final = "does not fit"
 
 

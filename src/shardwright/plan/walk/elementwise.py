@@ -136,7 +136,7 @@ def reduction(step: Step) -> list[Value]:
 
 
 def _best(step: Step, value: Value) -> Value:
-    """Follow a position of the largest element: the devices gather the best of each shard."""
+    """Follow an argmax or argmin: the devices gather the best element of each shard."""
     index, element = step.results[0], step.avals[0].dtype
     count = shards(value.owed, step.ledger.sizes)
     elements = local_elements(index.shape, value.dims, step.ledger.sizes) * count

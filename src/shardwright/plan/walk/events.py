@@ -82,7 +82,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A mesh axis for which two dims compete, where no annotation decides.
+    """A mesh axis for which dims compete without an annotation, or that XLA may handle otherwise.
 
     Attributes:
       mesh_axis: The mesh axis.

@@ -45,12 +45,13 @@ def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> Move:
 
     Each rule is measured on compiled programs:
 
-    * A new mesh axis is a slice, and sends nothing.
-    * A mesh axis that changes its dim is an all-to-all. XLA cuts the last mesh axis of a dim, and
-      appends to the last of another. Where this leaves another order, a permute follows.
-    * A mesh axis that goes is an all-gather, dim by dim from the last. If it is not the last of its
-      dim, a permute comes first.
-    * One mesh axis in place of another in the same dim is a permute of the smaller shards.
+    * A mesh axis that is new needs a slice, which sends nothing.
+    * A mesh axis that changes its dim needs an all-to-all. XLA takes the last mesh axes of a dim,
+      and appends them to the other dim. If their order is then not that of `goal`, a permute
+      follows.
+    * A mesh axis that no dim has any more needs an all-gather. Dims are gathered one by one, the
+      last dim first. If the mesh axis is not the last one of its dim, a permute comes first.
+    * If one mesh axis replaces another one in a dim, a permute of the smaller shards is needed.
     """
     before, after = _places(held), _places(goal)
     gone = before.keys() - after.keys()
@@ -93,7 +94,7 @@ def _sliced(held: Dims, goal: Dims) -> Dims:
 
 
 def _replaced(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> list[Transfer] | None:
-    """Return the permute if exactly one dim has other mesh axes than before, none in common."""
+    """Return the permute if only one dim changes, and all its mesh axes are replaced."""
     changed = [at for at, (have, want) in enumerate(zip(held, goal, strict=True)) if have != want]
     if len(changed) != 1:
         return None
@@ -116,7 +117,7 @@ def _replaced(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> list[Transfer
 def _gathered(
     current: Dims, gone: Iterable[str], sizes: Mapping[str, int]
 ) -> tuple[list[Transfer], Dims]:
-    """Return the gathers of mesh axes that go, and the dims after them."""
+    """Return the gathers over mesh axes that no dim has any more, and the dims after them."""
     going = set(gone)
     dims = list(current)
     transfers = []
@@ -135,7 +136,7 @@ def _gathered(
 def _exchanged(
     held: Dims, current: Dims, goal: Dims, sizes: Mapping[str, int], moved: set[str]
 ) -> Move:
-    """Return the all-to-all of mesh axes that change their dims, where none goes."""
+    """Return the move if some mesh axes change their dims, and every mesh axis stays in a dim."""
     changed = [
         at for at, (have, want) in enumerate(zip(held, goal, strict=True)) if moved & {*have, *want}
     ]
@@ -153,7 +154,7 @@ def _exchanged(
     if tuple(ends) != goal or cut != moved:
         axes = {axis for at in changed for axis in (*current[at], *goal[at])}
         transfers.append(_transfer(Kind.PERMUTE, axes, current, sizes))
-    # Both ways between dims: XLA moves parts of an axis.
+    # A dim loses mesh axes and gets others: XLA moves parts of mesh axes.
     both = [at for at in changed if moved & set(held[at]) and moved & set(goal[at])]
     return Move(transfers=tuple(transfers), doubtful=frozenset(moved if both else ()))
 
@@ -172,7 +173,7 @@ def _last(dim: Sequence[str], moved: set[str], sizes: Mapping[str, int]) -> list
 def _entered(
     held: Dims, goal: Dims, moved: set[str], changed: Sequence[int]
 ) -> tuple[str, str] | None:
-    """Return (the mesh axis that leaves a dim, the one that takes its place), if it is one each."""
+    """Return a mesh axis and the one that takes its place in a dim, if there is one such pair."""
     pairs = []
     for at in changed:
         have, want = held[at], goal[at]
@@ -186,7 +187,7 @@ def _entered(
 
 
 def _traded(left: str, entered: str, held: Dims, current: Dims, sizes: Mapping[str, int]) -> Move:
-    """Return the move of a mesh axis out of a dim that another one takes."""
+    """Return the move if the mesh axis `entered` takes the place of `left` in a dim."""
     both = {left, entered}
     permute = _transfer(Kind.PERMUTE, both, current, sizes)
     swapped = entered in axes_of(held)
@@ -202,7 +203,7 @@ def _traded(left: str, entered: str, held: Dims, current: Dims, sizes: Mapping[s
 def _with_both(
     held: Dims, goal: Dims, sizes: Mapping[str, int], moved: set[str], gone: set[str]
 ) -> Move:
-    """Return a move in which some mesh axes change their dims and others go."""
+    """Return the move if some mesh axes change their dims, and others are in no dim any more."""
     current = _sliced(held, goal)
     before, after = _places(held), _places(goal)
     origins = {before[axis] for axis in moved}
@@ -210,7 +211,7 @@ def _with_both(
     losing = {before[axis] for axis in gone}
     whole = _cut_inside(held, goal, moved, gone)
     if whole:
-        # XLA gathers all of the dim, and cuts it again.
+        # XLA gathers the whole dim, and slices it again.
         transfers, _ = _gathered(held, {*gone, *moved}, sizes)
         return Move(transfers=tuple(transfers))
     doubtful = frozenset(moved | gone)
@@ -236,7 +237,7 @@ def _with_both(
 
 
 def _cut_inside(held: Dims, goal: Dims, moved: set[str], gone: set[str]) -> bool:
-    """Tell whether a mesh axis moves away from before one that goes, in the same dim."""
+    """Tell whether a mesh axis leaves a dim in which one that no dim will have comes after it."""
 
     def pairs() -> Iterator[tuple[Sequence[str], int]]:
         for dim in held:

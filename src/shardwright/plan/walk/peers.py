@@ -1,8 +1,8 @@
 """Find the sharding that later elementwise equations give a value.
 
-A scatter into zeros may have any sharding. Compilers give it that of the values it is added to,
-also if these are computed later: the gradient of `take_along_axis` is written to shards of the
-logits, because the gradient of the softmax is added to it.
+A scatter into zeros may have any sharding. Compilers give it the sharding of the values to which it
+is added, even if these are computed later. For example, the gradient of `take_along_axis` has the
+sharding of the logits, because the gradient of the softmax is added to it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from shardwright.plan.walk.equations import called_jaxpr
 from shardwright.plan.walk.primitives import ELEMENTWISE, SCATTERS
 from shardwright.plan.walk.values import Dims, Value
 
-# How many elementwise equations are followed from a value to one with a sharding.
+# Largest number of elementwise equations that are followed until a value has a sharding.
 _DEPTH: Final = 16
 
 
 class Peers:
-    """The equations of one jaxpr, by the variables that they make and use."""
+    """The equations of one jaxpr, by the variables that they return and use."""
 
     def __init__(self, equations: Sequence[Any]) -> None:
         self._equations = equations
@@ -30,12 +30,12 @@ class Peers:
         self._seen: set[Any] = set()
 
     def ask(self, variable: Any, asked: dict[Any, Dims], held: Mapping[Any, Value]) -> None:
-        """Ask for the dims of a result that `dims` finds, unless a constraint asks for others.
+        """Add the dims that `dims` finds for a variable to `asked`, unless it has some already.
 
         Args:
           variable: The result of a scatter.
-          asked: Variable -> the dims that later equations ask for; it is changed.
-          held: The values that are computed already.
+          asked: Variable -> the dims that later equations require. It is changed in place.
+          held: The values that are already computed.
         """
         if variable not in asked and (dims := self.dims(variable, held)) is not None:
             asked[variable] = dims
@@ -45,8 +45,8 @@ class Peers:
 
         Args:
           variable: The result of a scatter.
-          held: The values that are computed already.
-          depth: How many equations are followed.
+          held: The values that are already computed.
+          depth: Largest number of equations that are followed.
         """
         if not self._makers:
             self._index()

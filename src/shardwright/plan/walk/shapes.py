@@ -99,9 +99,9 @@ def cut(step: Step) -> list[Value]:
 
 
 def _picked(step: Step, changed: Sequence[int]) -> Value:
-    """Follow a slice of size 1: the device that has it sends it to the others, by a sum.
+    """Follow a slice of size 1 of a sharded dim: a sum gives it to all devices.
 
-    XLA sends it to the first device, if it is not there, and sums from there.
+    If it is not in the first shard, XLA sends it to the first device before the sum.
     """
     value = step.whole(0)
     if value.free:
