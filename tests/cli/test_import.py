@@ -97,7 +97,9 @@ order = "rules"
     assert "'out.toml' exists" in err
     assert run(f"{line} --force --vocabulary", folder)[0] == 0
     strategy = sw.Strategy.load(folder / "out.toml")
-    assert strategy.rules == {"batch": "data+fsdp", "query_length": "tensor", "embed": "fsdp"}
+    # The file has no rule for `activation_embed`, so MaxText replicates activations along EMBED.
+    assert strategy.rules == {"batch": "data+fsdp", "query_length": "tensor", "embed": "-"}
+    assert strategy.params["embed"] == "fsdp"
 
 
 def test_explain_suggests_imported_axes(folder: Path) -> None:
@@ -206,12 +208,15 @@ BAD = {
     "import rules bad.json --mesh data:2": "bad.json: the file is not JSON",
     "import rules few.json --mesh data:2": "few.json: the file is not a list of rules",
     "import rules rules.json --mesh data:2": "2 problems",
+    "import rules none.json --mesh data:2": "none.json has no rules",
+    "import maxtext base.yml --name embed=EMBED --name embed=VOCAB": "maps 'embed' twice",
 }
 
 
 @pytest.mark.parametrize("line", BAD)
 def test_bad_input_has_a_message(line: str, folder: Path) -> None:
     (folder / "bad.json").write_text("[", encoding="utf-8")
+    (folder / "none.json").write_text("[]", encoding="utf-8")
     (folder / "few.json").write_text("{}", encoding="utf-8")
     code, out, err = run(line, folder)
     assert (code, out) == (2, "")

@@ -80,6 +80,7 @@ def test_places(config: Path) -> None:
 
 def test_defaults() -> None:
     imported = bridge.from_levanter({})
+    assert "the configuration has no trainer: levanter's defaults are used" in imported.notes
     assert imported.strategy.mesh == {"replica": 1, "data": -1, "model": 1}
     assert spec(imported, "batch", "activation") == P(("replica", "data"))
     assert spec(imported, "embed", "param") == P("data")

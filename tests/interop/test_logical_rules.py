@@ -194,6 +194,31 @@ def test_names_of_one_axis_keep_their_place() -> None:
     assert imported.names["embed_out"] == (sw.EMBED, "param")
 
 
+def test_a_name_without_a_rule_is_replicated() -> None:
+    """It had the rule of the other role."""
+    names: Names = {"embed": (sw.EMBED, "param"), "activation_embed": (sw.EMBED, "activation")}
+    mesh = {"fsdp": 4}
+    imported = from_logical_axis_rules((("embed", "fsdp"),), mesh=mesh, names=names)
+    compiled = imported.strategy.compile()
+    for name, role, spec in (
+        ("activation_embed", "activation", P()),
+        ("embed", "param", P("fsdp")),
+    ):
+        axes = imported.annotation((name,))
+        assert sw.resolve(axes, compiled, mesh, shape=(8,), role=role).spec == spec
+    assert imported.notes == ("names without a rule are replicated: activation_embed",)
+
+
+def test_modes_of_weights_are_noted() -> None:
+    names: Names = {"a": (sw.EMBED, "activation"), "b": (sw.EMBED, "param")}
+    rules = (("a", "data"), ("b", "data"), ("p_b", "model"))
+    imported = from_logical_axis_rules(
+        rules, mesh=MESH, names=names, modes={"p_b": ("b", "prefill")}
+    )
+    assert "p_b applies in all modes, because b is a name of weights" in imported.notes
+    assert imported.annotation(("p_b",)) == ("__LOGICAL_P_B__",)
+
+
 def test_names_mapped_to_empty() -> None:
     rules = (("embed", "data"), ("mlp", "model"))
     imported = from_logical_axis_rules(rules, mesh=MESH, names={"embed": sw.EMPTY})

@@ -238,6 +238,12 @@ def test_bindings_may_include(gin: Path) -> None:
     assert t5x.from_gin(gin, bindings=["include 'more.gin'"]).strategy.mesh["model"] == 8
 
 
+def test_a_file_without_a_partitioner(gin: Path) -> None:
+    gin.write_text("{}", encoding="utf-8")
+    note = "train.gin does not bind PjitPartitioner: T5X's defaults are used"
+    assert note in t5x.from_gin(gin).notes
+
+
 def test_rules_in_a_gin_file(gin: Path) -> None:
     text = "partitioning.PjitPartitioner:\n  logical_axis_rules = [('embed', 'model')]\n"
     gin.write_text(text, encoding="utf-8")

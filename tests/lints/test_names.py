@@ -17,7 +17,7 @@ from tests.inference import models
 from tests.inference.models import GPT2, LLAMA, MODELS, Model, is_leaf
 from tests.inference.more_models import EVERY_MODEL
 
-SYNONYMS = {"NORM": "EMBED", "KV_HEAD_DIM": "HEAD_DIM", "EXPERT_GATE": "EXPERT"}
+SYNONYMS = {"NORM": "EMBED", "KV_HEAD_DIM": "HEAD_DIM"}
 
 
 def infer(model: Model) -> Inferred:
@@ -93,6 +93,20 @@ def changed(model: Model, axes: tuple[Any, ...], *path: Any) -> Any:
         at = at[key]
     at[path[-1]] = axes
     return tree
+
+
+def test_sizes_of_merged_dims_and_composites() -> None:
+    model = models.FLAT_LLAMA
+    good = annotations(model)
+    inferred = infer(model)
+    assert lint_names(good, inferred) == ()
+    for name, axes in (
+        ("q", (sw.merged((sw.HEAD, 6), (sw.HEAD_DIM, 4)), sw.EMBED)),
+        ("q", (good["q"][0], (sw.BATCH, sw.VOCAB))),
+    ):
+        findings = lint_names({**good, name: axes}, inferred)
+        assert len(findings) == 1, (name, axes)
+    assert lint_names({**good, "q": (good["q"][0], (sw.EMBED, sw.LAYERS))}, inferred) == ()
 
 
 def test_finding_has_place_and_source_line() -> None:

@@ -167,7 +167,11 @@ def _imported(arguments: argparse.Namespace) -> Imported:
     from shardwright.interop import haliax, maxtext, t5x
     from shardwright.interop.logical_rules import from_logical_axis_rules, read_rules, resized
 
-    names = dict(map(read_name, arguments.name))
+    pairs = [*map(read_name, arguments.name)]
+    names = dict(pairs)
+    listed = [name for name, _ in pairs]
+    if twice := [name for name in names if listed.count(name) > 1]:
+        raise StrategyError(f"--name maps {twice[0]!r} twice", fix="map each name once")
     given = [(f"--name {name}", _axis_of(target)) for name, target in names.items()]
     declare = "declare an axis of your own with --own-axis"
     check_axes(given, arguments.own_axis, declare=declare)
@@ -195,6 +199,9 @@ def _imported(arguments: argparse.Namespace) -> Imported:
             arguments.file, bindings=arguments.overrides, names=names, own_axes=arguments.own_axis
         )
     rules, places = read_rules(Path(arguments.file))
+    if not rules:
+        what = f"{os.path.basename(arguments.file)} has no rules"
+        raise StrategyError(what, fix="write [[embed, fsdp]], for instance")
     spec = parse_mesh(arguments.mesh)
     imported = from_logical_axis_rules(
         rules,

@@ -335,6 +335,10 @@ def from_gin(
             raise StrategyError(what, path=rules.place, fix="write [('embed', 'model')]")
         source = [f"{rules.place}[{at}]" for at in range(len(listed))]
     imported = from_partitioner(listed, **sizes, names=names, source=source, own_axes=own_axes)
+    if not any(name.rpartition("/")[2].startswith("PjitPartitioner.") for name in gin.bindings):
+        gin.notes.append(
+            f"{Path(path).name} does not bind PjitPartitioner: T5X's defaults are used"
+        )
     return dataclasses.replace(imported, notes=(*dict.fromkeys(gin.notes), *imported.notes))
 
 

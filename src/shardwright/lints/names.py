@@ -16,8 +16,6 @@ from shardwright.vocabulary.annotations import is_annotation
 from shardwright.vocabulary.axes import (
     EMBED,
     EMPTY,
-    EXPERT,
-    EXPERT_GATE,
     HEAD,
     HEAD_DIM,
     KV_HEAD,
@@ -34,7 +32,6 @@ from shardwright.vocabulary.merged_dims import MergedDim
 # Names that one dim may have, depending on the kind of array.
 _SYNONYMS: Final[tuple[frozenset[str], ...]] = (
     frozenset({EMBED, NORM}),
-    frozenset({EXPERT, EXPERT_GATE}),
     frozenset({HEAD_DIM, KV_HEAD_DIM, NORM}),
     frozenset({LENGTH, QUERY_LENGTH, KV_LENGTH}),
 )
@@ -117,17 +114,37 @@ def _annotated_names(dim: Dim) -> Names | None:
     return dim.axes
 
 
+def _is_composite(dim: Dim) -> bool:
+    return not dim.merged and not dim.means and dim.literal is None and len(dim.axes) > 1
+
+
+def _same_names(
+    annotated: Dim, names: Names, dim: InferredDim, synonyms: tuple[frozenset[str], ...]
+) -> bool:
+    """Tell whether an annotation has the axes of the program, in the same order and sizes."""
+    actual = _inferred_names(dim)
+    if _is_composite(annotated):
+        return len(actual) == 1 and any(_are_synonyms(name, actual[0], synonyms) for name in names)
+    if annotated.merged and isinstance(dim.axis, MergedDim):
+        sizes = [[size for _, size in members] for members in (annotated.merged, dim.axis.members)]
+        if sizes[0] != sizes[1]:
+            return False
+    return len(names) == len(actual) and all(
+        _are_synonyms(*pair, synonyms) for pair in zip(names, actual, strict=True)
+    )
+
+
 def _compare(
     dim: InferredDim, annotated: Dim, synonyms: tuple[frozenset[str], ...]
 ) -> Finding | None:
     names, actual = _annotated_names(annotated), _inferred_names(dim)
+    if _is_composite(annotated):
+        names = annotated.axes
     if dim.guess or dim.is_open or names is None or dim.size == 1:
         return None
     if any(name not in SEMANTIC_AXES for name in (*names, *actual)):
         return None
-    is_same = len(names) == len(actual) and all(
-        _are_synonyms(*pair, synonyms) for pair in zip(names, actual, strict=True)
-    )
+    is_same = _same_names(annotated, names, dim, synonyms)
     # The scale of a norm of heads may be named NORM. Inference names only dims of EMBED so.
     if is_same and not (actual == (NORM,) and names[0] in (HEAD_DIM, KV_HEAD_DIM)):
         return None

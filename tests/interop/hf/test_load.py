@@ -178,6 +178,43 @@ def test_variants_beside_the_file(other: str, tmp_path: Path) -> None:
     assert_equal(checkpoint.load(manager()), values)
 
 
+def test_scales_follow_the_axes_of_the_user(tmp_path: Path) -> None:
+    """A scale followed the weight's axes of the family."""
+    values = files.values_of("llama")
+    weight, extra = "model.layers.0.mlp.up_proj.weight", "extra.weight"
+    for name in (weight, extra):
+        values[name] = np.ones((96, 48), ml_dtypes.float8_e4m3fn)
+        values[f"{name}_scale_inv"] = np.ones((8, 4), np.float32)
+    config = {"quantization_config": {"weight_block_size": [12, 12]}}
+    files.write_config(tmp_path, "llama", **config)
+    safetensors_numpy.save_file(values, tmp_path / "model.safetensors")
+    axes = {r"layers\.0\.mlp\.up_proj\.weight$|^extra\.weight$": (sw.EMPTY, sw.EMBED)}
+    params, _ = hf.load(tmp_path, manager(), axes=axes)
+    for name in (weight, extra):
+        for suffix in ("", "_scale_inv"):
+            assert params[f"{name}{suffix}"].sharding.spec == P(None, "fsdp"), name + suffix
+
+
+def test_patterns_that_match_nothing(tmp_path: Path) -> None:
+    files.write(tmp_path, "llama")
+    with pytest.raises(sw.StrategyError, match="patterns of axes= that match no tensor: 'zzz'"):
+        hf.read(
+            tmp_path, axes={"zzz": (sw.EMBED,), "norm": (sw.EMBED,), r"model\.norm": (sw.NORM,)}
+        )
+
+
+def test_absent_experts_that_stay_apart(tmp_path: Path) -> None:
+    values = files.values_of("qwen3_moe")
+    name = "model.layers.0.mlp.experts.3.up_proj.weight"
+    del values[name]
+    files.write_config(tmp_path, "qwen3_moe")
+    safetensors_numpy.save_file(values, tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"experts\.up_proj\.weight: the experts 3 are absent"
+    ):
+        hf.read(tmp_path, stack_experts=False)
+
+
 def test_experts_are_stacked(tmp_path: Path) -> None:
     values = files.write(tmp_path, "mixtral")
     pm = manager("ep:2,fsdp:2,tp:2", "moe_ep")

@@ -82,8 +82,12 @@ def from_levanter(
         mesh={"replica": replicas, "data": -1, "model": trainer.values["model_axis_size"]},
         dcn={"replica": across} if across > 1 else None,
     )
-    notes = ("haliax replicates a name that no mapping has; list such names in replicated=",)
-    return sized if replicated else dataclasses.replace(sized, notes=(*sized.notes, *notes))
+    notes = []
+    if not trainer.is_given:
+        notes.append("the configuration has no trainer: levanter's defaults are used")
+    if not replicated:
+        notes.append("haliax replicates a name that no mapping has; list such names in replicated=")
+    return dataclasses.replace(sized, notes=(*sized.notes, *notes))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +106,13 @@ class _Trainer:
       values: Key -> value.
       places: Path of keys below the trainer -> where it is written.
       source: Name of the configuration, for a key that has no line of its own.
+      is_given: Whether the configuration has a trainer.
     """
 
     values: Mapping[str, Any]
     places: Mapping[tuple[str, ...], str]
     source: str
+    is_given: bool
 
     @classmethod
     def read(cls, config: Any, overrides: Mapping[str, Any]) -> _Trainer:
@@ -135,7 +141,8 @@ class _Trainer:
             fix = "pass its mappings and its mesh to from_mappings"
             problems.append(Problem(error=StrategyError, what=what, path=source, fix=fix))
         raise_problems(problems)
-        return cls(values=values, places=places, source=source)
+        is_given = bool(trainer) or bool(given)
+        return cls(values=values, places=places, source=source, is_given=is_given)
 
     def place(self, *keys: str) -> str:
         """Return where a key is written. A key that is not written has its default."""

@@ -22,6 +22,7 @@ from shardwright.interop.hf.pieces import place
 from shardwright.interop.hf.report import checkpoint_text, shardings_text
 from shardwright.interop.hf.safetensors_files import safetensors_of
 from shardwright.interop.hf.source import Source, Stack
+from shardwright.interop.hf.stacks import check_experts
 from shardwright.interop.hf.stacks import stack_experts as _stack_experts
 from shardwright.interop.hf.stacks import stack_layers as _stack_layers
 from shardwright.manager.manager import PartitionManager
@@ -176,7 +177,6 @@ def read(
     if file is not None:
         config, tensors = gguf_of(file)
         sources = dict(tensors)
-        axes = {**(axes or {}), **GGUF_AXES}
     else:
         config = read_config((path if path.is_dir() else path.parent) / "config.json")
         sources = dict(safetensors_of(path))
@@ -221,8 +221,14 @@ def _checkpoint(
 ) -> Checkpoint:
     floats = _float_dtype(dtype)
     stacked = _stack_experts(sources) if experts else sources
+    if not experts:
+        check_experts(sources, config)
     annotations = axes_of(
-        {name: source.shape for name, source in stacked.items()}, config, axes=axes, origin=origin
+        {name: source.shape for name, source in stacked.items()},
+        config,
+        axes=axes,
+        optional={} if origin == CONFIG else GGUF_AXES,
+        origin=origin,
     )
     raise_problems(missing(stacked, config, origin=origin))
     if len(stacked) < len(sources):

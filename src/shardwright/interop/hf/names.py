@@ -3,7 +3,8 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import jax
@@ -86,6 +87,7 @@ def axes_of(
     config: Mapping[str, Any],
     *,
     axes: Mapping[str, Any] | None = None,
+    optional: Mapping[str, Any] = MappingProxyType({}),
     origin: str = CONFIG,
 ) -> dict[str, Any]:
     """Return the annotation of each tensor, by its name.
@@ -94,23 +96,36 @@ def axes_of(
       shapes: Name of each tensor -> its shape.
       config: The content of `config.json`.
       axes: Pattern -> annotation, for tensors that the family does not have.
+      optional: The same, for tensors that may be absent.
       origin: Where the sizes of `config` are written, for messages.
 
     Raises:
       CheckpointError: Tensors are unknown, or their shapes differ from the configuration.
-      StrategyError: A pattern or an annotation is invalid.
+      StrategyError: A pattern or an annotation is invalid, or a pattern matches no tensor.
     """
     check_mappings(config=config, axes=axes or {})
     table = Table.of(config, origin)
-    rules = [compile_rule(at, *rule) for at, rule in enumerate((axes or {}).items())]
-    problems: list[Problem] = []
-    found: dict[str, Any] = {}
-    for name in shapes:
-        rule = next((annotation for pattern, annotation in rules if pattern.search(name)), None)
-        place = rule if rule is not None else table.axes(name, shapes)
-        problems += [place] if isinstance(place, Problem) else []
-        found[name] = place
-    raise_problems(_limited(problems))
+    given = {**(axes or {}), **optional}
+    rules = [compile_rule(at, *rule) for at, rule in enumerate(given.items())]
+    unused = dict.fromkeys(axes or {})
+
+    def of(name: str) -> Any:
+        for written, (pattern, annotation) in zip(given, rules, strict=True):
+            if pattern.search(name):
+                unused.pop(written, None)
+                return annotation
+        return table.axes(name, shapes, of)
+
+    found = {name: of(name) for name in shapes}
+    raise_problems(_limited([place for place in found.values() if isinstance(place, Problem)]))
+    # A pattern after the first one that fits is used too.
+    if lost := [
+        written
+        for written, (pattern, _) in zip(given, rules, strict=True)
+        if written in unused and not any(map(pattern.search, shapes))
+    ]:
+        what = f"patterns of axes= that match no tensor: {', '.join(map(repr, lost))}"
+        raise StrategyError(what, fix="correct them, or remove them")
     return found
 
 
@@ -175,13 +190,19 @@ class Table:
             family=family, rows=family.rows(), dims=dims_of(config), config=config, origin=origin
         )
 
-    def axes(self, name: str, shapes: Shapes) -> Any:
-        """Return the annotation of a tensor, or a problem."""
+    def axes(self, name: str, shapes: Shapes, of: Callable[[str], Any]) -> Any:
+        """Return the annotation of a tensor, or a problem.
+
+        Args:
+          name: Its name.
+          shapes: Name of each tensor -> its shape.
+          of: Function of a name that returns the annotation of that tensor, or a problem.
+        """
         own = name.removeprefix(self.family.prefix)
         row = _NUMBER.sub("#", own)
         dims = self.rows.get(row)
         if dims is None:
-            scale = self._scale(name, shapes)
+            scale = self._scale(name, shapes, of)
             return self._unknown(name) if scale is None else scale
         kinds = ("layers", "experts") if row.startswith(self.family.layers) else ("experts",)
         numbers = dict(zip(kinds, map(int, _NUMBER.findall(own)), strict=False))
@@ -219,7 +240,7 @@ class Table:
                 return Problem(error=CheckpointError, what=what, path=name, fix=fix)
         return None
 
-    def _scale(self, name: str, shapes: Shapes) -> Any:
+    def _scale(self, name: str, shapes: Shapes, of: Callable[[str], Any]) -> Any:
         """Return the annotation of a scale beside a weight, or None if it is not a scale."""
         suffix = next((suffix for suffix in _SCALES if name.endswith(suffix)), None)
         weight = f"{name.removesuffix(suffix)}.weight" if suffix else ""
@@ -228,7 +249,7 @@ class Table:
         whole, shape = tuple(shapes[weight]), tuple(shapes[name])
         if math.prod(shape) == 1 or len(shape) > len(whole):
             return (EMPTY,) * len(shape) if math.prod(shape) == 1 else None
-        annotation = self.axes(weight, shapes)
+        annotation = of(weight)
         if isinstance(annotation, Problem):
             return annotation
         problem = self._blocks(name, shape, whole)
@@ -248,6 +269,8 @@ class Table:
             fits = tuple(shape) == expected
         else:
             fits = all(size <= most for size, most in zip(shape, whole, strict=False))
+            # Fewer dims than the weight has: one scale per row.
+            fits &= len(shape) == len(whole) or tuple(shape) == tuple(whole[: len(shape)])
         if fits:
             return None
         what = f"the scale has shape {tuple(shape)}, and its weight {tuple(whole)}"

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from shardwright.errors import CheckpointError, Problem, raise_problems
-from shardwright.interop.hf.config import required_size
+from shardwright.interop.hf.config import required_size, size_of
 from shardwright.interop.hf.families import Family
 from shardwright.interop.hf.source import Source, Stack
 from shardwright.vocabulary.annotations import ArraySpec, PartOf, stacked
@@ -50,6 +50,24 @@ def stack_experts(sources: Mapping[str, Source]) -> dict[str, Source]:
         result[whole] = Stack(name=whole, parts=tuple(parts), dtype=parts[0].dtype)
     raise_problems(problems[:_MOST_PROBLEMS])
     return result
+
+
+def check_experts(names: Iterable[str], config: Mapping[str, Any]) -> None:
+    """Check that each layer with experts has all of them.
+
+    Raises:
+      CheckpointError: Experts are absent.
+    """
+    problems: list[Problem] = []
+    groups = _groups(names, _EXPERT, problems)
+    count = size_of(config, "num_local_experts", "num_experts", "n_routed_experts") or 0
+    for whole, group in groups.items():
+        numbers = (number for number in range(count) if number not in group)
+        absent = ", ".join(map(str, itertools.islice(numbers, 10)))
+        if absent and _NO_NUMBER not in group:
+            again = "download the checkpoint again"
+            problems.append(_problem(whole, f"the experts {absent} are absent", again))
+    raise_problems(problems[:_MOST_PROBLEMS])
 
 
 def stack_layers(

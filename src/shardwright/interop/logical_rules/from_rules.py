@@ -280,6 +280,9 @@ def _replaced(
     for name, (other, mode) in modes.items():
         if name not in known or name in names:
             continue
+        if other in names and names[other][1] is Role.PARAM:
+            notes.append(f"{name} applies in all modes, because {other} is a name of weights")
+            continue
         if other in known or other in names:
             replaced[name] = (other, mode_name(parse_mode(mode)))
         else:
@@ -398,19 +401,28 @@ def _table(
 
     A name of the other role is left out if its axis has a name of this role.
     """
-    ruled = {pair.name for pair in pairs}
-    own = {target[0] for name, target in targets.items() if name in ruled and target[1] is role}
+    own = {
+        target if isinstance(target, str) else target[0]: name
+        for name, target in targets.items()
+        if isinstance(target, str) or target[1] is role
+    }
+    left_out: set[str] = set()
     first_names: dict[str, str] = {}
     table = []
     for pair in pairs:
         target = targets[pair.name]
         axis = target if isinstance(target, str) else target[0]
         if not isinstance(target, str) and target[1] is not role and axis in own:
+            left_out.add(axis)
             continue
         # Names with the same rule may have become one axis. The rules of the first name are used.
         if first_names.setdefault(axis, pair.name) == pair.name:
             table.append((file_name(axis), pair))
-    return table
+    # A name of this role without a rule is replicated, whatever the rule of the other role says.
+    unruled = [axis for axis in own if axis in left_out and axis not in first_names]
+    return table + [
+        (file_name(axis), _Pair(name=own[axis], axes=(), source="no rule")) for axis in unruled
+    ]
 
 
 def _idle(pairs: Sequence[_Pair], sizes: Mapping[str, int]) -> list[str]:
