@@ -12,6 +12,7 @@ import pytest
 import shardwright as sw
 from shardwright.cli.main import main
 from shardwright.plan.compare_plans import compare_plans
+from shardwright.plan.moved_lines import moved_lines
 from shardwright.plan.walk.events import Event
 from tests.cli.test_plan import MODEL
 from tests.plan.test_walk import manager, mlp, plan
@@ -46,6 +47,60 @@ def test_one_rule_changes_only_rows_of_its_axis() -> None:
 def test_events_survive_json() -> None:
     for event in plan(BEFORE, mlp).events:
         assert Event.from_json(json.loads(json.dumps(event.to_json()))) == event
+
+
+def test_moved_lines_are_no_change(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A comment above the model moves its lines. A changed product next to it is a change."""
+    text = MODEL.replace("def programs", "def other(params, x):\n    return x\n\n\ndef programs")
+    for name, source in {
+        "before": MODEL,
+        "moved": f"# a comment\n{text}",
+        "doubled": f"# a comment\n{MODEL}".replace("(8, 16, 64)", "(16, 16, 64)"),
+    }.items():
+        (model / "planned_model.py").write_text(source, encoding="utf-8")
+        options = "--strategy fsdp_tp --mesh fsdp:2,tp:2,dp:2 --json --mode train"
+        assert main(shlex.split(f"plan planned_model.py:programs {options}")) == 0
+        (model / f"{name}.json").write_text(capsys.readouterr().out, encoding="utf-8")
+
+    def diff(after: str) -> tuple[int, str]:
+        code = main(["diff", "--plan", "before.json", "--plan", f"{after}.json", "--exit-code"])
+        return code, capsys.readouterr().out
+
+    code, text = diff("moved")
+    assert code == 0
+    assert "both plans are equal\nmoved: planned_model.py:12 -> 13" in text
+    code, text = diff("doubled")
+    assert code == 1
+    assert "inputs" in text
+
+
+def test_lines_are_matched_in_order() -> None:
+    def lines(text: str, start: int) -> dict[str, frozenset[str]]:
+        return {f"a.py:{number}": frozenset(word) for number, word in enumerate(text, start)}
+
+    assert moved_lines(lines("xyz", 3), lines("xyz", 3)) == {}
+    # One line is new and one is gone. Equal lines without a move stay where they are.
+    assert moved_lines(lines("xvyz", 3), lines("wxvz", 3)) == {
+        "a.py:3": "a.py:4",
+        "a.py:4": "a.py:5",
+    }
+    assert moved_lines(lines("xxyz", 3), lines("wxxz", 3)) == {"a.py:3": "a.py:5"}
+    assert moved_lines(lines("x", 3), {"b.py:4": frozenset("x")}) == {}
+
+
+def test_a_line_that_is_gone_is_not_paired_with_a_moved_one() -> None:
+    plans = []
+    for first, rest in (("mine.py:12", "mine.py:13"), ("", "mine.py:12")):
+        data = json.loads(json.dumps(plan(BEFORE, mlp).to_json()))
+        gathers = [event for event in data["events"] if event["kind"] == "all_gather"]
+        reduce = next(event for event in data["events"] if event["kind"] == "all_reduce")
+        data["events"] = [{**reduce, "kind": "all_gather", "source": first}] if first else []
+        data["events"] += [{**event, "source": rest} for event in gathers]
+        plans.append(data)
+    comparison = compare_plans(*plans)
+    assert comparison.moved == {"mine.py:13": "mine.py:12"}
+    changed = [row.source for row in comparison.traffic if row.changed]
+    assert changed == ["mine.py:12 (before)"]
 
 
 @pytest.mark.parametrize("data", [{}, {"state": 3}, {"state": {"by_category": {}}, "events": [{}]}])

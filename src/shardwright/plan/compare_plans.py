@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from shardwright.errors import StrategyError
 from shardwright.plan.collectives.collective import Kind
+from shardwright.plan.moved_lines import moved_lines
 from shardwright.plan.planner import PlanReport
 from shardwright.plan.walk.events import Event
 
@@ -45,7 +46,8 @@ class Traffic:
       kind: Kind of collective.
       mesh_axes: Mesh axes that they run over.
       axes: Semantic axes that cause them.
-      source: Line of the model.
+      source: Line of the model. If only the left plan has it, its line there.
+      moved_from: The line in the left plan, if the line has moved; else "".
       before: In the left plan, the number of runs, and the bytes that a device sends in all runs.
       after: The same in the right plan.
     """
@@ -56,6 +58,7 @@ class Traffic:
     source: str
     before: tuple[int, int]
     after: tuple[int, int]
+    moved_from: str = ""
 
     @property
     def changed(self) -> bool:
@@ -69,7 +72,8 @@ class Traffic:
             for side, pair in (("before", self.before), ("after", self.after))
         }
         axes = {"mesh_axes": list(self.mesh_axes), "axes": list(self.axes)}
-        return {"kind": str(self.kind), **axes, "source": self.source, **sides}
+        lines = {"source": self.source, "moved_from": self.moved_from}
+        return {"kind": str(self.kind), **axes, **lines, **sides}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +87,8 @@ class PlanComparison:
       traffic: One entry for each group of collectives, the largest difference first.
       gone: Places where only the left plan is unsure.
       new: Places where only the right plan is unsure.
+      moved: Line of the model in the left plan -> the same line in the right plan, if its number
+        differs. A moved line alone is not a change.
     """
 
     before: str
@@ -91,6 +97,7 @@ class PlanComparison:
     traffic: tuple[Traffic, ...]
     gone: tuple[str, ...]
     new: tuple[str, ...]
+    moved: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def changed(self) -> bool:
@@ -106,6 +113,7 @@ class PlanComparison:
             "changes": [dataclasses.asdict(change) for change in self.changes],
             "traffic": [row.to_json() for row in self.traffic],
             "unsure": {"before": list(self.gone), "after": list(self.new)},
+            "moved": dict(self.moved),
             "changed": self.changed,
         }
 
@@ -151,14 +159,17 @@ def _compare(left: Mapping[str, Any], right: Mapping[str, Any]) -> PlanCompariso
         Change(name=f"sent for {axis}", unit="B", before=sent[0][axis], after=sent[1][axis])
         for axis in sorted({*sent[0], *sent[1]})
     ]
-    unsure = _unsure(left), _unsure(right)
+    moved = moved_lines(_lines(left), _lines(right))
+    places = _places(left, moved)
+    unsure = _unsure(left, places), _unsure(right, {})
     return PlanComparison(
         before=_label(left),
         after=_label(right),
         changes=tuple(changes),
-        traffic=tuple(_traffic(_events(left), _events(right))),
+        traffic=tuple(_traffic(left, right, moved)),
         gone=tuple(sorted(unsure[0] - unsure[1])),
         new=tuple(sorted(unsure[1] - unsure[0])),
+        moved=moved,
     )
 
 
@@ -213,19 +224,51 @@ def _sent_by_axis(plan: Mapping[str, Any]) -> Counter[str]:
     return sent
 
 
-def _unsure(plan: Mapping[str, Any]) -> set[str]:
+def _lines(plan: Mapping[str, Any]) -> dict[str, frozenset[Hashable]]:
+    """Return what a plan says about each line of the model, apart from its number."""
+    lines: dict[str, Counter[Hashable]] = {}
+    for event in _events(plan):
+        # The rules name lines of the strategy file, which may have moved as well.
+        says = dataclasses.replace(event, source="", rules=())
+        lines.setdefault(event.source, Counter())[says] += 1
+    for source, mark in _marks(plan):
+        lines.setdefault(source, Counter())[mark] += 1
+    return {source: frozenset(says.items()) for source, says in lines.items()}
+
+
+def _places(plan: Mapping[str, Any], moved: Mapping[str, str]) -> dict[str, str]:
+    """Return the place in the right plan of each line of the left plan that has another one there.
+
+    A line of the left plan that is gone, and whose number another line has now, is marked.
+    """
+    taken = set(moved.values())
+    gone = {source for source in _lines(plan) if source in taken and source not in moved}
+    return {**moved, **{source: f"{source} (before)" for source in gone}}
+
+
+def _marks(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the line and the mark of each place where a plan is unsure."""
+    for each in plan.get("choices", ()):
+        yield each["source"], f"chosen: {each['mesh_axis']}"
+    for each in plan.get("idle", ()):
+        yield each["source"], f"idle: {'+'.join(each['mesh_axes'])}"
+
+
+def _unsure(plan: Mapping[str, Any], places: Mapping[str, str]) -> set[str]:
     """Return each place where a plan is unsure, as text."""
-    chosen = {
-        f"chosen: {each['mesh_axis']} at {each['source']}" for each in plan.get("choices", ())
-    }
-    idle = {
-        f"idle: {'+'.join(each['mesh_axes'])} at {each['source']}" for each in plan.get("idle", ())
-    }
-    return chosen | idle | {f"incomplete: no rule for {name}" for name in plan.get("unknown", ())}
+    marks = {f"{mark} at {places.get(source, source)}" for source, mark in _marks(plan)}
+    return marks | {f"incomplete: no rule for {name}" for name in plan.get("unknown", ())}
 
 
-def _traffic(left: Iterable[Event], right: Iterable[Event]) -> list[Traffic]:
-    totals = [_totals(events) for events in (left, right)]
+def _traffic(
+    left: Mapping[str, Any], right: Mapping[str, Any], moved: Mapping[str, str]
+) -> list[Traffic]:
+    places, origins = _places(left, moved), {new: old for old, new in moved.items()}
+    placed = [
+        dataclasses.replace(event, source=places.get(event.source, event.source))
+        for event in _events(left)
+    ]
+    totals = [_totals(events) for events in (placed, _events(right))]
     rows = [
         Traffic(
             kind=kind,
@@ -234,6 +277,7 @@ def _traffic(left: Iterable[Event], right: Iterable[Event]) -> list[Traffic]:
             source=source,
             before=totals[0].get((kind, mesh_axes, axes, source), (0, 0)),
             after=totals[1].get((kind, mesh_axes, axes, source), (0, 0)),
+            moved_from=origins.get(source, ""),
         )
         for kind, mesh_axes, axes, source in dict.fromkeys((*totals[0], *totals[1]))
     ]

@@ -10,6 +10,7 @@ from shardwright.vocabulary.axes import axis_label
 
 _HEAD = ("on each device", "before", "after", "change")
 _TRAFFIC = ("collective", "over", "axis", "times", "sent before", "sent after", "where")
+_MOVED = 5  # moved lines that are named
 
 
 def changes_text(comparison: PlanComparison, *, rows: int | None = None, width: int = WIDTH) -> str:
@@ -22,7 +23,7 @@ def changes_text(comparison: PlanComparison, *, rows: int | None = None, width: 
     """
     lines = [f"- {comparison.before}", f"+ {comparison.after}", ""]
     if not comparison.changed:
-        return "\n".join([*lines, "both plans are equal"])
+        return "\n".join([*lines, "both plans are equal", *_moved_lines(comparison)])
     changes = [change for change in comparison.changes if change.changed]
     if changes:
         lines += table([_HEAD, *map(_change_row, changes)], width=width)
@@ -37,7 +38,19 @@ def changes_text(comparison: PlanComparison, *, rows: int | None = None, width: 
         lines.append(f"{same} other {'row' if same == 1 else 'rows'} of collectives are equal")
     lines += [f"- {text}" for text in comparison.gone]
     lines += [f"+ {text}" for text in comparison.new]
+    lines += _moved_lines(comparison)
     return "\n".join(lines)
+
+
+def _moved_lines(comparison: PlanComparison) -> list[str]:
+    """Return a line that names the lines of the model whose numbers changed, if there are any."""
+    places = [_place_text(old, new) for old, new in comparison.moved.items()]
+    more = f" and {len(places) - _MOVED} more" if len(places) > _MOVED else ""
+    return [f"moved: {', '.join(places[:_MOVED])}{more}"] if places else []
+
+
+def _place_text(old: str, new: str) -> str:
+    return f"{old} -> {new.rpartition(':')[2]}"
 
 
 def _change_row(change: Change) -> tuple[str, ...]:
@@ -81,5 +94,5 @@ def _traffic_row(row: Traffic) -> tuple[str, ...]:
         str(runs) if runs == runs_after else f"{runs} -> {runs_after}",
         bytes_text(sent),
         bytes_text(sent_after),
-        row.source,
+        _place_text(row.moved_from, row.source) if row.moved_from else row.source,
     )
