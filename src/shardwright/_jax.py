@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -249,17 +250,32 @@ def source_line(equation: Any, *, skip_libraries: bool = False) -> str:
       equation: An equation of a jaxpr.
       skip_libraries: Prefer a line outside of installed packages, such as flax.
     """
-    traceback = equation.source_info.traceback
+    stack = equation.source_info.traceback
     frames = [
-        frame
-        for frame in (traceback.frames if traceback is not None else ())
-        if not frame.file_name.startswith(_NOT_THE_MODEL)
-        or frame.file_name.startswith(_REFERENCE_MODEL)
+        frame for frame in (() if stack is None else stack.frames) if _in_model(frame.file_name)
     ]
     outside = [frame for frame in frames if skip_libraries and not _LIBRARY.search(frame.file_name)]
     for frame in (*outside, *frames):
         return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
     return ""
+
+
+def raising_line(error: BaseException) -> str:
+    """Return the line of the model that an error comes from, as `model.py:12`, or "".
+
+    Only the frames from the `except` inwards count.
+    """
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if _in_model(frame.filename)
+    ]
+    outside = [frame for frame in frames if not _LIBRARY.search(frame.filename)]
+    for frame in reversed(outside or frames):
+        return f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    return ""
+
+
+def _in_model(name: str) -> bool:
+    return not name.startswith(_NOT_THE_MODEL) or name.startswith(_REFERENCE_MODEL)
 
 
 def program_lines(frame: Any, *, most: int = 8) -> str:

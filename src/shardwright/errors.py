@@ -245,6 +245,17 @@ def raise_problems(problems: Sequence[Problem], *, resolution: Any = None) -> No
         raise problems[0].error(problems=problems, resolution=resolution)
 
 
+def located(error: ShardingError, source: str) -> ShardingError:
+    """Return an error whose problems name a line of the user's code, `model.py:12`."""
+    if not source:
+        return error
+    problems = [
+        dataclasses.replace(problem, what=f"{problem.what} at {source}")
+        for problem in error.problems
+    ]
+    return type(error)(problems=problems, resolution=error.resolution)
+
+
 def shortened(text: str, most: int) -> str:
     """Cut text to about `most` characters. Keep both ends, and say how many others there are."""
     if len(text) <= most:

@@ -12,7 +12,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from shardwright import _jax
-from shardwright.errors import MeshMismatchError, ShardingError, StrategyError
+from shardwright.errors import MeshMismatchError, ShardingError, StrategyError, located
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.manager.request import Request
@@ -219,8 +219,11 @@ def trace(
         # A new function for each call: when it is freed, JAX frees its trace too.
         return function(*arguments)
 
-    with planning:
-        traced = jax.jit(traced_once).trace(*bare)
+    try:
+        with planning:
+            traced = jax.jit(traced_once).trace(*bare)
+    except ShardingError as error:
+        raise located(error, _jax.raising_line(error)) from error
     inputs = _inputs(shapes, specs, planning, roles)
     # A loop may compute values that nothing uses. JAX keeps them and compilers remove them, so they
     # are removed before the walk.
@@ -341,7 +344,10 @@ def walk(
             resolution = manager.answer(request)
             if not strict:
                 resolution = resolver.left_open(resolution)
-            spec = resolution.require()
+            try:
+                spec = resolution.require()
+            except ShardingError as error:
+                raise located(error, source) from error
             known[key] = (
                 dims_of_spec(spec.partitions, len(request.shape or ()), sizes),
                 {axis: dim for dim in resolution.decisions for axis in dim.mesh_axes},

@@ -13,6 +13,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from shardwright import _jax
+from shardwright.errors import ShardingError, located
 from shardwright.manager.manager import PartitionManager
 from shardwright.manager.request import Request
 from shardwright.plan.annotate import Annotation, annotate_axes_p
@@ -38,6 +40,7 @@ class AnnotationRequest:
         the compiler.
       bytes: Bytes of the whole array.
       runs: How often it runs; 0 for arguments and results.
+      source: Line of the model, `model.py:12`; "" for arguments and results.
     """
 
     request: Request
@@ -45,6 +48,7 @@ class AnnotationRequest:
     strict: bool
     bytes: int
     runs: int
+    source: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,26 +63,29 @@ class ResolvedAnnotation:
 def read_annotations(traced: Trace) -> tuple[AnnotationRequest, ...]:
     """Return the annotations of a trace: of its arguments, its results and its equations."""
     ends = [each for each in (*traced.inputs, *traced.outputs) if isinstance(each, Request)]
-    entries = [*((request, True, 0, 0) for request in ends), *_inside(traced.jaxpr, 1)]
+    entries = [*((request, True, 0, 0, "") for request in ends), *_inside(traced.jaxpr, 1)]
     numbers: dict[Any, int] = {}
     requests = []
-    for request, strict, size, runs in entries:
+    for request, strict, size, runs, source in entries:
         key = (repr(request.annotation), tuple(request.shape or ()), *request[2:], strict)
         number = numbers.setdefault(key, len(numbers))
         requests.append(
-            AnnotationRequest(request=request, number=number, strict=strict, bytes=size, runs=runs)
+            AnnotationRequest(
+                request=request, number=number, strict=strict, bytes=size, runs=runs, source=source
+            )
         )
     return tuple(requests)
 
 
-def _inside(jaxpr: Any, runs: int) -> Iterator[tuple[Request, bool, int, int]]:
-    """Yield request, strictness, bytes and runs of each annotation of a jaxpr."""
+def _inside(jaxpr: Any, runs: int) -> Iterator[tuple[Request, bool, int, int, str]]:
+    """Yield request, strictness, bytes, runs and line of each annotation of a jaxpr."""
     for equation in live_equations(jaxpr):
         if equation.primitive is annotate_axes_p:
             annotation: Annotation = equation.params["annotation"]
             aval = equation.outvars[0].aval
             size = aval.size * aval.dtype.itemsize
-            yield annotation.request, annotation.strict, size, runs
+            source = _jax.source_line(equation)
+            yield annotation.request, annotation.strict, size, runs, source
         inner = runs * equation.params["length"] if equation.primitive.name == "scan" else runs
         for nested in nested_jaxprs(equation):
             yield from _inside(nested, inner)
@@ -105,7 +112,10 @@ def resolve_all(
             resolution = manager.answer(each.request)
             if not each.strict:
                 resolution = resolver.left_open(resolution)
-            spec = resolution.require()
+            try:
+                spec = resolution.require()
+            except ShardingError as error:
+                raise located(error, each.source) from error
             ndim = len(each.request.shape or ())
             known[key] = resolution.role, dims_of_spec(spec.partitions, ndim, sizes)
         role, dims = known[key]
