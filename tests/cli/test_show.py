@@ -236,3 +236,17 @@ def test_every_command_is_tested() -> None:
         for path in (*tests.glob("cli/*.py"), *tests.glob("plan/test_*.py"))
     )
     assert [name for name in COMMANDS if f'"{name} ' not in text] == []
+
+
+def test_progress_without_a_terminal_is_a_line_per_interval(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The log of CI gets nothing from a short command, and a line every ten seconds from others."""
+    now = [100.0]
+    monkeypatch.setattr("shardwright.cli.show.time.monotonic", lambda: now[0])
+    progress = show.ProgressLine()
+    for second in range(25):
+        now[0] = 100.0 + second
+        progress(f"judged {second}")
+    progress.close()
+    assert capsys.readouterr().err == "judged 10\njudged 20\n"

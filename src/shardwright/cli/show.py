@@ -65,26 +65,32 @@ def print_json(data: Any) -> None:
 
 
 class ProgressLine:
-    """One line on stderr that is written again and again. Only terminals show it."""
+    """Progress on stderr: on a terminal a line that is written again and again.
+
+    Elsewhere, such as in the log of CI, a new line every ten seconds.
+    """
 
     def __init__(self) -> None:
+        self._terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._every = 0.1 if self._terminal else 10.0
         self._width = 0
-        self._due = 0.0
+        # A terminal shows the first state, and a log only what takes long.
+        self._due = 0.0 if self._terminal else time.monotonic() + self._every
 
     def __call__(self, state: object) -> None:
-        """Show a state, at most ten times per second."""
+        """Show a state, at most once in the time between two lines."""
         now = time.monotonic()
-        if now < self._due or not sys.stderr.isatty():
+        if now < self._due or sys.stderr is None:
             return
-        self._due = now + 0.1
+        self._due = now + self._every
         text = str(state)
-        sys.stderr.write(f"\r{text:<{self._width}}")
+        sys.stderr.write(f"\r{text:<{self._width}}" if self._terminal else f"{text}\n")
         sys.stderr.flush()
         self._width = len(text)
 
     def close(self) -> None:
-        """Clear the line."""
-        if self._width:
+        """Clear the line of a terminal."""
+        if self._width and self._terminal:
             sys.stderr.write(f"\r{'':<{self._width}}\r")
             sys.stderr.flush()
             self._width = 0
