@@ -19,6 +19,7 @@ from shardwright.errors import ProgramError
 from shardwright.plan import Program
 from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.report.search import search_text, verified_text
+from shardwright.plan.report.text import bytes_text
 from shardwright.plan.search import SearchReport, search_variants, verify_front
 from shardwright.plan.search.defaults import default_strategies
 from shardwright.plan.verify.compiler import Compiled, Target
@@ -233,6 +234,45 @@ def test_modes_share_one_strategy() -> None:
         assert not any(
             all(a <= b for a, b in zip(other, one.costs, strict=True)) for other in others
         )
+
+
+def test_dropped_candidates_have_an_example() -> None:
+    found = search(axes=("dp", "tp"), pins=["query_length = tp"])
+    assert found.fixed_axes == ("fsdp", "sp", "ep")
+    text = search_text(found)
+    assert "because --axes does not name them: fsdp, sp, ep" in text
+    # The first of them, its error, the line of the model, the rule and the fix.
+    assert "fsdp_tp on dp:4,tp:2: AxisConflictError" not in text
+    for reason, example in found.examples.items():
+        assert found.dropped[reason]
+        assert example.startswith("fsdp_tp on ")
+    (conflict,) = [text for reason, text in found.examples.items() if "Conflict" in reason]
+    assert "test_search.py:" in conflict
+    assert "  rule  " in conflict
+    assert found.to_json()["examples"] == dict(found.examples)
+
+
+def test_least_candidate_that_does_not_fit_is_named() -> None:
+    found = search(program(2**26), axes=("fsdp", "tp"))
+    assert not found.candidates
+    assert found.dropped["does not fit"] == 3
+    # With tp, more devices hold the same rows of x.
+    x = bytes_text(2**26 * 16 * 64 * 2 // 8 + 2 * 64 * (64 + 256) // 8)
+    assert found.examples["does not fit"] == f"fsdp_tp on fsdp:8: at least {x} of 15.8 GiB"
+
+
+def test_overlapping_times_are_counted() -> None:
+    found = search()
+    first = found.front[0].seconds
+    assert found.undecided == sum(one.least_seconds < first for one in found.front)
+    says = f"the times of {found.undecided} of them overlap"
+    assert (says in search_text(found)) == (found.undecided > 1)
+
+
+def test_equal_candidates_keep_the_order_of_strategies() -> None:
+    same = {name: sw.Strategy.preset("fsdp_tp") for name in ("later", "earlier")}
+    found = sw.search(program(32), same, topology="v5e:2x4", axes=("fsdp",))
+    assert [one.name for one in found.candidates] == ["later", "earlier"]
 
 
 def test_variants_are_compared() -> None:

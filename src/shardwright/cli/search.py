@@ -164,15 +164,15 @@ def run(arguments: argparse.Namespace) -> int:
         )
         for name, modes in groups.items()
     }
-    progress.close()
     written = {
         name: [] if arguments.out is None else _write(report, arguments, name, len(reports) > 1)
         for name, report in reports.items()
     }
     verified = {
-        name: _verify(arguments, report, variants) if arguments.verify else ()
+        name: _verify(arguments, report, variants, progress) if arguments.verify else ()
         for name, report in reports.items()
     }
+    progress.close()
     if arguments.json:
         _print_json(reports, written, verified)
     else:
@@ -189,6 +189,7 @@ def _verify(
     arguments: argparse.Namespace,
     report: SearchReport,
     variants: Mapping[str, Mapping[str, Program]],
+    progress: ProgressLine,
 ) -> tuple[VerifiedCandidate, ...]:
     return verify_front(
         report,
@@ -198,6 +199,7 @@ def _verify(
         effort=arguments.effort or "low",
         timeout=arguments.verify_timeout or TIMEOUT,
         cache=cache_folder(arguments.verify_cache),
+        progress=progress,
     )
 
 

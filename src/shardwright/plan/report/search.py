@@ -35,7 +35,19 @@ def search_text(found: SearchReport, *, rows: int | None = None, width: int = WI
             f"judged {found.judged} candidates on {found.topology}, and planned {found.walked} "
             f"programs: {result}"
         )
-    lines += [f"dropped {count}: {reason}" for reason, count in found.dropped.items()]
+    if found.undecided > 1:
+        lines.append(
+            f"the times of {found.undecided} of them overlap, so each may be the fastest: "
+            f"--verify {found.undecided} compiles them"
+        )
+    if found.fixed_axes:
+        lines.append(
+            f"one device in every candidate, because --axes does not name them: "
+            f"{', '.join(found.fixed_axes)}"
+        )
+    for reason, count in found.dropped.items():
+        lines.append(f"dropped {count}: {reason}")
+        lines += [f"  {line}" for line in found.examples.get(reason, "").splitlines()]
     return "\n".join(lines)
 
 

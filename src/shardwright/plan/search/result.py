@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology
 from shardwright.plan.planner import PlanReport
+from shardwright.plan.search.space import mesh_text
 from shardwright.vocabulary.modes import mode_name
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class Candidate:
       strategy: The strategy with this mesh and these changes, ready to be written to a file.
       reports: Mode -> its plan.
       variant: Label of the program, if several were searched; else "".
+      position: Position of the strategy among those that were searched.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Candidate:
     reports: Mapping[str, PlanReport]
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     variant: str = ""
+    position: int = 0
 
     @property
     def report(self) -> PlanReport:
@@ -49,6 +52,12 @@ class Candidate:
     def seconds(self) -> float:
         """Upper end of the estimated time of one run of each mode, all runs together."""
         return sum(seconds_of(report) for report in self.reports.values())
+
+    @property
+    def least_seconds(self) -> float:
+        """Lower end of the estimated time of one run of each mode, all runs together."""
+        times = [report.time for report in self.reports.values()]
+        return sum(time.low for time in times if time is not None)
 
     @property
     def most_bytes(self) -> int:
@@ -82,19 +91,19 @@ class Candidate:
         """The key by which candidates are sorted, the fastest first. No two keys are equal."""
         settings = tuple(self.settings.items())
         names = (self.variant, self.name, self.mesh, tuple(self.sizes.items()), settings)
-        # Of candidates with equal costs, the one with the fewest mesh axes comes first.
+        # Of candidates with equal costs, the one with the fewest mesh axes comes first, then that
+        # of the first strategy.
         axes = sum(size > 1 for size in self.sizes.values())
-        return (self.seconds, self.most_bytes, axes, *names)
+        return (self.seconds, self.most_bytes, axes, self.position, *names)
 
     def to_json(self) -> dict[str, Any]:
         """Return the candidate as plain data."""
-        times = [report.time for report in self.reports.values() if report.time is not None]
         return {
             "variant": self.variant,
             "strategy": self.name,
             "mesh": dict(self.sizes),
             "settings": dict(self.settings),
-            "seconds": [sum(time.low for time in times), self.seconds],
+            "seconds": [self.least_seconds, self.seconds],
             "memory": [
                 max(report.memory.low for report in self.reports.values()),
                 self.most_bytes,
@@ -123,6 +132,10 @@ class SearchReport:
       dropped: Reason -> number of candidates.
       walked: Number of walks. Candidates that differ only in the order of axes share a walk.
       skipped: Number of candidates that were not walked, because they ranked too low.
+      examples: Reason -> the first candidate that was dropped for it, and its error. For `does not
+        fit` it is the candidate that needs least.
+      fixed_axes: Mesh axes of the strategies that have one device in every candidate, because
+        `axes` leaves them out.
     """
 
     topology: Topology
@@ -130,6 +143,8 @@ class SearchReport:
     dropped: Mapping[str, int]
     walked: int = 0
     skipped: int = 0
+    examples: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    fixed_axes: tuple[str, ...] = ()
 
     @property
     def judged(self) -> int:
@@ -158,6 +173,14 @@ class SearchReport:
                 front.append(candidate)
         return tuple(front)
 
+    @property
+    def undecided(self) -> int:
+        """Number of candidates of the front that may be the fastest.
+
+        They may take less than the upper end of the first one.
+        """
+        return sum(each.least_seconds < self.front[0].seconds for each in self.front)
+
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data."""
         return {
@@ -166,6 +189,8 @@ class SearchReport:
             "walked": self.walked,
             "exhaustive": self.exhaustive,
             "dropped": dict(self.dropped),
+            "examples": dict(self.examples),
+            "fixed_axes": list(self.fixed_axes),
             "front": [candidate.to_json() for candidate in self.front],
             "candidates": [candidate.to_json() for candidate in self.candidates],
         }
@@ -175,11 +200,6 @@ def seconds_of(report: PlanReport) -> float:
     """Return the upper end of the estimated time of a plan on a slice."""
     assert report.time is not None
     return report.time.high
-
-
-def mesh_text(sizes: Mapping[str, int]) -> str:
-    """Return the mesh axes of size > 1 as text."""
-    return ",".join(f"{axis}:{size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
 def _at_most(costs: tuple[float, ...], others: tuple[float, ...]) -> bool:

@@ -8,6 +8,7 @@ closed form, and the others to the smallest by state. Nothing is compiled.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +20,7 @@ from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.plan.layout import Layout, lay_out
 from shardwright.plan.planner import PlanReport, Program, price, program_state, trace_program
+from shardwright.plan.report.text import bytes_text
 from shardwright.plan.search.defaults import default_strategies
 from shardwright.plan.search.rank import (
     AnnotationRequest,
@@ -137,12 +139,18 @@ def search_variants(
         for candidate in report.candidates
     ]
     dropped = sum((Counter(report.dropped) for report in reports.values()), Counter())
+    examples: dict[str, str] = {}
+    for label, report in reports.items():
+        for reason, text in report.examples.items():
+            examples.setdefault(reason, f"{label}, {text}" if label else text)
     return SearchReport(
         topology=next(iter(reports.values())).topology,
         candidates=tuple(sorted(candidates, key=lambda each: each.order)),
         dropped=_ordered(dropped),
         walked=sum(report.walked for report in reports.values()),
         skipped=sum(report.skipped for report in reports.values()),
+        examples=examples,
+        fixed_axes=next(iter(reports.values())).fixed_axes,
     )
 
 
@@ -204,6 +212,8 @@ class _Search:
       walks: Specs of a walked candidate -> its plans by mode.
       flops: Upper bound of the operations of all devices, by mode.
       dropped: Reason -> number of candidates.
+      examples: Reason -> a candidate that was dropped for it, with its error.
+      least: Bytes of the dropped candidate that needs least of those that do not fit.
     """
 
     space: Space
@@ -217,6 +227,8 @@ class _Search:
     walks: dict[_Specs, dict[str, PlanReport]] = dataclasses.field(default_factory=dict)
     flops: dict[str, float] = dataclasses.field(default_factory=dict)
     dropped: Counter[str] = dataclasses.field(default_factory=Counter)
+    examples: dict[str, str] = dataclasses.field(default_factory=dict)
+    least: float = math.inf
 
     def run(self, most: int) -> SearchReport:
         """Judge every candidate, walk the best, and return the result."""
@@ -232,7 +244,8 @@ class _Search:
             candidate = self._walk(each)
             self._report("planned", number, len(walked))
             if candidate.verdict is Verdict.DOES_NOT_FIT:
-                self.dropped[_TOO_LARGE] += 1
+                least = max(report.memory.low for report in candidate.reports.values())
+                self._drop_large(each.point, least)
             else:
                 candidates.append(candidate)
         skipped = len(resolved) - len(walked)
@@ -244,7 +257,17 @@ class _Search:
             dropped=_ordered(self.dropped),
             walked=len(chosen),
             skipped=skipped,
+            examples=self.examples,
+            fixed_axes=self.space.fixed_axes,
         )
+
+    def _drop_large(self, point: Point, needed: int) -> None:
+        """Count a candidate that does not fit. Keep the one that needs least as the example."""
+        self.dropped[_TOO_LARGE] += 1
+        if needed < self.least:
+            self.least = needed
+            usable = bytes_text(self.topology.chip.hbm_bytes)
+            self.examples[_TOO_LARGE] = f"{point}: at least {bytes_text(needed)} of {usable}"
 
     def _report(self, doing: str, done: int, of: int) -> None:
         if self.progress is not None:
@@ -260,11 +283,12 @@ class _Search:
             try:
                 each = self._resolve(point, self._strategy(point, strategies))
             except ShardingError as error:
-                self.dropped[_reason(error)] += 1
+                reason = _reason(error)
+                self.dropped[reason] += 1
+                self.examples.setdefault(reason, f"{point}: {error.problems[0]}")
                 first_error = first_error or error
                 continue
             if each is None:
-                self.dropped[_TOO_LARGE] += 1
                 continue
             # Mesh axes of size 1 change nothing, so several points may be one program.
             key = (point.name, each.specs, repr(each.layout.parts))
@@ -289,7 +313,7 @@ class _Search:
         return result
 
     def _resolve(self, point: Point, base: Strategy) -> _Resolved | None:
-        """Resolve a candidate. Return None if its state does not fit."""
+        """Resolve a candidate. If its state does not fit, count it as dropped and return None."""
         strategy = base | type(base)(mesh=dict(point.sizes))
         manager = PartitionManager(strategy, mesh=abstract_mesh(dict(point.sizes)))
         layout = lay_out(self.topology, point.sizes)
@@ -297,6 +321,7 @@ class _Search:
         specs: list[Any] = [tuple(sorted(sizes.items()))]
         held = max(self._held(manager.for_mode(mode), mode) for mode in self.programs)
         if held > self.topology.chip.hbm_bytes:
+            self._drop_large(point, held)
             return None
         rank = 0.0
         for mode in self.programs:
@@ -391,6 +416,7 @@ class _Search:
             settings=each.point.settings,
             strategy=each.strategy,
             reports=reports,
+            position=list(self.space.strategies).index(each.point.name),
         )
 
 

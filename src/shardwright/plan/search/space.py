@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 MOST: Final = 20_000  # candidates; to judge so many takes two to three minutes
 
 
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """Return the mesh axes of size > 1 as text."""
+    return ",".join(f"{axis}:{size}" for axis, size in sizes.items() if size > 1) or "one device"
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
     """One candidate of a space.
@@ -29,6 +34,10 @@ class Point:
     name: str
     settings: Settings
     sizes: Mapping[str, int]
+
+    def __str__(self) -> str:
+        settings = ", ".join(f'{key} = "{text}"' for key, text in self.settings.items())
+        return f"{self.name} on {mesh_text(self.sizes)}{' with ' if settings else ''}{settings}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +62,13 @@ class Space:
     vary: Mapping[str, Sequence[str | None]] = dataclasses.field(default_factory=dict)
     orders: bool = False
     modes: Sequence[str] = ()
+
+    @property
+    def fixed_axes(self) -> tuple[str, ...]:
+        """Mesh axes of the strategies that have size 1 because `axes` leaves them out."""
+        known = dict.fromkeys(axis for each in self.strategies.values() for axis in each.mesh)
+        axes = known if self.axes is None else self.axes
+        return tuple(axis for axis in known if axis not in axes)
 
     def points(self) -> list[Point]:
         """Return every candidate, always in the same order.

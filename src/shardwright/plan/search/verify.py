@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from shardwright.plan.planner import Program
 from shardwright.plan.search.result import Candidate, SearchReport, seconds_of
 from shardwright.plan.verify.compiler import TIMEOUT, Effort, Platform
 from shardwright.plan.verify.run import Verification, verify_plan
+from shardwright.vocabulary.modes import mode_name
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,7 @@ def verify_front(
     effort: Effort = "low",
     timeout: float = TIMEOUT,
     cache: Path | None = None,
+    progress: Callable[[str], object] | None = None,
 ) -> tuple[VerifiedCandidate, ...]:
     """Compile the fastest candidates of the front, and order them by their compiled programs.
 
@@ -109,16 +111,20 @@ def verify_front(
       effort: How much the compiler optimizes.
       timeout: Seconds for each compile.
       cache: Folder of compiled results. Defaults to none.
+      progress: Called with a text before each compile.
 
     Raises:
       StrategyError: There is no compiler for the slice, or it is not installed.
     """
     verified = []
-    for candidate in found.front[:most]:
+    chosen = found.front[:most]
+    for number, candidate in enumerate(chosen, 1):
         manager = PartitionManager(candidate.strategy, mesh=abstract_mesh(dict(candidate.sizes)))
         verifications: dict[str, Verification] = {}
         failures: list[str] = []
         for mode in candidate.reports:
+            if progress is not None:
+                progress(f"compiling {number} of {len(chosen)} candidates for {mode_name(mode)}")
             try:
                 verifications[mode] = verify_plan(
                     manager.for_mode(mode),
