@@ -124,6 +124,35 @@ def test_finding_has_place_and_source_line() -> None:
     assert "the dim is not named, and the program uses it as HEAD: queries" in replicated.message
 
 
+def test_every_swap_of_two_dims_is_found() -> None:
+    """Swap two dims of any arrays in a mixture of experts, with and without a common size."""
+    inferred = infer(models.EINSUM_MOE)
+    leaves, tree = jax.tree.flatten(annotations(models.EINSUM_MOE), is_leaf=is_annotation)
+    places = [(leaf, dim) for leaf, axes in enumerate(leaves) for dim in range(len(axes))]
+    missed, swaps = [], 0
+    for (i, at), (j, other) in itertools.combinations(places, 2):
+        if plain((leaves[i][at],)) == plain((leaves[j][other],)):
+            continue
+        changed = [list(axes) for axes in leaves]
+        changed[i][at], changed[j][other] = leaves[j][other], leaves[i][at]
+        try:
+            found = lint_names(jax.tree.unflatten(tree, list(map(tuple, changed))), inferred)
+        except sw.ShardingError:
+            continue  # an array has one axis twice
+        swaps += 1
+        if not found:
+            missed.append((i, at, leaves[i][at], j, other, leaves[j][other]))
+    assert missed == []
+    assert swaps > 100
+
+
+def test_finding_shows_the_sizes_of_a_merged_dim() -> None:
+    axes = ("EMBED", sw.merged(("HEAD", 12), ("HEAD_DIM", 2)))
+    (finding,) = lint_names(changed(models.FLAT_LLAMA, axes, "o"), infer(models.FLAT_LLAMA))
+    says = "is named HEAD:12*HEAD_DIM:2, and the program uses it as HEAD:4*HEAD_DIM:6"
+    assert says in finding.message
+
+
 def test_layouts_are_compared_by_meaning() -> None:
     tree = changed(LLAMA, sw.ColumnWise, "layers", 0, "up")
     assert lint_names(tree, infer(LLAMA)) == ()
@@ -145,7 +174,7 @@ def test_axes_of_your_own_are_compared_with_each_other() -> None:
 
 def test_conflicts_are_findings() -> None:
     def forward(params: Any, tokens: Any) -> Any:
-        total = jax.lax.scan(lambda sums, row: (sums + row, None), params[0], params)[0]
+        total = jax.lax.scan(lambda x, row: (x + (x @ row) * row, None), params[0], params)[0]
         return params[tokens] + total
 
     shape = jax.ShapeDtypeStruct((96, 24), "float32")

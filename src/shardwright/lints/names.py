@@ -25,6 +25,7 @@ from shardwright.vocabulary.axes import (
     NORM,
     QUERY_LENGTH,
     SEMANTIC_AXES,
+    axis_label,
 )
 from shardwright.vocabulary.lowering import Dim, lower
 from shardwright.vocabulary.merged_dims import MergedDim
@@ -150,7 +151,9 @@ def _compare(
         return None
     text = axis_text(dim.axis)
     replicated = not names
-    what = "is not named" if replicated else f"is named {annotated.label}"
+    members = [f"{axis_label(name)}:{size}" for name, size in annotated.merged]
+    label = "*".join(members) or annotated.label
+    what = "is not named" if replicated else f"is named {label}"
     return Finding(
         code=Code.OTHER_NAME,
         severity=Severity.NOTE if replicated else Severity.WARNING,
