@@ -258,9 +258,39 @@ def test_errors_name_the_constraint() -> None:
         forward.explain(manager("fsdp:8"))
 
 
+def test_inputs_may_be_passed_by_name() -> None:
+    inferred = infer(DECODER)
+    tokens = jnp.zeros((8, 16), jnp.int32)
+    with manager():
+        by_name = jax.eval_shape(
+            lambda params: sw.constrained(decoder, inferred)(params, tokens=tokens), DECODER.shapes
+        )
+    assert by_name.shape == (8, 16, VOCAB)
+
+    def only_by_name(params: Any, *, tokens: Any) -> Any:
+        return decoder(params, tokens)
+
+    with manager(), pytest.raises(sw.StrategyError, match="takes tokens by name only"):
+        sw.constrained(only_by_name, inferred)(DECODER.shapes, tokens=tokens)
+
+
+def test_what_is_no_inference_is_refused() -> None:
+    with pytest.raises(sw.StrategyError, match="inferred is NoneType, not the result of"):
+        sw.constrained(decoder, None)  # type: ignore[arg-type]
+
+
+def test_explicit_axes_are_refused() -> None:
+    """Their shardings are part of the types, and a trace has other ones."""
+    mesh = cpu_mesh("fsdp:4,tp:2", axis_types="explicit")
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=mesh)
+    forward = sw.constrained(decoder, infer(DECODER))
+    with pm, pytest.raises(sw.StrategyError, match="needs Auto mesh axes"):
+        jax.eval_shape(forward, DECODER.shapes, *DECODER.inputs)
+
+
 def test_conflicts_are_refused() -> None:
     def two_names(params: Any, tokens: Any) -> Any:
-        rows = jax.lax.scan(lambda total, row: (total + row, None), jnp.zeros(24), params)[0]
+        rows = jax.lax.scan(lambda x, row: (x + (x @ row) * row, None), jnp.ones(24), params)[0]
         return params[tokens] + rows
 
     inferred = infer(Model("two names", two_names, ((96, 24), "")))

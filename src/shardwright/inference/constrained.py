@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardwright import _jax
 from shardwright.errors import ShardingError, StrategyError, raise_problems
@@ -17,7 +19,7 @@ from shardwright.inference.constraints import Constraint, fingerprint
 from shardwright.inference.control import CALLS, REMATS, rebuilds
 from shardwright.inference.inferred import Inferred
 from shardwright.inference.report import axis_text
-from shardwright.manager.ambient import shard
+from shardwright.manager.ambient import current_manager, shard
 from shardwright.manager.manager import PartitionManager
 from shardwright.resolution.tables import WIDTH, table
 
@@ -37,16 +39,22 @@ class Constrained:
     forward: Callable[..., Any]
     inferred: Inferred
 
-    def __call__(self, params: Any, *inputs: Any) -> Any:
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Return `forward(params, *inputs)`, with its intermediates sharded by the ambient manager.
+
+        Inputs may be passed by name too, if `forward` can also take them by position.
 
         Leaves of `params` that inference left out, such as the functions in a model of equinox,
         stay as they are.
 
         Raises:
-          StrategyError: The program is not the one that was inferred.
+          StrategyError: The program is not the one that was inferred, `forward` takes an argument
+            by name only, or axes of the mesh are Explicit.
           ShardingError: An intermediate does not fit the rules or the mesh.
         """
+        _refuse_explicit(current_manager().mesh)
+        params, *others = _positional(self.forward, arguments, named)
+        inputs = tuple(others)
         leaves, tree = jax.tree.flatten((params, inputs))
         is_array = _are_arrays(params, len(leaves), self.inferred)
         arrays = list(itertools.compress(leaves, is_array))
@@ -117,6 +125,11 @@ def constrained(forward: Callable[..., Any], inferred: Inferred) -> Constrained:
     >>> [each.kind for each in sw.constrained(forward, inferred).inferred.constraints]
     ['residual stream', 'logits']
     """
+    if not isinstance(inferred, Inferred):
+        raise StrategyError(
+            f"inferred is {type(inferred).__name__}, not the result of infer_axes",
+            fix="write constrained(forward, infer_axes(forward, params, *inputs, seeds=...))",
+        )
     raise_problems([conflict.problem() for conflict in inferred.conflicts])
     if not inferred.constraints:
         reasons = [f"{count} with {why}" for why, count in inferred.unconstrained.items()]
@@ -125,6 +138,34 @@ def constrained(forward: Callable[..., Any], inferred: Inferred) -> Constrained:
             fix="name the batch and the length of every input in seeds=, and sizes in sizes=",
         )
     return Constrained(forward=forward, inferred=inferred)
+
+
+def _refuse_explicit(mesh: Mesh | AbstractMesh) -> None:
+    """Refuse a mesh with Explicit axes.
+
+    There the shardings are part of the types, and a traced program keeps those of its trace: in
+    constants, and in custom derivatives such as that of `jax.nn.relu`.
+    """
+    if AxisType.Explicit in mesh.axis_types:
+        raise StrategyError(
+            "constrained needs Auto mesh axes, and the mesh has Explicit ones",
+            fix='create the mesh with axis_types="auto", or call sw.shard in the model',
+        )
+
+
+def _positional(
+    forward: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]
+) -> Sequence[Any]:
+    """Return all arguments of a call by position."""
+    if not named:
+        return arguments
+    bound = inspect.signature(forward).bind(*arguments, **named)
+    if bound.kwargs:
+        raise StrategyError(
+            f"the function takes {', '.join(bound.kwargs)} by name only",
+            fix="pass a function of positional arguments to infer_axes and constrained",
+        )
+    return bound.args
 
 
 def _are_arrays(params: Any, leaves: int, inferred: Inferred) -> list[bool]:
