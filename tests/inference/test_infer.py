@@ -158,7 +158,7 @@ def test_two_names_for_one_dim() -> None:
     def forward(params: Any, tokens: Any) -> Any:
         rows = params["table"][tokens]
         total, _ = jax.lax.scan(
-            lambda total, row: (total + row, None), jnp.zeros(24), params["table"]
+            lambda x, row: (x + (x @ row) * row, None), jnp.ones(24), params["table"]
         )
         return rows + total
 
@@ -270,12 +270,46 @@ def test_primitives_without_a_rule_are_listed() -> None:
     [
         ([], sw.StrategyError, "0 seeds for 1 arrays of the inputs"),
         ([3], sw.StrategyError, "seed 0 is 3, not a tuple of axes"),
+        (None, sw.StrategyError, "seeds is NoneType, not a list"),
+        ([(("BATCH", "LENGTH"), None)], sw.StrategyError, "write their sizes too: merged"),
+        ([(sw.merged(("HEAD", 4)), None)], sw.StrategyError, "4 elements in .* the dim has 2"),
         ([("BATCH",)], sw.RankMismatchError, r"seed 0 has 1 axes, the array has shape \(2, 10\)"),
     ],
 )
 def test_invalid_seeds(seeds: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         infer(LLAMA, seeds=seeds)
+
+
+def test_seed_of_a_dim_that_flattens_two() -> None:
+    """Tokens of all sequences in one dim have a length, and their axes are checked too."""
+
+    def forward(params: Any, tokens: Any) -> Any:
+        return params["table"][tokens] + params["positions"][jnp.arange(20) % 10]
+
+    params = {"table": ((96, 24), ""), "positions": ((16, 24), "")}
+    model = Model("flat", forward, params, (jax.ShapeDtypeStruct((20,), jnp.int32),))
+    inferred = infer(model, seeds=[(sw.merged((sw.BATCH, 2), (sw.LENGTH, 10)),)])
+    assert inferred.annotations["table"] == (sw.VOCAB, sw.EMBED)
+    assert inferred.guesses == ()
+    with pytest.raises(sw.UnknownAxisError, match="did you mean 'LENGTH'"):
+        infer(model, seeds=[(sw.merged(("BATCH", 2), ("LENGHT", 10)),)])
+
+
+def test_leaves_that_are_not_arrays() -> None:
+    """All of them are named with their paths."""
+    params = {**LLAMA.shapes, "name": "llama", "activation": jax.nn.silu}
+    with pytest.raises(sw.StrategyError) as caught:
+        sw.infer_axes(LLAMA.forward, params, *LLAMA.inputs, seeds=LLAMA.seeds)
+    problems = [(problem.path, problem.what) for problem in caught.value.problems]
+    assert ("name", "the leaf is str, not an array") in problems
+    assert len(problems) == 2
+    assert "leave it out of the tree" in caught.value.problems[0].fix
+
+
+def test_errors_of_the_model_stay() -> None:
+    with pytest.raises(TypeError, match="unsupported operand"):
+        infer(Model("broken", lambda params, tokens: params["w"] + "a", {"w": ((2, 3), "")}))
 
 
 def test_misspelled_axes_are_refused() -> None:

@@ -26,7 +26,9 @@ class Atom:
       learned: Whether it is a factor of a parameter's dim, or of a piece of such a dim.
       counts: Whether an iota counts along it.
       nonlinear: Whether an activation function was applied to it.
-      residual: Whether two activations were added along it.
+      residual: Whether an activation was added along it to one that it is computed from.
+      routed: Whether activations choose along it, by one-hot rows or by a scatter.
+      given: Whether it is a dim of an input.
       is_shards: Whether it is the number of shards of a `shard_map`. It then belongs to the next
         factor, whose name it takes.
       params: The dims of parameters that it is part of, as (leaf, dim).
@@ -44,6 +46,8 @@ class Atom:
     counts: bool = False
     nonlinear: bool = False
     residual: bool = False
+    routed: bool = False
+    given: bool = False
     is_shards: bool = False
     params: frozenset[tuple[int, int]] = frozenset()
     parts: tuple[Atom, Atom] | None = None
@@ -70,6 +74,8 @@ class Atom:
             counts=self.counts,
             nonlinear=self.nonlinear,
             residual=self.residual,
+            routed=self.routed,
+            given=self.given,
             is_shards=self.is_shards,
             params=self.params,
         )
@@ -83,6 +89,8 @@ class Atom:
         self.counts |= other.counts
         self.nonlinear |= other.nonlinear
         self.residual |= other.residual
+        self.routed |= other.routed
+        self.given |= other.given
         self.is_shards |= other.is_shards
         self.params |= other.params
         other.same = self

@@ -8,9 +8,10 @@ from typing import Final
 
 from shardwright.inference.atoms import Atom, Dim, finest
 from shardwright.inference.evidence import Evidence, Site
-from shardwright.inference.facts import Product
-from shardwright.inference.names import LENGTHS, Names
-from shardwright.vocabulary.axes import EMBED, HEAD, HEAD_DIM, KV_HEAD, LENGTH
+from shardwright.inference.facts import Facts, Product
+from shardwright.inference.names import LENGTHS, Names, outputs_of, summed_over, with_pieces
+from shardwright.inference.roots import Root, nearest_products
+from shardwright.vocabulary.axes import HEAD, HEAD_DIM, KV_HEAD, LENGTH
 
 # The query heads that share one kv head. GROUP is not an axis: (KV_HEAD, GROUP) is spelled HEAD.
 GROUP: Final = "__GROUP__"
@@ -26,6 +27,7 @@ class Scores:
       contracted: The factors that are summed over: the head dim.
       sequence: Free factors that are positions.
       groups: Free factors of the queries that the keys do not have.
+      is_confirmed: Whether another product sums over the positions of the keys.
       site: The equation.
     """
 
@@ -33,73 +35,63 @@ class Scores:
     contracted: list[Atom]
     sequence: set[Atom]
     groups: list[Atom]
+    is_confirmed: bool
     site: Site | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Uses:
+    """How products use factors.
+
+    Attributes:
+      made: Factors that weights make, and their pieces.
+      summed: Factors that weights sum over.
+      stacked: Factors along which weights are stacked: batch dims of products with weights.
+      next: The products of activations that use the result of each product, by its root.
+    """
+
+    made: set[Atom]
+    summed: set[Atom]
+    stacked: set[Atom]
+    next: dict[Root, list[Product]]
 
 
 def name_attention(names: Names) -> None:
     """Find products of queries and keys, and products of scores and values; name their dims."""
     all_scores: list[Scores] = []
-    stacked, states = _stacked(names.facts.projections), set[Atom]()
+    uses = _uses(names.facts)
     for product in names.facts.activations:
-        states |= _state(product)
-        scores = _scores(product)
-        if scores is None:
-            _name_values(names, product, all_scores)
-        elif states.isdisjoint(scores.groups):
-            _name_scores(names, scores, stacked)
+        following = [] if product.root is None else uses.next.get(product.root, [])
+        scores = _scores(product, uses, following)
+        if scores is not None:
+            _name_scores(names, scores, uses)
             all_scores.append(scores)
-        else:
-            _name_linear(names, scores)
+        elif not _name_states(names, product, uses, following):
+            _name_values(names, product, all_scores, uses)
 
 
-def _stacked(projections: Iterable[Product]) -> set[Atom]:
-    """Return the batch dims of products of the residual stream with weights. They are no heads.
-
-    They are the dims of experts, or of models that `jax.vmap` runs side by side.
-    """
-    return {
-        atom
-        for product in projections
-        if any(atom.name == EMBED for atom in _factors(product.contracted))
-        for atom in _factors(product.batch)
-    }
-
-
-def _state(product: Product) -> set[Atom]:
-    """Return the free dims of a product of keys and values over positions, as in linear attention.
-
-    A product of scores and values has positions among its free dims.
-    """
-    free = _factors((*product.left, *product.right))
-    summed = _factors(product.contracted)
-    is_state = bool(summed) and not any(atom.learned for atom in summed)
-    is_state &= all(_has_learned(side) for side in (product.left, product.right))
-    return set(free) if is_state and all(atom.learned for atom in free) else set()
-
-
-def _has_learned(dims: Iterable[Dim]) -> bool:
-    return any(atom.learned for atom in _factors(dims))
-
-
-def _name_linear(names: Names, scores: Scores) -> None:
-    """Guess the dims of attention without scores: queries times a state of keys and values."""
-    why = Evidence("queries times a sum over keys and values", scores.site)
-    for axis, atoms in (
-        (HEAD, [atom for atom in scores.batch if atom.learned]),
-        (HEAD_DIM, [*scores.contracted, *scores.groups]),
-    ):
-        for atom in atoms:
-            names.give((atom,), axis, why, guess=True)
+def _uses(facts: Facts) -> Uses:
+    following: dict[Root, list[Product]] = {}
+    for product in facts.activations:
+        for root in set().union(*map(nearest_products, product.operands)):
+            following.setdefault(root, []).append(product)
+    made = set(with_pieces(outputs_of(facts.projections), facts.pieces))
+    for piece in facts.pieces:  # a concatenation of such dims
+        if made.issuperset(finest(piece.dim)):
+            made.update(finest(piece.whole))
+    batch = {atom for each in facts.projections for atom in _factors(each.batch)}
+    return Uses(made=made, summed=summed_over(facts.projections), stacked=batch, next=following)
 
 
 def _factors(dims: Iterable[Dim]) -> list[Atom]:
     return [atom for dim in dims for atom in finest(dim)]
 
 
-def _scores(product: Product) -> Scores | None:
+def _scores(product: Product, uses: Uses, following: Iterable[Product]) -> Scores | None:
     """Return a product as queries times keys, or None if it is another product.
 
     Queries and keys both have positions, and the product sums over a dim that comes from a weight.
+    If only one of them has positions, another product must sum over these.
     """
     left, right = _factors(product.left), _factors(product.right)
     contracted = _factors(product.contracted)
@@ -111,13 +103,15 @@ def _scores(product: Product) -> Scores | None:
 
     def is_position(atom: Atom) -> bool:
         # If the model has a table of positions, the length is a dim of a parameter too.
-        return not atom.learned or atom.name in LENGTHS or atom in shared
+        return atom not in uses.made or atom.name in LENGTHS or atom in shared
 
     positions = [any(map(is_position, side)) for side in (left, right)]
     heads = [atom for atom in _factors(product.batch) if atom.learned and not atom.name]
     # In decode there is one query per sequence, so queries have no dim of positions. They may have
     # groups.
-    is_decode = any(positions) and bool(heads)
+    sequence = {atom for atom in (*left, *right) if is_position(atom)}
+    is_confirmed = any(not sequence.isdisjoint(_factors(each.contracted)) for each in following)
+    is_decode = any(positions) and bool(heads) and is_confirmed
     if not all(positions) and not is_decode:
         return None
     groups = [
@@ -129,22 +123,19 @@ def _scores(product: Product) -> Scores | None:
     return Scores(
         batch=_factors(product.batch),
         contracted=contracted,
-        sequence={atom for atom in (*left, *right) if is_position(atom)},
+        sequence=sequence,
         groups=groups[0] or groups[1],
+        is_confirmed=is_confirmed,
         site=product.site,
     )
 
 
-def _name_scores(names: Names, scores: Scores, stacked: set[Atom]) -> None:
+def _name_scores(names: Names, scores: Scores, uses: Uses) -> None:
     site = scores.site
-    heads = [
-        atom
-        for atom in scores.batch
-        if atom.learned and atom.name in ("", *_HEADS) and atom not in stacked
-    ]
+    heads, guess = _heads(scores.batch, uses)
     heads = _with_shards(heads, names.facts.shards)
-    # Without heads, this may be another product of two activations.
-    guess = not heads and not scores.groups
+    # Without heads or values, this may be another product of two activations.
+    guess |= (not heads and not scores.groups) or (bool(scores.groups) and not scores.is_confirmed)
     why = Evidence("queries times keys: summed over", site)
     names.give(scores.contracted, HEAD_DIM, why, guess=guess)
     for atom in scores.sequence:
@@ -158,10 +149,24 @@ def _name_scores(names: Names, scores: Scores, stacked: set[Atom]) -> None:
     elif scores.groups:
         heads = scores.groups
     if copies:
-        names.give(kv_heads, KV_HEAD, batch)
-        names.give(copies, GROUP, shared)
+        names.give(kv_heads, KV_HEAD, batch, guess=guess)
+        names.give(copies, GROUP, shared, guess=guess)
     else:
-        names.give(heads, HEAD, batch)
+        names.give(heads, HEAD, batch, guess=guess)
+
+
+def _heads(batch: Iterable[Atom], uses: Uses) -> tuple[list[Atom], bool]:
+    """Return the heads among the factors of batch dims, and whether this is a guess.
+
+    A weight sums over heads after attention. If none does, weights are not stacked along heads. A
+    batch dim that is neither is one of several models, or of several stages.
+    """
+    heads = [atom for atom in batch if atom.learned and atom.name in ("", *_HEADS)]
+    read = [atom for atom in heads if atom in uses.summed]
+    if read:
+        return read, False
+    plain = [atom for atom in heads if atom not in uses.stacked]
+    return (plain, False) if plain else (heads, bool(heads))
 
 
 def _with_shards(heads: list[Atom], shards: Iterable[tuple[Dim, Dim]]) -> list[Atom]:
@@ -185,7 +190,36 @@ def _grouped(heads: list[Atom]) -> tuple[list[Atom], list[Atom]]:
     return (kv_heads, copies) if len(heads) == 2 and copies else (heads, [])
 
 
-def _name_values(names: Names, product: Product, all_scores: Iterable[Scores]) -> None:
+def _name_states(names: Names, product: Product, uses: Uses, following: Iterable[Product]) -> bool:
+    """Name the dims of linear attention: keys times values, and this state times queries.
+
+    The first product sums over positions, and the second one over the head dim of the keys.
+    """
+    sides = [_factors(product.left), _factors(product.right)]
+    contracted = _factors(product.contracted)
+    if not contracted or any(atom in uses.made for atom in contracted):
+        return False
+    if not all(side and uses.made >= set(side) for side in sides):
+        return False
+    if any(atom.name not in ("", HEAD_DIM) for side in sides for atom in side):
+        return False
+    is_read = any(
+        _factors(each.contracted) == side and set(other) <= set(_factors((*each.left, *each.right)))
+        for each in following
+        for side, other in (sides, reversed(sides))
+    )
+    if not is_read:
+        return False
+    heads, guess = _heads(_factors(product.batch), uses)
+    why = Evidence("keys times values, which queries read: a batch dim", product.site)
+    names.give(heads, HEAD, why, guess=guess)
+    why = Evidence("keys times values, which queries read", product.site)
+    for side in sides:
+        names.give(side, HEAD_DIM, why, guess=guess or not heads)
+    return True
+
+
+def _name_values(names: Names, product: Product, all_scores: Iterable[Scores], uses: Uses) -> None:
     """Name the head dim of values, if a product sums over the positions of scores."""
     contracted = set(_factors(product.contracted))
     batch = set(_factors(product.batch))
@@ -199,5 +233,5 @@ def _name_values(names: Names, product: Product, all_scores: Iterable[Scores]) -
         return
     why = Evidence("scores times values: a dim of a weight", product.site)
     for atom in free:
-        if atom.learned:
+        if atom in uses.made:
             names.give((atom,), HEAD_DIM, why, guess=not has_heads)

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from shardwright import _jax
 from shardwright.inference.atoms import new_dim
-from shardwright.inference.facts import Scanned
+from shardwright.inference.facts import Scan
+from shardwright.inference.roots import new_root
 from shardwright.inference.step import Step, Value
 
 # `constrained` rebuilds these calls. It leaves custom derivatives as they are.
@@ -25,31 +26,44 @@ def rebuilds(equation: Any) -> bool:
 def scan(step: Step) -> list[Value]:
     """Walk the body once. A carry keeps its dims.
 
-    The first dim of a scanned parameter is recorded, because it is the dim of layers.
+    All scanned arrays have the first dim in common. If parameters are among them, it is recorded.
     """
     constants, carries, body = _jax.scan_parts(step.parameters)
     split = constants + carries
     scanned = step.values[split:]
-    step.facts.scan_count += 1
-    number = step.facts.scan_count
-    has_data = any(value.data and value.learned for value in scanned)
-    step.facts.scans += [
-        Scanned(dim=value.dims[0], site=step.site, number=number, has_data=has_data)
-        for value in scanned
-        if value.is_weight and value.dims
-    ]
+    step.facts.loops += 1
+    loop = step.facts.loops
+    for value in scanned[1:]:
+        step.same(scanned[0].dims[0], value.dims[0])
     starts = [
-        dataclasses.replace(start, carries=start.carries | {number})
+        dataclasses.replace(start, loops=start.loops | {(loop, "carry")})
         for start in _carried(step, step.values[constants:split])
     ]
-    rows = [dataclasses.replace(value, dims=value.dims[1:], one_hot=None) for value in scanned]
+    rows = [_row(value, loop) for value in scanned]
     values = [*step.values[:constants], *starts, *rows]
     ends = step.walker.walk(body, values, place=step.place)
     _align(step, starts, ends)
-    ends = [dataclasses.replace(end, carries=end.carries - {number}) for end in ends]
+    if any(value.is_weight for value in scanned):
+        recorded = Scan(
+            dim=scanned[0].dims[0],
+            is_of_layers=any((loop, "made") in end.loops for end in ends[:carries]),
+            is_routed=any(value.data and value.learned for value in scanned),
+            site=step.site,
+        )
+        step.facts.scans.append(recorded)
+    ends = [
+        dataclasses.replace(end, loops=frozenset(pair for pair in end.loops if pair[0] != loop))
+        for end in ends
+    ]
     lead = scanned[0].dims[0] if scanned else new_dim(step.parameters["length"])
     stacked = [dataclasses.replace(end, dims=(lead, *end.dims)) for end in ends[carries:]]
     return [*ends[:carries], *stacked]
+
+
+def _row(value: Value, loop: int) -> Value:
+    """Return the row of a scanned array that the body of a scan gets."""
+    loops = value.loops | {(loop, "scanned")} if value.is_weight else value.loops
+    return dataclasses.replace(value, dims=value.dims[1:], one_hot=None, loops=loops)
 
 
 def while_loop(step: Step) -> list[Value]:
@@ -75,6 +89,12 @@ def cond(step: Step) -> list[Value]:
             ends[0],
             data=any(end.data for end in ends),
             learned=any(end.learned for end in ends),
+            root=new_root([end.root for end in ends if end.root is not None])
+            if any(end.data for end in ends)
+            else None,
+            inputs=frozenset().union(*(end.inputs for end in ends)),
+            loops=frozenset().union(*(end.loops for end in ends)),
+            leaf=None,
         )
         for ends in zip(*branches, strict=True)
     ]
@@ -98,11 +118,14 @@ def _carried(step: Step, starts: Sequence[Value]) -> list[Value]:
     The reason is accumulators: they start as zeros, which depend on nothing, and become results of
     the loop. Scalars stay as they are, because they are often counters.
     """
-    data = any(value.data for value in step.values)
-    learned = any(value.learned for value in step.values)
+    every = step.result(())
     return [
         dataclasses.replace(
-            start, data=start.data or data, learned=start.learned or learned, one_hot=None
+            every,
+            dims=start.dims,
+            root=step.new_root() if start.root is None else new_root([start.root]),
+            loops=start.loops,
+            leaf=None,
         )
         if start.dims
         else start

@@ -6,6 +6,8 @@ import dataclasses
 from typing import Final
 
 from shardwright.inference.atoms import Dim, finest, new_dim
+from shardwright.inference.facts import Lookup
+from shardwright.inference.roots import is_residual
 from shardwright.inference.step import Step, Value
 
 # Activation functions are made of these. Normalization (rsqrt, square) is not among them.
@@ -28,6 +30,9 @@ def elementwise(step: Step) -> list[Value] | None:
     if not shape or not full or any(other != shape for other in shapes[1:]):
         return None
     operands = [value for value, _ in full]
+    is_computed = any(value.is_computed for value in operands) and not any(
+        map(_is_matrix, operands)
+    )
     dims = []
     for at, size in enumerate(shape):
         candidates = [value.dims[at] for value, own in full if own[at] == size]
@@ -35,20 +40,20 @@ def elementwise(step: Step) -> list[Value] | None:
         for other in candidates[1:]:
             step.same(candidates[0], other)
     _mark(step, operands, dims)
+    _record_selection(step, operands)
     result = step.result(dims, _one_hot(step, operands))
-    origins = _origins(operands)
-    if len(origins) == 1:
-        result = dataclasses.replace(result, origin=origins[0])
+    if result.is_computed and not is_computed:
+        result = dataclasses.replace(result, is_computed=False)
     return [result] * len(step.shapes)
 
 
-def _origins(operands: list[Value]) -> list[Value]:
-    """Return the different values that operands come from by elementwise operations alone."""
-    origins: dict[int, Value] = {}
-    for value in operands:
-        origin = value.origin or value
-        origins[id(origin)] = origin
-    return list(origins.values())
+def _is_matrix(value: Value) -> bool:
+    """Tell whether a value is a parameter with all its dims: no vector that is broadcast."""
+    return (
+        value.is_weight
+        and not value.is_computed
+        and all(atom.learned for dim in value.dims for atom in finest(dim))
+    )
 
 
 def _broadcasts(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -58,21 +63,37 @@ def _broadcasts(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 
 def _mark(step: Step, operands: list[Value], dims: list[Dim]) -> None:
-    """Mark the atoms of an activation function, or of an addition of two activations."""
+    """Mark the atoms of an activation function, or of a residual addition."""
     name = step.equation.primitive.name
     if name in _NONLINEAR:
         for dim in dims:
             for atom in finest(dim):
                 atom.nonlinear = True
-    elif (
-        name in _ADDITIONS
-        and sum(value.data and value.learned for value in operands) > 1
-        # An activation function such as gelu adds a value and its cube.
-        and len(_origins(operands)) > 1
-    ):
-        for dim in dims:
-            for atom in finest(dim):
-                atom.residual = True
+    elif name in _ADDITIONS and len(operands) == 2:
+        first, second = operands
+        is_learned = first.learned and second.learned
+        if is_learned and is_residual(first.root, second.root):
+            for dim in dims:
+                for atom in finest(dim):
+                    atom.residual = True
+
+
+def _record_selection(step: Step, operands: list[Value]) -> None:
+    """Record one-hot rows that select from activations by a product, as labels do in a loss."""
+    if step.equation.primitive.name != "mul" or len(operands) != 2:
+        return
+    for labels, logits in (operands, reversed(operands)):
+        if labels.one_hot is not None and not labels.learned and logits.data and logits.learned:
+            selection = Lookup(
+                key=labels.one_hot,
+                row=(),
+                index=tuple(dim for dim in labels.dims if dim is not labels.one_hot),
+                depends_on="inputs",
+                of_data=True,
+                inputs=labels.inputs,
+                site=step.site,
+            )
+            step.facts.lookups.append(selection)
 
 
 def _one_hot(step: Step, operands: list[Value]) -> Dim | None:
@@ -88,7 +109,11 @@ def _one_hot(step: Step, operands: list[Value]) -> Dim | None:
     counted = [
         dim for dim in counts[0].dims if finest(dim) and all(atom.counts for atom in finest(dim))
     ]
-    return counted[0] if len(counted) == 1 else None
+    if len(counted) != 1:
+        return None
+    for atom in finest(counted[0]):
+        atom.routed |= selects[0].learned
+    return counted[0]
 
 
 def reduction(step: Step) -> list[Value]:

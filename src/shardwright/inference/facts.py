@@ -6,6 +6,7 @@ import dataclasses
 
 from shardwright.inference.atoms import Atom, Dim, Dims, unify
 from shardwright.inference.evidence import Evidence, Site
+from shardwright.inference.roots import Root
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,7 @@ class Lookup:
       depends_on: What the indices depend on: "inputs", "both" (inputs and parameters), or
         "neither".
       of_data: Whether the table itself depends on the inputs.
+      inputs: Numbers of the inputs that the indices depend on.
       site: The equation that looks up.
     """
 
@@ -27,6 +29,7 @@ class Lookup:
     index: Dims
     depends_on: str
     of_data: bool
+    inputs: frozenset[int] = frozenset()
     site: Site
 
 
@@ -40,6 +43,10 @@ class Product:
       left: The other dims of the left operand.
       right: The other dims of the right operand.
       groups: Whether the batch dims are the groups of a ragged product.
+      reads_inputs: Whether an operand is an input, to which no parameter has been applied.
+      leaf: The number of the parameter that is the weight, if it is one alone.
+      operands: The roots of the operands.
+      root: The root of the result.
       site: The equation.
     """
 
@@ -48,6 +55,10 @@ class Product:
     left: Dims
     right: Dims
     groups: bool = False
+    reads_inputs: bool = False
+    leaf: int | None = None
+    operands: tuple[Root | None, ...] = ()
+    root: Root | None = None
     site: Site
 
 
@@ -70,20 +81,20 @@ class Use:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Scanned:
-    """The leading dim of a parameter that a scan runs along.
+class Scan:
+    """A scan over parameters.
 
     Attributes:
-      dim: The dim.
-      site: The scan.
-      number: Number of the scan.
-      has_data: Whether the scan also runs along a value that depends on inputs and parameters.
+      dim: The dim that it runs along.
+      is_of_layers: Whether its weights multiply the carry, and this product becomes the next carry.
+      is_routed: Whether it also runs over an activation that is computed from parameters.
+      site: The equation.
     """
 
     dim: Dim
+    is_of_layers: bool
+    is_routed: bool
     site: Site
-    number: int
-    has_data: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +143,8 @@ class Facts:
     """What the walk records: how dims are used, and names that contradict each other.
 
     For each dim that a `shard_map` shards, `shards` has a pair: the factor of its shards, and its
-    local part. `stacked` has the scans in which a
-    weight is applied to the carry. Scans have the numbers from 1 to `scan_count`.
+    local part. `largest` has the dims along which an argmax or argmin chooses, and `loops` is the
+    number of scans.
     """
 
     lookups: list[Lookup] = dataclasses.field(default_factory=list)
@@ -141,15 +152,15 @@ class Facts:
     projections: list[Product] = dataclasses.field(default_factory=list)
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     top_k: list[Use] = dataclasses.field(default_factory=list)
-    scans: list[Scanned] = dataclasses.field(default_factory=list)
+    largest: list[Use] = dataclasses.field(default_factory=list)
+    scans: list[Scan] = dataclasses.field(default_factory=list)
     rows: list[Use] = dataclasses.field(default_factory=list)
     windows: list[Use] = dataclasses.field(default_factory=list)
     outputs: list[Output] = dataclasses.field(default_factory=list)
-    scan_count: int = 0
-    stacked: set[int] = dataclasses.field(default_factory=set)
     shards: list[tuple[Dim, Dim]] = dataclasses.field(default_factory=list)
     conflicts: list[Clash] = dataclasses.field(default_factory=list)
     unknown: dict[str, Evidence] = dataclasses.field(default_factory=dict)
+    loops: int = 0
 
     def same(self, left: Dim, right: Dim, site: Site) -> None:
         """Record that an equation makes two dims the same."""

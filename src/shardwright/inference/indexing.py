@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from shardwright.inference.atoms import Dims, new_dim, new_dims
+import dataclasses
+from collections.abc import Iterable
+
+from shardwright.inference.atoms import Dim, Dims, finest, new_dim, new_dims
 from shardwright.inference.facts import Lookup, Use
 from shardwright.inference.step import Step, Value
 
@@ -29,7 +32,8 @@ def gather(step: Step) -> list[Value]:
         else:
             dims.append(new_dim(size))
     _record_lookup(step, tuple(table.dims[at] for at in offsets if sizes[at] == shape[at]))
-    return [step.result(dims)]
+    root = step.new_root() if index.data else None
+    return [step.result(dims, root=root)]
 
 
 def _record_lookup(step: Step, row: Dims) -> None:
@@ -37,6 +41,9 @@ def _record_lookup(step: Step, row: Dims) -> None:
     numbers, sizes = step.parameters["dimension_numbers"], step.parameters["slice_sizes"]
     keys = [at for at in numbers.start_index_map if sizes[at] == 1 < step.operand_shapes[0][at]]
     if len(keys) != 1 or not table.learned:
+        return
+    if not index.data and not any(map(finest, index.dims)):
+        step.facts.rows.append(Use(dim=table.dims[keys[0]], site=step.site))
         return
     depends_on = "neither"
     if index.data:
@@ -48,6 +55,7 @@ def _record_lookup(step: Step, row: Dims) -> None:
             index=index.dims,
             depends_on=depends_on,
             of_data=table.data,
+            inputs=index.inputs,
             site=step.site,
         )
     )
@@ -67,10 +75,19 @@ def scatter(step: Step) -> list[Value]:
     for at, written in zip(window, numbers.update_window_dims, strict=True):
         if shapes[0][at] == shapes[2][written]:
             step.same(old.dims[at], new.dims[written])
+    if index.data and index.learned:
+        _mark_routed(old.dims[at] for at in numbers.scatter_dims_to_operand_dims)
     scattered = [at for at in range(len(new.dims)) if at not in numbers.update_window_dims]
     for at, dim in zip(scattered, index.dims, strict=False):
         step.same(new.dims[at], dim)
     return [step.result(old.dims)]
+
+
+def _mark_routed(dims: Iterable[Dim]) -> None:
+    """Mark dims along which activations choose, such as the dim of experts."""
+    for dim in dims:
+        for atom in finest(dim):
+            atom.routed = True
 
 
 def update_slice(step: Step) -> list[Value]:
@@ -89,17 +106,19 @@ def top_k(step: Step) -> list[Value]:
     dims = list(step.values[0].dims)
     axis %= len(dims)
     step.facts.top_k.append(Use(dim=dims[axis], site=step.site))
-    return [
+    values, indices = (
         step.result([new_dim(shape[axis]) if at == axis else dim for at, dim in enumerate(dims)])
         for shape in step.shapes
-    ]
+    )
+    return [values, dataclasses.replace(indices, loops=frozenset())]
 
 
 def arg_reduction(step: Step) -> list[Value]:
     """Drop the searched dim."""
-    axes = step.parameters["axes"]
-    others = [dim for at, dim in enumerate(step.values[0].dims) if at not in axes]
-    return [step.result(others)]
+    axes, dims = step.parameters["axes"], step.values[0].dims
+    step.facts.largest += [Use(dim=dims[axis], site=step.site) for axis in axes]
+    others = [dim for at, dim in enumerate(dims) if at not in axes]
+    return [dataclasses.replace(step.result(others), loops=frozenset())]
 
 
 def random(step: Step) -> list[Value]:

@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from shardwright.errors import RankMismatchError, StrategyError, raise_problems
+from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.inference.atoms import Atom, Dims, finest, new_dims
 from shardwright.inference.attention import name_attention
 from shardwright.inference.constraints import choose, fingerprint
-from shardwright.inference.evidence import Evidence
 from shardwright.inference.facts import Clash, Facts
 from shardwright.inference.inferred import Conflict, Inferred, InferredDim
 from shardwright.inference.kernels import Kernels
@@ -23,19 +21,22 @@ from shardwright.inference.names import (
     Names,
     guess_links,
     name_by_size,
-    name_experts,
     name_hidden,
-    name_logits,
-    name_other_tables,
     name_residual,
     name_rows,
-    name_stacks,
-    name_tables,
     name_windows,
 )
 from shardwright.inference.pieces import name_pieces
-from shardwright.inference.spelling import spell
+from shardwright.inference.seeds import read_seeds
+from shardwright.inference.spelling import routers, spell
+from shardwright.inference.stacks import guess_chosen, guess_scanned, name_experts, name_layers
 from shardwright.inference.step import Value
+from shardwright.inference.tables import (
+    guess_tables,
+    name_logits,
+    name_other_tables,
+    name_tables,
+)
 from shardwright.inference.walk import Walker
 from shardwright.resolution.unknown_axes import check_axes
 from shardwright.trees.paths import path_text
@@ -64,7 +65,8 @@ def infer_axes(
       params: Tree of arrays, or of their shapes (`jax.eval_shape`).
       *inputs: The other arguments: trees of arrays or of their shapes.
       seeds: The axes of each array of the inputs, such as `[(BATCH, LENGTH), None]`. None stands
-        for an array, or for a dim, about which nothing is known.
+        for an array, or for a dim, about which nothing is known. A dim that flattens several axes
+        is `merged((BATCH, 8), (LENGTH, 32))`.
       sizes: Size -> axis, from the model's config. It names dims that would otherwise be open or
         guesses.
       own_axes: Axes of your own that `seeds` and `sizes` name, such as `strategy.axes`.
@@ -74,9 +76,9 @@ def infer_axes(
       strict: Raise an error for conflicts, open dims and guesses.
 
     Raises:
-      StrategyError: There are not as many seeds as arrays. With `strict`, a dim is open, is a
-        guess, or has two names. A function of `kernels` does not fit, or the model does not call
-        its kernel.
+      StrategyError: There are not as many seeds as arrays, or a leaf is not an array. With
+        `strict`, a dim is open, is a guess, or has two names. A function of `kernels` does not
+        fit, or the model does not call its kernel.
       RankMismatchError: A seed does not have one axis per dim.
       UnknownAxisError: A seed or a size names an axis that is neither in the vocabulary nor in
         `own_axes`.
@@ -90,23 +92,18 @@ def infer_axes(
     {'table': ('__VOCAB__', '__EMBED__')}
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-    closed = jax.make_jaxpr(forward)(params, *inputs)
+    closed = _trace(forward, params, inputs, leaves)
     values = [_parameter(at, np.shape(leaf)) for at, (_, leaf) in enumerate(leaves)]
-    input_values = _seeded([np.shape(leaf) for leaf in jax.tree.leaves(inputs)], seeds)
+    input_values = read_seeds([np.shape(leaf) for leaf in jax.tree.leaves(inputs)], seeds)
     walker = Walker(Kernels(kernels or {}))
     by_size = _read_sizes({} if sizes is None else sizes)
     _check_axes(input_values, by_size, own_axes)
     with _uncollected():
         results = walker.walk(closed.jaxpr, [*values, *input_values], place=())
         raise_problems(walker.kernels.unused())
-        _name_all(
-            walker.facts,
-            [value.dims for value in values],
-            results,
-            by_size,
-            has_other_inputs=_floats(inputs) > 0,
-        )
-    rows = [spell(value.dims) for value in values]
+        _name_all(walker.facts, [value.dims for value in values], results, by_size)
+    gates = routers(walker.facts)
+    rows = [spell(value.dims, is_router=at in gates) for at, value in enumerate(values)]
     numbers: dict[Atom, int] = {}
     evidence = tuple(
         InferredDim(
@@ -141,6 +138,42 @@ def infer_axes(
     return inferred
 
 
+def _trace(
+    forward: Callable[..., Any], params: Any, inputs: Sequence[Any], leaves: Sequence[Any]
+) -> Any:
+    """Trace the model.
+
+    Raises:
+      StrategyError: Leaves of the parameters or of the inputs are not arrays.
+    """
+    try:
+        return jax.make_jaxpr(forward)(params, *inputs)
+    except TypeError as error:
+        every = [*leaves, *jax.tree_util.tree_flatten_with_path(tuple(inputs))[0]]
+        wrong = [(path, leaf) for path, leaf in every if not _is_array(leaf)]
+        if not wrong:
+            raise
+        problems = [
+            Problem(
+                error=StrategyError,
+                what=f"the leaf is {type(leaf).__name__}, not an array",
+                path=path_text(path),
+                fix="infer_axes takes trees of arrays: leave it out of the tree, and pass it by a "
+                "closure or functools.partial",
+            )
+            for path, leaf in wrong
+        ]
+        raise StrategyError(problems=problems) from error
+
+
+def _is_array(leaf: Any) -> bool:
+    try:
+        jax.eval_shape(lambda leaf: leaf, leaf)
+    except TypeError:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
     """Pause the garbage collector.
@@ -162,35 +195,7 @@ def _parameter(at: int, shape: Sequence[int]) -> Value:
     for position, (atom,) in enumerate(dims):
         atom.learned = True
         atom.params = frozenset({(at, position)})
-    return Value(dims=dims, learned=True)
-
-
-def _seeded(shapes: Sequence[tuple[int, ...]], seeds: Sequence[Any]) -> list[Value]:
-    """Return the inputs, with the names of the seeds."""
-    if len(seeds) != len(shapes):
-        raise StrategyError(
-            f"{len(seeds)} seeds for {len(shapes)} arrays of the inputs",
-            fix="pass one entry per array, such as seeds=[(BATCH, LENGTH), None]",
-        )
-    values = []
-    for at, (shape, seed) in enumerate(zip(shapes, seeds, strict=True)):
-        dims = new_dims(shape)
-        if seed is not None and not isinstance(seed, (tuple, list)):
-            raise StrategyError(
-                f"seed {at} is {seed!r}, not a tuple of axes",
-                fix="write one axis per dim, such as (BATCH, LENGTH), or None for the array",
-            )
-        if seed is not None and len(seed) != len(shape):
-            raise RankMismatchError(
-                f"seed {at} has {len(seed)} axes, the array has shape {tuple(shape)}",
-                fix="write one axis per dim, and None for a dim of unknown axis",
-            )
-        for axis, (atom,) in zip(seed or (), dims, strict=False):
-            if axis is not None:
-                atom.name = canonical_axis(axis)
-                atom.evidence = Evidence(f"seed of input {at}")
-        values.append(Value(dims=dims, data=True))
-    return values
+    return Value(dims=dims, learned=True, leaf=at)
 
 
 def _read_sizes(sizes: Any) -> dict[int, str]:
@@ -218,42 +223,34 @@ def _check_axes(
     places = [
         (f"seed {at}", atom.name)
         for at, value in enumerate(inputs)
-        for (atom,) in value.dims
+        for dim in value.dims
+        for atom in dim
         if atom.name
     ]
     places += [(f"sizes {size}", axis) for size, axis in by_size.items()]
     check_axes(places, own_axes, declare=_OWN)
 
 
-def _floats(inputs: Any) -> int:
-    """Return the number of inputs of floats that have more dims than the batch."""
-    dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(inputs) if len(np.shape(leaf)) > 1]
-    return sum(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
-
-
 def _name_all(
-    facts: Facts,
-    params: Sequence[Dims],
-    results: Sequence[Value],
-    sizes: Mapping[int, str],
-    *,
-    has_other_inputs: bool,
+    facts: Facts, params: Sequence[Dims], results: Sequence[Value], sizes: Mapping[int, str]
 ) -> None:
     names = Names(facts)
-    first = results[0] if results else None
-    name_tables(names, first, has_other_inputs=has_other_inputs)
-    name_stacks(names)
+    name_tables(names, results)
+    name_layers(names)
     name_other_tables(names)
     name_windows(names)
     name_attention(names)
     name_experts(names)
     name_pieces(names)
     name_residual(names)
-    name_logits(names, first)
+    name_logits(names, results)
     name_hidden(names)
     name_pieces(names)
     every = [dim for dims in params for dim in dims]
     name_by_size(names, every, sizes)
+    guess_tables(names, results)
+    guess_chosen(names)
+    guess_scanned(names)
     guess_links(names)
     name_rows(names, every)
     name_pieces(names)

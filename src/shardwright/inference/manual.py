@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping
@@ -25,7 +26,7 @@ def shard_map(step: Step) -> list[Value]:
             major = tuple(finest(dim)[: len(finest(dim)) - len(dims[-1])])
             if major and dims[-1]:
                 sharded.append((major, dims[-1]))
-        local.append(Value(dims=tuple(dims), data=value.data, learned=value.learned))
+        local.append(dataclasses.replace(value, dims=tuple(dims), one_hot=None))
     body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
     results = step.walker.walk(body, local)
     for (major, part), (other_major, other_part) in itertools.combinations(sharded, 2):
@@ -39,7 +40,7 @@ def shard_map(step: Step) -> list[Value]:
             _known_whole(dim, shards, sharded) or _whole(dim, shards)
             for dim, shards in zip(value.dims, counts, strict=True)
         ]
-        whole.append(Value(dims=tuple(dims), data=value.data, learned=value.learned))
+        whole.append(dataclasses.replace(value, dims=tuple(dims), one_hot=None))
     return whole
 
 
@@ -83,7 +84,7 @@ def _whole(dim: Dim, shards: int) -> Dim:
 
 def collective(step: Step) -> list[Value]:
     """Return the operands, because sums over shards and permutations of shards keep all dims."""
-    return [Value(dims=value.dims, data=value.data, learned=value.learned) for value in step.values]
+    return [dataclasses.replace(value, one_hot=None) for value in step.values]
 
 
 def resized(step: Step) -> list[Value]:
@@ -97,7 +98,7 @@ def resized(step: Step) -> list[Value]:
             _resized(dim, old, new)
             for dim, old, new in zip(value.dims, old_shape, new_shape, strict=True)
         ]
-        results.append(Value(dims=tuple(dims), data=value.data, learned=value.learned))
+        results.append(dataclasses.replace(value, dims=tuple(dims), one_hot=None))
     return results
 
 

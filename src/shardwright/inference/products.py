@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
-from shardwright.inference.atoms import Dims, finest, new_dim
+from shardwright.inference.atoms import Dim, Dims, finest, new_dim
 from shardwright.inference.facts import Lookup, Product, Use
 from shardwright.inference.step import Step, Value
 
@@ -22,20 +23,46 @@ def dot_general(step: Step) -> list[Value]:
     right_free = _others(right.dims, [*right_sum, *right_batch])
     batch = tuple(left.dims[i] for i in left_batch)
     contracted = tuple(left.dims[i] for i in left_sum)
-    _record(step, batch, contracted, (left_free, right_free))
-    return [step.result([*batch, *left_free, *right_free])]
+    result = _result(step, [*batch, *left_free, *right_free])
+    _record(step, result, batch, contracted, (left_free, right_free))
+    return [result]
+
+
+def _result(step: Step, dims: Sequence[Dim]) -> Value:
+    """Return the result of a product of the first two operands."""
+    left, right = step.values[:2]
+    result = step.result(dims, root=step.new_root(is_product=True))
+    made = {
+        (loop, "made")
+        for first, second in ((left, right), (right, left))
+        for loop, part in first.loops
+        if part == "carry" and (loop, "scanned") in second.loops
+    }
+    return dataclasses.replace(
+        result,
+        loops=result.loops | made,
+        is_computed=not result.data and left.is_weight and right.is_weight,
+    )
 
 
 def _others(dims: Dims, excluded: Sequence[int]) -> Dims:
     return tuple(dim for at, dim in enumerate(dims) if at not in excluded)
 
 
-def _record(step: Step, batch: Dims, contracted: Dims, free: tuple[Dims, Dims]) -> None:
+def _record(
+    step: Step, result: Value, batch: Dims, contracted: Dims, free: tuple[Dims, Dims]
+) -> None:
     """Record a product of two activations, or of an activation and a weight."""
     left, right = step.values[:2]
-    if left.data and right.data:
+    if left.is_activation and right.is_activation:
         product = Product(
-            batch=batch, contracted=contracted, left=free[0], right=free[1], site=step.site
+            batch=batch,
+            contracted=contracted,
+            left=free[0],
+            right=free[1],
+            operands=(left.root, right.root),
+            root=result.root,
+            site=step.site,
         )
         step.facts.activations.append(product)
         return
@@ -51,12 +78,19 @@ def _record(step: Step, batch: Dims, contracted: Dims, free: tuple[Dims, Dims]) 
                 index=free[0],
                 depends_on="both" if left.learned else "inputs",
                 of_data=False,
+                inputs=left.inputs,
                 site=step.site,
             )
         )
         return
     product = Product(
-        batch=batch, contracted=contracted, left=free[0], right=free[1], site=step.site
+        batch=batch,
+        contracted=contracted,
+        left=free[0],
+        right=free[1],
+        reads_inputs=not left.learned,
+        leaf=right.leaf,
+        site=step.site,
     )
     step.facts.projections.append(product)
 
@@ -84,10 +118,11 @@ def ragged_dot(step: Step) -> list[Value]:
             left=left_free,
             right=right_free,
             groups=True,
+            reads_inputs=not left.learned,
             site=step.site,
         )
         step.facts.projections.append(product)
-    return [step.result([*batch, *left_free, *right_free])]
+    return [_result(step, [*batch, *left_free, *right_free])]
 
 
 def convolution(step: Step) -> list[Value]:
@@ -111,6 +146,7 @@ def convolution(step: Step) -> list[Value]:
                 contracted=(inputs,),
                 left=(batch,),
                 right=(outputs,),
+                reads_inputs=not image.learned,
                 site=step.site,
             )
             step.facts.projections.append(product)
@@ -120,4 +156,4 @@ def convolution(step: Step) -> list[Value]:
     for at, old in zip(numbers.out_spec[2:], numbers.lhs_spec[2:], strict=True):
         if step.shapes[0][at] == step.operand_shapes[0][old]:
             dims[at] = image.dims[old]
-    return [step.result(dims)]
+    return [_result(step, dims)]

@@ -41,14 +41,27 @@ def cut(step: Step) -> list[Value]:
     """Keep the dims that keep their size. A shorter dim is a piece of the old one."""
     value, old_shape = step.values[0], step.operand_shapes[0]
     starts = step.parameters.get("start_indices") or (0,) * len(old_shape)
-    is_static = step.equation.primitive.name == "slice" and not step.parameters.get("strides")
-    dims = [
-        dim if new == old else piece(step, dim, new, start if is_static else None)
-        for dim, old, new, start in zip(
-            value.dims, old_shape, step.shapes[0], starts[: len(old_shape)], strict=True
-        )
-    ]
+    strides = step.parameters.get("strides") or (1,) * len(old_shape)
+    dims = []
+    for dim, old, new, start, stride in zip(
+        value.dims, old_shape, step.shapes[0], starts, strides, strict=True
+    ):
+        if new == old:
+            dims.append(dim)
+        elif stride == 1:
+            dims.append(piece(step, dim, new, start))
+        else:
+            dims.append(_every(step, dim, new, stride))
     return [step.result(dims)]
+
+
+def _every(step: Step, whole: Dim, size: int, stride: int) -> Dim:
+    """Return the dim that has one of `stride` elements: the major factor of the whole dim."""
+    if size * stride != size_of(finest(whole)):
+        return piece(step, whole, size)
+    major, minor = regroup([whole], [size, stride])
+    step.facts.rows.append(Use(dim=minor, site=step.site))
+    return major
 
 
 def dynamic_slice(step: Step) -> list[Value]:
@@ -101,6 +114,17 @@ def piece(step: Step, whole: Dim, size: int, start: int | None = None) -> Dim:
     return dim
 
 
+def stack(step: Step) -> list[Value]:
+    """Align the dims of all operands, and put a new one between them."""
+    axis, first = step.parameters["axis"] % len(step.shapes[0]), step.values[0].dims
+    for other in step.values[1:]:
+        for left, right in zip(first, other.dims, strict=True):
+            step.same(left, right)
+    is_learned = any(value.learned for value in step.values)
+    stacked = (Atom(step.shapes[0][axis], learned=is_learned),)
+    return [step.result([*first[:axis], stacked, *first[axis:]])]
+
+
 def pad(step: Step) -> list[Value]:
     """Keep the dims that keep their size; the others are new."""
     pairs = zip(step.values[0].dims, step.operand_shapes[0], step.shapes[0], strict=True)
@@ -134,7 +158,8 @@ def _joined(step: Step, parts: list[Dim], size: int) -> Dim:
             assert other is not None
             step.same(first, other)
         return first
-    joined = (Atom(size, learned=any(atom.learned for atom in atoms)),)
+    is_stack = not atoms and any(value.learned for value in step.values)
+    joined = (Atom(size, learned=is_stack or any(atom.learned for atom in atoms)),)
     start = 0
     for part, shape in zip(parts, step.operand_shapes, strict=True):
         step.facts.pieces.append(Piece(whole=joined, start=start, dim=part, site=step.site))

@@ -9,6 +9,7 @@ from typing import Any
 from shardwright.inference.atoms import Dim, Dims, finest
 from shardwright.inference.attention import GROUP
 from shardwright.inference.evidence import Evidence
+from shardwright.inference.facts import Facts
 from shardwright.inference.pieces import named_factors
 from shardwright.vocabulary.axes import (
     EMBED,
@@ -41,11 +42,30 @@ class Spelled:
     is_open: bool = False
 
 
-def spell(dims: Dims) -> list[Spelled]:
+def routers(facts: Facts) -> frozenset[int]:
+    """Return the numbers of the parameters that are weights of routers: they make EXPERT."""
+    return frozenset(
+        product.leaf
+        for product in facts.projections
+        if product.leaf is not None
+        and _names(product.right) == {EXPERT}
+        and EXPERT not in _names((*product.batch, *product.contracted))
+    )
+
+
+def _names(dims: Dims) -> set[str]:
+    return {atom.name for dim in dims for atom in finest(dim)}
+
+
+def spell(dims: Dims, *, is_router: bool = False) -> list[Spelled]:
     """Return the entries of an annotation.
 
     The entry of a dim depends on the other dims: a head dim beside KV_HEAD is KV_HEAD_DIM, and a
     vector along EMBED is NORM.
+
+    Args:
+      dims: The dims of a parameter.
+      is_router: Whether it is the weight of a router.
     """
     row = [_spell_dim(dim) for dim in dims]
     row = _without_repeats(row)
@@ -55,7 +75,7 @@ def spell(dims: Dims) -> list[Spelled]:
     others = [axis for axis in axes if axis != LAYERS]
     if others == [EMBED]:
         row = [_renamed(entry, EMBED, NORM) for entry in row]
-    if others in ([EXPERT], [EMBED, EXPERT]):
+    if is_router or others in ([EXPERT], [EMBED, EXPERT]):
         # The weight or the bias of a router. EXPERT is for the weights of experts.
         row = [_renamed(entry, EXPERT, EXPERT_GATE) for entry in row]
     return row

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardwright.inference.atoms import Dim, Dims, new_dims
 from shardwright.inference.evidence import Site
 from shardwright.inference.facts import Facts
+from shardwright.inference.roots import Root, new_root
 
 if TYPE_CHECKING:
     from shardwright.inference.walk import Walker
@@ -23,21 +24,33 @@ class Value:
       data: Whether it depends on the inputs.
       learned: Whether it depends on parameters.
       one_hot: The dim along which each row has a single 1, selected by the inputs, or None.
-      origin: The value that it comes from by elementwise operations alone, or None for itself.
-      carries: The scans whose carry it comes from.
+      root: Where it comes from, if it depends on the inputs.
+      inputs: Numbers of the inputs that it depends on.
+      loops: What it is to the scans around it, as (scan, part): a "carry", a row of "scanned"
+        weights, or a result "made" from both by a product.
+      leaf: The number of the parameter, if it is one parameter alone.
+      is_computed: Whether it is the product of parameters, such as queries of learned latents.
     """
 
     dims: Dims
     data: bool = False
     learned: bool = False
     one_hot: Dim | None = None
-    origin: Value | None = None
-    carries: frozenset[int] = frozenset()
+    root: Root | None = None
+    inputs: frozenset[int] = frozenset()
+    loops: frozenset[tuple[int, str]] = frozenset()
+    leaf: int | None = None
+    is_computed: bool = False
 
     @property
     def is_weight(self) -> bool:
         """Whether it depends on parameters alone."""
         return self.learned and not self.data
+
+    @property
+    def is_activation(self) -> bool:
+        """Whether it depends on the inputs, or is computed as activations are."""
+        return self.data or self.is_computed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,19 +96,51 @@ class Step:
         """Record that two dims are the same."""
         self.facts.same(left, right, self.site)
 
-    def result(self, dims: Iterable[Dim], one_hot: Dim | None = None) -> Value:
-        """Return a result that depends on all that the operands depend on."""
-        data = learned = has_weight = False
-        carries: frozenset[int] = frozenset()
-        for value in self.values:
+    def result(
+        self, dims: Iterable[Dim], one_hot: Dim | None = None, *, root: Root | None = None
+    ) -> Value:
+        """Return a result that depends on all that the operands depend on.
+
+        Args:
+          dims: Its dims.
+          one_hot: The dim along which each row has a single 1, or None.
+          root: Its root. By default it is that of the operands, or a new one if they have several.
+        """
+        first, *others = self.values or (Value(dims=()),)
+        data, learned, leaf = first.data, first.learned, first.leaf
+        inputs, loops = first.inputs, first.loops
+        roots = [] if first.root is None else [first.root]
+        for value in others:
             data |= value.data
-            learned |= value.learned
-            if value.carries:
-                carries |= value.carries
-            has_weight |= value.is_weight and bool(value.dims)
-        if carries and has_weight:
-            self.facts.stacked |= carries
-        return Value(dims=tuple(dims), data=data, learned=learned, one_hot=one_hot, carries=carries)
+            if value.learned:
+                leaf = value.leaf if not learned or leaf == value.leaf else None
+                learned = True
+            if value.inputs != inputs:
+                inputs |= value.inputs
+            if value.loops:
+                loops |= value.loops
+            if value.root is not None and value.root not in roots:
+                roots.append(value.root)
+        if root is None and data:
+            root = roots[0] if len(roots) == 1 else new_root(roots)
+        return Value(
+            dims=tuple(dims),
+            data=data,
+            learned=learned,
+            one_hot=one_hot,
+            root=root,
+            inputs=inputs,
+            loops=loops,
+            leaf=leaf,
+            is_computed=not data and any(value.is_computed for value in self.values),
+        )
+
+    def new_root(self, *, is_product: bool = False) -> Root | None:
+        """Return a root whose parents are those of the operands, or None without inputs."""
+        if not any(value.data for value in self.values):
+            return None
+        roots = [value.root for value in self.values if value.root is not None]
+        return new_root(list(dict.fromkeys(roots)), is_product=is_product)
 
     def new_results(self) -> list[Value]:
         """Return results with dims about which nothing is known."""

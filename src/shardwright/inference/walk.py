@@ -59,6 +59,7 @@ RULES: Final[dict[str, Callable[[Step], list[Value]]]] = {
     "shard_map": manual.shard_map,
     "slice": shapes.cut,
     "split": shapes.split,
+    "stack": shapes.stack,
     "top_k": indexing.top_k,
     "transpose": shapes.transpose,
     "unstack": shapes.unstack,  # JAX 0.12

@@ -1,0 +1,59 @@
+"""Where activations come from: which sums are residual, and which products feed each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Root:
+    """The origin of an activation. What is computed elementwise from one activation keeps its root.
+
+    Attributes:
+      parents: The roots of the operands that it is computed from.
+      is_product: Whether a product returns it.
+      depth: Number of roots on the longest way to an input.
+    """
+
+    parents: tuple[Root, ...] = ()
+    is_product: bool = False
+    depth: int = 0
+
+
+def new_root(parents: Sequence[Root], *, is_product: bool = False) -> Root:
+    """Return the root of a value that is computed from others."""
+    depth = 1 + max((parent.depth for parent in parents), default=0)
+    return Root(tuple(parents), is_product, depth)
+
+
+def is_residual(first: Root | None, second: Root | None) -> bool:
+    """Tell whether one of two summands is computed from the other, by more than its elements."""
+    if first is None or second is None or first is second:
+        return False
+    older, younger = (first, second) if first.depth < second.depth else (second, first)
+    seen, waiting = {younger}, [younger]
+    while waiting:
+        for parent in waiting.pop().parents:
+            if parent is older:
+                return True
+            if parent.depth > older.depth and parent not in seen:
+                seen.add(parent)
+                waiting.append(parent)
+    return False
+
+
+def nearest_products(root: Root | None) -> set[Root]:
+    """Return the products that a value is computed from without another product in between."""
+    found: set[Root] = set()
+    seen, waiting = set(), [] if root is None else [root]
+    while waiting:
+        each = waiting.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        if each.is_product:
+            found.add(each)
+        else:
+            waiting.extend(each.parents)
+    return found

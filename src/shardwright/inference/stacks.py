@@ -1,0 +1,98 @@
+"""Name the dims along which weights are stacked: layers and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardwright.inference.atoms import Atom, Dim, finest
+from shardwright.inference.evidence import Evidence
+from shardwright.inference.facts import Facts, Lookup
+from shardwright.inference.names import Names, learned, unnamed
+from shardwright.vocabulary.axes import EXPERT, LAYERS, VOCAB
+
+
+def name_layers(names: Names) -> None:
+    """Name the dim of stacked layers: each layer of the stack computes the carry of a scan anew."""
+    for scan in names.facts.scans:
+        if scan.is_of_layers:
+            names.give(scan.dim, LAYERS, Evidence("scanned over", scan.site), sure=True)
+
+
+def guess_scanned(names: Names) -> None:
+    """Guess the names of other dims of parameters that a scan runs along.
+
+    If the scan also runs over activations, such as the weights that a router gives to experts, the
+    dim is EXPERT, else LAYERS.
+    """
+    for scan in names.facts.scans:
+        why = Evidence("scanned over, but not as layers", scan.site)
+        names.give(scan.dim, EXPERT if scan.is_routed else LAYERS, why, guess=True)
+
+
+def name_experts(names: Names) -> None:
+    """Name the dim along which every expert has weights of its own.
+
+    A router chooses along it: by `top_k`, by one-hot rows, by groups of a ragged product, or by
+    selecting matrices. A dim that a router chooses along, apart from these weights, is EXPERT too
+    if it has as many elements.
+    """
+    facts = names.facts
+    chosen = {atom for use in facts.top_k if learned(use.dim) for atom in finest(use.dim)}
+    experts: list[Dim] = []
+    for product in facts.projections:
+        for dim in product.batch:
+            why = Evidence("every index has a weight of its own", product.site)
+            atoms = finest(dim)
+            is_routed = product.groups or any(atom.routed or atom in chosen for atom in atoms)
+            names.give(dim, EXPERT, why, guess=not is_routed)
+            experts += [dim] if is_routed else []
+    for lookup in _routed(facts):
+        if _is_matrix(facts, lookup):
+            why = Evidence("matrices are selected by a router", lookup.site)
+            names.give(lookup.key, EXPERT, why)
+            experts.append(lookup.key)
+    sizes = {
+        tuple(atom.size for atom in finest(dim))
+        for dim in experts
+        if all(atom.name == EXPERT for atom in finest(dim))
+    }
+    choices = [(use.dim, use.site, "top_k chooses along it") for use in facts.top_k]
+    choices += [(use.dim, use.site, "argmax chooses along it") for use in facts.largest]
+    choices += [
+        (lookup.key, lookup.site, "rows are selected by a router") for lookup in _routed(facts)
+    ]
+    for dim, site, reason in choices:
+        if learned(dim) and unnamed(dim) and tuple(atom.size for atom in finest(dim)) in sizes:
+            names.give(dim, EXPERT, Evidence(reason, site))
+
+
+def guess_chosen(names: Names) -> None:
+    """Guess the names of other dims that a router chooses along.
+
+    Selected vectors are those of a codebook or of a memory, so their table is named like one of
+    tokens.
+    """
+    for lookup in _routed(names.facts):
+        why = Evidence("vectors are selected by activations", lookup.site)
+        names.give(lookup.key, VOCAB, why, guess=True)
+    for use in names.facts.top_k:
+        if learned(use.dim) and unnamed(use.dim):
+            why = Evidence("top_k chooses along it", use.site)
+            names.give(use.dim, EXPERT, why, guess=True)
+
+
+def _routed(facts: Facts) -> Iterable[Lookup]:
+    return (
+        lookup for lookup in facts.lookups if not lookup.of_data and lookup.depends_on == "both"
+    )
+
+
+def _is_matrix(facts: Facts, lookup: Lookup) -> bool:
+    """Tell whether the selected rows are matrices that multiply activations."""
+    row: set[Atom] = {atom for dim in lookup.row for atom in finest(dim)}
+    for product in facts.activations:
+        contracted = {atom for dim in product.contracted for atom in finest(dim)}
+        free = {atom for dim in (*product.left, *product.right) for atom in finest(dim)}
+        if contracted & row and free & row:
+            return True
+    return False

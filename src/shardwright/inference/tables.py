@@ -1,0 +1,194 @@
+"""Name tables that are looked up: by tokens, by positions, by constants or by a router."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from shardwright.inference.atoms import Dim, finest, size_of
+from shardwright.inference.evidence import Evidence, Site
+from shardwright.inference.facts import Facts, Lookup
+from shardwright.inference.names import LENGTHS, Names, learned, outputs_of, summed_over, unnamed
+from shardwright.inference.step import Value
+from shardwright.vocabulary.axes import EMBED, EMPTY, LENGTH, VOCAB
+
+# A table with at most 1/8 of the rows of the largest table holds types or positions, not tokens.
+_SMALL_TABLE: Final = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """Tables that are looked up by one kind of index: one table, or tables of as many rows.
+
+    Attributes:
+      lookups: The lookups.
+      is_tokens: Whether the program shows that the indices are tokens.
+    """
+
+    lookups: Sequence[Lookup]
+    is_tokens: bool
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of each table."""
+        return _rows(self.lookups[0])
+
+
+def name_tables(names: Names, results: Sequence[Value]) -> None:
+    """Name the dims of tables that are looked up by tokens."""
+    for tables in _tables(names.facts, results):
+        for lookup in tables.lookups if tables.is_tokens else ():
+            why = Evidence("a table looked up by the inputs", lookup.site)
+            names.give(lookup.key, VOCAB, why, sure=True)
+            _name_row(names, lookup, guess=False)
+
+
+def guess_tables(names: Names, results: Sequence[Value]) -> None:
+    """Guess the names of tables that are looked up by inputs that need not be tokens."""
+    every = _tables(names.facts, results)
+    largest = max((tables.rows for tables in every), default=0)
+    for tables in every:
+        is_small = tables.rows * _SMALL_TABLE <= largest
+        for lookup in tables.lookups:
+            size = "a smaller" if is_small else "a"
+            why = Evidence(f"{size} table, looked up by the inputs", lookup.site)
+            names.give(lookup.key, EMPTY if is_small else VOCAB, why, guess=True)
+            _name_row(names, lookup, guess=True)
+
+
+def _name_row(names: Names, lookup: Lookup, *, guess: bool) -> None:
+    """Name the row of a table EMBED.
+
+    It is a guess if the row has several dims, or if it has the size of the table and no weight
+    reads it: the rows of a table of bigrams are logits.
+    """
+    dims = [dim for dim in lookup.row if finest(dim)]
+    is_square = len(dims) == 1 and size_of(finest(dims[0])) == _rows(lookup)
+    if len(dims) > 1 or (is_square and not _is_read(names.facts, dims[0])):
+        guess = True
+    for dim in dims:
+        why = Evidence("rows of a table looked up by the inputs", lookup.site)
+        names.give(dim, EMBED, why, sure=not guess, guess=guess)
+
+
+def _is_read(facts: Facts, dim: Dim) -> bool:
+    return not summed_over(facts.projections).isdisjoint(finest(dim))
+
+
+def _tables(facts: Facts, results: Sequence[Value]) -> list[Tables]:
+    """Return the tables that are looked up by the inputs, by kind of index.
+
+    The indices are tokens if the logits count along the table. They also are if they have a length,
+    and the logits are as many as this table alone has rows. Without logits, they are tokens if they
+    have a length and the model reads nothing else.
+    """
+    groups = _grouped(
+        lookup for lookup in facts.lookups if not lookup.of_data and lookup.depends_on == "inputs"
+    )
+    ends = [dim for dim, _ in _ends(facts, results)]
+    tied = {atom for dim in ends for atom in finest(dim)}
+    summed = summed_over(facts.projections)
+    counts = {
+        size_of(finest(dim)) for dim in ends if learned(dim) and summed.isdisjoint(finest(dim))
+    }
+    is_tied = [any(not tied.isdisjoint(finest(each.key)) for each in group) for group in groups]
+    fitting = [_rows(group[0]) in counts and _has_length(group) for group in groups]
+    is_alone = len(groups) == 1 and _has_length(groups[0]) and not _reads_others(facts, groups[0])
+    return [
+        Tables(
+            lookups=group,
+            is_tokens=is_tied[at]
+            or is_alone
+            or (fitting[at] and fitting.count(True) == 1 and not any(is_tied)),
+        )
+        for at, group in enumerate(groups)
+    ]
+
+
+def _grouped(lookups: Iterable[Lookup]) -> list[list[Lookup]]:
+    """Group lookups in one table, and by the same inputs in tables of as many rows."""
+    groups: list[list[Lookup]] = []
+    for lookup in lookups:
+        key, kind = finest(lookup.key), (lookup.inputs, _rows(lookup))
+        for group in groups:
+            if any(
+                finest(other.key) == key or (other.inputs, _rows(other)) == kind for other in group
+            ):
+                group.append(lookup)
+                break
+        else:
+            groups.append([lookup])
+    return groups
+
+
+def _has_length(group: Iterable[Lookup]) -> bool:
+    return any(
+        atom.name in LENGTHS for lookup in group for dim in lookup.index for atom in finest(dim)
+    )
+
+
+def _reads_others(facts: Facts, group: Iterable[Lookup]) -> bool:
+    """Tell whether the model reads features beside a table. Its indices may then be positions."""
+    is_added = any(atom.given for lookup in group for dim in lookup.row for atom in finest(dim))
+    return is_added or any(product.reads_inputs for product in facts.projections)
+
+
+def _rows(lookup: Lookup) -> int:
+    return size_of(finest(lookup.key))
+
+
+def _ends(facts: Facts, results: Sequence[Value]) -> Iterator[tuple[Dim, Site | None]]:
+    """Yield the last dim of the first result, and the dims that labels select from."""
+    if results and results[0].dims:
+        yield results[0].dims[-1], _maker(facts, results[0].dims[-1])
+    for lookup in facts.lookups:
+        if lookup.of_data and lookup.depends_on == "inputs":
+            yield lookup.key, lookup.site
+
+
+def _maker(facts: Facts, dim: Dim) -> Site | None:
+    """Return the last product with a weight that has a dim, or None."""
+    outputs = outputs_of(reversed(facts.projections))
+    return next((outputs[atom] for atom in finest(dim) if atom in outputs), None)
+
+
+def name_logits(names: Names, results: Sequence[Value]) -> None:
+    """Name VOCAB: the last dim of the first result, and dims that labels select from.
+
+    The name is a guess unless a table of tokens has as many rows, because the last dim of a
+    classifier's result is its classes. A sampler chooses among as many tokens by `top_k` or argmax.
+    """
+    facts = names.facts
+    rows = {
+        _rows(lookup)
+        for lookup in facts.lookups
+        if any(atom.name == VOCAB and not atom.guess for atom in finest(lookup.key))
+    }
+    chosen = [(use.dim, use.site) for use in (*facts.top_k, *facts.largest)]
+    ends = list(_ends(facts, results))
+    for at, (dim, site) in enumerate((*chosen, *ends)):
+        if learned(dim) and unnamed(dim):
+            sizes = [atom.size for atom in finest(dim)]
+            is_known = len(sizes) == 1 and sizes[0] in rows
+            reason = "logits: as many as the table of tokens has rows" if is_known else "logits"
+            if is_known or at >= len(chosen):
+                names.give(dim, VOCAB, Evidence(reason, site), guess=not is_known)
+
+
+def name_other_tables(names: Names) -> None:
+    """Name the dims of tables that are looked up by positions or constants."""
+    for lookup in names.facts.lookups:
+        if not lookup.of_data and lookup.depends_on == "neither":
+            _name_positions(names, lookup)
+
+
+def _name_positions(names: Names, lookup: Lookup) -> None:
+    counted = [dim for dim in lookup.index if any(atom.counts for atom in finest(dim))]
+    if len(counted) == 1:
+        why = Evidence("a table looked up by positions", lookup.site)
+        is_length = any(atom.name in LENGTHS for atom in finest(counted[0]))
+        names.give(lookup.key, LENGTH, why, guess=not is_length)
+    else:
+        why = Evidence("a table looked up by distances or constants", lookup.site)
+        names.give(lookup.key, EMPTY, why)
