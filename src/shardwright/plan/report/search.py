@@ -42,7 +42,7 @@ def search_text(found: SearchReport, *, rows: int | None = None, width: int = WI
         )
     if found.fixed_axes:
         lines.append(
-            f"one device in every candidate, because --axes does not name them: "
+            f"mesh axes with one device, because --axes does not name them: "
             f"{', '.join(found.fixed_axes)}"
         )
     for reason, count in found.dropped.items():
