@@ -104,6 +104,7 @@ def _plan_side(
     setting = read_setting(
         [strategy], mesh=mesh, devices=devices if slice_ is None else slice_.devices
     )
+    slice_ = None if slice_ is None else setting.on(slice_)
     return {
         mode_name(key): plan_program(
             program,

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh
@@ -21,6 +21,7 @@ from shardwright.mesh.build import (
     parse_mesh,
     resolve_sizes,
 )
+from shardwright.plan.hardware import Topology
 from shardwright.strategy.limits import MOST_ELEMENTS, has_too_many_elements
 from shardwright.vocabulary.annotations import stacked
 from shardwright.vocabulary.axes import EMPTY, canonical_axis
@@ -148,6 +149,12 @@ class Setting:
 
     manager: PartitionManager
     strategy: str
+    dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def on(self, topology: Topology) -> Topology:
+        """Return a topology with the parts of the mesh axes that cross its slices."""
+        crossing = {axis: part for axis, part in self.dcn.items() if part > 1}
+        return dataclasses.replace(topology, crossing=crossing)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -176,7 +183,12 @@ def read_setting(strategies: Sequence[str], *, mesh: str | None, devices: int | 
     return Setting(
         manager=PartitionManager(combined, mesh=read_mesh(combined, label, mesh, devices)),
         strategy=label,
+        dcn=dict(combined.dcn) if mesh is None else _dcn(parse_mesh(mesh)),
     )
+
+
+def _dcn(spec: MeshSpec) -> dict[str, int]:
+    return dict(zip(spec.names, spec.dcn, strict=False))
 
 
 def read_strategy(*texts: str) -> tuple[Any, str]:

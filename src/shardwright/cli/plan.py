@@ -142,6 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_verify_options(arguments, topology)
     devices = arguments.devices if topology is None else topology.devices
     setting = read_setting(arguments.strategy, mesh=arguments.mesh, devices=devices)
+    topology = None if topology is None else setting.on(topology)
     if arguments.model.endswith((".toml", ".json")) and not is_config(arguments.model):
         return _run_tensors(arguments, setting, topology)
     for option in ("optimizer_copies", "cache"):

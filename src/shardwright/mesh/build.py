@@ -350,6 +350,15 @@ def _dcn(spec: MeshSpec, slices: Mapping[int, Sequence[Any]]) -> tuple[int, ...]
                 fix=fix,
             )
         return spec.dcn
+    return default_dcn(spec, count)
+
+
+def default_dcn(spec: MeshSpec, count: int) -> tuple[int, ...]:
+    """Return the part of each axis that crosses a number of slices, if the mesh does not say.
+
+    Raises:
+      MeshSpecError: No pipeline or data axis can be split over the slices.
+    """
     if count == 1:
         return (1,) * len(spec.sizes)
     sizes = dict(zip(spec.names, spec.sizes, strict=True))

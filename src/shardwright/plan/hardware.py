@@ -22,9 +22,12 @@ Shape = tuple[int, ...]
 
 _CELLS: Final = ("bf16_tflops", "hbm_gib", "hbm_gbps", "link_gbps")
 _NUMBERS: Final = ("dims", "devices_per_chip", "cube", "longest", "most_chips", "wraps")
-_KEYS: Final = (*_NUMBERS, "shapes", *_CELLS)
+_OPTIONAL: Final = ("dcn_gbps",)
+_KEYS: Final = (*_NUMBERS, "shapes", *_CELLS, *_OPTIONAL)
 _NEAREST = 3  # number of slices that an error proposes
-_TOPOLOGY = re.compile(r"([A-Za-z0-9_-]+):([0-9]{1,4}(?:x[0-9]{1,4}){0,3})")
+_TOPOLOGY = re.compile(
+    r"(?:([0-9]{1,4})x)?([A-Za-z][A-Za-z0-9_-]*):([0-9]{1,4}(?:x[0-9]{1,4}){0,3})"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,7 @@ class Chip:
       hbm_bytes: Bytes of memory that a program may use on one device.
       hbm_rate: Bytes per second that one device reads or writes in its memory.
       link_rates: Lowest and highest bytes per second of one link in one direction, per device.
+      dcn_rate: Bytes per second that one device sends to other slices; 0 if that is not known.
       sources: Key of `hardware.toml` -> source and date of its value.
     """
 
@@ -60,6 +64,7 @@ class Chip:
     hbm_bytes: int
     hbm_rate: float
     link_rates: tuple[float, float]
+    dcn_rate: float
     sources: Mapping[str, str]
 
     def slices(self) -> Iterator[Shape]:
@@ -80,15 +85,20 @@ class Topology:
     Attributes:
       chip: Kind of the chips.
       shape: Chips along each side.
+      slices: Number of such slices.
+      crossing: The part of each mesh axis that crosses slices, as `dcn` of a mesh. Empty means that
+        the slices split the first of pp, dp and fsdp that they can.
     """
 
     chip: Chip
     shape: Shape
+    slices: int = 1
+    crossing: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
-        return math.prod(self.shape) * self.chip.devices
+        """Number of devices of all slices."""
+        return math.prod(self.shape) * self.chip.devices * self.slices
 
     @property
     def sides(self) -> dict[str, int]:
@@ -102,7 +112,8 @@ class Topology:
         return side != "core" and all(length % self.chip.wraps == 0 for length in lengths)
 
     def __str__(self) -> str:
-        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+        count = "" if self.slices == 1 else f"{self.slices}x"
+        return f"{count}{self.chip.name}:{'x'.join(map(str, self.shape))}"
 
 
 def read_hardware(overlay: str | None = None) -> dict[str, Chip]:
@@ -154,7 +165,7 @@ def _faults(cells: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         if key not in _KEYS:
             yield key, "is unknown", did_you_mean(key, _KEYS) or f"keys are {', '.join(_KEYS)}"
     for key in _KEYS:
-        if key not in cells:
+        if key not in cells and key not in _OPTIONAL:
             yield key, "is missing", "a new chip needs every key"
     for key in _NUMBERS:
         value = cells.get(key, 1)
@@ -163,7 +174,7 @@ def _faults(cells: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     shapes = cells.get("shapes", [])
     if not isinstance(shapes, list) or not all(_is_shape(text) for text in shapes):
         yield "shapes", f"{shapes!r} is not a list of shapes", 'write shapes = ["2x2", "2x4"]'
-    for key in _CELLS:
+    for key in (*_CELLS, *_OPTIONAL):
         if key not in cells:
             continue
         numbers = ("low", "high") if key == "link_gbps" else ("value",)
@@ -201,7 +212,12 @@ def _chip(name: str, cells: Mapping[str, Any]) -> Chip:
         hbm_bytes=int(cells["hbm_gib"]["value"] * 2**30),
         hbm_rate=cells["hbm_gbps"]["value"] * 1e9 / devices,
         link_rates=(link["low"] * 1e9 / devices, link["high"] * 1e9 / devices),
-        sources={key: f"{cells[key]['source']}, {cells[key]['date']}" for key in _CELLS},
+        dcn_rate=cells.get("dcn_gbps", {"value": 0})["value"] * 1e9 / devices,
+        sources={
+            key: f"{cells[key]['source']}, {cells[key]['date']}"
+            for key in (*_CELLS, *_OPTIONAL)
+            if key in cells
+        },
     )
 
 
@@ -218,22 +234,31 @@ def parse_topology(text: str, hardware: Mapping[str, Chip]) -> Topology:
     match = _TOPOLOGY.fullmatch(text.strip())
     if match is None:
         raise MeshSpecError(
-            f"{text!r:.80} is not a topology", fix="write a chip and its slice: v5p:4x4x4"
+            f"{text!r:.80} is not a topology",
+            fix="write a chip and its slice: v5p:4x4x4, or 2xv5p:4x4x4 for two slices",
         )
-    chip = hardware.get(match[1])
+    chip = hardware.get(match[2])
     if chip is None:
-        hint = did_you_mean(match[1], hardware)
+        hint = did_you_mean(match[2], hardware)
         known = f"chips are {', '.join(hardware)}"
-        raise MeshSpecError(f"no chip {match[1]!r}", fix=f"{hint} {known}".strip())
-    shape = _sides(match[2])
+        raise MeshSpecError(f"no chip {match[2]!r}", fix=f"{hint} {known}".strip())
+    shape = _sides(match[3])
     slices = list(chip.slices())
     if shape not in slices:
         nearest = sorted(slices, key=lambda known: _distance(known, shape))[:_NEAREST]
         names = ", ".join("x".join(map(str, known)) for known in nearest)
         raise MeshSpecError(
-            f"{chip.name} has no slice {match[2]}", fix=f"the nearest slices are {names}"
+            f"{chip.name} has no slice {match[3]}", fix=f"the nearest slices are {names}"
         )
-    return Topology(chip=chip, shape=shape)
+    count = int(match[1] or 1)
+    if count < 1:
+        raise MeshSpecError(f"{text!r:.80} has no slice", fix=f"write 2x{match[2]}:{match[3]}")
+    if count > 1 and not chip.dcn_rate:
+        raise MeshSpecError(
+            f"the rate between slices of {chip.name} is not known",
+            fix=f"give [{chip.name}] a dcn_gbps in a file of --hardware, or plan one slice",
+        )
+    return Topology(chip=chip, shape=shape, slices=count)
 
 
 def smallest_slice(chip: Chip, needed: int) -> Topology | None:

@@ -52,8 +52,10 @@ def find_larger_mesh(
       held: Bytes of one copy of its state. Slices with less memory are not tried.
 
     Returns:
-      None if the program does not fit on any slice that was tried.
+      None if the program does not fit on any slice that was tried, or if it is on several slices.
     """
+    if topology.slices > 1:
+        return None
     close: LargerMesh | None = None
     for slice_, sizes in _larger(mesh_sizes(manager.mesh), topology, held):
         other = PartitionManager(manager.rules, mesh=abstract_mesh(sizes), mode=manager.mode)

@@ -11,11 +11,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
 
 from shardwright.errors import MeshSpecError
+from shardwright.mesh.build import default_dcn
+from shardwright.mesh.text import MeshSpec
+from shardwright.plan.collectives.collective import Kind, ring_bytes
 from shardwright.plan.hardware import Topology
+from shardwright.plan.walk.events import Event
+
+_SHARED: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +57,32 @@ class Layout:
     Attributes:
       topology: The slice.
       parts: Mesh axis -> the parts that it covers. A mesh axis of size 1 has none.
+      crossing: Mesh axis -> the number of slices that it crosses, if more than one.
     """
 
     topology: Topology
     parts: Mapping[str, tuple[Part, ...]]
+    crossing: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def slices_of(self, mesh_axes: Iterable[str]) -> int:
+        """Return the number of slices that mesh axes cross together."""
+        return math.prod(self.crossing.get(axis, 1) for axis in mesh_axes)
+
+    def bytes_between_slices(self, event: Event) -> int:
+        """Return the bytes that one device sends to other slices in one run of a collective.
+
+        The devices of a slice share the work of a gather or a sum: each sends its part.
+        """
+        slices = self.slices_of(event.mesh_axes)
+        if slices == 1:
+            return 0
+        whole = event.logical_bytes
+        if event.kind in _SHARED:
+            inner = math.prod(
+                part.size for axis in event.mesh_axes for part in self.parts.get(axis, ())
+            )
+            whole = -(-whole // inner)
+        return ring_bytes(event.kind, whole, slices)
 
     def rates(self, mesh_axes: tuple[str, ...]) -> tuple[float, float]:
         """Return the lowest and highest rate at which a device sends over mesh axes, in bytes/s.
@@ -71,6 +99,7 @@ class Layout:
         """Return the layout as plain data."""
         return {
             "topology": str(self.topology),
+            "crossing": dict(self.crossing),
             "parts": {
                 axis: [dataclasses.asdict(part) for part in parts]
                 for axis, parts in self.parts.items()
@@ -78,11 +107,11 @@ class Layout:
         }
 
     def __str__(self) -> str:
-        axes = [
-            f"{axis} on {' + '.join(map(str, parts))}"
-            for axis, parts in self.parts.items()
-            if parts
-        ]
+        axes = []
+        for axis, parts in self.parts.items():
+            count = self.crossing.get(axis, 1)
+            places = [*([f"{count} slices"] if count > 1 else []), *map(str, parts)]
+            axes += [f"{axis} on {' + '.join(places)}"] if places else []
         return f"{self.topology}: {', '.join(axes) or 'one device'}"
 
 
@@ -103,13 +132,44 @@ def lay_out(topology: Topology, sizes: Mapping[str, int]) -> Layout:
             f"but {topology} has {topology.devices}",
             fix="give one mesh axis the size -1, or change the slice",
         )
+    crossing = _crossing(topology, sizes)
+    sizes = {axis: size // crossing.get(axis, 1) for axis, size in sizes.items()}
     sides = {side: length for side, length in topology.sides.items() if length > 1}
     taken = _whole_sides(sides, sizes) or _parts_of_sides(sides, sizes)
     parts = {
         axis: tuple(_part(topology, side, length) for side, length in taken[axis].items())
         for axis in sizes
     }
-    return Layout(topology=topology, parts=parts)
+    return Layout(topology=topology, parts=parts, crossing=crossing)
+
+
+def _crossing(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return how many slices each mesh axis crosses.
+
+    Raises:
+      MeshSpecError: The part of an axis that crosses does not divide it, the parts are not those of
+        the slices, or no data axis can be split over the slices.
+    """
+    spec = MeshSpec(names=tuple(sizes), sizes=tuple(sizes.values()))
+    given = {axis: part for axis, part in topology.crossing.items() if part > 1}
+    if not given:
+        parts = default_dcn(spec, topology.slices)
+        return {axis: part for axis, part in zip(sizes, parts, strict=True) if part > 1}
+    mesh = ",".join(f"{axis}:{size}" for axis, size in sizes.items())
+    crossing = ",".join(f"dcn.{axis}:{part}" for axis, part in given.items())
+    if math.prod(given.values()) != topology.slices:
+        raise MeshSpecError(
+            f"the mesh {mesh} crosses {math.prod(given.values())} slices ({crossing}), but "
+            f"{topology} has {topology.slices}",
+            fix=f"write --topology {math.prod(given.values())}x{topology.chip.name}:"
+            f"{'x'.join(map(str, topology.shape))}, or leave dcn out",
+        )
+    if any(sizes.get(axis, 1) % part for axis, part in given.items()):
+        raise MeshSpecError(
+            f"{crossing} does not divide the mesh {mesh}",
+            fix="make each axis a multiple of its part that crosses slices",
+        )
+    return given
 
 
 def _whole_sides(

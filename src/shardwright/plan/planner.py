@@ -18,6 +18,7 @@ from shardwright.plan.layout import Layout, lay_out
 from shardwright.plan.report.events import event_lines
 from shardwright.plan.report.fit import fit_lines
 from shardwright.plan.report.state import state_text
+from shardwright.plan.report.text import bytes_text
 from shardwright.plan.report.time import time_lines
 from shardwright.plan.state import ROLES, Category, Held, StateBytes, count_state, read_holds
 from shardwright.plan.time import TimeRange, estimate_time
@@ -126,6 +127,13 @@ class PlanReport:
         """Bytes that one device sends in all runs of all collectives, on rings."""
         return sum(event.total_wire_bytes for event in self.events)
 
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes that one device sends to other slices in all runs; 0 if there is one slice."""
+        if self.layout is None:
+            return 0
+        return sum(each.runs * self.layout.bytes_between_slices(each) for each in self.events)
+
     def by_mesh_axes(self) -> dict[tuple[str, ...], int]:
         """Return the bytes that one device sends over each set of mesh axes."""
         sent: Counter[tuple[str, ...]] = Counter()
@@ -163,6 +171,7 @@ class PlanReport:
             "flops": self.walked.flops,
             "product_bytes": self.walked.product_bytes,
             "sent_bytes": self.sent_bytes,
+            "slice_bytes": self.slice_bytes,
         }
 
     def text(self, *, rows: int | None = None, width: int = WIDTH) -> str:
@@ -180,6 +189,8 @@ class PlanReport:
         chip = None if self.layout is None else self.layout.topology.chip
         lines += [*fit_lines(self.memory, chip, complete=self.walked.complete), ""]
         lines += event_lines(self.events, rows=rows, width=width)
+        if self.layout is not None and self.layout.crossing:
+            lines.append(f"of these to other slices: {bytes_text(self.slice_bytes)}")
         if self.time is not None and self.layout is not None:
             lines += ["", *time_lines(self.time, self.layout, width=width)]
         lines += self.unsure_lines()

@@ -94,15 +94,22 @@ def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRa
 
 
 def _sending(event: Event, layout: Layout) -> Span:
+    """Return the time of all runs of a collective: inside the slices, and between them."""
+    parts = [part for axis in event.mesh_axes for part in layout.parts[axis]]
     slow, fast = layout.rates(event.mesh_axes)
-    sent = event.wire_bytes
+    # Over mesh axes that only cross slices, nothing is sent inside a slice.
+    sent = event.wire_bytes if parts else 0
     least = sent * _EXCHANGE if event.kind is Kind.ALL_TO_ALL else sent
-    hops = sum(part.hops for axis in event.mesh_axes for part in layout.parts[axis])
+    hops = sum(part.hops for part in parts)
     if event.kind is Kind.PERMUTE:
-        # A permutation sends to a neighbor: one hop, over one link.
-        slow, hops = layout.topology.chip.link_rates[0], 1
-    low = 0.0 if event.maybe else event.runs * least / fast
-    return Span(low=low, high=event.runs * max(sent / slow, hops * _HOP))
+        # A neighbor is one hop away, over one link.
+        slow, hops = layout.topology.chip.link_rates[0], min(1, len(parts))
+    crossing = layout.bytes_between_slices(event)
+    between = crossing / layout.topology.chip.dcn_rate if crossing else 0.0
+    inside = max(sent / slow, hops * _HOP) if sent else 0.0
+    least_inside = least / fast if sent else 0.0
+    low = 0.0 if event.maybe else event.runs * max(least_inside, between)
+    return Span(low=low, high=event.runs * (inside + between))
 
 
 def seconds_text(seconds: float) -> str:

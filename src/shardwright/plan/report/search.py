@@ -87,9 +87,12 @@ def _table(shown: tuple[Candidate, ...], width: int) -> list[str]:
     """Return the candidates as a table. Columns that no candidate needs are left out."""
     modes = list(shown[0].reports)
     times = ["time" if len(modes) == 1 else f"{mode_name(mode)} time" for mode in modes]
-    head = ["variant", "strategy", "mesh", "settings", *times, "memory per device", "sent", "fits"]
+    head = ["variant", "strategy", "mesh", "settings", *times, "memory per device", "sent"]
+    head += ["between slices", "fits"]
     rows = [_row(candidate) for candidate in shown]
     absent = {0} if not any(candidate.variant for candidate in shown) else set()
+    if not any(candidate.slice_bytes for candidate in shown):
+        absent.add(len(head) - 2)
     absent |= {3} if not any(candidate.settings for candidate in shown) else set()
     kept = [[cell for at, cell in enumerate(row) if at not in absent] for row in (head, *rows)]
     return table(kept, width=width)
@@ -107,6 +110,7 @@ def _row(candidate: Candidate) -> list[str]:
         *map(_time_text, reports),
         f"{bytes_text(low)} to {bytes_text(candidate.most_bytes)}",
         bytes_text(candidate.sent_bytes),
+        bytes_text(candidate.slice_bytes),
         fits if candidate.complete else f"{fits}, incomplete",
     ]
 

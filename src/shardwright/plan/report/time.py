@@ -33,9 +33,18 @@ def time_rows(time: TimeRange, layout: Layout) -> list[tuple[str, float, float, 
         ),
     ]
     for axes, span in time.links.items():
-        slow, fast = layout.rates(axes)
-        rates = f"{slow / 1e9:g}" if slow == fast else f"{slow / 1e9:g} to {fast / 1e9:g}"
-        parts.append(("+".join(axes), span, f"{rates} GB/s one way, 1 µs per hop at most"))
+        parts.append(("+".join(axes), span, _rates_text(axes, layout)))
     whole = Span(low=time.low, high=time.high)
     parts.append(("all", whole, "from full overlap to none; not calibrated"))
     return [(name, span.low, span.high, assumed) for name, span, assumed in parts]
+
+
+def _rates_text(axes: tuple[str, ...], layout: Layout) -> str:
+    slow, fast = layout.rates(axes)
+    texts = []
+    if fast:
+        rates = f"{slow / 1e9:g}" if slow == fast else f"{slow / 1e9:g} to {fast / 1e9:g}"
+        texts.append(f"{rates} GB/s one way, 1 µs per hop at most")
+    if layout.slices_of(axes) > 1:
+        texts.append(f"{layout.topology.chip.dcn_rate / 1e9:g} GB/s between slices")
+    return "; ".join(texts)

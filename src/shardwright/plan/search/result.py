@@ -70,6 +70,11 @@ class Candidate:
         return sum(report.sent_bytes for report in self.reports.values())
 
     @property
+    def slice_bytes(self) -> int:
+        """Bytes that one device sends to other slices in one run of each mode."""
+        return sum(report.slice_bytes for report in self.reports.values())
+
+    @property
     def verdict(self) -> Verdict:
         """The worst verdict of all modes."""
         verdicts = {report.verdict for report in self.reports.values()}
@@ -83,8 +88,9 @@ class Candidate:
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """The costs by which candidates are compared: the time of each mode, and the memory."""
-        return (*map(seconds_of, self.reports.values()), float(self.most_bytes))
+        """The costs by which candidates are compared: times, memory, and bytes between slices."""
+        times = map(seconds_of, self.reports.values())
+        return (*times, float(self.most_bytes), float(self.slice_bytes))
 
     @property
     def order(self) -> tuple[Any, ...]:
@@ -110,6 +116,7 @@ class Candidate:
             ],
             "verdict": self.verdict,
             "sent_bytes": self.sent_bytes,
+            "slice_bytes": self.slice_bytes,
             "complete": self.complete,
             "modes": {
                 mode_name(mode): {

@@ -291,7 +291,8 @@ class _Search:
             if each is None:
                 continue
             # Mesh axes of size 1 change nothing, so several points may be one program.
-            key = (point.name, each.specs, repr(each.layout.parts))
+            layout = each.layout
+            key = (point.name, each.specs, repr((layout.parts, layout.crossing)))
             if key in seen:
                 self.dropped["same program as another"] += 1
                 continue
@@ -314,9 +315,9 @@ class _Search:
 
     def _resolve(self, point: Point, base: Strategy) -> _Resolved | None:
         """Resolve a candidate. If its state does not fit, count it as dropped and return None."""
-        strategy = base | type(base)(mesh=dict(point.sizes))
-        manager = PartitionManager(strategy, mesh=abstract_mesh(dict(point.sizes)))
         layout = lay_out(self.topology, point.sizes)
+        strategy = base | type(base)(mesh=dict(point.sizes), dcn=dict(layout.crossing))
+        manager = PartitionManager(strategy, mesh=abstract_mesh(dict(point.sizes)))
         sizes = {axis: size for axis, size in point.sizes.items() if size > 1}
         specs: list[Any] = [tuple(sorted(sizes.items()))]
         held = max(self._held(manager.for_mode(mode), mode) for mode in self.programs)

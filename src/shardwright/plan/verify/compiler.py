@@ -51,21 +51,33 @@ class Target:
 
     Attributes:
       platform: `tpu`, or `cpu` to check the sharding only.
-      topology: The slice, or "" for CPUs.
+      topology: One slice, or "" for CPUs.
       effort: `full` or `low`. With `low`, the compile is four times as fast, and the program sends
         the same bytes within 1%.
+      slices: Number of slices.
+      dcn: The part of each mesh axis that crosses slices, if there are several.
     """
 
     platform: Platform
     topology: str = ""
     effort: Effort = "low"
+    slices: int = 1
+    dcn: tuple[int, ...] = ()
 
     @property
     def compiler(self) -> str:
         """Name and version of the compiler."""
         name = "libtpu" if self.platform == "tpu" else "jaxlib"
         words = f"{name} {importlib.metadata.version(name)}"
-        return f"{words} for {self.topology}" if self.topology else f"{words} for CPUs"
+        count = "" if self.slices == 1 else f"{self.slices}x"
+        return f"{words} for {count}{self.topology}" if self.topology else f"{words} for CPUs"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the target as plain data, without the slices if there is one."""
+        data = dataclasses.asdict(self)
+        if self.slices == 1:
+            del data["slices"], data["dcn"]
+        return data
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +113,7 @@ class Compiled:
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data."""
         return {
-            **dataclasses.asdict(self.target),
+            **self.target.to_json(),
             "compiler": self.target.compiler,
             "collectives": [collective.to_json() for collective in self.collectives],
             "memory": dict(self.memory),
@@ -141,7 +153,8 @@ def make_target(
             fix='run python -m pip install -e ".[tpu-aot]" in a clone of shardwright, or pass '
             "--compiler cpu to check the sharding only",
         )
-    return Target(platform="tpu", topology=str(topology), effort=effort)
+    one = dataclasses.replace(topology, slices=1)
+    return Target(platform="tpu", topology=str(one), effort=effort, slices=topology.slices)
 
 
 def compile_exported(
@@ -166,7 +179,7 @@ def compile_exported(
       StrategyError: The folder cannot be written.
     """
     request = {
-        **dataclasses.asdict(target),
+        **target.to_json(),
         "options": _TPU_OPTIONS.get(target.topology.partition(":")[0], {}),
         "mesh": exported.mesh,
         "donated": list(exported.donated),

@@ -50,6 +50,14 @@ class Verification:
         return Verdict.FITS if fits else Verdict.DOES_NOT_FIT
 
     @property
+    def slice_bytes(self) -> int | None:
+        """Bytes that one device sends to other slices in the compiled program; None if unknown."""
+        sent = [each for each in self.compiled.collectives if each.between_slices]
+        if any(each.total_wire_bytes is None for each in sent):
+            return None
+        return sum(each.total_wire_bytes or 0 for each in sent)
+
+    @property
     def most_bytes(self) -> int:
         """Bytes that the program needs on one device: the compiled peak, else the upper end."""
         peak = self.compiled.peak
@@ -60,6 +68,7 @@ class Verification:
         return {
             "compiled": self.compiled.to_json(),
             "verdict": self.verdict,
+            "slice_bytes": self.slice_bytes,
             "traffic": [row.to_json() for row in self.traffic],
         }
 
@@ -100,6 +109,9 @@ def verify_plan(
         topology = parse_topology(topology, read_hardware())
     target = make_target(topology, platform=platform, effort=effort)
     layout = None if topology is None else lay_out(topology, mesh_sizes(manager.mesh))
+    if layout is not None and layout.crossing:
+        parts = tuple(layout.slices_of([axis]) for axis in mesh_sizes(manager.mesh))
+        target = dataclasses.replace(target, dcn=parts)
     traced = trace_program(manager, program)
     report = price(manager, traced, program, layout=layout)
     exported = export_program(manager, program, traced, platform=target.platform)

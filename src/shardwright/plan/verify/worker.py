@@ -21,6 +21,8 @@ import numpy as np
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from shardwright.mesh.build import arrange_devices
+from shardwright.mesh.text import MeshSpec
 from shardwright.plan.collectives.read import read_collectives
 
 _MEMORY = ("argument_size", "output_size", "alias_size", "temp_size", "peak_memory")
@@ -84,9 +86,14 @@ def make_mesh(request: Mapping[str, Any]) -> Mesh:
     if request["platform"] == "cpu":
         jax.config.update("jax_num_cpu_devices", math.prod(shape))
         return Mesh(np.array(jax.devices("cpu")).reshape(shape), tuple(sizes), axis_types=auto)
+    count = request.get("slices", 1)
+    options = {**request["options"], **({"num_slices": count} if count > 1 else {})}
     topology = topologies.get_topology_desc(
-        topology_name=request["topology"], platform="tpu", **request["options"]
+        topology_name=request["topology"], platform="tpu", **options
     )
+    if count > 1:
+        spec = MeshSpec(names=tuple(sizes), sizes=shape, dcn=tuple(request["dcn"]))
+        return Mesh(arrange_devices(spec, topology.devices), tuple(sizes), axis_types=auto)
     try:
         devices = mesh_utils.create_device_mesh(
             shape, devices=topology.devices, allow_split_physical_axes=True

@@ -10,7 +10,7 @@ from shardwright.plan.walk.values import Dims, Value
 
 _ADDS: Final = frozenset({"scatter-add", "scatter_add"})
 _COMBINES: Final = _ADDS | {"scatter-max", "scatter-min", "scatter-mul"}
-_WRITES: Final = "write to a sharded dim inside sw.shard_map, or with shardwright.caches"
+_WRITES: Final = "write to a sharded dim inside sw.shard_map"
 
 
 def dynamic_slice(step: Step) -> list[Value]:
@@ -68,7 +68,8 @@ def scatter(step: Step) -> list[Value]:
         step.doubt({axis for at in written for axis in value.dims[at]}, _WRITES)
     if not update.free:
         step.move(2, tuple(targets))
-    if update.free or not made:
+    # XLA moves indices of several dims before it joins them, and only those that are sharded.
+    if update.free or (not made and step.avals[1].shape[-1] == 1):
         _move_indices(step, targets)
     return [Value(dims=value.dims, origins=value.origins)]
 
