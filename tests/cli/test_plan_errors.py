@@ -47,6 +47,14 @@ def huge():
     return forward(16, 2**17)
 
 
+def large():
+    return forward(16, 2**15)
+
+
+def wide():
+    return forward(2**28, 64)
+
+
 def enormous():
     return forward(16, 2**20)
 
@@ -135,3 +143,30 @@ def test_plan_starts_no_backend(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def _plan_text(words: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    (folder / "bad_model.py").write_text(MODEL, encoding="utf-8")
+    assert main(shlex.split(f"plan {folder / 'bad_model.py'}:{words} --topology v5e:2x4")) == 1
+    return capsys.readouterr().out
+
+
+def test_advice_names_a_mesh_of_the_same_slice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """16 GiB of weights fit on eight chips if all share them, and not if dp copies them."""
+    text = _plan_text("large --strategy fsdp_tp --mesh dp:8", tmp_path, capsys)
+    assert "does not fit: it needs at least 16.0 GiB of 15.8 GiB per device" in text
+    mesh = re.search(r"fix   (?:use|try) (\S+) on v5e:2x4", text)
+    assert mesh is not None
+    assert "shard over dp what " in text
+    assert "it saves 14.0 GiB" in text
+    words = f"large --strategy fsdp_tp --mesh {mesh[1]} --topology v5e:2x4"
+    assert main(shlex.split(f"plan {tmp_path / 'bad_model.py'}:{words}")) == 0
+
+
+def test_advice_for_large_activations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = _plan_text("wide --strategy fsdp_tp --mesh fsdp:8", tmp_path, capsys)
+    assert "the state takes" in text
+    assert "reduce the values of the step: a smaller batch or length" in text
+    assert "smallest slice" not in text

@@ -13,6 +13,7 @@ import pytest
 
 import shardwright as sw
 from shardwright.cli.main import main
+from shardwright.cli.plan_advice import too_large_text
 from shardwright.plan import Program
 from shardwright.plan.collectives.collective import Collective, Kind
 from shardwright.plan.fit import Verdict
@@ -125,6 +126,10 @@ def test_refused_program_does_not_fit(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found.verdict is Verdict.DOES_NOT_FIT
     assert found.most_bytes == int(17.5 * 2**30)
     assert "does not fit: RESOURCE_EXHAUSTED: Used 17.50G" in verification_text(found)
+    text = too_large_text(PROGRAM, PM, found.report, found)
+    assert "the compiled program needs 17.5 GiB of 15.8 GiB per device, though the plan" in text
+    assert "smallest slice" not in text
+    assert "fix   try " in text
 
 
 def test_missing_compilers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

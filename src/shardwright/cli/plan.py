@@ -6,7 +6,8 @@ import argparse
 
 from shardwright.cli.arguments import EXIT_CODES, STRATEGY_HELP, add_output, make_parser
 from shardwright.cli.inputs import Setting, read_count, read_setting
-from shardwright.cli.plan_checks import limit_failures, read_forbidden, read_limit, what_holds
+from shardwright.cli.plan_advice import too_large_state
+from shardwright.cli.plan_checks import limit_failures, read_forbidden, read_limit
 from shardwright.cli.plan_programs import run_programs
 from shardwright.cli.programs import add_model_options
 from shardwright.cli.reference import is_config
@@ -191,7 +192,7 @@ def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topo
     needed = state.of().per_device
     failures = limit_failures(arguments, {mode: state}, {mode: needed}, topology)
     if topology is not None and needed > topology.chip.hbm_bytes:
-        failures.append(f"mode {mode_name(mode)} does not fit{what_holds(state, topology)}")
+        failures.append(f"mode {mode_name(mode)} does not fit{too_large_state(state, topology)}")
     failed = bool(failures or state.missing)
     if arguments.json:
         plan = {

@@ -9,23 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cli.inputs import Setting, unreadable
-from shardwright.cli.plan_checks import limit_failures, what_holds
+from shardwright.cli.plan_advice import too_large_text
+from shardwright.cli.plan_checks import limit_failures
 from shardwright.cli.programs import plan_program, read_options, read_programs
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.verify import verify_programs
 from shardwright.errors import StrategyError
-from shardwright.manager.manager import PartitionManager
 from shardwright.plan.collectives.collective import Collective
 from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology
-from shardwright.plan.larger_mesh import find_larger_mesh
-from shardwright.plan.planner import PlanReport, Program
+from shardwright.plan.planner import PlanReport
 from shardwright.plan.report.page import plan_html
 from shardwright.plan.report.text import bytes_text
 from shardwright.plan.report.verification import verification_text
 from shardwright.plan.verify.run import Verification
 from shardwright.plan.walk.events import Event
-from shardwright.vocabulary.modes import MODES, mode_name
+from shardwright.vocabulary.modes import mode_name
 
 Breach = tuple[str, Event | Collective]
 
@@ -69,7 +68,7 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
         topology,
     )
     failures += [
-        _too_large(programs[mode], setting.manager.for_mode(mode), topology, report)
+        too_large_text(programs[mode], setting.manager.for_mode(mode), report, verified.get(mode))
         for mode, report in reports.items()
         if (verified.get(mode) or report).verdict is Verdict.DOES_NOT_FIT
     ]
@@ -104,24 +103,6 @@ def _check_forbidden(arguments: argparse.Namespace, modes: Collection[str]) -> N
                 f"--forbid {rule.text!r} names a mode that is not planned",
                 fix=f"the modes are {', '.join(map(mode_name, modes))}",
             )
-
-
-def _too_large(
-    program: Program, manager: PartitionManager, topology: Topology | None, report: PlanReport
-) -> str:
-    """Say that a program does not fit, and name the smallest mesh on which it fits or is close."""
-    mode = mode_name(manager.mode or MODES[0])
-    what = f"mode {mode} does not fit{what_holds(report.state, topology)}"
-    if topology is None:
-        return what
-    larger = find_larger_mesh(program, manager, topology, held=report.state.of().total)
-    if larger is None:
-        fix = "shard more, hold less, or use chips with more memory"
-    elif larger.verdict is Verdict.FITS:
-        fix = f"use {larger}, where the plan fits"
-    else:
-        fix = f"try {larger}, where the plan is close: compile it with --verify"
-    return f"{what}\n  fix   {fix}"
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:

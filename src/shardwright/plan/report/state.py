@@ -46,7 +46,25 @@ def state_row(state: StateBytes, category: Category) -> tuple[str, ...]:
 
 def cause_rows(state: StateBytes) -> list[tuple[str, ...]]:
     """Return one row per mesh axis and rule, the largest possible saving first."""
-    saved: dict[tuple[str, ...], list[int]] = {}
+    return [
+        (axis, bytes_text(saves), str(count), rule, why)
+        for saves, count, (axis, rule, why) in _causes(state)
+    ]
+
+
+def largest_cause(state: StateBytes) -> tuple[int, str, str, str]:
+    """Return what replicates most: bytes per device to save, mesh axis, rule with its place, why.
+
+    Empty texts if nothing is replicated.
+    """
+    for saves, _, (axis, rule, why) in _causes(state):
+        return saves, axis, " ".join(rule.split()), why
+    return 0, "", "", ""
+
+
+def _causes(state: StateBytes) -> list[tuple[int, int, tuple[str, str, str]]]:
+    """Return bytes that could be saved, number of arrays, and (mesh axis, rule, reason)."""
+    saved: dict[tuple[str, str, str], list[int]] = {}
     for leaf in state.leaves:
         if leaf.category is Category.INPUTS or not leaf.bytes.shape:
             continue  # inputs are often replicated on purpose, and scalars cannot be sharded
@@ -54,8 +72,5 @@ def cause_rows(state: StateBytes) -> list[tuple[str, ...]]:
             place = f"   ({cause.place})" if cause.place else ""
             key = (cause.mesh_axis, f"{cause.rule or '-'}{place}", cause.why)
             saved.setdefault(key, []).append(cause.saves)
-    ordered = sorted(saved.items(), key=lambda item: -sum(item[1]))
-    return [
-        (axis, bytes_text(sum(each)), str(len(each)), rule, why)
-        for (axis, rule, why), each in ordered
-    ]
+    causes = [(sum(each), len(each), key) for key, each in saved.items()]
+    return sorted(causes, key=lambda cause: -cause[0])

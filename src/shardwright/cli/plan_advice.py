@@ -1,0 +1,113 @@
+"""Say why a program does not fit into the memory of a chip, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from shardwright.cli.plan_checks import what_holds
+from shardwright.manager.manager import PartitionManager
+from shardwright.plan.fit import Verdict
+from shardwright.plan.fitting_mesh import FittingMesh, find_larger_mesh, find_other_mesh
+from shardwright.plan.hardware import Topology
+from shardwright.plan.planner import PlanReport, Program
+from shardwright.plan.report.state import largest_cause
+from shardwright.plan.report.text import bytes_text
+from shardwright.plan.state import StateBytes
+from shardwright.plan.verify.run import Verification
+from shardwright.vocabulary.modes import MODE_TRAIN, MODES, mode_name
+
+_LARGE: Final = 0.05  # copies above this share of the chip's memory are named
+
+
+def too_large_text(
+    program: Program,
+    manager: PartitionManager,
+    report: PlanReport,
+    verification: Verification | None = None,
+) -> str:
+    """Say why a program does not fit, with one line for each thing that would help.
+
+    Args:
+      program: A program that does not fit.
+      manager: Its strategy, mesh and mode.
+      report: Its plan on a slice.
+      verification: The plan beside the compiled program, if it was compiled.
+    """
+    mode = mode_name(manager.mode or MODES[0])
+    fixes = list(_fixes(program, manager, report))
+    lines = [f"mode {mode} does not fit{_why(report, verification)}"]
+    lines += [f"  fix   {fixes[0]}", *(f"        {fix}" for fix in fixes[1:])]
+    return "\n".join(lines)
+
+
+def _why(report: PlanReport, verification: Verification | None) -> str:
+    """Return the numbers behind the verdict."""
+    if report.layout is None:
+        return ""
+    topology, state = report.layout.topology, report.state.of()
+    if state.total > topology.devices * topology.chip.hbm_bytes:
+        return what_holds(report.state, topology)
+    held = f"the state takes {bytes_text(state.per_device)}"
+    usable = f"{bytes_text(topology.chip.hbm_bytes)} per device"
+    if verification is not None and report.verdict is not Verdict.DOES_NOT_FIT:
+        needed = f"the compiled program needs {bytes_text(verification.most_bytes)} of {usable}"
+        return f": {needed}, though the plan has at most {bytes_text(report.memory.high)}"
+    if verification is not None:
+        needed = f"the compiled program needs {bytes_text(verification.most_bytes)} of {usable}"
+        return f": {needed}, and {held} of it"
+    needed = f"it needs at least {bytes_text(report.memory.low)} of {usable}"
+    return f": {needed}, and {held} of it"
+
+
+def _fixes(program: Program, manager: PartitionManager, report: PlanReport) -> Iterator[str]:
+    """Yield what would help, one line each."""
+    if report.layout is None:
+        yield "add --topology to know which mesh is large enough"
+        return
+    topology, state = report.layout.topology, report.state.of()
+    usable = topology.chip.hbm_bytes
+    mesh: FittingMesh | None = None
+    if report.verdict is Verdict.DOES_NOT_FIT and state.total <= topology.devices * usable:
+        mesh = find_other_mesh(program, manager, topology)
+    mesh = mesh or find_larger_mesh(program, manager, topology, held=state.total)
+    if mesh is not None and report.verdict is not Verdict.DOES_NOT_FIT:
+        yield f"try {mesh}, and compile it with --verify, since the plan is too low here"
+    elif mesh is not None and mesh.verdict is Verdict.FITS:
+        yield f"use {mesh}, where the plan fits"
+    elif mesh is not None:
+        yield f"try {mesh}, where the plan is close: compile it with --verify"
+    yield from _copies(report.state, topology)
+    if report.memory.low - state.per_device > state.per_device:
+        yield _smaller(manager)
+    elif mesh is None:
+        yield "shard more, hold less, or use chips with more memory"
+
+
+def too_large_state(state: StateBytes, topology: Topology) -> str:
+    """Say why a state alone does not fit, with one line for each thing that would help."""
+    held = state.of()
+    if held.total > topology.devices * topology.chip.hbm_bytes:
+        return what_holds(state, topology)
+    needed, usable = bytes_text(held.per_device), bytes_text(topology.chip.hbm_bytes)
+    fixes = [*_copies(state, topology), "shard more, or hold less"]
+    lines = [f": it takes {needed} of {usable} per device", f"  fix   {fixes[0]}"]
+    return "\n".join([*lines, *(f"        {fix}" for fix in fixes[1:])])
+
+
+def _copies(state: StateBytes, topology: Topology) -> Iterator[str]:
+    """Yield the rule that replicates most, if that takes much of the memory."""
+    saves, axis, rule, why = largest_cause(state)
+    if saves > _LARGE * topology.chip.hbm_bytes:
+        yield f"shard over {axis} what {rule} replicates: it saves {bytes_text(saves)} ({why})"
+
+
+def _smaller(manager: PartitionManager) -> str:
+    """Return how to make the values of a step smaller, which take more than the state."""
+    if manager.mode not in (MODE_TRAIN, None):
+        return "reduce the values of the step: a smaller batch, or shorter prompts or caches"
+    sharded = "a residual that is sharded over tp as in fsdp_tp_sp"
+    return (
+        "reduce the values of the step: a smaller batch or length, more rematerialization, a "
+        f"loss in chunks{f', {sharded}' if manager.mesh.shape.get('tp', 1) > 1 else ''}"
+    )
