@@ -266,7 +266,10 @@ def raising_line(error: BaseException) -> str:
     Only the frames from the `except` inwards count.
     """
     frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if _in_model(frame.filename)
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        # Methods that dataclasses generate are in "<string>".
+        if _in_model(frame.filename) and frame.filename != "<string>"
     ]
     outside = [frame for frame in frames if not _LIBRARY.search(frame.filename)]
     for frame in reversed(outside or frames):

@@ -59,6 +59,10 @@ def leaves():
     raise SystemExit(0)
 
 
+def ranks():
+    return sw.ArraySpec((8, 8), jnp.float32, (sw.EMBED,))
+
+
 def twice():
     return {"decode": incomplete(), "__autoregressive__": incomplete()}
 """
@@ -136,6 +140,7 @@ def test_an_incomplete_plan_fails(model: str, capsys: pytest.CaptureFixture[str]
         ("{model}:wrong", "returned 3 for train"),
         ("{model}:empty", "returned no program"),
         ("{model}:leaves", "raised SystemExit"),
+        ("{model}:ranks", "(EMBED) has rank 1, and the array has rank 2: shape (8, 8) at planned"),
         ("{model}:twice", "names one mode twice"),
     ],
 )

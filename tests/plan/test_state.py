@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardwright as sw
+from shardwright import caches
 from shardwright.plan.report.state import state_text
 from shardwright.plan.state import Category, StateBytes, count_tensors
 from shardwright.testing import cpu_mesh
@@ -132,12 +133,29 @@ def test_state_of_an_optimizer_without_annotations_is_refused() -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("fsdp:2,tp:4"))
     with pytest.raises(sw.StrategyError) as caught:
         planned(pm, specs=(SPECS, None, HIDDEN))
-    assert [(each.path, each.what) for each in caught.value.problems] == [
-        (name, "argument 1 holds optimizer, but has neither an annotation nor a sharding")
-        for name in ("key", "norm", "up")
-    ]
+    (problem,) = caught.value.problems
+    arrays = "3 arrays have neither an annotation nor a sharding: key, norm, up"
+    assert problem.what == f"argument 1 holds optimizer, but {arrays}"
+    assert "sw.annotate_state(state, specs)" in problem.fix
     annotated = sw.annotate_state(shapes(SPECS), SPECS)
     assert planned(pm, specs=(SPECS, annotated, HIDDEN)) == planned(pm)
+
+
+def test_caches_without_annotations_are_refused() -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("serve_tp"), mesh=sw.abstract_mesh("tp:2"))
+    cache = jax.eval_shape(
+        lambda: caches.init("dense", batch=8, capacity=64, kv_heads=2, head_dim=16)
+    )
+
+    def planned_cache(specs: Any) -> Any:
+        return pm.plan(lambda cache: cache, cache, specs=specs, holds=("cache",))
+
+    with pytest.raises(sw.StrategyError) as caught:
+        planned_cache(None)
+    (problem,) = caught.value.problems
+    assert "argument 0 holds cache, but " in problem.what
+    assert "with cache.axes()" in problem.fix
+    assert planned_cache((cache.axes(),)).state.of("cache").per_device
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from shardwright import _jax
 from shardwright.cli.inputs import read_count
 from shardwright.cli.python_files import raised_error, read_function
 from shardwright.cli.reference import is_config, read_reference
-from shardwright.errors import ShardingError, StrategyError
+from shardwright.errors import ShardingError, StrategyError, located
 from shardwright.manager.manager import PartitionManager
 from shardwright.plan.hardware import Topology
 from shardwright.plan.planner import PlanReport, Program, plan
@@ -107,6 +108,8 @@ def _call(model: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
     _check_options(model, function, options)
     try:
         returned = function(**options)
+    except ShardingError as error:
+        raise located(error, _jax.raising_line(error)) from error
     except (Exception, SystemExit) as error:
         raise raised_error(model, error) from error
     return returned if isinstance(returned, Mapping) else {MODES[0]: returned}

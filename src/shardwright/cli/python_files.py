@@ -10,7 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardwright.errors import ShardingError, StrategyError
+from shardwright import _jax
+from shardwright.errors import ShardingError, StrategyError, located
 
 
 def read_function(text: str, *, example: str, fix: str) -> Callable[..., Any]:
@@ -51,8 +52,8 @@ def read_module(path: Path) -> ModuleType:
     sys.modules[path.stem] = module  # where dataclasses look up the module of their class
     try:
         spec.loader.exec_module(module)
-    except ShardingError:
-        raise
+    except ShardingError as error:
+        raise located(error, _jax.raising_line(error)) from error
     except SyntaxError as error:
         what = f"{path}:{error.lineno} is not Python: {error.msg}"
         raise StrategyError(what, fix="correct the file") from error

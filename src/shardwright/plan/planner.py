@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 
@@ -27,6 +27,14 @@ from shardwright.plan.walk.events import Event, Walked
 from shardwright.plan.walk.liveness import Peak
 from shardwright.resolution.tables import WIDTH
 from shardwright.trees.paths import path_text
+
+_NAMED: Final = 3  # arrays that an error names
+# How to annotate an argument, by what it holds.
+_ANNOTATE: Final = {
+    Category.OPTIMIZER: "annotate it in specs= with sw.annotate_state(state, specs)",
+    Category.CACHE: "annotate it in specs= with cache.axes(), where cache is "
+    "jax.eval_shape(lambda: caches.init(...))",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -325,25 +333,33 @@ def _held(
 ) -> list[Held]:
     """Return the arrays of the arguments, as `count_state` takes them."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(shapes)
-    held, problems = [], []
+    held: list[Held] = []
+    bare: dict[tuple[int, Category], list[str]] = {}
     for (path, leaf), source, category in zip(leaves, traced.inputs, categories, strict=True):
         value = leaf if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) else jax.typeof(leaf)
         # The first key is the position of the argument.
         array = Held(path=path_text(path[1:]), value=value, source=source, category=category)
         held.append(array)
         if source is None and category not in (None, Category.INPUTS) and value.shape:
-            problems.append(_bare(array, argument=path[0].idx))
-    raise_problems(problems)
+            bare.setdefault((path[0].idx, category), []).append(array.path)
+    raise_problems([_bare(*key, paths) for key, paths in bare.items()])
     return held
 
 
-def _bare(array: Held, *, argument: int) -> Problem:
-    annotations = "sw.annotate_state(state, params, annotations)"
+def _bare(argument: int, category: Category, paths: Sequence[str]) -> Problem:
+    """Return the problem of an argument that holds state without annotations."""
+    if len(paths) == 1:
+        arrays = "an array has neither an annotation nor a sharding"
+    else:
+        arrays = f"{len(paths)} arrays have neither an annotation nor a sharding"
     return Problem(
         error=StrategyError,
-        what=f"argument {argument} holds {array.category}, but has neither an annotation nor a "
-        "sharding",
-        path=array.path,
-        fix=f"annotate it in specs=, optimizer state with {annotations}, or call it inputs in "
-        "holds=",
+        what=f"argument {argument} holds {category}, but {arrays}: {_some(paths)}",
+        fix=f"{_ANNOTATE.get(category, 'annotate it in specs=')}, or call it inputs in holds=",
     )
+
+
+def _some(paths: Sequence[str]) -> str:
+    """Return the first paths of many as text."""
+    shown = ", ".join(path or "the argument itself" for path in paths[:_NAMED])
+    return f"{shown} and {len(paths) - _NAMED} more" if len(paths) > _NAMED else shown
