@@ -430,3 +430,40 @@ def test_arrays_that_a_program_closes_over_are_counted() -> None:
 def test_int4_takes_half_a_byte() -> None:
     x = jax.ShapeDtypeStruct((16, 16), jnp.int4)
     assert of(lambda x: x.astype(jnp.int8), x, specs=(None,)).high == 128 + 256
+
+
+def test_peak_names_the_values_that_are_held() -> None:
+    def squares(x: Any) -> Any:
+        return [(x @ x.T).sum() for _ in range(3)], x @ x
+
+    peak = of(squares, SQUARE, specs=((sw.EMPTY, sw.EMPTY),))
+    [made] = [each for each in peak.live if each.kind == "temporary"]
+    assert (made.dtype, made.shape, made.count) == ("float32", (1024, 1024), 1)
+    assert made.source.startswith("test_liveness.py:")
+    assert sum(each.size for each in peak.live) == peak.high
+
+
+def test_loops_name_the_values_of_their_bodies() -> None:
+    def looped(x: Any) -> Any:
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ x) @ x, None), x, None, length=3)[0]
+
+    peak = of(looped, SQUARE, specs=((sw.EMPTY, sw.EMPTY),))
+    assert {each.kind for each in peak.live} >= {"inputs", "loops", "temporary"}
+    assert sum(each.size for each in peak.live) == peak.high
+
+
+def test_updated_argument_keeps_its_kind() -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=sw.abstract_mesh("dp:2,tp:4"))
+
+    def write(cache: Any, row: Any) -> Any:
+        return jax.lax.dynamic_update_slice(cache, row, (0, 0))
+
+    row = jax.ShapeDtypeStruct((1, 1024), jnp.float32)
+    kept, donated = (
+        pm.plan(
+            write, SQUARE, row, specs=(BY_TENSOR, None), holds=("cache", "inputs"), donated=given
+        ).memory
+        for given in ((), (0,))
+    )
+    assert donated.kinds == {"cache": 1024**2, "inputs": 4096}
+    assert kept.kinds == {"cache": 1024**2, "results": 1024**2, "inputs": 4096}

@@ -10,6 +10,7 @@ from shardwright.plan.fit import Verdict
 from shardwright.plan.planner import PlanReport
 from shardwright.plan.report.charts import bars, html_table, key, spans, stacked_bar
 from shardwright.plan.report.events import EVENT_HEAD, event_row, grouped_events
+from shardwright.plan.report.fit import LIVE_HEAD, live_rows
 from shardwright.plan.report.state import CAUSE_HEAD, STATE_HEAD, cause_rows, state_row
 from shardwright.plan.report.text import bytes_text
 from shardwright.plan.report.time import time_rows
@@ -123,6 +124,9 @@ def _memory(report: PlanReport, verification: Verification | None) -> Iterator[s
     if usable is not None and report.layout is not None:
         share = f"{bytes_text(memory.high)} of {bytes_text(usable)}"
         yield f"<p>{share} usable on {html.escape(report.layout.topology.chip.name)}.</p>"
+    rows = live_rows(memory.live)
+    if rows:
+        yield html_table(LIVE_HEAD, rows, numbers=(0, 1))
 
 
 def _time(report: PlanReport) -> Iterator[str]:

@@ -56,7 +56,17 @@ def with_buffers(step: Step, results: Iterable[Value]) -> list[Value]:
     births: list[Buffer | None] = [
         None
         if value.free
-        else _born(step.name, ledger.local_bytes(aval, value.dims), operands, owed=bool(value.owed))
+        else _labeled(
+            _born(
+                step.name,
+                ledger.local_bytes(aval, value.dims),
+                operands,
+                owed=bool(value.owed),
+            ),
+            aval.dtype,
+            ledger.local_shape(aval, value.dims),
+            step.site.source,
+        )
         for value, aval in zip(values, step.results, strict=True)
     ]
     ledger.timeline.add(
@@ -70,6 +80,11 @@ def with_buffers(step: Step, results: Iterable[Value]) -> list[Value]:
     )
     pairs_of = zip(values, births, strict=True)
     return [dataclasses.replace(value, buffer=birth) for value, birth in pairs_of]
+
+
+def _labeled(buffer: Buffer, dtype: Any, shape: tuple[int, ...], source: str) -> Buffer:
+    buffer.dtype, buffer.shape, buffer.source = str(dtype), shape, source
+    return buffer
 
 
 def _mark_reduced(name: str, operands: Iterable[Buffer]) -> None:
@@ -282,7 +297,11 @@ def _add_local(
             continue
         used = tuple(each for each in operands if each is not None)
         _mark_reduced(name, used)
-        births = [_born(name, _bytes(variable.aval), used) for variable in equation.outvars]
+        source = _jax.source_line(equation) or ""
+        births = [
+            _labeled(_born(name, _bytes(aval), used), _dtype(aval), aval.shape, source)
+            for aval in (variable.aval for variable in equation.outvars)
+        ]
         held.update(zip(equation.outvars, births, strict=True))
         timeline.add(
             used,
@@ -292,6 +311,10 @@ def _add_local(
             loop=name in _LOOPS,
         )
     return [buffer(variable) for variable in jaxpr.outvars]
+
+
+def _dtype(aval: Any) -> Any:
+    return getattr(aval, "dtype", "")
 
 
 def _bytes(aval: Any) -> int:

@@ -59,6 +59,11 @@ class Ledger:
         held = [value.buffer for value in results if value.buffer is not None]
         return inner.peak(held, within=True)
 
+    def local_shape(self, aval: Any, dims: Dims) -> tuple[int, ...]:
+        """Return the shape of a value on one device. A dim that does not divide is padded."""
+        pairs = zip(aval.shape, dims, strict=True)
+        return tuple(-(-size // shards(axes, self.sizes)) for size, axes in pairs)
+
     def local_bytes(self, aval: Any, dims: Dims) -> int:
         """Return the bytes of a value on one device."""
         return whole_bytes(local_elements(aval.shape, dims, self.sizes), aval.dtype)

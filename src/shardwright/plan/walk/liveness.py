@@ -41,6 +41,9 @@ class Buffer:
       least: Bytes of it that are in memory at one time at least. They are less than `size` if a
         compiler may send or sum the value part by part.
       reduced: Whether a reduction reads it.
+      dtype: Element type, or "" if it is not known.
+      shape: Shape on one device.
+      source: Line of the model that makes it, `model.py:12`, or "".
     """
 
     size: int
@@ -49,6 +52,30 @@ class Buffer:
     cheap: bool = False
     least: int = 0
     reduced: bool = False
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """Values of one kind, shape and line that are in memory at the time of the peak.
+
+    Attributes:
+      kind: What they are for, as in `Buffer`.
+      dtype: Element type, or "" for operands that a collective moves.
+      shape: Shape on one device.
+      source: Line of the model that makes them, `model.py:12`, or "".
+      size: Bytes of all of them.
+      count: Number of them.
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: str
+    size: int
+    count: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +87,14 @@ class Peak:
       low: Bytes if the compiler is at its best.
       high: Bytes if the compiler fuses only what it always fuses.
       kinds: Kind -> bytes at the time of `high`.
+      live: The values in memory at the time of `high`, the largest first.
     """
 
     sure: int = 0
     low: int = 0
     high: int = 0
     kinds: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    live: tuple[Live, ...] = dataclasses.field(default=(), compare=False)
 
     @staticmethod
     def most(peaks: Iterable[Peak]) -> Peak:
@@ -76,7 +105,7 @@ class Peak:
         highest = max(peaks, key=lambda peak: peak.high)
         low = max(peak.low for peak in peaks)
         sure = max(peak.sure for peak in peaks)
-        return Peak(sure=sure, low=low, high=highest.high, kinds=highest.kinds)
+        return dataclasses.replace(highest, sure=sure, low=low)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +215,7 @@ class Timeline:
                     last[buffer] = at
         held = [buffer for result in results for buffer in _held(result, fused)]
         last |= dict.fromkeys([*kept, *held], end)
-        high, kinds = self._most(last, fused)
+        high, live = self._most(last, fused)
 
         def unavoidable(buffer: Buffer) -> bool:
             return buffer.kind != TEMPORARY or (not within and buffer in results)
@@ -201,7 +230,8 @@ class Timeline:
             sure=self._least(last, fused, sure, lambda inner: inner.sure),
             low=self._least(last, fused, best, lambda inner: inner.low),
             high=high,
-            kinds=kinds,
+            kinds=_by_kind(live),
+            live=live,
         )
 
     def _fused(self, results: Sequence[Buffer]) -> set[Buffer]:
@@ -220,21 +250,24 @@ class Timeline:
                     fused.add(buffer)
         return fused
 
-    def _most(self, last: Mapping[Buffer, int], fused: set[Buffer]) -> tuple[int, dict[str, int]]:
-        """Return the upper end of the peak, and its bytes by kind."""
+    def _most(self, last: Mapping[Buffer, int], fused: set[Buffer]) -> tuple[int, tuple[Live, ...]]:
+        """Return the upper end of the peak, and what is in memory then."""
         alive = _Alive(last, fused, lambda buffer: buffer.size)
+        kinds: dict[Buffer, str] = {}  # of values that overwrite a donated argument
         for entry in self._entries:
             if entry.early:
                 alive.add(entry.births)
-        most, kinds = 0, {}
+        most, held, peak_entry = 0, list[Buffer](), None
         for at, entry in enumerate(self._entries):
-            alive.drop(buffer for buffer in entry.in_place if last.get(buffer) == at)
+            ended = [buffer for buffer in entry.in_place if last.get(buffer) == at]
+            kinds.update(_kept_kinds(ended, entry.births, kinds))
+            alive.drop(ended)
             alive.add(entry.births)
             now = alive.total + entry.inner.high + entry.moved
             if now > most:
-                most, kinds = now, _by_kind(alive.buffers, entry)
+                most, held, peak_entry = now, list(alive.buffers), entry
             alive.end(at)
-        return most, kinds
+        return most, () if peak_entry is None else _live(held, peak_entry, kinds)
 
     def _least(
         self,
@@ -341,10 +374,39 @@ def _closest(buffer: Buffer, ends: Callable[[Buffer], bool]) -> list[Buffer]:
     return list(found)
 
 
-def _by_kind(alive: Iterable[Buffer], entry: _Entry) -> dict[str, int]:
+def _kept_kinds(
+    ended: Iterable[Buffer], births: Iterable[Buffer], kinds: Mapping[Buffer, str]
+) -> dict[Buffer, str]:
+    """Return the kinds of results that overwrite arguments: an updated cache is a cache."""
+    free = {buffer.size: kinds.get(buffer, buffer.kind) for buffer in ended}
+    return {
+        birth: free[birth.size]
+        for birth in births
+        if free.get(birth.size, TEMPORARY) not in (TEMPORARY, LOOPS)
+    }
+
+
+def _live(held: Iterable[Buffer], entry: _Entry, kinds: Mapping[Buffer, str]) -> tuple[Live, ...]:
+    """Return the values in memory at one equation, grouped by kind, shape and line."""
+    groups: dict[tuple[str, str, tuple[int, ...], str], list[int]] = {}
+    for buffer in held:
+        key = kinds.get(buffer, buffer.kind), buffer.dtype, buffer.shape, buffer.source
+        groups.setdefault(key, []).append(buffer.size)
+    for each in entry.inner.live:
+        key = each.kind, each.dtype, each.shape, each.source
+        groups.setdefault(key, []).extend([each.size // each.count] * each.count)
+    if entry.moved:
+        groups.setdefault((TEMPORARY, "", (), ""), []).append(entry.moved)
+    live = [
+        Live(kind=kind, dtype=dtype, shape=shape, source=source, size=sum(sizes), count=len(sizes))
+        for (kind, dtype, shape, source), sizes in groups.items()
+        if sum(sizes)
+    ]
+    return tuple(sorted(live, key=lambda each: -each.size))
+
+
+def _by_kind(live: Iterable[Live]) -> dict[str, int]:
     kinds: Counter[str] = Counter()
-    for buffer in alive:
-        kinds[buffer.kind] += buffer.size
-    kinds.update(entry.inner.kinds)
-    kinds[TEMPORARY] += entry.moved
-    return {kind: size for kind, size in kinds.items() if size}
+    for each in live:
+        kinds[each.kind] += each.size
+    return dict(kinds)

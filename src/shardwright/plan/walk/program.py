@@ -190,7 +190,12 @@ def _with_memory(
     """Return the inputs of a program with their buffers."""
     assert ledger.timeline is not None
     buffers = [
-        Buffer(size=ledger.local_bytes(variable.aval, value.dims), kind=kind)
+        Buffer(
+            size=ledger.local_bytes(variable.aval, value.dims),
+            kind=kind,
+            dtype=str(variable.aval.dtype),
+            shape=ledger.local_shape(variable.aval, value.dims),
+        )
         for variable, value, kind in zip(
             variables, inputs, kinds or ["inputs"] * len(inputs), strict=True
         )
@@ -204,7 +209,12 @@ def _with_constants(ledger: Ledger, jaxpr: Any) -> list[Buffer]:
     """Return the buffers of the arrays that the program closes over. Each device holds them."""
     assert ledger.timeline is not None
     buffers = [
-        Buffer(size=ledger.local_bytes(variable.aval, ((),) * _rank(variable)), kind=CONSTANTS)
+        Buffer(
+            size=ledger.local_bytes(variable.aval, ((),) * _rank(variable)),
+            kind=CONSTANTS,
+            dtype=str(variable.aval.dtype),
+            shape=variable.aval.shape,
+        )
         for variable in constants(jaxpr)
     ]
     ledger.timeline.add(births=buffers)
@@ -227,7 +237,12 @@ def _given_out(ledger: Ledger, value: Value, goal: Value | None, aval: Any) -> V
     assert ledger.timeline is not None
     if before is not None and len(ledger.events) > sent:
         before.operands = None  # a collective reads it from memory
-    buffer = Buffer(size=ledger.local_bytes(aval, moved.dims), kind=RESULTS)
+    buffer = Buffer(
+        size=ledger.local_bytes(aval, moved.dims),
+        kind=RESULTS,
+        dtype=str(aval.dtype),
+        shape=ledger.local_shape(aval, moved.dims),
+    )
     early = before if before is not None and buffer.size <= before.size else None
     ledger.timeline.add([] if before is None else [before], [buffer], after=early)
     return dataclasses.replace(moved, buffer=buffer)
