@@ -47,14 +47,6 @@ def huge():
     return forward(16, 2**17)
 
 
-def large():
-    return forward(16, 2**15)
-
-
-def wide():
-    return forward(2**28, 64)
-
-
 def enormous():
     return forward(16, 2**20)
 
@@ -69,6 +61,14 @@ def raises():
 
 def unknown():
     return Program(jnp.linalg.cholesky, (jax.ShapeDtypeStruct((8, 8), jnp.float32),))
+
+
+def large():
+    return forward(16, 2**15)
+
+
+def wide():
+    return forward(2**28, 64)
 """
 
 # Name -> function and options.
