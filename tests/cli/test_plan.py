@@ -170,7 +170,20 @@ def test_invalid_options_are_refused(
     model: str, arguments: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert plan(f"{model}:programs {SETTING} {arguments}") == 2
-    assert says in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert says in message
+    assert message.startswith("shardwright: ")
+    assert "  fix   " in message
+    assert "usage:" not in message
+
+
+def test_folder_of_a_model_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = {"model_type": "llama", "torch_dtype": "bfloat16", **sizes, **heads}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert plan(f"{tmp_path} {SETTING} --mode decode") == 0
+    assert "the sizes of llama" in capsys.readouterr().out
 
 
 TENSORS = """

@@ -205,3 +205,29 @@ def test_bad_overlays_are_refused(tmp_path: Path, text: str, says: str) -> None:
         read_hardware(str(path))
     with pytest.raises(sw.StrategyError, match="no such file"):
         read_hardware(str(tmp_path / "absent.toml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("v5litepod-16", "v5litepod-16 has 16 chips: write v5e:4x4"),
+        ("v5e-8", "v5e-8 has 8 chips: write v5e:2x4"),
+        ("v6e-256", "v6e-256 has 256 chips: write v6e:16x16"),
+        # These names count the cores, two per chip.
+        ("v5p-128", "v5p-128 has 64 chips: write v5p:4x4x4"),
+        ("v4-8", "v4-8 has 4 chips: write v4:2x2x1"),
+        ("v5e-7", "v5e-7 has 7 chips, and v5e has no such slice"),
+        ("v9-8", "write a chip and its slice"),
+    ],
+)
+def test_cloud_names_of_slices_are_explained(name: str, says: str) -> None:
+    with pytest.raises(sw.MeshSpecError, match=f"'{name}' is not a topology") as raised:
+        parse_topology(name, read_hardware())
+    assert says in raised.value.fix
+
+
+def test_split_sides_have_their_lengths() -> None:
+    slice_ = parse_topology("v5e:4x8", read_hardware())
+    text = str(lay_out(slice_, {"dp": 2, "fsdp": 16}))
+    assert text == "v5e:4x8: dp on 2 of x, fsdp on 2 of x + y   (sides of the slice: x = 4)"
+    assert "sides" not in str(lay_out(slice_, {"dp": 4, "fsdp": 8}))

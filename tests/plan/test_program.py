@@ -51,3 +51,23 @@ def test_numpy_arguments_count_in_the_dtype_of_the_program() -> None:
     report = PM.plan(lambda x: x, np.ones((1024, 1024)))  # 64 bits, of which JAX keeps 32
     [leaf] = report.state.leaves
     assert leaf.bytes.per_device == report.memory.high == 4 * 1024**2
+
+
+def test_weight_that_is_not_gathered_is_suspected() -> None:
+    """fsdp stores the weight's EMBED, and the batch wants fsdp too."""
+    specs = {"up": sw.ArraySpec((64, 256), jnp.float32, (sw.EMBED, sw.MLP_INTERMEDIATE))}
+    params = {"up": jax.ShapeDtypeStruct((64, 256), jnp.float32)}
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    hidden = (sw.BATCH, sw.EMBED)
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("fsdp:2,tp:2"))
+
+    def plan_with(gather: bool) -> Any:
+        def forward(params: Any, x: Any) -> Any:
+            w = sw.gather(params, specs) if gather else params
+            return sw.shard(x, hidden) @ w["up"]
+
+        return pm.plan(forward, params, x, specs=(specs, hidden))
+
+    (choice,) = plan_with(gather=False).walked.choices
+    assert choice.fix.startswith("gather the weight before use, sw.gather(params, specs)")
+    assert plan_with(gather=True).walked.choices == ()

@@ -19,13 +19,14 @@ from shardwright.plan.collectives.collective import Collective, Kind
 from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import parse_topology, read_hardware
 from shardwright.plan.planner import trace_program
-from shardwright.plan.report.verification import verification_text
+from shardwright.plan.report.verification import memory_rows, verification_text
 from shardwright.plan.verify import compiler
 from shardwright.plan.verify.compiler import Compiled, Target
 from shardwright.plan.verify.differences import compare_traffic
 from shardwright.plan.verify.export import export_program
-from shardwright.plan.verify.run import verify_plan
+from shardwright.plan.verify.run import Verification, verify_plan
 from shardwright.plan.walk.events import Event
+from shardwright.plan.walk.liveness import Peak
 from tests.cli.test_plan import MODEL
 from tests.plan.test_walk import HIDDEN, SPECS, X, gradient, manager, shapes
 from tests.tpu_compile import MARKS
@@ -130,6 +131,29 @@ def test_refused_program_does_not_fit(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "the compiled program needs 17.5 GiB of 15.8 GiB per device, though the plan" in text
     assert "smallest slice" not in text
     assert "fix   try " in text
+
+
+@pytest.mark.parametrize(
+    ("low", "peak", "says"),
+    [
+        (1000000, 1000100, "equal"),
+        (1000000, 999900, "equal"),
+        (1000000, 1010000, "1.0% above the range"),
+        (1000000, 990000, "1.0% below the range"),
+        (900000, 950000, "inside the range"),
+    ],
+)
+def test_memory_beside_its_range(low: int, peak: int, says: str) -> None:
+    report = PM.plan(PROGRAM.function, *PROGRAM.shapes, specs=PROGRAM.specs, topology="v5e:2x4")
+    walked = dataclasses.replace(report.walked, memory=Peak(low=low, high=1000000))
+    compiled = Compiled(
+        target=Target(platform="tpu", topology="v5e:2x4"),
+        memory={"peak_memory": peak, "argument_size": 0},
+    )
+    found = Verification(
+        report=dataclasses.replace(report, walked=walked), compiled=compiled, traffic=()
+    )
+    assert {row[0]: row[-1] for row in memory_rows(found)}["memory"] == says
 
 
 def test_missing_compilers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

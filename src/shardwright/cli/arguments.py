@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import textwrap
+from typing import NoReturn
 
 from shardwright.cli.inputs import read_count
 from shardwright.cli.show import LEAST_WIDTH
@@ -14,13 +15,20 @@ STRATEGY_HELP = 'a preset, or a .toml or .json file; "base | overlay" combines t
 EXIT_CODES = "2 the question is invalid (command line, file or mesh)"
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors look like all others: the message and a fix, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"shardwright: {message}\n  fix   {self.prog} --help shows the options\n")
+
+
 def make_parser(name: str, what: str, *, epilog: str) -> argparse.ArgumentParser:
     """Return the parser of a command.
 
     Its help is as wide as the terminal. Indented lines are not wrapped.
     """
     width = help_width()
-    return argparse.ArgumentParser(
+    return _Parser(
         prog=f"shardwright {name}",
         description=wrapped(what, width),
         epilog=wrapped(epilog, width),

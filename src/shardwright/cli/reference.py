@@ -21,8 +21,11 @@ _MODEL: Final = "model: a reference decoder with the sizes of"
 
 
 def is_config(model: str) -> bool:
-    """Tell whether a file is the `config.json` of a model, and not a file of tensors."""
-    path = Path(model)
+    """Tell whether a file is the `config.json` of a model, or a folder with one.
+
+    A JSON file may also be a file of tensors.
+    """
+    path = _config_path(model)
     if path.suffix != ".json":
         return False
     if path.name == "config.json":
@@ -34,13 +37,20 @@ def is_config(model: str) -> bool:
     return isinstance(data, dict) and "model_type" in data
 
 
+def _config_path(model: str) -> Path:
+    """Return the file of a model that is given as a file, or as a folder with a `config.json`."""
+    path = Path(model)
+    inside = path / "config.json"
+    return inside if inside.is_file() else path
+
+
 def read_reference(
     model: str, options: Mapping[str, Any], *, devices: int
 ) -> tuple[dict[str, Program], list[str]]:
     """Return the programs of the reference decoder by mode, and lines that state the assumptions.
 
     Args:
-      model: Path of the `config.json`.
+      model: Path of the `config.json`, or of its folder.
       options: `batch`, `length`, `remat`, `chunks`, `param` and `capacity`, as words or integers.
       devices: Number of devices. By default it is the batch: one sequence per device.
 
@@ -53,7 +63,9 @@ def read_reference(
     _check(options)
     keywords = {key: options[key] for key in ("remat", "chunks") if key in options}
     sizes = read_config(
-        model, param=options.get("param"), capacity=float(options.get("capacity", 1))
+        str(_config_path(model)),
+        param=options.get("param"),
+        capacity=float(options.get("capacity", 1)),
     )
     batch = options.get("batch", devices)
     length = options.get("length", min(sizes.longest, _LENGTH))

@@ -24,6 +24,11 @@ _CELLS: Final = ("bf16_tflops", "hbm_gib", "hbm_gbps", "link_gbps")
 _NUMBERS: Final = ("dims", "devices_per_chip", "cube", "longest", "most_chips", "wraps")
 _OPTIONAL: Final = ("dcn_gbps",)
 _KEYS: Final = (*_NUMBERS, "shapes", *_CELLS, *_OPTIONAL)
+# Names of slices in Google Cloud, such as v5litepod-16. Some of them count the cores of the chips,
+# which are two per chip: https://cloud.google.com/tpu/docs/supported-tpu-configurations
+_CLOUD_NAME: Final = re.compile(r"([A-Za-z0-9]+)-([0-9]{1,6})")
+_CLOUD_CHIPS: Final = {"v5litepod": "v5e"}
+_COUNTED_IN_CORES: Final = frozenset({"v4", "v5p"})
 _NEAREST = 3  # number of slices that an error proposes
 _TOPOLOGY = re.compile(
     r"(?:([0-9]{1,4})x)?([A-Za-z][A-Za-z0-9_-]*):([0-9]{1,4}(?:x[0-9]{1,4}){0,3})"
@@ -235,7 +240,8 @@ def parse_topology(text: str, hardware: Mapping[str, Chip]) -> Topology:
     if match is None:
         raise MeshSpecError(
             f"{text!r:.80} is not a topology",
-            fix="write a chip and its slice: v5p:4x4x4, or 2xv5p:4x4x4 for two slices",
+            fix=_shapes_of_name(text.strip(), hardware)
+            or "write a chip and its slice: v5p:4x4x4, or 2xv5p:4x4x4 for two slices",
         )
     chip = hardware.get(match[2])
     if chip is None:
@@ -259,6 +265,21 @@ def parse_topology(text: str, hardware: Mapping[str, Chip]) -> Topology:
             fix=f"give [{chip.name}] a dcn_gbps in a file of --hardware, or plan one slice",
         )
     return Topology(chip=chip, shape=shape, slices=count)
+
+
+def _shapes_of_name(text: str, hardware: Mapping[str, Chip]) -> str:
+    """Return the slices that a cloud's name such as `v5p-32` stands for, as a fix, or ""."""
+    match = _CLOUD_NAME.fullmatch(text)
+    chip = None if match is None else hardware.get(_CLOUD_CHIPS.get(match[1], match[1]))
+    if match is None or chip is None:
+        return ""
+    chips = int(match[2]) // (2 if match[1] in _COUNTED_IN_CORES else 1)
+    shapes = [shape for shape in chip.slices() if math.prod(shape) == chips]
+    if not shapes:
+        return f"{text} has {chips} chips, and {chip.name} has no such slice"
+    names = [str(Topology(chip=chip, shape=shape)) for shape in shapes[:_NEAREST]]
+    unit = "1 chip" if chips == 1 else f"{chips} chips"
+    return f"{text} has {unit}: write {' or '.join(names)}"
 
 
 def smallest_slice(chip: Chip, needed: int) -> Topology | None:

@@ -112,7 +112,13 @@ class Layout:
             count = self.crossing.get(axis, 1)
             places = [*([f"{count} slices"] if count > 1 else []), *map(str, parts)]
             axes += [f"{axis} on {' + '.join(places)}"] if places else []
-        return f"{self.topology}: {', '.join(axes) or 'one device'}"
+        return f"{self.topology}: {', '.join(axes) or 'one device'}{self._split_sides()}"
+
+    def _split_sides(self) -> str:
+        """Return the lengths of the sides that several mesh axes share, as text, or ""."""
+        split = {part.side for parts in self.parts.values() for part in parts if not part.whole}
+        sides = [f"{side} = {size}" for side, size in self.topology.sides.items() if side in split]
+        return f"   (sides of the slice: {', '.join(sides)})" if sides else ""
 
 
 def lay_out(topology: Topology, sizes: Mapping[str, int]) -> Layout:

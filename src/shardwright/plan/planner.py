@@ -23,8 +23,9 @@ from shardwright.plan.report.time import time_lines
 from shardwright.plan.state import ROLES, Category, Held, StateBytes, count_state, read_holds
 from shardwright.plan.time import TimeRange, estimate_time
 from shardwright.plan.trace import Trace, trace, walk
-from shardwright.plan.walk.events import Event, Walked
+from shardwright.plan.walk.events import Choice, Event, Walked
 from shardwright.plan.walk.liveness import Peak
+from shardwright.resolution.partition_specs import entry_names
 from shardwright.resolution.tables import WIDTH
 from shardwright.trees.paths import path_text
 
@@ -193,7 +194,10 @@ class PlanReport:
         lines = [f"strategy {self.strategy or '-'} on {self.mesh}"]
         lines += ["" if self.layout is None else f"{self.layout}\n"]
         if self.state.leaves:
-            lines += [state_text(self.state, rows=rows, width=width), ""]
+            lines += [state_text(self.state, rows=rows, width=width)]
+            if Category.GRADIENTS in self.state.categories:
+                lines.append("gradients exist only during the step; below, they are temporary")
+            lines.append("")
         chip = None if self.layout is None else self.layout.topology.chip
         lines += [*fit_lines(self.memory, chip, complete=self.walked.complete), ""]
         lines += event_lines(self.events, rows=rows, width=width)
@@ -314,8 +318,37 @@ def price(
             at in program.donated for at, tree in enumerate(shapes) for _ in jax.tree.leaves(tree)
         ],
     )
+    walked = dataclasses.replace(walked, choices=_with_gather(walked.choices, manager, state))
     mesh = ",".join(f"{axis}:{size}" for axis, size in manager.mesh.shape.items())
     return PlanReport(walked=walked, strategy=manager.name, mesh=mesh, state=state, layout=layout)
+
+
+def _with_gather(
+    choices: Sequence[Choice], manager: PartitionManager, state: StateBytes
+) -> tuple[Choice, ...]:
+    """Return choices whose fixes name `gather` where a stored weight may compete for a mesh axis.
+
+    A weight that the policy gathers before use, and that is used as stored, keeps its mesh axes in
+    the product.
+    """
+    stored = {
+        axis
+        for leaf in state.leaves
+        if leaf.category is Category.PARAMETERS and leaf.bytes.spec is not None
+        for entry in leaf.bytes.spec
+        for axis in entry_names(entry)
+    }
+    gathered = stored.intersection(manager.rules.policy.gather)
+    return tuple(
+        dataclasses.replace(
+            choice,
+            fix=f"gather the weight before use, sw.gather(params, specs): weights are stored over "
+            f"{choice.mesh_axis}; if no operand is a weight, {choice.fix}",
+        )
+        if choice.mesh_axis in gathered
+        else choice
+        for choice in choices
+    )
 
 
 def program_state(manager: PartitionManager, traced: Trace, program: Program) -> StateBytes:

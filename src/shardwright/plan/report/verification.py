@@ -13,6 +13,7 @@ from shardwright.resolution.tables import WIDTH, table
 
 MEMORY_HEAD = ("on each device", "planned", "compiled", "")
 SENT_HEAD = ("over", "collective", "planned", "compiled", "")
+_VISIBLE = 0.0005  # smallest share that rounds to 0.1%
 _SHOWN = 3  # source lines of one reason
 
 
@@ -66,12 +67,14 @@ def memory_rows(verification: Verification) -> Iterator[tuple[str, ...]]:
     if compiled.peak is None:
         return
     low, high = report.memory.low, report.memory.high
-    if compiled.peak > high:
-        remark = f"{compiled.peak / high - 1:.1%} above the range"
-    elif compiled.peak < low:
-        remark = f"{1 - compiled.peak / low:.1%} below the range"
+    above, below = compiled.peak / high - 1, 1 - compiled.peak / max(low, 1)
+    if above >= _VISIBLE:
+        remark = f"{above:.1%} above the range"
+    elif below >= _VISIBLE:
+        remark = f"{below:.1%} below the range"
     else:
-        remark = "inside the range"
+        equal = high - low < _VISIBLE * high
+        remark = "equal" if equal else "inside the range"
     yield "memory", f"{bytes_text(low)} to {bytes_text(high)}", bytes_text(compiled.peak), remark
 
 
