@@ -84,7 +84,7 @@ def test_moments_replicate_like_parameters(name: str) -> None:
     )
     by_path = {leaf.path: leaf for leaf in params.leaves}
     assert {leaf.path for leaf in params.most_replicated().leaves} == {
-        path for path in by_path if path.endswith("norm")
+        path for path in by_path if path.endswith("norm/scale")
     }
     copies, sums, others = 0, 0, 0
     for leaf in state.leaves:
@@ -100,7 +100,7 @@ def test_moments_replicate_like_parameters(name: str) -> None:
             assert name in SUMS
             sums += leaf.replicated
     assert others < 4096
-    norms = sum(leaf.total for leaf in state.leaves if leaf.path.endswith("norm"))
+    norms = sum(leaf.total for leaf in state.leaves if leaf.path.endswith("norm/scale"))
     assert copies <= 7 * norms, "norms alone are replicated, by rule"
     assert sums <= 0.05 * state.held, "sums over a dim are replicated over that dim's mesh axes"
     assert state.replicated == copies + sums + others
