@@ -188,6 +188,18 @@ def test_scan_over_residual_codebooks() -> None:
     assert (found["codes 0"], found["codes 1"]) == ("LAYERS~", "VOCAB~")
 
 
+def test_scan_over_step_embeddings() -> None:
+    """One block is applied several times, with a vector per step. No weight is stacked."""
+
+    def forward(params: Any, tokens: Any) -> Any:
+        def step(x: Any, row: Any) -> Any:
+            return block(params, x + row), None
+
+        return head(params, jax.lax.scan(step, params["table"][tokens], params["steps"])[0])
+
+    assert names(infer(forward, {**BLOCK, "steps": (6, EMBED)}))["steps 0"] == "LAYERS~"
+
+
 def test_layers_with_a_cache_are_certain() -> None:
     """A scan over layers may also run over activations, such as a cache."""
 
@@ -243,20 +255,48 @@ def test_matrices_that_a_router_selects() -> None:
     def forward(params: Any, tokens: Any) -> Any:
         x = params["table"][tokens]
         chosen = jnp.argmax(x @ params["router"].T, -1)
-        x = x + jax.nn.gelu(jnp.einsum("ble,blef->blf", x, params["up"][chosen])) @ params["down"]
+        hidden = jax.nn.gelu(jnp.einsum("ble,blef->blf", x, params["up"][chosen]))
+        x = x + jnp.einsum("blf,blfe->ble", hidden, params["down"][chosen])
         return head(params, x + params["bias"][chosen])
 
     shapes = {
         "table": (512, EMBED),
         "router": (5, EMBED),
         "up": (5, EMBED, 128),
-        "down": (128, EMBED),
+        "down": (5, 128, EMBED),
         "bias": (5, EMBED),
     }
     found = names(infer(forward, shapes))
-    assert found["up 0"] == "EXPERT"
+    assert [found[f"up {dim}"] for dim in range(3)] == ["EXPERT", "EMBED", "MLP_INTERMEDIATE"]
+    assert [found[f"down {dim}"] for dim in range(3)] == ["EXPERT", "MLP_INTERMEDIATE", "EMBED"]
     assert (found["router 0"], found["router 1"]) == ("EXPERT_GATE", "EMBED")
     assert (found["bias 0"], found["bias 1"]) == ("EXPERT", "EMBED")
+
+
+def test_groups_of_experts() -> None:
+    """The router chooses among groups first, as DeepSeek does."""
+
+    def forward(params: Any, tokens: Any) -> Any:
+        x = params["table"][tokens]
+        scores = jax.nn.sigmoid(x @ params["router"]) + params["bias"]
+        best = jax.lax.top_k(scores.reshape(BATCH, LENGTH, 4, 2), 1)[0].sum(-1)
+        groups = jax.nn.one_hot(jax.lax.top_k(best, 2)[1], 4).sum(-2)
+        scores = jnp.where(jnp.repeat(groups, 2, -1) > 0, scores, 0)
+        weights, chosen = jax.lax.top_k(scores, 3)
+        mask = (jax.nn.one_hot(chosen, 8) * weights[..., None]).sum(-2)
+        hidden = jax.nn.silu(jnp.einsum("ble,xef->blxf", x, params["up"]))
+        return head(params, x + jnp.einsum("blxf,xfe,blx->ble", hidden, params["down"], mask))
+
+    shapes = {
+        "table": (512, EMBED),
+        "router": (EMBED, 8),
+        "bias": (8,),
+        "up": (8, EMBED, 128),
+        "down": (8, 128, EMBED),
+    }
+    inferred = infer(forward, shapes)
+    assert inferred.guesses == inferred.open == ()
+    assert (names(inferred)["router 1"], names(inferred)["bias 0"]) == ("EXPERT_GATE",) * 2
 
 
 @pytest.mark.parametrize(("size", "axis"), [(512, "VOCAB"), (300, "EXPERT_GATE~")])

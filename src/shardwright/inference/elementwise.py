@@ -44,7 +44,7 @@ def elementwise(step: Step) -> list[Value] | None:
     result = step.result(dims, _one_hot(step, operands))
     if result.is_computed and not is_computed:
         result = dataclasses.replace(result, is_computed=False)
-    return [result] * len(step.shapes)
+    return [result] * len(shapes)
 
 
 def _is_matrix(value: Value) -> bool:

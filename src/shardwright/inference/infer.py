@@ -29,7 +29,13 @@ from shardwright.inference.names import (
 from shardwright.inference.pieces import name_pieces
 from shardwright.inference.seeds import read_seeds
 from shardwright.inference.spelling import routers, spell
-from shardwright.inference.stacks import guess_chosen, guess_scanned, name_experts, name_layers
+from shardwright.inference.stacks import (
+    guess_chosen,
+    guess_scanned,
+    name_experts,
+    name_layers,
+    products_of_selected,
+)
 from shardwright.inference.step import Value
 from shardwright.inference.tables import (
     guess_tables,
@@ -234,6 +240,7 @@ def _check_axes(
 def _name_all(
     facts: Facts, params: Sequence[Dims], results: Sequence[Value], sizes: Mapping[int, str]
 ) -> None:
+    selected = list(products_of_selected(facts))
     names = Names(facts)
     name_tables(names, results)
     name_layers(names)
@@ -241,6 +248,7 @@ def _name_all(
     name_windows(names)
     name_attention(names)
     name_experts(names)
+    facts.projections += selected
     name_pieces(names)
     name_residual(names)
     name_logits(names, results)

@@ -36,7 +36,7 @@ def _result(step: Step, dims: Sequence[Dim]) -> Value:
         (loop, "made")
         for first, second in ((left, right), (right, left))
         for loop, part in first.loops
-        if part == "carry" and (loop, "scanned") in second.loops
+        if part == "carry" and second.is_weight and (loop, "scanned") in second.loops
     }
     return dataclasses.replace(
         result,

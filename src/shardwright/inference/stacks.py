@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from shardwright.inference.atoms import Atom, Dim, finest
+from shardwright.inference.atoms import Dim, finest, size_of
 from shardwright.inference.evidence import Evidence
-from shardwright.inference.facts import Facts, Lookup
+from shardwright.inference.facts import Facts, Lookup, Product
 from shardwright.inference.names import Names, learned, unnamed
 from shardwright.vocabulary.axes import EXPERT, LAYERS, VOCAB
 
@@ -46,15 +46,12 @@ def name_experts(names: Names) -> None:
             is_routed = product.groups or any(atom.routed or atom in chosen for atom in atoms)
             names.give(dim, EXPERT, why, guess=not is_routed)
             experts += [dim] if is_routed else []
-    for lookup in _routed(facts):
-        if _is_matrix(facts, lookup):
-            why = Evidence("matrices are selected by a router", lookup.site)
-            names.give(lookup.key, EXPERT, why)
-            experts.append(lookup.key)
+    for product in products_of_selected(facts):
+        (key,) = product.batch
+        names.give(key, EXPERT, Evidence("matrices are selected by a router", product.site))
+        experts.append(key)
     sizes = {
-        tuple(atom.size for atom in finest(dim))
-        for dim in experts
-        if all(atom.name == EXPERT for atom in finest(dim))
+        size_of(finest(dim)) for dim in experts if all(atom.name == EXPERT for atom in finest(dim))
     }
     choices = [(use.dim, use.site, "top_k chooses along it") for use in facts.top_k]
     choices += [(use.dim, use.site, "argmax chooses along it") for use in facts.largest]
@@ -62,7 +59,7 @@ def name_experts(names: Names) -> None:
         (lookup.key, lookup.site, "rows are selected by a router") for lookup in _routed(facts)
     ]
     for dim, site, reason in choices:
-        if learned(dim) and unnamed(dim) and tuple(atom.size for atom in finest(dim)) in sizes:
+        if learned(dim) and unnamed(dim) and size_of(finest(dim)) in sizes:
             names.give(dim, EXPERT, Evidence(reason, site))
 
 
@@ -81,18 +78,31 @@ def guess_chosen(names: Names) -> None:
             names.give(use.dim, EXPERT, why, guess=True)
 
 
-def _routed(facts: Facts) -> Iterable[Lookup]:
+def _joined(dims: Iterable[Dim]) -> Dim:
+    return tuple(atom for dim in dims for atom in dim)
+
+
+def _routed(facts: Facts) -> Iterator[Lookup]:
     return (
         lookup for lookup in facts.lookups if not lookup.of_data and lookup.depends_on == "both"
     )
 
 
-def _is_matrix(facts: Facts, lookup: Lookup) -> bool:
-    """Tell whether the selected rows are matrices that multiply activations."""
-    row: set[Atom] = {atom for dim in lookup.row for atom in finest(dim)}
-    for product in facts.activations:
-        contracted = {atom for dim in product.contracted for atom in finest(dim)}
-        free = {atom for dim in (*product.left, *product.right) for atom in finest(dim)}
-        if contracted & row and free & row:
-            return True
-    return False
+def products_of_selected(facts: Facts) -> Iterator[Product]:
+    """Yield the products of activations with matrices that a router selects, as if with a weight.
+
+    The dim of experts is a batch dim, as in a product with the weights of all experts.
+    """
+    for lookup in _routed(facts):
+        row = {atom for dim in lookup.row for atom in finest(dim)}
+        for product in facts.activations:
+            free = (*product.left, *product.right)
+            made = tuple(dim for dim in free if finest(dim) and row.issuperset(finest(dim)))
+            if made and not row.isdisjoint(finest(_joined(product.contracted))):
+                yield Product(
+                    batch=(lookup.key,),
+                    contracted=product.contracted,
+                    left=tuple(dim for dim in free if dim not in made),
+                    right=made,
+                    site=product.site,
+                )
