@@ -136,6 +136,10 @@ def two():
 
 def none():
     return program(3)
+
+
+def half():
+    return {"train": program(32), "decode": program(3)}
 """
 
 
@@ -171,6 +175,20 @@ def test_command_prints_and_writes_the_front(
     absent = tmp_path / "not" / "there"
     assert run(f"one --strategy fsdp_tp --out {absent}")[0] == 0
     assert len(list(absent.glob("*.toml"))) == len(files)
+
+
+def test_search_survives_the_failure_of_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "searched_model.py"
+    model.write_text(MODEL, encoding="utf-8")
+    options = f"--strategy fsdp_tp --topology v5e:2x4 --axes fsdp,tp --modes all --out {tmp_path}"
+    assert main(shlex.split(f"search {model}:half {options}")) == 2
+    captured = capsys.readouterr()
+    assert "judged all 4 candidates" in captured.out
+    assert "mode decode was not searched: " in captured.err
+    assert "does not divide" in captured.err
+    assert list(tmp_path.glob("*-train-*.toml"))
 
 
 def test_folder_is_checked_before_the_search(

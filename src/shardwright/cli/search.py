@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from shardwright.cli.programs import add_model_options, read_options, read_progr
 from shardwright.cli.relayout import relayout_lines
 from shardwright.cli.show import ProgressLine, print_json, print_lines, width_of
 from shardwright.cli.verify import add_compiler_options, cache_folder, check_verify_options
-from shardwright.errors import StrategyError
+from shardwright.errors import ShardingError, StrategyError
 from shardwright.plan.hardware import parse_topology, read_hardware
 from shardwright.plan.planner import Program
 from shardwright.plan.report.search import search_text, verified_text
@@ -146,26 +147,33 @@ def run(arguments: argparse.Namespace) -> int:
     strategies = _read_strategies(arguments)
     axes = None if arguments.axes is None else arguments.axes.replace(" ", "").split(",")
     check_verify_options(arguments, topology)
+    vary = read_vary(map(parse_alternatives, arguments.vary))
     progress = ProgressLine()
-    reports = {
-        name: search_variants(
-            {
-                label: {mode: programs[mode] for mode in modes}
-                for label, programs in variants.items()
-            },
-            strategies,
-            topology=topology,
-            axes=axes,
-            pins=arguments.pin,
-            vary=read_vary(map(parse_alternatives, arguments.vary)),
-            orders=arguments.orders,
-            walks=arguments.walks,
-            progress=progress,
-        )
-        for name, modes in groups.items()
-    }
+    reports: dict[str, SearchReport] = {}
+    errors: dict[str, ShardingError] = {}
+    for name, modes in groups.items():
+        try:
+            reports[name] = search_variants(
+                {
+                    label: {mode: programs[mode] for mode in modes}
+                    for label, programs in variants.items()
+                },
+                strategies,
+                topology=topology,
+                axes=axes,
+                pins=arguments.pin,
+                vary=vary,
+                orders=arguments.orders,
+                walks=arguments.walks,
+                progress=progress,
+            )
+        except ShardingError as error:
+            errors[name] = error  # the result of another search must not be lost
+    if not reports:
+        progress.close()
+        raise next(iter(errors.values()))
     written = {
-        name: [] if arguments.out is None else _write(report, arguments, name, len(reports) > 1)
+        name: [] if arguments.out is None else _write(report, arguments, name, len(groups) > 1)
         for name, report in reports.items()
     }
     verified = {
@@ -180,6 +188,10 @@ def run(arguments: argparse.Namespace) -> int:
         relayout = _relayout(reports, variants)
         if relayout:
             print_lines(relayout)
+    for name, error in errors.items():
+        print(f"shardwright: mode {name} was not searched: {error}", file=sys.stderr)
+    if errors:
+        return 2
     bad = [not report.candidates for report in reports.values()]
     bad += [not any(each.fits for each in compiled) for compiled in verified.values() if compiled]
     return 1 if any(bad) else 0
