@@ -20,6 +20,7 @@ from typing import Any
 import shardwright as sw
 from shardwright.cli.main import main
 from shardwright.cli.tensors import read_tensors
+from shardwright.plan.hardware import read_hardware
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -207,7 +208,7 @@ def needs(page: Path) -> set[str]:
 
 
 def _check_file(block: Block, place: str) -> None:
-    """Load a strategy or a file of tensors, and leave it in the folder under its title.
+    """Load a strategy, or a file of tensors or chips, and leave it in the folder under its title.
 
     Files of other kinds are read by the snippets after them.
     """
@@ -223,6 +224,8 @@ def _check_file(block: Block, place: str) -> None:
         Path(block.title).write_text(block.text + "\n", encoding="utf-8")
     if "tensors" in block.info:
         assert read_tensors(block.title)
+    elif "hardware" in block.info:
+        assert read_hardware(block.title)
     elif "wrong" in block.info or block.title == "config.json":
         (tomllib if block.lang == "toml" else json).loads(block.text)
     else:

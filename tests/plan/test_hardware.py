@@ -190,7 +190,10 @@ def test_a_file_overlays_cells_and_adds_chips(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("[v5e]\nhbm = 3", "mine.toml v5e.hbm: is unknown"),
-        ("[new]\ndims = 2", "new.link_gbps: is missing"),
+        (
+            "[new]\ndims = 2",
+            "mine.toml new: lacks devices_per_chip, .*, link_gbps\n  fix   a new chip",
+        ),
         ("[v5e]\nhbm_gib = 15", "v5e.hbm_gib: 15 is not a table of value, source, date"),
         ("[v5e]\ndims = 0", "v5e.dims: 0 is not a positive integer"),
         ("[v5e]\nshapes = 4", "4 is not a list of shapes"),

@@ -141,7 +141,12 @@ def read_hardware(overlay: str | None = None) -> dict[str, Chip]:
     problems: list[Problem] = []
     for name, cells in data.items():
         problems += [
-            Problem(error=StrategyError, what=what, path=f"{source} {name}.{key}", fix=fix)
+            Problem(
+                error=StrategyError,
+                what=what,
+                path=f"{source} {name}.{key}".removesuffix("."),
+                fix=fix,
+            )
             for key, what, fix in _faults(cells)
         ]
     raise_problems(problems)
@@ -169,9 +174,10 @@ def _faults(cells: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for key in cells:
         if key not in _KEYS:
             yield key, "is unknown", did_you_mean(key, _KEYS) or f"keys are {', '.join(_KEYS)}"
-    for key in _KEYS:
-        if key not in cells and key not in _OPTIONAL:
-            yield key, "is missing", "a new chip needs every key"
+    missing = [key for key in _KEYS if key not in cells and key not in _OPTIONAL]
+    if missing:
+        fix = "a new chip needs every key; the page on plans has an example that explains them"
+        yield "", f"lacks {', '.join(missing)}", fix
     for key in _NUMBERS:
         value = cells.get(key, 1)
         if type(value) is not int or value < (key != "cube"):
