@@ -147,7 +147,7 @@ def test_conflict_writes_no_file(
         ('MODEL:forward --params init --input "int32[2,3] BATCH"', "one axis for each of 2 dims"),
         (f"MODEL:forward --params init {TOKENS} --size 7", "--size '7' is not N=AXIS"),
         (f"MODEL:forward --params init {TOKENS} -o axes.txt", "'axes.txt' is not a .toml file"),
-        (f"MODEL:fails --params init {TOKENS}", "raised KeyError: 'missing' at plain_model.py:49"),
+        (f"MODEL:fails --params init {TOKENS}", "raised KeyError: 'missing' at plain_model.py:50"),
         (
             'MODEL:forward --params init --input "int32[2,10] BATCH SEQ"',
             "did you mean 'LENGTH' or 'QUERY_LENGTH'? an axis of your own is declared",
