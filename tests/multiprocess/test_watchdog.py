@@ -76,20 +76,63 @@ def test_healthy_processes_are_left_alone(tmp_path: Path) -> None:
     assert "watchdog" not in output
 
 
-def test_a_process_that_just_ended_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have taken part in the collective just before; the waiting one needs time to wake."""
-    clock = types.SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(watchdog, "time", clock)
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        clock = types.SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr(watchdog, "time", clock)
+
+
+def waiting() -> Any:
+    """The watchdog of process 0, which has waited for 7.9 of 8 seconds."""
     group: Any = types.SimpleNamespace(store=None, rank=0, ranks=(0, 1))
     dog = watchdog.Watchdog(group, 8)
     atexit.unregister(dog._leave)
     dog._own = watchdog._Beat(waits_s=7.9, place="train.py:3")
-    beats = {0: dog._own, 1: watchdog._Beat(state="ended")}
+    return dog
+
+
+WAITED = "process 0 has waited 7.9 s at train.py:3"
+
+
+@pytest.mark.parametrize(
+    ("beat", "says"),
+    [
+        (watchdog._Beat(state="ended"), "process 1 has ended"),
+        (watchdog._Beat(place="train.py:4"), "process 1 is at train.py:4"),
+    ],
+)
+def test_a_process_that_just_left_is_not_blamed(
+    monkeypatch: pytest.MonkeyPatch, beat: Any, says: str
+) -> None:
+    """It may have taken part in the collective just before; the waiting one needs time to wake."""
+    clock, dog = Clock(monkeypatch), waiting()
+    beats = {0: dog._own, 1: beat}
     assert dog._elsewhere(beats) == {}
     clock.now += 3.9
     assert dog._elsewhere(beats) == {}
     clock.now += 0.2
-    assert dog._elsewhere(beats) == {
-        0: "process 0 has waited 7.9 s at train.py:3",
-        1: "process 1 has ended",
-    }
+    assert dog._elsewhere(beats) == {0: WAITED, 1: says}
+
+
+def test_a_process_that_comes_to_the_line_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, dog = Clock(monkeypatch), waiting()
+    elsewhere = {0: dog._own, 1: watchdog._Beat(place="train.py:2")}
+    assert dog._elsewhere(elsewhere) == {}
+    clock.now += 3.9
+    assert dog._elsewhere({0: dog._own, 1: dog._own}) == {}
+    clock.now += 0.2
+    assert dog._elsewhere(elsewhere) == {}
+
+
+def test_a_process_without_a_beat_for_a_moment_is_not_blamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process that compiles or is short of processors may miss several beats."""
+    clock, dog = Clock(monkeypatch), waiting()
+    beats = {0: dog._own, 1: watchdog._Beat(number=5, place="train.py:2")}
+    dog._silent(beats, 8)
+    clock.now += 2.3
+    assert dog._elsewhere(beats) == {}
+    clock.now += 1.8
+    assert dog._elsewhere(beats) == {0: WAITED, 1: watchdog._no_sign(1, clock.now - 100)}

@@ -88,7 +88,8 @@ class Watchdog(threading.Thread):
         self._ranks, self._seconds = frozenset(group.ranks), float(seconds)
         self._main = _MainThread()
         self._seen: dict[int, tuple[int, float]] = {}
-        self._ended: dict[int, float] = {}  # when this process saw that another one had ended
+        # When this process saw, while it waited, that another one had ended or was in another line.
+        self._apart: dict[int, float] = {}
         self._own = _Beat()
         self._alive: frozenset[int] = frozenset()
         self._lost_since = 0.0
@@ -110,7 +111,7 @@ class Watchdog(threading.Thread):
             now = time.monotonic()
             if now - last > 4 * self._interval + 1:
                 self._seen.clear()  # this process was stopped, so the others were not silent
-                self._ended.clear()
+                self._apart.clear()
                 self._main.restart()
             last = now
             try:
@@ -198,31 +199,41 @@ class Watchdog(threading.Thread):
     def _elsewhere(self, beats: dict[int, _Beat]) -> dict[int, str]:
         """Return the processes that have ended, or are in another line, while this one waits.
 
-        A process that ended a moment ago may have taken part in the collective before it ended. So
-        it counts only if this process still waits after half of the time.
+        A process that just ended, or just went on to the next line, may have taken part in the
+        collective, and this process wakes late. So it counts only if it has been apart, or silent,
+        for half of the time.
         """
         own, now = self._own, time.monotonic()
-        for rank, beat in beats.items():
-            if beat.state == _State.ENDED:
-                self._ended.setdefault(rank, now)
+        self._note_apart(beats, now)
         if own.state != _State.RUNS or own.waits_s < self._seconds - self._interval:
             return {}
-        missing = {}
+        half, missing = self._seconds / 2, {}
         for rank in self._ranks - {self._rank}:
             beat = beats.get(rank, own)
             silent = now - self._seen.get(rank, (0, now))[1]
+            apart = now - self._apart.get(rank, now)
             if beat.state == _State.ENDED:
-                if now - self._ended[rank] >= self._seconds / 2:
+                if apart >= half:
                     missing[rank] = f"process {rank} has ended"
-            elif silent > 4 * self._interval:
-                missing[rank] = _no_sign(rank, silent)
-            elif beat.state == _State.RUNS and beat.place != own.place:
+            elif silent > 4 * self._interval:  # it may be in another place by now
+                if silent >= half:
+                    missing[rank] = _no_sign(rank, silent)
+            elif apart >= half:
                 missing[rank] = f"process {rank} is at {_first(beat.place)}"
         if missing:
             missing[self._rank] = (
                 f"process {self._rank} has waited {own.waits_s:.1f} s at {_first(own.place)}"
             )
         return missing
+
+    def _note_apart(self, beats: dict[int, _Beat], now: float) -> None:
+        """Note since when other processes have ended, or are in other lines than this one."""
+        for rank, beat in beats.items():
+            elsewhere = beat.state == _State.RUNS and beat.place != self._own.place
+            if beat.state == _State.ENDED or elsewhere:
+                self._apart.setdefault(rank, now)
+            else:
+                self._apart.pop(rank, None)
 
     def _leave(self) -> None:
         """Tell the others that this process ends. It runs at exit, before JAX waits for them."""
