@@ -188,8 +188,8 @@ def run(arguments: argparse.Namespace) -> int:
         relayout = _relayout(reports, variants)
         if relayout:
             print_lines(relayout)
-    for name, error in errors.items():
-        print(f"shardwright: mode {name} was not searched: {error}", file=sys.stderr)
+    for name, problem in errors.items():
+        print(f"shardwright: mode {name} was not searched: {problem}", file=sys.stderr)
     if errors:
         return 2
     bad = [not report.candidates for report in reports.values()]
