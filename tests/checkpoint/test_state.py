@@ -429,3 +429,27 @@ def test_reads_of_a_leaf_are_whole_chunks() -> None:
         stored = {"x": SimpleNamespace(storage=SimpleNamespace(chunk_shape=(4, 16)))}
         leaf = leaves.TargetLeaf(saved=saved, target=target)
         assert set(chunks._reads(leaf, stored)) == {4 * expected}
+
+
+def test_64_bits_are_not_cut_to_32(tmp_path: Path) -> None:
+    """Without jax_enable_x64, JAX would make an int32 of the position in the data."""
+    state = {"position": np.int64(2**40 + 7), "rows": np.arange(8) + 2**40}
+    checkpoint.save(tmp_path, state, step=1)
+    rows = NamedSharding(cpu_mesh("dp:8"), P("dp"))
+    target = {
+        "position": jax.ShapeDtypeStruct((), np.int64),
+        "rows": jax.ShapeDtypeStruct((8,), np.int64, sharding=rows),
+    }
+    with pytest.raises(CheckpointError, match="it would be cut to 32") as caught:
+        checkpoint.restore(tmp_path, target)
+    assert [problem.path for problem in caught.value.problems] == ["position", "rows"]
+    restored = checkpoint.restore(tmp_path, state)
+    assert restored["position"] == 2**40 + 7
+    np.testing.assert_array_equal(restored["rows"], state["rows"])
+
+
+@pytest.mark.parametrize("dtype", ["uint2", "uint4"])
+def test_types_that_cannot_be_written_are_refused(tmp_path: Path, dtype: str) -> None:
+    with pytest.raises(CheckpointError, match=f"x: the dtype {dtype} cannot be saved"):
+        checkpoint.save(tmp_path, {"x": jnp.ones(8, dtype)}, step=1)
+    assert not any(tmp_path.iterdir())

@@ -128,7 +128,8 @@ def _refusal(value: Any) -> tuple[str, str] | None:
         return "the array is deleted: it was donated", "save the state that the last step returned"
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         dtype = value.dtype
-        if jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype.kind not in "OSUMm":
+        saved = dtype.kind not in "OSUMm" and str(dtype) not in _NOT_WRITTEN
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key) or saved:
             return None
         return f"the dtype {dtype} cannot be saved", "save numbers, bools and PRNG keys"
     if isinstance(value, (bool, int, float, complex)):
@@ -296,11 +297,21 @@ def _misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
             f"saved as {leaf}, and the target is {asked}",
             "restore it as it was saved, then convert it",
         )
+    if isinstance(target, jax.ShapeDtypeStruct) and _is_narrowed(dtype):
+        return (
+            f"saved as {leaf}, and JAX has no 64 bits here, so it would be cut to 32",
+            "pass a NumPy array as the target, or set jax_enable_x64",
+        )
     if isinstance(target, jax.ShapeDtypeStruct) and target.sharding is None:
         if target.shape == () or kind is Kind.KEY:
             return None  # it goes where JAX puts a new scalar
         return "the target has no sharding", "pass pm.abstract(specs), or set sharding="
     return None
+
+
+def _is_narrowed(dtype: str) -> bool:
+    """Tell whether JAX would change the dtype of an array. Keys have dtypes of their own."""
+    return dtype in _WIDE and str(jax.dtypes.canonicalize_dtype(dtype)) != dtype
 
 
 def _impl(dtype: str) -> str:
@@ -314,6 +325,8 @@ def _impl(dtype: str) -> str:
     return names[dtype]
 
 
+_WIDE = ("int64", "uint64", "float64", "complex128")
+_NOT_WRITTEN = ("uint4", "uint2")  # tensorstore has no such types
 _IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
