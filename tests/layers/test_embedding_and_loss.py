@@ -81,6 +81,24 @@ def by_numpy(head: Any, *, z_loss: float = 0.0, cap: float | None = None) -> lis
     return [entropy + square, entropy, square, counts.sum()]
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "uint32"])
+def test_bytes_are_tokens_and_labels(dtype: str) -> None:
+    """A vocabulary of 256 has as many rows as a uint8 has values, and -100 is its 156."""
+    table, ids = RNG.normal(size=(256, EMBED)), np.arange(256).reshape(8, 32)
+    rows = embedding.apply(table, ids.astype(dtype))
+    np.testing.assert_array_equal(rows, embedding.apply(table, ids))
+    x = RNG.normal(size=(8, 32, EMBED)).astype(np.float32)
+    narrow, wide = (loss.cross_entropy(x, table.T, labels) for labels in (ids.astype(dtype), ids))
+    assert int(narrow.tokens) == 256
+    assert float(narrow.mean) == float(wide.mean)
+
+
+def test_int8_tokens_are_looked_up() -> None:
+    table, ids = RNG.normal(size=(256, EMBED)), np.array([[-1, 0, 127]])
+    rows = embedding.apply(table, ids.astype(np.int8))
+    np.testing.assert_array_equal(rows, embedding.apply(table, ids))
+
+
 def test_loss_equals_numpy() -> None:
     head = blocks.random_params(HEAD)
     options: list[dict[str, Any]] = [

@@ -55,6 +55,8 @@ def apply(
     """
     table, tokens = jnp.asarray(table), jnp.asarray(tokens)
     _check(table, tokens)
+    if tokens.dtype.itemsize < 4:
+        tokens = tokens.astype(jnp.int32)  # 256 rows compared with uint8 tokens would be 0 rows
     vocab, embed = table.shape
     table = use(table, specs(vocab, embed, dtypes=dtypes), path=path).astype(dtypes.compute)
     manager: PartitionManager | None = context.current()

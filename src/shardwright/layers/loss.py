@@ -107,7 +107,8 @@ def cross_entropy(
     Args:
       x: `[batch, length, embed]`, after the last norm.
       head: As stored: `[embed, vocab]`, or the embedding table `[vocab, embed]`.
-      labels: `[batch, length]` integers.
+      labels: `[batch, length]` integers below vocab. A larger label is not refused, since labels
+        are traced: it counts as a token whose logit is 0.
       tied: Whether `head` is the embedding table.
       chunks: Number of parts. It must divide the length, or if the length is sharded, the length of
         a shard. Where devices hold different sequences, each part sums the gradient of `head` over
@@ -128,6 +129,8 @@ def cross_entropy(
     _check_head(x, head, tied)
     _check_half(x, dtypes)
     _check_labels(x, labels, chunks, z_loss)
+    if labels.dtype.itemsize < 4:
+        labels = labels.astype(jnp.int32)  # as uint8, -100 would be the label 156
     axes = (VOCAB, EMBED) if tied else (EMBED, VOCAB)
     weight = use(head, axes, path=path).astype(dtypes.compute)
     x, labels = place(x, OPERAND).astype(dtypes.compute), place(labels, _TOKENS)
