@@ -128,8 +128,9 @@ def _refusal(value: Any) -> tuple[str, str] | None:
         return "the array is deleted: it was donated", "save the state that the last step returned"
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         dtype = value.dtype
-        saved = dtype.kind not in "OSUMm" and str(dtype) not in _NOT_WRITTEN
-        if jnp.issubdtype(dtype, jax.dtypes.prng_key) or saved:
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            return None
+        if dtype.kind not in "OSUMm" and str(dtype) not in _NOT_WRITTEN:
             return None
         return f"the dtype {dtype} cannot be saved", "save numbers, bools and PRNG keys"
     if isinstance(value, (bool, int, float, complex)):
