@@ -235,6 +235,18 @@ def test_progress_and_tied_leaves() -> None:
     assert str(states[-1]) == "leaf 1 of 1, a: 100% of all bytes"
 
 
+@pytest.mark.parametrize("order", [("moves", "stays"), ("stays", "moves")])
+def test_donated_array_that_one_result_still_is_lives(order: tuple[str, ...]) -> None:
+    """An array at two places, of which one stays: the source must not be deleted."""
+    specs = {"stays": AXES, "moves": (sw.EMPTY, sw.EMPTY)}
+    x = train().reshard(numbers(16, 32), AXES)
+    tree = dict.fromkeys(order, x)
+    moved = train().reshard(tree, {name: specs[name] for name in order}, donate=True)
+    for name in order:
+        assert not moved[name].is_deleted()
+        np.testing.assert_array_equal(np.asarray(moved[name]), numbers(16, 32))
+
+
 def test_plan_needs_no_devices() -> None:
     specs = {
         "up": sw.ArraySpec((16, 32), jnp.float32, AXES),

@@ -111,6 +111,10 @@ def move_tree(
     results = list(values)
     reporter = _Reporter(plan, progress)
     uses = Counter(map(id, values))
+    # Results that are, or share the memory of, their sources.
+    kept = {
+        id(value) for value, leaf in zip(values, plan.leaves, strict=True) if not leaf.route.moves
+    }
     places = {leaf.path: index for index, leaf in enumerate(plan.leaves)}
     done: list[str] = []
     try:
@@ -127,8 +131,9 @@ def move_tree(
             if leaf.moves:
                 done.append(leaf.path)
             # An array that is in the tree several times is deleted after its last use.
-            if donate and leaf.route.moves and not uses[id(values[index])]:
-                _delete(values[index])
+            source = values[index]
+            if donate and leaf.route.moves and not uses[id(source)] and id(source) not in kept:
+                _delete(source)
     except Exception as error:
         for index, leaf in enumerate(plan.leaves):
             if leaf.tied_to:
