@@ -247,6 +247,14 @@ def test_donated_array_that_one_result_still_is_lives(order: tuple[str, ...]) ->
         np.testing.assert_array_equal(np.asarray(moved[name]), numbers(16, 32))
 
 
+def test_64_bits_on_the_host_are_not_cut() -> None:
+    for value in (np.array([2**40 + 7]), np.int64(2**40 + 7), 2**40 + 7):
+        with pytest.raises(ShardingError, match="a: int64 has values that do not fit int32"):
+            train().reshard({"a": value}, {"a": (sw.EMPTY,) * np.ndim(value)})
+    moved = train().reshard({"a": np.array([7])}, {"a": (sw.EMPTY,)})
+    assert moved["a"].tolist() == [7]
+
+
 def test_plan_needs_no_devices() -> None:
     specs = {
         "up": sw.ArraySpec((16, 32), jnp.float32, AXES),

@@ -301,11 +301,27 @@ def _plan_leaf(
             fix="move to a jax.sharding.NamedSharding",
         )
     where = source if source is not None else where_is(value, target)
+    _check_fits(value)
     shape, own = plain_type(value)
     route = find_route(shape, own, _cast(own, dtype), where, target, limit)
     return LeafMove(
         path=path, source=_source_text(where), target=spec_text(target.spec), route=route
     )
+
+
+def _check_fits(value: Any) -> None:
+    """Refuse integers on the host that JAX would cut to 32 bits."""
+    if not isinstance(value, (np.ndarray, np.integer, int)):
+        return
+    host = np.asarray(value)
+    if host.dtype.kind not in "iu" or not host.size:
+        return
+    range_ = np.iinfo(local_dtype(host.dtype))
+    if int(host.min()) < range_.min or int(host.max()) > range_.max:
+        raise ShardingError(
+            f"{host.dtype} has values that do not fit {range_.dtype}, which JAX makes of it",
+            fix="set jax_enable_x64, or leave it out of the tree",
+        )
 
 
 def plain_type(value: Any) -> tuple[tuple[int, ...], np.dtype]:
