@@ -81,7 +81,7 @@ def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
 def _names_of(
     leaf: Any, meta: Any, place: str, rank: int, problems: list[Problem]
 ) -> tuple[Any, ...]:
-    """Return the names of a box, or nothing if the leaf is no box. A wrong box is a problem."""
+    """Return the names of a box, or nothing if the leaf is not a box. A wrong box is a problem."""
     if not isinstance(leaf, meta.AxisMetadata):
         return ()
     is_nnx = _is_of_nnx(leaf)

@@ -11,7 +11,7 @@ from jax.extend.core import Literal
 from shardwright import _jax
 from shardwright.plan.walk.equations import called_jaxpr, live_equations, possible_branches
 from shardwright.plan.walk.liveness import LOOPS, TEMPORARY, Buffer, Peak, Timeline
-from shardwright.plan.walk.primitives import CONSTRAINTS, ELEMENTWISE, NAMES, REDUCTIONS
+from shardwright.plan.walk.primitives import CONSTRAINTS, ELEMENTWISE, NAMES, REDUCTIONS, SCATTERS
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Value
 from shardwright.trees.tensors import whole_bytes
@@ -29,12 +29,7 @@ _FUSED: Final = (
     | _CHEAP
     | {"slice", "pad", "concatenate", "rev", "dynamic_slice", "split", "stack", "tile"}
 )
-_WRITES: Final = frozenset(
-    {
-        *("dynamic_update_slice", "scatter", "scatter-add", "scatter_add"),
-        *("scatter-max", "scatter-min", "scatter-mul"),
-    }
-)
+_WRITES: Final = SCATTERS | {"dynamic_update_slice"}
 _LOOPS: Final = frozenset({"scan", "while"})
 _ANGLES: Final = frozenset({"sin", "cos"})
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from shardwright.plan.walk.primitives import SCATTERS
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Dims, Value
 
 _ADDS: Final = frozenset({"scatter-add", "scatter_add"})
-_COMBINES: Final = _ADDS | {"scatter-max", "scatter-min", "scatter-mul"}
+_COMBINES: Final = SCATTERS - {"scatter"}
 _WRITES: Final = "write to a sharded dim inside sw.shard_map"
 
 
