@@ -437,6 +437,7 @@ def test_attention_of_learned_latents() -> None:
     found = names(infer(forward, shapes))
     heads = {found[f"blocks/{at}/{name} 1"] for at in range(2) for name in "qkv"}
     assert heads == {HEADS_TEXT}
+    assert found["latents 0"] == "LENGTH~"
 
 
 def rotate(x: Any) -> Any:
@@ -493,3 +494,63 @@ def test_tasks_that_an_input_selects() -> None:
     shapes = {name: shape for name, shape in MOE.items() if name != "router"}
     found = names(infer(forward, shapes, TOKENS, IDS, seeds=[*SEEDS, ("BATCH",)]))
     assert found["up 0"] == "EXPERT~"
+
+
+@pytest.mark.parametrize("cut", ["split", "factor in front", "factor behind"])
+def test_scales_and_shifts_in_one_weight(cut: str) -> None:
+    """Two parts of EMBED in one dim (adaLN) are not EMBED."""
+
+    def forward(params: Any, tokens: Any, condition: Any) -> Any:
+        both = (condition @ params["ada"] + params["bias"])[:, None]
+        if cut == "split":
+            scale, shift = jnp.split(both, 2, axis=-1)
+        elif cut == "factor in front":
+            scale, shift = jnp.unstack(both.reshape(BATCH, 1, 2, EMBED), axis=2)
+        else:
+            scale, shift = jnp.unstack(both.reshape(BATCH, 1, EMBED, 2), axis=3)
+        return head(params, mlp(params, params["table"][tokens] * (1 + scale) + shift))
+
+    shapes = {"table": (512, EMBED), "ada": (32, 2 * EMBED), "bias": (2 * EMBED,), **MLP}
+    inputs = (TOKENS, features(BATCH, 32))
+    found = names(infer(forward, shapes, *inputs, seeds=[*SEEDS, ("BATCH", None)]))
+    assert (found["ada 1"], found["bias 0"]) == ("EMBED~", "NORM~")
+    assert (found["up 0"], found["down 1"]) == ("EMBED", "EMBED")
+
+
+def test_weight_of_two_concatenated_streams() -> None:
+    """Its output is the residual stream. Its input is two of them (multi-token prediction)."""
+
+    def forward(params: Any, tokens: Any) -> Any:
+        x = params["table"][tokens]
+        both = jnp.concatenate([x, block(params, x)], axis=-1)
+        return head(params, both @ params["join"])
+
+    found = names(infer(forward, {**BLOCK, "join": (2 * EMBED, EMBED)}))
+    assert (found["join 0"], found["join 1"]) == ("_~", "EMBED")
+
+
+def convolve(x: Any, kernel: Any, groups: int = 1) -> Any:
+    numbers = ("NWC", "WIO", "NWC")
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1,), "SAME", dimension_numbers=numbers, feature_group_count=groups
+    )
+
+
+def test_grouped_convolutions() -> None:
+    """The kernel has the inputs of one group, which are replicated. The other dims are guesses."""
+
+    def forward(params: Any, x: Any) -> Any:
+        for weights in params["blocks"]:
+            hidden = jax.nn.relu(convolve(x, weights["in"]))
+            hidden = jax.nn.relu(convolve(hidden, weights["grouped"], 4))
+            x = x + convolve(hidden, weights["out"])
+        return x @ params["head"]
+
+    weights = {"in": (1, EMBED, 32), "grouped": (3, 8, 48), "out": (1, 48, EMBED)}
+    shapes = {"blocks": [weights, weights], "head": (EMBED, 10)}
+    inferred = infer(forward, shapes, features(BATCH, LENGTH, EMBED), seeds=[(*SEEDS[0], None)])
+    found = names(inferred)
+    assert [found[f"blocks/0/grouped {dim}"] for dim in range(3)] == ["_", "_", "MLP_INTERMEDIATE~"]
+    assert found["blocks/0/in 2"] == found["blocks/0/out 1"] == "MLP_INTERMEDIATE~"
+    assert found["blocks/0/in 1"] == found["blocks/0/out 2"] == "EMBED"
+    assert inferred.open == ()

@@ -29,6 +29,8 @@ class Atom:
       residual: Whether an activation was added along it to one that it is computed from.
       routed: Whether activations choose along it, by one-hot rows or by a scatter.
       given: Whether it is a dim of an input.
+      resized: Whether an operation on activations makes it from a dim of another size, such as a
+        stride or a concatenation.
       is_shards: Whether it is the number of shards of a `shard_map`. It then belongs to the next
         factor, whose name it takes.
       params: The dims of parameters that it is part of, as (leaf, dim).
@@ -48,6 +50,7 @@ class Atom:
     residual: bool = False
     routed: bool = False
     given: bool = False
+    resized: bool = False
     is_shards: bool = False
     params: frozenset[tuple[int, int]] = frozenset()
     parts: tuple[Atom, Atom] | None = None
@@ -76,6 +79,7 @@ class Atom:
             residual=self.residual,
             routed=self.routed,
             given=self.given,
+            resized=self.resized,
             is_shards=self.is_shards,
             params=self.params,
         )
@@ -91,6 +95,7 @@ class Atom:
         self.residual |= other.residual
         self.routed |= other.routed
         self.given |= other.given
+        self.resized |= other.resized
         self.is_shards |= other.is_shards
         self.params |= other.params
         other.same = self

@@ -140,7 +140,9 @@ def _name_scores(names: Names, scores: Scores, uses: Uses) -> None:
     names.give(scores.contracted, HEAD_DIM, why, guess=guess)
     for atom in scores.sequence:
         if atom.learned:
-            names.give((atom,), LENGTH, Evidence("queries times keys: a position", site))
+            # A dim of a parameter alone may be a number of learned latents.
+            why = Evidence("queries times keys: a position", site)
+            names.give((atom,), LENGTH, why, guess=not (atom.resized or atom.given))
     shared = Evidence("queries times keys: heads that share keys", site)
     batch = Evidence("queries times keys: a batch dim", site)
     kv_heads, copies = _grouped(heads)

@@ -73,7 +73,8 @@ def _name_whole(names: Names, pieces: Sequence[Piece]) -> None:
         return
     (tail,) = tails
     lead = HEAD if len(leads) > 1 else leads.pop()
-    guess = any(part.guess for piece in covering for part in finest(piece.dim))
+    # Several parts of EMBED are not EMBED: they may be scales and shifts of a normalization.
+    guess = lead == EMBED or any(part.guess for piece in covering for part in finest(piece.dim))
     why = Evidence(f"{len(covering)} parts that have this name", first.site)
     rest: list[Atom] = [atom]
     for size in (sum(part[0][1] for part in factors), *(size for _, size in tail[:-1])):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from shardwright.inference.atoms import Dim, Dims, finest, new_dim
+from shardwright.inference.atoms import Atom, Dim, Dims, finest
 from shardwright.inference.facts import Lookup, Product, Use
 from shardwright.inference.step import Step, Value
 
@@ -126,31 +126,37 @@ def ragged_dot(step: Step) -> list[Value]:
 
 
 def convolution(step: Step) -> list[Value]:
-    """Align batch and channels, and record the window of the kernel, which is replicated."""
-    numbers = step.parameters["dimension_numbers"]
+    """Align batch and channels, and record the window of the kernel, which is replicated.
+
+    In a grouped convolution, the kernel has the input channels of one group, which are replicated
+    too.
+    """
+    numbers, groups = step.parameters["dimension_numbers"], step.parameters["feature_group_count"]
+    if step.parameters["batch_group_count"] > 1:
+        return step.new_results()
     image, kernel = step.values
-    is_grouped = (
-        step.parameters["feature_group_count"] > 1 or step.parameters["batch_group_count"] > 1
-    )
     batch, channels, *_ = (image.dims[at] for at in numbers.lhs_spec)
     outputs, inputs, *window = (kernel.dims[at] for at in numbers.rhs_spec)
-    if not is_grouped:
+    is_depthwise = 1 < groups == step.operand_shapes[1][numbers.rhs_spec[0]]
+    if groups == 1:
         step.same(channels, inputs)
-    elif step.parameters["feature_group_count"] == step.operand_shapes[1][numbers.rhs_spec[0]]:
-        step.same(channels, outputs)  # depthwise: each channel has a window of its own
+    elif is_depthwise:
+        step.same(channels, outputs)  # each channel has a window of its own
     if kernel.is_weight:
         step.facts.windows += [Use(dim=dim, site=step.site) for dim in window]
-        if image.data and not is_grouped:
+        if groups > 1:
+            step.facts.windows.append(Use(dim=inputs, site=step.site))
+        if image.data and not is_depthwise:
             product = Product(
                 batch=(),
-                contracted=(inputs,),
+                contracted=(channels,),
                 left=(batch,),
                 right=(outputs,),
                 reads_inputs=not image.learned,
                 site=step.site,
             )
             step.facts.projections.append(product)
-    dims = [new_dim(size) for size in step.shapes[0]]
+    dims: list[Dim] = [(Atom(size, resized=image.data),) for size in step.shapes[0]]
     for at, dim in zip(numbers.out_spec[:2], (batch, outputs), strict=True):
         dims[at] = dim
     for at, old in zip(numbers.out_spec[2:], numbers.lhs_spec[2:], strict=True):

@@ -108,7 +108,8 @@ def piece(step: Step, whole: Dim, size: int, start: int | None = None) -> Dim:
     if size == 1:
         step.facts.rows.append(Use(dim=whole, site=step.site))
     atoms = finest(whole)
-    dim = (Atom(size, whole=whole, learned=any(atom.learned for atom in atoms)),)
+    is_learned, is_data = any(atom.learned for atom in atoms), step.values[0].data
+    dim = (Atom(size, whole=whole, learned=is_learned, resized=is_data),)
     if start is not None:
         step.facts.pieces.append(Piece(whole=whole, start=start, dim=dim, site=step.site))
     return dim
@@ -128,7 +129,9 @@ def stack(step: Step) -> list[Value]:
 def pad(step: Step) -> list[Value]:
     """Keep the dims that keep their size; the others are new."""
     pairs = zip(step.values[0].dims, step.operand_shapes[0], step.shapes[0], strict=True)
-    return [step.result([dim if new == old else new_dim(new) for dim, old, new in pairs])]
+    is_data = step.values[0].data
+    padded = [dim if new == old else (Atom(new, resized=is_data),) for dim, old, new in pairs]
+    return [step.result(padded)]
 
 
 def concatenate(step: Step) -> list[Value]:
@@ -159,7 +162,9 @@ def _joined(step: Step, parts: list[Dim], size: int) -> Dim:
             step.same(first, other)
         return first
     is_stack = not atoms and any(value.learned for value in step.values)
-    joined = (Atom(size, learned=is_stack or any(atom.learned for atom in atoms)),)
+    is_learned = is_stack or any(atom.learned for atom in atoms)
+    is_data = any(value.data for value in step.values)
+    joined = (Atom(size, learned=is_learned, resized=is_data),)
     start = 0
     for part, shape in zip(parts, step.operand_shapes, strict=True):
         step.facts.pieces.append(Piece(whole=joined, start=start, dim=part, site=step.site))

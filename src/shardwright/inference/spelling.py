@@ -91,7 +91,9 @@ def _spell_dim(dim: Dim) -> Spelled:
     # An EMPTY factor is merged with its neighbor, so the evidence of the neighbor is shown.
     explaining = [atom for atom in atoms if atom.name != EMPTY] or atoms
     evidence = next(atom.evidence for atom in explaining if atom.evidence is not None)
-    guess = any(atom.guess for atom in atoms)
+    axes = {name for name, _ in named}
+    is_fused = axes == {EMPTY, EMBED}  # several parts, such as scales and shifts
+    guess = is_fused or any(atom.guess for atom in atoms)
     factors = [(EMPTY if name == GROUP else name, size) for name, size in named]
     return Spelled(_entry(factors), evidence, guess=guess)
 
@@ -126,16 +128,18 @@ def _renamed(entry: Spelled, old: str, new: str) -> Spelled:
 
 
 def _without_repeats(row: Sequence[Spelled]) -> list[Spelled]:
-    """Replicate a dim if an earlier dim has its axis, because an annotation names an axis once."""
+    """Replicate a dim if another dim has its axis, because an annotation names an axis once.
+
+    A dim whose axis is certain keeps it, or else the first one.
+    """
     seen: set[str] = set()
-    entries = []
-    for entry in row:
+    entries = list(row)
+    for at in sorted(range(len(row)), key=lambda at: row[at].guess):
+        entry = row[at]
         names = {name for name in _members(entry.axis) if name != EMPTY}
         if names & seen:
             reason = f"{'/'.join(sorted(name.strip('_') for name in names & seen))} a second time"
             evidence = Evidence(reason, entry.evidence.site)
-            entries.append(Spelled(EMPTY, evidence, guess=True))
-        else:
-            entries.append(entry)
+            entries[at] = Spelled(EMPTY, evidence, guess=True)
         seen |= names
     return entries
