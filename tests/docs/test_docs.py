@@ -24,21 +24,21 @@ LONG = {
     f"docs/{name}.md"
     for name in (
         "attention",
+        "bridges/equinox",
+        "bridges/nnx",
+        "bridges/transformer-engine",
         "caches",
         "eight-bits",
-        "equinox",
         "generation",
         "layers",
         "managers",
         "mixture",
         "moving",
-        "nnx",
         "plan",
         "processes",
         "serving",
         "testing",
         "training",
-        "transformer-engine",
         "trees",
         "utilities",
     )
@@ -63,7 +63,7 @@ def test_snippets_print_what_pages_show(
             "the page shows a failure as JAX 0.10 compiles it; a newer one names another line "
             "of the model"
         )
-    if page.name == "haliax.md" and jax.__version_info__ >= (0, 11):
+    if page == ROOT / "docs/haliax.md" and jax.__version_info__ >= (0, 11):
         pytest.skip("products of haliax 1.4.dev453, the newest version, need JAX 0.10")
     monkeypatch.chdir(tmp_path)
     # A page may add "." to the path. Python remembers the folder that "." was at first.
@@ -137,6 +137,19 @@ def test_links_have_targets(page: Path) -> None:
             assert anchor in snippets.anchors(file.read_text(encoding="utf-8")), (
                 f"{target}: no such heading"
             )
+
+
+COMING_FROM = [ROOT / "docs" / page.name for page in PAGES if page.parent.name == "bridges"]
+SCREEN = 60  # lines
+
+
+@pytest.mark.parametrize("page", COMING_FROM, ids=lambda page: page.name)
+def test_first_steps_fit_on_one_screen(page: Path) -> None:
+    """What does not fit is on the page of the same name in docs/bridges."""
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("# Coming from ")
+    assert f"bridges/{page.name})" in text
+    assert len(text.splitlines()) <= SCREEN
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
