@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -80,7 +80,8 @@ def reshard(
       ShardingError: As for `plan_reshard`; or blocks would go directly between the devices of
         different processes.
       MoveError: A piece failed. `error.tree` has the moved leaves, and the other leaves as before.
-        `pm.reshard(error.tree, specs, ...)` resumes the move.
+        `pm.reshard(error.tree, specs, ...)` resumes the move. If Ctrl-C or an exit stops the move,
+        this error is the `__cause__` of the `KeyboardInterrupt` or `SystemExit`.
     """
     if isinstance(manager.mesh, AbstractMesh):
         raise constraint.no_devices()
@@ -108,46 +109,77 @@ def move_tree(
             for problem in check_processes(leaf.path, value, target, leaf.route)
         ]
     )
-    results = list(values)
-    reporter = _Reporter(plan, progress)
-    uses = Counter(map(id, values))
-    # Results that are, or share the memory of, their sources.
-    kept = {
-        id(value) for value, leaf in zip(values, plan.leaves, strict=True) if not leaf.route.moves
-    }
-    places = {leaf.path: index for index, leaf in enumerate(plan.leaves)}
-    done: list[str] = []
+    moving = _Moving(plan, values, shardings, _Reporter(plan, progress))
     try:
-        for index in plan.order:
-            leaf = plan.leaves[index]
-            reporter.begin(leaf)
+        moving.run()
+    except Exception as error:
+        raise moving.failure(structure, error) from error
+    except BaseException as error:
+        # Ctrl-C and exits keep their type, so that they end the program. Their cause has the tree.
+        raise error from moving.failure(structure, error)
+    return jax.tree.unflatten(structure, moving.results)
+
+
+class _Moving:
+    """A move that runs.
+
+    Attributes:
+      results: The leaves, of which some have moved.
+    """
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        values: Sequence[Any],
+        targets: Sequence[NamedSharding],
+        reporter: _Reporter,
+    ) -> None:
+        self.results = list(values)
+        self._plan, self._values, self._targets = plan, values, targets
+        self._reporter = reporter
+        self._done: list[str] = []
+        self._places = {leaf.path: index for index, leaf in enumerate(plan.leaves)}
+
+    def run(self) -> None:
+        """Move the leaves in the order of the plan."""
+        values, donate = self._values, self._plan.donate
+        uses = Counter(map(id, values))
+        # Results that are, or share the memory of, their sources.
+        kept = {
+            id(value)
+            for value, leaf in zip(values, self._plan.leaves, strict=True)
+            if not leaf.route.moves
+        }
+        for index in self._plan.order:
+            leaf, source = self._plan.leaves[index], values[index]
+            self._reporter.begin(leaf)
             if leaf.tied_to:
-                results[index] = results[places[leaf.tied_to]]
+                self.results[index] = self.results[self._places[leaf.tied_to]]
             else:
-                results[index] = move_leaf(
-                    values[index], shardings[index], leaf.route, donate=donate, tick=reporter.tick
+                tick = self._reporter.tick
+                self.results[index] = move_leaf(
+                    source, self._targets[index], leaf.route, donate=donate, tick=tick
                 )
-            uses[id(values[index])] -= 1
+            uses[id(source)] -= 1
             if leaf.moves:
-                done.append(leaf.path)
+                self._done.append(leaf.path)
             # An array that is in the tree several times is deleted after its last use.
-            source = values[index]
             if donate and leaf.route.moves and not uses[id(source)] and id(source) not in kept:
                 _delete(source)
-    except Exception as error:
-        for index, leaf in enumerate(plan.leaves):
+
+    def failure(self, structure: Any, error: BaseException) -> MoveError:
+        """Return the error with the tree, from which the move can be resumed."""
+        for index, leaf in enumerate(self._plan.leaves):
             if leaf.tied_to:
-                results[index] = results[places[leaf.tied_to]]
-        first_line = next(iter(str(error).splitlines()), "")
-        raise MoveError(
-            f"the move failed after {len(done)} of {reporter.leaves} arrays: "
-            f"{type(error).__name__}: {first_line}",
-            path=reporter.path,
-            fix=_resume(done, donate=donate),
-            tree=jax.tree.unflatten(structure, results),
-            moved=tuple(done),
-        ) from error
-    return jax.tree.unflatten(structure, results)
+                self.results[index] = self.results[self._places[leaf.tied_to]]
+        text = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+        return MoveError(
+            f"the move failed after {len(self._done)} of {self._reporter.leaves} arrays: {text}",
+            path=self._reporter.path,
+            fix=_resume(self._done, donate=self._plan.donate),
+            tree=jax.tree.unflatten(structure, self.results),
+            moved=tuple(self._done),
+        )
 
 
 def _resume(done: list[str], *, donate: bool) -> str:

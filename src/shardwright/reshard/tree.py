@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from shardwright.errors import Problem, ShardingError, StrategyError, raise_problems
 from shardwright.manager.manager import PartitionManager
+from shardwright.reshard import checks
 from shardwright.reshard.pieces import parse_bytes
 from shardwright.reshard.report import collective_rows, leaf_json, plan_text
 from shardwright.reshard.route import Route, Way, find_route, local_dtype
@@ -190,8 +191,8 @@ def plan_reshard(
       piece: Bytes of a piece, summed over all devices, as an integer or as text. Defaults to 64
         MiB. A larger leaf moves in several pieces.
       donate: Delete each source array after its leaf has moved. Defaults to False.
-      dtype: Dtype of floating-point leaves after the move. Defaults to that of each leaf. Leaves
-        are cast before they are sent if that does not make them larger.
+      dtype: Floating-point dtype of floating-point leaves after the move. Defaults to that of each
+        leaf. Leaves are cast before they are sent if that does not make them larger.
 
     Raises:
       ShardingError: The problems of all leaves at once, each with its path.
@@ -253,7 +254,7 @@ def plan_moves_of(
     dtype: Any = None,
 ) -> ReshardPlan:
     """Plan a move to a tree of shardings. For the other arguments, see `plan_reshard`."""
-    limit = parse_bytes(piece)
+    limit, dtype = parse_bytes(piece), checks.read_dtype(dtype)
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_array_spec)
     after = _flattened(structure, targets, "specs")
     before = [None] * len(pairs) if sources is None else _flattened(structure, sources, "source")
@@ -293,35 +294,23 @@ def _order(leaves: Sequence[LeafMove], *, donate: bool) -> tuple[int, ...]:
 
 
 def _plan_leaf(
-    path: str, value: Any, target: Any, source: Any, *, limit: int, dtype: Any
+    path: str, value: Any, target: Any, source: Any, *, limit: int, dtype: np.dtype | None
 ) -> LeafMove:
     if not isinstance(target, NamedSharding):
         raise ShardingError(
             f"the target has the type {type(target).__name__}",
             fix="move to a jax.sharding.NamedSharding",
         )
+    raise_problems(checks.check_value(path, value))
+    if source is None:
+        raise_problems(checks.check_alive(path, value))
     where = source if source is not None else where_is(value, target)
-    _check_fits(value)
     shape, own = plain_type(value)
-    route = find_route(shape, own, _cast(own, dtype), where, target, limit)
+    is_cast = dtype is not None and jnp.issubdtype(own, jnp.floating)
+    route = find_route(shape, own, dtype if is_cast else own, where, target, limit)
     return LeafMove(
         path=path, source=_source_text(where), target=spec_text(target.spec), route=route
     )
-
-
-def _check_fits(value: Any) -> None:
-    """Refuse integers on the host that JAX would cut to 32 bits."""
-    if not isinstance(value, (np.ndarray, np.integer, int)):
-        return
-    host = np.asarray(value)
-    if host.dtype.kind not in "iu" or not host.size:
-        return
-    range_ = np.iinfo(local_dtype(host.dtype))
-    if int(host.min()) < range_.min or int(host.max()) > range_.max:
-        raise ShardingError(
-            f"{host.dtype} has values that do not fit {range_.dtype}, which JAX makes of it",
-            fix="set jax_enable_x64, or leave it out of the tree",
-        )
 
 
 def plain_type(value: Any) -> tuple[tuple[int, ...], np.dtype]:
@@ -332,13 +321,6 @@ def plain_type(value: Any) -> tuple[tuple[int, ...], np.dtype]:
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(value.shape, value.dtype))
         return tuple(data.shape), np.dtype(data.dtype)
     return tuple(value.shape), local_dtype(np.dtype(value.dtype))
-
-
-def _cast(own: np.dtype, dtype: Any) -> np.dtype:
-    if dtype is None or not jnp.issubdtype(own, jnp.floating):
-        return own
-    target: np.dtype = np.dtype(dtype)
-    return target
 
 
 def where_is(value: Any, target: NamedSharding) -> Sharding | None:

@@ -1,0 +1,85 @@
+"""Refuse leaves and dtypes that a move cannot keep as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwright.errors import Problem, ShardingError
+from shardwright.reshard.route import local_dtype
+
+_DTYPE_FIX = "pass a floating-point dtype, such as jnp.bfloat16"
+
+
+def read_dtype(dtype: Any) -> np.dtype | None:
+    """Return the dtype of floating-point leaves after a move. None keeps the dtype of each leaf.
+
+    Raises:
+      ShardingError: It is not a dtype of floats, or JAX would cut it to 32 bits.
+    """
+    if dtype is None:
+        return None
+    try:
+        read: np.dtype = np.dtype(jnp.dtype(dtype))
+    except TypeError as error:
+        raise ShardingError(
+            f"{dtype!r:.60} is not a dtype", path="dtype", fix=_DTYPE_FIX
+        ) from error
+    if not jnp.issubdtype(read, jnp.floating) or not _is_number(read):
+        raise ShardingError(
+            f"{read} is not a floating-point dtype of JAX, and only such leaves are cast",
+            path="dtype",
+            fix=_DTYPE_FIX,
+        )
+    if local_dtype(read) != read:
+        raise ShardingError(
+            f"JAX makes {local_dtype(read)} of {read} here",
+            path="dtype",
+            fix=f"pass {local_dtype(read)}, or set jax_enable_x64",
+        )
+    return read
+
+
+def check_value(path: str, value: Any) -> list[Problem]:
+    """Return a problem if a leaf of the host is no number, or JAX would cut it to 32 bits."""
+    if hasattr(value, "dtype") and not isinstance(value, (np.ndarray, np.generic)):
+        return []
+    host = np.asarray(value)
+    if not _is_number(host.dtype):
+        what = f"{_short(value)} is not an array or a number that JAX can hold"
+        return [_problem(path, what, "leave it out of the tree")]
+    if host.dtype.kind not in "iu" or not host.size:
+        return []
+    range_ = np.iinfo(local_dtype(host.dtype))
+    if range_.min <= int(host.min()) and int(host.max()) <= range_.max:
+        return []
+    what = f"{host.dtype} has values that do not fit {range_.dtype}, which JAX makes of it"
+    return [_problem(path, what, "set jax_enable_x64, or leave it out of the tree")]
+
+
+def check_alive(path: str, value: Any) -> list[Problem]:
+    """Return a problem if an array was deleted."""
+    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+        return []
+    if not value.is_deleted():
+        return []
+    fix = "move the arrays that the last step or move returned"
+    return [_problem(path, "the array is deleted: it was donated", fix)]
+
+
+def _problem(path: str, what: str, fix: str) -> Problem:
+    return Problem(error=ShardingError, what=what, path=path, fix=fix)
+
+
+def _is_number(dtype: np.dtype) -> bool:
+    """Tell whether JAX has arrays of a dtype, perhaps cut to 32 bits."""
+    if not (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number)):
+        return False
+    return dtype.itemsize <= (16 if dtype.kind == "c" else 8)
+
+
+def _short(value: Any) -> str:
+    return f"{value!r:.40}" if isinstance(value, (int, str)) else f"a {type(value).__name__}"

@@ -1,0 +1,125 @@
+"""Moves that stop halfway, and leaves and dtypes that a move would change: each is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardwright as sw
+from shardwright.errors import MoveError, ShardingError
+from shardwright.testing import cpu_mesh
+
+AXES = (sw.EMBED, sw.MLP_INTERMEDIATE)
+
+
+def train() -> sw.PartitionManager:
+    return sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:2,tp:4"))
+
+
+def serve() -> sw.PartitionManager:
+    return sw.PartitionManager(sw.Strategy.preset("serve_tp"), mesh=cpu_mesh("dp:4,tp:2"))
+
+
+def numbers(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(16, 32)).astype(np.float32)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("donate", [False, True])
+def test_interrupted_move_can_be_resumed(stop: type[BaseException], donate: bool) -> None:
+    """Ctrl-C keeps its type, and its cause has the arrays that have moved."""
+    values = {"a": numbers(1), "b": numbers(2), "c": numbers(3)}
+    tree = train().reshard(values, AXES)
+
+    def interrupt(progress: Any) -> None:
+        if progress.path == "b":
+            raise stop
+
+    with pytest.raises(stop) as caught:
+        serve().reshard(tree, AXES, donate=donate, progress=interrupt)
+    failure = caught.value.__cause__
+    assert isinstance(failure, MoveError)
+    assert failure.moved == ("a",)
+    assert tree["a"].is_deleted() is donate
+    assert f"after 1 of 3 arrays: {stop.__name__}" in str(failure)
+    resumed = serve().reshard(failure.tree, AXES, donate=donate)
+    for name, value in values.items():
+        np.testing.assert_array_equal(resumed[name], value)
+    assert resumed["a"] is failure.tree["a"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        ("int8", "dtype: int8 is not a floating-point dtype of JAX"),
+        (bool, "dtype: bool is not a floating-point dtype of JAX"),
+        ("complex64", "dtype: complex64 is not a floating-point dtype of JAX"),
+        (np.longdouble, "is not a floating-point dtype of JAX"),
+        ("banana", "dtype: 'banana' is not a dtype"),
+        (3, "dtype: 3 is not a dtype"),
+        ("float64", "dtype: JAX makes float32 of float64 here"),
+    ],
+)
+def test_invalid_dtypes(dtype: Any, message: str) -> None:
+    x = train().reshard(numbers(), AXES)
+    for call in (serve().plan_reshard, serve().reshard):
+        with pytest.raises(ShardingError, match=message) as caught:
+            call({"a": x}, AXES, dtype=dtype)
+        assert "fix  " in str(caught.value)
+    with jax.enable_x64(True):
+        assert serve().plan_reshard({"a": x}, AXES, dtype="float64").target_bytes == 8 * 512 * 4
+
+
+@pytest.mark.parametrize("target", ["moves", "stays"])
+def test_deleted_sources_are_named(target: str) -> None:
+    pm = serve() if target == "moves" else train()
+    tree = train().reshard({"a": numbers(1), "b": numbers(2)}, AXES)
+    tree["b"].delete()
+    with pytest.raises(ShardingError, match="b: the array is deleted: it was donated") as caught:
+        pm.reshard(tree, AXES, donate=True)
+    assert "fix   move the arrays that the last step or move returned" in str(caught.value)
+    assert not tree["a"].is_deleted()
+
+
+@pytest.mark.parametrize(
+    "leaf", [2**70, -(2**70), "x", object(), np.array(["a"]), np.longdouble(1)]
+)
+def test_leaves_that_are_no_numbers(leaf: Any) -> None:
+    message = "a: .* is not an array or a number that JAX can hold"
+    for call in (serve().plan_reshard, serve().reshard):
+        with pytest.raises(ShardingError, match=message) as caught:
+            call({"a": leaf, "b": 1.5}, {"a": (sw.EMPTY,) * np.ndim(leaf), "b": ()})
+        assert "fix   leave it out of the tree" in str(caught.value)
+
+
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.parametrize("donate", [False, True])
+def test_axis_of_size_one_is_part_of_the_sharding(axis_types: Any, donate: bool) -> None:
+    """The result has the sharding that was asked for, and shares the shards of the source."""
+    mesh = cpu_mesh("dp:1,tp:4", axis_types=axis_types)
+    source, target = (NamedSharding(mesh, spec) for spec in (P("tp", "dp"), P("tp", None)))
+    pm = sw.PartitionManager(sw.Strategy.preset("serve_tp"), mesh=mesh)
+    tree = {
+        "x": jax.device_put(numbers(), source),
+        "int4": jax.device_put(jnp.zeros((0, 32), jnp.uint4), source),
+        "keys": jax.device_put(jax.random.split(jax.random.key(0), (4, 2)), source),
+    }
+    moved = pm.reshard(tree, dict.fromkeys(tree, target), donate=donate)
+    for name, leaf in tree.items():
+        assert moved[name].sharding == target
+        assert jax.typeof(moved[name]) == jax.typeof(jax.device_put(leaf, target))
+    np.testing.assert_array_equal(moved["x"], numbers())
+    pointers = [
+        [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
+        for x in (tree["x"], moved["x"])
+    ]
+    assert pointers[0] == pointers[1]
+    assert pm.plan_reshard(tree, dict.fromkeys(tree, target)).bytes_sent == 0
+    again = pm.reshard(moved, dict.fromkeys(tree, target), donate=donate)
+    assert all(again[name] is moved[name] for name in tree)
