@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from shardwright.errors import CheckpointError, Problem, did_you_mean, raise_problems
 from shardwright.trees.paths import path_text
@@ -26,7 +26,7 @@ class Kind(enum.StrEnum):
 
     ARRAY = "array"
     EMPTY = "empty"  # an array without elements, which orbax does not store
-    KEY = "key"  # a typed PRNG key, written as its bits
+    KEY = "key"  # a typed PRNG key, written as its bits; nothing is stored without elements
     NUMBER = "number"  # a number of Python, written as text
 
 
@@ -49,6 +49,11 @@ class SavedLeaf:
     value: str = ""
 
     @property
+    def is_stored(self) -> bool:
+        """Whether orbax stores an array for the leaf."""
+        return self.kind is Kind.ARRAY or (self.kind is Kind.KEY and 0 not in self.shape)
+
+    @property
     def text(self) -> str:
         """The path as messages show it."""
         return "/".join(self.path)
@@ -58,6 +63,12 @@ class SavedLeaf:
             return f"a number of type {self.dtype}"
         keys = "keys " if self.kind is Kind.KEY else ""
         return f"{keys}{self.dtype}{list(self.shape)}"
+
+    def number(self) -> Any:
+        """Return the value of a number."""
+        if self.dtype == "bool":
+            return self.value == "True"
+        return _NUMBERS[self.dtype](self.value)
 
     def to_json(self) -> dict[str, Any]:
         """Return the leaf as plain data."""
@@ -116,7 +127,7 @@ def written(leaves: Sequence[tuple[tuple[str, ...], Any]]) -> tuple[list[SavedLe
         saved.append(leaf)
         if leaf.kind is Kind.ARRAY:
             put(arrays, path, value)
-        elif leaf.kind is Kind.KEY:
+        elif leaf.is_stored:
             put(arrays, path, jax.random.key_data(value))
     raise_problems(problems)
     return saved, arrays
@@ -148,10 +159,16 @@ def _refusal(value: Any) -> tuple[str, str] | None:
 
 def _saved_leaf(path: tuple[str, ...], value: Any) -> SavedLeaf:
     if not hasattr(value, "dtype"):
-        name = next(name for name, kind in _NUMBERS.items() if isinstance(value, kind))
-        return SavedLeaf(path=path, kind=Kind.NUMBER, dtype=name, value=repr(value))
+        name = _number_type(value)
+        # The plain number, because the text of a member of an `IntEnum` is its name.
+        return SavedLeaf(path=path, kind=Kind.NUMBER, dtype=name, value=repr(_NUMBERS[name](value)))
     kind, dtype = _kind_and_dtype(value)
     return SavedLeaf(path=path, kind=kind, shape=tuple(value.shape), dtype=dtype)
+
+
+def _number_type(value: Any) -> str:
+    """Return the name of the Python type of a number, which may be of a subclass."""
+    return next(name for name, kind in _NUMBERS.items() if isinstance(value, kind))
 
 
 def _kind_and_dtype(value: Any) -> tuple[Kind, str]:
@@ -213,28 +230,33 @@ class TargetLeaf:
 
     def read_as(self) -> Any:
         """Return the description of what orbax reads, or None if it reads nothing."""
-        shape, dtype = self.saved.shape, self.saved.dtype
-        if self.saved.kind is Kind.KEY:
-            bits = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=_impl(dtype))))
-            shape, dtype = (*shape, *bits.shape), str(bits.dtype)
-        elif self.saved.kind is not Kind.ARRAY:
+        if not self.saved.is_stored:
             return None
+        shape, dtype = self._stored()
         if self.sharding is None:
             # A description of a NumPy array that takes no memory.
             return np.broadcast_to(np.zeros((), _dtype(dtype)), shape)
         return jax.ShapeDtypeStruct(shape, _dtype(dtype), sharding=self.sharding)
 
+    def _stored(self) -> tuple[tuple[int, ...], str]:
+        """Return the shape and the dtype of the array in the file: for keys, those of the bits."""
+        shape, dtype = self.saved.shape, self.saved.dtype
+        if self.saved.kind is not Kind.KEY:
+            return shape, dtype
+        bits = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=_impl(dtype))))
+        return (*shape, *bits.shape), str(bits.dtype)
+
     def restored(self, value: Any) -> Any:
-        """Return the leaf from what orbax has read."""
+        """Return the leaf from what orbax has read, which is None if it reads nothing."""
         if self.saved.kind is Kind.NUMBER:
-            if self.saved.dtype == "bool":
-                return self.saved.value == "True"
-            return _NUMBERS[self.saved.dtype](self.saved.value)
+            number = self.saved.number()
+            return type(self.target)(number) if isinstance(self.target, enum.Enum) else number
+        if not self.saved.is_stored:
+            shape, dtype = self._stored()
+            value = np.zeros(shape, _dtype(dtype))
+            value = value if self.sharding is None else jax.device_put(value, self.sharding)
         if self.saved.kind is Kind.KEY:
             return jax.random.wrap_key_data(jnp.asarray(value), impl=_impl(self.saved.dtype))
-        if self.saved.kind is Kind.EMPTY:
-            value = np.zeros(self.saved.shape, _dtype(self.saved.dtype))
-            value = value if self.sharding is None else jax.device_put(value, self.sharding)
         if isinstance(self.target, np.generic):
             return value[()]
         return value if isinstance(self.target, np.ndarray) else jnp.asarray(value)
@@ -288,8 +310,8 @@ def _misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
             "pass arrays, jax.ShapeDtypeStructs or numbers, such as pm.abstract(specs)",
         )
     if not is_array:
-        if leaf.kind is Kind.NUMBER and leaf.dtype == type(target).__name__:
-            return None
+        if leaf.kind is Kind.NUMBER and leaf.dtype == _number_type(target):
+            return _enum_misfit(leaf, target)
         return f"saved as {leaf}, and the target is {target!r}", "restore it as it was saved"
     kind, dtype = _kind_and_dtype(target)
     if (kind, tuple(target.shape), dtype) != (leaf.kind, leaf.shape, leaf.dtype):
@@ -307,6 +329,34 @@ def _misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
         if target.shape == () or kind is Kind.KEY:
             return None  # it goes where JAX puts a new scalar
         return "the target has no sharding", "pass pm.abstract(specs), or set sharding="
+    return _sharding_misfit(leaf, target)
+
+
+def _enum_misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
+    """Return why a number is not a member of the enumeration of the target, if it has one."""
+    if not isinstance(target, enum.Enum):
+        return None
+    try:
+        type(target)(leaf.number())
+    except ValueError:
+        what = f"saved as {leaf.value}, which is not a member of {type(target).__name__}"
+        return what, f"pass {_NUMBERS[leaf.dtype](target)} as the target"
+    return None
+
+
+def _sharding_misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
+    """Return why an array cannot get the sharding of the target, and the fix."""
+    sharding = getattr(target, "sharding", None)
+    if sharding is None:
+        return None
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+        what = "the sharding of the target is on an abstract mesh, which has no devices"
+        return what, "pass the shardings of a manager whose mesh has devices"
+    try:
+        sharding.shard_shape(leaf.shape)
+    except ValueError as error:
+        what = f"it has the shape {list(leaf.shape)}, and {sharding} does not divide it"
+        return what, f"pass another sharding; JAX says: {next(iter(str(error).splitlines()), '')}"
     return None
 
 
@@ -327,7 +377,8 @@ def _impl(dtype: str) -> str:
 
 
 _WIDE = ("int64", "uint64", "float64", "complex128")
-_NOT_WRITTEN = ("uint4", "uint2")  # tensorstore has no such types
+# tensorstore has no such types
+_NOT_WRITTEN = ("uint4", "uint2", "float96", "float128", "complex192", "complex256")
 _IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 

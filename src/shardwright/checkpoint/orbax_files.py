@@ -33,11 +33,16 @@ def directory(path: str | os.PathLike[str], error: type[ShardingError], name: st
     """Return the absolute path of a directory as text. The address of a bucket does not change.
 
     Raises:
-      ShardingError: The value is not a path.
+      ShardingError: The value is not a path, or there is a file at this path.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise error(
             f"{name} is {type(path).__name__}", path=name, fix="pass the path of a directory"
         )
     text = os.fspath(path)
-    return text if "://" in text else os.path.abspath(text)
+    if "://" in text:
+        return text
+    text = os.path.abspath(text)
+    if os.path.exists(text) and not os.path.isdir(text):
+        raise error(f"{text} is a file", path=name, fix="pass the path of a directory")
+    return text

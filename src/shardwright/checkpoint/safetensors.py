@@ -15,8 +15,9 @@ import numpy as np
 
 from shardwright import _jax
 from shardwright.checkpoint import leaves
+from shardwright.checkpoint.orbax_files import directory
 from shardwright.checkpoint.staging import staged
-from shardwright.errors import CheckpointError, Problem, raise_problems
+from shardwright.errors import CheckpointError, Problem, ShardingError, raise_problems
 from shardwright.reshard.pieces import parse_bytes
 
 # The dtypes of the format, by their names in NumPy and `ml_dtypes`.
@@ -40,6 +41,9 @@ _DTYPES: Final = MappingProxyType(
         "float8_e8m0fnu": "F8_E8M0",
     }
 )
+
+# The format keeps its metadata under this name.
+_METADATA: Final = "__metadata__"
 
 
 def export_safetensors(
@@ -68,12 +72,16 @@ def export_safetensors(
 
     Raises:
       CheckpointError: The folder exists; arrays cannot be exported (all of them are named); the
-        tree is empty; or the call is inside a trace.
+        tree is empty; metadata is not text; or the call is inside a trace.
     """
     if _jax.in_trace():
         what = "parameters can be exported only outside of jit"
         raise CheckpointError(what, fix="return them from the compiled function first")
-    path = Path(os.path.abspath(folder))
+    path = Path(directory(folder, CheckpointError, "folder"))
+    text_by_name = _checked_metadata(metadata)
+    if "://" in os.fspath(folder):
+        fix = "export to a local folder, and copy it"
+        raise CheckpointError("safetensors are written to local disks", path="folder", fix=fix)
     if path.exists():
         raise CheckpointError(f"{path} exists", path="folder", fix="export to a new folder")
     pairs, _ = leaves.flatten(params)
@@ -86,12 +94,18 @@ def export_safetensors(
             "two tensors have one name, because a key of the tree contains a dot",
             fix="rename the key",
         )
-    files = _divided(tensors, parse_bytes(most))
+    if _METADATA in tensors:
+        raise CheckpointError(
+            "the safetensors format reserves this name for metadata",
+            path=_METADATA,
+            fix="rename the key",
+        )
+    files = _divided(tensors, _file_bytes(most))
     with staged(str(path)) as new:
         folder = Path(new)
         folder.mkdir()
         for file, names in files.items():
-            _write(folder / file, {name: tensors[name] for name in names}, metadata or {})
+            _write(folder / file, {name: tensors[name] for name in names}, text_by_name)
         weight_map = {name: file for file, names in files.items() for name in names}
         if len(files) > 1:
             total = sum(value.nbytes for value in tensors.values())
@@ -99,6 +113,29 @@ def export_safetensors(
             text = json.dumps(index, indent=2) + "\n"
             (folder / "model.safetensors.index.json").write_text(text)
     return weight_map
+
+
+def _checked_metadata(metadata: Any) -> dict[str, str]:
+    """Return metadata as a dict. The format allows text only."""
+    if metadata is None:
+        return {}
+    if isinstance(metadata, Mapping):
+        wrong = [name for name, text in metadata.items() if not isinstance(text, str)]
+        wrong += [name for name in metadata if not isinstance(name, str)]
+        if not wrong:
+            return dict(metadata)
+        what = f"the entry {wrong[0]!r:.60} is not text"
+    else:
+        what = f"it is {type(metadata).__name__}"
+    fix = 'pass a dict of text, such as {"format": "pt"}'
+    raise CheckpointError(what, path="metadata", fix=fix)
+
+
+def _file_bytes(most: Any) -> int:
+    try:
+        return parse_bytes(most)
+    except ShardingError as error:
+        raise CheckpointError(error.problems[0].what, path="most", fix=error.fix) from error
 
 
 def _problem(path: tuple[str, ...], value: Any) -> Problem | None:
@@ -155,7 +192,7 @@ def _divided(tensors: Mapping[str, Any], most: int) -> dict[str, list[str]]:
 
 def _write(file: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
     """Write one file: 8 bytes with the length of the header, the header as JSON, the tensors."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     end = 0
     for name, value in tensors.items():
         start, end = end, end + value.nbytes

@@ -12,7 +12,7 @@ import jax
 
 from shardwright import _jax
 from shardwright.checkpoint import chunks, leaves
-from shardwright.checkpoint.leaves import Kind, SavedLeaf
+from shardwright.checkpoint.leaves import SavedLeaf
 from shardwright.checkpoint.orbax_files import directory, import_orbax
 from shardwright.errors import CheckpointError
 from shardwright.vocabulary.integers import read_integer
@@ -178,13 +178,11 @@ def restore(
     try:
         arrays = chunks.read(orbax, os.path.join(path, str(number), "state"), matched)
     except (KeyError, ValueError, OSError) as error:
+        if isinstance(error, PermissionError) or "PERMISSION_DENIED" in str(error):
+            raise _no_permission(path, number) from error
         raise _damaged(path, number) from error
     values = [
-        leaf.restored(
-            leaves.get(arrays, leaf.saved.path)
-            if leaf.saved.kind in (Kind.ARRAY, Kind.KEY)
-            else None
-        )
+        leaf.restored(leaves.get(arrays, leaf.saved.path) if leaf.saved.is_stored else None)
         for leaf in matched
     ]
     return jax.tree.unflatten(structure, values)
@@ -290,6 +288,14 @@ def _damaged(path: str, step: int) -> CheckpointError:
         "they were saved",
         path="folder",
         fix=text,
+    )
+
+
+def _no_permission(path: str, step: int) -> CheckpointError:
+    return CheckpointError(
+        f"this program may not read the files of step {step} in {path}",
+        path="folder",
+        fix="change their permissions, or restore as a user who may read them",
     )
 
 

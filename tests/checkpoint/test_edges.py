@@ -1,0 +1,138 @@
+"""Leaves, targets and folders that were restored wrongly, or refused for a wrong reason."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardwright as sw
+from shardwright import checkpoint
+from shardwright.checkpoint import chunks
+from shardwright.errors import CheckpointError
+from shardwright.testing.meshes import cpu_mesh
+
+pytest.importorskip("orbax.checkpoint")
+
+
+class Phase(enum.IntEnum):
+    WARMUP = 1
+    MAIN = 3
+
+
+class Later(enum.IntEnum):
+    WARMUP = 1
+
+
+def test_members_of_an_enum(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"phase": Phase.MAIN, "done": True}, step=1)
+    restored = checkpoint.restore(tmp_path, {"phase": Phase.WARMUP, "done": False})
+    assert restored["phase"] is Phase.MAIN
+    number = checkpoint.restore(tmp_path, {"phase": 0, "done": False})["phase"]
+    assert (number, type(number)) == (3, int)
+    with pytest.raises(CheckpointError, match="phase: saved as 3, which is not a member of Later"):
+        checkpoint.restore(tmp_path, {"phase": Later.WARMUP, "done": False})
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_keys_without_elements(tmp_path: Path, impl: str) -> None:
+    keys = jax.random.split(jax.random.key(0, impl=impl), 8)[:0]
+    checkpoint.save(tmp_path, {"keys": keys, "x": jnp.ones(3)}, step=1)
+    sharding = NamedSharding(cpu_mesh("dp:2"), P())
+    for target in (keys, jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=sharding)):
+        restored = checkpoint.restore(tmp_path, {"keys": target, "x": jnp.ones(3)})["keys"]
+        assert (restored.shape, restored.dtype) == ((0,), keys.dtype)
+    assert restored.sharding.is_equivalent_to(sharding, 1)
+
+
+def test_sharding_that_does_not_fit(tmp_path: Path) -> None:
+    """The checkpoint is fine, so the error is about the target."""
+    checkpoint.save(tmp_path, {"x": jnp.arange(5.0), "y": jnp.zeros((0, 5))}, step=1)
+    mesh = cpu_mesh("dp:2")
+
+    def targets(sharding: Any) -> dict[str, Any]:
+        struct = jax.ShapeDtypeStruct
+        return {
+            "x": struct((5,), jnp.float32, sharding=NamedSharding(sharding, P("dp"))),
+            "y": struct((0, 5), jnp.float32, sharding=NamedSharding(sharding, P(None, "dp"))),
+        }
+
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.restore(tmp_path, targets(mesh))
+    text = str(caught.value)
+    assert "1. x: it has the shape [5], and NamedSharding" in text
+    assert "2. y: it has the shape [0, 5], and NamedSharding" in text
+    assert "does not divide it" in text
+    assert "damaged" not in text
+    with pytest.raises(CheckpointError, match="x: the sharding of the target is on an abstract"):
+        checkpoint.restore(tmp_path, targets(sw.abstract_mesh("dp:2")))
+    restored = checkpoint.restore(tmp_path, {"x": np.zeros(5, np.float32), "y": jnp.zeros((0, 5))})
+    np.testing.assert_array_equal(restored["x"], np.arange(5))
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "no"), ValueError("PERMISSION_DENIED: Error opening")]
+)
+def test_files_that_may_not_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    checkpoint.save(tmp_path, {"x": jnp.ones(3)}, step=1)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(chunks, "read", fail)
+    with pytest.raises(CheckpointError, match="this program may not read the files of step 1"):
+        checkpoint.restore(tmp_path, {"x": jnp.ones(3)})
+
+
+@pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
+def test_wide_floats_are_refused(tmp_path: Path, dtype: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"x: the dtype {np.dtype(dtype)} cannot be saved"):
+        checkpoint.save(tmp_path / "run", {"x": np.ones(3, dtype)}, step=1)
+    assert not any(tmp_path.iterdir())
+
+
+def test_file_in_place_of_a_folder(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("text")
+    for call in (
+        lambda: checkpoint.save(file, {"x": 1}, step=1),
+        lambda: checkpoint.restore(file, {"x": 1}),
+        lambda: checkpoint.steps(file),
+        lambda: checkpoint.export_safetensors(file, {"x": jnp.ones(3)}),
+    ):
+        with pytest.raises(CheckpointError, match="file is a file") as caught:
+            call()
+        assert "fix   pass the path of a directory" in str(caught.value)
+    assert file.read_text() == "text"
+
+
+@pytest.mark.parametrize(
+    ("tree", "options", "message"),
+    [
+        ({"__metadata__": np.ones(2), "a": np.ones(2)}, {}, "__metadata__: .* reserves this name"),
+        ({"a": np.ones(2)}, {"metadata": {"a": 1}}, "metadata: the entry 'a' is not text"),
+        ({"a": np.ones(2)}, {"metadata": {1: "a"}}, "metadata: the entry 1 is not text"),
+        ({"a": np.ones(2)}, {"metadata": "x"}, "metadata: it is str"),
+        ({"a": np.ones(2)}, {"most": 0}, "most: 0 is not a number of bytes"),
+    ],
+)
+def test_exports_that_no_reader_accepts(
+    tmp_path: Path, tree: Any, options: Any, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        checkpoint.export_safetensors(tmp_path / "out", tree, **options)
+    assert "fix   " in str(caught.value)
+    with pytest.raises(CheckpointError, match="folder: safetensors are written to local disks"):
+        checkpoint.export_safetensors("gs://bucket/out", {"a": np.ones(2)})
+    with pytest.raises(CheckpointError, match="folder is NoneType"):
+        checkpoint.export_safetensors(None, {"a": np.ones(2)})  # type: ignore[arg-type]
+    assert not any(tmp_path.iterdir())
