@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 from decoder.config import DecoderConfig, decoder_specs
 from decoder.served import cache_shape, served
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
 from shardwright import _jax, serving
-from shardwright.errors import MoveError, ServingError
+from shardwright.errors import MoveError, ServingError, ShardingError
 from shardwright.reshard import move
 from shardwright.serving import Request
+from shardwright.serving import weights as weights_module
 from shardwright.testing import cpu_mesh
 from tests.serving.stub import SHAPE, stub, text_of
 
@@ -135,6 +138,101 @@ def test_prefill_with_weights_of_its_own() -> None:
     assert len(update.plans) == 2
     wanted = engine_of(weights(4, serve), serve).run(REQUESTS[:3])
     assert [done.tokens for done in engine.run(REQUESTS[:3])] == [done.tokens for done in wanted]
+
+
+def mixed_weights(mesh: str, seed: int, dtype: Any = jnp.float32) -> dict[str, Any]:
+    """Weights with a sharding on a mesh, on one device, on no device in particular, on the host."""
+    big = np.random.default_rng(seed).normal(size=(64, 64)).astype(np.float32)
+    sharding = NamedSharding(cpu_mesh(mesh), P(cpu_mesh(mesh).axis_names[-1]))
+    return {
+        "big": jax.device_put(big, sharding).astype(dtype),
+        "device": jax.device_put(big[0], jax.devices()[3]).astype(dtype),
+        "scale": jnp.asarray(big[0, 0]).astype(dtype),
+        "host": big[1].astype(dtype),
+    }
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_weights_of_different_places_move_by_plan(donate: bool) -> None:
+    """One scalar without a sharding does not take the others off the plan."""
+    old, new = mixed_weights("dp:8", 1, jnp.bfloat16), mixed_weights("dp:2,tp:4", 2)
+    wanted = jax.tree.map(lambda x: np.asarray(jnp.asarray(x).astype(jnp.bfloat16)), new)
+    moved = weights_module.move_weights(new, old, name="params", piece=4096, donate=donate)
+    assert moved.plan is not None
+    assert [leaf.path for leaf in moved.plan.leaves] == ["big", "device"]
+    assert moved.plan.leaves[0].route.pieces.count > 1
+    assert moved.plan.bytes_sent >= moved.plan.least_bytes > 0
+    assert moved.placed_bytes == 2 + 64 * 2
+    assert new["big"].is_deleted() is donate
+    for name, leaf in moved.params.items():
+        assert leaf.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(leaf), wanted[name])
+        if name != "host":
+            assert (leaf.sharding, leaf.committed) == (old[name].sharding, old[name].committed)
+    assert type(moved.params["host"]) is np.ndarray
+
+
+def test_failure_beside_unplanned_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree of the error has all weights, so that it can be passed again."""
+    old, new = mixed_weights("dp:8", 1), mixed_weights("dp:2,tp:4", 2)
+    wanted = {name: np.asarray(leaf) for name, leaf in new.items()}
+    move_leaf = move.move_leaf
+
+    def failing(value: Any, *args: Any, **options: Any) -> Any:
+        if value is new["device"]:
+            raise KeyboardInterrupt
+        return move_leaf(value, *args, **options)
+
+    options: dict[str, Any] = {"name": "params", "piece": "1MiB", "donate": True}
+    with monkeypatch.context() as patch:
+        patch.setattr(move, "move_leaf", failing)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            weights_module.move_weights(new, old, **options)
+    failure = caught.value.__cause__
+    assert isinstance(failure, MoveError)
+    assert failure.moved == ("big",)
+    moved = weights_module.move_weights(failure.tree, old, **options)
+    for name, leaf in moved.params.items():
+        np.testing.assert_array_equal(np.asarray(leaf), wanted[name])
+
+
+def test_large_integers_of_the_host_are_refused() -> None:
+    old = {"seed": np.int32(3)}
+    with pytest.raises(ShardingError, match="params/seed: int64 has values that do not fit int32"):
+        weights_module.move_weights(
+            {"seed": np.int64(2**40)}, old, name="params", piece="1MiB", donate=False
+        )
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("shared", [False, True])
+def test_failure_after_prefill_has_moved(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Donated weights of prefill that have moved are in the tree of the error."""
+    train = manager_of("fsdp_tp", "fsdp:4,tp:2")
+    serve, prefill = manager_of("serve_tp", "dp:2,tp:4"), manager_of("serve_tp", "dp:4,tp:2")
+    options = {"prefill_manager": prefill, "prefill_rows": 4}
+    engine = engine_of(weights(3, serve), serve, prefill_params=weights(3, prefill), **options)
+    new = weights(4, train)
+    both = {"params": new, "prefill_params": new if shared else weights(4, train)}
+    count = len(jax.tree.leaves(new))
+    calls, move_leaf = [], move.move_leaf
+
+    def failing(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if len(calls) == count + 2:
+            raise RuntimeError("the link is down")
+        return move_leaf(*args, **options)
+
+    with pytest.raises(ServingError, match="is unknown"):
+        engine.update_params({**new, "more": 1}, prefill_params=both["prefill_params"], donate=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(move, "move_leaf", failing)
+        with pytest.raises(MoveError, match="the link is down") as caught:
+            engine.update_params(both["params"], prefill_params=both["prefill_params"], donate=True)
+    tree = caught.value.tree
+    assert engine.update_params(tree["params"], prefill_params=tree["prefill_params"]).version == 1
+    wanted = engine_of(weights(4, serve), serve).run(REQUESTS[:2])
+    assert [done.tokens for done in engine.run(REQUESTS[:2])] == [done.tokens for done in wanted]
 
 
 @pytest.mark.wide

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,15 @@ from shardwright.serving import steps
 from shardwright.serving.request import Sampling
 from shardwright.serving.sampling import first_draws
 from shardwright.serving.steps import Caches, CacheShape, Model, Slots
-from shardwright.serving.weights import Update, Version, move_weights, next_version
+from shardwright.serving.weights import (
+    Moved,
+    Update,
+    Version,
+    check_weights,
+    move_weights,
+    next_version,
+    resumable,
+)
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_INSERT, MODE_PREFILL
 
 # Engines with the same model and the same sizes share these compiled functions.
@@ -172,22 +180,39 @@ class Weights:
                     path="prefill_params",
                     fix="leave it out, or create the engine with prefill_params=",
                 )
-            new, plan = move(params, setup.params, name="params", donate=donate)
-            new_prefill, plans = new, [plan]
+            moved = [move(params, setup.params, name="params", donate=donate)]
         else:
-            is_separate = prefill_params is not None
-            # Without prefill_params, `params` moves twice. Only the second move may donate it.
-            new_prefill, prefill_plan = move(
-                prefill_params if is_separate else params,
-                setup.prefill_params,
-                name="prefill_params" if is_separate else "params",
-                donate=donate and is_separate,
-            )
-            new, plan = move(params, setup.params, name="params", donate=donate)
-            plans = [plan, prefill_plan]
-        self._setup = dataclasses.replace(setup, params=new, prefill_params=new_prefill)
+            moved = self._move_both(params, prefill_params, move, donate=donate)
+        self._setup = dataclasses.replace(
+            setup, params=moved[0].params, prefill_params=moved[-1].params
+        )
         self.version = version
-        return Update(version=version, plans=tuple(plan for plan in plans if plan is not None))
+        return Update(
+            version=version,
+            plans=tuple(part.plan for part in moved if part.plan is not None),
+            placed_bytes=sum(part.placed_bytes for part in moved),
+        )
+
+    def _move_both(
+        self, params: Any, prefill_params: Any, move: Callable[..., Moved], *, donate: bool
+    ) -> list[Moved]:
+        """Move the weights of decode, and those of prefill first."""
+        setup = self._setup
+        if prefill_params is None:
+            # `params` moves twice. Only the second move may donate it.
+            prefill = move(params, setup.prefill_params, name="params", donate=False)
+            return [move(params, setup.params, name="params", donate=donate), prefill]
+        check_weights(params, setup.params, "params")
+        # Only the second move may donate an array that is in both trees.
+        both = set(map(id, jax.tree.leaves(params))) & set(map(id, jax.tree.leaves(prefill_params)))
+        first = donate and not both
+        with resumable(lambda tree: {"params": params, "prefill_params": tree}):
+            prefill = move(
+                prefill_params, setup.prefill_params, name="prefill_params", donate=first
+            )
+        kept = prefill.params if first else prefill_params
+        with resumable(lambda tree: {"params": tree, "prefill_params": kept}):
+            return [move(params, setup.params, name="params", donate=donate), prefill]
 
     def weights_are_deleted(self) -> bool:
         """Tell whether arrays of the weights were deleted, or donated to another function."""

@@ -349,7 +349,8 @@ class Engine:
 
         Raises:
           ServingError: The trees differ, the version is not new, or the call comes from a callback.
-          MoveError: The move failed. The engine serves the old weights.
+          MoveError: The move failed. The engine serves the old weights. `error.tree` resumes the
+            move. If `prefill_params` was given, it is a dict of both arguments.
         """
         with self._turn:
             if self._loop.stepping:

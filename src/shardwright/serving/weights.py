@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from shardwright.errors import Problem, ServingError, raise_problems
+from shardwright.errors import MoveError, Problem, ServingError, raise_problems
+from shardwright.plan.report.text import bytes_text
+from shardwright.reshard import checks
 from shardwright.reshard.move import move_tree
+from shardwright.reshard.programs import flat_mesh
 from shardwright.reshard.tree import ReshardPlan, plan_moves_of
 from shardwright.trees.paths import path_text
 
@@ -25,20 +30,39 @@ class Update:
     Attributes:
       version: The version that the engine serves now.
       plans: How the weights moved: a plan for decode, and another one if prefill has its own
-        weights. Weights that are not sharded have no plan.
+        weights. They cover the weights on devices.
+      placed_bytes: Bytes of the other weights: those in host memory, and those that JAX may place
+        anew in each step, such as `jnp.float32(1)`. They are copied without a plan.
     """
 
     version: Version
     plans: tuple[ReshardPlan, ...]
+    placed_bytes: int = 0
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that devices sent to other devices, or that the host sent."""
-        return sum(plan.bytes_sent for plan in self.plans)
+        """Bytes that devices sent to other devices, or that the host sent, and `placed_bytes`."""
+        return sum(plan.bytes_sent for plan in self.plans) + self.placed_bytes
 
     def __str__(self) -> str:
         heads = [str(plan).splitlines()[0] for plan in self.plans]
+        heads += [f"{bytes_text(self.placed_bytes)} without a plan"] * (self.placed_bytes > 0)
         return "\n".join([f"version {self.version}", *(f"  {head}" for head in heads)])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """Weights that have moved.
+
+    Attributes:
+      params: The weights.
+      plan: How they moved. None if none of them is on a device.
+      placed_bytes: As in `Update`.
+    """
+
+    params: Any
+    plan: ReshardPlan | None
+    placed_bytes: int
 
 
 def next_version(current: Version, given: Version | None) -> Version:
@@ -61,9 +85,7 @@ def next_version(current: Version, given: Version | None) -> Version:
     return given
 
 
-def move_weights(
-    new: Any, old: Any, *, name: str, piece: int | str, donate: bool
-) -> tuple[Any, ReshardPlan | None]:
+def move_weights(new: Any, old: Any, *, name: str, piece: int | str, donate: bool) -> Moved:
     """Return new weights with the shardings and dtypes of the old ones, and how they moved.
 
     Without `donate`, the result shares no array with `new`, so a training step may donate `new`
@@ -80,26 +102,72 @@ def move_weights(
       ServingError: The trees have different structures, shapes or dtypes.
       MoveError: A piece failed. `old` is unchanged.
     """
-    dtype = _common_dtype(new, old, name)
-    leaves, structure = jax.tree.flatten(old)
-    targets = [leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in leaves]
-    if not all(isinstance(target, NamedSharding) for target in targets):
-        put = [
-            _put(leaf, jnp.result_type(kept), target)
-            for leaf, kept, target in zip(jax.tree.leaves(new), leaves, targets, strict=True)
-        ]
-        return jax.tree.unflatten(structure, put), None
-    shardings = jax.tree.unflatten(structure, targets)
-    plan = plan_moves_of(new, shardings, piece=piece, donate=donate, dtype=dtype)
-    moved = move_tree(new, shardings, piece=piece, donate=donate, dtype=dtype)
-    return moved if donate else _without_shared(moved, plan), plan
+    dtype = check_weights(new, old, name)
+    given, structure = jax.tree.flatten(new)
+    kept = jax.tree.leaves(old)
+    targets = [_target(leaf) for leaf in kept]
+    placed = {
+        at: _place(leaf, old_leaf)
+        for at, (leaf, old_leaf, target) in enumerate(zip(given, kept, targets, strict=True))
+        if target is None
+    }
+
+    def merged(moved: Any, others: Mapping[int, Any]) -> Any:
+        rest = iter(jax.tree.leaves(moved))
+        leaves = [others[at] if at in placed else next(rest) for at in range(len(given))]
+        return jax.tree.unflatten(structure, leaves)
+
+    # None is an empty tree, so the plan has the paths of the other leaves.
+    planned = [None if at in placed else leaf for at, leaf in enumerate(given)]
+    tree, shardings = (jax.tree.unflatten(structure, part) for part in (planned, targets))
+    plan = plan_moves_of(tree, shardings, piece=piece, donate=donate, dtype=dtype)
+    with resumable(lambda part: merged(part, dict(enumerate(given)))):
+        moved = move_tree(tree, shardings, piece=piece, donate=donate, dtype=dtype)
+    moved = jax.tree.leaves(moved if donate else _without_shared(moved, plan))
+    served = [old_leaf for at, old_leaf in enumerate(kept) if at not in placed]
+    params = merged(list(map(_as_served, moved, served)), placed)
+    size = sum(leaf.nbytes for leaf in placed.values())
+    return Moved(params=params, plan=plan if moved else None, placed_bytes=size)
 
 
-def _put(leaf: Any, dtype: Any, target: Any) -> Any:
-    """Return a copy with an unsharded weight's sharding, or in host memory if `target` is None."""
-    if target is None:
+@contextlib.contextmanager
+def resumable(complete: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace the tree of a `MoveError` by the whole tree that the caller can pass again."""
+    try:
+        yield
+    except BaseException as error:
+        failure = error if isinstance(error, MoveError) else error.__cause__
+        if isinstance(failure, MoveError):
+            failure.tree = complete(failure.tree)
+        raise
+
+
+def _target(old: Any) -> NamedSharding | None:
+    """Return the sharding to which a weight moves by plan. None if it is placed without one."""
+    sharding = old.sharding if isinstance(old, jax.Array) else None
+    if isinstance(sharding, SingleDeviceSharding) and old.committed:
+        (device,) = sharding.device_set
+        mesh = flat_mesh([device])
+        return NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def _place(leaf: Any, old: Any) -> Any:
+    """Return a copy of a weight where the served one is, if that is not a sharding of a mesh."""
+    dtype = jnp.result_type(old)
+    if not isinstance(old, jax.Array):
         return np.array(leaf, dtype)
-    return jax.device_put(leaf, target, may_alias=False).astype(dtype)
+    if not old.committed:
+        return jnp.array(np.asarray(leaf), dtype)
+    return jax.device_put(leaf, old.sharding, may_alias=False).astype(dtype)
+
+
+def _as_served(new: jax.Array, old: jax.Array) -> jax.Array:
+    """Return a weight that has moved, without its mesh if the old one is on a single device."""
+    if isinstance(old.sharding, SingleDeviceSharding):
+        single: jax.Array = new.addressable_shards[0].data
+        return single
+    return new
 
 
 def _without_shared(moved: Any, plan: ReshardPlan) -> Any:
@@ -113,8 +181,10 @@ def _without_shared(moved: Any, plan: ReshardPlan) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
-def _common_dtype(new: Any, old: Any, name: str) -> Any:
-    """Return the dtype to which new floating-point weights are cast. None if there are several.
+def check_weights(new: Any, old: Any, name: str) -> Any:
+    """Check that new weights fit the old ones, and return the dtype to which floats are cast.
+
+    It is None if the old weights have several floating-point dtypes.
 
     Raises:
       ServingError: The trees have different structures, shapes or dtypes. It names all differences.
@@ -131,6 +201,7 @@ def _common_dtype(new: Any, old: Any, name: str) -> Any:
     for (path, leaf), (_, kept) in zip(given, served, strict=True):
         own, required = jnp.result_type(leaf), jnp.result_type(kept)
         is_cast = common is not None and jnp.issubdtype(own, jnp.floating)
+        where = f"{name}/{path_text(path)}" if path else name
         if np.shape(leaf) != np.shape(kept):
             what = f"it has shape {np.shape(leaf)}, but the served weight has {np.shape(kept)}"
             fix = "pass weights of the same model"
@@ -138,8 +209,8 @@ def _common_dtype(new: Any, old: Any, name: str) -> Any:
             what = f"it is {own}, but the served weight is {required}"
             fix = f"cast it to {required}"
         else:
+            problems += checks.check_value(where, leaf)
             continue
-        where = f"{name}/{path_text(path)}" if path else name
         problems.append(Problem(error=ServingError, what=what, path=where, fix=fix))
     raise_problems(problems)
     return common
