@@ -266,7 +266,7 @@ def test_damaged_headers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"arch": "gemma"}, "the architecture 'gemma' is not supported in GGUF"),
+        ({"arch": "mamba"}, "the architecture 'mamba' is not supported in GGUF"),
         ({"keys": {"llama.expert_count": 8}}, "ffn_|mlp.*no tensor of mixtral has this name"),
         ({"keys": {"split.count": 3}}, r"model\.gguf is one of 3 files"),
         ({"more": {"x.y": np.ones(3, np.float32)}}, "x.y: no tensor of llama has this name"),

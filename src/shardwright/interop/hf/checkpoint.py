@@ -175,8 +175,7 @@ def read(
     sources: dict[str, Source]
     notes: list[str] = []
     if file is not None:
-        config, tensors = gguf_of(file)
-        sources = dict(tensors)
+        config, sources = gguf_of(file)
     else:
         config = read_config((path if path.is_dir() else path.parent) / "config.json")
         sources = dict(safetensors_of(path))

@@ -18,9 +18,17 @@ from shardwright.errors import CheckpointError, Problem, raise_problems
 from shardwright.interop.hf.config import required_size, size_of
 from shardwright.interop.hf.file_versions import FileVersion
 from shardwright.interop.hf.gguf_header import Header, TensorInfo
-from shardwright.interop.hf.gguf_models import ROWS, config_of, gguf_library, names_of
+from shardwright.interop.hf.gguf_latent import join_latents
+from shardwright.interop.hf.gguf_models import (
+    PAIRED,
+    ROWS,
+    SHIFTED,
+    config_of,
+    gguf_library,
+    names_of,
+)
 from shardwright.interop.hf.gguf_parts import read_parts
-from shardwright.interop.hf.source import Bounds
+from shardwright.interop.hf.source import Bounds, Source
 from shardwright.vocabulary.axes import EMPTY
 
 # Tensors that only GGUF has: factors of the rotary embedding.
@@ -33,6 +41,8 @@ _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     **{f"I{bits}": np.dtype(f"int{bits}") for bits in (64, 32, 16, 8)},
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+# Where the number of tokens is, if no key has it.
+_EMBEDDINGS: Final = ("model.embed_tokens.weight", "embeddings.word_embeddings.weight")
 _OTHER: Final = "use another quantization of the model, such as Q8_0"
 _AGAIN: Final = "download the file again"
 
@@ -51,6 +61,7 @@ class GgufTensor:
       block: Number of values of a row that are quantized together.
       version: The file as it was when its header was read.
       pairs: Size of a head whose rows GGUF stores as pairs for its rotary embedding; 0 for none.
+      shift: What GGUF has added to the values.
     """
 
     name: str
@@ -62,6 +73,7 @@ class GgufTensor:
     block: int
     version: FileVersion
     pairs: int = 0
+    shift: float = 0.0
 
     def read(self, bounds: Bounds) -> np.ndarray[Any, Any]:
         """Read one piece and dequantize it, some rows at a time.
@@ -90,7 +102,7 @@ class GgufTensor:
             self._fill(piece[None], self.data[None], ((0, 1), *bounds))
         else:
             self._fill(piece, self.data, bounds)
-        return piece
+        return piece - self.dtype.type(self.shift) if self.shift else piece
 
     def _fill(self, piece: np.ndarray[Any, Any], data: Any, bounds: Bounds) -> None:
         """Write a matrix into `piece`.
@@ -115,7 +127,7 @@ class GgufTensor:
             piece[row - top : end - top] = values[:, skip : skip + right - left]
 
 
-def gguf_of(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+def gguf_of(path: Path) -> tuple[dict[str, Any], dict[str, Source]]:
     """Return a configuration in the words of `config.json`, and the tensors by their names.
 
     Args:
@@ -135,17 +147,18 @@ def gguf_of(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     head_dim = size_of(config, "head_dim") or (
         required_size(config, "hidden_size") // required_size(config, "num_attention_heads")
     )
-    is_paired = header.keys["general.architecture"] == "llama"
+    kind = header.keys["general.architecture"]
     names = names_of(header, config)
     problems: list[Problem] = []
-    tensors: dict[str, GgufTensor] = {}
+    tensors: dict[str, Source] = {}
     for file, info in listed:
         name = names.get(info.name, info.name)
-        # Only in this architecture, llama.cpp reorders the rows of a rotated head.
-        pairs = head_dim if is_paired and _is_rotated(name) else 0
+        pairs = head_dim if kind in PAIRED and _is_rotated(name) else 0
         is_row = name.endswith(ROWS) and len(info.shape) == 1
         shaped = dataclasses.replace(info, shape=(1, *info.shape)) if is_row else info
         tensor = _tensor(parts[file], shaped, file, pairs=pairs)
+        if kind in SHIFTED and name.endswith("norm.weight") and isinstance(tensor, GgufTensor):
+            tensor = dataclasses.replace(tensor, shift=1.0)
         if name in tensors:
             what = f"{file.name} has this tensor, and so has {tensors[name].file}"
             tensor = Problem(error=CheckpointError, what=what, path=info.name, fix=_AGAIN)
@@ -154,7 +167,9 @@ def gguf_of(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         else:
             tensors[name] = tensor
     raise_problems(problems[:20])
-    embedding = tensors.get("model.embed_tokens.weight")
+    if config.get("kv_lora_rank"):
+        join_latents(tensors, config)
+    embedding = next((tensors[name] for name in _EMBEDDINGS if name in tensors), None)
     if embedding is not None and embedding.shape:
         config.setdefault("vocab_size", embedding.shape[0])
     return config, tensors
