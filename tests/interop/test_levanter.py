@@ -95,14 +95,12 @@ def test_values_that_are_wrong_are_reported_at_once(config: Path) -> None:
         "axis_resources": ["mlp"],
         "fsdp_axis": 3,
         "batch_axis": ["batch"],
-        "mesh": {"axes": {}},
     }
-    with pytest.raises(sw.StrategyError, match="7 problems") as caught:
+    with pytest.raises(sw.StrategyError, match="6 problems") as caught:
         bridge.from_levanter({"trainer": trainer})
     text = str(caught.value)
     assert "trainer.model_axis_size must be a positive integer, got 0" in text
     assert "trainer.tensor_parallel_axes must be a list of names, got 'mlp'" in text
-    assert "trainer.mesh, the meshes of newer versions" in text
     config.write_text("trainer:\n  fsdp_axis: embed\n  model_axis_size: x\n", encoding="utf-8")
     with pytest.raises(sw.StrategyError, match=r"gpt2\.yaml:3: trainer\.model_axis_size must be"):
         bridge.from_levanter(config)
@@ -117,3 +115,84 @@ def test_files_without_a_trainer(text: str, config: Path) -> None:
     config.write_text(text, encoding="utf-8")
     with pytest.raises(sw.StrategyError, match=r"no mapping under trainer|is not YAML"):
         bridge.from_levanter(config)
+
+
+MESH = """\
+trainer:
+  mesh:
+    axes: {context: 2, model: 2}
+    dcn_axes: {replica_dcn: 2}
+    shared_mapping:
+      position: context
+      heads: [model, context]
+    compute_mapping:
+      batch: [replica_dcn, data]
+      vocab: model
+    param_mapping:
+      embed: [data, replica]
+"""
+# What `resolved_compute_mapping` and `resolved_param_mapping` of its MeshConfig return.
+SHARED = {"mlp": "model", "heads": ("model", "context"), "position": "context"}
+MESH_COMPUTE = {**SHARED, "batch": ("replica_dcn", "data"), "vocab": "model"}
+MESH_PARAMETER = {**SHARED, "embed": ("data", "replica")}
+
+
+def test_mesh_of_newer_versions(config: Path) -> None:
+    config.write_text(MESH, encoding="utf-8")
+    imported = bridge.from_levanter(config, replicated=["layers"])
+    sizes = {"data": -1, "replica": 1, "model": 2, "context": 2, "replica_dcn": 2}
+    assert imported.strategy.mesh == sizes
+    assert imported.strategy.dcn == {"replica_dcn": 2}
+    text = "data:2,replica:2,model:2,context:2,replica_dcn:2"
+    pm = sw.PartitionManager(imported.strategy, mesh=sw.abstract_mesh(text))
+    for role, mapping in (("activation", MESH_COMPUTE), ("param", MESH_PARAMETER)):
+        for name in {**MESH_COMPUTE, **MESH_PARAMETER, "layers": None}:
+            found = pm.resolve(*imported.annotation((name,)), role=role, shape=(64,))
+            assert found == (P(mapping[name]) if name in mapping else P()), (role, name)
+    assert imported.strategy.source("rules", "logical_vocab") == "gpt2.yaml:10"
+    assert imported.strategy.source("rules", "logical_mlp") == "gpt2.yaml (default of levanter)"
+    assert "param_mapping alone" in "\n".join(imported.notes)
+
+
+def test_defaults_and_overrides_of_the_mesh() -> None:
+    strategy = bridge.from_levanter({"trainer": {"mesh": {}}}).strategy
+    assert strategy.mesh == {"data": -1, "replica": 1, "model": 1, "replica_dcn": 1}
+    overrides = {"trainer.mesh.axes.model": 4, "trainer.mesh.axes.stage": -1}
+    imported = bridge.from_levanter({}, overrides=overrides)
+    # levanter sets its own -1 to 1 if the configuration has another one.
+    sizes = {"data": 1, "replica": 1, "model": 4, "stage": -1, "replica_dcn": 1}
+    assert imported.strategy.mesh == sizes
+    assert any(note.startswith("replica_dcn is 1, for one slice") for note in imported.notes)
+    named = {"mesh": {"batch_axis_name": "rows", "compute_mapping": {"batch": "data"}}}
+    rows = bridge.from_levanter({"trainer": named})
+    pm = sw.PartitionManager(
+        rows.strategy, mesh=sw.abstract_mesh("data:2,replica:2,model:1,replica_dcn:1")
+    )
+    assert pm.resolve(*rows.annotation(("rows",)), shape=(8,)) == P("data")
+
+
+def test_keys_of_the_mesh_that_are_wrong(config: Path) -> None:
+    config.write_text(
+        "trainer:\n  mesh:\n    axes: {model: 0, data: x}\n    tensor_parallel_axes: [mlp]\n"
+        "    dcn_axes: [1]\n    param_maping: {}\n    shared_mapping: {mlp: []}\n"
+        "    batch_axis_name: 3\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(sw.StrategyError, match="7 problems") as caught:
+        bridge.from_levanter(config)
+    text = str(caught.value)
+    assert "gpt2.yaml:3: trainer.mesh.axes.model must be an integer: positive, or -1, got 0" in text
+    assert "gpt2.yaml:4: trainer.mesh.tensor_parallel_axes is unknown" in text
+    assert "trainer.mesh.dcn_axes must be a mapping of names, got [1]" in text
+    assert "param_mapping" in text
+    assert "trainer.mesh.shared_mapping.mlp must be a mesh axis, or a list of them, got []" in text
+    assert "trainer.mesh.batch_axis_name must be a name, got 3" in text
+    for mesh, says in (
+        ({"axes": {"a": -1, "b": -1}}, "trainer.mesh.axes: the sizes of a, b are all -1"),
+        ({"dcn_axes": {"data": 2}}, "data is in axes and in dcn_axes"),
+        ([1], r"trainer.mesh must be a mapping, got \[1\]"),
+    ):
+        with pytest.raises(sw.StrategyError, match=says):
+            bridge.from_levanter({"trainer": {"mesh": mesh}})
+    with pytest.raises(sw.StrategyError, match="so model_axis_size of older versions has no eff"):
+        bridge.from_levanter({"trainer": {"mesh": {}, "model_axis_size": 2}})

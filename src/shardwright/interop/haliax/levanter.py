@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from shardwright.errors import Problem, StrategyError, did_you_mean, raise_problems
 from shardwright.interop.haliax.bridge import from_mappings
+from shardwright.interop.haliax.levanter_mesh import Entry, Settings, read_mesh
 from shardwright.interop.logical_rules import Imported, read_yaml_tree, resized
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.integers import as_integer
@@ -41,20 +42,21 @@ def from_levanter(
 ) -> Imported:
     """Turn the trainer of a configuration of levanter into a strategy with the same specs.
 
-    The mesh has the axes "replica", "data" and "model", as in levanter. What is not under `trainer`
-    is ignored.
+    The mesh has the axes "replica", "data" and "model", as in levanter. Newer versions have the
+    mesh and the mappings in `trainer.mesh`. What is not under `trainer` is ignored.
 
     Args:
       config: A YAML file, or its content.
-      overrides: Key -> value, such as "trainer.model_axis_size": 2. It replaces the file's.
+      overrides: Key -> value, such as "trainer.model_axis_size": 2 or "trainer.mesh.axes.model": 2.
+        It replaces the file's.
       names: Axis name -> axis. A name that is not in `names` becomes a new axis: `embed` becomes
         `logical_embed`.
       replicated: Axis names that the configuration does not map.
       own_axes: Axes of your own that `names` maps to. The strategy declares them.
 
     Raises:
-      StrategyError: The file cannot be read, a key has a wrong value, or the configuration has
-        `trainer.mesh`; all keys are reported at once.
+      StrategyError: The file cannot be read, or a key is unknown or has a wrong value; all keys are
+        reported at once.
       UnknownAxisError: `names` maps to axes that are neither in the vocabulary nor in `own_axes`;
         all are reported at once.
       MissingMeshAxisError: A mapping names other mesh axes; all are reported at once.
@@ -64,38 +66,52 @@ def from_levanter(
     >>> dict(imported.strategy.mesh)
     {'replica': 1, 'data': -1, 'model': 4}
     """
-    trainer = _Trainer.read(config, overrides or {})
-    compute, parameter = trainer.mappings()
+    settings = _settings(config, overrides or {})
     imported = from_mappings(
-        {name: entry.mesh_axes for name, entry in compute.items()},
-        {name: entry.mesh_axes for name, entry in parameter.items()},
-        mesh={"replica": 1, "data": 1, "model": 1},
+        {name: entry.mesh_axes for name, entry in settings.compute.items()},
+        {name: entry.mesh_axes for name, entry in settings.parameter.items()},
+        mesh=dict.fromkeys(settings.mesh, 1),
         names=names,
         replicated=replicated,
-        source=lambda role, name: _source(trainer, role, name),
+        source=lambda role, name: _source(settings, role, name),
         own_axes=own_axes,
     )
-    across = trainer.values["replica_dcn_axis_size"]
-    replicas = trainer.values["replica_ici_axis_size"] * across
-    sized = resized(
-        imported,
-        mesh={"replica": replicas, "data": -1, "model": trainer.values["model_axis_size"]},
-        dcn={"replica": across} if across > 1 else None,
-    )
-    notes = []
-    if not trainer.is_given:
-        notes.append("the configuration has no trainer: levanter's defaults are used")
+    sized = resized(imported, mesh=settings.mesh, dcn=settings.dcn)
+    notes = [*settings.notes]
     if not replicated:
         notes.append("haliax replicates a name that no mapping has; list such names in replicated=")
     return dataclasses.replace(sized, notes=(*sized.notes, *notes))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    """The mesh axes of a name, and where they are written."""
+def _settings(config: Any, overrides: Mapping[str, Any]) -> Settings:
+    """Return what a configuration says about sharding.
 
-    mesh_axes: Any
-    place: str
+    Raises:
+      StrategyError: It has no mapping under `trainer`, or keys are unknown or have wrong values.
+    """
+    lines: dict[tuple[str, ...], int] = {}
+    content, source = config, "configuration"
+    if not isinstance(config, Mapping):
+        source = Path(config).name
+        content, lines = read_yaml_tree(Path(config))
+    trainer = content.get("trainer", {}) if isinstance(content, Mapping) else None
+    if not isinstance(trainer, Mapping):
+        what = "the configuration has no mapping under trainer"
+        raise StrategyError(what, path=source, fix="write trainer: {model_axis_size: 1}")
+    places = {
+        keys[1:]: f"{source}:{line}" for keys, line in lines.items() if keys[:1] == ("trainer",)
+    }
+    given = _given(overrides)
+    of_mesh = {key[1:]: value for key, value in given.items() if key[0] == "mesh"}
+    if "mesh" not in trainer and not of_mesh:
+        own = {key: value for (key,), value in given.items()}
+        return _Trainer.read(trainer, own, places, source).settings()
+    older = [key for key in (*trainer, *(key[0] for key in given)) if key in _DEFAULTS]
+    if older:
+        what = f"the trainer has mesh, and so {', '.join(older)} of older versions has no effect"
+        raise StrategyError(what, path=source, fix="write it in trainer.mesh, or remove it")
+    below = {keys[1:]: place for keys, place in places.items() if keys[:1] == ("mesh",)}
+    return read_mesh(trainer.get("mesh", {}), of_mesh, below, source)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,34 +131,41 @@ class _Trainer:
     is_given: bool
 
     @classmethod
-    def read(cls, config: Any, overrides: Mapping[str, Any]) -> _Trainer:
-        lines: dict[tuple[str, ...], int] = {}
-        content, source = config, "configuration"
-        if not isinstance(config, Mapping):
-            source = Path(config).name
-            content, lines = read_yaml_tree(Path(config))
-        trainer = content.get("trainer", {}) if isinstance(content, Mapping) else None
-        if not isinstance(trainer, Mapping):
-            what = "the configuration has no mapping under trainer"
-            raise StrategyError(what, path=source, fix="write trainer: {model_axis_size: 1}")
-        places = {
-            keys[1:]: f"{source}:{line}" for keys, line in lines.items() if keys[:1] == ("trainer",)
-        }
-        given = _given(overrides)
+    def read(
+        cls,
+        trainer: Mapping[str, Any],
+        overrides: Mapping[str, Any],
+        places: Mapping[tuple[str, ...], str],
+        source: str,
+    ) -> _Trainer:
         values = {
             **_DEFAULTS,
             **{key: trainer[key] for key in trainer if key in _DEFAULTS},
-            **given,
+            **overrides,
         }
-        places |= {(key,): "overrides" for key in given}
-        problems = _problems(values, places, source)
-        if "mesh" in trainer:
-            what = "trainer.mesh, the meshes of newer versions of levanter, cannot be read"
-            fix = "pass its mappings and its mesh to from_mappings"
-            problems.append(Problem(error=StrategyError, what=what, path=source, fix=fix))
-        raise_problems(problems)
-        is_given = bool(trainer) or bool(given)
-        return cls(values=values, places=places, source=source, is_given=is_given)
+        at = dict(places)
+        at.update({(key,): "overrides" for key in overrides})
+        raise_problems(_problems(values, at, source))
+        is_given = bool(trainer) or bool(overrides)
+        return cls(values=values, places=at, source=source, is_given=is_given)
+
+    def settings(self) -> Settings:
+        """Return what the keys say about sharding."""
+        compute, parameter = self.mappings()
+        across = self.values["replica_dcn_axis_size"]
+        note = "the configuration has no trainer: levanter's defaults are used"
+        return Settings(
+            compute=compute,
+            parameter=parameter,
+            mesh={
+                "replica": self.values["replica_ici_axis_size"] * across,
+                "data": -1,
+                "model": self.values["model_axis_size"],
+            },
+            dcn={"replica": across} if across > 1 else {},
+            source=self.source,
+            notes=() if self.is_given else (note,),
+        )
 
     def place(self, *keys: str) -> str:
         """Return where a key is written. A key that is not written has its default."""
@@ -151,24 +174,24 @@ class _Trainer:
                 return self.places[keys[:end]]
         return f"{self.source} (default {keys[0]})"
 
-    def mappings(self) -> tuple[dict[str, _Entry], dict[str, _Entry]]:
+    def mappings(self) -> tuple[dict[str, Entry], dict[str, Entry]]:
         """Return the mappings of activations and parameters. Later entries win, as in levanter."""
         compute = self._listed("axis_resources")
         for name in self.values["tensor_parallel_axes"] or ():
-            compute[name] = _Entry(mesh_axes="model", place=self.place("tensor_parallel_axes"))
+            compute[name] = Entry(mesh_axes="model", place=self.place("tensor_parallel_axes"))
         if (batch := self.values["batch_axis"]) is not None:
             both = ("replica", "data")
-            compute[batch] = _Entry(mesh_axes=both, place=self.place("batch_axis"))
+            compute[batch] = Entry(mesh_axes=both, place=self.place("batch_axis"))
         parameter = {**compute, **self._listed("parameter_axis_resources")}
         fsdp = self.values["fsdp_axis"]
         for name in [fsdp] if isinstance(fsdp, str) else fsdp or ():
-            parameter[name] = _Entry(mesh_axes="data", place=self.place("fsdp_axis"))
+            parameter[name] = Entry(mesh_axes="data", place=self.place("fsdp_axis"))
         return compute, parameter
 
-    def _listed(self, key: str) -> dict[str, _Entry]:
+    def _listed(self, key: str) -> dict[str, Entry]:
         entries = self.values[key] or {}
         return {
-            name: _Entry(
+            name: Entry(
                 mesh_axes=tuple(axes) if isinstance(axes, list) else axes,
                 place=self.place(key, name),
             )
@@ -176,28 +199,28 @@ class _Trainer:
         }
 
 
-def _source(trainer: _Trainer, role: Role, name: str) -> str:
-    compute, parameter = trainer.mappings()
-    entry = (compute if role is Role.ACTIVATION else parameter).get(name)
-    return f"{trainer.source} (not mapped)" if entry is None else entry.place
+def _source(settings: Settings, role: Role, name: str) -> str:
+    table = settings.compute if role is Role.ACTIVATION else settings.parameter
+    entry = table.get(name)
+    return f"{settings.source} (not mapped)" if entry is None else entry.place
 
 
-def _given(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the overrides, with `trainer.` removed from their keys.
+def _given(overrides: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Return the overrides by their paths of keys below `trainer`.
 
     Raises:
       StrategyError: A key does not concern sharding; all are reported at once.
     """
-    given = {key.removeprefix("trainer."): value for key, value in overrides.items()}
+    given = {tuple(key.removeprefix("trainer.").split(".", 2)): key for key in overrides}
     problems = []
-    for key in overrides:
-        if key.removeprefix("trainer.") not in _DEFAULTS:
+    for keys, key in given.items():
+        if not (keys[0] in _DEFAULTS and len(keys) == 1) and not (keys[0] == "mesh" and keys[1:]):
             hint = did_you_mean(key, [f"trainer.{known}" for known in _DEFAULTS])
             fix = f"{hint} leave it out: other keys do not concern sharding".strip()
             what = f"the override {key!r} is unknown"
             problems.append(Problem(error=StrategyError, what=what, fix=fix))
     raise_problems(problems)
-    return given
+    return {keys: overrides[key] for keys, key in given.items()}
 
 
 def _problems(
