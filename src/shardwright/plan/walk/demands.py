@@ -61,7 +61,7 @@ def _passed_on(equation: Any, dims: Dims, sizes: Mapping[str, int]) -> Sequence[
     name, parameters, result = equation.primitive.name, equation.params, equation.outvars[0].aval
     shapes = [variable.aval.shape for variable in equation.invars]
     if name in ELEMENTWISE:
-        return [dims if shape == result.shape else None for shape in shapes]
+        return [_unstretched(dims, shape, result.shape) for shape in shapes]
     if name == "transpose":
         permutation = parameters["permutation"]
         return [tuple(dims[permutation.index(dim)] for dim in range(len(dims)))]
@@ -71,3 +71,11 @@ def _passed_on(equation: Any, dims: Dims, sizes: Mapping[str, int]) -> Sequence[
     if name == "reshape":
         return [through_reshape(dims, result.shape, shapes[0], sizes)]
     return []
+
+
+def _unstretched(dims: Dims, shape: Sequence[int], whole: Sequence[int]) -> Dims | None:
+    """Return the dims of an operand. Its dims of size 1 are stretched, and have no mesh axes."""
+    if len(shape) != len(whole):
+        return None
+    pairs = zip(dims, shape, whole, strict=True)
+    return tuple(axes if size == stretched else () for axes, size, stretched in pairs)

@@ -18,11 +18,13 @@ class Site:
       runs: How often the equation runs, loops included.
       maybe: Whether it is in a branch of `cond`, which may not be taken.
       source: Line of the model, `model.py:12`.
+      calls: The ids of the equations that hold the jaxpr, from the outermost one.
     """
 
     runs: int = 1
     maybe: bool = False
     source: str = ""
+    calls: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

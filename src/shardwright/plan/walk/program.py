@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from jax.extend.core import Literal
@@ -23,6 +24,7 @@ from shardwright.plan.walk.events import Site, Walked
 from shardwright.plan.walk.ledger import Ledger
 from shardwright.plan.walk.liveness import CONSTANTS, RESULTS, TEMPORARY, Buffer, Peak
 from shardwright.plan.walk.manual import shard_map
+from shardwright.plan.walk.masks import Place, equal_masks, required_dims, shared_mask
 from shardwright.plan.walk.peers import Peers, is_scattered
 from shardwright.plan.walk.primitives import (
     CONSTRAINTS,
@@ -38,7 +40,9 @@ from shardwright.plan.walk.values import (
     Origin,
     Value,
     anywhere,
+    axes_of,
     dims_of_spec,
+    merged_origins,
     most_runs,
 )
 
@@ -78,6 +82,7 @@ _RULES: Final[Mapping[str, Rule]] = {
     "cond": control.cond,
     "shard_map": shard_map,
 }
+_MASKS: Final = "this mask is computed twice; annotate the results that are made of it, shard(...)"
 # The rules of these primitives set by themselves how often a result is computed.
 _LOOPS: Final = frozenset({"scan", "while", "cond"})
 
@@ -85,9 +90,18 @@ _LOOPS: Final = frozenset({"scan", "while", "cond"})
 class Walker:
     """Follows shardings through a jaxpr and through the jaxprs inside it."""
 
-    def __init__(self, ledger: Ledger, target: Callable[[Any, Ledger], Value | None]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        target: Callable[[Any, Ledger], Value | None],
+        *,
+        masks: Mapping[Place, Dims] = MappingProxyType({}),
+        mask_origins: Mapping[str, Origin] = MappingProxyType({}),
+    ) -> None:
         self.ledger = ledger
         self._target = target
+        self._masks = masks
+        self._mask_origins = mask_origins
 
     def run(
         self,
@@ -113,20 +127,18 @@ class Walker:
         def target(equation: Any) -> Value | None:
             return self._target(equation, notes)
 
-        def target_dims(equation: Any) -> Dims | None:
-            goal = target(equation)
-            return None if goal is None or KEEP in goal.dims else goal.dims
-
         goals = wanted or [None] * len(jaxpr.outvars)
         equations = list(live_equations(jaxpr))
         scope = Scope(
             ledger=notes,
-            asked=demands(jaxpr, goals, sizes=notes.sizes, target=target_dims),
+            asked=demands(jaxpr, goals, sizes=notes.sizes, target=_target_dims(target)),
             uses=count_uses(equations, jaxpr.outvars),
             needed_whole=needed_whole(equations),
             target=target,
             follow=self.run,
             known=_RULES,
+            masks=self._masks,
+            mask_origins=self._mask_origins,
         )
         held: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         held |= {variable: anywhere(_rank(variable)) for variable in jaxpr.constvars}
@@ -150,6 +162,16 @@ class Walker:
         return [value(variable) for variable in jaxpr.outvars]
 
 
+def _target_dims(target: Callable[[Any], Value | None]) -> Callable[[Any], Dims | None]:
+    """Return a function that returns the dims of a constraint, or None if it keeps some dims."""
+
+    def dims(equation: Any) -> Dims | None:
+        goal = target(equation)
+        return None if goal is None or KEEP in goal.dims else goal.dims
+
+    return dims
+
+
 def _rank(variable: Any) -> int:
     return len(variable.aval.shape)
 
@@ -165,9 +187,20 @@ def _follow(step: Step) -> Sequence[Value]:
         if step.name not in _LOOPS:
             runs = most_runs(step.values)
             results = [dataclasses.replace(value, runs=runs) for value in results]
+        if step.place in step.scope.masks:
+            results = [_as_equal_ones(step, results[0])]
         return with_buffers(step, results)
     step.ledger.unknown[step.name] += 1
     return with_buffers(step, step.replicated())
+
+
+def _as_equal_ones(step: Step, mask: Value) -> Value:
+    """Return a mask with the sharding that its uses and those of equal masks require."""
+    shared = shared_mask(mask, step.scope.masks[step.place], step.scope.mask_origins)
+    asked = step.wanted[0]
+    own = mask.mesh_axes if asked is None else mask.mesh_axes | axes_of(asked)
+    step.doubt(shared.mesh_axes - own, _MASKS)
+    return shared
 
 
 def written_target(equation: Any, ledger: Ledger) -> Value | None:
@@ -285,7 +318,16 @@ def walk_jaxpr(
     closed_over = _with_constants(ledger, jaxpr)
     goals = outputs or [None] * len(jaxpr.outvars)
     wanted = [None if goal is None else goal.dims for goal in goals]
-    results = Walker(ledger, target).run(jaxpr, inputs, wanted=wanted)
+    masks = required_dims(
+        jaxpr,
+        equal_masks(jaxpr),
+        wanted,
+        sizes=ledger.sizes,
+        target=_target_dims(lambda equation: target(equation, ledger)),
+    )
+    ends = [value for value in (*goals, *inputs) if value is not None]
+    walker = Walker(ledger, target, masks=masks, mask_origins=merged_origins(ends))
+    results = walker.run(jaxpr, inputs, wanted=wanted)
     results = [
         _given_out(ledger, value, goal, variable.aval)
         for goal, value, variable in zip(goals, results, jaxpr.outvars, strict=True)

@@ -10,7 +10,8 @@ from jax.extend.core import Literal
 
 from shardwright.plan.walk.events import Choice, Site
 from shardwright.plan.walk.ledger import Ledger
-from shardwright.plan.walk.values import Dims, Value, anywhere, most_runs, replicated
+from shardwright.plan.walk.masks import Place
+from shardwright.plan.walk.values import Dims, Origin, Value, anywhere, most_runs, replicated
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -27,6 +28,8 @@ class Scope:
       known: Names of the primitives that have a rule.
       settled: Variable -> its complete sum, for partial sums that were already completed.
       moved: (variable, dims, use) -> the moved value, for moves that were already noted.
+      masks: Masks that the program computes twice -> the dims that the uses of both require.
+      mask_origins: Mesh axis -> an origin that explains it in the dims of a mask.
     """
 
     ledger: Ledger
@@ -36,6 +39,8 @@ class Scope:
     target: Callable[[Any], Value | None]
     follow: Callable[..., list[Value]]
     known: Container[str]
+    masks: Mapping[Place, Dims]
+    mask_origins: Mapping[str, Origin]
     settled: dict[Any, Value] = dataclasses.field(default_factory=dict)
     moved: dict[tuple[Any, ...], Value] = dataclasses.field(default_factory=dict)
 
@@ -76,9 +81,15 @@ class Step:
         ledger: Ledger | None = None,
     ) -> list[Value]:
         """Walk a jaxpr that the equation holds. The site defaults to that of the equation."""
+        inner = dataclasses.replace(site or self.site, calls=self.place)
         return self.scope.follow(
-            jaxpr, values, site=site or self.site, wanted=wanted, ledger=ledger or self.ledger
+            jaxpr, values, site=inner, wanted=wanted, ledger=ledger or self.ledger
         )
+
+    @property
+    def place(self) -> Place:
+        """The equation, by its id and those of the equations that hold its jaxpr."""
+        return (*self.site.calls, id(self.equation))
 
     @property
     def name(self) -> str:
