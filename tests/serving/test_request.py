@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -73,6 +74,10 @@ def test_tokens_may_be_any_integers() -> None:
     )
     assert request.prompt == (3, 4)
     assert request.stop == ((7,), (8, 9))
+    for stop in (np.array([7, 8]), jnp.array([7, 8]), [jnp.array(7), np.array(8)]):
+        assert Request(prompt=[1], max_new_tokens=1, stop=stop).stop_sequences == ((7,), (8,))
+    rows = Request(prompt=[1], max_new_tokens=1, stop=np.array([[7, 8], [9, 9]]))
+    assert rows.stop_sequences == ((7, 8), (9, 9))
     assert request.rows == 6
 
 

@@ -196,6 +196,27 @@ def test_failure_beside_unplanned_weights(monkeypatch: pytest.MonkeyPatch) -> No
         np.testing.assert_array_equal(np.asarray(leaf), wanted[name])
 
 
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (jax.ShapeDtypeStruct((64, 64), jnp.float32), "params/big: ShapeDtypeStruct has no values"),
+        ("x", "params/big: 'x' is not an array or a number that JAX can hold"),
+        (None, "params/big: the array is deleted: it was donated"),
+    ],
+)
+def test_weights_without_values_are_named(leaf: Any, message: str) -> None:
+    new = mixed_weights("dp:8", 1)
+    if leaf is None:
+        new["big"].delete()
+    else:
+        new["big"] = leaf
+    with pytest.raises(ShardingError, match=message) as caught:
+        weights_module.move_weights(
+            new, mixed_weights("dp:8", 2), name="params", piece="1MiB", donate=False
+        )
+    assert "fix   " in str(caught.value)
+
+
 def test_large_integers_of_the_host_are_refused() -> None:
     old = {"seed": np.int32(3)}
     with pytest.raises(ShardingError, match="params/seed: int64 has values that do not fit int32"):

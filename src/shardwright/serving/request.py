@@ -10,6 +10,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 from shardwright.errors import Problem, ServingError, raise_problems
 from shardwright.vocabulary.integers import integer_problem
 
@@ -83,13 +86,13 @@ class Request:
         problems: list[Problem] = []
         object.__setattr__(self, "prompt", _tokens("prompt", self.prompt, problems))
         stop = self.stop
-        if isinstance(stop, (str, bytes)) or not isinstance(stop, Sequence):
+        # Tokens that a program computes are arrays.
+        is_array = isinstance(stop, (np.ndarray, jax.Array)) and stop.ndim
+        if isinstance(stop, (str, bytes)) or not (is_array or isinstance(stop, Sequence)):
             problems.append(_problem("stop", stop, "pass a list of tokens, or of lists of tokens"))
         else:
             entries = (
-                _tokens(
-                    "stop", (entry,) if isinstance(entry, numbers.Integral) else entry, problems
-                )
+                _tokens("stop", (entry,) if _is_single(entry) else entry, problems)
                 for entry in stop
             )
             object.__setattr__(self, "stop", tuple(entries))
@@ -182,6 +185,11 @@ def _tokens(name: str, given: Any, problems: list[Problem]) -> tuple[int, ...]:
             Problem(error=ServingError, what="no tokens", path=name, fix="pass at least one token")
         )
     return tokens
+
+
+def _is_single(entry: Any) -> bool:
+    """Tell whether an entry of `stop` is one token."""
+    return isinstance(entry, numbers.Integral) or getattr(entry, "ndim", None) == 0
 
 
 def _read(value: Any, name: str, **limits: Any) -> list[Problem]:

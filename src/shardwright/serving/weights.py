@@ -194,14 +194,21 @@ def check_weights(new: Any, old: Any, name: str) -> Any:
     structure: Any = jax.tree.structure(new)
     if structure != jax.tree.structure(old):
         raise _different_trees([path for path, _ in given], [path for path, _ in served], name)
+    paths = [f"{name}/{path_text(path)}" if path else name for path, _ in given]
+    raise_problems(
+        [
+            problem
+            for path, (_, leaf) in zip(paths, given, strict=True)
+            for problem in _value_problems(path, leaf)
+        ]
+    )
     dtypes = {jnp.result_type(leaf) for _, leaf in served}
     floats = {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
     common = next(iter(floats)) if len(floats) == 1 else None
     problems = []
-    for (path, leaf), (_, kept) in zip(given, served, strict=True):
+    for path, (_, leaf), (_, kept) in zip(paths, given, served, strict=True):
         own, required = jnp.result_type(leaf), jnp.result_type(kept)
         is_cast = common is not None and jnp.issubdtype(own, jnp.floating)
-        where = f"{name}/{path_text(path)}" if path else name
         if np.shape(leaf) != np.shape(kept):
             what = f"it has shape {np.shape(leaf)}, but the served weight has {np.shape(kept)}"
             fix = "pass weights of the same model"
@@ -209,11 +216,18 @@ def check_weights(new: Any, old: Any, name: str) -> Any:
             what = f"it is {own}, but the served weight is {required}"
             fix = f"cast it to {required}"
         else:
-            problems += checks.check_value(where, leaf)
             continue
-        problems.append(Problem(error=ServingError, what=what, path=where, fix=fix))
+        problems.append(Problem(error=ServingError, what=what, path=path, fix=fix))
     raise_problems(problems)
     return common
+
+
+def _value_problems(path: str, leaf: Any) -> list[Problem]:
+    """Return a problem if a weight has no value, or one that JAX cannot hold."""
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)) or not hasattr(leaf, "shape"):
+        return [*checks.check_alive(path, leaf), *checks.check_value(path, leaf)]
+    what = f"{type(leaf).__name__} has no values"
+    return [Problem(error=ServingError, what=what, path=path, fix="pass arrays")]
 
 
 def _different_trees(given: list[Any], served: list[Any], name: str) -> ServingError:
