@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from decoder.config import decoder_specs
@@ -16,6 +19,7 @@ import shardwright as sw
 from shardwright import serving
 from shardwright.serving import Completion, Finish, Handle, Request, Sampling
 from shardwright.testing import cpu_mesh
+from tests.serving.stub import SHAPE, VOCAB, stub
 from tests.serving.test_same_text import TINY, engine, manager_of, weights
 
 # Pages for one text of the longest kind and a half, so that eight slots compete for them.
@@ -41,9 +45,26 @@ def ragged(count: int) -> list[Request]:
 
 
 @functools.cache
-def alone(count: int) -> list[Completion]:
-    single = engine("paged", manager_of("single"), slots=1)
-    return [single.run([request])[0] for request in ragged(count)]
+def weights_of(version: int) -> Any:
+    """Return the weights of a version. No two versions are equal."""
+    if not version:
+        return weights()
+    pm = manager_of("single")
+    drawn = pm.init(decoder_specs(TINY), jax.random.key(40 + version))
+    return jax.tree.map(lambda x: 1.5 * np.asarray(x), drawn)
+
+
+@functools.cache
+def single() -> serving.Engine:
+    return engine("paged", manager_of("single"), slots=1)
+
+
+@functools.cache
+def alone(count: int, at: int, version: int) -> Completion:
+    """Return what a version of the weights writes for one request without any other."""
+    if single().version != version:
+        single().update_params(weights_of(version), version=version)
+    return single().run([ragged(count)[at]])[0]
 
 
 def in_threads(works: list[Callable[[], None]]) -> None:
@@ -67,11 +88,11 @@ def in_threads(works: list[Callable[[], None]]) -> None:
         raise errors[0]
 
 
-def serve(running: serving.Engine, count: int, *, threads: int) -> list[Handle]:
+def serve(
+    running: serving.Engine, given: list[Request], *, threads: int, pushed: list[Any]
+) -> list[Handle]:
     """Submit from several threads, cancel one request in five, and push weights meanwhile."""
-    given, handles = ragged(count), dict[int, Handle]()
-    train = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:4,tp:2"))
-    pushed = train.shard(weights(), decoder_specs(TINY), role="param")
+    count, handles = len(given), dict[int, Handle]()
 
     def submit(first: int) -> None:
         draw = random.Random(first)
@@ -85,35 +106,94 @@ def serve(running: serving.Engine, count: int, *, threads: int) -> list[Handle]:
                 handles[at].result()
 
     def push() -> None:
-        for _ in range(4):
-            running.update_params(pushed)
+        """Push each version when its share of the requests has ended."""
+        for number, new in enumerate(pushed):
+            while sum(running.report().finished.values()) < number * count // (2 * len(pushed)):
+                time.sleep(0.001)
+            running.update_params(new)
 
-    in_threads([functools.partial(submit, first) for first in range(threads)] + [push])
-    for handle in handles.values():
-        handle.result()
+    def drain(first: int) -> None:
+        submit(first)
+        for at in range(first, count, threads):
+            handles[at].result()
+
+    in_threads([functools.partial(drain, first) for first in range(threads)] + [push])
     return [handles[at] for at in range(count)]
 
 
+def check_report(running: serving.Engine, handles: list[Handle], pushes: int) -> None:
+    report, finishes = running.report(), {handle.completion.finish for handle in handles}
+    assert finishes == {Finish.LENGTH, Finish.CANCELED}
+    assert report.preempted > 0
+    assert report.shared_pages > 0
+    assert running.version == pushes
+    assert sum(report.finished.values()) == report.requests == len(handles)
+    assert (running.idle, running.held().pages) == (True, 0)
+
+
 def check(strategy: str, count: int, **options: Any) -> None:
+    """Compare each request that one version served with that version serving it alone."""
     running = engine("paged", manager_of(strategy), **TIGHT, **options)
-    handles = serve(running, count, threads=8)
-    finishes = set()
-    for handle, expected in zip(handles, alone(count), strict=True):
+    train = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:4,tp:2"))
+    specs = decoder_specs(TINY)
+    pushed = [train.shard(weights_of(at), specs, role="param") for at in range(1, 5)]
+    handles = serve(running, ragged(count), threads=8, pushed=pushed)
+    served = []
+    for at, handle in enumerate(handles):
         done = handle.completion
         assert done is not None
-        finishes.add(done.finish)
+        assert list(done.versions) == sorted(set(done.versions))
+        if len(done.versions) != 1:
+            continue
+        served.append(done.versions[0])
+        expected = alone(count, at, served[-1])
         if done.finish is Finish.LENGTH:
             assert done.tokens == expected.tokens
         else:
-            assert done.finish is Finish.CANCELED
             assert done.tokens == expected.tokens[: len(done.tokens)]
-    assert finishes == {Finish.LENGTH, Finish.CANCELED}
-    report = running.report()
-    assert report.preempted > 0
-    assert report.shared_pages > 0
-    assert running.version == 4
-    assert sum(report.finished.values()) == report.requests == count
-    assert (running.idle, running.held().pages) == (True, 0)
+    assert len(set(served)) >= 3
+    assert len(served) >= count // 2
+    check_report(running, handles, 4)
+
+
+@pytest.mark.parametrize("options", [{}, {"decode_steps": 3}])
+def test_every_token_is_of_a_version_that_is_reported(options: dict[str, Any]) -> None:
+    """The text of the stub shows which version drew each token, across preemption too."""
+    count = 60
+    running = serving.Engine(
+        stub,
+        np.int32(0),
+        shape=SHAPE,
+        capacity=64,
+        prefill_chunk=8,
+        cache="paged",
+        **TIGHT,
+        **options,
+    )
+    given = [
+        dataclasses.replace(
+            request,
+            prompt=[token % VOCAB for token in request.prompt],
+            max_new_tokens=request.max_new_tokens + 4,
+            sampling=Sampling(),
+        )
+        for request in ragged(count)
+    ]
+    handles = serve(running, given, threads=8, pushed=[np.int32(at) for at in range(1, 5)])
+    several = 0
+    for handle in handles:
+        done = handle.completion
+        assert done is not None
+        total, drew = sum(handle.request.prompt), []
+        for token in done.tokens:
+            drew.append((token - 3 * total) % VOCAB)
+            total += token
+        assert drew == sorted(drew)
+        assert {*drew} <= {*done.versions}
+        assert list(done.versions) == sorted(set(done.versions))
+        several += len({*drew}) > 1
+    assert several > 0
+    check_report(running, handles, 4)
 
 
 @pytest.mark.wide
