@@ -95,11 +95,6 @@ class Setup:
             return True
         return bool(self.manager.mesh == self.prefill_manager.mesh)
 
-    @property
-    def rotates(self) -> bool:
-        """Whether a prompt that is partly read can leave its row and come back."""
-        return self.kind != "paged" and self.shares_mesh
-
     def under(self, mode: str) -> contextlib.AbstractContextManager[Any]:
         """Return the manager of a mode as a context manager.
 
@@ -118,11 +113,20 @@ class Setup:
 
     def create_rows(self) -> Caches:
         """Create the caches of the prefill batch. They are dense if the slots are paged."""
-        kind, options = ("dense", {}) if self.kind == "paged" else (self.kind, self.options)
         with self.under(MODE_PREFILL), _naming("prefill_rows", self.prefill_rows):
-            return steps.create_caches(
-                kind, self.shape, batch=self.prefill_rows, capacity=self.capacity, options=options
-            )
+            return self._empty_rows()
+
+    def create_transit(self) -> Caches:
+        """Create a prefill batch on the mesh of the slots, to take prompts to another mesh."""
+        assert self.manager is not None
+        with self.manager.for_mode(MODE_PREFILL), _naming("prefill_rows", self.prefill_rows):
+            return self._empty_rows()
+
+    def _empty_rows(self) -> Caches:
+        kind, options = ("dense", {}) if self.kind == "paged" else (self.kind, self.options)
+        return steps.create_caches(
+            kind, self.shape, batch=self.prefill_rows, capacity=self.capacity, options=options
+        )
 
     def create_slots(self) -> Slots:
         """Create the slots."""
@@ -314,21 +318,27 @@ class Arrays(Weights):
         """
         setup = self._setup
         slots = _targets(into, setup.prefill_rows, none=setup.slots)
+        source = self._rows_for_insert()
         with setup.under(MODE_INSERT):
-            self.slots, refused = _park(self.slots, self.rows, slots)
+            self.slots, refused = _park(self.slots, source, slots)
         return np.asarray(readable(refused))
 
-    def resume(self, into: Mapping[int, int]) -> Any:
-        """Copy prompts from their slots into the prefill batch. Return `[slots]` codes.
+    def resume(self, taken: Mapping[int, int]) -> Any:
+        """Copy prompts from their slots into the prefill batch. Return `[rows]` codes.
 
         Args:
-          into: Row by slot.
+          taken: Slot by row.
         """
         setup = self._setup
-        rows = _targets(into, setup.slots, none=setup.prefill_rows)
+        slots = _targets(taken, setup.prefill_rows, none=setup.slots)
+        source, lost = self.slots.caches, np.zeros(setup.prefill_rows, np.int8)
+        if not setup.shares_mesh:
+            source, lost = self._in_transit(slots)
+            rows = setup.prefill_rows
+            slots = _targets({row: row for row in taken}, rows, none=rows)
         with setup.under(MODE_PREFILL):
-            self.rows, refused = _resume(self.rows, self.slots.caches, rows)
-        return np.asarray(readable(refused))
+            self.rows, refused = _resume(self.rows, source, slots)
+        return np.maximum(lost, np.asarray(readable(refused)))
 
     def decode(self, left: Mapping[int, int]) -> Any:
         """Give active slots their next tokens. Return `[decode_steps, slots]` int32.
@@ -360,9 +370,8 @@ class Arrays(Weights):
         """Run every compiled function once, on no rows and no slots, so that nothing changes."""
         self.prefill({}, {})
         self.insert({}, {}, {})
-        if self._setup.rotates:
-            self.park({})
-            self.resume({})
+        self.park({})
+        self.resume({})
         self.decode({})
         self.clear_rows(())
         self.clear_slots(())
@@ -388,11 +397,30 @@ class Arrays(Weights):
         if setup.shares_mesh:
             return self.rows
         assert setup.manager is not None
-        target = setup.manager.for_mode(MODE_PREFILL)
-        return tuple(
-            jax.device_put(cache, target.shardings(cache, cache.axes(), role="activation"))
-            for cache in self.rows
-        )
+        return _moved(self.rows, setup.manager.for_mode(MODE_PREFILL))
+
+    def _in_transit(self, slots: np.ndarray) -> tuple[Caches, Any]:
+        """Return a prefill batch on the mesh of prefill, and `[rows]` codes.
+
+        Args:
+          slots: `[rows]` int32, the slot that each row gets, as in `steps.resume`.
+        """
+        setup = self._setup
+        assert setup.manager is not None
+        assert setup.prefill_manager is not None
+        transit = setup.create_transit()
+        with setup.manager.for_mode(MODE_PREFILL):
+            rows, refused = _resume(transit, self.slots.caches, slots)
+        moved = _moved(rows, setup.prefill_manager.for_mode(MODE_PREFILL))
+        return moved, np.asarray(readable(refused))
+
+
+def _moved(caches: Caches, target: PartitionManager) -> Caches:
+    """Return the caches of a prefill batch on the mesh of a manager."""
+    return tuple(
+        jax.device_put(cache, target.shardings(cache, cache.axes(), role="activation"))
+        for cache in caches
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

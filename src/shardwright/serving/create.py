@@ -16,7 +16,8 @@ from shardwright.serving.paged_loop import PagedLoop
 from shardwright.serving.paged_scheduler import PagedScheduler
 from shardwright.serving.scheduler import Limits, Scheduler
 
-# Chunks that a prompt reads while others wait for its row. Each change of turns copies two caches.
+# Chunks that a prompt reads while others wait for its row. Each change of turns copies two caches,
+# and moves them if prefill has its own mesh.
 _TURN: Final = 4
 
 
@@ -57,7 +58,7 @@ def _limits(
         prefill_rows=setup.prefill_rows,
         chunk=setup.chunk,
         queue=queue,
-        turn=_TURN if setup.rotates else None,
+        turn=_TURN,
         pages=pages,
         page_size=page_size,
     )

@@ -145,8 +145,8 @@ class Loop:
         begun = [move for move in moves if move.job.read]
         if begun:
             with self._changing("rows"):
-                codes = self.arrays.resume({move.slot: move.row for move in begun})
-                self._accepted(begun, {move.row: codes[move.slot] for move in begun})
+                codes = self.arrays.resume({move.row: move.slot for move in begun})
+                self._accepted(begun, codes)
                 self.scheduler.take([move for move in moves if move.job.completion is None])
         else:
             self.scheduler.take(moves)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from shardwright import caches
 from shardwright.caches.base import KVCache
+from shardwright.caches.paged.cache import PagedCache
 from shardwright.caches.sharding import ambient_sharding
 from shardwright.errors import ServingError
 from shardwright.serving.sampling import Draw, Drawn, logprobs_of, sample
@@ -247,19 +248,28 @@ def park(slots: Slots, source: Caches, into: jax.Array) -> tuple[Slots, jax.Arra
     return _placed(dataclasses.replace(slots, caches=caches)), codes
 
 
-def resume(rows: Caches, source: Caches, into: jax.Array) -> tuple[Caches, jax.Array]:
+def resume(rows: Caches, source: Caches, slots: jax.Array) -> tuple[Caches, jax.Array]:
     """Copy prompts that are partly read from their slots into the prefill batch.
 
     Args:
       rows: Caches of the prefill batch, donated.
-      source: Caches of the slots.
-      into: `[slots]` int32, the row of each slot. A slot with a number past the last row is not
-        copied.
+      source: Caches of the slots, or of another prefill batch.
+      slots: `[rows]` int32, the slot that each row gets. A row with a number past the last slot
+        does not change.
 
     Returns:
-      The caches, and `[slots]` int8 codes of `Refusal`.
+      The caches, and `[rows]` int8 codes of `Refusal`.
     """
-    return _replaced(rows, source, into)
+    count, batch = slots.shape[0], source[0].batch
+    own = jnp.arange(count, dtype=jnp.int32)
+    if isinstance(source[0], PagedCache):
+        # Other slots are not read, because a copy of all slots' rows may not fit.
+        named = tuple(cache.only(slots) for cache in source if isinstance(cache, PagedCache))
+        return _replaced(rows, named, jnp.where(slots < batch, own, count))
+    into = jnp.full(batch, count, jnp.int32).at[slots].set(own, mode="drop")
+    rows, codes = _replaced(rows, source, into)
+    codes = replicated(codes, rows[0].spec.mode)
+    return rows, codes.at[slots].get(mode="fill", fill_value=0)
 
 
 def _replaced(caches: Caches, source: Caches, into: jax.Array) -> tuple[Caches, jax.Array]:

@@ -75,6 +75,21 @@ class PagedCache(KVCache):
         """Return a copy of the pages, with the rows of each sequence next to each other."""
         return pool.read_rows(self.view(), self._sharding)
 
+    def only(self, slots: jax.Array) -> Self:
+        """Return a cache of some slots, to read from. It has the same pages.
+
+        Args:
+          slots: `[n]` int32. A number past the last slot gives an empty slot.
+        """
+        length = self._sharding.place(self.length, (EMPTY,))
+        tables = self._sharding.place(self.tables, (EMPTY, EMPTY))
+        return dataclasses.replace(
+            self,
+            spec=dataclasses.replace(self.spec, batch=slots.shape[0]),
+            length=length.at[slots].get(mode="fill", fill_value=0),
+            tables=tables.at[slots].get(mode="fill", fill_value=self.references.shape[0]),
+        )
+
     def share(self, sources: Any, slots: Any, *, lengths: Any = None) -> Change[Self]:
         """Let free slots start with the tokens of other slots, in the same pages.
 
