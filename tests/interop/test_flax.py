@@ -309,3 +309,44 @@ def test_constraints_are_checked() -> None:
             constrain("batch", None)(jnp.ones((3, 4)))
     with nn.logical_axis_rules((("batch", "fsdp"),)), jax.set_mesh(pm.mesh):
         constrain("batch", "activation_embd")(jnp.ones((8, 4)))
+
+
+def test_factored_moments_of_a_train_state() -> None:
+    """flax copies the boxes of parameters to moments with fewer dims."""
+    from flax.training.train_state import TrainState
+
+    factored = optax.adafactor(1e-3, min_dim_size_to_factor=8)
+
+    def create() -> Any:
+        params = MODEL.init(jax.random.key(0), TOKENS[:, :-1])["params"]
+        return TrainState.create(apply_fn=MODEL.apply, params=params, tx=factored)
+
+    def train(state: Any) -> list[float]:
+        @jax.jit
+        def step(state: Any) -> Any:
+            def loss(params: Any) -> Any:
+                return state.apply_fn({"params": params}, TOKENS[:, :-1]).var()
+
+            value, gradient = jax.value_and_grad(loss)(state.params)
+            return state.apply_gradients(grads=gradient), value
+
+        found = []
+        for _ in range(3):
+            state, value = step(state)
+            found.append(float(value))
+        return found
+
+    expected = train(nn.meta.unbox(create()))
+    values, axes = bridge.annotations(create(), NAMES)
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("fsdp:4,tp:2"))
+    state = jax.device_put(values, pm.shardings(values, axes))
+    moments, name = state.opt_state[0], "Dense_0"
+    up = [getattr(moments, field)["ScanBlock_0"][name]["kernel"] for field in ("v_row", "v_col")]
+    assert [each.shape for each in up] == [(2, 32), (2, 64)]
+    assert [each.sharding.spec for each in up] == [P(None, "fsdp"), P(None, "tp")]
+    placeholder = moments.v_row["ScanBlock_0"]["LayerNorm_0"]["scale"]
+    assert placeholder.sharding.spec == P()
+    with bridge.rules(pm, NAMES):
+        np.testing.assert_allclose(train(state), expected, rtol=1e-6)
+    with pytest.raises(sw.RankMismatchError, match="pass a TrainState with params and opt_state"):
+        bridge.annotations(create().opt_state, NAMES)

@@ -337,17 +337,54 @@ def test_names_for_fewer_dims_are_refused() -> None:
             read(stacked, NAMES)
 
 
-def test_factored_moments() -> None:
-    factored = optax.adafactor(1e-3, min_dim_size_to_factor=8)
-    message = r"for 1 dims\n[^$]*pm\.state_shardings"
+FACTORED = optax.adafactor(1e-3, min_dim_size_to_factor=8)
+
+
+def factored() -> tuple[Any, Any]:
+    """Return a model and its optimizer, both unsharded."""
     with nnx.use_eager_sharding(False):
-        optimizer = nnx.Optimizer(projection(nnx.Rngs(0)), factored, wrt=nnx.Param)
-    with pytest.raises(sw.RankMismatchError, match=message):
-        bridge.place(optimizer, manager("fsdp:4,tp:2"), NAMES)
-    with bridge.bound(manager("fsdp:4,tp:2"), NAMES):
+        model = Model(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, FACTORED, wrt=nnx.Param)
+
+
+def factored_losses(model: Any, optimizer: Any) -> list[float]:
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> Any:
+        loss, gradient = nnx.value_and_grad(lambda model: model(TOKENS).var())(model)
+        optimizer.update(model, gradient)
+        return loss
+
+    return [float(step(model, optimizer)) for _ in range(3)]
+
+
+def test_factored_moments() -> None:
+    """The moments of a kernel have one of its dims; those of a vector are placeholders."""
+    expected = factored_losses(*factored())
+    model, optimizer = factored()
+    pm = manager("fsdp:4,tp:2")
+    bridge.place(model, pm, NAMES)
+    assert bridge.place(optimizer, pm, NAMES, params=model) is optimizer
+    moments = optimizer.opt_state[0]
+    up = [getattr(moments, field)["blocks"]["up"]["kernel"] for field in ("v_row", "v_col", "v")]
+    assert [each.get_value().shape for each in up] == [(2, 32), (2, 64), (1,)]
+    specs = [each.get_value().sharding.spec for each in up]
+    assert specs == [P(None, "fsdp"), P(None, "tp"), P()]
+    with pm:
+        found = factored_losses(model, optimizer)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_factored_moments_need_the_model() -> None:
+    model, optimizer = factored()
+    pm = manager("fsdp:4,tp:2")
+    with pytest.raises(sw.StrategyError, match=r"place\(optimizer, pm, names, params=model\)"):
+        bridge.place(optimizer, pm, NAMES)
+    with pytest.raises(sw.RankMismatchError, match=r"for 1 dims\n[^$]*params=model"):
+        bridge.annotations(nnx.state(optimizer), NAMES)
+    with bridge.bound(pm, NAMES):
         model = projection(nnx.Rngs(0))
-        with pytest.raises(sw.RankMismatchError, match=message):
-            nnx.Optimizer(model, factored, wrt=nnx.Param)
+        with pytest.raises(sw.RankMismatchError, match=r"for 1 dims\n[^$]*params=model"):
+            nnx.Optimizer(model, FACTORED, wrt=nnx.Param)
 
 
 def test_rules_of_a_variable() -> None:

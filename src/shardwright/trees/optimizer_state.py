@@ -151,6 +151,19 @@ def _known_nodes(state: Any, prefix: Path = ()) -> Iterator[tuple[Path, str]]:
             yield from _known_nodes(node, (*prefix, *path))
 
 
+def changes_dims(state: Any) -> bool:
+    """Tell whether a state has arrays with other dims than their parameters: factored moments."""
+    return any(kind in _DIMS_BY_FIELD for _, kind in _known_nodes(state))
+
+
+def annotations_by_path(state: Any, params: Any, annotations: Any) -> dict[str, Any]:
+    """Return what `annotate_state` returns, by the path of each array in the state."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(state)
+    structure: Any = jax.tree.structure(state)
+    annotated = structure.flatten_up_to(annotate_state(state, params, annotations))
+    return {path_text(path): entry for (path, _), entry in zip(pairs, annotated, strict=True)}
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Follower:
     """One array of a state, and the parameter whose sharding it follows.

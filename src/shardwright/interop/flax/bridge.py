@@ -20,6 +20,8 @@ from shardwright.interop.logical_rules import (
     to_logical_axis_rules,
 )
 from shardwright.manager import context
+from shardwright.trees.optimizer_state import annotations_by_path, changes_dims
+from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import EMPTY
 
 if TYPE_CHECKING:
@@ -32,10 +34,11 @@ def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
     Names come from the boxes of `with_logical_partitioning` and `with_partitioning`, and from those
     of nnx modules inside `nnx.bridge.to_linen`. `nn.scan` and `nn.vmap` add names to them. As in
     flax, the last dims are replicated if a box has too few names. A variable without a box is
-    replicated.
+    replicated. Factored moments in `opt_state`, as of `optax.adafactor`, follow `params`.
 
     Args:
-      variables: What `model.init` returns, or its shapes by `jax.eval_shape`.
+      variables: What `model.init` returns, a `TrainState`, or the shapes of one by
+        `jax.eval_shape`.
       names: Name in the model -> (axis, role), or an axis for both roles.
 
     Raises:
@@ -54,9 +57,12 @@ def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
     check_names(names)
     meta = _meta()
     problems: list[Problem] = []
+    moments = _factored_moments(variables, names, meta)
 
-    def read(path: Any, leaf: Any) -> tuple[Any, ...]:
+    def read(path: Any, leaf: Any) -> Any:
         rank = len(np.shape(_unboxed(leaf, meta)))
+        if (text := path_text(path)) in moments:
+            return moments[text]
         place = "/".join(str(getattr(key, "key", key)) for key in path)
         own = _names_of(leaf, meta, place, rank, problems)
         axes = [entry_of(name, names, place, problems) for name in own]
@@ -67,7 +73,7 @@ def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
 
     axes = jax.tree_util.tree_map_with_path(read, variables, is_leaf=is_box)
     raise_problems(by_name(problems))
-    values = jax.tree.map(lambda leaf: _unboxed(leaf, meta), variables, is_leaf=is_box)
+    values = _without_boxes(variables, meta)
     check_used(
         names,
         is_named=any(map(is_box, jax.tree.leaves(variables, is_leaf=is_box))),
@@ -76,6 +82,30 @@ def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
         "or let sw.infer_axes find the axes of a model without names",
     )
     return values, axes
+
+
+def _factored_moments(variables: Any, names: Names, meta: Any) -> Mapping[str, Any]:
+    """Return the annotations of `opt_state` by path, if it has factored moments.
+
+    flax copies the box of a parameter to moments that have fewer dims.
+    """
+    children = [
+        variables.get(name) if isinstance(variables, Mapping) else getattr(variables, name, None)
+        for name in ("params", "opt_state")
+    ]
+    params, state = children
+    if params is None or state is None or not changes_dims(state):
+        return {}
+    found = annotations_by_path(_without_boxes(state, meta), *annotations(params, names))
+    return {f"opt_state/{path}": entry for path, entry in found.items()}
+
+
+def _without_boxes(tree: Any, meta: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf: _unboxed(leaf, meta),
+        tree,
+        is_leaf=lambda leaf: isinstance(leaf, meta.AxisMetadata),
+    )
 
 
 def _names_of(
@@ -94,7 +124,10 @@ def _names_of(
     # `nn.scan` adds no name to a box of nnx, so fewer names may be those of other dims.
     if len(names) > rank or (is_nnx and names and len(names) < rank):
         what = f"the box has {len(names)} names {names} for {rank} dims"
-        fix = "give the parameter one name per dim"
+        fix = (
+            "give the parameter one name per dim\n"
+            "or pass a TrainState with params and opt_state, if it is a factored moment"
+        )
         problems.append(Problem(error=RankMismatchError, what=what, path=place, fix=fix))
         return ()
     return names

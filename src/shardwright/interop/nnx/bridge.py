@@ -25,10 +25,14 @@ from shardwright.interop.logical_rules import (
 )
 from shardwright.interop.nnx.checked import Table, install
 from shardwright.manager import context
+from shardwright.trees.optimizer_state import annotations_by_path, changes_dims
+from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import EMPTY
 
 if TYPE_CHECKING:
     from shardwright.manager.manager import PartitionManager
+
+_CREATE = "place(optimizer, pm, names, params=model)"
 
 
 @contextlib.contextmanager
@@ -83,7 +87,7 @@ def bound(
         raise
 
 
-def annotations(model: Any, names: Names) -> tuple[Any, Any]:
+def annotations(model: Any, names: Names, *, params: Any = None) -> tuple[Any, Any]:
     """Return the state of a model without metadata, and the annotation of each array.
 
     Names come from `nnx.with_partitioning` and from the metadata of variables. `nnx.vmap` and
@@ -93,6 +97,8 @@ def annotations(model: Any, names: Names) -> tuple[Any, Any]:
     Args:
       model: A module, an optimizer or their `nnx.State`; or what `nnx.eval_shape` returns for one.
       names: Name in the model -> (axis, role), or an axis for both roles.
+      params: The model that an optimizer updates. An optimizer with factored moments, such as
+        `optax.adafactor`, needs it, because their dims are some of those of its parameters.
 
     Returns:
       The state, which `nnx.update` takes, and its annotations.
@@ -100,7 +106,8 @@ def annotations(model: Any, names: Names) -> tuple[Any, Any]:
     Raises:
       UnknownAxisError: Variables have names that are not in `names`; all are reported at once.
       RankMismatchError: Variables have another number of names than dims.
-      StrategyError: There are names, and no variable has any.
+      StrategyError: There are names, and no variable has any; or an optimizer with factored moments
+        comes without `params`.
 
     >>> import shardwright as sw
     >>> from flax import nnx
@@ -115,27 +122,24 @@ def annotations(model: Any, names: Names) -> tuple[Any, Any]:
     nnx = _flax("nnx")
     state = model if isinstance(model, nnx.State) else nnx.state(model)
     problems: list[Problem] = []
-
-    def is_variable(leaf: Any) -> bool:
-        return isinstance(leaf, nnx.Variable)
-
-    def value(leaf: Any) -> Any:
-        return leaf.get_value() if is_variable(leaf) else leaf
+    moments = _factored_moments(model, names, params)
 
     def annotation(path: Any, leaf: Any) -> Any:
-        if is_variable(leaf) and "axes" in leaf.get_metadata():
-            return _own_axes(leaf, np.ndim(value(leaf)))
+        if (text := path_text(path)) in moments:
+            return moments[text]
+        if _is_variable(leaf) and "axes" in leaf.get_metadata():
+            return _own_axes(leaf, np.ndim(_value(leaf)))
         place = "/".join(str(getattr(key, "key", key)) for key in path)
-        own = _names_of(leaf) if is_variable(leaf) else ()
-        rank = len(np.shape(value(leaf)))
+        own = _names_of(leaf) if _is_variable(leaf) else ()
+        rank = len(np.shape(_value(leaf)))
         if own and len(own) != rank:
             problems.append(_other_rank(place, own, rank))
         return tuple(entry_of(name, names, place, problems) for name in own) or (EMPTY,) * rank
 
-    axes = jax.tree_util.tree_map_with_path(annotation, state, is_leaf=is_variable)
+    axes = jax.tree_util.tree_map_with_path(annotation, state, is_leaf=_is_variable)
     raise_problems(by_name(problems))
-    values = jax.tree.map(value, state, is_leaf=is_variable)
-    variables = [*filter(is_variable, jax.tree.leaves(state, is_leaf=is_variable))]
+    values = jax.tree.map(_value, state, is_leaf=_is_variable)
+    variables = [*filter(_is_variable, jax.tree.leaves(state, is_leaf=_is_variable))]
     check_used(
         names,
         is_named=any(_names_of(each) or "axes" in each.get_metadata() for each in variables),
@@ -146,13 +150,40 @@ def annotations(model: Any, names: Names) -> tuple[Any, Any]:
     return values, axes
 
 
-def place(model: Any, pm: "PartitionManager", names: Names) -> Any:
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, _flax("nnx").Variable)
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.get_value() if _is_variable(leaf) else leaf
+
+
+def _factored_moments(model: Any, names: Names, params: Any) -> Mapping[str, Any]:
+    """Return the annotations of the state of an optimizer by path, if it has factored moments.
+
+    nnx copies the names of a parameter to moments that have fewer dims.
+    """
+    state = None if isinstance(model, _flax("nnx").State) else getattr(model, "opt_state", None)
+    if state is None or not changes_dims(state):
+        return {}
+    if params is None:
+        what = "the optimizer has factored moments, whose dims are some of those of its parameters"
+        raise StrategyError(what, fix=f"pass the model too: {_CREATE}")
+    nnx = _flax("nnx")
+    own = nnx.state(params, getattr(model, "wrt", nnx.Param))
+    values = jax.tree.map(_value, state, is_leaf=_is_variable)
+    found = annotations_by_path(values, *annotations(own, names))
+    return {f"opt_state/{path}": entry for path, entry in found.items()}
+
+
+def place(model: Any, pm: "PartitionManager", names: Names, *, params: Any = None) -> Any:
     """Place the arrays of a model or an optimizer that was created elsewhere, as parameters.
 
     Args:
       model: A module or an optimizer. Its variables are updated.
       pm: The manager.
       names: Name in the model -> (axis, role), or an axis for both roles.
+      params: The model that an optimizer updates, if it has factored moments.
 
     Returns:
       The same model.
@@ -161,7 +192,7 @@ def place(model: Any, pm: "PartitionManager", names: Names) -> Any:
       UnknownAxisError: Variables have names that are not in `names`; all are reported at once.
     """
     check_manager(pm)
-    values, axes = annotations(model, names)
+    values, axes = annotations(model, names, params=params)
     _flax("nnx").update(model, jax.device_put(values, pm.shardings(values, axes)))
     return model
 
@@ -175,7 +206,7 @@ def _other_rank(place: str, names: tuple[Any, ...], rank: int) -> Problem:
             'transform_metadata={nnx.PARTITION_NAME: "layers"}'
         )
     else:
-        fix += "\nor shard factored moments of an optimizer by pm.state_shardings"
+        fix += f"\nor, if it is a factored moment of an optimizer: {_CREATE}"
     what = f"the variable has the names {names} for {rank} dims"
     return Problem(error=RankMismatchError, what=what, path=place, fix=fix)
 

@@ -47,7 +47,12 @@ class Table(tuple[tuple[str, MeshAxes], ...]):  # noqa: SLOT001
         table, sizes = {**dict(self), **dict(own or ())}, self.pm.mesh.shape
         if len(sharding) > len(shape):
             what = f"the variable has the names {tuple(sharding)} for {len(shape)} dims"
-            fix = "create factored moments outside of bound, and shard them by pm.state_shardings"
+            fix = (
+                "give the variable one name per dim\n"
+                "or, if it is a factored moment, create model and optimizer in "
+                "nnx.use_eager_sharding(False), and call place(model, pm, names) and "
+                "place(optimizer, pm, names, params=model)"
+            )
             raise RankMismatchError(what, path=f"variable {shape}", fix=fix)
         problems: list[Problem] = []
         for dim, (size, name) in enumerate(zip(shape, sharding, strict=False)):
