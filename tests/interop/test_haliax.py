@@ -293,3 +293,25 @@ def test_mappings_that_cannot_be_read() -> None:
         bridge.from_mappings(
             {"embed": "data"}, mesh={"data": 8}, names=names, replicated=["embed2"]
         )
+
+
+def test_arrays_are_checked() -> None:
+    """haliax alone replicates a misspelled name, and pads a size that does not divide."""
+
+    def constrained(**sizes: int) -> Any:
+        x = hax.ones(hax.make_axes(**sizes))
+        return eqx.filter_jit(lambda x: hax.shard(x * 2))(x)
+
+    pm = manager("fsdp:4,tp:2")
+    with bridge.rules(pm, sizes={"kv_head": 2}):
+        assert constrained(batch=8, embed=4).array.sharding.spec == jax.P("fsdp")
+        with pytest.raises(sw.UnknownAxisError, match=r"'embedd' is not in names\n.*'embed'"):
+            constrained(batch=8, embedd=4)
+        with pytest.raises(sw.IndivisibleError, match=r"6 of 'batch' does not divide over.*=4"):
+            constrained(batch=6, embed=4)
+        with hax.axis_mapping({"rows": "tp"}):
+            assert constrained(rows=8, embedd=4).array.sharding.spec == jax.P("tp")
+    with bridge.rules(pm, {**bridge.NAMES, "embedd": sw.EMPTY}, sizes={"kv_head": 2}):
+        assert constrained(batch=8, embedd=4).array.sharding.spec == jax.P("fsdp")
+    with hax.axis_mapping({"batch": "fsdp"}), jax.set_mesh(pm.mesh):
+        constrained(batch=8, embedd=4)

@@ -483,3 +483,8 @@ def rules_entered(rules: Hashable) -> AbstractContextManager[object]:
     """
     entered: AbstractContextManager[object] = _RULES(rules)
     return entered
+
+
+def rules() -> Any:
+    """Return the rules of the innermost `rules_entered` of this thread, or None."""
+    return _RULES.value

@@ -184,6 +184,10 @@ def rules(
     The manager and the mapping are part of jit's cache key, so a jitted function is traced again
     under another strategy or other names. haliax's own mapping is not part of that key.
 
+    haliax alone replicates a dim whose name has no rule, even a misspelled one. The first call of
+    `rules` wraps the function of haliax that returns the spec of an array, to check each array. The
+    check is inactive outside `rules`, and for other mappings.
+
     Args:
       pm: The manager.
       names: Axis name in the model -> axis.
@@ -191,16 +195,21 @@ def rules(
 
     Raises:
       ShapeRequiredError: A rule depends on a size that is not given.
+      UnknownAxisError: An array has a name that is not in `names`.
+      IndivisibleError: A size does not divide over the mesh axes of its name.
       StrategyError: The mesh has Explicit axes, which haliax does not support.
     """
     compute = mappings(pm, names, sizes=sizes).compute
     haliax = _haliax()
+    from shardwright.interop.haliax.checked import Rules, install
+
     if AxisType.Explicit in pm.mesh.axis_types:
         what = "haliax's constraints need Auto mesh axes, and the mesh has Explicit ones"
         raise StrategyError(what, fix='use axis_types = "auto"')
+    install()
     with (
         pm,
-        context.rules_entered((*compute.items(),)),
+        context.rules_entered(Rules.of(pm, names, compute)),
         haliax.partitioning.axis_mapping(compute),
     ):
         yield

@@ -1,0 +1,98 @@
+"""A check of the arrays that haliax shards by the mapping of `rules`.
+
+This file imports haliax, so `bridge` imports it where it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import haliax.partitioning as partitioning
+
+from shardwright.errors import IndivisibleError, Problem, raise_problems
+from shardwright.interop.logical_rules import Names, axis_of
+from shardwright.manager import context
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardwright.manager.manager import PartitionManager
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """The mapping that `rules` enters, as a part of JAX's cache key.
+
+    Attributes:
+      mapping: Name -> mesh axes; names that are replicated are left out.
+      names: All names of the model.
+      mesh: Mesh axis -> size.
+    """
+
+    mapping: tuple[tuple[str, str | tuple[str, ...]], ...]
+    names: tuple[str, ...]
+    mesh: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, pm: PartitionManager, names: Names, mapping: Mapping[str, Any]) -> Rules:
+        """Return the rules of a manager."""
+        return cls(
+            mapping=(*mapping.items(),), names=(*names,), mesh=(*dict(pm.mesh.shape).items(),)
+        )
+
+    def check(self, axes: Any, mapping: Any) -> None:
+        """Check the names of an array, and that its sizes divide. haliax itself would not.
+
+        Args:
+          axes: The axes of the array.
+          mapping: The mapping that haliax uses; None for the one that is entered.
+
+        Raises:
+          UnknownAxisError: Names are not in the names of the model; all are reported at once.
+          IndivisibleError: A size is not a multiple of the number of shards.
+        """
+        table = dict(self.mapping)
+        if mapping is not None and mapping != table:
+            return  # a mapping of the model itself
+        sizes = partitioning.axis_spec_to_shape_dict(axes)
+        place = f"array with the axes {', '.join(sizes)}"
+        problems: list[Problem] = []
+        for name in sizes:
+            axis_of(name, dict.fromkeys(self.names, ""), place, problems)
+        raise_problems(problems)
+        for dim, (name, size) in enumerate(sizes.items()):
+            entry = table.get(name, ())
+            over = (entry,) if isinstance(entry, str) else entry
+            shards = math.prod(dict(self.mesh)[axis] for axis in over)
+            if size is not None and size % shards:
+                raise IndivisibleError(
+                    f"size {size} of {name!r} does not divide over {'+'.join(over)}={shards}",
+                    path=place,
+                    dim=dim,
+                    size=size,
+                    mesh_axes=over,
+                    shards=shards,
+                    fix=f"pass sizes={{{name!r}: {size}}} to rules, so that a fallback applies\n"
+                    "or choose a size and a mesh that divide",
+                )
+
+
+def install() -> None:
+    """Wrap the function of haliax that returns the spec of an array, once, so that it checks."""
+    original: Any = partitioning.pspec_for_axis
+    if getattr(original, "checks_shardwright_rules", False):
+        return
+
+    @functools.wraps(original)
+    def pspec_for_axis(axis: Any, mapping: Any = None) -> Any:
+        rules = context.rules()
+        if isinstance(rules, Rules):
+            rules.check(axis, mapping)
+        return original(axis, mapping)
+
+    wrapped: Any = pspec_for_axis
+    wrapped.checks_shardwright_rules = True
+    partitioning.pspec_for_axis = wrapped
