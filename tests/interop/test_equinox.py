@@ -200,3 +200,11 @@ def test_rules_must_match() -> None:
     linear = eqx.nn.Linear(32, 64, use_bias=False, key=jax.random.key(0))
     with pytest.raises(sw.StrategyError, match="match no array of the model: 'weigth'"):
         bridge.annotations(linear, {"weight": (sw.VOCAB, sw.EMBED), "weigth": (sw.VOCAB,)})
+
+
+def test_arguments_of_other_types() -> None:
+    linear = eqx.nn.Linear(32, 64, use_bias=False, key=jax.random.key(0))
+    with pytest.raises(sw.StrategyError, match="the rules are NoneType, not pairs"):
+        bridge.annotations(linear, None)
+    with pytest.raises(sw.StrategyError, match="pm is a str, and not a PartitionManager"):
+        bridge.place(linear, "fsdp_tp", None)

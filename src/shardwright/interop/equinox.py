@@ -14,6 +14,7 @@ import numpy as np
 from shardwright.errors import StrategyError
 from shardwright.inference.infer import infer_axes
 from shardwright.inference.inferred import Inferred
+from shardwright.interop.logical_rules import check_manager
 from shardwright.trees.paths import match_paths
 
 if TYPE_CHECKING:
@@ -104,7 +105,11 @@ def place(model: Any, pm: "PartitionManager", annotations: Any) -> Any:
       model: A tree of equinox.
       pm: The manager.
       annotations: Annotations of its arrays: from `annotations`, or `infer(...).annotations`.
+
+    Raises:
+      StrategyError: `pm` is not a manager.
     """
+    check_manager(pm)
     values = arrays(model)
     placed = jax.device_put(values, pm.shardings(values, annotations))
     return _equinox().combine(placed, model)

@@ -75,6 +75,9 @@ def match_paths(tree: Any, rules: Iterable[tuple[str, Any]], *, strict: bool = T
     >>> match_paths(tree, [("embed", (VOCAB, EMBED))]).annotations
     {'embed': ('__VOCAB__', '__EMBED__')}
     """
+    if not isinstance(rules, Iterable):
+        what = f"the rules are {type(rules).__name__}, not pairs of pattern and annotation"
+        raise StrategyError(what, fix='write [("pattern", annotation), …]')
     compiled = [compile_rule(at, *_check_pair(at, rule)) for at, rule in enumerate(rules)]
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_array_spec)
     matches, wins = [0] * len(compiled), [0] * len(compiled)

@@ -412,8 +412,9 @@ def test_sizes_that_do_not_divide(tmp_path: Path) -> None:
     files.write(tmp_path, "llama")
     strategy = sw.Strategy.preset("fsdp_tp")
     pm = sw.PartitionManager(strategy, mesh=sw.create_mesh("fsdp:1,tp:4"))
-    with pytest.raises(sw.IndivisibleError, match=r"q_proj\.weight dim 0"):
+    with pytest.raises(sw.IndivisibleError, match=r"q_proj\.weight dim 0") as caught:
         hf.load(tmp_path, pm)
+    assert "axes= of hf.read and hf.load places a tensor otherwise" in caught.value.__notes__[0]
 
 
 def test_dtypes_that_cannot_be_read(tmp_path: Path) -> None:

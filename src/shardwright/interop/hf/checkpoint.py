@@ -12,7 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardwright.errors import CheckpointError, Problem, StrategyError, raise_problems
+from shardwright.errors import (
+    CheckpointError,
+    Problem,
+    ShardingError,
+    StrategyError,
+    raise_problems,
+)
 from shardwright.interop.hf.config import read_config
 from shardwright.interop.hf.families import family_of
 from shardwright.interop.hf.gguf_files import GGUF_AXES, gguf_of
@@ -28,6 +34,10 @@ from shardwright.interop.hf.stacks import stack_layers as _stack_layers
 from shardwright.manager.manager import PartitionManager
 from shardwright.vocabulary.annotations import ArraySpec
 
+_OTHERWISE: Final = (
+    "axes= of hf.read and hf.load places a tensor otherwise: "
+    'axes={r"up_proj\\.weight$": (sw.EMPTY, sw.EMBED)}. The scales of a weight follow it.'
+)
 _SHORTER: Final = {np.dtype(np.int64): np.dtype(np.int32), np.dtype(np.uint64): np.dtype(np.uint32)}
 
 
@@ -65,7 +75,12 @@ class Checkpoint:
             returned.
         """
         _check_manager(pm)
-        shardings = pm.shardings(self.specs, mode=mode)
+        try:
+            shardings = pm.shardings(self.specs, mode=mode)
+        except ShardingError as error:
+            # The axes come from a table, so a caller cannot annotate a dim as the errors say.
+            error.add_note(_OTHERWISE)
+            raise
         return {
             name: place(name, source, self.specs[name].dtype, shardings[name])
             for name, source in self.sources.items()
