@@ -231,3 +231,70 @@ def test_invalid_check_of_a_model(
 ) -> None:
     assert check(words.replace("MODEL", model)) == 2
     assert says in capsys.readouterr().err
+
+
+PROGRAMS = """
+import jax
+import jax.numpy as jnp
+import shardwright as sw
+from shardwright.plan import Program
+
+HIDDEN = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
+
+
+def specs(up=(sw.EMBED, sw.MLP_INTERMEDIATE)):
+    axes = {"table": (sw.VOCAB, sw.EMBED), "up": up, "down": (sw.MLP_INTERMEDIATE, sw.EMBED)}
+    shapes = {"table": (96, 24), "up": (24, 40), "down": (40, 24)}
+    return {name: sw.ArraySpec(shapes[name], jnp.float32, axes[name]) for name in axes}
+
+
+def forward(params, tokens):
+    weights = sw.gather(params, specs())
+    x = weights["table"][tokens]
+    x = sw.shard(x + jax.nn.gelu(x @ weights["up"]) @ weights["down"], *HIDDEN)
+    return x @ weights["table"].T
+
+
+def of(function, *more, specs, holds=None):
+    shapes = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in specs.items()}
+    tokens = jax.ShapeDtypeStruct((2, 10), "int32")
+    axes = (specs, *(None for _ in more), (sw.BATCH, sw.LENGTH))
+    return Program(function, (shapes, *more, tokens), axes, holds=holds)
+
+
+def train():
+    def step(params, state, tokens):
+        return params, state
+
+    holds = ("parameters", "optimizer", "inputs")
+    return of(step, jax.ShapeDtypeStruct((3,), "float32"), specs=specs(), holds=holds)
+
+
+def programs():
+    wrong = of(forward, specs=specs((sw.MLP_INTERMEDIATE, sw.EMBED)))
+    return {"prefill": of(forward, specs=specs()), "decode": wrong, "train": train()}
+
+
+def nothing():
+    return 3
+"""
+
+
+def test_check_of_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights that the model gathers need a manager, which the command enters."""
+    path = tmp_path / "programs.py"
+    path.write_text(PROGRAMS, encoding="utf-8")
+    assert check(f"{path}:programs --strict") == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"{path}:programs for prefill no findings" in printed
+    assert "0/up dim 0: warning other_name the dim is named MLP_INTERMEDIATE" in printed
+    assert "programs for train (no place): note other_name this program is not checked" in printed
+    assert check(f'{path}:forward --params specs --input "int32[2,10] BATCH LENGTH" --strict') == 0
+    capsys.readouterr()
+    for function, says in (
+        ("train", "each program of"),
+        ("nothing", "return shardwright.plan.Program"),
+        ("forward", "or name a function without arguments that returns programs"),
+    ):
+        assert check(f"{path}:{function}") == 2
+        assert says in capsys.readouterr().err

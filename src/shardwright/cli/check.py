@@ -37,7 +37,7 @@ mesh of known sizes, checks that every tensor fits.
 
 file.py:function is a model. The axes of its parameters are compared with those that `shardwright
 infer` infers. --params names a function of the file that returns ArraySpecs or, with --axes,
-arrays.
+arrays. Without --params, the function returns programs, as for `shardwright plan`.
 
 examples:
   shardwright check mine.toml
@@ -96,12 +96,12 @@ def run(arguments: argparse.Namespace) -> int:
         parser().error("the following arguments are required: STRATEGY")
     tensors = None if arguments.tensors is None else read_tensors(arguments.tensors)
     own_axes = _own_axes(strategies) if any(map(is_model, strategies)) else frozenset()
-    results = [
-        check_model(text, arguments, own_axes=own_axes)
-        if is_model(text)
-        else _check(text, tensors, arguments.mesh, arguments.devices)
-        for text in strategies
-    ]
+    results: list[Checked] = []
+    for text in strategies:
+        if is_model(text):
+            results += check_model(text, arguments, own_axes=own_axes)
+        else:
+            results.append(_check(text, tensors, arguments.mesh, arguments.devices))
     failed = any(result.fails(strict=arguments.strict) for result in results)
     if arguments.json:
         print_json(

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from shardwright.cli.check_programs import check_programs, has_no_arguments
 from shardwright.cli.inputs import unreadable
 from shardwright.cli.models import Model, infer_model, read_model
 from shardwright.errors import StrategyError
@@ -38,26 +39,34 @@ def is_model(text: str) -> bool:
     return text.rpartition(":")[0].endswith(".py")
 
 
-def check_model(text: str, arguments: argparse.Namespace, *, own_axes: Collection[str]) -> Checked:
-    """Return the findings about the axis names of a model.
+def check_model(
+    text: str, arguments: argparse.Namespace, *, own_axes: Collection[str]
+) -> list[Checked]:
+    """Return the findings about the axis names of a model; for programs, one entry per mode.
 
     Args:
-      text: `file.py:function`.
+      text: `file.py:function`. Without `--params`, the function returns programs.
       arguments: The command line.
       own_axes: Axes of their own that the other strategies of the command line declare.
 
     Raises:
       ShardingError: The model or its annotations cannot be read.
     """
+    if arguments.params is None and has_no_arguments(text):
+        found = check_programs(text, arguments, own_axes=own_axes)
+        return [
+            Checked(strategy=f"{text} for {mode}", findings=each) for mode, each in found.items()
+        ]
     if arguments.params is None:
         raise StrategyError(
             f"the model {text} needs --params",
-            fix="add --params NAME, a function of its file that returns the parameters",
+            fix="add --params NAME, a function of its file that returns the parameters\n"
+            "or name a function without arguments that returns programs, as for shardwright plan",
         )
     model = read_model(text, arguments.params, arguments.input)
     annotations = _annotations(model, arguments)
     findings = lint_names(annotations, infer_model(model, sizes={}, own_axes=own_axes))
-    return Checked(strategy=text, findings=findings)
+    return [Checked(strategy=text, findings=findings)]
 
 
 def _annotations(model: Model, arguments: argparse.Namespace) -> Any:

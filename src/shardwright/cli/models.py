@@ -8,6 +8,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -16,10 +17,12 @@ from shardwright.cli.python_files import raised_error, read_function
 from shardwright.errors import ShardingError, StrategyError
 from shardwright.inference.infer import infer_axes
 from shardwright.inference.inferred import Inferred
+from shardwright.manager.manager import PartitionManager
+from shardwright.mesh.build import abstract_mesh
 from shardwright.resolution.unknown_axes import check_axes
 from shardwright.trees.paths import is_array_spec
 from shardwright.trees.tensors import is_dtype
-from shardwright.vocabulary.axes import EMPTY, canonical_axis
+from shardwright.vocabulary.axes import EMPTY, canonical_axis, file_name
 
 _INPUT = re.compile(r"\s*([a-z0-9_]+)\[([0-9, ]*)\](.*)")
 _AXIS = re.compile(r"\?|[A-Za-z_][A-Za-z0-9_]*")
@@ -182,18 +185,34 @@ def infer_model(
         is_leaf=is_array_spec,
     )
     try:
-        return infer_axes(
-            model.forward,
-            params,
-            *model.inputs,
-            seeds=model.seeds,
-            sizes=sizes,
-            own_axes=own_axes,
-        )
+        with with_manager(own_axes):
+            return infer_axes(
+                model.forward,
+                params,
+                *model.inputs,
+                seeds=model.seeds,
+                sizes=sizes,
+                own_axes=own_axes,
+            )
     except ShardingError:
         raise
     except Exception as error:
         raise raised_error(model.name, error) from error
+
+
+def with_manager(own_axes: Collection[str]) -> AbstractContextManager[object]:
+    """Return a context with a manager on a mesh of one device, for `shard` and `gather` in models.
+
+    Args:
+      own_axes: Axes of their own that strategies declare.
+    """
+    from shardwright.strategy.model import Strategy
+
+    names = [file_name(axis) for axis in own_axes]
+    own = {"axes": dict.fromkeys(names, "own"), "rules": dict.fromkeys(names, "-")}
+    strategy = Strategy.preset("fsdp_tp") | Strategy.model_validate(own)
+    mesh = abstract_mesh(",".join(f"{axis}:1" for axis in strategy.mesh))
+    return PartitionManager(strategy, mesh=mesh)
 
 
 def _keys(init: Any) -> Sequence[Any]:
