@@ -11,6 +11,7 @@ from jax.extend.core import Literal
 from shardwright import _jax
 from shardwright.plan.walk.equations import called_jaxpr, live_equations, possible_branches
 from shardwright.plan.walk.liveness import LOOPS, TEMPORARY, Buffer, Peak, Timeline
+from shardwright.plan.walk.padding import keep_copies, padded_copies, with_one_row
 from shardwright.plan.walk.primitives import CONSTRAINTS, ELEMENTWISE, NAMES, REDUCTIONS, SCATTERS
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Value
@@ -64,9 +65,13 @@ def with_buffers(step: Step, results: Iterable[Value]) -> list[Value]:
         )
         for value, aval in zip(values, step.results, strict=True)
     ]
+    if step.name == "dot_general":
+        single = with_one_row(step.equation, [{0}, {1}])
+        keep_copies((step.values[at].buffer for (at,) in single), ledger.timeline)
+    copies = padded_copies(step.equation, births, ledger.timeline)
     ledger.timeline.add(
         operands,
-        [birth for birth in births if birth is not None],
+        [birth for birth in (*births, *copies) if birth is not None],
         in_place=_overwritten(step.name, [value.buffer for value in step.values], step.parameters),
         inner=ledger.inner,
         loop=step.name in _LOOPS,
@@ -204,6 +209,7 @@ def add_local(
       The buffer of each result, or None if it takes no memory.
     """
     batched = _batched(jaxpr)
+    keep_copies((operands[at] for at in _product_inputs(jaxpr, with_one_row)), timeline)
     inputs = list(operands)
     for at, variable in enumerate(jaxpr.invars):
         if at in batched:
@@ -300,7 +306,7 @@ def _add_local(
         held.update(zip(equation.outvars, births, strict=True))
         timeline.add(
             used,
-            births,
+            [*births, *padded_copies(equation, births, timeline)],
             in_place=_overwritten(name, operands, equation.params),
             inner=Peak.most(map(_local_peak, _bodies(equation))),
             loop=name in _LOOPS,

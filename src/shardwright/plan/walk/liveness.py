@@ -108,6 +108,19 @@ class Peak:
         return dataclasses.replace(highest, sure=sure, low=low)
 
 
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Padded:
+    """A copy of a written array in a layout that is padded, which only the upper end counts.
+
+    Attributes:
+      buffer: The copy.
+      late: Whether it may be in memory until the end, and not only until the last use of the array.
+    """
+
+    buffer: Buffer
+    late: bool
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
     """One equation.
@@ -138,6 +151,7 @@ class Timeline:
         self._entries: list[_Entry] = []
         self._after: dict[Buffer, list[_Entry]] = {}
         self._angles: dict[tuple[str, int, frozenset[Buffer]], Buffer] = {}
+        self.padded: dict[Buffer, Padded] = {}  # written array -> its copies in a padded layout
 
     def angle(self, name: str, size: int, operands: Iterable[Buffer]) -> Buffer:
         """Return the buffer of a sine or cosine. If it is new, add it to the timeline.
@@ -150,11 +164,11 @@ class Timeline:
           size: Bytes of the result.
           operands: Buffers that it is computed from.
         """
-        roots = frozenset(root for operand in operands for root in _roots(operand))
-        key = name, size, roots
+        starts = frozenset(root for operand in operands for root in roots(operand))
+        key = name, size, starts
         if key not in self._angles:
             self._angles[key] = Buffer(size=size, kind=TEMPORARY)
-            self.add(roots, [self._angles[key]], early=True)
+            self.add(starts, [self._angles[key]], early=True)
         return self._angles[key]
 
     def add(
@@ -213,6 +227,8 @@ class Timeline:
             for use in entry.uses:
                 for buffer in _held(use, fused):
                     last[buffer] = at
+        for array, copy in self.padded.items():
+            last[copy.buffer] = end if copy.late else last.get(array, end)
         held = [buffer for result in results for buffer in _held(result, fused)]
         last |= dict.fromkeys([*kept, *held], end)
         high, live = self._most(last, fused)
@@ -347,7 +363,7 @@ def _computed_again(buffer: Buffer, fused: set[Buffer]) -> bool:
     return sum(operand.size for operand in operands) <= buffer.size
 
 
-def _roots(buffer: Buffer) -> list[Buffer]:
+def roots(buffer: Buffer) -> list[Buffer]:
     """Return the closest buffers that cannot be fused, from which a buffer is computed."""
     return _closest(buffer, lambda each: each.operands is None)
 

@@ -1,0 +1,91 @@
+"""Copies of written arrays in layouts that are padded, which compilers for TPUs may make.
+
+A TPU keeps an array in tiles of 128 elements of its last dim. An argument whose last dim is
+shorter gets another order of dims, which is not padded. A write of rows at computed positions needs
+the padded order, so the compiler copies the array. Measured for caches with heads of 32 to 96
+(libtpu 0.0.42.1):
+
+* A decode step of a model with several query heads per KV head holds the copies of one layer.
+* With one query head per KV head, and in prefill, it may hold the copies of all layers until the
+  end.
+* If there is only one KV head on a device, it makes two copies, or pads two dims.
+
+The lower end of a plan's memory does not count these copies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from shardwright.plan.walk.liveness import TEMPORARY, Buffer, Padded, Timeline, roots
+from shardwright.plan.walk.primitives import SCATTERS
+
+_LANES: Final = 128
+
+
+def padded_copies(
+    equation: Any, births: Iterable[Buffer | None], timeline: Timeline
+) -> list[Buffer]:
+    """Return the padded copies of the arrays that an equation writes, and add them to a timeline.
+
+    Args:
+      equation: An equation.
+      births: The buffers of its results.
+      timeline: The timeline to which the equation is added.
+    """
+    if equation.primitive.name not in SCATTERS:
+        return []
+    array, _, update = (variable.aval for variable in equation.invars)
+    windows = equation.params["dimension_numbers"].update_window_dims
+    written = math.prod(size for at, size in enumerate(update.shape) if at not in windows)
+    copies = []
+    for birth in births:
+        if birth is None or array.ndim < 3 or not birth.shape[-1] % _LANES:
+            continue
+        copy = Buffer(
+            size=_padded_bytes(birth),
+            kind=TEMPORARY,
+            dtype=birth.dtype,
+            shape=birth.shape,
+            source=birth.source,
+        )
+        # A decode step writes one row into each slot.
+        timeline.padded[birth] = Padded(buffer=copy, late=written > array.shape[0])
+        copies.append(copy)
+    return copies
+
+
+def _padded_bytes(buffer: Buffer) -> int:
+    """Return the bytes of the copies of one array: two of an array with one head, else one."""
+    *_, heads, last = buffer.shape
+    padded = buffer.size // last * -(-last // _LANES) * _LANES
+    return 2 * padded if heads == 1 else padded
+
+
+def keep_copies(read: Iterable[Buffer | None], timeline: Timeline) -> None:
+    """Keep the padded copies of those arrays until the end that a product with one row reads."""
+    for each in read:
+        for root in () if each is None else roots(each):
+            padded = timeline.padded.get(root)
+            if padded is not None:
+                padded.late = True
+
+
+def with_one_row(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
+    """Return the inputs behind each operand of a product of which the other operand has one row.
+
+    Args:
+      equation: A product.
+      read: For each operand, the positions of the inputs that it is computed from.
+    """
+    rows = [
+        math.prod(
+            size for at, size in enumerate(variable.aval.shape) if at not in (*contracted, *batch)
+        )
+        for variable, contracted, batch in zip(
+            equation.invars, *equation.params["dimension_numbers"], strict=True
+        )
+    ]
+    return [each for each, other in zip(read, reversed(rows), strict=True) if other == 1]
