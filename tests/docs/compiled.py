@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from benchmarks.compiled import MESHES, TARGETS, Row, judge
@@ -99,7 +100,14 @@ def _signed(size: int) -> str:
 
 def _refused(refused: Sequence[Mapping[str, str]]) -> str:
     lines = [
-        f"- {each['model']}, {each['preset']}, {each['mode']}: {each['why']}" for each in refused
+        textwrap.fill(
+            f"- {each['model']}, {each['preset']}, {each['mode']}: {each['why']}",
+            width=100,
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for each in refused
     ]
     return "\n".join(lines) or "None."
 
