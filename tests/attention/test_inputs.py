@@ -224,6 +224,26 @@ def test_shard_of_a_sequence_is_refused() -> None:
         pm.shard_map(inside, in_axes=(axes,), out_axes=axes)(jnp.zeros((2, 4, 2, 8)))
 
 
+def test_key_of_dropout() -> None:
+    """A key of the old kind drops what the new one drops; what is not one key is refused."""
+    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
+
+    def attend(key: Any) -> Any:
+        return attention.dot_product_attention(x, x, x, mode="train", dropout=0.5, dropout_key=key)
+
+    np.testing.assert_array_equal(attend(jax.random.PRNGKey(7)), attend(jax.random.key(7)))
+    np.testing.assert_array_equal(attend(7), attend(np.int64(7)))
+    np.testing.assert_array_equal(attend(7), attend(jnp.uint32(7)))
+    for key, says in (
+        (jax.random.split(jax.random.key(0), 3), r"an array of key<fry>, shape \(3,\)"),
+        (np.arange(2), r"an array of int64, shape \(2,\)"),
+        (0.5, "float"),
+        ("seed", "str"),
+    ):
+        with pytest.raises(sw.AttentionError, match=f"dropout_key is {says}, not one key"):
+            attend(key)
+
+
 def test_dropout_inside_shard_map_is_refused() -> None:
     pm = sw.PartitionManager(sw.Strategy.loads('[rules]\nbatch = "dp"\n'), mesh=cpu_mesh("dp:2"))
     axes = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)

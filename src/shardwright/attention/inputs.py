@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardwright.attention import checks, masks
 from shardwright.attention.call import (
@@ -30,6 +31,8 @@ from shardwright.errors import AttentionError, NoManagerError, did_you_mean
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.mesh.platform import platform_of
+from shardwright.vocabulary.integers import as_integer
+from shardwright.vocabulary.keys import as_key
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_INSERT, MODE_TRAIN, mode_name, parse_mode
 
 # Rows of queries and keys in a block. On a CPU a small block takes half the time of a larger one:
@@ -243,10 +246,25 @@ def _operands(
     )
 
 
-def _seed(key: Any) -> jax.Array:
-    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+def _seed(value: Any) -> jax.Array:
+    """Return the seed of a key, or an integer seed as it is.
+
+    Raises:
+      AttentionError: The value is neither one key nor one integer.
+    """
+    if (key := as_key(value)) is not None:
         return jax.random.bits(key, (), jnp.uint32)
-    return jnp.asarray(key).astype(jnp.uint32)
+    integer = as_integer(value)
+    seed = value if integer is None else np.uint32(integer % 2**32)
+    dtype, shape = getattr(seed, "dtype", None), getattr(seed, "shape", None)
+    if shape != () or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        what = type(value).__name__ if dtype is None else f"an array of {dtype}, shape {shape}"
+        raise AttentionError(
+            f"dropout_key is {what}, not one key or one integer",
+            path="dropout_key",
+            fix="pass jax.random.key(0), or an integer; under vmap, one key per example",
+        )
+    return jnp.asarray(seed).astype(jnp.uint32)
 
 
 def _read_mode(mode: str | None, manager: PartitionManager | None) -> str:
