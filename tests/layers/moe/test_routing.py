@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,6 +63,55 @@ def test_routes_equal_numpy() -> None:
                 ):
                     faults.append((score, groups, row, weights, wanted))
     assert not faults
+
+
+@pytest.mark.parametrize("least", [-20.0, -50.0, -200.0, -1e30])
+def test_weights_where_all_scores_underflow(least: float) -> None:
+    """The weights are those of the logarithms: positive, with sum 1, and with a finite gradient."""
+    mixture = config(score="sigmoid", balance_loss=0.1)
+    logits = np.full((2, 8), 2 * least, np.float32)
+    logits[0, :2] = least + 1, least
+    logits[1] = least
+    x = np.eye(2, 16, dtype=np.float32)
+    router = np.zeros((16, 8), np.float32)
+    router[:2] = logits
+
+    def weighted(router: Any) -> Any:
+        routes = route(mixture, router, None, x)
+        return jnp.sum(routes.weights * jnp.array([0.0, 3.0])) + routes.probabilities[0, 0], routes
+
+    gradient, routes = jax.jit(jax.grad(weighted, has_aux=True))(router)
+    second = float(jax.nn.sigmoid(1.0)) if least > -1e10 else 0.5
+    np.testing.assert_allclose(routes.weights[0], [second, 1 - second], rtol=1e-5)
+    np.testing.assert_allclose(routes.weights[1], [0.5, 0.5], rtol=1e-6)
+    np.testing.assert_allclose(routes.probabilities.sum(-1), 1, rtol=1e-6)
+    assert np.isfinite(gradient).all()
+    if least > -1e10:
+        assert np.abs(gradient[0]).max() > 0.1
+
+
+def test_ordinary_weights_are_plain_quotients() -> None:
+    """Bit for bit, as if the case of underflow did not exist."""
+    router, x = parameters(config())["router"], tokens(32, 16)
+    routes = jax.jit(lambda x: route(config(score="sigmoid"), router, None, x))(x)
+
+    @jax.jit
+    def plain(logits: Any, experts: Any) -> Any:
+        picked = jnp.take_along_axis(jax.nn.sigmoid(logits), experts, axis=-1)
+        return picked / picked.sum(-1, keepdims=True)
+
+    np.testing.assert_array_equal(routes.weights, plain(routes.logits, routes.experts))
+
+
+def test_bias_that_picks_experts_without_score() -> None:
+    """A softmax of (200, 0, 0, ...) is 0 elsewhere, and a bias may pick only those."""
+    x = np.eye(1, 16, dtype=np.float32)
+    router = np.zeros((16, 8), np.float32)
+    router[0, 0] = 200
+    bias = jnp.zeros(8).at[0].set(-10.0)
+    routes = route(config(), router, bias, x)
+    assert routes.experts.tolist() == [[1, 2]]
+    np.testing.assert_allclose(routes.weights, [[0.5, 0.5]])
 
 
 def test_equal_scores_go_to_the_lower_index() -> None:

@@ -46,20 +46,41 @@ def route(config: MoEConfig, router: Any, bias: Any, x: Any) -> Routes:
     )
     if config.score == "softmax":
         scores = probabilities = jax.nn.softmax(logits)
+        logs = logits  # of the scores, except for a summand that all of them have
     else:
-        scores = jax.nn.sigmoid(logits)
-        probabilities = scores / scores.sum(-1, keepdims=True)
+        scores, logs = jax.nn.sigmoid(logits), jax.nn.log_sigmoid(logits)
+        probabilities = _shares(scores, logs)
     preferred = scores if bias is None else scores + jax.lax.stop_gradient(bias)
     _, experts = jax.lax.top_k(_in_best_groups(config, preferred), config.per_token)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
-    if config.normalize:
-        weights = weights / weights.sum(-1, keepdims=True)
+    if config.normalize and config.score == "softmax" and bias is None:
+        weights = weights / weights.sum(-1, keepdims=True)  # the best scores, so never tiny
+    elif config.normalize:
+        weights = _shares(weights, jnp.take_along_axis(logs, experts, axis=-1))
     return Routes(
         experts=experts,
         weights=weights * config.scale,
         probabilities=probabilities,
         logits=logits,
     )
+
+
+def _shares(scores: Any, logs: Any) -> Any:
+    """Return scores divided by their sum over the last dim, also where all of them underflow.
+
+    The sigmoid of -104 is 0 in float32, and 0 / 0 is NaN. Below about -44 the gradient has the
+    square of such a sum, which underflows too. Where the sum is below 2^-40, the same ratio is
+    computed from the logarithms. (DeepSeek-V3 adds 1e-20 to the sum: weights near 0 there.)
+
+    Args:
+      scores: [tokens, n] float32, not negative.
+      logs: Their logarithms; a summand that all of a token have does not matter.
+    """
+    total = scores.sum(-1, keepdims=True)
+    is_tiny = total < 2.0**-40
+    from_logs = jax.nn.softmax(jnp.where(is_tiny, logs, 0.0))
+    # A branch that is not chosen must have a finite gradient: NaN times 0 is NaN.
+    return jnp.where(is_tiny, from_logs, scores / jnp.where(is_tiny, 1.0, total))
 
 
 def _in_best_groups(config: MoEConfig, preferred: Any) -> Any:
