@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from shardwright import _jax
@@ -19,6 +20,7 @@ from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.resolution.partition_specs import entry_of
 from shardwright.resolution.rules import AxisRules
+from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import BATCH
 from shardwright.vocabulary.integers import read_integer
 
@@ -29,8 +31,8 @@ class Accumulated:
     """The result of a step of several microbatches.
 
     Attributes:
-      value: Mean of the losses.
-      grads: Mean of the gradients of the parameters, sharded as these are stored.
+      value: Mean of the losses, in float32 at least.
+      grads: Mean of the gradients of the parameters, sharded as these are stored, in their dtype.
       sent: The gradient of `channel`, with a leading dim of the microbatches; None without one.
       seen: What the loss returned beside its value, with a leading dim of the microbatches.
     """
@@ -46,8 +48,8 @@ def accumulate(loss: Callable[..., Any], n: int, *, specs: Any) -> Callable[...,
 
     Each device adds the gradients of its microbatches, and they are summed over devices once, after
     the last one. For that the weights are gathered once, before the first one, and stay gathered,
-    and the gradients are added whole: this takes the memory of both. Microbatch i has the i-th part
-    of the examples of each device.
+    and the gradients are added whole, in float32 at least: this takes the memory of both.
+    Microbatch i has the i-th part of the examples of each device.
 
     Args:
       loss: Function of (params, batch, channel) that returns (mean loss of these examples, seen).
@@ -65,7 +67,8 @@ def accumulate(loss: Callable[..., Any], n: int, *, specs: Any) -> Callable[...,
     Raises:
       IndivisibleError: n does not divide the examples of a device.
       LayerError: n is not a positive integer, a `shard_map` surrounds the call, or the mesh has an
-        axis that BATCH is not sharded over, or Explicit axes.
+        axis that BATCH is not sharded over, or Explicit axes. Or the arrays of `batch` differ in
+        dim 0, `channel` has other uses than n, or the loss does not return (mean loss, seen).
     """
     read_integer("n", n, error=LayerError, fix="pass the number of microbatches, such as n=4")
 
@@ -76,7 +79,8 @@ def accumulate(loss: Callable[..., Any], n: int, *, specs: Any) -> Callable[...,
                 fix="call it outside: it runs a shard_map of its own",
             )
         manager: PartitionManager | None = context.current()
-        size = jax.tree.leaves(batch)[0].shape[0]
+        size = _batch_size(batch)
+        _check_channel(channel, n)
         if manager is not None:
             _check_mesh(manager, size)
         step = _make_step(loss, n, manager, size)
@@ -114,6 +118,7 @@ class _Step:
         if self.axes:
             sums = jax.lax.psum(sums, self.axes)
         value, grads = jax.tree.map(lambda leaf: leaf / (self.n * self.shards), sums)
+        grads = jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, weights)
         sent, seen = jax.tree.map(_over_devices, (sent, seen))
         return Accumulated(value=value, grads=grads, sent=sent, seen=seen)
 
@@ -122,20 +127,74 @@ class _Step:
         # The gradient of a weight that varies over the devices is not summed over them.
         weights, zero = self._varying((weights, jnp.zeros(())))
         parts = jax.tree.map(lambda leaf: leaf.reshape(self.n, -1, *leaf.shape[1:]), batch)
-        start = zero, jax.tree.map(jnp.zeros_like, weights)
+        start = zero, jax.tree.map(_zeros, weights)
         return jax.lax.scan(functools.partial(self._add, weights), start, (parts, channel))
 
     def _add(self, weights: Any, sums: Any, microbatch: Any) -> tuple[Any, Any]:
         """Add the loss and the gradients of one microbatch."""
         part, channel = microbatch
-        differentiated = jax.value_and_grad(self.loss, (0, 2), has_aux=True)
+        differentiated = jax.value_and_grad(self._checked_loss, (0, 2), has_aux=True)
         (value, seen), (grads, sent) = differentiated(weights, part, channel)
         return jax.tree.map(jnp.add, sums, (value, grads)), (sent, seen)
+
+    def _checked_loss(self, weights: Any, part: Any, channel: Any) -> Any:
+        result = self.loss(weights, part, channel)
+        fix = "return (mean, None), where mean is a scalar"
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise LayerError(
+                f"it returned {_shape_text(result)}, not (mean loss, seen)", path="loss", fix=fix
+            )
+        if np.shape(result[0]) != ():
+            raise LayerError(
+                f"the mean loss is {_shape_text(result[0])}, not a scalar", path="loss", fix=fix
+            )
+        return result
 
     def _varying(self, tree: Any) -> Any:
         if not self.axes:
             return tree
         return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, self.axes, to="varying"), tree)
+
+
+def _shape_text(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" if shape is None else f"an array of shape {shape}"
+
+
+def _zeros(weight: Any) -> Any:
+    """Return zeros that gradients are added to; bfloat16 would lose those of later microbatches."""
+    return jnp.zeros_like(weight, dtype=jnp.promote_types(weight.dtype, jnp.float32))
+
+
+def _batch_size(batch: Any) -> int:
+    """Return the size of dim 0, which all arrays of the batch have.
+
+    Raises:
+      LayerError: The sizes differ, an array has no dims, or there are no examples.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    shapes = {path_text(path): np.shape(leaf) for path, leaf in leaves}
+    sizes = [shape[0] if shape else None for shape in shapes.values()]
+    if len(set(sizes)) > 1 or None in sizes:
+        each = ", ".join(f"{path or 'batch'} has shape {shape}" for path, shape in shapes.items())
+        raise LayerError(
+            f"the arrays differ in dim 0, which is BATCH: {each}",
+            path="batch",
+            fix="close over an array that does not have one entry per example in the loss",
+        )
+    size: int = sizes[0] if sizes and sizes[0] else 0
+    if not size:
+        raise LayerError("there are no examples", path="batch", fix="pass arrays [batch, ...]")
+    return size
+
+
+def _check_channel(channel: Any, n: int) -> None:
+    if wrong := [leaf for leaf in jax.tree.leaves(channel) if np.shape(leaf)[:1] != (n,)]:
+        raise LayerError(
+            f"a leaf of the channel has shape {np.shape(wrong[0])}, and there are {n} microbatches",
+            path="channel",
+            fix=f"pass eight_bits.new_channel(scaling, uses={n})",
+        )
 
 
 def _make_step(
