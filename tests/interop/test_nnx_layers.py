@@ -20,6 +20,7 @@ from shardwright.interop import nnx as bridge
 from shardwright.interop.nnx import layers
 from shardwright.layers import (
     attention_block,
+    eight_bits,
     embedding,
     loss,
     mixture_block,
@@ -284,3 +285,28 @@ def test_bad_input() -> None:
         layers.Mlp(MLP, rngs=nnx.Rngs(0))(X[0])
     with pytest.raises(sw.ShardingError, match=r"rate=1.0 is not in"):
         layers.Dropout(1.0, rngs=nnx.Rngs(0))
+    dropping = mlp_block.MlpConfig(embed=16, hidden=32, dropout=0.5)
+    for make, rngs, stream in (
+        (layers.Mlp, nnx.Rngs(params=0), "dropout"),
+        (layers.Mlp, nnx.Rngs(dropout=0), "params"),
+        (lambda config, rngs: layers.Dropout(0.5, rngs=rngs), nnx.Rngs(params=0), "dropout"),
+    ):
+        with pytest.raises(sw.LayerError, match=f"rngs has no stream {stream}\n  fix   pass"):
+            make(dropping, rngs=rngs)
+    delayed = mlp_block.MlpConfig(embed=32, hidden=32, recipe="delayed")
+    with pytest.raises(sw.LayerError, match="has a state, and Mlp does not take one\n  fix   use"):
+        layers.Mlp(delayed, rngs=nnx.Rngs(0))
+
+
+def test_attention_with_scaling_drops() -> None:
+    """A state of delayed scaling is not a cache."""
+    config = attention_block.AttentionConfig(embed=32, heads=2, dropout=0.5, recipe="delayed")
+    module = layers.Attention(config, rngs=nnx.Rngs(0))
+    uses = eight_bits.uses(attention_block.init_scaling(config))
+    state = attention_block.AttentionState(scaling=uses)
+    rows = np.random.default_rng(0).normal(size=(2, 8, 32)).astype(np.float32)
+    first, second = (module(rows, state=state)[0] for _ in range(2))
+    assert not np.allclose(first, second)
+    module.eval()
+    first, second = (module(rows, state=state)[0] for _ in range(2))
+    np.testing.assert_array_equal(first, second)

@@ -24,6 +24,7 @@ from shardwright.layers import (
     transformer_block,
 )
 from shardwright.layers.dtypes import FLOAT32, Dtypes
+from shardwright.layers.eight_bits import DelayedScaling
 from shardwright.layers.placement import use
 from shardwright.manager import context
 from shardwright.trees.initialize import initializer
@@ -69,26 +70,40 @@ class _Block(_Parameters):
     """
 
     def __init__(self, specs: Any, rngs: Any, path: str | None, *, drops: bool = False) -> None:
-        if not isinstance(rngs, nnx.Rngs):
-            raise LayerError(
-                f"rngs is a {type(rngs).__name__}", path="rngs", fix="pass nnx.Rngs(0)"
-            )
+        stream = _stream(rngs, "params")
         nested, parts = specs, path.split("/") if path else []
         for part in reversed(parts):
             nested = {part: nested}
-        manager, key = context.current(), rngs.params()
+        manager, key = context.current(), stream()
         arrays = initializer(nested)(key) if manager is None else manager.init(nested, key)
         for part in parts:
             arrays = arrays[part]
         super().__init__(specs, arrays)
         self.path = path
-        self.rngs: Any = rngs.dropout.fork() if drops else None
+        self.rngs: Any = _stream(rngs, "dropout").fork() if drops else None
         self.deterministic = False
 
     def _keys(self) -> dict[str, jax.Array] | None:
         """Return `{"dropout": key}`, or None if nothing is dropped."""
         is_dropping = self.rngs is not None and not self.deterministic
         return {"dropout": self.rngs()} if is_dropping else None
+
+
+def _stream(rngs: Any, name: str) -> Any:
+    """Return a random stream of `rngs`.
+
+    Raises:
+      LayerError: `rngs` has neither a stream of this name nor a default one.
+    """
+    if not isinstance(rngs, nnx.Rngs):
+        raise LayerError(f"rngs is a {type(rngs).__name__}", path="rngs", fix="pass nnx.Rngs(0)")
+    if name not in rngs and "default" not in rngs:
+        raise LayerError(
+            f"rngs has no stream {name}",
+            path="rngs",
+            fix="pass nnx.Rngs(0), or nnx.Rngs(params=0, dropout=1)",
+        )
+    return rngs[name]
 
 
 class Norm(_Block):
@@ -213,7 +228,7 @@ class Dropout(Module):  # type: ignore[misc]
 
     def __init__(self, rate: float, *, rngs: Any, shared: tuple[int, ...] = ()) -> None:
         dropout.check_rate("rate", rate)
-        self.rate, self.shared, self.rngs = rate, shared, rngs.dropout.fork()
+        self.rate, self.shared, self.rngs = rate, shared, _stream(rngs, "dropout").fork()
         self.deterministic = False
 
     def __call__(self, x: Any) -> Any:
@@ -229,9 +244,18 @@ class Mlp(_Block):
       config: Sizes and options.
       rngs: Random streams; `params` initializes, and `dropout` drops.
       path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
+
+    Raises:
+      LayerError: The recipe is delayed scaling, whose state this module does not take.
     """
 
     def __init__(self, config: mlp_block.MlpConfig, *, rngs: Any, path: str | None = None) -> None:
+        if isinstance(config.recipe, DelayedScaling):
+            raise LayerError(
+                "delayed scaling has a state, and Mlp does not take one",
+                path="config.recipe",
+                fix='use recipe="current", a Transformer, or mlp_block.apply',
+            )
         super().__init__(mlp_block.specs(config), rngs, path, drops=config.dropout > 0)
         self.config = config
 
@@ -261,11 +285,13 @@ class Attention(_Block):
 
         Args:
           x: `[batch, length, embed]`.
-          state: A cache, or None. Nothing is dropped with a cache.
+          state: A cache, an `AttentionState`, or None. Nothing is dropped with a cache.
           **options: As in `attention_block.apply`.
         """
         params = _read(self, attention_block.specs(self.config))
-        keys = self._keys() if state is None else None
+        has_scaling = isinstance(state, attention_block.AttentionState)
+        cache = state.cache if has_scaling else state
+        keys = self._keys() if cache is None else None
         return attention_block.apply(
             self.config, params, x, keys=keys, state=state, path=self.path, **options
         )
