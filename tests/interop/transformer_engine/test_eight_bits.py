@@ -16,6 +16,7 @@ pytest.importorskip("flax.linen")
 
 import shardwright as sw
 import shardwright.interop.transformer_engine as te
+from shardwright.interop.transformer_engine.recipe import current_recipe
 from shardwright.layers import eight_bits
 from tests.interop.transformer_engine import eight_bits_cases as cases
 from tests.interop.transformer_engine.goldens import PLACE
@@ -191,6 +192,15 @@ def test_update_fp8_metas() -> None:
     with te.autocast(enabled=True, recipe=te.recipe.DelayedScaling(margin=2)):
         halved = jax.jit(te.update_fp8_metas)(state)["fp8_metas"]["mlp"]["scale"]
     np.testing.assert_allclose(halved, by_numpy(amax[:3], scale[:3], 2), rtol=1e-6)
+
+
+def test_margin_of_blocks_is_a_warning() -> None:
+    """It has no effect in TransformerEngine, which does not say so."""
+    with (
+        pytest.warns(UserWarning, match=r"MXFP8BlockScaling\(margin=3\): the margin has no effect"),
+        te.autocast(enabled=True, recipe=te.recipe.MXFP8BlockScaling(margin=3)),
+    ):
+        assert current_recipe() == eight_bits.BlockScaling(backward="float8_e4m3fn")
 
 
 def test_update_fp8_metas_refuses_other_layouts() -> None:

@@ -117,6 +117,13 @@ def read_recipe(recipe: Any) -> eight_bits.Recipe:
     if isinstance(given, Float8CurrentScaling):
         return eight_bits.CurrentScaling(forward=forward, backward=backward)
     if isinstance(given, MXFP8BlockScaling):
+        if given.margin != 0:
+            warnings.warn(
+                f"MXFP8BlockScaling(margin={given.margin!r}): the margin has no effect, as in "
+                "TransformerEngine; only the scales of DelayedScaling have one",
+                UserWarning,
+                stacklevel=4,
+            )
         return eight_bits.BlockScaling(forward=forward, backward=backward)
     if given.amax_compute_algo not in ("max", "most_recent"):
         raise _unsupported(given, "amax_compute_algo", 'pass "max" or "most_recent"')

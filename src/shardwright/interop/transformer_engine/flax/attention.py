@@ -96,7 +96,8 @@ class DotProductAttention(Module):  # type: ignore[misc]
     and without a mask. The type "causal" ignores a mask unless there is a window.
 
     Attributes:
-      head_dim: Size of a head.
+      head_dim: Size of a head. As in TransformerEngine, the arrays decide: this field and the next
+        two are not compared with them.
       num_attention_heads: Heads of queries.
       num_gqa_groups: Heads of keys and values. Defaults to `num_attention_heads`.
       attention_dropout: Probability of dropping a weight.

@@ -169,7 +169,7 @@ def check(layer: Any, x: Any, encoded: Any, decode: bool) -> None:
 
     Raises:
       LayerError: They contradict each other.
-      RankMismatchError: The inputs are not `[batch, length, hidden_size]`.
+      RankMismatchError: The inputs do not have three dims.
     """
     if not isinstance(layer.layer_type, TransformerLayerType):
         raise LayerError(
@@ -207,7 +207,8 @@ class TransformerLayer(Module):  # type: ignore[misc]
     """One layer of a transformer.
 
     Attributes:
-      hidden_size: Size of the residual.
+      hidden_size: Size of the residual. It gives the size of a head; as in TransformerEngine, it is
+        not compared with the inputs.
       mlp_hidden_size: Size of the hidden dim of the MLP.
       num_attention_heads: Heads of queries.
       num_gqa_groups: Heads of keys and values. Defaults to `num_attention_heads`.
