@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwright.errors import LayerError, RankMismatchError, did_you_mean
+from shardwright.layers.inputs import check_number
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +23,18 @@ class Clamp:
       limit: Largest size of a clamped value.
       alpha: Factor inside the sigmoid of "clamped_silu".
       offset: Added by "clamped_linear".
+
+    Raises:
+      LayerError: A constant is not a finite number.
     """
 
     limit: float = 7.0
     alpha: float = 1.702
     offset: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "alpha", "offset"):
+            check_number(name, getattr(self, name), fix=f"write {name}=1.0")
 
 
 CLAMP: Final = Clamp()

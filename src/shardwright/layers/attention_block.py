@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardwright.attention.api import dot_product_attention
 from shardwright.attention.cached import append_and_attend, next_positions
-from shardwright.attention.masks import Window
+from shardwright.attention.masks import MaskRules, Window
 from shardwright.caches import create
 from shardwright.caches.base import KVCache
 from shardwright.errors import LayerError, RankMismatchError
@@ -20,10 +20,11 @@ from shardwright.layers import eight_bits, norm, projection
 from shardwright.layers.dropout import check_rate
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.layers.eight_bits import Recipe, read_recipe
+from shardwright.layers.inputs import check_fields, check_number, check_params, read_keys
 from shardwright.layers.lora import LoraConfig
 from shardwright.layers.norm import RMS, NormConfig
 from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, place
-from shardwright.layers.projection import gather_weights, parts_of, project
+from shardwright.layers.projection import check_options, gather_weights, parts_of, project
 from shardwright.layers.rope import rope
 from shardwright.manager import context
 from shardwright.vocabulary.axes import (
@@ -68,7 +69,7 @@ class AttentionConfig:
       lora: Low-rank adaptation of the four projections. None for none.
 
     Raises:
-      LayerError: A size or rate is not valid, or the sizes do not fit each other.
+      LayerError: A size, rate or option is not valid, or the sizes do not fit each other.
     """
 
     embed: int
@@ -109,6 +110,14 @@ class AttentionConfig:
                 fix="pass a divisor of heads: each kv head serves the same number of query heads",
             )
         check_rate("dropout", self.dropout)
+        check_options(self)
+        kinds: dict[str, Any] = {"qk_norm": NormConfig | None, "causal": bool}
+        check_fields(self, **kinds)
+        MaskRules(window=self.window)  # refuses what is not a window
+        for name in ("softcap", "scale", "rope_theta"):
+            if getattr(self, name) is not None:
+                fix = f"pass a number, or leave {name} out for the default"
+                check_number(name, getattr(self, name), sign="positive", fix=fix)
         object.__setattr__(self, "recipe", read_recipe(self.recipe))
 
     def _check(self, name: str, value: Any) -> None:
@@ -247,23 +256,31 @@ def apply(
 
     Raises:
       RankMismatchError: `x` or `encoded` is not `[batch, length, embed]`.
-      LayerError: Arguments do not go together, or the config is not one of cross-attention.
+      LayerError: Arguments do not go together, or the config is not one of cross-attention. Or the
+        parameters are not those of the config, or a name in `keys` is unknown.
       AttentionError: The arguments do not fit each other.
       CacheError: The tokens do not fit the cache, and the call is not traced.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
     check_residual(x, config.embed)
-    recipe = read_recipe(config.recipe)
+    key, recipe, described = read_keys(keys), read_recipe(config.recipe), specs(config)
     cache: Any = state
     scaling = None
     if isinstance(state, AttentionState):
         cache, scaling = state.cache, state.scaling
     given = {"positions": positions, "segment_ids": segment_ids, "bias": bias}
-    _check_arguments(cache, valid, given, (keys or {}).get("dropout"))
+    _check_arguments(cache, valid, given, key)
+    if scaling is not None and recipe is None:
+        raise LayerError(
+            "state has scaling, and the config has no recipe",
+            path="state",
+            fix='write recipe="delayed" in the config, or pass AttentionState(cache=...)',
+        )
     if encoded is not None or encoded_segment_ids is not None:
         _check_encoded(config, encoded, encoded_segment_ids, cache, given)
         given |= _segments(x, segment_ids, encoded_segment_ids)
-    weights = gather_weights(recipe, params, specs(config), path=path)
+    check_params(described, params, path=path, create="attention_block.specs(config)")
+    weights = gather_weights(recipe, params, described, path=path)
     states = parts_of(recipe, scaling, ("qkv", "out"))
     compute = config.dtypes.compute
     x = place(x, RESIDUAL)
@@ -277,7 +294,7 @@ def apply(
         rotations = jnp.arange(x.shape[1])[None] if positions is None else positions
     rows, seen = _project(config, weights, (x, encoded), rotations, states["qkv"])
     if cache is None:
-        context_rows = _attend(config, rows, given, keys)
+        context_rows = _attend(config, rows, given, key)
     else:
         context_rows, cache = _attend_to_cache(config, rows, cache, valid)
     context_rows = checkpoint_name(place(context_rows, QUERIES), "context")
@@ -339,8 +356,8 @@ def _project(
     return rows, seen
 
 
-def _attend(config: AttentionConfig, rows: list[Any], given: dict[str, Any], keys: Any) -> Any:
-    manager, key = context.current(), (keys or {}).get("dropout")
+def _attend(config: AttentionConfig, rows: list[Any], given: dict[str, Any], key: Any) -> Any:
+    manager = context.current()
     return dot_product_attention(
         *rows,
         # Without a manager nothing is sharded, so every mode is the same.

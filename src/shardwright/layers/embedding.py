@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from shardwright.errors import LayerError, RankMismatchError
 from shardwright.layers.dtypes import FLOAT32, Dtypes
+from shardwright.layers.inputs import check_type, read_array
 from shardwright.layers.placement import RESIDUAL, is_inside_shard_map, place, use
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
@@ -53,8 +54,9 @@ def apply(
       RankMismatchError: The tokens are not `[batch, length]`, or the table is not `[vocab, embed]`.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
-    table, tokens = jnp.asarray(table), jnp.asarray(tokens)
+    table, tokens = read_array("table", table), read_array("tokens", tokens)
     _check(table, tokens)
+    check_type("dtypes", dtypes, Dtypes)
     if tokens.dtype.itemsize < 4:
         tokens = tokens.astype(jnp.int32)  # 256 rows compared with uint8 tokens would be 0 rows
     vocab, embed = table.shape

@@ -13,6 +13,7 @@ from shardwright.errors import LayerError, RankMismatchError
 from shardwright.layers import dense
 from shardwright.layers.dense import Dims
 from shardwright.layers.dtypes import FLOAT32, Dtypes
+from shardwright.layers.inputs import check_names, check_number
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import EMPTY
 from shardwright.vocabulary.integers import read_integer
@@ -35,10 +36,9 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         read_integer("rank", self.rank, error=LayerError, fix="pass a positive integer, rank=32")
-        if self.alpha is not None and not self.alpha > 0:
-            raise LayerError(
-                f"alpha={self.alpha!r} is not positive", fix="leave it out for a factor of 1"
-            )
+        if self.alpha is not None:
+            fix = "leave it out for a factor of 1"
+            check_number("alpha", self.alpha, sign="positive", fix=fix)
 
     @property
     def scale(self) -> float:
@@ -93,9 +93,11 @@ def apply(
       dtype: Dtype of the operands and the result. Defaults to that of `x`.
 
     Raises:
+      LayerError: `a` or `b` is missing, or there is another parameter.
       RankMismatchError: The shapes do not fit each other.
       ShardingError: An annotation does not fit its array, the rules or the mesh.
     """
+    check_names(("a", "b"), params, create="lora.specs(config, inputs, outputs)")
     a, b = np.shape(params["a"]), np.shape(params["b"])
     if a[-1:] != (config.rank,) or b[:1] != (config.rank,):
         raise RankMismatchError(

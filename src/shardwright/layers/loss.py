@@ -12,6 +12,7 @@ import numpy as np
 from shardwright import _jax
 from shardwright.errors import LayerError, RankMismatchError
 from shardwright.layers.dtypes import FLOAT32, Dtypes
+from shardwright.layers.inputs import as_concrete, check_number, check_type, read_array
 from shardwright.layers.placement import OPERAND, place, use
 from shardwright.manager.einsum import einsum
 from shardwright.vocabulary.annotations import ArraySpec
@@ -78,8 +79,9 @@ def logits(
       LayerError: `softcap` is not positive.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
-    x, head = jnp.asarray(x), jnp.asarray(head)
+    x, head = read_array("x", x), read_array("head", head)
     _check_head(x, head, tied)
+    check_type("dtypes", dtypes, Dtypes)
     axes = (VOCAB, EMBED) if tied else (EMBED, VOCAB)
     weight = use(head, axes, path=path).astype(dtypes.compute)
     return _logits(place(x, OPERAND).astype(dtypes.compute), weight, tied, _cap(softcap))
@@ -107,8 +109,8 @@ def cross_entropy(
     Args:
       x: `[batch, length, embed]`, after the last norm.
       head: As stored: `[embed, vocab]`, or the embedding table `[vocab, embed]`.
-      labels: `[batch, length]` integers below vocab. A larger label is not refused, since labels
-        are traced: it counts as a token whose logit is 0.
+      labels: `[batch, length]` integers below vocab. Inside of `jit`, where labels have no values
+        yet, a larger label is not refused: it counts as a token whose logit is 0.
       tied: Whether `head` is the embedding table.
       chunks: Number of parts. It must divide the length, or if the length is sharded, the length of
         a shard. Where devices hold different sequences, each part sums the gradient of `head` over
@@ -121,14 +123,18 @@ def cross_entropy(
 
     Raises:
       RankMismatchError: The shapes do not fit each other, or `chunks` does not divide the length.
-      LayerError: The labels are not integers; `chunks`, `z_loss` or `softcap` is not valid; or `x`
-        or the compute dtype is float16, which has no loss scaling here.
+      LayerError: The labels are not integers, or one of them is not in the vocabulary; `chunks`,
+        `z_loss`, `softcap` or `ignore` is not valid; or `x` or the compute dtype is float16, which
+        has no loss scaling here.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
-    x, head, labels = jnp.asarray(x), jnp.asarray(head), jnp.asarray(labels)
+    given, x, head = labels, read_array("x", x), read_array("head", head)
+    labels = read_array("labels", labels)
     _check_head(x, head, tied)
     _check_half(x, dtypes)
-    _check_labels(x, labels, chunks, z_loss)
+    _check_labels(x, labels, chunks)
+    _check_vocabulary(given, head.shape[0 if tied else 1], ignore)
+    check_number("z_loss", z_loss, sign="not negative", fix="pass 1e-4, or 0 for none")
     if labels.dtype.itemsize < 4:
         labels = labels.astype(jnp.int32)  # as uint8, -100 would be the label 156
     axes = (VOCAB, EMBED) if tied else (EMBED, VOCAB)
@@ -198,15 +204,14 @@ def _by_chunks(sums: Any, x: Any, labels: Any, chunks: int) -> Any:
 
 
 def _cap(softcap: float | None) -> float | None:
-    if softcap is not None and not softcap > 0:
-        raise LayerError(
-            f"softcap={softcap!r} is not positive", path="softcap", fix="leave it out for none"
-        )
+    if softcap is not None:
+        check_number("softcap", softcap, sign="positive", fix="leave it out for none")
     return softcap
 
 
 def _check_half(x: Any, dtypes: Dtypes) -> None:
     """Refuse float16: its gradients underflow without loss scaling, which is not built."""
+    check_type("dtypes", dtypes, Dtypes)
     if jnp.float16 in (x.dtype, dtypes.compute):
         raise LayerError(
             "float16 needs loss scaling, which does not exist here: small gradients would become 0",
@@ -216,6 +221,7 @@ def _check_half(x: Any, dtypes: Dtypes) -> None:
 
 
 def _check_head(x: Any, head: Any, tied: bool) -> None:
+    check_type("tied", tied, bool)
     shape, own = np.shape(x), np.shape(head)
     if len(shape) != 3 or len(own) != 2 or own[1 if tied else 0] != shape[-1]:
         kind = "[vocab, embed], the embedding table" if tied else "[embed, vocab]"
@@ -226,7 +232,23 @@ def _check_head(x: Any, head: Any, tied: bool) -> None:
         )
 
 
-def _check_labels(x: Any, labels: Any, chunks: int, z_loss: float) -> None:
+def _check_vocabulary(labels: Any, vocab: int, ignore: int) -> None:
+    """Check labels that have values against the vocabulary, without a part in the program."""
+    read_integer("ignore", ignore, error=LayerError, least=-(2**31), fix="pass ignore=-100")
+    values = as_concrete(labels)
+    if values is None or not values.size:
+        return
+    values = values.astype(np.int64)
+    largest = np.max(values, initial=-1, where=values != ignore)
+    if largest >= vocab:
+        raise LayerError(
+            f"the label {largest} is not in the vocabulary of {vocab} tokens",
+            path="labels",
+            fix=f"pass ignore={largest} if it marks padding, or a head of more tokens",
+        )
+
+
+def _check_labels(x: Any, labels: Any, chunks: int) -> None:
     if labels.shape != x.shape[:2]:
         raise RankMismatchError(
             f"labels have shape {labels.shape}, and x has shape {x.shape}",
@@ -241,8 +263,4 @@ def _check_labels(x: Any, labels: Any, chunks: int, z_loss: float) -> None:
             f"chunks={chunks} does not divide the length {x.shape[1]}",
             path="chunks",
             fix="pass a divisor of the length",
-        )
-    if not z_loss >= 0:
-        raise LayerError(
-            f"z_loss={z_loss!r} is negative", path="z_loss", fix="pass 1e-4, or 0 for none"
         )

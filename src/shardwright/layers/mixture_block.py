@@ -9,6 +9,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from shardwright.layers import moe, norm
+from shardwright.layers.inputs import check_fields, check_params, read_keys
 from shardwright.layers.moe import MoEConfig, MoEState
 from shardwright.layers.norm import RMS, NormConfig
 from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, place, use
@@ -21,10 +22,17 @@ class MixtureConfig:
     Attributes:
       moe: The mixture.
       norm: The norm before it. None: no norm.
+
+    Raises:
+      LayerError: A field has another type.
     """
 
     moe: MoEConfig
     norm: NormConfig | None = RMS
+
+    def __post_init__(self) -> None:
+        kinds: dict[str, Any] = {"moe": MoEConfig, "norm": NormConfig | None}
+        check_fields(self, **kinds)
 
     @property
     def embed(self) -> int:
@@ -58,7 +66,7 @@ def apply(
       config: The norm and the mixture.
       params: The tree that `specs` describes, as stored.
       x: `[batch, length, embed]`.
-      keys: Not used: the block has no randomness.
+      keys: As other blocks take it. Not used: the block has no randomness.
       state: State with the router's bias. None: no bias.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
 
@@ -66,17 +74,22 @@ def apply(
       (y, state). The state has the same bias and this call's statistics; see `moe.apply`.
 
     Raises:
+      LayerError: As `moe.apply` raises it, or a parameter is missing, or the config does not
+        describe it.
       RankMismatchError: `x` is not `[batch, length, embed]`.
       ShardingError: As `moe.apply` raises it.
     """
     check_residual(x, config.embed)
+    read_keys(keys)
+    described = specs(config)
+    check_params(described, params, path=path, create="mixture_block.specs(config)")
 
     def part(name: str) -> str | None:
         return None if path is None else f"{path}/{name}"
 
     x = place(x, RESIDUAL)
     if config.norm is not None:
-        scale = use(params["norm"], specs(config)["norm"], path=part("norm"))
+        scale = use(params["norm"], described["norm"], path=part("norm"))
         x = norm.apply(config.norm, scale, x, dtype=config.moe.dtypes.compute)
     x = place(x.astype(config.moe.dtypes.compute), OPERAND)
     y, state = moe.apply(config.moe, params["moe"], x, keys=keys, state=state, path=part("moe"))

@@ -15,10 +15,11 @@ from shardwright.layers.activation import CLAMP, Clamp, check_names, gated
 from shardwright.layers.dropout import check_rate, dropout
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.layers.eight_bits import Recipe, read_recipe
+from shardwright.layers.inputs import check_fields, check_params, read_keys
 from shardwright.layers.lora import LoraConfig
 from shardwright.layers.norm import RMS, NormConfig
 from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, place
-from shardwright.layers.projection import gather_weights, parts_of, project
+from shardwright.layers.projection import check_options, gather_weights, parts_of, project
 from shardwright.vocabulary.axes import (
     BATCH,
     EMBED,
@@ -51,7 +52,7 @@ class MlpConfig:
       lora: Low-rank adaptation of both products. None for none.
 
     Raises:
-      LayerError: A size, name or rate is not valid.
+      LayerError: A size, name, rate or option is not valid.
     """
 
     embed: int
@@ -73,6 +74,8 @@ class MlpConfig:
             read_integer(name, getattr(self, name), error=LayerError, fix=fix)
         object.__setattr__(self, "activations", check_names(self.activations))
         check_rate("dropout", self.dropout)
+        check_options(self)
+        check_fields(self, clamp=Clamp, dropout_shared=tuple)
         object.__setattr__(self, "recipe", read_recipe(self.recipe))
 
 
@@ -134,12 +137,14 @@ def apply(
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
 
     Raises:
+      LayerError: The parameters are not those of the config, or a name in `keys` is unknown.
       RankMismatchError: `x` is not `[batch, length, embed]`.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
     check_residual(x, config.embed)
-    recipe = read_recipe(config.recipe)
-    weights = gather_weights(recipe, params, specs(config), path=path)
+    key, recipe, described = read_keys(keys), read_recipe(config.recipe), specs(config)
+    check_params(described, params, path=path, create="mlp_block.specs(config)")
+    weights = gather_weights(recipe, params, described, path=path)
     states = parts_of(recipe, state, ("up", "down"))
     compute = config.dtypes.compute
     x = place(x, RESIDUAL)
@@ -158,7 +163,6 @@ def apply(
     )
     hidden = checkpoint_name(ups.ys["up"], "mlp_up")
     hidden = gated(config.activations, hidden, clamp=config.clamp)
-    key = (keys or {}).get("dropout")
     hidden = dropout(hidden, key, config.dropout, shared=config.dropout_shared)
     # With sequence parallelism this product ends in a reduce-scatter.
     downs = project(

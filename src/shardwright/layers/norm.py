@@ -11,6 +11,7 @@ import numpy as np
 
 from shardwright.errors import LayerError, RankMismatchError, did_you_mean
 from shardwright.layers.dtypes import FLOAT32, Dtypes
+from shardwright.layers.inputs import check_fields, check_names, check_number
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import NORM
 
@@ -27,7 +28,8 @@ class NormConfig:
       zero_centered: The stored scale is centered on 0, and 1 is added in float32. For "layer" only.
 
     Raises:
-      LayerError: The kind is unknown, epsilon is not positive, or an RMS norm is zero-centered.
+      LayerError: The kind is unknown, epsilon is not a positive number, or an RMS norm is
+        zero-centered.
     """
 
     kind: str = "rms"
@@ -40,8 +42,8 @@ class NormConfig:
             raise LayerError(
                 f"norm kind {self.kind!r} is unknown", fix=f'{hint} write "layer" or "rms"'.strip()
             )
-        if not self.epsilon > 0:
-            raise LayerError(f"epsilon={self.epsilon!r} is not positive", fix="write 1e-6")
+        check_number("epsilon", self.epsilon, sign="positive", fix="write 1e-6")
+        check_fields(self, zero_centered=bool)
         if self.zero_centered and self.kind == "rms":
             raise LayerError(
                 "zero_centered=True is only for layer norms: an RMS norm has a scale centered on 1",
@@ -70,7 +72,13 @@ def apply(config: NormConfig, params: dict[str, Any], x: Any, *, dtype: Any = No
       params: `scale`, and `bias` for "layer".
       x: `[..., size]`.
       dtype: Dtype of the result. Defaults to that of `x`.
+
+    Raises:
+      LayerError: A parameter is missing, or the config does not describe it.
+      RankMismatchError: A parameter does not fit the last dim.
     """
+    names = ("scale",) if config.kind == "rms" else ("scale", "bias")
+    check_names(names, params, create="norm.specs(config, size)")
     if config.kind == "rms":
         return rms_norm(x, params["scale"], epsilon=config.epsilon, dtype=dtype)
     return layer_norm(

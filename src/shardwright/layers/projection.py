@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from shardwright.errors import LayerError
 from shardwright.layers import dense, lora
 from shardwright.layers.dense import Dims
+from shardwright.layers.dtypes import Dtypes
 from shardwright.layers.eight_bits.dense import DenseResult
 from shardwright.layers.eight_bits.dense import dense as quantized_dense
 from shardwright.layers.eight_bits.recipe import Recipe
 from shardwright.layers.eight_bits.weights import stored
+from shardwright.layers.inputs import check_fields
 from shardwright.layers.lora import LoraConfig
+from shardwright.layers.norm import NormConfig
 from shardwright.layers.placement import use
 from shardwright.vocabulary.axes import EMPTY
+
+
+def check_options(config: Any) -> None:
+    """Check the types of the options that attention and MLP both have.
+
+    Raises:
+      LayerError: An option has another type.
+    """
+    kinds: dict[str, Any] = {
+        "norm": NormConfig | None,
+        "bias": bool,
+        "init": Callable | None,
+        "dtypes": Dtypes,
+        "lora": LoraConfig | None,
+    }
+    check_fields(config, **kinds)
 
 
 def specs(
@@ -116,7 +136,17 @@ def project(
 
 
 def parts_of(recipe: Recipe | None, state: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the state of each group of products; Nones if a block without recipe has another."""
+    """Return the state of each group of products; Nones if a block without recipe has another.
+
+    Raises:
+      LayerError: The state has other groups.
+    """
     if recipe is None or not isinstance(state, Mapping):
         return dict.fromkeys(names)
-    return {name: state.get(name) for name in names}
+    if set(state) != set(names):
+        raise LayerError(
+            f"the state is that of {', '.join(map(str, state))}, not of {', '.join(names)}",
+            path="state",
+            fix="pass eight_bits.uses(scaling, channel), with scaling = init_scaling(config)",
+        )
+    return {name: state[name] for name in names}

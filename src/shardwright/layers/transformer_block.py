@@ -16,12 +16,13 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from shardwright.attention.masks import Window
+from shardwright.attention.masks import MaskRules, Window
 from shardwright.caches.base import KVCache
 from shardwright.errors import LayerError, did_you_mean
 from shardwright.layers import attention_block, mixture_block, mlp_block
 from shardwright.layers.attention_block import AttentionConfig, AttentionState
 from shardwright.layers.dropout import check_rate, dropout
+from shardwright.layers.inputs import check_fields, check_params, check_type, read_keys
 from shardwright.layers.mixture_block import MixtureConfig
 from shardwright.layers.mlp_block import MlpConfig
 from shardwright.layers.moe import MoEState
@@ -74,6 +75,13 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         read_integer("layers", self.layers, error=LayerError, fix="pass layers=12")
         check_rate("dropout", self.dropout)
+        kinds: dict[str, Any] = {"cross": AttentionConfig | None, "windows": tuple, "scan": bool}
+        check_fields(self, attention=AttentionConfig, **kinds)
+        check_type("mlp", self.mlp, MlpConfig | MixtureConfig | tuple)
+        for mlp in self.mlps:
+            check_type("mlp", mlp, MlpConfig | MixtureConfig)
+        for window in self.windows:
+            MaskRules(window=window)  # refuses what is not a window
         sizes = [("mlp", mlp.embed) for mlp in self.mlps]
         if self.cross is not None:
             attention_block.check_cross(self.cross, "cross")
@@ -150,7 +158,7 @@ def specs(config: TransformerConfig) -> list[Any]:
     `scan` there is one tree per layer. Each tree is `{"attention": ..., "mlp": ...}`, with `cross`
     if the config has it.
     """
-    count = config.period if config.scan else config.layers
+    count = _trees(config)
     shared = {"attention": attention_block.specs(config.attention)}
     if config.cross is not None:
         shared["cross"] = attention_block.specs(config.cross)
@@ -171,7 +179,7 @@ def init_scaling(config: TransformerConfig) -> list[Any] | None:
 
     None if no block has this recipe. Mixtures have no state.
     """
-    count = config.period if config.scan else config.layers
+    count = _trees(config)
     layers = config.layers // count if config.scan else None
     trees = []
     for number in range(count):
@@ -189,7 +197,11 @@ def unstack(
     """Return config and parameters without `scan`, for serving.
 
     A scan would copy the stack of caches at each step.
+
+    Raises:
+      LayerError: The parameters are not those that `specs` describes.
     """
+    _check_trees(config, params, None)
     if not config.scan:
         return config, list(params)
     count = config.period
@@ -256,15 +268,17 @@ def apply(
       call's statistics.
 
     Raises:
-      LayerError: Caches are given with `scan`, or the number of caches, of mixtures or of trees is
-        wrong. Or `encoded` is given without cross-attention, or the reverse.
+      LayerError: Caches are given with `scan`, or the number of caches, of mixtures, of scalings or
+        of trees is wrong. Or `encoded` is given without cross-attention, or the reverse. Or the
+        parameters are not those of the config, or a name in `keys` is unknown.
       RankMismatchError: `x` is not `[batch, length, embed]`.
       CacheError: The tokens do not fit a cache, and the call is not traced.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
     check_residual(x, config.attention.embed)
     state = StackState() if state is None else state
-    _check_counts(config, params, state)
+    _check_counts(config, state)
+    _check_trees(config, params, path)
     _check_encoded(config, encoded, encoded_segment_ids)
     given = {
         "attention": {"positions": positions, "segment_ids": segment_ids, "valid": valid},
@@ -274,7 +288,7 @@ def apply(
             "encoded_segment_ids": encoded_segment_ids,
         },
     }
-    x, key = place(x, RESIDUAL), (keys or {}).get("dropout")
+    x, key = place(x, RESIDUAL), read_keys(keys)
     biases = [None] * len(params) if state.mixtures is None else state.mixtures
     scalings = state.scaling or [{"attention": None, "mlp": None} for _ in params]
     if config.scan:
@@ -420,14 +434,28 @@ def _check_encoded(config: TransformerConfig, encoded: Any, segment_ids: Any) ->
         )
 
 
-def _check_counts(config: TransformerConfig, params: Any, state: StackState) -> None:
-    trees = config.period if config.scan else config.layers
-    if len(params) != trees:
+def _check_trees(config: TransformerConfig, params: Any, path: str | None) -> None:
+    """Check the number of trees of parameters, and each tree."""
+    trees, create = _trees(config), "transformer_block.specs(config)"
+    if not isinstance(params, Sequence) or len(params) != trees:
+        is_list = isinstance(params, Sequence)
+        has = f"{len(params)} trees" if is_list else f"is a {type(params).__name__}"
         raise LayerError(
-            f"params has {len(params)} trees, and the config describes {trees}",
+            f"params {'has ' if is_list else ''}{has}, and the config describes {trees} trees",
             path="params",
-            fix="pass the list that transformer_block.specs(config) describes",
+            fix=f"pass the list that {create} describes",
         )
+    for number, (own, tree) in enumerate(zip(specs(config), params, strict=True)):
+        place = f"params[{number}]" if path is None else f"{path}/{number}"
+        check_params(own, tree, path=place, create=create)
+
+
+def _trees(config: TransformerConfig) -> int:
+    return config.period if config.scan else config.layers
+
+
+def _check_counts(config: TransformerConfig, state: StackState) -> None:
+    trees = _trees(config)
     if not isinstance(state, StackState):
         raise LayerError(
             f"state is a {type(state).__name__}",
@@ -440,6 +468,14 @@ def _check_counts(config: TransformerConfig, params: Any, state: StackState) -> 
             path="state",
             fix="pass one MoEState per tree, and None where a layer has an MLP",
         )
+    for number, mixture in enumerate(state.mixtures or ()):
+        if mixture is not None and not isinstance(config.mlp_of(number), MixtureConfig):
+            raise LayerError(
+                f"mixtures[{number}] is a {type(mixture).__name__}, and layer {number} has an MLP",
+                path="state",
+                fix="pass None there",
+            )
+    _check_scaling(config, state.scaling)
     if state.caches is None:
         return
     if config.scan:
@@ -454,3 +490,19 @@ def _check_counts(config: TransformerConfig, params: Any, state: StackState) -> 
             path="state",
             fix="pass transformer_block.init_caches(config, batch=..., capacity=...)",
         )
+
+
+def _check_scaling(config: TransformerConfig, scaling: Any) -> None:
+    """Check that scaling has a tree per tree of parameters; each block checks its own part."""
+    if scaling is None:
+        return
+    trees, fix = _trees(config), "pass eight_bits.uses(transformer_block.init_scaling(config))"
+    if not isinstance(scaling, Sequence) or len(scaling) != trees:
+        has = f"{len(scaling)} trees" if isinstance(scaling, Sequence) else type(scaling).__name__
+        raise LayerError(f"scaling has {has} for {trees} trees", path="state", fix=fix)
+    for number, tree in enumerate(scaling):
+        if not isinstance(tree, Mapping) or set(tree) != {"attention", "mlp"}:
+            has = ", ".join(map(str, tree)) if isinstance(tree, Mapping) else type(tree).__name__
+            raise LayerError(
+                f"scaling[{number}] has {has}, not attention and mlp", path="state", fix=fix
+            )

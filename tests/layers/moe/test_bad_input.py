@@ -97,6 +97,22 @@ def test_strategies_that_it_cannot_follow(overlay: str, text: str) -> None:
     assert text in str(error.value)
 
 
+def test_shared_experts_are_sharded_as_the_others() -> None:
+    """One size divides and the other takes the next alternative of the rule."""
+    rules = sw.Strategy.loads('version = 1\n[rules]\nmlp_intermediate = "tp | -"\n')
+    mixture = config(hidden=6, shared=2)
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp") | rules, mesh=cpu_mesh("fsdp:2,tp:4"))
+    text = "the hidden size 6 of an expert is sharded over no mesh axis, but that of the shared"
+    with pm, pytest.raises(StrategyError, match=f"{text} experts, 2 \\* 6, over tp") as error:
+        moe.apply(mixture, parameters(mixture), tokens(8, 4, 16))
+    assert "fix   choose a hidden size that divides" in str(error.value)
+    both = config(hidden=6, shared=1)
+    with pm:
+        y, _ = jax.jit(lambda x: moe.apply(both, parameters(both), x))(tokens(8, 4, 16))
+    plain, _ = moe.apply(both, parameters(both), tokens(8, 4, 16))
+    assert jnp.abs(y - plain).max() < 1e-5
+
+
 def test_inside_shard_map_is_refused() -> None:
     mixture = config()
     with manager("ddp", "dp:8") as pm:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from shardwright.errors import LayerError, RankMismatchError, StrategyError
 from shardwright.layers.activation import activation
+from shardwright.layers.inputs import check_params, check_type, read_keys
 from shardwright.layers.moe.config import MoEConfig, specs
 from shardwright.layers.moe.dispatch import (
     Slots,
@@ -150,7 +151,7 @@ def apply(
       config: The mixture.
       params: Arrays as `specs(config)` describes them, stored as the manager shards parameters.
       x: Tokens, (BATCH, QUERY_LENGTH, EMBED) or flattened to (BATCH, EMBED).
-      keys: Not used: the layer has no randomness.
+      keys: As the blocks take it. Not used: the layer has no randomness.
       state: State of the router. Defaults to a state without a bias.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
       mode: Runtime mode. Defaults to the manager's.
@@ -161,13 +162,14 @@ def apply(
 
     Raises:
       IndivisibleError: The experts or the tokens do not divide over their mesh axes.
-      LayerError: A parameter is missing or has a wrong shape, or a `shard_map` surrounds the call.
+      LayerError: A parameter is missing, has a wrong shape or is not described by the config, or a
+        `shard_map` surrounds the call.
       RankMismatchError: x does not have 2 or 3 dims, or its last dim is not `embed`.
       StrategyError: The strategy shards a dim that the layer needs whole.
     """
-    del keys
+    read_keys(keys)
     state = MoEState() if state is None else state
-    _check(config, params, x, state)
+    _check(config, params, x, state, path)
     x = x.astype(config.dtypes.compute)
     manager: PartitionManager | None = context.current()
     if manager is None:
@@ -224,6 +226,7 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
             f"{'+'.join(shared)} shards both the tokens and MLP_INTERMEDIATE of the experts",
             fix="give BATCH and MLP_INTERMEDIATE different mesh axes",
         )
+    _check_shared(config, manager, mode, hidden_axes)
     senders = math.prod(sizes[axis] for axis in token_axes)
     own_tokens = math.prod(shape[:-1]) // senders
     slots = config.capacity.slots(own_tokens, config.per_token, config.experts)
@@ -291,6 +294,27 @@ def _check_capacity(
         )
 
 
+def _check_shared(
+    config: MoEConfig, manager: PartitionManager, mode: str | None, hidden_axes: tuple[str, ...]
+) -> None:
+    """Check that the shared experts are sharded as the routed ones: one sum adds up both."""
+    if not config.shared:
+        return
+    wide = config.shared * config.hidden
+    down = manager.explain(_USED_AS["shared_down"], mode=mode, shape=(wide, config.embed))
+    down.require()
+    sizes = manager.mesh.shape
+    axes = tuple(axis for axis in down.decisions[0].mesh_axes if sizes[axis] > 1)
+    if axes != hidden_axes:
+        raise StrategyError(
+            f"the hidden size {config.hidden} of an expert is sharded over "
+            f"{'+'.join(hidden_axes) or 'no mesh axis'}, but that of the shared experts, "
+            f"{config.shared} * {config.hidden}, over {'+'.join(axes) or 'no mesh axis'}",
+            fix="choose a hidden size that divides over the first alternative of the rule for "
+            "MLP_INTERMEDIATE, or a rule without alternatives",
+        )
+
+
 def _unsharded_dispatch(config: MoEConfig, x: Any) -> Dispatch:
     tokens = math.prod(x.shape[:-1])
     slots = config.capacity.slots(tokens, config.per_token, config.experts)
@@ -304,27 +328,15 @@ def _token_axes(shape: tuple[int, ...]) -> tuple[str, ...]:
     return (BATCH, EMBED) if len(shape) == 2 else (BATCH, QUERY_LENGTH, EMBED)
 
 
-def _check(config: MoEConfig, params: Any, x: Any, state: MoEState) -> None:
-    if x.ndim not in (2, 3) or x.shape[-1] != config.embed:
+def _check(config: MoEConfig, params: Any, x: Any, state: MoEState, path: str | None) -> None:
+    shape = getattr(x, "shape", None)
+    if shape is None or len(shape) not in (2, 3) or shape[-1] != config.embed:
         raise RankMismatchError(
-            f"the tokens have shape {x.shape}, but the mixture takes [..., {config.embed}]",
+            f"the tokens have shape {shape}, but the mixture takes [..., {config.embed}]",
             fix=f"pass (BATCH, QUERY_LENGTH, EMBED) or (BATCH, EMBED) with EMBED {config.embed}",
         )
-    shapes = {name: spec.shape for name, spec in specs(config).items()}
-    for name, shape in shapes.items():
-        has = getattr(params.get(name), "shape", None)
-        if has != shape:
-            raise LayerError(
-                f"parameter {name} has shape {has}, but the mixture needs {shape}"
-                if has is not None
-                else f"parameter {name} is missing",
-                fix="create the parameters from moe.specs(config)",
-            )
-    if unknown := sorted(set(params) - set(shapes)):
-        raise LayerError(
-            f"the mixture has no parameter {', '.join(unknown)}",
-            fix=f"its parameters are {', '.join(shapes)}",
-        )
+    check_params(specs(config), params, path=path, create="moe.specs(config)")
+    check_type("state", state, MoEState)
     if state.bias is not None and state.bias.shape != (config.experts,):
         raise LayerError(
             f"the router's bias has shape {state.bias.shape}, not ({config.experts},)",

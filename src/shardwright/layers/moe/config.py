@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from shardwright.errors import LayerError
 from shardwright.layers.activation import check_names
 from shardwright.layers.dtypes import FLOAT32, Dtypes
+from shardwright.layers.inputs import check_fields, check_number
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import EMBED, EXPERT_GATE
 from shardwright.vocabulary.integers import read_integer
@@ -54,11 +55,7 @@ class Factor:
     factor: float
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.factor, int | float) and not isinstance(self.factor, bool)
-        if not is_number or not math.isfinite(self.factor) or self.factor <= 0:
-            raise LayerError(
-                f"factor={self.factor!r} is not a positive number", fix="write Factor(1.25)"
-            )
+        check_number("factor", self.factor, sign="positive", fix="write Factor(1.25)")
 
     def slots(self, tokens: int, per_token: int, experts: int) -> int:
         """Return the number of slots that each expert has for the tokens of one device."""
@@ -127,6 +124,11 @@ class MoEConfig:
         _check_choice("exchange", self.exchange, ("auto", "slots", "ragged"))
         _check_choice("product", self.product, ("auto", "padded", "ragged"))
         check_names((self.activation,))
+        check_fields(self, normalize=bool, dtypes=Dtypes)
+        check_number("scale", self.scale, sign="positive", fix="write scale=1.0")
+        for name in ("balance_loss", "z_loss"):
+            fix = f"write {name}=0.01, or 0 for none"
+            check_number(name, getattr(self, name), sign="not negative", fix=fix)
         if self.product == "ragged" and self.activation in NOT_ZERO_AT_ZERO:
             raise LayerError(
                 f'product="ragged" with the activation {self.activation}, which is not 0 at 0: a '

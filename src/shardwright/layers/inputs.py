@@ -1,0 +1,210 @@
+"""Check what callers give to layers: parameters, keys, and the fields of configs."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwright.errors import LayerError, Problem, did_you_mean, raise_problems
+from shardwright.layers.placement import is_inside_shard_map
+from shardwright.vocabulary.keys import as_key
+
+KEYS: Final = ("dropout",)  # the names that a block reads in `keys`
+_KEYS_FIX: Final = 'pass keys={"dropout": jax.random.key(0)}; leave keys out to drop nothing'
+_UNKNOWN_FIX: Final = (
+    "set the option of the config that it belongs to, such as bias= or lora=, or leave it out"
+)
+
+
+def check_params(specs: Any, params: Any, *, path: str | None, create: str) -> None:
+    """Check that parameters have the names and the shapes of their specs.
+
+    Inside a `shard_map` shapes are those of shards, so only the names are checked.
+
+    Args:
+      specs: Tree of `ArraySpec`s. The nodes are dicts.
+      params: Tree of arrays.
+      path: Path of `params` in the model, for the message.
+      create: Call that returns the specs, for the message, such as "moe.specs(config)".
+
+    Raises:
+      LayerError: A parameter is missing, has a wrong shape, or is one that the config does not
+        describe. The error lists all of them.
+    """
+    found = _problems(specs, params, (), with_shapes=not is_inside_shard_map())
+    raise_problems(
+        [
+            Problem(
+                error=LayerError,
+                what=what,
+                path=path or "",
+                fix=fix or f"create the parameters from {create}",
+            )
+            for what, fix in found
+        ]
+    )
+
+
+def check_names(names: tuple[str, ...], params: Any, *, create: str) -> None:
+    """Check that a node of parameters has these names and no others.
+
+    Raises:
+      LayerError: It does not. The error lists all names that are missing or unknown.
+    """
+    check_params(dict.fromkeys(names), params, path=None, create=create)
+
+
+def _problems(
+    specs: Any, params: Any, parents: tuple[str, ...], *, with_shapes: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with a tree, and the fix if that is not to create the tree again."""
+    if not isinstance(params, Mapping):
+        where = f"parameter {'/'.join(parents)} is" if parents else "the parameters are"
+        yield f"{where} {_kind(params)}, not a dict of {', '.join(map(str, specs))}", ""
+        return
+    for name, spec in specs.items():
+        place = (*parents, str(name))
+        value = params.get(name)
+        if value is None:
+            yield f"parameter {'/'.join(place)} is missing", ""
+        elif isinstance(spec, Mapping):
+            yield from _problems(spec, value, place, with_shapes=with_shapes)
+        elif with_shapes and spec is not None and getattr(value, "shape", None) != spec.shape:
+            what = f"has shape {value.shape}" if hasattr(value, "shape") else f"is {_kind(value)}"
+            yield f"parameter {'/'.join(place)} {what}, and the config needs {spec.shape}", ""
+    for name in params:
+        if name not in specs:
+            known = f"the names are {', '.join(map(str, specs))}"
+            where = "/".join((*parents, str(name)))
+            yield f"the config describes no parameter {where}: {known}", _UNKNOWN_FIX
+
+
+def read_keys(keys: Any) -> jax.Array | None:
+    """Return the key of dropout, or None if nothing is dropped.
+
+    Args:
+      keys: `{"dropout": key}`, or None. A key of the old kind, a uint32 array, is wrapped.
+
+    Raises:
+      LayerError: It is not a mapping, a name is unknown, or the value is not one key.
+    """
+    if keys is None:
+        return None
+    if not isinstance(keys, Mapping):
+        raise LayerError(f"keys is {_kind(keys)}, not a dict", path="keys", fix=_KEYS_FIX)
+    if unknown := [str(name) for name in keys if name not in KEYS]:
+        raise LayerError(
+            f"keys has the unknown name {', '.join(map(repr, unknown))}; "
+            f"the known names are {', '.join(KEYS)}",
+            path="keys",
+            fix=f"{did_you_mean(unknown[0], KEYS)} {_KEYS_FIX}".strip(),
+        )
+    given = keys.get("dropout")
+    key = None if given is None else as_key(given)
+    if given is not None and key is None:
+        shape = getattr(given, "shape", None)
+        raise LayerError(
+            f"it is {_kind(given)}{'' if shape is None else f' of shape {shape}'}, not one key",
+            path='keys["dropout"]',
+            fix=_KEYS_FIX,
+        )
+    return key
+
+
+def check_fields(config: Any, **kinds: Any) -> None:
+    """Check the types of fields of a config.
+
+    Args:
+      config: The config.
+      **kinds: By the name of a field, a class, or a union such as `NormConfig | None`.
+
+    Raises:
+      LayerError: A field has a value of another type. The error lists all of them.
+    """
+    raise_problems(
+        [
+            _wrong_type(name, getattr(config, name), kind)
+            for name, kind in kinds.items()
+            if not isinstance(getattr(config, name), kind)
+        ]
+    )
+
+
+def check_type(name: str, value: Any, kind: Any) -> None:
+    """Check the type of one argument; see `check_fields`."""
+    if not isinstance(value, kind):
+        raise_problems([_wrong_type(name, value, kind)])
+
+
+def _wrong_type(name: str, value: Any, kind: Any) -> Problem:
+    members = getattr(kind, "__args__", (kind,))
+    classes = [_WORDS.get(each, f"a {each.__name__}") for each in members]
+    return Problem(
+        error=LayerError,
+        what=f"{textwrap.shorten(repr(value), 80)} is {_kind(value)}",
+        path=name,
+        fix=f"pass {' or '.join(classes)}",
+    )
+
+
+_WORDS: Final[Mapping[Any, str]] = MappingProxyType(
+    {bool: "True or False", Callable: "a function", tuple: "a tuple", type(None): "None for none"}
+)
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
+
+
+def check_number(
+    name: str, value: Any, *, fix: str, sign: Literal["any", "positive", "not negative"] = "any"
+) -> None:
+    """Check that an option is a finite number, and has a sign.
+
+    Raises:
+      LayerError: It is not. Arrays are refused too: the number is compiled into the program.
+    """
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        what = "is not a finite Python number"
+    elif sign == "positive" and value <= 0:
+        what = "is not positive"
+    elif sign == "not negative" and value < 0:
+        what = "is negative"
+    else:
+        return
+    raise LayerError(f"{name}={value!r} {what}", path=name, fix=fix)
+
+
+def read_array(name: str, value: Any) -> jax.Array:
+    """Return an array, or numbers in nested lists, as a JAX array.
+
+    Raises:
+      LayerError: It is None, a dict, or another value that is not an array.
+    """
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise LayerError(
+            f"{name} is {_kind(value)}, not an array", path=name, fix="pass a JAX or NumPy array"
+        ) from error
+
+
+def as_concrete(value: Any) -> np.ndarray | None:
+    """Return an array in host memory; None if it is traced, or partly on other processes."""
+    if isinstance(value, jax.core.Tracer):
+        return None
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return None
+    return np.asarray(value)
