@@ -87,6 +87,22 @@ def _problems(
             yield f"the config describes no parameter {where}: {known}", _UNKNOWN_FIX
 
 
+def check_valid(valid: Any, rows: tuple[int, ...]) -> None:
+    """Check an array that says which rows are tokens; None says that all are.
+
+    Raises:
+      LayerError: It is not bool, or has another shape than the rows.
+    """
+    shape, dtype = getattr(valid, "shape", None), getattr(valid, "dtype", None)
+    if valid is not None and (shape, dtype) != (rows, jnp.bool_):
+        has = _kind(valid) if shape is None else f"{dtype} of shape {shape}"
+        raise LayerError(
+            f"it is {has}, and the rows of x have shape {rows}",
+            path="valid",
+            fix="pass an array of bool, True where a row of x is a token",
+        )
+
+
 def read_keys(keys: Any) -> jax.Array | None:
     """Return the key of dropout, or None if nothing is dropped.
 

@@ -56,6 +56,7 @@ def apply(
     keys: Any = None,
     state: MoEState | None = None,
     path: str | None = None,
+    valid: Any = None,
 ) -> tuple[jax.Array, MoEState]:
     """Return what the block adds to the residual `x`, and the state of the router.
 
@@ -69,6 +70,8 @@ def apply(
       keys: As other blocks take it. Not used: the block has no randomness.
       state: State with the router's bias. None: no bias.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
+      valid: `[batch, length]` bool, False where a row is not a token. Such a row goes to no expert
+        and is in no statistics, and its y is 0. None: all are tokens.
 
     Returns:
       (y, state). The state has the same bias and this call's statistics; see `moe.apply`.
@@ -92,5 +95,7 @@ def apply(
         scale = use(params["norm"], described["norm"], path=part("norm"))
         x = norm.apply(config.norm, scale, x, dtype=config.moe.dtypes.compute)
     x = place(x.astype(config.moe.dtypes.compute), OPERAND)
-    y, state = moe.apply(config.moe, params["moe"], x, keys=keys, state=state, path=part("moe"))
+    y, state = moe.apply(
+        config.moe, params["moe"], x, keys=keys, state=state, path=part("moe"), valid=valid
+    )
     return checkpoint_name(place(y, RESIDUAL), "mlp_down"), state

@@ -22,7 +22,13 @@ from shardwright.errors import LayerError, did_you_mean
 from shardwright.layers import attention_block, mixture_block, mlp_block
 from shardwright.layers.attention_block import AttentionConfig, AttentionState
 from shardwright.layers.dropout import check_rate, dropout
-from shardwright.layers.inputs import check_fields, check_params, check_type, read_keys
+from shardwright.layers.inputs import (
+    check_fields,
+    check_params,
+    check_type,
+    check_valid,
+    read_keys,
+)
 from shardwright.layers.mixture_block import MixtureConfig
 from shardwright.layers.mlp_block import MlpConfig
 from shardwright.layers.moe import MoEState
@@ -39,6 +45,8 @@ REMAT: Final[Mapping[str, Callable[..., Any] | None]] = MappingProxyType(
         "blocks": jax.checkpoint_policies.save_only_these_names("attention_out", "mlp_down"),
     }
 )
+
+_NO_SEGMENT: Final = -(2**31)  # of rows that are not tokens; no caller's segment has it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +267,8 @@ def apply(
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
       positions: As in `attention_block.apply`.
       segment_ids: As in `attention_block.apply`.
-      valid: As in `attention_block.apply`.
+      valid: `[batch, length]` bool, whether a row is a token. Tokens attend to no other rows, and
+        mixtures send the other rows to no expert. What is returned for such a row has no meaning.
       encoded: As in `attention_block.apply`, for the cross-attention of every layer.
       encoded_segment_ids: The same.
 
@@ -281,12 +290,13 @@ def apply(
     _check_trees(config, params, path)
     _check_encoded(config, encoded, encoded_segment_ids)
     given = {
-        "attention": {"positions": positions, "segment_ids": segment_ids, "valid": valid},
+        "attention": {"positions": positions, **_padding(x, segment_ids, valid, state)},
         "cross": {
             "segment_ids": segment_ids,
             "encoded": encoded,
             "encoded_segment_ids": encoded_segment_ids,
         },
+        "mixture": {"valid": valid},
     }
     x, key = place(x, RESIDUAL), read_keys(keys)
     biases = [None] * len(params) if state.mixtures is None else state.mixtures
@@ -403,10 +413,20 @@ def _run_layer(
         keys=None if inner is None else {"dropout": inner},
         state=mixture if is_mixture else scaling["mlp"],
         path=part("mlp"),
+        **(given["mixture"] if is_mixture else {}),
     )
     x = _add(x, dropout(added, after_mlp, config.dropout))
     seen = {"attention": attended.scaling, "mlp": None if is_mixture else state}
     return x, attended.cache, (state if is_mixture else None, seen)
+
+
+def _padding(x: Any, segment_ids: Any, valid: Any, state: StackState) -> dict[str, Any]:
+    """Return how attention is told which rows are tokens: without caches, by segments."""
+    check_valid(valid, x.shape[:2])
+    if valid is None or state.caches is not None:
+        return {"segment_ids": segment_ids, "valid": valid}
+    ids = 1 if segment_ids is None else segment_ids
+    return {"segment_ids": jnp.where(valid, ids, _NO_SEGMENT), "valid": None}
 
 
 def _add(x: Any, added: Any) -> Any:

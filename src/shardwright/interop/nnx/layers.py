@@ -314,15 +314,18 @@ class MoE(_Block):
         super().__init__(moe.specs(config), rngs, path)
         self.config = config
 
-    def __call__(self, x: Any, *, state: Any = None) -> tuple[Any, moe.MoEState]:
+    def __call__(
+        self, x: Any, *, state: Any = None, valid: Any = None
+    ) -> tuple[Any, moe.MoEState]:
         """Return the mixture of `x`, `[batch, embed]` or `[batch, length, embed]`, and its state.
 
         Args:
           x: Tokens.
           state: State with the router's bias, or None.
+          valid: As in `moe.apply`.
         """
         params = _read(self, moe.specs(self.config))
-        return moe.apply(self.config, params, x, state=state, path=self.path)
+        return moe.apply(self.config, params, x, state=state, path=self.path, valid=valid)
 
 
 class Mixture(_Block):
@@ -340,15 +343,20 @@ class Mixture(_Block):
         super().__init__(mixture_block.specs(config), rngs, path)
         self.config = config
 
-    def __call__(self, x: Any, *, state: Any = None) -> tuple[Any, moe.MoEState]:
+    def __call__(
+        self, x: Any, *, state: Any = None, valid: Any = None
+    ) -> tuple[Any, moe.MoEState]:
         """Return what the block adds to the residual `x`, and the state of the router.
 
         Args:
           x: `[batch, length, embed]`.
           state: State with the router's bias, or None.
+          valid: As in `mixture_block.apply`.
         """
         params = _read(self, mixture_block.specs(self.config))
-        return mixture_block.apply(self.config, params, x, state=state, path=self.path)
+        return mixture_block.apply(
+            self.config, params, x, state=state, path=self.path, valid=valid
+        )
 
 
 class Transformer(_Block):

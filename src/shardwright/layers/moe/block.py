@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from shardwright.errors import LayerError, RankMismatchError, StrategyError
 from shardwright.layers.activation import activation
-from shardwright.layers.inputs import check_params, check_type, read_keys
+from shardwright.layers.inputs import check_params, check_type, check_valid, read_keys
 from shardwright.layers.moe.config import MoEConfig, specs
 from shardwright.layers.moe.dispatch import (
     Slots,
@@ -67,7 +67,8 @@ class MoEStats:
     """Statistics of the router over all tokens of the batch, on all devices.
 
     Attributes:
-      load: [experts] int32, how many tokens picked each expert, the dropped ones included.
+      load: [experts] int32, how many tokens picked each expert, the dropped ones included. Rows
+        that are not `valid` do not count.
       dropped: int32, how many copies of tokens found no slot; 0 if dropless.
       aux: float32, the losses of the router times their factors. Add it to the loss.
     """
@@ -141,6 +142,7 @@ def apply(
     state: MoEState | None = None,
     path: str | None = None,
     mode: str | None = None,
+    valid: Any = None,
 ) -> tuple[Any, MoEState]:
     """Send each token through its experts and return the weighted sum of their results.
 
@@ -155,6 +157,8 @@ def apply(
       state: State of the router. Defaults to a state without a bias.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
       mode: Runtime mode. Defaults to the manager's.
+      valid: bool of the shape of x without EMBED, False where a row is not a token. Such a row
+        takes no slot, is in no statistics and no loss, and its y is 0. None: all are tokens.
 
     Returns:
       (y, state). y has the shape of x, in `config.dtypes.output`. The state has the same bias and
@@ -163,22 +167,23 @@ def apply(
     Raises:
       IndivisibleError: The experts or the tokens do not divide over their mesh axes.
       LayerError: A parameter is missing, has a wrong shape or is not described by the config, or a
-        `shard_map` surrounds the call.
+        `shard_map` surrounds the call. Or `valid` has another shape or dtype.
       RankMismatchError: x does not have 2 or 3 dims, or its last dim is not `embed`.
       StrategyError: The strategy shards a dim that the layer needs whole.
     """
     read_keys(keys)
     state = MoEState() if state is None else state
     _check(config, params, x, state, path)
+    check_valid(valid, x.shape[:-1])
     x = x.astype(config.dtypes.compute)
     manager: PartitionManager | None = context.current()
     if manager is None:
-        y, sums = _on_shard(config, _unsharded_dispatch(config, x), params, state.bias, x)
+        y, sums = _on_shard(config, _unsharded_dispatch(config, x), params, state.bias, x, valid)
     else:
         dispatch = explain(config, x.shape, mode=mode)
         params = manager.gather(params, specs(config), path=path, mode=mode)
-        y, sums = _over_shards(config, dispatch, manager, params, state.bias, x, mode)
-    stats = _stats(config, sums, tokens=x.size // config.embed)
+        y, sums = _over_shards(config, dispatch, manager, params, state.bias, x, valid, mode)
+    stats = _stats(config, sums, tokens=None if valid is not None else x.size // config.embed)
     return y.astype(config.dtypes.output), MoEState(bias=state.bias, stats=stats)
 
 
@@ -351,6 +356,7 @@ def _over_shards(
     params: Any,
     bias: Any,
     x: Any,
+    valid: Any,
     mode: str | None,
 ) -> tuple[Any, dict[str, Any]]:
     """Run the layer on the shards of tokens and experts."""
@@ -359,24 +365,33 @@ def _over_shards(
     weight_axes = {name: _USED_AS[name] for name in params}
     # Kept with the manager, so that layers with the same options share one trace.
     on_shard = manager.remember(
-        ("moe", config, dispatch, axes, bias is None, mode),
+        ("moe", config, dispatch, axes, bias is None, valid is None, mode),
         lambda: manager.shard_map(
             functools.partial(_on_shard, config, dispatch),
-            in_axes=(weight_axes, None if bias is None else (EMPTY,), axes),
+            in_axes=(
+                weight_axes,
+                None if bias is None else (EMPTY,),
+                axes,
+                None if valid is None else axes[:-1],
+            ),
             out_axes=(axes, sums),
             mode=mode,
         ),
     )
-    y, totals = on_shard(params, bias, x)
+    y, totals = on_shard(params, bias, x, valid)
     return y, totals
 
 
 def _on_shard(
-    config: MoEConfig, dispatch: Dispatch, params: Any, bias: Any, x: Any
+    config: MoEConfig, dispatch: Dispatch, params: Any, bias: Any, x: Any, valid: Any
 ) -> tuple[Any, dict[str, Any]]:
     """Run the layer on one device's tokens and experts; the collectives are here."""
     tokens = x.reshape(-1, config.embed)
-    routes = route(config, params["router"], bias, tokens)
+    is_token = None if valid is None else valid.reshape(-1)
+    if is_token is not None:
+        # Padding may be NaN, and the gradient of the router sums over all rows.
+        tokens = jnp.where(is_token[:, None], tokens, 0)
+    routes = route(config, params["router"], bias, tokens, is_token)
     if dispatch.exchange.name == "ragged":
         slots = assign_rows(routes.experts, experts=config.experts)
         rows = fill_slots(tokens, slots)
@@ -439,18 +454,21 @@ def _sums(config: MoEConfig, dispatch: Dispatch, routes: Routes, slots: Slots) -
     """
     sums = {"load": jnp.append(slots.load, slots.dropped)}
     if config.has_loss:
-        z = jnp.square(jax.nn.logsumexp(routes.logits, axis=-1)).sum()
-        sums["losses"] = jnp.append(routes.probabilities.sum(0), z)
+        sums["losses"] = jnp.append(routes.probabilities.sum(0), routes.squares.sum())
     if not dispatch.token_axes:
         return sums
     return {name: jax.lax.psum(value, dispatch.token_axes) for name, value in sums.items()}
 
 
-def _stats(config: MoEConfig, sums: dict[str, Any], *, tokens: int) -> MoEStats:
+def _stats(config: MoEConfig, sums: dict[str, Any], *, tokens: int | None) -> MoEStats:
+    """Return the statistics. `tokens` is None if some rows are padding."""
     load, dropped = sums["load"][:-1], sums["load"][-1]
     aux = jnp.zeros((), jnp.float32)
     if config.has_loss:
-        count = max(tokens, 1)
+        count: Any = max(tokens or 0, 1)
+        if tokens is None:
+            # Each token picked `per_token` experts.
+            count = jnp.maximum(load.sum() // config.per_token, 1)
         picked = load.astype(jnp.float32) / (count * config.per_token)
         mean = sums["losses"][:-1] / count
         balance = config.experts * jnp.sum(picked * mean)

@@ -1,7 +1,8 @@
 """Move the tokens of one device to the slots of the experts, and the results back.
 
 A slot is a place for one token at one expert. The tokens of a device fill the slots of an expert in
-the order of the tokens, so the same tokens get the same slots in every run. These functions work on
+the order of the tokens, so the same tokens get the same slots in every run. A copy whose expert is
+the number of experts is padding: it gets no slot, and no expert counts it. These functions work on
 the tokens of one device; the collectives are in `block`.
 """
 
@@ -20,7 +21,8 @@ class Slots:
     """The slot of each copy of a token. A token has one copy per expert that it picked.
 
     Attributes:
-      places: [tokens * per_token] int32, expert * slots + slot; at least `total` if dropped.
+      places: [tokens * per_token] int32, expert * slots + slot; at least `total` if dropped, or if
+        the row is not a token.
       load: [experts] int32, how many tokens picked each expert, the dropped ones included.
       dropped: int32, how many copies found no slot.
       total: Number of slots of all experts.
@@ -42,21 +44,21 @@ def assign_slots(picked: Any, *, experts: int, slots: int) -> Slots:
     """
     flat = picked.reshape(-1)
     load, rank = _rank(flat, experts)
+    is_copy = flat < experts
     # A copy's slot is its distance from the first copy of its expert.
     slot = rank - (jnp.cumsum(load) - load)[flat]
     total = experts * slots
-    is_kept = slot < slots
+    is_kept = is_copy & (slot < slots)
     return Slots(
-        # Dropped copies get places of their own, because the indices of the scatter must be unique.
-        places=jnp.where(is_kept, flat * slots + slot, total + jnp.arange(flat.size)),
+        places=jnp.where(is_kept, flat * slots + slot, _outside(total, flat)),
         load=load,
-        dropped=jnp.sum(~is_kept, dtype=jnp.int32),
+        dropped=jnp.sum(is_copy & ~is_kept, dtype=jnp.int32),
         total=total,
     )
 
 
 def assign_rows(picked: Any, *, experts: int) -> Slots:
-    """Give each copy of a token a row, sorted by expert and then in order; no row is free.
+    """Give each copy of a token a row, sorted by expert and then in order; free rows come last.
 
     Args:
       picked: [tokens, per_token] int32.
@@ -64,12 +66,18 @@ def assign_rows(picked: Any, *, experts: int) -> Slots:
     """
     flat = picked.reshape(-1)
     load, rank = _rank(flat, experts)
-    return Slots(places=rank, load=load, dropped=jnp.int32(0), total=flat.size)
+    places = jnp.where(flat < experts, rank, _outside(flat.size, flat))
+    return Slots(places=places, load=load, dropped=jnp.int32(0), total=flat.size)
+
+
+def _outside(total: int, flat: Any) -> Any:
+    """Return a place of its own for each copy: the indices of the scatter must be unique."""
+    return total + jnp.arange(flat.size, dtype=jnp.int32)
 
 
 def _rank(flat: Any, experts: int) -> tuple[Any, Any]:
     """Return the load of each expert, and the place of each copy among those sorted by expert."""
-    load = jnp.zeros(experts, jnp.int32).at[flat].add(1)
+    load = jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop")
     order = jnp.argsort(flat, stable=True)
     place = jnp.arange(flat.size, dtype=jnp.int32)
     return load, jnp.zeros_like(flat).at[order].set(place)

@@ -17,19 +17,21 @@ class Routes:
     """The experts of each token.
 
     Attributes:
-      experts: [tokens, per_token] int32, best first.
+      experts: [tokens, per_token] int32, best first. A row that is not a token has the number of
+        experts there, which is no expert.
       weights: [tokens, per_token] float32.
-      probabilities: [tokens, experts] float32, which sum to 1, for the balance loss.
-      logits: [tokens, experts] float32.
+      probabilities: [tokens, experts] float32, which sum to 1, for the balance loss; 0 for a row
+        that is not a token.
+      squares: [tokens] float32, log(sum(exp(logits))) ** 2, for the z-loss; likewise.
     """
 
     experts: Any
     weights: Any
     probabilities: Any
-    logits: Any
+    squares: Any
 
 
-def route(config: MoEConfig, router: Any, bias: Any, x: Any) -> Routes:
+def route(config: MoEConfig, router: Any, bias: Any, x: Any, is_token: Any = None) -> Routes:
     """Pick the experts of each token. Equal scores go to the expert with the lower index.
 
     Args:
@@ -37,6 +39,7 @@ def route(config: MoEConfig, router: Any, bias: Any, x: Any) -> Routes:
       router: [embed, experts].
       bias: [experts] float32, added to the scores for picking only, or None.
       x: [tokens, embed].
+      is_token: [tokens] bool, False where a row of `x` is padding. None: all are tokens.
     """
     logits = jnp.einsum(
         "te,ex->tx",
@@ -57,11 +60,16 @@ def route(config: MoEConfig, router: Any, bias: Any, x: Any) -> Routes:
         weights = weights / weights.sum(-1, keepdims=True)  # the best scores, so never tiny
     elif config.normalize:
         weights = _shares(weights, jnp.take_along_axis(logs, experts, axis=-1))
+    squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
+    if is_token is not None:
+        experts = jnp.where(is_token[:, None], experts, config.experts)
+        probabilities = jnp.where(is_token[:, None], probabilities, 0)
+        squares = jnp.where(is_token, squares, 0)
     return Routes(
         experts=experts,
         weights=weights * config.scale,
         probabilities=probabilities,
-        logits=logits,
+        squares=squares,
     )
 
 
