@@ -79,15 +79,24 @@ def test_decode_with_a_padding_mask() -> None:
     np.testing.assert_allclose(rows[:, 1:], expected[:, 1:], atol=1e-5)
 
 
-@pytest.mark.slow
-def test_decoder_layer_decodes() -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"enable_rotary_pos_emb": True, "enable_relative_embedding": False},
+        pytest.param({"window_size": (2, 1)}, marks=pytest.mark.slow),
+    ],
+)
+def test_decoder_layer_decodes(fields: Any) -> None:
+    """Cross-attention too has the position of the token, for its rotation and its window."""
     layer = te.TransformerLayer(
         hidden_size=8,
         mlp_hidden_size=12,
         num_attention_heads=2,
         layer_type=te.TransformerLayerType.DECODER,
+        **fields,
     )
-    encoded, cross = X[:, :5], jnp.zeros((2, 1, 7, 5), jnp.uint8)
+    encoded, cross = X[:, :5], jnp.zeros((2, 1, 7, 5), jnp.uint8).at[0, :, :, 4].set(1)
     fixed = {"deterministic": True, "max_decode_length": 7}
     variables = nn.unbox(
         layer.init(jax.random.key(0), X, encoded, None, cross, decode=True, **fixed)

@@ -196,11 +196,25 @@ def attend(
 
 
 def hidden_pairs(
-    config: ScoreConfig, q_length: int, kv_length: int, *, mask: Any = None, start: Any = None
+    config: ScoreConfig,
+    q_length: int,
+    kv_length: int,
+    *,
+    mask: Any = None,
+    start: Any = None,
+    is_cached: bool = False,
 ) -> Any:
     """Return the pairs that are hidden, bool `[1 or batch, 1 or heads, q, kv]`; None for none.
 
     `config` decides causality and the window, with and without a mask.
+
+    Args:
+      config: The options.
+      q_length: Number of queries.
+      kv_length: Number of keys, at the positions from 0 on.
+      mask: Where it is 1, the pair is hidden too.
+      start: Position of the first query. Defaults to 0, or to what the mask type says.
+      is_cached: Whether the keys are those of a cache, which is causal for every mask type.
     """
     takes_mask, is_causal, is_at_end = MASK_TYPES[config.mask_type]
     first: Any = kv_length - q_length if is_at_end else 0
@@ -209,7 +223,7 @@ def hidden_pairs(
     distance = jnp.arange(kv_length)[None] - (jnp.arange(q_length) + first)[:, None]
     left, right = (-1, -1) if config.window is None else config.window
     rules = []
-    if is_causal or start is not None:
+    if is_causal or is_cached:
         rules.append(distance > 0)
     if right >= 0:
         rules.append(distance > right)

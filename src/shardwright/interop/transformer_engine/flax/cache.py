@@ -67,6 +67,7 @@ def with_cache(module: Any, arrays: Any, mask: Any, bias: Any) -> tuple[list[Any
             key.shape[dim],
             mask=mask,
             start=start,
+            is_cached=True,
         )
     )
     if bias is not None and exists and bias.shape[2] == key.shape[dim]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from shardwright.errors import LayerError, RankMismatchError
 from shardwright.interop.transformer_engine.flax.mlp import LayerNormMLP
 from shardwright.interop.transformer_engine.flax.multi_head import (
+    CrossAttention,
     MultiHeadAttention,
     adaptation_of,
     leading,
@@ -25,6 +26,7 @@ from shardwright.interop.transformer_engine.flax.variables import (
     fan_in_init,
     zeros,
 )
+from shardwright.interop.transformer_engine.scores import ScoreConfig, hidden_pairs
 from shardwright.interop.transformer_engine.sharding import (
     HIDDEN_AXES,
     HIDDEN_TP_AXES,
@@ -54,17 +56,42 @@ _SAME = (
 )
 
 
-def attention_of(layer: Any, name: str, **fields: Any) -> MultiHeadAttention:
+def attention_of(
+    layer: Any, name: str, kind: Any = MultiHeadAttention, **fields: Any
+) -> MultiHeadAttention:
     """Create an attention of a layer."""
-    return MultiHeadAttention(
+    attention: MultiHeadAttention = kind(
         head_dim=layer.hidden_size // layer.num_attention_heads,
         float32_logits=layer.float32_attention_logits,
         kernel_init=layer.mha_kernel_init,
         return_layernorm_output=layer.apply_residual_connection_post_layernorm,
         name=name,
-        **{field: getattr(layer, field) for field in _SAME},
-        **fields,
+        **{**{field: getattr(layer, field) for field in _SAME}, **fields},
     )
+    return attention
+
+
+def cross_attention_of(
+    layer: Any, inputs: tuple[Any, Any], mask: Any, *, start: Any
+) -> tuple[MultiHeadAttention, Any]:
+    """Create the attention of a decoder to the encoder, and return its mask.
+
+    Args:
+      layer: The layer.
+      inputs: Of the layer, and the output of the encoder.
+      mask: Where it is 1, a pair is hidden.
+      start: Position of the first query, None if the layer does not decode.
+    """
+    fields: dict[str, Any] = {"attn_mask_type": "padding", "attn_bias_type": "no_bias"}
+    if start is not None:
+        fields["start"] = start
+    if start is not None and layer.window_size is not None and mask is not None:
+        # The window of the attention itself is relative to its first row.
+        lengths = [each.shape[0 if layer.transpose_batch_sequence else 1] for each in inputs]
+        config = ScoreConfig(mask_type="padding", window=layer.window_size)
+        mask = hidden_pairs(config, *lengths, mask=mask, start=start)
+        fields["window_size"] = None
+    return attention_of(layer, "encoder_decoder_attention", CrossAttention, **fields), mask
 
 
 def self_attention_of(layer: Any, name: str) -> MultiHeadAttention:
@@ -143,6 +170,12 @@ def add(
 def residual_names(layer: Any) -> tuple[str, str, str]:
     """Return the logical names of the residual."""
     return (*leading(layer, is_sharded=layer.enable_sequence_parallel), HIDDEN_AXES)
+
+
+def position_of(layer: Any) -> Any:
+    """Return the position of the first token that a layer decodes, which its cache counts."""
+    cache = layer.variables.get("cache", {}).get("self_attention", {})
+    return cache.get("cache_index", 0)
 
 
 def bias_of_positions(layer: Any, length: int, *, is_encoder: bool) -> Any:
@@ -331,6 +364,7 @@ class TransformerLayer(Module):  # type: ignore[misc]
         names, keep_normed = residual_names(self), self.apply_residual_connection_post_layernorm
         branch: dict[str, Any] = {"deterministic": deterministic, "drop_path": self.drop_path}
         x = constrain(inputs, names)
+        start = position_of(self) if decode else None
         y, normed = self_attention_of(self, "attention" if is_encoder else "self_attention")(
             x,
             x,
@@ -344,9 +378,10 @@ class TransformerLayer(Module):  # type: ignore[misc]
         x = add(self, y, normed if keep_normed else x, **branch)
         if not is_encoder:
             x = constrain(x, names)
-            cross = {"attn_mask_type": "padding", "attn_bias_type": "no_bias"}
-            attention = attention_of(self, "encoder_decoder_attention", **cross)
-            y, normed = attention(x, encoded, encoder_decoder_mask, deterministic=deterministic)
+            attention, mask = cross_attention_of(
+                self, (x, encoded), encoder_decoder_mask, start=start
+            )
+            y, normed = attention(x, encoded, mask, deterministic=deterministic)
             x = add(self, y, normed if keep_normed else x, deterministic=deterministic)
         x = constrain(x, names)
         y, normed = mlp_of(self)(x, deterministic=deterministic)

@@ -97,19 +97,25 @@ def norm_fields_of(module: Any) -> dict[str, Any]:
     }
 
 
-def split_heads(module: Any, arrays: Any, *, start: Any) -> list[Any]:
-    """Return query, key and value with a dim of heads, and rotate the first two if asked."""
+def split_heads(module: Any, arrays: Any, *, starts: tuple[Any, Any]) -> list[Any]:
+    """Return query, key and value with a dim of heads, and rotate the first two if asked.
+
+    Args:
+      module: A `MultiHeadAttention`.
+      arrays: Query, key and value, with their heads in one dim.
+      starts: Positions of the first query and of the first key.
+    """
     query, key, value = (array.reshape(*array.shape[:2], -1, module.head_dim) for array in arrays)
     if not module.enable_rotary_pos_emb:
         return [query, key, value]
 
-    def rotated(x: Any) -> Any:
+    def rotated(x: Any, start: Any) -> Any:
         x = x.swapaxes(0, 1) if module.transpose_batch_sequence else x
         windows, method = module.rotary_pos_emb_windows, module.rotary_pos_emb_group_method
         x = rotate(x, windows=windows, method=method, start=start)
         return x.swapaxes(0, 1) if module.transpose_batch_sequence else x
 
-    return [rotated(query), rotated(key), value]
+    return [rotated(query, starts[0]), rotated(key, starts[1]), value]
 
 
 def read_deprecated(module: Any) -> None:
@@ -363,7 +369,8 @@ class MultiHeadAttention(Module):  # type: ignore[misc]
         names = (*leading(self, is_sharded=self.enable_sequence_parallel), HIDDEN_AXES)
         x = constrain(inputs_q, names)
         *arrays, normed = projected(self, x, None if is_self else inputs_kv)
-        arrays = split_heads(self, arrays, start=next_position(self) if decode else 0)
+        starts = (next_position(self),) * 2 if decode else (first_query(self), 0)
+        arrays = split_heads(self, arrays, starts=starts)
         if decode:
             arrays, mask, bias = with_cache(self, arrays, mask, bias)
         heads = (*leading(self), HEAD_AXES, HIDDEN_AXES)
@@ -384,3 +391,18 @@ class MultiHeadAttention(Module):  # type: ignore[misc]
             **adaptation_of(self, "output_proj"),
         )(context)
         return checkpoint_name(out, "out_proj"), normed
+
+
+class CrossAttention(MultiHeadAttention):
+    """The attention of a decoder layer to the output of the encoder.
+
+    Attributes:
+      start: Position of the first query. While a layer decodes, it is that of the token.
+    """
+
+    start: Any = 0
+
+
+def first_query(module: MultiHeadAttention) -> Any:
+    """Return the position of the first query of a call without a cache."""
+    return module.start if isinstance(module, CrossAttention) else 0
