@@ -100,7 +100,7 @@ def test_state_of_eight_bits_is_overwritten(preset: str) -> None:
     def mean(params: Any, x: Any, channel: Any) -> Any:
         y, seen = mlp_block.apply(MLP, params, x, state=eight_bits.uses(scaling, channel))
         # A factor, so that no gradient is too small for eight bits with the first scale, 1.
-        return 2.0**14 * jnp.mean(jnp.sin(y)), seen
+        return 2.0**17 * jnp.mean(jnp.sin(y)), seen
 
     channel = eight_bits.new_channel(scaling, uses=4)
     plain = jax.jit(accumulate(mean, 4, specs=specs))(params, ROWS, channel)
@@ -113,13 +113,17 @@ def test_state_of_eight_bits_is_overwritten(preset: str) -> None:
     assert isinstance(MLP.recipe, eight_bits.DelayedScaling)
     scaled = eight_bits.update(MLP.recipe, scaling, result.seen, result.sent)
     eight_bits.check(scaled)
-    _, seen = jax.jit(mean)(params, ROWS, eight_bits.new_channel(scaling))
+    zeros = eight_bits.new_channel(scaling)
+    (_, seen), whole = jax.jit(jax.value_and_grad(mean, 2, has_aux=True))(params, ROWS, zeros)
     for name in ("up", "down"):
         assert scaled[name].x.history[-1] == pytest.approx(float(seen[name].x), rel=1e-3)
         kernel = np.abs(params[name]["kernel"]).max()
         assert scaled[name].kernels[name].history[-1] == kernel
         counts = result.sent[name][name].count
         np.testing.assert_array_equal(counts, np.ones(4))
+        # Neither n nor the number of devices changes the scales of gradients.
+        largest = result.sent[name][name].amax.max()
+        assert largest == pytest.approx(float(whole[name][name].amax), rel=0.02)
 
 
 @pytest.mark.parametrize("preset", [None, "fsdp"])

@@ -117,13 +117,13 @@ class _Step:
             sums, (sent, seen) = self._scan(weights, batch, channel)
         if self.axes:
             sums = jax.lax.psum(sums, self.axes)
-        value, grads = jax.tree.map(lambda leaf: leaf / (self.n * self.shards), sums)
+        value, grads = sums
         grads = jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, weights)
         sent, seen = jax.tree.map(_over_devices, (sent, seen))
         return Accumulated(value=value, grads=grads, sent=sent, seen=seen)
 
     def _scan(self, weights: Any, batch: Any, channel: Any) -> tuple[Any, Any]:
-        """Return the sums of loss and gradients, and (sent, seen) of each microbatch."""
+        """Return the parts of means that a device adds, and (sent, seen) of each microbatch."""
         # The gradient of a weight that varies over the devices is not summed over them.
         weights, zero = self._varying((weights, jnp.zeros(())))
         parts = jax.tree.map(lambda leaf: leaf.reshape(self.n, -1, *leaf.shape[1:]), batch)
@@ -148,7 +148,9 @@ class _Step:
             raise LayerError(
                 f"the mean loss is {_shape_text(result[0])}, not a scalar", path="loss", fix=fix
             )
-        return result
+        # Each gradient is a part of the mean, of the same size as without microbatches. So the
+        # scales of eight bits do not depend on the mesh or on n.
+        return result[0] / (self.n * self.shards), result[1]
 
     def _varying(self, tree: Any) -> Any:
         if not self.axes:
