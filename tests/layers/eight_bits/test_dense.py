@@ -218,6 +218,18 @@ def test_one_token_needs_no_blocks_of_tokens() -> None:
     np.testing.assert_allclose(ys["gate"], unsharded("mxfp8")[0][1][0]["gate"][:, :1], rtol=1e-5)
 
 
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_no_tokens(recipe: str) -> None:
+    """The largest value of nothing is 0."""
+    kernel = np.ones((32, 64), np.float32)
+    run = jax.value_and_grad(
+        lambda k, x: jnp.sum(eight_bits.dense(x, {"k": k}, recipe=recipe).ys["k"])
+    )
+    value, gradient = run(kernel, np.ones((0, 32, 32), np.float32))
+    assert float(value) == 0
+    assert not np.asarray(gradient).any()
+
+
 def test_shapes_that_do_not_fit() -> None:
     with pytest.raises(RankMismatchError, match=r"gate: the kernel has shape \(64, 128\)"):
         eight_bits.dense(X[..., :32], {"gate": PARAMS["gate"]}, recipe="current")

@@ -56,7 +56,8 @@ def largest_absolute(x: Any, *, pipeline: tuple[str, ...] | None = None) -> jax.
       pipeline: Mesh axes of the pipeline. Defaults to those of the ambient manager's rules, or to
         `pp` without one.
     """
-    amax = jnp.max(jnp.abs(x)).astype(jnp.float32)
+    # The maximum of no elements is 0.
+    amax = (jnp.max(jnp.abs(x)) if x.size else jnp.zeros_like(x, shape=())).astype(jnp.float32)
     varying = _jax.varying_axes(amax)
     if not varying:
         return amax
