@@ -28,6 +28,7 @@ from shardwright.layers import (
 )
 from shardwright.layers.activation import Clamp
 from shardwright.layers.inputs import read_keys
+from shardwright.testing import cpu_mesh
 from tests.layers import blocks
 
 X = np.ones((2, 4, 16), np.float32)
@@ -300,6 +301,19 @@ def test_arguments_of_embedding_and_loss() -> None:
     traced = jax.jit(lambda z_loss: loss.cross_entropy(X, HEAD, LABELS, z_loss=z_loss).mean)
     with pytest.raises(sw.LayerError, match="is not a finite Python number"):
         traced(1e-4)
+
+
+def test_chunks_of_a_sharded_length() -> None:
+    """The error counts the positions of a shard, and does not propose to gather them."""
+    pm = sw.PartitionManager(
+        sw.Strategy.preset("sequence"), mesh=cpu_mesh("dp:2,sp:4"), mode="train"
+    )
+    x, labels = np.ones((2, 8, 16), np.float32), np.ones((2, 8), np.int32)
+    with pm, pytest.raises(sw.RankMismatchError, match="chunks=4 does not divide the length 2 of"):
+        loss.cross_entropy(x, HEAD, labels, chunks=4)
+    with pm:
+        two = jax.jit(lambda x: loss.cross_entropy(x, HEAD, labels, chunks=2).mean)(x)
+    np.testing.assert_allclose(two, loss.cross_entropy(x, HEAD, labels).mean, rtol=1e-6)
 
 
 def test_labels_outside_of_the_vocabulary() -> None:

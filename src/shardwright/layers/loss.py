@@ -14,6 +14,7 @@ from shardwright.errors import LayerError, RankMismatchError
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.layers.inputs import as_concrete, check_number, check_type, read_array
 from shardwright.layers.placement import OPERAND, place, use
+from shardwright.manager import context
 from shardwright.manager.einsum import einsum
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import BATCH, EMBED, QUERY_LENGTH, VOCAB
@@ -107,7 +108,8 @@ def cross_entropy(
     at a time. The backward pass computes these logits again, also part by part.
 
     Args:
-      x: `[batch, length, embed]`, after the last norm.
+      x: `[batch, length, embed]`, after the last norm. Rows with NaN make gradients NaN, even where
+        their labels are ignored.
       head: As stored: `[embed, vocab]`, or the embedding table `[vocab, embed]`.
       labels: `[batch, length]` integers below vocab. Inside of `jit`, where labels have no values
         yet, a larger label is not refused: it counts as a token whose logit is 0.
@@ -258,9 +260,12 @@ def _check_labels(x: Any, labels: Any, chunks: int) -> None:
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise LayerError(f"labels are {labels.dtype}", path="labels", fix="pass integers")
     read_integer("chunks", chunks, error=LayerError, fix="pass 1 for all tokens at once")
-    if x.shape[1] % chunks:
+    manager, length = context.current(), x.shape[1]
+    shards = 1 if manager is None else manager.axis_size(QUERY_LENGTH, length)
+    if (length // shards) % chunks:
+        what = f"length {length}" if shards == 1 else f"length {length // shards} of a shard"
         raise RankMismatchError(
-            f"chunks={chunks} does not divide the length {x.shape[1]}",
+            f"chunks={chunks} does not divide the {what}",
             path="chunks",
-            fix="pass a divisor of the length",
+            fix="pass a divisor of it, such as 1",
         )
