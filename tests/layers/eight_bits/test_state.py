@@ -13,6 +13,7 @@ import pytest
 from shardwright.errors import LayerError
 from shardwright.layers import eight_bits
 from shardwright.layers.eight_bits import DelayedScaling
+from tests.layers import blocks
 
 RECIPE = DelayedScaling(history=4)
 X = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
@@ -214,6 +215,23 @@ def test_stacked_layers_have_a_state_each() -> None:
     state = eight_bits.update(RECIPE, layers, seen, sent)["up"]
     np.testing.assert_array_equal(state.grads["kernel"].history[:, -1], FACTORS)
     np.testing.assert_array_equal(state.x.history[:, -1], np.abs(ROWS).max((1, 2)))
+
+
+def test_specs_place_a_state() -> None:
+    """The state of a step is one tree, so the scaling has shardings too, and can be restored."""
+    recipe = eight_bits.DelayedScaling(history=4)
+    abstract = jax.eval_shape(lambda: {"up": eight_bits.init(recipe, ["up"], layers=2)})
+    with blocks.make_manager("fsdp_tp", "auto") as pm:
+        target = pm.abstract(eight_bits.specs(abstract))
+        scaling = {"up": eight_bits.init(recipe, ["up"], layers=2)}
+        placed = pm.shard(scaling, eight_bits.specs(scaling), role="param")
+        step = pm.jit_step(lambda state: (state, None), target)
+        again, _ = step(placed)
+    assert jax.tree.structure(again) == jax.tree.structure(abstract)
+    for leaf, wanted in zip(jax.tree.leaves(again), jax.tree.leaves(target), strict=True):
+        assert leaf.sharding == wanted.sharding
+        assert leaf.sharding.is_fully_replicated
+        assert (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype)
 
 
 def test_recipes_without_state() -> None:

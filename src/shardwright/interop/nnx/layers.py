@@ -314,9 +314,7 @@ class MoE(_Block):
         super().__init__(moe.specs(config), rngs, path)
         self.config = config
 
-    def __call__(
-        self, x: Any, *, state: Any = None, valid: Any = None
-    ) -> tuple[Any, moe.MoEState]:
+    def __call__(self, x: Any, *, state: Any = None, valid: Any = None) -> tuple[Any, moe.MoEState]:
         """Return the mixture of `x`, `[batch, embed]` or `[batch, length, embed]`, and its state.
 
         Args:
@@ -343,9 +341,7 @@ class Mixture(_Block):
         super().__init__(mixture_block.specs(config), rngs, path)
         self.config = config
 
-    def __call__(
-        self, x: Any, *, state: Any = None, valid: Any = None
-    ) -> tuple[Any, moe.MoEState]:
+    def __call__(self, x: Any, *, state: Any = None, valid: Any = None) -> tuple[Any, moe.MoEState]:
         """Return what the block adds to the residual `x`, and the state of the router.
 
         Args:
@@ -354,9 +350,7 @@ class Mixture(_Block):
           valid: As in `mixture_block.apply`.
         """
         params = _read(self, mixture_block.specs(self.config))
-        return mixture_block.apply(
-            self.config, params, x, state=state, path=self.path, valid=valid
-        )
+        return mixture_block.apply(self.config, params, x, state=state, path=self.path, valid=valid)
 
 
 class Transformer(_Block):

@@ -26,6 +26,7 @@ from shardwright.layers.eight_bits.state import TensorScaling as TensorScaling
 from shardwright.layers.eight_bits.state import check as check
 from shardwright.layers.eight_bits.state import init as init
 from shardwright.layers.eight_bits.state import new_channel as new_channel
+from shardwright.layers.eight_bits.state import specs as specs
 from shardwright.layers.eight_bits.state import stack as stack
 from shardwright.layers.eight_bits.state import step as step
 from shardwright.layers.eight_bits.state import update as update

@@ -35,6 +35,8 @@ from shardwright.errors import LayerError, Problem, raise_problems
 from shardwright.layers.eight_bits.quantize import scale_of
 from shardwright.layers.eight_bits.recipe import DelayedScaling
 from shardwright.trees.paths import path_text
+from shardwright.vocabulary.annotations import ArraySpec
+from shardwright.vocabulary.axes import EMPTY
 
 
 @jax.tree_util.register_dataclass
@@ -139,6 +141,17 @@ def init(recipe: Any, names: Iterable[str], *, layers: int | None = None) -> Den
         kernels={name: tensor() for name in names},
         grads={name: tensor() for name in names},
         counts={name: jnp.ones(shape, jnp.float32) for name in names},
+    )
+
+
+def specs(scaling: Any) -> Any:
+    """Return `ArraySpec`s that replicate a state, for `pm.abstract`, `pm.shard` and `pm.jit_step`.
+
+    Args:
+      scaling: A tree of `DenseScaling`s, or its `jax.eval_shape`.
+    """
+    return jax.tree.map(
+        lambda leaf: ArraySpec(leaf.shape, leaf.dtype, (EMPTY,) * leaf.ndim), scaling
     )
 
 
