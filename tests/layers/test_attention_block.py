@@ -164,7 +164,10 @@ def test_bad_input() -> None:
             lambda: apply(state=cache, segment_ids=SEGMENTS),
             "segment_ids is not allowed with a cache",
         ),
-        (lambda: apply(state=cache, keys={"dropout": 1}), "dropout.* is not allowed with a cache"),
+        (
+            lambda: apply(state=cache, keys={"dropout": jax.random.key(1)}),
+            "dropout.* is not allowed with a cache",
+        ),
         (lambda: apply(valid=SEGMENTS == 0), "valid= is only allowed with a cache"),
         (lambda: apply(state={}), "state is dict, not a cache"),
     ]

@@ -61,7 +61,8 @@ def test_norm_specs() -> None:
         spec = norm.specs(config, 16)["scale"]
         assert spec.init is not None
         assert spec.init(jax.random.key(0), (2,), spec.dtype).tolist() == [scale] * 2
-        got = norm.apply(config, {"scale": SCALE, "bias": BIAS}, X)
+        params = {"scale": SCALE, "bias": BIAS}
+        got = norm.apply(config, {name: params[name] for name in norm.specs(config, 16)}, X)
         wanted = (
             layer_norm(X, SCALE, BIAS, zero_centered=True)
             if config.kind == "layer"

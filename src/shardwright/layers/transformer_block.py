@@ -287,8 +287,8 @@ def apply(
     check_residual(x, config.attention.embed)
     state = StackState() if state is None else state
     _check_counts(config, state)
-    _check_trees(config, params, path)
     _check_encoded(config, encoded, encoded_segment_ids)
+    _check_trees(config, params, path)
     given = {
         "attention": {"positions": positions, **_padding(x, segment_ids, valid, state)},
         "cross": {
