@@ -264,6 +264,20 @@ def test_stack_decodes_on_a_mesh() -> None:
     np.testing.assert_allclose(np.concatenate(rows, axis=1), expected, atol=2e-5)
 
 
+@pytest.mark.wide
+def test_decode_with_the_biases_of_training() -> None:
+    module = layers.Transformer(STACK, rngs=nnx.Rngs(0))
+    bias = np.linspace(-1, 1, 16, dtype=np.float32).reshape(2, 8)
+    trained = transformer_block.StackState(mixtures=[None, moe.MoEState(bias=bias)])
+    expected, _ = module(X, state=trained)
+    assert np.abs(expected - module(X)[0]).max() > 1e-3
+    state, rows = module.init_caches(batch=8, capacity=8, state=trained), []
+    for new in (X[:, :7], X[:, 7:]):
+        y, state = module(new, state=state)
+        rows.append(np.asarray(y))
+    np.testing.assert_allclose(np.concatenate(rows, axis=1), expected, atol=2e-5)
+
+
 def test_path_reaches_the_rules_of_tensors() -> None:
     strategy = sw.Strategy.preset("fsdp_tp") | sw.Strategy.loads(
         'version = 1\nname = "own"\n[[tensors]]\nmatch = "mlp/up/kernel"\nembed = "-"\n'
@@ -310,3 +324,20 @@ def test_attention_with_scaling_drops() -> None:
     module.eval()
     first, second = (module(rows, state=state)[0] for _ in range(2))
     np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.wide
+def test_attention_passes_its_scales_on_with_a_cache() -> None:
+    config = attention_block.AttentionConfig(embed=32, heads=2, recipe="delayed")
+    module = layers.Attention(config, rngs=nnx.Rngs(0))
+    uses = eight_bits.uses(attention_block.init_scaling(config))
+    rows = np.random.default_rng(0).normal(size=(2, 8, 32)).astype(np.float32)
+    expected, seen = module(rows, state=attention_block.AttentionState(scaling=uses))
+    assert isinstance(seen.scaling["out"], eight_bits.DenseSeen)
+    cache = module.init_cache(batch=2, capacity=8)
+    state, parts = attention_block.AttentionState(cache=cache, scaling=uses), []
+    for new in (rows[:, :6], rows[:, 6:]):
+        y, state = module(new, state=state)
+        parts.append(np.asarray(y))
+    assert state.scaling is uses
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), expected, atol=0.02)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import shardwright as sw
+from shardwright.errors import LayerError
 from shardwright.layers import attention_block, mixture_block, mlp_block, moe, transformer_block
 from shardwright.layers.placement import RESIDUAL
 from shardwright.testing import cpu_mesh
@@ -112,7 +113,7 @@ def test_collectives(preset: str, kind: str) -> None:
 @pytest.mark.wide
 def test_decode_equals_one_call() -> None:
     config, layers = transformer_block.unstack(STACK, PARAMS)
-    mixtures = [None, moe.MoEState(bias=BIASES[0]), None, moe.MoEState(bias=BIASES[1])]
+    mixtures = transformer_block.unstack_state(STACK, STATE).mixtures
     pm = sw.PartitionManager(
         sw.Strategy.preset("serve_tp"), mesh=cpu_mesh("ep:4,tp:2"), mode="decode"
     )
@@ -164,3 +165,41 @@ def test_bad_input() -> None:
         with pytest.raises(sw.ShardingError, match=message) as caught:
             call()
         assert "fix  " in str(caught.value)
+
+
+def test_state_of_a_stack_as_that_of_its_layers() -> None:
+    state = transformer_block.unstack_state(STACK, STATE)
+    assert state.mixtures is not None
+    assert state.mixtures[1].stats.load.shape == (8,)
+    assert [mixture and mixture.bias.tolist() for mixture in state.mixtures] == [
+        None,
+        BIASES[0].tolist(),
+        None,
+        BIASES[1].tolist(),
+    ]
+    config, layers = transformer_block.unstack(STACK, PARAMS)
+    again = transformer_block.unstack_state(config, state)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    wrong = transformer_block.StackState(mixtures=STATE.mixtures * 2)  # type: ignore[operator]
+    with pytest.raises(LayerError, match=r"mixtures\[1\].bias has shape \(2, 8\)"):
+        transformer_block.apply(config, layers, X, state=wrong)
+    one = transformer_block.StackState(mixtures=[None, moe.MoEState(bias=BIASES[0])])
+    with pytest.raises(LayerError, match="whose size is 2"):
+        transformer_block.apply(STACK, PARAMS, X, state=one)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("given", [STATE, transformer_block.StackState()], ids=["bias", "no bias"])
+def test_state_is_the_carry_of_a_loop(given: Any) -> None:
+    config, layers = transformer_block.unstack(STACK, PARAMS)
+    caches = transformer_block.init_caches(config, batch=8, capacity=8)
+    state = transformer_block.unstack_state(STACK, given)
+
+    def step(state: Any, row: Any) -> Any:
+        y, state = transformer_block.apply(config, layers, row[:, None], state=state)
+        return state, y[:, 0]
+
+    rows = jnp.swapaxes(jnp.asarray(X), 0, 1)
+    _, ys = jax.lax.scan(step, dataclasses.replace(state, caches=caches), rows)
+    wanted, _ = transformer_block.apply(STACK, PARAMS, X, state=given)
+    blocks.assert_close(jnp.swapaxes(ys, 0, 1), wanted, rtol=1e-4)

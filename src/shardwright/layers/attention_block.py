@@ -145,7 +145,8 @@ class AttentionState:
 
     Attributes:
       cache: A KV cache, or None.
-      scaling: `eight_bits.uses(scaling, channel)` as an argument, what was seen in a result.
+      scaling: `eight_bits.uses(scaling, channel)` as an argument. In a result, what was seen; with
+        a cache, the argument again, so that the result is the state of the next call.
     """
 
     cache: Any = None
@@ -310,8 +311,9 @@ def apply(
         contract=2,
     )
     if isinstance(state, AttentionState):
-        seen = None if seen is None else {"qkv": seen, "out": outs.seen}
-        cache = AttentionState(cache=cache, scaling=seen)
+        if cache is None and seen is not None:
+            scaling = {"qkv": seen, "out": outs.seen}
+        cache = AttentionState(cache=cache, scaling=scaling)
     y = outs.ys["out"].astype(config.dtypes.output)
     return checkpoint_name(y, "attention_out"), cache
 

@@ -13,6 +13,7 @@ from shardwright.layers.dtypes import Dtypes
 from shardwright.layers.eight_bits.dense import DenseResult
 from shardwright.layers.eight_bits.dense import dense as quantized_dense
 from shardwright.layers.eight_bits.recipe import Recipe
+from shardwright.layers.eight_bits.state import USES_FIX
 from shardwright.layers.eight_bits.weights import stored
 from shardwright.layers.inputs import check_fields
 from shardwright.layers.lora import LoraConfig
@@ -147,6 +148,6 @@ def parts_of(recipe: Recipe | None, state: Any, names: tuple[str, ...]) -> dict[
         raise LayerError(
             f"the state is that of {', '.join(map(str, state))}, not of {', '.join(names)}",
             path="state",
-            fix="pass eight_bits.uses(scaling, channel), with scaling = init_scaling(config)",
+            fix=USES_FIX,
         )
     return {name: state[name] for name in names}

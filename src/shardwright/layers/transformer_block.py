@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from shardwright.attention.masks import MaskRules, Window
 from shardwright.caches.base import KVCache
 from shardwright.errors import LayerError, did_you_mean
-from shardwright.layers import attention_block, mixture_block, mlp_block
+from shardwright.layers import attention_block, mixture_block, mlp_block, moe
 from shardwright.layers.attention_block import AttentionConfig, AttentionState
 from shardwright.layers.dropout import check_rate, dropout
+from shardwright.layers.eight_bits import DenseUse
 from shardwright.layers.inputs import (
     check_fields,
     check_params,
@@ -65,7 +66,7 @@ class TransformerConfig:
       remat: What is kept for the backward pass. "none" keeps everything, "full" keeps only the
         residual, "dots" keeps products with weights, and "blocks" keeps the outputs of the blocks.
       scan: Whether the layers are one `jax.lax.scan` over stacked parameters, which compiles one
-        layer. Not possible with caches, see `unstack`.
+        layer. Not possible with caches, see `unstack` and `unstack_state`.
 
     Raises:
       LayerError: The sizes do not fit each other, or a value is not valid.
@@ -145,7 +146,8 @@ class StackState:
       mixtures: One `MoEState` per tree of parameters, or None for an MLP. With `scan`, its arrays
         have a leading dim of the layers of that tree. None as a whole before the first call.
       scaling: With delayed scaling, one tree per tree of parameters:
-        `eight_bits.uses(scaling, channel)` as an argument, what was seen in a result. Else None.
+        `eight_bits.uses(scaling, channel)` as an argument. In a result, what was seen; with caches,
+        the argument again, so that the result is the state of the next call. Else None.
     """
 
     caches: list[KVCache] | None = None
@@ -218,6 +220,43 @@ def unstack(
         for number in range(config.layers)
     ]
     return dataclasses.replace(config, scan=False), layers
+
+
+def unstack_state(config: TransformerConfig, state: StackState) -> StackState:
+    """Return a state of scanned layers as that of layers without `scan`, for serving.
+
+    Serving without the biases of training would send tokens to other experts, and without the
+    scales it would round to other numbers. Each mixture gets statistics of 0. So a call returns a
+    state of the same structure, which may be the carry of a loop.
+
+    Args:
+      config: The config, as for `unstack`.
+      state: Biases as they were trained, and with delayed scaling `eight_bits.uses(scaling)`.
+
+    Raises:
+      LayerError: The state is not one of this config.
+    """
+    _check_counts(config, state)
+
+    def of_layer(trees: Sequence[Any], number: int) -> Any:
+        if not config.scan:
+            return trees[number]
+        at, tree = divmod(number, config.period)
+        return jax.tree.map(lambda leaf: leaf[at], trees[tree])
+
+    def mixture_of(number: int) -> MoEState | None:
+        mlp = config.mlp_of(number)
+        if not isinstance(mlp, MixtureConfig):
+            return None
+        given = None if state.mixtures is None else of_layer(state.mixtures, number)
+        return moe.init_state(mlp.moe, bias=None if given is None else given.bias)
+
+    numbers = range(config.layers)
+    return StackState(
+        caches=state.caches,
+        mixtures=_if_any([mixture_of(number) for number in numbers]),
+        scaling=state.scaling and [of_layer(state.scaling, number) for number in numbers],
+    )
 
 
 def init_caches(
@@ -318,7 +357,7 @@ def apply(
     return x, StackState(
         caches=None if state.caches is None else caches,
         mixtures=_if_any(mixtures),
-        scaling=_if_any(seen),
+        scaling=_if_any(seen) if state.caches is None else state.scaling,
     )
 
 
@@ -486,15 +525,20 @@ def _check_counts(config: TransformerConfig, state: StackState) -> None:
         raise LayerError(
             f"state has {len(state.mixtures)} mixtures for {trees} trees of parameters",
             path="state",
-            fix="pass one MoEState per tree, and None where a layer has an MLP",
+            fix="pass one MoEState per tree, and None where a layer has an MLP; that of a scan "
+            "becomes that of its layers by transformer_block.unstack_state(config, state), or by "
+            "init_caches(state=state) of an nnx Transformer",
         )
     for number, mixture in enumerate(state.mixtures or ()):
-        if mixture is not None and not isinstance(config.mlp_of(number), MixtureConfig):
+        if mixture is None:
+            continue
+        if not isinstance(config.mlp_of(number), MixtureConfig):
             raise LayerError(
                 f"mixtures[{number}] is a {type(mixture).__name__}, and layer {number} has an MLP",
                 path="state",
                 fix="pass None there",
             )
+        _check_layers(config, f"mixtures[{number}].bias", mixture.bias, own_rank=1)
     _check_scaling(config, state.scaling)
     if state.caches is None:
         return
@@ -526,3 +570,22 @@ def _check_scaling(config: TransformerConfig, scaling: Any) -> None:
             raise LayerError(
                 f"scaling[{number}] has {has}, not attention and mlp", path="state", fix=fix
             )
+        for use in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, DenseUse)):
+            scale = use.x if isinstance(use, DenseUse) else None
+            _check_layers(config, f"the scales of scaling[{number}]", scale, own_rank=0)
+
+
+def _check_layers(config: TransformerConfig, name: str, value: Any, *, own_rank: int) -> None:
+    """Check that an array of the state has a leading dim of layers with `scan`, and else none."""
+    shape = getattr(value, "shape", None)
+    wanted = (config.layers // _trees(config),) if config.scan else ()
+    if shape is None or shape[: len(shape) - own_rank] == wanted:
+        return
+    fix = "pass the state of one layer per tree: transformer_block.unstack_state(config, state)"
+    if config.scan:
+        fix = f"stack the layers of a tree in the leading dim, whose size is {wanted[0]}"
+    raise LayerError(
+        f"{name} have shape {shape}" if own_rank == 0 else f"{name} has shape {shape}",
+        path="state",
+        fix=fix,
+    )

@@ -150,17 +150,16 @@ def test_unrolled_layers_have_the_same_state() -> None:
 @pytest.mark.wide
 def test_decode_equals_one_call() -> None:
     config, layers = transformer_block.unstack(config_of("delayed"), PARAMS)
-    own = [jax.tree.map(lambda leaf, at=at: leaf[at], warm("delayed")[0]) for at in range(2)]
+    trained = transformer_block.StackState(scaling=eight_bits.uses(warm("delayed")))
+    own = transformer_block.unstack_state(config_of("delayed"), trained)
 
     @jax.jit
-    def step(params: Any, x: Any, caches: Any) -> Any:
-        state = transformer_block.StackState(caches=caches, scaling=eight_bits.uses(own))
-        y, after = transformer_block.apply(config, params, x, state=state)
-        return y, after.caches
+    def step(params: Any, x: Any, state: Any) -> Any:
+        return transformer_block.apply(config, params, x, state=state)
 
     caches = transformer_block.init_caches(config, batch=8, capacity=32)
-    first, caches = step(layers, X[:, :8], caches)
-    last, caches = step(layers, X[:, 8:9], caches)
+    first, state = step(layers, X[:, :8], dataclasses.replace(own, caches=caches))
+    last, _ = step(layers, X[:, 8:9], state)
     whole = unsharded("delayed")[0][1][0][:, :9]
     assert max(distances(jnp.concatenate([first, last], axis=1), whole)) < 0.02
 
@@ -219,3 +218,16 @@ def test_parts_without_whole_blocks(preset: str, kind: str) -> None:
         with pytest.raises(LayerError, match=message) as caught:
             jax.eval_shape(train, params, x)
     assert "fix   choose sizes whose parts are multiples of 32" in str(caught.value)
+
+
+def test_state_of_other_layers_is_refused() -> None:
+    stacked = config_of("delayed")
+    config, layers = transformer_block.unstack(stacked, PARAMS)
+    scaling = transformer_block.init_scaling(stacked)
+    of_stack = transformer_block.StackState(scaling=eight_bits.uses(scaling * 2))
+    with pytest.raises(LayerError, match=r"scales of scaling\[0\] have shape \(2,\)"):
+        transformer_block.apply(config, layers, X, state=of_stack)
+    scaling = transformer_block.init_scaling(config)
+    of_layer = transformer_block.StackState(scaling=eight_bits.uses(scaling[:1]))
+    with pytest.raises(LayerError, match=r"have shape \(\)\n.*whose size is 2"):
+        transformer_block.apply(stacked, PARAMS, X, state=of_layer)

@@ -6,6 +6,7 @@ gives them. Under a manager they are created sharded. The computation is that of
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -394,7 +395,17 @@ class Transformer(_Block):
             config, params, x, keys=keys, state=state, path=self.path, **options
         )
 
-    def init_caches(self, kind: str = "dense", **options: Any) -> transformer_block.StackState:
-        """Create the state with an empty cache per layer; see `transformer_block.init_caches`."""
+    def init_caches(
+        self, kind: str = "dense", *, state: Any = None, **options: Any
+    ) -> transformer_block.StackState:
+        """Create the state with an empty cache per layer; see `transformer_block.init_caches`.
+
+        Args:
+          kind: Kind of the caches.
+          state: `StackState` of training, whose biases and scales each layer takes over, or None.
+          **options: As in `transformer_block.init_caches`.
+        """
         caches = transformer_block.init_caches(self.config, kind, **options)
-        return transformer_block.StackState(caches=caches)
+        own = transformer_block.StackState() if state is None else state
+        own = transformer_block.unstack_state(self.config, own)
+        return dataclasses.replace(own, caches=caches)

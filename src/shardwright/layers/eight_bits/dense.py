@@ -18,7 +18,7 @@ from shardwright.layers.eight_bits import products
 from shardwright.layers.eight_bits.products import Call, Kept, Kernel
 from shardwright.layers.eight_bits.quantize import explicit_entries, pipeline_axes
 from shardwright.layers.eight_bits.recipe import DelayedScaling, Recipe, read_recipe
-from shardwright.layers.eight_bits.state import Channel, DenseSeen, DenseUse
+from shardwright.layers.eight_bits.state import USES_FIX, Channel, DenseSeen, DenseUse
 from shardwright.layers.eight_bits.weights import Stored
 from shardwright.layers.placement import is_inside_shard_map
 from shardwright.manager import context
@@ -202,7 +202,7 @@ def _check_use(recipe: Any, use: Any, names: tuple[str, ...]) -> None:
     if isinstance(recipe, DelayedScaling):
         if not isinstance(use, DenseUse):
             what = f"delayed scaling has a state, and got {type(use).__name__}"
-            fix = "pass eight_bits.uses(scaling, channel), with scaling = init_scaling(config)"
+            fix = USES_FIX
         elif tuple(use.kernels) != names and set(use.kernels) != set(names):
             what = f"the state is that of {', '.join(use.kernels)}, not of {', '.join(names)}"
             fix = "pass the state that init_scaling(config) describes"

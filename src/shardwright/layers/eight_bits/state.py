@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,11 @@ from shardwright.layers.eight_bits.recipe import DelayedScaling
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import EMPTY
+
+USES_FIX: Final = (
+    "pass eight_bits.uses(scaling, channel), with the scaling of the last update; before the first "
+    "one, scaling = init_scaling(config)"
+)
 
 
 @jax.tree_util.register_dataclass

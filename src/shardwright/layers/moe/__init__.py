@@ -15,6 +15,7 @@ from shardwright.layers.moe.block import MoEState as MoEState
 from shardwright.layers.moe.block import MoEStats as MoEStats
 from shardwright.layers.moe.block import apply as apply
 from shardwright.layers.moe.block import explain as explain
+from shardwright.layers.moe.block import init_state as init_state
 from shardwright.layers.moe.config import Dropless as Dropless
 from shardwright.layers.moe.config import Factor as Factor
 from shardwright.layers.moe.config import MoEConfig as MoEConfig

@@ -93,6 +93,19 @@ class MoEState:
     stats: MoEStats | None = None
 
 
+def init_state(config: MoEConfig, *, bias: Any = None) -> MoEState:
+    """Return a state with statistics of 0: it has the structure of what `apply` returns.
+
+    Args:
+      config: The mixture.
+      bias: [experts] float32, or None.
+    """
+    stats = MoEStats(
+        load=jnp.zeros(config.experts, jnp.int32), dropped=jnp.int32(0), aux=jnp.float32(0)
+    )
+    return MoEState(bias=bias, stats=stats)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatch:
     """How the tokens of one call reach their experts.
