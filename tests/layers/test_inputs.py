@@ -272,6 +272,29 @@ def test_states_of_other_configs() -> None:
     refused(lambda: moe.apply(experts(), mixture, X, state=jnp.zeros(4)), "fix   pass a MoEState")
 
 
+def test_caches_of_other_layers() -> None:
+    """A ring forgets, and only a layer with a window may not notice."""
+    config = stack(windows=((2, 0), None), scan=False)
+    options = {"batch": 2, "capacity": 4, "window": 3}
+    text = "caches: layer 1 attends to all tokens, and its cache keeps 3\n  fix   create its cache"
+    refused(lambda: transformer_block.init_caches(config, "sliding", **options), text)
+    local = stack(windows=((2, 0),), scan=False)
+    rings = transformer_block.init_caches(local, "sliding", **options)
+    params = blocks.random_params(transformer_block.specs(config))
+    refused(lambda: transformer_block.apply(config, params, X, state=states(caches=rings)), text)
+    own = blocks.random_params(attention_block.specs(attention()))
+    cache = attention_block.init_cache(attention(), batch=3, capacity=8)
+    text = "state: the cache has 3 slots, and x has a batch of 2"
+    refused(lambda: attention_block.apply(attention(), own, X, state=cache), text)
+
+
+@pytest.mark.parametrize("name", ["attention", "mlp", "mixture", "stack"])
+def test_residual_of_integers(name: str) -> None:
+    module, config = BLOCKS[name]
+    params = blocks.random_params(module.specs(config))
+    refused(lambda: module.apply(config, params, X.astype(np.int32)), "x: x is int32\n  fix   pass")
+
+
 def test_arguments_of_embedding_and_loss() -> None:
     def entropy(**changes: Any) -> Callable[[], Any]:
         given = {"x": X, "head": HEAD, "labels": LABELS, **changes}

@@ -54,7 +54,7 @@ class AttentionConfig:
       head_dim: Size of a head. Defaults to `embed / heads`.
       causal: Whether a query attends only to keys up to its own position.
       window: (left, right), the number of positions before and after the query that it attends to.
-        Defaults to all.
+        Defaults to all, or to the window that a cache keeps.
       softcap: c in `c * tanh(logits / c)`. Defaults to none.
       scale: Factor of the logits. Defaults to `1 / sqrt(head_dim)`.
       rope_theta: Base of the rotary frequencies. None for no rotary positions.
@@ -271,6 +271,12 @@ def apply(
         cache, scaling = state.cache, state.scaling
     given = {"positions": positions, "segment_ids": segment_ids, "bias": bias}
     _check_arguments(cache, valid, given, key)
+    if cache is not None and cache.batch != x.shape[0]:
+        raise LayerError(
+            f"the cache has {cache.batch} slots, and x has a batch of {x.shape[0]}",
+            path="state",
+            fix="create the cache with batch=, or pass a row of x per slot, and valid=",
+        )
     if scaling is not None and recipe is None:
         raise LayerError(
             "state has scaling, and the config has no recipe",

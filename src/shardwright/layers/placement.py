@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from shardwright import _jax
-from shardwright.errors import RankMismatchError
+from shardwright.errors import LayerError, RankMismatchError
 from shardwright.manager import context
 from shardwright.vocabulary.axes import BATCH, EMBED, LENGTH, QUERY_LENGTH
 
@@ -42,10 +44,11 @@ def use(params: Any, specs: Any, *, path: str | None = None) -> Any:
 
 
 def check_residual(x: Any, embed: int) -> None:
-    """Check the shape of a residual.
+    """Check the shape and the dtype of a residual.
 
     Raises:
       RankMismatchError: It is not `[batch, length, embed]`.
+      LayerError: It does not have floats, so what a block adds would be cut to integers.
     """
     shape = getattr(x, "shape", None)
     if shape is None or len(shape) != 3 or shape[-1] != embed:
@@ -53,4 +56,8 @@ def check_residual(x: Any, embed: int) -> None:
             f"x has shape {shape}",
             path="x",
             fix=f"pass the residual, [batch, length, {embed}]",
+        )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise LayerError(
+            f"x is {x.dtype}", path="x", fix="pass floats: tokens go through layers.embedding first"
         )

@@ -265,13 +265,31 @@ def init_caches(
     """Create an empty cache per layer, already sharded; see `caches.init` for the arguments.
 
     They are the `caches` of a `StackState`.
+
+    Raises:
+      LayerError: The caches keep a window, and `windows` has layers without one.
+      CacheError: As `caches.init` raises it.
     """
-    return [
+    caches = [
         attention_block.init_cache(
             config.attention, kind, batch=batch, capacity=capacity, **options
         )
         for _ in range(config.layers)
     ]
+    _check_rings(config, caches)
+    return caches
+
+
+def _check_rings(config: TransformerConfig, caches: list[KVCache]) -> None:
+    """Refuse a cache that keeps a window for a layer that `windows` says attends to all tokens."""
+    for number, cache in enumerate(caches if config.windows else ()):
+        if isinstance(cache, KVCache) and cache.spec.window and config.window(number) is None:
+            raise LayerError(
+                f"layer {number} attends to all tokens, and its cache keeps {cache.spec.window}",
+                path="caches",
+                fix='create its cache with attention_block.init_cache(config.attention, "dense", '
+                "batch=..., capacity=...)",
+            )
 
 
 def apply(
@@ -554,6 +572,7 @@ def _check_counts(config: TransformerConfig, state: StackState) -> None:
             path="state",
             fix="pass transformer_block.init_caches(config, batch=..., capacity=...)",
         )
+    _check_rings(config, state.caches)
 
 
 def _check_scaling(config: TransformerConfig, scaling: Any) -> None:
