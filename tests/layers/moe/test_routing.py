@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardwright.layers import moe
-from shardwright.layers.moe.routing import route
+from shardwright.layers.moe.routing import route, shares
 from tests.layers.moe.reference import config, error, manager, parameters, tokens
 
 
@@ -92,16 +92,11 @@ def test_weights_where_all_scores_underflow(least: float) -> None:
 
 def test_ordinary_weights_are_plain_quotients() -> None:
     """Bit for bit, as if the case of underflow did not exist."""
-    router, x = parameters(config())["router"], tokens(32, 16)
-    routes = jax.jit(lambda x: route(config(score="sigmoid"), router, None, x))(x)
-
-    @jax.jit
-    def plain(experts: Any) -> Any:
-        logits = jnp.einsum("te,ex->tx", x, router, precision="highest")
-        picked = jnp.take_along_axis(jax.nn.sigmoid(logits), experts, axis=-1)
-        return picked / picked.sum(-1, keepdims=True)
-
-    np.testing.assert_array_equal(routes.weights, plain(routes.experts))
+    logits = 8 * tokens(256, 4)
+    scores = jax.nn.sigmoid(logits)
+    got = jax.jit(shares)(scores, jax.nn.log_sigmoid(logits))
+    wanted = jax.jit(lambda scores: scores / scores.sum(-1, keepdims=True))(scores)
+    np.testing.assert_array_equal(got, wanted)
 
 
 def test_bias_that_picks_experts_without_score() -> None:

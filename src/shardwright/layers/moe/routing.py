@@ -52,14 +52,14 @@ def route(config: MoEConfig, router: Any, bias: Any, x: Any, is_token: Any = Non
         logs = logits  # of the scores, except for a summand that all of them have
     else:
         scores, logs = jax.nn.sigmoid(logits), jax.nn.log_sigmoid(logits)
-        probabilities = _shares(scores, logs)
+        probabilities = shares(scores, logs)
     preferred = scores if bias is None else scores + jax.lax.stop_gradient(bias)
     _, experts = jax.lax.top_k(_in_best_groups(config, preferred), config.per_token)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.normalize and config.score == "softmax" and bias is None:
         weights = weights / weights.sum(-1, keepdims=True)  # the best scores, so never tiny
     elif config.normalize:
-        weights = _shares(weights, jnp.take_along_axis(logs, experts, axis=-1))
+        weights = shares(weights, jnp.take_along_axis(logs, experts, axis=-1))
     squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
     if is_token is not None:
         experts = jnp.where(is_token[:, None], experts, config.experts)
@@ -73,7 +73,7 @@ def route(config: MoEConfig, router: Any, bias: Any, x: Any, is_token: Any = Non
     )
 
 
-def _shares(scores: Any, logs: Any) -> Any:
+def shares(scores: Any, logs: Any) -> Any:
     """Return scores divided by their sum over the last dim, also where all of them underflow.
 
     The sigmoid of -104 is 0 in float32, and 0 / 0 is NaN. Below about -44 the gradient has the
