@@ -270,19 +270,8 @@ def apply(
     if isinstance(state, AttentionState):
         cache, scaling = state.cache, state.scaling
     given = {"positions": positions, "segment_ids": segment_ids, "bias": bias}
-    _check_arguments(cache, valid, given, key)
-    if cache is not None and cache.batch != x.shape[0]:
-        raise LayerError(
-            f"the cache has {cache.batch} slots, and x has a batch of {x.shape[0]}",
-            path="state",
-            fix="create the cache with batch=, or pass a row of x per slot, and valid=",
-        )
-    if scaling is not None and recipe is None:
-        raise LayerError(
-            "state has scaling, and the config has no recipe",
-            path="state",
-            fix='write recipe="delayed" in the config, or pass AttentionState(cache=...)',
-        )
+    _check_arguments(cache, x, valid, given, key)
+    _check_scaling(recipe, scaling)
     if encoded is not None or encoded_segment_ids is not None:
         _check_encoded(config, encoded, encoded_segment_ids, cache, given)
         given |= _segments(x, segment_ids, encoded_segment_ids)
@@ -295,10 +284,7 @@ def apply(
         x = norm.apply(config.norm, weights["norm"], x, dtype=compute)
     # With sequence parallelism the residual is gathered here, after the norm.
     x = place(x.astype(compute), OPERAND)
-    if cache is not None:
-        rotations = next_positions(cache, q_length=x.shape[1], valid=valid)
-    else:
-        rotations = jnp.arange(x.shape[1])[None] if positions is None else positions
+    rotations = _rotations(cache, x, positions, valid)
     rows, seen = _project(config, weights, (x, encoded), rotations, states["qkv"])
     if cache is None:
         context_rows = _attend(config, rows, given, key)
@@ -322,6 +308,13 @@ def apply(
         cache = AttentionState(cache=cache, scaling=scaling)
     y = outs.ys["out"].astype(config.dtypes.output)
     return checkpoint_name(y, "attention_out"), cache
+
+
+def _rotations(cache: Any, x: Any, positions: Any, valid: Any) -> Any:
+    """Return the positions by which queries and keys are rotated."""
+    if cache is not None:
+        return next_positions(cache, q_length=x.shape[1], valid=valid)
+    return jnp.arange(x.shape[1])[None] if positions is None else positions
 
 
 def _project(
@@ -402,7 +395,7 @@ def _attend_to_cache(
     return result.o, result.cache
 
 
-def _check_arguments(state: Any, valid: Any, given: dict[str, Any], key: Any) -> None:
+def _check_arguments(state: Any, x: Any, valid: Any, given: dict[str, Any], key: Any) -> None:
     if state is None:
         if valid is not None:
             raise LayerError(
@@ -417,6 +410,12 @@ def _check_arguments(state: Any, valid: Any, given: dict[str, Any], key: Any) ->
             path="state",
             fix="pass attention_block.init_cache(config, batch=..., capacity=...)",
         )
+    if state.batch != x.shape[0]:
+        raise LayerError(
+            f"the cache has {state.batch} slots, and x has a batch of {x.shape[0]}",
+            path="state",
+            fix="create the cache with batch=, or pass a row of x per slot, and valid=",
+        )
     for name, value in {**given, 'keys["dropout"]': key}.items():
         if value is not None:
             raise LayerError(
@@ -424,6 +423,15 @@ def _check_arguments(state: Any, valid: Any, given: dict[str, Any], key: Any) ->
                 path=name,
                 fix="leave it out: a cache has its own positions, and is for inference only",
             )
+
+
+def _check_scaling(recipe: Any, scaling: Any) -> None:
+    if scaling is not None and recipe is None:
+        raise LayerError(
+            "state has scaling, and the config has no recipe",
+            path="state",
+            fix='write recipe="delayed" in the config, or pass AttentionState(cache=...)',
+        )
 
 
 def check_cross(config: AttentionConfig, path: str) -> None:

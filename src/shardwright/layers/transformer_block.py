@@ -22,10 +22,8 @@ from shardwright.errors import LayerError, did_you_mean
 from shardwright.layers import attention_block, mixture_block, mlp_block, moe
 from shardwright.layers.attention_block import AttentionConfig, AttentionState
 from shardwright.layers.dropout import check_rate, dropout
-from shardwright.layers.eight_bits import DenseUse
 from shardwright.layers.inputs import (
     check_fields,
-    check_params,
     check_type,
     check_valid,
     read_keys,
@@ -34,6 +32,15 @@ from shardwright.layers.mixture_block import MixtureConfig
 from shardwright.layers.mlp_block import MlpConfig
 from shardwright.layers.moe import MoEState
 from shardwright.layers.placement import RESIDUAL, check_residual, place
+from shardwright.layers.stack_inputs import (
+    check_caches,
+    check_encoded,
+    check_mixtures,
+    check_rings,
+    check_scaling,
+    check_trees,
+    trees_of,
+)
 from shardwright.trees.initialize import stack_specs
 from shardwright.vocabulary.integers import read_integer
 
@@ -168,7 +175,7 @@ def specs(config: TransformerConfig) -> list[Any]:
     `scan` there is one tree per layer. Each tree is `{"attention": ..., "mlp": ...}`, with `cross`
     if the config has it.
     """
-    count = _trees(config)
+    count = trees_of(config)
     shared = {"attention": attention_block.specs(config.attention)}
     if config.cross is not None:
         shared["cross"] = attention_block.specs(config.cross)
@@ -189,7 +196,7 @@ def init_scaling(config: TransformerConfig) -> list[Any] | None:
 
     None if no block has this recipe. Mixtures have no state.
     """
-    count = _trees(config)
+    count = trees_of(config)
     layers = config.layers // count if config.scan else None
     trees = []
     for number in range(count):
@@ -211,7 +218,7 @@ def unstack(
     Raises:
       LayerError: The parameters are not those that `specs` describes.
     """
-    _check_trees(config, params, None)
+    check_trees(specs(config), params, None)
     if not config.scan:
         return config, list(params)
     count = config.period
@@ -236,7 +243,7 @@ def unstack_state(config: TransformerConfig, state: StackState) -> StackState:
     Raises:
       LayerError: The state is not one of this config.
     """
-    _check_counts(config, state)
+    _check_state(config, state)
 
     def of_layer(trees: Sequence[Any], number: int) -> Any:
         if not config.scan:
@@ -276,20 +283,8 @@ def init_caches(
         )
         for _ in range(config.layers)
     ]
-    _check_rings(config, caches)
+    check_rings(config, caches)
     return caches
-
-
-def _check_rings(config: TransformerConfig, caches: list[KVCache]) -> None:
-    """Refuse a cache that keeps a window for a layer that `windows` says attends to all tokens."""
-    for number, cache in enumerate(caches if config.windows else ()):
-        if isinstance(cache, KVCache) and cache.spec.window and config.window(number) is None:
-            raise LayerError(
-                f"layer {number} attends to all tokens, and its cache keeps {cache.spec.window}",
-                path="caches",
-                fix='create its cache with attention_block.init_cache(config.attention, "dense", '
-                "batch=..., capacity=...)",
-            )
 
 
 def apply(
@@ -343,9 +338,9 @@ def apply(
     """
     check_residual(x, config.attention.embed)
     state = StackState() if state is None else state
-    _check_counts(config, state)
-    _check_encoded(config, encoded, encoded_segment_ids)
-    _check_trees(config, params, path)
+    _check_state(config, state)
+    check_encoded(config, encoded, encoded_segment_ids)
+    check_trees(specs(config), params, path)
     given = {
         "attention": {"positions": positions, **_padding(x, segment_ids, valid, state)},
         "cross": {
@@ -496,115 +491,13 @@ def _keys(config: TransformerConfig, key: Any, number: Any) -> Any:
     return None if key is None else jax.random.split(jax.random.fold_in(key, number), count)
 
 
-def _check_encoded(config: TransformerConfig, encoded: Any, segment_ids: Any) -> None:
-    if config.cross is not None and encoded is None:
-        raise LayerError(
-            "the layers have cross-attention, and encoded is not given",
-            path="encoded",
-            fix="pass the output of an encoder, [batch, encoded length, embed]",
-        )
-    if config.cross is None and not (encoded is None and segment_ids is None):
-        raise LayerError(
-            "encoded is given, and the layers have no cross-attention",
-            path="encoded",
-            fix="TransformerConfig(cross=AttentionConfig(causal=False, rope_theta=None, ...))",
-        )
-
-
-def _check_trees(config: TransformerConfig, params: Any, path: str | None) -> None:
-    """Check the number of trees of parameters, and each tree."""
-    trees, create = _trees(config), "transformer_block.specs(config)"
-    if not isinstance(params, Sequence) or len(params) != trees:
-        is_list = isinstance(params, Sequence)
-        has = f"{len(params)} trees" if is_list else f"is a {type(params).__name__}"
-        raise LayerError(
-            f"params {'has ' if is_list else ''}{has}, and the config describes {trees} trees",
-            path="params",
-            fix=f"pass the list that {create} describes",
-        )
-    for number, (own, tree) in enumerate(zip(specs(config), params, strict=True)):
-        place = f"params[{number}]" if path is None else f"{path}/{number}"
-        check_params(own, tree, path=place, create=create)
-
-
-def _trees(config: TransformerConfig) -> int:
-    return config.period if config.scan else config.layers
-
-
-def _check_counts(config: TransformerConfig, state: StackState) -> None:
-    trees = _trees(config)
+def _check_state(config: TransformerConfig, state: Any) -> None:
     if not isinstance(state, StackState):
         raise LayerError(
             f"state is a {type(state).__name__}",
             path="state",
             fix="pass transformer_block.StackState(caches=...)",
         )
-    if state.mixtures is not None and len(state.mixtures) != trees:
-        raise LayerError(
-            f"state has {len(state.mixtures)} mixtures for {trees} trees of parameters",
-            path="state",
-            fix="pass one MoEState per tree, and None where a layer has an MLP; that of a scan "
-            "becomes that of its layers by transformer_block.unstack_state(config, state), or by "
-            "init_caches(state=state) of an nnx Transformer",
-        )
-    for number, mixture in enumerate(state.mixtures or ()):
-        if mixture is None:
-            continue
-        if not isinstance(config.mlp_of(number), MixtureConfig):
-            raise LayerError(
-                f"mixtures[{number}] is a {type(mixture).__name__}, and layer {number} has an MLP",
-                path="state",
-                fix="pass None there",
-            )
-        _check_layers(config, f"mixtures[{number}].bias", mixture.bias, own_rank=1)
-    _check_scaling(config, state.scaling)
-    if state.caches is None:
-        return
-    if config.scan:
-        raise LayerError(
-            "caches cannot be used with scan=True",
-            path="state",
-            fix="config, params = transformer_block.unstack(config, params)",
-        )
-    if len(state.caches) != config.layers:
-        raise LayerError(
-            f"state has {len(state.caches)} caches for {config.layers} layers",
-            path="state",
-            fix="pass transformer_block.init_caches(config, batch=..., capacity=...)",
-        )
-    _check_rings(config, state.caches)
-
-
-def _check_scaling(config: TransformerConfig, scaling: Any) -> None:
-    """Check that scaling has a tree per tree of parameters; each block checks its own part."""
-    if scaling is None:
-        return
-    trees, fix = _trees(config), "pass eight_bits.uses(transformer_block.init_scaling(config))"
-    if not isinstance(scaling, Sequence) or len(scaling) != trees:
-        has = f"{len(scaling)} trees" if isinstance(scaling, Sequence) else type(scaling).__name__
-        raise LayerError(f"scaling has {has} for {trees} trees", path="state", fix=fix)
-    for number, tree in enumerate(scaling):
-        if not isinstance(tree, Mapping) or set(tree) != {"attention", "mlp"}:
-            has = ", ".join(map(str, tree)) if isinstance(tree, Mapping) else type(tree).__name__
-            raise LayerError(
-                f"scaling[{number}] has {has}, not attention and mlp", path="state", fix=fix
-            )
-        for use in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, DenseUse)):
-            scale = use.x if isinstance(use, DenseUse) else None
-            _check_layers(config, f"the scales of scaling[{number}]", scale, own_rank=0)
-
-
-def _check_layers(config: TransformerConfig, name: str, value: Any, *, own_rank: int) -> None:
-    """Check that an array of the state has a leading dim of layers with `scan`, and else none."""
-    shape = getattr(value, "shape", None)
-    wanted = (config.layers // _trees(config),) if config.scan else ()
-    if shape is None or shape[: len(shape) - own_rank] == wanted:
-        return
-    fix = "pass the state of one layer per tree: transformer_block.unstack_state(config, state)"
-    if config.scan:
-        fix = f"stack the layers of a tree in the leading dim, whose size is {wanted[0]}"
-    raise LayerError(
-        f"{name} have shape {shape}" if own_rank == 0 else f"{name} has shape {shape}",
-        path="state",
-        fix=fix,
-    )
+    check_mixtures(config, state.mixtures)
+    check_scaling(config, state.scaling)
+    check_caches(config, state.caches)
