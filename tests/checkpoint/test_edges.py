@@ -41,6 +41,21 @@ def test_members_of_an_enum(tmp_path: Path) -> None:
         checkpoint.restore(tmp_path, {"phase": Later.WARMUP, "done": False})
 
 
+def test_numbers_that_a_move_made_arrays(tmp_path: Path) -> None:
+    """`pm.reshard` makes arrays of numbers, and the state is restored into the target as before."""
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:2,tp:4"))
+    state = {"step": 2**30 + 1, "rate": 0.5, "done": True, "x": jnp.ones(3)}
+    moved = pm.reshard(state, dict.fromkeys(state, pm.sharding()))
+    assert moved["step"].dtype == jnp.int32
+    checkpoint.save(tmp_path, moved, step=1)
+    restored = checkpoint.restore(tmp_path, {**state, "step": 0, "rate": 0.0, "done": False})
+    assert [restored[name] for name in ("step", "rate", "done")] == [2**30 + 1, 0.5, True]
+    assert [type(restored[name]) for name in ("step", "rate", "done")] == [int, float, bool]
+    for target in (0.0, False, Phase.MAIN):
+        with pytest.raises(CheckpointError, match=r"step: saved as int32\[\], and the target is"):
+            checkpoint.restore(tmp_path, {"step": target}, partial=True)
+
+
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_keys_without_elements(tmp_path: Path, impl: str) -> None:
     keys = jax.random.split(jax.random.key(0, impl=impl), 8)[:0]

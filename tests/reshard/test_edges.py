@@ -123,3 +123,20 @@ def test_axis_of_size_one_is_part_of_the_sharding(axis_types: Any, donate: bool)
     assert pm.plan_reshard(tree, dict.fromkeys(tree, target)).bytes_sent == 0
     again = pm.reshard(moved, dict.fromkeys(tree, target), donate=donate)
     assert all(again[name] is moved[name] for name in tree)
+
+
+def test_targets_may_be_arrays_with_shardings() -> None:
+    tree = train().reshard({"a": numbers(1), "b": numbers(2)}, AXES)
+    pm = serve()
+    like = pm.reshard({"a": numbers(), "b": numbers()}, AXES)
+    structs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
+    )
+    mixed = {"a": structs["a"], "b": like["b"].sharding}
+    for targets in (like, structs, mixed):
+        moved = pm.reshard(tree, targets)
+        for name, seed in (("a", 1), ("b", 2)):
+            assert moved[name].sharding == like[name].sharding
+            np.testing.assert_array_equal(moved[name], numbers(seed))
+    plan = pm.plan_reshard(structs, structs, source=tree)
+    assert plan.bytes_sent == pm.plan_reshard(tree, AXES).bytes_sent

@@ -257,6 +257,10 @@ class TargetLeaf:
             value = value if self.sharding is None else jax.device_put(value, self.sharding)
         if self.saved.kind is Kind.KEY:
             return jax.random.wrap_key_data(jnp.asarray(value), impl=_impl(self.saved.dtype))
+        if isinstance(self.target, (bool, int, float, complex)) and not hasattr(
+            self.target, "dtype"
+        ):
+            return value.item()
         if isinstance(self.target, np.generic):
             return value[()]
         return value if isinstance(self.target, np.ndarray) else jnp.asarray(value)
@@ -312,6 +316,9 @@ def _misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
     if not is_array:
         if leaf.kind is Kind.NUMBER and leaf.dtype == _number_type(target):
             return _enum_misfit(leaf, target)
+        # A move makes arrays of numbers.
+        if _scalar_type(leaf) == _number_type(target) and not isinstance(target, enum.Enum):
+            return None
         return f"saved as {leaf}, and the target is {target!r}", "restore it as it was saved"
     kind, dtype = _kind_and_dtype(target)
     if (kind, tuple(target.shape), dtype) != (leaf.kind, leaf.shape, leaf.dtype):
@@ -330,6 +337,20 @@ def _misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
             return None  # it goes where JAX puts a new scalar
         return "the target has no sharding", "pass pm.abstract(specs), or set sharding="
     return _sharding_misfit(leaf, target)
+
+
+def _scalar_type(leaf: SavedLeaf) -> str:
+    """Return the name of the Python type that holds a saved scalar array, or empty."""
+    if leaf.kind is not Kind.ARRAY or leaf.shape:
+        return ""
+    dtype = _dtype(leaf.dtype)
+    kinds = {
+        "bool": np.bool_,
+        "int": np.integer,
+        "float": np.floating,
+        "complex": np.complexfloating,
+    }
+    return next((name for name, kind in kinds.items() if jnp.issubdtype(dtype, kind)), "")
 
 
 def _enum_misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:

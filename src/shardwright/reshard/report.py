@@ -88,21 +88,26 @@ def plan_text(plan: ReshardPlan) -> str:
         over = f" over {'+'.join(row.mesh_axes)}" if row.mesh_axes else ""
         runs = "1 run" if row.count == 1 else f"{row.count} runs"
         lines.append(f"{row.kind}{over}: {runs}, {bytes_text(row.bytes)} sent")
-    moved = sum(leaf.moves for leaf in plan.leaves)
-    moves = "moves" if moved == 1 else "move"
-    lines.append(
-        f"{moved} of {len(plan.leaves)} arrays {moves}: {bytes_text(plan.bytes_sent)} sent, "
-        f"the least possible is {bytes_text(plan.least_bytes)}"
-    )
+    lines.append(sent_text(plan))
     lines.append(
         f"peak: on all devices at most {bytes_text(plan.peak_growth)} more than before; "
         f"one device holds at most {bytes_text(plan.peak_per_device)}"
         + (f", the host {bytes_text(plan.host_bytes)}" if plan.host_bytes else "")
     )
-    if moved:
+    if any(leaf.moves for leaf in plan.leaves):
         after = "is then deleted" if plan.donate else "is kept"
         lines.append(f"source and target of a leaf exist at the same time; the source {after}")
     return "\n".join(lines)
+
+
+def sent_text(plan: ReshardPlan) -> str:
+    """Return how many arrays move, and how many bytes are sent, in one line."""
+    moved = sum(leaf.moves for leaf in plan.leaves)
+    moves = "moves" if moved == 1 else "move"
+    return (
+        f"{moved} of {len(plan.leaves)} arrays {moves}: {bytes_text(plan.bytes_sent)} sent, "
+        f"the least possible is {bytes_text(plan.least_bytes)}"
+    )
 
 
 def _row(leaf: LeafMove) -> tuple[str, ...]:

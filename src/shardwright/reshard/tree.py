@@ -186,7 +186,8 @@ def plan_reshard(
       manager: The manager with the target shardings.
       tree: Tree of arrays, of NumPy arrays, or of anything with a shape and a dtype.
       specs: Tree of annotations, as for `shardings`; or a tree of shardings, such as that of
-        `state_shardings`.
+        `state_shardings`; or a tree of arrays or `jax.ShapeDtypeStruct`s with the shardings, such
+        as that of `abstract`.
       source: Manager or tree of shardings before the move. Defaults to the shardings of the arrays.
       piece: Bytes of a piece, summed over all devices, as an integer or as text. Defaults to 64
         MiB. A larger leaf moves in several pieces.
@@ -216,8 +217,9 @@ def plan_reshard(
 
 def target_shardings(manager: PartitionManager, tree: Any, specs: Any) -> Any:
     """Return the target shardings of a tree. `specs` has annotations, or the shardings."""
-    if _are_shardings(specs):
-        return specs
+    shardings = _shardings_in(specs)
+    if shardings is not None:
+        return shardings
     return manager.shardings(_with_shapes(tree), specs)
 
 
@@ -228,15 +230,16 @@ def source_shardings(source: Any, tree: Any, specs: Any) -> Any:
       StrategyError: `source` is neither, or `source` is a manager and `specs` are shardings.
     """
     if isinstance(source, PartitionManager):
-        if _are_shardings(specs):
+        if _shardings_in(specs) is not None:
             raise StrategyError(
                 "specs are shardings, so source= cannot be a manager",
                 path="source",
                 fix="pass the shardings of the source, or annotations as specs",
             )
         return source.shardings(_with_shapes(tree), specs)
-    if _are_shardings(source):
-        return source
+    shardings = _shardings_in(source)
+    if shardings is not None:
+        return shardings
     raise StrategyError(
         f"source has the type {type(source).__name__}",
         path="source",
@@ -366,9 +369,15 @@ def _source_text(sharding: Sharding | None) -> str:
     return "one device" if isinstance(sharding, SingleDeviceSharding) else str(sharding)
 
 
-def _are_shardings(tree: Any) -> bool:
-    leaves = jax.tree.leaves(tree)
-    return bool(leaves) and all(isinstance(leaf, Sharding) for leaf in leaves)
+def _shardings_in(tree: Any) -> Any:
+    """Return a tree of shardings, or None if a leaf neither is one nor has one."""
+    leaves, structure = jax.tree.flatten(tree)
+    found = [
+        leaf if isinstance(leaf, Sharding) else getattr(leaf, "sharding", None) for leaf in leaves
+    ]
+    if not found or not all(isinstance(each, Sharding) for each in found):
+        return None
+    return jax.tree.unflatten(structure, found)
 
 
 def _with_shapes(tree: Any) -> Any:

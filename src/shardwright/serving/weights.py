@@ -17,6 +17,7 @@ from shardwright.plan.report.text import bytes_text
 from shardwright.reshard import checks
 from shardwright.reshard.move import move_tree
 from shardwright.reshard.programs import flat_mesh
+from shardwright.reshard.report import sent_text
 from shardwright.reshard.tree import ReshardPlan, plan_moves_of
 from shardwright.trees.paths import path_text
 
@@ -45,7 +46,7 @@ class Update:
         return sum(plan.bytes_sent for plan in self.plans) + self.placed_bytes
 
     def __str__(self) -> str:
-        heads = [str(plan).splitlines()[0] for plan in self.plans]
+        heads = [sent_text(plan) for plan in self.plans]
         heads += [f"{bytes_text(self.placed_bytes)} without a plan"] * (self.placed_bytes > 0)
         return "\n".join([f"version {self.version}", *(f"  {head}" for head in heads)])
 
