@@ -249,3 +249,12 @@ def test_global_array_of_one_process(kind: str) -> None:
         pm.global_array(numbers(8, 6), sw.BATCH, sw.EMBED, global_shape=(8, 6))
     with pytest.raises(sw.IndivisibleError, match="dim 1 EMBED"):
         pm.global_array(numbers(8, 6), sw.BATCH, sw.EMBED)
+    np.testing.assert_array_equal(pm.global_array([1, 2, 3, 4], sw.BATCH), [1, 2, 3, 4])
+    for local in ("x", None, [object()], np.array(["a"])):
+        with pytest.raises(sw.StrategyError, match=r"the local array is .*, with the dtype"):
+            pm.global_array(local, sw.BATCH)
+    for shape in ((8,), (8, None), 8, (8, 8, 1)):
+        with pytest.raises(sw.ShardingError, match=r"global_shape: global_shape=.* and the local"):
+            pm.global_array(numbers(8, 8), sw.BATCH, sw.EMBED, global_shape=shape)
+    with pytest.raises(sw.ShardingError, match="global_shape: the local array has the shape"):
+        pm.global_array(numbers(8, 8), sw.BATCH, sw.EMBED, global_shape=(16, 8))

@@ -16,13 +16,19 @@ from shardwright.errors import (
     Problem,
     RankMismatchError,
     ShapeRequiredError,
+    ShardingError,
     StrategyError,
     raise_problems,
 )
 from shardwright.manager import constraint
 from shardwright.manager.constraint import Placement
 from shardwright.manager.core import ManagerCore
-from shardwright.manager.host_data import compare_data, compare_parts
+from shardwright.manager.host_data import (
+    compare_copies,
+    compare_data,
+    compare_parts,
+    read_local,
+)
 from shardwright.manager.request import Request, dim_problem, suggest_for_missing_size
 from shardwright.manager.trees import map_leaves
 from shardwright.manager.weights import path_required
@@ -30,6 +36,7 @@ from shardwright.resolution import resolver
 from shardwright.resolution.decisions import Resolution
 from shardwright.vocabulary.annotations import read_annotation, tree_of_annotations
 from shardwright.vocabulary.axes import Role
+from shardwright.vocabulary.integers import as_integer
 
 
 class ArrayMethods(ManagerCore):
@@ -78,21 +85,28 @@ class ArrayMethods(ManagerCore):
     ) -> jax.Array:
         """Build a global array from the parts that the processes have.
 
-        The parts must have one shape and dtype. Processes compare them at each call.
+        The parts must have one shape and dtype. If devices of several processes hold the same
+        shard, as under a replicated spec, these processes must pass equal data for it. Processes
+        compare this at each call.
 
         Args:
-          local: The part of this process.
+          local: The part of this process: a NumPy array, or what `np.asarray` takes.
           *axes: Annotation of the global array.
           global_shape: Global shape. Defaults to the shape that the local shape and the spec imply.
           mode: Runtime mode. Defaults to the manager's mode.
 
         Raises:
           ShapeRequiredError: The spec depends on sizes, and `global_shape` is not given.
-          AgreementError: The parts of the processes differ in shape or dtype.
+          AgreementError: The parts of the processes differ in shape or dtype, or copies of one
+            shard differ.
+          StrategyError: `local` is not an array of numbers.
         """
         annotation = read_annotation(axes)
         if (group := self._group()) is not None:
             compare_parts(group, annotation, local, global_shape)
+        local = read_local(local)
+        if global_shape is not None:
+            global_shape = _read_shape(global_shape, local)
         resolution = self.answer(Request(annotation, global_shape, mode))
         if ShapeRequiredError in {problem.error for problem in resolution.problems}:
             problems = suggest_for_missing_size(resolution, "pass global_shape=")
@@ -105,7 +119,17 @@ class ArrayMethods(ManagerCore):
             global_shape = constraint.global_shape(sharding, local.shape)
         shape = tuple(global_shape)
         self.answer(Request(annotation, shape, mode)).require()
-        array: jax.Array = jax.make_array_from_process_local_data(sharding, local, shape)
+        if group is not None:
+            compare_copies(group, sharding, local, shape)
+        try:
+            array: jax.Array = jax.make_array_from_process_local_data(sharding, local, shape)
+        except ValueError as error:
+            raise ShardingError(
+                f"the local array has the shape {local.shape}, which is not the part of this "
+                f"process of {shape} under {sharding.spec}",
+                path="global_shape",
+                fix=f"leave it out for {constraint.global_shape(sharding, local.shape)}",
+            ) from error
         return array
 
     def shard_map(
@@ -266,6 +290,18 @@ def check_varying(x: Any, resolution: Resolution, path: str | None) -> None:
         for decision, axis in missing
     ]
     raise_problems(problems, resolution=resolution)
+
+
+def _read_shape(global_shape: Any, local: Any) -> tuple[int, ...]:
+    """Return `global_shape` as a tuple of integers, one per dim of the local array."""
+    sizes = tuple(map(as_integer, global_shape)) if isinstance(global_shape, Sequence) else ()
+    if len(sizes) != local.ndim or None in sizes:
+        raise ShardingError(
+            f"global_shape={global_shape!r}, and the local array has the shape {local.shape}",
+            path="global_shape",
+            fix="pass one integer per dim, or leave it out",
+        )
+    return tuple(size for size in sizes if size is not None)
 
 
 def _local_rank_problem(resolution: Resolution, local: Any) -> Problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import Any, Final
@@ -9,8 +10,10 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from shardwright import _jax
+from shardwright.errors import StrategyError
 from shardwright.manager.processes import (
     PATIENCE_S,
     Fact,
@@ -18,8 +21,11 @@ from shardwright.manager.processes import (
     array_text,
     compare,
     digest_of,
+    processes_text,
 )
+from shardwright.resolution.partition_specs import spec_text
 from shardwright.trees import paths
+from shardwright.vocabulary.axes import axis_label
 
 _BYTES_OF_DIGEST: Final = 8
 
@@ -44,7 +50,8 @@ def compare_data(group: ProcessGroup, values: Any) -> None:
             "pass the same values in every process, or join each process's part with "
             "pm.global_array"
         )
-        compare(group, topic, facts, what="shard", fix=fix, patience=PATIENCE_S)
+        detail = f"shard of {_shortened(list(facts))}"
+        compare(group, topic, facts, what="shard", fix=fix, patience=PATIENCE_S, detail=detail)
 
 
 def compare_parts(
@@ -57,10 +64,108 @@ def compare_parts(
     """
     facts = {"the local array": Fact(array_text(local))}
     if global_shape is not None:
-        facts["global_shape"] = Fact(str(tuple(global_shape)))
+        is_shape = isinstance(global_shape, Sequence)
+        facts["global_shape"] = Fact(str(tuple(global_shape) if is_shape else global_shape))
     topic = f"parts/{digest_of(repr(annotation))[:16]}"
     fix = "pass parts of one shape and dtype in every process: pad or drop the last batch"
-    compare(group, topic, facts, what="pm.global_array", fix=fix, patience=PATIENCE_S)
+    what = "pm.global_array"
+    detail = f"{what} of {_annotation_text(annotation)}"
+    compare(group, topic, facts, what=what, fix=fix, patience=PATIENCE_S, detail=detail)
+
+
+def compare_copies(
+    group: ProcessGroup, sharding: NamedSharding, local: np.ndarray, shape: Sequence[int]
+) -> None:
+    """Compare the data of shards that devices of several processes hold.
+
+    Each process cuts these shards from its own part of a global array. Other shards are not read.
+
+    Raises:
+      AgreementError: The data differs, or a process did not make the call.
+    """
+    shared = _shared_shards(sharding, tuple(shape), local.shape, group.rank)
+    for ranks in sorted(shared):
+        facts = {
+            f"the local array at {text}" if text else "the local array": Fact(
+                _data_text(local[cut])
+            )
+            for text, cut in shared[ranks]
+        }
+        fix = (
+            f"pass equal data in {processes_text(ranks)}, whose devices hold the same shards of "
+            f"{spec_text(sharding.spec)}; or shard the array over them"
+        )
+        topic = f"copies/{digest_of(' '.join([str(sharding.spec), *facts]))[:16]}"
+        pair = ProcessGroup(store=group.store, ranks=ranks)
+        compare(pair, topic, facts, what="pm.global_array", fix=fix, patience=PATIENCE_S)
+
+
+Cut = tuple[slice, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def _shared_shards(
+    sharding: NamedSharding, shape: tuple[int, ...], local: tuple[int, ...], rank: int
+) -> dict[tuple[int, ...], tuple[tuple[str, Cut], ...]]:
+    """Return the shards of a process that others hold too, by the ranks of all that hold them.
+
+    Each is the text of its place, which is empty if it is all that the process holds, and the
+    slices of the process's part. `local` is the shape of that part.
+    """
+    holders: dict[tuple[tuple[int, int], ...], set[int]] = {}
+    indices: dict[Any, Any] = dict(sharding.devices_indices_map(shape))
+    for device, index in indices.items():
+        box = tuple(
+            (low, high)
+            for low, high, _ in (cut.indices(size) for cut, size in zip(index, shape, strict=True))
+        )
+        holders.setdefault(box, set()).add(device.process_index)
+    own = [box for box, ranks in holders.items() if rank in ranks]
+    sides = [sorted({box[dim] for box in own}) for dim in range(len(shape))]
+    shared: dict[tuple[int, ...], list[tuple[str, Cut]]] = {}
+    for box in own:
+        if len(holders[box]) > 1:
+            # The part of a process has its shards in order, without those of other processes
+            # between them, unless it has the whole dim.
+            starts = [
+                side[0] if size == whole else known.index(side) * (side[1] - side[0])
+                for known, side, size, whole in zip(sides, box, local, shape, strict=True)
+            ]
+            cut = tuple(
+                slice(start, start + high - low)
+                for start, (low, high) in zip(starts, box, strict=True)
+            )
+            text = ", ".join(f"{low}:{high}" for low, high in box) if len(own) > 1 else ""
+            shared.setdefault(tuple(sorted(holders[box])), []).append((text, cut))
+    return {ranks: tuple(cuts) for ranks, cuts in shared.items()}
+
+
+def read_local(local: Any) -> Any:
+    """Return the part of a process as an array.
+
+    Raises:
+      StrategyError: It is not an array of numbers.
+    """
+    if isinstance(local, jax.Array):
+        return local
+    array = local if isinstance(local, np.ndarray) else np.asarray(local)
+    if array.dtype == np.bool_ or jnp.issubdtype(array.dtype, jnp.number):
+        return array
+    raise StrategyError(
+        f"the local array is {type(local).__name__}, with the dtype {array.dtype}",
+        fix="pass an array of numbers",
+    )
+
+
+def _annotation_text(annotation: Any) -> str:
+    entries = annotation if isinstance(annotation, (tuple, list)) else (annotation,)
+    names = (axis_label(entry) if isinstance(entry, str) else str(entry) for entry in entries)
+    return f"({', '.join(names)})"
+
+
+def _shortened(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _is_host_data(leaf: Any) -> bool:

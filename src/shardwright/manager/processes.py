@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import threading
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ ROOT: Final = "shardwright"
 WAIT_S: Final = 8.0
 # Seconds that a comparison inside a training loop waits. It logs a warning after `WAIT_S`.
 PATIENCE_S: Final = 300.0
+# Seconds until a process looks whether another one waits for it in another call.
+CROSSING_S: Final = 3.0
 MOST_PROBLEMS: Final = 10
 _LOG = logging.getLogger("shardwright.processes")
 
@@ -136,7 +139,14 @@ def unpacked(data: bytes) -> dict[str, Fact]:
 
 
 def compare(
-    group: ProcessGroup, topic: str, facts: Facts, *, what: str, fix: str, patience: float = WAIT_S
+    group: ProcessGroup,
+    topic: str,
+    facts: Facts,
+    *,
+    what: str,
+    fix: str,
+    patience: float = WAIT_S,
+    detail: str = "",
 ) -> None:
     """Compare facts with those of the other processes.
 
@@ -150,6 +160,7 @@ def compare(
       fix: How to fix a difference.
       patience: Seconds to wait for the other processes. After 8 seconds, a warning in the log
         `shardwright.processes` names those that have not made the call.
+      detail: `what`, with what distinguishes it from other calls of its kind. Defaults to `what`.
 
     Raises:
       AgreementError: The values differ, or a process has not made the call in time.
@@ -159,7 +170,7 @@ def compare(
     number = store.count(f"{room}/calls/{group.rank}")
     digest = facts_digest(facts)
     store.set(f"{room}/{number}/digests/{group.rank}", digest.encode())
-    digests = collect(group, f"{room}/{number}/digests", what, patience)
+    digests = collect(group, f"{room}/{number}/digests", what, patience, detail or what)
     # All processes have made this call, so the digests of earlier calls are not needed. Keep the
     # last few, because other threads may still compare.
     store.delete(f"{room}/{number - 4}/digests/{group.rank}")
@@ -174,30 +185,99 @@ def compare(
     raise disagreement(sides, what, fix)
 
 
-def collect(group: ProcessGroup, folder: str, what: str, patience: float) -> dict[int, str]:
+def collect(
+    group: ProcessGroup, folder: str, what: str, patience: float, detail: str
+) -> dict[int, str]:
     """Wait for the digests of all processes, and return them by rank."""
     begun, reported = time.monotonic(), False
-    while True:
-        digests = {int(rank): text.decode() for rank, text in group.store.entries(folder).items()}
-        absent = [rank for rank in group.ranks if rank not in digests]
-        if not absent:
-            return digests
-        left = begun + patience - time.monotonic()
-        if left <= 0:
-            # A process that makes the call later must not continue alone.
-            group.store.delete(f"{folder}/{group.rank}")
-            raise AgreementError(
-                f"{processes_text(absent)} did not reach {what} within {patience:.0f} s; process "
-                f"{group.rank} waits there",
-                fix="make the same calls in every process, in the same order",
-            )
-        if not reported and time.monotonic() - begun > WAIT_S:
-            reported = True
-            _LOG.warning(
-                "process %d has waited %.0f s for %s to reach %s",
-                *(group.rank, WAIT_S, processes_text(absent), what),
-            )
-        group.store.wait(f"{folder}/{absent[0]}", min(left, 1.0))
+    waiting = Waiting(group, folder, detail)
+    try:
+        while True:
+            digests = digests_in(group, folder)
+            absent = [rank for rank in group.ranks if rank not in digests]
+            if not absent:
+                return digests
+            waited = time.monotonic() - begun
+            crossing = waiting.crossing(absent) if waited > CROSSING_S else ""
+            if crossing or waited >= patience:
+                # A process that makes the call later must not continue alone.
+                group.store.delete(f"{folder}/{group.rank}")
+                raise AgreementError(
+                    crossing
+                    or f"{processes_text(absent)} did not reach {what} within {patience:.0f} s; "
+                    f"process {group.rank} waits there",
+                    fix="make the same calls in every process, in the same order",
+                )
+            if not reported and waited > WAIT_S:
+                reported = True
+                _LOG.warning(
+                    "process %d has waited %.0f s for %s to reach %s",
+                    *(group.rank, WAIT_S, processes_text(absent), what),
+                )
+            group.store.wait(f"{folder}/{absent[0]}", min(patience - waited, 1.0))
+            waiting.publish()
+    finally:
+        waiting.withdraw()
+
+
+def digests_in(group: ProcessGroup, folder: str) -> dict[int, str]:
+    """Return the digests of the processes that have made a call, by rank."""
+    return {int(rank): text.decode() for rank, text in group.store.entries(folder).items()}
+
+
+class Waiting:
+    """What this process waits for, as the others can read it.
+
+    The main threads of two processes may wait for each other in different calls. Neither continues,
+    so both raise an error. Other threads are left out, because another one may make the call.
+
+    Args:
+      group: The processes.
+      folder: The digests that this process waits for.
+      detail: The call, for messages.
+    """
+
+    def __init__(self, group: ProcessGroup, folder: str, detail: str) -> None:
+        self._group, self._folder, self._detail = group, folder, detail
+        self._is_main = threading.current_thread() is threading.main_thread()
+        self._published = False
+
+    def publish(self) -> None:
+        """Write it into the store."""
+        if self._is_main and not self._published:
+            self._published = True
+            entry = {"folder": self._folder, "detail": self._detail, "ranks": self._group.ranks}
+            self._group.store.set(self._key(self._group.rank), json.dumps(entry).encode())
+
+    def withdraw(self) -> None:
+        """Delete it from the store."""
+        if self._published:
+            self._group.store.delete(self._key(self._group.rank))
+
+    def crossing(self, absent: Sequence[int]) -> str:
+        """Return what is wrong if an absent process waits for this one in another call."""
+        store, rank = self._group.store, self._group.rank
+        told = store.entries(f"{ROOT}/crossings/{rank}").get(digest_of(self._folder))
+        if told is not None:
+            store.delete(f"{ROOT}/crossings/{rank}/{digest_of(self._folder)}")
+            return told.decode()
+        waits = store.entries(f"{ROOT}/waits") if self._published else {}
+        for other in absent:
+            entry = json.loads(waits.get(str(other), b"{}"))
+            if entry.get("folder", self._folder) == self._folder or rank not in entry["ranks"]:
+                continue
+            if rank in digests_in(self._group, entry["folder"]):
+                continue
+            places = sorted([(rank, self._detail), (other, entry["detail"])])
+            text = ", ".join(f"process {each} is in {detail}" for each, detail in places)
+            text += "; each waits for the other"
+            key = f"{ROOT}/crossings/{other}/{digest_of(entry['folder'])}"
+            store.set(key, text.encode())
+            return text
+        return ""
+
+    def _key(self, rank: int) -> str:
+        return f"{ROOT}/waits/{rank}"
 
 
 def disagreement(
