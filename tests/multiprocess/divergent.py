@@ -209,6 +209,92 @@ def parts_of_two_dtypes() -> None:
     )
 
 
+def copies_of_a_shard() -> None:
+    """The spec replicates over the processes, or in part, so their data must be equal."""
+    pm = manager(RULES.replace("dp", "sp"), mesh="tp:8,sp:1")
+    rows = np.full((4, 8), mine(0, 1), np.float32)
+    told(
+        lambda: pm.global_array(rows, sw.BATCH, sw.EMPTY),
+        "the local array: process 0 has float32[4,8] with values ",
+        "fix   pass equal data in processes 0 and 1, whose devices hold the same shards of P()",
+    )
+    told(lambda: pm.global_array(np.float32(mine(0, 1))), "the local array: process 0 has float32")
+    crossing = jax.sharding.Mesh(np.array(jax.devices())[[0, 4, 1, 5, 2, 6, 3, 7]], ("tp",))
+    pm = manager('version = 1\n[rules]\nembed = "tp"\n[policy]\n', on=crossing)
+    same = pm.global_array(np.arange(4.0), sw.EMBED, global_shape=(8,))
+    assert same.shape == (8,)
+    devices = np.array(jax.devices())[[0, 4, 1, 5, 2, 6, 3, 7]].reshape(4, 2)
+    half = jax.sharding.Mesh(devices, ("tp", "dp"))
+    pm = manager(on=half)
+    told(
+        lambda: pm.global_array(np.arange(8.0) + mine(0, 1) * (np.arange(8) == 5), sw.EMBED),
+        "the local array at 4:6: process 0 has float64[2] with values",
+    )
+    again = pm.global_array(np.arange(8.0), sw.EMBED)
+    assert again.shape == (8,)
+
+
+def calls_that_wait_for_each_other() -> None:
+    rows = np.zeros((4, 8), np.float32)
+    axes = (sw.BATCH, sw.EMBED)
+    told(
+        lambda: manager().global_array(rows, *mine(axes, axes[::-1])),
+        "process 0 is in pm.global_array of (BATCH, EMBED), process 1 is in pm.global_array of "
+        "(EMBED, BATCH); each waits for the other",
+    )
+    tree = {"w": np.zeros((8, 8)), mine("b", "c"): np.zeros(8)}
+    specs = {name: {**SPECS, "c": (sw.EMBED,)}[name] for name in tree}
+    told(
+        lambda: manager().shard(tree, specs),
+        mine("process 0 is in shard of b, w", "process 1 is in shard of c, w"),
+    )
+
+
+def callback_that_fails_in_one() -> None:
+    """The processes are told before their programs differ, and go on with equal ones."""
+
+    def broken(_: int) -> None:
+        raise BrokenPipeError
+
+    engine = engine_of_both()
+    handle = engine.submit(
+        serving.Request(prompt=[1, 2], max_new_tokens=6, on_token=mine(None, broken))
+    )
+    told(
+        handle.result,
+        "call 1: process 0 has nothing, process 1 has a failure of request 0: on_token raised "
+        "BrokenPipeError",
+    )
+    engine = engine_of_both()
+    request = serving.Request(prompt=[1, 2], max_new_tokens=6, on_token=broken)
+    first, second = engine.submit(request), engine.submit(serving.Request(**ONE))
+    assert first.result().finish is serving.Finish.FAILED
+    assert second.result().finish is serving.Finish.LENGTH
+
+
+def cancel_in_one() -> None:
+    engine = engine_of_both()
+    handles = [engine.submit(serving.Request(**ONE)) for _ in range(2)]
+    engine.step()
+    if jax.process_index() == 1:
+        assert handles[0].cancel()
+    told(engine.step, "call 1: process 0 has nothing, process 1 has cancel(request 0)")
+    assert handles[1].cancel()
+    assert handles[1].result().finish is serving.Finish.CANCELED
+    assert handles[0].result().finish is serving.Finish.LENGTH
+
+
+ONE: dict[str, Any] = {"prompt": [1, 2], "max_new_tokens": 4}
+
+
+def engine_of_both() -> serving.Engine:
+    engine = serving.Engine(
+        stub, np.int32(1), shape=SHAPE, slots=4, capacity=16, prefill_rows=2, manager=served()
+    )
+    engine.compile()
+    return engine
+
+
 def other_data() -> None:
     """Only the leaf that differs is named, and its values are not printed."""
     tree = {"w": np.arange(4096.0).reshape(64, 64), "b": np.zeros(64, ml_dtypes.bfloat16)}
@@ -227,9 +313,7 @@ def other_data() -> None:
 
 def another_request() -> None:
     """The calls of an engine are compared at each step, and later steps go on."""
-    engine = serving.Engine(
-        stub, np.int32(1), shape=SHAPE, slots=4, capacity=16, prefill_rows=2, manager=served()
-    )
+    engine = engine_of_both()
     engine.submit(serving.Request(prompt=[1, 2], max_new_tokens=2))
     engine.step()
     engine.submit(serving.Request(prompt=mine([1], [1, 2]), max_new_tokens=2))
@@ -366,6 +450,10 @@ PARTS = {
         threads_enter_in_any_order,
         another_request,
         another_number_of_slots,
+        copies_of_a_shard,
+        calls_that_wait_for_each_other,
+        callback_that_fails_in_one,
+        cancel_in_one,
         one_enters_later,
         one_does_not_agree,
     ],

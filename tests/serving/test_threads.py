@@ -52,6 +52,40 @@ def test_submit_and_cancel_do_not_wait_for_a_step() -> None:
     assert engine.idle
 
 
+@pytest.mark.parametrize("kind", ["thread", "task"])
+def test_result_waits_for_the_callbacks_of_a_step(kind: str) -> None:
+    """The last callback may still fail the request, so no result is given before it returns."""
+    last, leave = threading.Event(), threading.Event()
+
+    def fail(token: int) -> None:
+        if len(handle.tokens) == 5:
+            last.set()
+            assert leave.wait(60)
+            raise ValueError("the client is gone")
+
+    engine, results = make(), list[Finish]()
+    handle = engine.submit(ask(on_token=fail))
+    if kind == "thread":
+        driver = threading.Thread(target=handle.result)
+    else:
+        driver = threading.Thread(target=lambda: asyncio.run(handle.wait()))
+    driver.start()
+    assert last.wait(60)
+
+    def wait_for_result() -> None:
+        done = handle.result() if kind == "thread" else asyncio.run(handle.wait())
+        results.append(done.finish)
+
+    other = threading.Thread(target=wait_for_result)
+    other.start()
+    other.join(0.3)
+    assert results == []
+    leave.set()
+    for thread in (driver, other):
+        thread.join(60)
+    assert results == [Finish.FAILED]
+
+
 def test_step_within_a_step_is_refused_in_its_own_thread() -> None:
     engine = make()
     handle = engine.submit(ask(on_token=lambda token: engine.step()))

@@ -25,6 +25,9 @@ _FIX: Final = (
 class Calls:
     """The calls since the last step. With a single process, nothing is recorded or compared.
 
+    If they are compared, cancels and failed callbacks take effect in the next step. Otherwise the
+    processes would run different programs in the rest of this step, and wait for each other.
+
     Args:
       manager: The manager of the engine.
       limits: Sizes of the engine, which must be equal in all processes.
@@ -36,6 +39,11 @@ class Calls:
         if self._group is not None:
             number = self._group.store.count(f"{ROOT}/engines/{self._group.rank}")
             self._topic = f"engine/{number}"
+
+    @property
+    def are_compared(self) -> bool:
+        """Whether several processes run the engine."""
+        return self._group is not None
 
     def submitted(self, number: int, request: Request) -> None:
         """Record that a request was submitted."""
@@ -50,6 +58,10 @@ class Calls:
     def canceled(self, number: int) -> None:
         """Record that a request was canceled."""
         self._add(f"cancel(request {number})")
+
+    def failed(self, number: int, error: Exception) -> None:
+        """Record that the callback of a request has raised an error."""
+        self._add(f"a failure of request {number}: on_token raised {type(error).__name__}")
 
     def updated(self, version: int | str) -> None:
         """Record that the weights were replaced."""

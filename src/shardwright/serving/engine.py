@@ -74,13 +74,13 @@ class Handle:
 
     def result(self) -> Completion:
         """Run steps until the request has ended, and return its result."""
-        self._engine._turn.until(self._has_ended)
+        self._engine._turn.until(self._has_ended, whole=True)
         assert self._job.completion is not None
         return self._job.completion
 
     async def wait(self) -> Completion:
         """Return the result of the request, as `result` does, without blocking the event loop."""
-        await self._engine._turn.until_async(self._has_ended)
+        await self._engine._turn.until_async(self._has_ended, whole=True)
         assert self._job.completion is not None
         return self._job.completion
 
@@ -210,7 +210,8 @@ class Engine:
         self._arrays, self._scheduler = self._loop.arrays, self._loop.scheduler
         self.vocabulary: int = self._arrays.vocabulary()
         self._numbers = itertools.count()
-        self._turn = Turn(self._loop, Calls(manager, self._scheduler.limits))
+        calls = self._loop.calls = Calls(manager, self._scheduler.limits)
+        self._turn = Turn(self._loop, calls)
 
     @property
     def idle(self) -> bool:
@@ -248,7 +249,8 @@ class Engine:
         """End a request in any phase. Return False if it had already ended.
 
         While another thread runs a step, the request ends with that step. If the step writes the
-        last token of the request, its `finish` is not `canceled`.
+        last token of the request, its `finish` is not `canceled`. If several processes run the
+        engine, the request ends in the next step, after the processes have compared their calls.
 
         Raises:
           ServingError: `handle` is not a handle of this engine.

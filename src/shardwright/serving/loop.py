@@ -16,6 +16,7 @@ from shardwright.caches.refusals import Refusal
 from shardwright.errors import ServingError
 from shardwright.serving.arguments import deleted_weights
 from shardwright.serving.arrays import Held, is_deleted, read_held
+from shardwright.serving.calls import Calls
 from shardwright.serving.metrics import Meter, Report
 from shardwright.serving.request import Finish
 from shardwright.serving.sampling import Drawn
@@ -32,25 +33,39 @@ class Loop:
       meter: Counts requests, tokens and steps.
       stepping: Whether a step is running. Callbacks of requests run inside a step.
       canceled: Jobs to cancel. Any thread may add to it.
+      calls: The calls of an engine, which several processes compare before each step. Absent until
+        the engine sets it.
     """
+
+    calls: Calls | None = None
 
     def __init__(self, scheduler: Scheduler, arrays: Any, meter: Meter) -> None:
         self.scheduler, self.arrays, self.meter = scheduler, arrays, meter
         self.stepping = False
         self.canceled: collections.deque[Job] = collections.deque()
         self._outbox: collections.deque[tuple[Job, int]] = collections.deque()
+        self._failed: collections.deque[tuple[Job, Exception]] = collections.deque()
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return self.scheduler.idle and not self._outbox and not self.canceled
+        waiting = self._outbox or self.canceled or self._failed
+        return self.scheduler.idle and not waiting
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether several processes run this loop, so that all of them must do the same."""
+        return self.calls is not None and self.calls.are_compared
 
     def step(self) -> None:
         """Read a chunk of every prompt, and give every slot its next token."""
         self.stepping, start = True, self.meter.now()
         try:
+            # Several processes have compared what ends now, but not yet what fails in this step.
+            if self._is_shared:
+                self._end_requested()
             self._hand_out()
-            self._end_canceled_jobs()
+            self._end_unless_shared()
             self.clean()
             self.scheduler.admit()
             self._read()
@@ -58,7 +73,7 @@ class Loop:
             self._hand_out()
             self._decode()
             self._hand_out()
-            self._end_canceled_jobs()
+            self._end_unless_shared()
             self.clean()
         finally:
             self.stepping = False
@@ -70,14 +85,26 @@ class Loop:
             self.arrays.compile()
 
     def end_canceled(self) -> None:
-        """Cancel jobs, and empty their rows and slots, unless a running step will empty them."""
-        self._end_canceled_jobs()
-        if not self.stepping:
+        """Cancel jobs, and empty their rows and slots, unless a step will do so."""
+        self._end_unless_shared()
+        if not self.stepping and not self._is_shared:
             self.clean()
 
-    def _end_canceled_jobs(self) -> None:
+    def drop_requested(self) -> None:
+        """Forget cancels and failures on which the processes do not agree."""
+        self.canceled.clear()
+        self._failed.clear()
+
+    def _end_unless_shared(self) -> None:
+        if not self._is_shared:
+            self._end_requested()
+
+    def _end_requested(self) -> None:
+        """End the jobs that are canceled, or whose callbacks have failed."""
         while self.canceled:
             self.scheduler.end(self.canceled.popleft(), Finish.CANCELED)
+        while self._failed:
+            self.scheduler.fail(*self._failed.popleft())
 
     def forget(self) -> None:
         """Share nothing that the old weights computed. Without pages, nothing is shared."""
@@ -224,14 +251,23 @@ class Loop:
         while self._outbox:
             job, token = self._outbox.popleft()
             wanted = job.completion is None or job.completion.finish in (Finish.LENGTH, Finish.STOP)
-            if job.request.on_token is None or not wanted:
+            failed = any(job is each for each, _ in self._failed)
+            if job.request.on_token is None or not wanted or failed:
                 continue
             try:
                 job.request.on_token(token)
             except Exception as error:
                 # The callback is code of the caller. Any exception of it fails only this request.
-                self.scheduler.fail(job, error)
+                self._fail(job, error)
         self._count_ended()
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        """Fail a job whose callback has raised an error, now or in the next step."""
+        if self.calls is not None and self.calls.are_compared and job.completion is None:
+            self._failed.append((job, error))
+            self.calls.failed(job.number, error)
+        else:
+            self.scheduler.fail(job, error)
 
     def _count_ended(self) -> None:
         for job, finish in self.scheduler.take_ended():

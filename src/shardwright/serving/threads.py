@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from shardwright.errors import ServingError
+from shardwright.errors import AgreementError, ServingError
 from shardwright.serving.calls import Calls
 from shardwright.serving.loop import Loop
 
@@ -64,21 +64,34 @@ class Turn:
                 path="on_token",
                 fix="submit and cancel from a callback, do not step",
             )
-        self.calls.compare()
+        try:
+            self.calls.compare()
+        except AgreementError:
+            self._loop.drop_requested()
+            raise
         self._loop.step()
 
-    def until(self, done: Callable[[], bool]) -> None:
-        """Run steps until `done()`, while other threads may also run steps."""
-        while not done():
-            with self._lock:
-                if not done():
-                    self.step()
+    def until(self, done: Callable[[], bool], *, whole: bool = False) -> None:
+        """Run steps until `done()`, while other threads may also run steps.
 
-    async def until_async(self, done: Callable[[], bool]) -> None:
+        Args:
+          done: Whether to return.
+          whole: Whether a step that another thread runs must end first. It may still call
+            callbacks, and their errors change the result of a request.
+        """
+        while whole or not done():
+            with self._lock:
+                if done():
+                    return
+                self.step()
+
+    async def until_async(self, done: Callable[[], bool], *, whole: bool = False) -> None:
         """Run steps in a thread until `done()`. Tasks that wait at the same time share a step."""
         while not done():
             # Another task may wait for the same step, so a canceled task must not cancel it.
             await asyncio.shield(asyncio.wrap_future(self._next_step()))
+        if whole and (running := self._running) is not None and not running.done():
+            await asyncio.shield(asyncio.wrap_future(running))
 
     def _next_step(self) -> concurrent.futures.Future[None]:
         with self.order:
