@@ -50,6 +50,10 @@ def engine_of(params: Any, manager: sw.PartitionManager, **options: Any) -> serv
     return serving.Engine(MODEL, params, shape=shape, manager=manager, **sizes)
 
 
+def shifted(params: Any, *rest: Any) -> Any:
+    return stub(params["shift"], *rest)
+
+
 def stub_engine(shift: Any = 0) -> serving.Engine:
     return serving.Engine(
         stub, shift, shape=SHAPE, slots=2, capacity=32, prefill_rows=1, prefill_chunk=4
@@ -330,3 +334,31 @@ def test_update_from_a_callback_is_refused() -> None:
 
     engine.run([Request(prompt=[1], max_new_tokens=1, on_token=update)])
     assert "between two steps" in str(seen[0])
+
+
+@pytest.mark.parametrize("kind", ["dense", "paged"])
+@pytest.mark.parametrize("committed", [False, True])
+def test_nothing_is_compiled_without_a_manager(kind: str, committed: bool) -> None:
+    """Neither after `compile` nor after an update, wherever the weights come from."""
+    first = jax.device_put(jnp.int32(1), jax.devices()[0]) if committed else jnp.int32(1)
+    options = {"cache": "paged", "cache_options": {"page_size": 8, "pages": 16}}
+    engine = serving.Engine(
+        shifted,
+        {"shift": first, "scale": jnp.ones(8)},
+        shape=SHAPE,
+        slots=2,
+        capacity=64,
+        prefill_chunk=8,
+        **(options if kind == "paged" else {}),
+    )
+    engine.compile()
+    others = (jnp.int32(2), np.int32(3), jax.device_put(jnp.int32(4), jax.devices()[1]))
+    for shift, new in enumerate((first, *others), 1):
+        if new is not first:
+            engine.update_params({"shift": new, "scale": jnp.ones(8)}, donate=shift == 4)
+        with _jax.watch_compilations() as compilations:
+            done = engine.run(REQUESTS[:2])
+        assert compilations.compiled == []
+        for request, each in zip(REQUESTS, done, strict=False):
+            wanted = text_of(request.prompt, request.max_new_tokens, shift=shift)
+            assert list(each.tokens) == wanted

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from shardwright.caches.change import readable
 from shardwright.caches.paged.cache import PagedCache
 from shardwright.errors import IndivisibleError, Problem, ServingError, ShardingError
 from shardwright.manager import context
+from shardwright.manager.host_data import compare_data
 from shardwright.manager.manager import PartitionManager
 from shardwright.serving import steps
 from shardwright.serving.request import Sampling
@@ -35,6 +36,7 @@ from shardwright.serving.weights import (
 )
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_INSERT, MODE_PREFILL
 
+T = TypeVar("T")
 # Engines with the same model and the same sizes share these compiled functions.
 _prefill = jax.jit(steps.prefill, static_argnums=0, donate_argnums=1)
 _decode = jax.jit(steps.decode, static_argnums=(0, 1), donate_argnums=2)
@@ -63,6 +65,7 @@ class Setup:
       prefill_rows: Prompts that are read together.
       chunk: Tokens of a prompt that are read in one step.
       decode_steps: Largest number of tokens that a slot gets in one call.
+      device: The device of the caches, if there is no manager. None leaves it to JAX.
     """
 
     model: Model
@@ -78,6 +81,7 @@ class Setup:
     prefill_rows: int
     chunk: int
     decode_steps: int
+    device: jax.Device | None = None
 
     @property
     def reads_into_pages(self) -> bool:
@@ -124,9 +128,10 @@ class Setup:
 
     def _empty_rows(self) -> Caches:
         kind, options = ("dense", {}) if self.kind == "paged" else (self.kind, self.options)
-        return steps.create_caches(
+        caches = steps.create_caches(
             kind, self.shape, batch=self.prefill_rows, capacity=self.capacity, options=options
         )
+        return on_device(caches, self.device)
 
     def create_slots(self) -> Slots:
         """Create the slots."""
@@ -138,7 +143,39 @@ class Setup:
                 capacity=self.capacity,
                 options=self.options,
             )
-            return steps.create_slots(caches)
+            return on_device(steps.create_slots(caches), self.device)
+
+
+def placed(
+    params: Any, prefill_params: Any, manager: PartitionManager | None
+) -> tuple[Any, Any, jax.Device | None]:
+    """Return both trees of weights, and the device of the caches if there is no manager.
+
+    The device is that of all weights, which are then committed to it. It is None if there are
+    several or none.
+    """
+    arrays = [leaf for leaf in jax.tree.leaves((params, prefill_params)) if _is_array(leaf)]
+    devices = {device for array in arrays for device in array.sharding.device_set}
+    device = devices.pop() if manager is None and len(devices) == 1 else None
+    return on_device(params, device), on_device(prefill_params, device), device
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array)
+
+
+def on_device(tree: T, device: jax.Device | None) -> T:
+    """Return a tree whose arrays are committed to a device. They share their memory.
+
+    The functions of an engine return committed arrays if one argument is committed. Arrays that are
+    not would then make JAX compile each function a second time.
+    """
+    if device is None:
+        return tree
+    placed: T = jax.tree.map(
+        lambda leaf: jax.device_put(leaf, device) if _is_array(leaf) else leaf, tree
+    )
+    return placed
 
 
 class Weights:
@@ -176,6 +213,9 @@ class Weights:
           donate: As in `pm.reshard`.
         """
         setup, version = self._setup, next_version(self.version, version)
+        for manager, tree in ((setup.manager, params), (setup.prefill_manager, prefill_params)):
+            if manager is not None and (group := manager._group()) is not None:
+                compare_data(group, tree, "update_params")
         move = functools.partial(move_weights, piece=piece)
         if setup.prefill_params is setup.params:
             if prefill_params is not None:

@@ -13,7 +13,7 @@ from shardwright.errors import ServingError
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.serving.arguments import check_kinds, deleted_weights, read_counts
-from shardwright.serving.arrays import Held, Setup, is_deleted
+from shardwright.serving.arrays import Held, Setup, is_deleted, placed
 from shardwright.serving.calls import Calls
 from shardwright.serving.create import make_loop
 from shardwright.serving.metrics import Meter, Report
@@ -188,6 +188,9 @@ class Engine:
         }
         counts = read_counts(counts, manager=manager, prefill_manager=prefill_manager)
         manager = context.current() if manager is None else manager
+        if is_deleted((params, prefill_params)):
+            raise deleted_weights()
+        params, prefill_params, device = placed(params, prefill_params, manager)
         setup = Setup(
             model=model,
             params=params,
@@ -202,9 +205,8 @@ class Engine:
             prefill_rows=counts["prefill_rows"],
             chunk=counts["prefill_chunk"],
             decode_steps=counts["decode_steps"],
+            device=device,
         )
-        if is_deleted((setup.params, setup.prefill_params)):
-            raise deleted_weights()
         self._meter = Meter(clock)
         self._loop = make_loop(setup, self._meter, queue=counts["queue"])
         self._arrays, self._scheduler = self._loop.arrays, self._loop.scheduler

@@ -166,7 +166,8 @@ def _place(leaf: Any, old: Any) -> Any:
 def _as_served(new: jax.Array, old: jax.Array) -> jax.Array:
     """Return a weight that has moved, without its mesh if the old one is on a single device."""
     if isinstance(old.sharding, SingleDeviceSharding):
-        single: jax.Array = new.addressable_shards[0].data
+        # Without a copy. The type of an array names its mesh, and jit compiles for each type.
+        single: jax.Array = jax.device_put(new.addressable_shards[0].data, old.sharding)
         return single
     return new
 
