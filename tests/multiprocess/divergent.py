@@ -139,7 +139,7 @@ def one_does_not_agree() -> None:
         )
         logging.getLogger("shardwright.processes").addHandler(handler := Warnings())
     if jax.process_index() == 1:
-        time.sleep(8.5)
+        time.sleep(11)
     manager().global_array(rows, sw.BATCH, sw.EMBED)
     if jax.process_index() == 0:
         assert handler.texts == ["process 0 has waited 8 s for process 1 to reach pm.global_array"]
@@ -232,6 +232,34 @@ def copies_of_a_shard() -> None:
     )
     again = pm.global_array(np.arange(8.0), sw.EMBED)
     assert again.shape == (8,)
+    rows = np.arange(32.0).reshape(8, 4)
+    told(
+        lambda: manager().global_array(rows + mine(0, 1), sw.BATCH, sw.EMBED, global_shape=(8, 4)),
+        "since global_shape has the size of the local array; or leave global_shape out",
+    )
+    whole = manager().global_array(rows, sw.BATCH, sw.EMBED, global_shape=(8, 4))
+    for shard in whole.addressable_shards:
+        np.testing.assert_array_equal(shard.data, rows[shard.index])
+
+
+def host_leaves_of_a_move() -> None:
+    pm = manager()
+    tree = {"w": np.full((8, 8), mine(0.0, 1.0)), "step": mine(3, 4), "b": np.zeros(8)}
+    specs = {**SPECS, "step": ()}
+    told(
+        lambda: pm.reshard(tree, specs),
+        "w: process 0 has float64[8,8] with values",
+        "step: process 0 has int[] with values",
+        "fix   pass the same values in every process",
+    )
+    engine = engine_of_both()
+    told(
+        lambda: engine.update_params(np.int32(mine(2, 3))),
+        "the array: process 0 has int32[] with values",
+    )
+    assert engine.update_params(np.int32(2)).version == 1
+    moved = pm.reshard({**tree, "w": np.ones((8, 8)), "step": 3}, specs)
+    assert int(moved["step"]) == 3
 
 
 def calls_that_wait_for_each_other() -> None:
@@ -451,6 +479,7 @@ PARTS = {
         another_request,
         another_number_of_slots,
         copies_of_a_shard,
+        host_leaves_of_a_move,
         calls_that_wait_for_each_other,
         callback_that_fails_in_one,
         cancel_in_one,

@@ -30,8 +30,10 @@ from shardwright.vocabulary.axes import axis_label
 _BYTES_OF_DIGEST: Final = 8
 
 
-def compare_data(group: ProcessGroup, values: Any) -> None:
+def compare_data(group: ProcessGroup, values: Any, what: str = "shard") -> None:
     """Compare the NumPy arrays, numbers and uncommitted arrays of a tree between processes.
+
+    `what` is the call that places them, for messages.
 
     Raises:
       AgreementError: Leaves differ in shape, dtype or values, or a process did not make the call.
@@ -45,13 +47,13 @@ def compare_data(group: ProcessGroup, values: Any) -> None:
     if facts:
         # The topic depends on the paths, so that threads may place different trees at the same
         # time.
-        topic = f"data/{digest_of(' '.join(facts))[:16]}"
+        topic = f"data/{digest_of(' '.join([what, *facts]))[:16]}"
         fix = (
             "pass the same values in every process, or join each process's part with "
             "pm.global_array"
         )
-        detail = f"shard of {_shortened(list(facts))}"
-        compare(group, topic, facts, what="shard", fix=fix, patience=PATIENCE_S, detail=detail)
+        detail = f"{what} of {_shortened(list(facts))}"
+        compare(group, topic, facts, what=what, fix=fix, patience=PATIENCE_S, detail=detail)
 
 
 def compare_parts(
@@ -83,7 +85,15 @@ def compare_copies(
     Raises:
       AgreementError: The data differs, or a process did not make the call.
     """
-    shared = _shared_shards(sharding, tuple(shape), local.shape, group.rank)
+    call = (sharding, tuple(shape), local.shape, group.rank)
+    shared = dict(_shared_shards(*call))
+    advice = f"whose devices hold the same shards of {spec_text(sharding.spec)}"
+    alternative = "or shard the array over them"
+    whole = _given_whole(*call)
+    if whole:
+        shared = {whole: (("", (slice(None),) * local.ndim),)}
+        advice = "since global_shape has the size of the local array"
+        alternative = "or leave global_shape out, to join the parts"
     for ranks in sorted(shared):
         facts = {
             f"the local array at {text}" if text else "the local array": Fact(
@@ -91,16 +101,57 @@ def compare_copies(
             )
             for text, cut in shared[ranks]
         }
-        fix = (
-            f"pass equal data in {processes_text(ranks)}, whose devices hold the same shards of "
-            f"{spec_text(sharding.spec)}; or shard the array over them"
-        )
+        fix = f"pass equal data in {processes_text(ranks)}, {advice}; {alternative}"
         topic = f"copies/{digest_of(' '.join([str(sharding.spec), *facts]))[:16]}"
         pair = ProcessGroup(store=group.store, ranks=ranks)
         compare(pair, topic, facts, what="pm.global_array", fix=fix, patience=PATIENCE_S)
 
 
 Cut = tuple[slice, ...]
+Box = tuple[tuple[int, int], ...]
+
+
+def _holders(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Box, set[int]]:
+    """Return the processes whose devices hold each shard, by the bounds of the shard."""
+    holders: dict[Box, set[int]] = {}
+    indices: dict[Any, Any] = dict(sharding.devices_indices_map(shape))
+    for device, index in indices.items():
+        bounds = (cut.indices(size) for cut, size in zip(index, shape, strict=True))
+        box = tuple((low, high) for low, high, _ in bounds)
+        holders.setdefault(box, set()).add(device.process_index)
+    return holders
+
+
+def _sides(holders: dict[Box, set[int]], rank: int, dims: int) -> list[list[tuple[int, int]]]:
+    """Return the bounds of the shards of a process along each dim, in order."""
+    own = [box for box, ranks in holders.items() if rank in ranks]
+    return [sorted({box[dim] for box in own}) for dim in range(dims)]
+
+
+@functools.lru_cache(maxsize=256)
+def _given_whole(
+    sharding: NamedSharding, shape: tuple[int, ...], local: tuple[int, ...], rank: int
+) -> tuple[int, ...]:
+    """Return the processes that pass a dim whole of which their devices hold only a part.
+
+    They must pass equal data. Empty if this process passes no such dim.
+    """
+    holders = _holders(sharding, shape)
+    sides = _sides(holders, rank, len(shape))
+    dims = [
+        dim
+        for dim, (size, whole) in enumerate(zip(local, shape, strict=True))
+        if size == whole and sum(high - low for low, high in sides[dim]) < whole
+    ]
+    if not dims:
+        return ()
+    others = [dim for dim in range(len(shape)) if dim not in dims]
+    ranks = []
+    for other in sorted(set().union(*holders.values())):
+        theirs = _sides(holders, other, len(shape))
+        if all(theirs[dim] == sides[dim] for dim in others):
+            ranks.append(other)
+    return tuple(ranks) if len(ranks) > 1 else ()
 
 
 @functools.lru_cache(maxsize=256)
@@ -112,16 +163,9 @@ def _shared_shards(
     Each is the text of its place, which is empty if it is all that the process holds, and the
     slices of the process's part. `local` is the shape of that part.
     """
-    holders: dict[tuple[tuple[int, int], ...], set[int]] = {}
-    indices: dict[Any, Any] = dict(sharding.devices_indices_map(shape))
-    for device, index in indices.items():
-        box = tuple(
-            (low, high)
-            for low, high, _ in (cut.indices(size) for cut, size in zip(index, shape, strict=True))
-        )
-        holders.setdefault(box, set()).add(device.process_index)
+    holders = _holders(sharding, shape)
+    sides = _sides(holders, rank, len(shape))
     own = [box for box, ranks in holders.items() if rank in ranks]
-    sides = [sorted({box[dim] for box in own}) for dim in range(len(shape))]
     shared: dict[tuple[int, ...], list[tuple[str, Cut]]] = {}
     for box in own:
         if len(holders[box]) > 1:

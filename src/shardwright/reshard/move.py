@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from shardwright.errors import MoveError, raise_problems
 from shardwright.manager import constraint
+from shardwright.manager.host_data import compare_data
 from shardwright.manager.manager import PartitionManager
 from shardwright.reshard.leaf import check_processes, move_leaf
 from shardwright.reshard.tree import LeafMove, ReshardPlan, plan_moves_of, target_shardings
@@ -79,6 +80,7 @@ def reshard(
       MeshSpecError: The manager's mesh is abstract.
       ShardingError: As for `plan_reshard`; or blocks would go directly between the devices of
         different processes.
+      AgreementError: Arrays or numbers in the memory of the host differ between processes.
       MoveError: A piece failed. `error.tree` has the moved leaves, and the other leaves as before.
         `pm.reshard(error.tree, specs, ...)` resumes the move. If Ctrl-C or an exit stops the move,
         this error is the `__cause__` of the `KeyboardInterrupt` or `SystemExit`.
@@ -86,6 +88,8 @@ def reshard(
     if isinstance(manager.mesh, AbstractMesh):
         raise constraint.no_devices()
     targets = target_shardings(manager, tree, specs)
+    if (group := manager._group()) is not None:
+        compare_data(group, tree, "pm.reshard")
     return move_tree(tree, targets, piece=piece, donate=donate, dtype=dtype, progress=progress)
 
 
