@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import secrets
 import threading
 import time
 import zlib
@@ -170,7 +171,12 @@ def compare(
     number = store.count(f"{room}/calls/{group.rank}")
     digest = facts_digest(facts)
     store.set(f"{room}/{number}/digests/{group.rank}", digest.encode())
-    digests = collect(group, f"{room}/{number}/digests", what, patience, detail or what)
+    try:
+        digests = collect(group, f"{room}/{number}/digests", what, patience, detail or what)
+    except AgreementError:
+        # The next call is compared with the one that a process has missed.
+        store.count(f"{room}/calls/{group.rank}", -1)
+        raise
     # All processes have made this call, so the digests of earlier calls are not needed. Keep the
     # last few, because other threads may still compare.
     store.delete(f"{room}/{number - 4}/digests/{group.rank}")
@@ -241,12 +247,19 @@ class Waiting:
         self._group, self._folder, self._detail = group, folder, detail
         self._is_main = threading.current_thread() is threading.main_thread()
         self._published = False
+        # A message of another process counts for this wait alone.
+        self._id = secrets.token_hex(8)
 
     def publish(self) -> None:
         """Write it into the store."""
         if self._is_main and not self._published:
             self._published = True
-            entry = {"folder": self._folder, "detail": self._detail, "ranks": self._group.ranks}
+            entry = {
+                "folder": self._folder,
+                "detail": self._detail,
+                "ranks": self._group.ranks,
+                "id": self._id,
+            }
             self._group.store.set(self._key(self._group.rank), json.dumps(entry).encode())
 
     def withdraw(self) -> None:
@@ -257,9 +270,8 @@ class Waiting:
     def crossing(self, absent: Sequence[int]) -> str:
         """Return what is wrong if an absent process waits for this one in another call."""
         store, rank = self._group.store, self._group.rank
-        told = store.entries(f"{ROOT}/crossings/{rank}").get(digest_of(self._folder))
+        told = store.entries(f"{ROOT}/crossings/{rank}").get(self._id)
         if told is not None:
-            store.delete(f"{ROOT}/crossings/{rank}/{digest_of(self._folder)}")
             return told.decode()
         waits = store.entries(f"{ROOT}/waits") if self._published else {}
         for other in absent:
@@ -271,8 +283,7 @@ class Waiting:
             places = sorted([(rank, self._detail), (other, entry["detail"])])
             text = ", ".join(f"process {each} is in {detail}" for each, detail in places)
             text += "; each waits for the other"
-            key = f"{ROOT}/crossings/{other}/{digest_of(entry['folder'])}"
-            store.set(key, text.encode())
+            store.set(f"{ROOT}/crossings/{other}/{entry['id']}", text.encode())
             return text
         return ""
 
