@@ -22,6 +22,7 @@ from shardwright.manager import context
 from shardwright.manager.host_data import compare_data
 from shardwright.manager.manager import PartitionManager
 from shardwright.serving import steps
+from shardwright.serving.arguments import deleted_weights
 from shardwright.serving.request import Sampling
 from shardwright.serving.sampling import first_draws
 from shardwright.serving.steps import Caches, CacheShape, Model, Slots
@@ -153,7 +154,12 @@ def placed(
 
     The device is that of all weights, which are then committed to it. It is None if there are
     several or none.
+
+    Raises:
+      ServingError: Weights are deleted.
     """
+    if is_deleted((params, prefill_params)):
+        raise deleted_weights()
     arrays = [leaf for leaf in jax.tree.leaves((params, prefill_params)) if _is_array(leaf)]
     devices = {device for array in arrays for device in array.sharding.device_set}
     device = devices.pop() if manager is None and len(devices) == 1 else None

@@ -8,6 +8,7 @@ from shardwright.caches.paged.cache import PagedCache
 from shardwright.caches.spec import CacheSpec, Overflow
 from shardwright.errors import ServingError
 from shardwright.serving.arrays import Arrays, Setup
+from shardwright.serving.calls import Calls
 from shardwright.serving.loop import Loop
 from shardwright.serving.memory import with_pages
 from shardwright.serving.metrics import Meter
@@ -31,7 +32,8 @@ def make_loop(setup: Setup, meter: Meter, *, queue: int) -> Loop:
     if setup.reads_into_pages:
         pools = PagedArrays(setup)
         limits = _limits(setup, pools.spec, queue, pages=pools.pages, page_size=pools.page_size)
-        return PagedLoop(PagedScheduler(limits, window=pools.spec.window), pools, meter)
+        paged = PagedScheduler(limits, window=pools.spec.window)
+        return PagedLoop(paged, pools, meter, Calls(setup.manager, limits))
     arrays = Arrays(setup)
     first = arrays.slots.caches[0]
     if isinstance(first, PagedCache):
@@ -39,7 +41,7 @@ def make_loop(setup: Setup, meter: Meter, *, queue: int) -> Loop:
         limits = _limits(setup, first.spec, queue, pages=pages, page_size=page_size)
     else:
         limits = _limits(setup, first.spec, queue)
-    return Loop(Scheduler(limits), arrays, meter)
+    return Loop(Scheduler(limits), arrays, meter, Calls(setup.manager, limits))
 
 
 def _limits(

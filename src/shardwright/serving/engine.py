@@ -12,9 +12,8 @@ from typing import Any, NoReturn
 from shardwright.errors import ServingError
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
-from shardwright.serving.arguments import check_kinds, deleted_weights, read_counts
-from shardwright.serving.arrays import Held, Setup, is_deleted, placed
-from shardwright.serving.calls import Calls
+from shardwright.serving.arguments import check_kinds, read_counts
+from shardwright.serving.arrays import Held, Setup, placed
 from shardwright.serving.create import make_loop
 from shardwright.serving.metrics import Meter, Report
 from shardwright.serving.request import Completion, Request
@@ -188,8 +187,6 @@ class Engine:
         }
         counts = read_counts(counts, manager=manager, prefill_manager=prefill_manager)
         manager = context.current() if manager is None else manager
-        if is_deleted((params, prefill_params)):
-            raise deleted_weights()
         params, prefill_params, device = placed(params, prefill_params, manager)
         setup = Setup(
             model=model,
@@ -212,8 +209,7 @@ class Engine:
         self._arrays, self._scheduler = self._loop.arrays, self._loop.scheduler
         self.vocabulary: int = self._arrays.vocabulary()
         self._numbers = itertools.count()
-        calls = self._loop.calls = Calls(manager, self._scheduler.limits)
-        self._turn = Turn(self._loop, calls)
+        self._turn = Turn(self._loop, self._loop.calls)
 
     @property
     def idle(self) -> bool:

@@ -33,14 +33,11 @@ class Loop:
       meter: Counts requests, tokens and steps.
       stepping: Whether a step is running. Callbacks of requests run inside a step.
       canceled: Jobs to cancel. Any thread may add to it.
-      calls: The calls of an engine, which several processes compare before each step. Absent until
-        the engine sets it.
+      calls: The calls of an engine, which several processes compare before each step.
     """
 
-    calls: Calls | None = None
-
-    def __init__(self, scheduler: Scheduler, arrays: Any, meter: Meter) -> None:
-        self.scheduler, self.arrays, self.meter = scheduler, arrays, meter
+    def __init__(self, scheduler: Scheduler, arrays: Any, meter: Meter, calls: Calls) -> None:
+        self.scheduler, self.arrays, self.meter, self.calls = scheduler, arrays, meter, calls
         self.stepping = False
         self.canceled: collections.deque[Job] = collections.deque()
         self._outbox: collections.deque[tuple[Job, int]] = collections.deque()
@@ -52,17 +49,12 @@ class Loop:
         waiting = self._outbox or self.canceled or self._failed
         return self.scheduler.idle and not waiting
 
-    @property
-    def _is_shared(self) -> bool:
-        """Whether several processes run this loop, so that all of them must do the same."""
-        return self.calls is not None and self.calls.are_compared
-
     def step(self) -> None:
         """Read a chunk of every prompt, and give every slot its next token."""
         self.stepping, start = True, self.meter.now()
         try:
             # Several processes have compared what ends now, but not yet what fails in this step.
-            if self._is_shared:
+            if self.calls.are_compared:
                 self._end_requested()
             self._hand_out()
             self._end_unless_shared()
@@ -87,7 +79,7 @@ class Loop:
     def end_canceled(self) -> None:
         """Cancel jobs, and empty their rows and slots, unless a step will do so."""
         self._end_unless_shared()
-        if not self.stepping and not self._is_shared:
+        if not self.stepping and not self.calls.are_compared:
             self.clean()
 
     def drop_requested(self) -> None:
@@ -96,7 +88,7 @@ class Loop:
         self._failed.clear()
 
     def _end_unless_shared(self) -> None:
-        if not self._is_shared:
+        if not self.calls.are_compared:
             self._end_requested()
 
     def _end_requested(self) -> None:
@@ -263,7 +255,7 @@ class Loop:
 
     def _fail(self, job: Job, error: Exception) -> None:
         """Fail a job whose callback has raised an error, now or in the next step."""
-        if self.calls is not None and self.calls.are_compared and job.completion is None:
+        if self.calls.are_compared and job.completion is None:
             self._failed.append((job, error))
             self.calls.failed(job.number, error)
         else:

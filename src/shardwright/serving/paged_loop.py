@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwright.serving.arrays import Held
+from shardwright.serving.calls import Calls
 from shardwright.serving.loop import Loop
 from shardwright.serving.metrics import Meter, Report
 from shardwright.serving.paged_arrays import PagedArrays, Sequence
@@ -22,8 +23,10 @@ class PagedLoop(Loop):
     scheduler: PagedScheduler
     arrays: PagedArrays
 
-    def __init__(self, scheduler: PagedScheduler, arrays: PagedArrays, meter: Meter) -> None:
-        super().__init__(scheduler, arrays, meter)
+    def __init__(
+        self, scheduler: PagedScheduler, arrays: PagedArrays, meter: Meter, calls: Calls
+    ) -> None:
+        super().__init__(scheduler, arrays, meter, calls)
 
     def compile(self) -> None:
         """Run every compiled function once, on no requests."""
