@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -250,7 +251,11 @@ def source_line(equation: Any, *, skip_libraries: bool = False) -> str:
       equation: An equation of a jaxpr.
       skip_libraries: Prefer a line outside of installed packages, such as flax.
     """
-    stack = equation.source_info.traceback
+    return _line_of(equation.source_info.traceback, skip_libraries)
+
+
+@functools.lru_cache(maxsize=4096)  # a search asks for the lines of one program hundreds of times
+def _line_of(stack: Any, skip_libraries: bool) -> str:
     frames = [
         frame for frame in (() if stack is None else stack.frames) if _in_model(frame.file_name)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import jax
@@ -15,6 +16,7 @@ from shardwright.mesh.build import mesh_sizes
 from shardwright.plan.fit import Verdict, judge
 from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.plan.layout import Layout, lay_out
+from shardwright.plan.renaming import Renaming
 from shardwright.plan.report.events import event_lines
 from shardwright.plan.report.fit import fit_lines
 from shardwright.plan.report.state import state_text
@@ -51,6 +53,8 @@ class Program:
         covers a subtree. By default, arrays annotated as weights are parameters, and all others are
         inputs.
       donated: Positions of the arguments whose memory the program may overwrite.
+      any_mesh: Whether the function itself reads no names or sizes of mesh axes. Only this library
+        then does, and a search shares traces between meshes.
     """
 
     function: Callable[..., Any]
@@ -59,6 +63,7 @@ class Program:
     outputs: Any = None
     holds: Any = None
     donated: tuple[int, ...] = ()
+    any_mesh: bool = False
 
     def __post_init__(self) -> None:
         """Check the shapes, and count the positions of donated arguments from the front."""
@@ -294,7 +299,12 @@ def trace_program(manager: PartitionManager, program: Program) -> Trace:
 
 
 def price(
-    manager: PartitionManager, traced: Trace, program: Program, *, layout: Layout | None = None
+    manager: PartitionManager,
+    traced: Trace,
+    program: Program,
+    *,
+    layout: Layout | None = None,
+    renaming: Renaming = MappingProxyType({}),
 ) -> PlanReport:
     """Return the plan of a traced program under a manager.
 
@@ -303,6 +313,7 @@ def price(
       traced: Trace of the program. It must fit the manager (`traced.fits(manager)`).
       program: The program that was traced.
       layout: Assignment of the mesh axes to a slice. By default the report has no times.
+      renaming: Mesh axes that take the place of those in the trace (`traced.renaming(manager)`).
 
     Raises:
       ShardingError: An annotation does not resolve.
@@ -317,6 +328,7 @@ def price(
         donated=[
             at in program.donated for at, tree in enumerate(shapes) for _ in jax.tree.leaves(tree)
         ],
+        renaming=renaming,
     )
     walked = dataclasses.replace(walked, choices=_with_gather(walked.choices, manager, state))
     mesh = ",".join(f"{axis}:{size}" for axis, size in manager.mesh.shape.items())

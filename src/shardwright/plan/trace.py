@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.manager.request import Request
 from shardwright.plan.annotate import Annotation, annotate, annotate_axes_p, annotate_weight
+from shardwright.plan.renaming import Renaming, find_renaming
 from shardwright.plan.walk.equations import holds_shard_map
 from shardwright.plan.walk.events import Walked
 from shardwright.plan.walk.ledger import Ledger
@@ -68,6 +70,20 @@ class Trace:
     def fits_all(self) -> bool:
         """Whether nothing in the trace depends on the manager. Then it fits every manager."""
         return not self.answers and not holds_shard_map(self.jaxpr)
+
+    def renaming(self, manager: PartitionManager) -> Renaming | None:
+        """Return the mesh axes by which a trace under this manager differs, or None if it differs.
+
+        It is empty if the trace itself fits. Otherwise the trace is planned under the manager with
+        other names of mesh axes. The program must be for `any_mesh`.
+        """
+        if self.fits_all:
+            return {}
+        own = any(isinstance(given, NamedSharding) for given in self.inputs)
+        if own or self.attention != manager.rules.attention:
+            return {} if self.fits(manager) else None
+        pairs = ((known.spec, manager.answer(known.request).spec) for known in self.answers)
+        return find_renaming(pairs, self.mesh, dict(manager.mesh.shape))
 
     def fits(self, manager: PartitionManager) -> bool:
         """Tell whether a trace under this manager would be the same.
@@ -316,12 +332,14 @@ def walk(
     *,
     kinds: Sequence[str] | None = None,
     donated: Sequence[bool] | None = None,
+    renaming: Renaming = MappingProxyType({}),
 ) -> Walked:
     """Walk a trace under a manager's rules and mesh.
 
     Args:
       traced: Trace of the program. It must fit the manager (`traced.fits(manager)`).
       manager: Rules and mesh.
+      renaming: Mesh axes that take the place of those in the trace (`traced.renaming(manager)`).
       kinds: Memory category of each input. Defaults to `inputs` for all.
       donated: Per input, whether the program may overwrite it. By default, it may not.
     """
@@ -363,10 +381,8 @@ def walk(
             return Value(dims=dims_of_spec(given.spec.partitions, ndim, sizes))
         return resolved(given, True, "")
 
-    inputs = [
-        value_of(given, variable.aval.ndim)
-        for given, variable in zip(traced.inputs, traced.jaxpr.invars, strict=True)
-    ]
+    pairs = zip(traced.inputs, traced.jaxpr.invars, strict=True)
+    inputs = [value_of(given, variable.aval.ndim) for given, variable in pairs]
     outputs = [None if goal is None else resolved(goal, True, "") for goal in traced.outputs]
     return walk_jaxpr(
         traced.jaxpr,
@@ -376,6 +392,7 @@ def walk(
         target=target,
         kinds=kinds,
         donated=donated,
+        renaming=renaming,
     )
 
 

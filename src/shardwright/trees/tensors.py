@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from typing import Any
@@ -55,10 +56,15 @@ class Tensor:
 
 def whole_bytes(elements: int, dtype: Any) -> int:
     """Return the bytes of stored elements. An int4 takes 4 bits. A PRNG key takes all its words."""
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return elements * int(dtype.itemsize)
     # Compiled programs pack int4 in pairs too.
-    return -(-elements * int(jax.dtypes.itemsize_bits(dtype)) // 8)
+    return -(-elements * _bits(dtype) // 8)
+
+
+@functools.cache
+def _bits(dtype: Any) -> int:
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return 8 * int(dtype.itemsize)
+    return int(jax.dtypes.itemsize_bits(dtype))
 
 
 def as_tensors(values: Any) -> tuple[Tensor, ...]:

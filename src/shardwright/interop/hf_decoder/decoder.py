@@ -208,6 +208,7 @@ class _Decoder:
             (specs, (specs, specs)),
             ("parameters", "optimizer", "inputs"),
             (0, 1),
+            any_mesh=True,
         )
 
     def serving(self, batch: int, tokens: int, capacity: int) -> Program:
@@ -222,6 +223,7 @@ class _Decoder:
             (LAST, axes),
             ("parameters", "cache", "inputs"),
             (1,),
+            any_mesh=True,
         )
 
     def _caches(self, batch: int, capacity: int) -> tuple[list[Any], list[Any]]:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardwright.errors import ShardingError, StrategyError
 from shardwright.manager.manager import PartitionManager
@@ -20,6 +20,7 @@ from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.plan.layout import Layout, lay_out
 from shardwright.plan.planner import PlanReport, Program, price, program_state, trace_program
+from shardwright.plan.renaming import Renaming
 from shardwright.plan.report.text import bytes_text
 from shardwright.plan.search.defaults import default_strategies
 from shardwright.plan.search.rank import (
@@ -172,9 +173,18 @@ class Progress:
         return f"{self.doing} {self.done} of {self.all} candidates"
 
 
-# The sizes of the mesh and, for each mode, the number of its trace and the mesh axes of each
-# annotation. Equal programs have equal specs.
+# The sizes of the mesh and, for each mode, the number of its trace, the answers that shape it and
+# the mesh axes of each annotation. Equal programs have equal specs.
 _Specs = tuple[Any, ...]
+
+
+class _Shared(NamedTuple):
+    """A trace that fits a candidate: its number, its annotations, and how its axes are renamed."""
+
+    number: int
+    trace: Trace
+    requests: tuple[AnnotationRequest, ...]
+    renaming: Renaming
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,9 +337,16 @@ class _Search:
         rank = 0.0
         for mode in self.programs:
             in_mode = manager.for_mode(mode)
-            number, _, requests = self._trace(in_mode, mode)
-            resolved = resolve_all(in_mode, requests, sizes)
-            specs.append((mode, number, tuple(each.dims for each in resolved)))
+            shared = self._trace(in_mode, mode)
+            resolved = resolve_all(in_mode, shared.requests, sizes)
+            answers: tuple[Any, ...] = ()
+            if not shared.trace.fits_all:
+                asked = (known.request for known in shared.trace.answers)
+                answers = (
+                    tuple(sorted(point.sizes.items())),
+                    *(in_mode.answer(each).spec for each in asked),
+                )
+            specs.append((mode, shared.number, answers, tuple(each.dims for each in resolved)))
             rank += self._rank(in_mode, mode, resolved, layout)
         return _Resolved(
             point=point,
@@ -356,14 +373,13 @@ class _Search:
         traced, _ = self.traces[mode][0]
         return program_state(manager, traced, self.programs[mode]).of().per_device
 
-    def _trace(
-        self, manager: PartitionManager, mode: str
-    ) -> tuple[int, Trace, tuple[AnnotationRequest, ...]]:
-        """Return the number of a trace that fits a candidate, the trace, and its annotations."""
+    def _trace(self, manager: PartitionManager, mode: str) -> _Shared:
+        """Return a trace that fits a candidate."""
         traces, program = self.traces.setdefault(mode, []), self.programs[mode]
         for number, (traced, requests) in enumerate(traces):
-            if mode in self.shared or traced.fits(manager):
-                return number, traced, requests
+            renaming = self._renaming(traced, manager, mode)
+            if renaming is not None:
+                return _Shared(number, traced, requests, renaming)
         traced = trace_program(manager, program)
         if mode not in self.flops:
             # Devices may repeat work, so this is an upper bound. All candidates use the same one.
@@ -372,7 +388,15 @@ class _Search:
         if traced.fits_all:
             self.shared.add(mode)
         traces.append((traced, read_annotations(traced)))
-        return len(traces) - 1, *traces[-1]
+        return _Shared(len(traces) - 1, *traces[-1], self._renaming(traced, manager, mode) or {})
+
+    def _renaming(self, traced: Trace, manager: PartitionManager, mode: str) -> Renaming | None:
+        """Return how the axes of a trace are renamed for a candidate, or None if it differs."""
+        if mode in self.shared:
+            return {}
+        if self.programs[mode].any_mesh:
+            return traced.renaming(manager)
+        return {} if traced.fits(manager) else None
 
     def _choose(self, resolved: Sequence[_Resolved], most: int) -> set[_Specs]:
         """Return what to walk: three quarters by the closed form, the others by their state."""
@@ -396,14 +420,12 @@ class _Search:
         """Walk a candidate. Candidates that differ only in the order of axes share their walks."""
         manager = PartitionManager(each.strategy, mesh=abstract_mesh(dict(each.point.sizes)))
         if each.specs not in self.walks:
-            self.walks[each.specs] = {
-                mode: price(
-                    manager.for_mode(mode),
-                    self._trace(manager.for_mode(mode), mode)[1],
-                    program,
-                )
-                for mode, program in self.programs.items()
-            }
+            reports = {}
+            for mode, program in self.programs.items():
+                shared = self._trace(manager.for_mode(mode), mode)
+                in_mode = manager.for_mode(mode)
+                reports[mode] = price(in_mode, shared.trace, program, renaming=shared.renaming)
+            self.walks[each.specs] = reports
         mesh = ",".join(f"{axis}:{size}" for axis, size in each.point.sizes.items())
         reports = {
             mode: dataclasses.replace(

@@ -5,15 +5,26 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from shardwright.plan.collectives.collective import Kind, ring_bytes
 from shardwright.plan.walk.events import Choice, Event, Idle, Site, Work
 from shardwright.plan.walk.liveness import Buffer, Peak, Timeline
 from shardwright.plan.walk.moves import find_move
-from shardwright.plan.walk.values import Dims, Origin, Value, axes_of, local_elements, shards
+from shardwright.plan.walk.values import (
+    Dims,
+    Origin,
+    Value,
+    axes_of,
+    dims_of_spec,
+    local_elements,
+    shards,
+)
+from shardwright.resolution.partition_specs import entry_names
 from shardwright.trees.tensors import whole_bytes
 
 _IN_STEPS: Final = "constrain the value in between with shard(...), one mesh axis at a time"
@@ -26,7 +37,12 @@ class Ledger:
       sizes: Size of each mesh axis that has more than one device, in mesh order.
     """
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        renaming: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    ) -> None:
+        self._renaming = renaming
         self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
         self.events: list[Event] = []
         self.choices: dict[Choice, None] = {}
@@ -39,9 +55,21 @@ class Ledger:
         self.inner = Peak()  # peak of the jaxpr that the current equation runs
         self.moved = 0  # bytes of the operands that the current equation moves, after the move
 
+    def renamed(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the mesh axes that take the place of those in the trace."""
+        return tuple(name for each in names for name in self._renaming.get(each, (each,)))
+
+    def dims_of(self, spec: PartitionSpec, ndim: int) -> Dims:
+        """Return the dims of a spec in the trace."""
+        entries = [
+            entry if entry is PartitionSpec.UNCONSTRAINED else self.renamed(entry_names(entry))
+            for entry in spec.partitions
+        ]
+        return dims_of_spec(entries, ndim, self.sizes)
+
     def blank(self) -> Ledger:
         """Return an empty ledger for the same mesh, for a walk that only computes shardings."""
-        ledger = Ledger(self.sizes)
+        ledger = Ledger(self.sizes, self._renaming)
         ledger.timeline = None
         return ledger
 

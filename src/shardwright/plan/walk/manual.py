@@ -21,7 +21,6 @@ from shardwright.plan.walk.values import (
     Origin,
     Value,
     axes_of,
-    dims_of_spec,
     merged_origins,
     shards,
 )
@@ -50,9 +49,9 @@ def shard_map(step: Step) -> list[Value]:
     """Follow a `shard_map`: operands move to its input specs, then its body runs."""
     parameters, sizes = step.parameters, step.ledger.sizes
     for at, (spec, aval) in enumerate(zip(parameters["in_specs"], step.avals, strict=True)):
-        dims = dims_of_spec(spec.partitions, aval.ndim, sizes)
+        dims = step.ledger.dims_of(spec, aval.ndim)
         step.ledger.move(step.values[at], aval, dims, step.site, origins=step.values[at].origins)
-    if set(sizes) - _jax.newly_manual_axes(parameters):
+    if set(sizes).difference(step.ledger.renamed(_jax.newly_manual_axes(parameters))):
         # The partitioner shards the body over the other mesh axes. The walk does not follow it.
         step.ledger.unknown["shard_map (over some mesh axes only)"] += 1
     origins = merged_origins(step.values)
@@ -64,7 +63,7 @@ def shard_map(step: Step) -> list[Value]:
         [None] * len(step.results) if timeline is None else add_local(body, operands, timeline)
     )
     return [
-        Value(dims=dims_of_spec(spec.partitions, aval.ndim, sizes), origins=origins, buffer=buffer)
+        Value(dims=step.ledger.dims_of(spec, aval.ndim), origins=origins, buffer=buffer)
         for spec, aval, buffer in zip(parameters["out_specs"], step.results, buffers, strict=True)
     ]
 
@@ -120,7 +119,7 @@ def _is_scattered(equation: Any, jaxpr: Any, step: Step) -> bool:
     results = equation.outvars
     if jaxpr is not getattr(body, "jaxpr", body) or len(results) != 1:
         return False
-    axes = _mesh_axes(equation)
+    axes = _mesh_axes(equation, step)
     goals = [
         goal
         for variable, goal in zip(jaxpr.outvars, step.wanted, strict=True)
@@ -129,16 +128,16 @@ def _is_scattered(equation: Any, jaxpr: Any, step: Step) -> bool:
     return len(goals) == 1 and goals[0] is not None and axes_of(goals[0]) >= set(axes)
 
 
-def _mesh_axes(equation: Any) -> list[str]:
+def _mesh_axes(equation: Any, step: Step) -> tuple[str, ...]:
     axes = equation.params.get("axes", equation.params.get("axis_name"))
     names = (axes,) if isinstance(axes, str) else tuple(axes)
-    return [name for name in names if isinstance(name, str)]
+    return step.ledger.renamed(name for name in names if isinstance(name, str))
 
 
 def _note(
     kind: Kind, aval: Any, equation: Any, step: Step, site: Site, origins: dict[str, Origin]
 ) -> None:
-    mesh_axes = _mesh_axes(equation)
+    mesh_axes = _mesh_axes(equation, step)
     local = whole_bytes(aval.size, aval.dtype)
     gathered = local * shards(
         [name for name in mesh_axes if name in step.ledger.sizes], step.ledger.sizes

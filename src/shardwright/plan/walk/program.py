@@ -41,7 +41,6 @@ from shardwright.plan.walk.values import (
     Value,
     anywhere,
     axes_of,
-    dims_of_spec,
     merged_origins,
     most_runs,
 )
@@ -212,7 +211,7 @@ def written_target(equation: Any, ledger: Ledger) -> Value | None:
     if equation.primitive.name == "reshard" and AxisType.Explicit not in sharding.mesh.axis_types:
         return None  # JAX itself calls `reshard`, which changes nothing over Auto axes
     aval = equation.invars[0].aval
-    dims = dims_of_spec(sharding.spec.partitions, aval.ndim, ledger.sizes)
+    dims = ledger.dims_of(sharding.spec, aval.ndim)
     origin = Origin(source=_jax.source_line(equation))
     return Value(dims=dims, origins={axis: origin for dim in dims for axis in dim})
 
@@ -300,6 +299,7 @@ def walk_jaxpr(
     target: Callable[[Any, Ledger], Value | None] = written_target,
     kinds: Sequence[str] | None = None,
     donated: Sequence[bool] | None = None,
+    renaming: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> Walked:
     """Walk a traced program and return what it sends and computes.
 
@@ -312,8 +312,9 @@ def walk_jaxpr(
         operand to.
       kinds: Memory category of each input. Defaults to `inputs` for all.
       donated: Per input, whether the program may overwrite it. By default, it may not.
+      renaming: Mesh axes that take the place of those in the `shard_map`s of the jaxpr.
     """
-    ledger = Ledger(sizes)
+    ledger = Ledger(sizes, renaming)
     inputs = _with_memory(ledger, jaxpr.invars, inputs, kinds)
     closed_over = _with_constants(ledger, jaxpr)
     goals = outputs or [None] * len(jaxpr.outvars)

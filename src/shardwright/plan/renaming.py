@@ -1,0 +1,89 @@
+"""Find the mesh axes that take the place of those of a trace.
+
+A trace has the names of mesh axes inside `shard_map`. Two meshes give the same trace up to these
+names if every dim has the same number of shards on both, and an axis of one mesh always stands for
+the same axes of the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from jax.sharding import PartitionSpec
+
+from shardwright.resolution.partition_specs import entry_names
+
+# Mesh axis of a trace -> the mesh axes that take its place. None does for an axis of size 1.
+Renaming: TypeAlias = Mapping[str, tuple[str, ...]]
+
+
+def find_renaming(
+    pairs: Iterable[tuple[PartitionSpec | None, PartitionSpec | None]],
+    old: Mapping[str, int],
+    new: Mapping[str, int],
+) -> dict[str, tuple[str, ...]] | None:
+    """Return the mesh axes that replace each old one, or None if the traces would differ.
+
+    Args:
+      pairs: For each answer, its spec on the old mesh and on the new one.
+      old: Mesh axis -> size, of the mesh of the trace.
+      new: The same of the other mesh.
+    """
+    renaming: dict[str, tuple[str, ...]] = {axis: () for axis, size in old.items() if size == 1}
+    for before, after in pairs:
+        if before is None or after is None:
+            if before is not after:
+                return None
+            continue
+        for held, goal in _dims(before, after, old, new):
+            if not _extend(renaming, held, goal, old, new):
+                return None
+    used = {axis for axes in renaming.values() for axis in axes}
+    left = [axis for axis, size in old.items() if size > 1 and axis not in renaming]
+    free = [axis for axis, size in new.items() if size > 1 and axis not in used]
+    return renaming if _extend(renaming, left, free, old, new) else None
+
+
+def _dims(
+    before: PartitionSpec, after: PartitionSpec, old: Mapping[str, int], new: Mapping[str, int]
+) -> Iterable[tuple[list[str], list[str]]]:
+    """Yield, for each dim, the mesh axes of more than one device on the old and the new mesh."""
+    for at in range(max(len(before), len(after))):
+        yield _names(before, at, old), _names(after, at, new)
+
+
+def _names(spec: PartitionSpec, at: int, sizes: Mapping[str, int]) -> list[str]:
+    entry = spec[at] if at < len(spec) else None
+    return [name for name in entry_names(entry) if sizes[name] > 1]
+
+
+def _extend(
+    renaming: dict[str, tuple[str, ...]],
+    held: Sequence[str],
+    goal: Sequence[str],
+    old: Mapping[str, int],
+    new: Mapping[str, int],
+) -> bool:
+    """Add what one dim tells to a renaming. Return False if it contradicts the renaming."""
+    rest = list(goal)
+    for axis in held:
+        if axis not in renaming:
+            taken = {other for axes in renaming.values() for other in axes}
+            part = next(
+                (
+                    tuple(rest[:end])
+                    for end in range(1, len(rest) + 1)
+                    if math.prod(new[name] for name in rest[:end]) == old[axis]
+                ),
+                None,
+            )
+            if part is None or taken.intersection(part):
+                return False
+            renaming[axis] = part
+        part = renaming[axis]
+        if tuple(rest[: len(part)]) != part:
+            return False
+        rest = rest[len(part) :]
+    return not rest
