@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from shardwright.cli.main import main
+from shardwright.cli.plan_programs import _breach_lines
+from shardwright.plan.collectives.collective import Kind
+from shardwright.plan.walk.events import Event
 
 MODEL = """
 import jax
@@ -106,6 +110,26 @@ def test_json_has_the_events_of_each_mode(model: str, capsys: pytest.CaptureFixt
         ["EMBED"],
         64 * 256,
     )
+
+
+def test_forbidden_collectives_of_one_line_are_one_line() -> None:
+    event = Event(
+        kind=Kind.ALL_GATHER,
+        mesh_axes=("fsdp",),
+        dtype="float32",
+        logical_bytes=2048,
+        wire_bytes=1024,
+        runs=1,
+        source="model.py:7",
+    )
+    paths = ("gate", "up", "gate", "down", "key")
+    events = [dataclasses.replace(event, path=path) for path in paths]
+    other = dataclasses.replace(event, source="model.py:8")
+    start = "forbidden by *: all_gather over fsdp sends 1.0 KiB at model.py"
+    assert _breach_lines([("*", each) for each in (*events, other)]) == [
+        f"{start}:7, 5 times: gate, up, down and 1 more",
+        f"{start}:8",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from shardwright.cli.inputs import Setting, unreadable
 from shardwright.cli.plan_advice import too_large_text
@@ -27,6 +27,7 @@ from shardwright.plan.walk.events import Event
 from shardwright.vocabulary.modes import mode_name
 
 Breach = tuple[str, Event | Collective]
+_NAMED: Final = 3  # tensors that a line about forbidden collectives names
 
 
 def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topology | None) -> int:
@@ -91,7 +92,7 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
         )
     else:
         print_lines(
-            [*notes, *_lines(arguments, reports, verified), *map(_breach_text, breaches), *failures]
+            [*notes, *_lines(arguments, reports, verified), *_breach_lines(breaches), *failures]
         )
     return 1 if failed else 0
 
@@ -153,6 +154,21 @@ def _breaches(
             yield from (
                 (rule.text, event) for rule in arguments.forbid if rule.matches(event, mode)
             )
+
+
+def _breach_lines(breaches: Iterable[Breach]) -> list[str]:
+    """Return a line for each group of forbidden collectives that differ only in their tensors."""
+    tensors: dict[str, list[str]] = {}
+    for breach in breaches:
+        event = breach[1]
+        tensors.setdefault(_breach_text(breach), []).append(getattr(event, "path", ""))
+    lines = []
+    for text, paths in tensors.items():
+        named = [path for path in dict.fromkeys(paths) if path]
+        more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+        each = f", {len(paths)} times" if len(paths) > 1 else ""
+        lines.append(text + each + (f": {', '.join(named[:_NAMED])}{more}" if named else ""))
+    return lines
 
 
 def _breach_text(breach: Breach) -> str:

@@ -202,7 +202,7 @@ def _sizes(
     mixtures = [each.mlp.moe for each in stacks if isinstance(each.mlp, MixtureConfig)]
     capacity = next((moe.capacity for moe in mixtures), None)
     if isinstance(capacity, Factor):
-        notes += (f"each expert has {capacity.factor:g} times the slots of an even load",)
+        notes += (f"each expert drops tokens above {capacity.factor:g} times an even load",)
     windowed = tuple(part for stack in stacks for part in _with_windows(config, stack))
     if len(windowed) > len(stacks):
         notes += ("the layers with a sliding window come before those without",)
@@ -379,6 +379,8 @@ def _deepseek(config: _Config, dtypes: Dtypes, capacity: float) -> Sizes:
     notes: tuple[str, ...] = ()
     if config.values.get("scoring_func") == "sigmoid":
         notes += ("the router has no biases that balance the experts",)
+    if config.flag("attention_bias"):
+        notes += ("the projections of attention have no biases",)
     if config.values.get("num_nextn_predict_layers"):
         notes += ("layers that predict further tokens are left out",)
     return _sizes(config, dtypes, stacks, notes)
