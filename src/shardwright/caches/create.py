@@ -73,11 +73,15 @@ def init(
     cache_kind = _find_kind(kind)
     _check_options(kind, cache_kind, options)
     manager = context.current()
-    if capacity is None:
-        capacity = window
+    if capacity is None and window is None:
+        raise CacheError(
+            "capacity is not given, and there is no window",
+            path="capacity",
+            fix="pass capacity=2048: the tokens of the longest text, with its prompt",
+        )
     spec = CacheSpec(
         batch=batch,
-        capacity=capacity,  # type: ignore[arg-type]  # checked below
+        capacity=window if capacity is None else capacity,  # type: ignore[arg-type]  # checked below
         kv_heads=kv_heads,
         head_dim=head_dim,
         v_dim=head_dim if v_dim is None else v_dim,
