@@ -287,3 +287,25 @@ def test_collectives_in_groups_are_marked() -> None:
     spec = PartitionSpec("dp")
     report = plan(mapped(gathered, spec, out=spec), X)
     assert report.walked.unknown == {"all_gather (in groups)": 1}
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [lambda x: x, jnp.sum, lambda x: x.sum(2), lambda x: x.shape[0]],
+    ids=["whole", "sum", "partial", "number"],
+)
+def test_debug_print_gathers_what_it_prints(shown: Callable[[Any], Any]) -> None:
+    def printed(x: Any) -> Any:
+        jax.debug.print("{x}", x=shown(sw.shard(x, INNER)))
+        return x * 2
+
+    check_equal(printed)
+
+
+def test_partitioned_callback_gathers_nothing() -> None:
+    def called(x: Any) -> Any:
+        jax.debug.callback(lambda x: None, sw.shard(x, HIDDEN), partitioned=True)
+        return x * 2
+
+    check_equal(called)
+    assert not plan(called, X).events

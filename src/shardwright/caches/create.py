@@ -81,7 +81,7 @@ def init(
         )
     spec = CacheSpec(
         batch=batch,
-        capacity=window if capacity is None else capacity,  # type: ignore[arg-type]  # checked below
+        capacity=window if capacity is None else capacity,  # type: ignore[arg-type]  # see above
         kv_heads=kv_heads,
         head_dim=head_dim,
         v_dim=head_dim if v_dim is None else v_dim,

@@ -65,6 +65,8 @@ def _masks(jaxpr: Any, given: Mapping[Any, Any], at: Place) -> Iterator[tuple[An
 
 def _key(equation: Any, key_of: Callable[[Any], Any]) -> Any:
     """Return the key of an equation of which masks are made, or None for any other one."""
+    if not equation.outvars:  # a call for its effect, such as `jax.debug.print`
+        return None
     name, parameters, result = equation.primitive.name, equation.params, equation.outvars[0].aval
     if name == "iota":
         length = result.shape[parameters["dimension"]]

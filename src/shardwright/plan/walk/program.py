@@ -80,6 +80,8 @@ _RULES: Final[Mapping[str, Rule]] = {
     "while": control.while_loop,
     "cond": control.cond,
     "shard_map": shard_map,
+    "debug_print": shapes.callback,
+    "debug_callback": shapes.callback,
 }
 _MASKS: Final = "this mask is computed twice; annotate the results that are made of it, shard(...)"
 # The rules of these primitives set by themselves how often a result is computed.

@@ -76,6 +76,20 @@ def reverse(step: Step) -> list[Value]:
     return _cut(step, step.parameters["dimensions"])
 
 
+def callback(step: Step) -> list[Value]:
+    """Follow `jax.debug.print` or `jax.debug.callback`, which have no results.
+
+    One device calls the function, with whole arrays: each operand is gathered. With
+    `partitioned=True`, each device calls it with its own part.
+    """
+    for at, aval in enumerate(step.avals):
+        if step.parameters.get("partitioned"):
+            step.whole(at)
+        else:
+            step.move(at, ((),) * aval.ndim)
+    return []
+
+
 def sort(step: Step) -> list[Value]:
     """Follow a sort: the sorted dim must not be sharded."""
     return _cut(step, (step.parameters["dimension"] % step.results[0].ndim,))
