@@ -117,9 +117,15 @@ def judge(outcomes: list[Outcome]) -> dict[str, bool]:
     }
 
 
-def main(first: int, last: int) -> int:
+def main(first: int, end: int) -> int:
+    """Compare the programs of the seeds from `first` up to `end`, which is not included."""
+    if end <= first:
+        print(
+            f"no seed is in range({first}, {end}): pass the first one and the end", file=sys.stderr
+        )
+        return 2
     outcomes: list[Outcome] = []
-    for seed in range(first, last):
+    for seed in range(first, end):
         outcomes.append(outcome(seed))
         latest = outcomes[-1]
         words = "exact" if latest.error == 0 else f"differs by {latest.error:.1%}"
