@@ -127,7 +127,7 @@ def test_forbidden_collectives_of_one_line_are_one_line() -> None:
     other = dataclasses.replace(event, source="model.py:8")
     start = "forbidden by *: all_gather over fsdp sends 1.0 KiB at model.py"
     assert _breach_lines([("*", each) for each in (*events, other)]) == [
-        f"{start}:7, 5 times: gate, up, down and 1 more",
+        f"{start}:7, 5 times (gate, up, down and 1 more)",
         f"{start}:8",
     ]
 

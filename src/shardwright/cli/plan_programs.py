@@ -167,7 +167,7 @@ def _breach_lines(breaches: Iterable[Breach]) -> list[str]:
         named = [path for path in dict.fromkeys(paths) if path]
         more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
         each = f", {len(paths)} times" if len(paths) > 1 else ""
-        lines.append(text + each + (f": {', '.join(named[:_NAMED])}{more}" if named else ""))
+        lines.append(text + each + (f" ({', '.join(named[:_NAMED])}{more})" if named else ""))
     return lines
 
 
