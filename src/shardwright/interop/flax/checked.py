@@ -6,14 +6,13 @@ This file imports flax, so `bridge` imports it where it is used.
 from __future__ import annotations
 
 import functools
-import math
 from typing import TYPE_CHECKING, Any
 
 import flax.linen.spmd as spmd
 import numpy as np
 
-from shardwright.errors import IndivisibleError, Problem, raise_problems
-from shardwright.interop.logical_rules import MeshAxes, Names, axis_of
+from shardwright.errors import Problem, raise_problems
+from shardwright.interop.logical_rules import MeshAxes, Names, axis_of, indivisible
 
 if TYPE_CHECKING:
     from shardwright.manager.manager import PartitionManager
@@ -52,19 +51,10 @@ class Rules(tuple[tuple[str, MeshAxes], ...]):  # noqa: SLOT001
         raise_problems(problems)
         spec = spmd.logical_to_mesh_axes(names, tuple(self)) or ()
         for dim, (size, entry) in enumerate(zip(shape, spec, strict=False)):
-            axes = (entry,) if isinstance(entry, str) else entry or ()
-            shards = math.prod(self.pm.mesh.shape[axis] for axis in axes)
-            if size % shards:
-                raise IndivisibleError(
-                    f"size {size} of {names[dim]!r} does not divide over {'+'.join(axes)}={shards}",
-                    path=place,
-                    dim=dim,
-                    size=size,
-                    mesh_axes=axes,
-                    shards=shards,
-                    fix=f"pass sizes={{{names[dim]!r}: {size}}} to rules, so that a fallback "
-                    "applies\nor choose a size and a mesh that divide",
-                )
+            mesh = self.pm.mesh.shape
+            error = indivisible(names[dim], size, entry, mesh, path=place, dim=dim, call="rules")
+            if error is not None:
+                raise error
 
 
 def install() -> None:

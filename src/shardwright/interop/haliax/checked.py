@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import TYPE_CHECKING, Any
 
 import haliax.partitioning as partitioning
 
-from shardwright.errors import IndivisibleError, Problem, raise_problems
-from shardwright.interop.logical_rules import Names, axis_of
+from shardwright.errors import Problem, raise_problems
+from shardwright.interop.logical_rules import Names, axis_of, indivisible
 from shardwright.manager import context
 
 if TYPE_CHECKING:
@@ -64,20 +63,13 @@ class Rules:
             axis_of(name, dict.fromkeys(self.names, ""), place, problems)
         raise_problems(problems)
         for dim, (name, size) in enumerate(sizes.items()):
-            entry = table.get(name, ())
-            over = (entry,) if isinstance(entry, str) else entry
-            shards = math.prod(dict(self.mesh)[axis] for axis in over)
-            if size is not None and size % shards:
-                raise IndivisibleError(
-                    f"size {size} of {name!r} does not divide over {'+'.join(over)}={shards}",
-                    path=place,
-                    dim=dim,
-                    size=size,
-                    mesh_axes=over,
-                    shards=shards,
-                    fix=f"pass sizes={{{name!r}: {size}}} to rules, so that a fallback applies\n"
-                    "or choose a size and a mesh that divide",
-                )
+            if size is None:
+                continue
+            error = indivisible(
+                name, size, table.get(name), dict(self.mesh), path=place, dim=dim, call="rules"
+            )
+            if error is not None:
+                raise error
 
 
 def install() -> None:

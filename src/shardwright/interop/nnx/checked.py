@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardwright.errors import IndivisibleError, Problem, RankMismatchError, raise_problems
-from shardwright.interop.logical_rules import MeshAxes, Names, axis_of
+from shardwright.errors import Problem, RankMismatchError, raise_problems
+from shardwright.interop.logical_rules import MeshAxes, Names, axis_of, indivisible
 from shardwright.vocabulary.axes import EMPTY, Role
 
 if TYPE_CHECKING:
@@ -61,33 +60,21 @@ class Table(tuple[tuple[str, MeshAxes], ...]):  # noqa: SLOT001
             if name not in table and name not in sizes:
                 axis_of(name, self.names, f"variable {shape} dim {dim}", problems)
                 continue
-            axes = table.get(name, name)
-            axes = (axes,) if isinstance(axes, str) else axes or ()
-            shards = math.prod(sizes[axis] for axis in axes)
-            if size % shards:
-                self._refuse(shape, dim, name, axes, shards)
+            entry, place = table.get(name, name), f"variable {shape}"
+            error = indivisible(name, size, entry, sizes, path=place, dim=dim, call="bound")
+            if error is not None:
+                self._resolve(shape, dim, name)
+                raise error
         raise_problems(problems)
 
-    def _refuse(
-        self, shape: tuple[int, ...], dim: int, name: str, axes: tuple[str, ...], shards: int
-    ) -> None:
-        """Raise the error of the resolver, or one of our own if the resolver has a fallback."""
+    def _resolve(self, shape: tuple[int, ...], dim: int, name: str) -> None:
+        """Raise the error of the resolver, unless its rule has a fallback that nnx cannot use."""
         if name in self.names:
             target = self.names[name]
             axis, role = (target, Role.PARAM) if isinstance(target, str) else target
             annotation = [EMPTY] * len(shape)
             annotation[dim] = axis
             self.pm.resolve(*annotation, role=role, shape=shape)
-        raise IndivisibleError(
-            f"size {shape[dim]} of {name!r} does not divide over {'+'.join(axes)}={shards}",
-            path=f"variable {shape}",
-            dim=dim,
-            size=shape[dim],
-            mesh_axes=axes,
-            shards=shards,
-            fix=f"pass sizes={{{name!r}: {shape[dim]}}} to bound, so that a fallback applies\n"
-            "or choose a size and a mesh that divide",
-        )
 
 
 def install(spmd: Any) -> None:
