@@ -113,7 +113,7 @@ MAKING: dict[str, tuple[dict[str, Any], str]] = {
         {"kv_heads": 0},
         "^kv_heads must be a positive integer, got 0\n  fix   pass kv_heads=1$",
     ),
-    "no capacity": ({"capacity": None}, "capacity is not given, and there is no window"),
+    "no capacity": ({"capacity": None}, "neither capacity nor window is given"),
     "truth": ({"batch": True}, "batch must be a positive integer, got True"),
     "window": (
         {"kind": "sliding", "window": 5},

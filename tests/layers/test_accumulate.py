@@ -169,8 +169,8 @@ def test_bad_batch_and_loss() -> None:
         ),
         (lambda: run(params, {"a": np.float32(1), "x": rows}), r"a has shape \(\), x has shape"),
         (lambda: run(params, {"x": rows, "z": 1.0}), r"z has shape \(\)"),
-        (lambda: run(params, {}), "batch: there are no examples"),
-        (lambda: run(params, rows[:0]), "batch: there are no examples"),
+        (lambda: run(params, {}), "batch: the batch has no examples"),
+        (lambda: run(params, rows[:0]), "batch: the batch has no examples"),
         (lambda: run(params, rows, delayed), r"shape \(2,\), and there are 4 microbatches"),
         (
             lambda: accumulate(lambda *given: mean(*given)[0], 4, specs=specs)(params, rows),

@@ -75,7 +75,7 @@ def init(
     manager = context.current()
     if capacity is None and window is None:
         raise CacheError(
-            "capacity is not given, and there is no window",
+            "neither capacity nor window is given",
             path="capacity",
             fix="pass capacity=2048: the tokens of the longest text, with its prompt",
         )

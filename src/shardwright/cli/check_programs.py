@@ -38,7 +38,7 @@ def has_no_arguments(text: str) -> bool:
     """Tell whether `file.py:function` can be called without arguments, as programs are.
 
     Raises:
-      StrategyError: There is no such function.
+      StrategyError: The file has no such function.
     """
     function = read_function(text, example="model.py:forward", fix="define it")
     try:

@@ -172,7 +172,7 @@ def _batch_size(batch: Any) -> int:
     """Return the size of dim 0, which all arrays of the batch have.
 
     Raises:
-      LayerError: The sizes differ, an array has no dims, or there are no examples.
+      LayerError: The sizes differ, an array has no dims, or the batch is empty.
     """
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     shapes = {path_text(path): np.shape(leaf) for path, leaf in leaves}
@@ -186,7 +186,7 @@ def _batch_size(batch: Any) -> int:
         )
     size: int = sizes[0] if sizes and sizes[0] else 0
     if not size:
-        raise LayerError("there are no examples", path="batch", fix="pass arrays [batch, ...]")
+        raise LayerError("the batch has no examples", path="batch", fix="pass arrays [batch, ...]")
     return size
 
 
