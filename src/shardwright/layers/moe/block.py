@@ -233,17 +233,7 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
     expert_axes = tuple(axis for axis in experts.decisions[0].mesh_axes if sizes[axis] > 1)
     hidden_axes = tuple(axis for axis in experts.decisions[2].mesh_axes if sizes[axis] > 1)
     both = tuple(axis for axis in expert_axes if axis in token_axes)
-    if both and both != expert_axes:
-        raise StrategyError(
-            f"the experts are sharded over {'+'.join(expert_axes)}, but the tokens only over "
-            f"{'+'.join(both)} of these",
-            fix="shard BATCH over all mesh axes of EXPERT, or over none of them",
-        )
-    if shared := [axis for axis in hidden_axes if axis in token_axes]:
-        raise StrategyError(
-            f"{'+'.join(shared)} shards both the tokens and MLP_INTERMEDIATE of the experts",
-            fix="give BATCH and MLP_INTERMEDIATE different mesh axes",
-        )
+    _check_axes(token_axes, expert_axes, hidden_axes, both)
     _check_shared(config, manager, mode, hidden_axes)
     senders = math.prod(sizes[axis] for axis in token_axes)
     own_tokens = math.prod(shape[:-1]) // senders
@@ -293,6 +283,26 @@ def _choose(
         platform=platform,
     )
     return exchange, product
+
+
+def _check_axes(
+    token_axes: tuple[str, ...],
+    expert_axes: tuple[str, ...],
+    hidden_axes: tuple[str, ...],
+    both: tuple[str, ...],
+) -> None:
+    """Check the mesh axes that tokens share with experts (`both`) and with their hidden dims."""
+    if both and both != expert_axes:
+        raise StrategyError(
+            f"the experts are sharded over {'+'.join(expert_axes)}, but the tokens only over "
+            f"{'+'.join(both)} of these",
+            fix="shard BATCH over all mesh axes of EXPERT, or over none of them",
+        )
+    if shared := [axis for axis in hidden_axes if axis in token_axes]:
+        raise StrategyError(
+            f"{'+'.join(shared)} shards both the tokens and MLP_INTERMEDIATE of the experts",
+            fix="give BATCH and MLP_INTERMEDIATE different mesh axes",
+        )
 
 
 def _check_capacity(
