@@ -105,6 +105,8 @@ def required_dims(
       sizes: Size of each mesh axis.
       target: Returns the dims that a constraint requires, or None if it requires none.
     """
+    if not groups:
+        return {}
     required: dict[Place, Dims] = {}
     holders = {place[:end] for group in groups for place in group for end in range(len(place) + 1)}
 
