@@ -16,6 +16,7 @@ from shardwright.resolution.rules import (
     AxisRules,
     Conflict,
     Indivisible,
+    Missing,
     Order,
     Policy,
     TensorRules,
@@ -54,7 +55,7 @@ class Case:
             for axis, text in pieces:
                 chains.setdefault(axis, []).append(text)
             tables[name] = {axis: parse_rule(" | ".join(texts)) for axis, texts in chains.items()}
-            orders[name] = [axis for axis, text in pieces if text != "-"]
+            orders[name] = [axis for axis, text in pieces if text != "-" or chains[axis] == ["-"]]
         entries = [
             TensorRules(match="w", rules=((axis, parse_rule(text)),)) for axis, text in self.tensors
         ]
@@ -85,7 +86,7 @@ def all_tries(case: Case) -> dict[int, list[tuple[Any, tuple[str, ...]]]]:
                 for rank, text in own
             ]
             kept = [(rank, live) for rank, live in chain if live]
-            written += [rank for rank, text in own if text != "-"]
+            written += [rank for rank, _ in own]
             if isinstance(dim, tuple):
                 kept = list({live: (rank, live) for rank, live in reversed(kept)}.values())[::-1]
                 kept.sort()
@@ -282,6 +283,33 @@ def test_without_shape_in_rule_order() -> None:
         spec((M, E), make_rules(RULES, rules={E: "tp | dp", M: "-"}), MESH)
 
 
+def test_absent_mesh_axis_needs_no_shape() -> None:
+    policy = dataclasses.replace(RULES, missing=Missing.REPLICATE)
+    for order in Order:
+        rules = make_rules(dataclasses.replace(policy, order=order), rules={E: "ep+tp | -"})
+        assert spec((E,), rules, MESH) == P(), order
+    later = make_rules(policy, rules={E: "tp | ep | -"})
+    with pytest.raises(sw.ShapeRequiredError, match="depends on the size"):
+        spec((E,), later, MESH)
+
+
+def test_replicated_member_gives_a_composite_its_place() -> None:
+    tables = [{B: "-", E: "dp", L: "dp"}, {E: "dp", B: "-", L: "dp"}]
+    specs = [
+        spec((E, (B, L)), make_rules(NEXT, rules=table), MESH, shape=(4, 4)) for table in tables
+    ]
+    assert specs == [P(None, "dp"), P("dp")]
+    entries = [("w", {B: "-"}), ("w", {E: "dp"}), ("w", {L: "dp"})]
+    by_path = make_rules(NEXT, tensors=entries)
+    assert spec((E, (B, L)), by_path, MESH, role="param", path="w", shape=(4, 4)) == P(None, "dp")
+    strategy = sw.Strategy(
+        mesh={"dp": 2},
+        rules=[{"batch": "-"}, {"embed": "dp"}, {"length": "dp"}],
+        policy={"order": "rules", "conflict": "next"},
+    )
+    assert spec((E, (B, L)), strategy.compile(), {"dp": 2}, shape=(4, 4)) == P(None, "dp")
+
+
 def test_symbolic_size_in_rule_order() -> None:
     from jax import export
 
@@ -312,8 +340,8 @@ def test_order_is_part_of_equality_only_in_rule_order() -> None:
     assert (
         make_rules(NEXT, rules=first).fingerprint() != make_rules(NEXT, rules=other).fingerprint()
     )
-    same = make_rules(NEXT, rules={V: "-", **first})
-    assert same.order == make_rules(NEXT, rules=first).order
+    replicated = make_rules(NEXT, rules={V: "-", **first})
+    assert replicated.order[0] == (V, *make_rules(NEXT, rules=first).order[0])
     assert hash(make_rules(NEXT, rules=first)) == hash(make_rules(NEXT, rules=dict(first)))
 
 

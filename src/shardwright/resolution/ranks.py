@@ -22,6 +22,9 @@ def rank_orders(
 ) -> tuple[tuple[str, ...], ...]:
     """Return the axes of all candidates that apply, in rank order.
 
+    A rule "-" has no candidates and stands here once, because a composite is tried at the place of
+    the first rule of its members.
+
     The result has one tuple for the activations of each of `MODES`, then one for the parameters of
     each. Candidates rank by table, in the order in which tables are looked up, then by position in
     the table.
@@ -37,7 +40,7 @@ def rank_orders(
         known: set[str] = set()
         for name in names:
             table = tables.get(name, {})
-            axes = [axis for axis, rule in table.items() for _ in rule.candidates]
+            axes = [axis for axis, rule in table.items() for _ in rule.candidates or [None]]
             order += [axis for axis in written.get(name, axes) if axis not in known]
             known.update(table)
         return tuple(order)
@@ -52,13 +55,13 @@ def rank_orders(
 
 
 def ranks_of(rules: AxisRules, axis: str, *, mode: str, role: Role, path: str | None) -> list[Rank]:
-    """Return the rank of each candidate of the rule of an axis, in order."""
+    """Return the rank of each candidate of the rule of an axis, in order; one for a rule "-"."""
     is_weight = role is not Role.ACTIVATION
     for number, entry in enumerate(rules.tensors if is_weight and path is not None else ()):
         rule = entry.find(axis, path or "")
         if rule is not None:
             line = [name for name, _ in entry.rules].index(axis)
-            return [(TENSORS, number, line)] * len(rule.candidates)
+            return [(TENSORS, number, line)] * max(1, len(rule.candidates))
     if rules.stated(axis, mode=mode, role=role, path=None) is None:
         return [(DEFAULT, 0, 0)]
     order = rules.order[MODES.index(mode) + (len(MODES) if is_weight else 0)]

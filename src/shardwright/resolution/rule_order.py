@@ -96,13 +96,8 @@ def _opened(decider: Decider, position: int, dim: Dim) -> DimDecision | _Open:
 
 
 def _needs_shape(decider: Decider, entry: _Open) -> bool:
-    trial = Trial()
-    for candidate in entry.candidates:
-        if candidate.live or (candidate.lost and trial.lives):
-            trial.lives.append(candidate.live or candidate.written)
-        if candidate.lost:
-            break
-    return decider.needs_shape(trial, entry.rule)
+    trial = decider.attempt(entry.candidates, None)
+    return not trial.dropped_missing and decider.needs_shape(trial, entry.rule)
 
 
 def _ranks(decider: Decider, position: int, dim: Dim, entry: _Open) -> Sequence[Rank]:

@@ -81,7 +81,9 @@ def parse_rules(data: Mapping[str, Any], origin: Origin) -> ParsedTables:
             if rule is None:
                 continue
             if is_array:
-                orders.setdefault(home, []).extend([axis] * len(rule.candidates))
+                # A rule "-" has no candidates and still a place, which a composite may need.
+                places = len(rule.candidates) or int(axis not in parsed)
+                orders.setdefault(home, []).extend([axis] * places)
             if role is Role.PARAM and rule.fallback is Fallback.UNCONSTRAINED:
                 problems.append(
                     Problem(
