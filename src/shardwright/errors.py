@@ -62,27 +62,36 @@ class Problem:
 
     def __str__(self) -> str:
         dim = "" if self.dim is None else f"dim {self.dim}"
-        place = " ".join(_escaped(part) for part in (self.path, dim, self.axis) if part)
-        what = _escaped(self.what)
+        place = " ".join(visible(part) for part in (self.path, dim, self.axis) if part)
+        what = _visible_lines(self.what)
         lines = [f"{place}: {what}" if place else what]
         # One space per character, so that the caret stays under its column.
         lines += [f"  {_blanked(line)}" for line in self.snippet.split("\n") if self.snippet]
         for mark, text in (("rule", self.rule), ("fix", self.fix)):
-            for at, line in enumerate(_escaped(text).splitlines()):
+            for at, line in enumerate(_visible_lines(text).splitlines()):
                 lines.append(f"        {line}" if at else f"  {mark:4}  {line}")
         return "\n".join(lines)
 
 
-def _escaped(text: str) -> str:
-    """Return text with its control characters escaped, so that a terminal does not execute them."""
+def visible(text: str) -> str:
+    r"""Return text with an escape for each character that is not printable.
+
+    Names come from files of others. A terminal executes control characters, a line break pretends
+    to be another line of a report, and a mark of direction reverses what follows, in HTML too.
+
+    >>> print(visible("ok\x1b[2J"))
+    ok\x1b[2J
+    """
     if text.isprintable():
         return text
     return "".join(
-        char
-        if char == "\n" or char.isprintable()
-        else char.encode("unicode_escape").decode("ascii")
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
         for char in text
     )
+
+
+def _visible_lines(text: str) -> str:
+    return "\n".join(map(visible, text.split("\n")))
 
 
 def _blanked(line: str) -> str:

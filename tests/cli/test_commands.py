@@ -40,7 +40,7 @@ BAD = {
     "diff fsdp --model m.py:f --plan a.json": "not allowed with argument",
     "diff --plan a.json": "--plan is given 1 times",
     "diff --plan absent.json --plan absent.json": "cannot read 'absent.json'",
-    "diff --plan latin.toml --plan latin.toml": "'latin.toml' is not JSON",
+    "diff --plan latin.toml --plan latin.toml": "latin.toml is not UTF-8",
     "diff fsdp --plan a.json --plan b.json": "STRATEGY cannot change a plan",
     "diff fsdp --tensors tensors.toml": "both sides are the same\n  fix   give two strategies, or "
     "--mesh, --devices or --mode twice",

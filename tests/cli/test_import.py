@@ -205,7 +205,7 @@ BAD = {
     "import rules rules.json --mesh data:2 --name embed=EMBD": "did you mean 'EMBED'?",
     "import maxtext base.yml --name embed=EMBED:use": "is not NAME=AXIS",
     "import rules base.txt --mesh data:2": "'base.txt' is neither a .json nor a .yml file",
-    "import rules bad.json --mesh data:2": "bad.json: the file is not JSON",
+    "import rules bad.json --mesh data:2": "bad.json is not JSON",
     "import rules few.json --mesh data:2": "few.json: the file is not a list of rules",
     "import rules rules.json --mesh data:2": "2 problems",
     "import rules none.json --mesh data:2": "none.json has no rules",

@@ -223,7 +223,7 @@ def test_bad_configurations() -> None:
     Path("binary.yml").write_bytes(b"\xff\xfe\xfa")
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("none.yml", {}, "cannot read 'none.yml': no such file"),
-        ("binary.yml", {}, "cannot read 'binary.yml': 'utf-8' codec"),
+        ("binary.yml", {}, "binary.yml is not UTF-8"),
         ("syntax.yml", {}, r"syntax\.yml:2: the file is not YAML"),
         ("list.yml", {}, r"list\.yml: a configuration is a mapping, got list"),
         ("lost.yml", {}, r"lost\.yml: the base_config 'none\.yml' is missing"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
@@ -13,11 +12,12 @@ from typing import Any
 import jax
 
 from shardwright.cli.check_programs import check_programs, has_no_arguments
-from shardwright.cli.inputs import unreadable
 from shardwright.cli.models import Model, infer_model, read_model
 from shardwright.errors import StrategyError
 from shardwright.lints.finding import Finding, Severity
 from shardwright.lints.names import lint_names
+from shardwright.strategy.foreign_files import read_text
+from shardwright.strategy.limits import LONGEST_FILE
 from shardwright.trees.paths import is_array_spec, match_paths
 
 
@@ -87,11 +87,10 @@ def read_path_rules(name: str) -> dict[str, Any]:
     Raises:
       StrategyError: The file cannot be read.
     """
+    text = read_text(Path(name), most=LONGEST_FILE)
     try:
-        return tomllib.loads(Path(name).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise unreadable(os.fspath(name), error) from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
         raise StrategyError(
             f"{name} is not TOML: {error}", fix="write pattern = [axes], one line per pattern"
         ) from error

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwright.cli.inputs import read_setting, unreadable
+from shardwright.cli.inputs import read_setting
 from shardwright.cli.programs import plan_program, read_programs
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.errors import StrategyError
@@ -16,6 +15,7 @@ from shardwright.plan.compare_plans import PLAN_FIX, PlanComparison, compare_pla
 from shardwright.plan.hardware import parse_topology, read_hardware
 from shardwright.plan.planner import PlanReport
 from shardwright.plan.report.changes import changes_text
+from shardwright.strategy.foreign_files import read_json
 from shardwright.vocabulary.modes import mode_name, parse_mode
 
 GROWS = {r"(?:\+[0-9.]+%|x [0-9.]+)$": "red", r"-[0-9.]+%$": "green"}
@@ -151,12 +151,7 @@ def _read_plans(name: str) -> dict[str, Any]:
     Raises:
       StrategyError: The file cannot be read, or is not a plan.
     """
-    try:
-        data = json.loads(Path(name).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise unreadable(name, error) from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON
-        raise StrategyError(f"{name!r} is not JSON: {error!s:.80}", fix=PLAN_FIX) from error
+    data = read_json(Path(name), fix=PLAN_FIX)
     if isinstance(data, dict) and isinstance(data.get("modes"), dict) and data["modes"]:
         plans: dict[str, Any] = data["modes"]
     elif isinstance(data, dict) and "state" in data:

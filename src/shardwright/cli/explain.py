@@ -15,7 +15,7 @@ from shardwright.cli.inputs import (
     read_setting,
     read_shape,
 )
-from shardwright.cli.show import print_json, width_of
+from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
 from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
 from shardwright.plan.compare import bytes_on_device
@@ -146,7 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         print_json({"strategy": setting.strategy, "mesh": setting.sizes, **tree, "ok": ok})
     else:
-        print("\n".join([str(setting), "", *lines]))
+        print_lines([str(setting), "", *lines])
     return 0 if ok else 1
 
 

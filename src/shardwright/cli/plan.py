@@ -209,7 +209,7 @@ def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topo
     lines += state_text(state, rows=arguments.rows, width=width_of(arguments.width)).split("\n")
     lines += [
         "collectives and activations need a function: pass file.py:function as MODEL",
-        *failures,
+        *(line for text in failures for line in text.split("\n")),
     ]
     print_lines(lines)
     return 1 if failed else 0

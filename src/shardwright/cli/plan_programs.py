@@ -91,9 +91,8 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
             }
         )
     else:
-        print_lines(
-            [*notes, *_lines(arguments, reports, verified), *_breach_lines(breaches), *failures]
-        )
+        texts = [*notes, *_lines(arguments, reports, verified), *_breach_lines(breaches), *failures]
+        print_lines(line for text in texts for line in text.split("\n"))
     return 1 if failed else 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ import jax
 
 from shardwright.errors import ShardingError, StrategyError, did_you_mean
 from shardwright.plan.planner import Program
+from shardwright.strategy.foreign_files import read_json
 
 # The options that `--batch` and `--set` may give. The first ones are positive integers.
 _WHOLE: Final = ("batch", "length", "chunks")
@@ -31,8 +31,8 @@ def is_config(model: str) -> bool:
     if path.name == "config.json":
         return True
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        data = read_json(path)
+    except StrategyError:
         return False  # the reader of tensors reports what is wrong
     return isinstance(data, dict) and "model_type" in data
 

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     text = json.dumps(Strategy.json_schema(), indent=2)
     if arguments.file is None:
-        print_lines([text])
+        print_lines(text.split("\n"))
         return 0
     try:
         files.write_text(Path(arguments.file), text + "\n")

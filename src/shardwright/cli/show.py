@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from shardwright.errors import visible
 from shardwright.resolution.tables import WIDTH
 
 LEAST_WIDTH = 40
@@ -31,7 +32,10 @@ def width_of(width: int | None) -> int:
 
 
 def print_lines(lines: Iterable[str], *, marks: Mapping[str, str] | None = None) -> None:
-    """Print lines. On terminals with colors, `marks` maps patterns to styles of their matches."""
+    """Print lines, escaped. On terminals with colors, `marks` maps patterns to styles of their
+    matches.
+    """
+    lines = map(visible, lines)
     console = _console()
     if console is None or not marks:
         print("\n".join(lines))
@@ -83,7 +87,7 @@ class ProgressLine:
         if now < self._due or sys.stderr is None:
             return
         self._due = now + self._every
-        text = str(state)
+        text = visible(str(state))
         sys.stderr.write(f"\r{text:<{self._width}}" if self._terminal else f"{text}\n")
         sys.stderr.flush()
         self._width = len(text)

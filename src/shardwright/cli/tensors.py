@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwright.cli.inputs import read_axes, unreadable
+from shardwright.cli.inputs import read_axes
 from shardwright.errors import Problem, ShardingError, StrategyError, did_you_mean, raise_problems
 from shardwright.strategy import files
+from shardwright.strategy.foreign_files import LONGEST_JSON, read_text
 from shardwright.strategy.limits import first_problems, has_too_many_elements
 from shardwright.strategy.origin import KeyPath, Origin, source_of, where
 from shardwright.trees.tensors import Tensor, is_dtype
@@ -43,15 +44,7 @@ def read_tensors(name: str) -> tuple[Tensor, ...]:
             f"{path.name!r} is neither a .toml nor a .json file",
             fix="give the file one of these endings",
         )
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # skips the byte order mark of some editors
-    except UnicodeDecodeError as error:
-        raise StrategyError(
-            f"{path.name} is not UTF-8: {error.reason} at byte {error.start}",
-            fix="save it as UTF-8",
-        ) from error
-    except OSError as error:
-        raise unreadable(name, error) from error
+    text = read_text(path, most=LONGEST_JSON)
     if path.suffix == ".json" and text.lstrip()[:1] != "{":
         raise StrategyError(
             "a file of tensors must be an object", path=path.name, fix=_JSON_EXAMPLE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import itertools
 import math
 from typing import TYPE_CHECKING, Any, Final
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from jax.sharding import Mesh
 
 from shardwright.resolution.decisions import mesh_axes_text
-from shardwright.resolution.html import MOST_CELLS, MOST_DEVICES, grid, table
+from shardwright.resolution.html import MOST_CELLS, MOST_DEVICES, grid, html_text, table
 from shardwright.vocabulary.axes import SEMANTIC_AXES, Role, axis_label
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ def manager_html(manager: PartitionManager) -> str:
     roles = (Role.ACTIVATION, Role.PARAM)
     rows = [(axis_label(axis), *(_cell(manager, axis, role) for role in roles)) for axis in axes]
     return (
-        f"<div><div><b>{html.escape(repr(manager))}</b></div>{_mesh_picture(manager)}"
+        f"<div><div><b>{html_text(repr(manager))}</b></div>{_mesh_picture(manager)}"
         f"{table(('axis', *map(str, roles)), rows)}</div>"
     )
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from shardwright.errors import visible
 from shardwright.resolution.partition_specs import spec_text
 from shardwright.vocabulary.modes import mode_name
 
@@ -40,23 +41,23 @@ def resolution_html(resolution: Resolution, head: Sequence[str], rows: Iterable[
     spec = "failed" if resolution.spec is None else spec_text(resolution.spec)
     title = f"{resolution.annotation} as {resolution.role} in {mode_name(resolution.mode)}"
     title = f"{resolution.path}: {title}" if resolution.path else title
-    parts = [f"<div><b>{_text(title)}</b> → <code>{_text(spec)}</code></div>"]
+    parts = [f"<div><b>{html_text(title)}</b> → <code>{html_text(spec)}</code></div>"]
     parts += [picture(resolution), table(head, rows)]
-    parts += [f"<div>note: {_text(note)}</div>" for note in resolution.notes]
-    parts += [f"<pre>{_text(str(problem))}</pre>" for problem in resolution.problems]
+    parts += [f"<div>note: {html_text(note)}</div>" for note in resolution.notes]
+    parts += [f"<pre>{html.escape(str(problem))}</pre>" for problem in resolution.problems]
     return f"<div>{''.join(parts)}</div>"
 
 
 def table(head: Sequence[str], rows: Iterable[object]) -> str:
     """Return a table with escaped cells."""
-    names = "".join(f"<th {_CELL}>{_text(name)}</th>" for name in head)
+    names = "".join(f"<th {_CELL}>{html_text(name)}</th>" for name in head)
     lines = "".join(f"<tr>{_cells(row)}</tr>" for row in rows)
     return f"<table {_TABLE}><thead><tr>{names}</tr></thead><tbody>{lines}</tbody></table>"
 
 
 def _cells(row: object) -> str:
     assert isinstance(row, tuple)
-    return "".join(f"<td {_CELL}>{_text(cell)}</td>" for cell in row)
+    return "".join(f"<td {_CELL}>{html_text(cell)}</td>" for cell in row)
 
 
 def picture(resolution: Resolution) -> str:
@@ -143,15 +144,16 @@ def grid(cells: Sequence[Sequence[str]], caption: str) -> str:
             f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" stroke="currentColor" '
             f'stroke-opacity="0.4" fill="hsl({hue}, 70%, 50%)" fill-opacity="0.25"/>'
             f'<text x="{x + _WIDTH // 2}" y="{y + _HEIGHT // 2 + 4}" text-anchor="middle" '
-            f'font-size="11" fill="currentColor">{_text(cells[row][column])}</text>'
+            f'font-size="11" fill="currentColor">{html_text(cells[row][column])}</text>'
         )
     return (
-        f'<figure style="margin: 6px 0"><svg role="img" aria-label="{_text(caption)}" '
+        f'<figure style="margin: 6px 0"><svg role="img" aria-label="{html_text(caption)}" '
         f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'style="max-width: 100%" font-family="sans-serif">{"".join(shapes)}</svg>'
-        f'<figcaption style="font-size: 0.9em">{_text(caption)}</figcaption></figure>'
+        f'<figcaption style="font-size: 0.9em">{html_text(caption)}</figcaption></figure>'
     )
 
 
-def _text(value: object) -> str:
-    return html.escape(str(value))
+def html_text(value: object) -> str:
+    """Return a value as text in HTML. Escape what is HTML, and what is not printable."""
+    return html.escape(visible(str(value)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from shardwright.errors import LONGEST_TEXT, shortened, visible
+
 WIDTH = 90  # characters per line that a page of the documentation shows without scrolling
 _GAP = 2
 _PROSE = 24  # characters: prose in a narrower column is hard to read
@@ -32,6 +34,7 @@ def table(
     >>> table([("dim", "axis"), ("0", "BATCH")])
     ['dim  axis', '0    BATCH']
     """
+    rows = _visible(rows)
     widths = _fit(_columns(rows), width - len(indent), prose, whole)
     return [indent + line for row in rows for line in _row_lines(row, widths)]
 
@@ -53,6 +56,7 @@ def remarked_table(
     0    BATCH
          dp has size 1
     """
+    rows = _visible(rows)
     *others, remarks = [max(map(len, column)) for column in _columns(rows)]
     room = width - len(indent) - sum(others) - _GAP * len(others)
     words = [word for row in rows for word in row[-1].split()]
@@ -65,6 +69,10 @@ def remarked_table(
         lines += _row_lines(row[:-1], widths)
         lines += [margin + part for part in _wrap(row[-1], width - len(indent) - len(margin))]
     return [indent + line for line in lines]
+
+
+def _visible(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    return [[shortened(visible(cell), LONGEST_TEXT) for cell in row] for row in rows]
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[list[str]]:

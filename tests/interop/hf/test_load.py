@@ -370,7 +370,7 @@ def test_index_and_files_that_differ(tmp_path: Path) -> None:
 def test_invalid_index(text: str, tmp_path: Path) -> None:
     files.write_config(tmp_path, "llama")
     (tmp_path / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-    with pytest.raises(CheckpointError, match="is not an index of tensors"):
+    with pytest.raises(CheckpointError, match=r"is not (an index of tensors|JSON)"):
         hf.load(tmp_path, manager())
 
 
@@ -430,7 +430,7 @@ def test_dtypes_that_cannot_be_read(tmp_path: Path) -> None:
 def test_folders_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="absent does not exist"):
         hf.read(tmp_path / "absent")
-    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*config\.json': no such file"):
         hf.read(tmp_path)
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"config\.json is not JSON"):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from shardwright.errors import CheckpointError
+from shardwright.strategy.foreign_files import read_json
 from shardwright.vocabulary.axes import (
     EMBED,
     EMPTY,
@@ -47,14 +47,7 @@ def read_config(path: Path) -> dict[str, Any]:
       CheckpointError: The file is absent, cannot be read, or is not a JSON object.
     """
     fix = "pass the folder that has config.json beside the weights"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist", fix=fix) from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}", fix=fix) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}", fix=fix) from error
+    config = read_json(path, error=CheckpointError, fix=fix)
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a JSON object", fix=fix)
     return config

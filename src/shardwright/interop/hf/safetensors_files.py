@@ -15,6 +15,7 @@ import numpy as np
 from shardwright.errors import CheckpointError, Problem, raise_problems
 from shardwright.interop.hf.file_versions import FileVersion
 from shardwright.interop.hf.source import Bounds
+from shardwright.strategy.foreign_files import read_json
 
 _PLAIN: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
@@ -121,8 +122,8 @@ def _without_files(folder: Path) -> str:
 def _weight_map(index: Path) -> dict[str, str]:
     fix = f'{_INDEX} has {{"weight_map": {{"tensor": "file", ...}}}}'
     try:
-        weights = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        weights = read_json(index, error=CheckpointError, fix=fix)["weight_map"]
+    except (KeyError, TypeError) as error:
         raise CheckpointError(f"{index} is not an index of tensors", fix=fix) from error
     is_map = isinstance(weights, dict) and all(isinstance(file, str) for file in weights.values())
     if not is_map:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +16,7 @@ from shardwright.layers.mixture_block import MixtureConfig
 from shardwright.layers.mlp_block import MlpConfig
 from shardwright.layers.moe import Factor, MoEConfig
 from shardwright.layers.norm import RMS
+from shardwright.strategy.foreign_files import read_json
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +109,7 @@ def read_config(path: str, *, param: str | None = None, capacity: float = 1.0) -
       StrategyError: The file cannot be read, its family is not known, or a size is not valid.
     """
     source = Path(path).name
-    try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        what = f"cannot read {path!r}: {(error.strerror or str(error)).lower()}"
-        raise StrategyError(what, fix="check the path and its permissions") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise StrategyError(f"{source} is not JSON: {error}", fix="repair the file") from error
+    values = read_json(Path(path))
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise StrategyError(
             f"{source} has no model_type", fix="pass the config.json of a Hugging Face model"

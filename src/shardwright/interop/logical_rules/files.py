@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from shardwright.errors import StrategyError
+from shardwright.strategy.foreign_files import read_json, read_text
+from shardwright.strategy.limits import LONGEST_FILE
 
 RULES = "logical_axis_rules"
 # Keys below this depth have no line of their own.
 _DEEPEST = 4
+_MOST_VALUES = 1_000_000
 
 
 def read_rules(path: Path) -> tuple[list[Any], list[str]]:
@@ -22,11 +24,7 @@ def read_rules(path: Path) -> tuple[list[Any], list[str]]:
       StrategyError: The file cannot be read, is neither YAML nor JSON, or has no list of rules.
     """
     if path.suffix == ".json":
-        try:
-            values = json.loads(_text(path))
-        except (json.JSONDecodeError, RecursionError) as error:
-            what = f"the file is not JSON: {error}"
-            raise StrategyError(what, path=path.name, fix="correct the syntax there") from error
+        values = read_json(path)
         lines: list[int] = []
     elif path.suffix in (".yml", ".yaml"):
         values, lines = read_yaml(path, RULES)
@@ -93,26 +91,49 @@ def read_yaml_tree(path: Path) -> tuple[Any, dict[tuple[str, ...], int]]:
 def _parsed(path: Path, loader_type: Any) -> tuple[Any, Any]:
     """Return the root node of a YAML file, None if it is empty, and its value."""
     yaml = _yaml()
-    loader = loader_type(_text(path))
+    text = read_text(path, most=LONGEST_FILE)
+    loader = None
     try:
+        loader = loader_type(text)
         root = loader.get_single_node()
-        return root, {} if root is None else loader.construct_document(root)
+        is_small = root is None or _size(root) <= _MOST_VALUES
+        value = loader.construct_document(root) if root is not None and is_small else {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = path.name if mark is None else f"{path.name}:{mark.line + 1}"
         what = f"the file is not YAML: {getattr(error, 'problem', None) or error}"
         raise StrategyError(what, path=place, fix="correct the syntax there") from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
+    if not is_small:
+        what = f"its aliases mean more than {_MOST_VALUES:,} values, or a value contains itself"
+        raise StrategyError(what, path=path.name, fix="write the values without aliases")
+    return root, value
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        fix = "check the path and its permissions"
-        raise StrategyError(f"cannot read {str(path)!r}: {reason.lower()}", fix=fix) from error
+def _size(root: Any) -> int:
+    """Return the number of values of a YAML document with its aliases replaced by their values.
+
+    300 bytes of aliases of aliases can mean 9^9 values. They are few values in memory, but all are
+    written where the document is printed. A value that contains itself counts as too many.
+    """
+    sizes: dict[int, int] = {}
+
+    def size_of(node: Any) -> int:
+        key = id(node)
+        if key not in sizes:
+            sizes[key] = _MOST_VALUES + 1  # while it is open: met again, it contains itself
+            inner = node.value if isinstance(node.value, list) else ()
+            parts = (part for entry in inner for part in _parts(entry))
+            sizes[key] = 1 + sum(map(size_of, parts))
+        return sizes[key]
+
+    return size_of(root)
+
+
+def _parts(entry: Any) -> tuple[Any, ...]:
+    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def _yaml() -> Any:

@@ -170,6 +170,10 @@ def _own_axes(targets: Mapping[str, tuple[str, Role] | str]) -> dict[str, str]:
     return axes
 
 
+# Far more than a model has. The time that a strategy takes grows with the square.
+_MOST_RULES = 10_000
+
+
 def _read(rules: Any, sizes: Mapping[str, int], source: str | Sequence[str]) -> list[_Pair]:
     """Return checked rules.
 
@@ -182,6 +186,9 @@ def _read(rules: Any, sizes: Mapping[str, int], source: str | Sequence[str]) -> 
     if not isinstance(source, str) and len(source) != len(rules):
         what = f"source has {len(source)} places for {len(rules)} rules"
         raise StrategyError(what, fix="pass one text, or one place for each rule")
+    if len(rules) > _MOST_RULES:
+        what = f"there are {len(rules)} rules, and at most {_MOST_RULES} are read"
+        raise StrategyError(what, fix="keep the rules of names that the model has")
     pairs, problems = [], []
     for at, rule in enumerate(rules):
         place = f"{source}[{at}]" if isinstance(source, str) else source[at]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
+
+from shardwright.resolution.html import html_text
 
 # Colors of the page, by position.
 COLORS: Final = ("--a", "--b", "--c", "--d", "--e", "--f")
@@ -69,10 +70,10 @@ def spans(values: Mapping[str, tuple[float, float, str]], *, label: str) -> str:
         start = _LABEL + room * low / most
         width = max(room * (high - low) / most, 1.5)
         drawn.append(
-            f'<text x="0" y="{y + 16}">{html.escape(_shortened(name))}</text>'
+            f'<text x="0" y="{y + 16}">{html_text(_shortened(name))}</text>'
             f"{_rect(start, y + 5, width, 14, '--a')}"
             f'<text class="quiet" x="{start + width + 8:.1f}" y="{y + 16}">'
-            f"{html.escape(text)}</text>"
+            f"{html_text(text)}</text>"
         )
     return _picture(max(len(values) * _ROW, 1), "".join(drawn), label)
 
@@ -94,7 +95,7 @@ def html_table(
     """
 
     def cell(tag: str, at: int, text: str) -> str:
-        inner = html.escape(text)
+        inner = html_text(text)
         if tag == "td" and at in code and text:
             inner = f"<code>{inner}</code>"
         style = ' class="number"' if at in numbers else ""
@@ -110,7 +111,7 @@ def key(names: Mapping[str, str]) -> str:
     """Return a legend: each color with a name and a text, in the order of the colors."""
     items = [
         f'<span><i style="background:var({COLORS[at % len(COLORS)]})"></i>'
-        f"{html.escape(name)} {html.escape(text)}</span>"
+        f"{html_text(name)} {html_text(text)}</span>"
         for at, (name, text) in enumerate(names.items())
     ]
     return f'<div class="key">{"".join(items)}</div>'
@@ -126,7 +127,7 @@ def _rect(x: float, y: float, width: float, height: float, color: str) -> str:
 def _picture(height: float, inner: str, label: str) -> str:
     return (
         f'<div class="wide"><svg viewBox="0 0 {_WIDTH} {math.ceil(height)}" role="img" '
-        f'aria-label="{html.escape(label)}">{inner}</svg></div>'
+        f'aria-label="{html_text(label)}">{inner}</svg></div>'
     )
 
 

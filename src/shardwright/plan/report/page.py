@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import importlib.resources
 from collections.abc import Iterator, Mapping
 
@@ -24,6 +23,7 @@ from shardwright.plan.report.verification import (
 )
 from shardwright.plan.time import seconds_text
 from shardwright.plan.verify.run import Verification
+from shardwright.resolution.html import html_text
 from shardwright.vocabulary.axes import axis_label
 
 _WORDS = {
@@ -51,10 +51,10 @@ def plan_html(
     (True, False)
     """
     style = importlib.resources.files("shardwright.plan.report") / "page.css"
-    name = html.escape(title)
-    links = "".join(f'<a href="#{html.escape(mode)}">{html.escape(mode)}</a>' for mode in reports)
+    name = html_text(title)
+    links = "".join(f'<a href="#{html_text(mode)}">{html_text(mode)}</a>' for mode in reports)
     sections = [
-        f'<section id="{html.escape(mode)}"><h2>{html.escape(mode)}</h2>'
+        f'<section id="{html_text(mode)}"><h2>{html_text(mode)}</h2>'
         f"{''.join(_section(report, (verified or {}).get(mode)))}</section>"
         for mode, report in reports.items()
     ]
@@ -70,8 +70,8 @@ def plan_html(
 
 def _section(report: PlanReport, verification: Verification | None) -> Iterator[str]:
     layout = f"; {report.layout}" if report.layout is not None else ""
-    yield f"<p>Strategy <b>{html.escape(report.strategy or '-')}</b> on {html.escape(report.mesh)}"
-    yield f"{html.escape(layout)}</p>"
+    yield f"<p>Strategy <b>{html_text(report.strategy or '-')}</b> on {html_text(report.mesh)}"
+    yield f"{html_text(layout)}</p>"
     yield f'<div class="tiles">{"".join(_tiles(report, verification))}</div>'
     yield from _memory(report, verification)
     yield from _time(report)
@@ -81,7 +81,7 @@ def _section(report: PlanReport, verification: Verification | None) -> Iterator[
         yield from _verification(verification)
     unsure = report.unsure_lines()
     if unsure:
-        items = "".join(f"<li>{html.escape(line)}</li>" for line in unsure)
+        items = "".join(f"<li>{html_text(line)}</li>" for line in unsure)
         yield "<h3>Where the plan is unsure</h3><p>In these places a compiler may decide otherwise."
         yield f"</p><ul>{items}</ul>"
 
@@ -108,8 +108,8 @@ def _tiles(report: PlanReport, verification: Verification | None) -> Iterator[st
 
 def _tile(name: str, value: str, remark: str, *, style: str = "") -> str:
     return (
-        f'<div class="tile"><span>{html.escape(name)}</span>'
-        f'<b class="{style}">{html.escape(value)}</b><span>{html.escape(remark)}</span></div>'
+        f'<div class="tile"><span>{html_text(name)}</span>'
+        f'<b class="{style}">{html_text(value)}</b><span>{html_text(remark)}</span></div>'
     )
 
 
@@ -123,7 +123,7 @@ def _memory(report: PlanReport, verification: Verification | None) -> Iterator[s
     yield key({name: bytes_text(size) for name, size in parts.items()})
     if usable is not None and report.layout is not None:
         share = f"{bytes_text(memory.high)} of {bytes_text(usable)}"
-        yield f"<p>{share} usable on {html.escape(report.layout.topology.chip.name)}.</p>"
+        yield f"<p>{share} usable on {html_text(report.layout.topology.chip.name)}.</p>"
     rows = live_rows(memory.live)
     if rows:
         yield html_table(LIVE_HEAD, rows, numbers=(0, 1))
@@ -141,7 +141,7 @@ def _time(report: PlanReport) -> Iterator[str]:
         },
         label="time of each part, at least and at most",
     )
-    yield f"<p>Assumed: {html.escape('; '.join(f'{name}: {how}' for name, _, _, how in rows))}.</p>"
+    yield f"<p>Assumed: {html_text('; '.join(f'{name}: {how}' for name, _, _, how in rows))}.</p>"
 
 
 def _traffic(report: PlanReport) -> Iterator[str]:
@@ -174,15 +174,15 @@ def _state(report: PlanReport) -> Iterator[str]:
 
 def _verification(verification: Verification) -> Iterator[str]:
     compiled = verification.compiled
-    yield f"<h3>Compiled by {html.escape(compiled.target.compiler)}</h3>"
+    yield f"<h3>Compiled by {html_text(compiled.target.compiler)}</h3>"
     if compiled.refused:
-        yield f'<p class="bad">does not fit: {html.escape(refusal_text(compiled))}</p>'
+        yield f'<p class="bad">does not fit: {html_text(refusal_text(compiled))}</p>'
         return
     yield html_table(MEMORY_HEAD, list(memory_rows(verification)), numbers=(1, 2))
     rows = [row for sent in verification.traffic for row in sent_rows(sent)]
     yield html_table(SENT_HEAD, rows, numbers=(2, 3))
     reasons = [
-        f"<li>{html.escape('+'.join(sent.mesh_axes))}: {html.escape(text)}</li>"
+        f"<li>{html_text('+'.join(sent.mesh_axes))}: {html_text(text)}</li>"
         for sent in verification.traffic
         for text in reason_texts(sent)
     ]

@@ -1,0 +1,68 @@
+"""Read files that other programs write: text and JSON of bounded size, as values."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from shardwright.errors import ShardingError, StrategyError
+
+# The index of the weights of DeepSeek-V3, 91,000 tensors, has 9 million characters.
+LONGEST_JSON: Final = 100_000_000
+_PIECE: Final = 100_000
+
+
+def read_text(
+    path: Path, *, most: int, error: type[ShardingError] = StrategyError, fix: str = ""
+) -> str:
+    """Return the text of a file, without a byte order mark.
+
+    Args:
+      path: The file.
+      most: The most characters that are read.
+      error: The class to raise.
+      fix: What to do if the file cannot be read.
+
+    Raises:
+      ShardingError: The file cannot be read, is not UTF-8, or is too long.
+    """
+    try:
+        # By pieces: `read(most)` takes the memory of `most` characters, whatever the file has.
+        with path.open(encoding="utf-8-sig") as file:
+            pieces = itertools.islice(iter(lambda: file.read(_PIECE), ""), most // _PIECE + 1)
+            text = "".join(pieces)
+    except OSError as failure:
+        reason = (failure.strerror or str(failure)).lower()
+        fix = fix or "check the path and its permissions"
+        raise error(f"cannot read {str(path)!r}: {reason}", fix=fix) from failure
+    except UnicodeDecodeError as failure:
+        what = f"{path.name} is not UTF-8: {failure.reason} at byte {failure.start}"
+        raise error(what, fix=fix or "save it as UTF-8") from failure
+    if len(text) > most:
+        what = f"{path.name} has more than {most:,} characters, which are the most that are read"
+        raise error(what, fix=fix or "keep what is needed")
+    return text
+
+
+def read_json(path: Path, *, error: type[ShardingError] = StrategyError, fix: str = "") -> Any:
+    """Return the value of a JSON file.
+
+    Args:
+      path: The file.
+      error: The class to raise.
+      fix: What to do if the file cannot be read or is not JSON.
+
+    Raises:
+      ShardingError: The file cannot be read, is too long, or is not JSON.
+    """
+    text = read_text(path, most=LONGEST_JSON, error=error, fix=fix)
+    try:
+        return json.loads(text)
+    except RecursionError as failure:
+        what = f"{path.name} is not JSON: it is nested too deeply"
+        raise error(what, fix=fix or "repair the file") from failure
+    except ValueError as failure:  # also an integer of more than 4300 digits
+        what = f"{path.name} is not JSON: {str(failure).partition(';')[0]}"
+        raise error(what, fix=fix or "repair the file") from failure
