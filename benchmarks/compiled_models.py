@@ -158,6 +158,7 @@ def t5x_decoder(checkout: Path) -> dict[str, Program]:
 
     train, prefill, decode = _t5x_steps(model, specs)
     moments = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
+    moment_axes = sw.annotate_state(moments, specs)
     held = ("parameters", "cache", "inputs")
     results = (LAST, cache_axes)
     token = jax.ShapeDtypeStruct((BATCH, 1), jnp.int32)
@@ -165,8 +166,8 @@ def t5x_decoder(checkout: Path) -> dict[str, Program]:
         "train": Program(
             train,
             (params, moments, whole),
-            (specs, specs, TOKENS),
-            (specs, specs),
+            (specs, moment_axes, TOKENS),
+            (specs, moment_axes),
             ("parameters", "optimizer", "inputs"),
             (0, 1),
         ),

@@ -105,11 +105,12 @@ class Decoder:
         if mode == "train":
             moments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, F32), params)
             tokens = jax.ShapeDtypeStruct((self.batch, self.length), jnp.int32)
+            axes = sw.annotate_state(moments, specs)
             return Program(
                 self.train_step,
                 (params, moments, tokens),
-                (specs, specs, TOKENS),
-                (specs, specs),
+                (specs, axes, TOKENS),
+                (specs, axes),
                 ("parameters", "optimizer", "inputs"),
                 (0, 1),
             )

@@ -24,7 +24,7 @@ from shardwright.plan.report.text import bytes_text
 from shardwright.plan.report.time import time_lines
 from shardwright.plan.state import ROLES, Category, Held, StateBytes, count_state, read_holds
 from shardwright.plan.time import TimeRange, estimate_time
-from shardwright.plan.trace import Trace, trace, walk
+from shardwright.plan.trace import Trace, check_outputs, trace, walk
 from shardwright.plan.walk.events import Choice, Event, Walked
 from shardwright.plan.walk.liveness import Peak
 from shardwright.resolution.partition_specs import entry_names
@@ -49,6 +49,7 @@ class Program:
       shapes: Per argument, a tree of arrays or ShapeDtypeStructs.
       specs: Per argument, a tree of annotations, or None. Defaults to None for all.
       outputs: Annotations of the outputs. Defaults to the shardings that the program gives them.
+        An output has the role of the arguments with the same annotation and shape.
       holds: Per argument, `parameters`, `optimizer`, `cache`, `inputs`, or a tree of these; a name
         covers a subtree. By default, arrays annotated as weights are parameters, and all others are
         inputs.
@@ -257,6 +258,7 @@ def plan(
         where `specs` gives no annotation.
       specs: Per argument, a tree of annotations, or None. Defaults to None for all.
       outputs: Annotations of the outputs. Defaults to the shardings that the program gives them.
+        An output has the role of the arguments with the same annotation and shape.
       holds: Per argument, `parameters`, `optimizer`, `cache`, `inputs`, or a tree of these; a name
         covers a subtree. The name decides the role of the annotations: `optimizer` resolves as
         `state`. By default, arrays annotated as weights are parameters, and all others are inputs.
@@ -319,6 +321,7 @@ def price(
       ShardingError: An annotation does not resolve.
     """
     shapes = program.shapes
+    check_outputs(traced, manager)
     state = program_state(manager, traced, program)
     walked = walk(
         traced,

@@ -27,7 +27,7 @@ from shardwright.plan.walk.values import KEEP, Dims, Origin, Value, dims_of_spec
 from shardwright.resolution import resolver
 from shardwright.resolution.decisions import DimDecision, Resolution, RuleRef
 from shardwright.trees.annotated import Leaf, annotated_leaves
-from shardwright.vocabulary.annotations import ArraySpec, read_annotation
+from shardwright.vocabulary.annotations import ArraySpec, PartOf, read_annotation
 from shardwright.vocabulary.axes import Role
 
 
@@ -54,6 +54,7 @@ class Trace:
       jaxpr: The program.
       inputs: Per input, its annotation as a request, or its sharding, or None if it is replicated.
       outputs: Per output, its annotation as a request, or None if the program decides its sharding.
+      unclear: Outputs whose annotation belongs to arguments of several roles; one request per role.
       answers: The requests whose answers may have changed the trace.
       mesh: Size of each mesh axis.
       attention: Rules of the strategy that choose an implementation of attention.
@@ -65,6 +66,7 @@ class Trace:
     answers: tuple[Answer, ...]
     mesh: Mapping[str, int]
     attention: tuple[tuple[str, RuleRef], ...]
+    unclear: tuple[tuple[Request, ...], ...] = ()
 
     @property
     def fits_all(self) -> bool:
@@ -252,10 +254,12 @@ def trace(
             fix="give one annotation, or a tree of annotations, for each argument",
         )
     goals = _outputs(traced, outputs, planning.mode)
+    by_role = _roles_by_arguments(goals, inputs, planning)
     return Trace(
         jaxpr=jaxpr,
         inputs=inputs,
-        outputs=goals,
+        outputs=tuple(each[0] for each in by_role),
+        unclear=tuple(each for each in by_role if len(each) > 1),
         answers=planning.answers,
         mesh=dict(manager.mesh.shape),
         attention=manager.rules.attention,
@@ -312,6 +316,63 @@ def _outputs(traced: Any, outputs: Any, mode: str | None) -> tuple[Request | Non
         Request(leaf.annotation, leaf.value.shape, mode, None, leaf.path)
         for leaf in _annotated(traced.out_info, outputs, "outputs")
     )
+
+
+def _roles_by_arguments(
+    outputs: Sequence[Request | None],
+    inputs: Sequence[Request | NamedSharding | None],
+    manager: PlanningManager,
+) -> list[tuple[Any, ...]]:
+    """Return each output with the role of the arguments that have its annotation and its shape.
+
+    A training step returns the parameters and the state that it takes. The annotations of a weight
+    and of its moments may be the same, but under `zero1` their specs differ. So an output may have
+    several entries, one per role.
+    """
+
+    def own_role(request: Request) -> Role:
+        resolution: Resolution = manager._unrecorded(lambda: manager.answer(request))
+        return resolution.role
+
+    def key(request: Request) -> tuple[str, tuple[int, ...]]:
+        annotation = request.annotation
+        axes = annotation.axes if isinstance(annotation, ArraySpec) else annotation
+        return repr(axes), tuple(request.shape or ())
+
+    known: dict[Any, dict[Role, None]] = {}
+    for given in inputs:
+        if isinstance(given, Request):
+            known.setdefault(key(given), {})[own_role(given)] = None
+    found: list[tuple[Any, ...]] = []
+    for goal in outputs:
+        if goal is None:
+            found.append((None,))
+            continue
+        roles = dict(known.get(key(goal), {}))
+        own = own_role(goal)
+        if own is Role.PARAM and not isinstance(goal.annotation, PartOf):
+            roles[own] = None  # the annotation of a weight: the weight itself may be no argument
+        found.append(tuple(goal._replace(role=role) for role in roles) or (goal,))
+    return found
+
+
+def check_outputs(traced: Trace, manager: PartitionManager) -> None:
+    """Check that each output resolves to one spec, whichever of the possible roles it has.
+
+    Raises:
+      StrategyError: The role of an output matters, and several arguments have its annotation.
+    """
+    for requests in traced.unclear:
+        specs = {str(request.role): manager.answer(request).spec for request in requests}
+        if len(set(specs.values())) > 1:
+            each = " or ".join(f"{role} {spec}" for role, spec in specs.items())
+            raise StrategyError(
+                f"the role of the output decides its sharding, {each}, and its annotation does not "
+                "say which it is",
+                path=f"outputs/{requests[0].path}".removesuffix("/"),
+                fix="annotate optimizer state with sw.annotate_state(state, specs), "
+                "in specs= and in outputs=, and parameters with ArraySpecs",
+            )
 
 
 def _annotated(tree: Any, annotations: Any, name: str) -> list[Leaf]:

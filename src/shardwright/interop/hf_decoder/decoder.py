@@ -25,6 +25,7 @@ from shardwright.layers.transformer_block import REMAT
 from shardwright.manager.einsum import einsum
 from shardwright.plan.planner import Program
 from shardwright.trees.initialize import stack_specs
+from shardwright.trees.optimizer_state import annotate_state
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import BATCH, EMBED, EMPTY, QUERY_LENGTH, VOCAB
 
@@ -201,11 +202,13 @@ class _Decoder:
         params = _shapes(specs)
         moment = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
         tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+        moments = (moment, moment)
+        axes = annotate_state(moments, specs)
         return Program(
             self.train_step,
-            (params, (moment, moment), tokens),
-            (specs, (specs, specs), TOKENS),
-            (specs, (specs, specs)),
+            (params, moments, tokens),
+            (specs, axes, TOKENS),
+            (specs, axes),
             ("parameters", "optimizer", "inputs"),
             (0, 1),
             any_mesh=True,
