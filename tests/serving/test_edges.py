@@ -14,9 +14,10 @@ import shardwright as sw
 from shardwright import serving
 from shardwright.errors import CacheError, ServingError
 from shardwright.serving import Finish, Request, Sampling
-from shardwright.serving.sampling import first_draws, keep, sample
+from shardwright.serving.sampling import keep, sample
 from shardwright.testing import cpu_mesh
 from tests.serving.stub import SHAPE, VOCAB, stub, text_of
+from tests.serving.test_sampling import first_draws
 
 PROMPT = [1, 2, 3]
 TEXT = text_of(PROMPT, 5, shift=1)

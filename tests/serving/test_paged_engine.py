@@ -204,10 +204,10 @@ def test_sharded_pages_change_no_text(preset: str, axis_types: Any) -> None:
 def integer_collectives(engine: serving.Engine) -> tuple[int, int]:
     """Return the collectives of integers in a decode step, and all collectives."""
     arrays, setup = engine._arrays, engine._arrays._setup
-    batch, column = arrays._batch(4, {}), np.zeros(4, np.int32)
+    batch = arrays._batch(4, {})
     with setup.under(MODE_DECODE):
         program = paged_arrays._decode.lower(
-            setup.model, arrays.spec, 1, arrays.pools, setup.params, column, column, batch
+            setup.model, arrays.spec, 1, arrays.pools, setup.params, batch
         ).compile()
     results = re.findall(
         r"= (\S+) (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)",

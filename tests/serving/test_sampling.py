@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardwright.serving import Sampling
-from shardwright.serving.sampling import Draw, first_draws, sample
+from shardwright.serving.sampling import draw_of, rules_of, sample
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.15, 0.3, 0.1], np.float32))
 DRAWN = 4000
@@ -18,15 +18,14 @@ DRAWN = 4000
 
 def drawn(sampling: Sampling, logits: Any = LOGITS) -> np.ndarray:
     """Return draws from the same logits that differ only in the index."""
-    first_draw = first_draws(DRAWN, dict.fromkeys(range(DRAWN), sampling))
-    draw = Draw(
-        temperature=first_draw.temperature,
-        top_k=first_draw.top_k,
-        top_p=first_draw.top_p,
-        seed=first_draw.seed,
-        index=jnp.arange(DRAWN),
-    )
+    rules = rules_of(DRAWN, dict.fromkeys(range(DRAWN), sampling))
+    draw = draw_of(jnp.asarray(rules), jnp.arange(DRAWN))
     return np.asarray(jax.jit(sample)(jnp.broadcast_to(logits, (DRAWN, logits.size)), draw))
+
+
+def first_draws(batch: int, sampling: dict[int, Sampling]) -> Any:
+    """Return how the sequences of a batch draw their first tokens."""
+    return draw_of(jnp.asarray(rules_of(batch, sampling)), jnp.zeros(batch, jnp.int32))
 
 
 @pytest.mark.parametrize(

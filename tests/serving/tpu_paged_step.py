@@ -51,7 +51,6 @@ def compiled(name: str, layers: int) -> Compiled:
     from shardwright import attention, caches
     from shardwright.plan.collectives.read import read_collectives
     from shardwright.serving import paged_steps
-    from shardwright.serving.sampling import first_draws
 
     mesh = tpu_compile.tpu_mesh(**MESHES[name])
     pm = sw.PartitionManager(sw.Strategy.preset("serve_long_context"), mesh=mesh, mode="decode")
@@ -75,22 +74,21 @@ def compiled(name: str, layers: int) -> Compiled:
             after.append(done.cache)
         return jnp.einsum("bthd,vhd->btv", x, params.reshape(-1, HEADS, DIM)), after
 
-    def step(pools: Any, params: Any, last: Any, left: Any, batch: Any) -> Any:
-        return paged_steps.decode(model, spec, 1, pools, params, last, left, batch)
+    def step(pools: Any, params: Any, batch: Any) -> Any:
+        return paged_steps.decode(model, spec, 1, pools, params, batch)
 
     with pm:
         paged, dense = cache_of("paged", page_size=PAGE_SIZE), cache_of("dense")
         spec, pool = paged.spec, (paged.k_pages, paged.v_pages)
-        column = jax.ShapeDtypeStruct((SLOTS,), jnp.int32, sharding=pm.sharding())
-        tables = jax.ShapeDtypeStruct(paged.tables.shape, jnp.int32, sharding=pm.sharding())
-        draw = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pm.sharding()),
-            first_draws(SLOTS, {}),
-        )
-        params = jax.ShapeDtypeStruct((TOKENS, HEADS * DIM), jnp.bfloat16, sharding=pm.sharding())
-        batch = paged_steps.Batch(tables=tables, lengths=column, draw=draw)
+        replicated = pm.sharding()
+        shape = jax.ShapeDtypeStruct
+        tables = shape(paged.tables.shape, jnp.int32, sharding=replicated)
+        state = shape((3, SLOTS), jnp.int32, sharding=replicated)
+        rules = shape((5, SLOTS), jnp.uint32, sharding=replicated)
+        params = shape((TOKENS, HEADS * DIM), jnp.bfloat16, sharding=replicated)
+        batch = paged_steps.Batch(tables=tables, state=state, rules=rules)
         program = tpu_compile.compile_for_tpus(
-            step, (pool,) * layers, params, column, column, batch, donate_argnums=0
+            step, (pool,) * layers, params, batch, donate_argnums=0
         )
     found = read_collectives(program, mesh)
     return Compiled(

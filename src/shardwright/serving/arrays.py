@@ -24,7 +24,7 @@ from shardwright.manager.manager import PartitionManager
 from shardwright.serving import steps
 from shardwright.serving.arguments import deleted_weights
 from shardwright.serving.request import Sampling
-from shardwright.serving.sampling import first_draws
+from shardwright.serving.sampling import rules_of
 from shardwright.serving.steps import Caches, CacheShape, Model, Slots
 from shardwright.serving.weights import (
     Moved,
@@ -40,7 +40,7 @@ from shardwright.vocabulary.modes import MODE_DECODE, MODE_INSERT, MODE_PREFILL
 T = TypeVar("T")
 # Engines with the same model and the same sizes share these compiled functions.
 _prefill = jax.jit(steps.prefill, static_argnums=0, donate_argnums=1)
-_decode = jax.jit(steps.decode, static_argnums=(0, 1), donate_argnums=2)
+_decode = jax.jit(steps.decode, static_argnums=(0, 1), donate_argnums=(2, 3))
 _insert = jax.jit(steps.insert, donate_argnums=0)
 _park = jax.jit(steps.park, donate_argnums=0)
 _resume = jax.jit(steps.resume, donate_argnums=0)
@@ -327,12 +327,16 @@ class Arrays(Weights):
                 setup.prefill_params,
                 tokens,
                 counts,
-                first_draws(setup.prefill_rows, sampling),
+                rules_of(setup.prefill_rows, sampling),
             )
         return following
 
     def insert(
-        self, into: Mapping[int, int], first: Mapping[int, int], sampling: Mapping[int, Sampling]
+        self,
+        into: Mapping[int, int],
+        first: Mapping[int, int],
+        sampling: Mapping[int, Sampling],
+        limits: Mapping[int, int],
     ) -> Any:
         """Copy rows of the prefill batch into slots.
 
@@ -340,6 +344,7 @@ class Arrays(Weights):
           into: Slot by row.
           first: First generated token by row.
           sampling: Sampling by row.
+          limits: Largest number of tokens by row, including the first one.
 
         Returns:
           `[rows]` codes of `Refusal`.
@@ -351,9 +356,8 @@ class Arrays(Weights):
             tokens[row] = first[row]
         source = self._rows_for_insert()
         with setup.under(MODE_INSERT):
-            self.slots, refused = _insert(
-                self.slots, source, slots, tokens, first_draws(setup.prefill_rows, sampling)
-            )
+            rules = rules_of(setup.prefill_rows, sampling, limits)
+            self.slots, refused = _insert(self.slots, source, slots, tokens, rules)
         return np.asarray(readable(refused))
 
     def park(self, into: Mapping[int, int]) -> Any:
@@ -386,21 +390,15 @@ class Arrays(Weights):
             self.rows, refused = _resume(self.rows, source, slots)
         return np.maximum(lost, np.asarray(readable(refused)))
 
-    def decode(self, left: Mapping[int, int]) -> Any:
-        """Give active slots their next tokens. Return `[decode_steps, slots]` int32.
-
-        Args:
-          left: How many tokens each slot gets.
-        """
-        setup = self._setup
-        counts = np.zeros(setup.slots, np.int32)
-        for slot, count in left.items():
-            counts[slot] = count
+    def decode(self) -> Any:
+        """Give active slots their next tokens. Return `[decode_steps, slots]` tokens or codes."""
+        setup, slots = self._setup, self.slots
         with setup.under(MODE_DECODE):
-            self.slots, tokens = _decode(
-                setup.model, setup.decode_steps, self.slots, setup.params, counts
+            caches, ends, drawn = _decode(
+                setup.model, setup.decode_steps, slots.caches, slots.ends, slots.rules, setup.params
             )
-        return tokens
+        self.slots = dataclasses.replace(slots, caches=caches, ends=ends)
+        return drawn
 
     def clear_rows(self, rows: Sequence[int]) -> None:
         """Empty rows of the prefill batch."""
@@ -415,10 +413,10 @@ class Arrays(Weights):
     def compile(self) -> None:
         """Run every compiled function once, on no rows and no slots, so that nothing changes."""
         self.prefill({}, {})
-        self.insert({}, {}, {})
+        self.insert({}, {}, {}, {})
         self.park({})
         self.resume({})
-        self.decode({})
+        self.decode()
         self.clear_rows(())
         self.clear_slots(())
 

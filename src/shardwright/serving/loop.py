@@ -19,7 +19,7 @@ from shardwright.serving.arrays import Held, is_deleted, read_held
 from shardwright.serving.calls import Calls
 from shardwright.serving.metrics import Meter, Report
 from shardwright.serving.request import Finish
-from shardwright.serving.sampling import Drawn
+from shardwright.serving.sampling import Read
 from shardwright.serving.scheduler import Chunk, Job, Move, Scheduler
 from shardwright.serving.steps import MISCOUNTED, NO_NUMBER, REFUSED
 
@@ -139,7 +139,8 @@ class Loop:
             self._count_chunks(chunks)
             complete = {move.row for move in self.scheduler.ready()}
             for chunk in chunks:
-                self._take(chunk.job, drawn, chunk.row, complete=chunk.row in complete)
+                token, logprob = drawn.tokens[chunk.row], drawn.logprobs[chunk.row]
+                self._take(chunk.job, token, logprob, complete=chunk.row in complete)
 
     def _fill(self) -> None:
         """Move the prompts that are completely read into their slots."""
@@ -149,7 +150,9 @@ class Loop:
         with self._changing("slots"):
             first = {move.row: move.job.written[-1] for move in moves}
             sampling = {move.row: move.job.request.sampling for move in moves}
-            codes = self.arrays.insert({move.row: move.slot for move in moves}, first, sampling)
+            limits = {move.row: move.job.request.max_new_tokens for move in moves}
+            into = {move.row: move.slot for move in moves}
+            codes = self.arrays.insert(into, first, sampling, limits)
             self.scheduler.move(self._accepted(moves, codes))
 
     def _rotate(self) -> None:
@@ -197,17 +200,17 @@ class Loop:
                 slot: self.scheduler.left(job, self.arrays.decode_steps)
                 for slot, job in jobs.items()
             }
-            drawn = self.arrays.decode(left).fetch()
+            drawn = self.arrays.decode().fetch()
             for slot, job in jobs.items():
                 self._take_all(job, drawn, slot, left[slot])
             self._count_decoded(left.values())
 
-    def _take_all(self, job: Job, drawn: Drawn, slot: int, count: int) -> None:
+    def _take_all(self, job: Job, drawn: Read, slot: int, count: int) -> None:
         """Add the tokens of one call to a job, until a stop sequence ends it."""
         job.used(self.arrays.version)
         for at in range(count):
             if job.completion is None:
-                self._take(job, drawn, (at, slot), complete=True)
+                self._take(job, drawn.tokens[at][slot], drawn.logprobs[at][slot], complete=True)
 
     def _count_chunks(self, chunks: Sequence[Chunk]) -> None:
         self.meter.prefill_steps += 1
@@ -217,16 +220,15 @@ class Loop:
         self.meter.decode_steps += max(counts)
         self.meter.slot_steps += sum(counts)
 
-    def _take(self, job: Job, drawn: Drawn, at: int | tuple[int, int], *, complete: bool) -> None:
+    def _take(self, job: Job, token: int, logprob: float, *, complete: bool) -> None:
         """Add a token to a job, or fail the job if the token is the code of an error.
 
         Args:
           job: The job.
-          drawn: Tokens, or codes such as NO_NUMBER.
-          at: Position of the next token of the job in `drawn`.
+          token: Its next token, or a code such as NO_NUMBER.
+          logprob: The log-probability of the token.
           complete: Whether the prompt is completely read. If not, the token is not used.
         """
-        token = int(drawn.tokens[at])
         if token < 0:
             what, fix = _ERRORS[token]
             error = ServingError(
@@ -235,7 +237,7 @@ class Loop:
             self.scheduler.end(job, Finish.FAILED, error)
         elif complete:
             self.meter.wrote(job.number)
-            job.logprobs.append(float(drawn.logprobs[at]))
+            job.logprobs.append(logprob)
             self._outbox.extend((job, text) for text in self.scheduler.write(job, token))
 
     def _hand_out(self) -> None:

@@ -15,7 +15,7 @@ from shardwright.serving.arrays import Setup, Weights
 from shardwright.serving.paged_steps import Batch, Pools
 from shardwright.serving.pages import NO_PAGE
 from shardwright.serving.request import Sampling
-from shardwright.serving.sampling import first_draws
+from shardwright.serving.sampling import rules_of
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_PREFILL
 
 # Engines with the same model and the same sizes share these compiled functions.
@@ -30,14 +30,18 @@ class Sequence:
     Attributes:
       pages: Its pages, in order. NO_PAGE stands for a page that was given back.
       length: Number of tokens in these pages.
-      sampling: How its next token is drawn.
+      last: Its latest token.
       index: Number of tokens that it has written.
+      limit: Largest number of tokens that it may write.
+      sampling: How its next token is drawn.
     """
 
     pages: collections.abc.Sequence[int]
     length: int
-    sampling: Sampling
+    last: int
     index: int
+    limit: int
+    sampling: Sampling
 
 
 class PagedArrays(Weights):
@@ -83,39 +87,24 @@ class PagedArrays(Weights):
             )
         return following
 
-    def decode(
-        self,
-        sequences: Mapping[int, Sequence],
-        *,
-        last: Mapping[int, int],
-        left: Mapping[int, int],
-    ) -> Any:
-        """Give slots their next tokens. Return `[decode_steps, slots]` int32.
+    def decode(self, sequences: Mapping[int, Sequence]) -> Any:
+        """Give slots their next tokens. Return `[decode_steps, slots]` tokens or codes.
 
         Args:
-          sequences: Sequences by slot.
-          last: The latest token of each sequence.
-          left: Number of tokens that each sequence gets.
+          sequences: Sequences by slot. Their pages have room for these tokens.
         """
         setup = self._setup
         batch = self._batch(setup.slots, sequences)
         with setup.under(MODE_DECODE):
-            self.pools, tokens = _decode(
-                setup.model,
-                self.spec,
-                self.decode_steps,
-                self.pools,
-                setup.params,
-                _column(setup.slots, last),
-                _column(setup.slots, left),
-                batch,
+            self.pools, drawn = _decode(
+                setup.model, self.spec, self.decode_steps, self.pools, setup.params, batch
             )
-        return tokens
+        return drawn
 
     def compile(self) -> None:
         """Run every compiled function once, on no sequences, so that nothing changes."""
         self.prefill({}, {})
-        self.decode({}, last={}, left={})
+        self.decode({})
 
     def renew(self, part: str) -> None:
         """Replace the pools by empty ones."""
@@ -129,8 +118,9 @@ class PagedArrays(Weights):
 
     def vocabulary(self) -> int:
         """Return the number of tokens that the model has logits for, without running it."""
+        batch = self._batch(self._setup.slots, {})
         return self._vocabulary(
-            paged_steps.layers(self.spec, self.pools, self._batch(self._setup.slots, {}))
+            paged_steps.layers(self.spec, self.pools, batch.tables, batch.state[0])
         )
 
     def _batch(self, count: int, sequences: Mapping[int, Sequence]) -> Batch:
@@ -138,14 +128,12 @@ class PagedArrays(Weights):
         for at, sequence in sequences.items():
             pages = np.asarray(sequence.pages, np.int32)
             tables[at, : len(pages)] = np.where(pages == NO_PAGE, self.pages, pages)
-        lengths = _column(count, {at: each.length for at, each in sequences.items()})
-        draw = first_draws(count, {at: each.sampling for at, each in sequences.items()})
-        index = _column(count, {at: each.index for at, each in sequences.items()})
-        return Batch(tables=tables, lengths=lengths, draw=dataclasses.replace(draw, index=index))
-
-
-def _column(count: int, values: Mapping[int, int]) -> Any:
-    column = np.zeros(count, np.int32)
-    for at, value in values.items():
-        column[at] = value
-    return column
+        state = np.zeros((3, count), np.int32)
+        for at, each in sequences.items():
+            state[:, at] = each.length, each.last, each.index
+        rules = rules_of(
+            count,
+            {at: each.sampling for at, each in sequences.items()},
+            {at: each.limit for at, each in sequences.items()},
+        )
+        return Batch(tables=tables, state=state, rules=rules)

@@ -8,7 +8,7 @@ from shardwright.serving.loop import Loop
 from shardwright.serving.metrics import Meter, Report
 from shardwright.serving.paged_arrays import PagedArrays, Sequence
 from shardwright.serving.paged_scheduler import PagedScheduler
-from shardwright.serving.sampling import Drawn
+from shardwright.serving.sampling import Read
 from shardwright.serving.scheduler import Job
 
 
@@ -79,14 +79,15 @@ class PagedLoop(Loop):
             for chunk in chunks:
                 self._take_first(chunk.job, drawn, chunk.row)
 
-    def _take_first(self, job: Job, drawn: Drawn, row: int) -> None:
+    def _take_first(self, job: Job, drawn: Read, row: int) -> None:
         """Take the token after a chunk. Start to decode the job if it has read everything."""
         job.used(self.arrays.version)
         is_read, is_new = self.scheduler.is_read(job), not job.written
         if is_read:
             self.scheduler.start(job)
         # A job that was preempted has written this token already.
-        self._take(job, drawn, row, complete=is_read and is_new)
+        token, logprob = drawn.tokens[row], drawn.logprobs[row]
+        self._take(job, token, logprob, complete=is_read and is_new)
 
     def _decode(self) -> None:
         """Give every slot its next tokens."""
@@ -95,9 +96,7 @@ class PagedLoop(Loop):
             return
         with self._changing("pools"):
             drawn = self.arrays.decode(
-                {slot: self._sequence(job) for slot, (job, _) in jobs.items()},
-                last={slot: job.written[-1] for slot, (job, _) in jobs.items()},
-                left={slot: count for slot, (_, count) in jobs.items()},
+                {slot: self._sequence(job) for slot, (job, _) in jobs.items()}
             ).fetch()
             for slot, (job, count) in jobs.items():
                 self._take_all(job, drawn, slot, count)
@@ -108,8 +107,10 @@ class PagedLoop(Loop):
         return Sequence(
             pages=self.scheduler.table(job).pages,
             length=self.scheduler.held(job),
-            sampling=job.request.sampling,
+            last=job.written[-1] if job.written else 0,
             index=len(job.written),
+            limit=job.request.max_new_tokens,
+            sampling=job.request.sampling,
         )
 
     def _give_up(self, part: str, cause: BaseException) -> None:

@@ -8,6 +8,7 @@ how to draw. So nothing has to be inserted or cleared, and all layers share one 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from shardwright.caches.paged.assigned import AssignedPages
 from shardwright.caches.paged.cache import PagedCache
 from shardwright.caches.spec import CacheSpec
 from shardwright.serving import steps
-from shardwright.serving.sampling import Draw, Drawn
+from shardwright.serving.sampling import Drawn, limits_of
 from shardwright.serving.steps import Caches, Model
 
 # The pages of keys and of values of each layer.
@@ -27,17 +28,18 @@ Pools = tuple[tuple[jax.Array, jax.Array], ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """The sequences of a call, as arrays of the host.
+    """The sequences of a call, as arrays of the host: few, because each costs time.
 
     Attributes:
       tables: `[batch, pages_per_slot]` int32.
-      lengths: `[batch]` int32, number of tokens in the cache.
-      draw: How each sequence draws its next token.
+      state: `[3, batch]` int32: the number of tokens in the cache, the latest token, and the number
+        of tokens that the sequence has written.
+      rules: `[5, batch]` uint32, as `rules_of` returns them.
     """
 
     tables: jax.Array | np.ndarray
-    lengths: jax.Array | np.ndarray
-    draw: Draw
+    state: jax.Array | np.ndarray
+    rules: jax.Array | np.ndarray
 
 
 def pools_of(caches: Caches) -> Pools:
@@ -72,8 +74,8 @@ def prefill(
     Returns:
       The pools, and `[batch]` tokens as in `steps.prefill`.
     """
-    caches = layers(spec, pools, batch)
-    new, following = steps.prefill(model, caches, params, tokens, counts, batch.draw)
+    caches = layers(spec, pools, batch.tables, batch.state[0])
+    new, following = steps.prefill(model, caches, params, tokens, counts, batch.rules)
     return pools_of(new), following
 
 
@@ -83,8 +85,6 @@ def decode(
     most: int,
     pools: Pools,
     params: object,
-    last: jax.Array,
-    left: jax.Array,
     batch: Batch,
 ) -> tuple[Pools, Drawn]:
     """Give every slot its next tokens.
@@ -95,41 +95,35 @@ def decode(
       most: Largest number of tokens that a slot gets in one call.
       pools: Donated.
       params: Weights.
-      last: `[batch]` int32, the latest token of each slot.
-      left: `[batch]` int32, tokens that each slot gets; 0 for a slot that is not active.
-      batch: The sequences. Their tables have pages for these tokens.
+      batch: The sequences. Their tables have pages for these tokens. A slot whose limit is 0 gets
+        none.
 
     Returns:
-      The pools, and `[most, batch]` tokens or codes. Ignore those past `left`.
+      The pools, and `[most, batch]` tokens or codes. Ignore those of a sequence after its limit.
     """
+    # The state is the carry of a loop, so it must keep one sharding.
+    state, rules = steps.replicated((batch.state, batch.rules), spec.mode)
 
-    def step(
-        carry: tuple[Pools, jax.Array, Batch], at: jax.Array
-    ) -> tuple[tuple[Pools, jax.Array, Batch], Drawn]:
-        pools, last, batch = carry
-        counts = (at < left).astype(jnp.int32)
-        caches = layers(spec, pools, batch)
+    def step(carry: tuple[Pools, jax.Array], _: Any) -> tuple[tuple[Pools, jax.Array], Drawn]:
+        pools, (lengths, last, index) = carry
+        counts = (index < limits_of(rules)).astype(jnp.int32)
+        caches = layers(spec, pools, batch.tables, lengths)
         valid = steps.replicated(counts > 0, spec.mode)[:, None]
         logits, new = steps.read(model, params, last[:, None], caches, valid)
-        drawn = steps.next_tokens(logits[:, 0], caches, new, counts, batch.draw)
-        draw = dataclasses.replace(batch.draw, index=batch.draw.index + counts)
-        lengths = batch.lengths + counts
-        after = dataclasses.replace(batch, lengths=lengths, draw=draw)
-        # The last tokens are the carry of a loop, so they must keep one sharding.
-        last = steps.replicated(jnp.maximum(drawn.tokens, 0), spec.mode)
-        return (pools_of(new), last, after), drawn
+        drawn = steps.next_tokens(logits[:, 0], caches, new, counts, rules, index)
+        state = jnp.stack([lengths + counts, jnp.maximum(drawn.tokens, 0), index + counts])
+        return (pools_of(new), steps.replicated(state, spec.mode)), drawn
 
-    carry = (pools, steps.replicated(last, spec.mode), batch)
     if most == 1:
-        (pools, _, _), drawn = step(carry, jnp.int32(0))
+        (pools, _), drawn = step((pools, state), None)
         return pools, jax.tree.map(lambda x: x[None], drawn)
-    (pools, _, _), drawn = jax.lax.scan(step, carry, jnp.arange(most, dtype=jnp.int32))
+    (pools, _), drawn = jax.lax.scan(step, (pools, state), length=most)
     return pools, drawn
 
 
-def layers(spec: CacheSpec, pools: Pools, batch: Batch) -> Caches:
+def layers(spec: CacheSpec, pools: Pools, tables: Any, lengths: Any) -> Caches:
     """Return one cache per layer. Their tables and lengths are the same arrays."""
-    tables, lengths = steps.replicated((batch.tables, batch.lengths), spec.mode)
+    tables, lengths = steps.replicated((tables, lengths), spec.mode)
     return tuple(
         AssignedPages(spec=spec, length=lengths, k_pages=k, v_pages=v, tables=tables)
         for k, v in pools

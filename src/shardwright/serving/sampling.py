@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -37,21 +38,45 @@ class Draw:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drawn:
-    """Tokens that were drawn. Both arrays have the same shape.
+    """Tokens that were drawn and their log-probabilities, in one array, which is one transfer.
 
     Attributes:
-      tokens: int32. A negative number is the code of an error.
-      logprobs: float32, logarithm of the probability that the model gave the token, before
-        temperature, top_k and top_p.
+      packed: `[..., 2]` int32: a token, or a negative number, which is the code of an error; and
+        the bits of a float32, the logarithm of the probability that the model gave the token,
+        before temperature, top_k and top_p.
     """
 
-    tokens: jax.Array
-    logprobs: jax.Array
+    packed: jax.Array
 
-    def fetch(self) -> Drawn:
-        """Return NumPy arrays, in one transfer."""
-        drawn: Drawn = jax.device_get(jax.tree.map(readable, self))
-        return drawn
+    @classmethod
+    def of(cls, tokens: jax.Array, logprobs: jax.Array) -> Drawn:
+        """Return int32 tokens and float32 log-probabilities of the same shape as one value."""
+        bits = jax.lax.bitcast_convert_type(logprobs, jnp.int32)
+        return cls(packed=jnp.stack([tokens, bits], axis=-1))
+
+    @property
+    def tokens(self) -> jax.Array:
+        """The tokens or codes."""
+        return self.packed[..., 0]
+
+    def fetch(self) -> Read:
+        """Return the values, in one transfer."""
+        values = np.asarray(readable(self.packed))
+        logprobs = values.view(np.float32)[..., 1]
+        return Read(tokens=values[..., 0].tolist(), logprobs=logprobs.tolist())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """What `Drawn` holds, read by the host, as nested lists: a loop over them needs no NumPy.
+
+    Attributes:
+      tokens: Tokens or codes.
+      logprobs: Log-probabilities.
+    """
+
+    tokens: list[Any]
+    logprobs: list[Any]
 
 
 def logprobs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -67,28 +92,55 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(is_token, chances, 0), axis=-1)
 
 
-def first_draws(batch: int, sampling: Mapping[int, Sampling]) -> Draw:
-    """Return how the sequences of a batch draw their first tokens, as NumPy arrays.
+def rules_of(
+    batch: int, sampling: Mapping[int, Sampling], limits: Mapping[int, int] = MappingProxyType({})
+) -> np.ndarray:
+    """Return how many tokens the sequences of a batch write, and how they draw them.
+
+    A call takes one array of the host more quickly than five.
 
     Args:
       batch: Number of sequences.
       sampling: Sampling by sequence. The others take the most likely token.
+      limits: Largest number of tokens by sequence. The others write none.
+
+    Returns:
+      `[5, batch]` uint32: limit, temperature, top_k, top_p and seed. Two of them are the bits of
+      float32 numbers. `limits_of` and `draw_of` read them.
     """
-    rows = [sampling.get(at, Sampling()) for at in range(batch)]
+    rules = np.zeros((5, batch), np.uint32)
+    floats = rules.view(np.float32)
+    for at, each in sampling.items():
+        rules[0, at] = limits.get(at, 0)
+        rules[2, at] = MOST_TOKEN if each.top_k is None else each.top_k
+        rules[4, at] = each.seed
+        floats[1, at], floats[3, at] = each.temperature, each.top_p
+    return rules
 
-    def column(values: list[Any], dtype: Any) -> Any:
-        return np.asarray(values, dtype)
 
+def limits_of(rules: jax.Array) -> jax.Array:
+    """Return `[batch]` int32: the largest number of tokens of each sequence."""
+    return rules[0].astype(jnp.int32)
+
+
+def draw_of(rules: jax.Array, index: jax.Array) -> Draw:
+    """Return how sequences draw the next token.
+
+    Args:
+      rules: As `rules_of` returns them.
+      index: As in `Draw`.
+    """
+    floats = jax.lax.bitcast_convert_type(rules, jnp.float32)
     return Draw(
-        temperature=column([row.temperature for row in rows], np.float32),
-        top_k=column([MOST_TOKEN if row.top_k is None else row.top_k for row in rows], np.int32),
-        top_p=column([row.top_p for row in rows], np.float32),
-        seed=column([row.seed for row in rows], np.uint32),
-        index=column([0] * batch, np.int32),
+        temperature=floats[1],
+        top_k=rules[2].astype(jnp.int32),
+        top_p=floats[3],
+        seed=rules[4],
+        index=index,
     )
 
 
-def sample(logits: jax.Array, draw: Draw) -> jax.Array:
+def sample(logits: jax.Array, draw: Draw, *, is_greedy: jax.Array | None = None) -> jax.Array:
     """Draw the next tokens. Each depends on the logits of its own sequence only.
 
     A token is the argmax of logits plus Gumbel noise (https://arxiv.org/abs/1611.01144, eq. 1). The
@@ -97,6 +149,8 @@ def sample(logits: jax.Array, draw: Draw) -> jax.Array:
     Args:
       logits: `[batch, vocab]`.
       draw: How each sequence draws.
+      is_greedy: Whether all temperatures are 0. If the batch is sharded, pass it: to compute it
+        from `draw` takes a collective.
 
     Returns:
       `[batch]` int32 tokens; -1 if a logit is NaN or +inf, or all are -inf.
@@ -105,9 +159,9 @@ def sample(logits: jax.Array, draw: Draw) -> jax.Array:
     most_likely = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     # Sorting a vocabulary takes longer than the rest of a small model. So a batch that only needs
     # the most likely tokens does not sort.
-    tokens = jax.lax.cond(
-        jnp.any(draw.temperature > 0), lambda: jax.vmap(_draw)(logits, draw), lambda: most_likely
-    )
+    if is_greedy is None:
+        is_greedy = jnp.all(draw.temperature == 0)
+    tokens = jax.lax.cond(is_greedy, lambda: most_likely, lambda: jax.vmap(_draw)(logits, draw))
     most = jnp.max(logits, axis=-1)
     return jnp.where(jnp.isfinite(most), jnp.where(draw.temperature > 0, tokens, most_likely), -1)
 

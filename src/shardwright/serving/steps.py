@@ -21,7 +21,7 @@ from shardwright.caches.base import KVCache
 from shardwright.caches.paged.cache import PagedCache
 from shardwright.caches.sharding import ambient_sharding
 from shardwright.errors import ServingError
-from shardwright.serving.sampling import Draw, Drawn, logprobs_of, sample
+from shardwright.serving.sampling import Drawn, draw_of, limits_of, logprobs_of, sample
 from shardwright.vocabulary.axes import BATCH, EMPTY
 
 Caches = tuple[KVCache, ...]
@@ -70,19 +70,21 @@ class CacheShape:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Slots:
-    """The state of decoding, which every step takes and returns.
+    """The state of decoding.
+
+    A slot is active, which means that decode gives it a token, until it has written as many tokens
+    as its rules allow.
 
     Attributes:
       caches: One per layer.
-      last: `[slots]` int32, the latest token of each slot.
-      active: `[slots]` bool, whether a slot has a sequence. Replicated.
-      draw: How each slot draws its next token. Replicated.
+      ends: `[slots, 2]` int32: the latest token of each slot, and how many tokens it has written.
+      rules: `[5, slots]` uint32, as `rules_of` returns them; the limit of an empty slot is 0.
+        Replicated. Decode only reads them.
     """
 
     caches: Caches
-    last: jax.Array
-    active: jax.Array
-    draw: Draw
+    ends: jax.Array
+    rules: jax.Array
 
 
 def create_caches(
@@ -104,21 +106,14 @@ def create_caches(
 
 def create_slots(caches: Caches) -> Slots:
     """Return slots without sequences, with empty caches."""
-    last, active, draw = _empty_slots(caches[0].batch, caches[0].spec.mode)
-    return Slots(caches=caches, last=last, active=active, draw=draw)
+    ends, rules = _empty_slots(caches[0].batch, caches[0].spec.mode)
+    return Slots(caches=caches, ends=ends, rules=rules)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _empty_slots(batch: int, mode: str | None) -> tuple[jax.Array, jax.Array, Draw]:
-    zeros, ones = jnp.zeros(batch, jnp.int32), jnp.ones(batch)
-    draw = Draw(
-        temperature=jnp.zeros(batch),
-        top_k=zeros + 1,
-        top_p=ones,
-        seed=zeros.astype(jnp.uint32),
-        index=zeros,
-    )
-    return by_slot(zeros, mode), *replicated((zeros.astype(bool), draw), mode)
+def _empty_slots(batch: int, mode: str | None) -> tuple[jax.Array, jax.Array]:
+    ends, rules = jnp.zeros((batch, 2), jnp.int32), jnp.zeros((5, batch), jnp.uint32)
+    return rows_by_slot(ends, mode), replicated(rules, mode)
 
 
 def read(
@@ -181,7 +176,7 @@ def _check_caches(new: Any, old: Caches) -> None:
 
 
 def prefill(
-    model: Model, rows: Caches, params: Any, tokens: jax.Array, counts: jax.Array, draw: Draw
+    model: Model, rows: Caches, params: Any, tokens: jax.Array, counts: jax.Array, rules: jax.Array
 ) -> tuple[Caches, Drawn]:
     """Read the next tokens of prompts, and draw the token that follows the last one.
 
@@ -191,7 +186,7 @@ def prefill(
       params: Weights.
       tokens: `[rows, chunk]` int32.
       counts: `[rows]` int32, how many tokens of each row are not padding.
-      draw: How each row draws.
+      rules: `[5, rows]`, as in `Slots`; the limits are not read.
 
     Returns:
       The caches, and `[rows]` tokens: a token, NO_NUMBER, REFUSED or MISCOUNTED. Ignore the entry
@@ -200,11 +195,11 @@ def prefill(
     valid = jnp.arange(tokens.shape[1], dtype=jnp.int32) < counts[:, None]
     logits, new = read(model, params, tokens, rows, valid)
     last = jnp.take_along_axis(logits, jnp.maximum(counts, 1)[:, None, None] - 1, axis=1)[:, 0]
-    return new, next_tokens(last, rows, new, counts, draw)
+    return new, next_tokens(last, rows, new, counts, rules, jnp.zeros_like(counts))
 
 
 def insert(
-    slots: Slots, source: Caches, into: jax.Array, first: jax.Array, draw: Draw
+    slots: Slots, source: Caches, into: jax.Array, first: jax.Array, rules: jax.Array
 ) -> tuple[Slots, jax.Array]:
     """Copy prompts that are completely read into slots.
 
@@ -214,7 +209,7 @@ def insert(
       into: `[rows]` int32, the slot of each row. A row with a number past the last slot is not
         copied.
       first: `[rows]` int32, the first generated token of each row.
-      draw: How each row draws. Its first token is already drawn.
+      rules: `[5, rows]`, as in `Slots`.
 
     Returns:
       The slots, and `[rows]` int8 codes of `Refusal`.
@@ -222,15 +217,11 @@ def insert(
     mode = slots.caches[0].spec.mode
     caches, codes = _replaced(slots.caches, source, into)
     refused = replicated(codes, mode)
-    into = jnp.where(refused == 0, into, slots.active.shape[0])
-    active = jnp.ones_like(into, dtype=bool)
-    draw = dataclasses.replace(draw, index=jnp.ones_like(draw.index))
-    last, active, draw = jax.tree.map(
-        lambda x, new: x.at[into].set(new, mode="drop"),
-        (replicated(slots.last, mode), slots.active, slots.draw),
-        replicated((first, active, draw), mode),
-    )
-    return _placed(Slots(caches=caches, last=last, active=active, draw=draw)), refused
+    into = jnp.where(refused == 0, into, slots.ends.shape[0])
+    new = replicated(jnp.stack([first, jnp.ones_like(first)], axis=1), mode)
+    ends = replicated(slots.ends, mode).at[into].set(new, mode="drop")
+    rules = slots.rules.at[:, into].set(replicated(rules, mode), mode="drop")
+    return _placed(Slots(caches=caches, ends=ends, rules=rules)), refused
 
 
 def park(slots: Slots, source: Caches, into: jax.Array) -> tuple[Slots, jax.Array]:
@@ -283,41 +274,45 @@ def _replaced(caches: Caches, source: Caches, into: jax.Array) -> tuple[Caches, 
 
 
 def decode(
-    model: Model, most: int, slots: Slots, params: Any, left: jax.Array
-) -> tuple[Slots, Drawn]:
+    model: Model, most: int, caches: Caches, ends: jax.Array, rules: jax.Array, params: Any
+) -> tuple[Caches, jax.Array, Drawn]:
     """Give every active slot its next tokens.
 
     Args:
       model: The model.
       most: Largest number of tokens that a slot gets in one call.
-      slots: Donated.
+      caches: As in `Slots`. Donated.
+      ends: As in `Slots`. Donated.
+      rules: As in `Slots`.
       params: Weights.
-      left: `[slots]` int32, tokens that each slot gets. Slots that are not active get none.
 
     Returns:
-      The slots, and `[most, slots]` tokens: a token, NO_NUMBER, REFUSED or MISCOUNTED. Ignore the
-      entries past `left`.
+      The caches, the ends, and `[most, slots]` tokens: a token, NO_NUMBER, REFUSED or MISCOUNTED.
+      Ignore the entries of a slot after its limit.
     """
 
-    def step(slots: Slots, at: jax.Array) -> tuple[Slots, Drawn]:
-        return _decode_one(model, slots, params, slots.active & (at < left))
+    def step(state: tuple[Caches, jax.Array], _: Any) -> tuple[tuple[Caches, jax.Array], Drawn]:
+        caches, ends, drawn = _decode_one(model, *state, rules, params)
+        return (caches, ends), drawn
 
     if most == 1:
-        slots, drawn = step(slots, jnp.int32(0))
-        return slots, jax.tree.map(lambda x: x[None], drawn)
-    slots, drawn = jax.lax.scan(step, slots, jnp.arange(most, dtype=jnp.int32))
-    return slots, drawn
+        (caches, ends), drawn = step((caches, ends), None)
+        return caches, ends, jax.tree.map(lambda x: x[None], drawn)
+    (caches, ends), drawn = jax.lax.scan(step, (caches, ends), length=most)
+    return caches, ends, drawn
 
 
-def _decode_one(model: Model, slots: Slots, params: Any, active: jax.Array) -> tuple[Slots, Drawn]:
-    mode = slots.caches[0].spec.mode
+def _decode_one(
+    model: Model, caches: Caches, ends: jax.Array, rules: jax.Array, params: Any
+) -> tuple[Caches, jax.Array, Drawn]:
+    mode = caches[0].spec.mode
+    last, index = by_slot(ends[:, 0], mode), by_slot(ends[:, 1], mode)
+    active = index < by_slot(limits_of(rules), mode)
+    logits, new = read(model, params, last[:, None], caches, active[:, None])
     counts = active.astype(jnp.int32)
-    valid = by_slot(active, mode)[:, None]
-    logits, new = read(model, params, slots.last[:, None], slots.caches, valid)
-    drawn = next_tokens(logits[:, 0], slots.caches, new, counts, slots.draw)
-    draw = dataclasses.replace(slots.draw, index=slots.draw.index + counts)
-    last = jnp.maximum(drawn.tokens, 0)
-    return _placed(Slots(caches=new, last=last, active=slots.active, draw=draw)), drawn
+    drawn = next_tokens(logits[:, 0], caches, new, counts, rules, index)
+    ends = jnp.stack([jnp.maximum(drawn.tokens, 0), index + counts], axis=1)
+    return new, rows_by_slot(ends, mode), drawn
 
 
 def clear(caches: Caches, rows: jax.Array) -> Caches:
@@ -337,18 +332,26 @@ def clear_slots(slots: Slots, cleared: jax.Array) -> Slots:
       slots: All slots.
       cleared: `[n]` int32. Numbers past the last slot are ignored.
     """
-    active = slots.active.at[cleared].set(False, mode="drop")
-    return _placed(dataclasses.replace(slots, caches=clear(slots.caches, cleared), active=active))
+    rules = slots.rules.at[0, cleared].set(0, mode="drop")
+    return _placed(dataclasses.replace(slots, caches=clear(slots.caches, cleared), rules=rules))
 
 
 def next_tokens(
-    logits: jax.Array, old: Caches, new: Caches, counts: jax.Array, draw: Draw
+    logits: jax.Array,
+    old: Caches,
+    new: Caches,
+    counts: jax.Array,
+    rules: jax.Array,
+    index: jax.Array,
 ) -> Drawn:
     """Draw the next tokens, or return codes where a cache did not grow by `counts`."""
     mode = old[0].spec.mode
-    draw = jax.tree.map(lambda leaf: by_slot(leaf, mode), draw)
-    logits = ambient_sharding(mode).place(logits, (BATCH, EMPTY))
-    tokens = by_slot(sample(logits, draw), mode)
+    rules = replicated(rules, mode)
+    # Every device has the temperatures of all slots. To reduce those of its own takes a collective.
+    is_greedy = jnp.all(draw_of(rules, index).temperature == 0)
+    draw = jax.tree.map(lambda leaf: by_slot(leaf, mode), draw_of(rules, index))
+    logits = rows_by_slot(logits, mode)
+    tokens = by_slot(sample(logits, draw, is_greedy=is_greedy), mode)
     logprobs = by_slot(logprobs_of(logits, jnp.maximum(tokens, 0)), mode)
     counts = by_slot(counts, mode)
     # The model may ignore a refusal, but a cache that refuses keeps its length.
@@ -357,20 +360,25 @@ def next_tokens(
     )
     code = jnp.where(jnp.all((growth == counts) | (growth == 0), axis=0), REFUSED, MISCOUNTED)
     tokens = by_slot(jnp.where(jnp.all(growth == counts, axis=0), tokens, code), mode)
-    return Drawn(tokens=tokens, logprobs=logprobs)
+    return Drawn(packed=rows_by_slot(Drawn.of(tokens, logprobs).packed, mode))
 
 
 def _placed(slots: Slots) -> Slots:
     # Without a constraint, the partitioner may choose another sharding in every function. Then each
     # function would be compiled again for the result of every other one.
     mode = slots.caches[0].spec.mode
-    active, draw = replicated((slots.active, slots.draw), mode)
-    return Slots(caches=slots.caches, last=by_slot(slots.last, mode), active=active, draw=draw)
+    ends, rules = rows_by_slot(slots.ends, mode), replicated(slots.rules, mode)
+    return Slots(caches=slots.caches, ends=ends, rules=rules)
 
 
 def by_slot(x: jax.Array, mode: str | None) -> jax.Array:
     """Return an array `[batch]`, sharded like the caches of a mode."""
     return ambient_sharding(mode).place(x, (BATCH,))
+
+
+def rows_by_slot(x: jax.Array, mode: str | None) -> jax.Array:
+    """Return an array `[batch, n]`, whose rows are sharded like the caches of a mode."""
+    return ambient_sharding(mode).place(x, (BATCH, EMPTY))
 
 
 def replicated(x: Any, mode: str | None) -> Any:
