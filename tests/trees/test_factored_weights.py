@@ -274,6 +274,26 @@ def test_sharded_equals_unsharded() -> None:
     assert jax.tree.map(lambda leaf: leaf.sharding, gradients) == shardings
 
 
+@pytest.mark.parametrize("axes", [KERNEL, sw.ColumnWise], ids=["axes", "layout"])
+def test_stacks_of_stacks(axes: Any) -> None:
+    """Adapters of five users over a stack of three layers: one slice each equals its own pair."""
+    pm, pair = manager(), low_rank(weight(axes=axes), 8)
+    layers = sw.stack_specs(pair, 3)
+    users = sw.stack_specs(layers, 5, axis=sw.EMPTY)
+    assert (users.a.shape, users.b.shape) == ((5, 3, 64, 8), (5, 3, 8, 96))
+    assert specs(pm.shardings(users)) == [P(None, None, "fsdp"), P(None, None, None, "tp")]
+    scales = sw.stack_specs(sw.stack_specs(quantized(weight(axes=axes), (-1, 1)), 3), 5, axis="_")
+    assert specs(pm.shardings(scales))[1] == P(None, None, None, "tp")
+    created = pm.init({"up": users}, jax.random.key(0))["up"].a
+    assert created.sharding.spec == P(None, None, "fsdp")
+    assert len({float(value) for value in np.asarray(created)[:, :, 0, 0].flat}) == 15
+    with pytest.raises(sw.AxisConflictError, match="already starts with LAYERS") as caught:
+        sw.stack_specs(layers, 5)
+    assert "axis=EMPTY" in caught.value.fix
+    with pytest.raises(sw.StrategyError, match="cannot be stacked along EXPERT"):
+        sw.stacked(sw.ColumnWise, axis=sw.EXPERT)
+
+
 def test_invalid_pairs() -> None:
     with pytest.raises(
         sw.StrategyError, match=r"\(LAYERS, EMBED, MLP_INTERMEDIATE\) is a stack of layers"

@@ -12,6 +12,7 @@ import numpy as np
 from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
 from shardwright.trees.paths import is_array_spec, path_text
 from shardwright.vocabulary.annotations import ArraySpec, stacked
+from shardwright.vocabulary.axes import LAYERS
 
 
 def abstract(specs: Any) -> Any:
@@ -76,19 +77,22 @@ def _initialize(key: Any, path: Sequence[Any], spec: ArraySpec) -> Any:
     return array
 
 
-def stack_specs(specs: Any, layers: int) -> Any:
+def stack_specs(specs: Any, layers: int, *, axis: str = LAYERS) -> Any:
     """Add a leading `LAYERS` dim to every `ArraySpec` of a tree, for `jax.lax.scan`.
 
     Args:
       specs: Tree of `ArraySpec`s of one layer.
       layers: Number of layers.
+      axis: Axis of the new dim. `EMPTY` stacks what is already a stack of layers, such as the
+        adapters of several users; this dim is not sharded.
 
     Raises:
       StrategyError: A leaf is not an `ArraySpec`, or `layers` is not a positive integer.
+      AxisConflictError: A leaf is a stack of layers already, and `axis` is `LAYERS`.
 
     >>> import jax.numpy as jnp
     >>> from shardwright.vocabulary.axes import EMBED
     >>> stack_specs({"scale": ArraySpec((64,), jnp.float32, (EMBED,))}, 12)["scale"].shape
     (12, 64)
     """
-    return jax.tree.map(lambda spec: stacked(spec, layers), specs, is_leaf=is_array_spec)
+    return jax.tree.map(lambda spec: stacked(spec, layers, axis=axis), specs, is_leaf=is_array_spec)

@@ -22,7 +22,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from shardwright.errors import AxisConflictError, RankMismatchError, StrategyError
-from shardwright.vocabulary.axes import LAYERS, Role, axis_label
+from shardwright.vocabulary.axes import EMPTY, LAYERS, Role, axis_label
 from shardwright.vocabulary.integers import as_integer, read_integer
 from shardwright.vocabulary.layouts import StackedLayout, is_layout
 
@@ -293,8 +293,8 @@ def is_axes_list(value: object) -> bool:
     return isinstance(value, list) and any(isinstance(entry, (str, MergedDim)) for entry in value)
 
 
-def stacked(annotation: Any, layers: int | None = None) -> Any:
-    """Put `LAYERS` in front of an annotation.
+def stacked(annotation: Any, layers: int | None = None, *, axis: str = LAYERS) -> Any:
+    """Put `LAYERS`, or another axis, in front of an annotation.
 
     For an `ArraySpec`, `layers` also becomes the first size of the shape, and each layer is
     initialized with a key of its own. A literal `PartitionSpec` gets an entry None for the layers.
@@ -307,11 +307,13 @@ def stacked(annotation: Any, layers: int | None = None) -> Any:
       annotation: Annotation of one layer.
       layers: Number of layers. Required for an `ArraySpec` or a `PartOf`, not allowed for other
         annotations.
+      axis: Axis of the new dim. `EMPTY` stacks what is already a stack of layers, such as the
+        adapters of several users; this dim is not sharded.
 
     Raises:
-      StrategyError: `layers` is missing, not allowed or not a positive integer; or a literal spec
-        is unreduced.
-      AxisConflictError: The layout is stacked already.
+      StrategyError: `layers` is missing, not allowed or not a positive integer; a literal spec is
+        unreduced; or a layout is stacked along an axis of your own.
+      AxisConflictError: The annotation is a stack of layers already.
     """
     single = as_annotation(annotation)
     if isinstance(single, SizedAnnotation) != (layers is not None):
@@ -320,27 +322,39 @@ def stacked(annotation: Any, layers: int | None = None) -> Any:
             "annotations",
             fix="write stacked(spec, layers=32), or stacked(axes)",
         )
+    if isinstance(single, ArraySpec):
+        init = None if single.init is None else _StackedInit(single.init)
+        axes = single.axes
+        if is_layout(axes) and axis == EMPTY:
+            # A layout cannot say that the first dim has no axis. A part of the array can.
+            axes = PartOf(annotation=axes, shape=single.shape, dims=(*range(single.ndim),))
+        axes = stacked(axes, layers if isinstance(axes, PartOf) else None, axis=axis)
+        return ArraySpec((_count(layers), *single.shape), single.dtype, axes, init)
+    if isinstance(single, PartOf) and axis == EMPTY:
+        _count(layers)
+        return dataclasses.replace(single, dims=(None, *single.dims))
     if isinstance(single, PartOf):
         dims = (0, *(None if of is None else of + 1 for of in single.dims))
         shape = (_count(layers), *single.shape)
-        whole = stacked(single.annotation)
+        whole = stacked(single.annotation, axis=axis)
         return PartOf(annotation=whole, shape=shape, dims=dims, path=single.path)
-    if isinstance(single, ArraySpec):
-        init = None if single.init is None else _StackedInit(single.init)
-        axes = stacked(single.axes, layers if isinstance(single.axes, PartOf) else None)
-        return ArraySpec((_count(layers), *single.shape), single.dtype, axes, init)
     if isinstance(single, PartitionSpec):
         return PartitionSpec(None, *spec_entries(single))
-    if isinstance(single, StackedLayout):
+    is_stack = isinstance(single, StackedLayout) or (
+        type(single) is tuple and single[:1] == (LAYERS,)
+    )
+    if is_stack and axis == LAYERS:
         raise AxisConflictError(
             f"{describe(single)} already starts with LAYERS",
             axis=axis_label(LAYERS),
-            fix=(
-                "for a stack of stacks, write all axes as a tuple that starts with an axis of "
-                "your own, declared in the strategy under [axes]"
-            ),
+            fix="for a stack of stacks, pass axis=EMPTY, or an axis of your own",
         )
-    return StackedLayout(single) if is_layout(single) else (LAYERS, *single)
+    if type(single) is not tuple and axis != LAYERS:
+        raise StrategyError(
+            f"{describe(single)} cannot be stacked along {axis_label(axis)}",
+            fix="write all axes as a tuple that starts with it, or stack an ArraySpec along EMPTY",
+        )
+    return StackedLayout(single) if is_layout(single) else (axis, *single)
 
 
 def _count(layers: Any) -> int:
