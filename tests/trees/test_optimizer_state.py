@@ -128,6 +128,13 @@ def test_slow_parameters_of_lookahead() -> None:
     tx = optax.lookahead(optax.adam(1e-3), sync_period=2, slow_step_size=0.5)
     shardings = pm.state_shardings(state_of(tx, both), params())
     assert shardings.fast_state[0].mu["embed"].spec == P("tp", "fsdp")
+    arrays = optax.LookaheadParams.init_synced(pm.init(params(), jax.random.key(0)))
+    for inner in (optax.adam(1e-3), optax.adafactor(1e-3, min_dim_size_to_factor=16)):
+        state = pm.init_state(optax.lookahead(inner, 2, 0.5), arrays, both)
+        alone = pm.init_state(inner, arrays.fast, params())
+        created = [jax.tree.map(lambda x: x.sharding.spec, x) for x in (state.fast_state, alone)]
+        assert created[0] == created[1]
+        assert any(spec != P() for spec in jax.tree.leaves(created[0]))
 
 
 def test_separate_annotations() -> None:

@@ -241,7 +241,7 @@ def annotate_state(
         compile_rule(at, pattern, annotation)
         for at, (pattern, annotation) in enumerate((overrides or {}).items())
     ]
-    search = _Search.of(state, params, annotations)
+    searches = _Search.of(state, params, annotations)
     followers: list[Follower] = []
     problems = _unused_overrides(
         [pattern for pattern, _ in patterns], [path_text(path) for path, _ in pairs]
@@ -254,11 +254,11 @@ def annotate_state(
         if override is not None or np.shape(leaf) == ():
             followers.append(Follower(path=text, override=() if override is None else override))
             continue
-        follower = search.follow(tuple(path), np.shape(leaf))
-        if isinstance(follower, Problem):
-            problems.append(follower)
-        else:
-            followers.append(follower)
+        found = [search.follow(tuple(path), np.shape(leaf)) for search in searches]
+        followed = [each for each in found if isinstance(each, Follower)]
+        followers += followed[:1]
+        if not followed and isinstance(found[0], Problem):
+            problems.append(found[0])
     raise_problems(problems)
     annotations = [follower.annotation(by_path=by_path) for follower in followers]
     return jax.tree.unflatten(structure, annotations)
@@ -298,16 +298,25 @@ class _Search:
     copies: Callable[[Path], bool]
 
     @classmethod
-    def of(cls, state: Any, params: Any, annotations: Any) -> _Search:
+    def of(cls, state: Any, params: Any, annotations: Any) -> list[_Search]:
+        """Return the tables of the parameters, and of the fast ones of `optax.lookahead`."""
         by_path = _by_path(params, annotations)
         leaves, _ = jax.tree_util.tree_flatten_with_path(state)
         shapes = {tuple(path): tuple(np.shape(leaf)) for path, leaf in leaves}
-        return cls(
-            params=by_path,
-            kinds=dict(_known_nodes(state)),
-            shapes=shapes,
-            copies=_copies_of(set(by_path), params, state),
-        )
+        trees = [(params, by_path)]
+        if type(params).__name__ == "LookaheadParams" and _is_optax(type(params)):
+            # The inner optimizer sees the fast parameters alone, so its state has their paths.
+            fast = {path[1:]: leaf for path, leaf in by_path.items() if path[0].name == "fast"}
+            trees.append((params.fast, fast))
+        return [
+            cls(
+                params=known,
+                kinds=dict(_known_nodes(state)),
+                shapes=shapes,
+                copies=_copies_of(set(known), tree, state),
+            )
+            for tree, known in trees
+        ]
 
     def follow(self, path: Path, shape: tuple[int, ...]) -> Follower | Problem:
         text = path_text(path)
