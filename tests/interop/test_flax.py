@@ -311,30 +311,115 @@ def test_constraints_are_checked() -> None:
         constrain("batch", "activation_embd")(jnp.ones((8, 4)))
 
 
+def _is_kernel(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.ndim > 2, params)
+
+
+def _labels(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: "train" if leaf.ndim > 2 else "freeze", params)
+
+
+FACTORED = optax.adafactor(1e-3, min_dim_size_to_factor=8)
+PARTS = {"train": optax.adamw(1e-3), "freeze": optax.set_to_zero()}
+OPTIMIZERS = {
+    "masked": optax.masked(optax.adamw(1e-3), _is_kernel),
+    "masked factored": optax.masked(FACTORED, _is_kernel),
+    "multi_transform": optax.multi_transform(PARTS, _labels),
+    "sm3": optax.sm3(1e-3),
+    "lbfgs": optax.scale_by_lbfgs(3),
+}
+
+
+def train(state: Any) -> list[float]:
+    @jax.jit
+    def step(state: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return state.apply_fn({"params": params}, TOKENS[:, :-1]).var()
+
+        value, gradient = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=gradient), value
+
+    found = []
+    for _ in range(3):
+        state, value = step(state)
+        found.append(float(value))
+    return found
+
+
+@pytest.mark.sweep(keep=3)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_train_states_of_every_kind(name: str) -> None:
+    """Masked leaves are boxes around nothing; other states have boxes around other dims."""
+    from flax.training.train_state import TrainState
+
+    def create(key: Any) -> Any:
+        params = MODEL.init(key, TOKENS[:, :-1])["params"]
+        return TrainState.create(apply_fn=MODEL.apply, params=params, tx=OPTIMIZERS[name])
+
+    key = jax.random.key(0)
+    state, axes = bridge.annotations(jax.eval_shape(create, key), NAMES)
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("fsdp:4,tp:2"))
+    shardings = pm.shardings(state, axes)
+    assert shardings.opt_state == pm.state_shardings(state.opt_state, state.params, axes.params)
+    with bridge.rules(pm, NAMES):
+        created = jax.jit(lambda key: bridge.unbox(create(key)), out_shardings=shardings)(key)
+        found = train(created)
+    np.testing.assert_allclose(found, train(nn.meta.unbox(create(key))), rtol=1e-6)
+
+
+def test_nn_unbox_of_moments_is_refused() -> None:
+    """It places the constraint of a parameter on moments with other dims."""
+    box = nn.LogicallyPartitioned(jnp.ones(32), ("embed", "mlp"))
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("fsdp:4,tp:2"))
+    with bridge.rules(pm, NAMES):
+        with pytest.raises(sw.RankMismatchError, match=r"2 names .* for 1 dims") as caught:
+            jax.jit(nn.unbox)(box)
+        assert "call unbox of interop.flax" in caught.value.fix
+        assert bridge.unbox(box).shape == (32,)
+        history = box.replace_boxed(jnp.ones((10, 32, 64)))
+        with pytest.raises(sw.IndivisibleError, match="call unbox of interop"):
+            jax.jit(nn.unbox)(history)
+
+
+def test_rules_hold_for_the_given_size_alone() -> None:
+    """A fallback for a size of 1 would replicate every array of the name."""
+    preset = sw.Strategy.preset("fsdp_tp") | sw.Strategy(params={"embed": "fsdp | -"})
+    pm = sw.PartitionManager(preset, mesh=sw.create_mesh("fsdp:4,tp:2"))
+    constrain = jax.jit(lambda x: nn.with_logical_constraint(x * 2, ("embed", None)))
+    with bridge.rules(pm, NAMES, sizes={"embed": 1}):
+        assert constrain(jnp.ones((1, 4))).sharding.spec == P()
+        assert constrain(jnp.ones((3, 4))).sharding.spec == P()
+        with pytest.raises(sw.StrategyError, match="size 64 of 'embed': the rules were made for"):
+            constrain(jnp.ones((64, 4)))
+    with bridge.rules(pm, NAMES, sizes={"embed": 32}):
+        assert constrain(jnp.ones((64, 4))).sharding.spec == P("fsdp")
+
+
+def test_quantized_weights_in_a_box() -> None:
+    """The values have the names of the box; a scale has those of the blocks that it belongs to."""
+    names = ("embed", "mlp")
+    parts = {"scale": jnp.ones((1, 64)), "value": jnp.ones((32, 64), jnp.int8)}
+    box = nn.LogicallyPartitioned(parts, names)
+    values, axes = bridge.annotations({"params": {"kernel": box}}, NAMES)
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("fsdp:4,tp:2"))
+    kernel = pm.shardings(values, axes)["params"]["kernel"]
+    assert (kernel["value"].spec, kernel["scale"].spec) == (P("fsdp", "tp"), P(None, "tp"))
+    packed = box.replace_boxed({**parts, "scale": jnp.ones((2, 3))})
+    with pytest.raises(sw.RankMismatchError, match=r"kernel: an array of shape \(2, 3\) beside"):
+        bridge.annotations({"params": {"kernel": packed}}, NAMES)
+    for nothing in (None, optax.MaskedNode(), {}):
+        empty = bridge.annotations({"a": box.replace_boxed(nothing), "b": box}, NAMES)
+        assert empty[1]["a"] == nothing
+        assert "a" not in pm.shardings(*empty) or not jax.tree.leaves(pm.shardings(*empty)["a"])
+
+
 def test_factored_moments_of_a_train_state() -> None:
     """flax copies the boxes of parameters to moments with fewer dims."""
     from flax.training.train_state import TrainState
 
-    factored = optax.adafactor(1e-3, min_dim_size_to_factor=8)
-
     def create() -> Any:
         params = MODEL.init(jax.random.key(0), TOKENS[:, :-1])["params"]
-        return TrainState.create(apply_fn=MODEL.apply, params=params, tx=factored)
-
-    def train(state: Any) -> list[float]:
-        @jax.jit
-        def step(state: Any) -> Any:
-            def loss(params: Any) -> Any:
-                return state.apply_fn({"params": params}, TOKENS[:, :-1]).var()
-
-            value, gradient = jax.value_and_grad(loss)(state.params)
-            return state.apply_gradients(grads=gradient), value
-
-        found = []
-        for _ in range(3):
-            state, value = step(state)
-            found.append(float(value))
-        return found
+        return TrainState.create(apply_fn=MODEL.apply, params=params, tx=FACTORED)
 
     expected = train(nn.meta.unbox(create()))
     values, axes = bridge.annotations(create(), NAMES)

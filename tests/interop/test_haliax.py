@@ -217,6 +217,21 @@ def test_other_values_stay() -> None:
     assert mlp.activation is model().blocks.stacked.mlp.activation
 
 
+def test_masked_arrays_have_no_annotation() -> None:
+    """optax puts an empty node into the `NamedArray` of a frozen parameter."""
+    arrays = eqx.filter(model(), eqx.is_array)
+    frozen = optax.masked(optax.adamw(1e-3), lambda p: jax.tree.map(lambda x: x.ndim > 2, p))
+    state = frozen.init(arrays)
+    pm = manager("fsdp:8")
+    placed = bridge.place(state, pm)
+    assert jax.tree.structure(placed) == jax.tree.structure(state)
+    moments, params = placed.inner_state[0].mu, bridge.place(model(), pm)
+    assert isinstance(moments.embedding.weight.array, optax.MaskedNode)
+    sharding = moments.blocks.stacked.q.weight.array.sharding
+    assert sharding == params.blocks.stacked.q.weight.array.sharding
+    assert not sharding.is_fully_replicated
+
+
 def test_arrays_with_names_in_their_field() -> None:
     class Scale(eqx.Module):
         scale: Any = hax.field(axis_names=("embed",))

@@ -374,6 +374,40 @@ def test_factored_moments() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+def test_masked_parameters() -> None:
+    """A variable of a frozen parameter holds nothing; a scale follows its values."""
+    frozen = optax.masked(optax.adamw(1e-3), lambda p: jax.tree.map(lambda x: x.ndim > 2, p))
+    with nnx.use_eager_sharding(False):
+        model = Model(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, frozen, wrt=nnx.Param)
+    pm = manager("fsdp:4,tp:2")
+    bridge.place(model, pm, NAMES)
+    bridge.place(optimizer, pm, NAMES)
+    moments = optimizer.opt_state.inner_state[0].mu
+    assert (
+        moments["blocks"]["up"]["kernel"].get_value().sharding
+        == model.blocks.up.kernel.get_value().sharding
+    )
+    assert isinstance(moments["table"]["embedding"].get_value(), optax.MaskedNode)
+    parts = {"scale": jnp.ones((1, 64)), "value": jnp.ones((32, 64))}
+    with nnx.use_eager_sharding(False):
+        own = nnx.Param(parts, out_sharding=("embed", "mlp"))
+    state = nnx.State({"a": nnx.Param(None), "b": own})
+    values, axes = bridge.annotations(state, NAMES)
+    placed = pm.shardings(values, axes)["b"]
+    assert (placed["value"].spec, placed["scale"].spec) == (P("fsdp", "tp"), P(None, "tp"))
+
+
+def test_bound_holds_for_the_given_size_alone() -> None:
+    preset = sw.Strategy.preset("fsdp_tp") | sw.Strategy(params={"embed": "fsdp | -"})
+    pm = sw.PartitionManager(preset, mesh=sw.create_mesh("fsdp:4,tp:2"))
+    with (
+        bridge.bound(pm, NAMES, sizes={"embed": 1}),
+        pytest.raises(sw.StrategyError, match="size 64 of 'embed': the rules were made for size 1"),
+    ):
+        projection(nnx.Rngs(0))
+
+
 def test_factored_moments_need_the_model() -> None:
     model, optimizer = factored()
     pm = manager("fsdp:4,tp:2")

@@ -7,16 +7,18 @@ arrays are derived from the annotation of the whole weight.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardwright._moved import renamed
 from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
 from shardwright.vocabulary.annotations import ArraySpec, PartOf
-from shardwright.vocabulary.axes import EXPERT, LAYERS
+from shardwright.vocabulary.axes import EMPTY, EXPERT, LAYERS
 from shardwright.vocabulary.integers import as_integer
 from shardwright.vocabulary.lowering import as_shape, describe, lower
 
@@ -158,6 +160,45 @@ def scale_axes(
         )
     dims = tuple(None if scale == 1 else at for at, scale in enumerate(scales))
     return PartOf(annotation=axes, shape=values, dims=dims, path=path)
+
+
+def annotate_parts(
+    value: Any, axes_of: Callable[[tuple[int, ...]], Any], path: str, problems: list[Problem]
+) -> list[Any]:
+    """Return the annotation of each array in a value that has names for all of it together.
+
+    A value without arrays, such as a masked parameter, has no annotations. Among several arrays, as
+    in a quantized weight, the names are those of the largest one. Another array with as many dims
+    has one element per block, as a scale has, and a scalar has no axes. For any other array there
+    is a problem at `path`, because its dims have no names.
+
+    Args:
+      value: An array, or a tree of arrays.
+      axes_of: Function that returns the axes of an array of a given shape by its names.
+      path: Where the names are.
+      problems: List to which problems are added.
+    """
+    shapes = [tuple(np.shape(leaf)) for leaf in jax.tree.leaves(value)]
+    if not shapes:
+        return []
+    whole = max(shapes, key=lambda shape: (len(shape), math.prod(shape)))
+    axes = axes_of(whole)
+    found: list[Any] = []
+    for shape in shapes:
+        if shape in (whole, ()):
+            found.append(axes if shape == whole else ())
+            continue
+        try:
+            found.append(scale_axes(axes, whole, scale_shape=shape))
+        except RankMismatchError:
+            what = (
+                f"an array of shape {shape} beside one of shape {whole}, under one set of names: "
+                "its dims have no names"
+            )
+            fix = "give each array names of its own, or annotate the arrays by their paths"
+            problems.append(Problem(error=RankMismatchError, what=what, path=path, fix=fix))
+            found.append((EMPTY,) * len(shape))
+    return found
 
 
 @jax.tree_util.register_dataclass

@@ -6,3 +6,4 @@ in `logical_rules`. flax is imported on the first call.
 
 from shardwright.interop.flax.bridge import annotations as annotations
 from shardwright.interop.flax.bridge import rules as rules
+from shardwright.interop.flax.bridge import unbox as unbox

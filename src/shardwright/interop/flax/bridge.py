@@ -20,6 +20,7 @@ from shardwright.interop.logical_rules import (
     to_logical_axis_rules,
 )
 from shardwright.manager import context
+from shardwright.trees.factored_weights import annotate_parts
 from shardwright.trees.optimizer_state import annotations_by_path, changes_dims
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import EMPTY
@@ -57,23 +58,28 @@ def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
     check_names(names)
     meta = _meta()
     problems: list[Problem] = []
-    moments = _factored_moments(variables, names, meta)
+    moments = _factored_moments(variables, names)
 
     def read(path: Any, leaf: Any) -> Any:
-        rank = len(np.shape(_unboxed(leaf, meta)))
-        if (text := path_text(path)) in moments:
-            return moments[text]
         place = "/".join(str(getattr(key, "key", key)) for key in path)
-        own = _names_of(leaf, meta, place, rank, problems)
-        axes = [entry_of(name, names, place, problems) for name in own]
-        return (*axes, *(EMPTY,) * (rank - len(axes)))
+
+        def axes_of(shape: tuple[int, ...]) -> tuple[Any, ...]:
+            own = _names_of(leaf, meta, place, len(shape), problems)
+            axes = [entry_of(name, names, place, problems) for name in own]
+            return (*axes, *(EMPTY,) * (len(shape) - len(axes)))
+
+        arrays, structure = jax.tree_util.tree_flatten_with_path(_unboxed(leaf, meta))
+        own = [moments.get(path_text((*path, *below))) for below, _ in arrays]
+        if None in own:
+            own = annotate_parts(_unboxed(leaf, meta), axes_of, place, problems)
+        return jax.tree.unflatten(structure, own)
 
     def is_box(leaf: Any) -> bool:
         return isinstance(leaf, meta.AxisMetadata)
 
     axes = jax.tree_util.tree_map_with_path(read, variables, is_leaf=is_box)
     raise_problems(by_name(problems))
-    values = _without_boxes(variables, meta)
+    values = unbox(variables)
     check_used(
         names,
         is_named=any(map(is_box, jax.tree.leaves(variables, is_leaf=is_box))),
@@ -84,7 +90,7 @@ def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
     return values, axes
 
 
-def _factored_moments(variables: Any, names: Names, meta: Any) -> Mapping[str, Any]:
+def _factored_moments(variables: Any, names: Names) -> Mapping[str, Any]:
     """Return the annotations of `opt_state` by path, if it has factored moments.
 
     flax copies the box of a parameter to moments that have fewer dims.
@@ -96,11 +102,21 @@ def _factored_moments(variables: Any, names: Names, meta: Any) -> Mapping[str, A
     params, state = children
     if params is None or state is None or not changes_dims(state):
         return {}
-    found = annotations_by_path(_without_boxes(state, meta), *annotations(params, names))
+    found = annotations_by_path(unbox(state), *annotations(params, names))
     return {f"opt_state/{path}": entry for path, entry in found.items()}
 
 
-def _without_boxes(tree: Any, meta: Any) -> Any:
+def unbox(tree: Any) -> Any:
+    """Return a tree without boxes, and without a constraint on what was in them.
+
+    In `rules`, `nn.unbox` constrains each value by the names of its box. In the state of an
+    optimizer, moments with other dims than their parameter have its box too, so that they do not
+    fit. Use this function in a function whose `out_shardings` place the state.
+
+    Args:
+      tree: What `model.init` returns, a `TrainState`, or any other tree.
+    """
+    meta = _meta()
     return jax.tree.map(
         lambda leaf: _unboxed(leaf, meta),
         tree,
@@ -171,7 +187,9 @@ def rules(
     Raises:
       UnknownAxisError: A constraint has a name that is not in `names`.
       IndivisibleError: A size does not divide over the mesh axes of its name.
-      StrategyError: The mesh has Explicit axes, which flax does not support.
+      RankMismatchError: A constraint has more names than the array has dims.
+      StrategyError: The mesh has Explicit axes, which flax does not support. Or a dim has another
+        size than `sizes` says, and its rule gives other mesh axes to it.
     """
     import flax.linen as nn
 
@@ -187,7 +205,7 @@ def rules(
     with (
         pm,
         context.rules_entered((exported, (*names,))),
-        nn.logical_axis_rules(Rules.of(pm, names, exported)),
+        nn.logical_axis_rules(Rules.of(pm, names, exported, sizes)),
         kernels_unflattened(),
     ):
         yield

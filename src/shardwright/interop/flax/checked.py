@@ -9,13 +9,22 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import flax.linen.spmd as spmd
+import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from shardwright.errors import Problem, raise_problems
-from shardwright.interop.logical_rules import MeshAxes, Names, axis_of, indivisible
+from shardwright.errors import Problem, RankMismatchError, raise_problems
+from shardwright.interop.logical_rules import MeshAxes, Names, Sizes, axis_of, misfit, shard_counts
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from shardwright.manager.manager import PartitionManager
+
+_UNBOX = (
+    "in the state of an optimizer, moments may have the box of a parameter with other dims: "
+    "call unbox of interop.flax instead of nn.unbox"
+)
 
 
 class Rules(tuple[tuple[str, MeshAxes], ...]):  # noqa: SLOT001
@@ -27,13 +36,19 @@ class Rules(tuple[tuple[str, MeshAxes], ...]):  # noqa: SLOT001
     pm: PartitionManager
     names: Names
 
+    sizes: Sizes
+
     @classmethod
     def of(
-        cls, pm: PartitionManager, names: Names, exported: tuple[tuple[str, MeshAxes], ...]
+        cls,
+        pm: PartitionManager,
+        names: Names,
+        exported: tuple[tuple[str, MeshAxes], ...],
+        sizes: Mapping[str, int] | None,
     ) -> Rules:
         """Return the rules of a manager."""
         rules = cls(exported)
-        rules.pm, rules.names = pm, names
+        rules.pm, rules.names, rules.sizes = pm, names, shard_counts(pm, names, sizes)
         return rules
 
     def check(self, shape: tuple[int, ...], names: Any) -> None:
@@ -41,9 +56,17 @@ class Rules(tuple[tuple[str, MeshAxes], ...]):  # noqa: SLOT001
 
         Raises:
           UnknownAxisError: A name is not in `names`; all are reported at once.
+          RankMismatchError: There are more names than dims.
           IndivisibleError: A size is not a multiple of the number of shards.
+          StrategyError: The rules were made for another size of a name.
         """
         place = f"array of shape {shape}"
+        # flax passes the names of a box as a `PartitionSpec`, and those of a constraint as a tuple.
+        advice = _UNBOX if isinstance(names, PartitionSpec) else ""
+        names = tuple(names)
+        if len(names) > len(shape):
+            what = f"{len(names)} names {names} for {len(shape)} dims"
+            raise RankMismatchError(what, path=place, fix=advice or "write one name per dim")
         problems: list[Problem] = []
         for name in names:
             if isinstance(name, str):
@@ -51,8 +74,17 @@ class Rules(tuple[tuple[str, MeshAxes], ...]):  # noqa: SLOT001
         raise_problems(problems)
         spec = spmd.logical_to_mesh_axes(names, tuple(self)) or ()
         for dim, (size, entry) in enumerate(zip(shape, spec, strict=False)):
-            mesh = self.pm.mesh.shape
-            error = indivisible(names[dim], size, entry, mesh, path=place, dim=dim, call="rules")
+            error = misfit(
+                names[dim],
+                size,
+                entry,
+                self.pm.mesh.shape,
+                sizes=self.sizes,
+                path=place,
+                dim=dim,
+                call="rules",
+                advice=advice,
+            )
             if error is not None:
                 raise error
 
@@ -67,7 +99,8 @@ def install() -> None:
     def constrain(names: Any, x: Any, **options: Any) -> Any:
         rules = options.get("rules")
         if isinstance(rules, Rules) and names is not None:
-            rules.check(np.shape(x), tuple(names))
+            for leaf in jax.tree.leaves(x):
+                rules.check(np.shape(leaf), names)
         return original(names, x, **options)
 
     wrapped: Any = constrain

@@ -29,6 +29,7 @@ from shardwright.interop.logical_rules import (
     read_names,
 )
 from shardwright.manager import context
+from shardwright.trees.factored_weights import annotate_parts
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import (
     BATCH,
@@ -108,12 +109,12 @@ def annotations(model: Any, names: Names = NAMES) -> tuple[Any, Any]:
     values = equinox.filter(model, _is_array)
     problems: list[Problem] = []
     leaves = [*_leaves(values, ())]
-    axes = [_annotation(leaf, names, problems) for leaf in leaves]
+    axes = [entry for leaf in leaves for entry in _annotations(leaf, names, problems)]
     raise_problems(by_name(problems))
     check_used(
         names,
         is_named=any(leaf.names is not None for leaf in leaves),
-        has_dims=any(np.ndim(leaf.value) for leaf in leaves),
+        has_dims=any(np.ndim(leaf) for leaf in jax.tree.leaves(values)),
         fix="pass a model with NamedArrays\n"
         "or let interop.equinox.infer find the axes of a model without names",
     )
@@ -197,7 +198,8 @@ def rules(
       ShapeRequiredError: A rule depends on a size that is not given.
       UnknownAxisError: An array has a name that is not in `names`.
       IndivisibleError: A size does not divide over the mesh axes of its name.
-      StrategyError: The mesh has Explicit axes, which haliax does not support.
+      StrategyError: The mesh has Explicit axes, which haliax does not support. Or a dim has another
+        size than `sizes` says, and its rule gives other mesh axes to it.
     """
     compute = mappings(pm, names, sizes=sizes).compute
     haliax = _haliax()
@@ -209,7 +211,7 @@ def rules(
     install()
     with (
         pm,
-        context.rules_entered(Rules.of(pm, names, compute)),
+        context.rules_entered(Rules.of(pm, names, compute, sizes)),
         haliax.partitioning.axis_mapping(compute),
     ):
         yield
@@ -298,7 +300,7 @@ def _place_of(role: Role, name: str) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Leaf:
-    """An array of a model; `names` is None if it has none."""
+    """An array of a model, or the tree in a `NamedArray`; `names` is None if it has none."""
 
     path: str
     value: Any
@@ -316,9 +318,8 @@ def _leaves(node: Any, path: tuple[Any, ...]) -> Iterator[_Leaf]:
 
     fields = {field.name: field for field in dataclasses.fields(node)} if _is_module(node) else {}
     if isinstance(node, named):
-        if node.array is not None:
-            names = tuple(axis.name for axis in node.axes)
-            yield _Leaf(path=path_text(path), value=node.array, names=names)
+        names = tuple(axis.name for axis in node.axes)
+        yield _Leaf(path=path_text(path), value=node.array, names=names)
         return
     for keys, child in jax.tree_util.tree_flatten_with_path(node, is_leaf=stops)[0]:
         if stops(child):
@@ -330,15 +331,18 @@ def _leaves(node: Any, path: tuple[Any, ...]) -> Iterator[_Leaf]:
         yield _Leaf(path=path_text((*path, *keys)), value=child, names=text)
 
 
-def _annotation(leaf: _Leaf, names: Names, problems: list[Problem]) -> tuple[str, ...]:
-    rank = len(np.shape(leaf.value))
-    if leaf.names is None:
-        return (EMPTY,) * rank
-    if len(leaf.names) != rank:
-        what = f"axis_names has {len(leaf.names)} names, and the array has {rank} dims"
-        fix = "write one name per dim in the field"
-        problems.append(Problem(error=RankMismatchError, what=what, path=leaf.path, fix=fix))
-    return tuple(axis_of(name, names, leaf.path, problems) for name in leaf.names)
+def _annotations(leaf: _Leaf, names: Names, problems: list[Problem]) -> list[Any]:
+    def axes_of(shape: tuple[int, ...]) -> tuple[str, ...]:
+        if leaf.names is None:
+            return (EMPTY,) * len(shape)
+        if len(leaf.names) != len(shape):
+            what = f"axis_names has {len(leaf.names)} names, and the array has {len(shape)} dims"
+            fix = "write one name per dim in the field"
+            problems.append(Problem(error=RankMismatchError, what=what, path=leaf.path, fix=fix))
+            return (EMPTY,) * len(shape)
+        return tuple(axis_of(name, names, leaf.path, problems) for name in leaf.names)
+
+    return annotate_parts(leaf.value, axes_of, leaf.path, problems)
 
 
 def _mapping(

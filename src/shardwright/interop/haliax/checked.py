@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import haliax.partitioning as partitioning
 
 from shardwright.errors import Problem, raise_problems
-from shardwright.interop.logical_rules import Names, axis_of, indivisible
+from shardwright.interop.logical_rules import Names, Sizes, axis_of, misfit, shard_counts
 from shardwright.manager import context
 
 if TYPE_CHECKING:
@@ -29,17 +29,28 @@ class Rules:
       mapping: Name -> mesh axes; names that are replicated are left out.
       names: All names of the model.
       mesh: Mesh axis -> size.
+      sizes: The sizes that the mapping was made for.
     """
 
     mapping: tuple[tuple[str, str | tuple[str, ...]], ...]
     names: tuple[str, ...]
     mesh: tuple[tuple[str, int], ...]
+    sizes: Sizes
 
     @classmethod
-    def of(cls, pm: PartitionManager, names: Names, mapping: Mapping[str, Any]) -> Rules:
+    def of(
+        cls,
+        pm: PartitionManager,
+        names: Names,
+        mapping: Mapping[str, Any],
+        sizes: Mapping[str, int] | None,
+    ) -> Rules:
         """Return the rules of a manager."""
         return cls(
-            mapping=(*mapping.items(),), names=(*names,), mesh=(*dict(pm.mesh.shape).items(),)
+            mapping=(*mapping.items(),),
+            names=(*names,),
+            mesh=(*dict(pm.mesh.shape).items(),),
+            sizes=shard_counts(pm, names, sizes),
         )
 
     def check(self, axes: Any, mapping: Any) -> None:
@@ -52,6 +63,7 @@ class Rules:
         Raises:
           UnknownAxisError: Names are not in the names of the model; all are reported at once.
           IndivisibleError: A size is not a multiple of the number of shards.
+          StrategyError: The mapping was made for another size of a name.
         """
         table = dict(self.mapping)
         if mapping is not None and mapping != table:
@@ -65,8 +77,15 @@ class Rules:
         for dim, (name, size) in enumerate(sizes.items()):
             if size is None:
                 continue
-            error = indivisible(
-                name, size, table.get(name), dict(self.mesh), path=place, dim=dim, call="rules"
+            error = misfit(
+                name,
+                size,
+                table.get(name),
+                dict(self.mesh),
+                sizes=self.sizes,
+                path=place,
+                dim=dim,
+                call="rules",
             )
             if error is not None:
                 raise error

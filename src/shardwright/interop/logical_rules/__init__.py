@@ -25,7 +25,9 @@ from shardwright.interop.logical_rules.names import names_of_metadata as names_o
 from shardwright.interop.logical_rules.names import plain_name as plain_name
 from shardwright.interop.logical_rules.names import read_names as read_names
 from shardwright.interop.logical_rules.names import resized as resized
-from shardwright.interop.logical_rules.sizes import indivisible as indivisible
+from shardwright.interop.logical_rules.sizes import Sizes as Sizes
+from shardwright.interop.logical_rules.sizes import misfit as misfit
+from shardwright.interop.logical_rules.sizes import shard_counts as shard_counts
 from shardwright.interop.logical_rules.to_rules import check_manager as check_manager
 from shardwright.interop.logical_rules.to_rules import one_rule_each as one_rule_each
 from shardwright.interop.logical_rules.to_rules import (

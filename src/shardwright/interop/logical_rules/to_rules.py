@@ -218,6 +218,21 @@ def _chain(
     return chain, ranks
 
 
+def candidate_shards(pm: PartitionManager, name: str, target: Any) -> tuple[int, ...]:
+    """Return each number of shards that the rule of a name may give to a dim.
+
+    Two sizes have the same mesh axes if both or neither are multiples of each of these numbers.
+    """
+    rule, policy = _rule(pm, *_exported(pm, name, target)), pm.rules.policy
+    lives = [
+        reduced(written, pm.mesh.shape, policy.missing, 1).live
+        for written in (() if rule is None else rule.candidates)
+    ]
+    if policy.indivisible is Indivisible.PREFIX:
+        lives = [live[:end] for live in lives for end in range(1, len(live) + 1)]
+    return tuple(dict.fromkeys(_shards(pm, live) for live in lives))
+
+
 def _mode_of(pm: PartitionManager) -> str:
     return pm.mode or MODE_TRAIN
 

@@ -25,6 +25,7 @@ from shardwright.interop.logical_rules import (
 )
 from shardwright.interop.nnx.checked import Table, install
 from shardwright.manager import context
+from shardwright.trees.factored_weights import annotate_parts
 from shardwright.trees.optimizer_state import annotations_by_path, changes_dims
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import EMPTY
@@ -59,7 +60,8 @@ def bound(
       ShapeRequiredError: A rule depends on a size that is not given.
       IndivisibleError: A dim of a variable does not divide over the mesh axes of its name.
       UnknownAxisError: A variable has a name that is neither in `names` nor a mesh axis.
-      StrategyError: The mesh has both Auto and Explicit axes, which nnx does not support.
+      StrategyError: The mesh has both Auto and Explicit axes, which nnx does not support. Or a dim
+        has another size than `sizes` says, and its rule gives other mesh axes to it.
     """
     check_manager(pm)
     spmd, nnx = _flax("core.spmd"), _flax("nnx")
@@ -67,7 +69,7 @@ def bound(
         what = "nnx needs mesh axes of one type, and the mesh has several"
         raise StrategyError(what, fix='use axis_types = "auto" or "explicit"')
     table = one_rule_each(pm, names, sizes=sizes)
-    rules = Table.of(pm, names, table)
+    rules = Table.of(pm, names, table, sizes)
     install(spmd)
     try:
         with (
@@ -125,16 +127,23 @@ def annotations(model: Any, names: Names, *, params: Any = None) -> tuple[Any, A
     moments = _factored_moments(model, names, params)
 
     def annotation(path: Any, leaf: Any) -> Any:
-        if (text := path_text(path)) in moments:
-            return moments[text]
-        if _is_variable(leaf) and "axes" in leaf.get_metadata():
-            return _own_axes(leaf, np.ndim(_value(leaf)))
         place = "/".join(str(getattr(key, "key", key)) for key in path)
-        own = _names_of(leaf) if _is_variable(leaf) else ()
-        rank = len(np.shape(_value(leaf)))
-        if own and len(own) != rank:
-            problems.append(_other_rank(place, own, rank))
-        return tuple(entry_of(name, names, place, problems) for name in own) or (EMPTY,) * rank
+
+        def axes_of(shape: tuple[int, ...]) -> Any:
+            if _is_variable(leaf) and "axes" in leaf.get_metadata():
+                return _own_axes(leaf, len(shape))
+            own = _names_of(leaf) if _is_variable(leaf) else ()
+            if own and len(own) != len(shape):
+                problems.append(_other_rank(place, own, len(shape)))
+                return (EMPTY,) * len(shape)
+            axes = tuple(entry_of(name, names, place, problems) for name in own)
+            return axes or (EMPTY,) * len(shape)
+
+        arrays, structure = jax.tree_util.tree_flatten_with_path(_value(leaf))
+        own = [moments.get(path_text((*path, *below))) for below, _ in arrays]
+        if None in own:
+            own = annotate_parts(_value(leaf), axes_of, place, problems)
+        return jax.tree.unflatten(structure, own)
 
     axes = jax.tree_util.tree_map_with_path(annotation, state, is_leaf=_is_variable)
     raise_problems(by_name(problems))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import Problem, RankMismatchError, raise_problems
-from shardwright.interop.logical_rules import MeshAxes, Names, axis_of, indivisible
+from shardwright.interop.logical_rules import MeshAxes, Names, Sizes, axis_of, misfit, shard_counts
 from shardwright.vocabulary.axes import EMPTY, Role
 
 if TYPE_CHECKING:
@@ -22,12 +22,19 @@ class Table(tuple[tuple[str, MeshAxes], ...]):  # noqa: SLOT001
 
     pm: PartitionManager
     names: Names
+    sizes: Sizes
 
     @classmethod
-    def of(cls, pm: PartitionManager, names: Names, table: Mapping[str, MeshAxes]) -> Table:
+    def of(
+        cls,
+        pm: PartitionManager,
+        names: Names,
+        table: Mapping[str, MeshAxes],
+        sizes: Mapping[str, int] | None,
+    ) -> Table:
         """Return the rules of a manager."""
         rules = cls(table.items())
-        rules.pm, rules.names = pm, names
+        rules.pm, rules.names, rules.sizes = pm, names, shard_counts(pm, names, sizes)
         return rules
 
     def check(self, shape: tuple[int, ...], sharding: Any, own: Any = ()) -> None:
@@ -41,6 +48,7 @@ class Table(tuple[tuple[str, MeshAxes], ...]):  # noqa: SLOT001
         Raises:
           RankMismatchError: There are more names than dims.
           IndivisibleError: A size is not a multiple of the number of shards.
+          StrategyError: The rules were made for another size of a name.
           UnknownAxisError: A name is neither in the table nor a mesh axis.
         """
         table, sizes = {**dict(self), **dict(own or ())}, self.pm.mesh.shape
@@ -61,7 +69,9 @@ class Table(tuple[tuple[str, MeshAxes], ...]):  # noqa: SLOT001
                 axis_of(name, self.names, f"variable {shape} dim {dim}", problems)
                 continue
             entry, place = table.get(name, name), f"variable {shape}"
-            error = indivisible(name, size, entry, sizes, path=place, dim=dim, call="bound")
+            error = misfit(
+                name, size, entry, sizes, sizes=self.sizes, path=place, dim=dim, call="bound"
+            )
             if error is not None:
                 self._resolve(shape, dim, name)
                 raise error
