@@ -208,8 +208,10 @@ class TestStacked:
             sw.stacked(sw.ArraySpec((4,), jnp.float32, (sw.NORM,)))
 
     def test_stacking_twice_is_refused(self) -> None:
+        with pytest.raises(sw.AxisConflictError, match=r"LAYERS: .* already starts with LAYERS"):
+            sw.stacked(sw.stacked((sw.EMBED,)))
         with pytest.raises(sw.AxisConflictError, match="LAYERS: the axis occurs twice"):
-            lower(sw.stacked(sw.stacked((sw.EMBED,))))
+            lower((sw.LAYERS, sw.LAYERS, sw.EMBED))
         with pytest.raises(
             sw.AxisConflictError,
             match=(
