@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -216,6 +217,45 @@ def test_one_token_needs_no_blocks_of_tokens() -> None:
     # Only the backward pass contracts the tokens.
     ys, _ = jax.jit(functools.partial(products, "mxfp8"))(PARAMS, X[:, :1], None)
     np.testing.assert_allclose(ys["gate"], unsharded("mxfp8")[0][1][0]["gate"][:, :1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_float16_sums_in_float32(recipe: str) -> None:
+    """Sums of products of numbers up to 448 and 57,344 leave the range of float16."""
+    x, w = X.astype(np.float16), PARAMS["gate"]
+    kernels, state = {"gate": w}, state_of(recipe)
+    state = state and eight_bits.init(eight_bits.DelayedScaling(), kernels)
+    use = eight_bits.uses(state)
+    if use is not None:
+        use = dataclasses.replace(
+            use, x=jnp.float32(90), kernels={"gate": jnp.float32(400)}, grads={"gate": 2000.0}
+        )
+
+    def loss(x: Any) -> Any:
+        y = eight_bits.dense(x, kernels, recipe=recipe, use=use).ys["gate"]
+        return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
+
+    dx, y = jax.grad(loss, has_aux=True)(x)
+    assert dx.dtype == y.dtype == jnp.float16
+    e4 = "float8_e4m3fn"
+    wanted = rounded(x, recipe, 90.0, 2, e4) @ rounded(w, recipe, 400.0, 0, e4)
+    np.testing.assert_allclose(y, wanted, rtol=2e-3, atol=2e-3)
+    grad = rounded(np.cos(y), recipe, 2000.0, 2, e4 if recipe == "mxfp8" else "float8_e5m2")
+    wanted = grad @ rounded(w, recipe, 400.0, 1, e4).T
+    np.testing.assert_allclose(dx, wanted, rtol=1e-2, atol=4e-2)
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+@pytest.mark.parametrize("size", [1e-37, 3e-36, 1e-30, 1e37])
+def test_tiny_and_huge_values(recipe: str, size: float) -> None:
+    """Also where the scale of fp8, 448 / amax, has no float32 or its inverse no normal one."""
+    x = (np.float32(size) * X[0]).astype(np.float32)
+    x[0] = 0
+    y = jax.jit(lambda x: eight_bits.dense(x, {"k": PARAMS["gate"]}, recipe=recipe).ys["k"])(x)
+    exact = X[0].astype(np.float64) @ PARAMS["gate"]
+    error = np.asarray(y, np.float64)[1:] / size - exact[1:]
+    assert np.linalg.norm(error) < 0.1 * np.linalg.norm(exact)
+    assert not np.asarray(y[0]).any()
 
 
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])

@@ -87,6 +87,10 @@ def test_scale_stays_where_amax_says_nothing() -> None:
     scale = eight_bits.scale_of(amax, "float8_e4m3fn", margin=1, old=old)
     np.testing.assert_array_equal(scale, [3, 3, 3, 32])
     np.testing.assert_array_equal(eight_bits.scale_of(amax, "float8_e4m3fn"), [1, 1, 1, 64])
+    # 448 / 1e-37 is not a float32.
+    most = np.finfo(np.float32).max
+    for tiny in (1e-37, 1.2e-38):
+        assert eight_bits.scale_of(jnp.float32(tiny), "float8_e4m3fn") == most
 
 
 def test_recipes_by_name() -> None:

@@ -10,8 +10,8 @@ lie along the contracted dim, and each of the three products contracts another d
 the forward pass quantizes each operand twice.
 
 The residuals are eight-bit operands, the kernels as they are stored. The backward pass gathers them
-again. A product is computed in the dtype of its result, and multiplied by the inverse scales after
-it; sums over devices have that dtype too.
+again. A product is computed in the dtype of its result (float32 for float16, which would overflow),
+and multiplied by the inverse scales after it; sums over devices have that dtype too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright import _jax
@@ -278,14 +279,21 @@ def _multiply(
       out: Annotation of the result.
       entries: Its spec over Explicit axes, if it has no annotation.
     """
-    numbers, dtype = (dims, ((), ())), call.dtype
+    # Operands go up to 448 or 57,344, so sums of their products leave the range of float16.
+    dtype = jnp.dtype(jnp.float32) if call.dtype == jnp.float16 else call.dtype
+    numbers = (dims, ((), ()))
     a, b = (dequantize(x, dtype) if call.blocks else x.value for x in (left, right))
     if out is not None:
         y = dot_general(a, b, numbers, out=out, mode=call.mode, preferred_element_type=dtype)
     else:
         spec = None if entries is None else PartitionSpec(*entries)
         y = jax.lax.dot_general(a, b, numbers, preferred_element_type=dtype, out_sharding=spec)
-    return y if call.blocks else (y * (left.scale * right.scale)).astype(dtype)
+    if not call.blocks:
+        # The product of the scales may be no float32 although the result is one. In this order
+        # nothing overflows that the result does not, and what underflows is too small to matter.
+        small, large = (pick(left.scale, right.scale) for pick in (jnp.minimum, jnp.maximum))
+        y = y * small * large
+    return y.astype(call.dtype)
 
 
 def _summed(grad: Any, varying: frozenset[str]) -> Any:

@@ -25,6 +25,7 @@ from shardwright.manager import context
 from shardwright.vocabulary.axes import PIPELINE_PARALLEL
 
 _BIAS: Final = 127  # of the exponents of float32, and of stored exponents
+_MOST: Final = 2.0**126  # its inverse is the smallest normal float32; backends flush smaller ones
 _NAN: Final = 255  # the stored exponent of a block with a value that is not finite
 
 
@@ -79,6 +80,9 @@ def pipeline_axes() -> tuple[str, ...]:
 def scale_of(amax: Any, dtype: Any, *, margin: int = 0, old: Any = None) -> jax.Array:
     """Return `largest / amax / 2^margin`, or `old` where amax is 0 or not finite.
 
+    A quotient above the largest float32 becomes that number, as in TransformerEngine's
+    `compute_scale_from_amax`.
+
     Args:
       amax: Largest absolute values, float32.
       dtype: The format, or an array of the largest values of formats.
@@ -87,14 +91,14 @@ def scale_of(amax: Any, dtype: Any, *, margin: int = 0, old: Any = None) -> jax.
     """
     limit = dtype if isinstance(dtype, jax.Array) else jnp.float32(largest(dtype))
     kept = jnp.ones_like(amax) if old is None else old
-    scale = limit / amax / 2**margin
+    scale = jnp.minimum(limit / amax / 2**margin, jnp.finfo(jnp.float32).max)
     new: jax.Array = jnp.where((amax > 0) & jnp.isfinite(amax), scale, kept)
     return new
 
 
 def quantize_tensor(x: Any, scale: Any, dtype: Any) -> Scaled:
-    """Quantize an array with a given scale, a float32 scalar."""
-    limit = largest(dtype)
+    """Quantize an array with a given scale, a float32 scalar; at most 2^126 of it is used."""
+    limit, scale = largest(dtype), jnp.minimum(scale, _MOST)
     value = jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(dtype)
     return Scaled(value=value, scale=1.0 / scale, dim=None)
 
@@ -120,9 +124,10 @@ def dequantize(x: Scaled, dtype: Any) -> Any:
     """Return the array in `dtype`. For blocks, bfloat16 and float32 hold it exactly."""
     if x.dim is None:
         return (x.value.astype(jnp.float32) * x.scale).astype(dtype)
-    exponent = x.scale.astype(jnp.uint32)
-    factor = jnp.where(exponent == _NAN, jnp.nan, _with_exponent(exponent))
-    wide = _split(x.value, x.dim).astype(jnp.float32) * jnp.expand_dims(factor, x.dim + 1)
+    exponent = jnp.expand_dims(x.scale.astype(jnp.uint32), x.dim + 1)
+    factor = jnp.where(exponent == _NAN, jnp.nan, _with_exponent(jnp.maximum(exponent, 1)))
+    # 2^-127 is subnormal, and backends flush it to zero: it is 2^-1 times 2^-126.
+    wide = _split(x.value, x.dim).astype(jnp.float32) * jnp.where(exponent == 0, 0.5, 1.0) * factor
     return _joined(wide, x.value, x.dim).astype(dtype)
 
 
