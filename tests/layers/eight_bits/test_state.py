@@ -10,9 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import shardwright as sw
 from shardwright.errors import LayerError
-from shardwright.layers import eight_bits
+from shardwright.layers import eight_bits, transformer_block
+from shardwright.layers.attention_block import AttentionConfig
 from shardwright.layers.eight_bits import DelayedScaling
+from shardwright.layers.mlp_block import MlpConfig
+from shardwright.layers.transformer_block import StackState
+from shardwright.testing import cpu_mesh
 from tests.layers import blocks
 
 RECIPE = DelayedScaling(history=4)
@@ -123,10 +128,88 @@ def test_unused_channel_is_refused() -> None:
         return jax.lax.stop_gradient(value), seen
 
     sent, seen = jax.grad(unused, has_aux=True)(eight_bits.new_channel(scaling()))
-    with pytest.raises(
-        LayerError, match="up/kernel: the counter is 0: the product took part in no"
-    ):
+    message = "up/kernel: the counter is 0: the product and every other took part in no backward"
+    with pytest.raises(LayerError, match=message) as caught:
         updated(sent, seen)
+    assert "uses(scaling, channel)" in caught.value.fix
+    assert np.isnan(jax.jit(updated)(sent, seen)["up"].x.scale)
+
+
+def started() -> Any:
+    """Return a state after one update, in which no scale is 1."""
+    return updated(*report(W, eight_bits.new_channel(scaling()), scaling(), 4 * X, 8.0))
+
+
+@pytest.mark.parametrize("ran", [True, False])
+def test_layer_without_backward_pass(ran: bool) -> None:
+    """A frozen layer keeps what it knows of its gradient, a skipped one everything."""
+    states = {"frozen": started()["up"], "trained": started()["up"]}
+
+    def two(channel: Any) -> Any:
+        _, seen = loss(W, {"up": channel["frozen"]}, {"up": states["frozen"]}, X, 1.0)
+        skipped = jax.tree.map(jnp.zeros_like, seen)
+        value, last = loss(W, {"up": channel["trained"]}, {"up": states["trained"]}, X, 2.0)
+        return value, {"frozen": (seen if ran else skipped)["up"], "trained": last["up"]}
+
+    sent, seen = jax.grad(two, has_aux=True)(eight_bits.new_channel(states))
+    new = eight_bits.update(RECIPE, states, seen, sent)
+    for state in (new, jax.jit(lambda *args: eight_bits.update(RECIPE, *args))(states, seen, sent)):
+        eight_bits.check(state)
+        eight_bits.uses(state["frozen"])
+    frozen, old = new["frozen"], states["frozen"]
+    forward = (4 * np.abs(X).max(), np.abs(X).max()) if ran else (0.0, 4 * np.abs(X).max())
+    np.testing.assert_array_equal(frozen.x.history[-2:], np.float32(forward))
+    assert frozen.x.scale == old.x.scale  # the larger of two inputs decides
+    np.testing.assert_array_equal(frozen.grads["kernel"].history, [0, 0, 0, 8])
+    assert frozen.grads["kernel"].scale == old.grads["kernel"].scale == 57344 / 8
+    np.testing.assert_array_equal(new["trained"].grads["kernel"].history, [0, 0, 8, 2])
+
+
+def test_layer_skipped_in_one_microbatch() -> None:
+    counts, amaxes = np.array([0.0, 1.0, 0.0]), np.array([0.0, 4.0, 0.0])
+    sent = {"up": {"kernel": eight_bits.Channel(amax=amaxes, count=counts)}}
+    seen = eight_bits.DenseSeen(x=np.array([0.0, 3.0, 0.0]), kernels={"kernel": amaxes})
+    assert histories(updated(sent, {"up": seen})) == [3.0, 4.0, 4.0]
+    sent["up"]["kernel"] = eight_bits.Channel(amax=amaxes, count=np.array([0.0, 1.0, 2.0]))
+    with pytest.raises(LayerError, match="up/kernel: the counter is 2"):
+        updated(sent, {"up": seen})
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_partly_frozen_stack(scan: bool) -> None:
+    """The lower half of a stack has no backward pass, in a scan and layer by layer."""
+    config = transformer_block.TransformerConfig(
+        layers=2,
+        attention=AttentionConfig(embed=16, heads=2, recipe=RECIPE),
+        mlp=MlpConfig(embed=16, hidden=32, recipe=RECIPE),
+        scan=scan,
+    )
+    pm = sw.PartitionManager(sw.Strategy.preset("single"), mesh=cpu_mesh("fsdp:1"))
+    params = [pm.init(transformer_block.specs(config), jax.random.key(at)) for at in (0, 1)]
+    states = [transformer_block.init_scaling(config)] * 2
+    x = np.random.default_rng(0).normal(size=(2, 8, 16)).astype(np.float32)
+
+    def stack(channel: Any) -> Any:
+        y, seen = x, []
+        for own, state in zip(params, eight_bits.uses(states, channel), strict=True):
+            y = jax.lax.stop_gradient(y)
+            y, after = transformer_block.apply(config, own, y, state=StackState(scaling=state))
+            seen.append(after.scaling)
+        return jnp.sum(jnp.sin(y)), seen
+
+    sent, seen = jax.jit(jax.grad(stack, has_aux=True))(eight_bits.new_channel(states))
+    new = eight_bits.update(RECIPE, states, seen, sent)
+    eight_bits.check(new)
+    lower, upper = (
+        jax.tree.leaves(node, is_leaf=lambda leaf: isinstance(leaf, eight_bits.DenseScaling))
+        for node in new
+    )
+    for frozen, trained in zip(lower, upper, strict=True):
+        for name, tensor in frozen.grads.items():
+            assert np.all(np.asarray(tensor.scale) == 1)
+            assert not np.asarray(tensor.history).any()
+            assert np.all(np.asarray(trained.grads[name].history)[..., -1] > 0)
+        assert np.all(np.asarray(frozen.x.history)[..., -1] > 0)
 
 
 # With a leaf per use, every transformation gives the maximum.

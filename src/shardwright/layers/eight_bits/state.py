@@ -67,7 +67,7 @@ class DenseScaling:
       x: Of the input.
       kernels: Of each kernel.
       grads: Of the gradient of each result.
-      counts: The counters of the last update; 1 if it was valid.
+      counts: 1 for each product if the last update was valid, else its counter.
     """
 
     x: TensorScaling
@@ -213,6 +213,10 @@ def stack(*reports: Any) -> Any:
 def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
     """Step each history and scale once, from the reports of all uses since the last update.
 
+    A product in no backward pass has a counter of 0: its layer is frozen, or was skipped. The scale
+    and the history of its gradient stay; those of its input and kernel too, if the largest value of
+    all uses is 0, as it is without a forward pass.
+
     Args:
       recipe: The recipe.
       scaling: A tree of `DenseScaling`s.
@@ -220,20 +224,37 @@ def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
       sent: Gradient of the channel. Leading dims are uses.
 
     Returns:
-      The new tree. Inside of `jit` nothing can be raised: a product whose counter is not 1 gets
+      The new tree. Inside of `jit` nothing can be raised: a product whose counter is not valid gets
       scales of NaN, so that every later result is NaN, and `check` names it.
 
     Raises:
-      LayerError: A counter is not 1. The error names the product.
+      LayerError: A counter is neither 0 nor 1, and the error names the product. Or all are 0.
     """
 
+    def counters(state: DenseScaling, sent: dict[str, Channel]) -> dict[str, Any]:
+        return {name: _worst(own.count, state.counts[name]) for name, own in sent.items()}
+
+    leaves = jax.tree.leaves(_map(counters, scaling, sent))
+    trained = jnp.stack([jnp.max(count) for count in leaves]).max() > 0 if leaves else True
+
     def of(state: DenseScaling, seen: DenseSeen, sent: dict[str, Channel]) -> DenseScaling:
-        counts = {name: _worst(own.count, state.counts[name]) for name, own in sent.items()}
+        counts = counters(state, sent)
+        # The products of one input have one backward pass, so their counters are equal.
+        unused = jnp.stack([count == 0 for count in counts.values()]).all(axis=0)
+        counts = {
+            name: jnp.where((count == 0) & trained, 1.0, count) for name, count in counts.items()
+        }
         valid = jnp.stack([count == 1 for count in counts.values()]).all(axis=0)
 
         def tensor(old: TensorScaling, amax: Any, dtype: str) -> TensorScaling:
-            new = step(recipe, old, _over_uses(jnp.max, amax, old.scale), dtype)
-            return dataclasses.replace(new, scale=jnp.where(valid, new.scale, jnp.nan))
+            amax = _over_uses(jnp.max, amax, old.scale)
+            stays = unused & (amax == 0)
+            new = step(recipe, old, amax, dtype)
+            scale = jnp.where(stays, old.scale, new.scale)
+            return TensorScaling(
+                scale=jnp.where(valid, scale, jnp.nan),
+                history=jnp.where(stays[..., None], old.history, new.history),
+            )
 
         return DenseScaling(
             x=tensor(state.x, seen.x, recipe.forward),
@@ -296,9 +317,10 @@ def check(scaling: Any, *, traced: bool = False) -> None:
 
 def _problem(path: str, count: float) -> Problem:
     if count == 0:
-        what, fix = (
-            "took part in no backward pass",
-            "differentiate by the channel that it was given",
+        what = "and every other took part in no backward pass"
+        fix = (
+            "differentiate by the channel, and give it to the blocks in uses(scaling, channel); "
+            "a step that trains no layer with a recipe needs no update"
         )
     else:
         what = f"took part in {count:g} backward passes with one leaf, and JAX added their reports"
@@ -326,6 +348,7 @@ def _over_uses(reduce: Callable[..., Any], values: Any, like: Any) -> Any:
 
 
 def _worst(counts: Any, like: Any) -> Any:
-    """Return the counter of all uses: 1, or one that differs from it."""
-    highest = _over_uses(jnp.max, counts, like)
-    return jnp.where(highest == 1, _over_uses(jnp.min, counts, like), highest)
+    """Return the counter of all uses: 0 or 1, or the largest that is neither."""
+    wrong = jnp.where((counts != 0) & (counts != 1), counts, 0.0)
+    worst = _over_uses(jnp.max, wrong, like)
+    return jnp.where(worst > 0, worst, _over_uses(jnp.max, counts, like))
