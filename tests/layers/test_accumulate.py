@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,8 +15,10 @@ import pytest
 
 import shardwright as sw
 from shardwright.layers import (
+    Weighted,
     accumulate,
     attention_block,
+    dropout,
     eight_bits,
     embedding,
     loss,
@@ -42,19 +46,22 @@ def decoder_loss(params: Any, tokens: Any, channel: Any) -> Any:
     del channel
     x = embedding.apply(params["table"], tokens)
     x, _ = transformer_block.apply(CONFIG, params["layers"], x)
-    return loss.cross_entropy(x, params["table"], tokens, tied=True).mean, None
+    return loss.cross_entropy(x, params["table"], tokens, tied=True).weighted, None
 
 
-def manager(preset: str) -> sw.PartitionManager:
+def manager(preset: str, mesh: str = "") -> sw.PartitionManager:
     return sw.PartitionManager(
-        sw.Strategy.preset(preset), mesh=cpu_mesh(MESHES[preset]), mode="train"
+        sw.Strategy.preset(preset), mesh=cpu_mesh(mesh or MESHES[preset]), mode="train"
     )
 
 
 @functools.cache
 def whole_batch() -> Any:
-    step = jax.value_and_grad(lambda params: decoder_loss(params, TOKENS, None)[0])
-    return jax.jit(step)(PARAMS)
+    def mean(params: Any) -> Any:
+        sums, _ = decoder_loss(params, TOKENS, None)
+        return sums.total / sums.weight
+
+    return jax.jit(jax.value_and_grad(mean))(PARAMS)
 
 
 @pytest.mark.parametrize(
@@ -97,24 +104,28 @@ def test_state_of_eight_bits_is_overwritten(preset: str) -> None:
     specs = mlp_block.specs(MLP)
     params, scaling = blocks.random_params(specs), mlp_block.init_scaling(MLP)
 
-    def mean(params: Any, x: Any, channel: Any) -> Any:
+    def total(params: Any, x: Any, channel: Any) -> Any:
         y, seen = mlp_block.apply(MLP, params, x, state=eight_bits.uses(scaling, channel))
         # A factor, so that no gradient is too small for eight bits with the first scale, 1.
-        return 2.0**17 * jnp.mean(jnp.sin(y)), seen
+        return 2.0**4 * jnp.sum(jnp.sin(y)), seen
+
+    def weighted(*args: Any) -> Any:
+        value, seen = total(*args)
+        return Weighted(value, args[1].size), seen
 
     channel = eight_bits.new_channel(scaling, uses=4)
-    plain = jax.jit(accumulate(mean, 4, specs=specs))(params, ROWS, channel)
+    plain = jax.jit(accumulate(weighted, 4, specs=specs))(params, ROWS, channel)
     with manager(preset) as pm:
         stored = pm.shard(params, specs, role="param")
         rows = pm.shard(ROWS, sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
-        result = jax.jit(accumulate(mean, 4, specs=specs))(stored, rows, channel)
+        result = jax.jit(accumulate(weighted, 4, specs=specs))(stored, rows, channel)
     # Each microbatch has other examples here, so only what all of them have together is equal.
     blocks.assert_close(result.grads, plain.grads, rtol=0.02)
     assert isinstance(MLP.recipe, eight_bits.DelayedScaling)
     scaled = eight_bits.update(MLP.recipe, scaling, result.seen, result.sent)
     eight_bits.check(scaled)
     zeros = eight_bits.new_channel(scaling)
-    (_, seen), whole = jax.jit(jax.value_and_grad(mean, 2, has_aux=True))(params, ROWS, zeros)
+    (_, seen), whole = jax.jit(jax.value_and_grad(total, 2, has_aux=True))(params, ROWS, zeros)
     for name in ("up", "down"):
         assert scaled[name].x.history[-1] == pytest.approx(float(seen[name].x), rel=1e-3)
         kernel = np.abs(params[name]["kernel"]).max()
@@ -137,7 +148,7 @@ def test_sums_of_bfloat16_are_wide(preset: str | None) -> None:
         del channel
         return jnp.mean(jnp.sum(rows @ params["w"].astype(jnp.float32), axis=-1)), None
 
-    step = jax.jit(accumulate(mean, 256, specs=specs))
+    step = jax.jit(accumulate(mean, 256, specs=specs, mean_over="examples"))
     if preset is None:
         result = step(params, rows)
     else:
@@ -153,6 +164,130 @@ def test_sums_of_bfloat16_are_wide(preset: str | None) -> None:
     assert error <= 2.0**-8, error
 
 
+LABELS = np.random.default_rng(2).integers(0, 32, (32, 8))
+LABELS[np.arange(8) >= np.random.default_rng(3).integers(0, 9, 32)[:, None]] = -100
+
+
+def labels_loss(params: Any, batch: Any, channel: Any) -> Any:
+    del channel
+    x = embedding.apply(params["table"], batch["tokens"])
+    return loss.cross_entropy(x, params["table"], batch["labels"], tied=True).weighted, None
+
+
+def mean_over_tokens(params: Any, labels: Any) -> Any:
+    """Plain JAX: the mean over all tokens that count."""
+    logits = params["table"][TOKENS] @ params["table"].T
+    logs = jnp.take_along_axis(jax.nn.log_softmax(logits), np.maximum(labels, 0)[..., None], -1)
+    return -jnp.sum(jnp.where(labels >= 0, logs[..., 0], 0)) / max(np.sum(labels >= 0), 1)
+
+
+@pytest.mark.parametrize("labels", [LABELS, np.full_like(LABELS, -100)], ids=["some", "none"])
+@pytest.mark.parametrize(
+    ("mesh", "n"), [("", 1), ("", 4), ("fsdp:8", 4), ("fsdp:8", 1), ("fsdp:2", 2)]
+)
+def test_tokens_count_the_same_everywhere(mesh: str, n: int, labels: Any) -> None:
+    """Microbatches and devices have different numbers of tokens, and some have none."""
+    params, batch = {"table": PARAMS["table"]}, {"tokens": TOKENS, "labels": labels}
+    specs = {"table": SPECS["table"]}
+    wanted = jax.value_and_grad(mean_over_tokens)(params, labels)
+    step = jax.jit(accumulate(labels_loss, n, specs=specs))
+    with manager("fsdp", mesh) if mesh else contextlib.nullcontext():
+        stored = sw.shard(params, specs, role="param") if mesh else params
+        result = step(stored, batch)
+    assert result.weight == np.sum(labels >= 0)
+    blocks.assert_close((result.value, result.grads), wanted)
+
+
+def test_weight_is_not_differentiated() -> None:
+    def squares(params: Any, rows: Any, channel: Any) -> Any:
+        del channel
+        return Weighted(jnp.sum(params["w"] * rows), jnp.sum(params["w"] ** 2)), rows[0]
+
+    specs = {"w": sw.ArraySpec((), np.float32, ())}
+    result = accumulate(squares, 2, specs=specs)({"w": np.float32(3)}, np.arange(8, dtype="f"))
+    assert (result.value, result.weight, result.grads["w"]) == (3 * 28 / 18, 18, 28 / 18)
+    np.testing.assert_array_equal(result.seen, [0, 4])
+
+
+def dropped(params: Any, rows: Any, channel: Any, *, key: Any) -> Any:
+    del channel
+    kept = dropout.dropout(rows * params["w"], key, 0.5)
+    return Weighted(jnp.sum(kept), len(rows)), None
+
+
+def test_each_microbatch_drops_others() -> None:
+    """The masks of 16 parts: of 8 devices with 2 microbatches each, or of one device."""
+    specs, params = {"w": sw.ArraySpec((64,), np.float32, (sw.EMBED,))}, {"w": np.ones(64, "f")}
+    rows, key = np.ones((64, 64), np.float32), jax.random.key(1)
+
+    def kept(n: int, key: Any = key) -> np.ndarray:
+        run = jax.jit(accumulate(dropped, n, specs=specs))
+        return np.asarray(run(params, rows, key=key).grads["w"]) * 32
+
+    parts = kept(16)
+    # Of 64 coins, between 16 and 48 are heads: six standard deviations.
+    assert parts.min() > 16
+    assert parts.max() < 48
+    assert len(set(parts)) > 4
+    with manager("ddp"):
+        np.testing.assert_array_equal(kept(2), parts)
+        np.testing.assert_array_equal(kept(2, jax.random.PRNGKey(1)), parts)
+        assert not np.array_equal(kept(2, jax.random.key(2)), parts)
+    with pytest.raises(sw.LayerError, match="not one key") as caught:
+        kept(2, 0)
+    assert "pass key=jax.random.key(0)" in str(caught.value)
+
+
+def test_dropout_of_blocks() -> None:
+    """Attention, MLP and residual drop by the key of the microbatch."""
+    config = dataclasses.replace(
+        CONFIG,
+        attention=dataclasses.replace(CONFIG.attention, dropout=0.3),
+        mlp=dataclasses.replace(CONFIG.mlp, dropout=0.3),
+        dropout=0.2,
+    )
+    rows = np.random.default_rng(0).normal(size=(32, 8, 16)).astype(np.float32)
+
+    def total(params: Any, rows: Any, channel: Any, *, key: Any) -> Any:
+        y, _ = transformer_block.apply(config, params, rows, keys={"dropout": key})
+        return Weighted(jnp.sum(jnp.sin(y)), rows.size), channel
+
+    specs, params = SPECS["layers"], PARAMS["layers"]
+    plain = jax.jit(accumulate(total, 16, specs=specs))(params, rows, key=jax.random.key(0))
+    with manager("fsdp") as pm:
+        stored = pm.shard(params, specs, role="param")
+        result = jax.jit(accumulate(total, 2, specs=specs))(stored, rows, key=jax.random.key(0))
+    blocks.assert_close((result.value, result.grads), (plain.value, plain.grads))
+
+
+KEY = jax.random.key(0)
+
+
+def global_key(params: Any, rows: Any, channel: Any) -> Any:
+    return dropped(params, rows, channel, key=KEY)
+
+
+def test_closed_over_key_is_refused() -> None:
+    key = jax.random.PRNGKey(0)
+    masked = functools.partial(dropped, key=key)
+    losses = {
+        "KEY": [global_key, lambda *args: (global_key(*args)[0], None), jax.jit(global_key)],
+        "key": [masked, lambda *args: (masked(*args)[0], None), lambda *a: dropped(*a, key=key)],
+    }
+    specs, params = {"w": sw.ArraySpec((), np.float32, ())}, {"w": np.float32(1)}
+    for name, each in losses.items():
+        for own in each:
+            with pytest.raises(sw.LayerError, match=f"the loss closes over the key {name}, ") as e:
+                accumulate(own, 2, specs=specs)(params, np.ones((4, 2), "f"))
+            assert "take key= in the loss" in str(e.value)
+    # Here it cannot be seen in the loss. On shards, dropout itself sees it.
+    state = {"key": key}
+    with manager("ddp"), pytest.raises(sw.LayerError, match="each shard over dp would drop"):
+        accumulate(lambda *args: dropped(*args, **state), 2, specs=specs)(
+            params, np.ones((16, 2), "f")
+        )
+
+
 def test_bad_batch_and_loss() -> None:
     def mean(params: Any, batch: Any, channel: Any) -> Any:
         del channel
@@ -160,7 +295,7 @@ def test_bad_batch_and_loss() -> None:
 
     specs = {"w": sw.ArraySpec((), np.float32, ())}
     params, rows = {"w": np.float32(1)}, np.ones((8, 2), np.float32)
-    run = accumulate(mean, 4, specs=specs)
+    run = accumulate(mean, 4, specs=specs, mean_over="examples")
     delayed = eight_bits.new_channel(mlp_block.init_scaling(MLP), uses=2)
     cases: list[tuple[Any, str]] = [
         (
@@ -174,11 +309,33 @@ def test_bad_batch_and_loss() -> None:
         (lambda: run(params, rows, delayed), r"shape \(2,\), and there are 4 microbatches"),
         (
             lambda: accumulate(lambda *given: mean(*given)[0], 4, specs=specs)(params, rows),
-            r"loss: it returned an array of shape \(\), not \(mean loss, seen\)",
+            r"loss: it returned an array of shape \(\), not \(Weighted, seen\)",
         ),
         (
-            lambda: accumulate(lambda p, x, c: (x, None), 4, specs=specs)(params, rows),
-            r"loss: the mean loss is an array of shape \(2, 2\), not a scalar",
+            lambda: accumulate(mean, 4, specs=specs)(params, rows),
+            r"loss: it returned \(an array of shape \(\), NoneType\), not \(Weighted, seen\)",
+        ),
+        (
+            lambda: accumulate(
+                lambda p, x, c: (Weighted(jnp.sum(x), 1), c), 4, specs=specs, mean_over="examples"
+            )(params, rows),
+            r"loss: it returned \(Weighted, NoneType\), not \(mean, seen\)",
+        ),
+        (
+            lambda: accumulate(lambda p, x, c: (x, None), 4, specs=specs, mean_over="examples")(
+                params, rows
+            ),
+            r"loss: it returned \(an array of shape \(2, 2\), NoneType\), not \(mean, seen\)",
+        ),
+        (
+            lambda: accumulate(lambda p, x, c: (Weighted(jnp.sum(x), x), None), 4, specs=specs)(
+                params, rows
+            ),
+            r"loss: the weight is an array of shape \(2, 2\), not a scalar",
+        ),
+        (
+            lambda: accumulate(mean, 4, specs=specs, mean_over="tokens"),  # type: ignore[arg-type]
+            "mean_over: mean_over='tokens' is unknown",
         ),
     ]
     for call, message in cases:

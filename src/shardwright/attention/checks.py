@@ -267,18 +267,21 @@ def check_range(name: str, array: Any, low: int, high: int, fix: str) -> None:
         raise AttentionError(f"{name} has {worst}, outside {low} to {high}", path=name, fix=fix)
 
 
-def check_dropout(recipe: Recipe, q: Any) -> None:
-    """Refuse dropout inside a `shard_map` of the caller.
+def check_dropout(recipe: Recipe, q: Any, key: Any) -> None:
+    """Refuse dropout inside a `shard_map` of the caller, unless each shard has its own key.
 
-    Rows and heads have local numbers there, so every shard would drop the same weights.
+    Rows and heads have local numbers there, so with one key every shard would drop the same
+    weights.
     """
     if not recipe.dropout or not _jax.is_array(q):
         return
-    manual = sorted(_jax.varying_axes(q))
+    own = _jax.varying_axes(key) if _jax.is_array(key) and _jax.tracks_varying() else frozenset()
+    manual = sorted(_jax.varying_axes(q) - own)
     if manual:
         raise AttentionError(
             f"dropout inside a shard_map over {'+'.join(manual)}: "
             "which weights are dropped depends on global rows and heads",
             path="dropout",
-            fix="call attention outside of that shard_map",
+            fix="call attention outside of that shard_map, or give each shard a key of its own: "
+            f"jax.random.fold_in(key, jax.lax.axis_index({tuple(manual)!r}))",
         )

@@ -169,7 +169,7 @@ def _read_call(
     platform = options.platform or platform_of(None if manager is None else manager.mesh)
     cached = platform == "tpu" and (mode == MODE_DECODE or quantized)
     recipe = _read_recipe(options, mask, sizes, platform, cached)
-    checks.check_dropout(recipe, q)
+    checks.check_dropout(recipe, q, options.dropout_key)
     if specs is None and manager is not None:
         specs = resolve_joint(manager, q=sizes.q, k=sizes.k, v=sizes.v, mode=mode)
     specs = specs or JointSpecs()

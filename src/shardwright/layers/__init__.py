@@ -25,6 +25,8 @@ from shardwright.layers import moe as moe
 from shardwright.layers import norm as norm
 from shardwright.layers import relative_bias as relative_bias
 from shardwright.layers import transformer_block as transformer_block
+from shardwright.layers.accumulate import Accumulated as Accumulated
+from shardwright.layers.accumulate import Weighted as Weighted
 from shardwright.layers.accumulate import accumulate as accumulate
 from shardwright.layers.quantized_dot import quantize as quantize
 from shardwright.layers.quantized_dot import quantized_dot_general as quantized_dot_general

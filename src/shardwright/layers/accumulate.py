@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from shardwright import _jax
 from shardwright.errors import IndivisibleError, LayerError
+from shardwright.layers.closures import closed_over_keys
+from shardwright.layers.inputs import read_key
 from shardwright.layers.placement import is_inside_shard_map
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
@@ -26,25 +28,53 @@ from shardwright.vocabulary.integers import read_integer
 
 
 @jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Weighted:
+    """A sum of losses and the sum of their weights. The loss is `total / weight`.
+
+    Microbatches and devices may have different weights, such as numbers of tokens. So totals and
+    weights are added, never means.
+
+    Attributes:
+      total: Sum of the losses, a scalar.
+      weight: Sum of their weights, a scalar. It is not differentiated.
+    """
+
+    total: Any
+    weight: Any
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulated:
     """The result of a step of several microbatches.
 
     Attributes:
-      value: Mean of the losses, in float32 at least.
-      grads: Mean of the gradients of the parameters, sharded as these are stored, in their dtype.
-      sent: The gradient of `channel`, with a leading dim of the microbatches; None without one.
+      value: The loss: sum of the totals / sum of the weights, in float32 at least. 0 if all weights
+        are 0.
+      weight: Sum of the weights.
+      grads: Sum of the gradients of the totals / sum of the weights, sharded as the parameters are
+        stored, in their dtype.
+      sent: The gradient of `channel` by the totals, with a leading dim of the microbatches; None
+        without a channel.
       seen: What the loss returned beside its value, with a leading dim of the microbatches.
     """
 
     value: Any
+    weight: Any
     grads: Any
     sent: Any
     seen: Any
 
 
-def accumulate(loss: Callable[..., Any], n: int, *, specs: Any) -> Callable[..., Accumulated]:
-    """Return a function of (params, batch, channel) that runs a loss on n microbatches.
+def accumulate(
+    loss: Callable[..., Any],
+    n: int,
+    *,
+    specs: Any,
+    mean_over: Literal["examples"] | None = None,
+) -> Callable[..., Accumulated]:
+    """Return a function of (params, batch, channel, *, key) that runs a loss on n microbatches.
 
     Each device adds the gradients of its microbatches, and they are summed over devices once, after
     the last one. For that the weights are gathered once, before the first one, and stay gathered,
@@ -52,27 +82,37 @@ def accumulate(loss: Callable[..., Any], n: int, *, specs: Any) -> Callable[...,
     Microbatch i has the i-th part of the examples of each device.
 
     Args:
-      loss: Function of (params, batch, channel) that returns (mean loss of these examples, seen).
-        It runs inside a `shard_map` over the mesh axes of BATCH, so it may not contain a mixture of
-        experts. Each part of the examples counts the same in the mean.
+      loss: Function of (params, batch, channel) that returns (`Weighted(total, weight)`, seen) of
+        these examples, such as `(cross_entropy(...).weighted, None)`. It runs inside a `shard_map`
+        over the mesh axes of BATCH, so it may not contain a mixture of experts. With a key, it is
+        called with `key=` too. It may not close over a key: all microbatches would have the same.
       n: Number of microbatches. It divides the number of examples of a device.
       specs: The `ArraySpec`s of the parameters.
+      mean_over: "examples" if the loss returns (mean, seen), where the mean is a scalar that counts
+        every example the same. Defaults to none: the loss returns a `Weighted`.
 
     Returns:
-      Function of `params`, as stored; `batch`, a tree of arrays whose dim 0 is BATCH; and
-      `channel`, of `eight_bits.new_channel(scaling, uses=n)`, or None. The leaves of `sent` and
-      `seen` are largest values, over all devices. They are never added: pass them to
-      `eight_bits.update`.
+      Function of `params`, as stored; `batch`, a tree of arrays whose dim 0 is BATCH; `channel`, of
+      `eight_bits.new_channel(scaling, uses=n)`, or None; and `key`, a JAX key, from which each
+      microbatch of each device gets its own. The leaves of `sent` and `seen` are largest values,
+      over all devices. They are never added: pass them to `eight_bits.update`.
 
     Raises:
       IndivisibleError: n does not divide the examples of a device.
       LayerError: n is not a positive integer, a `shard_map` surrounds the call, or the mesh has an
         axis that BATCH is not sharded over, or Explicit axes. Or the arrays of `batch` differ in
-        dim 0, `channel` has other uses than n, or the loss does not return (mean loss, seen).
+        dim 0, `channel` has other uses than n, the loss closes over a key, or the loss does not
+        return what `mean_over` says.
     """
     read_integer("n", n, error=LayerError, fix="pass the number of microbatches, such as n=4")
+    if mean_over not in (None, "examples"):
+        raise LayerError(
+            f"mean_over={mean_over!r} is unknown",
+            path="mean_over",
+            fix='write "examples", or leave it out and return a Weighted',
+        )
 
-    def run(params: Any, batch: Any, channel: Any = None) -> Accumulated:
+    def run(params: Any, batch: Any, channel: Any = None, *, key: Any = None) -> Accumulated:
         if is_inside_shard_map():
             raise LayerError(
                 "accumulate is called inside a shard_map",
@@ -81,13 +121,16 @@ def accumulate(loss: Callable[..., Any], n: int, *, specs: Any) -> Callable[...,
         manager: PartitionManager | None = context.current()
         size = _batch_size(batch)
         _check_channel(channel, n)
+        _check_closure(loss)
+        if key is not None:
+            key = read_key("key", key, fix="pass key=jax.random.key(0), another one for each step")
         if manager is not None:
             _check_mesh(manager, size)
-        step = _make_step(loss, n, manager, size)
+        step = _make_step(loss, n, manager, size, mean_over=mean_over)
         if manager is None:
-            return step.run(params, batch, channel)
+            return step.run(params, batch, channel, key)
         weights = manager.gather(params, specs)
-        result = _on_shards(step, manager)(weights, batch, channel)
+        result = _on_shards(step, manager)(weights, batch, channel, key)
         return dataclasses.replace(result, grads=manager.shard(result.grads, specs, role="param"))
 
     return run
@@ -101,56 +144,73 @@ class _Step:
       loss: The argument of `accumulate`.
       n: Number of microbatches.
       axes: Mesh axes that shard the examples; none without a manager.
-      shards: Number of devices over these axes.
       manager: The manager inside the `shard_map`, or None.
+      examples: Number of examples of a microbatch.
+      is_mean: Whether the loss returns a mean over these examples.
     """
 
     loss: Callable[..., Any]
     n: int
     axes: tuple[str, ...]
-    shards: int
     manager: PartitionManager | None
+    examples: int
+    is_mean: bool
 
-    def run(self, weights: Any, batch: Any, channel: Any) -> Accumulated:
-        """Return the means over all microbatches of all devices."""
+    def run(self, weights: Any, batch: Any, channel: Any, key: Any) -> Accumulated:
+        """Return the loss and the gradients of all microbatches of all devices."""
         with contextlib.nullcontext() if self.manager is None else self.manager:
-            sums, (sent, seen) = self._scan(weights, batch, channel)
+            sums, (sent, seen) = self._scan(weights, batch, channel, key)
         if self.axes:
             sums = jax.lax.psum(sums, self.axes)
-        value, grads = sums
-        grads = jax.tree.map(lambda grad, weight: grad.astype(weight.dtype), grads, weights)
+        loss, grads = sums
+        # Without a token that counts, total and gradients are 0.
+        divisor = jnp.where(loss.weight == 0, 1, loss.weight)
+        grads = jax.tree.map(lambda grad, like: (grad / divisor).astype(like.dtype), grads, weights)
         sent, seen = jax.tree.map(_over_devices, (sent, seen))
-        return Accumulated(value=value, grads=grads, sent=sent, seen=seen)
+        value = loss.total / divisor
+        return Accumulated(value=value, weight=loss.weight, grads=grads, sent=sent, seen=seen)
 
-    def _scan(self, weights: Any, batch: Any, channel: Any) -> tuple[Any, Any]:
-        """Return the parts of means that a device adds, and (sent, seen) of each microbatch."""
+    def _scan(self, weights: Any, batch: Any, channel: Any, key: Any) -> tuple[Any, Any]:
+        """Return the sums of a device, and (sent, seen) of each microbatch."""
         # The gradient of a weight that varies over the devices is not summed over them.
         weights, zero = self._varying((weights, jnp.zeros(())))
         parts = jax.tree.map(lambda leaf: leaf.reshape(self.n, -1, *leaf.shape[1:]), batch)
-        start = zero, jax.tree.map(_zeros, weights)
-        return jax.lax.scan(functools.partial(self._add, weights), start, (parts, channel))
+        start = Weighted(zero, zero), jax.tree.map(_zeros, weights)
+        add = functools.partial(self._add, weights)
+        return jax.lax.scan(add, start, (parts, channel, self._keys(key)))
+
+    def _keys(self, key: Any) -> Any:
+        """Return a key for each microbatch of this device."""
+        if key is None:
+            return None
+        first = jax.lax.axis_index(self.axes) * self.n if self.axes else 0
+        return jax.vmap(functools.partial(jax.random.fold_in, key))(first + jnp.arange(self.n))
 
     def _add(self, weights: Any, sums: Any, microbatch: Any) -> tuple[Any, Any]:
         """Add the loss and the gradients of one microbatch."""
-        part, channel = microbatch
-        differentiated = jax.value_and_grad(self._checked_loss, (0, 2), has_aux=True)
-        (value, seen), (grads, sent) = differentiated(weights, part, channel)
-        return jax.tree.map(jnp.add, sums, (value, grads)), (sent, seen)
+        # Gradients are those of the total: the sum of the weights is known only after the last
+        # microbatch. So they, and the scales of eight bits, do not depend on the mesh or on n.
+        differentiated = jax.value_and_grad(self._total, (0, 2), has_aux=True)
+        (total, (weight, seen)), (grads, sent) = differentiated(weights, *microbatch)
+        return jax.tree.map(jnp.add, sums, (Weighted(total, weight), grads)), (sent, seen)
 
-    def _checked_loss(self, weights: Any, part: Any, channel: Any) -> Any:
-        result = self.loss(weights, part, channel)
-        fix = "return (mean, None), where mean is a scalar"
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise LayerError(
-                f"it returned {_shape_text(result)}, not (mean loss, seen)", path="loss", fix=fix
-            )
-        if np.shape(result[0]) != ():
-            raise LayerError(
-                f"the mean loss is {_shape_text(result[0])}, not a scalar", path="loss", fix=fix
-            )
-        # Each gradient is a part of the mean, of the same size as without microbatches. So the
-        # scales of eight bits do not depend on the mesh or on n.
-        return result[0] / (self.n * self.shards), result[1]
+    def _total(self, weights: Any, part: Any, channel: Any, key: Any) -> Any:
+        """Return the total of one microbatch, and (its weight, what the loss has seen)."""
+        given = {} if key is None else {"key": key}
+        result = self.loss(weights, part, channel, **given)
+        loss: Any = result[0] if isinstance(result, tuple) and len(result) == 2 else None
+        if self.is_mean and _jax.is_array(loss) and np.shape(loss) == ():
+            loss = Weighted(loss * self.examples, self.examples)
+        elif self.is_mean or not isinstance(loss, Weighted):
+            raise _wrong_result(result, is_mean=self.is_mean)
+        for name in ("total", "weight"):
+            if np.shape(getattr(loss, name)) != ():
+                raise LayerError(
+                    f"the {name} is {_shape_text(getattr(loss, name))}, not a scalar",
+                    path="loss",
+                    fix="return sums over all tokens of the microbatch",
+                )
+        return loss.total, (jnp.asarray(loss.weight), result[1])
 
     def _varying(self, tree: Any) -> Any:
         if not self.axes:
@@ -158,9 +218,24 @@ class _Step:
         return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, self.axes, to="varying"), tree)
 
 
+def _wrong_result(result: Any, *, is_mean: bool) -> LayerError:
+    parts = result if isinstance(result, tuple) else (result,)
+    text = ", ".join(map(_shape_text, parts))
+    if is_mean:
+        wanted, fix = "(mean, seen)", "return a scalar mean and None; leave mean_over out for sums"
+    else:
+        wanted = "(Weighted, seen)"
+        fix = (
+            "return (loss.cross_entropy(...).weighted, None), or (Weighted(total, weight), None); "
+            'for a mean that counts every example the same, pass mean_over="examples"'
+        )
+    returned = f"({text})" if isinstance(result, tuple) else text
+    return LayerError(f"it returned {returned}, not {wanted}", path="loss", fix=fix)
+
+
 def _shape_text(value: Any) -> str:
     shape = getattr(value, "shape", None)
-    return f"a {type(value).__name__}" if shape is None else f"an array of shape {shape}"
+    return type(value).__name__ if shape is None else f"an array of shape {shape}"
 
 
 def _zeros(weight: Any) -> Any:
@@ -199,8 +274,23 @@ def _check_channel(channel: Any, n: int) -> None:
         )
 
 
+def _check_closure(loss: Callable[..., Any]) -> None:
+    if names := closed_over_keys(loss):
+        raise LayerError(
+            f"the loss closes over the key {names[0]}, so all microbatches and all devices would "
+            "drop the same elements",
+            path="loss",
+            fix="pass key= to the function that accumulate returns, and take key= in the loss",
+        )
+
+
 def _make_step(
-    loss: Callable[..., Any], n: int, manager: PartitionManager | None, size: int
+    loss: Callable[..., Any],
+    n: int,
+    manager: PartitionManager | None,
+    size: int,
+    *,
+    mean_over: str | None,
 ) -> _Step:
     axes: tuple[str, ...] = ()
     shards, inside = 1, None
@@ -214,16 +304,24 @@ def _make_step(
             path="n",
             fix="choose a divisor",
         )
-    return _Step(loss=loss, n=n, axes=axes, shards=shards, manager=inside)
+    return _Step(
+        loss=loss,
+        n=n,
+        axes=axes,
+        manager=inside,
+        examples=size // (shards * n),
+        is_mean=mean_over is not None,
+    )
 
 
 def _on_shards(step: _Step, manager: PartitionManager) -> Callable[..., Accumulated]:
-    """Return a function of (weights, batch, channel), where each device has its own examples."""
+    """Return a function of (weights, batch, channel, key) on the examples of each device."""
+    whole = PartitionSpec()
     on_shards: Callable[..., Accumulated] = jax.shard_map(
         step.run,
         mesh=manager.mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(entry_of(step.axes)), PartitionSpec()),
-        out_specs=PartitionSpec(),
+        in_specs=(whole, PartitionSpec(entry_of(step.axes)), whole, whole),
+        out_specs=whole,
         axis_names=set(step.axes),
     )
     return on_shards

@@ -8,13 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardwright import _jax
 from shardwright.errors import LayerError
 
 
 def dropout(x: Any, key: Any, rate: float, *, shared: Sequence[int] = ()) -> Any:
     """Set elements to 0 with probability `rate`, and divide the others by `1 - rate`.
 
-    The mask depends on the key and the global shape only, not on the sharding.
+    The mask depends on the key and the global shape only, not on the sharding. Inside a `shard_map`
+    it depends on the shape of the shard, so each shard needs a key of its own.
 
     Args:
       x: Floats.
@@ -23,11 +25,13 @@ def dropout(x: Any, key: Any, rate: float, *, shared: Sequence[int] = ()) -> Any
       shared: Dims along which the mask is the same.
 
     Raises:
-      LayerError: The rate is outside of [0, 1), or a shared dim does not exist.
+      LayerError: The rate is outside of [0, 1), or a shared dim does not exist. Or, inside a
+        `shard_map`, shards have the same key.
     """
     check_rate("rate", rate)
     if key is None or rate == 0:
         return x
+    _check_shards(x, key)
     if any(not -x.ndim <= dim < x.ndim for dim in shared):
         raise LayerError(
             f"shared={tuple(shared)} names a dim that x of shape {x.shape} lacks",
@@ -38,6 +42,21 @@ def dropout(x: Any, key: Any, rate: float, *, shared: Sequence[int] = ()) -> Any
     shape = tuple(1 if dim in broadcast else size for dim, size in enumerate(x.shape))
     keep = jax.random.bernoulli(key, 1 - rate, shape)
     return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
+
+
+def _check_shards(x: Any, key: Any) -> None:
+    """Refuse a key that is the same on all shards of x, if `shard_map` tracks this."""
+    if not _jax.tracks_varying():
+        return
+    if same := tuple(sorted(_jax.varying_axes(x) - _jax.varying_axes(key))):
+        raise LayerError(
+            f"each shard over {'+'.join(same)} would drop the same elements: they have the same "
+            "key",
+            path="key",
+            fix=f"pass jax.random.fold_in(key, jax.lax.axis_index({same})); in layers.accumulate, "
+            "take key= in the loss; if x is the same on these shards, pass "
+            f'jax.lax.pcast(key, {same}, to="varying")',
+        )
 
 
 def check_rate(name: str, rate: Any) -> None:

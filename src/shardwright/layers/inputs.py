@@ -124,13 +124,22 @@ def read_keys(keys: Any) -> jax.Array | None:
             fix=f"{did_you_mean(unknown[0], KEYS)} {_KEYS_FIX}".strip(),
         )
     given = keys.get("dropout")
-    key = None if given is None else as_key(given)
-    if given is not None and key is None:
-        shape = getattr(given, "shape", None)
+    return None if given is None else read_key('keys["dropout"]', given, fix=_KEYS_FIX)
+
+
+def read_key(name: str, value: Any, *, fix: str) -> jax.Array:
+    """Return one typed key. A key of the old kind, a uint32 array, is wrapped.
+
+    Raises:
+      LayerError: It is not one key.
+    """
+    key = as_key(value)
+    if key is None:
+        shape = getattr(value, "shape", None)
         raise LayerError(
-            f"it is {_kind(given)}{'' if shape is None else f' of shape {shape}'}, not one key",
-            path='keys["dropout"]',
-            fix=_KEYS_FIX,
+            f"it is {_kind(value)}{'' if shape is None else f' of shape {shape}'}, not one key",
+            path=name,
+            fix=fix,
         )
     return key
 

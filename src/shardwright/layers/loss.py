@@ -11,6 +11,7 @@ import numpy as np
 
 from shardwright import _jax
 from shardwright.errors import LayerError, RankMismatchError
+from shardwright.layers.accumulate import Weighted
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.layers.inputs import as_concrete, check_number, check_type, read_array
 from shardwright.layers.placement import OPERAND, place, use
@@ -40,6 +41,11 @@ class Loss:
     cross_entropy: jax.Array
     z_loss: jax.Array
     tokens: jax.Array
+
+    @property
+    def weighted(self) -> Weighted:
+        """The sum that `mean` divides, with the number of tokens as its weight."""
+        return Weighted(self.mean * self.tokens, self.tokens)
 
 
 def specs(vocab: int, embed: int, *, init: Any = None, dtypes: Dtypes = FLOAT32) -> ArraySpec:
