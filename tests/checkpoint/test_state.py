@@ -240,6 +240,65 @@ def test_donated_while_it_is_written(tmp_path: Path) -> None:
     second.wait()
 
 
+UNFINISHED = """
+import sys
+import jax.numpy as jnp
+from shardwright import checkpoint
+checkpoint.save(sys.argv[1], {"w": jnp.ones((2048, 2048))}, step=1, wait=False)
+if sys.argv[2] == "raise":
+    raise RuntimeError("the data ended")
+if sys.argv[2] == "exit":
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("raise", 1),
+        pytest.param("exit", 3, marks=pytest.mark.wide),
+        pytest.param("end", 0, marks=pytest.mark.wide),
+    ],
+)
+def test_exit_waits_for_a_save(tmp_path: Path, how: str, code: int) -> None:
+    command = [sys.executable, "-c", UNFINISHED, str(tmp_path), how]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == code, ended.stderr
+    assert "cannot schedule" not in ended.stderr
+    restored = checkpoint.restore(tmp_path, {"w": np.zeros((2048, 2048), np.float32)})
+    assert (restored["w"] == 1).all()
+
+
+def full_disk() -> None:
+    raise OSError("the disk is full")
+
+
+def failing_save(folder: Path) -> checkpoint.Saving:
+    """Return a save that fails in the background."""
+    orbax = SimpleNamespace(wait_until_finished=full_disk, close=lambda: None)
+    saving = checkpoint.Saving(step=2, folder=str(folder), bytes=0, _manager=orbax)
+    state_module._PENDING[str(folder)] = saving
+    return saving
+
+
+def test_failed_save_is_told_every_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saving = failing_save(tmp_path)
+    with pytest.raises(CheckpointError, match="step 2 could not be written") as caught:
+        checkpoint.save(tmp_path, {"x": jnp.ones(3)}, step=3)
+    assert "the disk is full" in repr(caught.value.__cause__)
+    with pytest.raises(CheckpointError, match="step 2 could not be written"):
+        saving.wait()
+    checkpoint.save(tmp_path, {"x": jnp.ones(3)}, step=3)
+    failing_save(tmp_path)
+    state_module._wait_for_all(os.getpid() + 1)  # in a forked process
+    assert not capsys.readouterr().err
+    state_module._wait_for_all(os.getpid())
+    told = capsys.readouterr().err
+    assert "the disk is full" in told
+    assert "step 2 could not be written" in told
+    assert not state_module._PENDING
+
+
 def test_save_removes_leftovers(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, {"x": jnp.ones(3)}, step=1)
     leftover = tmp_path / "2.orbax-checkpoint-tmp-99"
@@ -249,6 +308,24 @@ def test_save_removes_leftovers(tmp_path: Path) -> None:
     assert leftover.exists()  # reading removes nothing
     checkpoint.save(tmp_path, {"x": jnp.ones(3)}, step=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "notes"]
+
+
+def test_restore_leaves_a_running_save_alone(tmp_path: Path) -> None:
+    """A server reads the newest checkpoint while the training run writes the next one."""
+    checkpoint.save(tmp_path, {"x": jnp.ones(3)}, step=1)
+    running = tmp_path / "2.orbax-checkpoint-tmp-99"
+    running.mkdir()
+    checkpoint.restore(tmp_path, {"x": jnp.ones(3)})
+    checkpoint.restore(tmp_path, {"x": jnp.ones(3)}, step=1, partial=True)
+    assert running.exists()
+
+
+def test_names_that_look_escaped(tmp_path: Path) -> None:
+    state = {"a%2Eb": jnp.ones(2), "a.b": jnp.zeros(2), "a%252Eb": jnp.full(2, 3.0)}
+    state["a"] = {"b": jnp.full(2, 4.0)}
+    state["%"] = {"": jnp.full(2, 5.0)}
+    checkpoint.save(tmp_path, state, step=1)
+    assert_equal_bits(checkpoint.restore(tmp_path, state), state)
 
 
 def test_old_steps_are_not_deleted_in_parts(

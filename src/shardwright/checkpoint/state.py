@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shutil
+import sys
 import threading
 from typing import Any
 
@@ -38,6 +40,7 @@ class Saving:
     folder: str
     bytes: int
     _manager: Any = dataclasses.field(repr=False)
+    _error: CheckpointError | None = dataclasses.field(default=None, repr=False)
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, repr=False)
 
     @property
@@ -54,11 +57,14 @@ class Saving:
         with self._lock:
             manager, self._manager = self._manager, None
             if manager is None:
+                if self._error is not None:
+                    raise self._error
                 return
             try:
                 manager.wait_until_finished()
             except Exception as error:
-                raise _failed(self.folder, self.step) from error
+                self._error = _failed(self.folder, self.step)
+                raise self._error from error
             finally:
                 manager.close()
                 _delete_old(self.folder)
@@ -68,6 +74,29 @@ class Saving:
 
 # Folder -> its last save for which `wait` was not called.
 _PENDING: dict[str, Saving] = {}
+
+
+@functools.cache
+def _wait_at_exit(process: int) -> None:
+    """Wait for background saves before Python exits, also after an exception.
+
+    `atexit` is too late: Python has stopped the thread pools that orbax writes with, so orbax loses
+    the checkpoint or waits forever. Python calls the functions of `threading` in reverse order, so
+    this one must be registered after that of the thread pools.
+    """
+    import concurrent.futures.thread  # noqa: F401
+
+    threading._register_atexit(_wait_for_all, process)  # type: ignore[attr-defined]
+
+
+def _wait_for_all(process: int) -> None:
+    if os.getpid() != process:
+        return  # a forked process has none of the threads that write
+    for saving in list(_PENDING.values()):
+        try:
+            saving.wait()
+        except CheckpointError as error:
+            sys.stderr.write(f"{error.__cause__!r}\nshardwright.checkpoint: {error}\n")
 
 
 def save(
@@ -94,15 +123,17 @@ def save(
       keep: How many checkpoints to keep. When the new one is complete, older ones are deleted.
         Defaults to all.
       wait: Whether to return when the checkpoint is complete. If false, return when the arrays are
-        copied to the host, and write in the background. Then call `wait()` of the result before the
-        program ends.
+        copied to the host, and write in the background. The program waits for the save before it
+        exits, also after an exception. A save that fails raises its error in `wait()` of the result
+        and in the next save to the folder, or prints it at exit.
 
     Returns:
       The save, with its step and its number of bytes.
 
     Raises:
       CheckpointError: A leaf cannot be saved (all such leaves are named), the step exists, the call
-        is inside a trace, files cannot be written, or orbax is not installed.
+        is inside a trace, files cannot be written, also those of an earlier save that nobody waited
+        for, or orbax is not installed.
     """
     orbax, path = import_orbax(_WHAT, CheckpointError), directory(folder, CheckpointError, "folder")
     _check_outside_of_trace("saved")
@@ -130,6 +161,7 @@ def save(
     except Exception as error:
         manager.close()
         raise _failed(path, step) from error
+    _wait_at_exit(os.getpid())
     size = sum(array.nbytes for array in jax.tree.leaves(arrays))
     saving = _PENDING[path] = Saving(step=step, folder=path, bytes=size, _manager=manager)
     if wait:
