@@ -50,8 +50,13 @@ def test_restore_on_another_mesh_and_mode(kind: str, tmp_path: Path) -> None:
     assert_spec(actual, actual.axes(), manager=other, mode="decode")
     with other.for_mode("decode"):
         assert_same(restore(tmp_path / "cache"), cache)
-        like = jax.eval_shape(lambda: make(kind, **KINDS[kind]))
-        assert_same(restore(tmp_path / "cache", like=like), cache)
+        shapes = jax.eval_shape(lambda: make(kind, **KINDS[kind]))
+        with pytest.raises(CacheError, match="like: the arrays of like have no shardings"):
+            restore(tmp_path / "cache", like=shapes)
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), actual
+        )
+        assert_spec(restore(tmp_path / "cache", like=like), actual.axes())
         placed = restore(tmp_path / "cache", like=actual)
         assert_spec(placed, placed.axes())
         assert actual.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,29 @@ def test_keys_without_elements(tmp_path: Path, impl: str) -> None:
         restored = checkpoint.restore(tmp_path, {"keys": target, "x": jnp.ones(3)})["keys"]
         assert (restored.shape, restored.dtype) == ((0,), keys.dtype)
     assert restored.sharding.is_equivalent_to(sharding, 1)
+
+
+def test_targets_without_shardings(tmp_path: Path) -> None:
+    """Such a target would be restored whole to one device, and float64 cut to float32."""
+    checkpoint.save(tmp_path, {"x": np.ones((4, 8)), "y": np.ones((4, 8), np.float32)}, step=1)
+    specs = {
+        "x": sw.ArraySpec((4, 8), np.float64, (sw.EMBED, sw.VOCAB)),
+        "y": sw.ArraySpec((4, 8), np.float32, (sw.EMBED, sw.VOCAB)),
+    }
+    manager = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=cpu_mesh("fsdp:4"))
+    for scope in (contextlib.nullcontext(), manager):
+        with scope, pytest.raises(CheckpointError) as caught:
+            checkpoint.restore(tmp_path, specs)
+        paths = [problem.path for problem in caught.value.problems]
+        assert paths == ["x", "y"]
+        assert "the target is ArraySpec" in str(caught.value)
+        assert "pm.abstract(specs)" in caught.value.problems[0].fix
+    for target in (jax.typeof(jnp.ones((4, 8))), jax.ShapeDtypeStruct((4, 8), jnp.float32)):
+        with pytest.raises(CheckpointError, match=r"y: the target (is ShapedArray|has no)"):
+            checkpoint.restore(tmp_path, {"y": target}, partial=True)
+    target = manager.abstract({"y": specs["y"]})
+    restored = checkpoint.restore(tmp_path, target, partial=True)["y"]
+    assert restored.sharding == target["y"].sharding
 
 
 def test_sharding_that_does_not_fit(tmp_path: Path) -> None:

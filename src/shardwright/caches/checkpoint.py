@@ -111,15 +111,16 @@ def restore(
 
     Args:
       path: The path that `save` wrote.
-      like: A cache of the same kind and sizes, of arrays or of `jax.ShapeDtypeStruct`s. Its
-        shardings and its mode are used.
+      like: A cache of the same kind and sizes, of arrays or of `jax.ShapeDtypeStruct`s with
+        shardings. Its shardings and its mode are used.
       manager: Manager whose rules and mesh are used, instead of `like`. Defaults to the ambient
         manager. Without any manager the cache is not sharded.
       mode: Runtime mode. Defaults to the manager's, then to that of the saved cache.
 
     Raises:
       CacheError: There is no cache at the path, or it cannot be read; it differs from `like` in
-        kind, sizes or policy; the call is inside a trace; or orbax is not installed.
+        kind, sizes or policy, or `like` has no shardings; the call is inside a trace; or orbax is
+        not installed.
       ShardingError: The rules do not fit the sizes.
     """
     if like is not None and (manager is not None or mode is not None):
@@ -145,7 +146,7 @@ def restore(
         if like is not None:
             _check_like(like, cls, spec, shapes)
             spec = like.spec
-            shardings = {name: getattr(x, "sharding", None) for name, x in _arrays(like).items()}
+            shardings = {name: x.sharding for name, x in _arrays(like).items()}
         else:
             manager = context.current() if manager is None else manager
             spec = dataclasses.replace(spec, mode=_restored_mode(spec, manager, mode))
@@ -253,6 +254,12 @@ def _check_like(
             fix = "create like with the same options of the kind"
             problems.append(Problem(error=CacheError, what=what, path="like", fix=fix))
     raise_problems(problems)
+    if any(getattr(x, "sharding", None) is None for x in _arrays(like).values()):
+        raise CacheError(
+            "the arrays of like have no shardings: jax.eval_shape does not keep them",
+            path="like",
+            fix="pass manager= and mode= instead of like, or a cache of arrays",
+        )
 
 
 def _text(value: Any) -> str:

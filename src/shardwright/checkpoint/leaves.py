@@ -307,8 +307,10 @@ def _problem(path: tuple[str, ...], what: str, fix: str) -> Problem:
 
 def _misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
     """Return the difference between a saved leaf and a leaf of the target, and the fix."""
-    is_array = hasattr(target, "shape") and hasattr(target, "dtype")
+    is_array = isinstance(target, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
     if not is_array and not isinstance(target, (bool, int, float, complex)):
+        # Anything else with a shape and a dtype says nothing about the devices, or not in a way
+        # that is read here: an `ArraySpec`, the type of an array, an array of another library.
         return (
             f"the target is {type(target).__name__}",
             "pass arrays, jax.ShapeDtypeStructs or numbers, such as pm.abstract(specs)",
