@@ -168,3 +168,189 @@ def test_state_keeps_leaves_of_every_kind() -> None:
         state, _ = jitted(state)
     assert state["n"].dtype == jnp.int32
     assert jitted._cache_size() == 1
+
+
+def test_scalars_and_keys_are_replicated() -> None:
+    """The counter and the key of a training loop need no sharding, and compile nothing again."""
+    for axis_types in ("auto", "explicit"):
+        mesh = cpu_mesh("fsdp:2,tp:4", axis_types=axis_types)
+        pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=mesh, mode="train")
+        state = {
+            "p": pm.shard(jnp.ones((8, 8)), sw.EMBED, sw.EMPTY),
+            "step": 0,
+            "count": jnp.int32(0),
+            "rate": np.float32(0.5),
+            "key": jax.random.key(0),
+            "keys": jax.random.split(jax.random.key(1), 3),
+        }
+        traces = []
+
+        def step(state: Any, *, traces: list[int] = traces) -> Any:
+            traces.append(1)
+            key, draw = jax.random.split(state["key"])
+            new = {**state, "step": state["step"] + 1, "count": state["count"] + 1, "key": key}
+            return new, jax.random.uniform(draw)
+
+        for described in (state, jax.eval_shape(lambda tree: tree, state)):
+            if described is not state:
+                described["p"] = state["p"]
+            jitted = pm.jit_step(step, described, donate=False)
+            after, drawn, expected = state, [], state["key"]
+            traces.clear()
+            for _ in range(3):
+                after, value = jitted(after)
+                drawn.append(float(value))
+                expected, draw = jax.random.split(expected)
+                assert drawn[-1] == float(jax.random.uniform(draw))
+            assert (int(after["step"]), int(after["count"])) == (3, 3)
+            assert all(after[name].sharding.spec == jax.P() for name in ("step", "rate", "key"))
+            assert len(traces) == 1
+
+
+@pytest.mark.parametrize("value", [jnp.zeros((), jnp.float32), jax.random.split(jax.random.key(0))])
+def test_placed_scalars_are_not_moved(value: Any) -> None:
+    """A scalar on another mesh or device was placed by somebody, so the call would be refused."""
+    pm = make_manager()
+    for sharding in (jax.NamedSharding(cpu_mesh("dp:4"), jax.P()), jax.devices()[3]):
+        with pytest.raises(sw.StrategyError, match=r"state x: .* has no sharding on the manager"):
+            pm.jit_step(step, {"x": jax.device_put(value, sharding)})
+
+
+def test_states_of_another_type_are_refused() -> None:
+    pm = make_manager()
+    state = {"p": pm.shard(jnp.ones((8, 4)), sw.EMBED, sw.EMPTY)}
+    jitted = pm.jit_step(step, state, AXES, donate=False)
+    jitted(state, make_batch())
+    for other, says in (
+        (np.ones((16, 4), np.float32), r"state p: .* float32\[8,4\], .* passes float32\[16,4\]"),
+        (np.ones((8, 4), jnp.bfloat16), r"state p: .* float32\[8,4\], .* passes bfloat16\[8,4\]"),
+    ):
+        for call in (jitted, jitted.lower, jitted.trace, jitted.eval_shape):
+            with pytest.raises(sw.StrategyError, match=says):
+                call({"p": other}, make_batch())
+    with pytest.raises(sw.StrategyError, match="state q: the call passes this"):
+        pm.jit_step(step, {**state, "q": None}, AXES)({**state, "q": 1}, make_batch())
+    jitted({"p": np.ones((8, 4), np.float32)}, make_batch())  # NumPy is placed
+
+
+def test_arrays_of_another_placement_are_refused() -> None:
+    """The fix of each message works."""
+    pm = make_manager()
+    state = {"p": pm.shard(jnp.ones((8, 8)), sw.EMBED, sw.EMPTY, role="param")}
+    jitted = pm.jit_step(step, state, AXES, donate=False)
+    x = np.arange(64, dtype=np.float32).reshape(8, 8)
+    for sharding, says in (
+        (jax.devices()[3], "placed as SingleDeviceSharding on .*3, and"),
+        (jax.NamedSharding(pm.mesh, jax.P()), r"placed as P\(\) on {'fsdp': 2, 'tp': 4}"),
+        (jax.NamedSharding(pm.mesh, jax.P("tp")), r"placed as P\('tp'\) on"),
+        (jax.NamedSharding(cpu_mesh("dp:4"), jax.P("dp")), r"placed as P\('dp'\) on {'dp': 4}"),
+    ):
+        placed = jax.device_put(x, sharding)
+        for call in (jitted, jitted.lower):
+            with pytest.raises(sw.StrategyError, match=f"input 0 y: the array is {says}") as caught:
+                call(state, {"x": x, "y": placed})
+        assert "pm.shard(x, *axes)" in caught.value.fix
+        _, (sums,) = jitted(state, {"x": x, "y": pm.shard(placed, *AXES)})
+        assert float(sums["y"]) == x.sum()
+        placed = jax.device_put(x, sharding)
+        with pytest.raises(sw.StrategyError, match=f"state p: the array is {says}") as caught:
+            jitted({"p": placed}, make_batch())
+        assert "jax.device_put(x, sharding)" in caught.value.fix
+        jitted({"p": jax.device_put(placed, state["p"].sharding)}, make_batch())
+    same = jax.NamedSharding(cpu_mesh("dp:2,x:4"), jax.P("dp"))
+    jitted(state, {"x": x, "y": jax.device_put(x, same)})
+
+
+def test_errors_of_the_step_are_its_own() -> None:
+    def fails(state: Any, batch: Any) -> Any:
+        raise ValueError("an error of the step")
+
+    pm = make_manager()
+    with pytest.raises(ValueError, match="an error of the step"):
+        pm.jit_step(fails, make_state(pm), AXES)(make_state(pm), make_batch())
+
+
+def test_deleted_arrays_are_refused() -> None:
+    """JAX 0.10 ends the process if it is called with one."""
+    pm = make_manager()
+    state = make_state(pm)
+    jitted = pm.jit_step(step, state, AXES)
+    jitted(state, make_batch())
+    assert state["p"].is_deleted()
+    with pytest.raises(sw.StrategyError, match="state p: the array is deleted") as caught:
+        jitted(state, make_batch())
+    assert "state, loss = step(state, batch)" in caught.value.fix
+    batch = make_batch() | {"y": jnp.ones((8, 8))}
+    batch["y"].delete()
+    with pytest.raises(sw.StrategyError, match="input 0 y: the array is deleted"):
+        jitted(make_state(pm), batch)
+    jitted.lower(state, make_batch())  # it needs no values
+
+
+def test_steps_inside_of_a_trace() -> None:
+    pm = make_manager()
+    jitted = pm.jit_step(step, make_state(pm), AXES, donate=False)
+    state, sums = jax.jit(jitted)(make_state(pm), make_batch())
+    assert float(state["p"][0, 0]) == 2
+    assert float(sums[0]["x"]) == 64
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "says"),
+    [
+        (lambda s: {**s, "opt": [*s["opt"]]}, "state opt", "takes tuple and returns list"),
+        (lambda s: {**s, "opt": s["opt"][:1]}, "state opt/1", "takes this and does not return it"),
+        (lambda s: {**s, "more": 1.0}, "state more", "returns this and does not take it"),
+        (lambda s: {**s, "p": {"x": s["p"]}}, "state p", "takes an array and returns dict"),
+        (lambda s: {**s, "none": 1.0}, "state none", "takes NoneType and returns an array"),
+    ],
+)
+def test_changes_of_structure_are_paths(change: Any, path: str, says: str) -> None:
+    pm = make_manager()
+    state = {**make_state(pm), "opt": (pm.shard(1.0), {"m": pm.shard(1.0)}), "none": None}
+    with pytest.raises(sw.StrategyError, match=f"the step {says}") as caught:
+        pm.jit_step(lambda s: (change(s), None), state)(state)
+    assert caught.value.path == path
+    assert "PyTreeDef" not in str(caught.value)
+
+
+@pytest.mark.parametrize("optimizer", ["lbfgs", "zoom"])
+def test_line_searches_of_optax(optimizer: str) -> None:
+    """They start with weakly typed scalars, and their updates are strongly typed."""
+    optax = pytest.importorskip("optax")
+    build = {
+        "lbfgs": lambda: optax.lbfgs(memory_size=3),
+        "zoom": lambda: optax.chain(optax.sgd(1.0), optax.scale_by_zoom_linesearch(4)),
+    }
+    tx, pm = build[optimizer](), make_manager()
+    init = jax.nn.initializers.normal(0.1)
+    specs = {"w": sw.ArraySpec((8, 8), jnp.float32, (sw.EMBED, sw.MLP_INTERMEDIATE), init)}
+
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+    def train(state: Any, batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(state["params"], batch)
+        updates, opt = tx.update(
+            gradients,
+            state["opt"],
+            state["params"],
+            value=value,
+            grad=gradients,
+            value_fn=lambda params: loss(params, batch),
+        )
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+    params = pm.init(specs, jax.random.key(0))
+    state = {"params": params, "opt": pm.init_state(tx, params, specs)}
+    assert not any(jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(state))
+    jitted = pm.jit_step(train, state, (sw.BATCH, sw.EMPTY))
+    plain = {"params": pm.init(specs, jax.random.key(0))}
+    plain["opt"] = tx.init(plain["params"])
+    x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    batch = {"x": x, "y": x[::-1].copy()}
+    for _ in range(3):
+        state, value = jitted(state, batch)
+        plain, expected = jax.jit(train)(plain, batch)
+        np.testing.assert_allclose(value, expected, rtol=1e-3, atol=1e-7)
+    assert jitted._cache_size() == 1

@@ -371,3 +371,24 @@ def test_bad_annotations_are_all_named() -> None:
         manager().shardings(shapes, {"a": (sw.NORM,)})
     with pytest.raises(sw.StrategyError, match=r"ndarray of shape \(4,\) is not an annotation"):
         manager().shardings(shapes)
+
+
+def test_fixes_name_what_is_wrong() -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=sw.abstract_mesh("fsdp:2"))
+    matrix = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    tree, axes = {"w": matrix}, {"w": (sw.EMBED, sw.VOCAB)}
+
+    def fix(call: Any) -> str:
+        with pytest.raises(sw.ShardingError) as caught:
+            call()
+        return str(caught.value.fix)
+
+    one = pm.shard_map(lambda x: x, in_axes=(sw.BATCH,), out_axes=(sw.BATCH,))
+    expected = "write a tuple with one axis per dim: (BATCH,), or (BATCH, EMPTY) for two dims"
+    assert fix(lambda: one(matrix)) == expected
+    twice = "give each dim its own axis, or EMPTY"
+    assert fix(lambda: pm.shardings(tree, {"w": (sw.VOCAB, sw.VOCAB)})) == twice
+    assert "scores" in fix(lambda: pm.shardings(tree, {"w": (sw.LENGTH, sw.LENGTH)}))
+    both = "convert one of the trees, so that both have the same containers"
+    assert fix(lambda: pm.shardings(collections.OrderedDict(tree), axes)) == both
+    assert "annotate every leaf" in fix(lambda: pm.shardings(tree, {"w": [axes]}))

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from shardwright import _jax
 from shardwright.errors import Problem, ShardingError, StrategyError, raise_problems
 from shardwright.manager import constraint
 from shardwright.manager.request import Request, suggest_for_missing_size
@@ -122,7 +123,13 @@ class TrainingMethods(TreeMethods):
             optimizer, params, annotations, overrides=overrides, mode=mode
         )
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-        return jax.jit(optimizer.init, out_shardings=shardings)(params)
+
+        def init(params: Any) -> Any:
+            # optax creates weakly typed scalars, and a step returns strongly typed ones. So the
+            # second step would compile again.
+            return jax.tree.map(_strongly_typed, optimizer.init(params))
+
+        return jax.jit(init, out_shardings=shardings)(params)
 
     def jit_step(
         self, step: Callable[..., Any], state: Any, *inputs: Any, donate: bool = True
@@ -131,11 +138,13 @@ class TrainingMethods(TreeMethods):
 
         The new state has the shardings of the old state and reuses its memory. The step runs under
         this manager, so a call does not need `with pm:`. Every array of the state must have a
-        sharding on the manager's mesh. Otherwise the second call would compile again.
+        sharding on the manager's mesh. Scalars and PRNG keys without one are replicated.
 
         The returned function has `lower`, `trace` and the other attributes of a jitted function. It
-        takes its arguments by position. It raises a ShardingError if they do not match the
-        arguments of `jit_step`.
+        takes its arguments by position. It raises a ShardingError if the state has another
+        structure, shape or dtype than `state` here, if inputs do not fit their annotations, if an
+        array has another sharding, and if an array is deleted because an earlier call has donated
+        it.
 
         Args:
           step: Function of the state and the inputs. It returns the new state, of the same
@@ -151,10 +160,11 @@ class TrainingMethods(TreeMethods):
           ShapeRequiredError: The sharding of an annotated input depends on its sizes.
           ShardingError: An annotation does not fit the rules or the mesh.
         """
-        from shardwright.manager.jitted_step import Argument, JittedStep
+        from shardwright.manager import jitted_step
 
         manager: Any = self
         state_shardings = self._shardings_of(state, "state")
+        described = jitted_step.Argument("state", state, state_shardings)
         input_shardings = [
             # An input may be annotated with an empty tuple. In the state, that is an empty node.
             self._shardings_of(tree, f"input {position}", is_leaf=is_annotation)
@@ -163,6 +173,8 @@ class TrainingMethods(TreeMethods):
 
         @functools.wraps(step)
         def run(state: Any, *inputs: Any) -> tuple[Any, Any]:
+            # JAX traces this anew for other shapes and dtypes, so calls need not compare them.
+            raise_problems(described.type_problems(state))
             with manager:
                 result = step(state, *inputs)
             if not (isinstance(result, tuple) and len(result) == 2):
@@ -170,8 +182,7 @@ class TrainingMethods(TreeMethods):
                     f"the step returns a {type(result).__name__}, not a pair",
                     fix="return the new state and the rest, for instance `return state, loss`",
                 )
-            raise_problems(_changes(state, result[0]))
-            return jax.tree.map(_typed_like, state, result[0]), result[1]
+            return jitted_step.checked_state(state, result[0]), result[1]
 
         jitted = jax.jit(
             run,
@@ -180,15 +191,16 @@ class TrainingMethods(TreeMethods):
             donate_argnums=(0,) if donate else (),
         )
         arguments = [
-            Argument(f"input {position}", tree, shardings)
+            jitted_step.Argument(
+                f"input {position}", tree, shardings, is_leaf=jitted_step.is_open_or_annotation
+            )
             for position, (tree, shardings) in enumerate(zip(inputs, input_shardings, strict=True))
         ]
 
         def check(annotation: Any, shape: tuple[int, ...], path: str) -> None:
             self.answer(Request(annotation, shape, path=path)).require()
 
-        described = Argument("state", state, state_shardings)
-        return JittedStep(jitted, described, arguments, check, donate=donate)
+        return jitted_step.JittedStep(jitted, described, arguments, check, donate=donate)
 
     def _shardings_of(
         self, tree: Any, name: str, *, is_leaf: Callable[[Any], bool] | None = None
@@ -221,13 +233,15 @@ class TrainingMethods(TreeMethods):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and _same_devices(sharding.mesh, self.mesh):
             return sharding
+        is_placed = sharding is not None and getattr(leaf, "committed", True)
+        if not is_placed and _is_scalar_or_key(leaf):
+            return NamedSharding(self.mesh, PartitionSpec())
         raise StrategyError(
             f"the {type(leaf).__name__} of shape {np.shape(leaf)} has no sharding "
             "on the manager's mesh",
             path=path,
             fix="pass arrays that pm.init, pm.init_state or pm.shard returned, "
-            "or pm.abstract(specs) and pm.abstract_state(optimizer, specs); "
-            "pm.shard(jnp.asarray(x, dtype)) replicates a scalar",
+            "or pm.abstract(specs) and pm.abstract_state(optimizer, specs)",
         )
 
 
@@ -240,6 +254,10 @@ def _init_of(optimizer: Any) -> Callable[..., Any]:
         )
     function: Callable[..., Any] = init
     return function
+
+
+def _strongly_typed(x: Any) -> Any:
+    return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 
 def _shapes_alone(params: Any) -> list[Problem]:
@@ -257,74 +275,15 @@ def _shapes_alone(params: Any) -> list[Problem]:
     ][:1]
 
 
+def _is_scalar_or_key(leaf: Any) -> bool:
+    if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
+        return True
+    is_array = _jax.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+    return is_array and np.shape(leaf) == ()
+
+
 def _same_devices(a: Mesh | AbstractMesh, b: Mesh | AbstractMesh) -> bool:
     if isinstance(a, Mesh) and isinstance(b, Mesh):
         return a.axis_names == b.axis_names and bool(np.array_equal(a.devices, b.devices))
     equal: bool = a.shape_tuple == b.shape_tuple
     return equal
-
-
-def _changes(before: Any, after: Any) -> list[Problem]:
-    """Return a problem for each difference between the state that a step takes and returns.
-
-    A state that differs cannot reuse the memory of the old state, and the next call would compile
-    again.
-    """
-    structure: Any = jax.tree.structure(before)
-    returned: Any = jax.tree.structure(after)
-    if structure != returned:
-        return [
-            Problem(
-                error=StrategyError,
-                what="the step returns a state of another structure than it takes: "
-                f"{returned}, not {structure}",
-                fix="return every part of the state, in the same containers",
-            )
-        ]
-    leaves, _ = jax.tree_util.tree_flatten_with_path(before)
-    pairs = [
-        (path, _aval(old), _aval(new))
-        for (path, old), new in zip(leaves, jax.tree.leaves(after), strict=True)
-    ]
-    changed = [
-        Problem(
-            error=StrategyError,
-            what=f"the step takes {old} and returns {new}",
-            path=f"state {path_text(path)}".strip(),
-            fix="return the state with the shapes and dtypes that it has, "
-            "for instance new.astype(old.dtype)",
-        )
-        for path, old, new in pairs
-        if old != new
-    ]
-    return changed or _weak_types(before, after)
-
-
-def _weak_types(before: Any, after: Any) -> list[Problem]:
-    """Return a problem for each leaf that is weakly typed before the step and strongly after it."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(before)
-    return [
-        Problem(
-            error=StrategyError,
-            what=f"the step takes a weakly typed {_aval(old)} and returns a strongly typed one",
-            path=f"state {path_text(path)}".strip(),
-            fix="create the state with a dtype, for instance "
-            f"pm.shard(jnp.asarray(x, jnp.{jnp.result_type(old)}))",
-        )
-        for (path, old), new in zip(leaves, jax.tree.leaves(after), strict=True)
-        if jax.typeof(old).weak_type and not jax.typeof(new).weak_type
-    ]
-
-
-def _typed_like(old: Any, new: Any) -> Any:
-    """Return a new leaf of the state, strongly typed if the old leaf is.
-
-    JAX treats a weak type as another type, so the next call would compile again.
-    """
-    if jax.typeof(new).weak_type and not jax.typeof(old).weak_type:
-        return jax.lax.convert_element_type(new, jnp.result_type(new))
-    return new
-
-
-def _aval(x: Any) -> str:
-    return f"{jnp.result_type(x)}[{','.join(map(str, np.shape(x)))}]"

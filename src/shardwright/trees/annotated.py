@@ -13,6 +13,7 @@ import numpy as np
 from shardwright.errors import Problem, StrategyError, did_you_mean, raise_problems
 from shardwright.trees.paths import PathMatch, is_array_spec, path_text
 from shardwright.vocabulary.annotations import is_annotation, is_axes_list, is_tuple_of_annotations
+from shardwright.vocabulary.axes import axis_label
 from shardwright.vocabulary.lowering import spelled
 
 _SHAPE = operator.attrgetter("shape")
@@ -219,10 +220,11 @@ def _misfits(tree: Any, annotations: Any, path: tuple[Any, ...]) -> Iterator[Pro
         return  # an annotation covers everything below; `_unannotated` reports any other leaf
     if children is None or type(tree) is not type(annotations):
         node = f"a leaf ({_kind(tree)})" if children is None else _container(tree)
-        is_list = children is None and is_axes_list(annotations)
-        fix = (
-            "write the axes as a tuple: in a tree, a list is a container" if is_list else _EACH_LEAF
-        )
+        fix = "convert one of the trees, so that both have the same containers"
+        if children is None:
+            is_list = is_axes_list(annotations)
+            tuples = "write the axes as a tuple: in a tree, a list is a container"
+            fix = tuples if is_list else _EACH_LEAF
         yield _misfit(
             f"the tree has {node} here, the tree of annotations has {_container(annotations)}",
             path,
@@ -272,12 +274,16 @@ _EACH_LEAF = (
 
 
 def _unannotated(leaf: Leaf) -> Problem:
+    fix = "pass annotations=, or make the leaf an ArraySpec; "
+    fix += "in a tree, annotations are tuples of axes or layouts"
+    if isinstance(leaf.annotation, str):
+        label = axis_label(leaf.annotation)
+        fix = f"write a tuple with one axis per dim: ({label},), or ({label}, EMPTY) for two dims"
     return Problem(
         error=StrategyError,
         what=f"{_kind(leaf.annotation)} is not an annotation",
         path=leaf.path,
-        fix="pass annotations=, or make the leaf an ArraySpec; "
-        "in a tree, annotations are tuples of axes or layouts",
+        fix=fix,
     )
 
 

@@ -28,8 +28,11 @@ from shardwright.vocabulary.axes import (
     KNOWN_AXES,
     KV_HEAD,
     KV_HEAD_DIM,
+    KV_LENGTH,
     LAYERS,
+    LENGTH,
     PARALLELISM_AXES,
+    QUERY_LENGTH,
     SEMANTIC_AXES,
     UNCONSTRAINED,
     Role,
@@ -350,6 +353,10 @@ def _are_different_axes(annotation: tuple[Any, ...]) -> bool:
     return len(KNOWN_AXES.intersection(annotation)) == len(annotation)
 
 
+_REPEATED = "give each dim its own axis, or EMPTY"
+_SCORES = ": attention scores, for instance, are (BATCH, HEAD, QUERY_LENGTH, BIAS_KV_SEQ)"
+
+
 def _check_repeats(dims: tuple[Dim, ...]) -> None:
     seen: dict[str, int] = {}
     for position, dim in enumerate(dims):
@@ -360,10 +367,7 @@ def _check_repeats(dims: tuple[Dim, ...]) -> None:
                     f"{position}",
                     dim=position,
                     axis=axis_label(axis),
-                    fix=(
-                        "give each dim its own axis, or EMPTY: attention scores, for instance, "
-                        "are (BATCH, HEAD, QUERY_LENGTH, BIAS_KV_SEQ)"
-                    ),
+                    fix=_REPEATED + (_SCORES if axis in (LENGTH, QUERY_LENGTH, KV_LENGTH) else ""),
                 )
             seen[axis] = position
 

@@ -206,13 +206,19 @@ def test_unknown_tensors_are_all_named() -> None:
         **tree_of("llama"),
         "model.layers.0.self_attn.q_proj.qweight": jax.ShapeDtypeStruct((6, 96), jnp.int32),
         "vision_tower.patch.weight": jax.ShapeDtypeStruct((8, 3, 4, 4), jnp.float32),
+        "lm_head.bias": jax.ShapeDtypeStruct(tree_of("llama")["lm_head.weight"].shape[:1], "f4"),
     }
-    with pytest.raises(CheckpointError, match="2 problems") as caught:
+    with pytest.raises(CheckpointError, match="3 problems") as caught:
         hf.annotations(tree, TREES["llama"]["config"])
     text = str(caught.value)
     assert "q_proj.qweight: no tensor of llama has this name" in text
     assert r"""axes={r"model\.layers\.\d+\.self_attn\.q_proj\.qweight": (sw.EMBED, ...)}""" in text
-    axes = {r"\.qweight$": (sw.EMPTY, sw.EMPTY), "^vision_tower": sw.Replicated}
+    assert r"""axes={r"lm_head\.bias": (sw.VOCAB,)}""" in text
+    axes = {
+        r"lm_head\.bias": (sw.VOCAB,),
+        r"\.qweight$": (sw.EMPTY, sw.EMPTY),
+        "^vision_tower": sw.Replicated,
+    }
     given = hf.annotations(tree, TREES["llama"]["config"], axes=axes)
     assert given["vision_tower.patch.weight"] is sw.Replicated
 

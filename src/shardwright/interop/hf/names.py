@@ -15,7 +15,7 @@ from shardwright.interop.hf.config import SizedDim, block_of, dims_of, required_
 from shardwright.interop.hf.families import Family, family_of
 from shardwright.trees.paths import compile_rule, is_array_spec, path_text
 from shardwright.vocabulary.annotations import PartOf
-from shardwright.vocabulary.axes import EMPTY
+from shardwright.vocabulary.axes import EMBED, EMPTY, axis_label
 
 Shapes = Mapping[str, Sequence[int]]
 # Where the sizes of a model are, unless they are in a GGUF file.
@@ -203,7 +203,7 @@ class Table:
         dims = self.rows.get(row)
         if dims is None:
             scale = self._scale(name, shapes, of)
-            return self._unknown(name) if scale is None else scale
+            return self._unknown(name, shapes, of) if scale is None else scale
         kinds = ("layers", "experts") if row.startswith(self.family.layers) else ("experts",)
         numbers = dict(zip(kinds, map(int, _NUMBER.findall(own)), strict=False))
         return self._out_of_range(name, numbers) or self._sized(name, dims, shapes[name])
@@ -277,11 +277,18 @@ class Table:
         fix = "a weight has one scale per block of weight_block_size, or one per row"
         return Problem(error=CheckpointError, what=what, path=name, fix=fix)
 
-    def _unknown(self, name: str) -> Problem:
+    def _unknown(self, name: str, shapes: Shapes, of: Callable[[str], Any]) -> Problem:
         model = self.config.get("model_type")
         what = f"no tensor of {model} has this name, so its axes are unknown"
         pattern = re.escape(_NUMBER.sub("#", name)).replace(r"\#", r"\d+")
-        fix = f"""name its axes: axes={{r"{pattern}": (sw.EMBED, ...)}}"""
+        axes = "(sw.EMBED, ...)"
+        weight = f"{name.removesuffix('.bias')}.weight"
+        if len(shapes[name]) == 1:
+            # A bias has the axis of the outputs, which is the first one of its weight.
+            dims = of(weight) if name.endswith(".bias") and weight in shapes else (EMBED,)
+            axis = dims[0] if isinstance(dims, tuple) and isinstance(dims[0], str) else EMBED
+            axes = f"(sw.{axis_label(axis)},)"
+        fix = f"""name its axes: axes={{r"{pattern}": {axes}}}"""
         return Problem(error=CheckpointError, what=what, path=name, fix=fix)
 
     def required(self, present: set[str]) -> Iterator[str]:
