@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -298,6 +299,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     same = next((other for other in names if other.lower() == name.lower()), None)
     close = same or _closest(name, names)
     return f"did you mean {close!r}?" if close else ""
+
+
+def same_spelling(name: str, known: Iterable[str]) -> str:
+    """Return `did you mean 'x'?` for a name that has the same letters and digits, or nothing.
+
+    Names of model families are close to each other, so a close name would be another family. Case,
+    punctuation and doubled letters do not count.
+    """
+
+    def letters(name: str) -> str:
+        return re.sub(r"([a-z])\1+", r"\1", re.sub(r"[^a-z0-9]", "", name.lower()))
+
+    same = next((other for other in known if letters(other) == letters(name)), None)
+    return f"did you mean {same!r}?" if same else ""
 
 
 def _closest(name: str, names: Sequence[str]) -> str:

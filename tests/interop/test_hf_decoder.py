@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -11,11 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import shardwright as sw
-from shardwright.errors import StrategyError
+from shardwright.errors import CheckpointError, StrategyError
+from shardwright.interop import hf
 from shardwright.interop.hf_decoder import FAMILIES, programs, read_config
 from shardwright.interop.hf_decoder.decoder import decoder_specs
+from shardwright.interop.hf_decoder.defaults import DEFAULTS
 
 CONFIGS = Path(__file__).parent / "hf_decoder_configs"
 FILES = sorted(CONFIGS.glob("*.json"))
@@ -273,10 +277,87 @@ def test_what_the_decoder_lacks_is_an_error(
         read_config(path)
 
 
+def test_class_defaults_are_those_of_transformers() -> None:
+    golden = json.loads((CONFIGS.parent / "golden" / "hf_class_defaults.json").read_text())
+    wanted = golden["defaults"]
+    assert {*wanted, "gemma3"} == set(DEFAULTS) == set(FAMILIES)
+    read = {*itertools.chain(*DEFAULTS.values())}
+    for family, values in wanted.items():
+        own = {key: value for key, value in DEFAULTS[family].items() if value is not None}
+        assert own.pop("scoring_func", "sigmoid") == "sigmoid"  # of the model, not of its class
+        assert own == {key: value for key, value in values.items() if key in read and value}, family
+
+
+def nested(folder: Path, text: dict[str, Any], **outer: Any) -> Any:
+    path = folder / "config.json"
+    path.write_text(json.dumps({"model_type": "gemma3", "text_config": text, **outer}))
+    return read_config(str(path))
+
+
 def test_text_of_images_and_text(tmp_path: Path) -> None:
-    inner = json.loads((CONFIGS / "gemma-3-1b.json").read_text())
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "gemma3", "text_config": inner}))
-    sizes = read_config(str(path))
-    assert sizes.family == "gemma3_text"
+    """Gemma 3 4B and 12B and LLaVA 1.5 as published; `transformers` has these parameters."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    text |= {"model_type": "gemma3_text", "sliding_window": 1024}
+    sizes = nested(tmp_path, text, torch_dtype="float32")
+    assert count(decoder_specs(sizes, stacked=True)) == 3_880_263_168
+    assert [stack.layers for stack in sizes.stacks] == [29, 5]
+    assert (sizes.family, sizes.longest, sizes.tied) == ("gemma3_text", 131072, True)
+    assert sizes.dtypes.param == jnp.float32
     assert any("only the decoder of text" in note for note in sizes.notes)
+    assert any("vocab_size 262208, num_attention_heads 8" in note for note in sizes.notes)
+    text |= {"hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48}
+    text |= {"num_attention_heads": 16, "num_key_value_heads": 8}
+    sizes = nested(tmp_path, text)
+    assert sizes.stacks[0].attention.head_dim == 256
+    assert count(decoder_specs(sizes, stacked=True)) == 11_766_034_176
+    llava = {"model_type": "llama", "vocab_size": 32064, "torch_dtype": "float16"}
+    sizes = nested(tmp_path, llava, torch_dtype="float32", vocab_size=32000)
+    assert (sizes.vocab, sizes.dtypes.param) == (32064, jnp.float16)
+    assert count(decoder_specs(sizes, stacked=True)) == 6_738_939_904
+
+
+def test_outer_keys_fill_what_text_config_lacks(tmp_path: Path) -> None:
+    text = {"model_type": "mistral", "num_attention_heads": 4, "dtype": None}
+    outer = {"hidden_size": 64, "torch_dtype": "float32", "tie_word_embeddings": True}
+    sizes = nested(tmp_path, text, **outer, quantization_config={"quant_method": "fp8"})
+    assert (sizes.dtypes.param, sizes.tied, sizes.embed) == (jnp.float32, True, 64)
+    assert any("unquantized; the model's are fp8" in note for note in sizes.notes)
+    assert any("hidden_size 64: text_config has none: outside" in note for note in sizes.notes)
+    inside = {"tie_word_embeddings": False, "dtype": "float16", "hidden_size": 128}
+    sizes = nested(tmp_path, text | inside, **outer)
+    assert (sizes.dtypes.param, sizes.tied, sizes.embed) == (jnp.float16, False, 128)
+
+
+def test_absent_kv_heads_are_those_of_the_class(tmp_path: Path) -> None:
+    """Also where nothing is nested: `transformers` gives a Mistral without them 8, not 32."""
+    values = json.loads((CONFIGS / "mistral-7b.json").read_text())
+    path = tmp_path / "config.json"
+    for absent, kv_heads in (({}, 8), ({"num_key_value_heads": None}, 32)):
+        given = {key: value for key, value in values.items() if key != "num_key_value_heads"}
+        path.write_text(json.dumps({**given, **absent}))
+        assert read_config(str(path)).stacks[0].attention.kv_heads == kv_heads
+
+
+@pytest.mark.parametrize("other", ["llama4", "gemma4", "qwen3_next", "ministral", "gemma3n"])
+def test_no_hint_names_another_family(other: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for kind, hinted in ((other, False), ("Llama", True), ("gpt-oss", True)):
+        path.write_text(json.dumps({"model_type": kind}))
+        with pytest.raises(StrategyError, match=f"family '{kind}' is unknown") as decoder:
+            read_config(str(path))
+        with pytest.raises(CheckpointError, match=f"'{kind}' is unknown") as loaded:
+            hf.annotations({}, {"model_type": kind})
+        for caught in (decoder, loaded):
+            assert ("did you mean" in str(caught.value)) == hinted
+
+
+def test_weights_of_images_and_text_are_refused(tmp_path: Path) -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 64}
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 32}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"vision_tower.weight": np.zeros((2, 2))}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"it has text_config, vision_config\. The "
+    ) as caught:
+        hf.read(tmp_path)
+    assert "AutoModelForCausalLM.from_config(whole.config.text_config)" in caught.value.fix

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from shardwright.errors import CheckpointError, did_you_mean
+from shardwright.errors import CheckpointError, same_spelling
 
 Rows = Mapping[str, str]
 
@@ -274,6 +274,16 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
 )
 
 
+_TEXT_FIX: Final = (
+    "save the decoder of text alone, with transformers:\n"
+    "whole = AutoModelForImageTextToText.from_pretrained(folder)\n"
+    "text = AutoModelForCausalLM.from_config(whole.config.text_config)\n"
+    "text.model.load_state_dict(whole.model.language_model.state_dict())\n"
+    "text.lm_head.load_state_dict(whole.lm_head.state_dict())\n"
+    'text.save_pretrained("text")'
+)
+
+
 def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family of the model that a `config.json` describes.
 
@@ -284,7 +294,14 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if isinstance(kind, str) and kind in FAMILIES:
         return FAMILIES[kind]
     known = ", ".join(FAMILIES)
-    meant = did_you_mean(kind, FAMILIES) if isinstance(kind, str) else ""
+    parts = [key for key in ("text_config", "vision_config", "audio_config") if config.get(key)]
+    if parts:
+        raise CheckpointError(
+            f"config.json: the model {kind!r} is more than a decoder of text: it has "
+            f"{', '.join(parts)}. The tensors of such models cannot be read",
+            fix=_TEXT_FIX,
+        )
+    meant = same_spelling(kind, FAMILIES) if isinstance(kind, str) else ""
     hint = f" ({meant})" if meant else ""
     raise CheckpointError(
         f"config.json: the model_type {kind!r} is unknown{hint}",

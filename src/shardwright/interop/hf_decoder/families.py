@@ -8,7 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from shardwright.errors import LayerError, StrategyError, did_you_mean
+from shardwright.errors import LayerError, StrategyError, same_spelling
+from shardwright.interop.hf_decoder.defaults import complete
 from shardwright.interop.hf_decoder.latent import LatentConfig
 from shardwright.layers.attention_block import AttentionConfig
 from shardwright.layers.dtypes import Dtypes
@@ -75,7 +76,8 @@ class _Config:
             value = default
         if type(value) is not int or value < 1:
             what = "is missing" if value is None else f"{value!r:.40} is not a positive integer"
-            raise StrategyError(f"{self.source}: {key} {what}", fix=f'write "{key}": 32')
+            fix = f'write "{key}", as the config.json that the model was published with has it'
+            raise StrategyError(f"{self.source}: {key} {what}", fix=fix)
         return value
 
     def flag(self, key: str, *, default: bool = False) -> bool:
@@ -114,16 +116,10 @@ def read_config(path: str, *, param: str | None = None, capacity: float = 1.0) -
         raise StrategyError(
             f"{source} has no model_type", fix="pass the config.json of a Hugging Face model"
         )
-    nested = values.get("text_config")
-    # A model of text and images has the keys of its decoder here. Each of the two mappings may have
-    # `model_type`.
-    notes: tuple[str, ...] = ()
-    if isinstance(nested, dict):
-        values = {**nested, "model_type": nested.get("model_type", values["model_type"])}
-        notes = ("only the decoder of text is planned, not the model's other parts",)
+    values, notes = complete(values)
     family = values["model_type"]
     if family not in FAMILIES:
-        hint = did_you_mean(family, FAMILIES)
+        hint = same_spelling(family, FAMILIES)
         raise StrategyError(
             f"{source}: the family {family!r:.60} is unknown",
             fix=f"{hint} families are {', '.join(FAMILIES)}; or pass file.py:function".strip(),
