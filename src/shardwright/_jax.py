@@ -265,6 +265,12 @@ def _line_of(stack: Any, skip_libraries: bool) -> str:
     return ""
 
 
+def is_recomputed(equation: Any) -> bool:
+    """Tell whether `jax.checkpoint` added an equation to repeat one of the forward pass."""
+    stack = equation.source_info.name_stack.stack
+    return any(scope.name == "rematted_computation" for scope in stack)
+
+
 def raising_line(error: BaseException) -> str:
     """Return the line of the model that an error comes from, as `model.py:12`, or "".
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,15 @@ import pytest
 
 import shardwright as sw
 from shardwright.cli.main import main
+from shardwright.cli.show import ProgressLine
+from shardwright.plan.fit import Verdict
+from shardwright.plan.hardware import parse_topology, read_hardware
 from shardwright.plan.planner import Program
+from shardwright.plan.report.page import search_html
+from shardwright.plan.report.search import search_text
 from shardwright.plan.search import SearchReport
+from shardwright.plan.search.result import utilization
+from shardwright.plan.search.run import Progress
 
 HIDDEN = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
 HEADS = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)
@@ -46,11 +55,13 @@ def search(batch: int = 32, **options: Any) -> SearchReport:
 
 def test_search_equals_brute_force() -> None:
     found = search()
-    expected, failed = {}, 0
+    expected, failed, unused = {}, 0, 0
     for name in ("fsdp", "fsdp_tp"):
         strategy = sw.Strategy.preset(name)
-        axes = list(strategy.mesh)
-        for mesh in _meshes(8, axes):
+        for mesh in _meshes(8, list(strategy.mesh)):
+            if mesh.get("ep", 1) > 1:  # the program has no experts
+                unused += 1
+                continue
             pm = sw.PartitionManager(strategy, mesh=sw.abstract_mesh(mesh))
             try:
                 given = program(32)
@@ -66,8 +77,9 @@ def test_search_equals_brute_force() -> None:
         for one in found.candidates
     }
     assert actual == expected
-    assert sum(found.dropped.values()) == failed > 0
-    assert found.judged == len(expected) + failed
+    assert found.dropped["a mesh axis that no tensor is sharded over"] == unused > 0
+    assert sum(found.dropped.values()) - unused == failed > 0
+    assert found.judged == len(expected) + failed + unused
     assert [one.seconds for one in found.candidates] == sorted(each for each, _ in actual.values())
     for one in found.front:
         time, memory = one.seconds, one.report.memory.high
@@ -168,9 +180,10 @@ def test_command_prints_and_writes_the_front(
     code, _, message = run("none --strategy fsdp_tp")
     assert code == 2
     assert "does not divide" in message
-    code, _, message = run("two --strategy fsdp_tp")
-    assert code == 2
-    assert "--mode with train or decode" in message
+    code, out, _ = run("two --strategy fsdp_tp")
+    assert code == 0
+    assert "\nmode train\n" in f"\n{out}"
+    assert "\nmode decode\n" in out
     assert run("two --strategy fsdp_tp --mode decode")[0] == 0
     absent = tmp_path / "not" / "there"
     assert run(f"one --strategy fsdp_tp --out {absent}")[0] == 0
@@ -203,3 +216,118 @@ def test_folder_is_checked_before_the_search(
     command = f"search {model}:one --topology v5e:2x4 --out {model}"
     assert main(shlex.split(command)) == 2
     assert "cannot create" in capsys.readouterr().err
+
+
+ROWS, WIDTH, LENGTH = 16, 256, 64
+
+
+def stack(remat: bool, layers: int = 3) -> Program:
+    """A training step of square layers. Its 3 products per layer and token are all that it does."""
+    specs = sw.ArraySpec((layers, WIDTH, WIDTH), jnp.float32, (sw.LAYERS, sw.EMBED, sw.EMPTY))
+    hidden = (sw.BATCH, sw.LENGTH, sw.EMPTY)
+
+    def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
+        return sw.shard(jnp.tanh(x @ sw.gather(weight, sw.EMBED, sw.EMPTY)), hidden), None
+
+    def loss(params: jax.Array, x: jax.Array) -> jax.Array:
+        body = jax.checkpoint(layer) if remat else layer
+        return jax.lax.scan(body, x, params)[0].sum()
+
+    shapes = (
+        jax.ShapeDtypeStruct(specs.shape, specs.dtype),
+        jax.ShapeDtypeStruct((ROWS, LENGTH, WIDTH), jnp.float32),
+    )
+    return Program(jax.grad(loss, (0, 1)), shapes, (specs, hidden))
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("axes", [("fsdp",), ("tp",)])
+def test_repeated_operations_do_not_count(remat: bool, axes: tuple[str, ...]) -> None:
+    """`tp` shards nothing here, so all devices along it repeat the same products."""
+    strategies = {"fsdp_tp": sw.Strategy.preset("fsdp_tp")}
+    found = sw.search(stack(remat), strategies, topology="v5e:2x4", axes=axes)
+    assert found.best is not None
+    report = found.best.report
+    useful = 3 * 2 * 3 * ROWS * LENGTH * WIDTH**2 // 8  # 3 products per layer, on 8 devices
+    assert report.walked.useful_flops == useful
+    assert report.walked.flops == useful * (4 if remat else 3) // 3 * (8 if axes == ("tp",) else 1)
+    assert found.best.tokens == {"__train__": ROWS * LENGTH}
+    low, high = utilization(report)
+    assert low * report.time.high == pytest.approx(useful / 197e12)
+    assert high * report.time.low == pytest.approx(useful / 197e12)
+
+
+def test_advice_names_the_best_that_fits() -> None:
+    topology = parse_topology("v5e:2x4", read_hardware())
+    found = search(axes=("dp", "fsdp"))
+    memories = sorted(one.report.memory.high for one in found.candidates)
+    small = dataclasses.replace(topology.chip, hbm_bytes=memories[-1])  # now it is close
+    topology = dataclasses.replace(topology, chip=small)
+    strategies = {name: sw.Strategy.preset(name) for name in ("fsdp", "fsdp_tp")}
+    found = sw.search(program(32), strategies, topology=topology, axes=("dp", "fsdp"))
+    fits = [one.verdict for one in found.candidates]
+    assert set(fits) == {Verdict.FITS, Verdict.CLOSE}
+    assert fits == sorted(fits, key=(Verdict.FITS, Verdict.CLOSE).index)
+    assert found.front[0] == found.best == found.candidates[0]
+    first = search_text(found).split("\n")[0]
+    assert first.startswith(f"use {found.best.name} on {found.best.mesh}: ")
+    assert first.endswith("it fits")
+    assert "tokens/s, MFU" in first
+    close = dataclasses.replace(found, candidates=found.candidates[-1:])
+    assert "it may not fit: --verify 1 compiles it" in " ".join(search_text(close).split())
+    assert "no candidate fits" in search_text(dataclasses.replace(found, candidates=()))
+    page = search_html({"train": found})
+    assert first in page
+    assert page.count("<table") > 2
+
+
+def test_unused_mesh_axes_may_be_named() -> None:
+    found = search(presets=("fsdp_tp",), axes=("fsdp", "ep"))
+    assert any(one.sizes["ep"] > 1 for one in found.candidates)
+    pinned = search(presets=("fsdp_tp",), pins=("mesh.ep = 2",))
+    assert {one.sizes["ep"] for one in pinned.candidates} == {2}
+
+
+@pytest.mark.parametrize("last", [("judged", 3), ("planned", 2)])
+def test_search_stops_with_what_it_has(last: tuple[str, int]) -> None:
+    def progress(state: Progress) -> bool:
+        return (state.doing, state.done) != last
+
+    found = search(axes=("fsdp", "tp"), progress=progress)
+    assert not found.exhaustive
+    assert len(found.candidates) == (2 if last[0] == "planned" else 0)
+    assert found.dropped["not planned: the search was stopped"] > 0
+    assert found.judged == search(axes=("fsdp", "tp")).judged
+
+
+def test_interrupt_keeps_what_was_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: object, state: Progress) -> None:
+        if (state.doing, state.done) == ("planned", 2):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("shardwright.cli.show.ProgressLine.__call__", interrupt)
+    model = tmp_path / "searched_model.py"
+    model.write_text(MODEL, encoding="utf-8")
+    before = signal.getsignal(signal.SIGINT)
+    options = f"--strategy fsdp_tp --topology v5e:2x4 --axes fsdp,tp --out {tmp_path}"
+    assert main(shlex.split(f"search {model}:one {options} --html {tmp_path}/page.html")) == 0
+    assert signal.getsignal(signal.SIGINT) is before
+    out = capsys.readouterr().out
+    assert out.startswith("mode train\nuse fsdp_tp on ")
+    assert "not planned: the search was stopped" in out
+    for file in tmp_path.glob("*.toml"):
+        assert sw.Strategy.load(file).name == file.stem
+    assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_progress_estimates_what_is_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter((0.0, 0.0, 30.0))
+    monkeypatch.setattr("shardwright.cli.show.time.monotonic", lambda: next(now))
+    line = ProgressLine()
+    for done in (1, 4):
+        line(Progress(doing="planned", done=done, all=10))
+    assert capsys.readouterr().err == "planned 4 of 10 candidates, about 60 s left\n"

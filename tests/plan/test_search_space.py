@@ -18,6 +18,7 @@ from shardwright.cli.main import main
 from shardwright.errors import ProgramError
 from shardwright.plan import Program
 from shardwright.plan.collectives.collective import Kind
+from shardwright.plan.fit import Verdict
 from shardwright.plan.report.search import search_text, verified_text
 from shardwright.plan.report.text import bytes_text
 from shardwright.plan.search import SearchReport, search_variants, verify_front
@@ -68,7 +69,8 @@ def brute_force(
                     )
                 except sw.ShardingError:
                     continue
-                costs.add((report.time.high, float(report.memory.high), 0.0))  # one slice
+                assert report.verdict is Verdict.FITS
+                costs.add((False, report.time.high, report.memory.high, 0))  # one slice
     return costs
 
 
@@ -85,7 +87,8 @@ def test_space_equals_brute_force(orders: bool, axes: tuple[str, ...], meshes: i
         costs
         for costs in expected
         if not any(
-            t <= costs[0] and m <= costs[1] and (t, m, sent) != costs for t, m, sent in expected
+            t <= costs[1] and m <= costs[2] and (_, t, m, sent) != costs
+            for _, t, m, sent in expected
         )
     }
     assert {one.costs for one in found.front} == best

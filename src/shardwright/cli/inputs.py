@@ -7,6 +7,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jax.sharding import AbstractMesh
@@ -243,6 +244,18 @@ def unreadable(name: str, error: OSError, *, verb: str = "read") -> StrategyErro
         f"cannot {verb} {name!r}: {(error.strerror or str(error)).lower()}",
         fix="check the path and its permissions",
     )
+
+
+def write_page(name: str, page: str) -> None:
+    """Write an HTML page.
+
+    Raises:
+      StrategyError: The file cannot be written.
+    """
+    try:
+        Path(name).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise unreadable(name, error, verb="write") from error
 
 
 def read_mesh_text(strategy: Any, text: str | None, devices: int | None) -> MeshSpec | None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Final
 
-from shardwright.cli.inputs import Setting, unreadable
+from shardwright.cli.inputs import Setting, write_page
 from shardwright.cli.plan_advice import too_large_text
 from shardwright.cli.plan_checks import limit_failures
 from shardwright.cli.programs import plan_program, read_options, read_programs
@@ -133,10 +132,7 @@ def _write_page(
         title=f"Plan of {os.path.basename(arguments.model)}",
         verified={mode_name(mode): each for mode, each in verified.items()},
     )
-    try:
-        Path(arguments.html).write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise unreadable(arguments.html, error, verb="write") from error
+    write_page(arguments.html, page)
 
 
 def _breaches(

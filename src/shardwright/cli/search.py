@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import os
 import re
+import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
-from shardwright.cli.inputs import read_count, read_strategy, unreadable
+from shardwright.cli.inputs import read_count, read_strategy, unreadable, write_page
 from shardwright.cli.programs import add_model_options, read_options, read_programs
 from shardwright.cli.relayout import relayout_lines
 from shardwright.cli.show import ProgressLine, print_json, print_lines, width_of
 from shardwright.cli.verify import add_compiler_options, cache_folder, check_verify_options
 from shardwright.errors import ShardingError, StrategyError
-from shardwright.plan.hardware import parse_topology, read_hardware
+from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.plan.planner import Program
+from shardwright.plan.report.page import search_html
 from shardwright.plan.report.search import search_text, verified_text
 from shardwright.plan.search.result import Candidate, SearchReport
 from shardwright.plan.search.run import WALKS, search_variants
@@ -35,13 +39,13 @@ if TYPE_CHECKING:
 _EPILOG = f"""\
 MODEL is file.py:function or a config.json, as for `shardwright plan`. A candidate is a strategy on
 a mesh of the slice. Each candidate is resolved, and the best ones are planned. The table has the
-candidates that no other one beats in both time and memory. With --modes, there is one search for
-train, and one for all other modes, which share a strategy. Without --strategy, the search for train
+candidates that no other one beats in both time and memory. There is one search for train, and one
+for all other modes, which share a strategy. Without --strategy, the search for train
 tries the presets fsdp_tp and fsdp_tp_sp, and moe_ep if the model has experts. The search for other
 modes tries serve_tp and serve_long_context.
 
 examples:
-  shardwright search config.json --topology v5p:4x4x4 --modes all
+  shardwright search config.json --topology v5p:4x4x4
   shardwright search model.py:programs --strategy fsdp --strategy fsdp_tp --topology v5p:4x4x4
   shardwright search model.py:programs --strategy fsdp_tp --topology v5e:4x8 --axes fsdp,tp \\
       --mode decode --out found
@@ -75,9 +79,7 @@ def parser() -> argparse.ArgumentParser:
     _add_space_options(command)
     modes = command.add_mutually_exclusive_group()
     modes.add_argument("--mode", metavar="MODE", help="search for this mode of the model only")
-    modes.add_argument(
-        "--modes", metavar="A,B", help='search for these modes; "all" is every mode of the model'
-    )
+    modes.add_argument("--modes", metavar="A,B", help="search for these modes (default: all)")
     add_model_options(command, several=True)
     command.add_argument(
         "--out",
@@ -91,6 +93,7 @@ def parser() -> argparse.ArgumentParser:
         help="compile the K fastest candidates, and order them by their compiled programs",
     )
     add_compiler_options(command)
+    command.add_argument("--html", metavar="FILE", help="also write the result as one HTML page")
     command.add_argument(
         "--rows", type=read_count, metavar="N", help="show only the N fastest candidates"
     )
@@ -144,34 +147,9 @@ def run(arguments: argparse.Namespace) -> int:
     notes: list[str] = []
     variants = _read_variants(arguments, topology.devices, notes)
     groups = _groups(arguments, next(iter(variants.values())))
-    strategies = _read_strategies(arguments)
-    axes = None if arguments.axes is None else arguments.axes.replace(" ", "").split(",")
     check_verify_options(arguments, topology)
-    vary = read_vary(map(parse_alternatives, arguments.vary))
     progress = ProgressLine()
-    reports: dict[str, SearchReport] = {}
-    errors: dict[str, ShardingError] = {}
-    for name, modes in groups.items():
-        try:
-            reports[name] = search_variants(
-                {
-                    label: {mode: programs[mode] for mode in modes}
-                    for label, programs in variants.items()
-                },
-                strategies,
-                topology=topology,
-                axes=axes,
-                pins=arguments.pin,
-                vary=vary,
-                orders=arguments.orders,
-                walks=arguments.walks,
-                progress=progress,
-            )
-        except ShardingError as error:
-            errors[name] = error  # the result of another search must not be lost
-    if not reports:
-        progress.close()
-        raise next(iter(errors.values()))
+    reports, errors = _search_all(arguments, topology, groups, variants, progress)
     written = {
         name: [] if arguments.out is None else _write(report, arguments, name, len(groups) > 1)
         for name, report in reports.items()
@@ -181,6 +159,9 @@ def run(arguments: argparse.Namespace) -> int:
         for name, report in reports.items()
     }
     progress.close()
+    if arguments.html is not None:
+        title = f"Search for {os.path.basename(arguments.model)} on {topology}"
+        write_page(arguments.html, search_html(reports, title=title))
     if arguments.json:
         _print_json(reports, written, verified)
     else:
@@ -195,6 +176,68 @@ def run(arguments: argparse.Namespace) -> int:
     bad = [not report.candidates for report in reports.values()]
     bad += [not any(each.fits for each in compiled) for compiled in verified.values() if compiled]
     return 1 if any(bad) else 0
+
+
+def _search_all(
+    arguments: argparse.Namespace,
+    topology: Topology,
+    groups: Mapping[str, Sequence[str]],
+    variants: Mapping[str, Mapping[str, Program]],
+    progress: ProgressLine,
+) -> tuple[dict[str, SearchReport], dict[str, ShardingError]]:
+    """Search for each group of modes. Return the results, and the errors of the other groups.
+
+    Raises:
+      ShardingError: An option is invalid, or every group has an error.
+    """
+    options: dict[str, Any] = {
+        "axes": None if arguments.axes is None else arguments.axes.replace(" ", "").split(","),
+        "pins": arguments.pin,
+        "vary": read_vary(map(parse_alternatives, arguments.vary)),
+        "orders": arguments.orders,
+        "walks": arguments.walks,
+    }
+    strategies = _read_strategies(arguments)
+    reports: dict[str, SearchReport] = {}
+    errors: dict[str, ShardingError] = {}
+    with _stoppable(progress) as shown:
+        for name, modes in groups.items():
+            programs = {
+                label: {mode: each[mode] for mode in modes} for label, each in variants.items()
+            }
+            try:
+                reports[name] = search_variants(
+                    programs, strategies, topology=topology, progress=shown, **options
+                )
+            except ShardingError as error:
+                errors[name] = error  # the result of another search must not be lost
+    if not reports:
+        progress.close()
+        raise next(iter(errors.values()))
+    return reports, errors
+
+
+@contextlib.contextmanager
+def _stoppable(show: ProgressLine) -> Iterator[Callable[[object], bool]]:
+    """Yield the progress of a search that the first Ctrl-C stops. A second one ends the command."""
+    stopped: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        stopped.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    def shown(state: object) -> bool:
+        show(state)
+        return not stopped
+
+    # Python lets only the main thread set a handler.
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, stop) if is_main else None
+    try:
+        yield shown
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, before)
 
 
 def _verify(
@@ -244,15 +287,7 @@ def _read_strategies(arguments: argparse.Namespace) -> dict[str, Strategy] | Non
 
 def _groups(arguments: argparse.Namespace, programs: Mapping[str, Program]) -> dict[str, list[str]]:
     """Return the groups of modes that share a strategy: train, and all others."""
-    if arguments.modes is None:
-        if len(programs) > 1:
-            names = " or ".join(map(mode_name, programs))
-            raise StrategyError(
-                f"{arguments.model} has {len(programs)} modes, but no mode is given",
-                fix=f"add --mode with {names}, or --modes all",
-            )
-        modes = list(programs)
-    elif arguments.modes == "all":
+    if arguments.modes in (None, "all"):
         modes = list(programs)
     else:
         modes = [parse_mode(mode) for mode in arguments.modes.replace(" ", "").split(",")]
@@ -345,9 +380,11 @@ def _write(
 def _file_names(candidates: Sequence[Candidate], group: str) -> Iterator[tuple[str, Candidate]]:
     """Yield a file name for each candidate: its rank, group of modes, strategy, mesh and variant.
 
-    Parts that are empty are left out.
+    Parts that are empty are left out. The strategy in the file has the same name.
     """
     for number, candidate in enumerate(candidates, 1):
         parts = (group, candidate.name, candidate.mesh, candidate.variant)
         words = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(part for part in parts if part))
-        yield f"{number:02}-{words}.toml", dataclasses.replace(candidate)
+        name = f"{number:02}-{words}"
+        strategy = candidate.strategy | type(candidate.strategy)(name=name)
+        yield f"{name}.toml", dataclasses.replace(candidate, strategy=strategy)

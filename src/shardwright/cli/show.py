@@ -78,19 +78,35 @@ class ProgressLine:
         self._terminal = sys.stderr is not None and sys.stderr.isatty()
         self._every = 0.1 if self._terminal else 10.0
         self._width = 0
+        self._phase, self._started = "", 0.0
         # A terminal shows the first state, and a log only what takes long.
         self._due = 0.0 if self._terminal else time.monotonic() + self._every
 
-    def __call__(self, state: object) -> None:
-        """Show a state, at most once in the time between two lines."""
+    def __call__(self, state: Any) -> None:
+        """Show a state, at most once in the time between two lines.
+
+        A state with `doing`, `done` and `all`, as in a search, gets an estimate of what is left.
+        """
         now = time.monotonic()
+        left = self._left(state, now)
         if now < self._due or sys.stderr is None:
             return
         self._due = now + self._every
-        text = visible(str(state))
+        text = visible(f"{state}{left}")
         sys.stderr.write(f"\r{text:<{self._width}}" if self._terminal else f"{text}\n")
         sys.stderr.flush()
         self._width = len(text)
+
+    def _left(self, state: Any, now: float) -> str:
+        doing = getattr(state, "doing", "")
+        if doing != self._phase:
+            self._phase, self._started = doing, now
+        if not doing or state.done < 2 or now <= self._started:
+            return ""
+        # The first state of a phase comes with `done` = 1.
+        seconds = (now - self._started) / (state.done - 1) * (state.all - state.done)
+        rest = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+        return f", about {rest} left"
 
     def close(self) -> None:
         """Clear the line of a terminal."""

@@ -10,6 +10,7 @@ from shardwright.plan.planner import PlanReport
 from shardwright.plan.report.charts import bars, html_table, key, spans, stacked_bar
 from shardwright.plan.report.events import EVENT_HEAD, event_row, grouped_events
 from shardwright.plan.report.fit import LIVE_HEAD, live_rows
+from shardwright.plan.report.search import advice_lines, candidate_rows, count_lines
 from shardwright.plan.report.state import CAUSE_HEAD, STATE_HEAD, cause_rows, state_row
 from shardwright.plan.report.text import bytes_text
 from shardwright.plan.report.time import time_rows
@@ -21,10 +22,12 @@ from shardwright.plan.report.verification import (
     refusal_text,
     sent_rows,
 )
+from shardwright.plan.search.result import SearchReport
 from shardwright.plan.time import seconds_text
 from shardwright.plan.verify.run import Verification
 from shardwright.resolution.html import html_text
 from shardwright.vocabulary.axes import axis_label
+from shardwright.vocabulary.modes import mode_name
 
 _WORDS = {
     Verdict.FITS: ("fits", "good"),
@@ -50,21 +53,49 @@ def plan_html(
     >>> "a &lt; b" in page, "http" in page
     (True, False)
     """
-    style = importlib.resources.files("shardwright.plan.report") / "page.css"
-    name = html_text(title)
     links = "".join(f'<a href="#{html_text(mode)}">{html_text(mode)}</a>' for mode in reports)
     sections = [
         f'<section id="{html_text(mode)}"><h2>{html_text(mode)}</h2>'
         f"{''.join(_section(report, (verified or {}).get(mode)))}</section>"
         for mode, report in reports.items()
     ]
+    body = (
+        "<p>What each device holds, computes and sends in one run. The program was not run.</p>"
+        f"<nav>{links if len(reports) > 1 else ''}</nav>\n{chr(10).join(sections)}"
+    )
+    return _page(title, body)
+
+
+def search_html(searches: Mapping[str, SearchReport], *, title: str = "Search") -> str:
+    """Return searches as one HTML page: what to use, the table, and the plan of what to use.
+
+    Args:
+      searches: Names of modes, such as `prefill+decode` -> the result.
+      title: Title of the page, such as the model's name.
+    """
+    body = []
+    for name, found in searches.items():
+        body.append(f"<h2>{html_text(name)}</h2>")
+        body += [f"<p><b>{html_text(' '.join(advice_lines(found)))}</b></p>"]
+        if found.best is None:
+            continue
+        head, *rows = candidate_rows(found.front)
+        body.append(html_table(head, rows, code=(1,)))
+        body += [f"<p>{html_text(line)}</p>" for line in count_lines(found)]
+        for mode, report in found.best.reports.items():
+            body.append(f"<section><h2>{html_text(mode_name(mode))}: what to use</h2>")
+            body += [*_section(report, None), "</section>"]
+    return _page(title, "\n".join(body))
+
+
+def _page(title: str, body: str) -> str:
+    style = importlib.resources.files("shardwright.plan.report") / "page.css"
+    name = html_text(title)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{name}</title>\n<style>\n{style.read_text(encoding='utf-8')}</style></head>\n"
-        f"<body><h1>{name}</h1><p>What each device holds, computes and sends in one run. The "
-        f"program was not run.</p><nav>{links if len(reports) > 1 else ''}</nav>\n"
-        f"{chr(10).join(sections)}\n</body></html>\n"
+        f"<body><h1>{name}</h1>{body}\n</body></html>\n"
     )
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from shardwright.plan.fit import Verdict
 from shardwright.plan.planner import PlanReport
 from shardwright.plan.report.text import bytes_text
-from shardwright.plan.search.result import Candidate, SearchReport
+from shardwright.plan.search.result import Candidate, SearchReport, utilization
 from shardwright.plan.search.verify import VerifiedCandidate
 from shardwright.plan.time import seconds_text
 from shardwright.resolution.tables import WIDTH, table
 from shardwright.vocabulary.modes import mode_name
 
+_NONE = "no candidate fits"
+
 
 def search_text(found: SearchReport, *, rows: int | None = None, width: int = WIDTH) -> str:
-    """Return the candidates of the front as a table, the fastest first, and count all others.
+    """Return the candidate to use in words, the front as a table, and a count of all others.
 
     Args:
       found: The result.
@@ -24,9 +27,19 @@ def search_text(found: SearchReport, *, rows: int | None = None, width: int = WI
     """
     front = found.front
     shown = front if rows is None else front[:rows]
-    lines = _table(shown, width) if shown else ["no candidate fits"]
+    lines = (
+        [*advice_lines(found, width=width), "", *table(candidate_rows(shown), width=width)]
+        if shown
+        else [_NONE]
+    )
     if len(shown) < len(front):
         lines.append(f"and {len(front) - len(shown)} more")
+    return "\n".join([*lines, *count_lines(found)])
+
+
+def count_lines(found: SearchReport) -> list[str]:
+    """Return how many candidates were judged, planned and dropped, and why."""
+    front, lines = found.front, []
     result = f"{len(found.candidates)} may fit, {len(front)} are not beaten in both time and memory"
     if found.exhaustive:
         lines.append(f"judged all {found.judged} candidates on {found.topology}: {result}")
@@ -48,7 +61,43 @@ def search_text(found: SearchReport, *, rows: int | None = None, width: int = WI
     for reason, count in found.dropped.items():
         lines.append(f"dropped {count}: {reason}")
         lines += [f"  {line}" for line in found.examples.get(reason, "").splitlines()]
-    return "\n".join(lines)
+    return lines
+
+
+def advice_lines(found: SearchReport, *, width: int = WIDTH) -> list[str]:
+    """Return which candidate to use, and what it reaches in each mode."""
+    best = found.best
+    if best is None:
+        return [_NONE]
+    settings = f" with {settings_text(best)}" if best.settings else ""
+    variant = f", {best.variant}" if best.variant else ""
+    rates = [
+        f"{f'{mode_name(mode)} ' if len(best.reports) > 1 else ''}{_rate_text(best, mode)}"
+        for mode in best.reports
+    ]
+    end = "it fits"
+    if best.verdict is not Verdict.FITS or not best.complete:
+        end = "it may not fit: --verify 1 compiles it"
+    text = f"use {best.name} on {best.mesh}{settings}{variant}: {', '.join(rates)}; {end}"
+    return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _rate_text(candidate: Candidate, mode: str) -> str:
+    """Return the tokens per second and the MFU of one mode as ranges."""
+    report = candidate.reports[mode]
+    assert report.time is not None
+    low, high = utilization(report)
+    used = f"MFU {low:.0%} to {high:.0%}"
+    if mode not in candidate.tokens:
+        return f"{_time_text(report)} per run, {used}"
+    slow, fast = (candidate.tokens[mode] / time for time in (report.time.high, report.time.low))
+    return f"{_count_text(slow)} to {_count_text(fast)} tokens/s, {used}"
+
+
+def _count_text(count: float) -> str:
+    """Return a number with three digits: 1,230,000."""
+    digits = max(0, len(str(round(count))) - 3)
+    return f"{round(count, -digits):,.0f}"
 
 
 def settings_text(candidate: Candidate) -> str:
@@ -83,8 +132,8 @@ def verified_text(verified: Sequence[VerifiedCandidate], *, width: int = WIDTH) 
     return "\n".join(lines)
 
 
-def _table(shown: tuple[Candidate, ...], width: int) -> list[str]:
-    """Return the candidates as a table. Columns that no candidate needs are left out."""
+def candidate_rows(shown: Sequence[Candidate]) -> list[list[str]]:
+    """Return candidates as rows below a head. Columns that no candidate needs are left out."""
     modes = list(shown[0].reports)
     times = ["time" if len(modes) == 1 else f"{mode_name(mode)} time" for mode in modes]
     head = ["variant", "strategy", "mesh", "settings", *times, "memory per device", "sent"]
@@ -94,8 +143,7 @@ def _table(shown: tuple[Candidate, ...], width: int) -> list[str]:
     if not any(candidate.slice_bytes for candidate in shown):
         absent.add(len(head) - 2)
     absent |= {3} if not any(candidate.settings for candidate in shown) else set()
-    kept = [[cell for at, cell in enumerate(row) if at not in absent] for row in (head, *rows)]
-    return table(kept, width=width)
+    return [[cell for at, cell in enumerate(row) if at not in absent] for row in (head, *rows)]
 
 
 def _row(candidate: Candidate) -> list[str]:

@@ -28,6 +28,7 @@ class Candidate:
       reports: Mode -> its plan.
       variant: Label of the program, if several were searched; else "".
       position: Position of the strategy among those that were searched.
+      tokens: Mode -> tokens of one run, for the modes whose arguments have BATCH and a length.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Candidate:
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     variant: str = ""
     position: int = 0
+    tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def report(self) -> PlanReport:
@@ -88,19 +90,25 @@ class Candidate:
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """The costs by which candidates are compared: times, memory, and bytes between slices."""
+        """The costs by which candidates are compared: whether it fits, times, memory, and bytes
+        between slices.
+        """
         times = map(seconds_of, self.reports.values())
-        return (*times, float(self.most_bytes), float(self.slice_bytes))
+        return (self.verdict is not Verdict.FITS, *times, self.most_bytes, self.slice_bytes)
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """The key by which candidates are sorted, the fastest first. No two keys are equal."""
+        """The key by which candidates are sorted: those that fit first, then the fastest.
+
+        No two keys are equal.
+        """
         settings = tuple(self.settings.items())
         names = (self.variant, self.name, self.mesh, tuple(self.sizes.items()), settings)
         # Of candidates with equal costs, the one with the fewest mesh axes comes first, then that
         # of the first strategy.
         axes = sum(size > 1 for size in self.sizes.values())
-        return (self.seconds, self.most_bytes, axes, self.position, *names)
+        is_close = self.verdict is not Verdict.FITS
+        return (is_close, self.seconds, self.most_bytes, axes, self.position, *names)
 
     def to_json(self) -> dict[str, Any]:
         """Return the candidate as plain data."""
@@ -123,6 +131,8 @@ class Candidate:
                     "seconds": seconds_of(report),
                     "memory": report.memory.high,
                     "sent_bytes": report.sent_bytes,
+                    "tokens": self.tokens.get(mode),
+                    "mfu": list(utilization(report)),
                 }
                 for mode, report in self.reports.items()
             },
@@ -135,10 +145,12 @@ class SearchReport:
 
     Attributes:
       topology: The slice.
-      candidates: The candidates that were walked and may fit, the fastest first.
+      candidates: The candidates that were walked and may fit: those that fit first, the fastest
+        first.
       dropped: Reason -> number of candidates.
       walked: Number of walks. Candidates that differ only in the order of axes share a walk.
-      skipped: Number of candidates that were not walked, because they ranked too low.
+      skipped: Number of candidates that were not walked, because they ranked too low, or because
+        the search was stopped.
       examples: Reason -> the first candidate that was dropped for it, and its error. For `does not
         fit` it is the candidate that needs least.
       fixed_axes: Mesh axes of the strategies that have one device in every candidate, because
@@ -168,14 +180,16 @@ class SearchReport:
 
     @property
     def front(self) -> tuple[Candidate, ...]:
-        """The candidates that no other one beats in both time and memory, the fastest first.
+        """The candidates that no other one beats, those that fit first, the fastest first.
 
-        A candidate is beaten if another one takes no more time in any mode and no more memory.
+        A candidate is beaten if another one takes no more time in any mode and no more memory, and
+        fits if it does.
         """
         front: list[Candidate] = []
         for candidate in self.candidates:
             costs = candidate.costs
-            # Candidates are sorted by time, so only earlier ones can beat this one.
+            # Candidates are sorted by whether they fit and by time, so only earlier ones can beat
+            # this one.
             if not any(_at_most(other.costs, costs) for other in front):
                 front.append(candidate)
         return tuple(front)
@@ -187,6 +201,11 @@ class SearchReport:
         They may take less than the upper end of the first one.
         """
         return sum(each.least_seconds < self.front[0].seconds for each in self.front)
+
+    @property
+    def best(self) -> Candidate | None:
+        """The candidate to use: the fastest that fits, or else the fastest that may fit."""
+        return self.candidates[0] if self.candidates else None
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data."""
@@ -207,6 +226,18 @@ def seconds_of(report: PlanReport) -> float:
     """Return the upper end of the estimated time of a plan on a slice."""
     assert report.time is not None
     return report.time.high
+
+
+def utilization(report: PlanReport) -> tuple[float, float]:
+    """Return the model FLOPs utilization (MFU) of a plan on a slice, as a range.
+
+    Operations that rematerialization or idle devices repeat do not count, as in the PaLM paper
+    (Chowdhery et al. 2022, appendix B).
+    """
+    assert report.time is not None
+    assert report.layout is not None
+    seconds = report.walked.useful_flops / report.layout.topology.chip.flops
+    return seconds / report.time.high, seconds / report.time.low
 
 
 def _at_most(costs: tuple[float, ...], others: tuple[float, ...]) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardwright.errors import ShardingError, StrategyError
 from shardwright.manager.manager import PartitionManager
+from shardwright.manager.request import Request
 from shardwright.mesh.build import abstract_mesh
 from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology, parse_topology, read_hardware
@@ -33,7 +34,9 @@ from shardwright.plan.search.rank import (
 from shardwright.plan.search.result import Candidate, SearchReport
 from shardwright.plan.search.settings import read_pins, read_vary
 from shardwright.plan.search.space import Point, Space
+from shardwright.plan.search.unused import UnusedAxes
 from shardwright.plan.trace import Trace
+from shardwright.vocabulary.axes import BATCH, LENGTH, QUERY_LENGTH
 from shardwright.vocabulary.modes import MODE_TRAIN, parse_mode
 
 if TYPE_CHECKING:
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 
 WALKS: Final = 300  # programs that are walked by default: ten to twenty seconds for a decoder
 _TOO_LARGE: Final = "does not fit"
+_UNUSED: Final = "a mesh axis that no tensor is sharded over"
+_STOPPED: Final = "not planned: the search was stopped"
 
 
 def search(
@@ -59,9 +64,10 @@ def search(
     """Plan programs under every mesh of a slice and every strategy.
 
     A candidate is a strategy on a mesh. It is dropped and counted if it does not resolve, does not
-    fit, or is the same program as another candidate of its strategy. The others are ordered by the
-    upper end of the estimated time, then by that of the memory. The same arguments always give the
-    same result.
+    fit, is the same program as another candidate of its strategy, or has a mesh axis that no tensor
+    can be sharded over. The others are ordered: first those that fit, then those that are close to
+    the memory of the chip; among each by the upper end of the estimated time, then by that of the
+    memory. The same arguments always give the same result.
 
     Args:
       program: What to plan, or one program per mode. One strategy serves all of them.
@@ -70,7 +76,8 @@ def search(
         `serve_tp` and `serve_long_context`.
       topology: The slice, such as `v5p:4x4x4`.
       mode: Runtime mode of a single program. Defaults to train.
-      axes: Mesh axes that may have a size above 1. A strategy may lack some. Defaults to all.
+      axes: Mesh axes that may have a size above 1. A strategy may lack some. Defaults to those that
+        a rule gives to a tensor of the program.
       pins: Settings that every candidate has, such as `head = tp`, `params.embed = fsdp`,
         `policy.zero1 = dp` or `mesh.tp = 4`.
       vary: Settings and their alternatives: `{"head": ("tp", "-")}`. None keeps the setting of the
@@ -78,7 +85,8 @@ def search(
       orders: Whether to try every order of the mesh axes. The order decides which links they use.
       walks: How many walks to run at most. Candidates that differ only in the order of axes share a
         walk.
-      progress: Called for each candidate when it is judged, and again when it is planned.
+      progress: Called for each candidate when it is judged, and again when it is planned. If it
+        returns False, the search ends, and the result has what was planned until then.
 
     Raises:
       StrategyError: A strategy has no mesh, or there are no or too many candidates.
@@ -221,9 +229,11 @@ class _Search:
       shared: Modes whose single trace fits every candidate.
       walks: Specs of a walked candidate -> its plans by mode.
       flops: Upper bound of the operations of all devices, by mode.
+      tokens: Tokens of one run, by mode; 0 if no argument says so.
       dropped: Reason -> number of candidates.
       examples: Reason -> a candidate that was dropped for it, with its error.
       least: Bytes of the dropped candidate that needs least of those that do not fit.
+      stopped: Whether `progress` has ended the search.
     """
 
     space: Space
@@ -236,9 +246,11 @@ class _Search:
     shared: set[str] = dataclasses.field(default_factory=set)
     walks: dict[_Specs, dict[str, PlanReport]] = dataclasses.field(default_factory=dict)
     flops: dict[str, float] = dataclasses.field(default_factory=dict)
+    tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     dropped: Counter[str] = dataclasses.field(default_factory=Counter)
     examples: dict[str, str] = dataclasses.field(default_factory=dict)
     least: float = math.inf
+    stopped: bool = False
 
     def run(self, most: int) -> SearchReport:
         """Judge every candidate, walk the best, and return the result."""
@@ -251,6 +263,9 @@ class _Search:
         candidates = []
         walked = [each for each in resolved if each.specs in chosen]
         for number, each in enumerate(walked, 1):
+            if self.stopped:
+                self.dropped[_STOPPED] += 1
+                continue
             candidate = self._walk(each)
             self._report("planned", number, len(walked))
             if candidate.verdict is Verdict.DOES_NOT_FIT:
@@ -265,8 +280,8 @@ class _Search:
             topology=self.topology,
             candidates=tuple(sorted(candidates, key=lambda each: each.order)),
             dropped=_ordered(self.dropped),
-            walked=len(chosen),
-            skipped=skipped,
+            walked=len(self.walks),
+            skipped=skipped + self.dropped[_STOPPED],
             examples=self.examples,
             fixed_axes=self.space.fixed_axes,
         )
@@ -281,17 +296,27 @@ class _Search:
 
     def _report(self, doing: str, done: int, of: int) -> None:
         if self.progress is not None:
-            self.progress(Progress(doing=doing, done=done, all=of))
+            answer = self.progress(Progress(doing=doing, done=done, all=of))
+            self.stopped = self.stopped or answer is False
 
     def _resolve_all(self, points: Sequence[Point]) -> tuple[list[_Resolved], ShardingError | None]:
         resolved: list[_Resolved] = []
         seen: set[Any] = set()
         strategies: dict[Any, Strategy | ShardingError] = {}
         first_error: ShardingError | None = None
+        unused = UnusedAxes(self.space, self.programs)
         for number, point in enumerate(points, 1):
+            if self.stopped:
+                self.dropped[_STOPPED] += 1
+                continue
             self._report("judged", number, len(points))
             try:
-                each = self._resolve(point, self._strategy(point, strategies))
+                strategy = self._strategy(point, strategies)
+                if idle := [axis for axis in unused.of(strategy) if point.sizes.get(axis, 1) > 1]:
+                    self.dropped[_UNUSED] += 1
+                    self.examples.setdefault(_UNUSED, f"{point}: {', '.join(idle)}")
+                    continue
+                each = self._resolve(point, strategy)
             except ShardingError as error:
                 reason = _reason(error)
                 self.dropped[reason] += 1
@@ -385,6 +410,7 @@ class _Search:
             # Devices may repeat work, so this is an upper bound. All candidates use the same one.
             flops = price(manager, traced, program).walked.flops
             self.flops[mode] = float(flops * self.topology.devices)
+            self.tokens[mode] = max(map(_tokens, traced.inputs), default=0)
         if traced.fits_all:
             self.shared.add(mode)
         traces.append((traced, read_annotations(traced)))
@@ -440,7 +466,17 @@ class _Search:
             strategy=each.strategy,
             reports=reports,
             position=list(self.space.strategies).index(each.point.name),
+            tokens={mode: count for mode, count in self.tokens.items() if count},
         )
+
+
+def _tokens(given: Any) -> int:
+    """Return the tokens of an argument: its size of BATCH times that of its length, or 0."""
+    if not isinstance(given, Request) or not isinstance(given.annotation, tuple):
+        return 0
+    sizes: dict[Any, int] = dict(zip(given.annotation, given.shape or (), strict=False))
+    lengths = (sizes.get(axis, 0) for axis in (LENGTH, QUERY_LENGTH))
+    return sizes.get(BATCH, 0) * next(filter(None, lengths), 0)
 
 
 def _ordered(dropped: Counter[str]) -> dict[str, int]:

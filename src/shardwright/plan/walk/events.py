@@ -19,12 +19,14 @@ class Site:
       maybe: Whether it is in a branch of `cond`, which may not be taken.
       source: Line of the model, `model.py:12`.
       calls: The ids of the equations that hold the jaxpr, from the outermost one.
+      recomputed: Whether rematerialization repeats an earlier equation here.
     """
 
     runs: int = 1
     maybe: bool = False
     source: str = ""
     calls: tuple[int, ...] = ()
+    recomputed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,11 +122,14 @@ class Work:
       flops: Floating-point operations; of the branches of a `cond`, those of the largest.
       least_flops: The same with the smallest branch.
       product_bytes: Bytes that the products read and write; of a `cond`, those of the largest.
+      repeated_flops: The part of `flops` that repeats others: those of the forward pass, or those
+        of the devices along an idle mesh axis.
     """
 
     flops: int = 0
     least_flops: int = 0
     product_bytes: int = 0
+    repeated_flops: int = 0
 
     def __add__(self, other: Work) -> Work:
         """Return the work of both."""
@@ -132,6 +137,7 @@ class Work:
             flops=self.flops + other.flops,
             least_flops=self.least_flops + other.least_flops,
             product_bytes=self.product_bytes + other.product_bytes,
+            repeated_flops=self.repeated_flops + other.repeated_flops,
         )
 
     @staticmethod
@@ -141,6 +147,7 @@ class Work:
             flops=max(branch.flops for branch in branches),
             least_flops=min(branch.least_flops for branch in branches),
             product_bytes=max(branch.product_bytes for branch in branches),
+            repeated_flops=max(branch.repeated_flops for branch in branches),
         )
 
 
@@ -169,6 +176,11 @@ class Walked:
     def flops(self) -> int:
         """Floating-point operations of products, per device."""
         return self.work.flops
+
+    @property
+    def useful_flops(self) -> int:
+        """Operations of products, per device, without those that repeat others."""
+        return self.work.flops - self.work.repeated_flops
 
     @property
     def product_bytes(self) -> int:

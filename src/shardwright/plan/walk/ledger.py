@@ -242,16 +242,24 @@ class Ledger:
             )
         )
 
-    def count_product(self, elements: int, operands: Iterable[int], site: Site) -> int:
+    def count_product(
+        self, elements: int, operands: Iterable[int], site: Site, *, copies: int = 1
+    ) -> int:
         """Count the bytes and operations of one product on one device. Return the operations.
 
         Args:
           elements: Multiplications of one run.
           operands: Bytes of each operand and of the result.
           site: The equation.
+          copies: Number of devices that all compute the same.
         """
         flops = 2 * elements * site.runs
-        self.work += Work(flops=flops, least_flops=flops, product_bytes=sum(operands) * site.runs)
+        self.work += Work(
+            flops=flops,
+            least_flops=flops,
+            product_bytes=sum(operands) * site.runs,
+            repeated_flops=flops if site.recomputed else flops - flops // copies,
+        )
         return flops
 
 

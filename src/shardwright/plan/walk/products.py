@@ -205,8 +205,9 @@ def _count(step: Step, labels: Labels, order: dict[str, list[str]]) -> None:
             (step.results[0], labels.result),
         )
     ]
-    flops = ledger.count_product(elements, operands, step.site)
     used = {axis for axes in order.values() for axis in axes}
     idle = tuple(axis for axis in ledger.sizes if axis not in used)
+    copies = math.prod(ledger.sizes[axis] for axis in idle)
+    flops = ledger.count_product(elements, operands, step.site, copies=copies)
     if idle:
         ledger.idle.append(Idle(mesh_axes=idle, source=step.site.source, flops=flops))

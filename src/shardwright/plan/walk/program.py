@@ -155,7 +155,11 @@ class Walker:
             step = Step(
                 equation=equation,
                 values=[value(variable) for variable in equation.invars],
-                site=dataclasses.replace(outer, source=source),
+                site=dataclasses.replace(
+                    outer,
+                    source=source,
+                    recomputed=outer.recomputed or _jax.is_recomputed(equation),
+                ),
                 scope=scope,
             )
             notes.moved, notes.inner = 0, Peak()
