@@ -125,6 +125,34 @@ def test_axis_of_size_one_is_part_of_the_sharding(axis_types: Any, donate: bool)
     assert all(again[name] is moved[name] for name in tree)
 
 
+@pytest.mark.parametrize("dtype", ["int2", "uint2"])
+def test_arrays_of_two_bits_are_refused(dtype: str) -> None:
+    """A collective on such an array ends the process; jax.device_put is right."""
+    mesh = cpu_mesh("fsdp:4")
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=mesh)
+    values = (np.arange(256) % 2).reshape(16, 16).astype(jnp.dtype(dtype))
+    source, target = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P(None, "fsdp"))
+    x = jax.device_put(values, source)
+    for call in (pm.reshard, pm.plan_reshard):
+        for value in (x, values):
+            with pytest.raises(ShardingError, match=f"a: .* arrays of {dtype}") as caught:
+                call({"a": value}, {"a": target})
+            assert "jax.device_put(x, sharding)" in caught.value.fix
+    assert pm.reshard({"a": x}, {"a": source})["a"] is x
+    np.testing.assert_array_equal(np.asarray(jax.device_put(x, target)), values)
+
+
+def test_plans_say_how_four_bits_count() -> None:
+    mesh = cpu_mesh("fsdp:4")
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=mesh)
+    source, target = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
+    for dtype, note in (("int4", "an element of int4 counts as a byte"), ("int8", "")):
+        x = jax.device_put(jnp.zeros((16, 16), dtype), source)
+        plan = pm.plan_reshard({"a": x, "mask": jnp.zeros(4, bool)}, {"a": target, "mask": target})
+        assert plan.leaves[0].route.bytes_sent == 3 * x.nbytes
+        assert (note in str(plan)) if note else ("counts as a byte" not in str(plan))
+
+
 def test_targets_may_be_arrays_with_shardings() -> None:
     tree = train().reshard({"a": numbers(1), "b": numbers(2)}, AXES)
     pm = serve()

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from shardwright.checkpoint import leaves
 from shardwright.checkpoint.leaves import Kind, TargetLeaf
 from shardwright.checkpoint.stored import open_array
+from shardwright.reshard.checks import is_wide_enough
 from shardwright.reshard.leaf import move_leaf
 from shardwright.reshard.route import Route, find_route
 
@@ -53,7 +54,8 @@ def read(orbax: Any, folder: str, targets: Sequence[TargetLeaf]) -> dict[str, An
 def _route(leaf: TargetLeaf) -> Route | None:
     """Return the route by which a leaf is read in pieces. None if it is read as a whole.
 
-    That is the case if it is small, or its sharding is not on a mesh in device memory.
+    That is the case if it is small, if its sharding is not on a mesh in device memory, or if XLA
+    cannot join its pieces.
     """
     sharding = leaf.sharding
     if leaf.saved.kind is not Kind.ARRAY or not isinstance(sharding, NamedSharding):
@@ -61,6 +63,8 @@ def _route(leaf: TargetLeaf) -> Route | None:
     if sharding.memory_kind in ("pinned_host", "unpinned_host"):
         return None
     wanted = leaf.read_as()
+    if not is_wide_enough(wanted.dtype):
+        return None
     route = find_route(wanted.shape, wanted.dtype, wanted.dtype, None, sharding, PIECE)
     return None if route.pieces.dim is None else route
 

@@ -70,6 +70,23 @@ def check_alive(path: str, value: Any) -> list[Problem]:
     return [_problem(path, "the array is deleted: it was donated", fix)]
 
 
+def check_width(path: str, dtype: np.dtype) -> list[Problem]:
+    """Return a problem if XLA cannot move arrays of a dtype.
+
+    Its collectives on elements of 2 bits write past the memory of the result, and end the process:
+    on CPUs under JAX 0.10.2 and 0.12.0.
+    """
+    if is_wide_enough(dtype):
+        return []
+    fix = "move it with jax.device_put(x, sharding), or as int8"
+    return [_problem(path, f"the collectives of XLA do not take arrays of {dtype}", fix)]
+
+
+def is_wide_enough(dtype: np.dtype) -> bool:
+    """Tell whether XLA can move arrays of a dtype: one of at least 4 bits."""
+    return int(jax.dtypes.itemsize_bits(dtype)) >= 4
+
+
 def _problem(path: str, what: str, fix: str) -> Problem:
     return Problem(error=ShardingError, what=what, path=path, fix=fix)
 

@@ -7,6 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import jax
+import numpy as np
+
 from shardwright.plan.report.text import bytes_text
 from shardwright.reshard.plan import MoveKind
 from shardwright.reshard.route import Route, Way, sent_bytes
@@ -94,10 +97,17 @@ def plan_text(plan: ReshardPlan) -> str:
         f"one device holds at most {bytes_text(plan.peak_per_device)}"
         + (f", the host {bytes_text(plan.host_bytes)}" if plan.host_bytes else "")
     )
+    narrow = sorted({str(leaf.route.dtype) for leaf in plan.leaves if _is_narrow(leaf.route.dtype)})
+    if narrow:
+        lines.append(f"an element of {', '.join(narrow)} counts as a byte")
     if any(leaf.moves for leaf in plan.leaves):
         after = "is then deleted" if plan.donate else "is kept"
         lines.append(f"source and target of a leaf exist at the same time; the source {after}")
     return "\n".join(lines)
+
+
+def _is_narrow(dtype: np.dtype) -> bool:
+    return int(jax.dtypes.itemsize_bits(dtype)) < 8 and dtype != np.bool_
 
 
 def sent_text(plan: ReshardPlan) -> str:

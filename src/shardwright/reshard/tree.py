@@ -196,7 +196,10 @@ def plan_reshard(
         leaf. Leaves are cast before they are sent if that does not make them larger.
 
     Raises:
-      ShardingError: The problems of all leaves at once, each with its path.
+      ShardingError: The problems of all leaves at once, each with its path. Arrays of 2 bits, such
+        as int2, cannot be moved.
+
+    Bytes are those of the arrays' `nbytes`, which counts a byte per element of 4 bits.
 
     >>> import jax, shardwright as sw
     >>> strategy = sw.Strategy.preset("fsdp_tp")
@@ -311,6 +314,7 @@ def _plan_leaf(
     shape, own = plain_type(value)
     is_cast = dtype is not None and jnp.issubdtype(own, jnp.floating)
     route = find_route(shape, own, dtype if is_cast else own, where, target, limit)
+    raise_problems(checks.check_width(path, own) if route.moves else [])
     return LeafMove(
         path=path, source=_source_text(where), target=spec_text(target.spec), route=route
     )
