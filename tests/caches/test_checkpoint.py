@@ -102,8 +102,9 @@ def test_save_is_atomic_and_never_overwrites(
 
         patch.setattr(orbax.JsonCheckpointHandler, "save", fail, raising=True)
         patch.setattr(orbax.JsonCheckpointHandler, "async_save", fail, raising=False)
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(CacheError, match="the cache could not be written to") as caught:
             save(filled(), tmp_path / "cache")
+        assert "disk full" in str(caught.value.__cause__)
     assert not (tmp_path / "cache").exists()
     with pytest.raises(CacheError, match="there is no saved cache at"):
         restore(tmp_path / "cache")

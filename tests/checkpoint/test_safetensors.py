@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +100,58 @@ def test_invalid_exports(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError("no space left")
+def no_space(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(np, "memmap", fail)
-    with pytest.raises(OSError, match="no space left"):
+
+@pytest.mark.parametrize(("module", "name"), [(os, "posix_fallocate"), (np, "memmap")])
+def test_failure_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str
+) -> None:
+    """The space is taken before the file is mapped: a full disk would end the process later."""
+    monkeypatch.setattr(module, name, no_space)
+    with pytest.raises(CheckpointError, match="out could not be written: No space left") as caught:
         checkpoint.export_safetensors(tmp_path / "out", {"a": jnp.ones(3)})
+    assert "the export takes 12 bytes" in caught.value.fix
     assert list(tmp_path.iterdir()) == []
+
+
+def test_disks_that_cannot_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: Any) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    tree = {"a": np.arange(2**18 + 5, dtype=np.float32), "b": np.zeros((0, 3))}
+    checkpoint.export_safetensors(tmp_path / "reserved", tree)
+    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    checkpoint.export_safetensors(tmp_path / "written", tree)
+    written, reserved = (tmp_path / name / "model.safetensors" for name in ("written", "reserved"))
+    assert written.read_bytes() == reserved.read_bytes()
+
+
+FULL = """
+import sys
+import numpy as np
+from shardwright import checkpoint
+from shardwright.errors import CheckpointError
+checkpoint.export_safetensors(sys.argv[1] + "/old", {"w": np.ones((512, 1024), np.float32)})
+try:
+    checkpoint.export_safetensors(sys.argv[1] + "/new", {"w": np.ones((4096, 1024), np.float32)})
+except CheckpointError as error:
+    print(error)
+"""
+
+
+@pytest.mark.wide
+def test_full_disk(tmp_path: Path) -> None:
+    """In a mount namespace of its own, so that nothing stays mounted."""
+    script = 'mount -t tmpfs -o size=8m tmpfs "$1" && "$2" -c "$3" "$1" && ls "$1"'
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh"]
+    try:
+        subprocess.run([*command, str(tmp_path), "true", ""], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this machine mounts no disks in a namespace")
+    command += [str(tmp_path), sys.executable, FULL]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "new could not be written: No space left on device" in ended.stdout
+    assert ended.stdout.splitlines()[-1] == "old"

@@ -46,8 +46,8 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
       path: Path of the directory, which must not exist.
 
     Raises:
-      CacheError: The path exists, the call is inside a trace, the class of the cache is unknown,
-        its arrays are deleted, or orbax is not installed.
+      CacheError: The path exists, or cannot be written; the call is inside a trace; the class of
+        the cache is unknown; its arrays are deleted; or orbax is not installed.
     """
     orbax, directory = import_orbax(_WHAT, CacheError), orbax_files.directory(path, CacheError)
     arrays = _check_saveable(cache)
@@ -63,16 +63,19 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
         "spec": dataclasses.asdict(cache.spec),
         "arrays": {name: [list(x.shape), str(x.dtype)] for name, x in arrays.items()},
     }
-    with (
-        _staging(directory) as folder,
-        orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer,
-    ):
-        checkpointer.save(
-            folder,
-            args=orbax.args.Composite(
-                cache=orbax.args.JsonSave(description), arrays=orbax.args.PyTreeSave(arrays)
-            ),
-        )
+    items = {"cache": orbax.args.JsonSave(description), "arrays": orbax.args.PyTreeSave(arrays)}
+    try:
+        with (
+            _staging(directory) as folder,
+            orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer,
+        ):
+            checkpointer.save(folder, args=orbax.args.Composite(**items))
+    except (OSError, ValueError) as error:  # of a full disk, orbax makes a ValueError
+        raise CacheError(
+            f"the cache could not be written to {directory}",
+            path="path",
+            fix="the error above says why; the directory is not there",
+        ) from error
 
 
 def _check_saveable(cache: KVCache) -> Arrays:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import jax
 import numpy as np
@@ -71,8 +72,8 @@ def export_safetensors(
       The file of each tensor, by name.
 
     Raises:
-      CheckpointError: The folder exists; arrays cannot be exported (all of them are named); the
-        tree is empty; metadata is not text; or the call is inside a trace.
+      CheckpointError: The folder exists, or cannot be written; arrays cannot be exported (all of
+        them are named); the tree is empty; metadata is not text; or the call is inside a trace.
     """
     if _jax.in_trace():
         what = "parameters can be exported only outside of jit"
@@ -101,17 +102,24 @@ def export_safetensors(
             fix="rename the key",
         )
     files = _divided(tensors, _file_bytes(most))
-    with staged(str(path)) as new:
-        folder = Path(new)
-        folder.mkdir()
-        for file, names in files.items():
-            _write(folder / file, {name: tensors[name] for name in names}, text_by_name)
-        weight_map = {name: file for file, names in files.items() for name in names}
-        if len(files) > 1:
-            total = sum(value.nbytes for value in tensors.values())
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            text = json.dumps(index, indent=2) + "\n"
-            (folder / "model.safetensors.index.json").write_text(text)
+    total = sum(value.nbytes for value in tensors.values())
+    weight_map = {name: file for file, names in files.items() for name in names}
+    try:
+        with staged(str(path)) as new:
+            folder = Path(new)
+            folder.mkdir()
+            for file, names in files.items():
+                _write(folder / file, {name: tensors[name] for name in names}, text_by_name)
+            if len(files) > 1:
+                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+                text = json.dumps(index, indent=2) + "\n"
+                (folder / "model.safetensors.index.json").write_text(text)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} could not be written: {error.strerror or error}",
+            path="folder",
+            fix=f"the export takes {total} bytes; make room for it, or export to another disk",
+        ) from error
     return weight_map
 
 
@@ -202,7 +210,8 @@ def _write(file: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) 
     text += b" " * (-len(text) % 8)
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
-        stream.truncate(8 + len(text) + end)
+        stream.flush()
+        _reserve(stream, end)
     if not end:
         return
     content = np.memmap(file, np.uint8, mode="r+", offset=8 + len(text), shape=(end,))
@@ -212,6 +221,24 @@ def _write(file: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) 
         for index, shard in _shards(value):
             part[index] = shard
     content.flush()
+
+
+def _reserve(stream: BinaryIO, size: int) -> None:
+    """Take the space of a file's tensors on the disk.
+
+    The file is mapped, so if the disk were full later, a write would end the process by SIGBUS.
+    """
+    allocate: Callable[[int, int, int], None] | None = getattr(os, "posix_fallocate", None)
+    if allocate is not None and size:
+        try:
+            allocate(stream.fileno(), stream.tell(), size)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # ZFS cannot allocate
+                raise
+        else:
+            return
+    block = bytes(2**20)
+    stream.writelines(block[: size - start] for start in range(0, size, len(block)))
 
 
 def _shards(value: Any) -> Iterator[tuple[Any, np.ndarray[Any, Any]]]:
