@@ -311,6 +311,38 @@ def test_constraints_are_checked() -> None:
         constrain("batch", "activation_embd")(jnp.ones((8, 4)))
 
 
+def test_dims_left_to_the_compiler() -> None:
+    """UNCONSTRAINED may be a name of a dim, and a rule: flax allows both."""
+    left_open = P.UNCONSTRAINED
+    preset = sw.Strategy.preset("fsdp_tp") | sw.Strategy(rules={"mlp_intermediate": "?"})
+    pm = sw.PartitionManager(preset, mesh=sw.create_mesh("fsdp:4,tp:2"))
+    names = {**NAMES, "mlp": (sw.HEAD, "param")}
+    split = jax.NamedSharding(pm.mesh, P(None, "tp", None))
+    x = jax.device_put(jnp.ones((8, 4, 4)), split)
+    with bridge.rules(pm, names):
+        for dims in (("batch", left_open, None), ("batch", "activation_mlp", None)):
+            constrain = jax.jit(lambda x, dims=dims: nn.with_logical_constraint(x, dims))
+            assert constrain(x).sharding.spec == P("fsdp", "tp")
+    box = nn.LogicallyPartitioned(jnp.ones((32, 64)), ("embed", left_open))
+    assert bridge.annotations({"w": box}, NAMES)[1] == {"w": (sw.EMBED, sw.EMPTY)}
+
+
+def test_frozen_dicts_equal_dicts() -> None:
+    """Older programs of flax freeze their variables."""
+    freeze = flax.core.freeze
+    params, axes = {"a": {"w": jnp.ones((32, 64))}}, {"a": {"w": (sw.EMBED, sw.MLP_INTERMEDIATE)}}
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("fsdp:4,tp:2"))
+    state = OPTIMIZER.init(params)
+    for values, given in ((freeze(params), axes), (params, freeze(axes))):
+        found = pm.shardings([values], [given])[0]
+        assert type(found) is type(values)
+        assert found["a"]["w"].spec == P("fsdp", "tp")
+        moments = pm.state_shardings(state, values, given)[0].mu
+        assert moments["a"]["w"] == found["a"]["w"]
+    with pytest.raises(sw.StrategyError, match="a/w: the tree has this path"):
+        pm.shardings(freeze(params), {"a": {"b": axes["a"]["w"]}})
+
+
 def _is_kernel(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.ndim > 2, params)
 

@@ -110,13 +110,31 @@ def annotated_leaves(tree: Any, annotations: Any = None) -> list[Leaf]:
     if annotations is None:
         by_leaf = [value for _, value in pairs]
     else:
-        by_leaf = _one_per_leaf(structure, annotations) or _covering(tree, annotations)
+        by_leaf = _one_per_leaf(structure, annotations) or _covering(
+            _with_dicts(tree), _with_dicts(annotations)
+        )
     leaves = [
         Leaf(path=path_text(path), value=value, annotation=annotation)
         for (path, value), annotation in zip(pairs, by_leaf, strict=True)
     ]
     raise_problems([_unannotated(leaf) for leaf in leaves if not is_annotation(leaf.annotation)])
     return leaves
+
+
+def _with_dicts(tree: Any) -> Any:
+    """Return a tree with a dict for each FrozenDict of flax, which has the same keys and order."""
+
+    def is_frozen(node: Any) -> bool:
+        # Compare the type by name, so that flax is not imported.
+        cls = type(node)
+        return cls.__name__ == "FrozenDict" and cls.__module__.partition(".")[0] == "flax"
+
+    def stops(node: Any) -> bool:
+        return is_frozen(node) or is_array_spec(node) or is_annotation(node)
+
+    return jax.tree.map(
+        lambda node: node.unfreeze() if is_frozen(node) else node, tree, is_leaf=stops
+    )
 
 
 def _one_per_leaf(structure: Any, annotations: Any) -> list[Any] | None:

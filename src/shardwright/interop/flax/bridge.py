@@ -34,8 +34,9 @@ def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
 
     Names come from the boxes of `with_logical_partitioning` and `with_partitioning`, and from those
     of nnx modules inside `nnx.bridge.to_linen`. `nn.scan` and `nn.vmap` add names to them. As in
-    flax, the last dims are replicated if a box has too few names. A variable without a box is
-    replicated. Factored moments in `opt_state`, as of `optax.adafactor`, follow `params`.
+    flax, the last dims are replicated if a box has too few names. A dim whose name is None or
+    UNCONSTRAINED is replicated, and so is a variable without a box. Factored moments in
+    `opt_state`, as of `optax.adafactor`, follow `params`.
 
     Args:
       variables: What `model.init` returns, a `TrainState`, or the shapes of one by

@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
+from jax.sharding import PartitionSpec
+
 from shardwright.errors import (
     MissingMeshAxisError,
     Problem,
@@ -23,11 +25,13 @@ from shardwright.interop.logical_rules.names import (
     read_names,
 )
 from shardwright.mesh.build import abstract_mesh, mesh_sizes
+from shardwright.resolution.partition_specs import entry_names
 from shardwright.vocabulary.axes import (
     EMPTY,
     KNOWN_AXES,
     REPLICATED,
     STANDARD_MESH_AXES,
+    UNCONSTRAINED,
     Role,
     canonical_axis,
     file_name,
@@ -37,15 +41,16 @@ from shardwright.vocabulary.modes import mode_name, parse_mode
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
-    """One rule of a list: `axes` is empty if it replicates."""
+    """One rule of a list: `axes` is empty if it replicates, or leaves a dim to the compiler."""
 
     name: str
     axes: tuple[str, ...]
     source: str
+    end: str = REPLICATED
 
     @property
     def text(self) -> str:
-        return "+".join(self.axes) or REPLICATED
+        return "+".join(self.axes) or self.end
 
     def __str__(self) -> str:
         return f'{self.name} = "{self.text}"   ({self.source})'
@@ -64,7 +69,8 @@ def from_logical_axis_rules(
     """Turn a list of rules into a strategy with the same specs.
 
     Args:
-      rules: Pairs of a name and mesh axes: one, a tuple of them, or None for replicated.
+      rules: Pairs of a name and mesh axes: one, a tuple of them, None for replicated, or
+        `PartitionSpec.UNCONSTRAINED` for a dim that is left to the compiler.
       mesh: A `Mesh`, an `AbstractMesh`, text such as `"data:2,model:4"`, a mapping of mesh axis to
         size, or pairs of them.
       names: Name in the list -> (axis, role), or an axis for both roles. A name that is not in
@@ -197,8 +203,8 @@ def _read(rules: Any, sizes: Mapping[str, int], source: str | Sequence[str]) -> 
             problems.append(dataclasses.replace(fault, path=place))
             continue
         name, value = rule
-        axes = (value,) if isinstance(value, str) else tuple(value or ())
-        pairs.append(_Pair(name=name, axes=axes, source=place))
+        end = UNCONSTRAINED if value is PartitionSpec.UNCONSTRAINED else REPLICATED
+        pairs.append(_Pair(name=name, axes=entry_names(value), source=place, end=end))
     raise_problems(problems)
     return pairs
 
@@ -210,7 +216,7 @@ def _fault(rule: Any, sizes: Mapping[str, int]) -> Problem | None:
         what = f"the rule {rule!r} is not a pair of a name and mesh axes"
         return Problem(error=error, what=what, fix=fix)
     value = (rule[1],) if isinstance(rule[1], str) else rule[1]
-    if value is None:
+    if value is None or value is PartitionSpec.UNCONSTRAINED:
         return None
     if not isinstance(value, (tuple, list)) or not all(isinstance(axis, str) for axis in value):
         what = f"the rule of {rule[0]!r} has {rule[1]!r} instead of mesh axes"
@@ -237,16 +243,17 @@ def _is_empty(target: Any) -> bool:
 
 
 def _until_replicated(pairs: Sequence[_Pair], notes: list[str]) -> list[_Pair]:
-    """Drop the rules of a name that follow one that replicates: they never apply."""
-    ended: set[str] = set()
+    """Drop the rules of a name that follow one without mesh axes: they never apply."""
+    ended: dict[str, str] = {}
     kept = []
     for pair in pairs:
         if pair.name in ended:
-            notes.append(f"never applies, since an earlier rule replicates: {pair}")
+            does = "replicates" if ended[pair.name] == REPLICATED else "leaves the dim open"
+            notes.append(f"never applies, since an earlier rule {does}: {pair}")
             continue
         kept.append(pair)
         if not pair.axes:
-            ended.add(pair.name)
+            ended[pair.name] = pair.end
     return kept
 
 

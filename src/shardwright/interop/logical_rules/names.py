@@ -169,9 +169,10 @@ def plain_name(name: str) -> str:
 def axis_of(name: Any, names: Names, place: str, problems: list[Problem]) -> str:
     """Return the axis of a name of another library; `EMPTY` for None. Bridges use it.
 
-    A name that is not in `names`, or is not text, becomes a problem at `place`.
+    UNCONSTRAINED is `EMPTY` too: an array that is stored has a sharding, so nothing is left to the
+    compiler. A name that is not in `names`, or is not text, becomes a problem at `place`.
     """
-    if name is None:
+    if name is None or name is PartitionSpec.UNCONSTRAINED:
         return EMPTY
     if not isinstance(name, str):
         what, fix = f"{name!r} is not the name of a dim", "write one name per dim"

@@ -7,12 +7,13 @@ size other than the one that the table was made for, if the strategy shards it i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import IndivisibleError, ShardingError, StrategyError
 from shardwright.interop.logical_rules.names import Names, read_names
 from shardwright.interop.logical_rules.to_rules import candidate_shards
+from shardwright.resolution.partition_specs import entry_names
 
 if TYPE_CHECKING:
     from shardwright.manager.manager import PartitionManager
@@ -34,7 +35,7 @@ def shard_counts(pm: PartitionManager, names: Names, sizes: Mapping[str, int] | 
 def misfit(
     name: str,
     size: int,
-    entry: str | Sequence[str] | None,
+    entry: Any,
     mesh: Mapping[str, int],
     *,
     sizes: Sizes,
@@ -56,7 +57,7 @@ def misfit(
       call: Function of the bridge that takes `sizes=`, for the message.
       advice: Another line of the fix, or empty.
     """
-    axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+    axes = entry_names(entry)
     shards = math.prod(mesh[axis] for axis in axes)
     if size % shards:
         fix = f"pass sizes={{{name!r}: {size}}} to {call}, so that a fallback applies"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardwright.errors import IndivisibleError, ShapeRequiredError, StrategyError
 from shardwright.interop.logical_rules.names import MeshAxes, Names, read_names
 from shardwright.resolution.composites import reduced
+from shardwright.resolution.partition_specs import UNCONSTRAINED, entry_names
 from shardwright.resolution.ranks import ranks_of
 from shardwright.resolution.rules import (
     Conflict,
@@ -40,6 +41,8 @@ def to_logical_axis_rules(
 ) -> tuple[tuple[str, MeshAxes], ...]:
     """Return a manager's rules as an ordered list of pairs, in the manager's mode.
 
+    A rule that ends in `?` ends in `PartitionSpec.UNCONSTRAINED`, as flax reads it.
+
     If two dims of an annotation use one mesh axis, the earlier dim gets it under `order = "dims"`.
     A list cannot express this: the name that comes first in `names` gets the mesh axis.
 
@@ -55,9 +58,9 @@ def to_logical_axis_rules(
     Raises:
       ShapeRequiredError: A rule depends on a size that is not given.
       IndivisibleError: A size does not divide, and the strategy has no fallback for it.
-      StrategyError: A list cannot express the rules: a rule has `?`, the policy is `conflict =
-        "first_dim"`, or an axis that is mapped without a role has one rule as an activation and
-        another as a param. Or `pm` is not a manager.
+      StrategyError: A list cannot express the rules: the policy is `conflict = "first_dim"`, or an
+        axis that is mapped without a role has one rule as an activation and another as a param. Or
+        `pm` is not a manager.
       UnknownAxisError: The strategy has no axis of this name; all are reported at once.
     """
     exported = _ranked_rules(pm, names, sizes)
@@ -92,8 +95,8 @@ def _warn_of_conflicts(
     """Warn of names that share a mesh axis, and that one activation probably has."""
     first: dict[str, tuple[str, ...]] = {}
     for name, axes in exported:
-        live = (axes,) if isinstance(axes, str) else axes or ()
-        first.setdefault(name, tuple(axis for axis in live if pm.mesh.shape[axis] > 1))
+        live = tuple(axis for axis in entry_names(axes) if pm.mesh.shape[axis] > 1)
+        first.setdefault(name, live)
     targets = read_names(names, pm.rules.user_axes)
     own = {name: _exported(pm, name, target) for name, target in targets.items()}
     own = {name: pair for name, pair in own.items() if pair[1] is Role.ACTIVATION}
@@ -142,11 +145,16 @@ def one_rule_each(
 
     Raises:
       ShapeRequiredError: A rule depends on a size that is not given.
+      StrategyError: A rule leaves a dim to the compiler (`?`).
       UnknownAxisError: The strategy has no axis of this name; all are reported at once.
     """
     first: dict[str, MeshAxes] = {}
     for name, axes in _ranked_rules(pm, names, sizes):
         first.setdefault(name, axes)
+    for name, axes in first.items():
+        if axes is UNCONSTRAINED:
+            what = f'the rule of {name!r} is "?", which a table of one rule per name cannot express'
+            raise StrategyError(what, fix='give it a rule without "?"')
     return first
 
 
@@ -176,15 +184,12 @@ def _chain(
 ) -> tuple[list[MeshAxes], list[Any]]:
     """Return the mesh axes of each rule of one name, and the ranks of the rules.
 
-    There are ranks under `order = "rules"` only, and none for a None at the end. A list has no
+    There are ranks under `order = "rules"` only, and none for a fallback at the end. A list has no
     sizes, so a candidate is left out if its shards do not divide the size.
     """
     rule, policy = _rule(pm, axis, role), pm.rules.policy
     if rule is None:
         return [None], []
-    if rule.fallback is Fallback.UNCONSTRAINED:
-        what = f'the rule of {name!r} has "?", which a list of rules cannot express'
-        raise StrategyError(what, rule=str(rule.ref), fix='give it a rule without "?"')
     is_ordered = policy.order is Order.RULES
     places: list[Any] = []
     if is_ordered:
@@ -210,7 +215,9 @@ def _chain(
             continue
         chain.append(_entry(candidate.live))
         ranks.append(rank)
-    if rule.fallback is Fallback.REPLICATED or not (chain or failed):
+    if rule.fallback is Fallback.UNCONSTRAINED:
+        chain.append(UNCONSTRAINED)
+    elif rule.fallback is Fallback.REPLICATED or not (chain or failed):
         chain.append(None)
     elif not chain:
         assert size is not None
