@@ -60,6 +60,7 @@ def test_every_name_is_importable() -> None:
         assert [
             name for name in names.split() if getattr(module, name) is not getattr(ef, name)
         ] == []
+    assert isinstance(ef.NOT_GIVEN, ef.common_types._Empty), "EasyDeL imports the private name"
     assert ef.lax_reshard is ef.with_sharding_constraint
     for module, names in (
         (constraints, constraints.__all__),
@@ -118,8 +119,11 @@ def test_submodules_and_missing_names(name: str) -> None:
     for part in given.split():
         assert getattr(module, part) is getattr(ef, part)
     for part in absent.split():
-        with pytest.raises(ImportError, match=rf"^{part} of eformer is not provided here: \w+"):
-            getattr(module, part)
+        stand_in = getattr(module, part)
+        with pytest.raises(NotImplementedError, match=rf"^{part} of eformer is not provided here"):
+            stand_in(1)
+        with pytest.raises(sw.StrategyError, match=rf"^{part} of eformer .*\n +fix +\w+"):
+            type("Own", (stand_in,), {})
     with pytest.raises(AttributeError, match="has no attribute 'nobody'"):
         _ = module.nobody
 
@@ -414,8 +418,13 @@ class TestMeshes:
         assert ef.create_mesh((3, 2), ("dp", "tp")).size == 6, "a part of the devices will do"
         with pytest.raises(sw.MeshSpecError, match="there are 2 axis_types for 3 axes"):
             ef.create_mesh((2, 2, 2), ("dp", "tp", "sp"), axis_types=("auto", "auto"))
+        manual = ef.create_mesh((2, -1), ("dp", "tp"), axis_types=("auto", " Manual "))
+        assert manual.axis_types == (AxisType.Auto, AxisType.Manual)
+        auto = ef.create_mesh((2, -1), ("dp", "tp"))
+        np.testing.assert_array_equal(manual.devices, auto.devices)
+        assert ef.create_mesh(axis_types=AxisType.Manual).axis_types == (AxisType.Manual,) * 5
         with pytest.raises(sw.MeshSpecError, match="neither auto nor explicit"):
-            ef.create_mesh((8,), ("dp",), axis_types="manual")
+            ef.create_mesh((8,), ("dp",), axis_types="manuel")
         with pytest.raises(sw.MeshSpecError, match="there are 1 dcn_mesh_dims for 2 axes"):
             ef.create_mesh((2, 4), ("dp", "tp"), dcn_mesh_dims=(2,))
         with pytest.raises(sw.MeshSpecError, match="dcn puts dp=2 across slices"):
@@ -501,6 +510,18 @@ class TestTrees:
         shard_fns, gather_fns = ef.make_shard_and_gather_fns({"w": P("dp")}, mesh, policy="eformer")
         assert shard_fns["w"](ones(3)).sharding == NamedSharding(mesh, P())
         np.testing.assert_array_equal(gather_fns["w"](shard_fns["w"](ones(3))), ones(3))
+
+    def test_shapes_get_the_sharding(self, mesh: jax.sharding.Mesh) -> None:
+        """EasyDeL shards the shapes of a state before it creates the state."""
+        shard_fns, _ = ef.make_shard_and_gather_fns({"w": P("dp"), "b": P()}, mesh)
+        shape = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
+        placed = shard_fns["w"]({"shape": shape, "array": ones(4)})
+        assert placed["shape"].sharding == NamedSharding(mesh, P("dp"))
+        assert (placed["shape"].shape, placed["shape"].dtype) == ((4, 8), jnp.bfloat16)
+        assert placed["array"].sharding == NamedSharding(mesh, P("dp"))
+        assert shard_fns["b"](shape).sharding == NamedSharding(mesh, P())
+        with pytest.raises(sw.IndivisibleError, match="size 3 does not divide over dp=2"):
+            shard_fns["w"](jax.ShapeDtypeStruct((3,), jnp.float32))
 
     def test_shardings_of_arrays(self, mesh: jax.sharding.Mesh) -> None:
         x = jax.device_put(ones(4, 8), NamedSharding(mesh, P("dp")))

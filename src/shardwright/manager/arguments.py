@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -80,10 +80,7 @@ def check_rules_on_mesh(rules: AxisRules, sizes: Mapping[str, int]) -> None:
     names = (*rules.named_mesh_axes(), *rules.policy.idle)
     raise_problems([_missing_mesh_axis(axis, sizes) for axis in foreign_mesh_axes(names, sizes)])
     raise_problems(
-        [
-            _idle_mesh_axis(axis, sizes, rules.named_mesh_axes())
-            for axis in unnamed_mesh_axes(rules, sizes)
-        ]
+        [_idle_mesh_axis(axis, sizes, rules) for axis in unnamed_mesh_axes(rules, sizes)]
     )
 
 
@@ -97,15 +94,26 @@ def _missing_mesh_axis(axis: str, sizes: Mapping[str, int]) -> Problem:
     )
 
 
-def _idle_mesh_axis(axis: str, sizes: Mapping[str, int], rule_axes: Sequence[str]) -> Problem:
+def _idle_mesh_axis(axis: str, sizes: Mapping[str, int], rules: AxisRules) -> Problem:
     """Return the problem of a mesh axis that no rule names. Nothing is sharded over it."""
-    names = f"the rules name {', '.join(rule_axes)}" if rule_axes else "the rules name no mesh axis"
+    named = rules.named_mesh_axes()
+    names = f"the rules name {', '.join(named)}" if named else "the rules name no mesh axis"
+    fix = (
+        f'use {axis} in a rule, for instance batch = "{axis}", '
+        "build the mesh with axes that the rules name, "
+        f'or declare that it is idle, [policy] idle = "{axis}"'
+    )
+    if any(rule.ref.source == "PartitionAxis" for _, rule in rules.activations[0]):
+        fix = (
+            f'name it in the PartitionAxis, for instance tensor_parallel_axis="{axis}", '
+            "build the mesh with axes that it names, "
+            f'or declare that it is idle, by policy=sw.Policy(idle=("{axis}",)) of '
+            "PartitionAxis.compile or of the PartitionManager of interop.eformer"
+        )
     return Problem(
         error=MeshMismatchError,
         what=f"no rule names the mesh axis {axis}={sizes[axis]}, "
         f"so everything would be replicated over it; {names}",
         mesh_axes=(axis,),
-        fix=f'use {axis} in a rule, for instance batch = "{axis}", '
-        "build the mesh with axes that the rules name, "
-        f'or declare that it is idle, [policy] idle = "{axis}"',
+        fix=fix,
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from shardwright.errors import Problem, StrategyError, raise_problems
@@ -122,8 +123,10 @@ def default_of(attributes: Attributes, name: str) -> Any:
     """Return the default of an attribute that follows others, or `NOT_GIVEN` for any other."""
     if name not in _FOLLOWS:
         return NOT_GIVEN
-    values = tuple(getattr(attributes, other) for other in _FOLLOWS[name])
-    return values[0] if len(values) == 1 else flat_names(values)
+    follows = _FOLLOWS[name]
+    if len(follows) == 1:
+        return getattr(attributes, follows[0])
+    return joined_names(follows, functools.partial(getattr, attributes))
 
 
 def flat_names(names: Iterable[Any]) -> tuple[Any, ...] | None:
@@ -135,6 +138,22 @@ def flat_names(names: Iterable[Any]) -> tuple[Any, ...] | None:
         for name in (entry if isinstance(entry, (tuple, list)) else (entry,))
     ]
     return tuple(flat) or None
+
+
+def joined_names(
+    names: Iterable[Any], mesh_axes_of: Callable[[Any], Any]
+) -> tuple[Any, ...] | None:
+    """Return the mesh axes of several names as one tuple, or None if there is none.
+
+    Several parallelism axes may be one mesh axis. It is named once: only a mesh axis that is itself
+    written twice stays, and is an error later.
+    """
+    joined: list[Any] = []
+    for name in names:
+        own = mesh_axes_of(name)
+        known = [] if own == name else [*joined]
+        joined += [axis for axis in flat_names((own,)) or () if axis not in known]
+    return tuple(joined) or None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -174,7 +193,10 @@ class PartitionAxis(Attributes):
         problems: list[Problem] = []
         values = {name: self._value(name) for name in _AXES}
         decode = {name: getattr(self, _DECODE + name) for name in DECODE_ATTRIBUTES}
-        stored = flat_names((self.fully_sharded_data_parallel_axis, self.sequence_parallel_axis))
+        stored = joined_names(
+            ("fully_sharded_data_parallel_axis", "sequence_parallel_axis"),
+            functools.partial(getattr, self),
+        )
         tables = {
             "rules": self._table(values, problems),
             "modes.decode": self._table(decode, problems, prefix=_DECODE),
@@ -224,7 +246,7 @@ class PartitionAxis(Attributes):
                     "replicated"
                 ),
             )
-        names = flat_names(self._mesh_axis(axis) for axis in axes)
+        names = joined_names(axes, self._mesh_axis)
         return "+".join(names) if names else REPLICATED
 
     def _mesh_axis(self, name: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
+UNCONSTRAINED: Any = PartitionSpec.UNCONSTRAINED
 
 
 def entry_of(names: tuple[str, ...]) -> Any:

@@ -1,8 +1,14 @@
-"""The names of eformer that are not provided, each with its replacement."""
+"""The names of eformer that are not provided, each with its replacement.
+
+Modules of this package import `__getattr__` from here.
+"""
 
 from __future__ import annotations
 
-from typing import NoReturn
+import functools
+from typing import Any, NoReturn
+
+from shardwright.interop.eformer.errors import NotProvidedError
 
 INSTEAD = {
     **dict.fromkeys(
@@ -57,14 +63,24 @@ INSTEAD = {
 }
 
 
-def refuse(module: str, name: str) -> NoReturn:
-    """Raise the error for a name that `module` does not have.
+def __getattr__(name: str) -> Any:
+    """Return a class that stands for a name of eformer, so that a file that imports it imports.
+
+    A call of the class, or a subclass of it, raises `NotProvidedError`.
 
     Raises:
-      ImportError: eformer has the name. (`from ... import name` hides the text of an
-        AttributeError.)
       AttributeError: eformer does not have the name either.
     """
-    if name in INSTEAD:
-        raise ImportError(f"{name} of eformer is not provided here: {INSTEAD[name]}", name=name)
-    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    if name not in INSTEAD:
+        raise AttributeError(f"eformer has no attribute {name!r}")
+    return _class_of(name)
+
+
+@functools.cache
+def _class_of(name: str) -> Any:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise NotProvidedError(f"{name} of eformer is not provided here", fix=INSTEAD[name])
+
+    return type(
+        name, (), {"__new__": refuse, "__init_subclass__": refuse, "__doc__": INSTEAD[name]}
+    )

@@ -24,6 +24,7 @@ from shardwright.resolution.partition_axis import (
     Attributes,
     default_of,
     flat_names,
+    joined_names,
 )
 from shardwright.resolution.rules import AxisRules, Policy, Rule, parse_rule
 from shardwright.vocabulary.annotations import as_annotation
@@ -95,7 +96,7 @@ class PartitionAxis(Attributes):
     def _clean(self, value: Any) -> Any:
         """Normalize a value: lists to tuples, parallelism axes to mesh axes, replicated to None."""
         if isinstance(value, (list, tuple)):
-            return flat_names(tuple(self._clean(entry) for entry in value)) if value else value
+            return joined_names(value, self._clean) if value else value
         if not isinstance(value, str):
             return value
         if value in (EMPTY, REPLICATED):

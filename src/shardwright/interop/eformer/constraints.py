@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardwright.errors import StrategyError, did_you_mean
 from shardwright.interop.eformer.axis import without_repeats
-from shardwright.interop.eformer.environment import log_sharding_move
+from shardwright.interop.eformer.environment import default_policy, log_sharding_move
 from shardwright.interop.eformer.errors import WrongTypeError
 from shardwright.interop.eformer.meshes import current_mesh, no_mesh
 from shardwright.manager import context, manager
@@ -30,6 +30,7 @@ from shardwright.resolution.rules import (
     Rule,
     build_rules,
 )
+from shardwright.vocabulary.axes import Role
 
 _CHANGED = (
     Outcome.POLICY_MISSING,
@@ -43,7 +44,8 @@ _CHANGED = (
 def parse_policy(policy: Policy | str | None) -> Policy:
     """Return a policy, or the policy of a preset.
 
-    None means the policy of the ambient manager. Without a manager it means the strict policy.
+    None means the policy of the ambient manager. Without a manager it means the default policy:
+    that of the environment variable `SHARDWRIGHT_EFORMER_POLICY`, or else the strict one.
 
     Raises:
       StrategyError: The preset is unknown.
@@ -52,7 +54,10 @@ def parse_policy(policy: Policy | str | None) -> Policy:
         return policy
     if policy is None:
         ambient = context.current()
-        return Policy() if ambient is None else ambient.rules.policy
+        if ambient is not None:
+            own: Policy = ambient.rules.policy
+            return own
+        policy = default_policy() or "strict"
     if policy not in POLICY_PRESETS:
         hint = did_you_mean(str(policy), POLICY_PRESETS)
         raise StrategyError(
@@ -77,8 +82,9 @@ def with_sharding_constraint(
 ) -> Any:
     """Place an array, or every array of a tree, by a spec on the current mesh, or by a sharding.
 
-    `P()` replicates, and UNCONSTRAINED leaves a dim to the compiler. NumPy arrays are placed too.
-    The function is also named `lax_reshard`.
+    `P()` replicates, and UNCONSTRAINED leaves a dim to the compiler. NumPy arrays are placed too. A
+    `ShapeDtypeStruct` gets the sharding. Without a mesh, a policy with `missing = "replicate"`,
+    such as `"eformer"`, returns the arrays as they are. The function is also named `lax_reshard`.
 
     Args:
       arr: Arrays.
@@ -87,19 +93,32 @@ def with_sharding_constraint(
         manager, else to an error.
 
     Raises:
-      NoMeshError: There is no mesh.
+      NoMeshError: There is no mesh, and the policy is strict.
       ShardingError: The spec does not fit. The error lists the problems of all leaves.
     """
     mesh, spec = _mesh_and_spec(sharding)
-    native = manager.PartitionManager(_rules_for(mesh, parse_policy(policy)), mesh=mesh)
+    parsed = parse_policy(policy)
+    if mesh is None and parsed.missing is Missing.REPLICATE:
+        return arr
+    if mesh is None:
+        raise no_mesh()
+    native = manager.PartitionManager(_rules_for(mesh, parsed), mesh=mesh)
     warn_of_changes(native, arr, spec)
-    return native.shard(arr, spec)
+    if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(arr)):
+        return native.shard(arr, spec)
+
+    def place(leaf: Any, target: NamedSharding) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
+        return native.shard(leaf, spec)
+
+    return jax.tree.map(place, arr, native.shardings(arr, spec, role=Role.ACTIVATION))
 
 
 lax_reshard = with_sharding_constraint
 
 
-def _mesh_and_spec(sharding: Any) -> tuple[Mesh | AbstractMesh, PartitionSpec]:
+def _mesh_and_spec(sharding: Any) -> tuple[Mesh | AbstractMesh | None, PartitionSpec]:
     if isinstance(sharding, NamedSharding):
         if sharding.memory_kind not in (None, "device"):
             raise StrategyError(
@@ -112,10 +131,7 @@ def _mesh_and_spec(sharding: Any) -> tuple[Mesh | AbstractMesh, PartitionSpec]:
             f"{sharding!r} is neither a PartitionSpec nor a NamedSharding",
             fix='write PartitionSpec("dp", None)',
         )
-    mesh = current_mesh()
-    if mesh is None:
-        raise no_mesh()
-    return mesh, sharding
+    return current_mesh(), sharding
 
 
 def _rules_for(mesh: Mesh | AbstractMesh, policy: Policy) -> AxisRules:

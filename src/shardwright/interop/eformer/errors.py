@@ -17,3 +17,7 @@ class NotRegisteredError(UnknownAxisError, KeyError):
 
 class WrongTypeError(StrategyError, TypeError):
     """A value has a type that the call does not take."""
+
+
+class NotProvidedError(StrategyError, NotImplementedError):
+    """A function or a class of eformer is not provided."""

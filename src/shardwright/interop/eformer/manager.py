@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NoReturn, final
 
 import jax
@@ -11,6 +12,7 @@ from shardwright.errors import NoManagerError, ShapeRequiredError, StrategyError
 from shardwright.interop.eformer import registry
 from shardwright.interop.eformer.axis import PartitionAxis, written_spec
 from shardwright.interop.eformer.constraints import is_strict, parse_policy, warn_of_changes
+from shardwright.interop.eformer.environment import POLICY_VARIABLE, default_policy
 from shardwright.interop.eformer.errors import WrongTypeError
 from shardwright.interop.eformer.meshes import current_mesh, no_mesh
 from shardwright.manager import context
@@ -37,19 +39,21 @@ class PartitionManager:
       mesh: Defaults to that of `jax.set_mesh`, of a surrounding `shard_map`, or of a legacy
         `with mesh:`.
       policy: What happens to a dim that does not fit. `"strict"` raises an error. `"eformer"`
-        replicates it, and `explain` shows that. A `Policy` is possible too.
+        replicates it, and `explain` shows that. A `Policy` is possible too. Defaults to the
+        environment variable `SHARDWRIGHT_EFORMER_POLICY`, which is read once, else to `"strict"`.
 
     Raises:
       WrongTypeError: `paxis` is not a `PartitionAxis`.
       StrategyError: The policy is unknown, or registered aliases form a cycle.
     """
 
-    __slots__ = ("__weakref__", "_hash", "_key", "mesh", "paxis", "registered", "rules")
+    __slots__ = ("__weakref__", "_hash", "_key", "mesh", "note", "paxis", "registered", "rules")
 
     paxis: PartitionAxis
     mesh: Mesh | AbstractMesh | None
     rules: AxisRules
     registered: registry.Registered
+    note: str
     _hash: int
     _key: context.Key
 
@@ -58,7 +62,7 @@ class PartitionManager:
         paxis: PartitionAxis,
         *,
         mesh: Mesh | AbstractMesh | None = None,
-        policy: Policy | str = "strict",
+        policy: Policy | str | None = None,
     ) -> None:
         if not isinstance(paxis, PartitionAxis):
             raise WrongTypeError(
@@ -69,8 +73,13 @@ class PartitionManager:
                 ),
             )
         registered = registry.registered_axes()
-        rules = paxis.compile(policy=parse_policy(policy), registered=registered)
+        default = default_policy() if policy is None else ""
+        rules = paxis.compile(
+            policy=parse_policy(default or policy or "strict"), registered=registered
+        )
         values: dict[str, Any] = {
+            # Where the policy comes from, if the program does not say it.
+            "note": f"policy {default!r} by {POLICY_VARIABLE}" if default else "",
             "paxis": paxis,
             "mesh": mesh,
             "registered": registered,
@@ -173,9 +182,10 @@ class PartitionManager:
           NoMeshError: There is no mesh.
         """
         annotation, mode_name = self._request(axes, mode, dynamic_axes)
-        return self.native().explain(
+        found = self.native().explain(
             annotation, mode=mode_name, shape=None if _absent(shape) else shape
         )
+        return dataclasses.replace(found, notes=(*found.notes, self.note)) if self.note else found
 
     def shard(
         self,

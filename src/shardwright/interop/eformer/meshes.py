@@ -76,7 +76,7 @@ def create_mesh(
         way.
       backend: Platform. Defaults to JAX's default.
       use_jax: Has no effect; axes are Auto unless `axis_types` says otherwise.
-      axis_types: "auto" or "explicit" for all axes, or one per name.
+      axis_types: "auto", "explicit" or "manual" for all axes, or one per name.
 
     Raises:
       MeshSpecError: Sizes, names, types or slices do not fit, or an option is not supported.
@@ -91,29 +91,33 @@ def create_mesh(
                 fix='leave it out; a leading "!" in the text of a mesh keeps device order',
             )
     names = tuple(axis_names)
-    return build.create_mesh(
+    types = _axis_types(names, axis_types)
+    # A mesh of Manual axes is one for `shard_map` alone. Its devices have the same order.
+    manual = [name for name, kind in types.items() if kind in ("manual", AxisType.Manual)]
+    mesh = build.create_mesh(
         axis_dims if isinstance(axis_dims, str) else tuple(axis_dims),
         names,
         backend=backend or "",
-        axis_types=_axis_types(names, axis_types),
+        axis_types=types | dict.fromkeys(manual, "auto"),
         dcn=_dcn(names, dcn_mesh_dims),
     )
+    if not manual:
+        return mesh
+    built = dict(zip(names, mesh.axis_types, strict=True)) | dict.fromkeys(manual, AxisType.Manual)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=tuple(built.values()))
 
 
-def _axis_types(names: tuple[str, ...], axis_types: Any) -> Any:
-    if axis_types is None:
-        return "auto"
-    if isinstance(axis_types, str | AxisType):
-        return axis_types.strip().lower() if isinstance(axis_types, str) else axis_types
-    types = tuple(axis_types)
-    if len(types) == 1:
-        return _axis_types(names, types[0])
-    if len(types) != len(names):
+def _axis_types(names: tuple[str, ...], axis_types: Any) -> dict[str, Any]:
+    """Return the type of each axis."""
+    if axis_types is None or isinstance(axis_types, str | AxisType):
+        axis_types = (axis_types or "auto",)
+    types = [kind.strip().lower() if isinstance(kind, str) else kind for kind in axis_types]
+    if len(types) not in (1, len(names)):
         raise MeshSpecError(
             f"there are {len(types)} axis_types for {len(names)} axes",
             fix="give one for all, or one per name",
         )
-    return {name: _axis_types(names, kind) for name, kind in zip(names, types, strict=True)}
+    return dict(zip(names, types * len(names) if len(types) == 1 else types, strict=True))
 
 
 def _dcn(names: tuple[str, ...], dims: Sequence[int] | None) -> dict[str, int] | None:

@@ -63,3 +63,5 @@ from shardwright.vocabulary.modes import MODE_INSERT as MODE_INSERT
 from shardwright.vocabulary.modes import MODE_PREFILL as MODE_PREFILL
 from shardwright.vocabulary.modes import MODE_TRAIN as MODE_TRAIN
 from shardwright.vocabulary.modes import RUNTIME_MODE_TYPES as RUNTIME_MODE_TYPES
+
+_Empty = EMPTY_VAL

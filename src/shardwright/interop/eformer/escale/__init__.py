@@ -1,13 +1,11 @@
-"""The names of `eformer.escale` that are provided; the error for others names a replacement."""
+"""The names of `eformer.escale` that are provided; a call of another names a replacement."""
 
 from __future__ import annotations
-
-from typing import NoReturn
 
 from jax.sharding import NamedSharding as NamedSharding
 from jax.sharding import PartitionSpec as PartitionSpec
 
-from shardwright.interop.eformer.absent import refuse
+from shardwright.interop.eformer.absent import __getattr__ as __getattr__
 from shardwright.interop.eformer.axis import PartitionAxis as PartitionAxis
 from shardwright.interop.eformer.constraints import (
     get_corrected_named_sharding as get_corrected_named_sharding,
@@ -49,7 +47,3 @@ from shardwright.interop.eformer.trees import (
 )
 from shardwright.interop.eformer.trees import make_shard_and_gather_fns as make_shard_and_gather_fns
 from shardwright.interop.eformer.trees import match_partition_rules as match_partition_rules
-
-
-def __getattr__(name: str) -> NoReturn:
-    refuse(__name__, name)

@@ -1,11 +1,3 @@
-"""`eformer.escale.helpers.base`: no name is provided; the error names a replacement."""
+"""`eformer.escale.helpers.base`: no name is provided; the error of a call says why."""
 
-from __future__ import annotations
-
-from typing import NoReturn
-
-from shardwright.interop.eformer.absent import refuse
-
-
-def __getattr__(name: str) -> NoReturn:
-    refuse(__name__, name)
+from shardwright.interop.eformer.absent import __getattr__  # noqa: F401

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
-from shardwright.interop.eformer.absent import refuse
+from shardwright.interop.eformer.absent import __getattr__  # noqa: F401
 from shardwright.interop.eformer.meshes import (
     cpu_context,
     create_cpu_mesh,
@@ -14,7 +12,3 @@ from shardwright.interop.eformer.meshes import (
 )
 
 __all__ = ["cpu_context", "create_cpu_mesh", "create_mesh", "force_cpu", "parse_mesh_from_string"]
-
-
-def __getattr__(name: str) -> NoReturn:
-    refuse(__name__, name)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
-from shardwright.interop.eformer.absent import refuse
+from shardwright.interop.eformer.absent import __getattr__ as __getattr__
 from shardwright.interop.eformer.escale.partition.constraints import (
     extract_sharding_structure as extract_sharding_structure,
 )
@@ -63,7 +61,3 @@ from shardwright.interop.eformer.escale.partition.manager import (
 from shardwright.interop.eformer.escale.partition.manager import (
     get_partition_manager as get_partition_manager,
 )
-
-
-def __getattr__(name: str) -> NoReturn:
-    refuse(__name__, name)

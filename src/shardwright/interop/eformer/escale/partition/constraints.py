@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwright.interop.eformer.absent import refuse
+from shardwright.interop.eformer import absent
 from shardwright.interop.eformer.constraints import (
     get_corrected_named_sharding,
     with_sharding_constraint,
@@ -57,4 +57,4 @@ def __getattr__(name: str) -> Any:
         return log_sharding_move()
     if name == "MIN_SHARDING_SIZE":
         return min_sharding_size()
-    return refuse(__name__, name)
+    return getattr(absent, name)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
-from shardwright.interop.eformer.absent import refuse
+from shardwright.interop.eformer.absent import __getattr__  # noqa: F401
 from shardwright.interop.eformer.axis import PartitionAxis
 from shardwright.interop.eformer.manager import (
     PartitionManager,
@@ -20,7 +18,3 @@ __all__ = [
     "get_current_partition_manager",
     "get_partition_manager",
 ]
-
-
-def __getattr__(name: str) -> NoReturn:
-    refuse(__name__, name)
