@@ -427,3 +427,11 @@ def kernel_name(equation: Any) -> str:
     if equation.primitive.name != "pallas_call":
         return ""
     return str(parameters.get("name") or parameters["jaxpr"].debug_info.func_name)
+
+
+def moves_rows_alone() -> bool:
+    """Return whether XLA moves the rows of a lookup without regard to where its indices move.
+
+    So does the XLA of JAX 0.10. Later ones shard rows like indices, where that is a full gather.
+    """
+    return bool(jax.__version_info__ < (0, 11))

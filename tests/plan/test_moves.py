@@ -17,16 +17,17 @@ from shardwright.plan.walk.program import walk_jaxpr
 from shardwright.plan.walk.values import Dims, Value
 
 SHAPE = (64, 64)
-X = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
+CUBE = (16, 32, 64)
 Rows = list[tuple[str, tuple[str, ...], int, int]]
 # Moves that XLA does in parts of a mesh axis. The walk says that it may be wrong there.
 MARKED = {"2x4": 4, "4x2": 4, "2x2": 0}
+MARKED_CUBE = {"2x4": 36, "4x2": 36, "2x2": 24}
 
 
-def specs() -> Iterator[Dims]:
-    """Yield every sharding of two dims over two mesh axes, in each order."""
-    for places in itertools.product((None, 0, 1), repeat=2):
-        dims: list[list[str]] = [[], []]
+def specs(rank: int) -> Iterator[Dims]:
+    """Yield every sharding of the dims of an array over two mesh axes, in each order."""
+    for places in itertools.product((None, *range(rank)), repeat=2):
+        dims: list[list[str]] = [[] for _ in range(rank)]
         for axis, at in zip(("dp", "sp"), places, strict=True):
             if at is not None:
                 dims[at].append(axis)
@@ -35,27 +36,33 @@ def specs() -> Iterator[Dims]:
             yield tuple(tuple(reversed(dim)) for dim in dims)
 
 
-def compiled(held: Dims, goal: Dims, mesh: jax.sharding.Mesh) -> Rows:
+def compiled(
+    held: Dims, goal: Dims, mesh: jax.sharding.Mesh, shape: tuple[int, ...] = SHAPE
+) -> Rows:
     def sharding(dims: Dims) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(*dims))
 
     def move(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x * 2, sharding(held)) * 3
 
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
     step = jax.jit(move, in_shardings=sharding(held), out_shardings=sharding(goal))
     return sorted(
         (str(each.kind), each.mesh_axes, each.total_bytes or 0, each.total_wire_bytes or 0)
-        for each in read_collectives(step.lower(X).compile(), mesh)
+        for each in read_collectives(step.lower(x).compile(), mesh)
     )
 
 
 @functools.cache
-def identity() -> jax.core.Jaxpr:
-    return jax.jit(lambda x: x * 6).trace(X).jaxpr.jaxpr
+def identity(shape: tuple[int, ...]) -> jax.core.Jaxpr:
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return jax.jit(lambda x: x * 6).trace(x).jaxpr.jaxpr
 
 
-def planned(held: Dims, goal: Dims, sizes: dict[str, int]) -> tuple[Rows, bool]:
-    walked = walk_jaxpr(identity(), [Value(dims=held)], sizes, outputs=[Value(dims=goal)])
+def planned(
+    held: Dims, goal: Dims, sizes: dict[str, int], shape: tuple[int, ...] = SHAPE
+) -> tuple[Rows, bool]:
+    walked = walk_jaxpr(identity(shape), [Value(dims=held)], sizes, outputs=[Value(dims=goal)])
     events = walked.events
     rows = sorted(
         (str(each.kind), each.mesh_axes, each.logical_bytes, each.wire_bytes) for each in events
@@ -63,28 +70,35 @@ def planned(held: Dims, goal: Dims, sizes: dict[str, int]) -> tuple[Rows, bool]:
     return rows, bool(walked.choices)
 
 
-def check_all(text: str, *, every: int = 1) -> None:
+def check_all(text: str, *, shape: tuple[int, ...] = SHAPE, every: int = 1) -> None:
     sizes = dict(zip(("dp", "sp"), map(int, text.split("x")), strict=True))
     mesh = sw.create_mesh(sizes)
-    pairs = [pair for pair in itertools.product(specs(), repeat=2) if pair[0] != pair[1]]
-    assert len(pairs) == 110
+    pairs = [pair for pair in itertools.product(specs(len(shape)), repeat=2) if pair[0] != pair[1]]
+    assert len(pairs) == (110 if shape == SHAPE else 342)
     marked = 0
     for held, goal in pairs[::every]:
-        rows, unsure = planned(held, goal, sizes)
+        rows, unsure = planned(held, goal, sizes, shape)
         marked += unsure
         if not unsure:
-            assert rows == compiled(held, goal, mesh), (held, goal)
-    assert marked <= MARKED[text]
+            assert rows == compiled(held, goal, mesh, shape), (held, goal)
+    assert marked <= (MARKED if shape == SHAPE else MARKED_CUBE)[text]
 
 
 def test_moves_equal_xla() -> None:
     check_all("2x4", every=9)
+    check_all("2x4", shape=CUBE, every=29)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("sizes", MARKED)
 def test_every_move_between_two_dims_equals_xla(sizes: str) -> None:
     check_all(sizes)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("sizes", MARKED_CUBE)
+def test_every_move_between_three_dims_equals_xla(sizes: str) -> None:
+    check_all(sizes, shape=CUBE)
 
 
 def test_moves_by_hand() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
+from shardwright.plan.walk.lookups import Lookup, Move, Name, partition, shared_axes
 from shardwright.plan.walk.primitives import SCATTERS
 from shardwright.plan.walk.step import Step
-from shardwright.plan.walk.values import Dims, Value
+from shardwright.plan.walk.values import Dims, Origin, Value, axes_of, most_runs, shards
 
 _ADDS: Final = frozenset({"scatter-add", "scatter_add"})
 _COMBINES: Final = SCATTERS - {"scatter"}
+_SHARED: Final = "gather the table, or constrain its gradient, over this mesh axis with shard(...)"
+# Bytes of a row of a tile of a TPU: 128 numbers of 32 bits.
+_TILE: Final = 512
 _WRITES: Final = "write to a sharded dim inside sw.shard_map"
 
 
@@ -54,6 +59,14 @@ def scatter(step: Step) -> list[Value]:
         update = _with_rows(step, update)
         dims = step.wanted[0] or _followed(value.dims, update.dims, pairs)
         value = Value(dims=dims, origins=update.origins)
+    held: dict[Name, Dims] = {
+        "table": value.dims,
+        "index": step.whole(1).dims,
+        "rows": update.dims,
+    }
+    lookup = _lookup(step, pairs, adds=True)
+    if made and step.name in _COMBINES and lookup is not None and shared_axes(lookup, held):
+        return [_partitioned(step, lookup, held, value.origins)]
     owed = frozenset(axis for at in rows for axis in update.dims[at]) - value.mesh_axes
     targets = list(_targets(value.dims, update.dims, pairs))
     if step.name in _COMBINES and owed:
@@ -140,6 +153,13 @@ def gather(step: Step) -> list[Value]:
     for at, dim in zip(numbers.offset_dims, window, strict=False):
         if step.parameters["slice_sizes"][dim] == shape[dim]:
             dims[at] = value.dims[dim]
+    lookup = _lookup(step, _offsets(step, window), adds=False)
+    held: dict[Name, Dims] = {"table": value.dims, "index": index.dims, "rows": ()}
+    if lookup is not None and not index.free and not value.free:
+        natural = _natural(lookup, value.dims, index.dims, result.ndim)
+        held["rows"] = step.wanted[0] or natural
+        if shared_axes(lookup, held):
+            return [_partitioned(step, lookup, held, {**index.origins, **value.origins})]
     used = {axis for axes in dims for axis in axes} | owed
     rows = [at for at in range(result.ndim) if at not in numbers.offset_dims]
     kept: list[tuple[str, ...]] = [()] * step.avals[1].ndim
@@ -152,3 +172,88 @@ def gather(step: Step) -> list[Value]:
         step.move(1, tuple(kept))
     looked_up = Value(dims=tuple(dims), owed=owed, origins={**index.origins, **value.origins})
     return [step.settle(looked_up)]
+
+
+def _offsets(step: Step, window: Sequence[int]) -> dict[int, int]:
+    """Return table dim -> result dim, for the dims of which a gather takes all elements."""
+    numbers, sizes = step.parameters["dimension_numbers"], step.parameters["slice_sizes"]
+    shape = step.avals[0].shape
+    pairs = zip(window, numbers.offset_dims, strict=False)
+    return {dim: at for dim, at in pairs if sizes[dim] == shape[dim]}
+
+
+def _lookup(step: Step, columns: Mapping[int, int], *, adds: bool) -> Lookup | None:
+    """Return a gather or scatter as `partition` takes it, or None if it has other kinds of dims."""
+    numbers = step.parameters["dimension_numbers"]
+    table, index = step.avals[0], step.avals[1]
+    rows = step.avals[2] if adds else step.results[0]
+    entries = numbers.inserted_window_dims if adds else numbers.collapsed_slice_dims
+    windows = numbers.update_window_dims if adds else numbers.offset_dims
+    if getattr(numbers, "operand_batching_dims", ()) or {*entries, *columns} != {
+        *range(table.ndim)
+    }:
+        return None
+    places = [at for at in range(rows.ndim) if at not in windows]
+    arrays: dict[Name, Any] = {"table": table, "index": index, "rows": rows}
+    return Lookup(
+        shapes={name: aval.shape for name, aval in arrays.items()},
+        itemsizes={name: aval.dtype.itemsize for name, aval in arrays.items()},
+        columns=columns,
+        entries=tuple(entries),
+        tokens=dict(zip(range(index.ndim - 1), places, strict=True)),
+        adds=adds,
+        sizes=step.ledger.sizes,
+    )
+
+
+def _natural(lookup: Lookup, table: Dims, index: Dims, rank: int) -> Dims:
+    """Return the dims of looked-up rows that no constraint follows."""
+    dims: list[tuple[str, ...]] = [()] * rank
+    used: set[str] = set()
+    for at, to in lookup.columns.items():
+        dims[to] = table[at]
+        used |= {*table[at]}
+    for at, to in lookup.tokens.items():
+        dims[to] = () if used & {*index[at]} else index[at]
+    return tuple(dims)
+
+
+def _partitioned(
+    step: Step, lookup: Lookup, held: Mapping[Name, Dims], origins: Mapping[str, Origin]
+) -> Value:
+    """Follow a lookup whose table and rows are sharded over the same mesh axes."""
+    moves, sure = partition(lookup, held)
+    if not sure:
+        step.doubt(shared_axes(lookup, held), _SHARED)
+    places: dict[Name, int] = {"table": 0, "index": 1, "rows": 2}
+    result: Name = "table" if lookup.adds else "rows"
+    aval, runs = step.results[0], most_runs(step.values)
+    for move in moves:
+        if move.name != result:
+            at = places[move.name]
+            key = step.equation.invars[at], move.goal, move.held
+            if key not in step.scope.moved:
+                value = replace(step.whole(at), dims=move.held)
+                step.scope.moved[key] = step.ledger.move(
+                    value, step.avals[at], move.goal, step.site, origins=value.origins
+                )
+            continue
+        value = Value(dims=move.held, owed=move.summed, runs=runs, origins=origins)
+        if not _scatters(lookup, move):
+            value = step.ledger.move(value, aval, move.held, step.site, origins=origins)
+        step.ledger.move(value, aval, move.goal, step.site, origins=origins)
+    return Value(dims=held[result], origins=origins)
+
+
+def _scatters(lookup: Lookup, move: Move) -> bool:
+    """Tell whether a device keeps only a part of a sum, so that it need not be sent whole.
+
+    Compilers for TPUs reduce-scatter the last dim only if each part is of whole tiles.
+    """
+    pairs = list(zip(move.held, move.goal, strict=True))
+    cut = axes_of(move.goal) - axes_of(move.held)
+    if not move.summed <= cut or any(goal[: len(held)] != held for held, goal in pairs):
+        return False
+    old, new = pairs[-1]
+    part = lookup.shapes[move.name][-1] // shards(new, lookup.sizes)
+    return old == new or part % (_TILE // lookup.itemsizes[move.name]) == 0

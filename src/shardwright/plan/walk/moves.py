@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.walk.values import Dims, axes_of, shards
@@ -40,6 +41,9 @@ class Move:
     doubtful: frozenset[str] = frozenset()
 
 
+_PAIR: Final = 2
+
+
 def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> Move:
     """Return the collectives that move a value from the dims `held` to the dims `goal`.
 
@@ -48,7 +52,7 @@ def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> Move:
     * A mesh axis that is new needs a slice, which sends nothing.
     * A mesh axis that changes its dim needs an all-to-all. XLA takes the last mesh axes of a dim,
       and appends them to the other dim. If their order is then not that of `goal`, a permute
-      follows.
+      follows. If mesh axes change places between three dims, XLA gathers them instead.
     * A mesh axis that no dim has any more needs an all-gather. Dims are gathered one by one, the
       last dim first. If the mesh axis is not the last one of its dim, a permute comes first.
     * If one mesh axis replaces another one in a dim, a permute of the smaller shards is needed.
@@ -62,6 +66,13 @@ def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> Move:
     if moved and gone:
         return _with_both(held, goal, sizes, moved, gone)
     current = _sliced(held, goal)
+    changed = [at for at, (have, want) in enumerate(zip(held, goal, strict=True)) if have != want]
+    left, entered = ({place[axis] for axis in moved} for place in (before, after))
+    if len(left | entered) > _PAIR and len(moved) > 1 and not left & entered:
+        return Move(transfers=tuple(_gathered(held, moved, sizes)[0]))
+    if moved and len(changed) > _PAIR:  # a third dim gets a new mesh axis
+        exchange = _exchanged(held, current, goal, sizes, moved)
+        return dataclasses.replace(exchange, doubtful=frozenset(moved))
     if moved:
         return _exchanged(held, current, goal, sizes, moved)
     transfers, current = _gathered(current, gone, sizes)
