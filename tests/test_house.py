@@ -35,14 +35,13 @@ ROOMS = (
 ORDER = (
     "errors",
     "_jax",
-    "_moved",
     *ROOMS[: ROOMS.index("testing")],
     PACKAGE,
     "testing",
     "cli",
     "__main__",
 )
-TOP = {*ROOMS, "__init__.py", "__main__.py", "_jax.py", "_moved.py", "errors.py", "py.typed"}
+TOP = {*ROOMS, "__init__.py", "__main__.py", "_jax.py", "errors.py", "py.typed"}
 # A bridge is complete by itself, but for these.
 BRIDGES_MAY_IMPORT = {("eformer", "fjformer")}
 MAX_FILE_LINES = 600

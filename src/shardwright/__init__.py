@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardwright import _moved
 from shardwright.errors import AgreementError as AgreementError
 from shardwright.errors import AttentionError as AttentionError
 from shardwright.errors import AxisConflictError as AxisConflictError
@@ -114,16 +113,12 @@ from shardwright.vocabulary.modes import RUNTIME_MODE_TYPES as RUNTIME_MODE_TYPE
 if TYPE_CHECKING:
     from shardwright.inference.constrained import constrained as constrained
     from shardwright.inference.infer import infer_axes as infer_axes
-    from shardwright.interop.fjformer.spec_trees import (
-        get_names_from_partition_spec as get_names_from_partition_spec,
-    )
     from shardwright.lints.catalogue import lint as lint
     from shardwright.plan.search import search as search
     from shardwright.strategy.model import Strategy as Strategy
     from shardwright.trees.optimizer_state import annotate_state as annotate_state
 
 __version__ = "0.1.0"
-_moved.install()
 
 
 # Imported on first use, because most programs do not need these names and their imports are slow.
@@ -137,30 +132,13 @@ _ON_DEMAND = {
     "Strategy": "shardwright.strategy.model",
 }
 
-# Names of other libraries. They are in `interop`, and stay importable from here for one release.
-_BORROWED = {
-    "get_names_from_partition_spec": "shardwright.interop.fjformer",
-    "make_shard_and_gather_fns": "shardwright.interop.fjformer",
-    "match_partition_rules": "shardwright.interop.fjformer",
-    "names_in_current_mesh": "shardwright.interop.fjformer",
-    "names_in_mesh": "shardwright.interop.easydel",
-    "with_sharding_constraint": "shardwright.interop.fjformer",
-    "get_metrics": "shardwright.interop.fjformer",
-    "wrap_function_with_rng": "shardwright.interop.fjformer",
-    "flatten_tree": "shardwright.interop.fjformer",
-    "get_weight_decay_mask": "shardwright.interop.fjformer",
-    "named_tree_map": "shardwright.interop.fjformer",
-    "tree_apply": "shardwright.interop.fjformer",
-    "tree_path_to_string": "shardwright.interop.fjformer",
-}
-
 if not TYPE_CHECKING:  # so that a type checker still reports a misspelled name, such as sw.BACTH
 
     def __getattr__(name: str) -> Any:
         if name in _ON_DEMAND:
             return getattr(importlib.import_module(_ON_DEMAND[name]), name)
-        return _moved.borrowed(__name__, name, _BORROWED)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_ON_DEMAND, *_BORROWED])
+    return sorted([*globals(), *_ON_DEMAND])

@@ -387,6 +387,7 @@ def outcome(axes: Any, pm: sw.PartitionManager, role: str, shape: Any) -> Any:
         return type(error).__name__
 
 
+@pytest.mark.filterwarnings("ignore:in an array with both names")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_round_trip_of_every_preset(mesh: str) -> None:
     problems = []

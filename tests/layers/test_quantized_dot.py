@@ -15,7 +15,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright import layers
 from shardwright.layers import quantize, quantized_dot_general
 from shardwright.testing import assert_collectives, assert_no_collectives, cpu_mesh
 from shardwright.trees.factored_weights import Quantized, quantized
@@ -590,10 +589,3 @@ def test_floats_of_eight_bits_are_quantized() -> None:
 def test_mismatched_operands() -> None:
     with pytest.raises(TypeError, match="dot_general requires contracting dimensions"):
         quantized_dot_general(jnp.ones((2, 3)), jnp.ones((4, 2)), MATMUL)
-
-
-@pytest.mark.parametrize("name", ["quantise", "quantised_dot_general"])
-def test_british_names_warn(name: str) -> None:
-    american = name.replace("quantis", "quantiz")
-    with pytest.warns(DeprecationWarning, match=rf"layers\.{name} is now .*layers\.{american};"):
-        assert getattr(layers, name) is getattr(layers, american)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardwright import serving
 from shardwright.errors import ServingError
 from shardwright.serving import Request, Sampling
 
@@ -79,10 +78,3 @@ def test_tokens_may_be_any_integers() -> None:
     rows = Request(prompt=[1], max_new_tokens=1, stop=np.array([[7, 8], [9, 9]]))
     assert rows.stop_sequences == ((7, 8), (9, 9))
     assert request.rows == 6
-
-
-def test_british_name_warns() -> None:
-    with pytest.warns(DeprecationWarning, match=r"Finish\.CANCELLED is now Finish\.CANCELED;"):
-        assert serving.Finish.CANCELLED is serving.Finish.CANCELED  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match="LOST"):
-        _ = serving.Finish.LOST  # type: ignore[attr-defined]

@@ -11,7 +11,6 @@ import pytest
 
 import shardwright as sw
 from shardwright.testing import cpu_mesh
-from shardwright.trees import factored_weights
 from shardwright.trees.factored_weights import LowRank, Quantized, low_rank, quantized, scale_axes
 
 P = jax.P
@@ -324,10 +323,3 @@ def test_invalid_pairs() -> None:
     ):
         low_rank(weight(dtype=jnp.int8), 8, path="w")
     assert low_rank(weight(dtype=jnp.int8), 8, dtype=jnp.bfloat16).a.dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize("name", ["Quantised", "quantised"])
-def test_british_names_warn(name: str) -> None:
-    new = name.replace("s", "z")
-    with pytest.warns(DeprecationWarning, match=f"{name} is now .*{new}; the old name goes away"):
-        assert getattr(factored_weights, name) is getattr(factored_weights, new)

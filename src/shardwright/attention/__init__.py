@@ -7,11 +7,6 @@ how to add one. Caches themselves belong in `caches`, rotary embeddings and modu
 the names of other libraries in `interop`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-from shardwright import _moved
 from shardwright.attention.api import dot_product_attention as dot_product_attention
 from shardwright.attention.api import explain as explain
 from shardwright.attention.cached import CachedAttention as CachedAttention
@@ -27,24 +22,3 @@ from shardwright.attention.implementation import Implementation as Implementatio
 from shardwright.attention.implementation import register as register
 from shardwright.attention.masks import Mask as Mask
 from shardwright.attention.paged import paged_attention as paged_attention
-
-# Names of EasyDeL. They live in `interop`, and stay importable from here for one release.
-_BORROWED = dict.fromkeys(
-    (
-        "AttentionImpl",
-        "AttentionMetadata",
-        "AttentionOutput",
-        "AttentionRegistry",
-        "AttentionSpecs",
-    ),
-    "shardwright.interop.easydel",
-)
-
-if not TYPE_CHECKING:  # a type checker must still report unknown names
-
-    def __getattr__(name: str) -> Any:
-        return _moved.borrowed(__name__, name, _BORROWED)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_BORROWED])

@@ -6,7 +6,6 @@ import dataclasses
 import enum
 import numbers
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,18 +121,7 @@ class Request:
         )
 
 
-class _FinishNames(enum.EnumMeta):
-    """Gives `Finish.CANCELLED` for one more release."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name != "CANCELLED":
-            raise AttributeError(name)
-        what = "Finish.CANCELLED is now Finish.CANCELED; the old name goes away in the next release"
-        warnings.warn(what, DeprecationWarning, stacklevel=2)
-        return cls["CANCELED"]
-
-
-class Finish(enum.StrEnum, metaclass=_FinishNames):
+class Finish(enum.StrEnum):
     """Why a request ended."""
 
     LENGTH = "length"

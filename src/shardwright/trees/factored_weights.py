@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardwright._moved import renamed
 from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
 from shardwright.vocabulary.annotations import ArraySpec, PartOf
 from shardwright.vocabulary.axes import EMPTY, EXPERT, LAYERS
@@ -296,12 +295,3 @@ def low_rank(
     return LowRank(
         a=part((*lead, *ins, None), normal), b=part((*lead, None, *outs), jax.nn.initializers.zeros)
     )
-
-
-# British names, importable for one release.
-_RENAMED = {"Quantised": "Quantized", "quantised": "quantized"}
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        return renamed(__name__, name, _RENAMED)

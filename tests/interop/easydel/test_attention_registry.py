@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from typing import Any
 
 import jax.numpy as jnp
@@ -92,21 +90,3 @@ def test_an_unknown_backend_is_refused() -> None:
     AttentionRegistry.register(Named)
     with pytest.raises(sw.AttentionError, match="unknown backend 'abacus'"):
         AttentionRegistry.create("named", held)(Q, K, K, mode="train")
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["AttentionImpl", "AttentionMetadata", "AttentionOutput", "AttentionRegistry"],
-)
-def test_the_old_names_warn(name: str) -> None:
-    new = f"{name} is now shardwright.interop.easydel.{name}"
-    with pytest.warns(DeprecationWarning, match=re.escape(new)):
-        assert getattr(attention, name).__module__.startswith("shardwright.interop.easydel.")
-
-
-def test_the_old_modules_warn() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        from shardwright.attention import registry  # type: ignore[attr-defined]
-    assert registry.AttentionRegistry is AttentionRegistry
-    assert "interop.easydel.attention_registry" in str(caught[0].message)
