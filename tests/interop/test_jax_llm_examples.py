@@ -138,6 +138,21 @@ def test_annotations_of_array_infos() -> None:
     np.testing.assert_array_equal(params["gamma"], np.ones(32))
 
 
+def test_names_as_nemotron_writes_them() -> None:
+    """Two names for three dims, and a name twice, whose rule must be None in JAX."""
+    short = bridge.annotations(ArrayInfo((8, 1, 4), jnp.int32, ("vocab_out", None)))
+    assert short.axes == (sw.VOCAB, sw.EMPTY, sw.EMPTY)
+    table = {
+        "embedding": ArrayInfo((64, 32), jnp.float32, ("vocab_in", "vocab_in")),
+        "lm_head": ArrayInfo((32, 64), jnp.float32, ("vocab_in", "vocab_out")),
+    }
+    rules = ShardingRules(vocab_in=None, vocab_out="y")
+    imported = bridge.from_rules(rules, mesh={"x": 2, "y": 4, "z": 1})
+    pm = sw.PartitionManager(imported.strategy, mesh=sw.abstract_mesh({"x": 2, "y": 4, "z": 1}))
+    own = pm.shardings(bridge.annotations(table, imported.names))
+    assert (own["embedding"].spec, own["lm_head"].spec) == (P(), P(None, "y"))
+
+
 def test_rules_of_a_manager() -> None:
     rules = bridge.to_rules(manager(4, 2, is_stored_sharded=True), ShardingRules)
     expected = ShardingRules(
@@ -208,5 +223,5 @@ def test_what_cannot_be_read() -> None:
         bridge.to_rules(manager(8, 1, is_stored_sharded=True), Other)
     with pytest.raises(sw.UnknownAxisError, match="'batch' of Other has no default"):
         bridge.from_rules(Other, mesh={"x": 8})
-    with pytest.raises(sw.RankMismatchError):
-        bridge.annotations(ArrayInfo((4, 4), jnp.int32, ("batch",)))
+    with pytest.raises(sw.RankMismatchError, match=r"2 names .* for 1 dims"):
+        bridge.annotations({"a": ArrayInfo((4,), jnp.int32, ("batch", None))})

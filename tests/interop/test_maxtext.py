@@ -54,6 +54,10 @@ def write(name: str, text: str) -> Path:
     return path
 
 
+def spmd() -> Any:
+    return pytest.importorskip("flax.linen.spmd")
+
+
 def manager(imported: maxtext.Imported, **sizes: int) -> sw.PartitionManager:
     mesh = {**imported.strategy.mesh, "fsdp": 2, **sizes}
     return sw.PartitionManager(imported.strategy, mesh=sw.abstract_mesh(mesh))
@@ -269,10 +273,35 @@ def test_sizes_across_slices_need_their_number() -> None:
     assert note not in sized.notes
 
 
-def test_absent_mesh_axes_are_reported_at_once() -> None:
-    write("few.yml", "base_config: base.yml\nmesh_axes: [data, fsdp]\n")
+def test_absent_mesh_axes_have_size_one() -> None:
+    """As in MaxText, whose files for one mesh are used on another."""
+    rules = """logical_axis_rules: [
+  ['mlp', ['tensor_transpose', 'fsdp']],
+  ['embed', ['tensor_transpose']],
+  ['embed', ['fsdp']],
+]"""
+    write("few.yml", f"base_config: base.yml\nmesh_axes: [data, fsdp]\n{rules}\n")
+    imported = maxtext.from_config("few.yml")
+    assert dict(imported.strategy.mesh) == {"data": 1, "fsdp": -1, "tensor_transpose": 1}
+    assert "mesh axes of rules that the mesh lacks have size 1: tensor_transpose" in imported.notes
+    assert any(note.endswith("no such axis: ici_tensor_parallelism=2") for note in imported.notes)
+    pm = manager(imported)
+    # The name that comes first takes the axis of size 1, so the first rule of the other is lost.
+    spec = spmd().logical_to_mesh_axes(
+        ("embed", "mlp"),
+        (
+            ("mlp", ("tensor_transpose", "fsdp")),
+            ("embed", ("tensor_transpose",)),
+            ("embed", ("fsdp",)),
+        ),
+    )
+    assert spec == P(None, ("tensor_transpose", "fsdp"))
+    assert pm.resolve(*imported.annotation(("embed", "mlp")), role="param") == P(None, "fsdp")
+
+
+def test_foreign_mesh_axes_are_reported_at_once() -> None:
+    text = BASE.replace("'mlp', 'tensor'", "'mlp', 'tensr'").replace("['fsdp']]", "['fdsp']]")
+    write("typo.yml", text)
     with pytest.raises(sw.MissingMeshAxisError) as caught:
-        maxtext.from_config("few.yml")
-    assert [problem.path for problem in caught.value.problems] == [
-        f"base.yml:{line}" for line in (7, 9, 10, 11, 13)
-    ]
+        maxtext.from_config("typo.yml")
+    assert [problem.path for problem in caught.value.problems] == ["typo.yml:10", "typo.yml:12"]

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from shardwright.errors import Problem, StrategyError, UnknownAxisError, raise_problems
+from shardwright.errors import (
+    Problem,
+    RankMismatchError,
+    StrategyError,
+    UnknownAxisError,
+    raise_problems,
+)
 from shardwright.interop.logical_rules import (
     Imported,
     Names,
@@ -140,7 +146,9 @@ def to_rules(
 def annotations(tree: Any, names: Names = NAMES) -> Any:
     """Return a tree of `ArraySpec`s: shape, dtype, axes and initializer of each `ArrayInfo`.
 
-    `pm.shardings`, `pm.abstract` and `pm.init` take the result as it is.
+    `pm.shardings`, `pm.abstract` and `pm.init` take the result as it is. As in JAX, the last dims
+    are replicated if an array has too few names. The dims of a name that an array has twice are
+    replicated: JAX would refuse any other rule of such a name.
 
     Args:
       tree: What `abstract(cfg)` returns in a model.
@@ -148,6 +156,7 @@ def annotations(tree: Any, names: Names = NAMES) -> Any:
 
     Raises:
       UnknownAxisError: Arrays have names that are not in `names`; all are reported at once.
+      RankMismatchError: An array has more names than dims.
       StrategyError: A leaf is not an `ArrayInfo`.
     """
     check_names(names)
@@ -164,14 +173,17 @@ def _spec(path: str, leaf: Any, names: Names, problems: list[Problem]) -> ArrayS
         fix = "pass what `abstract(cfg)` returns"
         problems.append(Problem(error=StrategyError, what=what, path=path, fix=fix))
         return None
-    before = len(problems)
-    axes = tuple(axis_of(name, names, path, problems) for name in leaf.logical_axes)
+    before, own = len(problems), tuple(leaf.logical_axes)
+    if len(own) > len(leaf.shape):
+        what = f"{len(own)} names {own} for {len(leaf.shape)} dims"
+        fix = "write one name per dim, or fewer"
+        problems.append(Problem(error=RankMismatchError, what=what, path=path, fix=fix))
+    axes = [axis_of(name, names, path, problems) for name in own]
     if len(problems) > before:
         return None
-    if not axes:
-        # The models write () for arrays that are replicated, whatever their rank.
-        axes = (EMPTY,) * len(leaf.shape)
-    return ArraySpec(leaf.shape, leaf.dtype, axes, leaf.initializer)
+    axes = [EMPTY if own.count(name) > 1 else axis for name, axis in zip(own, axes, strict=True)]
+    axes += [EMPTY] * (len(leaf.shape) - len(axes))
+    return ArraySpec(leaf.shape, leaf.dtype, tuple(axes), leaf.initializer)
 
 
 def _is_info(leaf: Any) -> bool:

@@ -58,6 +58,12 @@ NAMES: Names = {
     "layers": ("LAYERS", "param"),
 }
 
+# The mesh axes of MaxText. Its rules may name those that a mesh lacks: they count as size 1.
+_MESH_AXES = (
+    *("attn_dp", "attn_dp_expert", "autoregressive", "context", "context_autoregressive"),
+    *("context_usp_ulysses", "data", "diloco", "expert", "fsdp", "fsdp_transpose", "model"),
+    *("sequence", "stage", "tensor", "tensor_sequence", "tensor_transpose"),
+)
 _RULES = "logical_axis_rules"
 _OVERRIDE = "override_logical_axis_rules"
 _CUSTOM = "custom_mesh_and_rule"
@@ -95,7 +101,7 @@ def from_config(
     `override_logical_axis_rules`, they replace all rules. Finally, the file of
     `custom_mesh_and_rule` replaces mesh and rules. Each file is searched for beside the
     configuration and in the folders above. Names that MaxText uses in one mode only become rules of
-    that mode.
+    that mode. A mesh axis of MaxText that a rule names and the mesh lacks gets size 1.
 
     Args:
       config: Path of a YAML file, or its content.
@@ -111,7 +117,8 @@ def from_config(
       StrategyError: A file is missing or is not YAML, a key is unknown, or sizes are invalid.
       UnknownAxisError: `names` maps to axes that are neither in the vocabulary nor in `own_axes`;
         all are reported at once.
-      MissingMeshAxisError: Rules name mesh axes that the mesh lacks; all are reported at once.
+      MissingMeshAxisError: Rules name mesh axes that the mesh lacks and that are not MaxText's; all
+        are reported at once.
     """
     notes: list[str] = []
     if overrides is not None and not isinstance(overrides, Mapping):
@@ -122,6 +129,7 @@ def from_config(
         raise StrategyError(what, fix='pass "base.yml", or its content')
     merged = _merged(config, dict(overrides or {}), notes)
     mesh, dcn = _mesh(merged.values, notes)
+    mesh |= _absent(merged, mesh, notes)
     known = {rule[0] for rule in merged.rules if _name(rule) is not None}
     modes: Modes = {
         name: next((pair for pair in pairs if pair[0] in known), pairs[0])
@@ -326,6 +334,29 @@ def _mesh(values: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, int], 
         what = f"the sizes of {', '.join(free)} are -1"
         raise StrategyError(what, fix="only one of them may be -1")
     return mesh, {axis: size for axis, size in across.items() if size > 1}
+
+
+def _absent(merged: _Config, mesh: Mapping[str, int], notes: list[str]) -> dict[str, int]:
+    """Return the mesh axes of MaxText that rules name and the mesh lacks, with size 1.
+
+    MaxText lets a rule take such an axis, so that a later dim cannot, and then leaves it out.
+    """
+    named = [axis for rule in merged.rules if _name(rule) for axis in _listed(rule[1])]
+    absent = [axis for axis in dict.fromkeys(named) if axis in _MESH_AXES and axis not in mesh]
+    if absent:
+        notes.append(f"mesh axes of rules that the mesh lacks have size 1: {', '.join(absent)}")
+    for axis in (axis for axis in _MESH_AXES if axis not in mesh):
+        key = next(_keys(axis))
+        size = as_integer(merged.values.get(key, 1))
+        if size is not None and size > 1 and key not in {k for own in mesh for k in _keys(own)}:
+            notes.append(f"not imported, because the mesh has no such axis: {key}={size}")
+    return dict.fromkeys(absent, 1)
+
+
+def _listed(axes: Any) -> list[str]:
+    """Return the mesh axes of a rule that are text; another value is reported later."""
+    listed = axes if isinstance(axes, (list, tuple)) else [axes]
+    return [axis for axis in listed if isinstance(axis, str)]
 
 
 def _slices(values: Mapping[str, Any]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import inspect
 import subprocess
 import sys
@@ -74,6 +75,13 @@ def test_imports_of_the_page() -> None:
     ported = before.replace("transformer_engine.jax", "shardwright.interop.transformer_engine")
     assert ported in after
     exec(ported, {})
+
+
+def test_cpp_extensions_can_be_imported() -> None:
+    """Programs of NVIDIA import it, and use none of its names."""
+    tex = importlib.import_module("shardwright.interop.transformer_engine.cpp_extensions")
+    with pytest.raises(AttributeError, match="'gemm' is a primitive of TransformerEngine"):
+        _ = tex.gemm
 
 
 def test_flax_is_imported_on_first_use() -> None:
