@@ -73,7 +73,8 @@ def dense(
     """Return `x @ kernel + bias`, sharded as `out` resolves.
 
     The last `contract` dims of `x` are contracted with the first ones of the kernel. Without an
-    ambient manager nothing is sharded.
+    ambient manager nothing is sharded. Inside a `shard_map` shards are multiplied: if it has split
+    a contracted dim, add `jax.lax.psum`, and the bias after it.
 
     Args:
       x: `[..., *inputs]`.

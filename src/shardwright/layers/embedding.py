@@ -11,7 +11,13 @@ import jax.numpy as jnp
 from shardwright.errors import LayerError, RankMismatchError
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.layers.inputs import check_type, read_array
-from shardwright.layers.placement import RESIDUAL, is_inside_shard_map, place, use
+from shardwright.layers.placement import (
+    RESIDUAL,
+    check_vocabulary,
+    is_inside_shard_map,
+    place,
+    use,
+)
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.vocabulary.annotations import ArraySpec
@@ -50,7 +56,8 @@ def apply(
       path: Path of the table in the model, required if the strategy has `[[tensors]]` entries.
 
     Raises:
-      LayerError: The tokens are not integers, or one mesh axis shards both VOCAB and the tokens.
+      LayerError: The tokens are not integers, or one mesh axis shards both VOCAB and the tokens. Or
+        a `shard_map` around the call has split VOCAB.
       RankMismatchError: The tokens are not `[batch, length]`, or the table is not `[vocab, embed]`.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
@@ -59,8 +66,9 @@ def apply(
     check_type("dtypes", dtypes, Dtypes)
     if tokens.dtype.itemsize < 4:
         tokens = tokens.astype(jnp.int32)  # 256 rows compared with uint8 tokens would be 0 rows
-    vocab, embed = table.shape
-    table = use(table, specs(vocab, embed, dtypes=dtypes), path=path).astype(dtypes.compute)
+    vocab = table.shape[0]
+    table = use(table, (VOCAB, EMBED), path=path).astype(dtypes.compute)
+    check_vocabulary(table, (VOCAB, EMBED), tokens, name="table", path=path)
     manager: PartitionManager | None = context.current()
     if manager is None or is_inside_shard_map():
         rows = _lookup(table, tokens, ())

@@ -15,6 +15,7 @@ import numpy as np
 
 from shardwright.errors import LayerError, Problem, did_you_mean, raise_problems
 from shardwright.layers.placement import is_inside_shard_map
+from shardwright.manager import context
 from shardwright.vocabulary.keys import as_key
 
 KEYS: Final = ("dropout",)  # the names that a block reads in `keys`
@@ -27,7 +28,8 @@ _UNKNOWN_FIX: Final = (
 def check_params(specs: Any, params: Any, *, path: str | None, create: str) -> None:
     """Check that parameters have the names and the shapes of their specs.
 
-    Inside a `shard_map` shapes are those of shards, so only the names are checked.
+    Inside a `shard_map`, under a manager, shapes are those of shards, so only the names are
+    checked. Without a manager nothing is gathered, so the shapes must be whole there too.
 
     Args:
       specs: Tree of `ArraySpec`s. The nodes are dicts.
@@ -39,7 +41,8 @@ def check_params(specs: Any, params: Any, *, path: str | None, create: str) -> N
       LayerError: A parameter is missing, has a wrong shape, or is one that the config does not
         describe. The error lists all of them.
     """
-    found = _problems(specs, params, (), with_shapes=not is_inside_shard_map())
+    with_shapes = context.current() is None or not is_inside_shard_map()
+    found = _problems(specs, params, (), with_shapes=with_shapes)
     raise_problems(
         [
             Problem(

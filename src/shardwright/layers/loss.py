@@ -10,15 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardwright import _jax
-from shardwright.errors import LayerError, RankMismatchError
+from shardwright.errors import LayerError, RankMismatchError, raise_problems
 from shardwright.layers.accumulate import Weighted
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.layers.inputs import as_concrete, check_number, check_type, read_array
-from shardwright.layers.placement import OPERAND, place, use
+from shardwright.layers.placement import (
+    OPERAND,
+    check_vocabulary,
+    is_inside_shard_map,
+    place,
+    split_problems,
+    use,
+)
 from shardwright.manager import context
 from shardwright.manager.einsum import einsum
 from shardwright.vocabulary.annotations import ArraySpec
-from shardwright.vocabulary.axes import BATCH, EMBED, QUERY_LENGTH, VOCAB
+from shardwright.vocabulary.axes import BATCH, EMBED, QUERY_LENGTH, VOCAB, Role
 from shardwright.vocabulary.integers import read_integer
 
 LOGITS = (BATCH, QUERY_LENGTH, VOCAB)
@@ -83,14 +90,12 @@ def logits(
 
     Raises:
       RankMismatchError: The shapes do not fit each other.
-      LayerError: `softcap` is not positive.
+      LayerError: `softcap` is not positive, or a `shard_map` around the call has split EMBED.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
     x, head = read_array("x", x), read_array("head", head)
-    _check_head(x, head, tied)
     check_type("dtypes", dtypes, Dtypes)
-    axes = (VOCAB, EMBED) if tied else (EMBED, VOCAB)
-    weight = use(head, axes, path=path).astype(dtypes.compute)
+    weight = _use_head(x, head, tied, path).astype(dtypes.compute)
     return _logits(place(x, OPERAND).astype(dtypes.compute), weight, tied, _cap(softcap))
 
 
@@ -111,7 +116,8 @@ def cross_entropy(
 
     Each shard of the vocabulary has its part of the logits. Per token, only a maximum, a sum and
     the logit of the label are sent. With `chunks`, only one part of the tokens has logits in memory
-    at a time. The backward pass computes these logits again, also part by part.
+    at a time. The backward pass computes these logits again, also part by part. Inside a
+    `shard_map`, the means are those of the tokens of a device: sum `Loss.weighted` over devices.
 
     Args:
       x: `[batch, length, embed]`, after the last norm. Rows with NaN make gradients NaN, even where
@@ -132,21 +138,21 @@ def cross_entropy(
     Raises:
       RankMismatchError: The shapes do not fit each other, or `chunks` does not divide the length.
       LayerError: The labels are not integers, or one of them is not in the vocabulary; `chunks`,
-        `z_loss`, `softcap` or `ignore` is not valid; or `x` or the compute dtype is float16, which
-        has no loss scaling here.
+        `z_loss`, `softcap` or `ignore` is not valid; a `shard_map` around the call has split VOCAB
+        or EMBED; or `x` or the compute dtype is float16, which has no loss scaling here.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
     given, x, head = labels, read_array("x", x), read_array("head", head)
     labels = read_array("labels", labels)
-    _check_head(x, head, tied)
     _check_half(x, dtypes)
     _check_labels(x, labels, chunks)
-    _check_vocabulary(given, head.shape[0 if tied else 1], ignore)
     check_number("z_loss", z_loss, sign="not negative", fix="pass 1e-4, or 0 for none")
+    weight = _use_head(x, head, tied, path).astype(dtypes.compute)
+    axes = (VOCAB, EMBED) if tied else (EMBED, VOCAB)
+    check_vocabulary(weight, axes, labels, name="head", path=path)
+    _check_labels_in(given, weight.shape[0 if tied else 1], ignore)
     if labels.dtype.itemsize < 4:
         labels = labels.astype(jnp.int32)  # as uint8, -100 would be the label 156
-    axes = (VOCAB, EMBED) if tied else (EMBED, VOCAB)
-    weight = use(head, axes, path=path).astype(dtypes.compute)
     x, labels = place(x, OPERAND).astype(dtypes.compute), place(labels, _TOKENS)
     cap = _cap(softcap)
 
@@ -156,12 +162,28 @@ def cross_entropy(
     if chunks == 1:
         entropy, square, count = sums(x, labels)
     else:
-        entropy, square, count = _by_chunks(sums, x, labels, chunks)
+        entropy, square, count = _by_chunks(sums, x, labels, weight, chunks)
     tokens = jnp.maximum(count, 1).astype(jnp.float32)
     entropy = entropy / tokens
     # Without the branch, a loss without z-loss would still compute it.
     square = z_loss * square / tokens if z_loss else jnp.zeros((), jnp.float32)
     return Loss(mean=entropy + square, cross_entropy=entropy, z_loss=square, tokens=count)
+
+
+def _use_head(x: Any, head: Any, tied: bool, path: str | None) -> Any:
+    """Gather the head. Inside a `shard_map`, only then it has the size EMBED.
+
+    Raises:
+      LayerError: A `shard_map` has split EMBED.
+    """
+    check_type("tied", tied, bool)
+    axes = (VOCAB, EMBED) if tied else (EMBED, VOCAB)
+    weight = use(head, axes, path=path) if np.ndim(head) == 2 else head
+    _check_head(x, weight, tied)
+    problems = split_problems(x.shape, OPERAND, (EMBED,), name="x", role=Role.ACTIVATION)
+    problems += split_problems(weight.shape, axes, (EMBED,), name="head", path=path)
+    raise_problems(problems)
+    return weight
 
 
 def _logits(x: Any, weight: Any, tied: bool, cap: float | None) -> jax.Array:
@@ -187,7 +209,7 @@ def _sums(values: Any, labels: Any, ignore: int) -> tuple[jax.Array, jax.Array, 
     return entropy, square, jnp.sum(counts, dtype=jnp.int32)
 
 
-def _by_chunks(sums: Any, x: Any, labels: Any, chunks: int) -> Any:
+def _by_chunks(sums: Any, x: Any, labels: Any, weight: Any, chunks: int) -> Any:
     """Add the sums of one chunk after the other.
 
     Chunk i has the tokens at the positions that are i modulo `chunks`. So a sharded length stays
@@ -206,8 +228,9 @@ def _by_chunks(sums: Any, x: Any, labels: Any, chunks: int) -> Any:
         return jax.tree.map(jnp.add, carry, part), None
 
     zero = jnp.zeros((), jnp.float32)
+    zeros = zero, zero, jnp.zeros((), jnp.int32)
     # Inside shard_map, the sums of a shard differ from those of others, from the start.
-    start = tuple(_jax.vary_together([zero, zero, jnp.zeros((), jnp.int32), x])[:3])
+    start = tuple(_jax.vary_together([*zeros, x, labels, weight])[:3])
     return jax.lax.scan(step, start, jnp.arange(chunks))[0]
 
 
@@ -229,7 +252,6 @@ def _check_half(x: Any, dtypes: Dtypes) -> None:
 
 
 def _check_head(x: Any, head: Any, tied: bool) -> None:
-    check_type("tied", tied, bool)
     shape, own = np.shape(x), np.shape(head)
     if len(shape) != 3 or len(own) != 2 or own[1 if tied else 0] != shape[-1]:
         kind = "[vocab, embed], the embedding table" if tied else "[embed, vocab]"
@@ -240,7 +262,7 @@ def _check_head(x: Any, head: Any, tied: bool) -> None:
         )
 
 
-def _check_vocabulary(labels: Any, vocab: int, ignore: int) -> None:
+def _check_labels_in(labels: Any, vocab: int, ignore: int) -> None:
     """Check labels that have values against the vocabulary, without a part in the program."""
     read_integer("ignore", ignore, error=LayerError, least=-(2**31), fix="pass ignore=-100")
     values = as_concrete(labels)
@@ -267,7 +289,9 @@ def _check_labels(x: Any, labels: Any, chunks: int) -> None:
         raise LayerError(f"labels are {labels.dtype}", path="labels", fix="pass integers")
     read_integer("chunks", chunks, error=LayerError, fix="pass 1 for all tokens at once")
     manager, length = context.current(), x.shape[1]
-    shards = 1 if manager is None else manager.axis_size(QUERY_LENGTH, length)
+    # Inside a shard_map, the length is that of a shard.
+    is_local = manager is None or is_inside_shard_map()
+    shards = 1 if is_local else manager.axis_size(QUERY_LENGTH, length)
     if (length // shards) % chunks:
         what = f"length {length}" if shards == 1 else f"length {length // shards} of a shard"
         raise RankMismatchError(

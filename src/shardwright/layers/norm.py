@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardwright import _jax
 from shardwright.errors import LayerError, RankMismatchError, did_you_mean
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.layers.inputs import check_fields, check_names, check_number
+from shardwright.layers.placement import split_over
 from shardwright.vocabulary.annotations import ArraySpec
-from shardwright.vocabulary.axes import NORM
+from shardwright.vocabulary.axes import EMBED, NORM
 
 KINDS = ("layer", "rms")
 
@@ -148,6 +150,7 @@ def rms_norm(x: Any, scale: Any, *, epsilon: float = 1e-6, dtype: Any = None) ->
 
 
 def _check(x: Any, **params: Any) -> None:
+    _check_whole(x, params["scale"])
     for name, value in params.items():
         if value is not None and np.shape(value) != np.shape(x)[-1:]:
             raise RankMismatchError(
@@ -156,3 +159,21 @@ def _check(x: Any, **params: Any) -> None:
                 fix=f"pass {name} of shape {np.shape(x)[-1:]}, one value per element of the last "
                 "dim",
             )
+
+
+def _check_whole(x: Any, scale: Any) -> None:
+    """Refuse a shard of EMBED inside a `shard_map`: its mean is not that of the whole dim.
+
+    A scale that does not vary over these mesh axes is whole, and so is the last dim of `x`.
+    """
+    split = split_over(np.shape(x)[-1:], (EMBED,))[0]
+    if not split or not _jax.tracks_varying():
+        return
+    varying = _jax.varying_axes(x) & _jax.varying_axes(scale)
+    if names := [axis for axis in split if axis in varying]:
+        raise LayerError(
+            f"x and scale vary over {'+'.join(names)}, which shards EMBED: the mean would be that "
+            "of a shard",
+            path="x",
+            fix="gather x and scale over it first, or call the norm outside of the shard_map",
+        )

@@ -11,9 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from shardwright import _jax
-from shardwright.errors import LayerError, RankMismatchError
+from shardwright.errors import LayerError, Problem, RankMismatchError, raise_problems
 from shardwright.manager import context
-from shardwright.vocabulary.axes import BATCH, EMBED, LENGTH, QUERY_LENGTH
+from shardwright.manager.manager import PartitionManager
+from shardwright.manager.request import Request
+from shardwright.vocabulary.axes import BATCH, EMBED, LENGTH, QUERY_LENGTH, VOCAB, Role, axis_label
 
 RESIDUAL = (BATCH, LENGTH, EMBED)
 OPERAND = (BATCH, QUERY_LENGTH, EMBED)
@@ -23,6 +25,91 @@ def is_inside_shard_map() -> bool:
     """Tell whether a surrounding `shard_map` has made mesh axes Manual: shapes are then local."""
     mesh = _jax.ambient_mesh()
     return mesh is not None and bool(mesh.manual_axes)
+
+
+def split_over(
+    shape: Any, axes: Any, *, role: Role | None = None, path: str | None = None
+) -> list[tuple[str, ...]]:
+    """Return, for each dim of an array, the mesh axes over which a `shard_map` has split it.
+
+    The rules of the ambient manager decide, so without a manager no dim counts as split.
+
+    Args:
+      shape: Shape of the array, or of its shard.
+      axes: Annotation.
+      role: Role of the array. Defaults to activation.
+      path: Path of a weight.
+    """
+    manager: PartitionManager | None = context.current()
+    if manager is None or not is_inside_shard_map():
+        return [()] * len(shape)
+    manual = manager.manual_axes(_jax.ambient_mesh())
+    resolution = manager.answer(Request(axes, tuple(shape), None, role, path, manual))
+    resolution.require()
+    return [decision.manual for decision in resolution.decisions]
+
+
+def split_problems(
+    shape: Any,
+    axes: Any,
+    only: Any = None,
+    *,
+    name: str,
+    path: str | None = None,
+    role: Role = Role.USE,
+) -> list[Problem]:
+    """Return a problem for each dim of an array that a `shard_map` splits.
+
+    Layers do not communicate inside a `shard_map`, so their results would be those of a part.
+
+    Args:
+      shape: Shape of the array.
+      axes: Its axes.
+      only: The axes that may not be split. Defaults to all.
+      name: Name of the array.
+      path: Path of a weight in the model, or None.
+      role: Role of the array. Defaults to a weight, as it is used.
+    """
+    split = split_over(shape, axes, role=role, path=path)
+    return [
+        Problem(
+            error=LayerError,
+            what=f"a shard_map has split {axis_label(axis)} over {'+'.join(names)}, and nothing "
+            "is summed over it here",
+            path=path or name,
+            fix=f"call this outside of that shard_map, or leave {' and '.join(names)} out of its "
+            "axis_names",
+        )
+        for axis, names in zip(axes, split, strict=True)
+        if names and (only is None or axis in only)
+    ]
+
+
+def check_vocabulary(weight: Any, axes: Any, tokens: Any, *, name: str, path: str | None) -> None:
+    """Check that no `shard_map` splits the vocabulary of a weight, as far as this can be told.
+
+    Args:
+      weight: The weight, as it is used.
+      axes: Its axes.
+      tokens: Tokens or labels.
+      name: Name of the weight.
+      path: Its path in the model, or None.
+
+    Raises:
+      LayerError: It does. Or there is no manager, and the weight varies over mesh axes that the
+        tokens do not vary over.
+    """
+    if not is_inside_shard_map():
+        return
+    raise_problems(split_problems(weight.shape, axes, (VOCAB,), name=name, path=path))
+    unknown = sorted(_jax.varying_axes(weight) - _jax.varying_axes(tokens))
+    if context.current() is None and unknown:
+        raise LayerError(
+            f"it varies over {'+'.join(unknown)}, and the tokens do not: it may be a part of VOCAB",
+            path=path or name,
+            fix="call this outside of the shard_map, or enter a manager, whose rules say what "
+            f"{' and '.join(unknown)} shards",
+        )
 
 
 def place(x: Any, axes: Any) -> Any:
@@ -48,7 +135,8 @@ def check_residual(x: Any, embed: int) -> None:
 
     Raises:
       RankMismatchError: It is not `[batch, length, embed]`.
-      LayerError: It does not have floats, so what a block adds would be cut to integers.
+      LayerError: It does not have floats, so what a block adds would be cut to integers. Or a
+        `shard_map` has split its length, and the input of products needs the whole length.
     """
     shape = getattr(x, "shape", None)
     if shape is None or len(shape) != 3 or shape[-1] != embed:
@@ -60,4 +148,13 @@ def check_residual(x: Any, embed: int) -> None:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise LayerError(
             f"x is {x.dtype}", path="x", fix="pass floats: tokens go through layers.embedding first"
+        )
+    before, after = split_over(shape, RESIDUAL)[1], split_over(shape, OPERAND)[1]
+    if before != after:
+        raise LayerError(
+            f"a shard_map has split LENGTH over {'+'.join(before) or '-'}, and QUERY_LENGTH over "
+            f"{'+'.join(after) or '-'}: a block gathers the residual only outside of a shard_map",
+            path="x",
+            fix=f"call the block outside of that shard_map, or leave {'+'.join(before or after)} "
+            "out of its axis_names",
         )

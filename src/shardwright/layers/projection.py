@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardwright.errors import LayerError
+import jax
+
+from shardwright.errors import LayerError, raise_problems
 from shardwright.layers import dense, lora
 from shardwright.layers.dense import Dims
 from shardwright.layers.dtypes import Dtypes
@@ -18,7 +20,9 @@ from shardwright.layers.eight_bits.weights import stored
 from shardwright.layers.inputs import check_fields
 from shardwright.layers.lora import LoraConfig
 from shardwright.layers.norm import NormConfig
-from shardwright.layers.placement import use
+from shardwright.layers.placement import is_inside_shard_map, split_problems, use
+from shardwright.trees.paths import path_text
+from shardwright.vocabulary.annotations import is_annotation
 from shardwright.vocabulary.axes import EMPTY
 
 
@@ -66,7 +70,22 @@ def gather_weights(
       params: `{name: {"kernel": ..., "bias": ...}}`, and norms.
       specs: Their `ArraySpec`s.
       path: Path of `params` in the model, or None.
+
+    Raises:
+      LayerError: A `shard_map` has split a weight over a mesh axis that is not gathered. The error
+        names all such weights.
     """
+    if is_inside_shard_map():
+        leaves = jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_annotation)[0]
+        names = {path_text(keys): spec for keys, spec in leaves}
+        own = {name: None if path is None else f"{path}/{name}" for name in names}
+        raise_problems(
+            [
+                problem
+                for name, spec in names.items()
+                for problem in split_problems(spec.shape, spec.axes, name=name, path=own[name])
+            ]
+        )
     if recipe is None:
         gathered: dict[str, Any] = use(params, specs, path=path)
         return gathered

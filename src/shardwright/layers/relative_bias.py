@@ -11,7 +11,7 @@ import numpy as np
 
 from shardwright.errors import LayerError, RankMismatchError
 from shardwright.layers.dtypes import FLOAT32, Dtypes
-from shardwright.layers.placement import place
+from shardwright.layers.placement import is_inside_shard_map, place
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import BIAS_HEAD_SEQ, BIAS_KV_SEQ, EMPTY, HEAD, QUERY_LENGTH
 from shardwright.vocabulary.integers import read_integer
@@ -78,7 +78,7 @@ def apply(
 
     Args:
       config: Sizes.
-      table: `[heads, buckets]`, already gathered.
+      table: `[heads, buckets]`, already gathered. Inside a `shard_map`, a shard of the heads.
       q_length: Number of queries.
       kv_length: Number of keys, at the positions from 0 on.
       q_start: Position of the first query. For a decoded token, this is the length of the cache.
@@ -87,7 +87,12 @@ def apply(
     Raises:
       RankMismatchError: The table has another shape.
     """
-    if np.shape(table) != (config.heads, config.buckets):
+    heads, buckets = (*np.shape(table), 0, 0)[:2] if np.ndim(table) == 2 else (0, 0)
+    fits = heads == config.heads or (
+        # The bias of some heads needs no others.
+        heads and is_inside_shard_map() and not config.heads % heads
+    )
+    if not fits or buckets != config.buckets:
         raise RankMismatchError(
             f"the table has shape {np.shape(table)}",
             path="table",
