@@ -435,3 +435,8 @@ def moves_rows_alone() -> bool:
     So does the XLA of JAX 0.10. Later ones shard rows like indices, where that is a full gather.
     """
     return bool(jax.__version_info__ < (0, 11))
+
+
+def scope(equation: Any) -> str:
+    """Return the scopes (`jax.named_scope`) and transformations around an equation as text."""
+    return str(equation.source_info.name_stack)

@@ -157,7 +157,7 @@ def test_conflict_writes_no_file(
             "did you mean 'MLP_INTERMEDIATE'? an axis of your own is declared",
         ),
         (f"MODEL:forward --params init {TOKENS} --strategy no.toml", "no file 'no.toml'"),
-        ("MODEL:forward --params init", "missing 1 required positional argument: 'tokens'"),
+        ("MODEL:forward --params init", "no --input is given beside --params"),
     ],
 )
 def test_invalid_question(
@@ -262,12 +262,22 @@ def of(function, *more, specs, holds=None):
     return Program(function, (shapes, *more, tokens), axes, holds=holds)
 
 
-def train():
-    def step(params, state, tokens):
-        return params, state
+def train(up=(sw.EMBED, sw.MLP_INTERMEDIATE)):
+    def loss(params, tokens):
+        return jax.nn.log_softmax(forward(params, tokens))[..., 0].mean()
 
+    def step(params, state, tokens):
+        gradients = jax.grad(loss)(params, tokens)
+        state = jax.tree.map(lambda m, g: 0.9 * m + g, state, gradients)
+        return jax.tree.map(lambda p, m: p - 0.1 * m, params, state), state
+
+    state = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in specs().items()}
     holds = ("parameters", "optimizer", "inputs")
-    return of(step, jax.ShapeDtypeStruct((3,), "float32"), specs=specs(), holds=holds)
+    return of(step, state, specs=specs(up), holds=holds)
+
+
+def swapped():
+    return train(up=(sw.MLP_INTERMEDIATE, sw.EMBED))
 
 
 def programs():
@@ -288,13 +298,60 @@ def test_check_of_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     printed = " ".join(capsys.readouterr().out.split())
     assert f"{path}:programs for prefill no findings" in printed
     assert "0/up dim 0: warning other_name the dim is named MLP_INTERMEDIATE" in printed
-    assert "programs for train (no place): note other_name this program is not checked" in printed
+    assert f"{path}:programs for train no findings" in printed
     assert check(f'{path}:forward --params specs --input "int32[2,10] BATCH LENGTH" --strict') == 0
     capsys.readouterr()
+    assert check(f"{path}:train --strict") == 0
+    assert check(f"{path}:swapped --strict") == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "0/up dim 0: warning other_name the dim is named MLP_INTERMEDIATE" in printed
     for function, says in (
-        ("train", "each program of"),
         ("nothing", "return shardwright.plan.Program"),
         ("forward", "or name a function without arguments that returns programs"),
     ):
         assert check(f"{path}:{function}") == 2
         assert says in capsys.readouterr().err
+
+
+ATTENTION = """
+import jax.numpy as jnp
+import shardwright as sw
+from shardwright import attention
+from shardwright.plan import Program
+
+
+def specs():
+    qkv = sw.ArraySpec((24, 3, 4, 8), jnp.float32, (sw.EMBED, sw.EMPTY, sw.HEAD, sw.HEAD_DIM))
+    return {"qkv": qkv}
+
+
+def forward(params, x):
+    q, k, v = jnp.einsum("bse,ethd->tbshd", x, params["qkv"])
+    return attention.dot_product_attention(q, k, v, causal=True)
+
+
+def programs():
+    import jax
+
+    shapes = {"qkv": jax.ShapeDtypeStruct((24, 3, 4, 8), jnp.float32)}
+    x = jax.ShapeDtypeStruct((2, 10, 24), jnp.float32)
+    program = Program(forward, (shapes, x), (specs(), (sw.BATCH, sw.LENGTH, sw.EMBED)))
+    return {"train": program, "prefill": program}
+"""
+
+
+def test_attention_without_a_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`infer` and `check` trace under train, programs under their own mode."""
+    path = tmp_path / "attends.py"
+    path.write_text(ATTENTION, encoding="utf-8")
+    given = '--params specs --input "float32[2,10,24] BATCH LENGTH EMBED"'
+    assert infer(f"{path}:forward {given}") == 0
+    assert check(f"{path}:forward {given}") == 0
+    assert check(f"{path}:programs") == 0
+    capsys.readouterr()
+    assert infer(f"{path}:forward --params specs") == 2
+    error = capsys.readouterr().err
+    assert "takes params, x, and no --input is given" in error
+    assert "add one --input for each array after the parameters" in error
+    assert infer(f"{path}:forward {given} {given.partition('specs')[2]}") == 2
+    assert "2 --input is given" in capsys.readouterr().err

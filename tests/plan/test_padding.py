@@ -99,7 +99,7 @@ def test_lower_end_counts_no_padded_copies() -> None:
 
 
 def test_large_step_with_short_heads_is_close() -> None:
-    """A compiler refuses it: half of the memory is cache, and the copies take the other half."""
+    """Half of the memory is cache, and the padded copies may take the other half."""
     report = planned(decode(8, 4, 64, batch=64 * BATCH))
     assert report.verdict is Verdict.CLOSE
 

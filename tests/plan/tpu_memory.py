@@ -1,5 +1,7 @@
 """Compare the range of live memory with the peak of the TPU compiler, for a v5e:2x4.
 
+Attention is plain, or `dot_product_attention`, which takes the kernels of a TPU.
+
     python -m tests.plan.tpu_memory
 
 Needs libtpu, which the extra `tpu-aot` brings. Each line is one program, in MiB.
@@ -14,6 +16,8 @@ from tests.tpu_compile import SETTINGS, TOPOLOGY
 os.environ.update(SETTINGS)  # libtpu reads them when it is loaded
 
 import dataclasses
+import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +28,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 import shardwright as sw
+from shardwright import attention
 
 EMBED, INNER, HEADS, DIM, VOCAB = 1024, 4096, 8, 128, 16384
 BATCH, LENGTH, LAYERS = 16, 1024, 4
@@ -46,7 +51,11 @@ LAYER = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A decoder, and how it runs: scanned or unrolled, rematerialized, trained or only run."""
+    """A decoder, and how it runs: scanned or unrolled, rematerialized, trained or only run.
+
+    Attributes:
+      attends: Options of `dot_product_attention`, or None for plain attention.
+    """
 
     name: str
     preset: str
@@ -54,8 +63,11 @@ class Case:
     scan: bool = True
     remat: bool = True
     train: bool = True
+    attends: Mapping[str, Any] | None = None
 
 
+CAUSAL: Mapping[str, Any] = {"causal": True}
+WINDOW: Mapping[str, Any] = {"window": (255, 0)}
 TP, FSDP = {"fsdp": 4, "tp": 2}, {"fsdp": 8}
 CASES = (
     Case(name="train, remat", preset="fsdp_tp", mesh=TP),
@@ -67,19 +79,27 @@ CASES = (
     Case(name="train, remat", preset="ddp", mesh={"dp": 8}),
     Case(name="forward", preset="fsdp_tp", mesh=TP, train=False),
     Case(name="forward, unrolled", preset="fsdp", mesh=FSDP, train=False, scan=False),
+    Case(name="train, causal", preset="fsdp_tp", mesh=TP, attends=CAUSAL),
+    Case(name="train, windows", preset="fsdp_tp", mesh=TP, attends=WINDOW),
+    Case(name="train, windows, unrolled", preset="fsdp", mesh=FSDP, scan=False, attends=WINDOW),
+    Case(name="train, windows, no remat", preset="fsdp", mesh=FSDP, remat=False, attends=WINDOW),
+    Case(name="forward, windows", preset="fsdp_tp", mesh=TP, train=False, attends=WINDOW),
 )
 
 
-def block(x: Any, weights: Any) -> Any:
+def block(x: Any, weights: Any, attends: Mapping[str, Any] | None = None) -> Any:
     """One layer: attention and a gated feed-forward, both computed in bfloat16."""
     gathered = sw.gather(weights, LAYER)
     w = {name: value.astype(jnp.bfloat16) for name, value in gathered.items()}
     q = sw.shard(jnp.einsum("bse,ehd->bshd", x, w["q"]), QUERY)
     k = sw.shard(jnp.einsum("bse,ehd->bshd", x, w["k"]), KEY)
     v = sw.shard(jnp.einsum("bse,ehd->bshd", x, w["v"]), KEY)
-    scores = jnp.einsum("bshd,bthd->bhst", q, k).astype(F32) * DIM**-0.5
-    weighted = jax.nn.softmax(scores).astype(jnp.bfloat16)
-    mixed = sw.shard(jnp.einsum("bhst,bthd->bshd", weighted, v), QUERY)
+    if attends is None:
+        scores = jnp.einsum("bshd,bthd->bhst", q, k).astype(F32) * DIM**-0.5
+        weighted = jax.nn.softmax(scores).astype(jnp.bfloat16)
+        mixed = sw.shard(jnp.einsum("bhst,bthd->bshd", weighted, v), QUERY)
+    else:
+        mixed = attention.dot_product_attention(q, k, v, mode="train", **attends)
     x = sw.shard(x + jnp.einsum("bshd,hde->bse", mixed, w["o"]), HIDDEN)
     inside = jax.nn.silu(sw.shard(x @ w["gate"], INSIDE)) * sw.shard(x @ w["up"], INSIDE)
     return sw.shard(x + inside @ w["down"], HIDDEN)
@@ -96,7 +116,8 @@ def program(case: Case) -> tuple[Any, Callable[..., Any]]:
         "embed": sw.ArraySpec((VOCAB, EMBED), F32, (sw.VOCAB, sw.EMBED)),
         "head": sw.ArraySpec((EMBED, VOCAB), F32, (sw.EMBED, sw.VOCAB)),
     }
-    run = jax.checkpoint(block) if case.remat else block
+    layer = functools.partial(block, attends=case.attends)
+    run = jax.checkpoint(layer) if case.remat else layer
 
     def loss(params: Any, tokens: Any) -> Any:
         embed = sw.gather(params["embed"], sw.VOCAB, sw.EMBED).astype(jnp.bfloat16)
@@ -134,7 +155,8 @@ def compare(case: Case, devices: Any) -> str:
         arguments = (params, pm.abstract(specs, role="state"), batch)
         holds, donated = ("parameters", "optimizer", "inputs"), (0, 1)
     function = step if case.train else loss
-    memory = pm.plan(function, *arguments, holds=holds, donated=donated).memory
+    report = pm.plan(function, *arguments, holds=holds, donated=donated, topology=TOPOLOGY)
+    memory = report.memory
     with pm:
         lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
     # Low effort changes bytes by less than 10%, and takes a quarter of the time.
@@ -145,13 +167,15 @@ def compare(case: Case, devices: Any) -> str:
     return f"{case.name:26} {case.preset:8} {' '.join(sizes)}  {ratios}"
 
 
-def main() -> None:
-    """Print one line per case."""
+def main(*names: str) -> None:
+    """Print one line per case whose name has one of these words; for all cases without words."""
     devices = topologies.get_topology_desc(topology_name=TOPOLOGY, platform="tpu").devices
     print(f"{'program':26} {'preset':8} {'low':>8} {'high':>8} {'peak':>8}")
     for case in CASES:
+        if names and not any(name in case.name for name in names):
+            continue
         print(compare(case, devices), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

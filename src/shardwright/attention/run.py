@@ -28,7 +28,9 @@ def attention(implementation: Implementation, operands: Operands, call: Attentio
     """
     if call.kv_dtype is not None:
         operands = _without_gradient(operands, call)
-    result = implementation.run(operands, call)
+    # Plans and profiles read the name of the implementation from this scope.
+    with jax.named_scope(f"attention_{implementation.name}"):
+        result = implementation.run(operands, call)
     _check(result, implementation, call)
     o = result.o
     if call.mesh is not None and call.specs.mesh_axes:

@@ -15,7 +15,7 @@ from shardwright.cli.programs import read_programs
 from shardwright.cli.python_files import raised_error, read_function
 from shardwright.errors import ShardingError, StrategyError
 from shardwright.inference.infer import infer_axes
-from shardwright.lints.finding import Code, Finding, Severity
+from shardwright.lints.finding import Finding
 from shardwright.lints.names import lint_names
 from shardwright.plan.planner import Program
 from shardwright.plan.state import Category, read_holds
@@ -23,15 +23,6 @@ from shardwright.trees.paths import is_array_spec
 from shardwright.vocabulary.annotations import ArraySpec, is_annotation
 from shardwright.vocabulary.layouts import is_layout
 from shardwright.vocabulary.modes import mode_name
-
-_FORWARD = "name its forward function: shardwright check FILE.py:FORWARD --params NAME"
-
-_NOT_CHECKED = Finding(
-    code=Code.OTHER_NAME,
-    severity=Severity.NOTE,
-    message="this program is not checked, because it updates its parameters",
-    fix=_FORWARD,
-)
 
 
 def has_no_arguments(text: str) -> bool:
@@ -53,8 +44,7 @@ def check_programs(
 ) -> dict[str, tuple[Finding, ...]]:
     """Return the findings about the axis names of each program, by mode.
 
-    A program that updates its parameters is not checked, and a note says so: most of it is the
-    gradient, whose products are not those of a model.
+    Of a training step, the forward pass is checked.
 
     Args:
       text: `file.py:function`, which returns programs.
@@ -65,22 +55,15 @@ def check_programs(
       StrategyError: The file cannot be read, or no program can be checked.
     """
     programs = read_programs(text, None, devices=1)
-    if all(map(_updates, programs.values())):
-        what = f"each program of {text} updates its parameters, so none is a forward function"
-        raise StrategyError(what, fix=_FORWARD)
     return {
-        mode_name(mode): (_NOT_CHECKED,)
-        if _updates(program)
-        else _check(f"{text} for {mode_name(mode)}", program, own_axes)
+        mode_name(mode): _check(f"{text} for {mode_name(mode)}", mode, program, own_axes)
         for mode, program in programs.items()
     }
 
 
-def _updates(program: Program) -> bool:
-    return Category.OPTIMIZER in read_holds(program.shapes, program.holds)
-
-
-def _check(label: str, program: Program, own_axes: Collection[str]) -> tuple[Finding, ...]:
+def _check(
+    label: str, mode: str, program: Program, own_axes: Collection[str]
+) -> tuple[Finding, ...]:
     shapes = program.shapes
     specs = program.specs if isinstance(program.specs, (tuple, list)) else (None,) * len(shapes)
     holds = program.holds if isinstance(program.holds, (tuple, list)) else (None,) * len(shapes)
@@ -100,12 +83,15 @@ def _check(label: str, program: Program, own_axes: Collection[str]) -> tuple[Fin
         for annotation, leaf in _annotated(tree, specs[int(name)], holds[int(name)])
     ]
 
+    updates = Category.OPTIMIZER in read_holds(shapes, program.holds)
+
     def forward(params: Any, inputs: Any) -> Any:
         every: Mapping[str, Any] = {**params, **inputs}
-        return program.function(*(every[str(at)] for at in range(len(shapes))))
+        results = program.function(*(every[str(at)] for at in range(len(shapes))))
+        return () if updates else results  # updated weights are not results of a model
 
     try:
-        with with_manager(own_axes):
+        with with_manager(own_axes, mode):
             inferred = infer_axes(forward, own, others, seeds=seeds, own_axes=own_axes)
     except ShardingError:
         raise

@@ -23,6 +23,7 @@ from shardwright.resolution.unknown_axes import check_axes
 from shardwright.trees.paths import is_array_spec
 from shardwright.trees.tensors import is_dtype
 from shardwright.vocabulary.axes import EMPTY, canonical_axis, file_name
+from shardwright.vocabulary.modes import MODE_TRAIN
 
 _INPUT = re.compile(r"\s*([a-z0-9_]+)\[([0-9, ]*)\](.*)")
 _AXIS = re.compile(r"\?|[A-Za-z_][A-Za-z0-9_]*")
@@ -92,6 +93,7 @@ def read_model(name: str, params: str, inputs: Sequence[str]) -> Model:
     except Exception as error:
         raise raised_error(f"{file}:{params}", error) from error
     (found,) = result
+    _check_inputs(name, forward, pairs)
     return Model(
         name=name,
         forward=found.forward(forward),
@@ -99,6 +101,19 @@ def read_model(name: str, params: str, inputs: Sequence[str]) -> Model:
         inputs=tuple(shape for shape, _ in pairs),
         seeds=tuple(axes for _, axes in pairs),
     )
+
+
+def _check_inputs(name: str, forward: Callable[..., Any], inputs: Sequence[Any]) -> None:
+    """Raise an error if a function cannot be called with the parameters and these inputs."""
+    try:
+        inspect.signature(forward).bind(None, *inputs)
+    except TypeError as error:
+        given = f"{len(inputs)} --input" if inputs else "no --input"
+        taken = ", ".join(inspect.signature(forward).parameters) or "nothing"
+        raise StrategyError(
+            f"{name} takes {taken}, and {given} is given beside --params",
+            fix=f"add one --input for each array after the parameters, in order: {_INPUT_EXAMPLE}",
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,11 +215,14 @@ def infer_model(
         raise raised_error(model.name, error) from error
 
 
-def with_manager(own_axes: Collection[str]) -> AbstractContextManager[object]:
+def with_manager(
+    own_axes: Collection[str], mode: str = MODE_TRAIN
+) -> AbstractContextManager[object]:
     """Return a context with a manager on a mesh of one device, for `shard` and `gather` in models.
 
     Args:
       own_axes: Axes of their own that strategies declare.
+      mode: Mode in which the model is traced; attention needs one.
     """
     from shardwright.strategy.model import Strategy
 
@@ -212,7 +230,7 @@ def with_manager(own_axes: Collection[str]) -> AbstractContextManager[object]:
     own = {"axes": dict.fromkeys(names, "own"), "rules": dict.fromkeys(names, "-")}
     strategy = Strategy.preset("fsdp_tp") | Strategy.model_validate(own)
     mesh = abstract_mesh(",".join(f"{axis}:1" for axis in strategy.mesh))
-    return PartitionManager(strategy, mesh=mesh)
+    return PartitionManager(strategy, mesh=mesh, mode=mode)
 
 
 def _keys(init: Any) -> Sequence[Any]:

@@ -66,6 +66,7 @@ RULES: Final[dict[str, Callable[[Step], list[Value]]]] = {
     "while": control.while_loop,
 }
 _SCALAR: Final = Value(dims=())
+_BACKWARD: Final = "transpose("  # in the scope of what `jax.grad` transposes
 _JAX: Final = f"{Path(jax.__file__ or '').resolve().parent}{os.sep}"
 
 
@@ -134,6 +135,9 @@ class Walker:
             self.facts.outputs.append(output)
 
     def _results(self, step: Step) -> list[Value]:
+        if _BACKWARD in _jax.scope(step.equation):
+            # The products of a gradient are not those of a model. The forward pass has all facts.
+            return step.new_results()
         name = step.equation.primitive.name
         if name in RULES:
             return RULES[name](step)

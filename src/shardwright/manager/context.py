@@ -137,6 +137,7 @@ _APART = jax.make_user_context(default_value=None)
 _INPUTS = jax.make_user_context(default_value=None)
 _SETTINGS = jax.make_user_context(default_value=None)
 _RULES = jax.make_user_context(default_value=None)
+_TARGET = jax.make_user_context(default_value=None)
 _FLOW: contextvars.ContextVar[_Entry | None] = contextvars.ContextVar(
     "shardwright_manager", default=None
 )
@@ -488,3 +489,21 @@ def rules_entered(rules: Hashable) -> AbstractContextManager[object]:
 def rules() -> Any:
     """Return the rules of the innermost `rules_entered` of this thread, or None."""
     return _RULES.value
+
+
+def target_entered(platform: str | None) -> AbstractContextManager[object]:
+    """Return a context in which programs are traced for a platform that may not be here.
+
+    It is part of JAX's cache keys.
+
+    Args:
+      platform: "cpu", "gpu" or "tpu"; None for the platform of the mesh.
+    """
+    entered: AbstractContextManager[object] = _TARGET(platform)
+    return entered
+
+
+def target() -> str | None:
+    """Return the platform of the innermost `target_entered` of this thread, or None."""
+    platform: str | None = _TARGET.value
+    return platform

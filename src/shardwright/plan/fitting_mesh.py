@@ -58,7 +58,7 @@ def find_other_mesh(
     """
     if topology.slices > 1:
         return None
-    traced = trace_program(manager, program)  # its arguments are those under every mesh
+    traced = trace_program(manager, program, topology)  # its arguments are those under every mesh
     meshes: list[tuple[int, dict[str, int]]] = []
     for sizes in _exchanged(mesh_sizes(manager.mesh), manager):
         other = PartitionManager(manager.rules, mesh=abstract_mesh(sizes), mode=manager.mode)
@@ -102,7 +102,7 @@ def _first_fitting(
     for slice_, sizes in meshes:
         other = PartitionManager(manager.rules, mesh=abstract_mesh(sizes), mode=manager.mode)
         try:
-            traced = trace_program(other, program)
+            traced = trace_program(other, program, slice_)
             verdict = price(other, traced, program, layout=lay_out(slice_, sizes)).verdict
         except ShardingError:
             continue  # for example, the batch does not divide over this mesh

@@ -106,6 +106,11 @@ class Topology:
         return math.prod(self.shape) * self.chip.devices * self.slices
 
     @property
+    def platform(self) -> str:
+        """The platform whose kernels run on the chips. All chips are TPUs."""
+        return "tpu"
+
+    @property
     def sides(self) -> dict[str, int]:
         """Length of each physical axis: x, y, z, and `core` if a chip is several devices."""
         sides = dict(zip("xyzw", self.shape, strict=False))

@@ -13,6 +13,7 @@ import jax
 from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.manager.manager import PartitionManager
 from shardwright.mesh.build import mesh_sizes
+from shardwright.plan.attention_calls import AttentionCalls
 from shardwright.plan.fit import Verdict, judge
 from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.plan.layout import Layout, lay_out
@@ -104,6 +105,7 @@ class PlanReport:
       mesh: The mesh as text, `fsdp:2,tp:4`.
       state: Bytes of the arguments, and of the gradients if one of them is optimizer state.
       layout: Assignment of the mesh axes to a slice, or None if no slice was given.
+      attention: The calls of attention, and the implementation that each takes.
     """
 
     walked: Walked
@@ -111,6 +113,7 @@ class PlanReport:
     mesh: str
     state: StateBytes
     layout: Layout | None = None
+    attention: tuple[AttentionCalls, ...] = ()
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -180,6 +183,7 @@ class PlanReport:
             "time": None if self.time is None else self.time.to_json(),
             "complete": self.walked.complete,
             "unknown": dict(self.walked.unknown),
+            "attention": [dataclasses.asdict(calls) for calls in self.attention],
             "events": [event.to_json() for event in self.events],
             "choices": [dataclasses.asdict(choice) for choice in self.walked.choices],
             "idle": [dataclasses.asdict(idle) for idle in self.walked.idle],
@@ -209,6 +213,7 @@ class PlanReport:
         lines += event_lines(self.events, rows=rows, width=width)
         if self.layout is not None and self.layout.crossing:
             lines.append(f"of these to other slices: {bytes_text(self.slice_bytes)}")
+        lines += map(str, self.attention)
         if self.time is not None and self.layout is not None:
             lines += ["", *time_lines(self.time, self.layout, width=width)]
         lines += self.unsure_lines()
@@ -280,11 +285,25 @@ def plan(
         )
     layout = None if topology is None else lay_out(topology, mesh_sizes(manager.mesh))
     program = Program(function, shapes, specs, outputs, holds, donated)
-    return price(manager, trace_program(manager, program), program, layout=layout)
+    traced = trace_program(manager, program, topology)
+    return price(manager, traced, program, layout=layout)
 
 
-def trace_program(manager: PartitionManager, program: Program) -> Trace:
+def trace_program(
+    manager: PartitionManager,
+    program: Program,
+    topology: Topology | None = None,
+    *,
+    platform: str | None = None,
+) -> Trace:
     """Trace a program. The trace can be planned under every manager that it fits.
+
+    Args:
+      manager: Strategy, mesh and mode.
+      program: What to trace.
+      topology: The slice that it runs on, or None.
+      platform: The platform whose kernels it calls. Defaults to that of the slice, else to that of
+        the mesh.
 
     Raises:
       ShardingError: An annotation does not resolve.
@@ -297,6 +316,7 @@ def trace_program(manager: PartitionManager, program: Program) -> Trace:
         specs=program.specs,
         outputs=program.outputs,
         roles=[None if category is None else ROLES[category] for category in categories],
+        platform=platform or (None if topology is None else topology.platform),
     )
 
 
@@ -335,7 +355,14 @@ def price(
     )
     walked = dataclasses.replace(walked, choices=_with_gather(walked.choices, manager, state))
     mesh = ",".join(f"{axis}:{size}" for axis, size in manager.mesh.shape.items())
-    return PlanReport(walked=walked, strategy=manager.name, mesh=mesh, state=state, layout=layout)
+    return PlanReport(
+        walked=walked,
+        strategy=manager.name,
+        mesh=mesh,
+        state=state,
+        layout=layout,
+        attention=traced.attention_calls,
+    )
 
 
 def _with_gather(

@@ -18,6 +18,7 @@ from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.manager.request import Request
 from shardwright.plan.annotate import Annotation, annotate, annotate_axes_p, annotate_weight
+from shardwright.plan.attention_calls import AttentionCalls, read_attention_calls
 from shardwright.plan.renaming import Renaming, find_renaming
 from shardwright.plan.walk.equations import holds_shard_map
 from shardwright.plan.walk.events import Walked
@@ -58,6 +59,7 @@ class Trace:
       answers: The requests whose answers may have changed the trace.
       mesh: Size of each mesh axis.
       attention: Rules of the strategy that choose an implementation of attention.
+      attention_calls: The calls of attention, and the implementation that each takes.
     """
 
     jaxpr: Any
@@ -67,6 +69,7 @@ class Trace:
     mesh: Mapping[str, int]
     attention: tuple[tuple[str, RuleRef], ...]
     unclear: tuple[tuple[Request, ...], ...] = ()
+    attention_calls: tuple[AttentionCalls, ...] = ()
 
     @property
     def fits_all(self) -> bool:
@@ -210,6 +213,7 @@ def trace(
     specs: Any = None,
     outputs: Any = None,
     roles: Sequence[Role | None] | None = None,
+    platform: str | None = None,
 ) -> Trace:
     """Trace a function with its annotations kept. No device is needed, and no backend is started.
 
@@ -222,6 +226,7 @@ def trace(
         activations.
       outputs: Annotations of the outputs. Defaults to the shardings that the program gives them.
       roles: Role of each array of the arguments, or None where its annotation decides.
+      platform: The platform whose kernels the program calls. Defaults to that of the mesh.
     """
     if specs is not None and (not isinstance(specs, (tuple, list)) or len(specs) != len(shapes)):
         raise StrategyError(
@@ -238,7 +243,7 @@ def trace(
         return function(*arguments)
 
     try:
-        with planning:
+        with planning, context.target_entered(platform):
             traced = jax.jit(traced_once).trace(*bare)
     except ShardingError as error:
         raise located(error, _jax.raising_line(error)) from error
@@ -263,6 +268,7 @@ def trace(
         answers=planning.answers,
         mesh=dict(manager.mesh.shape),
         attention=manager.rules.attention,
+        attention_calls=read_attention_calls(jaxpr),
     )
 
 

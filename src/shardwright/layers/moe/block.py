@@ -35,7 +35,7 @@ from shardwright.layers.moe.routing import Routes, route
 from shardwright.layers.placement import is_inside_shard_map
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
-from shardwright.mesh.platform import platform_of
+from shardwright.manager.platform import platform_of
 from shardwright.vocabulary.axes import (
     BATCH,
     CAPACITY,

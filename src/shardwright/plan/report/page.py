@@ -103,6 +103,7 @@ def _section(report: PlanReport, verification: Verification | None) -> Iterator[
     layout = f"; {report.layout}" if report.layout is not None else ""
     yield f"<p>Strategy <b>{html_text(report.strategy or '-')}</b> on {html_text(report.mesh)}"
     yield f"{html_text(layout)}</p>"
+    yield f"<p>{html_text('; '.join(map(str, report.attention)))}</p>" if report.attention else ""
     yield f'<div class="tiles">{"".join(_tiles(report, verification))}</div>'
     yield from _memory(report, verification)
     yield from _time(report)

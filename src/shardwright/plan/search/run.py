@@ -405,7 +405,7 @@ class _Search:
             renaming = self._renaming(traced, manager, mode)
             if renaming is not None:
                 return _Shared(number, traced, requests, renaming)
-        traced = trace_program(manager, program)
+        traced = trace_program(manager, program, self.topology)
         if mode not in self.flops:
             # Devices may repeat work, so this is an upper bound. All candidates use the same one.
             flops = price(manager, traced, program).walked.flops

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 from shardwright.errors import ProgramError, StrategyError
 from shardwright.plan.collectives.collective import Collective
 from shardwright.plan.hardware import Topology
-from shardwright.plan.verify.export import Exported
+from shardwright.plan.verify.export import DEVICES, Exported
 
 Platform = Literal["tpu", "cpu"]
 Effort = Literal["low", "full"]
@@ -36,7 +36,6 @@ _TPU_SETTINGS: Final = {
 }
 # Without this option, libtpu counts the two cores of a v4 chip as two devices.
 _TPU_OPTIONS: Final = {"v4": {"chip_config_name": "megacore"}}
-_TPUS: Final = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 _USED = re.compile(
     r"(?:[Uu]sed |memory required for HLO temporaries \()([0-9.]+)([KMGT]?)"
     r"(?: of |\) exceeds available HBM \()[0-9.]+[KMGT]?"
@@ -63,6 +62,11 @@ class Target:
     effort: Effort = "low"
     slices: int = 1
     dcn: tuple[int, ...] = ()
+
+    @property
+    def chip(self) -> str:
+        """Name of the chip, or "" for CPUs."""
+        return self.topology.partition(":")[0]
 
     @property
     def compiler(self) -> str:
@@ -142,10 +146,10 @@ def make_target(
             "compiling for TPUs needs a slice, and no topology is given",
             fix="pass --topology v5p:4x4x4, or --compiler cpu to check the sharding only",
         )
-    if topology.chip.name not in _TPUS:
+    if topology.chip.name not in DEVICES:
         raise StrategyError(
             f"there is no compiler for the chip {topology.chip.name}",
-            fix=f"use one of {', '.join(_TPUS)}, or --compiler cpu to check the sharding only",
+            fix=f"use one of {', '.join(DEVICES)}, or --compiler cpu to check the sharding only",
         )
     if importlib.util.find_spec("libtpu") is None:
         raise StrategyError(
@@ -180,7 +184,7 @@ def compile_exported(
     """
     request = {
         **target.to_json(),
-        "options": _TPU_OPTIONS.get(target.topology.partition(":")[0], {}),
+        "options": _TPU_OPTIONS.get(target.chip, {}),
         "mesh": exported.mesh,
         "donated": list(exported.donated),
         "specs": exported.specs,

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.export
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 
 from shardwright.errors import ProgramError, ShardingError
+from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.manager.request import Request
 from shardwright.plan.planner import Program
 from shardwright.plan.trace import Trace
 from shardwright.resolution.partition_specs import entry_names
+
+# Chips that libtpu compiles for: the kind and the cores of a device, as JAX names them there.
+DEVICES: Final = {
+    "v4": ("TPU v4", 2),
+    "v5e": ("TPU v5 lite", 1),
+    "v5p": ("TPU v5", 2),
+    "v6e": ("TPU v6 lite", 1),
+    "tpu7x": ("TPU7x", 1),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +49,7 @@ class Exported:
 
 
 def export_program(
-    manager: PartitionManager, program: Program, traced: Trace, *, platform: str
+    manager: PartitionManager, program: Program, traced: Trace, *, platform: str, chip: str = ""
 ) -> Exported:
     """Export a program under a manager. No device is needed.
 
@@ -48,6 +58,7 @@ def export_program(
       program: What to export.
       traced: Its trace, which has the annotations of the arguments and results.
       platform: `tpu` or `cpu`.
+      chip: Name of the chip, which kernels are made for. Required if the program calls one.
 
     Raises:
       ShardingError: An annotation does not resolve.
@@ -55,7 +66,13 @@ def export_program(
     """
     shape = manager.mesh.shape
     auto = (AxisType.Auto,) * len(shape)
-    mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=auto)
+    device = None
+    if chip in DEVICES:
+        kind, cores = DEVICES[chip]
+        device = AbstractDevice(device_kind=kind, num_cores=cores, platform=platform)
+    mesh = AbstractMesh(
+        tuple(shape.values()), tuple(shape), axis_types=auto, abstract_device=device
+    )
     abstract = PartitionManager(manager.rules, mesh=mesh, mode=manager.mode)
 
     def sharding(source: Request | NamedSharding | None) -> NamedSharding | None:
@@ -86,7 +103,7 @@ def export_program(
         donate_argnums=positions,
     )
     try:
-        with abstract:
+        with abstract, context.target_entered(platform):
             exported = jax.export.export(step, platforms=[platform], disabled_checks=_CALLS)(
                 *arguments
             )
@@ -109,11 +126,14 @@ def export_program(
 _LOCATION = re.compile(
     r'^#loc.*$| ?loc\((?:#loc\d*|unknown|"[^"]*"(?:\(#loc\d*\))?)\)', re.MULTILINE
 )
-# Kernels are custom calls. Export refuses them because another version of JAX may not read them.
-# Here, both processes have the same version.
+# Kernels and orders of dims in memory are custom calls. Export refuses them because another version
+# of JAX may not read them. Here, both processes have the same version.
 _CALLS = [
     jax.export.DisabledSafetyCheck.custom_call(name)
-    for name in ("tpu_custom_call", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
+    for name in (
+        *("tpu_custom_call", "LayoutConstraint"),
+        *("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"),
+    )
 ]
 
 

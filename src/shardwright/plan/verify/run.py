@@ -112,9 +112,9 @@ def verify_plan(
     if layout is not None and layout.crossing:
         parts = tuple(layout.slices_of([axis]) for axis in mesh_sizes(manager.mesh))
         target = dataclasses.replace(target, dcn=parts)
-    traced = trace_program(manager, program)
+    traced = trace_program(manager, program, platform=target.platform)
     report = price(manager, traced, program, layout=layout)
-    exported = export_program(manager, program, traced, platform=target.platform)
+    exported = export_program(manager, program, traced, platform=target.platform, chip=target.chip)
     lines = [event.source for event in report.events]
     compiled = compile_exported(exported, target, timeout=timeout, cache=cache, lines=lines)
     traffic = compare_traffic(report.events, compiled.collectives, cpu=target.platform == "cpu")

@@ -32,6 +32,7 @@ _FUSED: Final = (
 )
 _WRITES: Final = SCATTERS | {"dynamic_update_slice"}
 _LOOPS: Final = frozenset({"scan", "while"})
+_READ_FROM_MEMORY: Final = _LOOPS | {"pallas_call"}  # no operand is fused into these
 _ANGLES: Final = frozenset({"sin", "cos"})
 
 
@@ -190,6 +191,8 @@ def _overwritten(
     elif name == "scan":
         constants, carries, _ = _jax.scan_parts(parameters)
         chosen = operands[constants : constants + carries]
+    elif name == "pallas_call":
+        chosen = [operands[at] for at, _ in parameters["input_output_aliases"]]
     return [buffer for buffer in chosen if buffer is not None]
 
 
@@ -309,7 +312,7 @@ def _add_local(
             [*births, *padded_copies(equation, births, timeline)],
             in_place=_overwritten(name, operands, equation.params),
             inner=Peak.most(map(_local_peak, _bodies(equation))),
-            loop=name in _LOOPS,
+            loop=name in _READ_FROM_MEMORY,
         )
     return [buffer(variable) for variable in jaxpr.outvars]
 

@@ -13,6 +13,7 @@ from shardwright.plan.walk.control import UNKNOWN_RUNS
 from shardwright.plan.walk.equations import (
     called_jaxpr,
     live_equations,
+    nested_jaxprs,
     possible_branches,
 )
 from shardwright.plan.walk.events import Site, Work
@@ -83,6 +84,8 @@ def _follow(jaxpr: Any, step: Step, site: Site, origins: dict[str, Origin]) -> N
                 ledger.unknown[f"{name} (in groups)"] += 1
         elif name in ("dot_general", "ragged_dot_general"):
             _count(equation, step, site)
+        elif name == "pallas_call" and not _moves_data(equation.params["jaxpr"]):
+            _count_kernel(equation, step, site)
         elif name == "while":
             before = len(ledger.events), ledger.work
             for key in ("cond_jaxpr", "body_jaxpr"):
@@ -166,3 +169,48 @@ def _count(equation: Any, step: Step, site: Site) -> None:
         inner = -(-inner // result.shape[0])  # the rows of all groups together are contracted once
     sizes = [whole_bytes(aval.size, aval.dtype) for aval in (left, right, result)]
     step.ledger.count_product(result.size * inner, sizes, site)
+
+
+def _count_kernel(equation: Any, step: Step, site: Site) -> None:
+    """Count the products of a Pallas kernel: those of one step of its grid, times the steps.
+
+    A kernel skips blocks, or computes a block with or without a mask. So of the branches in its
+    body at most one runs in a step, the one with the most operations.
+    """
+    parameters, variables = equation.params, (*equation.invars, *equation.outvars)
+    steps = math.prod(size for size in parameters["grid_mapping"].grid if isinstance(size, int))
+    always, most = _products_of(parameters["jaxpr"])
+    sizes = [whole_bytes(each.aval.size, each.aval.dtype) for each in variables]
+    runs = 2 * steps * site.runs
+    step.ledger.work += Work(
+        flops=(always + most) * runs,
+        least_flops=always * runs,
+        product_bytes=sum(sizes) * site.runs,
+    )
+
+
+def _products_of(jaxpr: Any) -> tuple[int, int]:
+    """Return the multiplications of a kernel's body outside of branches, and the most of a branch.
+
+    The shapes are those of the blocks.
+    """
+    always, most = 0, 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            always += equation.outvars[0].aval.size * math.prod(shape[dim] for dim in contracted)
+        elif equation.primitive.name == "cond":
+            most = max(most, *(sum(_products_of(branch)) for branch in possible_branches(equation)))
+        elif (body := called_jaxpr(equation)) is not None:
+            inner = _products_of(body)
+            always, most = always + inner[0], max(most, inner[1])
+    return always, most
+
+
+def _moves_data(jaxpr: Any) -> bool:
+    """Tell whether a kernel copies data by itself, maybe to other devices."""
+    return any(
+        equation.primitive.name == "dma_start" or any(map(_moves_data, nested_jaxprs(equation)))
+        for equation in jaxpr.eqns
+    )

@@ -49,6 +49,7 @@ ELEMENTWISE: Final = frozenset(
         "imag",
         "integer_pow",
         "is_finite",
+        "layout_constraint",
         "le",
         "le_to",
         "lgamma",
@@ -100,8 +101,9 @@ ELEMENTWISE: Final = frozenset(
 )
 # These may run before the all-reduce of a partial sum, on each of its terms.
 KEEPS_SUM: Final = frozenset({"convert_element_type", "neg", "copy", "copy_p", "reduce_precision"})
-# These return their operands unchanged: names for a remat policy, and barriers.
-NAMES: Final = frozenset({"name", "optimization_barrier"})
+# These return their operands unchanged: names for a remat policy, barriers, and orders of dims in
+# memory, which attention on TPUs asks for where a cache is stored so.
+NAMES: Final = frozenset({"name", "optimization_barrier", "layout_constraint"})
 ADDITIONS: Final = frozenset({"add", "sub", "add_any"})
 CUMULATIVE: Final = frozenset({"cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod"})
 REDUCTIONS: Final = frozenset(
