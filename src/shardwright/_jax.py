@@ -327,6 +327,14 @@ def duplicate_spec_errors() -> tuple[type[Exception], ...]:
     return () if error is None else (error,)
 
 
+def is_sharding_type_error(error: BaseException) -> bool:
+    """Tell whether JAX refused an operation because of the types of Explicit mesh axes.
+
+    The class is on no public module, neither in JAX 0.10.2 nor in 0.12.
+    """
+    return type(error).__name__ == "ShardingTypeError"
+
+
 def shuts_down(frame: Any) -> bool:
     """Tell whether a thread is in `jax.distributed.shutdown`, where it waits for all processes."""
     from jax._src import distributed

@@ -158,3 +158,18 @@ def test_products_refuse_what_does_not_fit(kind: str) -> None:
         jax.jit(lambda: sw.einsum("ble,em->blm", x, up, out=(sw.BATCH, sw.HEAD, sw.EMBED)))()
     with pm, pytest.raises(sw.RankMismatchError, match="3"):
         jax.jit(lambda: sw.einsum("ble,em->blm", x, up, out=(sw.BATCH, sw.HEAD)))()
+
+
+def test_error_on_explicit_axes_has_a_fix() -> None:
+    mesh = jax.make_mesh((2, 4), ("fsdp", "tp"))
+    pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=mesh)
+    x = pm.shard(jnp.ones((8, 32)), sw.BATCH, sw.MLP_INTERMEDIATE)
+    w = pm.shard(jnp.ones((32, 16)), sw.MLP_INTERMEDIATE, sw.EMBED, role="param")
+    with pytest.raises(Exception, match="Contracting dimensions are sharded") as caught, pm, pm:
+        jax.jit(jnp.matmul)(x, w)
+    notes = [note for note in caught.value.__notes__ if "sw.create_mesh" in note]
+    assert len(notes) == 1
+    assert "fix   build the mesh with sw.create_mesh, whose axes are Auto" in notes[0]
+    with pytest.raises(ValueError, match="mine") as other, pm:
+        raise ValueError("mine")
+    assert not hasattr(other.value, "__notes__")

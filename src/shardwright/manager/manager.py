@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from shardwright import _jax
 from shardwright.errors import raise_problems
 from shardwright.manager import agreement, context, upward
 from shardwright.manager.arguments import check_rules_on_mesh, compiled_rules, mesh_for
@@ -30,6 +31,13 @@ from shardwright.resolution.rules import AxisRules, share_values
 from shardwright.vocabulary.annotations import join_axes
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.modes import mode_name, parse_mode
+
+# `jax.make_mesh` makes Explicit axes, which surprises people who write `h @ w`.
+_EXPLICIT_NOTE = (
+    "The mesh has Explicit axes, over which JAX asks for the sharding of a result.\n"
+    "  fix   build the mesh with sw.create_mesh, whose axes are Auto; or write "
+    "sw.einsum(..., out=axes)"
+)
 
 
 class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
@@ -181,8 +189,12 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         context.enter(self, self.mesh, self._key or self._make_key())
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         context.leave(self)
+        if error is None or not _jax.is_sharding_type_error(error):
+            return
+        if _EXPLICIT_NOTE not in getattr(error, "__notes__", ()):
+            error.add_note(_EXPLICIT_NOTE)
 
     def _make_key(self) -> context.Key:
         """Return the manager's part of JAX's cache keys. Equal managers have equal keys."""
