@@ -13,7 +13,15 @@ import pytest
 
 import shardwright as sw
 from shardwright.errors import CacheError
-from shardwright.layers import attention_block, mlp_block, transformer_block
+from shardwright.layers import (
+    RopeFrequencies,
+    attention_block,
+    eight_bits,
+    mlp_block,
+    moe,
+    transformer_block,
+)
+from shardwright.layers.mixture_block import MixtureConfig
 from shardwright.layers.placement import RESIDUAL
 from tests.layers import blocks
 
@@ -190,6 +198,97 @@ def test_dropout_is_the_same_with_scan() -> None:
     assert not np.allclose(scanned, jnp.asarray(stack(params, X, config)), rtol=1e-2)
 
 
+REST = dataclasses.replace(
+    CONFIG,
+    layers=8,
+    windows=((2, 0), (2, 0), None),
+    thetas=(100.0, 100.0, RopeFrequencies(values=(0.1, 0.01), scale=1.25)),
+)
+REST_PARAMS = blocks.random_params(transformer_block.specs(REST))
+
+
+def loop_with_rest(params: Any, x: Any) -> Any:
+    """Return 8 layers with a pattern of 3 as a loop over blocks: 2 in a scan, 2 after it."""
+    for number in range(8):
+        tree = params[number % 3 if number < 6 else 3 + number - 6]
+        layer = jax.tree.map(lambda w, at=number // 3: w[at], tree) if number < 6 else tree
+        window, theta = REST.windows[number % 3], REST.thetas[number % 3]
+        own = dataclasses.replace(CONFIG.attention, window=window, rope_theta=theta)
+        x = x + attention_block.apply(own, layer["attention"], x)[0]
+        x = x + mlp_block.apply(CONFIG.mlp, layer["mlp"], x)[0]
+    return x
+
+
+@functools.cache
+def looped_with_rest() -> Any:
+    return blocks.values_and_gradients(loop_with_rest, REST_PARAMS, X)
+
+
+@pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.wide)])
+def test_layers_after_the_scan(remat: str) -> None:
+    config = dataclasses.replace(REST, remat=remat)
+    shapes = [tree["mlp"]["up"]["kernel"].shape for tree in transformer_block.specs(config)]
+    assert shapes == [(2, 16, 2, 32)] * 3 + [(16, 2, 32)] * 2
+    got = blocks.values_and_gradients(functools.partial(stack, config=config), REST_PARAMS, X)
+    blocks.assert_close(got, looped_with_rest())
+    text = str(jax.make_jaxpr(functools.partial(stack, config=config))(REST_PARAMS, X))
+    assert text.count("scan[") == 1
+    single, layers = transformer_block.unstack(config, REST_PARAMS)
+    assert len(layers) == len(transformer_block.specs(single)) == 8
+    y = jax.jit(functools.partial(stack, config=single))(layers, X)
+    blocks.assert_close(y, looped_with_rest()[0][1])
+
+
+@blocks.cases()
+def test_layers_after_the_scan_sharded(preset: str, kind: str) -> None:
+    specs = transformer_block.specs(REST)
+    with blocks.make_manager(preset, kind) as pm:
+        params, x = pm.shard(REST_PARAMS, specs, role="param"), pm.shard(X, RESIDUAL)
+        got = blocks.values_and_gradients(functools.partial(stack, config=REST), params, x)
+    blocks.assert_close(got, looped_with_rest())
+
+
+def test_26_layers_of_gemma_3() -> None:
+    config = dataclasses.replace(CONFIG, layers=26, windows=((511, 0),) * 5 + (None,))
+    specs = transformer_block.specs(config)
+    assert [tree["mlp"]["up"]["kernel"].shape[0] for tree in specs] == [4] * 6 + [16] * 2
+    single, layers = transformer_block.unstack(config, blocks.random_params(specs))
+    assert [number for number in range(26) if single.window(number) is None] == [5, 11, 17, 23]
+    assert len(layers) == 26
+
+
+def test_states_of_layers_after_the_scan() -> None:
+    """Mixtures and delayed scaling have a state for each of them, in a scan and without."""
+    recipe = eight_bits.DelayedScaling(history=2)
+    mixture = MixtureConfig(moe=moe.MoEConfig(embed=16, hidden=8, experts=4, per_token=2))
+    config = dataclasses.replace(
+        CONFIG,
+        layers=5,
+        attention=dataclasses.replace(CONFIG.attention, recipe=recipe),
+        mlp=(dataclasses.replace(CONFIG.mlp, recipe=recipe), mixture),
+        windows=(),
+        dropout=0.1,
+    )
+    params = blocks.random_params(transformer_block.specs(config))
+    scaling = transformer_block.init_scaling(config)
+    bias = np.linspace(0, 1, 8, dtype=np.float32).reshape(2, 4)
+    mixtures = [None, moe.MoEState(bias=jnp.asarray(bias), stats=None), None]
+    state = transformer_block.StackState(mixtures=mixtures, scaling=eight_bits.uses(scaling))
+    single, layers = transformer_block.unstack(config, params)
+    alone = transformer_block.unstack_state(config, state)
+    keys = {"dropout": jax.random.key(0)}
+    y, after = transformer_block.apply(config, params, X, keys=keys, state=state)
+    again, seen = transformer_block.apply(single, layers, X, keys=keys, state=alone)
+    blocks.assert_close(y, again, rtol=1e-4)
+    assert [mixture is None for mixture in alone.mixtures or ()] == [True, False, True, False, True]
+    np.testing.assert_array_equal(alone.mixtures[3].bias, bias[1])  # type: ignore[index,union-attr]
+    assert after.scaling is not None
+    assert seen.scaling is not None
+    first, last = after.scaling[0]["mlp"]["up"].x, after.scaling[2]["mlp"]["up"].x
+    singly = [tree["mlp"]["up"].x for tree in seen.scaling[::2]]
+    np.testing.assert_allclose([*first, last], singly, rtol=1e-4)
+
+
 def test_bad_input() -> None:
     caches = [cast("Any", None)] * 4
     small = mlp_block.MlpConfig(embed=8, hidden=32)
@@ -201,7 +300,7 @@ def test_bad_input() -> None:
         (lambda: change(layers=0), "layers must be a positive integer"),
         (lambda: change(mlp=small), "mlp.embed=8 differs from attention.embed=16"),
         (lambda: change(remat="all"), "remat='all' is unknown"),
-        (lambda: change(windows=(None,) * 3), "windows has 3 entries, which do not divide 4"),
+        (lambda: change(windows=(None,) * 5), "windows has 5 entries for 4 layers"),
         (lambda: change(dropout=-1), "dropout=-1 is not in"),
         (lambda: stack(PARAMS[:1], X), "params has 1 trees, and the config describes 2"),
         (lambda: stack(PARAMS, X[0]), r"x has shape \(8, 16\)"),
@@ -222,7 +321,12 @@ def test_bad_input() -> None:
             "state has 1 mixtures for 2 trees",
         ),
         (lambda: change(mlp=()), "mlp is an empty tuple"),
-        (lambda: change(mlp=(CONFIG.mlp,) * 3), "mlp has 3 entries, which do not divide 4"),
+        (
+            lambda: change(mlp=(CONFIG.mlp,) * 3),
+            "the patterns repeat after 6 layers, and there are",
+        ),
+        (lambda: change(thetas=(0.0,)), "thetas=0.0 is not positive"),
+        (lambda: change(thetas=[1e4]), "thetas: .* is a list"),
         (
             lambda: transformer_block.apply(
                 change(scan=False),

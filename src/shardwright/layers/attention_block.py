@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from shardwright.attention.api import dot_product_attention
@@ -25,8 +26,9 @@ from shardwright.layers.lora import LoraConfig
 from shardwright.layers.norm import RMS, NormConfig
 from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, place
 from shardwright.layers.projection import check_options, gather_weights, parts_of, project
-from shardwright.layers.rope import rope
+from shardwright.layers.rope import RopeFrequencies, rope
 from shardwright.manager import context
+from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import (
     BATCH,
     EMBED,
@@ -57,7 +59,9 @@ class AttentionConfig:
         Defaults to all, or to the window that a cache keeps.
       softcap: c in `c * tanh(logits / c)`. Defaults to none.
       scale: Factor of the logits. Defaults to `1 / sqrt(head_dim)`.
-      rope_theta: Base of the rotary frequencies. None for no rotary positions.
+      rope_theta: Base of the rotary frequencies, or the frequencies of `layers.rope_frequencies`.
+        None for no rotary positions.
+      sinks: Whether each head has a learned logit that takes weight and adds no value.
       norm: The norm before the block. None for none.
       qk_norm: The norm of each head of queries and keys, before the rotation. None for none.
       bias: Whether the projections have biases.
@@ -80,7 +84,8 @@ class AttentionConfig:
     window: Window | None = None
     softcap: float | None = None
     scale: float | None = None
-    rope_theta: float | None = 10_000.0
+    rope_theta: float | RopeFrequencies | None = 10_000.0
+    sinks: bool = False
     norm: NormConfig | None = RMS
     qk_norm: NormConfig | None = None
     bias: bool = False
@@ -111,13 +116,14 @@ class AttentionConfig:
             )
         check_rate("dropout", self.dropout)
         check_options(self)
-        kinds: dict[str, Any] = {"qk_norm": NormConfig | None, "causal": bool}
+        kinds: dict[str, Any] = {"qk_norm": NormConfig | None, "causal": bool, "sinks": bool}
         check_fields(self, **kinds)
         MaskRules(window=self.window)  # refuses what is not a window
-        for name in ("softcap", "scale", "rope_theta"):
+        for name in ("softcap", "scale"):
             if getattr(self, name) is not None:
                 fix = f"pass a number, or leave {name} out for the default"
                 check_number(name, getattr(self, name), sign="positive", fix=fix)
+        check_theta("rope_theta", self.rope_theta, self.size)
         object.__setattr__(self, "recipe", read_recipe(self.recipe))
 
     def _check(self, name: str, value: Any) -> None:
@@ -175,6 +181,9 @@ def specs(config: AttentionConfig) -> dict[str, Any]:
     if config.qk_norm is not None:
         for name in ("query_norm", "key_norm"):
             tree[name] = norm.specs(config.qk_norm, config.size, config.dtypes)
+    if config.sinks:
+        logits = ArraySpec((config.heads,), config.dtypes.param, (HEAD,), jax.nn.initializers.zeros)
+        tree["sinks"] = {"logits": logits}
     return tree
 
 
@@ -278,22 +287,22 @@ def apply(
     check_params(described, params, path=path, create="attention_block.specs(config)")
     weights = gather_weights(recipe, params, described, path=path)
     states = parts_of(recipe, scaling, ("qkv", "out"))
-    compute = config.dtypes.compute
     x = place(x, RESIDUAL)
     if config.norm is not None:
-        x = norm.apply(config.norm, weights["norm"], x, dtype=compute)
+        x = norm.apply(config.norm, weights["norm"], x, dtype=config.dtypes.compute)
     # With sequence parallelism the residual is gathered here, after the norm.
-    x = place(x.astype(compute), OPERAND)
-    rotations = _rotations(cache, x, positions, valid)
-    rows, seen = _project(config, weights, (x, encoded), rotations, states["qkv"])
+    x = place(x.astype(config.dtypes.compute), OPERAND)
+    at = _rotations(cache, x, positions, valid)
+    rows, seen = _project(config, weights, (x, encoded), at, states["qkv"])
+    sinks = weights["sinks"]["logits"] if config.sinks else None
     if cache is None:
-        context_rows = _attend(config, rows, given, key)
+        context_rows = _attend(config, rows, given | {"sinks": sinks}, key)
     else:
-        context_rows, cache = _attend_to_cache(config, rows, cache, valid)
+        context_rows, cache = _attend_to_cache(config, rows, cache, valid, sinks)
     context_rows = checkpoint_name(place(context_rows, QUERIES), "context")
     # With sequence parallelism this product ends in a reduce-scatter.
     outs = project(
-        context_rows.astype(compute),
+        context_rows.astype(config.dtypes.compute),
         weights,
         out={"out": RESIDUAL},
         axes=QUERIES,
@@ -352,9 +361,15 @@ def _project(
         if name != "value" and config.qk_norm is not None:
             y = norm.apply(config.qk_norm, weights[f"{name}_norm"], y)
         if name != "value" and config.rope_theta is not None:
-            y = rope(y, positions, theta=config.rope_theta)
+            y = _rotate(config.rope_theta, y, positions)
         rows.append(checkpoint_name(y, name))
     return rows, seen
+
+
+def _rotate(theta: float | RopeFrequencies, y: Any, positions: Any) -> Any:
+    if isinstance(theta, RopeFrequencies):
+        return rope(y, positions, frequencies=np.asarray(theta.values), scale=theta.scale)
+    return rope(y, positions, theta=theta)
 
 
 def _attend(config: AttentionConfig, rows: list[Any], given: dict[str, Any], key: Any) -> Any:
@@ -374,7 +389,7 @@ def _attend(config: AttentionConfig, rows: list[Any], given: dict[str, Any], key
 
 
 def _attend_to_cache(
-    config: AttentionConfig, rows: list[Any], cache: KVCache, valid: Any
+    config: AttentionConfig, rows: list[Any], cache: KVCache, valid: Any, sinks: Any
 ) -> tuple[Any, KVCache]:
     stored = cache.spec.dtype  # attention computes in the dtype of the cache
     q, k, v = (row.astype(stored) for row in rows)
@@ -384,6 +399,7 @@ def _attend_to_cache(
         v,
         cache,
         valid=valid,
+        sinks=sinks,
         causal=config.causal,
         window=config.window,
         softcap=config.softcap,
@@ -431,6 +447,24 @@ def _check_scaling(recipe: Any, scaling: Any) -> None:
             "state has scaling, and the config has no recipe",
             path="state",
             fix='write recipe="delayed" in the config, or pass AttentionState(cache=...)',
+        )
+
+
+def check_theta(name: str, theta: Any, head_dim: int) -> None:
+    """Check a base of rotary frequencies, or frequencies, or None.
+
+    Raises:
+      LayerError: It is not a positive number, or a head has fewer points than frequencies.
+    """
+    if not isinstance(theta, RopeFrequencies):
+        if theta is not None:
+            fix = "pass a number, rope_frequencies(...), or None for no rotary positions"
+            check_number(name, theta, sign="positive", fix=fix)
+    elif 2 * len(theta.values) > head_dim:
+        raise LayerError(
+            f"{name} has {len(theta.values)} frequencies, and head_dim is {head_dim}",
+            path=name,
+            fix=f"pass at most {head_dim // 2}, one for each point of two elements",
         )
 
 

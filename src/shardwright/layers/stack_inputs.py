@@ -19,7 +19,14 @@ if TYPE_CHECKING:  # the stack imports this module
 
 def trees_of(config: TransformerConfig) -> int:
     """Return the number of trees of parameters."""
-    return config.period if config.scan else config.layers
+    if not config.scan:
+        return config.layers
+    return config.period + config.layers % config.period
+
+
+def is_scanned(config: TransformerConfig, tree: int) -> bool:
+    """Return whether the arrays of a tree have a leading dim of layers."""
+    return config.scan and tree < config.period
 
 
 def check_trees(specs: Sequence[Any], params: Any, path: str | None) -> None:
@@ -74,7 +81,7 @@ def check_mixtures(config: TransformerConfig, mixtures: Any) -> None:
                 path="state",
                 fix="pass None there",
             )
-        _check_layers(config, f"mixtures[{number}].bias", mixture.bias, own_rank=1)
+        _check_layers(config, number, f"mixtures[{number}].bias", mixture.bias, own_rank=1)
 
 
 def check_scaling(config: TransformerConfig, scaling: Any) -> None:
@@ -93,19 +100,21 @@ def check_scaling(config: TransformerConfig, scaling: Any) -> None:
             )
         for use in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, DenseUse)):
             scale = use.x if isinstance(use, DenseUse) else None
-            _check_layers(config, f"the scales of scaling[{number}]", scale, own_rank=0)
+            _check_layers(config, number, f"the scales of scaling[{number}]", scale, own_rank=0)
 
 
-def _check_layers(config: TransformerConfig, name: str, value: Any, *, own_rank: int) -> None:
+def _check_layers(
+    config: TransformerConfig, tree: int, name: str, value: Any, *, own_rank: int
+) -> None:
     """Check that an array of the state has a leading dim of layers with `scan`, and else none."""
     shape = getattr(value, "shape", None)
-    layers = config.layers // trees_of(config)
-    wanted = (layers,) if config.scan else ()
+    scanned = is_scanned(config, tree)
+    wanted = (config.trips,) if scanned else ()
     if shape is None or shape[: len(shape) - own_rank] == wanted:
         return
     fix = "pass the state of one layer per tree: transformer_block.unstack_state(config, state)"
-    if config.scan:
-        fix = f"stack the layers of a tree in the leading dim, whose size is {layers}"
+    if scanned:
+        fix = f"stack the layers of a tree in the leading dim, whose size is {config.trips}"
     raise LayerError(
         f"{name} have shape {shape}" if own_rank == 0 else f"{name} has shape {shape}",
         path="state",

@@ -20,7 +20,7 @@ from shardwright.attention.masks import MaskRules, Window
 from shardwright.caches.base import KVCache
 from shardwright.errors import LayerError, did_you_mean
 from shardwright.layers import attention_block, mixture_block, mlp_block, moe
-from shardwright.layers.attention_block import AttentionConfig, AttentionState
+from shardwright.layers.attention_block import AttentionConfig, AttentionState, check_theta
 from shardwright.layers.dropout import check_rate, dropout
 from shardwright.layers.inputs import (
     check_fields,
@@ -32,6 +32,7 @@ from shardwright.layers.mixture_block import MixtureConfig
 from shardwright.layers.mlp_block import MlpConfig
 from shardwright.layers.moe import MoEState
 from shardwright.layers.placement import RESIDUAL, check_residual, place
+from shardwright.layers.rope import RopeFrequencies
 from shardwright.layers.stack_inputs import (
     check_caches,
     check_encoded,
@@ -39,6 +40,7 @@ from shardwright.layers.stack_inputs import (
     check_rings,
     check_scaling,
     check_trees,
+    is_scanned,
     trees_of,
 )
 from shardwright.trees.initialize import stack_specs
@@ -69,11 +71,14 @@ class TransformerConfig:
       cross: Cross-attention of every layer, between attention and MLP. None for none.
       windows: Window of each layer, as a pattern that repeats: `((1023, 0), None)` alternates local
         and global attention. Defaults to that of `attention` for all.
+      thetas: `rope_theta` of each layer, as a pattern that repeats. Defaults to that of `attention`
+        for all.
       dropout: Probability of dropping an element of a block's output, if `keys` has a dropout key.
       remat: What is kept for the backward pass. "none" keeps everything, "full" keeps only the
         residual, "dots" keeps products with weights, and "blocks" keeps the outputs of the blocks.
       scan: Whether the layers are one `jax.lax.scan` over stacked parameters, which compiles one
-        layer. Not possible with caches, see `unstack` and `unstack_state`.
+        layer of each kind. Layers after the last whole pattern follow the scan. Not possible with
+        caches, see `unstack` and `unstack_state`.
 
     Raises:
       LayerError: The sizes do not fit each other, or a value is not valid.
@@ -84,6 +89,7 @@ class TransformerConfig:
     mlp: MlpConfig | MixtureConfig | tuple[MlpConfig | MixtureConfig, ...]
     cross: AttentionConfig | None = None
     windows: tuple[Window | None, ...] = ()
+    thetas: tuple[float | RopeFrequencies | None, ...] = ()
     dropout: float = 0.0
     remat: str = "none"
     scan: bool = True
@@ -92,12 +98,14 @@ class TransformerConfig:
         read_integer("layers", self.layers, error=LayerError, fix="pass layers=12")
         check_rate("dropout", self.dropout)
         kinds: dict[str, Any] = {"cross": AttentionConfig | None, "windows": tuple, "scan": bool}
-        check_fields(self, attention=AttentionConfig, **kinds)
+        check_fields(self, attention=AttentionConfig, thetas=tuple, **kinds)
         check_type("mlp", self.mlp, MlpConfig | MixtureConfig | tuple)
         for mlp in self.mlps:
             check_type("mlp", mlp, MlpConfig | MixtureConfig)
         for window in self.windows:
             MaskRules(window=window)  # refuses what is not a window
+        for theta in self.thetas:
+            check_theta("thetas", theta, self.attention.size)
         sizes = [("mlp", mlp.embed) for mlp in self.mlps]
         if self.cross is not None:
             attention_block.check_cross(self.cross, "cross")
@@ -114,12 +122,20 @@ class TransformerConfig:
                 f"remat={self.remat!r} is unknown",
                 fix=f"{hint} write one of {', '.join(REMAT)}".strip(),
             )
-        for name, pattern in (("windows", self.windows), ("mlp", self.mlps)):
-            if pattern and self.layers % len(pattern):
+        patterns = {"windows": self.windows, "thetas": self.thetas, "mlp": self.mlps}
+        for name, pattern in patterns.items():
+            if len(pattern) > self.layers:
                 raise LayerError(
-                    f"{name} has {len(pattern)} entries, which do not divide {self.layers} layers",
+                    f"{name} has {len(pattern)} entries for {self.layers} layers",
                     fix="write a pattern that repeats, or one entry per layer",
                 )
+        if self.scan and self.period > self.layers:
+            raise LayerError(
+                f"the patterns repeat after {self.period} layers, and there are {self.layers}: a "
+                "scan would have nothing to repeat",
+                path="scan",
+                fix="pass scan=False",
+            )
 
     @property
     def mlps(self) -> tuple[MlpConfig | MixtureConfig, ...]:
@@ -132,11 +148,23 @@ class TransformerConfig:
     @property
     def period(self) -> int:
         """After how many layers the patterns repeat; 1 if all layers are alike."""
-        return math.lcm(len(self.windows) or 1, len(self.mlps))
+        return math.lcm(len(self.windows) or 1, len(self.thetas) or 1, len(self.mlps))
+
+    @property
+    def trips(self) -> int:
+        """How often the patterns repeat: the number of steps of a scan."""
+        return self.layers // self.period
 
     def window(self, number: int) -> Window | None:
         """Return the window of a layer."""
         return self.windows[number % len(self.windows)] if self.windows else self.attention.window
+
+    def attention_of(self, number: int) -> AttentionConfig:
+        """Return the attention of a layer."""
+        changes: dict[str, Any] = {"window": self.window(number)}
+        if self.thetas:
+            changes["rope_theta"] = self.thetas[number % len(self.thetas)]
+        return dataclasses.replace(self.attention, **changes)
 
     def mlp_of(self, number: int) -> MlpConfig | MixtureConfig:
         """Return the MLP or the mixture of a layer."""
@@ -171,18 +199,19 @@ class StackState:
 def specs(config: TransformerConfig) -> list[Any]:
     """Return the parameters as `ArraySpec`s.
 
-    With `scan` there is one tree per layer of the pattern, with a leading LAYERS dim. Without
-    `scan` there is one tree per layer. Each tree is `{"attention": ..., "mlp": ...}`, with `cross`
-    if the config has it.
+    With `scan` there is one tree per layer of the pattern, with a leading LAYERS dim, then one per
+    layer after the scan. Without `scan` there is one tree per layer. Each tree is
+    `{"attention": ..., "mlp": ...}`, with `cross` if the config has it.
     """
     count = trees_of(config)
     shared = {"attention": attention_block.specs(config.attention)}
     if config.cross is not None:
         shared["cross"] = attention_block.specs(config.cross)
     layers = [{**shared, "mlp": _specs_of(config.mlp_of(number))} for number in range(count)]
-    if not config.scan:
-        return layers
-    return [stack_specs(layer, config.layers // count) for layer in layers]
+    return [
+        stack_specs(layer, config.trips) if is_scanned(config, number) else layer
+        for number, layer in enumerate(layers)
+    ]
 
 
 def _specs_of(mlp: MlpConfig | MixtureConfig) -> dict[str, Any]:
@@ -196,10 +225,9 @@ def init_scaling(config: TransformerConfig) -> list[Any] | None:
 
     None if no block has this recipe. Mixtures have no state.
     """
-    count = trees_of(config)
-    layers = config.layers // count if config.scan else None
     trees = []
-    for number in range(count):
+    for number in range(trees_of(config)):
+        layers = config.trips if is_scanned(config, number) else None
         mlp, own = config.mlp_of(number), None
         if not isinstance(mlp, MixtureConfig):
             own = mlp_block.init_scaling(mlp, layers=layers)
@@ -221,12 +249,18 @@ def unstack(
     check_trees(specs(config), params, None)
     if not config.scan:
         return config, list(params)
-    count = config.period
-    layers = [
-        jax.tree.map(lambda w, at=number // count: w[at], params[number % count])
-        for number in range(config.layers)
-    ]
+    layers = [_of_layer(config, params, number) for number in range(config.layers)]
     return dataclasses.replace(config, scan=False), layers
+
+
+def _of_layer(config: TransformerConfig, trees: Sequence[Any], number: int) -> Any:
+    """Return what trees of parameters or of states have for one layer."""
+    trip, tree = divmod(number, config.period)
+    if not config.scan:
+        return trees[number]
+    if trip == config.trips:  # after the scan
+        return trees[config.period + tree]
+    return jax.tree.map(lambda leaf: leaf[trip], trees[tree])
 
 
 def unstack_state(config: TransformerConfig, state: StackState) -> StackState:
@@ -245,24 +279,18 @@ def unstack_state(config: TransformerConfig, state: StackState) -> StackState:
     """
     _check_state(config, state)
 
-    def of_layer(trees: Sequence[Any], number: int) -> Any:
-        if not config.scan:
-            return trees[number]
-        at, tree = divmod(number, config.period)
-        return jax.tree.map(lambda leaf: leaf[at], trees[tree])
-
     def mixture_of(number: int) -> MoEState | None:
         mlp = config.mlp_of(number)
         if not isinstance(mlp, MixtureConfig):
             return None
-        given = None if state.mixtures is None else of_layer(state.mixtures, number)
+        given = None if state.mixtures is None else _of_layer(config, state.mixtures, number)
         return moe.init_state(mlp.moe, bias=None if given is None else given.bias)
 
     numbers = range(config.layers)
     return StackState(
         caches=state.caches,
         mixtures=_if_any([mixture_of(number) for number in numbers]),
-        scaling=state.scaling and [of_layer(state.scaling, number) for number in numbers],
+        scaling=state.scaling and [_of_layer(config, state.scaling, number) for number in numbers],
     )
 
 
@@ -353,17 +381,22 @@ def apply(
     x, key = place(x, RESIDUAL), read_keys(keys)
     biases = [None] * len(params) if state.mixtures is None else state.mixtures
     scalings = state.scaling or [{"attention": None, "mlp": None} for _ in params]
+    first = config.period if config.scan else 0
+    mixtures: list[Any] = []
+    seen: list[Any] = []
     if config.scan:
-        return _scan(config, params, x, key, (biases, scalings), path, given)
-    caches, mixtures, seen = [], [], []
-    for number, layer_params in enumerate(params):
+        x, mixtures, seen = _scan(config, params, x, key, (biases, scalings), path, given)
+    caches = []
+    for at in range(first, len(params)):
+        number = config.layers - len(params) + at
         cache = None if state.caches is None else state.caches[number]
         # A cache is for inference, so nothing is computed again. And remat traces the layer, where
         # a full cache cannot raise an error.
-        own_config = config if cache is None else dataclasses.replace(config, remat="none")
-        run = _layer(own_config, number, None if path is None else f"{path}/{number}", given)
-        own = (biases[number], scalings[number])
-        x, cache, after = run(layer_params, x, _keys(config, key, number), cache, own)
+        remat = config.remat if cache is None else "none"
+        own_config = dataclasses.replace(config, remat=remat, scan=False)
+        run = _layer(own_config, number, None if path is None else f"{path}/{at}", given)
+        own = (biases[at], scalings[at])
+        x, cache, after = run(params[at], x, _keys(config, key, number), cache, own)
         caches.append(cache)
         mixtures.append(after[0])
         seen.append(after[1])
@@ -382,7 +415,8 @@ def _scan(
     states: tuple[Any, Any],
     path: str | None,
     given: Any,
-) -> tuple[jax.Array, StackState]:
+) -> tuple[jax.Array, list[Any], list[Any]]:
+    """Run the layers that are scanned; return the residual, and mixtures and scalings by tree."""
     count = config.period
     runs = [
         _layer(config, at, None if path is None else f"{path}/{at}", given) for at in range(count)
@@ -396,10 +430,9 @@ def _scan(
             after.append(state)
         return x, ([mixture for mixture, _ in after], [seen for _, seen in after])
 
-    numbers = jnp.arange(config.layers // count)
-    inputs = (list(params), *(list(state) for state in states), numbers)
-    residual, (mixtures, seen) = jax.lax.scan(body, x, inputs)
-    return residual, StackState(mixtures=_if_any(mixtures), scaling=_if_any(seen))
+    stacked = [list(trees)[:count] for trees in (params, *states)]
+    residual, (mixtures, seen) = jax.lax.scan(body, x, (*stacked, jnp.arange(config.trips)))
+    return residual, mixtures, seen
 
 
 def _if_any(states: list[Any]) -> list[Any] | None:
@@ -408,7 +441,7 @@ def _if_any(states: list[Any]) -> list[Any] | None:
 
 def _layer(config: TransformerConfig, number: int, path: str | None, given: Any) -> Any:
     """Return one layer as a function of arrays alone, under the remat policy."""
-    attention = dataclasses.replace(config.attention, window=config.window(number))
+    attention = config.attention_of(number)
     run = functools.partial(_run_layer, config, attention, config.mlp_of(number), path, given)
     if config.remat == "none":
         return run

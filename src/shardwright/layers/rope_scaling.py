@@ -1,0 +1,181 @@
+"""Frequencies of rotary positions for contexts that are longer than those of the first training.
+
+linear    f / factor (Chen et al., arXiv:2306.15595)
+llama3    f of short wavelengths, f / factor of long ones, and a mean between them (Llama 3.1)
+yarn      the same by rotations in the first context, and a scale (Peng et al., arXiv:2309.00071)
+longrope  f / a factor of each point, and a scale (Ding et al., arXiv:2402.13753)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+
+from shardwright.errors import LayerError, did_you_mean
+from shardwright.layers.inputs import check_number
+from shardwright.layers.rope import RopeFrequencies
+from shardwright.vocabulary.integers import read_integer
+
+_FIRST: Final = "original_max_position_embeddings"
+
+
+def rope_frequencies(
+    head_dim: int,
+    *,
+    scaling: Mapping[str, Any],
+    theta: float | None = None,
+    longest: int | None = None,
+    length: int | None = None,
+) -> RopeFrequencies:
+    """Return the frequencies of a model, given `rope_scaling` of its `config.json`.
+
+    They are those of `transformers`, whose newer configurations call the mapping `rope_parameters`.
+
+    >>> rope_frequencies(4, theta=100.0, scaling={"rope_type": "linear", "factor": 4.0})
+    RopeFrequencies(values=(0.25, 0.025), scale=1.0)
+
+    Args:
+      head_dim: Size of a head.
+      scaling: `rope_type` (default, linear, llama3, yarn or longrope), and the values of that type.
+        With `partial_rotary_factor`, that part of a head is rotated.
+      theta: Base of the frequencies. Defaults to the `rope_theta` of `scaling`, or to 10,000.
+      longest: `max_position_embeddings`. YaRN and LongRoPE need it if `scaling` has no factor.
+      length: Length of the sequences. LongRoPE has other frequencies above the first context.
+
+    Raises:
+      LayerError: A value is missing, unknown or not valid.
+    """
+    read_integer("head_dim", head_dim, error=LayerError, fix="pass head_dim=128")
+    if not isinstance(scaling, Mapping):
+        raise LayerError(
+            f"scaling is a {type(scaling).__name__}", fix='pass {"rope_type": "llama3", ...}'
+        )
+    values = _Values(scaling, longest, length)
+    kind = values.pop("rope_type", values.pop("type", "default"))
+    if kind not in _TYPES:
+        hint = did_you_mean(str(kind), _TYPES)
+        raise LayerError(
+            f"rope_type={kind!r} is unknown",
+            path="scaling",
+            fix=f"{hint} write one of {', '.join(_TYPES)}, or compute frequencies".strip(),
+        )
+    own = values.pop("rope_theta", None)
+    if None not in (own, theta) and own != theta:
+        raise LayerError(f"theta={theta!r}, and scaling has rope_theta={own!r}", fix="pass one")
+    base: float = next((each for each in (own, theta) if each is not None), 10_000.0)
+    check_number("theta", base, sign="positive", fix="pass theta=10_000.0")
+    part = values.pop("partial_rotary_factor", None)
+    rotated = head_dim if part is None else int(head_dim * part)
+    if not 0 < rotated <= head_dim or rotated % 2:
+        raise LayerError(
+            f"{rotated} of {head_dim} elements are rotated", fix="pass an even head_dim"
+        )
+    powers = np.arange(rotated // 2) / (rotated // 2)
+    frequencies, scale = _TYPES[kind](base**-powers, base, values)
+    if values.left:
+        raise LayerError(
+            f"{kind} does not read {', '.join(values.left)}", path="scaling", fix="leave it out"
+        )
+    return RopeFrequencies(values=tuple(np.asarray(frequencies).tolist()), scale=float(scale))
+
+
+class _Values:
+    """The values of `scaling` that were not read yet."""
+
+    def __init__(self, scaling: Mapping[str, Any], longest: Any, length: Any) -> None:
+        self.left = {key: value for key, value in scaling.items() if value is not None}
+        self.longest = longest
+        self.length = length
+
+    def pop(self, key: str, default: Any) -> Any:
+        return self.left.pop(key, default)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.left.pop(key, default)
+        fix = f"write {key} as config.json of the model has it"
+        if value is None:
+            raise LayerError(f"scaling has no {key}", path="scaling", fix=fix)
+        check_number(key, value, sign="positive", fix=fix)
+        return float(value)
+
+    def factor(self, first: float) -> float:
+        """Return how many times longer the context became."""
+        if "factor" not in self.left and self.longest is not None:
+            return float(self.longest) / first
+        return self.number("factor")
+
+
+_Result = tuple[Any, float]
+
+
+def _default(f: Any, theta: float, values: _Values) -> _Result:
+    return f, 1.0
+
+
+def _linear(f: Any, theta: float, values: _Values) -> _Result:
+    return f / values.number("factor"), 1.0
+
+
+def _llama3(f: Any, theta: float, values: _Values) -> _Result:
+    factor, first = values.number("factor"), values.number(_FIRST)
+    low, high = values.number("low_freq_factor"), values.number("high_freq_factor")
+    rotations = first * f / (2 * math.pi)  # of each point in the first context
+    kept = np.clip((rotations - low) / (high - low), 0, 1)
+    return kept * f + (1 - kept) * f / factor, 1.0
+
+
+def _yarn(f: Any, theta: float, values: _Values) -> _Result:
+    first = values.number(_FIRST)
+    factor, points = values.factor(first), f.size
+    fast, slow = values.number("beta_fast", 32), values.number("beta_slow", 1)
+
+    def point(rotations: float) -> float:
+        """Return the point that rotates so often in the first context."""
+        return float(points * math.log(first / (rotations * 2 * math.pi)) / math.log(theta))
+
+    low, high = point(fast), point(slow)
+    if values.pop("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * points - 1)
+    slower = np.clip((np.arange(points) - low) / (high - low or 0.001), 0, 1)
+
+    def of_logits(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+    weights = values.pop("mscale", 0), values.pop("mscale_all_dim", 0)
+    scale = of_logits(weights[0]) / of_logits(weights[1]) if all(weights) else of_logits(1)
+    return f / factor * slower + f * (1 - slower), values.number("attention_factor", scale)
+
+
+def _longrope(f: Any, theta: float, values: _Values) -> _Result:
+    first = values.number(_FIRST)
+    lists = {key: values.pop(key, None) for key in ("short_factor", "long_factor")}
+    if values.length is None:
+        raise LayerError(
+            f"longrope has other frequencies above {first:g} tokens", fix="pass length="
+        )
+    name = "long_factor" if values.length > first else "short_factor"
+    if np.shape(lists[name]) != f.shape:
+        raise LayerError(
+            f"{name} has shape {np.shape(lists[name])}, and {f.size} points are rotated",
+            path="scaling",
+            fix=f"write a list of {f.size} numbers",
+        )
+    factor = values.factor(first)
+    scale = math.sqrt(1 + math.log(factor) / math.log(first)) if factor > 1 else 1.0
+    return f / np.asarray(lists[name]), values.number("attention_factor", scale)
+
+
+_TYPES: Final[Mapping[str, Callable[[Any, float, _Values], _Result]]] = MappingProxyType(
+    {
+        "default": _default,
+        "linear": _linear,
+        "llama3": _llama3,
+        "yarn": _yarn,
+        "longrope": _longrope,
+    }
+)
