@@ -13,10 +13,15 @@ import pytest
 import shardwright as sw
 from shardwright.cli.main import main
 from shardwright.errors import MeshSpecError
+from shardwright.plan.collectives.collective import Collective, Kind
 from shardwright.plan.hardware import parse_topology, read_hardware
 from shardwright.plan.layout import lay_out
 from shardwright.plan.planner import PlanReport
 from shardwright.plan.report.search import search_text
+from shardwright.plan.search.verify import compiled_seconds
+from shardwright.plan.verify.compiler import Compiled, Target
+from shardwright.plan.verify.differences import compare_traffic
+from shardwright.plan.verify.run import Verification
 from tests.plan.test_search import program
 
 HARDWARE = read_hardware()
@@ -128,6 +133,44 @@ def test_search_over_slices() -> None:
     assert any(each.slice_bytes == least.slice_bytes for each in found.front)
     alone = sw.search(program(32), topology="v5e:2x4", axes=("dp", "fsdp", "tp"))
     assert "between slices" not in search_text(alone)
+
+
+def test_search_with_an_axis_that_only_crosses_slices() -> None:
+    """Such an axis has no links inside a slice. The closed form divided by their rate."""
+    found = sw.search(program(32), topology="2xv5e:2x2", axes=("fsdp", "tp"))
+    layouts = {each.mesh: each.report.layout for each in found.candidates}
+    layout = layouts["fsdp:2,tp:4"]
+    assert layout is not None
+    assert (layout.parts["fsdp"], layout.slices_of(["fsdp"])) == ((), 2)
+    seconds = layout.seconds_between_slices(Kind.ALL_GATHER, ("fsdp",), 2**20)
+    assert seconds == pytest.approx(2**19 / TWO.chip.dcn_rate)
+
+
+def test_compiled_time_over_slices() -> None:
+    """The sum of the gradient is over dp, which only crosses slices."""
+    report = plan("fsdp", "dp:2,fsdp:8")
+    fields = {"devices": 2, "partial": False, "count": 1, "maybe": False, "gathers": False}
+    texts = dict.fromkeys(("name", "op_name", "source"), "")
+    collectives = tuple(
+        Collective(
+            kind=event.kind,
+            mesh_axes=event.mesh_axes,
+            between_slices="dp" in event.mesh_axes,
+            dtype="f32",
+            wire_dtype="f32",
+            logical_bytes=event.logical_bytes,
+            wire_bytes=event.wire_bytes,
+            **fields,
+            **texts,
+        )
+        for event in report.events
+    )
+    compiled = Compiled(target=Target(platform="tpu", topology="v5e:2x4"), collectives=collectives)
+    traffic = compare_traffic(report.events, collectives, cpu=False)
+    found = Verification(report=report, compiled=compiled, traffic=traffic)
+    assert report.time is not None
+    between = report.slice_bytes / TWO.chip.dcn_rate
+    assert between < compiled_seconds(found) < report.time.high  # which counts hops too
 
 
 def test_files_of_a_search_over_slices_have_dcn(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from shardwright.errors import MeshSpecError
@@ -19,7 +19,6 @@ from shardwright.mesh.build import default_dcn
 from shardwright.mesh.text import MeshSpec
 from shardwright.plan.collectives.collective import Kind, ring_bytes
 from shardwright.plan.hardware import Topology
-from shardwright.plan.walk.events import Event
 
 _SHARED: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
 
@@ -68,26 +67,32 @@ class Layout:
         """Return the number of slices that mesh axes cross together."""
         return math.prod(self.crossing.get(axis, 1) for axis in mesh_axes)
 
-    def bytes_between_slices(self, event: Event) -> int:
+    def bytes_between_slices(self, kind: Kind, mesh_axes: Sequence[str], logical_bytes: int) -> int:
         """Return the bytes that one device sends to other slices in one run of a collective.
 
         The devices of a slice share the work of a gather or a sum: each sends its part.
         """
-        slices = self.slices_of(event.mesh_axes)
+        slices = self.slices_of(mesh_axes)
         if slices == 1:
             return 0
-        whole = event.logical_bytes
-        if event.kind in _SHARED:
-            inner = math.prod(
-                part.size for axis in event.mesh_axes for part in self.parts.get(axis, ())
-            )
+        whole = logical_bytes
+        if kind in _SHARED:
+            inner = math.prod(part.size for axis in mesh_axes for part in self.parts.get(axis, ()))
             whole = -(-whole // inner)
-        return ring_bytes(event.kind, whole, slices)
+        return ring_bytes(kind, whole, slices)
+
+    def seconds_between_slices(
+        self, kind: Kind, mesh_axes: Sequence[str], logical_bytes: int
+    ) -> float:
+        """Return the seconds that one run of a collective takes between slices."""
+        sent = self.bytes_between_slices(kind, mesh_axes, logical_bytes)
+        return sent / self.topology.chip.dcn_rate if sent else 0.0
 
     def rates(self, mesh_axes: tuple[str, ...]) -> tuple[float, float]:
         """Return the lowest and highest rate at which a device sends over mesh axes, in bytes/s.
 
-        A device sends over all its links at the same time. On a ring, it has links both ways.
+        A device sends over all its links at the same time. On a ring, it has links both ways. Mesh
+        axes that only cross slices have no links, and the rate 0.
         """
         links = sum(
             2 if part.ring else 1 for axis in mesh_axes for part in self.parts.get(axis, ())

@@ -150,7 +150,11 @@ class PlanReport:
         """Bytes that one device sends to other slices in all runs; 0 if there is one slice."""
         if self.layout is None:
             return 0
-        return sum(each.runs * self.layout.bytes_between_slices(each) for each in self.events)
+        between = self.layout.bytes_between_slices
+        return sum(
+            each.runs * between(each.kind, each.mesh_axes, each.logical_bytes)
+            for each in self.events
+        )
 
     def by_mesh_axes(self) -> dict[tuple[str, ...], int]:
         """Return the bytes that one device sends over each set of mesh axes."""

@@ -104,8 +104,7 @@ def _sending(event: Event, layout: Layout) -> Span:
     if event.kind is Kind.PERMUTE:
         # A neighbor is one hop away, over one link.
         slow, hops = layout.topology.chip.link_rates[0], min(1, len(parts))
-    crossing = layout.bytes_between_slices(event)
-    between = crossing / layout.topology.chip.dcn_rate if crossing else 0.0
+    between = layout.seconds_between_slices(event.kind, event.mesh_axes, event.logical_bytes)
     inside = max(sent / slow, hops * _HOP) if sent else 0.0
     least_inside = least / fast if sent else 0.0
     low = 0.0 if event.maybe else event.runs * max(least_inside, between)

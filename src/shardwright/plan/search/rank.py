@@ -149,8 +149,8 @@ def closed_form(
         missing = every - axes
         if missing:
             local = each.annotation.bytes // _ways(axes, sizes)
-            sent = ring_bytes(Kind.ALL_REDUCE, local, _ways(missing, sizes))
-            seconds += each.annotation.runs * sent / _rate(layout, missing)
+            one = _seconds(layout, Kind.ALL_REDUCE, local, missing, sizes)
+            seconds += each.annotation.runs * one
     for each in inner:
         if each.role is Role.ACTIVATION:
             continue
@@ -166,8 +166,8 @@ def closed_form(
         moved, kept = pair[0] ^ pair[1], pair[0] & pair[1]
         if moved:
             local = each.annotation.bytes // _ways(kept, sizes)
-            sent = ring_bytes(Kind.ALL_GATHER, local, _ways(moved, sizes))
-            seconds += each.annotation.runs * sent / _rate(layout, moved)
+            one = _seconds(layout, Kind.ALL_GATHER, local, moved, sizes)
+            seconds += each.annotation.runs * one
     return seconds
 
 
@@ -179,5 +179,11 @@ def _ways(axes: frozenset[str], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
-def _rate(layout: Layout, axes: frozenset[str]) -> float:
-    return layout.rates(tuple(sorted(axes)))[0]
+def _seconds(
+    layout: Layout, kind: Kind, local: int, axes: frozenset[str], sizes: Mapping[str, int]
+) -> float:
+    """Return the seconds of one collective: inside the slices, and between them."""
+    names = tuple(sorted(axes))
+    rate = layout.rates(names)[0]
+    inside = ring_bytes(kind, local, _ways(axes, sizes)) / rate if rate else 0.0
+    return inside + layout.seconds_between_slices(kind, names, local)

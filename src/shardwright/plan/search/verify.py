@@ -86,7 +86,12 @@ def compiled_seconds(verification: Verification) -> float:
     sending = 0.0
     for sent in verification.traffic:
         rate = report.layout.rates(sent.mesh_axes)[0]
-        sending += sum(sent.compiled.values()) / rate
+        sending += sum(sent.compiled.values()) / rate if rate else 0.0
+    for each in verification.compiled.collectives:
+        if each.between_slices:
+            sending += (each.count or 1) * report.layout.seconds_between_slices(
+                each.kind, each.mesh_axes, each.logical_bytes
+            )
     return seconds_of(report) - planned + sending
 
 
