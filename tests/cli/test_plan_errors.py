@@ -151,18 +151,44 @@ def _plan_text(words: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     return capsys.readouterr().out
 
 
-def test_advice_names_a_mesh_of_the_same_slice(
+@pytest.mark.parametrize("preset", ["fsdp_tp", "ddp"])
+def test_advice_works_when_it_is_followed(
+    preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """16 GiB of weights fit on eight chips if all share them, and not if dp copies them.
+
+    In the table that replicates them, a rule for dp would be in conflict with that of the batch.
+    """
+    text = _plan_text(f"large --strategy {preset} --mesh dp:8", tmp_path, capsys)
+    assert "does not fit: it needs at least 16.0 GiB of 15.8 GiB per device" in text
+    plan = f"plan {tmp_path / 'bad_model.py'}:large --topology v5e:2x4"
+    mesh = re.search(r"fix   (?:use|try) (\S+) on v5e:2x4", text)
+    if preset == "fsdp_tp":
+        assert mesh is not None
+        assert main(shlex.split(f"{plan} --strategy {preset} --mesh {mesh[1]}")) == 0
+    written = re.search(r"write (.*) in the strategy: then it needs at least 2\.0 GiB", text)
+    assert written is not None
+    overlay = tmp_path / "followed.toml"
+    overlay.write_text("\n".join(written[1].split(" and ")), encoding="utf-8")
+    followed = f"{plan} --strategy {preset} --strategy {overlay} --mesh dp:8"
+    assert main(shlex.split(followed)) == 0
+
+
+def test_advice_for_a_file_of_tensors_is_tried(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """16 GiB of weights fit on eight chips if all share them, and not if dp copies them."""
-    text = _plan_text("large --strategy fsdp_tp --mesh dp:8", tmp_path, capsys)
-    assert "does not fit: it needs at least 16.0 GiB of 15.8 GiB per device" in text
-    mesh = re.search(r"fix   (?:use|try) (\S+) on v5e:2x4", text)
-    assert mesh is not None
-    assert "shard over dp what " in text
-    assert "it saves 14.0 GiB" in text
-    words = f"large --strategy fsdp_tp --mesh {mesh[1]} --topology v5e:2x4"
-    assert main(shlex.split(f"plan {tmp_path / 'bad_model.py'}:{words}")) == 0
+    file = tmp_path / "tensors.toml"
+    file.write_text(
+        '[w]\naxes = "EMBED VOCAB"\nshape = [65536, 65536]\ndtype = "float32"\nrole = "param"\n',
+        encoding="utf-8",
+    )
+    words = f"plan {file} --mesh dp:8 --topology v5e:2x4 --mode decode --strategy ddp"
+    assert main(shlex.split(words)) == 1
+    text = capsys.readouterr().out
+    assert 'fix   write params.embed = "dp" and policy.gather = "dp" in the strategy' in text
+    overlay = tmp_path / "followed.toml"
+    overlay.write_text('params.embed = "dp"\npolicy.gather = "dp"\n', encoding="utf-8")
+    assert main(shlex.split(f"{words} --strategy {overlay}")) == 0
 
 
 def test_advice_for_large_activations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,10 +146,11 @@ def read_count(text: str) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A manager on an abstract mesh, and the name of its strategy on the command line."""
+    """A manager on an abstract mesh, its strategy, and the strategy's name on the command line."""
 
     manager: PartitionManager
     strategy: str
+    combined: Any
     dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def on(self, topology: Topology) -> Topology:
@@ -184,6 +185,7 @@ def read_setting(strategies: Sequence[str], *, mesh: str | None, devices: int | 
     return Setting(
         manager=PartitionManager(combined, mesh=read_mesh(combined, label, mesh, devices)),
         strategy=label,
+        combined=combined,
         dcn=dict(combined.dcn) if mesh is None else _dcn(parse_mesh(mesh)),
     )
 

@@ -15,10 +15,11 @@ from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
 from shardwright.cli.verify import add_verify_options, check_verify_options
 from shardwright.errors import StrategyError
+from shardwright.manager.manager import PartitionManager
 from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.plan.layout import lay_out
 from shardwright.plan.report.state import state_text
-from shardwright.plan.state import count_tensors
+from shardwright.plan.state import StateBytes, count_tensors
 from shardwright.trees.paths import compile_pattern
 from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
 
@@ -181,18 +182,24 @@ def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topo
     mode = MODE_TRAIN if arguments.mode is None else parse_mode(arguments.mode)
     tensors = read_tensors(arguments.model)
     pattern = None if arguments.cache is None else compile_pattern(arguments.cache)
-    state = count_tensors(
-        setting.manager.for_mode(mode),
-        tensors,
-        caches=[tensor.path for tensor in tensors if pattern and pattern.search(tensor.path)],
-        copies=arguments.optimizer_copies or 0,
-        train=mode == MODE_TRAIN,
-    )
+    manager = setting.manager.for_mode(mode)
+
+    def count(manager: PartitionManager) -> StateBytes:
+        return count_tensors(
+            manager,
+            tensors,
+            caches=[tensor.path for tensor in tensors if pattern and pattern.search(tensor.path)],
+            copies=arguments.optimizer_copies or 0,
+            train=mode == MODE_TRAIN,
+        )
+
+    state = count(manager)
     layout = None if topology is None else lay_out(topology, setting.sizes)
     needed = state.of().per_device
     failures = limit_failures(arguments, {mode: state}, {mode: needed}, topology)
     if topology is not None and needed > topology.chip.hbm_bytes:
-        failures.append(f"mode {mode_name(mode)} does not fit{too_large_state(state, topology)}")
+        why = too_large_state(state, topology, setting.combined, manager, count)
+        failures.append(f"mode {mode_name(mode)} does not fit{why}")
     failed = bool(failures or state.missing)
     if arguments.json:
         plan = {

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
 
 from shardwright.cli.plan_checks import what_holds
 from shardwright.manager.manager import PartitionManager
 from shardwright.plan.fit import Verdict
 from shardwright.plan.fitting_mesh import FittingMesh, find_larger_mesh, find_other_mesh
+from shardwright.plan.fitting_rules import find_smaller_rules
 from shardwright.plan.hardware import Topology
-from shardwright.plan.planner import PlanReport, Program
-from shardwright.plan.report.state import largest_cause
+from shardwright.plan.planner import PlanReport, Program, price, trace_program
 from shardwright.plan.report.text import bytes_text
 from shardwright.plan.state import StateBytes
 from shardwright.plan.verify.run import Verification
 from shardwright.vocabulary.modes import MODE_TRAIN, MODES, mode_name
 
-_LARGE: Final = 0.05  # copies above this share of the chip's memory are named
+if TYPE_CHECKING:
+    from shardwright.strategy.model import Strategy
+
+_LARGE: Final = 0.05  # other rules are named if they save this share of the chip's memory
 
 
 def too_large_text(
@@ -25,17 +28,21 @@ def too_large_text(
     manager: PartitionManager,
     report: PlanReport,
     verification: Verification | None = None,
+    strategy: Strategy | None = None,
 ) -> str:
     """Say why a program does not fit, with one line for each thing that would help.
+
+    Meshes and rules are named only if the program was planned with them.
 
     Args:
       program: A program that does not fit.
       manager: Its strategy, mesh and mode.
       report: Its plan on a slice.
       verification: The plan beside the compiled program, if it was compiled.
+      strategy: The strategy of the manager. Without one, no other rules are tried.
     """
     mode = mode_name(manager.mode or MODES[0])
-    fixes = list(_fixes(program, manager, report))
+    fixes = list(_fixes(program, manager, report, strategy))
     lines = [f"mode {mode} does not fit{_why(report, verification)}"]
     lines += [f"  fix   {fixes[0]}", *(f"        {fix}" for fix in fixes[1:])]
     return "\n".join(lines)
@@ -60,7 +67,9 @@ def _why(report: PlanReport, verification: Verification | None) -> str:
     return f": {needed}, and {held} of it"
 
 
-def _fixes(program: Program, manager: PartitionManager, report: PlanReport) -> Iterator[str]:
+def _fixes(
+    program: Program, manager: PartitionManager, report: PlanReport, strategy: Strategy | None
+) -> Iterator[str]:
     """Yield what would help, one line each."""
     if report.layout is None:
         yield "add --topology to know which mesh is large enough"
@@ -77,37 +86,57 @@ def _fixes(program: Program, manager: PartitionManager, report: PlanReport) -> I
         yield f"use {mesh}, where the plan fits"
     elif mesh is not None:
         yield f"try {mesh}, where the plan is close: compile it with --verify"
-    yield from _copies(report.state, topology)
+
+    def needed(other: PartitionManager) -> int:
+        return price(other, trace_program(other, program, topology), program).memory.low
+
+    if strategy is not None:
+        least = report.memory.low - _LARGE * usable
+        rules = find_smaller_rules(strategy, manager, report.state, needed, below=least)
+        yield from [] if rules is None else [str(rules)]
     if report.memory.low - state.per_device > state.per_device:
         yield _smaller(manager)
     elif mesh is None:
         yield "shard more, hold less, or use chips with more memory"
 
 
-def too_large_state(state: StateBytes, topology: Topology) -> str:
-    """Say why a state alone does not fit, with one line for each thing that would help."""
+def too_large_state(
+    state: StateBytes,
+    topology: Topology,
+    strategy: Strategy,
+    manager: PartitionManager,
+    count: Callable[[PartitionManager], StateBytes],
+) -> str:
+    """Say why a state alone does not fit, with one line for each thing that would help.
+
+    Args:
+      state: The state.
+      topology: The slice.
+      strategy: The strategy of the manager.
+      manager: Strategy, mesh and mode.
+      count: Counts the state under a manager.
+    """
     held = state.of()
     if held.total > topology.devices * topology.chip.hbm_bytes:
         return what_holds(state, topology)
     needed, usable = bytes_text(held.per_device), bytes_text(topology.chip.hbm_bytes)
-    fixes = [*_copies(state, topology), "shard more, or hold less"]
+    rules = find_smaller_rules(
+        strategy,
+        manager,
+        state,
+        lambda other: count(other).of().per_device,
+        below=held.per_device - _LARGE * topology.chip.hbm_bytes,
+    )
+    fixes = [*([] if rules is None else [str(rules)]), "shard more, or hold less"]
     lines = [f": it takes {needed} of {usable} per device", f"  fix   {fixes[0]}"]
     return "\n".join([*lines, *(f"        {fix}" for fix in fixes[1:])])
-
-
-def _copies(state: StateBytes, topology: Topology) -> Iterator[str]:
-    """Yield the rule that replicates most, if that takes much of the memory."""
-    saves, axis, rule, why = largest_cause(state)
-    if saves > _LARGE * topology.chip.hbm_bytes:
-        yield f"shard over {axis} what {rule} replicates: it saves {bytes_text(saves)} ({why})"
 
 
 def _smaller(manager: PartitionManager) -> str:
     """Return how to make the values of a step smaller, which take more than the state."""
     if manager.mode not in (MODE_TRAIN, None):
         return "reduce the values of the step: a smaller batch, or shorter prompts or caches"
-    sharded = "a residual that is sharded over tp as in fsdp_tp_sp"
     return (
-        "reduce the values of the step: a smaller batch or length, more rematerialization, a "
-        f"loss in chunks{f', {sharded}' if manager.mesh.shape.get('tp', 1) > 1 else ''}"
+        "reduce the values of the step: a smaller batch or length, more rematerialization, or a "
+        "loss in chunks"
     )

@@ -17,7 +17,7 @@ from shardwright.errors import StrategyError
 from shardwright.plan.collectives.collective import Collective
 from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology
-from shardwright.plan.planner import PlanReport
+from shardwright.plan.planner import PlanReport, Program
 from shardwright.plan.report.page import plan_html
 from shardwright.plan.report.text import bytes_text
 from shardwright.plan.report.verification import verification_text
@@ -67,11 +67,7 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
         },
         topology,
     )
-    failures += [
-        too_large_text(programs[mode], setting.manager.for_mode(mode), report, verified.get(mode))
-        for mode, report in reports.items()
-        if (verified.get(mode) or report).verdict is Verdict.DOES_NOT_FIT
-    ]
+    failures += _too_large(setting, programs, reports, verified)
     if arguments.html is not None:
         _write_page(arguments, reports, verified)
     incomplete = any(not report.walked.complete for report in reports.values())
@@ -93,6 +89,26 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
         texts = [*notes, *_lines(arguments, reports, verified), *_breach_lines(breaches), *failures]
         print_lines(line for text in texts for line in text.split("\n"))
     return 1 if failed else 0
+
+
+def _too_large(
+    setting: Setting,
+    programs: Mapping[str, Program],
+    reports: Mapping[str, PlanReport],
+    verified: Mapping[str, Verification],
+) -> list[str]:
+    """Return a text for each program that does not fit."""
+    return [
+        too_large_text(
+            programs[mode],
+            setting.manager.for_mode(mode),
+            report,
+            verified.get(mode),
+            strategy=setting.combined,
+        )
+        for mode, report in reports.items()
+        if (verified.get(mode) or report).verdict is Verdict.DOES_NOT_FIT
+    ]
 
 
 def _check_forbidden(arguments: argparse.Namespace, modes: Collection[str]) -> None:

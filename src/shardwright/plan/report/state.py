@@ -52,16 +52,6 @@ def cause_rows(state: StateBytes) -> list[tuple[str, ...]]:
     ]
 
 
-def largest_cause(state: StateBytes) -> tuple[int, str, str, str]:
-    """Return what replicates most: bytes per device to save, mesh axis, rule with its place, why.
-
-    Empty texts if nothing is replicated.
-    """
-    for saves, _, (axis, rule, why) in _causes(state):
-        return saves, axis, " ".join(rule.split()), why
-    return 0, "", "", ""
-
-
 def _causes(state: StateBytes) -> list[tuple[int, int, tuple[str, str, str]]]:
     """Return bytes that could be saved, number of arrays, and (mesh axis, rule, reason)."""
     saved: dict[tuple[str, str, str], list[int]] = {}
