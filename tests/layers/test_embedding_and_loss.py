@@ -181,6 +181,67 @@ def test_logits() -> None:
     assert sharded.dtype == jnp.float32
 
 
+WORDS = 27  # of a vocabulary that is padded to 32
+
+
+def padded_loss(head: Any, x: Any) -> Any:
+    labels = np.where(LABELS < WORDS, LABELS, -1)
+    return loss.cross_entropy(x, head, labels, vocab=WORDS, z_loss=0.1, softcap=5.0, chunks=2).mean
+
+
+@functools.cache
+def without_padding() -> Any:
+    """Return the loss and gradients of the same head without its padding."""
+    head = blocks.random_params(HEAD)[:, :WORDS]
+    labels = np.where(LABELS < WORDS, LABELS, -1)
+
+    def plain(head: Any, x: Any) -> Any:
+        return loss.cross_entropy(x, head, labels, z_loss=0.1, softcap=5.0, chunks=2).mean
+
+    (value, mean), (gradient, dx) = blocks.values_and_gradients(plain, head, X)
+    return (value, mean), (np.pad(gradient, ((0, 0), (0, VOCAB - WORDS))), dx)
+
+
+@blocks.cases()
+def test_padded_vocabulary_is_hidden(preset: str, kind: str) -> None:
+    """The loss, its gradients and its z-loss are those of the vocabulary without padding."""
+    with blocks.make_manager(preset, kind) as pm:
+        head, x = pm.shard(blocks.random_params(HEAD), HEAD, role="param"), pm.shard(X, RESIDUAL)
+        got = blocks.values_and_gradients(padded_loss, head, x)
+        shown = jax.jit(functools.partial(loss.logits, vocab=WORDS))(x, head)
+        whole = jax.jit(loss.logits)(x, head)
+    blocks.assert_close(got, without_padding())
+    assert not np.asarray(got[1][0])[:, WORDS:].any()
+    shown, whole = np.asarray(shown), np.asarray(whole)
+    np.testing.assert_array_equal(shown[..., :WORDS], whole[..., :WORDS])
+    assert np.all(shown[..., WORDS:] == -np.inf)
+
+
+def test_padding_of_a_tied_table_stays_zero() -> None:
+    table = np.pad(blocks.random_params(TABLE)[:WORDS], ((0, VOCAB - WORDS), (0, 0)))
+    tokens = np.clip(TOKENS, 0, WORDS - 1)
+
+    def tied(table: Any) -> Any:
+        x = embedding.apply(table, tokens)
+        return loss.cross_entropy(x, table, tokens, tied=True, vocab=WORDS).mean
+
+    gradient = jax.grad(tied)(table)
+    assert not np.asarray(gradient[WORDS:]).any()
+    np.testing.assert_allclose(
+        gradient[:WORDS],
+        jax.grad(
+            lambda rows: (
+                loss.cross_entropy(embedding.apply(rows, tokens), rows, tokens, tied=True).mean
+            )
+        )(table[:WORDS]),
+        atol=1e-6,
+    )
+    with pytest.raises(sw.ShardingError, match="vocab must be"):
+        loss.logits(X, table.T, vocab=VOCAB + 1)
+    with pytest.raises(sw.ShardingError, match="the label 30 is not in the vocabulary of 27"):
+        loss.cross_entropy(X, table.T, np.full((8, 8), 30), vocab=WORDS)
+
+
 def test_bad_input() -> None:
     table, head = blocks.random_params(TABLE), blocks.random_params(HEAD)
     cases: list[tuple[Any, str]] = [

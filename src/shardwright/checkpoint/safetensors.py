@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import math
@@ -53,6 +54,7 @@ def export_safetensors(
     *,
     most: int | str = "5GiB",
     metadata: Mapping[str, str] | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, str]:
     """Write parameters to a new folder as safetensors.
 
@@ -67,13 +69,16 @@ def export_safetensors(
       most: Largest number of bytes of a file, as an integer or as text. A larger tensor gets its
         own file.
       metadata: Text for the header of each file, such as `{"format": "pt"}`.
+      shapes: Shapes without padding, by the names of padded tensors: only these elements are
+        written. `hf.read(folder, pad_vocab=128).unpadded` has those of a vocabulary.
 
     Returns:
       The file of each tensor, by name.
 
     Raises:
       CheckpointError: The folder exists, or cannot be written; arrays cannot be exported (all of
-        them are named); the tree is empty; metadata is not text; or the call is inside a trace.
+        them are named); the tree is empty; metadata or `shapes` is not valid; or the call is inside
+        a trace.
     """
     if _jax.in_trace():
         what = "parameters can be exported only outside of jit"
@@ -101,6 +106,7 @@ def export_safetensors(
             path=_METADATA,
             fix="rename the key",
         )
+    tensors |= _cut(tensors, shapes or {})
     files = _divided(tensors, _file_bytes(most))
     total = sum(value.nbytes for value in tensors.values())
     weight_map = {name: file for file, names in files.items() for name in names}
@@ -180,6 +186,42 @@ def _problem(path: tuple[str, ...], value: Any) -> Problem | None:
     return None
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """The first elements of an array, without its padding."""
+
+    value: Any
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> Any:
+        return self.value.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * int(self.dtype.itemsize)
+
+
+def _cut(tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, _Cut]:
+    """Return the tensors that are written without their padding."""
+    problems, cut = [], {}
+    for name, shape in shapes.items():
+        whole = tensors[name].shape if name in tensors else None
+        if whole is None:
+            what = "shapes names it, and no tensor has this name"
+        elif len(shape) != len(whole) or not all(
+            0 < size <= most for size, most in zip(shape, whole, strict=True)
+        ):
+            what = f"shapes has {tuple(shape)}, and the tensor has {whole}"
+        else:
+            cut[name] = _Cut(value=tensors[name], shape=tuple(shape))
+            continue
+        fix = "pass the unpadded of the hf.read that loaded these parameters"
+        problems.append(Problem(error=CheckpointError, what=what, path=name, fix=fix))
+    raise_problems(problems)
+    return cut
+
+
 def _divided(tensors: Mapping[str, Any], most: int) -> dict[str, list[str]]:
     """Return the names of the tensors of each file."""
     parts: list[list[str]] = [[]]
@@ -243,6 +285,16 @@ def _reserve(stream: BinaryIO, size: int) -> None:
 
 def _shards(value: Any) -> Iterator[tuple[Any, np.ndarray[Any, Any]]]:
     """Yield each part of an array once, with its place."""
+    if isinstance(value, _Cut):
+        for index, shard in _shards(value.value):
+            starts = [part.start or 0 for part in index] or [0] * shard.ndim
+            sizes = [
+                max(0, min(size, most - start))
+                for start, size, most in zip(starts, shard.shape, value.shape, strict=True)
+            ]
+            place = tuple(slice(at, at + size) for at, size in zip(starts, sizes, strict=True))
+            yield place, shard[tuple(map(slice, sizes))]
+        return
     if isinstance(value, np.ndarray):
         yield (), value
         return

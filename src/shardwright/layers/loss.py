@@ -75,6 +75,7 @@ def logits(
     *,
     tied: bool = False,
     softcap: float | None = None,
+    vocab: int | None = None,
     dtypes: Dtypes = FLOAT32,
     path: str | None = None,
 ) -> jax.Array:
@@ -85,18 +86,25 @@ def logits(
       head: As stored: `[embed, vocab]`, or the embedding table `[vocab, embed]`.
       tied: Whether `head` is the embedding table.
       softcap: c in `c * tanh(logits / c)`. Defaults to none.
+      vocab: Number of tokens, if the vocabulary of `head` is padded: the logits of its last rows
+        become -inf. Defaults to the size of `head`.
       dtypes: `compute` is the dtype of the operands.
       path: Path of `head` in the model, required if the strategy has `[[tensors]]` entries.
 
     Raises:
       RankMismatchError: The shapes do not fit each other.
-      LayerError: `softcap` is not positive, or a `shard_map` around the call has split EMBED.
+      LayerError: `softcap` is not positive, or `vocab` not in `head`. Or a `shard_map` around the
+        call has split EMBED, or VOCAB if it is padded.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
     x, head = read_array("x", x), read_array("head", head)
     check_type("dtypes", dtypes, Dtypes)
     weight = _use_head(x, head, tied, path).astype(dtypes.compute)
-    return _logits(place(x, OPERAND).astype(dtypes.compute), weight, tied, _cap(softcap))
+    _check_padding(weight, tied, vocab)
+    if vocab is not None:
+        axes = (VOCAB, EMBED) if tied else (EMBED, VOCAB)
+        raise_problems(split_problems(weight.shape, axes, (VOCAB,), name="head", path=path))
+    return _logits(place(x, OPERAND).astype(dtypes.compute), weight, tied, _cap(softcap), vocab)
 
 
 def cross_entropy(
@@ -108,6 +116,7 @@ def cross_entropy(
     chunks: int = 1,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    vocab: int | None = None,
     ignore: int = -100,
     dtypes: Dtypes = FLOAT32,
     path: str | None = None,
@@ -131,6 +140,7 @@ def cross_entropy(
         them, so n parts send n times as much for it.
       z_loss: Factor of the mean squared logsumexp (PaLM, arXiv:2204.02311, section 5).
       softcap: As in `logits`.
+      vocab: As in `logits`. The rows of padding take no part in the loss, and get no gradient.
       ignore: Tokens with this label, or with any negative label, are ignored.
       dtypes: `compute` is the dtype of the operands. All sums are float32.
       path: As in `logits`.
@@ -138,8 +148,8 @@ def cross_entropy(
     Raises:
       RankMismatchError: The shapes do not fit each other, or `chunks` does not divide the length.
       LayerError: The labels are not integers, or one of them is not in the vocabulary; `chunks`,
-        `z_loss`, `softcap` or `ignore` is not valid; a `shard_map` around the call has split VOCAB
-        or EMBED; or `x` or the compute dtype is float16, which has no loss scaling here.
+        `z_loss`, `softcap`, `vocab` or `ignore` is not valid; a `shard_map` around the call has
+        split VOCAB or EMBED; or `x` or the compute dtype is float16, which has no loss scaling.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
     given, x, head = labels, read_array("x", x), read_array("head", head)
@@ -150,14 +160,15 @@ def cross_entropy(
     weight = _use_head(x, head, tied, path).astype(dtypes.compute)
     axes = (VOCAB, EMBED) if tied else (EMBED, VOCAB)
     check_vocabulary(weight, axes, labels, name="head", path=path)
-    _check_labels_in(given, weight.shape[0 if tied else 1], ignore)
+    _check_padding(weight, tied, vocab)
+    _check_labels_in(given, vocab or weight.shape[0 if tied else 1], ignore)
     if labels.dtype.itemsize < 4:
         labels = labels.astype(jnp.int32)  # as uint8, -100 would be the label 156
     x, labels = place(x, OPERAND).astype(dtypes.compute), place(labels, _TOKENS)
     cap = _cap(softcap)
 
     def sums(x: Any, labels: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return _sums(_logits(x, weight, tied, cap), labels, ignore)
+        return _sums(_logits(x, weight, tied, cap, vocab), labels, ignore)
 
     if chunks == 1:
         entropy, square, count = sums(x, labels)
@@ -186,15 +197,22 @@ def _use_head(x: Any, head: Any, tied: bool, path: str | None) -> Any:
     return weight
 
 
-def _logits(x: Any, weight: Any, tied: bool, cap: float | None) -> jax.Array:
-    values = einsum(
+def _logits(
+    x: Any, weight: Any, tied: bool, cap: float | None, vocab: int | None = None
+) -> jax.Array:
+    values: jax.Array = einsum(
         "ble,ve->blv" if tied else "ble,ev->blv",
         x,
         weight,
         out=LOGITS,
         preferred_element_type=jnp.float32,
     )
-    return values if cap is None else cap * jnp.tanh(values / cap)
+    if cap is not None:
+        values = cap * jnp.tanh(values / cap)
+    if vocab is None:
+        return values
+    number = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2)
+    return jnp.where(number < vocab, values, -jnp.inf)
 
 
 def _sums(values: Any, labels: Any, ignore: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -249,6 +267,13 @@ def _check_half(x: Any, dtypes: Dtypes) -> None:
             path="x",
             fix="train in bfloat16; to evaluate a float16 model, pass x.astype(jnp.float32)",
         )
+
+
+def _check_padding(weight: Any, tied: bool, vocab: Any) -> None:
+    if vocab is not None:
+        size = weight.shape[0 if tied else 1]
+        fix = f"pass the number of tokens without padding, at most the {size} of head"
+        read_integer("vocab", vocab, error=LayerError, most=size, fix=fix)
 
 
 def _check_head(x: Any, head: Any, tied: bool) -> None:

@@ -457,3 +457,47 @@ def test_an_abstract_mesh_has_no_devices(tmp_path: Path) -> None:
     assert "fsdp, tp" in hf.read(tmp_path).explain(pm)
     with pytest.raises(sw.MeshSpecError, match="abstract mesh has no devices"):
         hf.load(tmp_path, pm)
+
+
+@pytest.mark.parametrize("case", ["llama_bias", "bert"])
+def test_vocabulary_is_padded_and_exported_without(case: str, tmp_path: Path) -> None:
+    """The padded rows are zeros, sharded over tp, and the export lacks them."""
+    (tmp_path / "in").mkdir()
+    values = files.write(tmp_path / "in", case)
+    pm = manager()
+    checkpoint = hf.read(tmp_path / "in", pad_vocab=22)
+    more = 66 - 64  # rows of the vocabulary
+    assert any(f"padded by {more} rows" in note for note in checkpoint.notes)
+    assert {len(shape) for shape in checkpoint.unpadded.values()} <= {1, 2}
+    params, specs = hf.load(tmp_path / "in", pm, pad_vocab=22)
+    assert params.keys() == values.keys() == specs.keys()
+    for name, value in values.items():
+        array = np.asarray(params[name])
+        padded = name in checkpoint.unpadded
+        assert array.shape == specs[name].shape == checkpoint.specs[name].shape
+        assert array.shape[0] == len(value) + padded * more
+        np.testing.assert_array_equal(array[: len(value)], value)
+        assert not array[len(value) :].any()
+        if padded:
+            assert params[name].sharding.spec[0] == "tp"
+    export_safetensors(tmp_path / "out", params, shapes=checkpoint.unpadded, most=10_000)
+    (tmp_path / "out" / "config.json").write_text((tmp_path / "in" / "config.json").read_text())
+    assert_equal(hf.load(tmp_path / "out", manager())[0], values)
+
+
+def test_padding_that_is_not_needed_or_not_valid(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    files.write(tmp_path / "in", "llama_bias")
+    assert not hf.read(tmp_path / "in", pad_vocab=1).unpadded
+    for wrong in (0, 1.5, True):
+        with pytest.raises(CheckpointError, match="pad_vocab must be a positive integer"):
+            hf.read(tmp_path / "in", pad_vocab=wrong)  # type: ignore[arg-type]
+    params = {"table": jnp.ones((4, 2))}
+    for shapes, message in (
+        ({"tabel": (3, 2)}, "tabel: shapes names it, and no tensor has this name"),
+        ({"table": (5, 2)}, r"table: shapes has \(5, 2\), and the tensor has \(4, 2\)"),
+        ({"table": (4,)}, r"table: shapes has \(4,\)"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            export_safetensors(tmp_path / "out", params, shapes=shapes)
+    assert not (tmp_path / "out").exists()

@@ -24,6 +24,7 @@ from shardwright.interop.hf.families import family_of
 from shardwright.interop.hf.gguf_files import GGUF_AXES, gguf_of
 from shardwright.interop.hf.gguf_parts import first_part
 from shardwright.interop.hf.names import CONFIG, axes_of, check_mappings, missing
+from shardwright.interop.hf.padding import pad_vocabulary
 from shardwright.interop.hf.pieces import place
 from shardwright.interop.hf.report import checkpoint_text, shardings_text
 from shardwright.interop.hf.safetensors_files import safetensors_of
@@ -52,12 +53,15 @@ class Checkpoint:
       specs: Shape, dtype and axes of each tensor, by its name.
       sources: Where each tensor is.
       notes: What differs from the files, one line each.
+      unpadded: The stored shape of each tensor that is padded, by its name. It is `shapes` of
+        `checkpoint.export_safetensors`.
     """
 
     config: Mapping[str, Any]
     specs: dict[str, ArraySpec]
     sources: dict[str, Source]
     notes: tuple[str, ...] = ()
+    unpadded: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def load(self, pm: PartitionManager, *, mode: str | None = None) -> dict[str, jax.Array]:
         """Read every tensor, shard by shard, into the sharding of a parameter.
@@ -108,6 +112,7 @@ def load(
     axes: Mapping[str, Any] | None = None,
     stack_experts: bool = True,
     stack_layers: bool = False,
+    pad_vocab: int | None = None,
     mode: str | None = None,
 ) -> tuple[dict[str, jax.Array], dict[str, ArraySpec]]:
     """Read a checkpoint into the sharding of a strategy.
@@ -123,6 +128,7 @@ def load(
       axes: Pattern -> annotation, for tensors that the family does not have.
       stack_experts: See `read`.
       stack_layers: See `read`.
+      pad_vocab: See `read`. `read` also has the shapes without padding, for an export.
       mode: Runtime mode. Defaults to the manager's.
 
     Returns:
@@ -134,7 +140,12 @@ def load(
     """
     _check_manager(pm)
     checkpoint = read(
-        folder, dtype=dtype, axes=axes, stack_experts=stack_experts, stack_layers=stack_layers
+        folder,
+        dtype=dtype,
+        axes=axes,
+        stack_experts=stack_experts,
+        stack_layers=stack_layers,
+        pad_vocab=pad_vocab,
     )
     return checkpoint.load(pm, mode=mode), checkpoint.specs
 
@@ -160,6 +171,7 @@ def read(
     axes: Mapping[str, Any] | None = None,
     stack_experts: bool = True,
     stack_layers: bool = False,
+    pad_vocab: int | None = None,
 ) -> Checkpoint:
     """Read the headers of a checkpoint, and decide the axes of each tensor. No tensor is read.
 
@@ -175,6 +187,9 @@ def read(
       stack_layers: Stack each tensor of all layers into one array with the leading axis LAYERS, for
         `jax.lax.scan`. The name of the stack has no layer number. The patterns and annotations of
         `axes` are still those of the tensors of one layer.
+      pad_vocab: Append rows of zeros to each dim VOCAB up to a multiple of this number, such as
+        128. The logits of these rows are 0: pass `vocab=` to `loss.logits` and
+        `loss.cross_entropy`, which hide them.
 
     Raises:
       CheckpointError: Files are missing or truncated, tensors are missing or unknown, or their
@@ -199,7 +214,8 @@ def read(
     checkpoint = _checkpoint(
         config, sources, notes, dtype=dtype, axes=axes, experts=stack_experts, origin=origin
     )
-    return _with_stacks(checkpoint) if stack_layers else checkpoint
+    checkpoint = _with_stacks(checkpoint) if stack_layers else checkpoint
+    return pad_vocabulary(checkpoint, pad_vocab)
 
 
 def _gguf_file(path: Path) -> Path | None:
