@@ -248,7 +248,8 @@ def test_one_rule_changes_the_events_that_name_its_axis() -> None:
 
 def test_parameter_rule_changes_gathers_and_kinds_of_sums() -> None:
     before, after = identities({}), identities({"params": {"embed": "-"}})
-    assert [key for key in before if key[0] == "all_gather"] == [
+    # The gradient of the embedding also gathers the indices, over the mesh axis of the batch.
+    assert [key for key in before if key[0] == "all_gather" and "BATCH" not in key[2]] == [
         key for key in before if "EMBED" in key[2]
     ]
     assert not [key for key in after if "EMBED" in key[2]]

@@ -9,16 +9,25 @@ from typing import Any, Final
 from jax.sharding import NamedSharding, Sharding
 
 from shardwright import _jax
+from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.walk.equations import called_jaxpr, possible_branches
 from shardwright.plan.walk.events import Site, Work
 from shardwright.plan.walk.liveness import TEMPORARY, Buffer, Peak, Timeline
 from shardwright.plan.walk.step import Step
-from shardwright.plan.walk.values import Dims, Value, dims_of_spec, merged_origins, with_kept
+from shardwright.plan.walk.values import (
+    Dims,
+    Value,
+    axes_of,
+    dims_of_spec,
+    merged_origins,
+    with_kept,
+)
 
 # Number of walks over the body of a scan that find the shardings of its carries. The first walk may
 # change the sharding of a carry, and the second walk starts with that sharding.
 _ROUNDS = 2
 _CARRY: Final = "constrain the first value of the carry as the body does, with shard(...)"
+_SUMMED: Final = "constrain the sum in the loop's body as its use after the loop, with shard(...)"
 _STACK: Final = "move the mesh axis to another dim with shard(...) before the scan"
 # The name under which a `while` loop that sends or multiplies counts as unknown, like a primitive
 # without a rule. The number of its runs is not known, so the plan counts too little.
@@ -44,7 +53,18 @@ def scan(step: Step) -> list[Value]:
     # A carry is in memory during the whole scan. It is counted outside, with the scan's results.
     held = [dataclasses.replace(value, buffer=None) for value in carry]
     sliced = _with_slices(step, inputs, body.invars[split:])
+    before = len(step.ledger.events)
     ends = step.walk(body, [*fixed, *held, *sliced], site=site, wanted=wanted)
+    summed = {
+        axis
+        for event in step.ledger.events[before:]
+        if event.kind is Kind.ALL_REDUCE
+        for axis in event.mesh_axes
+    }
+    for start, end, later in zip(starts, ends, step.wanted, strict=False):
+        if later is not None and start.free:
+            # A compiler may keep only a part of a sum in each step, as the loop's result does.
+            step.doubt(summed & axes_of(later) - end.mesh_axes, _SUMMED)
     for start, end, variable in zip(carry, ends, body.outvars, strict=False):
         if not start.free:
             step.doubt(_turned(start, end), _CARRY)

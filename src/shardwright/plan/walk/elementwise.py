@@ -130,6 +130,9 @@ def reduction(step: Step) -> list[Value]:
     )
     if step.name in ("argmax", "argmin"):
         return [_best(step, result)]
+    if step.name in ("reduce_max", "reduce_min"):
+        # The largest of converted values is the converted largest one, so it is sent before.
+        result = replace(result, sum_dtype=value.widened_from)
     if step.name != "reduce_sum":
         result = step.settle(result)
     return [result for _ in step.results]

@@ -27,6 +27,8 @@ from shardwright.plan.walk.values import (
 from shardwright.resolution.partition_specs import entry_names
 from shardwright.trees.tensors import whole_bytes
 
+_LANES: Final = 128
+_MATRIX: Final = ("rows", "columns")
 _IN_STEPS: Final = "constrain the value in between with shard(...), one mesh axis at a time"
 
 
@@ -118,6 +120,8 @@ class Ledger:
         held, wanted = value.mesh_axes, target.mesh_axes
         current = [list(dim) for dim in value.dims]
         scattered = value.owed & wanted
+        if scattered and self._is_laid_out_across(aval, dims, scattered):
+            scattered = frozenset()
         if scattered:
             self._note(Kind.REDUCE_SCATTER, scattered, value, aval, _frozen(current), site)
             current = [
@@ -141,6 +145,19 @@ class Ledger:
             # A move that sends nothing is a slice, which is fused into its use.
             self.moved += self.local_bytes(aval, target.dims)
         return target
+
+    def _is_laid_out_across(self, aval: Any, dims: Dims, scattered: frozenset[str]) -> bool:
+        """Tell whether parts of a matrix are no whole tiles of a TPU, so that it is summed whole.
+
+        If the last dim is not a multiple of 128 and the first one is, the first one is laid out
+        along the lanes. A reduce-scatter of it needs parts of 128 numbers of 32 bits.
+        """
+        if aval.ndim != len(_MATRIX) or not scattered & {*dims[0]}:
+            return False
+        rows, columns = aval.shape
+        part = rows // shards(dims[0], self.sizes)
+        across = columns > _LANES and columns % _LANES and not rows % _LANES
+        return bool(across and part % (_LANES * 4 // aval.dtype.itemsize))
 
     def _transfer(self, value: Value, aval: Any, current: Dims, dims: Dims, site: Site) -> None:
         """Note the collectives of a move between two shardings of a complete value."""
