@@ -12,7 +12,7 @@ MOST_LINES = 25
 def test_lines_about_sharding() -> None:
     """A line is about sharding if it calls this library; lines that print a result do not count."""
     text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    program = text.partition("## Checkpoint")[0]
+    program = text.partition("## Evaluate")[0]
     lines = [
         line
         for block in blocks(program)

@@ -162,6 +162,22 @@ def a_training_step_equals_the_unsharded_one() -> None:
     np.testing.assert_allclose(float(actual), float(wanted), rtol=1e-6)
 
 
+def a_step_refuses_the_rows_of_one_process() -> None:
+    pm = manager("dp:8,tp:1")
+    specs = sw.ArraySpec((8, 4), jnp.float32, (sw.EMBED, sw.EMPTY), jax.nn.initializers.ones)
+    state = {"w": pm.init(specs, jax.random.key(0))}
+
+    def run(state: Any, x: Any) -> Any:
+        return state, (x @ state["w"]).sum()
+
+    step = pm.jit_step(run, state, (sw.BATCH, sw.EMPTY))
+    rows = numbers(8, 8)
+    refused(lambda: step(state, rows), "input 0: the array is in the memory of this process")
+    refused(lambda: step(state, rows), "pm.global_array(rows, *axes)")
+    state, total = step(state, pm.global_array(rows, sw.BATCH, sw.EMPTY))
+    assert np.isfinite(float(total))
+
+
 def shard_map_sums_over_both() -> None:
     pm = manager("dp:8,tp:1")
     total = pm.shard_map(
@@ -328,6 +344,7 @@ CASES = [
     slices_are_processes_where_dcn_says_so,
     a_strategy_s_own_mesh_over_both,
     a_training_step_equals_the_unsharded_one,
+    a_step_refuses_the_rows_of_one_process,
     shard_map_sums_over_both,
     both_resolve_alike,
     to_the_mesh_and_back_to_both,

@@ -100,7 +100,8 @@ def _idle_mesh_axis(axis: str, sizes: Mapping[str, int], rules: AxisRules) -> Pr
     names = f"the rules name {', '.join(named)}" if named else "the rules name no mesh axis"
     fix = (
         f'use {axis} in a rule, for instance batch = "{axis}", '
-        "build the mesh with axes that the rules name, "
+        "build the mesh with axes that the rules name, for instance "
+        'jax.sharding.Mesh(mesh.devices, ("fsdp", "tp")), '
         f'or declare that it is idle, [policy] idle = "{axis}"'
     )
     if any(rule.ref.source == "PartitionAxis" for _, rule in rules.activations[0]):

@@ -101,6 +101,8 @@ class Argument:
             move = "pm.shard(x, *axes)" if is_annotation(leaf) else "jax.device_put(x, sharding)"
             for below, array in jax.tree_util.tree_flatten_with_path(part)[0]:
                 placed = getattr(array, "sharding", None)
+                if placed is None and sharding is not None and not sharding.is_fully_addressable:
+                    problems.append(_host_problem(self.path((*path, *below))))
                 if sharding is None or placed is None or not getattr(array, "committed", True):
                     continue
                 if placed.is_equivalent_to(sharding, len(array.shape)):
@@ -308,6 +310,15 @@ def _check_shards(sharding: NamedSharding, shape: tuple[Any, ...]) -> None:
             fix="pass an array of a size that divides, or give jit_step an array or "
             "a ShapeDtypeStruct whose sharding fits this shape",
         ) from error
+
+
+def _host_problem(path: str) -> Problem:
+    return Problem(
+        error=StrategyError,
+        what="the array is in the memory of this process, and the mesh has several processes",
+        path=path,
+        fix="join the parts of all processes: pm.global_array(rows, *axes)",
+    )
 
 
 def _repeated(state: Any) -> list[Problem]:
