@@ -87,7 +87,7 @@ docs: ## run every snippet of the documentation, then build it into site/; a bro
 	@$(ready) $(VENV) test,docs
 	@$(bin)/python -m pytest -q -m "not slow" tests/docs $(ARGS)
 	@$(bin)/zensical build --strict --clean
-	@echo "open site/index.html"
+	@echo "look at it: $(bin)/python -m http.server -d site, then open http://localhost:8000"
 
 clean: ## remove caches, build outputs and the default environments
 	rm -rf .venv .venv-latest .venv-tpu .venv-peers .cache build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

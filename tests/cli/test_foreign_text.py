@@ -59,6 +59,15 @@ def test_imported_file_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
 
 
+def test_configuration_is_no_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    text = json.dumps({"model_type": "llama", **dict.fromkeys("abcdefgh", 1)})
+    Path("config.json").write_text(text, encoding="utf-8")
+    assert main(["check", "config.json"]) == 1
+    out = capsys.readouterr().out
+    assert "this is the configuration of a model, not a strategy" in out
+    assert out.endswith("\n1 error\n")
+
+
 def test_visible() -> None:
     assert visible(EVIL) == SHOWN
     assert visible("größe 層") == "größe 層"

@@ -103,7 +103,12 @@ def parse_strategy(text: str, *, format: str, source: str) -> Parsed:
     if isinstance(text, str) and len(text) > LONGEST_FILE:
         what = f"the file has {len(text)} characters, at most {LONGEST_FILE} are read"
         raise StrategyError(what, path=source, fix="keep what the strategy needs")
-    return parse(text, format=format, source=source)
+    data, origin = parse(text, format=format, source=source)
+    if "model_type" in data:
+        what = "this is the configuration of a model, not a strategy"
+        fix = f"plan it: shardwright plan {source} --strategy fsdp_tp --topology v5e:2x4"
+        raise StrategyError(what, path=source, fix=fix)
+    return data, origin
 
 
 def parse(text: str, *, format: str, source: str) -> Parsed:
