@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
 from shardwright.errors import MoveError, ShardingError
+from shardwright.reshard.exchange import sends_of
+from shardwright.reshard.grid import grid_of
 from shardwright.testing import cpu_mesh
 
 AXES = (sw.EMBED, sw.MLP_INTERMEDIATE)
@@ -123,6 +126,16 @@ def test_axis_of_size_one_is_part_of_the_sharding(axis_types: Any, donate: bool)
     assert pm.plan_reshard(tree, dict.fromkeys(tree, target)).bytes_sent == 0
     again = pm.reshard(moved, dict.fromkeys(tree, target), donate=donate)
     assert all(again[name] is moved[name] for name in tree)
+
+
+def test_copies_send_equally_much() -> None:
+    """Two devices hold each half, and two others need it: each copy is sent once."""
+    mesh = cpu_mesh("a:2,b:2")
+    for source, target in ((P("a"), P()), (P("b"), P()), (P(None, "a"), P("b"))):
+        grids = [grid_of(NamedSharding(mesh, spec), (8, 8)) for spec in (source, target)]
+        senders = [send.sender for send in sends_of(*grids) if not send.stays]
+        counts = collections.Counter(senders)
+        assert [counts[device] for device in range(4)] == [len(senders) // 4] * 4
 
 
 @pytest.mark.parametrize("dtype", ["int2", "uint2"])
