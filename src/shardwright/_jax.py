@@ -342,6 +342,22 @@ def shuts_down(frame: Any) -> bool:
     return is_in(frame, distributed.State.shutdown.__code__)
 
 
+def compiles(frame: Any) -> bool:
+    """Tell whether a thread traces, lowers or compiles a program, given its innermost frame.
+
+    No public function tells this of another thread.
+    """
+    from jax._src import compiler
+    from jax._src.interpreters import mlir, partial_eval
+
+    files = {module.__file__ for module in (compiler, mlir, partial_eval)}
+    while frame is not None:
+        if frame.f_code.co_filename in files:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def newly_manual_axes(parameters: dict[str, Any]) -> frozenset[str]:
     """Return the mesh axes that a `shard_map` equation makes Manual."""
     return frozenset(parameters.get("newly_manual_axes", parameters.get("manual_axes", ())))

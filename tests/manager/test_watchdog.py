@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import sys
+import threading
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from shardwright import _jax
 from shardwright.manager import watchdog
 from shardwright.manager.processes import ProcessGroup
 from shardwright.manager.watchdog import Watchdog, _Beat, _State
@@ -91,3 +96,45 @@ def test_errors_of_jax_alone_are_named(clock: Clock) -> None:
     """If no process is silent, such an error is the cause."""
     seconds, text = watch(clock, {0: {}, 1: {}, 2: LOST, 3: {}}, 60)
     assert (seconds, text) == (7.5, "process 2 raised JaxRuntimeError: closed by peer")
+
+
+@pytest.mark.parametrize(("compiles", "blamed"), [(True, ""), (False, "process 3 is at a.py:1")])
+def test_compiling_is_not_missing(clock: Clock, compiles: bool, blamed: str) -> None:
+    """Process 3 compiles for nine minutes, and the others wait for it in a collective."""
+    group: Any = ProcessGroup(store=STORE, ranks=(0, 1, 2, 3))
+    dog = Watchdog(group, 8)
+    atexit.unregister(dog._leave)
+    missing: dict[int, str] = {}
+    begun = clock.now
+    while clock.now < begun + 540 and not missing:
+        about: dict[str, Any] = {"number": int(clock.now * 10), "waits_s": clock.now - begun}
+        waits = _Beat(**about, place="a.py:2")
+        other = _Beat(number=about["number"], place="a.py:1", compiles=compiles)
+        missing = dog._missing({0: waits, 1: waits, 2: waits, 3: other})
+        clock.now += dog._interval
+    assert missing.get(3, "") == blamed
+
+
+def test_frames_that_compile() -> None:
+    seen: list[bool] = []
+    ended = threading.Event()
+    main = threading.main_thread().ident
+
+    def observe() -> None:
+        while not ended.wait(0.002):
+            seen.append(_jax.compiles(sys._current_frames()[main or 0]))
+
+    def traced(x: Any) -> Any:
+        assert _jax.compiles(sys._getframe())
+        for _ in range(40):
+            x = jnp.sin(x @ x)
+        return x
+
+    lowered = jax.jit(traced).lower(jnp.ones((8, 8)))
+    assert not _jax.compiles(sys._getframe())
+    thread = threading.Thread(target=observe)
+    thread.start()
+    lowered.compile()
+    ended.set()
+    thread.join()
+    assert any(seen)

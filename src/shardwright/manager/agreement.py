@@ -1,16 +1,15 @@
 """Check that all processes of a mesh have the same rules, policy and mesh, before they compute.
 
 Processes with different rules compile different programs, and then wait for each other in a
-collective forever. So a manager compares its values when it is first entered. It writes their
-digest into JAX's coordination store, and waits until every process of its mesh has written the same
-digest. Each digest has a key of its own, so threads may enter several managers in any order.
+collective forever. So a manager compares its values when it is first entered. It waits until every
+process of its mesh has entered a manager with the same digest. Each digest has a meeting of its
+own, so threads may enter several managers in any order.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -21,6 +20,7 @@ from shardwright import _jax
 from shardwright.errors import AgreementError
 from shardwright.manager import processes, watchdog
 from shardwright.manager.core import ManagerCore
+from shardwright.manager.meeting import ROOT, Meeting, Verdict, busy_compiling, collect
 from shardwright.manager.processes import Fact, ProcessGroup
 from shardwright.resolution.rules import Rule
 from shardwright.vocabulary.axes import axis_label
@@ -28,10 +28,15 @@ from shardwright.vocabulary.modes import MODES, mode_name
 
 # Seconds in which another thread may still enter the manager that another process has entered.
 GRACE_S: Final = 1.0
-_ROOM: Final = f"{processes.ROOT}/manager"
+_ROOM: Final = f"{ROOT}/manager"
 _FIX: Final = (
     "start every process with the same strategy, policy and mesh, or pass agree=False to the "
     "manager"
+)
+
+_ABSENT: Final = (
+    "enter it in every process of its mesh at the same time, for instance by `with pm: pass` "
+    "directly after building it, or pass agree=False to the manager"
 )
 
 
@@ -66,109 +71,146 @@ def agree_on_manager(manager: ManagerCore, group: ProcessGroup) -> None:
     Raises:
       AgreementError: A process has entered another manager instead, or none for 8 seconds.
     """
-    facts = manager_facts(manager)
-    digest, store = processes.facts_digest(facts), group.store
-    store.set(f"{_ROOM}/facts/{digest}", processes.packed(facts))
-    # The n-th of several equal managers is compared with the n-th one in the other processes.
-    times = f"{_ROOM}/times/{group.rank}/{digest}"
-    name = f"{digest}-{store.count(times)}"
-    number = store.count(f"{_ROOM}/entries/{group.rank}")
-    own = f"{_ROOM}/entered/{group.rank}/{name}"
-    entry = {"ranks": group.ranks, "number": number, "failed": False}
-    store.set(own, json.dumps(entry).encode())
-    store.delete(f"{_ROOM}/left/{group.rank}/{name}")
-    begun, differs_since = time.monotonic(), 0.0
-    while True:
-        entered = _entered(group)
-        absent = [rank for rank in group.ranks if name not in entered.get(rank, {})]
-        if not absent:
-            return
-        now = time.monotonic()
-        late = now - begun > processes.WAIT_S
-        others = _others(entered, group, absent, number, late=late)
-        if others:
-            differs_since = differs_since or now
-            if late or now - differs_since > GRACE_S:
-                store.set(own, json.dumps({**entry, "failed": True}).encode())
-                raise _difference(group, facts, others)
-        if late:
-            # If a process enters later, it must not find this entry and continue alone.
-            store.delete(own)
-            store.set(f"{_ROOM}/left/{group.rank}/{name}", b"")
-            store.count(times, -1)
-            raise _absence(group, manager, name, absent)
-        store.wait(f"{_ROOM}/entered/{absent[0]}/{name}", 0.25)
-
-
-def _entered(group: ProcessGroup) -> dict[int, dict[str, Any]]:
-    """Return the entries of each process, by rank and name."""
-    entered: dict[int, dict[str, Any]] = {}
-    for key, value in group.store.entries(f"{_ROOM}/entered").items():
-        rank, name = key.split("/")
-        entered.setdefault(int(rank), {})[name] = json.loads(value)
-    return entered
-
-
-def _others(
-    entered: dict[int, dict[str, Any]],
-    group: ProcessGroup,
-    absent: list[int],
-    number: int,
-    *,
-    late: bool,
-) -> dict[int, str]:
-    """Return the digest of the manager that each absent process has entered instead.
-
-    This is the first manager that the absent process has entered and this process has not. Entries
-    with a lower number than `number` may be those of other threads, so they are left out. If `late`
-    is true, they are included, except those whose comparison failed.
-    """
-    own, others = entered.get(group.rank, {}), {}
-    for rank in absent:
-        theirs = [
-            (entry["number"], name)
-            for name, entry in entered.get(rank, {}).items()
-            if name not in own
-            and group.rank in entry["ranks"]
-            and (entry["number"] >= number or (late and not entry["failed"]))
-        ]
-        if theirs:
-            others[rank] = min(theirs)[1].partition("-")[0]
-    return others
-
-
-def _difference(
-    group: ProcessGroup, facts: processes.Facts, others: dict[int, str]
-) -> AgreementError:
-    rank, digest = min(others.items())
-    theirs = group.store.wait(f"{_ROOM}/facts/{digest}", 1.0)
-    what = "the entered manager"
-    if theirs is None:
-        return AgreementError(f"{what} differs in {processes.processes_text([rank])}", fix=_FIX)
-    same = [other for other, text in others.items() if text == digest]
-    also = f"; {processes.processes_text(same)} agree" if len(same) > 1 else ""
-    sides = ((group.rank, facts), (rank, processes.unpacked(theirs)))
-    return processes.disagreement(sides, what, _FIX, suffix=also)
-
-
-def _absence(
-    group: ProcessGroup, manager: ManagerCore, name: str, absent: list[int]
-) -> AgreementError:
-    left = {
-        int(key.split("/")[0])
-        for key in group.store.entries(f"{_ROOM}/left")
-        if key.endswith(f"/{name}")
-    }
-    gone = [rank for rank in absent if rank in left] or absent
-    verb = "waited for the others and left" if left & {*absent} else "has not entered"
-    if len(gone) > 1:
-        verb = verb.replace("has not", "have not")
-    return AgreementError(
-        f"{processes.processes_text(gone)} {verb} {manager!r}; process {group.rank} has waited in "
-        f"it for {processes.WAIT_S:.0f} s",
-        fix="enter it in every process of its mesh at the same time, for instance by `with pm: "
-        "pass` directly after building it, or pass agree=False to the manager",
+    entering = _Entering(manager, group)
+    verdict = collect(
+        entering.meeting,
+        decide=dict,
+        look=entering.look,
+        fail=entering.failure,
+        is_late=entering.is_late,
+        patience=processes.WAIT_S,
+        first_look=GRACE_S / 2,
     )
+    if verdict:
+        raise entering.error(verdict)
+
+
+class _Entering:
+    """One process that enters a manager, and waits for the others.
+
+    The first process that enters it reads what the others have entered.
+    """
+
+    def __init__(self, manager: ManagerCore, group: ProcessGroup) -> None:
+        self._group, self._store, self._text = group, group.store, repr(manager)
+        self._facts = manager_facts(manager)
+        self._digest = processes.facts_digest(self._facts)
+        # The n-th of several equal managers is compared with the n-th one in the other processes.
+        self._times = f"{_ROOM}/times/{group.rank}/{self._digest}"
+        self._name = f"{self._digest}-{self._store.count(self._times)}"
+        self._number = self._store.count(f"{_ROOM}/entries/{group.rank}")
+        room = f"{_ROOM}/meetings/{group.name}/{self._name}"
+        self.meeting = Meeting(self._store, room, len(group.ranks))
+        self._own = f"{_ROOM}/entered/{group.rank}/{self._name}"
+        self._enter(failed=False)
+        self.meeting.arrive()
+        self._differs_since = 0.0
+        self._published = False
+
+    def _enter(self, *, failed: bool) -> None:
+        entry = {
+            "group": self._group.name,
+            "number": self._number,
+            "attempt": self.meeting.attempt,
+            "failed": failed,
+        }
+        self._store.set(self._own, json.dumps(entry).encode())
+
+    def look(self, waited: float) -> Verdict | None:
+        """Look, as the first process, for absent ones that have entered another manager."""
+        if not self.meeting.is_first:
+            return None
+        if not self._published:
+            self._published = True
+            self._store.set(f"{_ROOM}/facts/{self._digest}", processes.packed(self._facts))
+            processes.publish_ranks(self._group)
+        others = self._others(late=waited > processes.WAIT_S)
+        self._differs_since = (self._differs_since or waited) if others else 0.0
+        if not others or (waited - self._differs_since < GRACE_S and waited < processes.WAIT_S):
+            return None
+        rank, digest = min(others.items())
+        return {"rank": rank, "digest": digest, "same": sum(d == digest for d in others.values())}
+
+    def failure(self) -> Verdict:
+        """Return the verdict if a process has not entered the manager, and no other one."""
+        others = self._others(late=True)
+        if others:
+            rank, digest = min(others.items())
+            same = sum(other == digest for other in others.values())
+            return {"rank": rank, "digest": digest, "same": same}
+        absent = self._absent(self._entered())
+        left = {
+            int(key.split("/")[0])
+            for key in self._store.entries(f"{_ROOM}/left")
+            if key.endswith(f"/{self._name}")
+        }
+        gone = [rank for rank in absent if rank in left] or absent
+        verb = "waited for the others and left" if left & {*absent} else "has not entered"
+        if len(gone) > 1:
+            verb = verb.replace("has not", "have not")
+        text = (
+            f"{processes.processes_text(gone)} {verb} {self._text}; process {self._group.rank} has "
+            f"waited in it for {processes.WAIT_S:.0f} s"
+        )
+        return {"error": text}
+
+    def is_late(self) -> bool:
+        """Tell whether an absent process does anything else than compile."""
+        absent = self._absent(self._entered())
+        return len(busy_compiling(self._store, absent)) < len(absent)
+
+    def error(self, verdict: Verdict) -> AgreementError:
+        """Return the error of a verdict, and say that this process has left the manager."""
+        self._store.count(self._times, -1)
+        if "error" in verdict:
+            self._store.delete(self._own)
+            self._store.set(f"{_ROOM}/left/{self._group.rank}/{self._name}", b"")
+            return AgreementError(verdict["error"], fix=_ABSENT)
+        self._enter(failed=True)
+        theirs = self._store.wait(f"{_ROOM}/facts/{verdict['digest']}", GRACE_S)
+        rank, what = verdict["rank"], "the entered manager"
+        if theirs is None:
+            return AgreementError(f"{what} differs in process {rank}", fix=_FIX)
+        also = f"; {verdict['same']} processes agree with process {rank}"
+        sides = ((self._group.rank, self._facts), (rank, processes.unpacked(theirs)))
+        suffix = also if verdict["same"] > 1 else ""
+        return processes.disagreement(sides, what, _FIX, suffix=suffix)
+
+    def _entered(self) -> dict[int, dict[str, Any]]:
+        """Return the entries of each process, by rank and name."""
+        entered: dict[int, dict[str, Any]] = {}
+        for key, value in self._store.entries(f"{_ROOM}/entered").items():
+            rank, name = key.split("/")
+            entered.setdefault(int(rank), {})[name] = json.loads(value)
+        return entered
+
+    def _absent(self, entered: dict[int, dict[str, Any]]) -> list[int]:
+        def is_there(rank: int) -> bool:
+            entry = entered.get(rank, {}).get(self._name)
+            return entry is not None and entry["attempt"] == self.meeting.attempt
+
+        return [rank for rank in self._group.ranks if not is_there(rank)]
+
+    def _others(self, *, late: bool) -> dict[int, str]:
+        """Return the digest of the manager that each absent process has entered instead.
+
+        This is the first manager that the absent process has entered and this process has not.
+        Entries with a lower number than this one may be those of other threads, so they are left
+        out. If `late` is true, they are included, except those whose comparison failed.
+        """
+        entered = self._entered()
+        own, others = entered.get(self._group.rank, {}), {}
+        for rank in self._absent(entered):
+            theirs = [
+                (entry["number"], name)
+                for name, entry in entered.get(rank, {}).items()
+                if name not in own
+                and self._group.rank in processes.ranks_of(self._group, entry["group"])
+                and (entry["number"] >= self._number or (late and not entry["failed"]))
+            ]
+            if theirs:
+                others[rank] = min(theirs)[1].partition("-")[0]
+        return others
 
 
 def manager_facts(manager: ManagerCore) -> dict[str, Fact]:

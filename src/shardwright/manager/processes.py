@@ -1,18 +1,18 @@
 """Compare values between the processes that a mesh spans, without a collective.
 
-Each process writes a digest of its values into JAX's coordination store, and reads the digests of
-the others. Processes exchange the values themselves only if their digests differ.
+Each process writes a digest of its values into JAX's coordination store. The process that comes
+last compares the digests, and writes one verdict for all. Only two processes write their values,
+and only if their digests differ.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
-import secrets
 import threading
-import time
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -23,8 +23,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardwright import _jax
 from shardwright.errors import AgreementError, Problem, StrategyError
+from shardwright.manager.meeting import ROOT, Meeting, Verdict, busy_compiling, collect, ranks_in
 
-ROOT: Final = "shardwright"
 # Seconds to wait: fewer than 10, so that every process reports a difference within 10 seconds.
 WAIT_S: Final = 8.0
 # Seconds that a comparison inside a training loop waits. It logs a warning after `WAIT_S`.
@@ -32,6 +32,12 @@ PATIENCE_S: Final = 300.0
 # Seconds until a process looks whether another one waits for it in another call.
 CROSSING_S: Final = 3.0
 MOST_PROBLEMS: Final = 10
+_MOST_RANKS: Final = 10
+# Calls of a topic whose keys stay in the store.
+_KEPT: Final = 4
+# Seconds to wait for the values of another process, after the digests differ.
+_FACTS_S: Final = 4.0
+_FIX: Final = "make the same calls in every process, in the same order"
 _LOG = logging.getLogger("shardwright.processes")
 
 
@@ -153,14 +159,16 @@ def compare(
 
     The n-th call for a topic compares with the n-th calls of the other processes for this topic.
 
+    Each process sends at most 6 messages, unless it waits for more than 3 seconds.
+
     Args:
       group: The processes.
       topic: Name of the comparison.
       facts: This process's values.
       what: What is compared, as the subject of messages.
       fix: How to fix a difference.
-      patience: Seconds to wait for the other processes. After 8 seconds, a warning in the log
-        `shardwright.processes` names those that have not made the call.
+      patience: Seconds to wait for the other processes. It starts anew while all that are absent
+        compile a program, if their watchdogs say so.
       detail: `what`, with what distinguishes it from other calls of its kind. Defaults to `what`.
 
     Raises:
@@ -168,127 +176,168 @@ def compare(
     """
     store = group.store
     room = f"{ROOT}/{topic}/{group.name}"
-    number = store.count(f"{room}/calls/{group.rank}")
+    calls = f"{room}/calls/{group.rank}"
+    number = store.count(calls)
+    meeting = Meeting(store, f"{room}/{number}", len(group.ranks))
     digest = facts_digest(facts)
-    store.set(f"{room}/{number}/digests/{group.rank}", digest.encode())
+    store.set(f"{meeting.folder}/digests/{group.rank}", digest.encode())
+    meeting.arrive()
+    if meeting.is_first and number > _KEPT:
+        # All processes have made the calls before this one, so their keys are not needed. Keep the
+        # last few, because other threads may still compare.
+        store.delete(f"{room}/{number - _KEPT}")
+    waiting = Waiting(group, meeting, what, detail or what, patience)
     try:
-        digests = collect(group, f"{room}/{number}/digests", what, patience, detail or what)
-    except AgreementError:
-        # The next call is compared with the one that a process has missed.
-        store.count(f"{room}/calls/{group.rank}", -1)
-        raise
-    # All processes have made this call, so the digests of earlier calls are not needed. Keep the
-    # last few, because other threads may still compare.
-    store.delete(f"{room}/{number - 4}/digests/{group.rank}")
-    differing = [rank for rank in group.ranks if digests[rank] != digest]
-    if not differing:
-        return
-    store.set(f"{room}/{number}/facts/{group.rank}", packed(facts))
-    theirs = store.wait(f"{room}/{number}/facts/{differing[0]}", 1.0)
-    if theirs is None:
-        raise AgreementError(f"{what} differs between processes {ranks_text(group.ranks)}", fix=fix)
-    sides = ((group.rank, facts), (differing[0], unpacked(theirs)))
-    raise disagreement(sides, what, fix)
-
-
-def collect(
-    group: ProcessGroup, folder: str, what: str, patience: float, detail: str
-) -> dict[int, str]:
-    """Wait for the digests of all processes, and return them by rank."""
-    begun, reported = time.monotonic(), False
-    waiting = Waiting(group, folder, detail)
-    try:
-        while True:
-            digests = digests_in(group, folder)
-            absent = [rank for rank in group.ranks if rank not in digests]
-            if not absent:
-                return digests
-            waited = time.monotonic() - begun
-            crossing = waiting.crossing(absent) if waited > CROSSING_S else ""
-            if crossing or waited >= patience:
-                # A process that makes the call later must not continue alone.
-                group.store.delete(f"{folder}/{group.rank}")
-                raise AgreementError(
-                    crossing
-                    or f"{processes_text(absent)} did not reach {what} within {patience:.0f} s; "
-                    f"process {group.rank} waits there",
-                    fix="make the same calls in every process, in the same order",
-                )
-            if not reported and waited > WAIT_S:
-                reported = True
-                _LOG.warning(
-                    "process %d has waited %.0f s for %s to reach %s",
-                    *(group.rank, WAIT_S, processes_text(absent), what),
-                )
-            group.store.wait(f"{folder}/{absent[0]}", min(patience - waited, 1.0))
-            waiting.publish()
+        verdict = collect(
+            meeting,
+            decide=lambda: _compared(group, meeting),
+            look=waiting.look,
+            fail=waiting.failure,
+            is_late=waiting.is_late,
+            patience=patience,
+            first_look=CROSSING_S,
+        )
     finally:
         waiting.withdraw()
+    if "error" in verdict:
+        # The next call is compared with the one that a process has missed.
+        store.count(calls, -1)
+        raise AgreementError(verdict["error"], fix=_FIX)
+    if not verdict:
+        return
+    pair = verdict["differ"]
+    if group.rank in pair:
+        store.set(f"{meeting.folder}/facts/{group.rank}", packed(facts))
+    other = pair[digest == verdict["first"]]
+    theirs = store.wait(f"{meeting.folder}/facts/{other}", _FACTS_S)
+    if theirs is None:
+        raise AgreementError(f"{what} differs between processes {ranks_text(group.ranks)}", fix=fix)
+    raise disagreement(((group.rank, facts), (other, unpacked(theirs))), what, fix)
 
 
-def digests_in(group: ProcessGroup, folder: str) -> dict[int, str]:
-    """Return the digests of the processes that have made a call, by rank."""
-    return {int(rank): text.decode() for rank, text in group.store.entries(folder).items()}
+def _compared(group: ProcessGroup, meeting: Meeting) -> Verdict:
+    """Return the first two processes whose digests differ, or nothing."""
+    digests = ranks_in(group.store, f"{meeting.folder}/digests")
+    first, *others = group.ranks
+    differing = [rank for rank in others if digests.get(rank) != digests[first]]
+    return {"differ": [first, differing[0]], "first": digests[first]} if differing else {}
 
 
 class Waiting:
-    """What this process waits for, as the others can read it.
+    """The wait of one process in a comparison, as the others can read it.
 
     The main threads of two processes may wait for each other in different calls. Neither continues,
-    so both raise an error. Other threads are left out, because another one may make the call.
+    so both calls fail. Other threads are left out, because another one may make the call. Only the
+    first process of a call reads what the others wait for.
 
     Args:
       group: The processes.
-      folder: The digests that this process waits for.
+      meeting: The meeting of the call.
+      what: What is compared.
       detail: The call, for messages.
+      patience: Seconds to wait.
     """
 
-    def __init__(self, group: ProcessGroup, folder: str, detail: str) -> None:
-        self._group, self._folder, self._detail = group, folder, detail
+    def __init__(
+        self, group: ProcessGroup, meeting: Meeting, what: str, detail: str, patience: float
+    ) -> None:
+        self._group, self._meeting, self._what, self._detail = group, meeting, what, detail
+        self._patience = patience
         self._is_main = threading.current_thread() is threading.main_thread()
-        self._published = False
-        # A message of another process counts for this wait alone.
-        self._id = secrets.token_hex(8)
+        self._published = self._reported = False
 
-    def publish(self) -> None:
-        """Write it into the store."""
-        if self._is_main and not self._published:
-            self._published = True
-            entry = {
-                "folder": self._folder,
-                "detail": self._detail,
-                "ranks": self._group.ranks,
-                "id": self._id,
-            }
-            self._group.store.set(self._key(self._group.rank), json.dumps(entry).encode())
+    def look(self, waited: float) -> Verdict | None:
+        """Say where this process waits. If it is the first one, look for whom it waits."""
+        self._publish()
+        if not self._meeting.is_first:
+            return None
+        absent = self._absent()
+        if waited > WAIT_S and self._patience > WAIT_S and not self._reported and absent:
+            self._reported = True
+            _LOG.warning(
+                "process %d has waited %.0f s for %s to reach %s",
+                *(self._group.rank, WAIT_S, self._described(absent), self._what),
+            )
+        return self._crossing(absent)
+
+    def failure(self) -> Verdict:
+        """Return the verdict of a call that a process has not made in time."""
+        text = (
+            f"{self._described(self._absent())} did not reach {self._what} within "
+            f"{self._patience:.0f} s; process {self._group.rank} waits there"
+        )
+        return {"error": text}
+
+    def is_late(self) -> bool:
+        """Tell whether an absent process does anything else than compile."""
+        absent = self._absent()
+        return len(busy_compiling(self._group.store, absent)) < len(absent)
 
     def withdraw(self) -> None:
-        """Delete it from the store."""
+        """Delete what this process has said."""
         if self._published:
-            self._group.store.delete(self._key(self._group.rank))
+            self._group.store.delete(f"{ROOT}/waits/{self._group.rank}")
 
-    def crossing(self, absent: Sequence[int]) -> str:
-        """Return what is wrong if an absent process waits for this one in another call."""
-        store, rank = self._group.store, self._group.rank
-        told = store.entries(f"{ROOT}/crossings/{rank}").get(self._id)
-        if told is not None:
-            return told.decode()
-        waits = store.entries(f"{ROOT}/waits") if self._published else {}
+    def _publish(self) -> None:
+        if self._published or not self._is_main:
+            return
+        self._published = True
+        if self._meeting.is_first:
+            publish_ranks(self._group)
+        entry = {
+            "room": self._meeting.room,
+            "attempt": self._meeting.attempt,
+            "detail": self._detail,
+            "group": self._group.name,
+        }
+        self._group.store.set(f"{ROOT}/waits/{self._group.rank}", json.dumps(entry).encode())
+
+    def _absent(self) -> list[int]:
+        arrived = ranks_in(self._group.store, f"{self._meeting.folder}/digests")
+        return [rank for rank in self._group.ranks if rank not in arrived]
+
+    def _described(self, ranks: Sequence[int]) -> str:
+        compiling = busy_compiling(self._group.store, ranks)
+        text = processes_text(ranks)
+        return f"{text} ({processes_text(compiling)}: compiling)" if compiling else text
+
+    def _crossing(self, absent: Sequence[int]) -> Verdict | None:
+        """Return what is wrong if an absent process waits for this call's processes in another."""
+        store, own = self._group.store, (self._meeting.room, self._meeting.attempt)
+        waits = {
+            int(rank): json.loads(text) for rank, text in store.entries(f"{ROOT}/waits").items()
+        }
+        calls = {rank: (entry["room"], entry["attempt"]) for rank, entry in waits.items()}
+        here = [rank for rank, call in calls.items() if call == own]
         for other in absent:
-            entry = json.loads(waits.get(str(other), b"{}"))
-            if entry.get("folder", self._folder) == self._folder or rank not in entry["ranks"]:
+            if other not in waits or calls[other] == own:
                 continue
-            if rank in digests_in(self._group, entry["folder"]):
-                continue
-            places = sorted([(rank, self._detail), (other, entry["detail"])])
-            text = ", ".join(f"process {each} is in {detail}" for each, detail in places)
-            text += "; each waits for the other"
-            store.set(f"{ROOT}/crossings/{other}/{entry['id']}", text.encode())
-            return text
-        return ""
+            ranks = ranks_of(self._group, waits[other]["group"])
+            room, attempt = calls[other]
+            theirs = Meeting(store, room, len(ranks), attempt)
+            arrived = ranks_in(store, f"{theirs.folder}/digests")
+            waited_for = [rank for rank in here if rank in ranks and rank not in arrived]
+            if waited_for:
+                places = sorted((rank, waits[rank]["detail"]) for rank in (waited_for[0], other))
+                text = ", ".join(f"process {rank} is in {detail}" for rank, detail in places)
+                verdict = {"error": f"{text}; each waits for the other"}
+                theirs.close(functools.partial(dict, verdict))
+                return verdict
+        return None
 
-    def _key(self, rank: int) -> str:
-        return f"{ROOT}/waits/{rank}"
+
+def publish_ranks(group: ProcessGroup) -> None:
+    """Write the ranks of a group by its name. They are too long for every key that has the name."""
+    group.store.set(f"{ROOT}/groups/{group.name}/ranks", json.dumps(group.ranks).encode())
+
+
+def ranks_of(group: ProcessGroup, name: str) -> Sequence[int]:
+    """Return the ranks of the group with a name, or none if they are not known yet."""
+    if name == group.name:
+        return group.ranks
+    found = group.store.entries(f"{ROOT}/groups/{name}")
+    ranks: list[int] = json.loads(found.get("ranks", b"[]"))
+    return ranks
 
 
 def disagreement(
@@ -344,9 +393,12 @@ def array_text(value: Any) -> str:
 
 
 def processes_text(ranks: Sequence[int]) -> str:
-    """Return `process 3`, or `processes 1, 2 and 5`."""
+    """Return `process 3`, `processes 1, 2 and 5`, or the first of many and their number."""
     if len(ranks) == 1:
         return f"process {ranks[0]}"
+    more = len(ranks) - _MOST_RANKS
+    if more > 1:
+        return f"processes {', '.join(map(str, ranks[:_MOST_RANKS]))} and {more} others"
     return f"processes {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 

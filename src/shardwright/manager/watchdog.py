@@ -1,8 +1,10 @@
 """The watchdog: end this process, with a message, if another process of its mesh is missing.
 
 If a process is killed, raises an error or ends, the others wait for it in a collective. In each
-process, a thread beside the main thread writes a beat into JAX's coordination store, and reads the
-beats of the others. JAX's own `get_live_nodes` does not help, because it waits for all processes.
+process, a thread beside the main thread writes a beat into JAX's coordination store. The process of
+the lowest rank of a mesh leads: its thread reads the beats of all, and writes one summary, which
+the others read. So the bytes of each process do not depend on the number of processes. JAX's own
+`get_live_nodes` does not help, because it waits for all processes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from typing import Any, Final
 import jax
 
 from shardwright import _jax
-from shardwright.manager.processes import ROOT, ProcessGroup, collect
+from shardwright.manager.meeting import ROOT, collect
+from shardwright.manager.processes import ProcessGroup
 
 # EX_TEMPFAIL of sysexits.h: the program may succeed if it is started again.
 EXIT_CODE: Final = 75
@@ -29,6 +32,8 @@ _ROOM: Final = f"{ROOT}/watchdog"
 _MAIN_BUSY: Final = 0.005
 # Share of a processor above which the process counts as busy. Compilers work in other threads.
 _PROCESS_BUSY: Final = 0.05
+# Characters of the lines of a program, in a beat.
+_MOST_PLACE: Final = 200
 _GRACE: Final = 0.3  # seconds that the others get to end, after all of them have left
 
 
@@ -55,6 +60,7 @@ class _Beat:
       lost: Whether it raised an error of JAX, which another process may have caused.
       place: Lines of the program that its main thread is in, the innermost first.
       waits_s: Seconds for which its main thread has run no Python code and used no processor.
+      compiles: Whether its main thread traces, lowers or compiles a program.
     """
 
     number: int = 0
@@ -63,6 +69,7 @@ class _Beat:
     lost: bool = False
     place: str = ""
     waits_s: float = 0.0
+    compiles: bool = False
 
 
 def watch(group: ProcessGroup, seconds: float) -> None:
@@ -85,20 +92,32 @@ class Watchdog(threading.Thread):
     def __init__(self, group: ProcessGroup, seconds: float) -> None:
         super().__init__(name="shardwright-watchdog", daemon=True)
         self._store, self._rank = group.store, group.rank
-        self._ranks, self._seconds = frozenset(group.ranks), float(seconds)
+        self._groups, self._seconds = {group.ranks}, float(seconds)
         self._main = _MainThread()
         self._seen: dict[int, tuple[int, float]] = {}
-        # When this process saw, while it waited, that another one had ended or was in another line.
+        # The line in which a process has waited longest, and since when others have ended or were
+        # in other lines.
+        self._waited_at = ""
         self._apart: dict[int, float] = {}
         self._own = _Beat()
-        self._alive: frozenset[int] = frozenset()
         self._lost_since = 0.0
         atexit.register(self._leave)
 
     def widen(self, group: ProcessGroup, seconds: float) -> None:
         """Watch more processes, and use the shorter time."""
-        self._ranks |= frozenset(group.ranks)
+        self._groups |= {group.ranks}
         self._seconds = min(self._seconds, float(seconds))
+
+    @property
+    def _leaders(self) -> list[int]:
+        """The processes whose summaries this one reads."""
+        return sorted({min(ranks) for ranks in self._groups} - {self._rank})
+
+    @property
+    def _led(self) -> frozenset[int]:
+        """The processes that this one leads, itself among them. None if it leads none."""
+        own = [ranks for ranks in self._groups if min(ranks) == self._rank]
+        return frozenset().union(*own)
 
     @property
     def _interval(self) -> float:
@@ -115,8 +134,8 @@ class Watchdog(threading.Thread):
                 self._main.restart()
             last = now
             try:
-                self._beat()
-                beats = self._read()
+                if self._step():
+                    return
                 answered = time.monotonic()
             except RuntimeError as error:
                 if _jax.coordination_store() is None:
@@ -125,38 +144,77 @@ class Watchdog(threading.Thread):
                     self._end(
                         f"process 0, which has the coordination store, does not answer: {error}"
                     )
-            else:
-                self._look(beats)
-                if self._own.state == _State.ENDED and self._all_ended(beats):
-                    return
             ended = self._own.state == _State.ENDED
             time.sleep(min(self._interval, 0.25) if ended else self._interval)
 
-    def _all_ended(self, beats: dict[int, _Beat]) -> bool:
-        return all(beat.state != _State.RUNS for rank, beat in beats.items() if rank in self._ranks)
+    def _step(self) -> bool:
+        """Write a beat, and lead or follow. Return whether all processes have ended."""
+        self._beat()
+        all_ended = True
+        for leader in self._leaders:
+            all_ended &= self._follow(leader)
+        if self._led:
+            all_ended &= self._lead()
+        return all_ended and self._own.state == _State.ENDED
+
+    def _lead(self) -> bool:
+        """Read the beats of the led processes, and write the summary of them."""
+        found = self._store.entries(f"{_ROOM}/beats")
+        beats = {int(rank): _Beat(**json.loads(data)) for rank, data in found.items()}
+        all_ended = all(
+            beat.state != _State.RUNS for rank, beat in beats.items() if rank in self._led
+        )
+        self._summarize(all_ended=all_ended)
+        missing = self._missing(beats)
+        if missing:
+            self._end("; ".join(text for _, text in sorted(missing.items())), decided=True)
+        return all_ended
+
+    def _summarize(self, *, all_ended: bool = False, verdict: str = "") -> None:
+        summary = {"number": self._own.number, "all_ended": all_ended, "verdict": verdict}
+        self._store.set(f"{_ROOM}/summary/{self._rank}/now", json.dumps(summary).encode())
+
+    def _follow(self, leader: int) -> bool:
+        """Read the summary of a leader. End this process if it says so, or if it is old."""
+        found = self._store.entries(f"{_ROOM}/summary/{leader}")
+        if not found:
+            return False  # the leader has not entered its manager yet, or has no watchdog
+        summary = json.loads(found["now"])
+        if summary["verdict"]:
+            self._end(summary["verdict"])
+        silent = self._silent_since(leader, summary["number"])
+        if silent >= self._seconds - self._interval and not summary["all_ended"]:
+            self._end(_no_sign(leader, silent))
+        return bool(summary["all_ended"])
+
+    def _silent_since(self, rank: int, number: int) -> float:
+        """Return the seconds since the number of a process has changed."""
+        now = time.monotonic()
+        before, since = self._seen.get(rank, (-1, now))
+        if number != before:
+            self._seen[rank] = (number, now)
+            return 0.0
+        return now - since
+
+    def _is_silent(self, rank: int) -> bool:
+        """Tell whether several beats of a process are missing, so its last one may be outdated."""
+        now = time.monotonic()
+        return now - self._seen.get(rank, (0, now))[1] > 4 * self._interval
 
     def _beat(self, state: str = "") -> None:
         place, waits = self._main.look()
-        own = self._own
-        state = state or (_State.ENDED if _jax.shuts_down(self._main.frame()) else own.state)
-        self._own = dataclasses.replace(own, number=own.number + 1, place=place, waits_s=waits)
+        own, frame = self._own, self._main.frame()
+        state = state or (_State.ENDED if _jax.shuts_down(frame) else own.state)
+        self._own = dataclasses.replace(
+            own,
+            number=own.number + 1,
+            place=place[:_MOST_PLACE],
+            waits_s=round(waits, 2),
+            compiles=_jax.compiles(frame) and not _jax.is_in(frame, collect.__code__),
+        )
         beat = dataclasses.replace(self._own, state=state)
         data = json.dumps(dataclasses.asdict(beat)).encode()
         self._store.set(f"{_ROOM}/beats/{self._rank}", data)
-
-    def _read(self) -> dict[int, _Beat]:
-        verdicts = self._store.entries(f"{_ROOM}/verdict")
-        if verdicts:
-            self._end(min(verdicts.values()).decode())
-        found = self._store.entries(f"{_ROOM}/beats")
-        return {int(rank): _Beat(**json.loads(data)) for rank, data in found.items()}
-
-    def _look(self, beats: dict[int, _Beat]) -> None:
-        """End this process if the beats of the others say that one is missing."""
-        missing = self._missing(beats)
-        if missing:
-            text = "; ".join(text for _, text in sorted(missing.items()))
-            self._end(text, missing=frozenset(missing))
 
     def _missing(self, beats: dict[int, _Beat]) -> dict[int, str]:
         """Return a text for each process that is missing, by rank.
@@ -165,11 +223,10 @@ class Watchdog(threading.Thread):
         silent for long. So such errors are not reported at once, and only if no process is silent.
         """
         silent = self._silent(beats, self._seconds - self._interval)
-        self._alive = self._ranks - frozenset(self._silent(beats, 4 * self._interval))
         raised = {
             rank: beat
             for rank, beat in beats.items()
-            if rank in self._ranks and beat.state == _State.RAISED
+            if rank in self._led and beat.state == _State.RAISED
         }
         texts = {rank: f"process {rank} raised {beat.text}" for rank, beat in raised.items()}
         missing = {**self._elsewhere(beats), **silent}
@@ -185,51 +242,60 @@ class Watchdog(threading.Thread):
 
     def _silent(self, beats: dict[int, _Beat], seconds: float) -> dict[int, str]:
         """Return the processes whose last beat is at least some seconds old."""
-        now, missing = time.monotonic(), {}
-        for rank in self._ranks - {self._rank}:
+        missing = {}
+        for rank in self._led - {self._rank}:
             if (beat := beats.get(rank)) is None:
                 continue  # it has not entered its manager yet, or has no watchdog
-            number, since = self._seen.get(rank, (-1, now))
-            if beat.number != number:
-                self._seen[rank] = (beat.number, now)
-            elif now - since >= seconds and beat.state != _State.ENDED:
-                missing[rank] = _no_sign(rank, now - since)
+            silent = self._silent_since(rank, beat.number)
+            if silent >= seconds and beat.state != _State.ENDED:
+                missing[rank] = _no_sign(rank, silent)
         return missing
 
     def _elsewhere(self, beats: dict[int, _Beat]) -> dict[int, str]:
-        """Return the processes that have ended, or are in another line, while this one waits.
+        """Return the processes that have ended, or are in another line, while one waits.
 
         A process that just ended, or just went on to the next line, may have taken part in the
-        collective, and this process wakes late. So it counts only if it has been apart, or silent,
-        for half of the time.
+        collective, and the one that waits wakes late. So it counts only if it has been apart, or
+        silent, for half of the time. A process that compiles is not missing, however long it takes.
         """
-        own, now = self._own, time.monotonic()
-        self._note_apart(beats, now)
-        if own.state != _State.RUNS or own.waits_s < self._seconds - self._interval:
+        beats = {rank: beat for rank, beat in beats.items() if rank in self._led}
+        running = [
+            rank
+            for rank, beat in beats.items()
+            if beat.state == _State.RUNS and not beat.compiles and not self._is_silent(rank)
+        ]
+        if not running:
+            return {}
+        waiting = max(running, key=lambda rank: (beats[rank].waits_s, -rank))
+        longest, now = beats[waiting], time.monotonic()
+        self._note_apart(beats, longest.place, now)
+        if longest.waits_s < self._seconds - self._interval:
             return {}
         half, missing = self._seconds / 2, {}
-        for rank in self._ranks - {self._rank}:
-            beat = beats.get(rank, own)
-            silent = now - self._seen.get(rank, (0, now))[1]
+        for rank, beat in beats.items():
             apart = now - self._apart.get(rank, now)
             if beat.state == _State.ENDED:
                 if apart >= half:
                     missing[rank] = f"process {rank} has ended"
-            elif silent > 4 * self._interval:  # it may be in another place by now
+            elif self._is_silent(rank):  # it may be in another place by now
+                silent = now - self._seen[rank][1]
                 if silent >= half:
                     missing[rank] = _no_sign(rank, silent)
             elif apart >= half:
                 missing[rank] = f"process {rank} is at {_first(beat.place)}"
         if missing:
-            missing[self._rank] = (
-                f"process {self._rank} has waited {own.waits_s:.1f} s at {_first(own.place)}"
+            missing[waiting] = (
+                f"process {waiting} has waited {longest.waits_s:.1f} s at {_first(longest.place)}"
             )
         return missing
 
-    def _note_apart(self, beats: dict[int, _Beat], now: float) -> None:
-        """Note since when other processes have ended, or are in other lines than this one."""
+    def _note_apart(self, beats: dict[int, _Beat], place: str, now: float) -> None:
+        """Note since when processes have ended, or are in other lines than the one that waits."""
+        if place != self._waited_at:
+            self._waited_at = place
+            self._apart.clear()
         for rank, beat in beats.items():
-            elsewhere = beat.state == _State.RUNS and beat.place != self._own.place
+            elsewhere = beat.state == _State.RUNS and beat.place != place and not beat.compiles
             if beat.state == _State.ENDED or elsewhere:
                 self._apart.setdefault(rank, now)
             else:
@@ -251,7 +317,7 @@ class Watchdog(threading.Thread):
         self.join(self._seconds + 4 * self._interval)
         os._exit(1)
 
-    def _end(self, text: str, *, missing: frozenset[int] = frozenset()) -> None:
+    def _end(self, text: str, *, decided: bool = False) -> None:
         """Print which processes are missing, tell the others, and end this process."""
         own = self._own
         # A process that raised an error has the same exit code as without a watchdog.
@@ -263,8 +329,8 @@ class Watchdog(threading.Thread):
         flush.start()
         flush.join(0.5)  # the main thread may hold the lock of the stream
         try:
-            if missing:
-                self._store.set(f"{_ROOM}/verdict/{self._rank}", text.encode())
+            if decided:
+                self._summarize(verdict=text)
             self._beat(_State.LEFT)
             if self._rank == 0 or own.state == _State.RAISED:
                 self._linger()  # without this process, the collectives of the others fail
@@ -279,14 +345,14 @@ class Watchdog(threading.Thread):
         """Wait until the others have printed their messages. Process 0 waits longest."""
         intervals = 3 if self._rank == 0 else 1
         deadline = time.monotonic() + min(intervals * self._interval, 2.0)
+        others = frozenset().union(*self._groups) - {self._rank}
+        alive = {rank for rank in others if not self._is_silent(rank)}
         while time.monotonic() < deadline:
             found = self._store.entries(f"{_ROOM}/beats")
             states = {int(rank): json.loads(data)["state"] for rank, data in found.items()}
-            if all(
-                states.get(rank, _State.LEFT) == _State.LEFT for rank in self._alive - {self._rank}
-            ):
+            if all(states.get(rank, _State.LEFT) == _State.LEFT for rank in alive):
                 return
-            time.sleep(0.05)
+            time.sleep(0.1)
 
 
 class _MainThread:

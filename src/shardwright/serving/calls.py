@@ -6,14 +6,8 @@ import threading
 from typing import Any, Final
 
 from shardwright.manager.manager import PartitionManager
-from shardwright.manager.processes import (
-    PATIENCE_S,
-    ROOT,
-    Fact,
-    ProcessGroup,
-    compare,
-    digest_of,
-)
+from shardwright.manager.meeting import ROOT
+from shardwright.manager.processes import PATIENCE_S, Fact, ProcessGroup, compare, digest_of
 from shardwright.serving.request import Request
 
 _FIX: Final = (

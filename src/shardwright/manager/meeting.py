@@ -1,0 +1,161 @@
+"""A meeting of processes in JAX's coordination store: all arrive, and one verdict is for all.
+
+Each process announces itself, counts itself, and waits for one key, so the number of its messages
+does not depend on the number of processes. The process that arrives last reads what the others
+have announced, and writes the verdict. While others wait, the process that arrived first looks
+after all of them: it reads who is absent, and why. If a wait fails, it fails for all processes, and
+their next call is a new attempt.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from shardwright import _jax
+
+ROOT: Final = "shardwright"
+# Seconds of one wait. Python answers Ctrl-C between two of them.
+_SLICE_S: Final = 5.0
+# Seconds until processes that are not the first say where they wait.
+_OTHERS_LOOK_S: Final = 3.0
+# Seconds in which the process that has decided writes the verdict.
+_VERDICT_S: Final = 5.0
+# Added to the number of arrivals if a wait fails. The store adds to a number in one step, so
+# either the last arrival decides, or the first failure. Numbers of the store have 32 bits: enough
+# for 32,767 processes, of which each fails.
+_CLOSED: Final = 2**16
+
+Verdict = dict[str, Any]
+
+
+class Meeting:
+    """One attempt of processes to meet.
+
+    Args:
+      store: The coordination store.
+      room: Keys of this call. They are equal in all processes.
+      count: Number of processes.
+      attempt: Number of the attempt. Defaults to the current one.
+
+    Attributes:
+      room: Keys of this call.
+      attempt: Number of the attempt.
+      folder: Keys of this attempt.
+      place: Number of this process in the order of arrival, from 1.
+    """
+
+    def __init__(
+        self, store: _jax.CoordinationStore, room: str, count: int, attempt: int | None = None
+    ) -> None:
+        self.room, self._store, self._count = room, store, count
+        self.attempt = store.count(f"{room}/attempt", 0) if attempt is None else attempt
+        self.folder = f"{room}/{self.attempt}"
+        self.place = 0
+
+    def arrive(self) -> None:
+        """Count this process, after it has announced itself."""
+        self.place = self._store.count(f"{self.folder}/arrived")
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process looks after the others."""
+        return self.place == 1
+
+    def decide(self, verdict: Verdict) -> None:
+        """Write the verdict."""
+        self._store.set(f"{self.folder}/verdict", json.dumps(verdict).encode())
+
+    def close(self, verdict: Callable[[], Verdict]) -> None:
+        """Fail for all processes, unless all have arrived or another one has closed it."""
+        value = self._store.count(f"{self.folder}/arrived", _CLOSED)
+        if value // _CLOSED == 1 and value % _CLOSED < self._count:
+            self._store.count(f"{self.room}/attempt")  # before a process can call again
+            self.decide(verdict())
+
+    def wait(self, seconds: float) -> Verdict | None:
+        """Return the verdict, or None after some seconds."""
+        data = self._store.wait(f"{self.folder}/verdict", seconds)
+        return None if data is None else json.loads(data)
+
+    def extends(self) -> bool:
+        """Tell whether the first process has said that all wait longer."""
+        return bool(self._store.entries(f"{self.folder}/longer"))
+
+    def extend(self) -> None:
+        """Let all processes wait longer."""
+        self._store.set(f"{self.folder}/longer/now", b"")
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process decides, because all others have arrived."""
+        return self.place == self._count
+
+
+def collect(
+    meeting: Meeting,
+    *,
+    decide: Callable[[], Verdict],
+    look: Callable[[float], Verdict | None],
+    fail: Callable[[], Verdict],
+    is_late: Callable[[], bool],
+    patience: float,
+    first_look: float,
+) -> Verdict:
+    """Wait for the verdict of a meeting.
+
+    The watchdog knows this function: a process in it waits for others.
+
+    Args:
+      meeting: The meeting, at which this process has arrived.
+      decide: Called by the last process, for the verdict.
+      look: Called now and then with the seconds of waiting. It returns a verdict if the meeting
+        cannot succeed.
+      fail: Returns the verdict if not all processes arrive in time.
+      is_late: Tells whether an absent process is late, and not busy with a program's compilation.
+      patience: Seconds to wait.
+      first_look: Seconds until the first call of `look`.
+    """
+    if meeting.is_last:
+        verdict = decide()
+        meeting.decide(verdict)
+        return verdict
+    # The first process decides, so the others wait a little longer, in case that it has ended.
+    patience += 0.0 if meeting.is_first else 1.0
+    begun = since = time.monotonic()
+    pause = first_look if meeting.is_first else max(first_look, _OTHERS_LOOK_S)
+    while True:
+        found = meeting.wait(max(0.05, min(pause, since + patience - time.monotonic())))
+        if found is not None:
+            return found
+        now = time.monotonic()
+        lost = look(now - begun)
+        if lost is not None:
+            meeting.close(functools.partial(dict, lost))
+        if now - since >= patience + _VERDICT_S:
+            return fail()  # the process that has decided has ended
+        if now - since >= patience:
+            if meeting.extends() if not meeting.is_first else not is_late():
+                meeting.extend()
+                since = now
+            else:
+                meeting.close(fail)
+        pause = min(first_look, 1.0) if meeting.is_first and now - begun < 10 else _SLICE_S
+
+
+def ranks_in(store: _jax.CoordinationStore, folder: str) -> dict[int, str]:
+    """Return the text of each rank below a folder."""
+    return {int(rank): text.decode() for rank, text in store.entries(folder).items()}
+
+
+def busy_compiling(store: _jax.CoordinationStore, ranks: Sequence[int]) -> list[int]:
+    """Return which processes compile a program, as their watchdogs have said."""
+    beats = store.entries(f"{ROOT}/watchdog/beats")
+    return [
+        rank
+        for rank in ranks
+        if str(rank) in beats and json.loads(beats[str(rank)]).get("compiles", False)
+    ]

@@ -1,0 +1,152 @@
+"""The messages and bytes of comparisons, and of the watchdog, do not grow with the processes."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import shardwright as sw
+from shardwright.errors import AgreementError
+from shardwright.manager import agreement, meeting, processes, watchdog
+from shardwright.manager.processes import Fact, ProcessGroup
+from tests.manager.simulated_store import SimulatedStore
+
+COUNTS = [
+    8,
+    pytest.param(128, marks=pytest.mark.wide),
+    512,
+    pytest.param(2048, marks=pytest.mark.wide),
+]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of one machine take turns, so the slow ones must not count as late."""
+    for module, name in ((processes, "CROSSING_S"), (meeting, "_OTHERS_LOOK_S")):
+        monkeypatch.setattr(module, name, 60.0)
+    monkeypatch.setattr(agreement, "GRACE_S", 60.0)
+    monkeypatch.setattr(processes, "WAIT_S", 120.0)
+
+
+def together(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """Run a function for every rank at the same time. Return the results, or the disagreements."""
+    results: list[Any] = [None] * count
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except AgreementError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def group(store: SimulatedStore, rank: int, count: int) -> ProcessGroup:
+    return ProcessGroup(store=store.of(rank), ranks=tuple(range(count)))
+
+
+def compare(at: ProcessGroup, text: str, **options: Any) -> None:
+    facts = {"x": Fact(text, "here"), "y": Fact("int32[]")}
+    options = {"patience": 300.0, **options}
+    processes.compare(at, "tree", facts, what="pm.agree", fix="build the same tree", **options)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_messages_of_a_comparison(count: int) -> None:
+    store = SimulatedStore()
+    for number in range(7):  # old keys are deleted, too
+        store.reset()
+        errors = together(count, lambda rank: compare(group(store, rank, count), "float32[8,4]"))
+        assert errors == [None] * count
+        assert max(store.messages.values()) <= 6
+        assert store.bytes <= 500 * count
+        assert len(store.values) <= count * min(number + 2, processes._KEPT + 1) + 40
+    store.reset()
+    texts = {count // 2: "float32[8,5]"}
+    errors = together(
+        count, lambda rank: compare(group(store, rank, count), texts.get(rank, "float32[8,4]"))
+    )
+    assert all(isinstance(error, AgreementError) for error in errors)
+    assert f"process {count // 2} has float32[8,5]" in str(errors[0])
+    assert max(store.messages.values()) <= 8
+    assert store.bytes <= 800 * count
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_messages_of_an_entry(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SimulatedStore()
+    manager = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=sw.abstract_mesh("fsdp:2"))
+    facts = {"mode": Fact("train")}
+    monkeypatch.setattr(agreement, "manager_facts", lambda manager: facts)
+    enter = agreement.agree_on_manager
+    errors = together(count, lambda rank: enter(manager, group(store, rank, count)))
+    assert errors == [None] * count
+    assert max(store.messages.values()) <= 6
+    assert store.bytes <= 1000 * count
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_bytes_of_the_watchdog(count: int) -> None:
+    store = SimulatedStore()
+    dogs = []
+    for rank in range(count):
+        dog = watchdog.Watchdog(group(store, rank, count), 8)
+        atexit.unregister(dog._leave)
+        dogs.append(dog)
+    for _ in range(2):
+        store.reset()
+        for dog in dogs:
+            assert not dog._step()
+        assert max(store.messages.values()) <= 3
+        assert store.bytes <= 1000 * count
+
+
+def test_calls_that_fail_start_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process is late, and the call fails in all others at once. The next call is right."""
+    monkeypatch.setattr(meeting, "_OTHERS_LOOK_S", 0.2)
+    monkeypatch.setattr(processes, "CROSSING_S", 0.2)
+    store = SimulatedStore()
+
+    def call(rank: int) -> Any:
+        own = group(store, rank, 4)
+        if rank == 3:
+            time.sleep(1.0)
+            compare(own, "same")
+            return "agreed"
+        with pytest.raises(AgreementError) as caught:
+            compare(own, "same", patience=0.5)
+        compare(own, "same")
+        return str(caught.value)
+
+    *told, late = together(4, call)
+    assert late == "agreed"
+    assert len(set(told)) == 1
+    assert "process 3 did not reach pm.agree within 0 s" in told[0]
+
+
+def test_a_process_that_compiles_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_OTHERS_LOOK_S", 0.2)
+    monkeypatch.setattr(processes, "CROSSING_S", 0.2)
+    store = SimulatedStore()
+    beat = b'{"state": "runs", "compiles": true}'
+    store.of(2).set("shardwright/watchdog/beats/2", beat)
+
+    def call(rank: int) -> None:
+        if rank == 2:
+            time.sleep(1.5)
+        compare(group(store, rank, 3), "same", patience=0.3)
+
+    assert together(3, call) == [None] * 3
+    store.of(2).set("shardwright/watchdog/beats/2", beat.replace(b"true", b"false"))
+    errors = together(3, call)
+    assert [type(error) for error in errors] == [AgreementError] * 3
