@@ -21,8 +21,11 @@ from shardwright.testing.meshes import cpu_mesh
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SLOTS, CAPACITY, PROMPT, NEW, CHUNK = 8, 1024, 32, 16, 32
 REQUESTS, STEPS = 16, 8
-STEP, TOGETHER = Target(at_most=1.05), Target(at_most=0.5)
-ENGINE, WRITTEN, LOOP = "engine", "hand-written cache", "one after the other"
+STEP, WAITING_STEP, AHEAD_STEP = (Target(at_most=most) for most in (1.05, 1.1, 1.1))
+TOGETHER, PER_SLOT = Target(at_most=0.5), Target(at_most=2)
+ENGINE, WAITING, LOOP = "engine", "engine, ahead=False", "one after the other"
+WRITTEN, WRITTEN_AHEAD = "hand-written cache", "hand-written cache, one step in flight"
+FEW, MANY = 8, 128
 
 
 def run(*, peers: bool, repeats: int) -> list[Row]:
@@ -30,24 +33,76 @@ def run(*, peers: bool, repeats: int) -> list[Row]:
     del peers
     sys.path.insert(0, str(EXAMPLES))
     try:
-        return [_steps(repeats=repeats), _requests(repeats=max(3, repeats // 3))]
+        steps = _steps(repeats=repeats)
+        return [*steps, _requests(repeats=max(3, repeats // 3)), _host(repeats=repeats)]
     finally:
         sys.path.remove(str(EXAMPLES))
 
 
-def _steps(*, repeats: int) -> Row:
-    engine, server, weights = _engine(SLOTS), _server(SLOTS), _weights()
+def _steps(*, repeats: int) -> list[Row]:
+    server, weights = _server(SLOTS), _weights()
+    cases = {
+        ENGINE: timing.always(_times(_engine_step(ahead=True))),
+        WAITING: timing.always(_times(_engine_step(ahead=False))),
+        WRITTEN: timing.always(_times(_written_step(server, weights))),
+        WRITTEN_AHEAD: timing.always(_times(_written_step(server, weights, ahead=True))),
+    }
+    times = timing.interleave(cases, repeats=repeats, clock=time.process_time)
+    case = f"{STEPS} steps of {SLOTS} slots of {CAPACITY} tokens, serve_tp on dp:2,tp:4"
+    return [
+        timing.ratio(times, what, against=against, subject="serving", case=case, target=target)
+        for what, against, target in (
+            (ENGINE, WRITTEN, STEP),
+            (ENGINE, WRITTEN_AHEAD, AHEAD_STEP),
+            (WAITING, WRITTEN, WAITING_STEP),
+        )
+    ]
+
+
+def _engine_step(*, ahead: bool) -> Callable[[], Any]:
+    """Return the step of an engine whose slots are all in use."""
+    engine = _engine(SLOTS, ahead=ahead)
     for _ in range(SLOTS):
         engine.submit(Request(prompt=_prompt(PROMPT), max_new_tokens=CAPACITY - PROMPT))
     for _ in range(SLOTS + 1):
         engine.step()
-    cases = {
-        ENGINE: timing.always(_times(engine.step)),
-        WRITTEN: timing.always(_times(_written_step(server, weights))),
-    }
-    times = timing.interleave(cases, repeats=repeats, clock=time.process_time)
-    case = f"{STEPS} steps of {SLOTS} slots of {CAPACITY} tokens, serve_tp on dp:2,tp:4"
-    return timing.ratio(times, ENGINE, against=WRITTEN, subject="serving", case=case, target=STEP)
+    return engine.step
+
+
+def _host(*, repeats: int) -> Row:
+    """Measure how much the time of the host grows with the number of slots."""
+    cases = {slots: timing.always(_times(_host_step(slots))) for slots in (FEW, MANY)}
+    times = timing.interleave(
+        {str(slots): case for slots, case in cases.items()},
+        repeats=max(50, repeats),
+        clock=time.process_time,
+    )
+    few, many = (min(times[str(slots)]) / STEPS for slots in (FEW, MANY))
+    return Row(
+        subject="serving",
+        case=f"time of the host in a step, per slot, from {FEW} to {MANY} slots",
+        what=ENGINE,
+        value=1e6 * (many - few) / (MANY - FEW),
+        unit="us",
+        seconds=many,
+        spread=timing.spread(times[str(MANY)]),
+        repeats=len(times[str(MANY)]),
+        target=PER_SLOT,
+    )
+
+
+def _host_step(slots: int) -> Callable[[], Any]:
+    """Return the step of an engine whose devices have nothing to do."""
+    from tests.serving.stub import SHAPE, stub
+
+    engine = Engine(stub, np.int32(1), shape=SHAPE, slots=slots, capacity=4096, prefill_rows=slots)
+    for _ in range(slots):
+        engine.submit(Request(prompt=[1], max_new_tokens=4096))
+    engine.step()
+    engine.step()
+    drawn = engine._arrays.decode()
+    engine._arrays.decode = lambda: drawn
+    return engine.step
 
 
 def _requests(*, repeats: int) -> Row:
@@ -92,12 +147,12 @@ def _weights() -> Any:
     return _manager().init(decoder_specs(DecoderConfig()), jax.random.key(0))
 
 
-def _engine(slots: int) -> Engine:
+def _engine(slots: int, *, ahead: bool = True) -> Engine:
     from decoder.config import DecoderConfig
     from decoder.served import cache_shape, served
 
     config = DecoderConfig()
-    sizes = {"slots": slots, "capacity": CAPACITY, "prefill_chunk": CHUNK}
+    sizes = {"slots": slots, "capacity": CAPACITY, "prefill_chunk": CHUNK, "ahead": ahead}
     return Engine(
         served(config), _weights(), shape=cache_shape(config), manager=_manager(), **sizes
     )
@@ -127,8 +182,14 @@ class _Rows:
     v: jax.Array
 
 
-def _written_step(server: Any, weights: Any) -> Callable[[], Any]:
-    """Return a function that decodes every slot once and reads the tokens, as the engine does."""
+def _written_step(server: Any, weights: Any, *, ahead: bool = False) -> Callable[[], Any]:
+    """Return a function that decodes every slot once and reads tokens, as the engine does.
+
+    Args:
+      server: Sizes of the decoder.
+      weights: Weights of the decoder.
+      ahead: Whether it reads the tokens of the step before.
+    """
     from tests.examples import hand_written
 
     config, mesh = server.config, server.pm.mesh
@@ -151,10 +212,16 @@ def _written_step(server: Any, weights: Any) -> Callable[[], Any]:
         mesh=mesh, specs=hand_written.DP2_TP4, layers=config.layers
     ).decode_step()
 
+    if ahead:
+        # The last tokens are read after the next step has begun, so it must not donate them.
+        decode = jax.jit(decode.__wrapped__, donate_argnums=1)
+    before = None
+
     def step() -> Any:
-        nonlocal caches, last
+        nonlocal caches, last, before
         caches, last = decode(weights, caches, last)
-        return np.asarray(last)
+        read, before = (before, last) if ahead else (last, None)
+        return None if read is None else np.asarray(read)
 
     return step
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -310,7 +311,8 @@ def an_engine_serves_over_both() -> None:
         {"cache": "dense", "prefill_rows": 2},
         {"cache": "paged", "cache_options": {"page_size": 4, "pages": 12}},
     ]
-    for kind in kinds:
+    served: dict[str, list[serving.Completion]] = {}
+    for kind, ahead in itertools.product(kinds, (True, False)):
         engine = serving.Engine(
             stub,
             np.int32(1),
@@ -319,6 +321,7 @@ def an_engine_serves_over_both() -> None:
             capacity=24,
             prefill_chunk=4,
             manager=pm,
+            ahead=ahead,
             **kind,
         )
         asked = [
@@ -328,9 +331,11 @@ def an_engine_serves_over_both() -> None:
         canceled = engine.submit(asked[-1])
         engine.step()
         canceled.cancel()
-        for request, done in zip(asked, engine.run(asked), strict=True):
+        results = engine.run(asked)
+        for request, done in zip(asked, results, strict=True):
             text = text_of(request.prompt, request.max_new_tokens, shift=1)
             assert list(done.tokens) == text, (done.error, done.tokens, text)
+        assert served.setdefault(kind["cache"], results) == results
         held = engine.held()
         assert (set(held.slot_lengths), held.pages, engine.idle) == ({0}, 0, True)
 

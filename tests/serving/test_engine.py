@@ -116,7 +116,7 @@ def test_stop_sequence_is_not_part_of_text(stop: Any, kept: int) -> None:
 
 
 def test_cancel_in_every_phase() -> None:
-    engine = make()
+    engine = make(ahead=False)
     decoding, prefilling, queued, last = (
         engine.submit(Request(prompt=[at] * 5, max_new_tokens=9)) for at in (1, 2, 3, 4)
     )
@@ -340,7 +340,7 @@ def divides(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
     ],
 )
 def test_device_error_fails_request(model: Any, says: str) -> None:
-    engine = make(model)
+    engine = make(model, slots=1)
     done = engine.submit(Request(prompt=[12], max_new_tokens=2)).result()
     assert done.finish is Finish.FAILED
     with pytest.raises(ServingError, match=says):

@@ -17,6 +17,7 @@ from tests.serving.stub import SHAPE, VOCAB, stub, text_of
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {"cache": "dense", "prefill_rows": 2},
     "dense in turns": {"cache": "dense", "prefill_chunk": 1},
+    "dense, read at once": {"cache": "dense", "prefill_rows": 2, "ahead": False},
     "paged": {"cache": "paged", "cache_options": {"page_size": 4, "pages": 6}},
 }
 PARTS = ("prefill", "insert", "park", "resume", "decode", "clear_rows", "clear_slots")

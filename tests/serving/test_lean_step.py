@@ -17,7 +17,7 @@ COLLECTIVES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatte
 
 def collectives(program: Any) -> list[str]:
     """Return the kind and the result of each collective of a compiled program, in order."""
-    found = re.findall(rf"= (\S+?)\{{\S* ({COLLECTIVES})\(", program.as_text())
+    found = re.findall(rf"= (.*?) ({COLLECTIVES})\(", program.as_text())
     return sorted(f"{kind} {result}" for result, kind in found)
 
 

@@ -39,7 +39,7 @@ def test_meter_keeps_latest_samples_only() -> None:
     meter.submitted(0)
     for step in range(KEPT + 5):
         now[0] += 1.0 if step < 5 else 2.0
-        meter.wrote(0)
+        meter.wrote(0, meter.now())
     meter.ended(0, Finish.LENGTH)
     report = meter.report(1, shared_pages=0, preempted=0)
     assert report.first_token == Percentiles(p50=1.0, p90=1.0, p99=1.0)

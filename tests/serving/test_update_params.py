@@ -54,10 +54,9 @@ def shifted(params: Any, *rest: Any) -> Any:
     return stub(params["shift"], *rest)
 
 
-def stub_engine(shift: Any = 0) -> serving.Engine:
-    return serving.Engine(
-        stub, shift, shape=SHAPE, slots=2, capacity=32, prefill_rows=1, prefill_chunk=4
-    )
+def stub_engine(shift: Any = 0, **options: Any) -> serving.Engine:
+    sizes = {"slots": 2, "capacity": 32, "prefill_rows": 1, "prefill_chunk": 4}
+    return serving.Engine(stub, shift, shape=SHAPE, **sizes, **options)
 
 
 @pytest.mark.wide
@@ -86,7 +85,7 @@ def test_requests_are_served_by_the_new_weights() -> None:
 
 
 def test_running_requests_continue_with_the_new_weights() -> None:
-    engine = stub_engine(shift=1)
+    engine = stub_engine(shift=1, ahead=False)
     running = engine.submit(Request(prompt=[2, 5], max_new_tokens=6))
     engine.step()
     engine.step()

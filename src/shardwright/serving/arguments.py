@@ -12,14 +12,13 @@ from shardwright.serving.steps import CacheShape
 from shardwright.vocabulary.integers import integer_problem
 
 
-def check_kinds(
-    *, model: Any, shape: Any, cache_options: Any, clock: Any, manager: Any, prefill_manager: Any
-) -> None:
-    """Check the types of the arguments.
+def check_kinds(given: Mapping[str, Any]) -> None:
+    """Check the types of the arguments, which are given by name.
 
     Raises:
       ServingError: All problems at once.
     """
+    model, cache_options = given["model"], given["cache_options"]
     sizes = [field.name for field in dataclasses.fields(CacheShape) if field.name != "layers"]
     is_mapping = isinstance(cache_options, Mapping)
     reserved = [
@@ -42,8 +41,8 @@ def check_kinds(
         ),
         (
             "shape",
-            shape,
-            isinstance(shape, CacheShape),
+            given["shape"],
+            isinstance(given["shape"], CacheShape),
             "pass serving.CacheShape(layers=..., kv_heads=..., head_dim=...)",
         ),
         ("cache_options", cache_options, is_mapping, 'pass a mapping, such as {"page_size": 16}'),
@@ -55,22 +54,20 @@ def check_kinds(
         ),
         (
             "clock",
-            clock,
-            callable(clock),
+            given["clock"],
+            callable(given["clock"]),
             "pass a function that returns seconds, such as time.perf_counter",
         ),
-        ("manager", manager, _is_manager(manager), "pass a PartitionManager"),
-        (
-            "prefill_manager",
-            prefill_manager,
-            _is_manager(prefill_manager),
-            "pass a PartitionManager",
+        ("ahead", given["ahead"], isinstance(given["ahead"], bool), "pass True or False"),
+        *(
+            (name, given[name], _is_manager(given[name]), "pass a PartitionManager")
+            for name in ("manager", "prefill_manager")
         ),
     )
     raise_problems(
         [
-            Problem(error=ServingError, what=f"{name}={given!r}", path=name, fix=fix)
-            for name, given, is_valid, fix in checks
+            Problem(error=ServingError, what=f"{name}={value!r}", path=name, fix=fix)
+            for name, value, is_valid, fix in checks
             if not is_valid
         ]
     )

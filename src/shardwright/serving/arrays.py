@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.caches.change import readable
 from shardwright.caches.paged.cache import PagedCache
@@ -24,7 +25,7 @@ from shardwright.manager.manager import PartitionManager
 from shardwright.serving import steps
 from shardwright.serving.arguments import deleted_weights
 from shardwright.serving.request import Sampling
-from shardwright.serving.sampling import rules_of
+from shardwright.serving.sampling import Drawn, rules_of
 from shardwright.serving.steps import Caches, CacheShape, Model, Slots
 from shardwright.serving.weights import (
     Moved,
@@ -293,6 +294,8 @@ class Weights:
 class Arrays(Weights):
     """The arrays of an engine. Every call replaces those that it changes.
 
+    A call returns before the devices have computed its results. `fetch` of a result waits for it.
+
     Attributes:
       rows: Caches of the prefill batch, one per layer.
       slots: The state of decoding, which every step takes and returns.
@@ -300,10 +303,13 @@ class Arrays(Weights):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
+        self._following: Drawn | None = None
         self.rows = setup.create_rows()
         self.slots = setup.create_slots()
 
-    def prefill(self, chunks: Mapping[int, Sequence[int]], sampling: Mapping[int, Sampling]) -> Any:
+    def prefill(
+        self, chunks: Mapping[int, Sequence[int]], sampling: Mapping[int, Sampling]
+    ) -> Drawn:
         """Read chunks of prompts.
 
         Args:
@@ -311,8 +317,7 @@ class Arrays(Weights):
           sampling: Sampling by row.
 
         Returns:
-          `[rows]` int32, the token that would follow each chunk, or a code such as
-          `steps.NO_NUMBER`.
+          `[rows]`, the token that would follow each chunk, or a code such as `steps.NO_NUMBER`.
         """
         setup = self._setup
         tokens = np.zeros((setup.prefill_rows, setup.chunk), np.int32)
@@ -321,7 +326,7 @@ class Arrays(Weights):
             tokens[row, : len(chunk)] = chunk
             counts[row] = len(chunk)
         with setup.under(MODE_PREFILL):
-            self.rows, following = _prefill(
+            self.rows, self._following = _prefill(
                 setup.model,
                 self.rows,
                 setup.prefill_params,
@@ -329,7 +334,7 @@ class Arrays(Weights):
                 counts,
                 rules_of(setup.prefill_rows, sampling),
             )
-        return following
+        return self._following.readable()
 
     def insert(
         self,
@@ -337,31 +342,26 @@ class Arrays(Weights):
         first: Mapping[int, int],
         sampling: Mapping[int, Sampling],
         limits: Mapping[int, int],
-    ) -> Any:
-        """Copy rows of the prefill batch into slots.
+    ) -> Codes:
+        """Copy rows of the prefill batch into slots. Return `[rows]` codes.
 
         Args:
           into: Slot by row.
-          first: First generated token by row.
+          first: First generated token by row. Without it, a row has the token that the latest
+            `prefill` has drawn, which the host need not know.
           sampling: Sampling by row.
           limits: Largest number of tokens by row, including the first one.
-
-        Returns:
-          `[rows]` codes of `Refusal`.
         """
-        setup = self._setup
-        slots = _targets(into, setup.prefill_rows, none=setup.slots)
-        tokens = np.zeros(setup.prefill_rows, np.int32)
-        for row in into:
-            tokens[row] = first[row]
-        source = self._rows_for_insert()
+        setup, rows = self._setup, self._setup.prefill_rows
+        entries = np.stack([_targets(into, rows, none=setup.slots), _targets(first, rows, none=-1)])
+        source, following = self._rows_for_insert(), self._following_for_insert()
         with setup.under(MODE_INSERT):
-            rules = rules_of(setup.prefill_rows, sampling, limits)
-            self.slots, refused = _insert(self.slots, source, slots, tokens, rules)
-        return np.asarray(readable(refused))
+            rules = rules_of(rows, sampling, limits)
+            self.slots, refused = _insert(self.slots, source, entries, following, rules)
+        return Codes.of(refused)
 
-    def park(self, into: Mapping[int, int]) -> Any:
-        """Copy partly read prompts into their slots. Return `[rows]` codes of `Refusal`.
+    def park(self, into: Mapping[int, int]) -> Codes:
+        """Copy partly read prompts into their slots. Return `[rows]` codes.
 
         Args:
           into: Slot by row.
@@ -371,9 +371,9 @@ class Arrays(Weights):
         source = self._rows_for_insert()
         with setup.under(MODE_INSERT):
             self.slots, refused = _park(self.slots, source, slots)
-        return np.asarray(readable(refused))
+        return Codes.of(refused)
 
-    def resume(self, taken: Mapping[int, int]) -> Any:
+    def resume(self, taken: Mapping[int, int]) -> Codes:
         """Copy prompts from their slots into the prefill batch. Return `[rows]` codes.
 
         Args:
@@ -381,16 +381,16 @@ class Arrays(Weights):
         """
         setup = self._setup
         slots = _targets(taken, setup.prefill_rows, none=setup.slots)
-        source, lost = self.slots.caches, np.zeros(setup.prefill_rows, np.int8)
+        source, lost = self.slots.caches, list[jax.Array]()
         if not setup.shares_mesh:
-            source, lost = self._in_transit(slots)
+            source, *lost = self._in_transit(slots)
             rows = setup.prefill_rows
             slots = _targets({row: row for row in taken}, rows, none=rows)
         with setup.under(MODE_PREFILL):
             self.rows, refused = _resume(self.rows, source, slots)
-        return np.maximum(lost, np.asarray(readable(refused)))
+        return Codes.of(refused, *lost)
 
-    def decode(self) -> Any:
+    def decode(self) -> Drawn:
         """Give active slots their next tokens. Return `[decode_steps, slots]` tokens or codes."""
         setup, slots = self._setup, self.slots
         with setup.under(MODE_DECODE):
@@ -398,7 +398,8 @@ class Arrays(Weights):
                 setup.model, setup.decode_steps, slots.caches, slots.ends, slots.rules, setup.params
             )
         self.slots = dataclasses.replace(slots, caches=caches, ends=ends)
-        return drawn
+        readable_drawn: Drawn = drawn.readable()
+        return readable_drawn
 
     def clear_rows(self, rows: Sequence[int]) -> None:
         """Empty rows of the prefill batch."""
@@ -443,7 +444,17 @@ class Arrays(Weights):
         assert setup.manager is not None
         return _moved(self.rows, setup.manager.for_mode(MODE_PREFILL))
 
-    def _in_transit(self, slots: np.ndarray) -> tuple[Caches, Any]:
+    def _following_for_insert(self) -> Drawn:
+        """Return what the latest `prefill` has drawn on the mesh of the slots."""
+        setup, following = self._setup, self._following
+        assert following is not None
+        if setup.shares_mesh:
+            return following
+        assert setup.manager is not None
+        replicated = NamedSharding(setup.manager.mesh, PartitionSpec())
+        return Drawn(packed=jax.device_put(following.packed, replicated))
+
+    def _in_transit(self, slots: np.ndarray) -> tuple[Caches, jax.Array]:
         """Return a prefill batch on the mesh of prefill, and `[rows]` codes.
 
         Args:
@@ -455,8 +466,27 @@ class Arrays(Weights):
         transit = setup.create_transit()
         with setup.manager.for_mode(MODE_PREFILL):
             rows, refused = _resume(transit, self.slots.caches, slots)
-        moved = _moved(rows, setup.prefill_manager.for_mode(MODE_PREFILL))
-        return moved, np.asarray(readable(refused))
+        return _moved(rows, setup.prefill_manager.for_mode(MODE_PREFILL)), refused
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Codes:
+    """Codes of `Refusal` that devices may still compute.
+
+    Attributes:
+      parts: Arrays `[rows]`, one per copy of a cache.
+    """
+
+    parts: tuple[jax.Array, ...]
+
+    @classmethod
+    def of(cls, *parts: jax.Array) -> Codes:
+        """Return codes that this process can read; see `Drawn.readable`."""
+        return cls(parts=tuple(map(readable, parts)))
+
+    def fetch(self) -> Any:
+        """Return `[rows]` codes; 0 if no copy was refused. Wait for them."""
+        return functools.reduce(np.maximum, map(np.asarray, self.parts))
 
 
 def _moved(caches: Caches, target: PartitionManager) -> Caches:

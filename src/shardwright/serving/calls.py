@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Final
+from typing import Final
 
 from shardwright.manager.manager import PartitionManager
 from shardwright.manager.meeting import ROOT
@@ -24,12 +24,12 @@ class Calls:
 
     Args:
       manager: The manager of the engine.
-      limits: Sizes of the engine, which must be equal in all processes.
+      sizes: Sizes of the engine as text, which must be equal in all processes.
     """
 
-    def __init__(self, manager: PartitionManager | None, limits: Any) -> None:
+    def __init__(self, manager: PartitionManager | None, sizes: str) -> None:
         self._group: ProcessGroup | None = None if manager is None else manager._group()
-        self._lock, self._texts = threading.Lock(), [str(limits)]
+        self._lock, self._texts = threading.Lock(), [sizes]
         if self._group is not None:
             number = self._group.store.count(f"{ROOT}/engines/{self._group.rank}")
             self._topic = f"engine/{number}"

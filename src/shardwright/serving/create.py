@@ -22,7 +22,7 @@ from shardwright.serving.scheduler import Limits, Scheduler
 _TURN: Final = 4
 
 
-def make_loop(setup: Setup, meter: Meter, *, queue: int) -> Loop:
+def make_loop(setup: Setup, meter: Meter, *, queue: int, ahead: bool) -> Loop:
     """Create the caches, and the loop that serves requests with them.
 
     Raises:
@@ -33,7 +33,7 @@ def make_loop(setup: Setup, meter: Meter, *, queue: int) -> Loop:
         pools = PagedArrays(setup)
         limits = _limits(setup, pools.spec, queue, pages=pools.pages, page_size=pools.page_size)
         paged = PagedScheduler(limits, window=pools.spec.window)
-        return PagedLoop(paged, pools, meter, Calls(setup.manager, limits))
+        return PagedLoop(paged, pools, meter, _calls(setup, limits, ahead), ahead=ahead)
     arrays = Arrays(setup)
     first = arrays.slots.caches[0]
     if isinstance(first, PagedCache):
@@ -41,7 +41,11 @@ def make_loop(setup: Setup, meter: Meter, *, queue: int) -> Loop:
         limits = _limits(setup, first.spec, queue, pages=pages, page_size=page_size)
     else:
         limits = _limits(setup, first.spec, queue)
-    return Loop(Scheduler(limits), arrays, meter, Calls(setup.manager, limits))
+    return Loop(Scheduler(limits), arrays, meter, _calls(setup, limits, ahead), ahead=ahead)
+
+
+def _calls(setup: Setup, limits: Limits, ahead: bool) -> Calls:
+    return Calls(setup.manager, f"{limits}, ahead={ahead}")
 
 
 def _limits(

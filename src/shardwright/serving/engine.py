@@ -137,6 +137,7 @@ class Engine:
         prefill_rows: int = 1,
         prefill_chunk: int = 64,
         decode_steps: int = 1,
+        ahead: bool = True,
         queue: int = 1024,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -161,6 +162,8 @@ class Engine:
           prefill_chunk: Number of tokens of a prompt that are read between two decode steps.
           decode_steps: Largest number of tokens that a slot gets in one step. New requests and
             cancels wait for these tokens.
+          ahead: Whether a step begins before the tokens of the step before it are read, so that the
+            devices need not wait for the host. A token is then known one step later.
           queue: Number of requests that may wait for a slot.
           clock: Returns the time in seconds, for the report.
 
@@ -169,14 +172,9 @@ class Engine:
           CacheError: The cache does not support the sizes or options.
           ShardingError: The rules do not fit the sizes.
         """
-        check_kinds(
-            model=model,
-            shape=shape,
-            cache_options=cache_options,
-            clock=clock,
-            manager=manager,
-            prefill_manager=prefill_manager,
-        )
+        kinds = {"model": model, "shape": shape, "cache_options": cache_options, "clock": clock}
+        managers = {"manager": manager, "prefill_manager": prefill_manager}
+        check_kinds({**kinds, "ahead": ahead, **managers})
         counts = {
             "slots": slots,
             "prefill_rows": prefill_rows,
@@ -185,7 +183,7 @@ class Engine:
             "queue": queue,
             "layers": shape.layers,
         }
-        counts = read_counts(counts, manager=manager, prefill_manager=prefill_manager)
+        counts = read_counts(counts, **managers)
         manager = context.current() if manager is None else manager
         params, prefill_params, device = placed(params, prefill_params, manager)
         setup = Setup(
@@ -205,7 +203,7 @@ class Engine:
             device=device,
         )
         self._meter = Meter(clock)
-        self._loop = make_loop(setup, self._meter, queue=counts["queue"])
+        self._loop = make_loop(setup, self._meter, queue=counts["queue"], ahead=ahead)
         self._arrays, self._scheduler = self._loop.arrays, self._loop.scheduler
         self.vocabulary: int = self._arrays.vocabulary()
         self._numbers = itertools.count()

@@ -3,25 +3,50 @@
 The scheduler records which request owns which slot and row. The arrays are on devices. Each part of
 a step changes both the scheduler and the arrays, or neither. If a part fails after the arrays have
 changed, the requests in them fail, and the arrays are replaced.
+
+A part begins a call, which is then in flight: the devices compute it, and the host has not read its
+results. With `ahead`, a step reads the results of the step before it, so the devices do not wait
+for the host between two steps. Otherwise each part reads its own results.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from shardwright.caches.refusals import Refusal
 from shardwright.errors import ServingError
 from shardwright.serving.arguments import deleted_weights
-from shardwright.serving.arrays import Held, is_deleted, read_held
+from shardwright.serving.arrays import Codes, Held, is_deleted, read_held
 from shardwright.serving.calls import Calls
 from shardwright.serving.metrics import Meter, Report
 from shardwright.serving.request import Finish
-from shardwright.serving.sampling import Read
+from shardwright.serving.sampling import Drawn, Read
 from shardwright.serving.scheduler import Chunk, Job, Move, Scheduler
 from shardwright.serving.steps import MISCOUNTED, NO_NUMBER, REFUSED
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call in flight.
+
+    Attributes:
+      part: The arrays that it changed, such as "rows".
+      step: Number of the step that began it.
+      jobs: Jobs that it gives something. If all of them have ended, its results are not read.
+      fetch: Waits for the results and returns them.
+      take: Called with the results.
+    """
+
+    part: str
+    step: int
+    jobs: Sequence[Job]
+    fetch: Callable[[], Any]
+    take: Callable[[Any], None]
 
 
 class Loop:
@@ -34,24 +59,29 @@ class Loop:
       stepping: Whether a step is running. Callbacks of requests run inside a step.
       canceled: Jobs to cancel. Any thread may add to it.
       calls: The calls of an engine, which several processes compare before each step.
+      ahead: Whether a step begins before the results of the step before it are read.
     """
 
-    def __init__(self, scheduler: Scheduler, arrays: Any, meter: Meter, calls: Calls) -> None:
+    def __init__(
+        self, scheduler: Scheduler, arrays: Any, meter: Meter, calls: Calls, *, ahead: bool
+    ) -> None:
         self.scheduler, self.arrays, self.meter, self.calls = scheduler, arrays, meter, calls
-        self.stepping = False
+        self.ahead, self.stepping = ahead, False
         self.canceled: collections.deque[Job] = collections.deque()
+        self._step, self._in_flight = 0, collections.deque[Call]()
         self._outbox: collections.deque[tuple[Job, int]] = collections.deque()
         self._failed: collections.deque[tuple[Job, Exception]] = collections.deque()
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        waiting = self._outbox or self.canceled or self._failed
+        waiting = self._outbox or self.canceled or self._failed or self._in_flight
         return self.scheduler.idle and not waiting
 
     def step(self) -> None:
         """Read a chunk of every prompt, and give every slot its next token."""
         self.stepping, start = True, self.meter.now()
+        self._step += 1
         try:
             # Several processes have compared what ends now, but not yet what fails in this step.
             if self.calls.are_compared:
@@ -62,10 +92,10 @@ class Loop:
             self.scheduler.admit()
             self._read()
             self._fill()
-            self._hand_out()
             self._decode()
-            self._hand_out()
+            self._settle(before=self._step)
             self._end_unless_shared()
+            self._drop_settled()
             self.clean()
         finally:
             self.stepping = False
@@ -107,6 +137,9 @@ class Loop:
 
     def held(self) -> Held:
         """Return the number of tokens and pages that the caches hold, read from the devices."""
+        self._settle()
+        if not self.stepping:
+            self.clean()
         return read_held(self.arrays)
 
     def clean(self) -> None:
@@ -122,6 +155,44 @@ class Loop:
                 self.scheduler.clean(slots=slots)
         self._count_ended()
 
+    def _begin(
+        self,
+        part: str,
+        jobs: Sequence[Job],
+        fetch: Callable[[], Any],
+        take: Callable[[Any], None],
+    ) -> None:
+        """Record a call in flight; see `Call`."""
+        call = Call(part=part, step=self._step, jobs=jobs, fetch=fetch, take=take)
+        self._in_flight.append(call)
+
+    def _settle(self, *, before: int | None = None) -> None:
+        """Read the results of calls in flight, in order.
+
+        Within a step, hand out the tokens of a call before the next one is read: a callback may end
+        its request.
+
+        Args:
+          before: Read those of the steps with a smaller number. None means all.
+        """
+        while self._in_flight and (before is None or self._in_flight[0].step < before):
+            call = self._in_flight.popleft()
+            if not _is_needed(call):
+                continue
+            try:
+                call.take(call.fetch())
+            except BaseException as error:
+                # The arrays come from the same call, so they are lost too.
+                self._give_up(call.part, error, call.jobs)
+                self._check_weights(error)
+                raise
+            if self.stepping:
+                self._hand_out()
+
+    def _drop_settled(self) -> None:
+        """Forget the calls in flight that no job needs, so that an engine may be idle."""
+        self._in_flight = collections.deque(filter(_is_needed, self._in_flight))
+
     def _read(self) -> None:
         """Read the next chunk of every prompt in the prefill batch."""
         self._rotate()
@@ -129,31 +200,65 @@ class Loop:
         if not chunks:
             return
         with self._changing("rows"):
-            sampling = {chunk.row: chunk.job.request.sampling for chunk in chunks}
             drawn = self.arrays.prefill(
-                {chunk.row: chunk.tokens for chunk in chunks}, sampling
-            ).fetch()
-            for chunk in chunks:
-                chunk.job.used(self.arrays.version)
+                {chunk.row: chunk.tokens for chunk in chunks},
+                {chunk.row: chunk.job.request.sampling for chunk in chunks},
+            )
             self.scheduler.advance(chunks)
-            self._count_chunks(chunks)
             complete = {move.row for move in self.scheduler.ready()}
-            for chunk in chunks:
-                token, logprob = drawn.tokens[chunk.row], drawn.logprobs[chunk.row]
-                self._take(chunk.job, token, logprob, complete=chunk.row in complete)
+            first = {chunk.row for chunk in chunks if chunk.row in complete}
+            self._begin_read("rows", chunks, first, drawn)
+
+    def _begin_read(
+        self, part: str, chunks: Sequence[Chunk], first: Collection[int], drawn: Drawn
+    ) -> None:
+        """Record a call in flight that reads chunks.
+
+        Args:
+          part: The arrays that it changed.
+          chunks: The chunks.
+          first: Rows whose tokens are the first ones of their jobs. The others are not used.
+          drawn: The tokens that follow the chunks.
+        """
+        for chunk in chunks:
+            chunk.job.used(self.arrays.version)
+            if chunk.row in first:
+                self.scheduler.expect(chunk.job, 1)
+        self.meter.prefill_steps += 1
+        self.meter.prompt_tokens += sum(len(chunk.tokens) for chunk in chunks)
+        take = functools.partial(self._take_read, chunks, first)
+        self._begin(part, [chunk.job for chunk in chunks], drawn.fetch, take)
+
+    def _take_read(self, chunks: Sequence[Chunk], first: Collection[int], drawn: Read) -> None:
+        """Take the first tokens of jobs; see `_begin_read`."""
+        now = self.meter.now()
+        for chunk in chunks:
+            job, row, is_first = chunk.job, chunk.row, chunk.row in first
+            job.in_flight -= is_first
+            # A code fails the job after every chunk.
+            if job.completion is None and (is_first or drawn.tokens[row] < 0):
+                self._take(job, drawn.tokens[row], drawn.logprobs[row], now)
 
     def _fill(self) -> None:
         """Move the prompts that are completely read into their slots."""
         moves = self.scheduler.ready()
         if not moves:
             return
+        # A prompt whose only token is in flight needs no slot any more.
+        filled = [move for move in moves if self.scheduler.left(move.job, 1)]
         with self._changing("slots"):
-            first = {move.row: move.job.written[-1] for move in moves}
-            sampling = {move.row: move.job.request.sampling for move in moves}
-            limits = {move.row: move.job.request.max_new_tokens for move in moves}
-            into = {move.row: move.slot for move in moves}
-            codes = self.arrays.insert(into, first, sampling, limits)
-            self.scheduler.move(self._accepted(moves, codes))
+            if filled:
+                self._begin_move("slots", filled, self._insert(filled))
+            self.scheduler.move([move.job for move in moves])
+
+    def _insert(self, moves: Sequence[Move]) -> Codes:
+        codes: Codes = self.arrays.insert(
+            {move.row: move.slot for move in moves},
+            {move.row: move.job.written[-1] for move in moves if move.job.written},
+            {move.row: move.job.request.sampling for move in moves},
+            {move.row: move.job.request.max_new_tokens for move in moves},
+        )
+        return codes
 
     def _rotate(self) -> None:
         """Give rows of the prefill batch to the prompts whose turn it is."""
@@ -161,20 +266,23 @@ class Loop:
         if moves:
             with self._changing("slots"):
                 codes = self.arrays.park({move.row: move.slot for move in moves})
-                self.scheduler.park(self._accepted(moves, codes))
+                self.scheduler.park([move.job for move in moves])
+                self._begin_move("slots", moves, codes)
             self.clean()
         moves = self.scheduler.turns()
         begun = [move for move in moves if move.job.read]
-        if begun:
-            with self._changing("rows"):
+        with self._changing("rows"):
+            if begun:
                 codes = self.arrays.resume({move.row: move.slot for move in begun})
-                self._accepted(begun, codes)
-                self.scheduler.take([move for move in moves if move.job.completion is None])
-        else:
+                self._begin_move("rows", begun, codes)
             self.scheduler.take(moves)
 
-    def _accepted(self, moves: Sequence[Move], codes: Any) -> list[Job]:
-        """Fail the jobs whose tokens a cache refused. Return the other jobs.
+    def _begin_move(self, part: str, moves: Sequence[Move], codes: Codes) -> None:
+        jobs = [move.job for move in moves]
+        self._begin(part, jobs, codes.fetch, functools.partial(self._fail_refused, moves))
+
+    def _fail_refused(self, moves: Sequence[Move], codes: Any) -> None:
+        """Fail the jobs whose tokens a cache refused.
 
         Args:
           moves: Jobs that have moved.
@@ -188,57 +296,76 @@ class Loop:
                     fix="let the model pass valid= on, so that no padding is written to a slot",
                 )
                 self.scheduler.end(move.job, Finish.FAILED, error)
-        return [move.job for move in moves if not codes[move.row]]
 
     def _decode(self) -> None:
-        """Give every slot its next token."""
-        jobs = self.scheduler.decoding()
-        if not jobs:
-            return
-        with self._changing("slots"):
-            left = {
-                slot: self.scheduler.left(job, self.arrays.decode_steps)
-                for slot, job in jobs.items()
-            }
-            drawn = self.arrays.decode().fetch()
-            for slot, job in jobs.items():
-                self._take_all(job, drawn, slot, left[slot])
-            self._count_decoded(left.values())
+        """Give every slot its next tokens."""
+        most = self.arrays.decode_steps
+        jobs = {
+            slot: (job, self.scheduler.left(job, most))
+            for slot, job in self.scheduler.decoding().items()
+        }
+        if jobs:
+            self._begin_decode("slots", jobs, self.arrays.decode)
 
-    def _take_all(self, job: Job, drawn: Read, slot: int, count: int) -> None:
-        """Add the tokens of one call to a job, until a stop sequence ends it."""
-        job.used(self.arrays.version)
-        for at in range(count):
-            if job.completion is None:
-                self._take(job, drawn.tokens[at][slot], drawn.logprobs[at][slot], complete=True)
+    def _begin_decode(
+        self, part: str, jobs: dict[int, tuple[Job, int]], decode: Callable[[], Drawn]
+    ) -> None:
+        """Begin to decode.
 
-    def _count_chunks(self, chunks: Sequence[Chunk]) -> None:
-        self.meter.prefill_steps += 1
-        self.meter.prompt_tokens += sum(len(chunk.tokens) for chunk in chunks)
+        Args:
+          part: The arrays that `decode` changes.
+          jobs: Jobs by slot, each with the number of tokens that it gets.
+          decode: Gives active slots their next tokens.
+        """
+        with self._changing(part):
+            drawn = decode()
+            for job, count in jobs.values():
+                self.scheduler.expect(job, count)
+            take = functools.partial(self._take_decoded, jobs, self.arrays.version)
+            self._begin(part, [job for job, _ in jobs.values()], drawn.fetch, take)
 
-    def _count_decoded(self, counts: Collection[int]) -> None:
+    def _take_decoded(
+        self, jobs: dict[int, tuple[Job, int]], version: int | str, drawn: Read
+    ) -> None:
+        """Add the tokens of a call to its jobs, except to those that have ended."""
+        now, counts = self.meter.now(), []
+        for slot, (job, count) in jobs.items():
+            job.in_flight -= count
+            if job.completion is not None:
+                continue
+            job.used(version)
+            counts.append(count)
+            for at in range(count):
+                # A stop sequence or an error may end it.
+                if job.completion is None:
+                    self._take(job, drawn.tokens[at][slot], drawn.logprobs[at][slot], now)
         self.meter.decode_steps += max(counts)
         self.meter.slot_steps += sum(counts)
 
-    def _take(self, job: Job, token: int, logprob: float, *, complete: bool) -> None:
+    def _take(self, job: Job, token: int, logprob: float, now: float) -> None:
         """Add a token to a job, or fail the job if the token is the code of an error.
 
         Args:
           job: The job.
           token: Its next token, or a code such as NO_NUMBER.
           logprob: The log-probability of the token.
-          complete: Whether the prompt is completely read. If not, the token is not used.
+          now: The time at which the token was known.
         """
         if token < 0:
-            what, fix = _ERRORS[token]
-            error = ServingError(
-                f"request {job.number}, after {len(job.written)} tokens: {what}", fix=fix
-            )
-            self.scheduler.end(job, Finish.FAILED, error)
-        elif complete:
-            self.meter.wrote(job.number)
-            job.logprobs.append(logprob)
-            self._outbox.extend((job, text) for text in self.scheduler.write(job, token))
+            self._fail_by_code(job, token)
+            return
+        self.meter.wrote(job.number, now)
+        job.logprobs.append(logprob)
+        new = self.scheduler.write(job, token)
+        if job.request.on_token is not None:
+            self._outbox.extend((job, text) for text in new)
+
+    def _fail_by_code(self, job: Job, code: int) -> None:
+        what, fix = _ERRORS[code]
+        error = ServingError(
+            f"request {job.number}, after {len(job.written)} tokens: {what}", fix=fix
+        )
+        self.scheduler.end(job, Finish.FAILED, error)
 
     def _hand_out(self) -> None:
         """Call `on_token` of the requests that have new tokens."""
@@ -271,33 +398,53 @@ class Loop:
     def _changing(self, part: str) -> Iterator[None]:
         """Change the scheduler and "rows" or "slots" together.
 
-        If that fails after the arrays have changed, fail the requests in them.
+        If that fails after the arrays have changed, fail the requests in them. In any case, read
+        the calls that are in flight: what failed does not affect them, because they began before.
         """
         before = getattr(self.arrays, part)
         try:
             yield
         except BaseException as error:
-            if getattr(self.arrays, part) is not before or is_deleted(before):
-                self._give_up(part, error)
-            if self.arrays.weights_are_deleted():
-                self._end_all(error)
-                raise deleted_weights() from error
+            try:
+                self._settle()
+            finally:
+                if getattr(self.arrays, part) is not before or is_deleted(before):
+                    self._give_up(part, error)
+                self._check_weights(error)
             raise
+        if not self.ahead:
+            self._settle()
 
-    def _give_up(self, part: str, cause: BaseException) -> None:
-        """Fail the requests in "rows" or "slots", and replace the arrays."""
-        self._fail_holding(part, cause)
+    def _give_up(self, part: str, cause: BaseException, jobs: Sequence[Job] = ()) -> None:
+        """Fail the requests in "rows" or "slots", and replace the arrays.
+
+        Args:
+          part: "rows" or "slots".
+          cause: The error.
+          jobs: More jobs that fail.
+        """
+        self._fail_lost(part, cause, jobs)
         self.arrays.renew(part)
         self.scheduler.clean(**{part: range(self.arrays.size(part))})
 
-    def _fail_holding(self, part: str, cause: BaseException) -> None:
-        for job in self.scheduler.holding(part):
+    def _fail_lost(self, part: str, cause: BaseException, jobs: Sequence[Job]) -> None:
+        """Fail jobs, those in a part of the arrays, and those that calls in flight have changed."""
+        lost = [call for call in self._in_flight if call.part == part]
+        self._in_flight = collections.deque(call for call in self._in_flight if call.part != part)
+        waiting = [job for call in lost for job in call.jobs]
+        for job in (*self.scheduler.holding(part), *jobs, *waiting):
             error = ServingError(
                 f"the cached tokens of request {job.number} were lost, because a step failed",
                 fix="submit it again",
             )
             error.__cause__ = cause
             self.scheduler.end(job, Finish.FAILED, error)
+
+    def _check_weights(self, cause: BaseException) -> None:
+        """Fail every request if the weights are deleted."""
+        if self.arrays.weights_are_deleted():
+            self._end_all(cause)
+            raise deleted_weights() from cause
 
     def _end_all(self, cause: BaseException) -> None:
         """Fail every request, because the weights are deleted, and empty the slots."""
@@ -308,6 +455,11 @@ class Loop:
             self.scheduler.end(job, Finish.FAILED, error)
         if jobs:
             self.clean()
+
+
+def _is_needed(call: Call) -> bool:
+    """Tell whether a job waits for the results of a call."""
+    return any(job.completion is None for job in call.jobs)
 
 
 _ERRORS = {

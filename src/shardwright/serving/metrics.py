@@ -113,11 +113,14 @@ class Meter:
         self.requests += 1
         self._since[number] = self._clock()
 
-    def wrote(self, number: int) -> None:
-        """Count a token of a request."""
-        now = self._clock()
-        (self._gaps if number in self._begun else self._first).append(now - self._since[number])
-        self._begun.add(number)
+    def wrote(self, number: int, now: float) -> None:
+        """Count a token of a request, which was known at the time `now`."""
+        seconds = now - self._since[number]
+        if number in self._begun:
+            self._gaps.append(seconds)
+        else:
+            self._begun.add(number)
+            self._first.append(seconds)
         self._since[number] = now
         self.new_tokens += 1
 

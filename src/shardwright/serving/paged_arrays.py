@@ -5,22 +5,24 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Final
 
 import jax
 import numpy as np
 
 from shardwright.serving import paged_steps
-from shardwright.serving.arrays import Setup, Weights
+from shardwright.serving.arrays import Setup, Weights, on_device
 from shardwright.serving.paged_steps import Batch, Pools
 from shardwright.serving.pages import NO_PAGE
 from shardwright.serving.request import Sampling
-from shardwright.serving.sampling import rules_of
+from shardwright.serving.sampling import Drawn, rules_of
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_PREFILL
 
 # Engines with the same model and the same sizes share these compiled functions.
-_prefill = jax.jit(paged_steps.prefill, static_argnums=(0, 1), donate_argnums=2)
-_decode = jax.jit(paged_steps.decode, static_argnums=(0, 1, 2), donate_argnums=3)
+_prefill = jax.jit(paged_steps.prefill, static_argnums=(0, 1), donate_argnums=(2, 3))
+_decode = jax.jit(paged_steps.decode, static_argnums=(0, 1, 2), donate_argnums=(3, 4))
+# In place of a latest token that the host does not know.
+ON_DEVICE: Final = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +31,9 @@ class Sequence:
 
     Attributes:
       pages: Its pages, in order. NO_PAGE stands for a page that was given back.
-      length: Number of tokens in these pages.
-      last: Its latest token.
-      index: Number of tokens that it has written.
+      length: Number of tokens in these pages, after the calls in flight.
+      last: Its latest token, or ON_DEVICE if a call in flight draws it.
+      index: Number of tokens that it has written, after the calls in flight.
       limit: Largest number of tokens that it may write.
       sampling: How its next token is drawn.
     """
@@ -49,6 +51,7 @@ class PagedArrays(Weights):
 
     Attributes:
       pools: Pages of keys and values, per layer.
+      last: `[slots]` int32, the latest token of each slot, which is replicated.
       spec: Spec of the cache of all slots.
       page_size: Rows of a page.
       pages: Number of pages.
@@ -59,6 +62,7 @@ class PagedArrays(Weights):
         caches = setup.create_slots().caches
         self.spec = caches[0].spec
         self.pools: Pools = paged_steps.pools_of(caches)
+        self.last = self._empty_last()
         self.pages, self.page_size = self.pools[0][0].shape[:2]
         self._columns = -(-self.spec.capacity // self.page_size)
 
@@ -66,28 +70,32 @@ class PagedArrays(Weights):
         self,
         chunks: Mapping[int, collections.abc.Sequence[int]],
         sequences: Mapping[int, Sequence],
-    ) -> Any:
-        """Read chunks of prompts. Return `[rows]` int32, as `steps.prefill` does.
+        first: Mapping[int, int],
+    ) -> Drawn:
+        """Read chunks of prompts. Return `[rows]` tokens or codes, as `steps.prefill` does.
 
         Args:
           chunks: Tokens by row.
           sequences: The prompts, by row.
+          first: Slot by row, of the prompts whose first token is drawn.
         """
         setup = self._setup
         tokens = np.zeros((setup.prefill_rows, setup.chunk), np.int32)
-        counts = np.zeros(setup.prefill_rows, np.int32)
+        entries = np.zeros((2, setup.prefill_rows), np.int32)
+        entries[1] = setup.slots
         for row, chunk in chunks.items():
             tokens[row, : len(chunk)] = chunk
-            counts[row] = len(chunk)
+            entries[:, row] = len(chunk), first.get(row, setup.slots)
         spec = dataclasses.replace(self.spec, batch=setup.prefill_rows)
         batch = self._batch(setup.prefill_rows, sequences)
         with setup.under(MODE_PREFILL):
-            self.pools, following = _prefill(
-                setup.model, spec, self.pools, setup.params, tokens, counts, batch
+            self.pools, self.last, following = _prefill(
+                setup.model, spec, self.pools, self.last, setup.params, tokens, entries, batch
             )
-        return following
+        readable: Drawn = following.readable()
+        return readable
 
-    def decode(self, sequences: Mapping[int, Sequence]) -> Any:
+    def decode(self, sequences: Mapping[int, Sequence]) -> Drawn:
         """Give slots their next tokens. Return `[decode_steps, slots]` tokens or codes.
 
         Args:
@@ -96,20 +104,28 @@ class PagedArrays(Weights):
         setup = self._setup
         batch = self._batch(setup.slots, sequences)
         with setup.under(MODE_DECODE):
-            self.pools, drawn = _decode(
-                setup.model, self.spec, self.decode_steps, self.pools, setup.params, batch
+            self.pools, self.last, drawn = _decode(
+                setup.model,
+                self.spec,
+                self.decode_steps,
+                self.pools,
+                self.last,
+                setup.params,
+                batch,
             )
-        return drawn
+        readable: Drawn = drawn.readable()
+        return readable
 
     def compile(self) -> None:
         """Run every compiled function once, on no sequences, so that nothing changes."""
-        self.prefill({}, {})
+        self.prefill({}, {}, {})
         self.decode({})
 
     def renew(self, part: str) -> None:
         """Replace the pools by empty ones."""
         del part
         self.pools = paged_steps.pools_of(self._setup.create_slots().caches)
+        self.last = self._empty_last()
 
     def size(self, part: str) -> int:
         """Return the number of slots."""
@@ -122,6 +138,11 @@ class PagedArrays(Weights):
         return self._vocabulary(
             paged_steps.layers(self.spec, self.pools, batch.tables, batch.state[0])
         )
+
+    def _empty_last(self) -> jax.Array:
+        with self._setup.under(MODE_DECODE):
+            last: jax.Array = paged_steps.empty_last(self._setup.slots, self.spec.mode)
+            return on_device(last, self._setup.device)
 
     def _batch(self, count: int, sequences: Mapping[int, Sequence]) -> Batch:
         tables = np.full((count, self._columns), self.pages, np.int32)

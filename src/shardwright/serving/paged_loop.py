@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections.abc
+import functools
+
 from shardwright.serving.arrays import Held
 from shardwright.serving.calls import Calls
 from shardwright.serving.loop import Loop
 from shardwright.serving.metrics import Meter, Report
-from shardwright.serving.paged_arrays import PagedArrays, Sequence
+from shardwright.serving.paged_arrays import ON_DEVICE, PagedArrays, Sequence
 from shardwright.serving.paged_scheduler import PagedScheduler
 from shardwright.serving.sampling import Read
 from shardwright.serving.scheduler import Job
@@ -24,9 +27,17 @@ class PagedLoop(Loop):
     arrays: PagedArrays
 
     def __init__(
-        self, scheduler: PagedScheduler, arrays: PagedArrays, meter: Meter, calls: Calls
+        self,
+        scheduler: PagedScheduler,
+        arrays: PagedArrays,
+        meter: Meter,
+        calls: Calls,
+        *,
+        ahead: bool,
     ) -> None:
-        super().__init__(scheduler, arrays, meter, calls)
+        super().__init__(scheduler, arrays, meter, calls, ahead=ahead)
+        # A job that is preempted reads again what it has written, so that must be known.
+        scheduler.settle = self._settle
 
     def compile(self) -> None:
         """Run every compiled function once, on no requests."""
@@ -48,6 +59,7 @@ class PagedLoop(Loop):
 
     def held(self) -> Held:
         """Return the number of tokens and pages in use, as the host records them."""
+        self._settle()
         slots = self.scheduler.slots
         lengths = (
             self.scheduler.held(slots[slot]) if slot in slots else 0
@@ -69,51 +81,50 @@ class PagedLoop(Loop):
         chunks = self.scheduler.chunks()
         if not chunks:
             return
+        # A job that was preempted has written the token after its text already.
+        first = {
+            chunk.row: chunk.job.slot
+            for chunk in chunks
+            if chunk.job.slot is not None
+            and not chunk.job.written
+            and chunk.job.read + len(chunk.tokens) == len(chunk.job.reading)
+        }
         with self._changing("pools"):
             drawn = self.arrays.prefill(
                 {chunk.row: chunk.tokens for chunk in chunks},
                 {chunk.row: self._sequence(chunk.job) for chunk in chunks},
-            ).fetch()
+                first,
+            )
             self.scheduler.advance(chunks)
-            self._count_chunks(chunks)
-            for chunk in chunks:
-                self._take_first(chunk.job, drawn, chunk.row)
-
-    def _take_first(self, job: Job, drawn: Read, row: int) -> None:
-        """Take the token after a chunk. Start to decode the job if it has read everything."""
-        job.used(self.arrays.version)
-        is_read, is_new = self.scheduler.is_read(job), not job.written
-        if is_read:
-            self.scheduler.start(job)
-        # A job that was preempted has written this token already.
-        token, logprob = drawn.tokens[row], drawn.logprobs[row]
-        self._take(job, token, logprob, complete=is_read and is_new)
+            self._begin_read("pools", chunks, first, drawn)
 
     def _decode(self) -> None:
         """Give every slot its next tokens."""
         jobs = self.scheduler.grow(self.arrays.decode_steps)
-        if not jobs:
-            return
-        with self._changing("pools"):
-            drawn = self.arrays.decode(
-                {slot: self._sequence(job) for slot, (job, _) in jobs.items()}
-            ).fetch()
-            for slot, (job, count) in jobs.items():
-                self._take_all(job, drawn, slot, count)
-                self.scheduler.wrote(job)
-            self._count_decoded([count for _, count in jobs.values()])
+        if jobs:
+            sequences = {slot: self._sequence(job) for slot, (job, _) in jobs.items()}
+            self._begin_decode("pools", jobs, functools.partial(self.arrays.decode, sequences))
+
+    def _take_decoded(
+        self, jobs: dict[int, tuple[Job, int]], version: int | str, drawn: Read
+    ) -> None:
+        super()._take_decoded(jobs, version, drawn)
+        for job, _ in jobs.values():
+            self.scheduler.wrote(job)
 
     def _sequence(self, job: Job) -> Sequence:
         return Sequence(
             pages=self.scheduler.table(job).pages,
             length=self.scheduler.held(job),
-            last=job.written[-1] if job.written else 0,
-            index=len(job.written),
+            last=job.written[-1] if job.written and not job.in_flight else ON_DEVICE,
+            index=len(job.written) + job.in_flight,
             limit=job.request.max_new_tokens,
             sampling=job.request.sampling,
         )
 
-    def _give_up(self, part: str, cause: BaseException) -> None:
-        self._fail_holding(part, cause)
+    def _give_up(
+        self, part: str, cause: BaseException, jobs: collections.abc.Sequence[Job] = ()
+    ) -> None:
+        self._fail_lost(part, cause, jobs)
         self.arrays.renew(part)
         self.scheduler.pages.forget()

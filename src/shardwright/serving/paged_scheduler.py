@@ -8,7 +8,7 @@ for it alone, so every request ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shardwright.serving.pages import Pages, Table
 from shardwright.serving.scheduler import Chunk, Job, Limits, Move, Phase, Scheduler
@@ -23,6 +23,8 @@ class PagedScheduler(Scheduler):
     Attributes:
       pages: Which job uses which pages.
       preempted: How often a job gave up its slot and pages to an older one.
+      settle: Reads the results of the calls in flight. It is called before a job is preempted,
+        because the results may end jobs, and a job whose tokens are not known cannot continue.
     """
 
     def __init__(self, limits: Limits, *, window: int | None = None) -> None:
@@ -30,6 +32,7 @@ class PagedScheduler(Scheduler):
         assert limits.pages is not None
         self.pages = Pages(count=limits.pages, size=limits.page_size)
         self.preempted = 0
+        self.settle: Callable[[], None] = lambda: None
         self._tables: dict[int, Table] = {}
         self._window = window
         self._last_read = -1
@@ -86,22 +89,19 @@ class PagedScheduler(Scheduler):
         ]
 
     def advance(self, chunks: Sequence[Chunk]) -> None:
-        """Record that chunks were read, and that their full pages may be shared."""
+        """Record that chunks were read, and that their full pages may be shared.
+
+        A job that has read everything is decoding.
+        """
         super().advance(chunks)
         for chunk in chunks:
             self._written(chunk.job)
+            if chunk.job.read == len(chunk.job.reading):
+                chunk.job.phase = Phase.DECODING
 
     def ready(self) -> list[Move]:
         """Return an empty list, because prompts are read directly into their pages."""
         return []
-
-    def is_read(self, job: Job) -> bool:
-        """Tell whether the pages of a job hold everything that it must read."""
-        return job.read == len(job.reading)
-
-    def start(self, job: Job) -> None:
-        """Record that a job is decoding."""
-        job.phase = Phase.DECODING
 
     def grow(self, most: int) -> dict[int, tuple[Job, int]]:
         """Give decoding jobs pages for their next tokens, the oldest job first.
@@ -123,9 +123,9 @@ class PagedScheduler(Scheduler):
             self._written(job)
 
     def held(self, job: Job) -> int:
-        """Return how many tokens of a job are in its pages."""
+        """Return how many tokens of a job are in its pages after the calls in flight."""
         if job.phase is Phase.DECODING:
-            return len(job.request.prompt) + len(job.written) - 1
+            return len(job.request.prompt) + len(job.written) + job.in_flight - 1
         return job.read
 
     def holding(self, part: str) -> list[Job]:
@@ -143,7 +143,10 @@ class PagedScheduler(Scheduler):
     def _grow(self, job: Job, tokens: int) -> None:
         """Give a job pages for this many tokens, or preempt it."""
         while job.slot is not None and not self.pages.grow(self.table(job), tokens):
-            self._preempt(max(self.slots.values(), key=lambda each: each.number))
+            if any(each.in_flight for each in self.slots.values()):
+                self.settle()
+            else:
+                self._preempt(max(self.slots.values(), key=lambda each: each.number))
 
     def _preempt(self, job: Job) -> None:
         self._leave_slot(job)

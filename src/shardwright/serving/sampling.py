@@ -59,9 +59,17 @@ class Drawn:
         """The tokens or codes."""
         return self.packed[..., 0]
 
+    def readable(self) -> Drawn:
+        """Return the same values on devices of this process.
+
+        Call it before the next call begins: if the values are sharded over processes, a gather that
+        begins later waits for that call.
+        """
+        return Drawn(packed=readable(self.packed))
+
     def fetch(self) -> Read:
-        """Return the values, in one transfer."""
-        values = np.asarray(readable(self.packed))
+        """Return the values, in one transfer. Wait for them."""
+        values = np.asarray(self.packed)
         logprobs = values.view(np.float32)[..., 1]
         return Read(tokens=values[..., 0].tolist(), logprobs=logprobs.tolist())
 

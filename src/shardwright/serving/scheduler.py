@@ -95,7 +95,9 @@ class Job:
       row: Its row of the prefill batch, while its prompt is read there.
       read: Number of tokens of the prompt that were read.
       turn: Number of chunks that it has read since it got its row.
-      written: All tokens that were drawn, including those of stop sequences.
+      in_flight: Number of tokens that calls in flight will give it. These calls have begun, but the
+        host has not read their results.
+      written: All tokens that were drawn and read, including those of stop sequences.
       logprobs: The logarithms of the probabilities of the tokens in `written`.
       text: The tokens that may be handed out.
       versions: Versions of the weights that it was computed with, in order.
@@ -109,6 +111,7 @@ class Job:
     row: int | None = None
     read: int = 0
     turn: int = 0
+    in_flight: int = 0
     written: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     text: list[int] = dataclasses.field(default_factory=list)
@@ -128,7 +131,7 @@ class Job:
 
     def used(self, version: int | str) -> None:
         """Record the version of the weights of a step."""
-        if self.versions[-1:] != [version]:
+        if not self.versions or self.versions[-1] != version:
             self.versions.append(version)
 
     def complete(self, finish: Finish, error: Exception | None) -> None:
@@ -294,6 +297,7 @@ class Scheduler:
         for job in jobs:
             job.phase = Phase.DECODING
             self._leave_row(job)
+            self.expect(job, 0)
 
     def decoding(self) -> dict[int, Job]:
         """Return the jobs that are decoding, by slot."""
@@ -303,11 +307,28 @@ class Scheduler:
 
     def left(self, job: Job, most: int) -> int:
         """Return how many tokens a job gets in a call that gives at most `most` tokens."""
-        return min(most, job.request.max_new_tokens - len(job.written))
+        left = job.request.max_new_tokens - len(job.written) - job.in_flight
+        return min(most, left)
+
+    def expect(self, job: Job, count: int) -> None:
+        """Record that a call in flight will give a job tokens.
+
+        If they are its last ones, a job that is decoding leaves its slot: no later call needs its
+        caches.
+        """
+        job.in_flight += count
+        is_last = len(job.written) + job.in_flight == job.request.max_new_tokens
+        if is_last and job.phase is Phase.DECODING:
+            self._leave_slot(job)
 
     def write(self, job: Job, token: int) -> list[int]:
         """Add a token to a job, which may end the job. Return the tokens to hand out."""
         job.written.append(token)
+        if not job.request.stop:
+            job.text.append(token)
+            if len(job.written) == job.request.max_new_tokens:
+                self.end(job, Finish.LENGTH)
+            return [token]
         stop = job.request.stop_sequences
         length = stopped_by(job.written, stop)
         done = length > 0 or len(job.written) == job.request.max_new_tokens
@@ -345,7 +366,7 @@ class Scheduler:
         job.complete(Finish.FAILED, error)
 
     def jobs(self) -> list[Job]:
-        """Return every job that has not ended: first those in the queue, then those with a slot."""
+        """Return the jobs that wait or have a slot: first those in the queue."""
         self._receive()
         return [*self.queue, *self.slots.values()]
 
@@ -375,6 +396,7 @@ class Scheduler:
         if job.slot is not None:
             self.dirty_slots[job.slot] = self.limits.pages_of(job.request)
             del self.slots[job.slot]
+            job.slot = None
 
     def _leave_row(self, job: Job) -> None:
         if job.row is not None:

@@ -199,22 +199,25 @@ def prefill(
 
 
 def insert(
-    slots: Slots, source: Caches, into: jax.Array, first: jax.Array, rules: jax.Array
+    slots: Slots, source: Caches, entries: jax.Array, following: Drawn, rules: jax.Array
 ) -> tuple[Slots, jax.Array]:
     """Copy prompts that are completely read into slots.
 
     Args:
       slots: Donated.
       source: Caches of the prefill batch.
-      into: `[rows]` int32, the slot of each row. A row with a number past the last slot is not
-        copied.
-      first: `[rows]` int32, the first generated token of each row.
+      entries: `[2, rows]` int32: the slot of each row, and its first generated token, which is
+        negative if it is that in `following`. A row with a number past the last slot is not copied.
+      following: `[rows]`, as `prefill` returns it.
       rules: `[5, rows]`, as in `Slots`.
 
     Returns:
       The slots, and `[rows]` int8 codes of `Refusal`.
     """
     mode = slots.caches[0].spec.mode
+    into, first = replicated((entries[0], entries[1]), mode)
+    # A code instead of a token: the host will read it, and end the request.
+    first = jnp.maximum(jnp.where(first < 0, replicated(following.tokens, mode), first), 0)
     caches, codes = _replaced(slots.caches, source, into)
     refused = replicated(codes, mode)
     into = jnp.where(refused == 0, into, slots.ends.shape[0])
