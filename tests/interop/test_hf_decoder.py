@@ -317,7 +317,7 @@ def test_text_of_images_and_text(tmp_path: Path) -> None:
 
 
 def test_outer_keys_fill_what_text_config_lacks(tmp_path: Path) -> None:
-    text = {"model_type": "mistral", "num_attention_heads": 4, "dtype": None}
+    text = {"model_type": "mistral", "num_attention_heads": 4, "torch_dtype": None}
     outer = {"hidden_size": 64, "torch_dtype": "float32", "tie_word_embeddings": True}
     sizes = nested(tmp_path, text, **outer, quantization_config={"quant_method": "fp8"})
     assert (sizes.dtypes.param, sizes.tied, sizes.embed) == (jnp.float32, True, 64)
