@@ -32,6 +32,10 @@ def kernel(*names: str) -> Any:
     return nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
 
 
+class Adapter(nnx.Variable):
+    """Variables that a model trains beside frozen parameters."""
+
+
 class Block(nnx.Module):
     """Attention and MLP, as models of nnx write them."""
 
@@ -372,6 +376,36 @@ def test_factored_moments() -> None:
     with pm:
         found = factored_losses(model, optimizer)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_factored_moments_of_other_variables() -> None:
+    """An optimizer of `wrt` has no moments of the other variables of its model."""
+
+    class Adapted(nnx.Module):
+        def __init__(self) -> None:
+            self.kernel = nnx.Param(jnp.ones((32, 64)), out_sharding=("embed", "mlp"))
+            self.adapter = Adapter(jnp.ones((32, 64)), out_sharding=("embed", "mlp"))
+
+    with nnx.use_eager_sharding(False):
+        model = Adapted()
+        optimizer = nnx.Optimizer(model, FACTORED, wrt=Adapter)
+    bridge.place(optimizer, manager("fsdp:4,tp:2"), NAMES, params=model)
+    moments = optimizer.opt_state[0]
+    found = [getattr(moments, field)["adapter"] for field in ("v_row", "v_col")]
+    specs = [each.get_value().sharding.spec for each in found]
+    assert specs == [P("fsdp"), P("tp")]
+
+
+def test_scalar_with_names() -> None:
+    """Names of a scalar are refused. The axes of `layers` are those of its parameter."""
+    axes = (sw.EMBED, sw.MLP_INTERMEDIATE)
+    with nnx.use_eager_sharding(False):
+        named = nnx.Param(jnp.zeros(()), out_sharding=("embed", "mlp"))
+        own = nnx.Param(jnp.zeros(()), axes=axes)
+    assert bridge.annotations(nnx.State({"count": own}), NAMES)[1]["count"] == ()
+    with pytest.raises(sw.RankMismatchError, match=r"count: .*for 0 dims") as caught:
+        bridge.annotations(nnx.State({"count": named}), NAMES)
+    assert caught.value.path == "count"
 
 
 def test_masked_parameters() -> None:

@@ -19,6 +19,7 @@ VOCAB, EMBED = 32, 16
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(-1, VOCAB + 1, (8, 8))
 LABELS = RNG.integers(-1, VOCAB, (8, 8))
+LABELS[::3, ::2] = -1  # not `ignore`, but negative: ignored too
 X = RNG.normal(size=(8, 8, EMBED)).astype(np.float32)
 TABLE, HEAD = embedding.specs(VOCAB, EMBED), loss.specs(VOCAB, EMBED)
 TOKEN_AXES = (sw.BATCH, sw.QUERY_LENGTH)

@@ -148,6 +148,22 @@ def test_branches_count_the_most_work_and_the_least() -> None:
     assert work.product_bytes == 2 * 3 * 64**2 * 4
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_work_before_branches_counts_once(mapped: bool) -> None:
+    def run(x: Any, w: Any, index: Any) -> Any:
+        return lax.cond(index > 0, lambda x: x @ w @ w, lambda x: x @ w, x @ w)
+
+    def inside(*values: Any) -> Any:
+        specs = PartitionSpec()
+        return jax.shard_map(run, in_specs=specs, out_specs=specs, check_vma=False)(*values)
+
+    shapes = (SQUARE, SQUARE, jax.ShapeDtypeStruct((), jnp.int32))
+    work = plan(inside if mapped else run, *shapes, specs=(None, None, None)).walked.work
+    once = 2 * 64**3
+    assert (work.least_flops, work.flops) == (2 * once, 3 * once)
+    assert work.product_bytes == 3 * 3 * 64**2 * 4
+
+
 def test_branches_inside_shard_map_count_the_most_work() -> None:
     def switched(x: Any, w: Any, index: Any) -> Any:
         def local(x: Any, w: Any, index: Any) -> Any:

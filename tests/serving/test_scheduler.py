@@ -7,6 +7,8 @@ import random
 import pytest
 
 from shardwright.errors import QueueFullError, ServingError
+from shardwright.serving.paged_scheduler import PagedScheduler
+from shardwright.serving.pages import NO_PAGE
 from shardwright.serving.request import Finish, Request
 from shardwright.serving.scheduler import Job, Limits, Phase, Scheduler
 
@@ -156,3 +158,32 @@ def test_impossible_requests(prompt: int, new: int, limits: Limits, says: str) -
     with pytest.raises(ServingError, match=says):
         limits.check(job(0, prompt, new).request)
     limits.check(job(0, prompt - 1, new).request)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_page_stays_while_a_query_sees_it(size: int) -> None:
+    """The next query sees its own position and the `window - 1` before it, and no other."""
+    window, new = 6, 15
+    limits = Limits(
+        slots=1, capacity=32, prefill_rows=1, chunk=5, queue=1, pages=32, page_size=size
+    )
+    scheduler, one = PagedScheduler(limits, window=window), job(0, 11, new)
+    scheduler.submit(one)
+    scheduler.admit()
+
+    def check(held: int) -> None:
+        assert scheduler.held(one) == held
+        visible = range(max(held - window + 1, 0), held)
+        kept = [at for at, page in enumerate(scheduler.table(one).pages) if page != NO_PAGE]
+        assert kept == sorted({position // size for position in visible})
+
+    for held in (5, 10, 11):
+        scheduler.advance(scheduler.chunks())
+        check(held)
+    scheduler.start(one)
+    scheduler.write(one, 1)
+    for held in range(12, 11 + new - 1):
+        scheduler.grow(1)
+        scheduler.write(one, 1)
+        scheduler.wrote(one)
+        check(held)
