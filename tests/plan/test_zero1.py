@@ -16,9 +16,12 @@ from shardwright.cli.programs import plan_program, read_programs
 from shardwright.plan import Program
 from shardwright.plan.collectives.read import read_collectives
 from shardwright.plan.planner import PlanReport
+from shardwright.plan.verify.run import verify_plan
 from shardwright.vocabulary.modes import MODE_TRAIN
 from tests.plan.against_xla import FOLDED, planned_bytes
 from tests.plan.test_walk import HIDDEN, SPECS, X, gradient, shapes
+from tests.plan.tpu_programs import train_program
+from tests.tpu_compile import MARKS
 
 ADAM = optax.adamw(1e-3)
 PARAMS = shapes(SPECS)
@@ -145,3 +148,21 @@ def test_reference_decoder_updates_its_shards(tmp_path: Path) -> None:
     gathers = [event for event in report.events if str(event.kind) == "all_gather"]
     weights = report.state.of("parameters")
     assert sum(each.logical_bytes for each in gathers) == weights.total
+
+
+class TestOnTpu:
+    """Compiled for TPUs that are not there, in bfloat16."""
+
+    pytestmark = MARKS
+
+    @pytest.mark.parametrize("zero1", [True, False])
+    @pytest.mark.parametrize("preset", [name for name in MESHES if name != "single"])
+    def test_plan_equals_the_compiled_step(self, preset: str, zero1: bool) -> None:
+        strategy = with_zero1(preset) if zero1 else sw.Strategy.preset(preset)
+        mesh = sw.abstract_mesh(MESHES[preset])
+        pm = sw.PartitionManager(strategy, mesh=mesh, mode="train")
+        found = verify_plan(pm, train_program(), topology="v5e:2x4")
+        # A reduce-scatter of rows that do not fill tiles is padded.
+        assert all(row.equal for row in found.traffic), found.traffic
+        assert found.compiled.peak is not None
+        assert found.report.memory.low <= found.compiled.peak <= 1.05 * found.report.memory.high

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import shardwright as sw
 from shardwright.plan import Program
@@ -29,6 +30,26 @@ def forward_program(*, batch: int = 16, length: int = 256, embed: int = 1024) ->
     params = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in specs.items()}
     x = jax.ShapeDtypeStruct((batch, length, embed), jnp.bfloat16)
     return Program(forward, (params, x), (specs, HIDDEN), HIDDEN)
+
+
+def train_program() -> Program:
+    """Return a training step of an MLP with Adam."""
+    forward = forward_program(batch=32)
+    optimizer = optax.adamw(1e-3)
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return (forward.function(params, x).astype(jnp.float32) ** 2).mean()
+
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, x = forward.shapes
+    specs, hidden = forward.specs
+    state = jax.eval_shape(optimizer.init, params)
+    axes = sw.annotate_state(state, specs)
+    holds = ("parameters", "optimizer", "inputs")
+    return Program(step, (params, state, x), (specs, axes, hidden), (specs, axes), holds, (0, 1))
 
 
 def large_program() -> Program:

@@ -21,6 +21,7 @@ from shardwright.attention.sharding import resolve_joint
 from shardwright.errors import AttentionError
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
+from shardwright.manager.platform import platform_of
 from shardwright.mesh.build import create_mesh
 from shardwright.resolution import resolver
 from shardwright.resolution.partition_axis import PartitionAxis
@@ -127,7 +128,7 @@ class AttentionMetadata:
             ("blocksize_q", 512, None),
             ("blocksize_k", 1024, None),
             ("blocksize_b", 1, None),
-            ("backend", _backend(), None),
+            ("backend", platform_of(None), None),
         ):
             self.set_attrs_carefully(name, default, pickup_name)
         self.set_attrs_carefully("platform", self.backend)
@@ -509,11 +510,6 @@ def _dims(joint: JointSpecs) -> Any:
         joint.kv_length,
         joint.kv_heads,
     )
-
-
-def _backend() -> str:
-    name = jax.default_backend()
-    return "gpu" if name in ("cuda", "rocm") else name
 
 
 def _ambient() -> Mesh | AbstractMesh | EMPTY_VAL:

@@ -25,6 +25,7 @@ from shardwright.attention.run import run
 from shardwright.errors import AttentionError
 from shardwright.interop.easydel import attention_metadata
 from shardwright.interop.easydel.attention_metadata import AttentionMetadata, AttentionOutput
+from shardwright.manager.platform import platform_of
 
 ImplClass = TypeVar("ImplClass", bound="type[AttentionImpl]")
 
@@ -157,8 +158,7 @@ class AttentionImpl(abc.ABC):
     @staticmethod
     def current_backend() -> str:
         """Return "tpu", "gpu" or "cpu"."""
-        backend = jax.default_backend()
-        return "gpu" if backend in ("cuda", "rocm") else backend
+        return platform_of(None)
 
     @staticmethod
     def repeat_kv_heads(k: jax.Array, v: jax.Array, num_reps: int) -> tuple[jax.Array, jax.Array]:
