@@ -139,21 +139,49 @@ def tracks_varying() -> bool:
     return True if check is None else bool(check.value)
 
 
-def vary_together(values: Any) -> Any:
+def vary_together(values: Any, *, over: tuple[str, ...] = ()) -> Any:
     """Cast the arrays of a tree so that each varies over the union of their varying mesh axes.
 
     The carries of a scan, the branches of a `cond` and the cotangents of a `custom_vjp` must have
     equal types. The transpose of this cast is a sum over shards, which the gradient of a replicated
     operand needs.
+
+    Args:
+      values: A tree of arrays.
+      over: Mesh axes to add to the union.
     """
-    leaves, structure = jax.tree.flatten(values)
-    axes = [frozenset(jax.typeof(leaf).manual_axis_type.varying) for leaf in leaves]
-    union = frozenset().union(*axes)
-    cast = [
-        leaf if own == union else jax.lax.pcast(leaf, tuple(sorted(union - own)), to="varying")
-        for leaf, own in zip(leaves, axes, strict=True)
-    ]
-    return jax.tree.unflatten(structure, cast)
+    union = _varying_of(values).union(over)
+    return jax.tree.map(lambda leaf: _vary(leaf, union), values)
+
+
+def vary_as(values: Any, others: Any) -> Any:
+    """Cast the arrays of a tree so that each varies over all mesh axes that others vary over."""
+    union = _varying_of(others)
+    return jax.tree.map(lambda leaf: _vary(leaf, union), values)
+
+
+def untracked(values: Any) -> Any:
+    """Return arrays without the varying mesh axes of an enclosing `shard_map` in their types.
+
+    Only for use inside `shard_map(check_vma=False)`, where operations drop them from their results.
+    """
+
+    def drop(leaf: Any) -> Any:
+        if not jax.typeof(leaf).manual_axis_type.varying:
+            return leaf
+        return jax.lax.squeeze(jax.lax.expand_dims(leaf, (0,)), (0,))
+
+    return jax.tree.map(drop, values)
+
+
+def _varying_of(values: Any) -> frozenset[str]:
+    types = map(jax.typeof, jax.tree.leaves(values))
+    return frozenset().union(*(each.manual_axis_type.varying for each in types))
+
+
+def _vary(leaf: Any, axes: frozenset[str]) -> Any:
+    missing = axes - jax.typeof(leaf).manual_axis_type.varying
+    return jax.lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
 
 
 def call_shard_map(

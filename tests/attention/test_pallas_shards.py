@@ -12,7 +12,7 @@ import pytest
 from shardwright.attention.call import AttentionCall, JointSpecs, KVHeads, Operands, Recipe, Result
 from shardwright.attention.kernels import blockwise, vanilla
 from shardwright.attention.masks import MaskRules
-from shardwright.attention.parts.pallas_shards import run_opaque
+from shardwright.attention.parts.shards import run_opaque
 from shardwright.testing import assert_collectives, cpu_mesh
 from tests.attention.conformance import QUICK
 from tests.attention.operands import floats, make_operands, without

@@ -204,24 +204,6 @@ def test_gpu_and_float16_are_refused() -> None:
     assert splash.supports(half) == ("TPUs do not compute in float16",)
 
 
-def test_inside_shard_map_is_refused() -> None:
-    pm = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh("dp:2,tp:2"))
-    says = "its kernel cannot run inside a shard_map, and the call is inside one over dp"
-    seen = []
-
-    def local(*given: jax.Array) -> jax.Array:
-        with pm:
-            seen.append(explain(*given, mode="train", implementation="splash").refusals[0].reasons)
-        return given[0]
-
-    spec = jax.P("dp")
-    run = jax.shard_map(
-        local, mesh=pm.mesh, in_specs=(spec,) * 3, out_specs=spec, axis_names={"dp"}
-    )
-    jax.make_jaxpr(run)(*arrays(kv_heads=2))
-    assert seen == [(says,)]
-
-
 def test_auto_choice_on_tpus() -> None:
     from shardwright.attention.choose import choose
 

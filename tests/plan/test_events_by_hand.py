@@ -143,7 +143,7 @@ def ring_attention() -> tuple[PlanReport, list[Row]]:
     array = jax.ShapeDtypeStruct((batch, length, heads, dim), jnp.float32)
     report = pm.plan(gradients, array, array, array, specs=(QUERY, KEY, KEY))
     pair = 2 * batch * length // 8 * heads * dim * F32  # keys and values travel together
-    axis = ("sp",), ("QUERY_LENGTH",)
+    axis = ("sp",), ("KV_LENGTH",)
     return report, [
         ("permute", *axis, pair, 1),  # their gradients travel one step more, back home
         *[("permute", *axis, pair, 7)] * 3,  # forward; backward, with their gradients

@@ -312,11 +312,18 @@ class Result:
       lse: `[batch, heads, q_length]` float32, -inf for a row without keys and sinks. Required if
         `call.return_lse`.
       weights: `[batch, heads, q_length, kv_length]`. Required if `call.return_weights`.
+      kept: Other local arrays that the backward pass of a kernel reads, beside operands, output and
+        logsumexp. A remat policy that saves the logsumexp saves them too.
     """
 
     o: Any
     lse: Any = None
     weights: Any = None
+    kept: tuple[Any, ...] = ()
+
+    def without_kept(self) -> Result:
+        """Return the result without `kept`."""
+        return dataclasses.replace(self, kept=())
 
     def only(self, call: AttentionCall) -> Result:
         """Return the result without the arrays that the call does not ask for."""

@@ -24,8 +24,12 @@ from shardwright.attention.parts.online_softmax import (
     visible,
     without_remains,
 )
-from shardwright.attention.parts.pallas_shards import run_opaque
-from shardwright.attention.parts.shards import lengths_are_whole, no_weights, run_on_shards
+from shardwright.attention.parts.shards import (
+    lengths_are_whole,
+    no_weights,
+    run_on_shards,
+    run_opaque,
+)
 
 __all__ = [
     "Running",

@@ -21,10 +21,9 @@ To write an implementation of your own:
    and dropout depend on global positions, so a kernel gets another shard of keys with
    `operands.replace(k=…, v=…, kv_positions=…, kv_segment_ids=…)`. It slices dense masks and biases
    itself.
-5. A `custom_vjp` inside `shard_map` needs operands that vary over the same mesh axes: call
-   `_jax.vary_together(operands)` first. The transpose of that call sums the gradients of replicated
-   operands, so a backward pass needs no `psum` for them. A scan's carry comes from `start` or
-   `zeros_like`.
+5. `run_on_shards` sums the gradients of replicated operands, so a backward pass needs no `psum` for
+   them. A scan's carry comes from `start` or `zeros_like`. If the output is sharded over all mesh
+   axes of the call, residuals are kept for the backward pass; otherwise it runs the kernel again.
 6. Pass both functions to `register(Implementation(name=…, supports=…, run=…))`.
 """
 

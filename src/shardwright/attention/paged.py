@@ -195,7 +195,7 @@ def _run(operands: Operands, tables: jax.Array, call: AttentionCall) -> Result:
         functools.partial(_attend, call=call),
         (operands, tables, *heads),
         (by_operand, table_spec, *shards.head_specs(call)),
-        out_specs=shards.result_specs(call),
+        out_specs=Result(o=specs.output, lse=specs.lse).only(call),
         mesh=call.mesh,
     )
     return result

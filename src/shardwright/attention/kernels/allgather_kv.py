@@ -14,14 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwright import _jax
-from shardwright.attention.call import (
-    LSE_NAME,
-    OUTPUT_NAME,
-    AttentionCall,
-    Operands,
-    Recipe,
-    Result,
-)
+from shardwright.attention.call import AttentionCall, Operands, Recipe, Result
 from shardwright.attention.kernels import blockwise
 from shardwright.attention.parts import inner_kernel, sequence, shards
 from shardwright.attention.parts.derivatives import differentiable
@@ -99,15 +92,15 @@ def _run(shard: Operands, *, call: AttentionCall, inner: inner_kernel.Inner) -> 
     rows = inner_kernel.first_rows(call, shards=call.shards(call.specs.q_length))
     kernel = inner_kernel.blocks_of(inner, call, first_rows=rows)
     if call.shards(axes) == 1:
-        o, lse = kernel.attend(shard, call.recipe)
+        o, lse, lse_error = kernel.attend(shard, call.recipe)
     else:
         recipe = inner_kernel.recipe_of(inner, shard, call)
         gathering = _Gathering(recipe=recipe, axes=axes, ranks=call.shards(axes), kernel=kernel)
-        o, lse, _ = _attend(
+        o, lse, lse_error = _attend(
             gathering,
             *sequence.split_floats(_jax.vary_together(sequence.with_whole_rows(shard, call))),
         )
-    return Result(o=o, lse=lse).only(call)
+    return Result(o=o, lse=lse, kept=(lse_error,))
 
 
 def _values(
@@ -137,4 +130,4 @@ def _backward_pass(gathering: _Gathering, residuals: Any, cotangents: Any) -> di
     return sequence.cotangents(floats, q=grads.q, k=dk, v=dv, bias=grads.bias, sinks=sinks)
 
 
-_attend = differentiable(_values, _backward_pass, names=(OUTPUT_NAME, LSE_NAME))
+_attend = differentiable(_values, _backward_pass)

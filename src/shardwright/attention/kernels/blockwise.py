@@ -26,14 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwright import _jax
-from shardwright.attention.call import (
-    LSE_NAME,
-    OUTPUT_NAME,
-    AttentionCall,
-    Operands,
-    Recipe,
-    Result,
-)
+from shardwright.attention.call import AttentionCall, Operands, Recipe, Result
 from shardwright.attention.parts import blocks, online_softmax
 from shardwright.attention.parts.blocks import Grid
 from shardwright.attention.parts.derivatives import differentiable
@@ -72,30 +65,23 @@ def run(operands: Operands, call: AttentionCall) -> Result:
 def _attend_shard(call: AttentionCall, shard: Operands) -> Result:
     shard = _jax.vary_together(shard)
     floats = {name: getattr(shard, name) for name in _FLOATS}
-    o, lse, _ = _attend((call.recipe, call.dtype), floats, shard.replace(**_NO_FLOATS))
-    return Result(o=o, lse=lse if call.return_lse else None)
+    o, lse, lse_error = _attend((call.recipe, call.dtype), floats, shard.replace(**_NO_FLOATS))
+    return Result(o=o, lse=lse, kept=(lse_error,))
 
 
 def attend(
     operands: Operands, recipe: Recipe, *, dtype: str | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Return the output `[batch, q_length, heads, v_dim]` and the logsumexp. Differentiable.
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Return the output, the logsumexp and, with a bias, its rounding error. Differentiable.
 
     Args:
       operands: Local arrays.
       recipe: The static part.
       dtype: Dtype of the output. Defaults to that of q.
-    """
-    o, lse, _ = attend_exactly(operands, recipe, dtype=dtype)
-    return o, lse
 
-
-def attend_exactly(
-    operands: Operands, recipe: Recipe, *, dtype: str | None = None
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Return the results of `attend` and, with a bias, the rounding error of the logsumexp.
-
-    See `online_softmax.lse_error_of`.
+    Returns:
+      `[batch, q_length, heads, v_dim]`, and twice `[batch, heads, q_length]`; see
+      `online_softmax.lse_error_of`.
     """
     operands = _jax.vary_together(operands)
     floats = {name: getattr(operands, name) for name in _FLOATS}
@@ -130,7 +116,7 @@ def _backward_pass(static: tuple[Recipe, str], residuals: Any, cotangents: Any) 
     }
 
 
-_attend = differentiable(_values, _backward_pass, names=(OUTPUT_NAME, LSE_NAME))
+_attend = differentiable(_values, _backward_pass)
 
 
 # Forward.

@@ -16,8 +16,12 @@ import jax.numpy as jnp
 
 from shardwright.attention.call import AttentionCall, Operands, Result
 from shardwright.attention.kernels.sdpa import missing_arguments, or_zero
-from shardwright.attention.parts.pallas_shards import inside_shard_map, run_opaque
-from shardwright.attention.parts.shards import lengths_are_whole, no_weights
+from shardwright.attention.parts.shards import (
+    inside_shard_map,
+    lengths_are_whole,
+    no_weights,
+    run_opaque,
+)
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
@@ -39,7 +43,7 @@ def not_in_cudnn(call: AttentionCall, before: tuple[str, ...] = ()) -> tuple[str
       call: The call.
       before: Other reasons. If there are any, cuDNN is not tried on the machine.
     """
-    reasons = (*before, *missing_arguments(call), *_limits(call), *inside_shard_map())
+    reasons = (*before, *missing_arguments(call), *_limits(call), *inside_shard_map(call))
     if reasons:
         return reasons
     # This starts a backend and compiles.

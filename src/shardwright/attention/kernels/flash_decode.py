@@ -15,7 +15,7 @@ collectives send them:
 - If the queries are sharded over all mesh axes of the keys, as in a prefill chunk, their rows are
   gathered first. The all-to-all then returns to each shard the partial results of its own rows.
 
-JAX differentiates this implementation.
+JAX differentiates this implementation. Its backward pass runs the forward pass again.
 """
 
 from __future__ import annotations
@@ -255,13 +255,13 @@ def factored(call: AttentionCall) -> tuple[str, ...]:
 
 def _run(shard: Operands, *, call: AttentionCall) -> Result:
     if not call.specs.kv_length:
-        o, lse = blockwise.attend(shard, call.recipe)
-        return Result(o=o, lse=lse).only(call)
+        o, lse, lse_error = blockwise.attend(shard, call.recipe)
+        return Result(o=o, lse=lse, kept=(lse_error,))
     combine = combination(call.specs, call)
     all_rows = _with_all_rows(shard, combine.row_axes, call)
     operands = combine.with_all_heads(all_rows).replace(sinks=None)
-    o, lse, lse_error = blockwise.attend_exactly(operands, call.recipe, dtype="float32")
-    return combine(o, lse, sinks=shard.sinks, dtype=call.dtype, lse_error=lse_error).only(call)
+    o, lse, lse_error = blockwise.attend(operands, call.recipe, dtype="float32")
+    return combine(o, lse, sinks=shard.sinks, dtype=call.dtype, lse_error=lse_error)
 
 
 def _with_all_rows(shard: Operands, axes: tuple[str, ...], call: AttentionCall) -> Operands:

@@ -18,14 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwright import _jax
-from shardwright.attention.call import (
-    LSE_NAME,
-    OUTPUT_NAME,
-    AttentionCall,
-    Operands,
-    Recipe,
-    Result,
-)
+from shardwright.attention.call import AttentionCall, Operands, Recipe, Result
 from shardwright.attention.kernels import blockwise
 from shardwright.attention.masks import block_is_empty
 from shardwright.attention.parts import inner_kernel, online_softmax, sequence, shards
@@ -125,7 +118,7 @@ def _inner_of(call: AttentionCall) -> inner_kernel.Inner:
 def _run(shard: Operands, *, call: AttentionCall, inner: inner_kernel.Inner) -> Result:
     axes = call.specs.kv_length
     if call.shards(axes) == 1:
-        o, lse = inner_kernel.attend_whole(inner, call)(shard, call.recipe)
+        o, lse, lse_error = inner_kernel.attend_whole(inner, call)(shard, call.recipe)
     else:
         ring = _Ring(
             recipe=inner_kernel.recipe_of(inner, shard, call),
@@ -135,11 +128,11 @@ def _run(shard: Operands, *, call: AttentionCall, inner: inner_kernel.Inner) -> 
             loop=call.loop,
             kernel=inner_kernel.blocks_of(inner, call),
         )
-        o, lse, _ = _attend(
+        o, lse, lse_error = _attend(
             ring,
             *sequence.split_floats(_jax.vary_together(sequence.with_whole_rows(shard, call))),
         )
-    return Result(o=o, lse=lse).only(call)
+    return Result(o=o, lse=lse, kept=(lse_error,))
 
 
 @jax.tree_util.register_dataclass
@@ -216,7 +209,7 @@ def _backward_pass(ring: _Ring, residuals: Any, cotangents: Any) -> dict[str, An
     return sequence.cotangents(floats, q=grads.q, k=dk, v=dv, bias=grads.bias, sinks=sinks)
 
 
-_attend = differentiable(_values, _backward_pass, names=(OUTPUT_NAME, LSE_NAME))
+_attend = differentiable(_values, _backward_pass)
 
 
 def _turn(ring: _Ring, step: Any, carry: Any) -> Any:

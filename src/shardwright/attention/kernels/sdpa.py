@@ -10,9 +10,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from shardwright.attention.call import OUTPUT_NAME, AttentionCall, Operands, Result
+from shardwright.attention.call import AttentionCall, Operands, Result
 from shardwright.attention.parts import online_softmax
 from shardwright.attention.parts.shards import lengths_are_whole, no_weights, run_on_shards
 
@@ -65,7 +64,7 @@ def _attend(shard: Operands, *, call: AttentionCall, dtype: str) -> Result:
         )
     o = o.astype(call.dtype)
     o = o if seen is None else or_zero(o, jnp.any(seen, axis=-1))
-    return Result(o=checkpoint_name(o, OUTPUT_NAME))
+    return Result(o=o)
 
 
 def _visible(shard: Operands, call: AttentionCall) -> tuple[jax.Array | None, jax.Array | None]:

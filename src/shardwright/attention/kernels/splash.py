@@ -10,8 +10,12 @@ from __future__ import annotations
 
 from shardwright.attention.call import AttentionCall, Operands, Result
 from shardwright.attention.kernels.splash_tiles import block_rows, whole_lanes
-from shardwright.attention.parts.pallas_shards import inside_shard_map, run_opaque
-from shardwright.attention.parts.shards import lengths_are_whole, no_weights
+from shardwright.attention.parts.shards import (
+    inside_shard_map,
+    lengths_are_whole,
+    no_weights,
+    run_opaque,
+)
 
 # Limit of the entries of the table of blocks: four bytes each, in 1 MiB of scalar memory.
 _MOST_BLOCKS = 2**17
@@ -30,8 +34,8 @@ def run(operands: Operands, call: AttentionCall) -> Result:
     splash = splash_blocks.SplashBlocks(interpret=call.platform != "tpu", first_rows=first_rows)
 
     def kernel(shard: Operands) -> Result:
-        o, lse = splash.attend(shard, call.recipe)
-        return Result(o=o, lse=lse).only(call)
+        o, lse, _ = splash.attend(shard, call.recipe)
+        return Result(o=o, lse=lse)
 
     return run_opaque(kernel, operands, call)
 
@@ -54,7 +58,7 @@ def not_in_splash(call: AttentionCall, *, q_shards: int = 1, kv_shards: int = 1)
         "TPUs do not compute in float16": call.dtype == "float16",
         f"its table of blocks would have {too_many}": blocks > _MOST_BLOCKS,
     }
-    return (*(reason for reason, holds in reasons.items() if holds), *inside_shard_map())
+    return (*(reason for reason, holds in reasons.items() if holds), *inside_shard_map(call))
 
 
 def _blocks(call: AttentionCall, q_shards: int, kv_shards: int) -> int:

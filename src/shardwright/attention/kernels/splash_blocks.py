@@ -9,7 +9,6 @@ only as many steps as the largest number of visits.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from shardwright.attention.kernels.splash_kernel import EMPTY, FULL, KINDS, PART
 from shardwright.attention.kernels.splash_tiles import block_rows, whole_lanes
 from shardwright.attention.masks import block_is_empty, block_is_full
 from shardwright.attention.parts import online_softmax
+from shardwright.attention.parts.derivatives import differentiable
 from shardwright.attention.parts.online_softmax import Running
 
 _HIGHEST = np.iinfo(np.int32).max
@@ -48,7 +48,11 @@ class SplashBlocks:
         before = (
             None
             if state is None
-            else tuple(block.pad_rows(x) for x in (state.o, *_rows_of(state.m, state.l)))
+            else (
+                block.pad_rows(state.o),
+                block.pad_numbers(state.m),
+                block.pad_numbers(state.l),
+            )
         )
         table = block.table(keys_outside=False)
         o, top, total = splash_kernel.run_forward(
@@ -87,8 +91,11 @@ class SplashBlocks:
         # effect.
         no_keys = jnp.isneginf(lse)
         lse, delta = jnp.where(no_keys, 0.0, lse), jnp.where(no_keys, 0.0, delta)
-        rows = (block.pad_rows(x) for x in (jnp.swapaxes(do, 1, 2), *_rows_of(lse, delta)))
-        cotangents = tuple(rows)
+        cotangents = (
+            block.pad_rows(jnp.swapaxes(do, 1, 2)),
+            block.pad_numbers(lse),
+            block.pad_numbers(delta),
+        )
         dq_onto = None if onto is None else block.pad_rows(jnp.swapaxes(onto.q, 1, 2))
         kv_onto = (
             None
@@ -112,16 +119,17 @@ class SplashBlocks:
         o, lse, _ = blockwise.finish(state, operands)
         return o, lse, None
 
-    def attend(self, operands: Operands, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
+    def attend(self, operands: Operands, recipe: Recipe) -> tuple[jax.Array, jax.Array, None]:
         """Return the output and the logsumexp; see `blockwise.attend`. Differentiable."""
         floats = {name: getattr(operands, name) for name in ("q", "k", "v", "sinks")}
-        return _attend(self, recipe, floats, operands.replace(**dict.fromkeys(floats)))
+        o, lse = _attend((self, recipe), floats, operands.replace(**dict.fromkeys(floats)))
+        return o, lse, None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(
-    splash: SplashBlocks, recipe: Recipe, floats: dict[str, Any], rest: Operands
+def _values(
+    static: tuple[SplashBlocks, Recipe], floats: dict[str, Any], rest: Operands
 ) -> tuple[jax.Array, jax.Array]:
+    splash, recipe = static
     block = _Local.of(rest.replace(**floats), recipe, splash)
     sinks = None if floats["sinks"] is None else floats["sinks"].astype(jnp.float32)
     table = block.table(keys_outside=False)
@@ -131,15 +139,11 @@ def _attend(
     return jnp.swapaxes(o, 1, 2)[:, : block.q_length], lse[:, :, 0, : block.q_length]
 
 
-def _attend_forward(
-    splash: SplashBlocks, recipe: Recipe, floats: dict[str, Any], rest: Operands
-) -> Any:
-    o, lse = _attend(splash, recipe, floats, rest)
-    return (o, lse), (floats, rest, o, lse)
-
-
-def _attend_backward(splash: SplashBlocks, recipe: Recipe, residuals: Any, cotangents: Any) -> Any:
-    floats, rest, o, lse = residuals
+def _backward_pass(
+    static: tuple[SplashBlocks, Recipe], residuals: Any, cotangents: Any
+) -> dict[str, Any]:
+    splash, recipe = static
+    floats, rest, (o, lse) = residuals
     do, dlse = cotangents
     delta = blockwise.delta(o, do, dlse)
     own = splash.backward(
@@ -151,10 +155,10 @@ def _attend_backward(splash: SplashBlocks, recipe: Recipe, residuals: Any, cotan
     return {
         name: None if grad is None else grad.astype(floats[name].dtype)
         for name, grad in grads.items()
-    }, None
+    }
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+_attend = differentiable(_values, _backward_pass)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -195,11 +199,14 @@ class _Local:
         )
 
     def pad_rows(self, array: jax.Array) -> jax.Array:
-        """Pad `[batch, heads, q_length, dim]` or `[batch, heads, 1, q_length]` to blocks."""
-        padded: jax.Array = _pad(
-            array, 3 if array.shape[2] == 1 < self.q_length else 2, self.qkv[0].shape[2]
-        )
+        """Pad `[batch, heads, q_length, dim]` to whole blocks."""
+        padded: jax.Array = _pad(array, 2, self.qkv[0].shape[2])
         return padded
+
+    def pad_numbers(self, array: jax.Array) -> jax.Array:
+        """Pad `[batch, heads, q_length]` to whole blocks, as rows `[batch, heads, 1, q_length]`."""
+        padded: jax.Array = _pad(array, 2, self.qkv[0].shape[2])
+        return padded[:, :, None]
 
     def pad_keys(self, array: jax.Array) -> jax.Array:
         """Pad `[batch, heads, kv_length, dim]` to whole blocks."""
@@ -240,10 +247,6 @@ class _Local:
             seen = np.broadcast_to(seen, (q_blocks, kv_blocks))
             most = max(most, int(seen.sum(axis=0 if keys_outside else 1).max()))
         return most
-
-
-def _rows_of(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(x[:, :, None] for x in arrays)
 
 
 def _ranges(first: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray]:

@@ -45,13 +45,14 @@ def _inner_of(call: AttentionCall) -> inner_kernel.Inner:
 def _run(shard: Operands, *, call: AttentionCall, inner: inner_kernel.Inner) -> Result:
     axes, attend = call.specs.kv_length, inner_kernel.attend_whole(inner, call)
     if call.shards(axes) == 1:
-        o, lse = attend(shard, call.recipe)
-        return Result(o=o, lse=lse).only(call)
+        o, lse, lse_error = attend(shard, call.recipe)
+        return Result(o=o, lse=lse, kept=(lse_error,))
     whole = _with_some_heads(_jax.vary_together(_with_all_rows(shard, call)), call)
-    o, lse = attend(whole, sequence.within_halves(call.recipe, shard, call))
+    o, lse, lse_error = attend(whole, sequence.within_halves(call.recipe, shard, call))
     return Result(
         o=_swap(o, axes, split=1, join=2),
         lse=_swap(lse, axes, split=2, join=1) if call.return_lse else None,
+        kept=(o, lse, lse_error),
     )
 
 

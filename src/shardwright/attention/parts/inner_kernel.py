@@ -16,7 +16,6 @@ from shardwright.attention.call import AttentionCall, Operands, Recipe, Result
 from shardwright.attention.kernels import blockwise, cudnn
 from shardwright.attention.kernels.splash import not_in_splash
 from shardwright.attention.parts import sequence, shards
-from shardwright.attention.parts.pallas_shards import run_opaque
 
 Kernel = Callable[[Operands], Result]
 
@@ -96,7 +95,7 @@ def recipe_of(inner: Inner, shard: Operands, call: AttentionCall) -> Recipe:
 
 
 def attend_whole(inner: Inner, call: AttentionCall) -> Callable[..., Any]:
-    """Return a function from whole local sequences and a recipe to the output and the logsumexp.
+    """Return a function from whole local sequences and a recipe to what `blockwise.attend` returns.
 
     cuDNN returns None for the logsumexp.
     """
@@ -119,13 +118,13 @@ def run_inner(
 ) -> Result:
     """Return `kernel(shard, call=call, inner=inner)` of all shards as global arrays."""
     # JAX cannot differentiate the platforms' own kernels.
-    run = shards.run_on_shards if inner.name == "blockwise" else run_opaque
+    run = shards.run_on_shards if inner.name == "blockwise" else shards.run_opaque
     return run(functools.partial(kernel, call=call, inner=inner), operands, call)
 
 
-def _attend_by_cudnn(whole: Operands, recipe: Any, *, call: AttentionCall) -> tuple[Any, None]:
+def _attend_by_cudnn(whole: Operands, recipe: Any, *, call: AttentionCall) -> tuple[Any, ...]:
     del recipe  # cuDNN reads the recipe of the call
-    return cudnn.attend(whole, call=call).o, None
+    return cudnn.attend(whole, call=call).o, None, None
 
 
 def _on_cpus(call: AttentionCall) -> bool:

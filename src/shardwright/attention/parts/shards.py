@@ -1,74 +1,308 @@
-"""Run a kernel on the shards of a call: one `shard_map` for every implementation."""
+"""Run a kernel on the shards of a call: one `shard_map` per direction, for every implementation.
+
+JAX can differentiate a `shard_map`, but not in every program. Inside another `shard_map`, as in
+gradient accumulation, the residuals between the two directions get shardings that XLA refuses. In a
+`lax.scan` over layers, JAX 0.10 moves what depends on no array of the layer, such as masks, out of
+the loop; it then splits the forward pass, and stores the masks of all blocks. So the `custom_vjp`
+in this module is outside of the `shard_map`, and its forward pass is one `jax.checkpoint`, which
+JAX does not split. The backward pass is a second `shard_map`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from shardwright import _jax
-from shardwright.attention.call import OPERAND_DIMS, AttentionCall, KVHeads, Operands, Result
-from shardwright.manager.shards import call_on_shards
+from shardwright.attention.call import (
+    LSE_NAME,
+    OPERAND_DIMS,
+    OUTPUT_NAME,
+    AttentionCall,
+    KVHeads,
+    Operands,
+    Result,
+)
+from shardwright.attention.parts.derivatives import not_differentiable
+from shardwright.attention.parts.sequence import split_floats
+from shardwright.manager.shards import place_for_shard_map
+from shardwright.resolution.partition_specs import entry_names, spec_of
 
 Kernel = Callable[[Operands], Result]
+_OPAQUE = "a kernel that JAX cannot look into, such as splash or cudnn,"
 
 
-def run_on_shards(kernel: Kernel, operands: Operands, call: AttentionCall) -> Result:
-    """Return `kernel(shards)` as global arrays; `kernel(operands)` if no mesh axis shards them.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Job:
+    """The static part.
+
+    Attributes:
+      kernel: Function of local operands.
+      call: The call.
+      floats: The specs of the operands that have gradients, by name.
+      others: The specs of the rest: operands without floats, and the numbers of the heads.
+      opaque: Whether JAX cannot look into the kernel.
+    """
+
+    kernel: Kernel
+    call: AttentionCall
+    floats: dict[str, PartitionSpec]
+    others: Any
+    opaque: bool
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that split the work."""
+        return self.call.specs.mesh_axes
+
+    @property
+    def results(self) -> Result:
+        """The specs of the results."""
+        specs = self.call.specs
+        return Result(o=specs.output, lse=specs.lse, weights=specs.weights)
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether the backward pass runs the kernel again instead of reading residuals.
+
+        That is so if mesh axes replicate the output, as in `flash_decode`. Residuals that all
+        shards share would come back to the second `shard_map` as if each shard had its own.
+        """
+        return not self.opaque and bool(set(self.axes) - _names(self.call.specs.output))
+
+    def shared_over(self, name: str) -> tuple[str, ...]:
+        """Return the mesh axes over which a gradient is summed; () if JAX sums it."""
+        if self.runs_again:
+            return ()
+        own = _names(self.floats[name])
+        return tuple(axis for axis in self.axes if axis not in own)
+
+    def map(self, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """Return a function of global arrays, from one of local arrays."""
+        call, mapped = self.call, local
+        if call.mesh is not None and (self.axes or self.opaque):
+            # Pallas prevents JAX from tracking which devices hold equal values.
+            mapped = _jax.call_shard_map(
+                local,
+                mesh=call.mesh if _jax.ambient_mesh() is None else None,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                check_vma=not self.opaque,
+            )
+        if not self.opaque:
+            return mapped
+
+        def tracked_outside(*arguments: Any) -> Any:
+            # In an enclosing shard_map, the results vary over the mesh axes of the arguments.
+            return _jax.vary_as(mapped(*arguments), arguments)
+
+        return not_differentiable(tracked_outside, _OPAQUE)
+
+    def vary(self, arrays: Any) -> Any:
+        """Cast local arrays so that each varies over all mesh axes, as the output does."""
+        if self.opaque:
+            return _jax.untracked(arrays)
+        return arrays if self.runs_again else _jax.vary_together(arrays, over=self.axes)
+
+    def read(self, floats: dict[str, Any], others: Any) -> Operands:
+        """Return what the kernel reads, from local arrays."""
+        rest, *heads = others
+        return pick_kv_heads(rest.replace(**floats), self.call, *heads)
+
+
+def run_on_shards(
+    kernel: Kernel, operands: Operands, call: AttentionCall, *, opaque: bool = False
+) -> Result:
+    """Return `kernel(shards)` as global arrays; `kernel(operands)` without a mesh.
 
     The kernel's k and v, and their scales, hold the kv heads that its query heads read, so local
     query head h reads local kv head `h * kv_heads // heads`. (With the grouping FACTOR that holds
     once the query heads are gathered over the keys' mesh axes.) The kernel itself calls the
     collectives over `call.specs.kv_length` and other mesh axes. Its output is sharded as
     `specs.output` and `specs.lse` say. Gradients of an operand that is replicated over a mesh axis
-    are summed over that axis automatically.
+    are summed over that axis, in float32.
+
+    The result is differentiable in reverse mode if the kernel is. Remat policies may save the
+    output and the logsumexp by their names, and what the kernel returns as `kept`.
 
     Args:
-      kernel: Function of local operands.
+      kernel: Function of local operands. It returns an output, and a logsumexp if the call asks for
+        it. If it always returns the logsumexp, the backward pass reads that.
+      operands: Global arrays.
+      call: Their description and sharding.
+      opaque: Whether JAX cannot look into the kernel; see `run_opaque`.
+    """
+    floats, rest = split_floats(operands)
+    floats = {name: x for name, x in floats.items() if x is not None}
+    specs = call.specs.operands(operands)
+    job = _Job(
+        kernel=kernel,
+        call=call,
+        floats={name: getattr(specs, name) for name in floats},
+        others=(call.specs.operands(rest), *head_specs(call)),
+        opaque=opaque,
+    )
+    # Inside another shard_map, and over Explicit mesh axes, a cotangent must have the type of its
+    # argument. The casts are outside of the custom_vjp, so JAX transposes them.
+    arguments = _jax.vary_together((floats, (rest, *head_numbers(call))))
+    if call.mesh is not None:
+        arguments = place_for_shard_map(arguments, (job.floats, job.others), mesh=call.mesh)
+    result: Result = _run(job, *arguments)
+    return result.only(call)
+
+
+def run_opaque(kernel: Kernel, operands: Operands, call: AttentionCall) -> Result:
+    """Do the same with a kernel that JAX cannot look into, such as a Pallas kernel.
+
+    Derivatives of gradients are refused.
+
+    Args:
+      kernel: Function of local operands, differentiable in reverse mode.
       operands: Global arrays.
       call: Their description and sharding.
     """
-    if call.mesh is None or not call.specs.mesh_axes:
-        return kernel(operands)
+    return run_on_shards(kernel, operands, call, opaque=True)
 
-    def local(shard: Operands, heads: jax.Array, kv_heads: jax.Array) -> Result:
-        return kernel(pick_kv_heads(shard, call, heads, kv_heads))
 
-    result: Result = call_on_shards(
-        local,
-        (operands, *head_numbers(call)),
-        (call.specs.operands(operands), *head_specs(call)),
-        out_specs=result_specs(call),
-        mesh=call.mesh,
-    )
+def inside_shard_map(call: AttentionCall) -> tuple[str, ...]:
+    """Return the reason to refuse an opaque kernel inside a `shard_map` over all mesh axes.
+
+    That `shard_map` may track varying mesh axes, which it cannot do through the kernel. If a mesh
+    axis is left, `run_opaque` calls another `shard_map` over it, which does not track them.
+    """
+    ambient = _jax.ambient_mesh()
+    if ambient is None or not ambient.manual_axes:
+        return ()
+    manual = ambient.manual_axes
+    if call.mesh is not None and set(ambient.axis_names) > set(manual):
+        return ()
+    return (f"it cannot run inside a shard_map over all mesh axes, {'+'.join(manual)}",)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(job: _Job, floats: dict[str, Any], others: Any) -> Result:
+    def local(floats: dict[str, Any], others: Any) -> Result:
+        return job.kernel(job.read(*job.vary((floats, others)))).without_kept()
+
+    result: Result = job.map(local, (job.floats, job.others), job.results)(floats, others)
     return result
 
 
-def shard_over(
-    local: Callable[..., Any], in_specs: Any, out_specs: Any, call: AttentionCall
-) -> Callable[..., Any]:
-    """Turn a function of local arrays into one of global arrays on the call's mesh.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Residuals:
+    """What the backward pass reads beside the operands and the results.
 
-    This `shard_map` does not track over which mesh axes values vary, because Pallas prevents it.
-
-    Args:
-      local: Function of local arrays.
-      in_specs: The specs of its arguments.
-      out_specs: The specs of its results.
-      call: The call.
+    Attributes:
+      arrays: Residuals of the kernel that are neither operands nor results, with a leading dim of
+        shards.
+      where: For each residual of the kernel, its number among the operands and results; None if it
+        is one of `arrays`.
+      structure: The structure of the kernel's residuals.
     """
-    mesh = None if _jax.ambient_mesh() is not None else call.mesh
-    return _jax.call_shard_map(
-        local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+
+    arrays: Any = ()
+    where: Any = dataclasses.field(default=(), metadata={"static": True})
+    structure: Any = dataclasses.field(default=None, metadata={"static": True})
+
+
+def _forward(job: _Job, floats: dict[str, Any], others: Any) -> Any:
+    where: list[int | None] = []
+    is_kept: list[bool] = []
+    structure: Any = None
+
+    def local(floats: dict[str, Any], others: Any) -> Any:
+        nonlocal structure
+        floats, others = job.vary((floats, others))
+        result, pull_back, kept = _pull_back(job, floats, others)
+        residuals, structure = jax.tree.flatten(() if job.runs_again else pull_back)
+        known = {id(x): at for at, x in enumerate(jax.tree.leaves((floats, others, result)))}
+        where[:] = [known.get(id(x)) for x in residuals]
+        arrays = [x for x, at in zip(residuals, where, strict=True) if at is None]
+        names = set(map(id, kept))
+        is_kept[:] = [id(x) in names for x in arrays]
+        return result, [x[None] for x in arrays]
+
+    specs = (job.results, spec_of(job.axes))
+    result, arrays = jax.checkpoint(job.map(local, (job.floats, job.others), specs))(floats, others)
+    result = Result(
+        o=checkpoint_name(result.o, OUTPUT_NAME),
+        lse=None if result.lse is None else checkpoint_name(result.lse, LSE_NAME),
+        weights=result.weights,
     )
+    arrays = [
+        checkpoint_name(x, LSE_NAME) if kept else x for x, kept in zip(arrays, is_kept, strict=True)
+    ]
+    residuals = _Residuals(arrays=arrays, where=tuple(where), structure=structure)
+    return result, (floats, others, result, residuals)
 
 
-def result_specs(call: AttentionCall) -> Result:
-    """Return the specs of the arrays that a call asks for."""
-    specs = call.specs
-    return Result(o=specs.output, lse=specs.lse, weights=specs.weights).only(call)
+def _backward(job: _Job, saved: Any, cotangents: Result) -> Any:
+    residuals: _Residuals = saved[-1]
+
+    def local(
+        floats: dict[str, Any], others: Any, result: Result, arrays: Any, cotangents: Result
+    ) -> Any:
+        floats, others = job.vary((floats, others))
+        if job.runs_again:
+            result, pull_back, _ = _pull_back(job, floats, others)
+        else:
+            known, rest = jax.tree.leaves((floats, others, result)), iter(x[0] for x in arrays)
+            pull_back = jax.tree.unflatten(
+                residuals.structure,
+                [next(rest) if at is None else known[at] for at in residuals.where],
+            )
+        (grads,) = pull_back(
+            _jax.untracked(cotangents)
+            if job.opaque
+            else jax.tree.map(_jax.vary_as, cotangents, result)
+        )
+        return {name: _sum(job, name, grads[name], floats[name].dtype) for name in job.floats}
+
+    specs = (job.floats, job.others, job.results, spec_of(job.axes), job.results)
+    floats, others, result, _ = saved
+    grads = job.map(local, specs, job.floats)(floats, others, result, residuals.arrays, cotangents)
+    return grads, None
+
+
+_run.defvjp(_forward, _backward)
+
+
+def _pull_back(job: _Job, floats: dict[str, Any], others: Any) -> tuple[Result, Any, Any]:
+    """Return the kernel's result, its pull-back, and what it keeps; from local arrays."""
+    # Gradients of shared operands stay in float32 until they are summed.
+    wide = {
+        name: x.astype(jnp.float32) if job.shared_over(name) else x for name, x in floats.items()
+    }
+
+    def kernel(wide: dict[str, Any]) -> tuple[Result, Any]:
+        narrow = {name: x.astype(floats[name].dtype) for name, x in wide.items()}
+        result = job.kernel(job.read(narrow, others))
+        return result.without_kept(), result.kept
+
+    return jax.vjp(kernel, wide, has_aux=True)
+
+
+def _sum(job: _Job, name: str, grad: jax.Array, dtype: Any) -> jax.Array:
+    """Return a gradient in its operand's dtype, summed over the shards that share the operand."""
+    if over := job.shared_over(name):
+        # Round explicitly. XLA for TPUs turns a float32 sum with a cast into a sum in bfloat16.
+        kind = jnp.finfo(dtype)
+        grad = jax.lax.reduce_precision(
+            jax.lax.psum(grad, over), exponent_bits=kind.nexp, mantissa_bits=kind.nmant
+        )
+    return grad.astype(dtype)
+
+
+def _names(spec: PartitionSpec) -> set[str]:
+    return {axis for entry in spec for axis in entry_names(entry)}
 
 
 def head_numbers(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
