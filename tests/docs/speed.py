@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,9 +103,13 @@ def _missed(results: Mapping[str, Mapping[str, Any]]) -> str:
             f"met{', missed:' if missed else '.'}"
         )
         lines += [
-            (
-                f"    - {row['subject']}, {row['case']}, {row['what']}: {row['value']:.3f} "
-                f"{row['unit']}, not {_target(row)}"
+            textwrap.fill(
+                f"- {row['subject']}, {row['case']}, {row['what']}: {row['value']:.3f} "
+                f"{row['unit']}, not {_target(row)}",
+                width=100,
+                initial_indent="    ",
+                subsequent_indent="      ",
+                break_on_hyphens=False,
             )
             for row in missed
         ]
