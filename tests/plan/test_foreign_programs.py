@@ -116,3 +116,26 @@ def test_sum_in_a_loop_that_is_cut_later_is_marked() -> None:
     assert (choice.mesh_axis, "the loop's body" in choice.fix) == ("fsdp", True)
     report = plan(loss, x, axes, weights=weights, preset="ddp", mesh="dp:8")
     assert not report.walked.choices
+
+
+def test_dispatch_in_one_product_is_marked() -> None:
+    """A one-hot MoE whose slots are constrained to experts only: a TPU gathers, and then sums."""
+    pm = sw.PartitionManager(sw.Strategy.preset("moe_ep"), mesh=sw.abstract_mesh("ep:8"))
+    sent = jax.ShapeDtypeStruct((16, 32, 8, 4), jnp.bfloat16)
+    slots = jax.ShapeDtypeStruct((8, 16, 4, 64), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((16, 32, 64), jnp.bfloat16)
+    mask = (sw.BATCH, sw.EMPTY, sw.EMPTY, sw.EMPTY)
+    expert = (sw.EXPERT, sw.EMPTY, sw.EMPTY, sw.EMPTY)
+
+    def dispatch(sent: Any, x: Any) -> Any:
+        return sw.shard(jnp.einsum("bsec,bsd->ebcd", sent, x), expert)
+
+    def combine(sent: Any, slots: Any) -> Any:
+        return sw.shard(jnp.einsum("bsec,ebcd->bsd", sent, slots), HID)
+
+    for function, arrays, axes in (
+        (dispatch, (sent, x), (mask, HID)),
+        (combine, (sent, slots), (mask, expert)),
+    ):
+        report = pm.plan(function, *arrays, specs=axes)
+        assert [choice.mesh_axis for choice in report.walked.choices] == ["ep"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwright.plan.walk.events import Idle
@@ -103,6 +103,8 @@ def _places(step: Step, values: Sequence[Value], labels: Labels) -> dict[str, st
     * If one operand shards a contracted label, it is summed if the result is smaller than that
       operand. Else the operand is gathered.
     * If two labels compete, and a constraint on the result shards neither, both are gathered.
+    * If a batch label is sharded, and a constraint shards another label of the result, or an
+      operand a contracted one, XLA may gather or sum instead. The plan marks these products.
     * If two labels compete without a constraint, that of the larger operand is chosen. The plan
       marks this choice.
     """
@@ -112,6 +114,8 @@ def _places(step: Step, values: Sequence[Value], labels: Labels) -> dict[str, st
         decided_label = _constrained_label(axis, labels, step.wanted[0])
         contracted = [label for label in claims if label.startswith("c")]
         shared = [label for label in contracted if len(claims[label].operands) == 2]
+        if decided_label is not None and _is_dispatched(claims, decided_label):
+            step.note_choice(axis)
         if decided_label in claims:
             places[axis] = decided_label
         elif shared:
@@ -156,6 +160,14 @@ def _claims(step: Step, values: Sequence[Value], labels: Labels) -> dict[str, di
                     operands=(*claim.operands, side), bytes=max(claim.bytes, size)
                 )
     return claims
+
+
+def _is_dispatched(claims: Mapping[str, _Claim], decided: str) -> bool:
+    """Tell whether a mesh axis leaves a batch label, or enters one, as in a one-hot MoE."""
+    batch = [label for label in claims if label.startswith("b")]
+    if decided not in claims:
+        return bool(batch)
+    return decided in batch and any(label.startswith("c") for label in claims)
 
 
 def _sum_is_smaller(step: Step, labels: Labels, places: dict[str, str], side: int) -> bool:
