@@ -64,6 +64,20 @@ def test_amax_of_a_power_of_two_is_not_rounded_up() -> None:
         assert int(quantized.scale[0]) == power, amax
 
 
+def test_blocks_of_the_smallest_scale() -> None:
+    """2^-127, the scale, is subnormal. These values are normal, and float8_e4m3fn holds them."""
+    x = jnp.asarray(np.float32(2.0**-119) * np.array([1.0, -0.5, 0.75, 1.5] * 8, np.float32))
+
+    @jax.jit
+    def round_trip(x: Any) -> Any:
+        quantized = eight_bits.quantize_blocks(x, 0, "float8_e4m3fn")
+        return quantized.scale, eight_bits.dequantize(quantized, jnp.float32)
+
+    scale, back = round_trip(x)
+    assert int(scale[0]) == 0
+    np.testing.assert_array_equal(back, x)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_values_that_are_not_finite(bad: float) -> None:
     x = np.ones((2, 64), np.float32)
