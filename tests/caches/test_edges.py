@@ -431,7 +431,8 @@ def test_failed_save_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(orbax.PyTreeCheckpointHandler, "save", fail, raising=True)
         patch.setattr(orbax.PyTreeCheckpointHandler, "async_save", fail, raising=False)
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(CacheError, match="could not be written") as caught:
             caches.save(make(), tmp_path / "cache")
+    assert str(caught.value.__cause__) == "disk full"
     caches.save(make().append(K, K).require(), tmp_path / "cache")
     assert caches.restore(tmp_path / "cache").length.tolist() == [2, 2]
