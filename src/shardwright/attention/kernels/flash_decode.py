@@ -15,7 +15,8 @@ collectives send them:
 - If the queries are sharded over all mesh axes of the keys, as in a prefill chunk, their rows are
   gathered first. The all-to-all then returns to each shard the partial results of its own rows.
 
-JAX differentiates this implementation. Its backward pass runs the forward pass again.
+JAX differentiates this implementation. If the output is replicated over mesh axes of the keys, the
+backward pass runs the forward pass again.
 """
 
 from __future__ import annotations
