@@ -247,6 +247,15 @@ def test_donated_array_that_one_result_still_is_lives(order: tuple[str, ...]) ->
         np.testing.assert_array_equal(np.asarray(moved[name]), numbers(16, 32))
 
 
+def test_donated_array_moves_to_both_its_places() -> None:
+    x = train().reshard(numbers(16, 32), AXES)
+    specs = {"rows": (AXES[0], sw.EMPTY), "whole": (sw.EMPTY, sw.EMPTY)}
+    moved = train().reshard(dict.fromkeys(specs, x), specs, donate=True)
+    for each in moved.values():
+        np.testing.assert_array_equal(np.asarray(each), numbers(16, 32))
+    assert x.is_deleted()
+
+
 def test_64_bits_on_the_host_are_not_cut() -> None:
     for value in (np.array([2**40 + 7]), np.int64(2**40 + 7), 2**40 + 7):
         with pytest.raises(ShardingError, match="a: int64 has values that do not fit int32"):
