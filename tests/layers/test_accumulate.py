@@ -25,6 +25,7 @@ from shardwright.layers import (
     mlp_block,
     transformer_block,
 )
+from shardwright.layers.closures import closed_over_keys
 from shardwright.plan.collectives import read_collectives
 from shardwright.testing import cpu_mesh
 from tests.layers import blocks
@@ -280,6 +281,8 @@ def test_closed_over_key_is_refused() -> None:
             with pytest.raises(sw.LayerError, match=f"the loss closes over the key {name}, ") as e:
                 accumulate(own, 2, specs=specs)(params, np.ones((4, 2), "f"))
             assert "take key= in the loss" in str(e.value)
+    size = np.array([480, 640], np.uint32)  # data, although keys of the old style look like it
+    assert closed_over_keys(lambda: size) == []
     # Here it cannot be seen in the loss. On shards, dropout itself sees it.
     state = {"key": key}
     with manager("ddp"), pytest.raises(sw.LayerError, match="each shard over dp would drop"):

@@ -137,6 +137,10 @@ def test_part_of_a_head_is_rotated() -> None:
     np.testing.assert_allclose(rope_frequencies(EMBED, scaling=part).values, values)
 
 
+YARN = {"factor": 2.0, "original_max_position_embeddings": 16}
+LONG = {"rope_type": "longrope", **YARN}
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -151,6 +155,19 @@ def test_part_of_a_head_is_rotated() -> None:
             "theta=1000000.0, and scaling has rope_theta=10000.0",
         ),
         (lambda: rope_frequencies(16, scaling=CASES["longrope long"][1]), "pass length="),
+        (lambda: rope_frequencies(8, scaling={"rope_type": ["x"]}), "is unknown"),
+        (
+            lambda: rope_frequencies(8, scaling={"partial_rotary_factor": "a"}),
+            "partial_rotary_factor",
+        ),
+        (
+            lambda: rope_frequencies(8, theta=1.0, scaling={**YARN, "rope_type": "yarn"}),
+            "logarithm",
+        ),
+        (
+            lambda: rope_frequencies(4, length=2, scaling={**LONG, "short_factor": ["a", "b"]}),
+            "short_factor",
+        ),
         (
             lambda: rope_frequencies(8, scaling=CASES["longrope long"][1], longest=128, length=9),
             "short_factor has shape .8,., and 4 points",

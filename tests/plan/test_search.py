@@ -297,7 +297,11 @@ def test_search_stops_with_what_it_has(last: tuple[str, int]) -> None:
     assert not found.exhaustive
     assert len(found.candidates) == (2 if last[0] == "planned" else 0)
     assert found.dropped["not planned: the search was stopped"] > 0
-    assert found.judged == search(axes=("fsdp", "tp")).judged
+    assert found.judged < search(axes=("fsdp", "tp")).judged
+    text = search_text(found)
+    assert "no candidate fits" not in text
+    if not found.candidates:
+        assert text.startswith("the search was stopped before it planned a candidate that fits")
 
 
 def test_interrupt_keeps_what_was_found(

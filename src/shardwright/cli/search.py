@@ -26,7 +26,7 @@ from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.plan.planner import Program
 from shardwright.plan.report.page import search_html
 from shardwright.plan.report.search import search_text, verified_text
-from shardwright.plan.search.result import Candidate, SearchReport
+from shardwright.plan.search.result import STOPPED, Candidate, SearchReport
 from shardwright.plan.search.run import WALKS, search_variants
 from shardwright.plan.search.settings import parse_alternatives, read_vary
 from shardwright.plan.search.verify import VerifiedCandidate, verify_front
@@ -202,6 +202,8 @@ def _search_all(
     errors: dict[str, ShardingError] = {}
     with _stoppable(progress) as shown:
         for name, modes in groups.items():
+            if reports and any(STOPPED in report.dropped for report in reports.values()):
+                continue  # Ctrl-C ended the search before this one
             programs = {
                 label: {mode: each[mode] for mode in modes} for label, each in variants.items()
             }

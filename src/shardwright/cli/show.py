@@ -32,9 +32,7 @@ def width_of(width: int | None) -> int:
 
 
 def print_lines(lines: Iterable[str], *, marks: Mapping[str, str] | None = None) -> None:
-    """Print lines, escaped. On terminals with colors, `marks` maps patterns to styles of their
-    matches.
-    """
+    """Print lines, escaped. `marks` maps patterns to the styles that terminals with colors show."""
     lines = map(visible, lines)
     console = _console()
     if console is None or not marks:

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from shardwright.vocabulary.keys import as_key
 
@@ -77,6 +76,7 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
 
 
 def _is_key(value: Any) -> bool:
-    if not isinstance(value, (jax.Array, np.ndarray)):
+    # A NumPy array of two uint32 is data, such as a size. JAX makes keys as its own arrays.
+    if not isinstance(value, jax.Array):
         return False
     return jnp.issubdtype(value.dtype, jax.dtypes.prng_key) or as_key(value) is not None

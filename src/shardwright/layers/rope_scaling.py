@@ -56,7 +56,7 @@ def rope_frequencies(
         )
     values = _Values(scaling, longest, length)
     kind = values.pop("rope_type", values.pop("type", "default"))
-    if kind not in _TYPES:
+    if not isinstance(kind, str) or kind not in _TYPES:
         hint = did_you_mean(str(kind), _TYPES)
         raise LayerError(
             f"rope_type={kind!r} is unknown",
@@ -68,8 +68,7 @@ def rope_frequencies(
         raise LayerError(f"theta={theta!r}, and scaling has rope_theta={own!r}", fix="pass one")
     base: float = next((each for each in (own, theta) if each is not None), 10_000.0)
     check_number("theta", base, sign="positive", fix="pass theta=10_000.0")
-    part = values.pop("partial_rotary_factor", None)
-    rotated = head_dim if part is None else int(head_dim * part)
+    rotated = int(head_dim * values.number("partial_rotary_factor", 1.0))
     if not 0 < rotated <= head_dim or rotated % 2:
         raise LayerError(
             f"{rotated} of {head_dim} elements are rotated", fix="pass an even head_dim"
@@ -129,6 +128,10 @@ def _llama3(f: Any, theta: float, values: _Values) -> _Result:
 
 
 def _yarn(f: Any, theta: float, values: _Values) -> _Result:
+    if theta <= 1:
+        raise LayerError(
+            f"theta={theta!r}, and yarn takes its logarithm", fix="pass theta=10_000.0"
+        )
     first = values.number(_FIRST)
     factor, points = values.factor(first), f.size
     fast, slow = values.number("beta_fast", 32), values.number("beta_slow", 1)
@@ -164,6 +167,10 @@ def _longrope(f: Any, theta: float, values: _Values) -> _Result:
             f"{name} has shape {np.shape(lists[name])}, and {f.size} points are rotated",
             path="scaling",
             fix=f"write a list of {f.size} numbers",
+        )
+    for number in lists[name]:
+        check_number(
+            name, number, sign="positive", fix="write it as config.json of the model has it"
         )
     factor = values.factor(first)
     scale = math.sqrt(1 + math.log(factor) / math.log(first)) if factor > 1 else 1.0

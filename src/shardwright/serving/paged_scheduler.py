@@ -124,9 +124,11 @@ class PagedScheduler(Scheduler):
 
     def held(self, job: Job) -> int:
         """Return how many tokens of a job are in its pages after the calls in flight."""
-        if job.phase is Phase.DECODING:
-            return len(job.request.prompt) + len(job.written) + job.in_flight - 1
-        return job.read
+        if job.phase is not Phase.DECODING:
+            return job.read
+        # The last token of a text is not in the pages. A prompt that was just read has no text yet.
+        drawn = len(job.written) + job.in_flight
+        return len(job.request.prompt) + max(drawn - 1, 0)
 
     def holding(self, part: str) -> list[Job]:
         """Return the jobs that have pages."""

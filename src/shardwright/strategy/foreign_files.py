@@ -23,7 +23,7 @@ def read_text(
       path: The file.
       most: The most characters that are read.
       error: The class to raise.
-      fix: What to do if the file cannot be read.
+      fix: What to do if the file cannot be opened.
 
     Raises:
       ShardingError: The file cannot be read, is not UTF-8, or is too long.
@@ -39,10 +39,10 @@ def read_text(
         raise error(f"cannot read {str(path)!r}: {reason}", fix=fix) from failure
     except UnicodeDecodeError as failure:
         what = f"{path.name} is not UTF-8: {failure.reason} at byte {failure.start}"
-        raise error(what, fix=fix or "save it as UTF-8") from failure
+        raise error(what, fix="save it as UTF-8") from failure
     if len(text) > most:
         what = f"{path.name} has more than {most:,} characters, which are the most that are read"
-        raise error(what, fix=fix or "keep what is needed")
+        raise error(what, fix="keep what is needed")
     return text
 
 

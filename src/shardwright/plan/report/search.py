@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from shardwright.plan.fit import Verdict
 from shardwright.plan.planner import PlanReport
 from shardwright.plan.report.text import bytes_text
-from shardwright.plan.search.result import Candidate, SearchReport, utilization
+from shardwright.plan.search.result import STOPPED, Candidate, SearchReport, utilization
 from shardwright.plan.search.verify import VerifiedCandidate
 from shardwright.plan.time import seconds_text
 from shardwright.resolution.tables import WIDTH, table
 from shardwright.vocabulary.modes import mode_name
-
-_NONE = "no candidate fits"
 
 
 def search_text(found: SearchReport, *, rows: int | None = None, width: int = WIDTH) -> str:
@@ -27,11 +25,9 @@ def search_text(found: SearchReport, *, rows: int | None = None, width: int = WI
     """
     front = found.front
     shown = front if rows is None else front[:rows]
-    lines = (
-        [*advice_lines(found, width=width), "", *table(candidate_rows(shown), width=width)]
-        if shown
-        else [_NONE]
-    )
+    lines = advice_lines(found, width=width)
+    if shown:
+        lines += ["", *table(candidate_rows(shown), width=width)]
     if len(shown) < len(front):
         lines.append(f"and {len(front) - len(shown)} more")
     return "\n".join([*lines, *count_lines(found)])
@@ -67,8 +63,10 @@ def count_lines(found: SearchReport) -> list[str]:
 def advice_lines(found: SearchReport, *, width: int = WIDTH) -> list[str]:
     """Return which candidate to use, and what it reaches in each mode."""
     best = found.best
+    if best is None and STOPPED in found.dropped:
+        return ["the search was stopped before it planned a candidate that fits"]
     if best is None:
-        return [_NONE]
+        return ["no candidate fits"]
     settings = f" with {settings_text(best)}" if best.settings else ""
     variant = f", {best.variant}" if best.variant else ""
     rates = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology
@@ -14,6 +14,8 @@ from shardwright.vocabulary.modes import mode_name
 
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
+
+STOPPED: Final = "not planned: the search was stopped"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +92,7 @@ class Candidate:
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """The costs by which candidates are compared: whether it fits, times, memory, and bytes
-        between slices.
-        """
+        """Whether it may not fit, times, memory, and bytes between slices, to be compared."""
         times = map(seconds_of, self.reports.values())
         return (self.verdict is not Verdict.FITS, *times, self.most_bytes, self.slice_bytes)
 
@@ -167,8 +167,9 @@ class SearchReport:
 
     @property
     def judged(self) -> int:
-        """Number of all candidates."""
-        return len(self.candidates) + sum(self.dropped.values())
+        """Number of all candidates that a search has looked at."""
+        seen = sum(count for reason, count in self.dropped.items() if reason != STOPPED)
+        return len(self.candidates) + seen
 
     @property
     def exhaustive(self) -> bool:

@@ -31,7 +31,7 @@ from shardwright.plan.search.rank import (
     read_annotations,
     resolve_all,
 )
-from shardwright.plan.search.result import Candidate, SearchReport
+from shardwright.plan.search.result import STOPPED, Candidate, SearchReport
 from shardwright.plan.search.settings import read_pins, read_vary
 from shardwright.plan.search.space import Point, Space
 from shardwright.plan.search.unused import UnusedAxes
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 WALKS: Final = 300  # programs that are walked by default: ten to twenty seconds for a decoder
 _TOO_LARGE: Final = "does not fit"
 _UNUSED: Final = "a mesh axis that no tensor is sharded over"
-_STOPPED: Final = "not planned: the search was stopped"
 
 
 def search(
@@ -264,7 +263,7 @@ class _Search:
         walked = [each for each in resolved if each.specs in chosen]
         for number, each in enumerate(walked, 1):
             if self.stopped:
-                self.dropped[_STOPPED] += 1
+                self.dropped[STOPPED] += 1
                 continue
             candidate = self._walk(each)
             self._report("planned", number, len(walked))
@@ -281,7 +280,7 @@ class _Search:
             candidates=tuple(sorted(candidates, key=lambda each: each.order)),
             dropped=_ordered(self.dropped),
             walked=len(self.walks),
-            skipped=skipped + self.dropped[_STOPPED],
+            skipped=skipped + self.dropped[STOPPED],
             examples=self.examples,
             fixed_axes=self.space.fixed_axes,
         )
@@ -307,7 +306,7 @@ class _Search:
         unused = UnusedAxes(self.space, self.programs)
         for number, point in enumerate(points, 1):
             if self.stopped:
-                self.dropped[_STOPPED] += 1
+                self.dropped[STOPPED] += 1
                 continue
             self._report("judged", number, len(points))
             try:
