@@ -180,7 +180,6 @@ def test_page_stays_while_a_query_sees_it(size: int) -> None:
     for held in (5, 10, 11):
         scheduler.advance(scheduler.chunks())
         check(held)
-    scheduler.start(one)
     scheduler.write(one, 1)
     for held in range(12, 11 + new - 1):
         scheduler.grow(1)
