@@ -78,10 +78,19 @@ def test_imports_of_the_page() -> None:
 
 
 def test_cpp_extensions_can_be_imported() -> None:
-    """Programs of NVIDIA import it, and use none of its names."""
+    """Programs of NVIDIA import it or its names, and do not use them."""
     tex = importlib.import_module("shardwright.interop.transformer_engine.cpp_extensions")
-    with pytest.raises(AttributeError, match="'gemm' is a primitive of TransformerEngine"):
-        _ = tex.gemm
+    names: dict[str, Any] = {}
+    exec(f"from {tex.__name__} import gemm", names)
+    gemm = names["gemm"]
+    assert gemm is tex.gemm
+    with pytest.raises(sw.LayerError, match=r"^gemm is a primitive of TransformerEngine") as caught:
+        gemm(1, x=2)
+    assert "transformer_engine.flax" in caught.value.fix
+    with pytest.raises(sw.LayerError, match=r"^gemm is a primitive of TransformerEngine"):
+        type("Own", (gemm,), {})
+    with pytest.raises(AttributeError, match="has no attribute '_gemm'"):
+        _ = tex._gemm
 
 
 def test_flax_is_imported_on_first_use() -> None:

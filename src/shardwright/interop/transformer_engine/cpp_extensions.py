@@ -1,13 +1,29 @@
 """`transformer_engine.jax.cpp_extensions`, which programs import and often do not use.
 
-It has no names: TransformerEngine's primitives call CUDA. The layers of `flax` compute the same.
+TransformerEngine's primitives call CUDA. The layers of `flax` compute the same.
 """
 
-from typing import NoReturn
+import functools
+from typing import Any, NoReturn
+
+from shardwright.errors import LayerError
 
 
-def __getattr__(name: str) -> NoReturn:
-    raise AttributeError(
-        f"{name!r} is a primitive of TransformerEngine, which calls CUDA. Use a layer of "
-        "shardwright.interop.transformer_engine.flax"
-    )
+@functools.cache
+def __getattr__(name: str) -> Any:
+    """Return a class that stands for a primitive, so that a file that imports it imports.
+
+    A call of the class, or a subclass of it, raises `LayerError`.
+
+    Raises:
+      AttributeError: The name begins with an underscore.
+    """
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    fix = "use a layer of shardwright.interop.transformer_engine.flax"
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        what = f"{name} is a primitive of TransformerEngine, which calls CUDA"
+        raise LayerError(what, fix=fix)
+
+    return type(name, (), {"__new__": refuse, "__init_subclass__": refuse, "__doc__": fix})
