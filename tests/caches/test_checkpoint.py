@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import errno
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +117,75 @@ def test_save_is_atomic_and_never_overwrites(
     with pytest.raises(CacheError, match="exists"):
         save(make(), tmp_path / "whole")
     assert restore(tmp_path / "whole").length.tolist() == [1, 2, 3, 4, 5, 5, 5, 5]
+
+
+# TensorStore writes the number of an error of the operating system into the text.
+STORE = "RESOURCE_EXHAUSTED: Failed to write 11337728 bytes to file 7: {} [os_error_code='{}']"
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (ValueError(STORE.format("No space left on device", errno.ENOSPC)), "; make room for it"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "; make room for it"),
+        (ValueError(STORE.format("Permission denied", errno.EACCES)), "check the path"),
+        (OSError(errno.EROFS, "Read-only file system"), "check the path and its permissions"),
+        (ValueError("not of the disk"), None),
+    ],
+)
+def test_fix_of_a_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, fix: str | None
+) -> None:
+    import orbax.checkpoint as orbax
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(orbax.Checkpointer, "save", fail)
+    cache = filled()
+    with pytest.raises(CacheError if fix else ValueError, match=re.escape(str(error))) as caught:
+        save(cache, tmp_path / "cache")
+    if fix is None:
+        assert caught.value is error
+        return
+    assert fix in caught.value.fix
+    if "room" in fix:
+        size = sum(getattr(cache, name).nbytes for name in cache.array_axes)
+        assert caught.value.fix.startswith(f"the cache takes {size} bytes")
+
+
+FULL = """
+import sys
+import jax.numpy as jnp
+import numpy as np
+from shardwright import caches
+from shardwright.errors import CacheError
+cache = caches.init("dense", batch=2, capacity=4096, kv_heads=8, head_dim=64, dtype="float32")
+k = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4096, 8, 64)), jnp.float32)
+try:
+    caches.save(cache.append(k, k).require(), sys.argv[1] + "/new")
+except CacheError as error:
+    print(error)
+"""
+
+
+@pytest.mark.wide
+def test_full_disk(tmp_path: Path) -> None:
+    """In a mount namespace of its own, so that nothing stays mounted."""
+    script = 'mount -t tmpfs -o size=8m tmpfs "$1" && "$2" -c "$3" "$1" && ls "$1"'
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh"]
+    try:
+        subprocess.run([*command, str(tmp_path), "true", ""], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this machine mounts no disks in a namespace")
+    command += [str(tmp_path), sys.executable, FULL]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "the cache could not be written" in ended.stdout
+    assert "No space left on device" in ended.stdout
+    assert "bytes; make room for it" in ended.stdout
+    assert not ended.stdout.splitlines()[-1].startswith("new")
 
 
 def test_invalid_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

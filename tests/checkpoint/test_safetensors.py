@@ -116,6 +116,26 @@ def test_failure_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.EDQUOT, "the export takes 12 bytes; make room for it"),
+        (errno.EACCES, "check the path and its permissions"),
+        (errno.EROFS, "check the path and its permissions"),
+    ],
+)
+def test_fix_of_a_failed_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fix: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(np, "memmap", refuse)
+    with pytest.raises(CheckpointError, match=os.strerror(number)) as caught:
+        checkpoint.export_safetensors(tmp_path / "out", {"a": jnp.ones(3)})
+    assert caught.value.fix.startswith(fix)
+
+
 def test_disks_that_cannot_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: Any) -> None:
         raise OSError(errno.EINVAL, "Invalid argument")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -270,7 +271,7 @@ def test_exit_waits_for_a_save(tmp_path: Path, how: str, code: int) -> None:
 
 
 def full_disk() -> None:
-    raise OSError("the disk is full")
+    raise OSError(errno.ENOSPC, "the disk is full")
 
 
 def failing_save(folder: Path) -> checkpoint.Saving:
@@ -286,6 +287,7 @@ def test_failed_save_is_told_every_time(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(CheckpointError, match="step 2 could not be written") as caught:
         checkpoint.save(tmp_path, {"x": jnp.ones(3)}, step=3)
     assert "the disk is full" in repr(caught.value.__cause__)
+    assert caught.value.fix.startswith("the checkpoint takes 0 bytes; make room for it")
     with pytest.raises(CheckpointError, match="step 2 could not be written"):
         saving.wait()
     checkpoint.save(tmp_path, {"x": jnp.ones(3)}, step=3)

@@ -20,7 +20,7 @@ from shardwright.caches.sharding import CacheSharding
 from shardwright.caches.spec import CacheSpec, Overflow
 from shardwright.checkpoint import orbax_files
 from shardwright.checkpoint.orbax_files import import_orbax
-from shardwright.checkpoint.staging import staged
+from shardwright.checkpoint.staging import fix_of_write, staged
 from shardwright.errors import CacheError, Problem, raise_problems
 from shardwright.manager import constraint, context
 from shardwright.manager.manager import PartitionManager
@@ -70,12 +70,13 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
             orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer,
         ):
             checkpointer.save(folder, args=orbax.args.Composite(**items))
-    except (OSError, ValueError) as error:  # of a full disk, orbax makes a ValueError
-        raise CacheError(
-            f"the cache could not be written to {directory}",
-            path="path",
-            fix="the error above says why; the directory is not there",
-        ) from error
+    except (OSError, ValueError) as error:  # TensorStore raises a ValueError
+        size = sum(x.nbytes for x in arrays.values())
+        fix = fix_of_write(error, f"the cache takes {size} bytes")
+        if fix is None:
+            raise
+        what = f"the cache could not be written to {directory}: {error}"
+        raise CacheError(what, path="path", fix=fix) from error
 
 
 def _check_saveable(cache: KVCache) -> Arrays:

@@ -18,7 +18,7 @@ import numpy as np
 from shardwright import _jax
 from shardwright.checkpoint import leaves
 from shardwright.checkpoint.orbax_files import directory
-from shardwright.checkpoint.staging import staged
+from shardwright.checkpoint.staging import fix_of_write, staged
 from shardwright.errors import CheckpointError, Problem, ShardingError, raise_problems
 from shardwright.reshard.pieces import parse_bytes
 
@@ -124,7 +124,7 @@ def export_safetensors(
         raise CheckpointError(
             f"{path} could not be written: {error.strerror or error}",
             path="folder",
-            fix=f"the export takes {total} bytes; make room for it, or export to another disk",
+            fix=fix_of_write(error, f"the export takes {total} bytes"),
         ) from error
     return weight_map
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import Final
+
+# How TensorStore, with which orbax writes, tells the number of an error of the operating system.
+_NUMBER: Final = re.compile(r"os_error_code='(\d+)'")
 
 
 @contextlib.contextmanager
@@ -25,3 +31,19 @@ def staged(path: str) -> Iterator[str]:
         os.rename(new, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def fix_of_write(error: Exception, takes: str) -> str | None:
+    """Return what to do about an error of a write. None if the operating system did not refuse it.
+
+    Args:
+      error: Error of Python, or of TensorStore.
+      takes: What is written, and its size, such as "the cache takes 12 bytes".
+    """
+    found = _NUMBER.search(str(error))
+    number = int(found[1]) if found else getattr(error, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return f"{takes}; make room for it, or write to another disk"
+    if found or isinstance(error, OSError):
+        return "check the path and its permissions"
+    return None

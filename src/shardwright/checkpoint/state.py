@@ -16,6 +16,7 @@ from shardwright import _jax
 from shardwright.checkpoint import chunks, leaves
 from shardwright.checkpoint.leaves import SavedLeaf
 from shardwright.checkpoint.orbax_files import directory, import_orbax
+from shardwright.checkpoint.staging import fix_of_write
 from shardwright.errors import CheckpointError
 from shardwright.vocabulary.integers import read_integer
 
@@ -63,7 +64,7 @@ class Saving:
             try:
                 manager.wait_until_finished()
             except Exception as error:
-                self._error = _failed(self.folder, self.step)
+                self._error = _failed(error, self.folder, self.step, self.bytes)
                 raise self._error from error
             finally:
                 manager.close()
@@ -156,13 +157,13 @@ def save(
     items = {"about": orbax.args.JsonSave(_description(saved))}
     if arrays:
         items["state"] = chunks.write_request(orbax, arrays)
+    size = sum(array.nbytes for array in jax.tree.leaves(arrays))
     try:
         manager.save(step, args=orbax.args.Composite(**items), force=True)
     except Exception as error:
         manager.close()
-        raise _failed(path, step) from error
+        raise _failed(error, path, step, size) from error
     _wait_at_exit(os.getpid())
-    size = sum(array.nbytes for array in jax.tree.leaves(arrays))
     saving = _PENDING[path] = Saving(step=step, folder=path, bytes=size, _manager=manager)
     if wait:
         saving.wait()
@@ -331,9 +332,10 @@ def _no_permission(path: str, step: int) -> CheckpointError:
     )
 
 
-def _failed(path: str, step: int) -> CheckpointError:
+def _failed(error: Exception, path: str, step: int, size: int) -> CheckpointError:
     return CheckpointError(
-        f"step {step} could not be written to {path}",
+        f"step {step} could not be written to {path}: {error}\nolder checkpoints are unchanged",
         path="folder",
-        fix="the error above says why; older checkpoints are unchanged",
+        fix=fix_of_write(error, f"the checkpoint takes {size} bytes")
+        or "correct what the error says, and save the step again",
     )
