@@ -28,6 +28,13 @@ def is_array(value: object) -> bool:
     )
 
 
+def is_deleted(tree: Any) -> bool:
+    """Tell whether arrays of a tree were deleted. Donated arrays are deleted."""
+    # NumPy arrays, numbers and shapes cannot be deleted. isinstance(value, jax.Array) is slow.
+    tests = (getattr(leaf, "is_deleted", None) for leaf in jax.tree.leaves(tree))
+    return any(test is not None and test() for test in tests)
+
+
 # JAX raises this if a comparison depends on the value of a symbolic size of `jax.export`.
 Inconclusive = jax.errors.InconclusiveDimensionOperation
 

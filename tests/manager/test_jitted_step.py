@@ -233,6 +233,36 @@ def test_states_of_another_type_are_refused() -> None:
     jitted({"p": np.ones((8, 4), np.float32)}, make_batch())  # NumPy is placed
 
 
+@pytest.mark.parametrize("placed", [None, jax.P()])
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+def test_state_sizes_that_do_not_divide(placed: Any, axis_types: Any) -> None:
+    """JAX would compare shardings first, and a new placement does not help."""
+    mesh = cpu_mesh("fsdp:4", axis_types=axis_types)
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=mesh, mode="train")
+    state = {"p": pm.shard(jnp.ones((8, 4)), sw.EMBED, sw.EMPTY, role="param")}
+    assert state["p"].sharding.spec[0] == "fsdp"
+    other = jnp.ones((6, 4))
+    if placed is not None:
+        other = jax.device_put(other, jax.NamedSharding(pm.mesh, placed))
+    jitted = pm.jit_step(step, state, donate=False)
+    jitted(state)
+    for call in (jitted, jitted.lower, jitted.trace, jitted.eval_shape):
+        for value in (other, jax.ShapeDtypeStruct((6, 4), jnp.float32)):
+            with pytest.raises(sw.StrategyError, match=r"state p: .* float32\[6,4\]") as caught:
+                call({"p": value})
+            assert "call jit_step with this one" in caught.value.fix
+    with pytest.raises(sw.StrategyError, match=r"state p: .* passes str"):
+        jitted({"p": "text"})
+
+
+def test_types_of_state_and_sizes_of_inputs() -> None:
+    pm = make_manager()
+    jitted = pm.jit_step(step, make_state(pm), AXES)
+    with pytest.raises(sw.ShardingError) as caught:
+        jitted({"p": np.ones((8, 8), np.int32)}, make_batch(7, 8))
+    assert [problem.path for problem in caught.value.problems] == ["state p", "input 0 y"]
+
+
 def test_arrays_of_another_placement_are_refused() -> None:
     """The fix of each message works."""
     pm = make_manager()

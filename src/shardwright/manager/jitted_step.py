@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from shardwright import _jax
 from shardwright.errors import (
     IndivisibleError,
     Problem,
@@ -143,7 +144,8 @@ class Argument:
 class JittedStep:
     """The training step that `jit_step` returns. It checks its arguments, then runs the step.
 
-    The checks run once for each combination of the arguments' structures and the inputs' shapes.
+    The checks run once for each combination of structures, of the state's shapes and dtypes, and of
+    the inputs' shapes.
 
     Args:
       jitted: The result of `jax.jit`.
@@ -202,20 +204,19 @@ class JittedStep:
         if self._donate and len(set(map(id, state))) != len(state):
             raise_problems(_repeated(arguments[0]))
         leaves, input_structure = jax.tree.flatten(arguments[1:])
-        key = (structure, input_structure, tuple(map(np.shape, leaves)))
+        # Numbers have no shape or dtype. np.shape takes five times as long, and states are large.
+        types = tuple([(getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in state])
+        key = (structure, types, input_structure, tuple(map(np.shape, leaves)))
         if key in self._known:
             return
         pairs = list(zip(self._arguments, arguments, strict=True))
         raise_problems(
             [problem for argument, value in pairs for problem in argument.structure_problems(value)]
         )
-        raise_problems(
-            [
-                problem
-                for argument, value in pairs[1:]
-                for problem in argument.size_problems(value, self._check)
-            ]
-        )
+        problems = self._arguments[0].type_problems(arguments[0])
+        for argument, value in pairs[1:]:
+            problems += argument.size_problems(value, self._check)
+        raise_problems(problems)
         self._known.add(key)
 
     def _placed(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -226,7 +227,7 @@ class JittedStep:
         """
         state, structure = jax.tree.flatten(arguments[0])
         try:
-            if any(getattr(x, "is_deleted", bool)() for x in jax.tree.leaves(arguments)):
+            if _jax.is_deleted(arguments):
                 raise_problems(self._deleted(arguments))
             if all(getattr(x, "committed", False) for x in state):
                 return arguments
@@ -253,7 +254,7 @@ class JittedStep:
             )
             for argument, value in zip(self._arguments, arguments, strict=True)
             for path, x in jax.tree_util.tree_flatten_with_path(value)[0]
-            if getattr(x, "is_deleted", bool)()
+            if _jax.is_deleted(x)
         ]
 
     def _run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -444,6 +445,8 @@ def _typed_like(old: Any, new: Any) -> Any:
 
 
 def _type(x: Any) -> str:
+    if getattr(x, "dtype", None) is None and not _jax.is_array(x):
+        return type(x).__name__
     return f"{jnp.result_type(x)}[{','.join(map(str, np.shape(x)))}]"
 
 

@@ -173,8 +173,6 @@ class TrainingMethods(TreeMethods):
 
         @functools.wraps(step)
         def run(state: Any, *inputs: Any) -> tuple[Any, Any]:
-            # JAX traces this anew for other shapes and dtypes, so calls need not compare them.
-            raise_problems(described.type_problems(state))
             with manager:
                 result = step(state, *inputs)
             if not (isinstance(result, tuple) and len(result) == 2):

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardwright import _jax
 from shardwright.caches.change import readable
 from shardwright.caches.paged.cache import PagedCache
 from shardwright.errors import IndivisibleError, Problem, ServingError, ShardingError
@@ -159,7 +160,7 @@ def placed(
     Raises:
       ServingError: Weights are deleted.
     """
-    if is_deleted((params, prefill_params)):
+    if _jax.is_deleted((params, prefill_params)):
         raise deleted_weights()
     arrays = [leaf for leaf in jax.tree.leaves((params, prefill_params)) if _is_array(leaf)]
     devices = {device for array in arrays for device in array.sharding.device_set}
@@ -267,7 +268,7 @@ class Weights:
 
     def weights_are_deleted(self) -> bool:
         """Tell whether arrays of the weights were deleted, or donated to another function."""
-        return is_deleted((self._setup.params, self._setup.prefill_params))
+        return _jax.is_deleted((self._setup.params, self._setup.prefill_params))
 
     def _vocabulary(self, caches: Caches) -> int:
         """Return the number of tokens for which the model has logits, without running it.
@@ -540,11 +541,6 @@ def _targets(into: Mapping[int, int], size: int, *, none: int) -> np.ndarray:
 def _padded(numbers: Sequence[int], size: int) -> np.ndarray:
     """Return numbers of rows or slots, padded with `size`, which is out of range."""
     return np.asarray([*numbers, *[size] * (size - len(numbers))], np.int32)
-
-
-def is_deleted(tree: Any) -> bool:
-    """Tell whether arrays of a tree were deleted. Donated arrays are deleted."""
-    return any(leaf.is_deleted() for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
 
 
 @contextlib.contextmanager

@@ -18,10 +18,11 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from shardwright import _jax
 from shardwright.caches.refusals import Refusal
 from shardwright.errors import ServingError
 from shardwright.serving.arguments import deleted_weights
-from shardwright.serving.arrays import Codes, Held, is_deleted, read_held
+from shardwright.serving.arrays import Codes, Held, read_held
 from shardwright.serving.calls import Calls
 from shardwright.serving.metrics import Meter, Report
 from shardwright.serving.request import Finish
@@ -408,7 +409,7 @@ class Loop:
             try:
                 self._settle()
             finally:
-                if getattr(self.arrays, part) is not before or is_deleted(before):
+                if getattr(self.arrays, part) is not before or _jax.is_deleted(before):
                     self._give_up(part, error)
                 self._check_weights(error)
             raise
