@@ -13,6 +13,7 @@ import pytest
 import shardwright as sw
 from shardwright.errors import AgreementError
 from shardwright.manager import agreement, meeting, processes, watchdog
+from shardwright.manager.meeting import Meeting, collect
 from shardwright.manager.processes import Fact, ProcessGroup
 from tests.manager.simulated_store import SimulatedStore
 
@@ -150,3 +151,82 @@ def test_a_process_that_compiles_is_not_late(monkeypatch: pytest.MonkeyPatch) ->
     store.of(2).set("shardwright/watchdog/beats/2", beat.replace(b"true", b"false"))
     errors = together(3, call)
     assert [type(error) for error in errors] == [AgreementError] * 3
+
+
+def entry(at: ProcessGroup) -> None:
+    manager = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=sw.abstract_mesh("fsdp:2"))
+    agreement.agree_on_manager(manager, at)
+
+
+@pytest.mark.parametrize(
+    ("call", "room"),
+    [
+        (lambda at: compare(at, "same", patience=0.3), "shardwright/tree/"),
+        (entry, "shardwright/manager/meetings/"),
+    ],
+    ids=["compare", "enter"],
+)
+def test_the_last_process_ends_before_its_verdict(
+    call: Callable[[ProcessGroup], None], room: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All have arrived, so none is absent, and none compiles. Each closes the meeting once."""
+    monkeypatch.setattr(processes, "WAIT_S", 0.3)
+    monkeypatch.setattr(agreement, "manager_facts", lambda manager: {"mode": Fact("train")})
+    monkeypatch.setattr(meeting, "_VERDICT_S", 0.3)
+
+    def decide(self: Meeting, verdict: meeting.Verdict) -> None:
+        raise AgreementError("killed")
+
+    monkeypatch.setattr(Meeting, "decide", decide)
+    store = SimulatedStore()
+    texts = sorted(str(error) for error in together(3, lambda rank: call(group(store, rank, 3))))
+    assert "killed" in texts.pop(next(at for at, text in enumerate(texts) if "killed" in text))
+    for text in texts:
+        assert "but the last one has not compared them" in text
+        assert "look in the output of the other processes" in text
+    arrived = [
+        int(value)
+        for key, value in store.values.items()
+        if key.startswith(room) and key.endswith("/arrived")
+    ]
+    assert arrived == [3 + 2 * meeting._CLOSED]
+
+
+def test_a_wait_ends_after_the_first_process() -> None:
+    """The first process extends the wait once, and ends. The second one waits once more."""
+    store = SimulatedStore()
+    first, second = (Meeting(store.of(rank), "room", 3, 0) for rank in range(2))
+    first.arrive()
+    second.arrive()
+    assert first.extends(lambda: False)
+    extensions: list[bool] = []
+    extends = second.extends
+
+    def observed(is_late: Callable[[], bool]) -> bool:
+        extensions.append(extends(is_late))
+        return extensions[-1]
+
+    second.extends = observed  # type: ignore[method-assign]
+    verdict = collect(
+        second,
+        decide=dict,
+        look=lambda waited: None,
+        fail=lambda: {"error": "not all have come"},
+        is_late=lambda: False,
+        patience=-0.9,
+        first_look=1.0,
+    )
+    assert verdict == {"error": "not all have come"}
+    assert extensions == [True, False]
+
+
+def test_the_first_process_extends_each_time() -> None:
+    store = SimulatedStore()
+    first, second = (Meeting(store.of(rank), "room", 3, 0) for rank in range(2))
+    first.arrive()
+    second.arrive()
+    for _ in range(3):
+        assert first.extends(lambda: False)
+        assert second.extends(lambda: False)
+    assert not first.extends(lambda: True)
+    assert not second.extends(lambda: False)

@@ -20,7 +20,7 @@ from shardwright import _jax
 from shardwright.errors import AgreementError
 from shardwright.manager import processes, watchdog
 from shardwright.manager.core import ManagerCore
-from shardwright.manager.meeting import ROOT, Meeting, Verdict, busy_compiling, collect
+from shardwright.manager.meeting import ROOT, Meeting, Verdict, any_late, collect, unanswered
 from shardwright.manager.processes import Fact, ProcessGroup
 from shardwright.resolution.rules import Rule
 from shardwright.vocabulary.axes import axis_label
@@ -77,7 +77,7 @@ def agree_on_manager(manager: ManagerCore, group: ProcessGroup) -> None:
         decide=dict,
         look=entering.look,
         fail=entering.failure,
-        is_late=entering.is_late,
+        is_late=lambda: any_late(group.store, entering.absent()),
         patience=processes.WAIT_S,
         first_look=GRACE_S / 2,
     )
@@ -128,17 +128,16 @@ class _Entering:
         self._differs_since = (self._differs_since or waited) if others else 0.0
         if not others or (waited - self._differs_since < GRACE_S and waited < processes.WAIT_S):
             return None
-        rank, digest = min(others.items())
-        return {"rank": rank, "digest": digest, "same": sum(d == digest for d in others.values())}
+        return _differing(others)
 
     def failure(self) -> Verdict:
         """Return the verdict if a process has not entered the manager, and no other one."""
+        absent = self.absent()
+        if self.meeting.is_complete or not absent:
+            return unanswered(self._text)
         others = self._others(late=True)
         if others:
-            rank, digest = min(others.items())
-            same = sum(other == digest for other in others.values())
-            return {"rank": rank, "digest": digest, "same": same}
-        absent = self._absent(self._entered())
+            return _differing(others)
         left = {
             int(key.split("/")[0])
             for key in self._store.entries(f"{_ROOM}/left")
@@ -154,10 +153,9 @@ class _Entering:
         )
         return {"error": text}
 
-    def is_late(self) -> bool:
-        """Tell whether an absent process does anything else than compile."""
-        absent = self._absent(self._entered())
-        return len(busy_compiling(self._store, absent)) < len(absent)
+    def absent(self) -> list[int]:
+        """Return the processes that have not entered the manager."""
+        return self._absent(self._entered())
 
     def error(self, verdict: Verdict) -> AgreementError:
         """Return the error of a verdict, and say that this process has left the manager."""
@@ -165,7 +163,7 @@ class _Entering:
         if "error" in verdict:
             self._store.delete(self._own)
             self._store.set(f"{_ROOM}/left/{self._group.rank}/{self._name}", b"")
-            return AgreementError(verdict["error"], fix=_ABSENT)
+            return AgreementError(verdict["error"], fix=verdict.get("fix", _ABSENT))
         self._enter(failed=True)
         theirs = self._store.wait(f"{_ROOM}/facts/{verdict['digest']}", GRACE_S)
         rank, what = verdict["rank"], "the entered manager"
@@ -211,6 +209,12 @@ class _Entering:
             if theirs:
                 others[rank] = min(theirs)[1].partition("-")[0]
         return others
+
+
+def _differing(others: dict[int, str]) -> Verdict:
+    """Return the verdict if absent processes have entered managers with other digests."""
+    rank, digest = min(others.items())
+    return {"rank": rank, "digest": digest, "same": sum(d == digest for d in others.values())}
 
 
 def manager_facts(manager: ManagerCore) -> dict[str, Fact]:

@@ -22,7 +22,7 @@ ROOT: Final = "shardwright"
 _SLICE_S: Final = 5.0
 # Seconds until processes that are not the first say where they wait.
 _OTHERS_LOOK_S: Final = 3.0
-# Seconds in which the process that has decided writes the verdict.
+# Seconds in which the process that decides, or closes the meeting, writes the verdict.
 _VERDICT_S: Final = 5.0
 # Added to the number of arrivals if a wait fails. The store adds to a number in one step, so
 # either the last arrival decides, or the first failure. Numbers of the store have 32 bits: enough
@@ -46,6 +46,7 @@ class Meeting:
       attempt: Number of the attempt.
       folder: Keys of this attempt.
       place: Number of this process in the order of arrival, from 1.
+      is_complete: Whether `close` found that all processes have arrived.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class Meeting:
         self.room, self._store, self._count = room, store, count
         self.attempt = store.count(f"{room}/attempt", 0) if attempt is None else attempt
         self.folder = f"{room}/{self.attempt}"
-        self.place = 0
+        self.place = self._extensions = 0
+        self.is_complete = False
 
     def arrive(self) -> None:
         """Count this process, after it has announced itself."""
@@ -72,7 +74,8 @@ class Meeting:
     def close(self, verdict: Callable[[], Verdict]) -> None:
         """Fail for all processes, unless all have arrived or another one has closed it."""
         value = self._store.count(f"{self.folder}/arrived", _CLOSED)
-        if value // _CLOSED == 1 and value % _CLOSED < self._count:
+        self.is_complete = value % _CLOSED >= self._count
+        if value // _CLOSED == 1 and not self.is_complete:
             self._store.count(f"{self.room}/attempt")  # before a process can call again
             self.decide(verdict())
 
@@ -81,13 +84,17 @@ class Meeting:
         data = self._store.wait(f"{self.folder}/verdict", seconds)
         return None if data is None else json.loads(data)
 
-    def extends(self) -> bool:
-        """Tell whether the first process has said that all wait longer."""
-        return bool(self._store.entries(f"{self.folder}/longer"))
+    def extends(self, is_late: Callable[[], bool]) -> bool:
+        """Tell whether all processes wait once more.
 
-    def extend(self) -> None:
-        """Let all processes wait longer."""
-        self._store.set(f"{self.folder}/longer/now", b"")
+        The first process decides this each time, and counts it. The others compare the count with
+        that of their last call, so they do not wait for a first process that has ended.
+        """
+        key = f"{self.folder}/extensions"
+        if self.is_first:
+            return not is_late() and self._store.count(key) > 0
+        before, self._extensions = self._extensions, self._store.count(key, 0)
+        return self._extensions > before
 
     @property
     def is_last(self) -> bool:
@@ -125,25 +132,41 @@ def collect(
         return verdict
     # The first process decides, so the others wait a little longer, in case that it has ended.
     patience += 0.0 if meeting.is_first else 1.0
-    begun = since = time.monotonic()
+    begun = time.monotonic()
+    deadline, closed = begun + patience, False
     pause = first_look if meeting.is_first else max(first_look, _OTHERS_LOOK_S)
     while True:
-        found = meeting.wait(max(0.05, min(pause, since + patience - time.monotonic())))
+        found = meeting.wait(max(0.05, min(pause, deadline - time.monotonic())))
         if found is not None:
             return found
         now = time.monotonic()
-        lost = look(now - begun)
-        if lost is not None:
-            meeting.close(functools.partial(dict, lost))
-        if now - since >= patience + _VERDICT_S:
-            return fail()  # the process that has decided has ended
-        if now - since >= patience:
-            if meeting.extends() if not meeting.is_first else not is_late():
-                meeting.extend()
-                since = now
-            else:
-                meeting.close(fail)
         pause = min(first_look, 1.0) if meeting.is_first and now - begun < 10 else _SLICE_S
+        lost = None if closed else look(now - begun)
+        if lost is None and now < deadline:
+            continue
+        if closed:
+            return fail()  # the process that decides, or another one that closed it, has ended
+        if lost is None and meeting.extends(is_late):
+            deadline = now + patience
+            continue
+        meeting.close(fail if lost is None else functools.partial(dict, lost))
+        closed, deadline = True, now + _VERDICT_S
+
+
+def any_late(store: _jax.CoordinationStore, absent: Sequence[int]) -> bool:
+    """Tell whether an absent process does anything else than compile.
+
+    If none is absent, the last process has arrived without a verdict, and nobody compiles.
+    """
+    return not absent or len(busy_compiling(store, absent)) < len(absent)
+
+
+def unanswered(what: str) -> Verdict:
+    """Return the verdict if all processes have arrived, and the last one has not decided."""
+    return {
+        "error": f"all processes have reached {what}, but the last one has not compared them",
+        "fix": "look in the output of the other processes for the one that has ended",
+    }
 
 
 def ranks_in(store: _jax.CoordinationStore, folder: str) -> dict[int, str]:

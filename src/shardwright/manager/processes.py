@@ -23,7 +23,16 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardwright import _jax
 from shardwright.errors import AgreementError, Problem, StrategyError
-from shardwright.manager.meeting import ROOT, Meeting, Verdict, busy_compiling, collect, ranks_in
+from shardwright.manager.meeting import (
+    ROOT,
+    Meeting,
+    Verdict,
+    any_late,
+    busy_compiling,
+    collect,
+    ranks_in,
+    unanswered,
+)
 
 # Seconds to wait: fewer than 10, so that every process reports a difference within 10 seconds.
 WAIT_S: Final = 8.0
@@ -193,7 +202,7 @@ def compare(
             decide=lambda: _compared(group, meeting),
             look=waiting.look,
             fail=waiting.failure,
-            is_late=waiting.is_late,
+            is_late=lambda: any_late(store, waiting.absent()),
             patience=patience,
             first_look=CROSSING_S,
         )
@@ -202,7 +211,7 @@ def compare(
     if "error" in verdict:
         # The next call is compared with the one that a process has missed.
         store.count(calls, -1)
-        raise AgreementError(verdict["error"], fix=_FIX)
+        raise AgreementError(verdict["error"], fix=verdict.get("fix", _FIX))
     if not verdict:
         return
     pair = verdict["differ"]
@@ -251,7 +260,7 @@ class Waiting:
         self._publish()
         if not self._meeting.is_first:
             return None
-        absent = self._absent()
+        absent = self.absent()
         if waited > WAIT_S and self._patience > WAIT_S and not self._reported and absent:
             self._reported = True
             _LOG.warning(
@@ -262,16 +271,14 @@ class Waiting:
 
     def failure(self) -> Verdict:
         """Return the verdict of a call that a process has not made in time."""
+        absent = self.absent()
+        if self._meeting.is_complete or not absent:
+            return unanswered(self._what)
         text = (
-            f"{self._described(self._absent())} did not reach {self._what} within "
+            f"{self._described(absent)} did not reach {self._what} within "
             f"{self._patience:.0f} s; process {self._group.rank} waits there"
         )
         return {"error": text}
-
-    def is_late(self) -> bool:
-        """Tell whether an absent process does anything else than compile."""
-        absent = self._absent()
-        return len(busy_compiling(self._group.store, absent)) < len(absent)
 
     def withdraw(self) -> None:
         """Delete what this process has said."""
@@ -292,7 +299,8 @@ class Waiting:
         }
         self._group.store.set(f"{ROOT}/waits/{self._group.rank}", json.dumps(entry).encode())
 
-    def _absent(self) -> list[int]:
+    def absent(self) -> list[int]:
+        """Return the processes that have not made the call."""
         arrived = ranks_in(self._group.store, f"{self._meeting.folder}/digests")
         return [rank for rank in self._group.ranks if rank not in arrived]
 
