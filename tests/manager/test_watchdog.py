@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import sys
 import threading
 from typing import Any
@@ -15,6 +16,7 @@ from shardwright import _jax
 from shardwright.manager import watchdog
 from shardwright.manager.processes import ProcessGroup
 from shardwright.manager.watchdog import Watchdog, _Beat, _State
+from tests.manager.simulated_store import SimulatedStore
 
 LOST = {"state": _State.RAISED, "text": "JaxRuntimeError: closed by peer", "lost": True}
 
@@ -113,6 +115,54 @@ def test_compiling_is_not_missing(clock: Clock, compiles: bool, blamed: str) -> 
         missing = dog._missing({0: waits, 1: waits, 2: waits, 3: other})
         clock.now += dog._interval
     assert missing.get(3, "") == blamed
+
+
+def pair(monkeypatch: pytest.MonkeyPatch) -> tuple[SimulatedStore, list[Watchdog]]:
+    """Return watchdogs of two processes. The test runs their steps, so `_leave` need not wait."""
+    store = SimulatedStore()
+    dogs = [Watchdog(ProcessGroup(store=store.of(rank), ranks=(0, 1)), 8) for rank in range(2)]
+    monkeypatch.setattr(Watchdog, "join", lambda self: None)
+    for dog in dogs:
+        atexit.unregister(dog._leave)
+    return store, dogs
+
+
+def state(store: SimulatedStore, rank: int) -> str:
+    return str(json.loads(store.values[f"shardwright/watchdog/beats/{rank}"])["state"])
+
+
+def test_without_a_leader_a_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process 0 has no watchdog."""
+    store, (_, dog) = pair(monkeypatch)
+    assert not dog._step()
+    dog._leave()
+    assert dog._step()
+    assert state(store, 1) == "ended"
+
+
+def test_with_a_leader_a_process_waits_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (leader, dog) = pair(monkeypatch)
+    assert not leader._step()
+    dog._leave()
+    assert not dog._step()
+    leader._leave()
+    assert leader._step()
+    assert dog._step()
+
+
+def test_an_end_in_the_middle_of_a_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next beat tells it, and no beat loses it."""
+    store, (_, dog) = pair(monkeypatch)
+
+    def compiles(frame: Any) -> bool:
+        dog._leave()
+        return False
+
+    monkeypatch.setattr(_jax, "compiles", compiles)
+    assert not dog._step()
+    assert state(store, 1) == "runs"
+    assert dog._step()
+    assert state(store, 1) == "ended"
 
 
 def test_frames_that_compile() -> None:

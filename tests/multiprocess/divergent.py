@@ -106,6 +106,14 @@ def another_mode() -> None:
     )
 
 
+def another_watchdog() -> None:
+    """A process without a watchdog would lead those that have one."""
+    told(
+        entered(manager(watchdog=mine(None, 8))),
+        "watchdog: process 0 has none, process 1 has 8.0 s",
+    )
+
+
 def another_exception_by_path() -> None:
     extra = '\n[[tensors]]\nmatch = "{}$"\nbatch = "-"\n'
     pm = manager(RULES + extra.format(mine("w", "b")))
@@ -458,6 +466,7 @@ PARTS = {
     "quick": [
         what_agrees_goes_on,
         another_rule,
+        another_watchdog,
         another_shape,
         another_dtype,
         unequal_parts,

@@ -30,8 +30,8 @@ from shardwright.vocabulary.modes import MODES, mode_name
 GRACE_S: Final = 1.0
 _ROOM: Final = f"{ROOT}/manager"
 _FIX: Final = (
-    "start every process with the same strategy, policy and mesh, or pass agree=False to the "
-    "manager"
+    "start every process with the same strategy, policy, mesh and watchdog, or pass agree=False to "
+    "the manager"
 )
 
 _ABSENT: Final = (
@@ -218,11 +218,12 @@ def _differing(others: dict[int, str]) -> Verdict:
 
 
 def manager_facts(manager: ManagerCore) -> dict[str, Fact]:
-    """Return all values of a manager on which its compiled programs depend."""
-    rules = manager.rules
+    """Return all values of a manager that its processes must share."""
+    rules, seconds = manager.rules, manager._options.watchdog
     facts = {
         "versions": Fact(f"JAX {jax.__version__}"),
         "mode": Fact(mode_name(manager.mode) if manager.mode else "none"),
+        "watchdog": Fact("none" if seconds is None else f"{float(seconds)} s"),
     }
     facts.update(_mesh_facts(manager.mesh))
     for field in dataclasses.fields(rules.policy):

@@ -3,8 +3,8 @@
 If a process is killed, raises an error or ends, the others wait for it in a collective. In each
 process, a thread beside the main thread writes a beat into JAX's coordination store. The process of
 the lowest rank of a mesh leads: its thread reads the beats of all, and writes one summary, which
-the others read. So the bytes of each process do not depend on the number of processes. JAX's own
-`get_live_nodes` does not help, because it waits for all processes.
+the others read. So the bytes of each process but the leader do not depend on the number of
+processes. JAX's own `get_live_nodes` does not help, because it waits for all processes.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class Watchdog(threading.Thread):
         self._waited_at = ""
         self._apart: dict[int, float] = {}
         self._own = _Beat()
+        self._exit: dict[str, Any] = {}  # fields of the next beats, after this process ends
         self._lost_since = 0.0
         atexit.register(self._leave)
 
@@ -177,8 +178,8 @@ class Watchdog(threading.Thread):
     def _follow(self, leader: int) -> bool:
         """Read the summary of a leader. End this process if it says so, or if it is old."""
         found = self._store.entries(f"{_ROOM}/summary/{leader}")
-        if not found:
-            return False  # the leader has not entered its manager yet, or has no watchdog
+        if not found:  # the leader has not entered its manager yet, or has no watchdog
+            return self._own.state == _State.ENDED
         summary = json.loads(found["now"])
         if summary["verdict"]:
             self._end(summary["verdict"])
@@ -203,7 +204,7 @@ class Watchdog(threading.Thread):
 
     def _beat(self, state: str = "") -> None:
         place, waits = self._main.look()
-        own, frame = self._own, self._main.frame()
+        own, frame = dataclasses.replace(self._own, **self._exit), self._main.frame()
         state = state or (_State.ENDED if _jax.shuts_down(frame) else own.state)
         self._own = dataclasses.replace(
             own,
@@ -305,14 +306,14 @@ class Watchdog(threading.Thread):
         """Tell the others that this process ends. It runs at exit, before JAX waits for them."""
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is None or hasattr(sys, "ps1") or not self.is_alive():
-            self._own = dataclasses.replace(self._own, state=_State.ENDED)
+            self._exit = {"state": _State.ENDED}
             # Wait until all have ended, as JAX would. Then the thread ends before Python does: a
             # thread that is in native code while Python ends would abort this process.
             self.join()
             return
         text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         lost = isinstance(error, jax.errors.JaxRuntimeError)
-        self._own = dataclasses.replace(self._own, state=_State.RAISED, text=text, lost=lost)
+        self._exit = {"state": _State.RAISED, "text": text, "lost": lost}
         # JAX would wait here for the others, and they wait for this process. The thread ends it.
         self.join(self._seconds + 4 * self._interval)
         os._exit(1)
