@@ -17,6 +17,7 @@ from shardwright.manager.meeting import Meeting, collect
 from shardwright.manager.processes import Fact, ProcessGroup
 from tests.manager.simulated_store import SimulatedStore
 
+HANGS_S = 200.0
 COUNTS = [
     8,
     pytest.param(128, marks=pytest.mark.wide),
@@ -44,11 +45,12 @@ def together(count: int, work: Callable[[int], Any]) -> list[Any]:
         except AgreementError as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(HANGS_S)
+        assert not thread.is_alive(), "a process waits forever"
     return results
 
 
@@ -173,6 +175,7 @@ def test_the_last_process_ends_before_its_verdict(
     monkeypatch.setattr(processes, "WAIT_S", 0.3)
     monkeypatch.setattr(agreement, "manager_facts", lambda manager: {"mode": Fact("train")})
     monkeypatch.setattr(meeting, "_VERDICT_S", 0.3)
+    monkeypatch.setitem(globals(), "HANGS_S", 20.0)
 
     def decide(self: Meeting, verdict: meeting.Verdict) -> None:
         raise AgreementError("killed")
@@ -203,6 +206,7 @@ def test_a_wait_ends_after_the_first_process() -> None:
     extends = second.extends
 
     def observed(is_late: Callable[[], bool]) -> bool:
+        assert len(extensions) < 2, "it waits forever"
         extensions.append(extends(is_late))
         return extensions[-1]
 
