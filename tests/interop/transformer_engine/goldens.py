@@ -17,7 +17,8 @@ from tests.interop.transformer_engine.cases import Case, Result
 
 PLACE = Path(__file__).parent / "golden"
 # Largest difference relative to the largest value of the tensor.
-TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-6}
+# Attention computes its forward pass again in the backward pass, which sums in another order.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2**-6}
 # TransformerEngine's own results differ from its goldens by as much if XLA does not optimize, as in
 # `make test`. Optimized, ours equal these goldens bit for bit.
 UNOPTIMIZED = {"decoder-114": 4e-6}
