@@ -209,7 +209,7 @@ def integer_collectives(engine: serving.Engine) -> tuple[int, int]:
     batch = arrays._batch(4, {})
     with setup.under(MODE_DECODE):
         program = paged_arrays._decode.lower(
-            setup.model, arrays.spec, 1, arrays.pools, setup.params, batch
+            setup.model, arrays.spec, 1, arrays.pools, arrays.last, setup.params, batch
         ).compile()
     results = re.findall(
         r"= (\S+) (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)",
@@ -224,7 +224,7 @@ def test_tables_are_gathered_once_for_all_layers() -> None:
         sw.Strategy.preset("serve_long_context"), mesh=cpu_mesh("dp:2,sp:2,tp:2")
     )
     counts = [integer_collectives(attending_engine(layers, pm=pm)) for layers in (1, 3)]
-    # One or two small integers of the last tokens, as this version of JAX places them.
+    # A few small integers of the last tokens, which stay on the devices between the steps.
     assert counts[0][0] == counts[1][0]
-    assert counts[0][0] <= 2
+    assert counts[0][0] <= 3
     assert counts[0][1] < counts[1][1]
