@@ -96,7 +96,7 @@ def check_vocabulary(weight: Any, axes: Any, tokens: Any, *, name: str, path: st
       path: Its path in the model, or None.
 
     Raises:
-      LayerError: It does. Or there is no manager, and the weight varies over mesh axes that the
+      LayerError: It does. Or no manager is entered, and the weight varies over mesh axes that the
         tokens do not vary over.
     """
     if not is_inside_shard_map():

@@ -80,7 +80,7 @@ def prefill(
       params: Weights.
       tokens: `[batch, chunk]` int32.
       entries: `[2, batch]` int32: how many tokens of each row are not padding, and the slot whose
-        latest token the row draws. A number past the last slot stands for none.
+        latest token the row draws. Rows without a slot have a number past the last slot.
       batch: The sequences.
 
     Returns:

@@ -147,7 +147,7 @@ class Ledger:
         return target
 
     def _is_laid_out_across(self, aval: Any, dims: Dims, scattered: frozenset[str]) -> bool:
-        """Tell whether parts of a matrix are no whole tiles of a TPU, so that it is summed whole.
+        """Tell whether a TPU sums a matrix whole, because its parts are not whole tiles.
 
         If the last dim is not a multiple of 128 and the first one is, the first one is laid out
         along the lanes. A reduce-scatter of it needs parts of 128 numbers of 32 bits.
