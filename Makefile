@@ -75,7 +75,7 @@ check: ## format, lint, types, import order, the site of the documentation
 	$(bin)/python -m pytest -q tests/test_house.py
 	$(bin)/zensical build --strict --clean
 
-bench: ## print the numbers of docs/speed.md
+bench: ## print the numbers of docs/development/speed.md
 	@$(ready) $(VENV) demo
 	@$(bin)/python -m benchmarks $(ARGS)
 

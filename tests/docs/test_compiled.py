@@ -11,7 +11,7 @@ from shardwright.testing.golden import Golden
 from tests.docs.compiled import with_tables
 from tests.docs.snippets import ROOT
 
-PAGE = ROOT / "docs" / "compiled.md"
+PAGE = ROOT / "docs" / "development" / "compiled.md"
 RESULTS = ROOT / "benchmarks" / "results" / "compiled" / "v5e-2x4.json"
 MODES = ("train", "prefill", "decode", "insert")
 

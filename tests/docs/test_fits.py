@@ -10,7 +10,7 @@ from benchmarks.fits import CASES, HEADER, Row, cells, judge, read_rows
 from shardwright.testing.golden import Golden
 from tests.docs.snippets import ROOT
 
-PAGE = ROOT / "docs" / "compiled.md"
+PAGE = ROOT / "docs" / "development" / "compiled.md"
 RESULTS = ROOT / "benchmarks" / "results" / "compiled" / "fits.json"
 _PLACE = re.compile(r"(<!-- fits: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -10,7 +10,7 @@ from shardwright.testing.golden import Golden
 from tests.docs.snippets import ROOT
 from tests.docs.speed import read_results, with_tables
 
-PAGE = ROOT / "docs" / "speed.md"
+PAGE = ROOT / "docs" / "development" / "speed.md"
 
 
 def row(subject: str, value: float, verdict: str, **target: float) -> dict[str, Any]:
