@@ -48,7 +48,7 @@ def test_a_subject_is_measured_printed_and_written(tmp_path: Path) -> None:
 
 
 def test_published_meshes_fill_their_slices() -> None:
-    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "development" / "published.md").read_text(encoding="utf-8")
     facts = published.read_facts()
     assert len(facts) >= 10
     for name, run in facts.items():
