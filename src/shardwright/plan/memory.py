@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardwright.errors import Problem, ShardingError, StrategyError, raise_problems
 from shardwright.resolution.partition_specs import UNCONSTRAINED, entry_names
-from shardwright.trees.paths import compile_pattern, path_text
+from shardwright.resolution.patterns import compile_pattern
+from shardwright.trees.paths import path_text
 from shardwright.trees.tensors import whole_bytes
 
 

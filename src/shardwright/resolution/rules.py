@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from shardwright.errors import StrategyError, did_you_mean
 from shardwright.mesh.check import MOST_MESH_AXES, name_fault
 from shardwright.resolution.decisions import RuleRef
 from shardwright.resolution.fingerprint import fingerprint
-from shardwright.resolution.path_patterns import PathPattern
+from shardwright.resolution.patterns import compile_pattern
 from shardwright.resolution.ranks import rank_orders
 from shardwright.resolution.recent import Recent
 from shardwright.vocabulary.axes import (
@@ -302,31 +303,24 @@ class TensorRules:
     """Rules for the tensors whose path a pattern matches.
 
     Raises:
-      StrategyError: `path_patterns` does not support the pattern.
+      StrategyError: The pattern is not a regular expression.
     """
 
     match: str
     rules: tuple[tuple[str, Rule], ...]
-    _pattern: PathPattern = dataclasses.field(init=False, repr=False, compare=False)
+    _pattern: re.Pattern[str] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_pattern", PathPattern(self.match))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_tensors, (self.match, self.rules)
+        object.__setattr__(self, "_pattern", compile_pattern(self.match))
 
     def matches(self, path: str) -> bool:
         """Tell whether the pattern is found in a path."""
-        return self._pattern.matches(path)
+        return self._pattern.search(path) is not None
 
     def find(self, axis: str, path: str) -> Rule | None:
         """Return the entry's rule for an axis; None if there is none or the path does not match."""
         rule = next((rule for name, rule in self.rules if name == axis), None)
         return rule if rule is not None and self.matches(path) else None
-
-
-def _rebuild_tensors(match: str, rules: tuple[tuple[str, Rule], ...]) -> TensorRules:
-    return TensorRules(match=match, rules=rules)
 
 
 Table = tuple[tuple[str, Rule], ...]

@@ -15,9 +15,10 @@ from shardwright.errors import (
     did_you_mean,
 )
 from shardwright.mesh.build import parse_mesh
-from shardwright.resolution.path_patterns import PathPattern
+from shardwright.resolution.patterns import compile_pattern
 from shardwright.resolution.rules import foreign_mesh_axes
 from shardwright.resolution.unknown_axes import axis_hint
+from shardwright.strategy.limits import LONGEST_PATTERN
 from shardwright.strategy.origin import Origin, where
 from shardwright.strategy.tables import ParsedTables, at_path, parse_rules, rule_tables
 from shardwright.vocabulary.axes import (
@@ -29,8 +30,6 @@ from shardwright.vocabulary.axes import (
     file_name,
 )
 
-# Limit on the steps of all patterns together. Each step is tried at each character of a path.
-MOST_STEPS: Final = 20_000
 _AXIS_NAME: Final = re.compile(
     r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?|__[A-Z]([A-Z0-9_]*[A-Z0-9])?__"
 )
@@ -143,43 +142,34 @@ def _fix_for_unknown(name: str, known: Sequence[str]) -> str:
     )
 
 
-def _pattern_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
-    problems: list[Problem] = []
-    steps = 0
+def _pattern_problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
     tensors = data.get("tensors")
     for at, entry in enumerate(tensors if isinstance(tensors, list) else ()):
         pattern = entry.get("match") if isinstance(entry, Mapping) else None
+        if not isinstance(pattern, str):
+            continue  # pydantic reports it
+        if len(pattern) > LONGEST_PATTERN:
+            yield Problem(
+                error=StrategyError,
+                what=f"the pattern has {len(pattern)} characters, at most {LONGEST_PATTERN} "
+                f"are read",
+                path=where(("tensors", str(at), "match"), origin),
+                fix="split it into several [[tensors]] entries",
+            )
+            continue
         try:
-            steps += PathPattern(pattern if isinstance(pattern, str) else "").steps
+            compile_pattern(pattern)
         except StrategyError as error:
-            problems += [
-                at_path(problem, ("tensors", str(at), "match"), origin)
-                for problem in error.problems
-            ]
+            for problem in error.problems:
+                yield at_path(problem, ("tensors", str(at), "match"), origin)
         else:
-            if isinstance(entry, Mapping) and isinstance(pattern, str) and len(entry) == 1:
-                path = where(("tensors", str(at)), origin)
-                problems.append(
-                    Problem(
-                        error=StrategyError,
-                        what="the entry has no rule",
-                        path=path,
-                        fix='add one, such as embed = "-"',
-                    )
+            if len(entry) == 1:
+                yield Problem(
+                    error=StrategyError,
+                    what="the entry has no rule",
+                    path=where(("tensors", str(at)), origin),
+                    fix='add one, such as embed = "-"',
                 )
-    return problems if steps <= MOST_STEPS else [*problems, _steps_problem(steps, origin)]
-
-
-def _steps_problem(steps: int, origin: Origin) -> Problem:
-    what = (
-        f"the patterns have {steps} steps together, at most {MOST_STEPS} are searched for each path"
-    )
-    return Problem(
-        error=StrategyError,
-        what=what,
-        path=where(("tensors",), origin),
-        fix="use fewer entries, or shorter patterns",
-    )
 
 
 def _user_axis_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwright.errors import LONGEST_LINE, StrategyError, did_you_mean
 from shardwright.strategy.key_lines import json_lines, toml_lines
-from shardwright.strategy.limits import LONGEST_FILE, check_keys, check_limits
+from shardwright.strategy.limits import LONGEST_FILE, check_limits
 from shardwright.strategy.origin import Origin
 from shardwright.vocabulary.axes import canonical_axis, file_name
 
@@ -121,8 +121,6 @@ def parse(text: str, *, format: str, source: str) -> Parsed:
         )
     if format not in ("toml", "json"):
         raise StrategyError(f"unknown format {format!r}", path=source, fix='write "toml" or "json"')
-    if format == "toml":
-        check_keys(text, source)
     try:
         data = (
             tomllib.loads(text)

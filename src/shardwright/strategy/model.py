@@ -134,7 +134,7 @@ class TensorTable(_Table):
     """
 
     match: str = Field(
-        description="Regular expression, searched in the '/'-joined path in linear time."
+        description="Regular expression of Python's `re`, searched in the '/'-joined path."
     )
 
 

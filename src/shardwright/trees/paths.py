@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from shardwright.errors import Problem, StrategyError, raise_problems
+from shardwright.resolution.patterns import compile_pattern
 from shardwright.vocabulary.annotations import ArraySpec, as_annotation
 from shardwright.vocabulary.layouts import Replicated
 
@@ -55,9 +56,7 @@ def _check_pair(at: int, rule: Any) -> tuple[Any, Any]:
 def match_paths(tree: Any, rules: Iterable[tuple[str, Any]], *, strict: bool = True) -> PathMatch:
     """Annotate each array by the first rule whose pattern matches its path.
 
-    Patterns are searched (`re.search`) in the "/"-joined path. They may use all syntax of Python's
-    `re`. (Patterns in strategy files may use only syntax that is searched in linear time.) Scalars
-    need no rule.
+    Patterns are searched (`re.search`) in the "/"-joined path. Scalars need no rule.
 
     Args:
       tree: Arrays, or other values with a shape.
@@ -118,29 +117,6 @@ def compile_rule(at: int, pattern: str, annotation: Any) -> tuple[re.Pattern[str
       StrategyError: The pattern or the annotation is invalid.
     """
     return compile_pattern(pattern, where=f"rule {at}: "), as_annotation(annotation)
-
-
-def compile_pattern(text: str, *, where: str = "") -> re.Pattern[str]:
-    """Compile a regular expression.
-
-    Raises:
-      StrategyError: The text is not a regular expression.
-    """
-    if not isinstance(text, str):
-        raise StrategyError(
-            f"{where}{text!r} is not a pattern", fix="write a regular expression as text"
-        )
-    try:
-        return re.compile(text)
-    except (re.error, OverflowError, RecursionError) as error:
-        message, at = (
-            (error.msg, error.pos or 0) if isinstance(error, re.error) else (str(error), 0)
-        )
-        raise StrategyError(
-            f"{where}not a regular expression: {message}",
-            snippet=f"{text}\n{' ' * at}^",
-            fix="see the documentation of Python's re",
-        ) from error
 
 
 def _unmatched(path: str, patterns: list[str]) -> Problem:

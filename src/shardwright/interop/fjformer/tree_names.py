@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from shardwright.errors import StrategyError
-from shardwright.trees.paths import compile_pattern
+from shardwright.resolution.patterns import compile_pattern
 
 
 def tree_path_to_string(path: Sequence[Any], sep: str | None = None) -> Any:
