@@ -7,7 +7,7 @@
 
 SHELL = /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-processes quick test test-wide test-full test-latest test-tpu check bench bench-peers docs clean
+.PHONY: help demo demo-processes quick test test-full test-latest test-tpu check bench bench-peers docs clean
 
 VENV ?= .venv
 VENV_LATEST ?= $(VENV)-latest
@@ -46,22 +46,18 @@ quick: ## lint, types, and the tests of resolution, strategy, trees and manager:
 	  $(unoptimized) $(bin)/python $(pytest) $(rooms) $(ARGS); tests=$$?; \
 	  wait $$types && exit $$tests
 
-test: ## run the tests, without the wide sweeps and the slow ones
+test: ## run the tests of every behavior
 	@$(ready) $(VENV) test
 	@$(unoptimized) $(bin)/python $(pytest) $(ARGS)
 
-test-wide: ## run the wide sweeps, which make test leaves to CI
-	@$(ready) $(VENV) test
-	@$(unoptimized) $(bin)/python $(pytest) -m "wide and not slow and not product" $(ARGS)
-
-test-full: ## run all tests
+test-full: ## run all tests: every mesh, dtype, cache and page, for an hour
 	@$(ready) $(VENV) test
 	@$(unoptimized) $(bin)/python $(pytest) -m "not product" $(ARGS)
 
-test-latest: ## run the tests and the wide sweeps on the newest JAX (Python 3.12 or newer); looks for a newer one once a day
+test-latest: ## run the tests on the newest JAX (Python 3.12 or newer); looks for a newer one once a day
 	@$(ready) $(VENV_LATEST) test 3.12 `date +%Y-%m-%d`
 	@$(VENV_LATEST)/bin/python -c 'import jax, sys; print("JAX", jax.__version__, "on Python", sys.version.split()[0])'
-	@$(unoptimized) $(VENV_LATEST)/bin/python $(pytest) -m "not slow and not product" $(ARGS)
+	@$(unoptimized) $(VENV_LATEST)/bin/python $(pytest) $(ARGS)
 
 test-tpu: ## compile for eight TPUs that are not there: kernels, memory, what is sent; libtpu has 200 MB
 	@$(ready) $(VENV_TPU) test,tpu-aot
@@ -85,7 +81,7 @@ bench-peers: ## the same next to flax, eformer and haliax, in an environment of 
 
 docs: ## run every snippet of the documentation, then build it into site/; a broken link or any warning fails
 	@$(ready) $(VENV) test,docs
-	@$(bin)/python -m pytest -q -m "not slow" tests/docs $(ARGS)
+	@$(bin)/python -m pytest -q -m "not product" tests/docs $(ARGS)
 	@$(bin)/zensical build --strict --clean
 	@echo "look at it: $(bin)/python -m http.server -d site, then open http://localhost:8000"
 

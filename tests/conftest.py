@@ -1,65 +1,46 @@
-"""Choose the cases that a run includes: those of sweeps, and one half of the wide ones."""
+"""Let a marker name the cases of a test that do not have it; bound what a worker remembers."""
 
 from __future__ import annotations
 
-import collections
 import gc
-import zlib
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-# Steps of the golden ratio spread the chosen cases over all the axes of a product.
-_STEP = (5**0.5 - 1) / 2
+# Bytes of memory after which a worker forgets its compiled programs.
+_MOST_MEMORY = 1_200_000_000
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--wide-half`."""
-    parser.addoption(
-        "--wide-half",
-        type=int,
-        choices=(0, 1),
-        help="run one half of the wide cases; CI runs half 0 on the oldest JAX, 1 on the newest",
-    )
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Iterator[Any]:
+    """Take `full(but=[...])` and `product(but=[...])` from the cases that they name.
 
-
-@pytest.hookimpl(tryfirst=True)  # before -m deselects
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark sweeps as wide and slow, then drop the half of the wide cases that was not asked for."""
-    _mark_sweeps(items)
-    half = config.getoption("--wide-half")
-    if half is not None:
-        # By name, so that a new test moves no other one.
-        other = [
-            item
-            for item in items
-            if item.get_closest_marker("wide") and zlib.crc32(item.nodeid.encode()) % 2 != half
-        ]
-        config.hook.pytest_deselected(items=other)
-        dropped = set(other)
-        items[:] = [item for item in items if item not in dropped]
-
-
-def _mark_sweeps(items: list[pytest.Item]) -> None:
-    """Mark all but `keep` cases of each test with `@pytest.mark.sweep(keep=...)` as wide.
-
-    With `wide=`, only that many are wide, and the rest are slow, or have the marker `rest=`.
+    Raises:
+      Collector.CollectError: No case of the test has that name.
     """
-    sweeps: dict[tuple[str, object, int, int | None, str], list[pytest.Item]]
-    sweeps = collections.defaultdict(list)
-    for item in items:
-        marker = item.get_closest_marker("sweep")
-        if marker is not None:
-            # Cases that are slow by themselves are not counted.
-            slow = any(item.get_closest_marker(name) for name in ("slow", "product", "wide"))
-            if not slow:
-                name = item.nodeid.partition("[")[0]
-                keep, wide = marker.kwargs["keep"], marker.kwargs.get("wide")
-                rest = marker.kwargs.get("rest", "slow")
-                sweeps[name, item.parent, keep, wide, rest].append(item)
-    for (_, _, keep, wide, rest), cases in sweeps.items():
-        order = sorted(range(len(cases)), key=lambda index: index * _STEP % 1)
-        for place, index in enumerate(order[keep:]):
-            cases[index].add_marker("wide" if wide is None or place < wide else rest)
+    made = yield
+    if isinstance(made, list):
+        for marker in ("full", "product"):
+            _spare(marker, made)
+    return made
+
+
+def _spare(marker: str, items: list[pytest.Function]) -> None:
+    names = {name for item in items for mark in _named(item, marker) for name in mark.kwargs["but"]}
+    cases = {item.callspec.id: item for item in items if hasattr(item, "callspec")}
+    if unknown := names - set(cases):
+        raise pytest.Collector.CollectError(
+            f"{items[0].originalname}: {marker}(but=...) names {sorted(unknown)}, but its cases "
+            f"are {list(cases)}"
+        )
+    for name in names:
+        marks = cases[name].own_markers
+        marks[:] = [mark for mark in marks if mark not in _named(cases[name], marker)]
+
+
+def _named(item: pytest.Function, marker: str) -> list[pytest.Mark]:
+    return [mark for mark in item.own_markers if mark.name == marker and "but" in mark.kwargs]
 
 
 def pytest_collection_finish() -> None:

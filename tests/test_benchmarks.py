@@ -27,7 +27,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_a_subject_is_measured_printed_and_written(tmp_path: Path) -> None:
     done = run(
         "enter",
@@ -58,7 +58,7 @@ def test_published_meshes_fill_their_slices() -> None:
         assert f"| {name} |" in page
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_search_finds_a_published_mesh() -> None:
     name = "llama2-7b-v5p-128"
     row = published.compare(name, published.read_facts()[name])

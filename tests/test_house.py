@@ -430,7 +430,7 @@ def test_import_is_light_and_starts_no_backend() -> None:
     ("first", "says"),
     [
         ("import jax; jax.devices()", "a backend was started"),
-        pytest.param("import pydantic", "imported: pydantic", marks=pytest.mark.wide),
+        pytest.param("import pydantic", "imported: pydantic", marks=pytest.mark.full),
     ],
 )
 def test_import_probe_detects_a_backend(first: str, says: str) -> None:

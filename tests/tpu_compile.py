@@ -31,7 +31,7 @@ SETTINGS = {
 TOPOLOGY = "v5e:2x4"
 MARKS = [
     pytest.mark.tpu,
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: make test-tpu"
     ),

@@ -7,7 +7,7 @@ refuses: refusing more fails, and refusing less is compared with the oracle.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from shardwright.attention.call import AttentionCall
 from shardwright.testing import attention_conformance
@@ -91,28 +91,119 @@ ROWS: dict[str, Row] = {
 }
 
 
+GROUPS = ("shapes", "tokens", "biases", "prefill", "decode")
+# The cells of `make test`: every case on one mesh by one of the first four implementations, and a
+# few by each of the others.
+QUICK_CELLS: dict[str, tuple[str, ...]] = {
+    "vanilla": (
+        "full-float32-one-auto",
+        "window both sides-float32-odd sp-auto",
+        "permuted-float32-tp > kv heads-auto",
+        "dense mask-float32-dp-auto",
+        "as many kv heads-float32-all-auto",
+        "fewer queries-float32-sp-auto",
+        "decode-float32-tp-auto",
+        "decode int8-float32-one-auto",
+        "hidden by a bias-float32-odd sp-auto",
+        "hidden by a bias, everything-float32-tp > kv heads-auto",
+        "decode hidden by a bias for all queries, sinks-float32-dp-auto",
+        "large logits 80-float32-all-auto",
+    ),
+    "blockwise": (
+        "causal-bfloat16-sp-explicit",
+        "chunks-bfloat16-tp-auto",
+        "permuted, packed, window-float32-one-explicit",
+        "sinks-float32-odd sp-explicit",
+        "one kv head-bfloat16-tp > kv heads-explicit",
+        "everything-bfloat16-dp-auto",
+        "decode drafts-bfloat16-all-auto",
+        "decode float8, drafts, bhtd-float32-sp-explicit",
+        "hidden by a bias, causal, sinks-bfloat16-tp-explicit",
+        "large biases-bfloat16-one-auto",
+        "decode large biases-bfloat16-odd sp-auto",
+        "large logits 128-float32-tp > kv heads-explicit",
+    ),
+    "ring": (
+        "bhtd-float32-dp-explicit",
+        "packed-float32-all-explicit",
+        "bias-bfloat16-sp-explicit",
+        "dropped-bfloat16-tp-auto",
+        "wider values-float32-one-explicit",
+        "prefill-float32-odd sp-explicit",
+        "decode slots-bfloat16-tp > kv heads-explicit",
+        "decode float8_e5m2, one kv head-bfloat16-dp-auto",
+        "hidden by a bias in bfloat16, bhtd-bfloat16-all-auto",
+        "large biases and sinks, causal-float32-sp-explicit",
+        "prefill hidden by a bias-bfloat16-tp-explicit",
+    ),
+    "ulysses": (
+        "window capped-float32-odd sp-auto",
+        "lengths-float32-tp > kv heads-auto",
+        "broadcast bias and mask-float32-dp-auto",
+        "logsumexp-float32-all-auto",
+        "cross-float32-sp-auto",
+        "prefill packed-float32-tp-auto",
+        "decode one kv head-float32-one-auto",
+        "prefill int8-float32-odd sp-auto",
+        "hidden by a bias for all queries-float32-tp > kv heads-auto",
+        "decode hidden by a bias-float32-dp-auto",
+        "large logits 64-float32-all-auto",
+    ),
+    "allgather_kv": (
+        "window both sides-float32-tp-auto",
+        "fewer queries-float32-dp-auto",
+        "hidden by a bias, everything-float32-one-auto",
+    ),
+    "flash_decode": (
+        "chunks-bfloat16-all-explicit",
+        "everything-bfloat16-odd sp-explicit",
+        "large biases-bfloat16-sp-explicit",
+    ),
+    "sdpa": (
+        "packed-float32-tp > kv heads-explicit",
+        "prefill-float32-tp-explicit",
+        "large biases and sinks, causal-float32-dp-explicit",
+    ),
+    "cudnn": (
+        "lengths-float32-one-auto",
+        "prefill packed-float32-all-auto",
+        "decode hidden by a bias-float32-odd sp-auto",
+    ),
+    "splash": (
+        "permuted-float32-sp-auto",
+        "decode-float32-tp > kv heads-auto",
+        "decode hidden by a bias for all queries, sinks-float32-tp-auto",
+    ),
+}
+
+
 def check(cell: Cell) -> None:
     """Assert that an implementation equals the oracle on a cell, or refuses it as its row says."""
     row = ROWS[cell.implementation]
     attention_conformance.check(cell, refuses=row.refuses, tolerances=row.tolerances)
 
 
-def cells() -> Iterator[tuple[Cell, str]]:
-    """Cells that are tests of their own, each with its marker; "" runs by default.
+def group_of(case: Case) -> str:
+    """The group of a case in the ids of tests."""
+    if case.mode != "train":
+        return case.mode
+    biases = {"bias", "row_bias", "mask", "hiding_bias", "hiding_row_bias", "large_bias"}
+    if biases & set(case.arrays) or "bfloat16_hiding_bias" in case.arrays:
+        return "biases"
+    return "tokens" if case.arrays else "shapes"
+
+
+def cells(name: str, group: str) -> Iterator[Cell]:
+    """Yield the cells of an implementation and a group of cases.
 
     Every case is on every mesh twice: in float32 on Auto axes, and in one of the other three
-    combinations in turn. By default a case runs once for every fourth implementation; its mesh and
-    its combination take turns too. For implementations after the first four, three quarters of
-    these cells are in the wide run. Implementations come last, so that those with equal programs
-    follow each other.
+    combinations in turn.
     """
     for number, case in enumerate(CASES):
         for at, mesh in enumerate(MESHES):
-            for which, (dtype, axis_types) in enumerate(
-                (COMBINATIONS[0], COMBINATIONS[1 + (number + at) % 3])
-            ):
-                for mine, name in enumerate(ROWS):
-                    cell = Cell(
+            for dtype, axis_types in (COMBINATIONS[0], COMBINATIONS[1 + (number + at) % 3]):
+                if group_of(case) == group:
+                    yield Cell(
                         implementation=name,
                         case=case,
                         dtype=dtype,
@@ -120,17 +211,22 @@ def cells() -> Iterator[tuple[Cell, str]]:
                         axis_types=axis_types,
                         mode=case.mode,
                     )
-                    fast = (
-                        number % 4 == mine % 4
-                        and at == (number * 3 + mine) % len(MESHES)
-                        and which == (number // 2 + mine) % 2
-                    )
-                    wide = mine >= 4 and number % 16 != mine % 16
-                    yield cell, marker_of(fast=fast, wide=wide)
 
 
-def marker_of(*, fast: bool, wide: bool) -> str:
-    """The marker of a cell: most are slow, and some of the others wide."""
-    if not fast:
-        return "slow"
-    return "wide" if wide else ""
+def quick_cells(name: str) -> list[Cell]:
+    """Return the cells of an implementation that are in `make test`."""
+    named = {f"{name}-{cell}" for cell in QUICK_CELLS[name]}
+    found = [cell for group in GROUPS for cell in cells(name, group) if str(cell) in named]
+    assert len(found) == len(named), named - set(map(str, found))
+    return found
+
+
+def failures(chosen: Iterable[Cell]) -> list[str]:
+    """Check each cell, and return what is wrong with any of them."""
+    found = []
+    for cell in chosen:
+        try:
+            check(cell)
+        except (AssertionError, RuntimeError, TypeError, ValueError) as err:
+            found.append(f"{cell}: {type(err).__name__}: {err}")
+    return found

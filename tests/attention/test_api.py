@@ -72,7 +72,7 @@ def test_equals_jax_nn(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["vanilla", "blockwise"])
-@pytest.mark.slow
+@pytest.mark.full
 def test_equals_jax_splash(implementation: str) -> None:
     x = arrays(batch=2, q_length=16, kv_length=16, heads=2, kv_heads=1)
     ids = jnp.sort(jax.random.randint(jax.random.key(1), (2, 16), 0, 3))
@@ -160,7 +160,7 @@ def test_mask_value_equals_keywords() -> None:
 # Dropout.
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_dropout_is_equal_on_every_mesh() -> None:
     x = arrays(batch=4, q_length=64, kv_length=64)
     x["v"] = jnp.ones_like(x["v"])
@@ -173,7 +173,7 @@ def test_dropout_is_equal_on_every_mesh() -> None:
     assert not np.allclose(attend(x, dropout=0.25, dropout_key=4), plain, atol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_dropout_rate() -> None:
     output = attend(
         arrays(q_length=96, kv_length=96),
@@ -192,7 +192,7 @@ def test_dropout_rate() -> None:
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["auto"])
 def test_output_is_sharded_like_q_without_communication(axis_types: Any) -> None:
     pm = sw.PartitionManager(
         sw.Strategy.loads(STRATEGY), mesh=cpu_mesh("dp:2,tp:4", axis_types=axis_types)
@@ -214,7 +214,7 @@ def test_output_is_sharded_like_q_without_communication(axis_types: Any) -> None
 
 
 @pytest.mark.parametrize("implementation", ["vanilla", "blockwise", "flash_decode", "sdpa"])
-@pytest.mark.sweep(keep=2)
+@pytest.mark.full(but=["vanilla", "flash_decode"])
 def test_dtypes_are_not_promoted(implementation: str) -> None:
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         grads = jax.grad(

@@ -19,7 +19,7 @@ from tests.attention.conformance import QUICK
 from tests.attention.operands import floats, make_operands, without
 
 # Minutes of compiling: the conformance table has a few cells of every implementation by default.
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 RECIPES = {
     "full": Recipe(scale=0.3, q_block=4, kv_block=8),
@@ -98,7 +98,7 @@ def test_row_without_keys_is_exactly_zero() -> None:
     assert np.any(out["o"][1])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_keys_in_pieces() -> None:
     operands, recipe = make_operands(), RECIPES["causal dropped"]
     want = value_and_grads(lambda x: oracle(x, recipe), operands)
@@ -175,7 +175,7 @@ def temporaries(attend: Callable[[Operands], Any], length: int) -> int:
     return jax.jit(grad).lower(floats(operands)).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_memory_is_linear_in_length() -> None:
     recipe = Recipe(scale=0.3, q_block=64, kv_block=64, mask=MaskRules(causal=True))
     blocks = functools.partial(blockwise.attend, recipe=recipe)

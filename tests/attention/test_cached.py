@@ -214,12 +214,12 @@ QUICK_CELLS = {
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        pytest.param(name, place, marks=[] if (name, place) in QUICK_CELLS else pytest.mark.slow)
+        pytest.param(name, place, marks=[] if (name, place) in QUICK_CELLS else pytest.mark.full)
         for name in CACHES
         for place in PLACES
     ],
 )
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["dense-all of them"])
 def test_equals_attention_to_lists_of_tokens(name: str, place: str) -> None:
     here = session(name, manager_of(place))
     placed = jax.tree.map(lambda x: x.sharding, here.cache)
@@ -231,12 +231,12 @@ def test_equals_attention_to_lists_of_tokens(name: str, place: str) -> None:
     "name",
     [
         "dense",
-        pytest.param("sliding", marks=pytest.mark.slow),
-        pytest.param("paged", marks=pytest.mark.slow),
+        pytest.param("sliding", marks=pytest.mark.full),
+        pytest.param("paged", marks=pytest.mark.full),
     ],
 )
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["auto-dense"])
 def test_prefill_with_sharded_queries(name: str, axis_types: str) -> None:
     manager = manager_of("length" if name != "paged" else "heads", "prefill", axis_types)
     here = session(name, manager)
@@ -246,7 +246,7 @@ def test_prefill_with_sharded_queries(name: str, axis_types: str) -> None:
     here.step(4, seed=3)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["dense", "sliding", "quantized", "paged"])
 def test_explicit_meshes(name: str) -> None:
     serve(session(name, manager_of("all of them", axis_types="explicit")))
@@ -254,9 +254,9 @@ def test_explicit_meshes(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name == "sliding" else pytest.mark.slow) for name in CACHES],
+    [pytest.param(name, marks=[] if name == "sliding" else pytest.mark.full) for name in CACHES],
 )
-@pytest.mark.wide
+@pytest.mark.full
 def test_without_manager_and_trace(name: str) -> None:
     serve(session(name, jitted=False))
 
@@ -266,12 +266,12 @@ def test_without_manager_and_trace(name: str) -> None:
     [
         "sliding",
         *(
-            pytest.param(name, marks=pytest.mark.slow)
+            pytest.param(name, marks=pytest.mark.full)
             for name in ("dense", "quantized ring", "paged")
         ),
     ],
 )
-@pytest.mark.wide
+@pytest.mark.full
 def test_chunk_equals_single_steps(name: str) -> None:
     q, k, v = tokens(20, seed=7)
     with manager_of("length"):
@@ -290,7 +290,7 @@ def test_chunk_equals_single_steps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["dense", "sliding", "paged"])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["dense"])
 def test_options_reach_the_arithmetic(name: str) -> None:
     options = {
         "softcap": 2.0,
@@ -302,7 +302,7 @@ def test_options_reach_the_arithmetic(name: str) -> None:
     here.step(4, seed=2, valid=RAGGED)
 
 
-@pytest.mark.parametrize("name", ["dense", pytest.param("paged", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["dense", pytest.param("paged", marks=pytest.mark.full)])
 def test_refusing_slots_get_zeros_and_stay(name: str) -> None:
     here = session(name)
     here.step(44, seed=1, valid=np.arange(44)[None] < np.array([[44], [8], [40], [0]]))
@@ -315,7 +315,7 @@ def test_refusing_slots_get_zeros_and_stay(name: str) -> None:
     assert bool(jnp.any(actual.o[1:] != 0, axis=(2, 3)).all())
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_rows_without_token_may_hold_anything() -> None:
     q, k, v = tokens(4, seed=1)
     wild = [np.where(RAGGED[:, :, None, None], x, np.nan).astype(np.float32) for x in (q, k, v)]
@@ -337,7 +337,7 @@ def test_rows_without_token_may_hold_anything() -> None:
         ("sliding", "sdpa"),
     ],
 )
-@pytest.mark.sweep(keep=2)
+@pytest.mark.full(but=["dense-None", "sliding-vanilla"])
 def test_remains_of_earlier_sequence_are_hidden(name: str, implementation: str | None) -> None:
     q, k, v = (jnp.asarray(x) for x in tokens(6))
     v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, DIM - V_DIM)))
@@ -357,7 +357,7 @@ def test_remains_of_earlier_sequence_are_hidden(name: str, implementation: str |
 
 
 @pytest.mark.parametrize("implementation", ["vanilla", "blockwise", "sdpa"])
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.wide), 2])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_missing_rows_may_hold_nan(batch: int, implementation: str) -> None:
     q, k, v = (jax.random.normal(jax.random.key(at), (batch, 4, 2, 8)) for at in range(3))
     options = {
@@ -396,13 +396,12 @@ def abstract(count: int, manager: sw.PartitionManager) -> Any:
     [
         ("dense", 1),
         *(
-            pytest.param(name, 4, marks=[] if name == "dense" else pytest.mark.slow)
+            pytest.param(name, 4, marks=[] if name == "dense" else pytest.mark.full)
             for name in ("dense", "quantized", "sliding", "paged")
         ),
     ],
 )
-@pytest.mark.sweep(keep=1)
-@pytest.mark.wide
+@pytest.mark.full
 def test_decode_bytes_do_not_grow_with_cache(name: str, count: int) -> None:
     sent = []
     for capacity in (64, 512):
@@ -429,8 +428,8 @@ def sent_by(name: str, count: int, **changes: Any) -> list[tuple[Any, int]]:
     "name",
     [
         "dense",
-        pytest.param("sliding", marks=pytest.mark.slow),
-        pytest.param("quantized", marks=pytest.mark.slow),
+        pytest.param("sliding", marks=pytest.mark.full),
+        pytest.param("quantized", marks=pytest.mark.full),
     ],
 )
 def test_no_communication_over_batch_or_heads(name: str, place: str) -> None:
@@ -444,7 +443,7 @@ def test_no_communication_over_batch_or_heads(name: str, place: str) -> None:
         assert_no_collectives(program)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_chunk_after_ring_sends_no_ring_rows() -> None:
     longer, shorter = ({"window": window, "capacity": 512} for window in (512, 508))
     assert (

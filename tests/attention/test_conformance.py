@@ -1,4 +1,4 @@
-"""Every implementation on its cells of the table; most cells are slow tests."""
+"""Every implementation on its cells of the table."""
 
 from __future__ import annotations
 
@@ -10,49 +10,58 @@ import pytest
 
 from shardwright.attention import implementation
 from shardwright.testing.attention_conformance import product
-from tests.attention.conformance import CASES, MESHES, ROWS, Case, Cell, cells, check
+from tests.attention.conformance import (
+    CASES,
+    GROUPS,
+    MESHES,
+    ROWS,
+    Cell,
+    cells,
+    check,
+    failures,
+    group_of,
+    quick_cells,
+)
 
-EVERY = [
-    pytest.param(cell, id=str(cell), marks=[getattr(pytest.mark, marker)] if marker else [])
-    for cell, marker in cells()
-]
+
+@pytest.mark.parametrize("name", ROWS)
+def test_one_mesh_of_each_case(name: str) -> None:
+    assert not (wrong := failures(quick_cells(name))), "\n".join(wrong)
 
 
-@pytest.mark.parametrize("cell", EVERY)
-def test_equals_the_oracle_or_says_why_not(cell: Cell) -> None:
-    check(cell)
+# Implementations come last: those with equal programs share them if they follow each other.
+@pytest.mark.full
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("group", GROUPS)
+def test_equals_the_oracle_or_says_why_not(group: str, name: str) -> None:
+    assert not (wrong := failures(cells(name, group))), "\n".join(wrong)
 
 
 @pytest.mark.product
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_dtype_axis_type_and_mode(case: Case, mesh: str) -> None:
-    failures = []
-    for cell in product(case, mesh, tuple(ROWS)):
-        try:
-            check(cell)
-        except (
-            AssertionError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as err:  # report all of them at once
-            failures.append(f"{cell}: {type(err).__name__}: {err}")
-    assert not failures, "\n".join(failures)
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_dtype_axis_type_and_mode(group: str, mesh: str) -> None:
+    every = (
+        cell
+        for case in CASES
+        if group_of(case) == group
+        for cell in product(case, mesh, tuple(ROWS))
+    )
+    assert not (wrong := failures(every)), "\n".join(wrong)
 
 
 def test_every_implementation_has_a_row() -> None:
     assert set(ROWS) == {kernel.name for kernel in implementation.SHIPPED}
 
 
-def test_default_cells_cover_cases_and_meshes() -> None:
-    default = [cell for cell, marker in cells() if not marker]
-    few = [cell for cell in default if cell.implementation in list(ROWS)[:4]]
+def test_quick_cells_cover_cases_and_meshes() -> None:
+    quick = [cell for name in ROWS for cell in quick_cells(name)]
+    few = [cell for cell in quick if cell.implementation in list(ROWS)[:4]]
     assert {cell.case for cell in few} == set(CASES)
     assert {cell.mesh for cell in few} == set(MESHES)
     assert {cell.axis_types for cell in few} == {"auto", "explicit"}
     assert {cell.dtype for cell in few} == {"float32", "bfloat16"}
-    assert {cell.implementation for cell in default} == set(ROWS)
+    assert {cell.implementation for cell in quick} == set(ROWS)
 
 
 def cell_of(case: str, mesh: str, implementation: str = "blockwise") -> Cell:

@@ -60,7 +60,7 @@ def derivatives(f: Callable[[Arrays], jax.Array], given: Arrays) -> Any:
 @pytest.mark.parametrize(
     "implementation", ["blockwise", "ring", "ulysses", "allgather_kv", "flash_decode", "sdpa"]
 )
-@pytest.mark.sweep(keep=2)
+@pytest.mark.full(but=["blockwise", "sdpa"])
 def test_derivatives_of_gradients(implementation: str) -> None:
     pm = sw.PartitionManager(
         sw.Strategy.loads(STRATEGY), mesh=cpu_mesh(MESHES.get(implementation, "dp:1"))
@@ -78,7 +78,7 @@ def test_derivatives_of_gradients(implementation: str) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), actual, want)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_hessian_and_batched_gradients() -> None:
     q, *rest = arrays()
 

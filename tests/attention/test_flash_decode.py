@@ -20,7 +20,7 @@ from shardwright.errors import AttentionError
 from shardwright.testing import assert_collectives, assert_no_collectives, assert_spec, cpu_mesh
 
 # Minutes of compiling: the conformance table has a few cells of every implementation by default.
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 RULES = """
 [rules]

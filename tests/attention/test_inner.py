@@ -22,7 +22,7 @@ from shardwright.testing import cpu_mesh
 from tests.attention.conformance import QUICK
 
 # Minutes of interpreting.
-slow = pytest.mark.slow
+full = pytest.mark.full
 
 RULES = """
 [rules]
@@ -105,8 +105,7 @@ def check(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sweep(keep=1)
-@pytest.mark.wide
+@pytest.mark.full
 def test_splash_runs_on_each_shard(name: str) -> None:
     check("tpu", name, "sp:2", arrays(), causal=True)
 
@@ -122,20 +121,20 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@slow
+@full
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_one_device(name: str, case: str) -> None:
     check("tpu", name, "sp:4", arrays(), **CASES[case])
 
 
-@slow
+@full
 @pytest.mark.parametrize("name", NAMES)
 def test_one_kv_head_over_three_mesh_axes(name: str) -> None:
     check("tpu", name, "dp:2,sp:2,tp:2", arrays(kv_heads=1), axis_types="explicit", causal=True)
 
 
-@slow
+@full
 @pytest.mark.parametrize("name", ["ring", "allgather_kv"])
 def test_shards_of_odd_length(name: str) -> None:
     check("tpu", name, "sp:3", arrays(3 * 67), causal=True)

@@ -18,7 +18,7 @@ from tests.attention.conformance import QUICK
 from tests.attention.operands import floats, make_operands, without
 
 # Minutes of compiling: the conformance table has a few cells of every implementation by default.
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 RECIPE = Recipe(scale=0.3, mask=MaskRules(causal=True), q_block=8, kv_block=8)
 SIZES: dict[str, Any] = {"batch": 4, "q_length": 16, "kv_length": 16, "head_dim": 8, "v_dim": 6}

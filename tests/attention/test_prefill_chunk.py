@@ -41,8 +41,7 @@ def operands(*, rows: int = 96) -> dict[str, jax.Array]:
     ("mesh", "queries", "keys"),
     [("sp:4", "sp", "sp"), ("dp:2,sp:4", "dp+sp", "sp"), ("dp:2,sp:4", "sp+dp", "dp+sp")],
 )
-@pytest.mark.sweep(keep=1)
-@pytest.mark.wide
+@pytest.mark.full
 def test_values_and_gradients(mesh: str, queries: str, keys: str) -> None:
     arrays = operands()
     mask = jax.random.bernoulli(jax.random.key(6), 0.7, (2, 1, CHUNK, 96))

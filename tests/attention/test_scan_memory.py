@@ -19,7 +19,7 @@ def test_memory_of_a_scan_over_layers(name: str) -> None:
     check(name, 1024, measure(name, 1024))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("length", [1024, 2048, 4096])
 @pytest.mark.parametrize("name", MESHES)
 def test_memory_of_every_implementation(name: str, length: int) -> None:

@@ -23,7 +23,7 @@ from shardwright.testing import assert_no_collectives, cpu_mesh
 from tests.attention.conformance import QUICK
 
 # Minutes of compiling: the conformance table has a few cells of every implementation by default.
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 RULES = '[rules]\nbatch = "dp"\nhead = "tp"\nkv_head = "tp | -"\n'
 

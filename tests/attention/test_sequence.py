@@ -79,7 +79,7 @@ def test_keys_and_values_pack_into_one_array(v_dim: int, dtype: str, arrays: int
         np.testing.assert_array_equal(actual, wanted)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_unrolled_ring_equals_loop() -> None:
     """`scan_ring_attention=False`."""
     strategy = sw.Strategy.loads('[rules]\nquery_length = "sp"\nkv_length = "sp"\n')

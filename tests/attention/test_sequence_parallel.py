@@ -18,7 +18,7 @@ from shardwright.attention.kernels import ring
 from shardwright.testing import assert_collectives, assert_no_collectives, cpu_mesh
 
 # Minutes of compiling: the conformance table has a few cells of every implementation by default.
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 RULES = """
 [rules]

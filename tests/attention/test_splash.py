@@ -19,7 +19,7 @@ from shardwright.testing import assert_collectives, assert_no_collectives, cpu_m
 from tests.attention.conformance import QUICK
 
 # Minutes of compiling: the conformance table has a few cells of every implementation by default.
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 RULES = '[rules]\nbatch = "dp"\nhead = "tp"\nkv_head = "tp | -"\n'
 

@@ -67,7 +67,7 @@ def test_unpermute_restores_rows_and_sharding(axis_types: str) -> None:
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["auto"])
 def test_gradient_through_unpermute(axis_types: str) -> None:
     mesh = cpu_mesh("dp:2,sp:4", axis_types=axis_types)
     weights = np.arange(16, dtype=np.float32)[:, None]

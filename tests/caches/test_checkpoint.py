@@ -40,7 +40,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["dense"])
 def test_restore_on_another_mesh_and_mode(kind: str, tmp_path: Path) -> None:
     with manager_of():
         cache = filled(kind, **KINDS[kind])
@@ -170,7 +170,7 @@ except CacheError as error:
 """
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_full_disk(tmp_path: Path) -> None:
     """In a mount namespace of its own, so that nothing stays mounted."""
     script = 'mount -t tmpfs -o size=8m tmpfs "$1" && "$2" -c "$3" "$1" && ls "$1"'

@@ -221,7 +221,7 @@ def test_positions_of_a_ring_do_not_wrap(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "sliding", "quantized", "paged"])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["dense"])
 def test_operations_need_no_implicit_promotion(kind: str) -> None:
     options = {"sliding": {"window": 3}, "paged": {"page_size": 3}}.get(kind, {})
     with jax.numpy_dtype_promotion("strict"):
@@ -238,8 +238,7 @@ def test_operations_need_no_implicit_promotion(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "sliding", "quantized", "paged"])
-@pytest.mark.sweep(keep=1)
-@pytest.mark.wide
+@pytest.mark.full
 def test_stacked_caches_equal_single_caches(kind: str) -> None:
     options = {"sliding": {"window": 3}, "paged": {"page_size": 3, "pages": 3}}.get(kind, {})
     caches_, keys = [make(kind, **options)] * 3, jnp.stack([K, K + 1, K + 2]).astype(jnp.float32)
@@ -392,7 +391,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", DAMAGE)
-@pytest.mark.sweep(keep=2)
+@pytest.mark.full(but=["no arrays", "lost array"])
 def test_restore_of_damaged_cache(name: str, tmp_path: Path) -> None:
     pytest.importorskip("orbax.checkpoint")
     harm, message = DAMAGE[name]

@@ -261,7 +261,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["dense"])
 def test_insert_from_every_kind(name: str) -> None:
     source = put(make(batch=3, **SOURCES[name]), 9, 0, 6).require()
     cache = put(make(), 0, 1, 0, 0).require()
@@ -273,7 +273,7 @@ def test_insert_from_every_kind(name: str) -> None:
     assert_holds(after, 1, tokens(1, 1))
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_insert_dequantizes_quantized_source() -> None:
     source = put(make(batch=3, kind="quantized"), 9, 0, 6).require()
     after = make().insert(source, [0, 1, 2]).require()
@@ -288,7 +288,7 @@ def test_insert_dequantizes_quantized_source() -> None:
     )
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_refused_inserts() -> None:
     cache = filled(0, 3, 0, 0)
     lost = put(make(batch=3, kind="dense", overflow="ring", capacity=4), 6, 3, 4).require()
@@ -337,9 +337,9 @@ MESHES = {
 
 
 def mostly_slow(quick: str) -> list[Any]:
-    """All meshes; all but one are marked slow, because they take minutes to compile."""
+    """All meshes; all but one are marked full, because they take minutes to compile."""
     return [
-        name if name == quick else pytest.param(name, marks=pytest.mark.slow) for name in MESHES
+        name if name == quick else pytest.param(name, marks=pytest.mark.full) for name in MESHES
     ]
 
 
@@ -385,11 +385,11 @@ def bytes_per_device(tree: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(256, marks=pytest.mark.slow)]
+    "count", [pytest.param(1, marks=pytest.mark.full), 4, pytest.param(256, marks=pytest.mark.full)]
 )
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.parametrize("mesh", mostly_slow("batch, pages and kv heads"))
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["batch, pages and kv heads-auto-4"])
 def test_append_sends_no_pages_and_writes_in_place(mesh: str, axis_types: str, count: int) -> None:
     manager = manager_of(mesh, axis_types)
     sizes = dict(manager.mesh.shape)
@@ -417,7 +417,7 @@ def test_append_sends_no_pages_and_writes_in_place(mesh: str, axis_types: str, c
 
 
 @pytest.mark.parametrize("mesh", mostly_slow("kv heads"))
-@pytest.mark.wide
+@pytest.mark.full
 def test_no_temporary_grows_with_pages(mesh: str) -> None:
     with manager_of(mesh) as manager:
         (few, single), (many, other) = (
@@ -468,9 +468,9 @@ def history(cache: Any, source: Any) -> Any:
     return then(cache.insert(source, [4, 7])), refusals
 
 
-@pytest.mark.parametrize("axis_types", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("axis_types", ["auto", pytest.param("explicit", marks=pytest.mark.full)])
 @pytest.mark.parametrize("mesh", mostly_slow("batch, pages and kv heads"))
-@pytest.mark.wide
+@pytest.mark.full
 def test_sharded_equals_unsharded_and_stays_placed(mesh: str, axis_types: str) -> None:
     sizes = {"capacity": 12, "kv_heads": 4, "head_dim": DIM, "v_dim": V_DIM, "dtype": "float32"}
     empty = functools.partial(caches.init, "paged", **sizes, page_size=3)
@@ -498,7 +498,7 @@ def test_sharded_equals_unsharded_and_stays_placed(mesh: str, axis_types: str) -
     )
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_copied_page_keeps_every_bit() -> None:
     odd = np.array([0x80000000, 0x7FC12345, 0xFF800001, 1], np.uint32).view(np.float32)
     with manager_of("pages"):

@@ -123,23 +123,23 @@ def check_story(page_size: int, *, manager: Any = None, rtol: float = 2e-6) -> N
 
 @pytest.mark.parametrize(
     "page_size",
-    [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(32, marks=pytest.mark.slow)],
+    [pytest.param(1, marks=pytest.mark.full), 3, pytest.param(32, marks=pytest.mark.full)],
 )
 def test_one_device(page_size: int) -> None:
     check_story(page_size)
 
 
-@pytest.mark.parametrize("axis_types", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("axis_types", ["auto", pytest.param("explicit", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param("dp:1,sp:1,tp:2", marks=pytest.mark.slow, id="kv heads"),
-        pytest.param("dp:1,sp:8,tp:1", marks=pytest.mark.slow, id="pages"),
+        pytest.param("dp:1,sp:1,tp:2", marks=pytest.mark.full, id="kv heads"),
+        pytest.param("dp:1,sp:8,tp:1", marks=pytest.mark.full, id="pages"),
         pytest.param("dp:2,sp:2,tp:2", id="batch, pages and kv heads"),
     ],
 )
 @pytest.mark.parametrize("pages", ["sp", "dp+sp"])
-@pytest.mark.wide
+@pytest.mark.full
 def test_sharded_pages(pages: str, mesh: str, axis_types: Any) -> None:
     rules = RULES.replace('page = "sp"', f'page = "{pages}"')
     manager = sw.PartitionManager(

@@ -171,7 +171,7 @@ def test_random_operations() -> None:
     assert set(run(steps=400, seed=0)) == {*ORDER, *REASONS, "NONE"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ten_thousand_donating_operations() -> None:
     seen = run(steps=10_000, seed=1, program=consuming)
     assert set(seen) == {*ORDER, *REASONS, "NONE"}

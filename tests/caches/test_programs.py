@@ -80,7 +80,7 @@ def bytes_per_device(tree: Any) -> int:
 
 # A few cells by default, all of them in the slow suite.
 CELLS = [
-    pytest.param(mesh, types, count, marks=[] if (mesh, count) in QUICK else pytest.mark.slow)
+    pytest.param(mesh, types, count, marks=[] if (mesh, count) in QUICK else pytest.mark.full)
     for mesh in MESHES
     for types in ("auto", "explicit")
     for count in (1, 4, 256)
@@ -88,7 +88,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("mesh", "axis_types", "count"), CELLS)
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["length-auto-4"])
 def test_append_sends_nothing_and_writes_in_place(mesh: str, axis_types: str, count: int) -> None:
     manager = manager_of(MESHES[mesh], axis_types)
     temporary = []
@@ -113,7 +113,7 @@ def test_append_sends_nothing_and_writes_in_place(mesh: str, axis_types: str, co
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.parametrize("name", ["sliding", "interleaved"])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["sliding-auto"])
 def test_append_to_ring_or_interleaved_rows(name: str, axis_types: str) -> None:
     manager = manager_of("dp:1,sp:8,tp:1", axis_types)
     with manager:
@@ -135,7 +135,7 @@ def test_append_of_length_sharded_tokens_sends_only_them(axis_types: str) -> Non
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["auto"])
 def test_arrays_keep_their_shardings(axis_types: str) -> None:
     random = np.random.default_rng(0)
     k = random.standard_normal((BATCH, 40, HEADS, DIM)).astype(np.float32)
@@ -194,8 +194,8 @@ def test_insert_sends_new_rows_and_writes_in_place(axis_types: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "quantized", "interleaved"])
-@pytest.mark.parametrize("axis_types", ["auto", pytest.param("explicit", marks=pytest.mark.wide)])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.parametrize("axis_types", ["auto", pytest.param("explicit", marks=pytest.mark.full)])
+@pytest.mark.full(but=["auto-dense"])
 def test_insert_of_equal_rows_sends_nothing(kind: str, axis_types: str) -> None:
     """Each row goes to the row of the same number, on the shard where it is."""
     options: dict[str, Any] = CACHES.get(kind, {"kind": kind})
@@ -253,10 +253,9 @@ kv_head = "-"
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.parametrize(
     "kind",
-    ["sliding", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dense", "quantized"))],
+    ["sliding", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("dense", "quantized"))],
 )
-@pytest.mark.sweep(keep=1)
-@pytest.mark.wide
+@pytest.mark.full
 def test_insert_from_prefill_layout_into_decode(kind: str, axis_types: Any) -> None:
     random = np.random.default_rng(0)
     k, v = (random.standard_normal((3, 16, HEADS, DIM)).astype(np.float32) for _ in range(2))
@@ -292,7 +291,7 @@ def test_insert_from_prefill_layout_into_decode(kind: str, axis_types: Any) -> N
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["auto"])
 def test_caches_of_all_layers_as_one_tree(axis_types: Any) -> None:
     k = np.random.default_rng(0).standard_normal((3, BATCH, 2, HEADS, DIM)).astype(np.float32)
     with manager_of("dp:2,sp:2,tp:2", axis_types):

@@ -148,7 +148,7 @@ def test_error_of_logits(stored: str) -> None:
 
 
 @pytest.mark.parametrize("stored", STORED)
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["int8"])
 def test_attention_error_against_bfloat16_cache(stored: str) -> None:
     """An error d of logits changes outputs by (e^(2d) - 1) max |v| at most."""
     heads, dim, count = 8, 128, 48
@@ -208,7 +208,7 @@ def step_by_step(cache: Any, every: int, k: Any, v: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("stored", STORED)
-@pytest.mark.wide
+@pytest.mark.full
 def test_thousand_steps_do_not_drift(stored: str) -> None:
     k, v = (normal(BATCH, 1000, HEADS, DIM, seed=seed) for seed in (4, 5))
     empty = init(stored, capacity=1000)
@@ -300,9 +300,9 @@ CELLS = [
 
 @pytest.mark.parametrize(
     ("mesh", "axis_types", "overflow"),
-    [pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.slow) for cell in CELLS],
+    [pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.full) for cell in CELLS],
 )
-@pytest.mark.wide
+@pytest.mark.full
 def test_sharded_equals_unsharded(mesh: str, axis_types: Any, overflow: str) -> None:
     k = normal(BATCH, 12, HEADS, DIM)
     capacity = 16 if overflow == "ring" else CAPACITY
@@ -322,7 +322,7 @@ def test_sharded_equals_unsharded(mesh: str, axis_types: Any, overflow: str) -> 
 
 
 @pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["1"])
 def test_append_sends_nothing_and_writes_in_place(count: int) -> None:
     temporary = []
     with sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(MESHES["all"])).for_mode(

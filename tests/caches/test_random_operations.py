@@ -134,13 +134,13 @@ def run(run: Run, steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", CACHES)
-@pytest.mark.sweep(keep=2)
+@pytest.mark.full(but=["dense", "interleaved ring"])
 def test_few_hundred_operations(name: str) -> None:
     run(Run(**CACHES[name]), 200)
 
 
 @pytest.mark.parametrize("name", ["sliding", "dense"])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["sliding"])
 def test_ring_sources(name: str) -> None:
     run(Run(source="sliding", **CACHES[name]), 200)
 
@@ -148,13 +148,13 @@ def test_ring_sources(name: str) -> None:
 SHARDED = [
     ("dense", "auto"),
     ("interleaved ring", "explicit"),
-    pytest.param("dense", "explicit", marks=pytest.mark.slow),
-    pytest.param("interleaved ring", "auto", marks=pytest.mark.slow),
+    pytest.param("dense", "explicit", marks=pytest.mark.full),
+    pytest.param("interleaved ring", "auto", marks=pytest.mark.full),
 ]
 
 
 @pytest.mark.parametrize(("name", "axis_types"), SHARDED)
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["dense-auto"])
 def test_sharded_over_batch_length_and_heads(name: str, axis_types: Any) -> None:
     manager = sw.PartitionManager(
         sw.Strategy.loads(RULES), mesh=cpu_mesh("dp:2,sp:2,tp:2", axis_types=axis_types)
@@ -163,7 +163,7 @@ def test_sharded_over_batch_length_and_heads(name: str, axis_types: Any) -> None
         run(Run(**CACHES[name]), 40)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", CACHES)
 def test_ten_thousand_operations(name: str) -> None:
     run(Run(**CACHES[name]), 10_000)

@@ -104,7 +104,20 @@ CASES: dict[str, tuple[P, P, list[str], int]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-@pytest.mark.sweep(keep=10)
+@pytest.mark.full(
+    but=[
+        "auto-one dim to another",
+        "auto-two axes together",
+        "auto-cut, nothing sent",
+        "auto-cut first",
+        "auto-two axes swap",
+        "explicit-two axes of one dim to two",
+        "explicit-the major axis of two",
+        "explicit-cut, nothing sent",
+        "explicit-gathered last",
+        "explicit-as it was",
+    ]
+)
 def test_plan_sends_least_and_matches_program(name: str, axis_types: str) -> None:
     source, target, wanted, sent = CASES[name]
     moves = plan_moves(
@@ -129,7 +142,7 @@ def test_plan_sends_least_and_matches_program(name: str, axis_types: str) -> Non
     assert_sharding(run(x), NamedSharding(mesh, target))
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_plan_exists_between_all_specs() -> None:
     mesh, sizes = cpu_mesh("dp:2,tp:2"), {"dp": 2, "tp": 2}
     places: list[Any] = []
@@ -160,7 +173,7 @@ def test_plan_exists_between_all_specs() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "sliding", "quantized", "paged"])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["dense"])
 def test_resharded_cache_keeps_content(kind: str) -> None:
     changes = {"sliding": {"window": 8}, "paged": {"page_size": 4}}.get(kind, {})
     alone = filled(kind, **changes)

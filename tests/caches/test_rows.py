@@ -79,7 +79,7 @@ def test_overflowing_slot_is_unchanged() -> None:
         {"capacity": 20},
     ],
 )
-@pytest.mark.sweep(keep=3)
+@pytest.mark.full(but=["options0-1", "options1-3", "options2-7"])
 def test_tokens_at_once_equal_one_by_one(options: dict[str, Any], count: int) -> None:
     tokens = np.arange(count)[None] + 100 * np.arange(3)[:, None]
     at_once = append(make(**options), tokens)
@@ -128,7 +128,7 @@ def test_insert_into_free_slots() -> None:
         )
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_insert_of_long_or_overwritten_sequence() -> None:
     long = append(
         make(batch=2, overflow="ring"),

@@ -76,7 +76,7 @@ def assert_equal(actual: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sweep(keep=2)
+@pytest.mark.full(but=["no manager", "explicit"])
 def test_append_rows_per_slot(kind: str) -> None:
     """A row number of `ROWS` or more is dropped; rows may go to any shard of the rows."""
     buffers, new = arrays(SLOTS, ROWS, first=0.0), arrays(SLOTS, 3, first=-1000.0)
@@ -95,7 +95,14 @@ def test_append_rows_per_slot(kind: str) -> None:
     [[[3], [7], [0]], [[3, 3, 0, 1], [4, 2, 2, 9], [0, 1, 3, 1]]],
     ids=["a slot per entry", "a slot per row"],
 )
-@pytest.mark.sweep(keep=4)
+@pytest.mark.full(
+    but=[
+        "a slot per entry-no manager",
+        "a slot per entry-explicit",
+        "a slot per row-no manager",
+        "a slot per row-explicit",
+    ]
+)
 def test_scatter_rows_into_any_slots(kind: str, slots: Any) -> None:
     buffers, new = arrays(SLOTS, ROWS, first=0.0), arrays(3, 4, first=-1000.0)
     numbers, rows = (
@@ -120,7 +127,16 @@ def test_scatter_rows_into_any_slots(kind: str, slots: Any) -> None:
         (8, [7, 0, 3, 3, 2, 1, 5, 6]),
     ],
 )
-@pytest.mark.sweep(keep=6)
+@pytest.mark.full(
+    but=[
+        "1-parents0-no manager",
+        "1-parents0-two mesh axes",
+        "2-parents1-auto",
+        "2-parents1-two mesh axes",
+        "4-parents2-auto",
+        "8-parents3-auto",
+    ]
+)
 def test_take_slots_copies_parents(kind: str, group: int, parents: list[int]) -> None:
     """Groups on one shard and on several, with two shards of four slots and four shards of two."""
     buffers = arrays(8, ROWS, first=0.0)

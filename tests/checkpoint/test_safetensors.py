@@ -161,7 +161,7 @@ except CheckpointError as error:
 """
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_full_disk(tmp_path: Path) -> None:
     """In a mount namespace of its own, so that nothing stays mounted."""
     script = 'mount -t tmpfs -o size=8m tmpfs "$1" && "$2" -c "$3" "$1" && ls "$1"'

@@ -105,7 +105,7 @@ def assert_equal_bits(a: Any, b: Any) -> None:
         ("tensor", "tp:2", "explicit"),
     ],
 )
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["fsdp_tp-fsdp:2,tp:4-auto"])
 def test_restore_under_other_strategies(
     tmp_path: Path, preset: str, sizes: str, axis_types: str
 ) -> None:
@@ -134,7 +134,7 @@ def check_sharding(restored: jax.Array, target: jax.ShapeDtypeStruct) -> None:
 @pytest.mark.parametrize(
     ("preset", "sizes"), [("serve_tp", "dp:2,tp:2"), ("fsdp", "fsdp:4"), ("ddp", "dp:3")]
 )
-@pytest.mark.wide
+@pytest.mark.full
 def test_leaves_are_read_in_pieces(
     tmp_path: Path, preset: str, sizes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,8 +257,8 @@ if sys.argv[2] == "exit":
     ("how", "code"),
     [
         ("raise", 1),
-        pytest.param("exit", 3, marks=pytest.mark.wide),
-        pytest.param("end", 0, marks=pytest.mark.wide),
+        pytest.param("exit", 3, marks=pytest.mark.full),
+        pytest.param("end", 0, marks=pytest.mark.full),
     ],
 )
 def test_exit_waits_for_a_save(tmp_path: Path, how: str, code: int) -> None:
@@ -482,7 +482,7 @@ for step in range(first + 1, first + 400):
 """
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_killed_by_a_signal(tmp_path: Path) -> None:
     """The operating system gives the program no chance to clean up."""
     command = [sys.executable, "-c", KILLED, str(tmp_path), "0", "60"]

@@ -270,7 +270,7 @@ def test_undecodable_mesh_is_refused(line: str, tmp_path: Path) -> None:
     assert "udcff=2" in ascii(out + err)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_undecodable_names_are_shown_escaped(tmp_path: Path) -> None:
     name = os.fsencode(tmp_path) + b"/\xff.toml"
     Path(os.fsdecode(name)).write_text("version = 1\n", encoding="utf-8")

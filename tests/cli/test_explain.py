@@ -331,7 +331,7 @@ def _process(*words: str, stdout: int = subprocess.PIPE) -> subprocess.Completed
     )
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_python_m_and_closed_pipes() -> None:
     read, write = os.pipe()
     os.close(read)

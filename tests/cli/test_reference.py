@@ -56,7 +56,7 @@ def test_options_change_the_program(model: str, capsys: pytest.CaptureFixture[st
     assert "assumed: batch 4, length 32, remat none" in out
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_search_takes_a_config(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = f"search {model} --strategy fsdp_tp --topology v5e:2x4 --axes fsdp,tp --mode train"
     assert run(f"{words} --set remat=none,full") == 0

@@ -163,7 +163,7 @@ def test_without_rich_text_has_no_color(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [DIFF, pytest.param(["schema"], marks=pytest.mark.wide)], ids=["diff", "schema"]
+    "words", [DIFF, pytest.param(["schema"], marks=pytest.mark.full)], ids=["diff", "schema"]
 )
 def test_reader_may_close_the_pipe(words: list[str], folder: Path) -> None:
     read, write = os.pipe()

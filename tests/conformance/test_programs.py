@@ -75,7 +75,7 @@ def test_same_question_keeps_the_jit_cache() -> None:
 
 @pytest.mark.parametrize("kind", AXIS_TYPES)
 @pytest.mark.parametrize("entered", [True, False], ids=["entered", "mesh by itself"])
-@pytest.mark.sweep(keep=3)
+@pytest.mark.full(but=["entered-auto", "entered-dp explicit", "mesh by itself-explicit"])
 def test_same_body_on_every_mesh(kind: str, entered: bool) -> None:
     pm = manager(kind=kind)
 

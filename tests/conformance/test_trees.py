@@ -176,7 +176,7 @@ print(json.dumps([specs, rules.named_mesh_axes(), hash(PartitionAxis(batch_axis=
 """
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_answers_ignore_the_hash_seed() -> None:
     texts = set()
     for seed in ("1", "2"):

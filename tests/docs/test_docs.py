@@ -20,7 +20,7 @@ from tests.docs import snippets
 from tests.docs.snippets import PAGES, ROOT
 
 ids = [page.relative_to(ROOT).as_posix() for page in PAGES]
-# Pages whose programs take seconds to compile. `make docs` and `make test-wide` run them.
+# Pages whose programs take seconds to compile. `make docs` and `make test-full` run them.
 LONG = {
     f"docs/{name}.md"
     for name in (
@@ -52,7 +52,7 @@ assert set(ids) >= LONG
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=name, marks=[pytest.mark.wide] if name in LONG else [])
+        pytest.param(page, id=name, marks=[pytest.mark.full] if name in LONG else [])
         for page, name in zip(PAGES, ids, strict=True)
     ],
 )
@@ -77,7 +77,7 @@ def test_snippets_print_what_pages_show(
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", pytest.param("docs/tutorial.md", marks=pytest.mark.wide)]
+    "name", ["README.md", pytest.param("docs/tutorial.md", marks=pytest.mark.full)]
 )
 def test_page_runs_as_a_script(name: str, tmp_path: Path) -> None:
     """A reader has no test session that made virtual devices: the page itself must."""

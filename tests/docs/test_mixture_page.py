@@ -68,7 +68,7 @@ def test_results_meet_the_targets() -> None:
     assert {row["target"]["at_most"] for row in results()["trace"]} == {1.15}
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_layers_by_hand_are_the_same_layers() -> None:
     """Otherwise their trace times could not be compared."""
     small = config(capacity=moe.Factor(4.0))

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 import shardwright as sw
 
 # Programs of several seconds; the parts are tested by themselves.
-pytestmark = pytest.mark.wide
+pytestmark = pytest.mark.full
 
 STRATEGIES = Path(__file__).parents[2] / "examples" / "strategies"
 TINY = DecoderConfig(layers=1, embed=32, heads=8, kv_heads=4, head_dim=8, mlp=64)

@@ -53,7 +53,7 @@ def run_python(*arguments: str, flags: str = "") -> subprocess.CompletedProcess[
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_demo_runs_without_warnings() -> None:
     done = run_demo()
     assert done.returncode == 0, done.stdout + done.stderr
@@ -75,7 +75,7 @@ def test_demo_runs_without_warnings() -> None:
     assert "rematerialization" not in done.stderr
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_short_demo_agrees() -> None:
     done = run_demo("--quick", flags="--xla_backend_optimization_level=0")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -83,7 +83,7 @@ def test_short_demo_agrees() -> None:
     assert "8 of 8 texts confirmed" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_demo_with_indivisible_batch() -> None:
     done = run_demo("--quick", "--batch", "12")
     assert done.returncode == 2
@@ -92,7 +92,7 @@ def test_demo_with_indivisible_batch() -> None:
     assert "Traceback" not in done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_demo_fails_on_different_results() -> None:
     done = run_python("-c", SPOILT, str(ROOT / "examples"))
     assert done.returncode == 1, done.stdout + done.stderr
@@ -102,7 +102,7 @@ def test_demo_fails_on_different_results() -> None:
     assert "Everything agrees" not in done.stdout
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_demo_reports_without_training(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,7 +143,7 @@ def test_demo_reports_without_training(
         assert mesh in printed
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_wrong_option_has_a_fix() -> None:
     done = run_demo("--steps", "0")
     assert done.returncode == 2

@@ -23,7 +23,7 @@ import shardwright as sw
 from shardwright.layers.loss import LOGITS
 from shardwright.testing.meshes import cpu_mesh
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 NAMES = ("dp", "fsdp", "sp", "ep", "tp")
 ALL = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=5) if math.prod(sizes) == 8]

@@ -11,7 +11,7 @@ from decoder.train import Trained, Trainer
 from tests.examples.test_demo import ROOT, run_python
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ring_training_equals_one_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert long_context.main(["--length", "128", "--steps", "2"]) == 0
     text = capsys.readouterr().out
@@ -41,7 +41,7 @@ def test_invalid_sizes(options: Any, capsys: pytest.CaptureFixture[str]) -> None
     assert "--length must be a multiple of 16" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_command_of_the_docstring_runs() -> None:
     done = run_python(str(ROOT / "examples" / "long_context.py"), "--length", "64", "--steps", "1")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,7 +6,7 @@ import mixture
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_mixture_trains_and_serves(capsys: pytest.CaptureFixture[str]) -> None:
     assert mixture.main(["--steps", "2"]) == 0
     text = capsys.readouterr().out

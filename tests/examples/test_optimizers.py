@@ -173,14 +173,14 @@ def trained(name: str, on: str, *, zero1: str = "-") -> tuple[list[float], Any]:
     return losses, state
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_twenty_steps_equal_one_device(name: str) -> None:
     sharded, single = trained(name, "fsdp_tp"), trained(name, "single")
     np.testing.assert_allclose(sharded[0], single[0], rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "sm3", "schedule_free"])
 def test_twenty_steps_with_zero1_are_equal(name: str) -> None:
     spread, plain = trained(name, "ddp", zero1="dp | -"), trained(name, "ddp")

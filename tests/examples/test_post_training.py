@@ -6,7 +6,7 @@ import post_training
 import pytest
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_training_and_serving_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
     assert post_training.main(["--quick", "--rounds", "2"]) == 0
     text = capsys.readouterr().out

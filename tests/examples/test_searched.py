@@ -19,7 +19,7 @@ import shardwright as sw
 from shardwright.testing.meshes import cpu_mesh
 from tests.plan.decoder import Decoder
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 CONFIG = DecoderConfig(layers=1, embed=32, heads=8, kv_heads=8, head_dim=8, mlp=64)
 PROMPTS = (b"def f(x):", b"import")

@@ -8,7 +8,7 @@ import pytest
 import serving
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("cache", serving.CACHES)
 def test_texts_equal_requests_alone(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert serving.main(["--quick", "--json", "--cache", cache]) == 0
@@ -18,7 +18,7 @@ def test_texts_equal_requests_alone(cache: str, capsys: pytest.CaptureFixture[st
     assert report["report"]["slots_in_use"] > 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_output_streams_and_reports(capsys: pytest.CaptureFixture[str]) -> None:
     assert serving.main(["--quick"]) == 0
     text = capsys.readouterr().out

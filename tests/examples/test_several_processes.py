@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_losses_survive_a_lost_process() -> None:
     command = [sys.executable, str(ROOT / "examples" / "several_processes.py")]

@@ -29,7 +29,7 @@ from tests import programs
 from tests.examples import hand_written
 
 # Programs of several seconds; the parts are tested by themselves.
-pytestmark = pytest.mark.wide
+pytestmark = pytest.mark.full
 
 STRATEGIES = Path(__file__).parents[2] / "examples" / "strategies"
 TINY = DecoderConfig(layers=1, embed=32, heads=8, kv_heads=4, head_dim=8, mlp=64)
@@ -58,10 +58,10 @@ def by_hand(config: DecoderConfig, **fields: Any) -> hand_written.HandWritten:
     ("name", "config"),
     [
         pytest.param("fsdp2_tp4", TINY, id="fsdp2_tp4"),
-        pytest.param("dp2_tp4", TINY, id="dp2_tp4", marks=pytest.mark.slow),
-        pytest.param("fsdp2_tp4", DEMO, id="demo-fsdp2_tp4", marks=pytest.mark.slow),
-        pytest.param("dp2_tp4", DEMO, id="demo-dp2_tp4", marks=pytest.mark.slow),
-        pytest.param("fsdp2_sp2_tp2", DEMO, id="demo-fsdp2_sp2_tp2", marks=pytest.mark.slow),
+        pytest.param("dp2_tp4", TINY, id="dp2_tp4", marks=pytest.mark.full),
+        pytest.param("fsdp2_tp4", DEMO, id="demo-fsdp2_tp4", marks=pytest.mark.full),
+        pytest.param("dp2_tp4", DEMO, id="demo-dp2_tp4", marks=pytest.mark.full),
+        pytest.param("fsdp2_sp2_tp2", DEMO, id="demo-fsdp2_sp2_tp2", marks=pytest.mark.full),
     ],
 )
 def test_train_step_equals_hand_written(name: str, config: DecoderConfig) -> None:
@@ -69,7 +69,7 @@ def test_train_step_equals_hand_written(name: str, config: DecoderConfig) -> Non
     programs.assert_same(ours, theirs)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", MESHES)
 def test_train_step_as_it_is_equals_hand_written(name: str) -> None:
     """The same without choosing an implementation of attention."""
@@ -102,9 +102,9 @@ def train_steps(
     [
         pytest.param("serve_tp", TINY, id="serve_tp"),
         pytest.param("fsdp2_tp4", TINY, id="fsdp2_tp4"),
-        pytest.param("serve_tp", DEMO, id="demo-serve_tp", marks=pytest.mark.slow),
-        pytest.param("fsdp2_tp4", DEMO, id="demo-fsdp2_tp4", marks=pytest.mark.slow),
-        pytest.param("dp2_tp4", DEMO, id="demo-dp2_tp4", marks=pytest.mark.slow),
+        pytest.param("serve_tp", DEMO, id="demo-serve_tp", marks=pytest.mark.full),
+        pytest.param("fsdp2_tp4", DEMO, id="demo-fsdp2_tp4", marks=pytest.mark.full),
+        pytest.param("dp2_tp4", DEMO, id="demo-dp2_tp4", marks=pytest.mark.full),
     ],
 )
 def test_decode_step_equals_hand_written(name: str, config: DecoderConfig) -> None:

@@ -83,7 +83,7 @@ def sent(forward: Any, pm: sw.PartitionManager, axes: Any) -> int:
     return sum(count for count in totals if count is not None)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_bytes_equal_hand_annotation() -> None:
     inferred = infer(DECODER)
     by_inference = sw.constrained(decoder, inferred)
@@ -111,7 +111,7 @@ def arrays(model: Model) -> tuple[Any, list[Any]]:
     return params, inputs
 
 
-@pytest.mark.sweep(keep=0, wide=1)
+@pytest.mark.full
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_values_and_gradients(model: Model) -> None:
     """A weighted sum of the results has the same value and gradient with constraints."""
@@ -225,7 +225,7 @@ def test_guessed_dims_get_no_constraint() -> None:
     assert [each.kind for each in named.constraints] == ["hidden dim of an MLP"]
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_another_program_is_refused() -> None:
     forward = sw.constrained(SCANNED.forward, infer(SCANNED))
     other = dataclasses.replace(forward, forward=LLAMA.forward)
@@ -234,7 +234,7 @@ def test_another_program_is_refused() -> None:
         other(params, *inputs)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_batch_of_another_size() -> None:
     forward = sw.constrained(DECODER.forward, infer(DECODER))
     params, _ = arrays(DECODER)

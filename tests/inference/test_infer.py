@@ -398,7 +398,7 @@ TRAINED = {
 }
 
 
-@pytest.mark.sweep(keep=0, wide=1)
+@pytest.mark.full
 @pytest.mark.parametrize("model", [LLAMA, models.GPT2, models.SCANNED], ids=lambda each: each.name)
 def test_training_by_inferred_axes(model: Model) -> None:
     """Three presets, each on three meshes, train a model as without sharding."""

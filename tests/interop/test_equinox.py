@@ -98,7 +98,7 @@ def unsharded() -> list[float]:
     return losses(decoder())
 
 
-@pytest.mark.wide
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", MESHES)
 def test_training_equals_unsharded(mesh: str) -> None:
     expected = unsharded()
@@ -111,7 +111,7 @@ def test_training_equals_unsharded(mesh: str) -> None:
     np.testing.assert_allclose(losses(model), expected, rtol=1e-6)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_inferred_axes() -> None:
     assert not inferred().guesses
     assert not inferred().conflicts
@@ -156,7 +156,7 @@ def test_a_constrained_model_is_called_with_its_functions() -> None:
     assert count == len(constrained.inferred.constraints) > 0
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_a_constrained_model_has_the_same_values() -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp_sp"), mesh=sw.create_mesh("fsdp:4,tp:2"))
     placed = bridge.place(decoder(), pm, inferred().annotations)

@@ -118,7 +118,7 @@ def unsharded() -> tuple[Any, Any, list[float]]:
     return values, axes, losses(values)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", MESHES)
 def test_training_equals_unsharded(mesh: str) -> None:
     values, axes, expected = unsharded()
@@ -378,7 +378,7 @@ def train(state: Any) -> list[float]:
     return found
 
 
-@pytest.mark.sweep(keep=3)
+@pytest.mark.full(but=["masked", "multi_transform", "lbfgs"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_train_states_of_every_kind(name: str) -> None:
     """Masked leaves are boxes around nothing; other states have boxes around other dims."""

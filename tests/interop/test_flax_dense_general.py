@@ -71,7 +71,7 @@ class Attention(nn.Module):
         return attention(x, x)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 @pytest.mark.parametrize("model", [Stack(), Attention()], ids=["scanned", "attention"])
 def test_init_and_apply_under_rules(model: Any) -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("fsdp:4,tp:2"))

@@ -108,7 +108,7 @@ def manager(mesh: str) -> Any:
 
 
 @multiplies
-@pytest.mark.wide
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", MESHES)
 def test_training_equals_unsharded(mesh: str) -> None:
     expected = unsharded()
@@ -123,7 +123,7 @@ def test_training_equals_unsharded(mesh: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_annotations_of_named_arrays() -> None:
     values, axes = bridge.annotations(model())
     block = axes.blocks.stacked

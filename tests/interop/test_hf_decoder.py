@@ -23,9 +23,9 @@ from shardwright.interop.hf_decoder.defaults import DEFAULTS
 
 CONFIGS = Path(__file__).parent / "hf_decoder_configs"
 FILES = sorted(CONFIGS.glob("*.json"))
-# `make test` asks one with experts and latent attention; the others are for the wide run.
+# `make test` asks one with experts and latent attention.
 MOST = [
-    pytest.param(file, marks=() if file.stem == "deepseek-v3" else (pytest.mark.wide,))
+    pytest.param(file, marks=() if file.stem == "deepseek-v3" else (pytest.mark.full,))
     for file in FILES
 ]
 
@@ -127,7 +127,7 @@ def draw(specs: Any) -> Any:
 
 
 @pytest.mark.parametrize("file", MOST, ids=lambda file: file.stem)
-@pytest.mark.wide
+@pytest.mark.full
 def test_prefill_gives_the_logits_of_training(file: Path, tmp_path: Path) -> None:
     """Scanned layers without caches, and sharded single layers with caches, agree.
 
@@ -151,7 +151,7 @@ def test_prefill_gives_the_logits_of_training(file: Path, tmp_path: Path) -> Non
     assert len(written) == 2
 
 
-@pytest.mark.wide
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gemma-2-9b", "gpt-oss-20b", "mistral-7b"])
 def test_ring_of_a_window_gives_the_logits_of_training(name: str, tmp_path: Path) -> None:
     """Prompts of 8 tokens pass through rings of 4 rows."""

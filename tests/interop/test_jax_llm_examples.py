@@ -113,7 +113,7 @@ def unsharded() -> list[float]:
     return losses(manager(1, 1, is_stored_sharded=False, devices=jax.devices()[:1]))
 
 
-@pytest.mark.wide
+@pytest.mark.full
 @pytest.mark.parametrize(("x", "y", "stored"), [(8, 1, True), (4, 2, True), (2, 4, False)])
 def test_training_equals_unsharded(x: int, y: int, stored: bool) -> None:
     expected = unsharded()

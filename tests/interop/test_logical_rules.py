@@ -57,7 +57,7 @@ def test_golden_specs_of_flax() -> None:
     assert [{**case, "specs": None} for case in lists] == drawn
 
 
-@pytest.mark.wide
+@pytest.mark.full
 @pytest.mark.parametrize("semantics", ["flax", "nnx", "strict"])
 def test_random_lists_equal_libraries(semantics: Semantics) -> None:
     pytest.importorskip("flax.linen.spmd")

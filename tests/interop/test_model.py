@@ -17,7 +17,7 @@ from shardwright.interop import eformer
 from tests.interop.model import VOCAB, Model, init, rules, train
 
 # Programs of several seconds; the parts are tested by themselves.
-pytestmark = pytest.mark.wide
+pytestmark = pytest.mark.full
 
 TOKENS = np.random.default_rng(1).integers(0, VOCAB, size=(8, 9))
 SIZES = (1, 2, 1, 2, 2)

@@ -109,7 +109,7 @@ def manager(mesh: str, **options: Any) -> sw.PartitionManager:
     return sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh(mesh, **options))
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_training_equals_unsharded() -> None:
     expected = losses(elsewhere())
     assert expected[-1] < expected[0] - 0.1

@@ -107,7 +107,7 @@ def gradients(module: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name == "mlp" else pytest.mark.wide) for name in MODULES],
+    [pytest.param(name, marks=() if name == "mlp" else pytest.mark.full) for name in MODULES],
 )
 def test_module_equals_its_block(name: str) -> None:
     """The names, the initial values and the results are those of the block."""
@@ -125,7 +125,7 @@ def test_module_equals_its_block(name: str) -> None:
     np.testing.assert_allclose(y, jax.jit(block)(params, X), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.sweep(keep=1, wide=3)
+@pytest.mark.full(but=["norm-fsdp-auto"])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("preset", ["fsdp", "fsdp_tp", "fsdp_tp_sp"])
 @pytest.mark.parametrize("name", MODULES)
@@ -143,7 +143,7 @@ def test_sharded_equals_unsharded(name: str, preset: str, kind: str) -> None:
     blocks.assert_close(got, wanted, rtol=5e-5)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_mixture_over_expert_parallelism() -> None:
     wanted = gradients(layers.MoE(EXPERTS, rngs=nnx.Rngs(0)), X)
     mesh = cpu_mesh("fsdp:2,ep:4")
@@ -185,7 +185,7 @@ def losses(model: Any) -> list[float]:
     return [float(step(model, optimizer, TOKENS)) for _ in range(5)]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_training_equals_unsharded() -> None:
     expected = losses(Decoder(nnx.Rngs(0)))
     assert expected[-1] < expected[0] - 0.1
@@ -195,7 +195,7 @@ def test_training_equals_unsharded() -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=kind)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_model_that_was_created_elsewhere() -> None:
     """`place` and `annotations` read the axes of the modules; no names are needed."""
     model = Decoder(nnx.Rngs(0))
@@ -230,7 +230,7 @@ def test_dropout_follows_train_and_eval() -> None:
     np.testing.assert_array_equal(drop(X), X)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_dropout_is_the_same_on_a_mesh() -> None:
     config = mlp_block.MlpConfig(embed=16, hidden=32, dropout=0.5)
     wanted = gradients(layers.Mlp(config, rngs=nnx.Rngs(0)), X)
@@ -239,7 +239,7 @@ def test_dropout_is_the_same_on_a_mesh() -> None:
     blocks.assert_close(got, wanted)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_decode_equals_forward() -> None:
     module = layers.Attention(ATTENTION, rngs=nnx.Rngs(0))
     expected, _ = module(X)
@@ -250,7 +250,7 @@ def test_decode_equals_forward() -> None:
     np.testing.assert_allclose(np.concatenate(rows, axis=1), expected, atol=1e-5)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_stack_decodes_on_a_mesh() -> None:
     expected, _ = layers.Transformer(STACK, rngs=nnx.Rngs(0))(X)
     strategy = sw.Strategy.preset("serve_tp")
@@ -264,7 +264,7 @@ def test_stack_decodes_on_a_mesh() -> None:
     np.testing.assert_allclose(np.concatenate(rows, axis=1), expected, atol=2e-5)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_decode_with_the_biases_of_training() -> None:
     module = layers.Transformer(STACK, rngs=nnx.Rngs(0))
     bias = np.linspace(-1, 1, 16, dtype=np.float32).reshape(2, 8)
@@ -326,7 +326,7 @@ def test_attention_with_scaling_drops() -> None:
     np.testing.assert_array_equal(first, second)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_attention_passes_its_scales_on_with_a_cache() -> None:
     config = attention_block.AttentionConfig(embed=32, heads=2, recipe="delayed")
     module = layers.Attention(config, rngs=nnx.Rngs(0))

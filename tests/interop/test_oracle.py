@@ -192,7 +192,7 @@ def test_corrected_shardings_under_the_permissive_policy() -> None:
         assert mine == theirs, (spec, shape)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_arrays_under_the_permissive_policy() -> None:
     mesh = es.create_mesh((2, 2, 2), ("dp", "tp", "sp"))
     mine, theirs = (

@@ -25,7 +25,7 @@ MESHES = {
     "fsdp_tp_sp": "fsdp:2,tp:4",
 }
 AXIS_TYPES: dict[str, Any] = {"auto": "auto", "explicit": "explicit", "mixed": None}
-# The other cases are wide: a compilation each.
+# `make test` leaves out the other cases: a compilation each.
 SAMPLE = [("fsdp_tp_sp", "explicit")]
 # A mesh with one axis is not mixed.
 CASES = [
@@ -115,10 +115,10 @@ def check_sharded(
 
 
 def cases() -> Any:
-    """Return the (preset, kind) of a sweep: a sample, and the whole product marked wide."""
+    """Return the (preset, kind) of a test: a sample, and all others marked full."""
     return pytest.mark.parametrize(
         ("preset", "kind"),
-        [pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.wide) for case in CASES],
+        [pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.full) for case in CASES],
     )
 
 

@@ -69,9 +69,9 @@ def whole_batch() -> Any:
     ("preset", "n"),
     [
         ("fsdp", 4),
-        pytest.param("fsdp", 2, marks=pytest.mark.wide),
-        pytest.param("ddp", 4, marks=pytest.mark.wide),
-        pytest.param("ddp", 1, marks=pytest.mark.wide),
+        pytest.param("fsdp", 2, marks=pytest.mark.full),
+        pytest.param("ddp", 4, marks=pytest.mark.full),
+        pytest.param("ddp", 1, marks=pytest.mark.full),
     ],
 )
 def test_gradients_are_summed_once(preset: str, n: int) -> None:
@@ -92,13 +92,13 @@ def test_gradients_are_summed_once(preset: str, n: int) -> None:
         assert gradient.sharding.is_equivalent_to(value.sharding, value.ndim)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_without_a_manager() -> None:
     result = jax.jit(accumulate(decoder_loss, 8, specs=SPECS))(PARAMS, TOKENS)
     blocks.assert_close((result.value, result.grads), whole_batch(), rtol=1e-4)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 @pytest.mark.parametrize("preset", MESHES)
 def test_state_of_eight_bits_is_overwritten(preset: str) -> None:
     """Largest values are those of all microbatches and devices; nothing is added."""

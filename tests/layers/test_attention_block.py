@@ -81,9 +81,9 @@ def test_sharded_equals_unsharded(preset: str, kind: str) -> None:
     ("preset", "kind"),
     [
         ("fsdp_tp_sp", "explicit"),
-        pytest.param("fsdp_tp_sp", "auto", marks=pytest.mark.wide),
-        pytest.param("fsdp_tp", "mixed", marks=pytest.mark.wide),
-        pytest.param("tensor", "auto", marks=pytest.mark.wide),
+        pytest.param("fsdp_tp_sp", "auto", marks=pytest.mark.full),
+        pytest.param("fsdp_tp", "mixed", marks=pytest.mark.full),
+        pytest.param("tensor", "auto", marks=pytest.mark.full),
     ],
 )
 def test_prefill_and_decode_equal_one_call(preset: str, kind: str) -> None:

@@ -75,7 +75,7 @@ def test_values_of_numpy() -> None:
     np.testing.assert_allclose(unsharded("block")[0][1], wanted, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_without_ids_every_row_is_seen() -> None:
     y = jax.jit(lambda *args: attention_block.apply(CROSS, *args, encoded=ENCODED)[0])(
         BLOCK_PARAMS, X
@@ -84,7 +84,7 @@ def test_without_ids_every_row_is_seen() -> None:
     np.testing.assert_allclose(y, wanted, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.sweep(keep=0, wide=4)
+@pytest.mark.full
 @pytest.mark.parametrize(("preset", "kind"), blocks.CASES)
 @pytest.mark.parametrize("name", ["block", "stack"])
 def test_sharded_equals_unsharded(name: str, preset: str, kind: str) -> None:
@@ -100,7 +100,7 @@ def test_sharded_equals_unsharded(name: str, preset: str, kind: str) -> None:
         assert gradient.sharding.is_equivalent_to(value.sharding, value.ndim)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_scan_equals_a_loop_over_blocks() -> None:
     def loop(params: Any, x: Any) -> Any:
         for number in range(2):
@@ -113,7 +113,7 @@ def test_scan_equals_a_loop_over_blocks() -> None:
     blocks.assert_close(unsharded("stack")[0][1], jax.jit(loop)(STACK_PARAMS, X))
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_remat_and_dropout_with_scan_and_without() -> None:
     config = dataclasses.replace(STACK, dropout=0.5, remat="full")
     unstacked, layers = transformer_block.unstack(config, STACK_PARAMS)
@@ -126,7 +126,7 @@ def test_remat_and_dropout_with_scan_and_without() -> None:
     assert not np.allclose(y, unsharded("stack")[0][1], rtol=1e-2)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_decode_equals_one_call(kind: str) -> None:
     config, layers = transformer_block.unstack(STACK, STACK_PARAMS)

@@ -134,7 +134,7 @@ def test_loss_equals_optax() -> None:
     blocks.assert_close(unsharded(mean_loss, HEAD), blocks.values_and_gradients(wanted, head, X))
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_chunks_keep_one_part_of_the_logits() -> None:
     """Values and gradients are equal, and the largest array is a chunk of the logits."""
     head = blocks.random_params(HEAD)

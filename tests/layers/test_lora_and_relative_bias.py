@@ -79,7 +79,7 @@ def merged(tree: Any) -> Any:
     [
         ("mlp", None, None),
         *[
-            pytest.param(*case, marks=pytest.mark.wide)
+            pytest.param(*case, marks=pytest.mark.full)
             for case in [
                 ("attention", None, None),
                 ("stack", None, None),
@@ -120,7 +120,7 @@ def test_adapted_block_equals_merged_kernels(
         assert gradient.sharding.is_equivalent_to(value.sharding, value.ndim)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_adaptation_of_a_block_in_eight_bits() -> None:
     """Kernels are in eight bits, the adaptation is not."""
     config = dataclasses.replace(MLP, recipe="current")

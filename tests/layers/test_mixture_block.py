@@ -60,7 +60,7 @@ def by_blocks(params: Any, x: Any) -> Any:
     return x, aux
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_scan_equals_a_loop_over_blocks() -> None:
     blocks.assert_close(unsharded(), blocks.values_and_gradients(by_blocks, PARAMS, X), rtol=1e-4)
 
@@ -69,12 +69,12 @@ def test_scan_equals_a_loop_over_blocks() -> None:
     ("preset", "mesh", "remat"),
     [
         ("moe_ep", "fsdp:2,ep:4", "blocks"),
-        pytest.param("fsdp_tp_sp", "fsdp:2,tp:4", "full", marks=pytest.mark.wide),
-        pytest.param("fsdp_tp", "fsdp:4,tp:2", "dots", marks=pytest.mark.wide),
-        pytest.param("moe_ep", "fsdp:2,ep:2,tp:2", "none", marks=pytest.mark.wide),
+        pytest.param("fsdp_tp_sp", "fsdp:2,tp:4", "full", marks=pytest.mark.full),
+        pytest.param("fsdp_tp", "fsdp:4,tp:2", "dots", marks=pytest.mark.full),
+        pytest.param("moe_ep", "fsdp:2,ep:2,tp:2", "none", marks=pytest.mark.full),
     ],
 )
-@pytest.mark.wide
+@pytest.mark.full
 def test_sharded_equals_unsharded(preset: str, mesh: str, remat: str) -> None:
     config = dataclasses.replace(STACK, remat=remat)
     pm = sw.PartitionManager(sw.Strategy.preset(preset), mesh=cpu_mesh(mesh), mode="train")
@@ -102,7 +102,7 @@ def unsharded_plain() -> Any:
     return blocks.values_and_gradients(plain, blocks.random_params(mixture_block.specs(PLAIN)), X)
 
 
-@pytest.mark.sweep(keep=0, wide=4)
+@pytest.mark.full
 @pytest.mark.parametrize(("preset", "kind"), blocks.CASES)
 def test_collectives(preset: str, kind: str) -> None:
     specs = mixture_block.specs(PLAIN)
@@ -110,7 +110,7 @@ def test_collectives(preset: str, kind: str) -> None:
     blocks.check_sharded("mixture_block", plain, inputs, unsharded_plain(), preset, kind)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_decode_equals_one_call() -> None:
     config, layers = transformer_block.unstack(STACK, PARAMS)
     mixtures = transformer_block.unstack_state(STACK, STATE).mixtures
@@ -134,7 +134,7 @@ def test_decode_equals_one_call() -> None:
     blocks.assert_close(np.concatenate(rows, 1), unsharded()[0][1][0], rtol=1e-4)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_statistics_and_biases_of_a_stack() -> None:
     _, after = jax.jit(functools.partial(transformer_block.apply, STACK))(PARAMS, X, state=STATE)
     dense, mixture = after.mixtures
@@ -188,7 +188,7 @@ def test_state_of_a_stack_as_that_of_its_layers() -> None:
         transformer_block.apply(STACK, PARAMS, X, state=one)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 @pytest.mark.parametrize("given", [STATE, transformer_block.StackState()], ids=["bias", "no bias"])
 def test_state_is_the_carry_of_a_loop(given: Any) -> None:
     config, layers = transformer_block.unstack(STACK, PARAMS)

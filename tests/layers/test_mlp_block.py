@@ -80,7 +80,7 @@ def test_sharded_equals_unsharded(preset: str, kind: str) -> None:
         assert y.sharding.is_equivalent_to(pm.sharding(RESIDUAL, shape=X.shape), 3)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_bfloat16_and_dropout() -> None:
     dtypes = Dtypes(compute="bfloat16")
     config = mlp_block.MlpConfig(embed=16, hidden=32, dropout=0.5, dtypes=dtypes)

@@ -1,6 +1,6 @@
 """Sharded = unsharded for every block, preset, mesh, kind of mesh axes, and mode.
 
-`make test` runs one case of each test and `make test-wide` four; `-m product` runs the others.
+`make test` runs one case of each test and `make test-full` five; `-m product` runs the others.
 """
 
 from __future__ import annotations
@@ -135,7 +135,16 @@ def unsharded(block: str, length: int) -> Any:
     return blocks.values_and_gradients(f, blocks.random_params(specs), x[:, :length])
 
 
-@pytest.mark.sweep(keep=1, wide=4, rest="product")
+@pytest.mark.product(
+    but=[
+        "single-dp:8-auto-mlp-train",
+        "tensor-dp:2,tp:4-mixed-cross-prefill",
+        "fsdp_tp_sp-fsdp:4,tp:2-auto-loss-decode",
+        "moe_ep-fsdp:2,ep:4-auto-mlp-insert",
+        "serve_long_context-sp:2,tp:4-explicit-embedding-train",
+    ]
+)
+@pytest.mark.full(but=["single-dp:8-auto-mlp-train"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize(("preset", "mesh", "kind"), MESHES)
@@ -161,7 +170,16 @@ def whole_call() -> Any:
     return layers, jax.jit(functools.partial(transformer_block.apply, layers[0]))(layers[1], X)[0]
 
 
-@pytest.mark.sweep(keep=1, wide=4, rest="product")
+@pytest.mark.product(
+    but=[
+        "single-dp:8-auto",
+        "fsdp_tp-fsdp:2,tp:4-explicit",
+        "sequence-fsdp:2,sp:4-mixed",
+        "moe_ep-fsdp:4,ep:2-explicit",
+        "serve_long_context-sp:4,tp:2-mixed",
+    ]
+)
+@pytest.mark.full(but=["single-dp:8-auto"])
 @pytest.mark.parametrize(("preset", "mesh", "kind"), MESHES)
 def test_prefill_and_decode_equal_one_call(preset: str, mesh: str, kind: str) -> None:
     """A stack with caches: four tokens at once, then two one by one."""

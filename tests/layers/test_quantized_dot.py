@@ -83,7 +83,7 @@ def test_rounding_error_is_half_a_step(bits: int) -> None:
     np.testing.assert_array_equal(quantize(-x, shared=(0,), bits=bits).value, -stored.value)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_zeros_and_tiny_numbers() -> None:
     x = np.zeros((2, 4), np.float32)
     x[1] = [1e-38, -1e-40, 0, 1e-39]
@@ -95,7 +95,7 @@ def test_zeros_and_tiny_numbers() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["nan"])
 def test_non_finite_values_stay_visible(bad: float) -> None:
     x = np.ones((3, 4), np.float32)
     x[1, 2] = bad
@@ -104,7 +104,7 @@ def test_non_finite_values_stay_visible(bad: float) -> None:
     np.testing.assert_allclose(actual[[0, 2]], 4.0, rtol=1e-6)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_empty_arrays() -> None:
     assert quantized_dot_general(jnp.ones((0, 4)), jnp.ones((4, 2)), MATMUL).shape == (0, 2)
     np.testing.assert_array_equal(
@@ -116,7 +116,7 @@ def test_empty_arrays() -> None:
 
 
 @pytest.mark.parametrize(("name", "bits"), [*((name, 8) for name in DOTS), ("several_of_each", 5)])
-@pytest.mark.sweep(keep=2)
+@pytest.mark.full(but=["matrix-8", "several_of_each-8"])
 def test_dot_equals_dot_of_integers(name: str, bits: int) -> None:
     x, y, dims = operands(name)
     (left, left_scale), (right, right_scale) = (
@@ -148,7 +148,7 @@ def test_error_depends_on_bits(bits: int, bound: float) -> None:
     assert np.abs(actual - exact).max() <= worst
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_scale_per_channel_keeps_small_channels() -> None:
     """One scale for a whole operand would lose the small rows entirely."""
     x, y, dims = operands("matrix")
@@ -183,7 +183,7 @@ def test_dtypes_equal_those_of_float_dot(
     assert [g.dtype for g in jax.grad(loss, (0, 1))(x, y)] == [left, right]
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_long_contraction_does_not_overflow() -> None:
     """127 * 127 * 140,000 exceeds int32."""
     x, y = jnp.ones((1, 140_000)), jnp.ones((140_000, 1))
@@ -210,7 +210,7 @@ def gradients(dot: Any, x: Any, y: Any, weight: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("name", "bits", "bound"), [*((name, 8, 0.03) for name in DOTS), ("several_of_each", 4, 0.5)]
 )
-@pytest.mark.sweep(keep=2)
+@pytest.mark.full(but=["matrix-8-0.03", "several_of_each-8-0.03"])
 def test_gradients_are_straight_through(name: str, bits: int, bound: float) -> None:
     """Up to rounding of the cotangent, they equal those of a float dot of rounded operands."""
     x, y, dims = operands(name)
@@ -258,7 +258,7 @@ def test_training_converges_on_integers() -> None:
     assert losses[-1] < 1e-3 * losses[0]
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_vmap_checkpoint_and_scan_change_nothing() -> None:
     x, y, dims = operands("matrix")
     dot = functools.partial(quantized_dot_general, dimension_numbers=dims)
@@ -338,7 +338,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.sweep(keep=2)
+@pytest.mark.full(but=["batch", "contracted"])
 def test_sharded_equals_unsharded(layout: str) -> None:
     x, y, dims = operands("matrix")
     weight = jnp.asarray(np.random.default_rng(3).normal(size=(8, 16)), jnp.float32)
@@ -381,7 +381,7 @@ def test_only_contracted_mesh_axes_cost_collectives() -> None:
 
 
 @pytest.mark.parametrize("layout", ["batch", "columns"])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["batch"])
 def test_gradient_sharding_over_explicit_axes(layout: str) -> None:
     x, y, dims = operands("matrix")
     dot = functools.partial(quantized_dot_general, dimension_numbers=dims)
@@ -422,7 +422,7 @@ def test_contracted_explicit_axes_take_out_sharding() -> None:
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["True"])
 def test_shard_map_sums_gradients_of_replicated_operand(
     check_vma: bool,
 ) -> None:
@@ -443,7 +443,7 @@ def test_shard_map_sums_gradients_of_replicated_operand(
 
 
 @pytest.mark.parametrize("name", ["dense_general", "several_of_each", "matrix_vector"])
-@pytest.mark.sweep(keep=2)
+@pytest.mark.full(but=["dense_general", "matrix_vector"])
 def test_quantized_operand_equals_rounding_in_call(name: str) -> None:
     x, y, dims = operands(name)
     stored = jax.jit(functools.partial(quantize, shared=dims[0][1]))(y)
@@ -533,7 +533,7 @@ def test_quantized_values_must_fit_int8(dtype: Any) -> None:
         quantized_dot_general(jnp.ones((1, 64)), stored, MATMUL)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_quantized_values_of_four_bits() -> None:
     stored = Quantized(value=jnp.full((64, 2), -3, jnp.int4), scale=jnp.ones((1, 2)))
     np.testing.assert_allclose(
@@ -565,7 +565,7 @@ def test_mismatched_scales(scale: Any, says: str) -> None:
         )
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_floats_of_eight_bits_are_quantized() -> None:
     x, y = jnp.array([[1.5, -3.0]], jnp.float8_e4m3fn), jnp.array([[2.0], [0.5]], jnp.float8_e4m3fn)
     assert quantize(x, shared=(1,)).value.tolist() == [[64, -127]]

@@ -56,7 +56,7 @@ def turned(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
 
 @pytest.mark.parametrize("theta", [10_000.0, 500_000])
 @pytest.mark.parametrize("alike", [False, True])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["False-10000.0"])
 def test_tokens_are_rotated_by_their_positions(theta: float, alike: bool) -> None:
     x = np.asarray(jax.random.normal(jax.random.key(0), (2, 5, 3, 8)))
     positions = np.array([[0, 1, 700, 3, -1], [4, -1, 2, 1, 0]], np.int32)[: 1 if alike else 2]
@@ -65,7 +65,7 @@ def test_tokens_are_rotated_by_their_positions(theta: float, alike: bool) -> Non
     )
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_padding_is_rotated_as_position_0() -> None:
     x = jax.random.normal(jax.random.key(0), (1, 2, 3, 4))
     np.testing.assert_array_equal(rope(x, jnp.array([[-1, 0]])), x)
@@ -90,8 +90,7 @@ def test_bfloat16_is_rotated_in_float32() -> None:
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-@pytest.mark.sweep(keep=1)
-@pytest.mark.wide
+@pytest.mark.full
 def test_rope_of_sharded_array_sends_nothing(axis_types: str) -> None:
     rules = sw.Strategy.loads(
         '[rules]\nbatch = "dp"\nquery_length = "sp"\nhead = "tp"\nhead_dim = "-"\n'
@@ -169,7 +168,6 @@ def test_repeated_kv_heads_are_adjacent(repeats: int) -> None:
         (lambda x: repeat_kv_bsnh(x, 0), "n_rep=0 is not a positive integer"),
     ],
 )
-@pytest.mark.sweep(keep=5)
 def test_invalid_shapes(call: Any, says: str) -> None:
     with pytest.raises(sw.RankMismatchError, match=re.escape(says)):
         call(jnp.zeros((1, 2, 4, 8)))

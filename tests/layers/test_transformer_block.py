@@ -54,12 +54,12 @@ def by_blocks(params: Any, x: Any) -> Any:
     return x
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_scan_equals_a_loop_over_blocks() -> None:
     blocks.assert_close(unsharded()[0][1], jax.jit(by_blocks)(PARAMS, X))
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_unstack_gives_the_same_layers() -> None:
     config, layers = transformer_block.unstack(CONFIG, PARAMS)
     assert len(layers) == len(transformer_block.specs(config)) == 4
@@ -80,7 +80,7 @@ def test_unstack_gives_the_same_layers() -> None:
     [
         ("fsdp_tp_sp", "mixed", "full"),
         *[
-            pytest.param(preset, kind, remat, marks=pytest.mark.wide)
+            pytest.param(preset, kind, remat, marks=pytest.mark.full)
             for preset, kind, remat in [
                 ("fsdp_tp_sp", "explicit", "none"),
                 ("fsdp_tp_sp", "auto", "blocks"),
@@ -116,7 +116,7 @@ def unsharded_alike() -> Any:
     return blocks.values_and_gradients(alike, PARAMS[:1], X)
 
 
-@pytest.mark.sweep(keep=0, wide=4)
+@pytest.mark.full
 @pytest.mark.parametrize(("preset", "kind"), blocks.CASES)
 def test_collectives(preset: str, kind: str) -> None:
     inputs = (PARAMS[:1], transformer_block.specs(ALIKE), X, RESIDUAL)
@@ -137,7 +137,7 @@ def test_remat_keeps_less() -> None:
     assert kept["full"] < kept["blocks"] < kept["dots"] < kept["none"], kept
 
 
-@pytest.mark.parametrize("kind", ["auto", pytest.param("explicit", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("kind", ["auto", pytest.param("explicit", marks=pytest.mark.full)])
 def test_decode_equals_one_call(kind: str) -> None:
     config, layers = transformer_block.unstack(CONFIG, PARAMS)
     pm = blocks.make_manager("fsdp_tp_sp", kind, mode="decode")
@@ -166,7 +166,7 @@ def past_the_caches() -> Any:
     return transformer_block.apply(config, layers, X, state=state)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_decode_past_the_caches() -> None:
     with pytest.raises(CacheError, match="entry 0 was refused") as caught:
         past_the_caches()
@@ -176,12 +176,12 @@ def test_decode_past_the_caches() -> None:
     assert not np.asarray(state.caches[0].length).any()
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_gradients_equal_a_loop_over_blocks() -> None:
     blocks.assert_close(unsharded(), blocks.values_and_gradients(by_blocks, PARAMS, X))
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_dropout_is_the_same_with_scan() -> None:
     config = dataclasses.replace(CONFIG, dropout=0.5, layers=2, windows=())
     params = [jax.tree.map(lambda w: w[:2], PARAMS[0])]
@@ -224,7 +224,7 @@ def looped_with_rest() -> Any:
     return blocks.values_and_gradients(loop_with_rest, REST_PARAMS, X)
 
 
-@pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.full)])
 def test_layers_after_the_scan(remat: str) -> None:
     config = dataclasses.replace(REST, remat=remat)
     shapes = [tree["mlp"]["up"]["kernel"].shape for tree in transformer_block.specs(config)]

@@ -74,7 +74,7 @@ def program_by_hand(preset: str, arguments: Any, *, scan: bool, **changed: Any) 
     return model.train_step(OPTIMIZER).lower(*arguments).compile()
 
 
-@pytest.mark.sweep(keep=0, wide=4)
+@pytest.mark.full
 @pytest.mark.parametrize("preset", hand_written.SPECS)
 @pytest.mark.parametrize("scan", [False, True])
 def test_train_step_equals_hand_written(preset: str, scan: bool) -> None:
@@ -82,7 +82,7 @@ def test_train_step_equals_hand_written(preset: str, scan: bool) -> None:
     programs.assert_same(ours, program_by_hand(preset, arguments, scan=scan))
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_changed_spec_changes_program() -> None:
     """The comparison sees what it is for: the same model with one spec changed differs."""
     ours, arguments = program_of_blocks("fsdp_tp", scan=True)

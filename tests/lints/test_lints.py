@@ -88,7 +88,22 @@ def test_presets_are_clean(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.sweep(keep=12)
+@pytest.mark.full(
+    but=[
+        "dp:1,fsdp:2,tp:4-ddp",
+        "dp:1,fsdp:2,tp:4-fsdp_tp",
+        "dp:1,fsdp:2,tp:4-sequence",
+        "dp:2,tp:4-ddp",
+        "dp:2,tp:4-fsdp_tp_sp",
+        "dp:2,tp:4-single",
+        "fsdp:2,tp:2,ep:2-fsdp_tp_sp",
+        "fsdp:2,tp:2,ep:2-serve_long_context",
+        "sp:2-fsdp",
+        "sp:2-moe_ep",
+        "sp:2-serve_long_context",
+        "sp:2-tensor",
+    ]
+)
 def test_presets_are_clean_on_a_layer(preset: str, mesh: str) -> None:
     """A mesh axis that a preset does not use is idle, and a batch of one does not divide.
 

@@ -49,7 +49,7 @@ def test_hand_annotations_have_no_findings() -> None:
 
 @pytest.mark.parametrize(
     ("given", "least"),
-    [(MODELS, 100), pytest.param(EVERY_MODEL[len(MODELS) :], 40, marks=pytest.mark.wide)],
+    [(MODELS, 100), pytest.param(EVERY_MODEL[len(MODELS) :], 40, marks=pytest.mark.full)],
     ids=["first", "more"],
 )
 def test_every_swap_is_found(given: list[Model], least: int) -> None:

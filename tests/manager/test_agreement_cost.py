@@ -20,9 +20,9 @@ from tests.manager.simulated_store import SimulatedStore
 HANGS_S = 200.0
 COUNTS = [
     8,
-    pytest.param(128, marks=pytest.mark.wide),
+    pytest.param(128, marks=pytest.mark.full),
     512,
-    pytest.param(2048, marks=pytest.mark.wide),
+    pytest.param(2048, marks=pytest.mark.full),
 ]
 
 

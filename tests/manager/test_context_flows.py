@@ -284,7 +284,7 @@ class Notebook:
 
 @pytest.mark.parametrize("lasting", [True, False], ids=["one context", "a context per cell"])
 @pytest.mark.parametrize("background", [True, False], ids=["with background tasks", "alone"])
-@pytest.mark.sweep(keep=2)
+@pytest.mark.full(but=["with background tasks-one context", "alone-one context"])
 def test_entered_in_a_cell_and_used_in_later_ones(lasting: bool, background: bool) -> None:
     notebook, f = Notebook(lasting=lasting, background=background), jitted()
     pm, decode = own(), other()

@@ -218,7 +218,7 @@ def test_scan_and_checkpoint_in_a_task() -> None:
     assert result.count("spec=P('dp',)") == 1
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_jit_cache_does_not_keep_a_manager() -> None:
     """JAX keeps a small key and not the manager, after a script and after a task."""
     f, x = jitted(), jnp.asarray(numbers(8, 8))

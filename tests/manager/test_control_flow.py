@@ -47,7 +47,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("name", list(PROGRAMS))
-@pytest.mark.sweep(keep=2)
+@pytest.mark.full(but=["cond-auto", "map-explicit"])
 def test_constraint_inside_control_flow(name: str, kind: str) -> None:
     program, spec = PROGRAMS[name]
     pm = make_manager(kind)

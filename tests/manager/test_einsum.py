@@ -69,7 +69,7 @@ def wanted() -> tuple[np.ndarray, list[np.ndarray]]:
 
 
 @pytest.mark.parametrize("kind", AXIS_TYPES)
-@pytest.mark.sweep(keep=2)
+@pytest.mark.full(but=["auto", "tp explicit"])
 def test_products_equal_unsharded(kind: str) -> None:
     pm = make_manager(kind, text=RULES)
     y, gradients = wanted()
@@ -95,7 +95,7 @@ def test_products_equal_unsharded(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", AXIS_TYPES)
-@pytest.mark.sweep(keep=2)
+@pytest.mark.full(but=["auto", "tp explicit"])
 def test_eager_products_compile_once(kind: str) -> None:
     with make_manager(kind, text=RULES):
         for f in (by_einsum, by_dot_general):

@@ -73,8 +73,7 @@ def layers(pm: Any, x: Any, stack: Any, *, remat: bool, gather: Any) -> Any:
 
 @pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
 @pytest.mark.parametrize("kind", ["auto"])
-@pytest.mark.sweep(keep=1)
-@pytest.mark.wide
+@pytest.mark.full
 def test_inside_scan_over_stacked_layers(kind: str, remat: bool) -> None:
     pm = make_manager(kind)
     specs = {"up": (3, 8, 16), "down": (3, 16, 8)}
@@ -98,7 +97,14 @@ def test_inside_scan_over_stacked_layers(kind: str, remat: bool) -> None:
 
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
 @pytest.mark.parametrize("later", ["outside", "another manager", "another thread"])
-@pytest.mark.sweep(keep=4)
+@pytest.mark.full(
+    but=[
+        "outside-auto",
+        "outside-tp explicit",
+        "another manager-explicit",
+        "another thread-tp explicit",
+    ]
+)
 def test_backward_reads_no_ambient_manager(kind: str, later: str) -> None:
     pm, other = make_manager(kind), make_manager(kind, text=OTHER)
     w = pm.shard(numbers(8, 12), *KERNEL, role="param")

@@ -79,7 +79,7 @@ CASES = [(kind, True) for kind in AXIS_TYPES] + [("auto", False), ("tp explicit"
 
 
 @pytest.mark.parametrize(("kind", "jit"), CASES)
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["auto-True"])
 def test_derivatives_equal_unsharded(kind: str, jit: bool) -> None:
     pm = make_manager(kind, sizes="dp:2,tp:2")
     w, v = numbers(2, 4), numbers(2, 4)[::-1] * 2
@@ -97,7 +97,7 @@ def test_derivatives_equal_unsharded(kind: str, jit: bool) -> None:
 
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
 @pytest.mark.parametrize("name", list(TRANSFORMS))
-@pytest.mark.sweep(keep=3)
+@pytest.mark.full(but=["plain-auto", "scan-explicit", "pull_back-explicit"])
 def test_jvp_in_every_program(name: str, kind: str) -> None:
     pm = make_manager(kind)
     w, v = numbers(8, 12), numbers(8, 12) * 3
@@ -117,7 +117,7 @@ def test_jvp_in_every_program(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["auto"])
 def test_vmap_of_jvp_and_jvp_of_vmap(kind: str) -> None:
     pm = make_manager(kind)
     ws, v = np.stack([numbers(8, 12), numbers(8, 12) + 1]), numbers(8, 12)

@@ -49,7 +49,7 @@ def run_gather(
 
 
 @VMA
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["vma"])
 def test_loss_over_sharded_weights(check_vma: bool) -> None:
     pm, h, w = fsdp(), waves(8, 32), waves(32, 16)
     axes = (sw.MLP_INTERMEDIATE, sw.EMBED)
@@ -76,7 +76,7 @@ def local_loss(pm: Any, x: Any, w: Any, shape: Any, gather: Any) -> Any:
 @VMA
 @pytest.mark.parametrize("names", [{"dp"}, {"dp", "tp"}], ids=["partly", "fully"])
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
-@pytest.mark.sweep(keep=2)
+@pytest.mark.full(but=["auto-partly-vma", "dp explicit-partly-no vma"])
 def test_values_gradients_and_collectives(kind: str, names: set[str], check_vma: bool) -> None:
     pm = make_manager(kind)
     x, w = waves(4, 8), waves(8, 12)
@@ -276,7 +276,9 @@ def test_ambiguous_global_shape_is_refused() -> None:
         ("dp+tp", "-", 0),
     ],
 )
-@pytest.mark.sweep(keep=4)
+@pytest.mark.full(
+    but=["tp+dp-dp-0-vma", "dp+tp-dp-1-vma", "dp+tp-tp-0-no vma", "dp+tp-dp+tp-0-no vma"]
+)
 def test_two_mesh_axes_in_one_dim(stored: str, gather: str, moves: int, check_vma: bool) -> None:
     """If a gathered mesh axis comes before one that stays, shards change places first."""
     text = RULES.replace("[params]", f'[params]\nvocab = "{stored}"').replace(
@@ -335,7 +337,7 @@ def test_several_dims_are_gathered() -> None:
 
 @VMA
 @pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["kept-vma"])
 def test_stacked_layers_in_a_scan(remat: bool, check_vma: bool) -> None:
     pm = fsdp()
     shapes = {"up": (3, 16, 8), "down": (3, 8, 16)}

@@ -68,7 +68,17 @@ PROGRAMS = [
 
 @pytest.mark.parametrize(("operation", "transform", "jit", "entered"), PROGRAMS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sweep(keep=7)
+@pytest.mark.full(
+    but=[
+        "auto-shard-plain-True-True",
+        "auto-shard-pull_back-True-False",
+        "explicit-shard-scan-False-True",
+        "explicit-shard-remat-False-False",
+        "tp explicit-shard-pull_back-True-True",
+        "dp explicit-shard-scan-True-False",
+        "dp explicit-shard-remat-False-True",
+    ]
+)
 def test_activation_is_sharded_by_rule(
     operation: str, kind: str, transform: str, jit: bool, entered: bool
 ) -> None:
@@ -86,7 +96,7 @@ def test_activation_is_sharded_by_rule(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transform", ["plain", "vmap"])
-@pytest.mark.sweep(keep=4)
+@pytest.mark.full(but=["plain-auto", "plain-tp explicit", "vmap-explicit", "vmap-dp explicit"])
 def test_replicated_activation_is_resharded(kind: str, transform: str) -> None:
     """The input is replicated, so only the constraint can have sharded it."""
     pm = make_manager(kind)
@@ -106,8 +116,7 @@ def test_replicated_activation_is_resharded(kind: str, transform: str) -> None:
 
 
 @pytest.mark.parametrize("entered", [True, False], ids=["entered", "method"])
-@pytest.mark.sweep(keep=1)
-@pytest.mark.wide
+@pytest.mark.full
 def test_uncommitted_arrays_on_auto_meshes(entered: bool) -> None:
     pm = make_manager("auto")
     start = jnp.asarray(numbers(8, 12))
@@ -124,7 +133,7 @@ def test_uncommitted_arrays_on_auto_meshes(entered: bool) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
-@pytest.mark.sweep(keep=2)
+@pytest.mark.full(but=["jit-auto", "eager-explicit"])
 def test_grad_of_a_loss_inside_the_manager(kind: str, jit: bool) -> None:
     pm = make_manager(kind)
     start = numbers(8, 12)
@@ -139,7 +148,18 @@ def test_grad_of_a_loss_inside_the_manager(kind: str, jit: bool) -> None:
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 @pytest.mark.parametrize("transform", ["plain", "pull_back", "remat", "vmap"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sweep(keep=8)
+@pytest.mark.full(
+    but=[
+        "auto-plain-jit-entered",
+        "auto-pull_back-jit-method",
+        "auto-vmap-jit-method",
+        "explicit-remat-eager-entered",
+        "tp explicit-plain-eager-entered",
+        "tp explicit-pull_back-eager-method",
+        "tp explicit-vmap-eager-method",
+        "dp explicit-vmap-jit-entered",
+    ]
+)
 def test_weight_is_gathered(kind: str, transform: str, jit: bool, entered: bool) -> None:
     """Forward as used, (-, tp); its gradient as stored, (dp, tp)."""
     pm = make_manager(kind)

@@ -78,7 +78,7 @@ def plain_steps(count: int) -> tuple[Any, list[float]]:
 
 
 @pytest.mark.parametrize(("sizes", "axis_types"), KINDS)
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["fsdp:2,tp:4-auto"])
 def test_step_equals_the_plain_step(sizes: str, axis_types: str) -> None:
     pm = make_manager(sizes, axis_types)
     state = make_state(pm)
@@ -101,7 +101,7 @@ def test_step_equals_the_plain_step(sizes: str, axis_types: str) -> None:
 
 
 @pytest.mark.parametrize(("sizes", "axis_types"), KINDS)
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["fsdp:2,tp:4-auto"])
 def test_step_writes_over_the_old_state(sizes: str, axis_types: str) -> None:
     """XLA aliases every array of the state; without donation it aliases none."""
     pm = make_manager(sizes, axis_types)

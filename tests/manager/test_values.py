@@ -39,7 +39,20 @@ LEAVES = {
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("leaf", list(LEAVES))
-@pytest.mark.sweep(keep=10)
+@pytest.mark.full(
+    but=[
+        "float32-auto-jit",
+        "float32-explicit-jit",
+        "bfloat16-auto-eager",
+        "bfloat16-explicit-eager",
+        "int32-explicit-jit",
+        "uint8-auto-eager",
+        "uint8-explicit-eager",
+        "bool-explicit-jit",
+        "complex64-explicit-eager",
+        "fortran order-explicit-jit",
+    ]
+)
 def test_every_kind_of_array(leaf: str, kind: str, jit: bool) -> None:
     pm = make_manager(kind)
     value = LEAVES[leaf]
@@ -73,7 +86,18 @@ def test_arrays_without_elements(kind: str, shape: tuple[int, ...]) -> None:
     [1.5, 3, True, np.float32(2.5), np.int8(4), np.array(7), jnp.asarray(1, jnp.bfloat16)],
     ids=repr,
 )
-@pytest.mark.sweep(keep=8)
+@pytest.mark.full(
+    but=[
+        "1.5-shard",
+        "1.5-gather",
+        "3-gather",
+        "True-hint",
+        "np.float32(2.5)-hint",
+        "np.int8(4)-hint",
+        "array(7)-shard",
+        "Array(1, dtype=bfloat16)-shard",
+    ]
+)
 def test_scalars_and_numbers(value: Any, operation: str) -> None:
     pm = make_manager()
     place = getattr(pm, operation)
@@ -131,7 +155,22 @@ TREES: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("case", list(TREES))
-@pytest.mark.sweep(keep=12)
+@pytest.mark.full(
+    but=[
+        "dict-auto-jit",
+        "dict-explicit-jit",
+        "list-auto-eager",
+        "tuple-explicit-jit",
+        "namedtuple-auto-eager",
+        "dataclass-explicit-jit",
+        "one annotation for all-explicit-eager",
+        "prefix-explicit-jit",
+        "layout for all-explicit-eager",
+        "None leaves-explicit-jit",
+        "scalar beside arrays-auto-jit",
+        "scalar beside arrays-explicit-eager",
+    ]
+)
 def test_trees(case: str, kind: str, jit: bool) -> None:
     tree, annotations = TREES[case]
     pm = make_manager(kind)

@@ -425,7 +425,7 @@ def test_abstract_mesh_starts_no_backend() -> None:
     assert out == "16384 (8, 2048)\n3 2 3\n"
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_cpu_mesh_creates_devices() -> None:
     assert (
         run(

@@ -13,7 +13,7 @@ from tests.multiprocess.divergent import PARTS
 pytestmark = pytest.mark.multiprocess
 
 
-@pytest.mark.parametrize("part", ["quick", pytest.param("all", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("part", ["quick", pytest.param("all", marks=pytest.mark.full)])
 def test_differences_are_told(part: str, tmp_path: Path) -> None:
     ended = pairs.run("tests.multiprocess.divergent", [part], tmp_path)
     output = "\n".join(f"process {rank}:\n{process.text}" for rank, process in enumerate(ended))
@@ -23,7 +23,7 @@ def test_differences_are_told(part: str, tmp_path: Path) -> None:
     assert [process.code for process in ended] == [0, 0], output
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_divergence_ends_in_messages(capsys: pytest.CaptureFixture[str]) -> None:
     """One table: `python -m tests.multiprocess.divergences`."""
     code = divergences.main()

@@ -17,9 +17,9 @@ pytest.importorskip("orbax.checkpoint")
 @pytest.mark.parametrize(
     ("count", "kills"),
     [
-        pytest.param(2, 1, marks=pytest.mark.wide),
-        pytest.param(1, 25, marks=pytest.mark.slow),
-        pytest.param(2, 25, marks=pytest.mark.slow),
+        pytest.param(2, 1, marks=pytest.mark.full),
+        pytest.param(1, 25, marks=pytest.mark.full),
+        pytest.param(2, 25, marks=pytest.mark.full),
     ],
 )
 def test_killed_saves(count: int, kills: int, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_case(name: str, ended: list[pairs.Ended]) -> None:
         assert name in re.findall(r"ok (\w+)", process.text), f"process {rank}:\n{process.text}"
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_long_cases(tmp_path: Path) -> None:
     ended = pairs.run("tests.multiprocess.worker", ["long"], tmp_path)
     for process in ended:

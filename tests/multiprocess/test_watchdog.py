@@ -38,8 +38,8 @@ def run(folder: Path, count: int, how: str, seconds: float) -> tuple[list[pairs.
     ("how", "count"),
     [
         ("raise", 2),
-        *(pytest.param(how, 2, marks=pytest.mark.wide) for how in SAYS if how != "raise"),
-        *(pytest.param(how, 4, marks=pytest.mark.slow) for how in SAYS),
+        *(pytest.param(how, 2, marks=pytest.mark.full) for how in SAYS if how != "raise"),
+        *(pytest.param(how, 4, marks=pytest.mark.full) for how in SAYS),
     ],
 )
 def test_every_survivor_says_who_is_missing(how: str, count: int, tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_every_survivor_says_who_is_missing(how: str, count: int, tmp_path: Path
         assert culprit.code == EXIT_CODE, output
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_the_others_end_without_the_coordinator(tmp_path: Path) -> None:
     """JAX aborts them."""
     ended, output = run(tmp_path, 2, "coordinator", 8)
@@ -67,7 +67,7 @@ def test_the_others_end_without_the_coordinator(tmp_path: Path) -> None:
     assert re.search(r"watchdog|JAX distributed service detected fatal errors", ended[1].text)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_healthy_processes_are_left_alone(tmp_path: Path) -> None:
     """Steps that wait, one process that is slow for a while, and one that ends later."""
     ended, output = run(tmp_path, 2, "healthy", 4)

@@ -31,7 +31,7 @@ def check(compared: Compared) -> None:
     assert compared.marks or not compared.differences, compared
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - NOT_ON_CPUS))
 def test_plan_equals_program_for_cpus(name: str) -> None:
     check(foreign_programs.compare(name, tpu=False))

@@ -89,13 +89,13 @@ def test_moves_equal_xla() -> None:
     check_all("2x4", shape=CUBE, every=29)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", MARKED)
 def test_every_move_between_two_dims_equals_xla(sizes: str) -> None:
     check_all(sizes)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", MARKED_CUBE)
 def test_every_move_between_three_dims_equals_xla(sizes: str) -> None:
     check_all(sizes, shape=CUBE)

@@ -303,7 +303,7 @@ def programs(batch=8):
 """
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_command_searches_modes_and_writes_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -382,7 +382,7 @@ def test_candidate_that_cannot_be_compiled_comes_last(monkeypatch: pytest.Monkey
     assert "is not verified: the process was killed" in verified_text([one])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_decoder_of_8b_on_64_chips() -> None:
     found = sw.search(
         Decoder().program("train"),

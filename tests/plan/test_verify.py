@@ -35,7 +35,7 @@ PM = manager("fsdp_tp", "fsdp:2,tp:4")
 PROGRAM = Program(gradient, (shapes(SPECS), X), (SPECS, HIDDEN), SPECS)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_cpu_compile_is_compared_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = verify_plan(PM, PROGRAM, cache=tmp_path)
     assert not found.compiled.cached

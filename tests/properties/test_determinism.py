@@ -30,7 +30,7 @@ def in_a_process(seed: str) -> str:
 
 
 @pytest.mark.parametrize("seed", ["0", "20260101"])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["0"])
 def test_same_answers_in_every_process(seed: str) -> None:
     assert in_a_process(seed) == sample.text(300) + "\n"
 

@@ -66,7 +66,7 @@ def test_answer_equals_oracle(case: Case) -> None:
     assert outcome(case) == oracles_outcome(case)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @settings(settings.get_profile("thorough"), max_examples=20_000)
 @given(cases.cases(composites=True))
 def test_many_answers_equal_oracle(case: Case) -> None:

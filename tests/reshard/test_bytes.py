@@ -100,7 +100,7 @@ def test_planned_bytes_are_compiled_bytes(
     )
 
 
-@pytest.mark.wide
+@pytest.mark.full
 @pytest.mark.parametrize("preset", AXES)
 def test_planned_bytes_between_all_presets(
     preset: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -129,7 +129,8 @@ def test_planned_bytes_of_all_pairs(
 
 @pytest.mark.parametrize("before", HALVES, ids=str)
 @pytest.mark.parametrize("preset", AXES)
-@pytest.mark.sweep(keep=0, wide=3, rest="product")
+@pytest.mark.product(but=["single-(2, 2)", "fsdp_tp-(4, 1)", "serve_long_context-(1, 4)"])
+@pytest.mark.full
 def test_planned_bytes_between_halves(
     preset: str,
     before: tuple[int, int],
@@ -188,7 +189,7 @@ def test_planned_bytes_between_meshes(monkeypatch: pytest.MonkeyPatch) -> None:
     check_meshes(0, 6, monkeypatch)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(1, 3))
 def test_planned_bytes_between_many_meshes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check_meshes(seed, 18, monkeypatch)

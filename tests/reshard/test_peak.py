@@ -10,7 +10,7 @@ import pytest
 from benchmarks import moving
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.skipif(sys.platform != "linux", reason="resets the peak through /proc"),
 ]
 

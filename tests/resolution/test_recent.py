@@ -55,7 +55,7 @@ def test_threads_get_one_object() -> None:
 
 
 @pytest.mark.parametrize("what", ["resolve", "explain", "sharding", "shardings", "shard"])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["resolve"])
 def test_many_shapes_take_bounded_memory(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent, "KEPT", 100)
     pm = manager()

@@ -96,7 +96,7 @@ def collectives(compiled: Any) -> collections.Counter[str]:
 @pytest.mark.parametrize(
     "tx", [optax.adamw(1e-2), optax.sgd(1e-2, momentum=0.9)], ids=["adamw", "momentum"]
 )
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["adamw-ddp-dp:8-dp-specs0"])
 def test_moments_stay_sharded_and_nothing_else_changes(
     preset: str, sizes: str, zero1: str, specs: Any, tx: Any
 ) -> None:
@@ -129,8 +129,7 @@ def test_moments_stay_sharded_and_nothing_else_changes(
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-@pytest.mark.sweep(keep=1)
-@pytest.mark.wide
+@pytest.mark.full
 def test_gradients_may_be_sharded_like_the_state(axis_types: str) -> None:
     """Arrays of a role of their own: an update on shards alone, on both kinds of mesh."""
     ddp = sw.Strategy.preset("ddp") | sw.Strategy(policy={"zero1": "dp"})

@@ -103,7 +103,7 @@ def assert_equal(engines: Callable[[bool], serving.Engine], given: list[Asked]) 
 
 
 @pytest.mark.parametrize(("kind", "decode_steps"), CASES)
-@pytest.mark.sweep(keep=0, wide=4)
+@pytest.mark.full
 def test_requests_equal_those_without_ahead(kind: str, decode_steps: int) -> None:
     """600 requests, over all cases."""
     assert_equal(lambda ahead: make(kind, decode_steps=decode_steps, ahead=ahead), asked(50))
@@ -114,7 +114,7 @@ def test_some_requests_equal_those_without_ahead(kind: str) -> None:
     assert_equal(lambda ahead: make(kind, ahead=ahead), asked(40))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("decode_steps", [1, 3])
 @pytest.mark.parametrize("kind", ["dense", "sliding", "quantized", "paged"])
 def test_requests_on_a_mesh_equal_those_without_ahead(kind: str, decode_steps: int) -> None:

@@ -196,12 +196,12 @@ def test_every_token_is_of_a_version_that_is_reported(options: dict[str, Any]) -
     check_report(running, handles, 4)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_forty_requests_equal_requests_alone() -> None:
     check("serve_tp", 40)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"decode_steps": 3}, {"prefill_rows": 4}])
 @pytest.mark.parametrize("strategy", ["single", "serve_tp", "serve_long_context"])
 def test_sixty_four_requests_equal_requests_alone(strategy: str, options: dict[str, Any]) -> None:

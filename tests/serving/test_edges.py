@@ -37,7 +37,7 @@ def ask(**options: Any) -> Request:
     return Request(**{"prompt": PROMPT, "max_new_tokens": 5, **options})
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_compile_gives_no_token_to_running_requests() -> None:
     engine = make()
     queued = engine.submit(ask())
@@ -56,7 +56,7 @@ def test_compile_gives_no_token_to_running_requests() -> None:
     assert [list(done.tokens) for done in engine.run([ask()])] == [TEXT]
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_cancel_with_handle_of_another_engine() -> None:
     first, other = make(), make()
     theirs, ours = first.submit(ask()), other.submit(ask())
@@ -70,7 +70,7 @@ def test_cancel_with_handle_of_another_engine() -> None:
     assert [engine.report().finished["length"] for engine in (first, other)] == [1, 1]
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_two_engines_take_turns() -> None:
     first, other = make(), make(cache="paged", cache_options={"page_size": 8, "pages": 1}, slots=1)
     handles = [engine.submit(ask(max_new_tokens=4)) for engine in (first, other) for _ in range(3)]

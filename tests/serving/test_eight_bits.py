@@ -19,7 +19,7 @@ import shardwright as sw
 from shardwright import caches
 from shardwright.testing import cpu_mesh
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 STEPS = 1000
 CONFIG = DecoderConfig(dtype=jnp.bfloat16)

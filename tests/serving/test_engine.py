@@ -43,7 +43,7 @@ def assert_empty(engine: serving.Engine) -> None:
     [{}, {"prefill_rows": 2}, PAGED, PAGED | {"prefill_rows": 2}],
     ids=["one", "two", "paged", "paged two"],
 )
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["one"])
 def test_ragged_requests_get_their_texts(options: dict[str, Any]) -> None:
     engine = make(**options)
     draw = np.random.default_rng(0)

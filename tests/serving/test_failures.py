@@ -145,7 +145,7 @@ def assert_held_is_known(engine: serving.Engine) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["dense"])
 def test_random_failures_leak_nothing(kind: str) -> None:
     handles, faults = run(kind, 300, seed=1, chance=0.03)
     whys = [handle.completion.finish for handle in handles if handle.completion]
@@ -154,14 +154,14 @@ def test_random_failures_leak_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.wide
+@pytest.mark.full
 def test_no_request_fails_without_failures(kind: str) -> None:
     handles, _ = run(kind, 400, seed=2, chance=0.0)
     whys = [handle.completion.finish for handle in handles if handle.completion]
     assert set(whys) == {Finish.LENGTH, Finish.STOP, Finish.CANCELED}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_ten_thousand_random_operations_leak_nothing(kind: str) -> None:
     handles, faults = run(kind, 10_000, seed=3, chance=0.01)

@@ -22,7 +22,7 @@ def collectives(program: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["dense", "sliding"])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["dense"])
 def test_decode_sends_what_its_model_sends(kind: str) -> None:
     """The model, and a gather of the logits: no temperature, count or token is sent."""
     held = engine(kind, manager_of("serve_tp"), slots=4, prefill_rows=2)._arrays

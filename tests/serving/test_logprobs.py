@@ -15,7 +15,7 @@ PAGED: dict[str, Any] = {"cache": "paged", "cache_options": {"page_size": 4, "pa
 
 
 @pytest.mark.parametrize("options", [{}, PAGED, {"decode_steps": 3}, PAGED | {"decode_steps": 3}])
-@pytest.mark.sweep(keep=2)
+@pytest.mark.full(but=["options0", "options2"])
 def test_logprobs_are_those_of_the_model(options: dict[str, Any]) -> None:
     engine = serving.Engine(
         stub, np.int32(1), shape=SHAPE, slots=2, capacity=16, prefill_chunk=3, **options

@@ -47,7 +47,7 @@ def test_declared_memory_holds_weights_and_pages() -> None:
     assert pages_of("90%", memory=200_000) == free // PAGE
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_every_shard_of_the_pool_fits() -> None:
     mesh = cpu_mesh("sp:4,tp:2")
     pm = sw.PartitionManager(sw.Strategy.preset("serve_long_context"), mesh=mesh)

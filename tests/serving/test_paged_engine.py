@@ -61,7 +61,7 @@ def assert_texts(requests: list[Request], results: list[serving.Completion]) -> 
     [{}, {"decode_steps": 3}, {"prefill_rows": 2}],
     ids=["one", "three steps", "two rows"],
 )
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["one"])
 def test_preempted_requests_get_their_texts(options: dict[str, Any]) -> None:
     engine, requests = make(pages=9, **options), random_requests(40, prefix=8)
     assert_texts(requests, engine.run(requests))
@@ -170,7 +170,7 @@ def attending_engine(
     return serving.Engine(attending(layers, window), params, **given | options)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_pages_outside_of_a_window_are_given_back() -> None:
     engine = attending_engine(1, window=6, slots=1)
     request = Request(prompt=[3] * 20, max_new_tokens=30)
@@ -188,7 +188,7 @@ MESHES = {"serve_tp": "dp:2,tp:2", "serve_long_context": "dp:2,sp:2,tp:2"}
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.parametrize("preset", MESHES)
-@pytest.mark.wide
+@pytest.mark.full
 def test_sharded_pages_change_no_text(preset: str, axis_types: Any) -> None:
     mesh = cpu_mesh(MESHES[preset], axis_types=axis_types)
     pm = sw.PartitionManager(sw.Strategy.preset(preset), mesh=mesh)
@@ -218,7 +218,7 @@ def integer_collectives(engine: serving.Engine) -> tuple[int, int]:
     return sum(result.startswith(("s32", "pred")) for result in results), len(results)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_tables_are_gathered_once_for_all_layers() -> None:
     pm = sw.PartitionManager(
         sw.Strategy.preset("serve_long_context"), mesh=cpu_mesh("dp:2,sp:2,tp:2")

@@ -100,7 +100,7 @@ def test_random_operations_leak_no_page(window: bool) -> None:
     assert hits > 50
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("window", [False, True])
 @pytest.mark.parametrize("seed", range(10, 20))
 def test_ten_thousand_random_operations_leak_no_page(seed: int, window: bool) -> None:

@@ -107,15 +107,14 @@ def cells(*, quick: bool) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("kind", "strategy"), cells(quick=True))
-@pytest.mark.sweep(keep=1)
-@pytest.mark.wide
+@pytest.mark.full
 def test_text_equals_request_alone(kind: str, strategy: str) -> None:
     assert_same(kind, strategy, 12, slots=4)
 
 
 @pytest.mark.parametrize("strategy", ["serve_tp", "serve_long_context"])
 @pytest.mark.parametrize("kind", ["dense", "sliding", "quantized"])
-@pytest.mark.sweep(keep=0, wide=2)
+@pytest.mark.full
 def test_prompts_that_take_turns_keep_their_texts(
     kind: str, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,13 +129,13 @@ def test_prompts_that_take_turns_keep_their_texts(
     assert sum(turns) > 5
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "strategy"), cells(quick=False))
 def test_text_equals_request_alone_on_all_meshes(kind: str, strategy: str) -> None:
     assert_same(kind, strategy, 12, slots=4)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", MESHES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sixty_four_texts_equal_requests_alone(kind: str, strategy: str) -> None:
@@ -147,11 +146,11 @@ def test_sixty_four_texts_equal_requests_alone(kind: str, strategy: str) -> None
     "kind",
     [
         "dense",
-        pytest.param("paged", marks=pytest.mark.slow),
-        pytest.param("sliding", marks=pytest.mark.slow),
+        pytest.param("paged", marks=pytest.mark.full),
+        pytest.param("sliding", marks=pytest.mark.full),
     ],
 )
-@pytest.mark.wide
+@pytest.mark.full
 def test_prefill_on_its_own_mesh_changes_no_text(kind: str) -> None:
     first = manager_of("single")
     params = first.shard(weights(), decoder_specs(TINY), role="param")
@@ -163,7 +162,7 @@ def test_prefill_on_its_own_mesh_changes_no_text(kind: str) -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ring_of_window_size_changes_no_text() -> None:
     """Chunks overwrite what their own queries see, in a batch of one prompt."""
     given = requests(12)
@@ -180,7 +179,7 @@ def test_ring_of_window_size_changes_no_text() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "paged"])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["dense"])
 def test_greedy_text_equals_uncached_argmax(kind: str) -> None:
     tokens = np.zeros((12, CAPACITY), np.int32)
     given = requests(12)

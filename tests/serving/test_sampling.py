@@ -52,7 +52,7 @@ def test_sampling_frequencies(sampling: Sampling, chances: list[float]) -> None:
     assert all(share == 0 for share, chance in zip(actual, chances, strict=True) if chance == 0)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_token_depends_on_own_logits_seed_and_index() -> None:
     logits = jax.random.normal(jax.random.key(0), (6, 40))
     sampling = {
@@ -68,7 +68,7 @@ def test_token_depends_on_own_logits_seed_and_index() -> None:
     assert together[0] == np.argmax(logits[0])
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_seeds_and_positions_draw_differently() -> None:
     flat = np.zeros(1000, np.float32)
     first, other = (drawn(Sampling(temperature=1.0, seed=seed), flat) for seed in (1, 2))
@@ -81,7 +81,7 @@ def test_seeds_and_positions_draw_differently() -> None:
     ("row", "token"),
     [([np.nan, 1, 2], -1), ([-np.inf] * 3, -1), ([np.inf, 0, 1], -1), ([-np.inf, 0, -np.inf], 1)],
 )
-@pytest.mark.sweep(keep=3)
+@pytest.mark.full(but=["row0--1-0.0", "row1--1-0.0", "row2--1-1.0"])
 def test_logits_that_are_not_numbers(row: list[float], token: int, temperature: float) -> None:
     given = first_draws(1, {0: Sampling(temperature=temperature)})
     assert np.asarray(sample(jnp.asarray([row], jnp.float32), given)).tolist() == [token]

@@ -123,7 +123,7 @@ def test_random_operations_lose_nothing(seed: int) -> None:
     run(1_000, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(3, 13))
 def test_ten_thousand_random_operations_lose_nothing(seed: int) -> None:
     run(10_000, seed)

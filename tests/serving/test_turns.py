@@ -32,7 +32,7 @@ def apart(kind: str, own: str, **options: Any) -> serving.Engine:
 
 
 @pytest.mark.parametrize(("kind", "own"), CASES)
-@pytest.mark.sweep(keep=1, wide=3)
+@pytest.mark.full(but=["paged-mesh"])
 def test_a_short_prompt_waits_for_one_turn_of_each_long_one(kind: str, own: str) -> None:
     running = apart(kind, own, prefill_chunk=1)
     running.compile()
@@ -56,7 +56,7 @@ def test_a_short_prompt_waits_for_one_turn_of_each_long_one(kind: str, own: str)
 
 
 @pytest.mark.parametrize(("kind", "own"), CASES)
-@pytest.mark.sweep(keep=0, wide=2)
+@pytest.mark.full
 def test_texts_do_not_change(kind: str, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     turns, park = [], arrays.Arrays.park
 

@@ -59,7 +59,7 @@ def stub_engine(shift: Any = 0, **options: Any) -> serving.Engine:
     return serving.Engine(stub, shift, shape=SHAPE, **sizes, **options)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_requests_are_served_by_the_new_weights() -> None:
     train, serve = manager_of("fsdp_tp", "fsdp:4,tp:2"), manager_of("serve_tp", "dp:2,tp:4")
     engine = engine_of(weights(3, serve), serve)
@@ -101,7 +101,7 @@ def test_running_requests_continue_with_the_new_weights() -> None:
     assert waiting.result().versions == (1,)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_training_may_donate_what_was_pushed() -> None:
     """Arrays that are in place are copied, so that deleting the source deletes no weight."""
     serve = manager_of("serve_tp", "dp:2,tp:4")
@@ -125,7 +125,7 @@ def test_donation_keeps_what_is_in_place() -> None:
     assert all(a is b for a, b in zip(kept, jax.tree.leaves(new), strict=True))
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_weights_are_cast_to_the_served_dtype() -> None:
     serve = manager_of("serve_tp", "dp:2,tp:4")
     engine = engine_of(weights(3, serve, jnp.bfloat16), serve)
@@ -135,7 +135,7 @@ def test_weights_are_cast_to_the_served_dtype() -> None:
     assert [done.tokens for done in engine.run(REQUESTS[:2])] == [done.tokens for done in wanted]
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_prefill_with_weights_of_its_own() -> None:
     serve, prefill = manager_of("serve_tp", "dp:2,tp:4"), manager_of("serve_tp", "dp:4,tp:2")
     options = {"prefill_manager": prefill, "prefill_rows": 4}
@@ -231,7 +231,7 @@ def test_large_integers_of_the_host_are_refused() -> None:
         )
 
 
-@pytest.mark.wide
+@pytest.mark.full
 @pytest.mark.parametrize("shared", [False, True])
 def test_failure_after_prefill_has_moved(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Donated weights of prefill that have moved are in the tree of the error."""
@@ -262,7 +262,7 @@ def test_failure_after_prefill_has_moved(shared: bool, monkeypatch: pytest.Monke
     assert [done.tokens for done in engine.run(REQUESTS[:2])] == [done.tokens for done in wanted]
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_failed_move_keeps_the_old_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     train, serve = manager_of("fsdp_tp", "fsdp:4,tp:2"), manager_of("serve_tp", "dp:2,tp:4")
     engine = engine_of(weights(3, serve), serve)
@@ -285,7 +285,7 @@ def test_failed_move_keeps_the_old_weights(monkeypatch: pytest.MonkeyPatch) -> N
     assert engine.update_params(new).version == 1
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_deleted_weights_can_be_replaced() -> None:
     serve = manager_of("serve_tp", "dp:2,tp:4")
     old = weights(3, serve)

@@ -58,7 +58,7 @@ class TestOtherWords(Few):
 """
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_outcomes_of_a_subclass(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     done = run_pytest(pytester, monkeypatch, {"test_mine.py": MINE}, "-rA", "--tb=line")
     text = said(done)

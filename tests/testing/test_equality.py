@@ -54,7 +54,7 @@ def failing(call: Callable[[], Any]) -> str:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("grad", [True, False], ids=["gradients", "values"])
-@pytest.mark.sweep(keep=2)
+@pytest.mark.full(but=["gradients-f32", "values-f32"])
 def test_correct_program_passes(grad: bool, dtype: Any) -> None:
     pm = manager()
     assert_same_as_unsharded(mlp, *inputs(pm, dtype), manager=pm, grad=grad)

@@ -308,7 +308,7 @@ def test_a_run_writes_compares_and_reports(run: Run, pytester: pytest.Pytester) 
     assert sorted(path.name for path in folder.iterdir()) == FILES
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_xdist_workers_write(run: Run, pytester: pytest.Pytester) -> None:
     result = run(
         {"test_a.py": TESTS, "golden/test_a/old.txt": "nobody wants it\n"},
@@ -333,7 +333,7 @@ def test_xdist_workers_write(run: Run, pytester: pytest.Pytester) -> None:
     ],
     ids=["-k", "node id", "--deselect", "a skip", "--lf"],
 )
-@pytest.mark.sweep(keep=2)
+@pytest.mark.full(but=["-k", "--deselect"])
 def test_partial_run_ignores_unused_files(
     run: Run, pytester: pytest.Pytester, args: tuple[str, ...], files: dict[str, str]
 ) -> None:
@@ -427,7 +427,7 @@ def test_late(golden, late): ...
 
 
 @pytest.mark.parametrize(
-    "workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)], ids=["one", "xdist"]
+    "workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.full)], ids=["one", "xdist"]
 )
 def test_files_used_by_fixtures_are_kept(
     run: Run, pytester: pytest.Pytester, workers: tuple[str, ...]

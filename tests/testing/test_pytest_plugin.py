@@ -155,7 +155,7 @@ def test_one_test_per_mesh(run: Run) -> None:
     ] == MESHES_SEEN
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_a_test_is_selected_by_its_mesh(run: Run) -> None:
     result = run(
         {"test_it.py": MESHES, "mine.toml": MINE, "nested/own.toml": MINE},
@@ -165,7 +165,7 @@ def test_a_test_is_selected_by_its_mesh(run: Run) -> None:
     result.assert_outcomes(passed=1, deselected=len(IDS) - 1)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_xdist_gives_every_worker_its_devices(run: Run) -> None:
     result = run({"test_it.py": MESHES, "mine.toml": MINE, "nested/own.toml": MINE}, "-n", "2")
     result.assert_outcomes(passed=len(IDS))
@@ -282,7 +282,7 @@ def test_other(): ...
 """
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_failures_do_not_affect_later_tests(run: Run) -> None:
     """Also a marker that has no effect, which fails its own test and no other."""
     files = {"test_it.py": REFUSED, "test_other.py": IDLE}
@@ -326,7 +326,7 @@ MARKERS = {
 }
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_invalid_marker_fails_collection(run: Run) -> None:
     files = {f"test_{at}.py": f"import pytest\n\n{text}\n" for at, text in enumerate(MARKERS)}
     result = run(files)
@@ -356,27 +356,26 @@ def devices(result: pytest.RunResult) -> list[str]:
     [
         ("", "virtual_devices = 4", (), 4),
         pytest.param(
-            "", "virtual_devices = 4", ("--virtual-devices", "6"), 6, marks=pytest.mark.slow
+            "", "virtual_devices = 4", ("--virtual-devices", "6"), 6, marks=pytest.mark.full
         ),
         (EARLY, "virtual_devices = 4", (), 4),
         (FLAGS.format(4), "", (), 4),
-        pytest.param(FLAGS.format(4) + EARLY, "", (), 4, marks=pytest.mark.slow),
+        pytest.param(FLAGS.format(4) + EARLY, "", (), 4, marks=pytest.mark.full),
         (FLAGS.format(16), "", (), 16),
-        pytest.param(FLAGS.format(16), "virtual_devices = 4", (), 16, marks=pytest.mark.slow),
-        pytest.param(FLAGS.format(2), "virtual_devices = 4", (), 4, marks=pytest.mark.slow),
+        pytest.param(FLAGS.format(16), "virtual_devices = 4", (), 16, marks=pytest.mark.full),
+        pytest.param(FLAGS.format(2), "virtual_devices = 4", (), 4, marks=pytest.mark.full),
         ("import jax\njax.config.update('jax_num_cpu_devices', 5)\n", "", (), 5),
         pytest.param(
             "from shardwright.testing import virtual_devices\nvirtual_devices(3)\n",
             "",
             (),
             3,
-            marks=pytest.mark.slow,
+            marks=pytest.mark.full,
         ),
     ],
     ids=lambda value: "" if not isinstance(value, int) else str(value),
 )
-@pytest.mark.sweep(keep=1)
-@pytest.mark.wide
+@pytest.mark.full
 def test_the_number_of_devices(
     run: Run, conftest: str, ini: str, args: tuple[str, ...], count: int
 ) -> None:
@@ -386,7 +385,7 @@ def test_the_number_of_devices(
     assert devices(result) == [f"{count} None"]
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_too_few_devices_has_a_fix(run: Run) -> None:
     test = COUNT.replace("dp:2", "dp:8")
     result = run({"conftest.py": EARLY, "test_it.py": test})
@@ -478,7 +477,7 @@ def test_it(mesh):
 """
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_real_devices_by_option(run: Run) -> None:
     result = run({"test_it.py": REAL}, "--mesh-backend", "tpu", inline=True)
     result.assert_outcomes(errors=1)

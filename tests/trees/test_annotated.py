@@ -42,7 +42,7 @@ def test_abstract_then_shardings_then_arrays() -> None:
     assert 0.015 < np.std(arrays["embed"]) < 0.025
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_init_never_holds_a_whole_copy() -> None:
     """Each device holds its eighth.
 
@@ -71,7 +71,7 @@ def test_init_never_holds_a_whole_copy() -> None:
         assert {shard.data.size * 8 for shard in leaf.addressable_shards} == {leaf.size}
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_values_depend_on_the_path_only() -> None:
     key = jax.random.key(7)
     cache = manager("single", "dp:1").init(specs(), key)

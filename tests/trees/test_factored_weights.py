@@ -242,7 +242,7 @@ def test_pair_starts_as_zero() -> None:
     assert 0.9 < float(jnp.std(deep.a)) * 8 < 1.1
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_sharded_equals_unsharded() -> None:
     pm = manager()
     trees = {"w": weight(), "pair": low_rank(weight(), 4)}

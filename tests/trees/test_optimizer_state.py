@@ -100,7 +100,7 @@ def test_state_follows_its_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "chain", "masked", "multi_transform"])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["adamw"])
 def test_state_is_created_sharded(name: str) -> None:
     pm = manager()
     tx = COPIES[name]()
@@ -228,7 +228,7 @@ def test_factored_moments_lose_a_dim() -> None:
 @pytest.mark.parametrize(
     "shape", [(8, 8), (3, 8, 8), (8, 8, 8), (8, 3, 8), (8, 16, 8), (16, 8, 8), (8, 9), (9, 8)]
 )
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["shape0"])
 def test_factored_moments_match_optax(shape: tuple[int, ...]) -> None:
     """A gradient that differs along one dim shows only in the moments that keep that dim."""
     axes = tuple(f"axis_{dim}" for dim in range(len(shape)))
@@ -291,7 +291,7 @@ def test_factored_moments_of_some_parameters() -> None:
 
 
 @pytest.mark.parametrize("tx", [adafactor(momentum=0.9), optax.sm3(0.1)], ids=["adafactor", "sm3"])
-@pytest.mark.wide
+@pytest.mark.full
 def test_twenty_steps_equal_one_device(tx: Any) -> None:
     """Sharded sums equal unsharded ones, and keep their sharding."""
     specs = {

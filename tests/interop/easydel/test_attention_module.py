@@ -22,7 +22,7 @@ pytest.importorskip("flax")
 from shardwright.interop.easydel.attention_module import BaseJAXAttentionModule
 
 # Programs of several seconds; the parts are tested by themselves.
-pytestmark = pytest.mark.wide
+pytestmark = pytest.mark.full
 
 BATCH, CAPACITY, HEADS, DIM = 4, 8, 2, 4
 RULES = 'name = "a"\n[rules]\nbatch = "dp"\nkv_length = "sp"\nkv_head = "tp"\n'

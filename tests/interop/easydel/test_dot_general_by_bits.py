@@ -25,7 +25,7 @@ def test_without_bits() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["4"])
 def test_train_without_flax(bits: int) -> None:
     (name, value) = next(iter(get_dot_general_by_bits(bits).items()))
     assert name == "dot_general_cls"
@@ -123,7 +123,7 @@ def relative(actual: Any, expected: Any) -> float:
 
 
 @pytest.mark.parametrize(("bits", "bound"), [(8, 0.03), (6, 0.12)])
-@pytest.mark.wide
+@pytest.mark.full
 def test_flax_layer_trains(bits: int, bound: float) -> None:
     variables = model(None).init(jax.random.key(0), X)
     assert jax.tree.structure(model(bits).init(jax.random.key(0), X)) == jax.tree.structure(
@@ -156,7 +156,7 @@ def test_equal_flax_layers_do_not_retrace() -> None:
     assert len(traces) == 1
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_nnx_layer() -> None:
     nnx = pytest.importorskip("flax.nnx")
     dot = get_dot_general_by_bits(8)["dot_general_cls"]()
@@ -170,7 +170,7 @@ def converted(bits: int = 8) -> tuple[Any, Any, Any]:
     return variables, stored, y
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_convert_then_serve() -> None:
     variables, stored, y = converted()
     leaves = {
@@ -188,7 +188,7 @@ def test_convert_then_serve() -> None:
     np.testing.assert_allclose(served, model(8).apply(variables, X), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_serve_does_not_read_the_float_kernels() -> None:
     variables, stored, y = converted()
     garbage = fjformer.named_tree_map(
@@ -204,7 +204,7 @@ def test_serve_does_not_read_the_float_kernels() -> None:
     assert "f32[32,2,8]" not in parameters
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_serve_sharded_equals_unsharded() -> None:
     variables, stored, y = converted()
     mesh = cpu_mesh("dp:2,tp:4")
@@ -221,7 +221,7 @@ def test_serve_sharded_equals_unsharded() -> None:
     np.testing.assert_allclose(jax.jit(model(8, "serve").apply)(placed, x), y, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_init_in_serve_mode() -> None:
     variables = model(8, "serve").init(jax.random.key(0), X)
     np.testing.assert_allclose(

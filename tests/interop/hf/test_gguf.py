@@ -160,7 +160,7 @@ def test_only_llama_has_pairs_of_rows(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.asarray(loaded), tensors["blk.1.attn_q.weight"])
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_sharded_model_equals_unsharded(tmp_path: Path) -> None:
     write(tmp_path / "model.gguf")
     checkpoint = hf.read(tmp_path)

@@ -143,7 +143,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", pytest.param("MXFP4", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("kind", ["Q8_0", pytest.param("MXFP4", marks=pytest.mark.full)])
 @pytest.mark.parametrize("arch", MODELS)
 def test_models_with_experts(arch: str, kind: str, tmp_path: Path) -> None:
     values = write(tmp_path / "model.gguf", arch, kind=kind)

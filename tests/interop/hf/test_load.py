@@ -49,7 +49,7 @@ def test_values_and_shardings(mesh: str, preset: str, tmp_path: Path) -> None:
     assert all(params[name].sharding == shardings[name] for name in params)
 
 
-@pytest.mark.sweep(keep=5)
+@pytest.mark.full(but=["llama", "smollm3", "qwen3_moe", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize("case", files.TREES)
 def test_every_family_loads(case: str, tmp_path: Path) -> None:
     values = files.write(tmp_path, case)
@@ -263,7 +263,7 @@ def test_invalid_dtypes(dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "preset"),
-    [("fsdp:8", "fsdp"), pytest.param("dp:8", "ddp", marks=pytest.mark.wide)],
+    [("fsdp:8", "fsdp"), pytest.param("dp:8", "ddp", marks=pytest.mark.full)],
 )
 def test_one_piece_is_in_memory_at_a_time(
     mesh: str, preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -21,7 +21,7 @@ from shardwright.interop import hf
 from shardwright.interop.hf import pieces
 from tests.interop.hf import files, models
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 STRATEGIES = [
     ("ddp", "dp:8"),

@@ -62,7 +62,7 @@ def test_names_and_bytes_of_an_index(tree: dict[str, Any]) -> None:
                 assert heads % (8 if decision.mesh_axes else 1) == 0
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_all_tensors_of_deepseek_r1() -> None:
     """91,991 tensors in FP8 with block scales."""
     tree = next(tree for tree in TREES if "shapes" in tree)

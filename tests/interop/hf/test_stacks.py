@@ -36,7 +36,7 @@ def whole(name: str) -> str:
     return re.sub(r"\b(layers?|experts)\.\d+\.", r"\1.", name)
 
 
-@pytest.mark.sweep(keep=5)
+@pytest.mark.full(but=["llama", "llama_tied", "smollm3", "gemma", "mixtral"])
 @pytest.mark.parametrize("case", [case for case in files.TREES if case not in MIXED])
 def test_every_family_stacks(case: str, tmp_path: Path) -> None:
     values = files.write(tmp_path, case)
@@ -140,7 +140,7 @@ def scanned(params: Any, config: Any, tokens: Any) -> Any:
     return models.llama_head(others, config, x)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_a_scan_over_layers_equals_the_layers_one_by_one(tmp_path: Path) -> None:
     files.write(tmp_path, "llama", rms_norm_eps=1e-5, rope_theta=1e4)
     pm = manager("fsdp:2,tp:2")

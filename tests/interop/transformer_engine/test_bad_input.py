@@ -107,7 +107,7 @@ def test_error_of_module_and_block(name: str) -> None:
         assert "fix  " in str(caught.value)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_append_past_the_cache_of_a_block() -> None:
     """`test_decode.py` has the same for the module."""
     with pytest.raises(CacheError, match="entry 0 was refused") as caught:

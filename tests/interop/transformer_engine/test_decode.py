@@ -58,7 +58,7 @@ def at_once(module: Any, params: Any, x: Any, *mask: Any) -> Any:
         {"window_size": (2, 0)},
     ],
 )
-@pytest.mark.slow
+@pytest.mark.full
 def test_decode_equals_causal_forward(fields: Any) -> None:
     """TransformerEngine rotates each token as the first one, and loses the mask of the cache."""
     module = te.MultiHeadAttention(4, 2, transpose_batch_sequence=False, **fields)
@@ -82,9 +82,9 @@ def test_decode_with_a_padding_mask() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.full),
         {"enable_rotary_pos_emb": True, "enable_relative_embedding": False},
-        pytest.param({"window_size": (2, 1)}, marks=pytest.mark.slow),
+        pytest.param({"window_size": (2, 1)}, marks=pytest.mark.full),
     ],
 )
 def test_decoder_layer_decodes(fields: Any) -> None:
@@ -134,7 +134,7 @@ def test_decode_past_the_cache() -> None:
     assert np.isnan(jax.jit(step)(variables)).all()
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_decode_of_a_layer_past_the_cache() -> None:
     layer = te.TransformerLayer(
         hidden_size=8,
@@ -161,7 +161,7 @@ def test_decode_of_a_layer_past_the_cache() -> None:
 
 @pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("mask_type", ["padding", "causal", "padding_causal"])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["padding-False"])
 def test_decode_with_every_mask_type(mask_type: str, is_masked: bool) -> None:
     """TransformerEngine differs by up to 4.2, except for "padding" without a mask."""
     module = te.MultiHeadAttention(4, 2, attn_mask_type=mask_type, transpose_batch_sequence=False)
@@ -174,7 +174,7 @@ def test_decode_with_every_mask_type(mask_type: str, is_masked: bool) -> None:
     "fields",
     [{"layernorm_type": "rmsnorm", "use_bias": True}, {"softmax_type": "off_by_one"}],
 )
-@pytest.mark.slow
+@pytest.mark.full
 def test_decode_with_length_first(fields: Any) -> None:
     module = te.MultiHeadAttention(
         4, 2, transpose_batch_sequence=True, enable_rotary_pos_emb=True, **fields

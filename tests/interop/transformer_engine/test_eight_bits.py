@@ -52,7 +52,7 @@ def test_state_machine_is_bit_equal(algorithm: str, margin: int, form: str) -> N
     assert cases.histories(step) == golden()["states"][f"{algorithm}/{margin}/{form}"]
 
 
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["float8_e4m3fn"])
 @pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e5m2"])
 def test_casts_are_bit_equal(form: str) -> None:
     x = jnp.asarray(cases.drawn("cast", 4, 64, 96))
@@ -71,7 +71,7 @@ def test_casts_are_bit_equal(form: str) -> None:
         pytest.param(
             module,
             recipe,
-            marks=() if (module, recipe) == ("norm-dense", "delayed") else pytest.mark.slow,
+            marks=() if (module, recipe) == ("norm-dense", "delayed") else pytest.mark.full,
         )
         for module in cases.MODULES
         for recipe in cases.RECIPES
@@ -91,7 +91,7 @@ def test_modules_are_within_one_unit(module: str, recipe: str) -> None:
         assert np.linalg.norm(error) <= 2e-3 * np.linalg.norm(wanted[name]), name
 
 
-@pytest.mark.wide
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", ["delayed", "delayed-most-recent"])
 def test_state_after_six_steps_of_a_layer(recipe: str) -> None:
     own, wanted = cases.run_layer(te, recipe), golden()["layer"][recipe]

@@ -22,7 +22,7 @@ def test_signatures(name: str) -> None:
     assert cases.signatures(getattr(modules, name)) == expected
 
 
-@pytest.mark.sweep(keep=2, wide=4)
+@pytest.mark.full(but=["norm_and_dense-norm-0", "mlp_and_softmax-mlp-7"])
 @pytest.mark.parametrize(
     ("group", "case"), members("norm_and_dense", "mlp_and_softmax", "attention")
 )
@@ -32,7 +32,7 @@ def test_variables_results_and_gradients(group: str, case: cases.Case) -> None:
 
 
 # A layer takes twenty seconds: the goldens are not compiled as a whole, so neither is ours.
-@pytest.mark.sweep(keep=0, wide=4)
+@pytest.mark.full
 @pytest.mark.parametrize(("group", "case"), members("layers"))
 def test_variables_results_and_gradients_of_layers(group: str, case: cases.Case) -> None:
     problems = goldens.problems_of(group, case)

@@ -130,7 +130,7 @@ def test_dropout_masks_take_the_keys_of_flax() -> None:
     assert (np.asarray(ours) == np.asarray(theirs)).all()
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_activation_functions_and_low_rank_mlp() -> None:
     """TransformerEngine returns False for the first, and raises a TypeError for the second."""
     options = {"intermediate_dim": 12, "enable_layernorm": False}

@@ -114,7 +114,7 @@ def check(module: Any, recipe: str, preset: str, kind: str, context: str) -> Non
             assert gradient.sharding.is_equivalent_to(value.sharding, value.ndim)
 
 
-@pytest.mark.sweep(keep=0, wide=3)
+@pytest.mark.full
 @pytest.mark.parametrize("context", ["resource", "manager"])
 @pytest.mark.parametrize(("preset", "kind"), PLACES)
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -122,14 +122,14 @@ def test_mlp_on_a_mesh(recipe: str, preset: str, kind: str, context: str) -> Non
     check(SMALL, recipe, preset, kind, context)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("preset", "kind"), PLACES)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_layer_on_a_mesh(recipe: str, preset: str, kind: str) -> None:
     check(LAYER, recipe, preset, kind, "manager")
 
 
-@pytest.mark.sweep(keep=1)
+@pytest.mark.full(but=["delayed"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_plan_of_a_recipe(recipe: str) -> None:
     """The plan is complete. With a scale per tensor, kernels are gathered in eight bits."""
@@ -213,7 +213,7 @@ PARTS: dict[str, tuple[Any, Any, str]] = {
 
 @pytest.mark.parametrize("by", ["resource", "manager", "rules"])
 @pytest.mark.parametrize("case", PARTS)
-@pytest.mark.sweep(keep=4)
+@pytest.mark.full(but=["outputs-resource", "inputs-rules", "norm-manager", "layer-resource"])
 def test_blocks_of_shards_over_auto_axes(case: str, by: str) -> None:
     """The logical names say how a dim is sharded, and a part is a multiple of 32."""
     module, resource, message = PARTS[case]

@@ -67,7 +67,7 @@ def placed(boxed: Any, mesh: Any) -> Any:
     )
 
 
-@pytest.mark.sweep(keep=0, wide=2)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("context", [resource, manager])
 @pytest.mark.parametrize("fields", FIELDS, ids=range(len(FIELDS)))
@@ -103,7 +103,7 @@ def test_layer_on_a_mesh(fields: Any, context: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
-@pytest.mark.wide
+@pytest.mark.full
 def test_decode_on_a_mesh(kind: str) -> None:
     module = te.flax.MultiHeadAttention(4, 4, transpose_batch_sequence=False, num_gqa_groups=2)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 4, 16)), jnp.float32)

@@ -72,7 +72,7 @@ def distances(got: Any, wanted: Any) -> list[float]:
     return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in arrays if np.size(b) > 8]
 
 
-@pytest.mark.wide
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
 def test_close_to_the_stack_in_float32(recipe: str) -> None:
     (_, (y, _)), (grads, dx, _) = unsharded(recipe)
@@ -82,21 +82,19 @@ def test_close_to_the_stack_in_float32(recipe: str) -> None:
     assert errors[0] < 0.05
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("recipe", "preset", "kind"),
     [
-        pytest.param(recipe, preset, kind, marks=pytest.mark.wide if sample else pytest.mark.slow)
-        for recipe, preset, kind, sample in [
-            ("delayed", "fsdp_tp", "auto", True),
-            ("delayed", "fsdp_tp_sp", "explicit", False),
-            ("delayed", "fsdp_tp", "mixed", False),
-            ("delayed", "fsdp", "auto", False),
-            ("current", "fsdp_tp", "explicit", False),
-            ("current", "tensor", "auto", False),
-            ("mxfp8", "fsdp_tp", "auto", False),
-            ("mxfp8", "fsdp_tp", "explicit", False),
-            ("mxfp8", "tensor", "mixed", False),
-        ]
+        ("delayed", "fsdp_tp", "auto"),
+        ("delayed", "fsdp_tp_sp", "explicit"),
+        ("delayed", "fsdp_tp", "mixed"),
+        ("delayed", "fsdp", "auto"),
+        ("current", "fsdp_tp", "explicit"),
+        ("current", "tensor", "auto"),
+        ("mxfp8", "fsdp_tp", "auto"),
+        ("mxfp8", "fsdp_tp", "explicit"),
+        ("mxfp8", "tensor", "mixed"),
     ],
 )
 def test_sharded_equals_unsharded(recipe: str, preset: str, kind: str) -> None:
@@ -119,7 +117,7 @@ def test_sharded_equals_unsharded(recipe: str, preset: str, kind: str) -> None:
         assert len(gathers) == blocked * 2 * 6
 
 
-@pytest.mark.wide
+@pytest.mark.full
 @pytest.mark.parametrize("remat", ["full", "blocks"])
 def test_remat_changes_nothing(remat: str) -> None:
     config, scaling = config_of("delayed", remat=remat), warm("delayed")
@@ -133,7 +131,7 @@ def counts(sent: Any) -> list[Any]:
     return [node.count for node in nodes]
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_unrolled_layers_have_the_same_state() -> None:
     config, layers = transformer_block.unstack(config_of("delayed"), PARAMS)
     own = [jax.tree.map(lambda leaf, at=at: leaf[at], warm("delayed")[0]) for at in range(2)]
@@ -147,7 +145,7 @@ def test_unrolled_layers_have_the_same_state() -> None:
     blocks.assert_close(stacked, wanted_sent[0], rtol=0.02)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_decode_equals_one_call() -> None:
     config, layers = transformer_block.unstack(config_of("delayed"), PARAMS)
     trained = transformer_block.StackState(scaling=eight_bits.uses(warm("delayed")))
@@ -202,7 +200,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["auto", pytest.param("explicit", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("kind", ["auto", pytest.param("explicit", marks=pytest.mark.full)])
 @pytest.mark.parametrize("preset", PARTS)
 def test_parts_without_whole_blocks(preset: str, kind: str) -> None:
     hidden, message = PARTS[preset]

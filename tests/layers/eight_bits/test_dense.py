@@ -21,8 +21,8 @@ from tests.layers import blocks
 from tests.layers.eight_bits.test_quantize import block_by_block
 
 RECIPES = ["delayed", "current", "mxfp8"]
-# The other recipes are wide: a compilation each.
-SAMPLED = ["delayed", *[pytest.param(r, marks=pytest.mark.wide) for r in ("current", "mxfp8")]]
+# `make test` leaves out the other recipes: a compilation each.
+SAMPLED = ["delayed", *[pytest.param(r, marks=pytest.mark.full) for r in ("current", "mxfp8")]]
 INPUT = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
 OUT = {
     "gate": (sw.BATCH, sw.QUERY_LENGTH, sw.MLP_INTERMEDIATE),
@@ -136,21 +136,22 @@ def run_sharded(recipe: str, preset: str, kind: str) -> Any:
 
 
 SHARDED = [
-    pytest.param(recipe, preset, kind, marks=marks)
+    (recipe, preset, kind)
     for recipe in RECIPES
-    for preset, kind, marks in [
-        ("fsdp_tp", "auto", () if recipe == "delayed" else pytest.mark.wide),
-        ("fsdp_tp", "explicit", pytest.mark.wide if recipe == "mxfp8" else pytest.mark.slow),
-        ("fsdp_tp", "mixed", pytest.mark.slow),
-        ("fsdp_tp_sp", "auto", pytest.mark.slow),
-        ("tensor", "explicit", pytest.mark.slow),
-        ("fsdp", "auto", pytest.mark.slow),
+    for preset, kind in [
+        ("fsdp_tp", "auto"),
+        ("fsdp_tp", "explicit"),
+        ("fsdp_tp", "mixed"),
+        ("fsdp_tp_sp", "auto"),
+        ("tensor", "explicit"),
+        ("fsdp", "auto"),
     ]
     # The part of EMBED (64) over fsdp=8, or of QUERY_LENGTH (32) over tp, is not a multiple of 32.
     if not (recipe == "mxfp8" and preset in ("fsdp", "fsdp_tp_sp"))
 ]
 
 
+@pytest.mark.full(but=["delayed-fsdp_tp-auto"])
 @pytest.mark.parametrize(("recipe", "preset", "kind"), SHARDED)
 def test_sharded_equals_unsharded(recipe: str, preset: str, kind: str) -> None:
     _, _, result = run_sharded(recipe, preset, kind)
@@ -160,7 +161,7 @@ def test_sharded_equals_unsharded(recipe: str, preset: str, kind: str) -> None:
     blocks.assert_close((aux, grads), (wanted_aux, wanted_grads))
 
 
-@pytest.mark.parametrize("recipe", ["delayed", pytest.param("mxfp8", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("mxfp8", marks=pytest.mark.full)])
 def test_kernels_are_gathered_as_bits_and_again(recipe: str) -> None:
     pm, compiled, _ = run_sharded(recipe, "fsdp_tp", "auto")
     text = compiled.as_text()
@@ -212,7 +213,7 @@ def test_blocks_that_do_not_fit(preset: str | None, x: Any, message: str) -> Non
         run()
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_one_token_needs_no_blocks_of_tokens() -> None:
     # Only the backward pass contracts the tokens.
     ys, _ = jax.jit(functools.partial(products, "mxfp8"))(PARAMS, X[:, :1], None)
@@ -277,7 +278,7 @@ def test_shapes_that_do_not_fit() -> None:
         eight_bits.dense(X, {"gate": PARAMS["gate"]}, recipe=None)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_bias_and_compute_dtype() -> None:
     bias = jnp.arange(128.0)
     options: Any = {"recipe": "current", "biases": {"gate": bias}, "dtype": "bfloat16"}
@@ -287,7 +288,7 @@ def test_bias_and_compute_dtype() -> None:
     np.testing.assert_allclose(np.asarray(result.ys["gate"], np.float32), exact, atol=2.0)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_amax_is_global_but_for_the_pipeline(recipe: str) -> None:
     # Stage 1 has ten times larger inputs than stage 0; each stage has a state of its own.

@@ -59,9 +59,9 @@ def test_padding_changes_nothing(value: float) -> None:
     ("preset", "mesh", "exchange"),
     [
         ("moe_ep", "fsdp:2,ep:4", "auto"),
-        pytest.param("moe_ep", "fsdp:2,ep:4", "ragged", marks=pytest.mark.wide),
-        pytest.param("fsdp_tp", "fsdp:4,tp:2", "auto", marks=pytest.mark.wide),
-        pytest.param("serve_tp", "ep:4,tp:2", "auto", marks=pytest.mark.wide),
+        pytest.param("moe_ep", "fsdp:2,ep:4", "ragged", marks=pytest.mark.full),
+        pytest.param("fsdp_tp", "fsdp:4,tp:2", "auto", marks=pytest.mark.full),
+        pytest.param("serve_tp", "ep:4,tp:2", "auto", marks=pytest.mark.full),
     ],
 )
 def test_sharded_equals_tokens_alone(preset: str, mesh: str, exchange: str) -> None:
@@ -129,7 +129,7 @@ def test_stack_without_caches(segments: Any) -> None:
     assert state.aux == after.aux
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_idle_slots_of_a_batch() -> None:
     """In decode, a slot without a request leaves the slots of the experts to the others."""
     serving, layers = transformer_block.unstack(STACK, PARAMS)

@@ -73,24 +73,24 @@ def test_sharded_equals_dense() -> None:
     sweep(MESHES[:2])
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_sharded_equals_dense_on_more_meshes() -> None:
     sweep(MESHES[2:6])
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_ragged_product_equals_dense() -> None:
     mixture = config(shared=1, product="ragged")
     assert not check(manager(*MESHES[0]), mixture)
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_ragged_product_equals_dense_on_more_meshes() -> None:
     mixture = config(shared=1, product="ragged")
     assert not [fault for case in MESHES[1:6] if (fault := check(manager(*case), mixture))]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_sharded_equals_dense_on_all_meshes() -> None:
     sweep(MESHES[6:])
 
@@ -98,8 +98,8 @@ def test_sharded_equals_dense_on_all_meshes() -> None:
 @pytest.mark.parametrize(
     "counts",
     [
-        pytest.param([(8, 1), (64, 8)], marks=pytest.mark.wide, id="some"),
-        pytest.param([(4, 1), (4, 2), (8, 8), (64, 1), (64, 2)], marks=pytest.mark.slow, id="all"),
+        pytest.param([(8, 1), (64, 8)], marks=pytest.mark.full, id="some"),
+        pytest.param([(4, 1), (4, 2), (8, 8), (64, 1), (64, 2)], marks=pytest.mark.full, id="all"),
     ],
 )
 def test_sharded_equals_dense_for_counts(counts: list[tuple[int, int]]) -> None:
@@ -110,14 +110,14 @@ def test_sharded_equals_dense_for_counts(counts: list[tuple[int, int]]) -> None:
     assert not [fault for fault in faults if fault]
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_sharded_equals_dense_on_explicit_axes() -> None:
     for types in ((AxisType.Explicit, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)):
         mesh = jax.make_mesh((2, 4), ("fsdp", "ep"), axis_types=types)
         assert not check(sw.PartitionManager(sw.Strategy.preset("moe_ep"), mesh=mesh), config())
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_without_a_manager() -> None:
     mixture = config(shared=2)
     params, x = parameters(mixture), tokens(3, 5, 16)
@@ -144,7 +144,7 @@ def test_equal_layers_share_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(traces) <= 2
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_decode_with_one_token_per_device_and_with_none() -> None:
     mixture = config()
     params, x = parameters(mixture), tokens(8, 1, 16)
@@ -170,7 +170,7 @@ def test_a_prompt_that_does_not_divide_falls_back() -> None:
     assert error(y, dense(mixture, params, x)) <= 1e-6
 
 
-@pytest.mark.parametrize("product", ["padded", pytest.param("ragged", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("product", ["padded", pytest.param("ragged", marks=pytest.mark.full)])
 def test_all_tokens_to_one_expert(product: str) -> None:
     mixture = config(per_token=1, product=product)
     params, x = parameters(mixture), np.abs(tokens(8, 4, 16))

@@ -115,7 +115,7 @@ def test_equal_scores_go_to_the_lower_index() -> None:
     assert routes.experts.tolist() == [[0, 1]] * 4
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_losses_are_global_means() -> None:
     mixture = config(balance_loss=0.5, z_loss=0.25)
     params, x = parameters(mixture), tokens(8, 4, 16)
