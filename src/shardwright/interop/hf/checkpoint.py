@@ -21,9 +21,7 @@ from shardwright.errors import (
 )
 from shardwright.interop.hf.config import read_config
 from shardwright.interop.hf.families import family_of
-from shardwright.interop.hf.gguf_files import GGUF_AXES, gguf_of
-from shardwright.interop.hf.gguf_parts import first_part
-from shardwright.interop.hf.names import CONFIG, axes_of, check_mappings, missing
+from shardwright.interop.hf.names import axes_of, check_mappings, missing
 from shardwright.interop.hf.padding import pad_vocabulary
 from shardwright.interop.hf.pieces import place
 from shardwright.interop.hf.report import checkpoint_text, shardings_text
@@ -121,7 +119,7 @@ def load(
     axes of each tensor first, print what `read` returns.
 
     Args:
-      folder: Folder with `config.json` and safetensors files, or a GGUF file.
+      folder: Folder with `config.json` and safetensors files.
       pm: The manager.
       dtype: Dtype of the weights that are stored as floats of 16 bits or more. Defaults to the
         stored one.
@@ -176,14 +174,13 @@ def read(
     """Read the headers of a checkpoint, and decide the axes of each tensor. No tensor is read.
 
     Args:
-      folder: Folder with `config.json` and safetensors files, or a GGUF file.
+      folder: Folder with `config.json` and safetensors files.
       dtype: Dtype of the weights that are stored as floats of 16 bits or more. Defaults to the
         stored one.
       axes: Pattern -> annotation, for tensors that the family does not have. The first pattern that
         is found in a name applies, also if the family has that tensor.
       stack_experts: Stack the experts of a layer, which are one tensor each in safetensors files,
-        into one array with the axis EXPERT. The name of the stack has no expert number. In GGUF
-        files they are already one array.
+        into one array with the axis EXPERT. The name of the stack has no expert number.
       stack_layers: Stack each tensor of all layers into one array with the leading axis LAYERS, for
         `jax.lax.scan`. The name of the stack has no layer number. The patterns and annotations of
         `axes` are still those of the tensors of one layer.
@@ -199,37 +196,14 @@ def read(
     check_mappings(axes=axes or {})
     path = Path(folder)
     if not path.exists():
-        fix = "pass a folder that has config.json and safetensors files, or a GGUF file"
+        fix = "pass a folder that has config.json and safetensors files"
         raise CheckpointError(f"{path} does not exist", fix=fix)
-    file = _gguf_file(path)
-    sources: dict[str, Source]
-    notes: list[str] = []
-    if file is not None:
-        config, sources = gguf_of(file)
-    else:
-        config = read_config((path if path.is_dir() else path.parent) / "config.json")
-        sources = dict(safetensors_of(path))
-        notes += _unread(path, sources)
-    origin = CONFIG if file is None else f"the header of {file.name}"
-    checkpoint = _checkpoint(
-        config, sources, notes, dtype=dtype, axes=axes, experts=stack_experts, origin=origin
-    )
+    config = read_config((path if path.is_dir() else path.parent) / "config.json")
+    sources: dict[str, Source] = dict(safetensors_of(path))
+    notes = _unread(path, sources)
+    checkpoint = _checkpoint(config, sources, notes, dtype=dtype, axes=axes, experts=stack_experts)
     checkpoint = _with_stacks(checkpoint) if stack_layers else checkpoint
     return pad_vocabulary(checkpoint, pad_vocab)
-
-
-def _gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file of a checkpoint, or None if it has safetensors or neither."""
-    if path.is_file():
-        return path if path.suffix == ".gguf" else None
-    files = sorted(path.glob("*.gguf"))
-    if not files or (path / "config.json").exists():
-        return None
-    first = files[0] if len(files) == 1 else first_part(files)
-    if first is None:
-        what = f"{path} has {len(files)} GGUF files"
-        raise CheckpointError(what, fix=f"pass the path of one, such as {files[0]}")
-    return first
 
 
 def _unread(folder: Path, sources: Mapping[str, Source]) -> list[str]:
@@ -247,20 +221,14 @@ def _checkpoint(
     dtype: Any,
     axes: Mapping[str, Any] | None,
     experts: bool,
-    origin: str,
 ) -> Checkpoint:
     floats = _float_dtype(dtype)
     stacked = _stack_experts(sources) if experts else sources
     if not experts:
         check_experts(sources, config)
-    annotations = axes_of(
-        {name: source.shape for name, source in stacked.items()},
-        config,
-        axes=axes,
-        optional={} if origin == CONFIG else GGUF_AXES,
-        origin=origin,
-    )
-    raise_problems(missing(stacked, config, origin=origin))
+    shapes = {name: source.shape for name, source in stacked.items()}
+    annotations = axes_of(shapes, config, axes=axes)
+    raise_problems(missing(stacked, config))
     if len(stacked) < len(sources):
         count = sum(isinstance(source, Stack) for source in stacked.values())
         notes.append(

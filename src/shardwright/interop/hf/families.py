@@ -208,16 +208,6 @@ _GPT_OSS = _decoder(
             "mlp.experts.gate_up_proj": "experts embed gate_up",
             "mlp.experts.down_proj": "experts expert_mlp embed",
         },
-        # In GGUF, gate and up are separate tensors, and these are [experts, out, in].
-        {
-            **_ROUTER,
-            "mlp.experts.gate_proj.weight": "experts expert_mlp embed",
-            "mlp.experts.gate_proj.bias": "experts expert_mlp",
-            "mlp.experts.up_proj.weight": "experts expert_mlp embed",
-            "mlp.experts.up_proj.bias": "experts expert_mlp",
-            "mlp.experts.down_proj.weight": "experts embed expert_mlp",
-            "mlp.experts.down_proj.bias": "experts embed",
-        },
     ),
 )
 

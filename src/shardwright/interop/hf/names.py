@@ -4,7 +4,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Final
 
 import jax
@@ -18,12 +17,11 @@ from shardwright.vocabulary.annotations import PartOf
 from shardwright.vocabulary.axes import EMBED, EMPTY, axis_label
 
 Shapes = Mapping[str, Sequence[int]]
-# Where the sizes of a model are, unless they are in a GGUF file.
-CONFIG: Final = "config.json"
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 # Ends of the names of scales. A weight has one scale per block, one per row, or a single one.
 _SCALES: Final = (".weight_scale_inv", ".weight_scale", ".input_scale")
 _MOST_NAMED: Final = 20
+_OWN_CONFIG: Final = "use the config.json of this checkpoint"
 _MAPPINGS: Final = {
     "config": "pass the content of config.json; an object of transformers has it as .to_dict()",
     "axes": 'write axes={"pattern": (sw.EMBED,)}',
@@ -87,8 +85,6 @@ def axes_of(
     config: Mapping[str, Any],
     *,
     axes: Mapping[str, Any] | None = None,
-    optional: Mapping[str, Any] = MappingProxyType({}),
-    origin: str = CONFIG,
 ) -> dict[str, Any]:
     """Return the annotation of each tensor, by its name.
 
@@ -96,18 +92,16 @@ def axes_of(
       shapes: Name of each tensor -> its shape.
       config: The content of `config.json`.
       axes: Pattern -> annotation, for tensors that the family does not have.
-      optional: The same, for tensors that may be absent.
-      origin: Where the sizes of `config` are written, for messages.
 
     Raises:
       CheckpointError: Tensors are unknown, or their shapes differ from the configuration.
       StrategyError: A pattern or an annotation is invalid, or a pattern matches no tensor.
     """
     check_mappings(config=config, axes=axes or {})
-    table = Table.of(config, origin)
-    given = {**(axes or {}), **optional}
+    table = Table.of(config)
+    given = axes or {}
     rules = [compile_rule(at, *rule) for at, rule in enumerate(given.items())]
-    unused = dict.fromkeys(axes or {})
+    unused = dict.fromkeys(given)
 
     def of(name: str) -> Any:
         for written, (pattern, annotation) in zip(given, rules, strict=True):
@@ -129,24 +123,16 @@ def axes_of(
     return found
 
 
-def fix_of(origin: str) -> str:
-    """Return what to do if sizes of a configuration do not fit its tensors."""
-    return "use the config.json of this checkpoint" if origin == CONFIG else "convert it again"
-
-
-def missing(
-    names: Iterable[str], config: Mapping[str, Any], *, origin: str = CONFIG
-) -> list[Problem]:
-    """Return a problem for each tensor that is missing; `origin` is where the sizes are."""
+def missing(names: Iterable[str], config: Mapping[str, Any]) -> list[Problem]:
+    """Return a problem for each tensor that is missing."""
     present = {_NUMBERED.sub("", name) for name in names}
     layers = required_size(config, "num_hidden_layers")
     if layers > len(present):
-        what = f"{origin} has {layers} layers, and there are {len(present)} tensors"
-        return [Problem(error=CheckpointError, what=what, fix=fix_of(origin))]
-    table = Table.of(config, origin)
+        what = f"config.json has {layers} layers, and there are {len(present)} tensors"
+        return [Problem(error=CheckpointError, what=what, fix=_OWN_CONFIG)]
+    table = Table.of(config)
     absent = [name for name in table.required(present) if name not in present]
-    fix = "download the checkpoint again"
-    fix += ", or use its own config.json" if origin == CONFIG else ""
+    fix = "download the checkpoint again, or use its own config.json"
     return _limited(
         [
             Problem(error=CheckpointError, what="the tensor is absent", path=name, fix=fix)
@@ -176,19 +162,16 @@ class Table:
     rows: Mapping[str, str]
     dims: Mapping[str, SizedDim]
     config: Mapping[str, Any]
-    origin: str
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], origin: str = CONFIG) -> "Table":
+    def of(cls, config: Mapping[str, Any]) -> "Table":
         """Return the table of a configuration.
 
         Raises:
           CheckpointError: The model is unknown, or a size is absent or invalid.
         """
         family = family_of(config)
-        return cls(
-            family=family, rows=family.rows(), dims=dims_of(config), config=config, origin=origin
-        )
+        return cls(family=family, rows=family.rows(), dims=dims_of(config), config=config)
 
     def axes(self, name: str, shapes: Shapes, of: Callable[[str], Any]) -> Any:
         """Return the annotation of a tensor, or a problem.
@@ -213,8 +196,8 @@ class Table:
         words = dims.removesuffix(" ?").split()
         absent = [word for word in words if word not in self.dims]
         if absent:
-            what = f"{self.origin} has no size for {', '.join(absent)}"
-            return Problem(error=CheckpointError, what=what, path=name, fix=fix_of(self.origin))
+            what = f"config.json has no size for {', '.join(absent)}"
+            return Problem(error=CheckpointError, what=what, path=name, fix=_OWN_CONFIG)
         expected = [self.dims[word] for word in words]
         fits = len(shape) == len(expected) and all(
             dim.size in (None, size) for dim, size in zip(expected, shape, strict=True)
@@ -222,8 +205,8 @@ class Table:
         if fits:
             return tuple(dim.entry for dim in expected)
         sizes = ", ".join("any" if dim.size is None else str(dim.size) for dim in expected)
-        what = f"the shape is {tuple(shape)}, and {self.origin} says ({sizes})"
-        fix = f"{fix_of(self.origin)}; the dims are {', '.join(words)}"
+        what = f"the shape is {tuple(shape)}, and config.json says ({sizes})"
+        fix = f"{_OWN_CONFIG}; the dims are {', '.join(words)}"
         return Problem(error=CheckpointError, what=what, path=name, fix=fix)
 
     def _out_of_range(self, name: str, numbers: Mapping[str, int]) -> Problem | None:
@@ -235,9 +218,8 @@ class Table:
             else:
                 count = (self.dims[kind].size or 0) if kind in self.dims else 0
             if number >= count + (further if kind == "layers" else 0):
-                what = f"{self.origin} has {count} {kind}, and this is number {number}"
-                fix = fix_of(self.origin)
-                return Problem(error=CheckpointError, what=what, path=name, fix=fix)
+                what = f"config.json has {count} {kind}, and this is number {number}"
+                return Problem(error=CheckpointError, what=what, path=name, fix=_OWN_CONFIG)
         return None
 
     def _scale(self, name: str, shapes: Shapes, of: Callable[[str], Any]) -> Any:
