@@ -16,6 +16,7 @@ from tests.manager.programs import make_manager, numbers
 
 OWN, OTHER = jax.P("dp", "tp"), jax.P("dp")  # specs of (BATCH, EMBED) under the two managers below
 NONE = "none"  # no manager: `hint` returns the array unchanged, `shard` raises
+REFUSED = "refused"  # another task's manager, or one that was left: `hint` raises too
 
 
 def own() -> sw.PartitionManager:
@@ -27,9 +28,15 @@ def other() -> sw.PartitionManager:
 
 
 def seen() -> Any:
-    """Return the spec that this flow's manager gives an array, or NONE."""
+    """Return the spec that the manager gives an array here, NONE or REFUSED."""
     x = numbers(8, 8)
-    manager = context.current()
+    try:
+        manager = context.current()
+    except sw.NoManagerError:
+        for call in (sw.shard, sw.hint):
+            with pytest.raises(sw.NoManagerError, match=r"was left|entered by another task"):
+                call(x, sw.BATCH, sw.EMBED)
+        return REFUSED
     if manager is None:
         with pytest.raises(
             sw.NoManagerError, match="shard needs a PartitionManager, and none is entered"

@@ -1,7 +1,6 @@
-"""The manager of each flow: tasks, notebook cells, pool threads and copied contexts.
+"""The manager that applies in tasks, notebook cells, pool threads and copied contexts.
 
-A flow is what runs in one `contextvars` context: a task, a cell, a thread's job. The table below
-says for each flow which manager it has. `test_context_jit.py` tests what may be traced there.
+The table below says what each of them gets. `test_context_jit.py` tests what may be traced there.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from tests.manager.flows import (
     NONE,
     OTHER,
     OWN,
+    REFUSED,
     beside,
     holds,
     jitted,
@@ -63,7 +63,7 @@ async def task_that_entered_its_own_first() -> Any:
         holding = asyncio.create_task(holds(other(), entered, release))
         await entered.wait()
         actual = seen()
-    assert seen() == NONE
+    assert seen() == REFUSED
     release.set()
     assert await holding == OTHER
     return actual
@@ -98,14 +98,25 @@ async def task_made_inside_after_it_ended() -> Any:
     return await running
 
 
+async def task_that_enters_after_it_ended() -> Any:
+    async def child() -> Any:
+        await turn()
+        with other():
+            assert seen() == OTHER
+        return seen()
+
+    with own():
+        running = asyncio.create_task(child())
+    return await running
+
+
 async def task_made_inside_beside_another() -> Any:
     async def child() -> Any:
         await turn()
         return await beside(other(), lambda: asyncio.sleep(0, seen()))
 
     with own():
-        running = asyncio.create_task(child())
-    return await running
+        return await asyncio.create_task(child())
 
 
 async def task_of_a_task_made_inside() -> Any:
@@ -181,21 +192,42 @@ async def asynchronous_generator() -> Any:
 
 
 TASKS: dict[str, tuple[Callable[[], Coroutine[Any, Any, Any]], Any]] = {
-    "entered none, beside another": (task_beside_another, NONE),
-    "made with none, beside another": (task_made_beside_another, NONE),
+    "entered none, beside another": (task_beside_another, REFUSED),
+    "made with none, beside another": (task_made_beside_another, NONE),  # in a thread of its own
     "entered its own first": (task_that_entered_its_own_first, OWN),
     "entered its own last": (task_that_entered_its_own_last, OWN),
     "made inside, it holds": (task_made_inside_while_it_holds, OWN),
-    "made inside, it ended": (task_made_inside_after_it_ended, OWN),
+    "made inside, it ended": (task_made_inside_after_it_ended, REFUSED),
+    "made inside, it ended, entered another": (task_that_enters_after_it_ended, REFUSED),
     "made inside, beside another": (task_made_inside_beside_another, OWN),
-    "made by one made inside": (task_of_a_task_made_inside, OWN),
-    "made before": (task_made_before, NONE),
-    "beside one that never left": (beside_a_task_that_ended_without_leaving, NONE),
+    "made by one made inside": (task_of_a_task_made_inside, REFUSED),
+    "made before": (task_made_before, REFUSED),
+    "beside one that never left": (beside_a_task_that_ended_without_leaving, OTHER),
     "to_thread": (to_thread, OWN),
-    "to_thread, it ended": (to_thread_after_it_ended, OWN),
+    "to_thread, it ended": (to_thread_after_it_ended, REFUSED),
     "run_in_executor": (run_in_executor, NONE),
     "asynchronous generator": (asynchronous_generator, OWN),
 }
+
+
+def test_every_task_has_an_outer_manager() -> None:
+    """Entered around the event loop, also while another task holds its own manager."""
+    release = asyncio.Event()
+
+    async def main() -> Any:
+        running = asyncio.create_task(waits())
+        await turn()
+        with other():
+            release.set()
+            actual = await running
+        return [actual, seen(), await asyncio.create_task(asyncio.sleep(0, seen()))]
+
+    async def waits() -> Any:
+        await release.wait()
+        return seen()
+
+    with own():
+        assert asyncio.run(main()) == [OWN, OWN, OWN]
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -212,7 +244,7 @@ def test_overlapping_tasks_leave_in_any_order() -> None:
         with pm:
             await turn(after)
             actual = seen()
-        assert seen() == NONE
+        left.append(seen())
         return actual
 
     async def both(*turns: tuple[int, int]) -> Any:
@@ -227,7 +259,9 @@ def test_overlapping_tasks_leave_in_any_order() -> None:
         ((2, 2), (0, 6)),
         ((0, 0), (0, 0)),
     ):
+        left: list[Any] = []
         assert asyncio.run(both(*turns)) == [OWN, OTHER], turns
+        assert left == [REFUSED if turns[0] != (0, 0) else NONE, NONE], turns
         assert context.depth() == 0
         assert jax.sharding.get_mesh().empty
 
@@ -303,7 +337,7 @@ def test_entered_in_a_cell_and_used_in_later_ones(lasting: bool, background: boo
 
 
 @pytest.mark.parametrize("lasting", [True, False], ids=["one context", "a context per cell"])
-def test_background_task_hides_its_manager(lasting: bool) -> None:
+def test_cells_beside_a_background_task(lasting: bool) -> None:
     notebook, f = Notebook(lasting=lasting, background=False), jitted()
     stop: list[bool] = []
 
@@ -316,11 +350,11 @@ def test_background_task_hides_its_manager(lasting: bool) -> None:
 
     running: list[Any] = []
     notebook.cell(lambda: running.append(asyncio.get_running_loop().create_task(background())))
-    assert notebook.cell(seen) == NONE
-    with pytest.raises(
-        sw.NoManagerError, match="entered by another task of this thread; this task has none"
-    ):
+    assert notebook.cell(seen) == REFUSED
+    with pytest.raises(sw.NoManagerError, match="entered by another task of this thread, which"):
         notebook.cell(lambda: spec_of(f))
+    with own():
+        assert spec_of(f) == OWN
     stop.append(True)
     assert notebook.loop.run_until_complete(running[0]) == OTHER
     assert notebook.cell(seen) == NONE
@@ -331,18 +365,17 @@ def test_background_task_hides_its_manager(lasting: bool) -> None:
 
 
 def test_a_copied_context_has_the_manager() -> None:
-    with own():
+    with own(), concurrent.futures.ThreadPoolExecutor(1) as pool:
         held = contextvars.copy_context()
         assert held.run(seen) == OWN
-    assert held.run(seen) == OWN
-    assert seen() == NONE
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
         assert pool.submit(held.run, seen).result() == OWN
         assert pool.submit(seen).result() == NONE
+    assert held.run(seen) == REFUSED
+    assert seen() == NONE
 
 
 def test_leaving_in_another_context() -> None:
-    """Entered in a lasting context and left in a copy: the lasting one loses it too."""
+    """Entered in a lasting context and left in a copy: the lasting one is told."""
     pm, lasting = own(), contextvars.copy_context()
 
     async def leaves() -> None:
@@ -352,44 +385,28 @@ def test_leaving_in_another_context() -> None:
     loop = asyncio.new_event_loop()
     loop.run_until_complete(loop.create_task(leaves(), context=lasting.copy()))
     loop.close()
-    assert lasting.run(seen) == NONE
+    assert lasting.run(seen) == REFUSED
+    assert seen() == NONE
 
 
 # Threads of a pool.
 
 
-def test_pool_thread_forgets_earlier_jobs() -> None:
+def test_jobs_of_a_pool_enter_their_own() -> None:
     """Both jobs run in the same thread and in the same context."""
     f, x = jitted(), jnp.asarray(numbers(8, 8))
-    pm = own()
 
-    def leaves_it_entered() -> Any:
-        pm.__enter__()
-        other().__enter__()
-        f(x)
-        return seen()
-
-    def mesh() -> bool:
-        return bool(jax.sharding.get_mesh().empty)
+    def job(pm: sw.PartitionManager) -> Any:
+        with pm:
+            return f(x).sharding.spec
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        for _ in range(2):
-            assert pool.submit(leaves_it_entered).result() == OTHER
+        for pm, wanted in ((own(), OWN), (other(), OTHER)):
+            assert pool.submit(job, pm).result() == wanted
             assert pool.submit(seen).result() == NONE
             assert pool.submit(context.depth).result() == 0
-            assert pool.submit(mesh).result()
-            with pytest.raises(sw.NoManagerError, match="shard needs a PartitionManager"):
-                pool.submit(f, x).result()
             with pytest.raises(sw.NoManagerError, match="is not entered in this thread"):
                 pool.submit(pm.__exit__, None, None, None).result()
-
-
-def test_pool_job_that_never_leaves() -> None:
-    async def main() -> Any:
-        await asyncio.to_thread(own().__enter__)
-        return [await asyncio.to_thread(seen) for _ in range(40)]
-
-    assert set(asyncio.run(main())) == {NONE}
 
 
 def test_own_thread_may_stay_entered() -> None:

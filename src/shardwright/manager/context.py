@@ -1,13 +1,11 @@
-"""The ambient manager of a flow, and its key in JAX's caches.
+"""The ambient manager, and its key in JAX's caches.
 
-A flow is the code that runs in one `contextvars` context: a thread, a task, or a copied context. A
-context variable holds the manager of the flow, so a task inherits the manager that was entered
-where the task was created.
+A thread has a stack of the managers that it entered. A task has a context: a context variable holds
+the manager that was entered last where the task runs, or where it was created.
 
-JAX does not read this variable. It reads a user-context, which belongs to the thread. The value of
-the user-context is a `Key`, and every cache of JAX has it in its keys. If the variable and the
-user-context disagree, a trace is refused, because JAX would cache the traced program under the
-wrong key. Outside of a trace, the manager of the flow applies.
+JAX reads neither. It reads a user-context, which belongs to the thread. Its value is a `Key`, and
+every cache of JAX has it in its keys. If the key is not that of the manager that applies, a trace
+is refused, because JAX would cache the program under the wrong key.
 """
 
 from __future__ import annotations
@@ -15,19 +13,23 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import dataclasses
-import itertools
-import sys
 import threading
-import weakref
 from collections.abc import Hashable
-from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import jax
 
 from shardwright import _jax
 from shardwright.errors import NoManagerError
 from shardwright.resolution.recent import Recent
+
+# Values of a thread that are part of JAX's cache keys. `with RULES(value):` sets one, and
+# `RULES.value` reads it; None outside.
+APART: Final = jax.make_user_context(default_value=None)  # a new object makes JAX trace again
+INPUTS: Final = jax.make_user_context(default_value=None)  # the inputs of a `pm.shard_map`
+SETTINGS: Final = jax.make_user_context(default_value=None)  # what a bridge sets for its modules
+RULES: Final = jax.make_user_context(default_value=None)  # what flax and haliax keep elsewhere
+TARGET: Final = jax.make_user_context(default_value=None)  # a platform that may not be here
 
 
 class Key(frozenset[Hashable]):
@@ -37,8 +39,8 @@ class Key(frozenset[Hashable]):
 
     JAX runs a cached program without calling `__eq__` if the key is the identical object. So if a
     task entered a manager, its key is replaced at each request for the manager inside a trace, and
-    the former key is never used again. All other keys are compared by `__eq__`: only a flow with an
-    equal manager may run a program that asked for the manager.
+    the former key is never used again. All other keys are compared by `__eq__`: a program that
+    asked for the manager runs only where an equal manager applies.
 
     Attributes:
       values: Rules, mesh and mode of the manager; None for no manager.
@@ -74,10 +76,11 @@ class Key(frozenset[Hashable]):
         if not (self.asked or other.asked):
             return True
         entry = _FLOW.get()
-        if entry is None or entry.revoked:
-            entry = _of_this_flow()
-        flow_values = None if entry is None else entry.key.values
-        return flow_values is values or flow_values == values
+        found = _applying() if entry is None or entry.is_left else entry
+        if isinstance(found, NoManagerError):
+            return False  # JAX traces, and the request inside the trace raises the error
+        applies = None if found is None else found.key.values
+        return applies is values or applies == values
 
     def __repr__(self) -> str:
         return self.text or "no manager"
@@ -99,28 +102,24 @@ def key_of(values: Hashable, text: str) -> Key:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Entry:
-    """One `with pm:` of a flow.
+    """One `with pm:`.
 
     Attributes:
       manager: The entered manager.
-      key: The manager's key in JAX's caches. If a task entered the manager, the key is replaced at
-        each request inside a trace.
+      key: The manager's key in JAX's caches.
       mesh: The entered context of the manager's mesh, or None.
-      outer: The former entry of the flow, or None.
       task: The asyncio task that entered the manager, or None.
-      number: Number of the entry. Later entries have larger numbers.
-      hidden_from: The other tasks that ran when `task` ended without leaving. None until it ends.
-      revoked: Whether another flow than the one that entered the manager has left it.
+      outer: The former value of the context variable. None after the manager was left, else tasks
+        that create tasks would keep all earlier entries alive.
+      is_left: Whether the manager was left.
     """
 
     manager: Any
     key: Key
     mesh: Any
-    outer: _Entry | None
     task: Any
-    number: int
-    hidden_from: Any = None
-    revoked: bool = False
+    outer: _Entry | None
+    is_left: bool = False
 
 
 class _Thread(threading.local):
@@ -129,20 +128,13 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[_Entry] = []
         self.below: Any = None
-        self.main = threading.current_thread() is threading.main_thread()
 
 
 _AMBIENT = jax.make_user_context(default_value=Key(None))
-_APART = jax.make_user_context(default_value=None)
-_INPUTS = jax.make_user_context(default_value=None)
-_SETTINGS = jax.make_user_context(default_value=None)
-_RULES = jax.make_user_context(default_value=None)
-_TARGET = jax.make_user_context(default_value=None)
 _FLOW: contextvars.ContextVar[_Entry | None] = contextvars.ContextVar(
     "shardwright_manager", default=None
 )
 _ENTERED = _Thread()
-_NUMBERS = itertools.count()
 
 
 # Entering and leaving.
@@ -150,13 +142,9 @@ _NUMBERS = itertools.count()
 
 def enter(manager: Any, mesh: Any, key: Key) -> None:
     """Make a manager ambient. Make its mesh ambient too, except in a trace."""
-    thread, task, outer = _ENTERED, _current_task(), _FLOW.get()
-    stack = thread.stack
-    if outer is None or outer.revoked:
-        outer = _of_this_flow() if stack else None
+    thread, task = _ENTERED, _current_task()
     if task is not None:
         key = key.fresh()
-        task.add_done_callback(_ended)
     # An ExitStack alone would take longer than both contexts.
     ambient = _AMBIENT(key)
     ambient.__enter__()
@@ -165,107 +153,60 @@ def enter(manager: Any, mesh: Any, key: Key) -> None:
     except BaseException:
         ambient.__exit__(None, None, None)
         raise
-    if not stack:
+    if not thread.stack:
         thread.below = ambient
-        if not thread.main:
-            _watch_job()
-    entry = _Entry(manager, key, within, outer, task, next(_NUMBERS))
-    stack.append(entry)
+    entry = _Entry(manager, key, within, task, _FLOW.get())
+    thread.stack.append(entry)
     _FLOW.set(entry)
 
 
 def leave(manager: Any) -> None:
-    """Undo `enter` of a manager, and every later `enter` that this flow did not undo.
+    """Undo `enter` of a manager, and every later `enter` that was not undone.
+
+    The managers of other running tasks stay entered.
 
     Raises:
-      NoManagerError: The manager is not the one that this flow entered last. If the manager was
-        entered before, it is left nevertheless.
+      NoManagerError: The manager is not the one that was entered last. If it was entered before, it
+        is left nevertheless.
     """
-    thread, entry = _ENTERED, _FLOW.get()
-    stack = thread.stack
-    if (
-        not stack
-        or entry is None
-        or stack[-1] is not entry
-        or entry.manager is not manager
-        or entry.task is not _current_task()
-    ):
-        _leave_another(manager)
+    stack, entry = _ENTERED.stack, _FLOW.get()
+    if stack and stack[-1] is entry and entry.manager is manager:
+        _undo(entry)
         return
-    _undo_last(stack)
-    _FLOW.set(entry.outer)
-    entry.outer = None  # else tasks that create tasks would keep all earlier entries alive
-
-
-def _leave_another(manager: Any) -> None:
-    """Leave a manager that another flow or task entered, or that is not the last one entered."""
-    stack = _ENTERED.stack
-    ended = [entry for entry in reversed(stack) if entry.task is None or entry.task.done()]
-    entries = _since(manager, _chain(_FLOW.get())) or _since(manager, ended)
-    if not entries:
+    if entry is None or entry.manager is not manager or entry not in stack:
+        own = (each for each in reversed(stack) if not _is_of_another_task(each))
+        entry = next((each for each in own if each.manager is manager), None)
+    if entry is None:
         raise NoManagerError(
             f"{manager!r} is not entered in this thread",
             fix="leave managers in the reverse order, in the thread that entered them",
         )
-    last, task = entries[0].manager, _current_task()
-    for entry in entries:
-        entry.revoked = entry.task is not task
-        _undo(entry)
-    _FLOW.set(_live(entries[-1].outer))
-    if len(entries) > 1:
+    later = [each for each in stack[stack.index(entry) + 1 :] if not _is_of_another_task(each)]
+    for each in (*reversed(later), entry):
+        _undo(each)
+    if later:
         raise NoManagerError(
-            f"{manager!r} is not the manager that this thread entered last, which is {last!r}; "
-            "this manager and all that were entered after it are left now",
+            f"{manager!r} is not the manager that this thread entered last, which is "
+            f"{later[-1].manager!r}; this manager and all that were entered after it are left now",
             fix="leave managers in the reverse order; do not yield inside `with pm:`, "
             "but call the methods of the manager",
         )
 
 
-def take_back() -> Any:
-    """Leave the manager that any flow of this thread entered last, and return it."""
-    entry = _ENTERED.stack[-1]
-    entry.revoked = True
-    _undo_last(_ENTERED.stack)
-    _FLOW.set(_live(_FLOW.get()))
-    return entry.manager
-
-
-def _chain(entry: _Entry | None) -> list[_Entry]:
-    """Return the entries of a flow that are still in this thread's stack, innermost first."""
-    chain = []
-    while entry is not None:
-        if any(entered is entry for entered in _ENTERED.stack):
-            chain.append(entry)
-        entry = entry.outer
-    return chain
-
-
-def _since(manager: Any, entries: list[_Entry]) -> list[_Entry]:
-    """Return the entries up to the first entry of a manager, or an empty list if it has none."""
-    position = next(
-        (position for position, entry in enumerate(entries) if entry.manager is manager), None
-    )
-    return [] if position is None else entries[: position + 1]
-
-
 def _undo(entry: _Entry) -> None:
     stack = _ENTERED.stack
-    if stack[-1] is entry:
-        _undo_last(stack)
-        return
-    position = stack.index(entry)
+    position = stack.index(entry) + 1
     # The mesh that was ambient before this entry is restored when the next entry with a mesh ends.
-    later = next((other for other in stack[position + 1 :] if other.mesh is not None), None)
-    if later is not None and entry.mesh is not None:
-        later.mesh, entry.mesh = entry.mesh, None
-    del stack[position]
-    _unwatch(entry.task, stack)
-
-
-def _undo_last(stack: list[_Entry]) -> None:
-    entry = stack.pop()
-    if entry.task is not None:
-        _unwatch(entry.task, stack)
+    above = next((other for other in stack[position:] if other.mesh is not None), None)
+    if above is not None and entry.mesh is not None:
+        above.mesh, entry.mesh = entry.mesh, None
+    was_last = position == len(stack)
+    del stack[position - 1]
+    if _FLOW.get() is entry:
+        _FLOW.set(entry.outer)
+    entry.is_left, entry.outer = True, None
+    if not was_last:
+        return
     try:
         if entry.mesh is not None:
             entry.mesh.__exit__(None, None, None)
@@ -276,92 +217,79 @@ def _undo_last(stack: list[_Entry]) -> None:
             _ENTERED.below.__exit__(None, None, None)
 
 
-def _unwatch(task: Any, stack: list[_Entry]) -> None:
-    if task is not None and all(entry.task is not task for entry in stack):
-        task.remove_done_callback(_ended)
+def take_back() -> Any:
+    """Leave the manager that was entered last in this thread, and return it."""
+    entry = _ENTERED.stack[-1]
+    _undo(entry)
+    return entry.manager
 
 
-def _ended(task: Any) -> None:
-    """Hide the managers that an ended task did not leave from the tasks that still run.
-
-    Tasks that start later see these managers, because later cells of a notebook need them.
-    """
-    tasks = asyncio.all_tasks()
-    for entry in _ENTERED.stack:
-        if entry.task is task:
-            entry.hidden_from = weakref.WeakSet(tasks)
+def depth() -> int:
+    """Return the number of managers that this thread has entered and not left."""
+    return len(_ENTERED.stack)
 
 
-def _watch_job() -> None:
-    """If this is a job of a `ThreadPoolExecutor`, leave all its managers when the job ends.
-
-    The next job runs in the same thread, and must not see them.
-    """
-    pool: Any = sys.modules.get("concurrent.futures.thread")
-    if pool is None:
-        return
-    run, stack = pool._WorkItem.run.__code__, _ENTERED.stack
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not run:
-        frame = frame.f_back
-    if frame is None:
-        return
-
-    def ended(_: object) -> None:
-        # A future runs its callbacks in the thread that ran the job, before the next job starts.
-        while stack is _ENTERED.stack and stack:
-            stack[-1].revoked = True
-            _undo_last(stack)
-        _FLOW.set(None)
-
-    frame.f_locals["self"].future.add_done_callback(ended)
-
-
-# The manager of a flow.
+# The manager that applies.
 
 
 def _current_task() -> Any:
     return None if asyncio._get_running_loop() is None else asyncio.current_task()
 
 
-def _may_see(entry: _Entry) -> bool:
-    """Tell whether a flow without a manager of its own inherits an entry of another flow.
+def _is_of_another_task(entry: _Entry) -> bool:
+    """Tell whether another task entered a manager and still runs.
 
-    Cells of a notebook inherit from earlier cells: each cell may run in a task and a context of its
-    own. No other task inherits from a task that still runs, or from one that ran at the same time.
+    What a task has not left when it ends stays in force for the thread: the cells of a notebook are
+    tasks.
     """
-    if entry.task is None:
-        return True
-    task = _current_task()
-    return entry.task is task or (entry.hidden_from is not None and task not in entry.hidden_from)
+    task = entry.task
+    return task is not None and task is not _current_task() and not task.done()
 
 
-def _live(entry: _Entry | None) -> _Entry | None:
-    while entry is not None and entry.revoked:
-        entry = entry.outer
-    return entry
-
-
-def _of_this_flow() -> _Entry | None:
-    """Return the entry of this flow, else the last entry that it inherits from other flows."""
-    entry = _live(_FLOW.get())
-    return _last_visible() if entry is None else entry
-
-
-def _last_visible() -> _Entry | None:
-    return next((entry for entry in reversed(_ENTERED.stack) if _may_see(entry)), None)
+def _applying() -> _Entry | NoManagerError | None:
+    """Return the entry that applies here, None if there is none, or why it is refused."""
+    stack, flow = _ENTERED.stack, _FLOW.get()
+    if flow is not None and flow.is_left:
+        return NoManagerError(
+            f"{flow.manager!r} was left before this code asked for it, which was started inside "
+            "its with block",
+            fix="enter it here, with pm: ..., or wait for this code inside the with block",
+        )
+    others = (entry for entry in reversed(stack) if entry is flow or not _is_of_another_task(entry))
+    last = next(others, None)
+    if flow is None:
+        if not stack or last is stack[-1]:
+            return last
+        return NoManagerError(
+            f"the ambient manager is {stack[-1].manager!r}, entered by another task of this "
+            "thread, which has not left it",
+            fix="enter it around the call, with pm: ..., without an await inside",
+        )
+    if last is None or last.manager is flow.manager:
+        return flow  # if last is None, it was entered in the thread that started this one
+    return NoManagerError(
+        f"the ambient manager is {last.manager!r}, entered elsewhere in this thread; "
+        f"{flow.manager!r} was entered here",
+        fix="leave managers where they were entered, or enter the right one here: with pm: ...",
+    )
 
 
 def current() -> Any:
-    """Return the manager of this flow, or None.
+    """Return the manager that applies here, or None.
 
     Raises:
-      NoManagerError: Inside a trace, the key in JAX's caches is that of another manager. Or two
-        flows of this thread entered different managers, and it is ambiguous which one applies.
+      NoManagerError: Another running task has entered a manager, or this code was started inside a
+        `with pm:` that has ended. Or, inside a trace, the key in JAX's caches is that of another
+        manager.
     """
     entry, key = _FLOW.get(), _AMBIENT.value
-    if entry is None or entry.key is not key or entry.revoked:
-        entry = _reconciled(key)
+    if entry is None or entry.key is not key or entry.is_left:
+        found = _applying()
+        if isinstance(found, NoManagerError):
+            raise found
+        if found is not None and found.key.values != key.values and _jax.in_trace():
+            raise _unknown_to_jax(found, key)
+        entry = found
     if entry is None:
         if not key.asked and _jax.in_trace():
             key.asked = True
@@ -376,37 +304,7 @@ def current() -> Any:
     return entry.manager
 
 
-def _reconciled(key: Key) -> _Entry | None:
-    """Return the entry of this flow, after a comparison with the key in JAX's caches.
-
-    Raises:
-      NoManagerError: See `current`.
-    """
-    entry, last = _of_this_flow(), _last_visible()
-    if (
-        entry is not None
-        and last is not None
-        and last.number > entry.number
-        and last.manager is not entry.manager
-    ):
-        raise NoManagerError(
-            f"the ambient manager is {last.manager!r}, entered by another flow of this thread; "
-            f"this flow entered {entry.manager!r}",
-            fix="leave managers where they were entered, or enter the right one here: with pm: ...",
-        )
-    if (None if entry is None else entry.key.values) != key.values and _jax.in_trace():
-        raise _unknown_to_jax(entry, key)
-    return entry
-
-
-def _unknown_to_jax(entry: _Entry | None, key: Key) -> NoManagerError:
-    if entry is None:
-        return NoManagerError(
-            f"the ambient manager is {key}, entered by another task of this thread; "
-            "this task has none, and JAX cannot distinguish the two tasks",
-            fix="enter one around the call of the jitted function, with pm: ..., "
-            "without an await inside",
-        )
+def _unknown_to_jax(entry: _Entry, key: Key) -> NoManagerError:
     other = f"; they know {key}, entered by another task" if key.values is not None else ""
     return NoManagerError(
         f"JAX's caches in this thread do not know the ambient manager, {entry.manager!r}{other}",
@@ -418,23 +316,18 @@ def _unknown_to_jax(entry: _Entry | None, key: Key) -> NoManagerError:
 def _replace_default(fresh: Key) -> None:
     """Give every thread without a manager a new key, under which nothing is cached.
 
-    A flow with a manager must not run a program that was cached without one.
+    Where a manager applies, a program that was cached without one must not run.
     """
     _AMBIENT.set_global(fresh)
     if _AMBIENT.value is not fresh:  # the user-context of this thread has its own value
         _AMBIENT(fresh).__enter__()
 
 
-def depth() -> int:
-    """Return the number of managers that this thread has entered and not left."""
-    return len(_ENTERED.stack)
-
-
 def require(what: str, *, method: bool = True) -> Any:
-    """Return the manager of this flow.
+    """Return the manager that applies here.
 
     Raises:
-      NoManagerError: The flow has no manager.
+      NoManagerError: There is none, or it is refused; see `current`.
     """
     manager = current()
     if manager is None:
@@ -444,66 +337,3 @@ def require(what: str, *, method: bool = True) -> Any:
             + (f", or call pm.{what}(...)" if method else ""),
         )
     return manager
-
-
-def apart() -> AbstractContextManager[object]:
-    """Return a context with a new cache key, so that JAX traces again."""
-    entered: AbstractContextManager[object] = _APART(object())
-    return entered
-
-
-def mapped(inputs: Any) -> AbstractContextManager[object]:
-    """Return a context in which `mapped_inputs` returns these inputs of a `pm.shard_map`."""
-    entered: AbstractContextManager[object] = _INPUTS(inputs)
-    return entered
-
-
-def mapped_inputs() -> Any:
-    """Return the inputs of the innermost `mapped`, or None."""
-    return _INPUTS.value
-
-
-def settings_entered(settings: Hashable) -> AbstractContextManager[object]:
-    """Return a context in which `settings` returns these settings of a bridge.
-
-    They are part of JAX's cache keys.
-    """
-    entered: AbstractContextManager[object] = _SETTINGS(settings)
-    return entered
-
-
-def settings() -> Any:
-    """Return the settings of the innermost `settings_entered` of this thread, or None."""
-    return _SETTINGS.value
-
-
-def rules_entered(rules: Hashable) -> AbstractContextManager[object]:
-    """Return a context in which JAX's cache keys contain the rules that a bridge enters elsewhere.
-
-    flax and haliax keep their rules where JAX does not see them.
-    """
-    entered: AbstractContextManager[object] = _RULES(rules)
-    return entered
-
-
-def rules() -> Any:
-    """Return the rules of the innermost `rules_entered` of this thread, or None."""
-    return _RULES.value
-
-
-def target_entered(platform: str | None) -> AbstractContextManager[object]:
-    """Return a context in which programs are traced for a platform that may not be here.
-
-    It is part of JAX's cache keys.
-
-    Args:
-      platform: "cpu", "gpu" or "tpu"; None for the platform of the mesh.
-    """
-    entered: AbstractContextManager[object] = _TARGET(platform)
-    return entered
-
-
-def target() -> str | None:
-    """Return the platform of the innermost `target_entered` of this thread, or None."""
-    platform: str | None = _TARGET.value
-    return platform

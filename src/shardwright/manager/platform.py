@@ -12,7 +12,7 @@ def platform_of(mesh: Mesh | AbstractMesh | None) -> str:
     """Return "cpu", "gpu" or "tpu": the target of a plan, else the platform of a mesh's devices, or
     of JAX's default backend if there are none.
     """
-    target = context.target()
+    target: str | None = context.TARGET.value
     if target is not None:
         return target
     name = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()

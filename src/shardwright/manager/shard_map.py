@@ -143,7 +143,7 @@ class SemanticShardMap:
                 for leaf, value, spec in leaves
                 for entry in _inputs(leaf, jnp.shape(value), spec)
             ]
-            with context.mapped(
+            with context.INPUTS(
                 Inputs(mesh=_jax.ambient_mesh(), leaves=tuple(dict.fromkeys(inputs)))
             ):
                 return self.f(*local)

@@ -111,7 +111,7 @@ class WeightMethods(ManagerCore):
     def _gather_shard(self, w: Any, request: Request, key: Any) -> Any:
         """Gather a value inside `shard_map`. The plan is cached for values of the same kind."""
         varying = _jax.varying_axes(w) if _jax.tracks_varying() else None
-        key = (*key, varying, context.mapped_inputs())
+        key = (*key, varying, context.INPUTS.value)
         plan = self._cache[key]
         if plan is None:
             plan = self._cache.keep(key, self._plan_gather(request, np.shape(w), varying))
@@ -135,7 +135,7 @@ class WeightMethods(ManagerCore):
             },
             path=request.path or "",
         )
-        return manual_gather.plan_gather(weight, context.mapped_inputs(), mesh=self.mesh)
+        return manual_gather.plan_gather(weight, context.INPUTS.value, mesh=self.mesh)
 
 
 def path_required(

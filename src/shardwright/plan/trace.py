@@ -243,7 +243,7 @@ def trace(
         return function(*arguments)
 
     try:
-        with planning, context.target_entered(platform):
+        with planning, context.TARGET(platform):
             traced = jax.jit(traced_once).trace(*bare)
     except ShardingError as error:
         raise located(error, _jax.raising_line(error)) from error

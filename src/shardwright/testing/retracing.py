@@ -49,7 +49,7 @@ def assert_no_retrace(
         )
     first: Sequence[Any] = ()
     result = None
-    with context.apart():  # hides what other tests have compiled
+    with context.APART(object()):  # hides what other tests have compiled
         for number, call in enumerate(calls, 1):
             args = _arguments(call, result, number)
             seen = _seen(args)

@@ -205,7 +205,7 @@ def rules(
     install()
     with (
         pm,
-        context.rules_entered((exported, (*names,))),
+        context.RULES((exported, (*names,))),
         nn.logical_axis_rules(Rules.of(pm, names, exported, sizes)),
         kernels_unflattened(),
     ):

@@ -211,7 +211,7 @@ def rules(
     install()
     with (
         pm,
-        context.rules_entered(Rules.of(pm, names, compute, sizes)),
+        context.RULES(Rules.of(pm, names, compute, sizes)),
         haliax.partitioning.axis_mapping(compute),
     ):
         yield

@@ -99,7 +99,7 @@ def install() -> None:
 
     @functools.wraps(original)
     def pspec_for_axis(axis: Any, mapping: Any = None) -> Any:
-        rules = context.rules()
+        rules = context.RULES.value
         if isinstance(rules, Rules):
             rules.check(axis, mapping)
         return original(axis, mapping)

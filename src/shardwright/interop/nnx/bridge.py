@@ -74,7 +74,7 @@ def bound(
     try:
         with (
             pm,
-            context.rules_entered((*table.items(),)),
+            context.RULES((*table.items(),)),
             spmd.logical_axis_rules(rules),
             # Without eager sharding, nnx does not read the rules.
             nnx.use_eager_sharding(True),

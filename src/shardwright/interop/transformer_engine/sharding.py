@@ -111,7 +111,7 @@ class Settings:
 
 def current_settings() -> Settings:
     """Return the settings of this thread."""
-    settings: Settings | None = context.settings()
+    settings: Settings | None = context.SETTINGS.value
     return Settings() if settings is None else settings
 
 
@@ -122,7 +122,7 @@ def settings_entered(settings: Settings) -> Iterator[None]:
     They are part of jit's cache key: a jitted function is traced again under other ones.
     """
     _check_resource(settings.resource)
-    with context.settings_entered(settings):
+    with context.SETTINGS(settings):
         yield
 
 

@@ -103,7 +103,7 @@ def export_program(
         donate_argnums=positions,
     )
     try:
-        with abstract, context.target_entered(platform):
+        with abstract, context.TARGET(platform):
             exported = jax.export.export(step, platforms=[platform], disabled_checks=_CALLS)(
                 *arguments
             )
