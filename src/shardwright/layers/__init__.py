@@ -25,8 +25,6 @@ from shardwright.layers import transformer_block as transformer_block
 from shardwright.layers.accumulate import Accumulated as Accumulated
 from shardwright.layers.accumulate import Weighted as Weighted
 from shardwright.layers.accumulate import accumulate as accumulate
-from shardwright.layers.quantized_dot import quantize as quantize
-from shardwright.layers.quantized_dot import quantized_dot_general as quantized_dot_general
 from shardwright.layers.rope import RopeFrequencies as RopeFrequencies
 from shardwright.layers.rope import rope as rope
 from shardwright.layers.rope_scaling import rope_frequencies as rope_frequencies

@@ -196,6 +196,19 @@ class StackState:
         return sum((jnp.sum(each.aux) for each in stats if each is not None), jnp.float32(0))
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKeys:
+    """The dropout keys of one layer: inside each block, and after it. None drops nothing."""
+
+    attention: Any = None
+    after_attention: Any = None
+    mlp: Any = None
+    after_mlp: Any = None
+    cross: Any = None
+    after_cross: Any = None
+
+
 def specs(config: TransformerConfig) -> list[Any]:
     """Return the parameters as `ArraySpec`s.
 
@@ -457,13 +470,11 @@ def _run_layer(
     given: Any,
     params: Any,
     x: Any,
-    keys: Any,
+    keys: LayerKeys,
     cache: Any,
     states: tuple[Any, Any],
 ) -> tuple[Any, Any, tuple[Any, Any]]:
     mixture, scaling = states
-    given_keys = [None] * 6 if keys is None else list(keys)
-    (own, after_attention, inner, after_mlp), crossing = given_keys[:4], given_keys[4:]
 
     def part(name: str) -> str | None:
         return None if path is None else f"{path}/{name}"
@@ -472,35 +483,34 @@ def _run_layer(
         attention,
         params["attention"],
         x,
-        keys=None if own is None else {"dropout": own},
+        keys=_dropout_keys(keys.attention),
         state=AttentionState(cache=cache, scaling=scaling["attention"]),
         path=part("attention"),
         **given["attention"],
     )
-    x = _add(x, dropout(added, after_attention, config.dropout))
+    x = _add(x, dropout(added, keys.after_attention, config.dropout))
     if config.cross is not None:
-        own, after = crossing
         added, _ = attention_block.apply(
             config.cross,
             params["cross"],
             x,
-            keys=None if own is None else {"dropout": own},
+            keys=_dropout_keys(keys.cross),
             path=part("cross"),
             **given["cross"],
         )
-        x = _add(x, dropout(added, after, config.dropout))
+        x = _add(x, dropout(added, keys.after_cross, config.dropout))
     is_mixture = isinstance(mlp, MixtureConfig)
     apply_mlp = mixture_block.apply if is_mixture else mlp_block.apply
     added, state = apply_mlp(
         mlp,  # type: ignore[arg-type]
         params["mlp"],
         x,
-        keys=None if inner is None else {"dropout": inner},
+        keys=_dropout_keys(keys.mlp),
         state=mixture if is_mixture else scaling["mlp"],
         path=part("mlp"),
         **(given["mixture"] if is_mixture else {}),
     )
-    x = _add(x, dropout(added, after_mlp, config.dropout))
+    x = _add(x, dropout(added, keys.after_mlp, config.dropout))
     seen = {"attention": attended.scaling, "mlp": None if is_mixture else state}
     return x, attended.cache, (state if is_mixture else None, seen)
 
@@ -518,10 +528,18 @@ def _add(x: Any, added: Any) -> Any:
     return place(x + added.astype(x.dtype), RESIDUAL)
 
 
-def _keys(config: TransformerConfig, key: Any, number: Any) -> Any:
-    """Return the keys of a layer, two per block; the same ones with `scan` and without."""
-    count = 4 if config.cross is None else 6
-    return None if key is None else jax.random.split(jax.random.fold_in(key, number), count)
+def _keys(config: TransformerConfig, key: Any, number: Any) -> LayerKeys:
+    """Return the keys of a layer; the same ones with `scan` and without."""
+    if key is None:
+        return LayerKeys()
+    crossing = () if config.cross is None else ("cross", "after_cross")
+    names = ("attention", "after_attention", "mlp", "after_mlp", *crossing)
+    keys = jax.random.split(jax.random.fold_in(key, number), len(names))
+    return LayerKeys(**dict(zip(names, keys, strict=True)))
+
+
+def _dropout_keys(key: Any) -> dict[str, Any] | None:
+    return None if key is None else {"dropout": key}
 
 
 def _check_state(config: TransformerConfig, state: Any) -> None:

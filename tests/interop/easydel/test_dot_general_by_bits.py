@@ -12,8 +12,7 @@ import pytest
 
 import shardwright as sw
 from shardwright.interop import fjformer
-from shardwright.interop.easydel import get_dot_general_by_bits
-from shardwright.layers import quantize, quantized_dot_general
+from shardwright.interop.easydel import get_dot_general_by_bits, quantize, quantized_dot_general
 from shardwright.testing import cpu_mesh
 
 MATMUL = (((1,), (0,)), ((), ()))
@@ -88,7 +87,7 @@ def test_invalid_bits_and_modes(bits: Any, mode: Any, says: str) -> None:
 
 def test_serve_without_flax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flax.linen", None)
-    monkeypatch.delitem(sys.modules, "shardwright.layers.quantized_module", raising=False)
+    monkeypatch.delitem(sys.modules, "shardwright.interop.easydel.quantized_module", raising=False)
     with pytest.raises(
         sw.LayerError,
         match=r"flax is not installed\n  fix   pip install flax; or, without flax, call quantize",

@@ -22,6 +22,10 @@ from shardwright.interop.easydel.dot_general_by_bits import (
 )
 from shardwright.interop.easydel.dtypes import canonicalize_dtype as canonicalize_dtype
 from shardwright.interop.easydel.mesh_names import names_in_mesh as names_in_mesh
+from shardwright.interop.easydel.quantized_dot import quantize as quantize
+from shardwright.interop.easydel.quantized_dot import (
+    quantized_dot_general as quantized_dot_general,
+)
 from shardwright.interop.easydel.rotary import apply_rotary_pos_emb as apply_rotary_pos_emb
 from shardwright.interop.easydel.rotary import repeat_kv_bnsh as repeat_kv_bnsh
 from shardwright.interop.easydel.rotary import repeat_kv_bsnh as repeat_kv_bsnh

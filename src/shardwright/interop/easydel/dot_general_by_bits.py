@@ -6,7 +6,11 @@ import dataclasses
 from typing import Any, Final
 
 from shardwright.errors import LayerError, did_you_mean
-from shardwright.layers.quantized_dot import DimensionNumbers, check_bits, quantized_dot_general
+from shardwright.interop.easydel.quantized_dot import (
+    DimensionNumbers,
+    check_bits,
+    quantized_dot_general,
+)
 
 _MODES: Final = ("train", "serve", "eval", "convert")
 
@@ -58,7 +62,7 @@ class DotGeneralClass:
         if self.mode == "train":
             return TrainDotGeneral(bits=self.bits)
         try:
-            from shardwright.layers.quantized_module import QuantizedDotGeneral
+            from shardwright.interop.easydel.quantized_module import QuantizedDotGeneral
         except ModuleNotFoundError as error:
             fix = (
                 "pip install flax; or, without flax, call quantize(w, shared=...) once, and "

@@ -2,8 +2,7 @@
 
 A block computes in eight bits if its config has a recipe. `recipe` has the recipes, `quantize` the
 casts, `dense` the products as one custom VJP, `products` their forward and backward pass, `weights`
-the gather of quantized kernels, and `state` the histories and scales. Integers are in
-`quantized_dot`.
+the gather of quantized kernels, and `state` the histories and scales.
 """
 
 from shardwright.layers.eight_bits.dense import DenseResult as DenseResult

@@ -7,7 +7,11 @@ from typing import Any, Final
 import flax.linen
 
 from shardwright.errors import LayerError
-from shardwright.layers.quantized_dot import DimensionNumbers, quantize, quantized_dot_general
+from shardwright.interop.easydel.quantized_dot import (
+    DimensionNumbers,
+    quantize,
+    quantized_dot_general,
+)
 from shardwright.trees.factored_weights import Quantized
 
 COLLECTION: Final = "quantized"

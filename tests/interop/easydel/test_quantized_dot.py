@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.layers import quantize, quantized_dot_general
+from shardwright.interop.easydel import quantize, quantized_dot_general
 from shardwright.testing import assert_collectives, assert_no_collectives, cpu_mesh
 from shardwright.trees.factored_weights import Quantized, quantized
 

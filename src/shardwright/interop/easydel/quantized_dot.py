@@ -30,10 +30,11 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright import _jax
 from shardwright.errors import LayerError
+from shardwright.layers.eight_bits.quantize import explicit_entries
 from shardwright.trees.factored_weights import Quantized
 from shardwright.vocabulary.integers import read_integer
 
@@ -129,12 +130,12 @@ def quantized_dot_general(
     stored = isinstance(rhs, Quantized)
     lhs = jnp.asarray(lhs)
     rhs = _checked(rhs, right_contract) if stored else jnp.asarray(rhs)
-    dims = _Dims(
+    dims = _DotDims(
         contract=(tuple(left_contract), tuple(right_contract)),
         batch=(tuple(left_batch), tuple(right_batch)),
         ranks=(lhs.ndim, rhs.value.ndim if stored else rhs.ndim),
     )
-    call = _Call(
+    call = _DotCall(
         dims=dims,
         bits=check_bits(bits),
         dtype=jnp.dtype(
@@ -144,7 +145,7 @@ def quantized_dot_general(
         ),
         dtypes=(lhs.dtype, None if stored else rhs.dtype),
         out_sharding=out_sharding,
-        specs=(_explicit_spec(lhs), None if stored else _explicit_spec(rhs)),
+        specs=(explicit_entries(lhs), None if stored else explicit_entries(rhs)),
     )
     # Inside shard_map, the transpose of this sums the gradients of replicated operands.
     lhs, rhs = _jax.vary_together((lhs, rhs))
@@ -152,7 +153,7 @@ def quantized_dot_general(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Dims:
+class _DotDims:
     """The dims of both operands, (left, right).
 
     The dims of the result are the batch dims, then left's free dims, then right's free dims.
@@ -174,7 +175,7 @@ class _Dims:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
+class _DotCall:
     """The static part of a dot.
 
     Attributes:
@@ -183,21 +184,16 @@ class _Call:
       dtype: Dtype of the result.
       dtypes: Dtypes of the operands; None for a quantized operand.
       out_sharding: Sharding of the result.
-      specs: Specs of the operands if the mesh has Explicit axes, else None.
+      specs: Entries of the specs of the operands over Explicit axes, else None. The
+        gradients must have them too.
     """
 
-    dims: _Dims
+    dims: _DotDims
     bits: int
     dtype: Any
     dtypes: tuple[Any, Any]
     out_sharding: Any
-    specs: tuple[PartitionSpec | None, PartitionSpec | None]
-
-
-def _explicit_spec(x: Any) -> PartitionSpec | None:
-    """Return the spec that an array's type has over Explicit axes. The gradient must have it."""
-    sharding = jax.typeof(x).sharding
-    return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else None
+    specs: tuple[tuple[Any, ...] | None, tuple[Any, ...] | None]
 
 
 def _promoted(lhs: Any, rhs: Any) -> Any:
@@ -255,17 +251,17 @@ def _checked(rhs: Quantized, contract: Sequence[int]) -> Quantized:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _dot(lhs: Any, rhs: Any, call: _Call) -> Any:
+def _dot(lhs: Any, rhs: Any, call: _DotCall) -> Any:
     return _forward(lhs, rhs, call)[0]
 
 
-def _forward(lhs: Any, rhs: Any, call: _Call) -> tuple[Any, tuple[Quantized, Quantized]]:
+def _forward(lhs: Any, rhs: Any, call: _DotCall) -> tuple[Any, tuple[Quantized, Quantized]]:
     left = quantize(lhs, shared=call.dims.contract[0], bits=call.bits)
     right = quantize(rhs, shared=call.dims.contract[1], bits=call.bits)
     return _dot_quantized(left, right, call), (left, right)
 
 
-def _backward(call: _Call, kept: tuple[Quantized, Quantized], g: Any) -> tuple[Any, Any]:
+def _backward(call: _DotCall, kept: tuple[Quantized, Quantized], g: Any) -> tuple[Any, Any]:
     left, right = kept
     return _gradient(g, right, 0, call), _gradient(g, left, 1, call)
 
@@ -274,23 +270,23 @@ _dot.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _dot_stored(lhs: Any, rhs: Quantized, call: _Call) -> Any:
+def _dot_stored(lhs: Any, rhs: Quantized, call: _DotCall) -> Any:
     return _forward_stored(lhs, rhs, call)[0]
 
 
-def _forward_stored(lhs: Any, rhs: Quantized, call: _Call) -> tuple[Any, Quantized]:
+def _forward_stored(lhs: Any, rhs: Quantized, call: _DotCall) -> tuple[Any, Quantized]:
     left = quantize(lhs, shared=call.dims.contract[0], bits=call.bits)
     return _dot_quantized(left, rhs, call), rhs
 
 
-def _backward_stored(call: _Call, rhs: Quantized, g: Any) -> tuple[Any, None]:
+def _backward_stored(call: _DotCall, rhs: Quantized, g: Any) -> tuple[Any, None]:
     return _gradient(g, rhs, 0, call), None
 
 
 _dot_stored.defvjp(_forward_stored, _backward_stored)
 
 
-def _dot_quantized(left: Quantized, right: Quantized, call: _Call) -> Any:
+def _dot_quantized(left: Quantized, right: Quantized, call: _DotCall) -> Any:
     total = _integer_dot(left.value, right.value, call.dims, call.out_sharding)
     spec = call.out_sharding
     scales = _placed(_like_result(left.scale, 0, call.dims), spec) * _placed(
@@ -320,7 +316,7 @@ def _placed(scale: Any, spec: Any) -> Any:
     )
 
 
-def _like_result(scale: Any, side: int, dims: _Dims) -> Any:
+def _like_result(scale: Any, side: int, dims: _DotDims) -> Any:
     """Return an operand's scales with the dims of the result: batch, left's free, right's free."""
     order = (*dims.batch[side], *dims.free(side), *dims.contract[side])
     kept = len(order) - len(dims.contract[side])
@@ -330,7 +326,7 @@ def _like_result(scale: Any, side: int, dims: _Dims) -> Any:
     return jax.lax.expand_dims(moved, tuple(range(at, at + others)))
 
 
-def _gradient(g: Any, other: Quantized, side: int, call: _Call) -> Any:
+def _gradient(g: Any, other: Quantized, side: int, call: _DotCall) -> Any:
     """Return the cotangent of one operand, given that of the result and the other operand.
 
     Args:
@@ -346,7 +342,7 @@ def _gradient(g: Any, other: Quantized, side: int, call: _Call) -> Any:
         _wide(jnp.promote_types(_wide(g.dtype), _wide(other.scale.dtype)))
     ) * _like_result(other.scale, 1 - side, dims)
     batch = tuple(range(len(dims.batch[0])))
-    back = _Dims(
+    back = _DotDims(
         contract=(dims.in_result(1 - side), dims.free(1 - side)),
         batch=(batch, dims.batch[1 - side]),
         ranks=(g.ndim, dims.ranks[1 - side]),
@@ -358,11 +354,7 @@ def _gradient(g: Any, other: Quantized, side: int, call: _Call) -> Any:
     meets = [dims.contract[side][contracted.index(dim)] for dim in sorted(contracted)]
     order = (*dims.batch[side], *dims.free(side), *meets)
     spec = call.specs[side]
-    sharding = (
-        None
-        if spec is None
-        else PartitionSpec(*[(*spec.partitions, *[None] * len(order))[dim] for dim in order])
-    )
+    sharding = None if spec is None else PartitionSpec(*[spec[dim] for dim in order])
     total = _integer_dot(quantized.value, other.value, back, sharding)
     grad = total.astype(quantized.scale.dtype) * _placed(
         _like_result(quantized.scale, 0, back), sharding
@@ -372,7 +364,7 @@ def _gradient(g: Any, other: Quantized, side: int, call: _Call) -> Any:
     )
 
 
-def _integer_dot(left: Any, right: Any, dims: _Dims, out_sharding: Any) -> Any:
+def _integer_dot(left: Any, right: Any, dims: _DotDims, out_sharding: Any) -> Any:
     """Sum products of int8: exactly in int32, or in float32 if so many products could overflow.
 
     A quantized operand of the caller may hold −128; `quantize` returns at most ±127.
