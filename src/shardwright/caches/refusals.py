@@ -105,13 +105,14 @@ def invalid_length(wanted: jax.Array, held: jax.Array) -> Reason:
     return (wanted < 0) | (wanted > held), Refusal.LENGTH_OUT_OF_RANGE
 
 
-def outside_group(parents: jax.Array, own: jax.Array, *, batch: int, group: int) -> jax.Array:
+def outside_group(parents: jax.Array, own: jax.Array, *, group: int) -> jax.Array:
     """Return `[batch]` bool: whether a slot's parent does not exist or is in another aligned group.
+
+    The groups divide the slots, so a parent that does not exist is in no group of a slot.
 
     Args:
       parents: `[batch]` int32.
       own: `[batch]` int32, the number of each slot.
-      batch: Number of slots.
       group: Size of a group.
     """
-    return (parents < 0) | (parents >= batch) | (parents // group != own // group)
+    return parents // group != own // group

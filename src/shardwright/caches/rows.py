@@ -109,7 +109,7 @@ class RowCache(KVCache):
             *refusals.invalid_names(named),
             (refusals.at_named(named, length > 0), Refusal.SLOT_IN_USE),
             ((lengths > spec.capacity) & (not spec.is_ring), Refusal.OVERFLOW),
-            ((needed < first) & (needed < lengths), Refusal.POSITIONS_MISSING),
+            (needed < first, Refusal.POSITIONS_MISSING),
         )
         done = refused == Refusal.NONE
         # As in `_append`: of a sequence longer than this ring, only the last rows are written.
@@ -183,7 +183,7 @@ class RowCache(KVCache):
         # A refused slot keeps its own sequence: it is its own parent.
         slots = sharding.place(jnp.arange(self.batch, dtype=jnp.int32), (BATCH,))
         parents = sharding.place(jnp.asarray(parents), (BATCH,))
-        outside = refusals.outside_group(parents, slots, batch=self.batch, group=group)
+        outside = refusals.outside_group(parents, slots, group=group)
         # Every array of a row cache has one entry per slot.
         arrays = self.buffers | {name: getattr(self, name) for name in self.array_axes}
         reordered: dict[str, Any] = scatter.take_slots(

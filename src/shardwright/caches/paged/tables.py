@@ -235,7 +235,7 @@ def rewind(owned: Ownership, lengths: jax.Array, *, page_size: int) -> Decision:
 def reorder(owned: Ownership, parents: jax.Array, *, group: int, page_size: int) -> Decision:
     """Decide on slots that continue the sequences of `parents`, `[batch]` int32."""
     own = jnp.arange(parents.shape[0], dtype=jnp.int32)
-    outside = refusals.outside_group(parents, own, batch=parents.shape[0], group=group)
+    outside = refusals.outside_group(parents, own, group=group)
     parents = jnp.where(outside, own, parents)
     # Children reference the pages of their parents. The pages that slots used before lose one
     # reference.

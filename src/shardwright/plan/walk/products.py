@@ -68,27 +68,25 @@ def dot_general(step: Step) -> list[Value]:
         step.move(at, dims(names), use=_use(step, values[at], names, order))
     _count(step, labels, order)
     owed = frozenset(axis for axis, label in places.items() if label.startswith("c"))
-    dims_of_result = dims(labels.result)
-    groups: tuple[frozenset[str], ...] = ()
-    if any(dims_of_result):
-        # If the result is sharded too, XLA adds over the mesh axes of one dim after the other. Else
-        # it adds over all of them at once.
-        contracted = (label for label in order if label.startswith("c"))
-        groups = tuple(frozenset(order[label]) for label in contracted if order[label])
-    result = Value(dims=dims_of_result, owed=owed, groups=groups, origins=merged_origins(values))
+    # XLA adds over the mesh axes of one dim after the other.
+    contracted = (label for label in order if label.startswith("c"))
+    groups = tuple(frozenset(order[label]) for label in contracted if order[label])
+    result = Value(
+        dims=dims(labels.result), owed=owed, groups=groups, origins=merged_origins(values)
+    )
     return [result]
 
 
 def _use(step: Step, value: Value, names: Sequence[str], order: dict[str, list[str]]) -> object:
     """Return the key of a move. XLA merges two moves of one value only if their keys are equal.
 
-    If a gather is over more devices than the dims that stay sharded, products share it only if they
-    keep the same kinds of dims sharded. All products share any other gather.
+    If a gather is over fewer devices than the dims that stay sharded, all products share it. Else
+    products share it only if they keep the same kinds of dims sharded.
     """
     sizes = step.ledger.sizes
     kept = {axis for name in names for axis in order.get(name, ())}
     gathered = value.mesh_axes - kept
-    if shards(gathered, sizes) <= shards(kept, sizes):
+    if shards(gathered, sizes) < shards(kept, sizes):
         return None
     return tuple(name[0] for name in names if order.get(name)) or None
 

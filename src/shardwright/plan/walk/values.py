@@ -44,8 +44,8 @@ class Value:
     Attributes:
       dims: Mesh axes of each dim.
       owed: Mesh axes over which the value is a partial sum that must still be added up.
-      groups: The parts of `owed` that XLA adds one after the other. A reduction adds dim by dim. So
-        does a product whose result is sharded. Empty means one group.
+      groups: The parts of `owed` that XLA adds one after the other: reductions and products add dim
+        by dim. Empty means one group.
       sum_dtype: Element type of the terms of a partial sum, if the sum is converted later: XLA adds
         before it converts. Empty means the type of the value.
       widened_from: Element type that the value, or the terms of the sum, had before they were

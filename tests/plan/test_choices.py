@@ -1,0 +1,143 @@
+"""What a walk chooses where XLA has a choice, in programs of one or two equations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import shardwright as sw
+from shardwright.plan.collectives.read import read_collectives
+from shardwright.plan.walk.events import Walked
+from shardwright.plan.walk.program import walk_jaxpr
+from shardwright.plan.walk.values import Dims, Value
+from tests.plan.against_xla import FOLDED, Bytes
+
+INTS = jnp.int32
+SIZES = {"a": 2, "b": 4}
+# An operand: its shape, the mesh axes of each dim, and its dtype if it is not float32.
+Operand = tuple[Any, ...]
+
+
+def on(sizes: Mapping[str, int], *entries: Any) -> NamedSharding:
+    return NamedSharding(sw.create_mesh(sizes), PartitionSpec(*entries))
+
+
+def planned(function: Callable[..., Any], operands: Sequence[Operand], sizes: Any) -> Walked:
+    jaxpr = jax.jit(function).trace(*map(shape_of, operands)).jaxpr.jaxpr
+    return walk_jaxpr(jaxpr, [Value(dims=dims_of(each)) for each in operands], sizes)
+
+
+def shape_of(operand: Operand, sharding: Any = None) -> Any:
+    dtype = operand[2] if len(operand) > 2 else jnp.float32
+    return jax.ShapeDtypeStruct(operand[0], dtype, sharding=sharding)
+
+
+def dims_of(operand: Operand) -> Dims:
+    return tuple((entry,) if isinstance(entry, str) else entry or () for entry in operand[1])
+
+
+def check(function: Callable[..., Any], *operands: Operand, sizes: Any = SIZES) -> list[str]:
+    """Check that a plan has no mark and equals XLA's program. Return the kinds of its events."""
+    walked = planned(function, operands, sizes)
+    assert walked.complete
+    assert not walked.choices
+    events: Bytes = Counter()
+    for event in walked.events:
+        kind = FOLDED.get(str(event.kind), str(event.kind))
+        events[kind, event.mesh_axes] += event.logical_bytes * event.runs
+    given = [shape_of(each, on(sizes, *each[1])) for each in operands]
+    compiled: Bytes = Counter()
+    for each in read_collectives(jax.jit(function).lower(*given).compile(), sw.create_mesh(sizes)):
+        kind = FOLDED.get(str(each.kind), str(each.kind))
+        compiled[kind, each.mesh_axes] += each.total_bytes or 0
+    assert events == compiled
+    return [str(event.kind) for event in walked.events]
+
+
+@pytest.mark.parametrize(("a", "b", "gathers"), [(2, 4, 2), (2, 2, 2), (4, 2, 1)])
+def test_products_that_share_a_gather(a: int, b: int, gathers: int) -> None:
+    """A layer and the gradient of its weight gather `x` over `b`.
+
+    They keep `a` on a free dim and on a contracted one. They share the gather if `a` is larger.
+    """
+    sizes = {"a": a, "b": b}
+
+    def both(x: Any, w: Any, g: Any) -> Any:
+        y = lax.with_sharding_constraint(x @ w, on(sizes, "a", None, "b"))
+        gradient = jnp.einsum("sti,sto->io", x, g)
+        return y, lax.with_sharding_constraint(gradient, on(sizes, None, "b"))
+
+    x, w = ((16, 32, 64), ("a", None, "b")), ((64, 128), (None, "b"))
+    kinds = check(both, x, w, ((16, 32, 128), ("a", None, "b")), sizes=sizes)
+    assert kinds.count("all_gather") == gathers
+
+
+@pytest.mark.parametrize("result", [(None, None), ("c", None)])
+def test_two_contracted_dims_are_two_sums(result: Any) -> None:
+    sizes = {"a": 2, "b": 2, "c": 2}
+
+    def product(x: Any, w: Any) -> Any:
+        y = jnp.einsum("sij,ijo->so", x, w)
+        return lax.with_sharding_constraint(y, on(sizes, *result))
+
+    x, w = ((16, 32, 8), (result[0], "a", "b")), ((32, 8, 64), ("a", "b", None))
+    assert check(product, x, w, sizes=sizes) == ["all_reduce"] * 2
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "kind"),
+    [
+        # Bytes of the result on one device: fewer than those of `x`, as many, and fewer only
+        # because `w` shards it over `a`.
+        (((16, 64), ("b", "a")), ((64, 8), (None, None)), "all_reduce"),
+        (((32, 8), ("a", "b")), ((8, 8), (None, None)), "all_gather"),
+        (((16, 64), (None, "b")), ((64, 96), (None, "a")), "all_reduce"),
+    ],
+)
+def test_smaller_of_a_sum_and_a_gather(x: Operand, w: Operand, kind: str) -> None:
+    assert check(lambda x, w: x @ w, x, w) == [kind]
+
+
+def test_sum_is_not_scattered_if_its_dims_are_gathered() -> None:
+    """The constraint shards the sum over `b`, and no dim over `a`, which shards the sum now."""
+
+    def layer(x: Any, w: Any) -> Any:
+        return lax.with_sharding_constraint(jnp.tanh(x @ w), on(SIZES, None, "b"))
+
+    kinds = check(layer, ((32, 64), ("a", "b")), ((64, 128), ("b", None)))
+    assert kinds == ["all_reduce", "all_gather"]
+
+
+def test_only_a_scattered_sum_stays_partial() -> None:
+    """Two sums can be added before they are sent, which two largest elements cannot."""
+
+    def rows(index: Any, x: Any, *, add: bool) -> Any:
+        at = jnp.zeros((8, 64)).at[index]
+        twice = jnp.zeros((8, 64)).at[index]
+        return at.add(x) + twice.add(x) if add else at.max(x) + twice.max(-x)
+
+    operands = ((32,), (None,), INTS), ((32, 64), ("b", None))
+    largest = check(lambda index, x: rows(index, x, add=False), *operands)
+    assert largest == ["all_reduce"] * 2
+    # XLA merges such sums on TPUs, and not on CPUs.
+    sums = planned(lambda index, x: rows(index, x, add=True), operands, SIZES)
+    assert [(str(event.kind), event.logical_bytes) for event in sums.events] == [
+        ("all_reduce", 8 * 64 * 4)
+    ]
+
+
+def test_carry_of_zeros_that_becomes_a_sum() -> None:
+    """The body returns a partial sum, with the dims of the zeros. It is completed in each round."""
+
+    def last(x: Any, w: Any) -> Any:
+        return lax.scan(lambda _, x: (x @ w, None), jnp.zeros((16, 64)), x)[0]
+
+    operands = ((3, 16, 32), (None, None, "b")), ((32, 64), ("b", None))
+    assert check(last, *operands) == ["all_reduce"]
