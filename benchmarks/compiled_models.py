@@ -18,9 +18,8 @@ import jax.numpy as jnp
 
 import shardwright as sw
 from shardwright import caches
-from shardwright.interop import t5x
 from shardwright.interop.hf_decoder import Sizes, Stack, programs
-from shardwright.interop.logical_rules import to_logical_axis_rules
+from shardwright.interop.logical_rules import Names, to_logical_axis_rules
 from shardwright.layers.attention_block import AttentionConfig
 from shardwright.layers.dtypes import Dtypes
 from shardwright.layers.mixture_block import MixtureConfig
@@ -37,7 +36,7 @@ LOGITS: Final = (sw.BATCH, sw.QUERY_LENGTH, sw.VOCAB)
 LAST: Final = (sw.BATCH, sw.EMPTY, sw.VOCAB)  # logits of one token
 
 # Names of T5X's decoder.
-NAMES: Final = {
+NAMES: Final[Names] = {
     "batch": (sw.BATCH, "activation"),
     "length": (sw.QUERY_LENGTH, "activation"),
     # The model constrains its weights again, after they were gathered.
@@ -151,9 +150,8 @@ def t5x_decoder(checkout: Path) -> dict[str, Program]:
     variables = jax.eval_shape(
         lambda tokens: model.init(jax.random.key(0), tokens, tokens, enable_dropout=False), whole
     )
-    values, axes = t5x.annotations(variables, NAMES)
-    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), values["params"])
-    specs = jax.tree.map(lambda p, own: sw.ArraySpec(p.shape, p.dtype, own), params, axes["params"])
+    specs = _t5x_specs(variables)
+    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)
     cache, cache_axes = _t5x_cache(model, params, whole)
 
     train, prefill, decode = _t5x_steps(model, specs)
@@ -179,6 +177,20 @@ def t5x_decoder(checkout: Path) -> dict[str, Program]:
         ),
         "insert": insert(HEADS),
     }
+
+
+def _t5x_specs(variables: Any) -> Any:
+    """Return the parameters as `ArraySpec`s, from the names in the collection `params_axes`."""
+
+    def spec(path: Any, leaf: Any) -> sw.ArraySpec:
+        node = variables["params_axes"]
+        for key in path[:-1]:
+            node = node[key.key]
+        targets = [NAMES[name] for name in node[f"{path[-1].key}_axes"].names]
+        axes = tuple(target if isinstance(target, str) else target[0] for target in targets)
+        return sw.ArraySpec(leaf.shape, jnp.dtype(BF16.param), axes)
+
+    return jax.tree_util.tree_map_with_path(spec, variables["params"])
 
 
 def _t5x_steps(model: Any, specs: Any) -> tuple[Callable[..., Any], ...]:

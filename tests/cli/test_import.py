@@ -20,7 +20,6 @@ logical_axis_rules:
 ici_fsdp_parallelism: -1
 ici_tensor_parallelism: 1
 """
-GIN = "PjitPartitioner.num_partitions = 2\n"
 LEVANTER = """\
 data: !include data/pile.yaml
 trainer:
@@ -39,7 +38,6 @@ RULES = """\
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "base.yml").write_text(CONFIG, encoding="utf-8")
-    (tmp_path / "train.gin").write_text(GIN, encoding="utf-8")
     (tmp_path / "gpt2.yaml").write_text(LEVANTER, encoding="utf-8")
     (tmp_path / "rules.json").write_text(RULES, encoding="utf-8")
     (tmp_path / "rules.yml").write_text(RULES, encoding="utf-8")
@@ -113,14 +111,6 @@ def test_explain_suggests_imported_axes(folder: Path) -> None:
     assert "note" not in out
 
 
-def test_t5x_with_a_binding(folder: Path) -> None:
-    code, out, _ = run("import t5x train.gin 'PjitPartitioner.num_partitions = 4'", folder)
-    assert code == 0
-    strategy = sw.Strategy.loads(out)
-    assert strategy.mesh == {"data": -1, "model": 4}
-    assert 'logical_mlp = "model"  # standard_logical_axis_rules (train.gin)' in out
-
-
 def test_levanter_with_an_override(folder: Path) -> None:
     code, out, _ = run("import levanter gpt2.yaml trainer.model_axis_size=4", folder)
     assert code == 0
@@ -192,11 +182,11 @@ BAD = {
     "import rules rules.json": "a list of rules does not state its mesh",
     "import rules rules.json a=b --mesh data:2": "import rules takes no override",
     "import maxtext base.yml --mesh data:2 --semantics nnx": "takes no --mesh or --semantics",
-    "import t5x train.gin --vocabulary": "import t5x takes no --vocabulary",
-    "import t5x train.gin --force": "import without -o takes no --force",
-    "import t5x train.gin -o out.json": "'out.json' is not a .toml file",
-    "import t5x train.gin -o no/out.toml": "no folder 'no' to write 'out.toml' in",
-    "import t5x none.gin": "cannot read 'none.gin': no such file",
+    "import rules rules.json --vocabulary": "import rules takes no --vocabulary",
+    "import maxtext base.yml --force": "import without -o takes no --force",
+    "import maxtext base.yml -o out.json": "'out.json' is not a .toml file",
+    "import maxtext base.yml -o no/out.toml": "no folder 'no' to write 'out.toml' in",
+    "import maxtext none.yml": "cannot read 'none.yml': no such file",
     "import maxtext base.yml ici_tensor_paralelism=2": "did you mean 'ici_tensor_parallelism'",
     "import maxtext base.yml tensor": "'tensor' is not key=value",
     "import maxtext base.yml num_slices=[": "the value of 'num_slices=[' is not YAML",

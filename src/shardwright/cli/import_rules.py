@@ -26,27 +26,24 @@ from shardwright.vocabulary.axes import (
 if TYPE_CHECKING:
     from shardwright.interop.logical_rules import Imported
 
-_SOURCES = ("maxtext", "t5x", "levanter", "rules")
+_SOURCES = ("maxtext", "levanter", "rules")
 _SEMANTICS = ("flax", "nnx", "strict")
 _NAME = re.compile(r"([^=]+)=([A-Za-z_][A-Za-z0-9_]*)(?::(activation|param))?")
 # By format: the function of Python that imports, and the one that annotates a model.
 _IN_PYTHON = {
     "maxtext": ("maxtext.from_config", "flax.annotations(variables, imported.names)"),
-    "t5x": ("t5x.from_gin", "t5x.annotations(variables, imported.names)"),
     "levanter": ("haliax.from_levanter", "haliax.annotations(model, imported.names)"),
     "rules": ("from_logical_axis_rules", "flax.annotations(variables, imported.names)"),
 }
 _EPILOG = f"""\
-FORMAT is maxtext or levanter (a YAML configuration), t5x (a gin file) or rules (a YAML or JSON file
-with a list of pairs, alone or under logical_axis_rules). OVERRIDE is key=value of a configuration,
-or a binding of gin. The strategy has the same mesh and gives the same specs. Every rule has a
-comment with the file and line that it comes from. Each name becomes an axis of its own, unless
---name or --vocabulary maps it.
+FORMAT is maxtext or levanter (a YAML configuration), or rules (a YAML or JSON file with a list of
+pairs, alone or under logical_axis_rules). OVERRIDE is key=value of a configuration. The strategy
+has the same mesh and gives the same specs. Every rule has a comment with the file and line that it
+comes from. Each name becomes an axis of its own, unless --name or --vocabulary maps it.
 
 examples:
   shardwright import maxtext base.yml ici_tensor_parallelism=4 -o strategy.toml
   shardwright import levanter gpt2.yaml trainer.model_axis_size=2 --vocabulary -o strategy.toml
-  shardwright import t5x train.gin PjitPartitioner.num_partitions=2 -o strategy.toml
   shardwright import rules rules.yml --mesh data:2,model:4 --name embed=EMBED:param
 
 exit codes: 0 imported;
@@ -63,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         "overrides",
         nargs="*",
         metavar="OVERRIDE",
-        help="maxtext, levanter, t5x: key=value, which overrides the file",
+        help="maxtext, levanter: key=value, which overrides the file",
     )
     command.add_argument("--mesh", metavar="MESH", help="rules: mesh axes, such as data:2,model:4")
     command.add_argument(
@@ -148,7 +145,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
     unfit = {
         "--mesh": not is_rules and arguments.mesh is not None,
         "--semantics": not is_rules and arguments.semantics is not None,
-        "--vocabulary": arguments.format not in ("maxtext", "levanter") and arguments.vocabulary,
+        "--vocabulary": is_rules and arguments.vocabulary,
         "an override": is_rules and bool(arguments.overrides),
         "--force": arguments.out is None and arguments.force,
     }
@@ -164,7 +161,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 
 def _imported(arguments: argparse.Namespace) -> Imported:
-    from shardwright.interop import haliax, maxtext, t5x
+    from shardwright.interop import haliax, maxtext
     from shardwright.interop.logical_rules import from_logical_axis_rules, read_rules, resized
 
     pairs = [*map(read_name, arguments.name)]
@@ -193,10 +190,6 @@ def _imported(arguments: argparse.Namespace) -> Imported:
             names={**own, **_without_roles(names)},
             replicated=tuple(own),
             own_axes=arguments.own_axis,
-        )
-    if arguments.format == "t5x":
-        return t5x.from_gin(
-            arguments.file, bindings=arguments.overrides, names=names, own_axes=arguments.own_axis
         )
     rules, places = read_rules(Path(arguments.file))
     if not rules:

@@ -33,7 +33,7 @@ COMMANDS: dict[str, str] = {
     "plan": "show what a model holds on each device, and what it sends",
     "search": "find meshes and strategies for a model on a slice of TPUs",
     "infer": "infer the axes of a model that nobody annotated",
-    "import": "write a strategy from rules of MaxText, T5X or another library",
+    "import": "write a strategy from rules of MaxText, levanter or another library",
     "presets": "list, show or copy the strategies of the package",
     "schema": "write the JSON Schema of strategy files",
 }
