@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from shardwright.manager import watchdog
-from shardwright.manager.watchdog import EXIT_CODE
+from shardwright.processes import watchdog
+from shardwright.processes.watchdog import EXIT_CODE
 from tests.multiprocess import pairs
 
 pytestmark = pytest.mark.multiprocess

@@ -19,6 +19,7 @@ ROOMS = (
     ("lints", "likely mistakes in a strategy"),
     ("inference", "axes of models that nobody annotated"),
     ("manager", "PartitionManager: shard, gather, explain"),
+    ("processes", "what processes check of each other"),
     ("strategy", "strategy files and presets"),
     ("trees", "annotated trees, optimizer state"),
     ("resolution", "axes, sizes and rules to a spec; pure"),

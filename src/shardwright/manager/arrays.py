@@ -23,15 +23,15 @@ from shardwright.errors import (
 from shardwright.manager import constraint
 from shardwright.manager.constraint import Placement
 from shardwright.manager.core import ManagerCore
-from shardwright.manager.host_data import (
+from shardwright.manager.request import Request, dim_problem, suggest_for_missing_size
+from shardwright.manager.trees import map_leaves
+from shardwright.manager.weights import path_required
+from shardwright.processes.host_data import (
     compare_copies,
     compare_data,
     compare_parts,
     read_local,
 )
-from shardwright.manager.request import Request, dim_problem, suggest_for_missing_size
-from shardwright.manager.trees import map_leaves
-from shardwright.manager.weights import path_required
 from shardwright.resolution import resolver
 from shardwright.resolution.decisions import Resolution
 from shardwright.vocabulary.annotations import read_annotation, tree_of_annotations

@@ -15,9 +15,9 @@ from shardwright.errors import (
     StrategyError,
     raise_problems,
 )
-from shardwright.manager import constraint, processes
-from shardwright.manager.processes import ProcessGroup, ProcessOptions
+from shardwright.manager import constraint
 from shardwright.manager.request import Request, decision_rule, dim_problem
+from shardwright.processes.compare import ProcessGroup, ProcessOptions, process_group
 from shardwright.resolution import resolver
 from shardwright.resolution.decisions import ModeFrom, Outcome, Resolution
 from shardwright.resolution.recent import Recent
@@ -98,7 +98,7 @@ class ManagerCore:
         """Return the processes to compare with: None for a local mesh, or under `agree=False`."""
         if isinstance(self.mesh, AbstractMesh) or not self.mesh.is_multi_process:
             return None
-        return processes.process_group(self.mesh) if self._options.agree else None
+        return process_group(self.mesh) if self._options.agree else None
 
     def _sharding(self, resolution: Resolution, memory_kind: str | None = None) -> NamedSharding:
         """Return the sharding of a resolution. Equal specs give the identical object.

@@ -15,15 +15,17 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardwright import _jax
 from shardwright.errors import raise_problems
-from shardwright.manager import agreement, context, upward
+from shardwright.manager import context, upward
 from shardwright.manager.arguments import check_rules_on_mesh, compiled_rules, mesh_for
 from shardwright.manager.arrays import ArrayMethods
 from shardwright.manager.core import needs_sharding
-from shardwright.manager.processes import ProcessOptions
+from shardwright.manager.facts import manager_facts
 from shardwright.manager.request import Request, suggest_for_missing_size
 from shardwright.manager.training import TrainingMethods
 from shardwright.manager.weights import WeightMethods
 from shardwright.mesh.build import mesh_sizes
+from shardwright.processes import agreement
+from shardwright.processes.compare import ProcessOptions
 from shardwright.resolution.decisions import Resolution
 from shardwright.resolution.partition_axis import PartitionAxis
 from shardwright.resolution.recent import Recent
@@ -184,8 +186,8 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         return manager_html(self)
 
     def __enter__(self) -> PartitionManager:
-        if not self._met:
-            agreement.meet(self)
+        if not self._met and not _jax.in_trace():
+            self._meet()
         context.enter(self, self.mesh, self._key or self._make_key())
         return self
 
@@ -195,6 +197,23 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
             return
         if _EXPLICIT_NOTE not in getattr(error, "__notes__", ()):
             error.add_note(_EXPLICIT_NOTE)
+
+    def _meet(self) -> None:
+        """Compare this manager with the other processes of its mesh, at its first entry.
+
+        Only the first thread waits. If the comparison fails, the next entry compares again.
+        """
+        object.__setattr__(self, "_met", True)
+        try:
+            agreement.meet(
+                self.mesh,
+                self._options,
+                repr(self),
+                lambda: manager_facts(self.rules, self.mesh, self.mode, self._options),
+            )
+        except BaseException:
+            object.__setattr__(self, "_met", False)
+            raise
 
     def _make_key(self) -> context.Key:
         """Return the manager's part of JAX's cache keys. Equal managers have equal keys."""

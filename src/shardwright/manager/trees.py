@@ -20,8 +20,8 @@ from shardwright.errors import (
 )
 from shardwright.manager import constraint
 from shardwright.manager.core import ManagerCore
-from shardwright.manager.processes import Fact, array_text, compare
 from shardwright.manager.request import Request
+from shardwright.processes.compare import Fact, array_text, compare
 from shardwright.resolution.partition_specs import spec_text
 from shardwright.resolution.recent import Shardings
 from shardwright.trees import annotated, initialize, paths

@@ -14,8 +14,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from shardwright.errors import MoveError, raise_problems
 from shardwright.manager import constraint
-from shardwright.manager.host_data import compare_data
 from shardwright.manager.manager import PartitionManager
+from shardwright.processes.host_data import compare_data
 from shardwright.reshard.leaf import check_processes, move_leaf
 from shardwright.reshard.tree import LeafMove, ReshardPlan, plan_moves_of, target_shardings
 from shardwright.trees.paths import is_array_spec

@@ -21,8 +21,8 @@ from shardwright.caches.change import readable
 from shardwright.caches.paged.cache import PagedCache
 from shardwright.errors import IndivisibleError, Problem, ServingError, ShardingError
 from shardwright.manager import context
-from shardwright.manager.host_data import compare_data
 from shardwright.manager.manager import PartitionManager
+from shardwright.processes.host_data import compare_data
 from shardwright.serving import steps
 from shardwright.serving.arguments import deleted_weights
 from shardwright.serving.request import Sampling

@@ -6,8 +6,8 @@ import threading
 from typing import Final
 
 from shardwright.manager.manager import PartitionManager
-from shardwright.manager.meeting import ROOT
-from shardwright.manager.processes import PATIENCE_S, Fact, ProcessGroup, compare, digest_of
+from shardwright.processes.compare import PATIENCE_S, Fact, ProcessGroup, compare, digest_of
+from shardwright.processes.meeting import ROOT
 from shardwright.serving.request import Request
 
 _FIX: Final = (

@@ -23,8 +23,8 @@ from typing import Any, Final
 import jax
 
 from shardwright import _jax
-from shardwright.manager.meeting import ROOT, collect
-from shardwright.manager.processes import ProcessGroup
+from shardwright.processes.compare import ProcessGroup
+from shardwright.processes.meeting import ROOT, collect
 
 # EX_TEMPFAIL of sysexits.h: the program may succeed if it is started again.
 EXIT_CODE: Final = 75

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-import shardwright as sw
 from shardwright.errors import AgreementError
-from shardwright.manager import agreement, meeting, processes, watchdog
-from shardwright.manager.meeting import Meeting, collect
-from shardwright.manager.processes import Fact, ProcessGroup
-from tests.manager.simulated_store import SimulatedStore
+from shardwright.processes import agreement, meeting, watchdog
+from shardwright.processes import compare as comparing
+from shardwright.processes.compare import Fact, ProcessGroup
+from shardwright.processes.meeting import Meeting, collect
+from tests.processes.simulated_store import SimulatedStore
 
 HANGS_S = 200.0
 COUNTS = [
@@ -29,10 +29,10 @@ COUNTS = [
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads of one machine take turns, so the slow ones must not count as late."""
-    for module, name in ((processes, "CROSSING_S"), (meeting, "_OTHERS_LOOK_S")):
+    for module, name in ((comparing, "CROSSING_S"), (meeting, "_OTHERS_LOOK_S")):
         monkeypatch.setattr(module, name, 60.0)
     monkeypatch.setattr(agreement, "GRACE_S", 60.0)
-    monkeypatch.setattr(processes, "WAIT_S", 120.0)
+    monkeypatch.setattr(comparing, "WAIT_S", 120.0)
 
 
 def together(count: int, work: Callable[[int], Any]) -> list[Any]:
@@ -61,7 +61,7 @@ def group(store: SimulatedStore, rank: int, count: int) -> ProcessGroup:
 def compare(at: ProcessGroup, text: str, **options: Any) -> None:
     facts = {"x": Fact(text, "here"), "y": Fact("int32[]")}
     options = {"patience": 300.0, **options}
-    processes.compare(at, "tree", facts, what="pm.agree", fix="build the same tree", **options)
+    comparing.compare(at, "tree", facts, what="pm.agree", fix="build the same tree", **options)
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -73,7 +73,7 @@ def test_messages_of_a_comparison(count: int) -> None:
         assert errors == [None] * count
         assert max(store.messages.values()) <= 6
         assert store.bytes <= 500 * count
-        assert len(store.values) <= count * min(number + 2, processes._KEPT + 1) + 40
+        assert len(store.values) <= count * min(number + 2, comparing._KEPT + 1) + 40
     store.reset()
     texts = {count // 2: "float32[8,5]"}
     errors = together(
@@ -86,13 +86,9 @@ def test_messages_of_a_comparison(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_messages_of_an_entry(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_an_entry(count: int) -> None:
     store = SimulatedStore()
-    manager = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=sw.abstract_mesh("fsdp:2"))
-    facts = {"mode": Fact("train")}
-    monkeypatch.setattr(agreement, "manager_facts", lambda manager: facts)
-    enter = agreement.agree_on_manager
-    errors = together(count, lambda rank: enter(manager, group(store, rank, count)))
+    errors = together(count, lambda rank: entry(group(store, rank, count)))
     assert errors == [None] * count
     assert max(store.messages.values()) <= 6
     assert store.bytes <= 1000 * count
@@ -117,7 +113,7 @@ def test_bytes_of_the_watchdog(count: int) -> None:
 def test_calls_that_fail_start_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process is late, and the call fails in all others at once. The next call is right."""
     monkeypatch.setattr(meeting, "_OTHERS_LOOK_S", 0.2)
-    monkeypatch.setattr(processes, "CROSSING_S", 0.2)
+    monkeypatch.setattr(comparing, "CROSSING_S", 0.2)
     store = SimulatedStore()
 
     def call(rank: int) -> Any:
@@ -139,7 +135,7 @@ def test_calls_that_fail_start_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_that_compiles_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_OTHERS_LOOK_S", 0.2)
-    monkeypatch.setattr(processes, "CROSSING_S", 0.2)
+    monkeypatch.setattr(comparing, "CROSSING_S", 0.2)
     store = SimulatedStore()
     beat = b'{"state": "runs", "compiles": true}'
     store.of(2).set("shardwright/watchdog/beats/2", beat)
@@ -156,8 +152,7 @@ def test_a_process_that_compiles_is_not_late(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def entry(at: ProcessGroup) -> None:
-    manager = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=sw.abstract_mesh("fsdp:2"))
-    agreement.agree_on_manager(manager, at)
+    agreement.agree_on_manager(at, "PartitionManager('fsdp')", {"mode": Fact("train")})
 
 
 @pytest.mark.parametrize(
@@ -172,8 +167,7 @@ def test_the_last_process_ends_before_its_verdict(
     call: Callable[[ProcessGroup], None], room: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All have arrived, so none is absent, and none compiles. Each closes the meeting once."""
-    monkeypatch.setattr(processes, "WAIT_S", 0.3)
-    monkeypatch.setattr(agreement, "manager_facts", lambda manager: {"mode": Fact("train")})
+    monkeypatch.setattr(comparing, "WAIT_S", 0.3)
     monkeypatch.setattr(meeting, "_VERDICT_S", 0.3)
     monkeypatch.setitem(globals(), "HANGS_S", 20.0)
 

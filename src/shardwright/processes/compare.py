@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardwright import _jax
 from shardwright.errors import AgreementError, Problem, StrategyError
-from shardwright.manager.meeting import (
+from shardwright.processes.meeting import (
     ROOT,
     Meeting,
     Verdict,

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from shardwright import _jax
 from shardwright.errors import StrategyError
-from shardwright.manager.processes import (
+from shardwright.processes.compare import (
     PATIENCE_S,
     Fact,
     ProcessGroup,

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import pytest
 
 from shardwright import _jax
-from shardwright.manager import watchdog
-from shardwright.manager.processes import ProcessGroup
-from shardwright.manager.watchdog import Watchdog, _Beat, _State
-from tests.manager.simulated_store import SimulatedStore
+from shardwright.processes import watchdog
+from shardwright.processes.compare import ProcessGroup
+from shardwright.processes.watchdog import Watchdog, _Beat, _State
+from tests.processes.simulated_store import SimulatedStore
 
 LOST = {"state": _State.RAISED, "text": "JaxRuntimeError: closed by peer", "lost": True}
 

@@ -8,23 +8,16 @@ own, so threads may enter several managers in any order.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
-import jax
-import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
-from shardwright import _jax
 from shardwright.errors import AgreementError
-from shardwright.manager import processes, watchdog
-from shardwright.manager.core import ManagerCore
-from shardwright.manager.meeting import ROOT, Meeting, Verdict, any_late, collect, unanswered
-from shardwright.manager.processes import Fact, ProcessGroup
-from shardwright.resolution.rules import Rule
-from shardwright.vocabulary.axes import axis_label
-from shardwright.vocabulary.modes import MODES, mode_name
+from shardwright.processes import compare, watchdog
+from shardwright.processes.compare import Facts, ProcessGroup, ProcessOptions
+from shardwright.processes.meeting import ROOT, Meeting, Verdict, any_late, collect, unanswered
 
 # Seconds in which another thread may still enter the manager that another process has entered.
 GRACE_S: Final = 1.0
@@ -40,45 +33,43 @@ _ABSENT: Final = (
 )
 
 
-def meet(manager: ManagerCore) -> None:
-    """Compare a manager with the other processes of its mesh, at its first entry.
+def meet(
+    mesh: Mesh | AbstractMesh, options: ProcessOptions, name: str, facts: Callable[[], Facts]
+) -> None:
+    """Wait until every process of a mesh has entered an equal manager. Then start the watchdog.
 
-    Nothing happens in a trace. Only the first thread waits. If the comparison fails, the next entry
-    compares again.
+    Args:
+      mesh: Mesh of the manager. Nothing happens on a mesh of one process.
+      options: Whether to compare, and the seconds of the watchdog.
+      name: Name of the manager in messages.
+      facts: Returns what must be equal in all processes.
 
     Raises:
       AgreementError: See `agree_on_manager`.
     """
-    if _jax.in_trace():
-        return
-    object.__setattr__(manager, "_met", True)
-    group = processes.process_group(manager.mesh)
+    group = compare.process_group(mesh)
     if group is None:
         return
-    try:
-        if manager._options.agree:
-            agree_on_manager(manager, group)
-        if manager._options.watchdog is not None:
-            watchdog.watch(group, manager._options.watchdog)
-    except BaseException:
-        object.__setattr__(manager, "_met", False)
-        raise
+    if options.agree:
+        agree_on_manager(group, name, facts())
+    if options.watchdog is not None:
+        watchdog.watch(group, options.watchdog)
 
 
-def agree_on_manager(manager: ManagerCore, group: ProcessGroup) -> None:
-    """Wait until every process of a manager's mesh has entered an equal manager.
+def agree_on_manager(group: ProcessGroup, name: str, facts: Facts) -> None:
+    """Wait until every process of a group has entered a manager with equal facts.
 
     Raises:
       AgreementError: A process has entered another manager instead, or none for 8 seconds.
     """
-    entering = _Entering(manager, group)
+    entering = _Entering(group, name, facts)
     verdict = collect(
         entering.meeting,
         decide=dict,
         look=entering.look,
         fail=entering.failure,
         is_late=lambda: any_late(group.store, entering.absent()),
-        patience=processes.WAIT_S,
+        patience=compare.WAIT_S,
         first_look=GRACE_S / 2,
     )
     if verdict:
@@ -91,10 +82,9 @@ class _Entering:
     The first process that enters it reads what the others have entered.
     """
 
-    def __init__(self, manager: ManagerCore, group: ProcessGroup) -> None:
-        self._group, self._store, self._text = group, group.store, repr(manager)
-        self._facts = manager_facts(manager)
-        self._digest = processes.facts_digest(self._facts)
+    def __init__(self, group: ProcessGroup, name: str, facts: Facts) -> None:
+        self._group, self._store, self._text, self._facts = group, group.store, name, facts
+        self._digest = compare.facts_digest(self._facts)
         # The n-th of several equal managers is compared with the n-th one in the other processes.
         self._times = f"{_ROOM}/times/{group.rank}/{self._digest}"
         self._name = f"{self._digest}-{self._store.count(self._times)}"
@@ -122,11 +112,11 @@ class _Entering:
             return None
         if not self._published:
             self._published = True
-            self._store.set(f"{_ROOM}/facts/{self._digest}", processes.packed(self._facts))
-            processes.publish_ranks(self._group)
-        others = self._others(late=waited > processes.WAIT_S)
+            self._store.set(f"{_ROOM}/facts/{self._digest}", compare.packed(self._facts))
+            compare.publish_ranks(self._group)
+        others = self._others(late=waited > compare.WAIT_S)
         self._differs_since = (self._differs_since or waited) if others else 0.0
-        if not others or (waited - self._differs_since < GRACE_S and waited < processes.WAIT_S):
+        if not others or (waited - self._differs_since < GRACE_S and waited < compare.WAIT_S):
             return None
         return _differing(others)
 
@@ -148,8 +138,8 @@ class _Entering:
         if len(gone) > 1:
             verb = verb.replace("has not", "have not")
         text = (
-            f"{processes.processes_text(gone)} {verb} {self._text}; process {self._group.rank} has "
-            f"waited in it for {processes.WAIT_S:.0f} s"
+            f"{compare.processes_text(gone)} {verb} {self._text}; process {self._group.rank} has "
+            f"waited in it for {compare.WAIT_S:.0f} s"
         )
         return {"error": text}
 
@@ -170,9 +160,9 @@ class _Entering:
         if theirs is None:
             return AgreementError(f"{what} differs in process {rank}", fix=_FIX)
         also = f"; {verdict['same']} processes agree with process {rank}"
-        sides = ((self._group.rank, self._facts), (rank, processes.unpacked(theirs)))
+        sides = ((self._group.rank, self._facts), (rank, compare.unpacked(theirs)))
         suffix = also if verdict["same"] > 1 else ""
-        return processes.disagreement(sides, what, _FIX, suffix=suffix)
+        return compare.disagreement(sides, what, _FIX, suffix=suffix)
 
     def _entered(self) -> dict[int, dict[str, Any]]:
         """Return the entries of each process, by rank and name."""
@@ -203,7 +193,7 @@ class _Entering:
                 (entry["number"], name)
                 for name, entry in entered.get(rank, {}).items()
                 if name not in own
-                and self._group.rank in processes.ranks_of(self._group, entry["group"])
+                and self._group.rank in compare.ranks_of(self._group, entry["group"])
                 and (entry["number"] >= self._number or (late and not entry["failed"]))
             ]
             if theirs:
@@ -215,60 +205,3 @@ def _differing(others: dict[int, str]) -> Verdict:
     """Return the verdict if absent processes have entered managers with other digests."""
     rank, digest = min(others.items())
     return {"rank": rank, "digest": digest, "same": sum(d == digest for d in others.values())}
-
-
-def manager_facts(manager: ManagerCore) -> dict[str, Fact]:
-    """Return all values of a manager that its processes must share."""
-    rules, seconds = manager.rules, manager._options.watchdog
-    facts = {
-        "versions": Fact(f"JAX {jax.__version__}"),
-        "mode": Fact(mode_name(manager.mode) if manager.mode else "none"),
-        "watchdog": Fact("none" if seconds is None else f"{float(seconds)} s"),
-    }
-    facts.update(_mesh_facts(manager.mesh))
-    for field in dataclasses.fields(rules.policy):
-        value = getattr(rules.policy, field.name)
-        ref = str(value.ref) if isinstance(value, Rule) else ""
-        facts[f"policy {field.name}"] = Fact(_value_text(value), ref)
-    facts["axes of the strategy"] = Fact(", ".join(rules.user_axes) or "none")
-    for mode, line in rules.attention:
-        facts[f"attention in mode {mode_name(mode)}"] = Fact(line.text, str(line))
-    for table, tables in (("rules", rules.activations), ("params", rules.params)):
-        for mode, entries in zip(MODES, tables, strict=True):
-            for axis, rule in entries:
-                name = f"[{table}] {axis_label(axis)} in mode {mode_name(mode)}"
-                facts[name] = rule_fact(axis, rule)
-    for at, entry in enumerate(rules.tensors):
-        facts[f"[[tensors]] {at}"] = Fact(f"match = {entry.match!r}")
-        for axis, rule in entry.rules:
-            facts[f"[[tensors]] {at} {axis_label(axis)}"] = rule_fact(axis, rule)
-    if rules.order:
-        facts["order of the rules"] = Fact(processes.digest_of(repr(rules.order)))
-    return facts
-
-
-def rule_fact(axis: str, rule: Rule) -> Fact:
-    """Return a rule as a fact, with the place where it is written."""
-    return Fact(f"{axis_label(axis)} = {_value_text(rule)}", str(rule.ref))
-
-
-def _value_text(value: Any) -> str:
-    if isinstance(value, Rule):
-        words = ["+".join(candidate) for candidate in value.candidates]
-        text = f'"{" | ".join([*words, *filter(None, [value.fallback])])}"'
-        one = "" if value.of_one is None else f" (of size 1: {_value_text(value.of_one)})"
-        return text + one
-    if isinstance(value, tuple):
-        return "+".join(value) or "none"
-    return "none" if value is None else str(value)
-
-
-def _mesh_facts(mesh: Any) -> Iterator[tuple[str, Fact]]:
-    sizes = ",".join(f"{axis}:{size}" for axis, size in mesh.shape.items())
-    types = ", ".join(str(kind).rpartition(".")[2] for kind in mesh.axis_types)
-    yield "mesh axes", Fact(sizes)
-    yield "axis types of the mesh", Fact(types)
-    # One fact per device, so that the message names the first one that differs.
-    for index, device in np.ndenumerate(mesh.devices):
-        place = ",".join(f"{axis}={at}" for axis, at in zip(mesh.shape, index, strict=True))
-        yield f"device at {place}", Fact(f"device {device.id}", kind="device")
