@@ -18,8 +18,8 @@ import jax
 
 import shardwright as sw
 from shardwright.interop.hf_decoder import Sizes, programs, read_config
-from shardwright.manager.request import Request
 from shardwright.plan.state import Category, Held, StateBytes, count_state
+from shardwright.resolution.request import Request
 from shardwright.trees.annotated import annotated_leaves
 from shardwright.vocabulary.axes import Role
 from tests.plan.decoder import Decoder

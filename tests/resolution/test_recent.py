@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 import shardwright as sw
-from shardwright.manager.request import Request
 from shardwright.resolution import recent
 from shardwright.resolution.recent import KEPT, Recent
+from shardwright.resolution.request import Request
 
 
 def manager() -> sw.PartitionManager:

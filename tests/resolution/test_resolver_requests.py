@@ -27,14 +27,7 @@ class TestModeOfACall:
         ("axes", "options", "mode", "mode_from"),
         [
             ((B,), {"mode": "decode"}, sw.MODE_DECODE, ModeFrom.CALL),
-            (
-                (B,),
-                {"mode": sw.MODE_PREFILL, "mode_from": ModeFrom.MANAGER},
-                sw.MODE_PREFILL,
-                ModeFrom.MANAGER,
-            ),
             ((B,), {}, sw.MODE_TRAIN, ModeFrom.DEFAULT),
-            ((B,), {"mode_from": ModeFrom.MANAGER}, sw.MODE_TRAIN, ModeFrom.DEFAULT),
             (sw.DynamicShardingAxes([B], "prefill"), {}, sw.MODE_PREFILL, ModeFrom.LAYOUT),
             (
                 sw.DynamicShardingAxes([B], "prefill"),

@@ -17,8 +17,8 @@ from shardwright import _jax
 from shardwright.attention.call import JointSpecs, KVHeads
 from shardwright.errors import AttentionError
 from shardwright.manager.manager import PartitionManager
-from shardwright.manager.request import Request
 from shardwright.resolution.decisions import DimDecision, Outcome, Resolution
+from shardwright.resolution.request import Request
 from shardwright.vocabulary.axes import (
     BATCH,
     EMPTY,

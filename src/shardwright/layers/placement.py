@@ -14,7 +14,7 @@ from shardwright import _jax
 from shardwright.errors import LayerError, Problem, RankMismatchError, raise_problems
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
-from shardwright.manager.request import Request
+from shardwright.resolution.request import Request
 from shardwright.vocabulary.axes import BATCH, EMBED, LENGTH, QUERY_LENGTH, VOCAB, Role, axis_label
 
 RESIDUAL = (BATCH, LENGTH, EMBED)

@@ -23,7 +23,6 @@ from shardwright.errors import (
 from shardwright.manager import constraint
 from shardwright.manager.constraint import Placement
 from shardwright.manager.core import ManagerCore
-from shardwright.manager.request import Request, dim_problem, suggest_for_missing_size
 from shardwright.manager.trees import map_leaves
 from shardwright.manager.weights import path_required
 from shardwright.processes.host_data import (
@@ -34,6 +33,8 @@ from shardwright.processes.host_data import (
 )
 from shardwright.resolution import resolver
 from shardwright.resolution.decisions import Resolution
+from shardwright.resolution.problems import dim_problem, suggest_for_missing_size
+from shardwright.resolution.request import Request
 from shardwright.vocabulary.annotations import read_annotation, tree_of_annotations
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.integers import as_integer

@@ -16,11 +16,13 @@ from shardwright.errors import (
     raise_problems,
 )
 from shardwright.manager import constraint
-from shardwright.manager.request import Request, decision_rule, dim_problem
+from shardwright.mesh.build import MeshSizes
 from shardwright.processes.compare import ProcessGroup, ProcessOptions, process_group
-from shardwright.resolution import resolver
-from shardwright.resolution.decisions import ModeFrom, Outcome, Resolution
+from shardwright.resolution.decisions import Outcome, Resolution
+from shardwright.resolution.problems import decision_rule, dim_problem
 from shardwright.resolution.recent import Recent
+from shardwright.resolution.request import Request
+from shardwright.resolution.resolver import explain_request
 from shardwright.resolution.rules import AxisRules
 
 
@@ -40,7 +42,7 @@ class ManagerCore:
     mesh: Mesh | AbstractMesh
     mode: str | None
     name: str
-    _sizes: dict[str, int]
+    _sizes: MeshSizes
     _uniform: bool  # whether all axes of the mesh have one axis type
     _options: ProcessOptions
     _met: bool  # whether an entry has already compared with the other processes
@@ -56,18 +58,7 @@ class ManagerCore:
           request: The request.
           ambient: The ambient mesh, whose axis types apply. None means the manager's mesh.
         """
-        annotation, shape, mode, role, path, manual = request
-        resolution = resolver.explain(
-            annotation,
-            self.rules,
-            self._sizes,
-            mode=self.mode if mode is None else mode,
-            role=role,
-            shape=shape,
-            path=path,
-            manual=manual,
-            mode_from=ModeFrom.MANAGER if mode is None else ModeFrom.CALL,
-        )
+        resolution = explain_request(request.under(self.mode), self.rules, self._sizes)
         if resolution.spec is None or (ambient is None and self._uniform):
             return resolution
         mesh = self.mesh if ambient is None else ambient

@@ -20,8 +20,8 @@ from shardwright.manager import constraint, context
 from shardwright.manager.arrays import check_varying
 from shardwright.manager.constraint import Placement
 from shardwright.manager.manager import PartitionManager
-from shardwright.manager.request import Request
 from shardwright.resolution.partition_specs import UNCONSTRAINED
+from shardwright.resolution.request import Request
 from shardwright.vocabulary.annotations import read_annotation
 
 

@@ -20,7 +20,6 @@ from shardwright.manager.arguments import check_rules_on_mesh, compiled_rules, m
 from shardwright.manager.arrays import ArrayMethods
 from shardwright.manager.core import needs_sharding
 from shardwright.manager.facts import manager_facts
-from shardwright.manager.request import Request, suggest_for_missing_size
 from shardwright.manager.training import TrainingMethods
 from shardwright.manager.weights import WeightMethods
 from shardwright.mesh.build import mesh_sizes
@@ -28,7 +27,9 @@ from shardwright.processes import agreement
 from shardwright.processes.compare import ProcessOptions
 from shardwright.resolution.decisions import Resolution
 from shardwright.resolution.partition_axis import PartitionAxis
+from shardwright.resolution.problems import suggest_for_missing_size
 from shardwright.resolution.recent import Recent
+from shardwright.resolution.request import Request
 from shardwright.resolution.rules import AxisRules, share_values
 from shardwright.vocabulary.annotations import join_axes
 from shardwright.vocabulary.axes import Role

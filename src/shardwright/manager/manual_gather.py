@@ -20,10 +20,10 @@ from shardwright.errors import ManualAxisError, Problem, raise_problems
 from shardwright.manager import constraint
 from shardwright.manager.constraint import Placement
 from shardwright.manager.core import late_manual_problems
-from shardwright.manager.request import dim_problem
 from shardwright.manager.which_shard import Inputs, Weight, find_split
 from shardwright.resolution.decisions import DimDecision, Resolution
 from shardwright.resolution.partition_specs import canonical_spec
+from shardwright.resolution.problems import dim_problem
 from shardwright.resolution.resolver import marked_manual
 
 

@@ -14,8 +14,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardwright import _jax
 from shardwright.errors import Problem, ShardingError, StrategyError, raise_problems
 from shardwright.manager import constraint
-from shardwright.manager.request import Request, suggest_for_missing_size
 from shardwright.manager.trees import TreeMethods, with_shardings
+from shardwright.resolution.problems import suggest_for_missing_size
+from shardwright.resolution.request import Request
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.annotations import ArraySpec, is_annotation, is_tuple_of_annotations
 from shardwright.vocabulary.axes import Role

@@ -20,10 +20,10 @@ from shardwright.errors import (
 )
 from shardwright.manager import constraint
 from shardwright.manager.core import ManagerCore
-from shardwright.manager.request import Request
 from shardwright.processes.compare import Fact, array_text, compare
 from shardwright.resolution.partition_specs import spec_text
 from shardwright.resolution.recent import Shardings
+from shardwright.resolution.request import Request
 from shardwright.trees import annotated, initialize, paths
 from shardwright.vocabulary.annotations import ArraySpec, is_annotation, tree_of_annotations
 from shardwright.vocabulary.axes import Role

@@ -12,10 +12,9 @@ from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_
 from shardwright.manager import constraint, context, manual_gather
 from shardwright.manager.constraint import Placement
 from shardwright.manager.core import ManagerCore
-from shardwright.manager.request import Request
 from shardwright.manager.trees import map_leaves
 from shardwright.manager.which_shard import Weight
-from shardwright.resolution import resolver
+from shardwright.resolution.request import Request, lower_local
 from shardwright.resolution.rules import AxisRules
 from shardwright.trees import annotated
 from shardwright.vocabulary.annotations import (
@@ -121,7 +120,7 @@ class WeightMethods(ManagerCore):
         self, request: Request, local: tuple[int, ...], varying: frozenset[str] | None
     ) -> manual_gather.ManualGather:
         manual = self.manual_axes(_jax.ambient_mesh())
-        dims = resolver.lower_local(request.annotation, local, self.rules)
+        dims = lower_local(request.annotation, local, self.rules)
         if request.path is None:
             raise_problems(path_required(request, self.rules, local=local))
         weight = Weight(
@@ -154,7 +153,7 @@ def path_required(
     if local is None:
         dims = request.dims(rules)
     else:
-        dims = resolver.lower_local(annotation, local, rules)
+        dims = lower_local(annotation, local, rules)
     names = {name for dim in dims for name in (*dim.axes, dim.means)}
     covering = [
         (entry, rule) for entry in rules.tensors for axis, rule in entry.rules if axis in names

@@ -30,8 +30,8 @@ from shardwright.errors import (
     ShapeRequiredError,
     raise_problems,
 )
-from shardwright.manager.request import dim_problem
 from shardwright.resolution.decisions import DimDecision, Outcome, Resolution
+from shardwright.resolution.problems import dim_problem
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.lowering import Dim
 

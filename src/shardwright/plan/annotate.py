@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from shardwright.manager.request import Request
+from shardwright.resolution.request import Request
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

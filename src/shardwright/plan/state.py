@@ -17,9 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.errors import Problem, ShardingError, StrategyError, did_you_mean, raise_problems
 from shardwright.manager.manager import PartitionManager
-from shardwright.manager.request import Request
 from shardwright.plan.memory import LeafBytes, TreeBytes, leaf_bytes
 from shardwright.resolution.decisions import DimDecision, Reason, Resolution
+from shardwright.resolution.request import Request
 from shardwright.trees.tensors import Tensor, is_dtype
 from shardwright.vocabulary.axes import Role
 

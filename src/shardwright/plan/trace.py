@@ -16,7 +16,6 @@ from shardwright import _jax
 from shardwright.errors import MeshMismatchError, ShardingError, StrategyError, located
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
-from shardwright.manager.request import Request
 from shardwright.plan.annotate import Annotation, annotate, annotate_axes_p, annotate_weight
 from shardwright.plan.attention_calls import AttentionCalls, read_attention_calls
 from shardwright.plan.renaming import Renaming, find_renaming
@@ -27,6 +26,7 @@ from shardwright.plan.walk.program import walk_jaxpr, written_target
 from shardwright.plan.walk.values import KEEP, Dims, Origin, Value, dims_of_spec
 from shardwright.resolution import resolver
 from shardwright.resolution.decisions import DimDecision, Resolution, RuleRef
+from shardwright.resolution.request import Request
 from shardwright.trees.annotated import Leaf, annotated_leaves
 from shardwright.vocabulary.annotations import ArraySpec, PartOf, read_annotation
 from shardwright.vocabulary.axes import Role

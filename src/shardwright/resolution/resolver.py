@@ -16,28 +16,22 @@ from shardwright.errors import (
     AxisConflictError,
     IndivisibleError,
     ManualAxisError,
-    RankMismatchError,
     ShardingError,
     StrategyError,
-    did_you_mean,
-    raise_problems,
 )
 from shardwright.mesh.build import MeshSizes, mesh_sizes
 from shardwright.resolution.decide import Decider
 from shardwright.resolution.decisions import DimDecision, ModeFrom, Outcome, Resolution
 from shardwright.resolution.parts import Derived, add_zero1, take_part
+from shardwright.resolution.request import Request, as_role
 from shardwright.resolution.rule_order import decide_in_rule_order
-from shardwright.resolution.rules import AxisRules, Order, Rank
-from shardwright.resolution.unknown_axes import unknown_axis
-from shardwright.vocabulary.annotations import ArraySpec, PartOf, as_annotation, is_annotation
+from shardwright.resolution.rules import AxisRules, Order
+from shardwright.vocabulary.annotations import PartOf, is_annotation
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.lowering import (
     Dim,
     Lowered,
-    as_shape,
-    check_merged,
     describe,
-    lower,
     mode_of_layout,
 )
 from shardwright.vocabulary.modes import MODE_TRAIN, is_mode, parse_mode
@@ -55,7 +49,6 @@ def resolve(
     shape: Sequence[int] | None = None,
     path: str | None = None,
     manual: frozenset[str] = frozenset(),
-    mode_from: ModeFrom = ModeFrom.CALL,
 ) -> Resolution:
     """Resolve an annotation to a spec and the decisions behind it.
 
@@ -69,22 +62,13 @@ def resolve(
       shape: Global sizes, but local to the mesh axes in `manual`.
       path: Path of the tensor, for `[[tensors]]` and for messages.
       manual: Mesh axes that an enclosing `shard_map` has already applied.
-      mode_from: Where `mode` comes from, for explanations.
 
     Raises:
       ShardingError: The annotation does not resolve. The error has all `problems`, in the class of
         the first, and the `resolution`.
     """
     resolution = explain(
-        axes,
-        rules,
-        mesh_shape,
-        mode=mode,
-        role=role,
-        shape=shape,
-        path=path,
-        manual=manual,
-        mode_from=mode_from,
+        axes, rules, mesh_shape, mode=mode, role=role, shape=shape, path=path, manual=manual
     )
     resolution.require()
     return resolution
@@ -100,89 +84,76 @@ def explain(
     shape: Sequence[int] | None = None,
     path: str | None = None,
     manual: frozenset[str] = frozenset(),
-    mode_from: ModeFrom = ModeFrom.CALL,
 ) -> Resolution:
     """Resolve like `resolve`, but return a `Resolution` with `problems` instead of raising them.
 
     Equal requests return equal objects. They return the identical object if at most 10,000 other
     requests came in between.
     """
-    sizes = mesh_sizes(mesh_shape)
-    if not isinstance(rules, AxisRules):
-        raise StrategyError(f"rules is a {type(rules).__name__}", fix="pass strategy.compile()")
-    try:
-        annotation, dims, role = _unwrap(
-            as_annotation(axes), None if shape is None else as_shape(shape), role
-        )
-        mode = None if mode is None else parse_mode(mode)
-        role = None if role is None else as_role(role)
-    except ShardingError as error:
-        return _refused(axes, error, mode=mode, role=role, path=path)
     if isinstance(manual, str):
         raise StrategyError(
             f"manual={manual!r} is one name, not a set of names", fix=f"manual={{{manual!r}}}"
         )
-    manual = frozenset(manual)
-    request = (annotation, sizes.pairs, mode, role, dims, path, manual, mode_from)
-    resolution: Resolution | None = rules._cache[request]
+    request = Request(axes, shape, mode, role, path, manual)
+    return explain_request(request, rules, mesh_sizes(mesh_shape))
+
+
+def explain_request(request: Request, rules: AxisRules, sizes: MeshSizes) -> Resolution:
+    """Resolve a request. All resolutions of the project come from here.
+
+    Args:
+      request: The request.
+      rules: Compiled rules, which cache the resolutions of recent requests.
+      sizes: Size of each mesh axis.
+    """
+    if not isinstance(rules, AxisRules):
+        raise StrategyError(f"rules is a {type(rules).__name__}", fix="pass strategy.compile()")
+    try:
+        normal = request.normalized()
+    except ShardingError as error:
+        return _refused(request, error)
+    key = (normal, sizes.pairs)
+    resolution: Resolution | None = rules._cache[key]
     if resolution is None:
-        fresh = _explain(
-            annotation,
-            rules,
-            sizes,
-            mode=mode,
-            role=role,
-            shape=dims,
-            path=path,
-            manual=manual,
-            mode_from=mode_from,
-        )
-        resolution = rules._cache.keep(request, fresh)
+        resolution = rules._cache.keep(key, _explain(normal, rules, sizes))
     return cast("Resolution", resolution)
 
 
-def _unwrap(
-    annotation: Any, shape: tuple[int, ...] | None, role: Any
-) -> tuple[Any, tuple[int, ...] | None, Any]:
-    """Return the axes, shape and role of an annotation.
-
-    An `ArraySpec` has its own shape, and its role defaults to param.
-    """
-    if not isinstance(annotation, ArraySpec):
-        return annotation, shape, role
-    lower(annotation, shape)
-    return annotation.axes, annotation.shape, Role.PARAM if role is None else role
-
-
-def _explain(
-    annotation: Any,
-    rules: AxisRules,
-    sizes: MeshSizes,
-    *,
-    mode: str | None,
-    role: Role | str | None,
-    shape: tuple[int, ...] | None,
-    path: str | None,
-    manual: frozenset[str],
-    mode_from: ModeFrom,
-) -> Resolution:
+def _explain(request: Request, rules: AxisRules, sizes: MeshSizes) -> Resolution:
+    """Lower a normalized request once, decide its dims once, and derive parts and state once."""
+    annotation, path = request.annotation, request.path
+    shape = None if request.shape is None else tuple(request.shape)
     try:
-        lowered, notes = lower_fitted(annotation, shape, rules)
-        chosen_mode, chosen_by = _mode(lowered, mode, mode_from, shape)
-        chosen_role = as_role(role or lowered.role or Role.ACTIVATION)
+        lowered, notes = request.lowered(rules)
+        mode, mode_from = _mode(request, lowered)
+        role = as_role(request.role or lowered.role or Role.ACTIVATION)
     except ShardingError as error:
-        return _refused(annotation, error, mode=mode, role=role, path=path)
+        return _refused(request, error)
     decider = Decider(
         rules=rules,
         sizes=sizes,
-        mode=chosen_mode,
-        role=chosen_role,
+        mode=mode,
+        role=role,
         shape=shape,
         path=path,
-        manual=manual,
+        manual=request.manual,
     )
     if isinstance(annotation, PartOf):
-        whole = _whole(annotation, decider, chosen_by)
+        # The whole array of a part resolves under its own shape and path.
+        of_whole = Role.PARAM if role is Role.STATE else role
+        whole = explain_request(
+            Request(
+                annotation.annotation,
+                annotation.shape,
+                mode,
+                of_whole,
+                annotation.path or None,
+                request.manual,
+                mode_from,
+            ),
+            rules,
+            sizes,
+        )
         derived = take_part(
             whole, annotation, shape, path=path, fits=decider.fits, policy=rules.policy
         )
@@ -192,17 +163,17 @@ def _explain(
             problems=tuple(decider.problems),
             notes=notes,
         )
-    if chosen_role is Role.STATE:
+    if role is Role.STATE:
         zero1 = rules.policy.zero1
         derived = add_zero1(
             derived, zero1, dims=lowered.dims, path=path, sizes=sizes, fits=decider.fits
         )
     return Resolution(
         annotation=describe(annotation),
-        decisions=marked_manual(derived.decisions, manual),
-        mode=chosen_mode,
-        mode_from=chosen_by,
-        role=chosen_role,
+        decisions=marked_manual(derived.decisions, request.manual),
+        mode=mode,
+        mode_from=mode_from,
+        role=role,
         path=path or "",
         problems=derived.problems,
         notes=derived.notes,
@@ -236,33 +207,17 @@ def marked_manual(
     )
 
 
-def _whole(part: PartOf, decider: Decider, mode_from: ModeFrom) -> Resolution:
-    """Resolve the whole array of a part, under its own shape and path."""
-    return explain(
-        part.annotation,
-        decider.rules,
-        decider.sizes,
-        shape=part.shape,
-        path=part.path or None,
-        mode=decider.mode,
-        mode_from=mode_from,
-        role=Role.PARAM if decider.role is Role.STATE else decider.role,
-        manual=decider.manual,
-    )
-
-
-def _refused(
-    axes: Any, error: ShardingError, *, mode: str | None, role: Any, path: str | None
-) -> Resolution:
+def _refused(request: Request, error: ShardingError) -> Resolution:
     """Return the resolution of a request whose annotation, mode or role is wrong.
 
     It has problems and no decisions.
     """
+    annotation, mode, role, path = request.annotation, request.mode, request.role, request.path
     problems = tuple(
         dataclasses.replace(problem, path=path or problem.path) for problem in error.problems
     )
     return Resolution(
-        annotation=describe(axes) if is_annotation(axes) else repr(axes),
+        annotation=describe(annotation) if is_annotation(annotation) else repr(annotation),
         decisions=(),
         mode=parse_mode(mode) if is_mode(mode) else MODE_TRAIN,
         mode_from=ModeFrom.CALL if is_mode(mode) else ModeFrom.DEFAULT,
@@ -272,76 +227,13 @@ def _refused(
     )
 
 
-def lower_fitted(
-    annotation: Any, shape: tuple[int, ...] | None, rules: AxisRules
-) -> tuple[Lowered, tuple[str, ...]]:
-    """Lower an annotation.
-
-    Under `rank = "fit"`, cut or pad its dims to the array's rank, and return a note about that.
-    """
-    try:
-        return lower(annotation, shape), ()
-    except RankMismatchError:
-        lowered = lower(annotation)
-        if rules.policy.rank is Rank.ERROR or shape is None or len(lowered.dims) == len(shape):
-            # An unknown name, such as a layout in quotes, is the likely cause of a wrong rank, so
-            # report the name.
-            raise_problems(
-                [
-                    unknown_axis(axis, rules.known_axes)
-                    for dim in lowered.dims
-                    for axis in dim.axes
-                    if axis not in rules.known_axes
-                ]
-            )
-            raise
-    fitted = (*lowered.dims, *[Dim(axes=())] * len(shape))[: len(shape)]
-    check_merged(fitted, shape)
-    note = f'policy rank = "fit": {len(lowered.dims)} dims fitted to the array\'s {len(shape)}'
-    return dataclasses.replace(lowered, dims=fitted), (note,)
-
-
-def lower_local(annotation: Any, local: tuple[int, ...], rules: AxisRules) -> tuple[Dim, ...]:
-    """Return the dims of an annotation for a local array. The ranks must agree, the sizes need not.
-
-    Raises:
-      RankMismatchError: The ranks differ.
-    """
-    try:
-        return lower_fitted(annotation, local, rules)[0].dims
-    except RankMismatchError:
-        dims = lower(annotation).dims
-        if len(dims) != len(local):
-            raise
-        return dims
-
-
-def _mode(
-    lowered: Lowered, mode: str | None, mode_from: ModeFrom, shape: tuple[int, ...] | None
-) -> tuple[str, ModeFrom]:
-    if mode is not None:
-        return parse_mode(mode), mode_from
+def _mode(request: Request, lowered: Lowered) -> tuple[str, ModeFrom]:
+    if request.mode is not None:
+        return request.mode, request.mode_from
     if lowered.mode is not None:
         by = ModeFrom.LAYOUT if isinstance(lowered.mode, str) else ModeFrom.LAYOUT_DIM
-        return mode_of_layout(lowered.mode, shape), by
+        return mode_of_layout(lowered.mode, request.shape), by
     return MODE_TRAIN, ModeFrom.DEFAULT
-
-
-def as_role(role: object) -> Role:
-    """Return a role from its name.
-
-    Raises:
-      StrategyError: There is no such role.
-    """
-    if isinstance(role, Role):
-        return role
-    known = [str(member) for member in Role]
-    if role not in known:
-        raise StrategyError(
-            f"unknown role {role!r}",
-            fix=f"{did_you_mean(str(role), known)} roles are {', '.join(known)}".strip(),
-        )
-    return Role(str(role))
 
 
 def left_open(resolution: Resolution) -> Resolution:

@@ -16,7 +16,7 @@ from shardwright.errors import (
     did_you_mean,
     raise_problems,
 )
-from shardwright.resolution.resolver import as_role
+from shardwright.resolution.request import as_role
 from shardwright.resolution.unknown_axes import check_axes
 from shardwright.vocabulary.axes import (
     EMPTY,

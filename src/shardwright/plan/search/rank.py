@@ -16,7 +16,6 @@ from typing import Any, Final
 from shardwright import _jax
 from shardwright.errors import ShardingError, located
 from shardwright.manager.manager import PartitionManager
-from shardwright.manager.request import Request
 from shardwright.plan.annotate import Annotation, annotate_axes_p
 from shardwright.plan.collectives.collective import Kind, ring_bytes
 from shardwright.plan.layout import Layout
@@ -24,6 +23,7 @@ from shardwright.plan.trace import Trace
 from shardwright.plan.walk.equations import live_equations, nested_jaxprs
 from shardwright.plan.walk.values import KEEP, Dims, dims_of_spec
 from shardwright.resolution import resolver
+from shardwright.resolution.request import Request
 from shardwright.vocabulary.axes import Role
 
 _USE: Final = 0.5  # share of the peak that products reach, as at the upper end of the time

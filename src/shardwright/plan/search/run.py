@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardwright.errors import ShardingError, StrategyError
 from shardwright.manager.manager import PartitionManager
-from shardwright.manager.request import Request
 from shardwright.mesh.build import abstract_mesh
 from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology, parse_topology, read_hardware
@@ -36,6 +35,7 @@ from shardwright.plan.search.settings import read_pins, read_vary
 from shardwright.plan.search.space import Point, Space
 from shardwright.plan.search.unused import UnusedAxes
 from shardwright.plan.trace import Trace
+from shardwright.resolution.request import Request
 from shardwright.vocabulary.axes import BATCH, LENGTH, QUERY_LENGTH
 from shardwright.vocabulary.modes import MODE_TRAIN, parse_mode
 

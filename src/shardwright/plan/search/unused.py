@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.manager.manager import PartitionManager
-from shardwright.manager.request import Request
 from shardwright.mesh.build import abstract_mesh
 from shardwright.plan.planner import Program, trace_program
 from shardwright.plan.search.rank import read_annotations
@@ -20,6 +19,7 @@ from shardwright.plan.search.settings import MESH
 from shardwright.plan.search.space import Space
 from shardwright.plan.walk.equations import nested_jaxprs
 from shardwright.resolution.partition_specs import entry_names
+from shardwright.resolution.request import Request
 from shardwright.resolution.rules import AxisRules, default_rule
 from shardwright.vocabulary.axes import Role
 

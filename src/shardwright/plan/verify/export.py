@@ -13,10 +13,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from shardwright.errors import ProgramError, ShardingError
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
-from shardwright.manager.request import Request
 from shardwright.plan.planner import Program
 from shardwright.plan.trace import Trace
 from shardwright.resolution.partition_specs import entry_names
+from shardwright.resolution.request import Request
 
 # Chips that libtpu compiles for: the kind and the cores of a device, as JAX names them there.
 DEVICES: Final = {
