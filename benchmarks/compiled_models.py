@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 import shardwright as sw
 from shardwright import caches
-from shardwright.interop.hf_decoder import Sizes, Stack, programs
+from shardwright.interop.hf import Sizes, Stack, programs
 from shardwright.interop.logical_rules import Names, to_logical_axis_rules
 from shardwright.layers.attention_block import AttentionConfig
 from shardwright.layers.dtypes import Dtypes

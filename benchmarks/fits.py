@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import shardwright as sw
-from shardwright.interop.hf_decoder import Sizes, Stack, programs
+from shardwright.interop.hf import Sizes, Stack, programs
 from shardwright.layers.attention_block import AttentionConfig
 from shardwright.layers.dtypes import Dtypes
 from shardwright.layers.mixture_block import MixtureConfig

@@ -17,14 +17,14 @@ from typing import Any, Final
 import jax
 
 import shardwright as sw
-from shardwright.interop.hf_decoder import Sizes, programs, read_config
+from shardwright.interop.hf import Sizes, programs, read_config
 from shardwright.plan.state import Category, Held, StateBytes, count_state
 from shardwright.resolution.request import Request
 from shardwright.trees.annotated import annotated_leaves
 from shardwright.vocabulary.axes import Role
 from tests.plan.decoder import Decoder
 
-CONFIG: Final = "tests/interop/hf_decoder_configs/deepseek-v3.json"
+CONFIG: Final = "tests/interop/hf/configs/deepseek-v3.json"
 STATE_SECONDS, SEARCH_SECONDS = 3.0, 60.0
 CANDIDATES, WALKED = 1000, 200
 

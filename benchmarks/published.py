@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import shardwright as sw
-from shardwright.interop.hf_decoder import Sizes, Stack, programs
+from shardwright.interop.hf import Sizes, Stack, programs
 from shardwright.layers.attention_block import AttentionConfig
 from shardwright.layers.dtypes import Dtypes
 from shardwright.layers.mlp_block import MlpConfig

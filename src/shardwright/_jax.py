@@ -274,7 +274,7 @@ _NOT_THE_MODEL: tuple[str, ...] = tuple(
     for folder in (Path(jax.__file__ or "").resolve().parent, Path(__file__).resolve().parent)
 )
 # This folder of the package is a model, so its lines are lines of the model.
-_REFERENCE_MODEL: str = os.path.join(*_NOT_THE_MODEL[-1:], "interop", "hf_decoder", "")
+_REFERENCE_MODEL: str = os.path.join(*_NOT_THE_MODEL[-1:], "interop", "hf", "model", "")
 # Files of installed packages and of Python itself.
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<frozen ")
 

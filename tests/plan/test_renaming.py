@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.interop.hf_decoder import programs, read_config
+from shardwright.interop.hf import programs, read_config
 from shardwright.plan import PlanReport, Program
 from shardwright.plan.planner import price, trace_program
 from shardwright.plan.renaming import find_renaming

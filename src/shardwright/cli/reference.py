@@ -58,7 +58,7 @@ def read_reference(
       StrategyError: The file or an option is not valid.
     """
     # Imported here, since no other command needs the layers.
-    from shardwright.interop.hf_decoder import programs, read_config
+    from shardwright.interop.hf import programs, read_config
 
     _check(options)
     keywords = {key: options[key] for key in ("remat", "chunks") if key in options}

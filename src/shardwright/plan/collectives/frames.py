@@ -9,7 +9,7 @@ from pathlib import Path
 # Our own package: `shardwright/`, two folders above this one.
 _OWN = str(Path(__file__).parents[2]) + "/"
 # The reference decoder is in this package, but its lines are those of a model.
-_REFERENCE_MODEL = f"{_OWN}interop/hf_decoder/"
+_REFERENCE_MODEL = f"{_OWN}interop/hf/model/"
 
 
 # Python's own files and installed packages. Their lines say little to the author of the program.

@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from shardwright.errors import LayerError, StrategyError, same_spelling
-from shardwright.interop.hf_decoder.defaults import complete
-from shardwright.interop.hf_decoder.latent import LatentConfig
+from shardwright.interop.hf.defaults import complete
+from shardwright.interop.hf.model.latent import LatentConfig
 from shardwright.layers.attention_block import AttentionConfig
 from shardwright.layers.dtypes import Dtypes
 from shardwright.layers.mixture_block import MixtureConfig

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from shardwright.caches.base import KVCache
 from shardwright.errors import StrategyError, did_you_mean
-from shardwright.interop.hf_decoder import latent
-from shardwright.interop.hf_decoder.families import Sizes, Stack
-from shardwright.interop.hf_decoder.latent import LatentConfig
+from shardwright.interop.hf.model import latent
+from shardwright.interop.hf.model.latent import LatentConfig
+from shardwright.interop.hf.model.sizes import Sizes, Stack
 from shardwright.layers import attention_block, embedding, loss, mixture_block, mlp_block, norm
 from shardwright.layers.mixture_block import MixtureConfig
 from shardwright.layers.placement import RESIDUAL, place, use

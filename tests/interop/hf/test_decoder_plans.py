@@ -17,11 +17,12 @@ from safetensors.numpy import save_file
 import shardwright as sw
 from shardwright.errors import CheckpointError, StrategyError
 from shardwright.interop import hf
-from shardwright.interop.hf_decoder import FAMILIES, programs, read_config
-from shardwright.interop.hf_decoder.decoder import decoder_specs
-from shardwright.interop.hf_decoder.defaults import DEFAULTS
+from shardwright.interop.hf import programs, read_config
+from shardwright.interop.hf.defaults import DEFAULTS
+from shardwright.interop.hf.model.decoder import decoder_specs
+from shardwright.interop.hf.model.sizes import FAMILIES
 
-CONFIGS = Path(__file__).parent / "hf_decoder_configs"
+CONFIGS = Path(__file__).parent / "configs"
 FILES = sorted(CONFIGS.glob("*.json"))
 # `make test` asks one with experts and latent attention.
 MOST = [
@@ -278,7 +279,7 @@ def test_what_the_decoder_lacks_is_an_error(
 
 
 def test_class_defaults_are_those_of_transformers() -> None:
-    golden = json.loads((CONFIGS.parent / "golden" / "hf_class_defaults.json").read_text())
+    golden = json.loads((CONFIGS.parents[1] / "golden" / "hf_class_defaults.json").read_text())
     wanted = golden["defaults"]
     assert {*wanted, "gemma3"} == set(DEFAULTS) == set(FAMILIES)
     read = {*itertools.chain(*DEFAULTS.values())}
