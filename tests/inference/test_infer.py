@@ -14,6 +14,7 @@ import pytest
 
 import shardwright as sw
 from shardwright.inference import infer as infer_module
+from shardwright.inference.atoms import new_dims, regroup, size_of
 from shardwright.inference.report import axis_text
 from shardwright.testing import cpu_mesh
 from tests.inference import models
@@ -303,6 +304,30 @@ def test_leaves_that_are_not_arrays() -> None:
     assert ("name", "the leaf is str, not an array") in problems
     assert len(problems) == 2
     assert "leave it out of the tree" in caught.value.problems[0].fix
+
+
+def test_reduction_by_a_function_keeps_the_other_dims() -> None:
+    def forward(params: Any, tokens: Any) -> Any:
+        hidden = params["table"][tokens] + params["scale"]
+        mixed = jax.lax.reduce(hidden, np.float32(0), lambda a, b: a + b * 1.0, (1,))
+        return mixed @ params["head"]
+
+    params = {
+        "table": ((96, 24), "VOCAB EMBED"),
+        "scale": ((24,), "EMBED"),
+        "head": ((24, 40), "EMBED"),
+    }
+    inferred = infer(Model("reduce", forward, params))
+    axes = {(dim.path, dim.dim): axis_text(dim.axis) for dim in inferred.evidence}
+    assert axes["head", 0] == axes["table", 1] == "EMBED"
+    assert inferred.unknown == ()
+
+
+def test_reshape_keeps_the_dims_that_it_does_not_cut() -> None:
+    dims = new_dims((5, 4, 6))
+    first, *others = regroup(dims, (5, 3, 8))
+    assert first == dims[0]
+    assert [size_of(dim) for dim in others] == [3, 8]
 
 
 def test_errors_of_the_model_stay() -> None:

@@ -43,11 +43,13 @@ def dims_of(operand: Operand) -> Dims:
     return tuple((entry,) if isinstance(entry, str) else entry or () for entry in operand[1])
 
 
-def check(function: Callable[..., Any], *operands: Operand, sizes: Any = SIZES) -> list[str]:
-    """Check that a plan has no mark and equals XLA's program. Return the kinds of its events."""
+def check(
+    function: Callable[..., Any], *operands: Operand, sizes: Any = SIZES, marked: bool = False
+) -> list[str]:
+    """Check a plan's marks, and that it equals XLA's program. Return the kinds of its events."""
     walked = planned(function, operands, sizes)
     assert walked.complete
-    assert not walked.choices
+    assert bool(walked.choices) is marked
     events: Bytes = Counter()
     for event in walked.events:
         kind = FOLDED.get(str(event.kind), str(event.kind))
@@ -141,3 +143,18 @@ def test_carry_of_zeros_that_becomes_a_sum() -> None:
 
     operands = ((3, 16, 32), (None, None, "b")), ((32, 64), ("b", None))
     assert check(last, *operands) == ["all_reduce"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "entries"),
+    [
+        ((12, 8), (8, 12), (None, "a")),
+        ((12, 8), (8, 12), (None, ("a", "b"))),
+        ((16, 24), (24, 16), (None, "b")),
+        ((4, 8, 6), (4, 6, 8), ("b", None, "a")),
+        ((8, 4, 4), (4, 32), (None, None, "a")),
+    ],
+)
+def test_dim_that_a_reshape_cuts_is_gathered(old: Any, new: Any, entries: Any) -> None:
+    kinds = check(lambda x: jnp.tanh(x.reshape(new)), (old, entries), marked=True)
+    assert kinds == ["all_gather"]

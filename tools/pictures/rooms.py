@@ -18,6 +18,7 @@ ROOMS = (
     ("plan", "memory, collectives, time, search"),
     ("lints", "likely mistakes in a strategy"),
     ("inference", "axes of models that nobody annotated"),
+    ("dims", "how dims of operands and results correspond"),
     ("manager", "PartitionManager: shard, gather, explain"),
     ("processes", "what processes check of each other"),
     ("strategy", "strategy files and presets"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
+from shardwright.dims.reshapes import equal_products
 from shardwright.inference.evidence import Evidence
 
 
@@ -177,10 +178,19 @@ def unify(left: Dim, right: Dim, clash: Callable[[Atom, Atom], None]) -> None:
 def regroup(dims: Sequence[Dim], shape: Sequence[int]) -> Dims:
     """Return the dims of an array after a reshape, which keeps the order of all factors.
 
-    A factor that belongs to two of the new dims is split. If it cannot be split, all dims are new.
+    A factor that belongs to two of the new dims is split. If it cannot be split, the dims that
+    belong together there are new.
     """
-    factors = finest([atom for dim in dims for atom in dim])
     regrouped: list[Dim] = []
+    for before, after in equal_products([size_of(dim) for dim in dims], shape):
+        factors = finest([atom for at in before for atom in dims[at]])
+        regrouped += _cut(factors, [shape[at] for at in after])
+    return tuple(regrouped)
+
+
+def _cut(factors: list[Atom], shape: Sequence[int]) -> Sequence[Dim]:
+    """Return dims of these sizes, made of factors in order. They are new if no cut fits."""
+    cut: list[Dim] = []
     for size in shape:
         members: list[Atom] = []
         while (missing := size // size_of(members)) > 1:
@@ -195,5 +205,5 @@ def regroup(dims: Sequence[Dim], shape: Sequence[int]) -> Dims:
             else:
                 first.split(missing)
                 factors = finest(factors)
-        regrouped.append(tuple(members))
-    return tuple(regrouped)
+        cut.append(tuple(members))
+    return cut

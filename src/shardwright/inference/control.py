@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
 
-from shardwright import _jax
+from shardwright.dims.bodies import bodies
 from shardwright.inference.atoms import new_dim
 from shardwright.inference.facts import Scan
 from shardwright.inference.roots import new_root
@@ -28,7 +28,8 @@ def scan(step: Step) -> list[Value]:
 
     All scanned arrays have the first dim in common. If parameters are among them, it is recorded.
     """
-    constants, carries, body = _jax.scan_parts(step.parameters)
+    (loop_body,) = bodies(step.equation)
+    constants, carries = loop_body.fixed, loop_body.carried
     split = constants + carries
     scanned = step.values[split:]
     step.facts.loops += 1
@@ -41,7 +42,7 @@ def scan(step: Step) -> list[Value]:
     ]
     rows = [_row(value, loop) for value in scanned]
     values = [*step.values[:constants], *starts, *rows]
-    ends = step.walker.walk(body, values, place=step.place)
+    ends = step.walker.walk(loop_body.jaxpr, values, place=step.place)
     _align(step, starts, ends)
     if any(value.is_weight for value in scanned):
         recorded = Scan(
@@ -55,7 +56,7 @@ def scan(step: Step) -> list[Value]:
         dataclasses.replace(end, loops=frozenset(pair for pair in end.loops if pair[0] != loop))
         for end in ends
     ]
-    lead = scanned[0].dims[0] if scanned else new_dim(step.parameters["length"])
+    lead = scanned[0].dims[0] if scanned else new_dim(loop_body.rounds or 0)
     stacked = [dataclasses.replace(end, dims=(lead, *end.dims)) for end in ends[carries:]]
     return [*ends[:carries], *stacked]
 
@@ -68,11 +69,10 @@ def _row(value: Value, loop: int) -> Value:
 
 def while_loop(step: Step) -> list[Value]:
     """Walk the body once. A carry keeps its dims."""
-    skipped = step.parameters["cond_nconsts"]
-    split = skipped + step.parameters["body_nconsts"]
-    starts = _carried(step, step.values[split:])
-    body = step.parameters["body_jaxpr"].jaxpr
-    ends = step.walker.walk(body, [*step.values[skipped:split], *starts])
+    body, _ = bodies(step.equation)
+    values = body.of_operands(step.values)
+    starts = _carried(step, values[body.fixed :])
+    ends = step.walker.walk(body.jaxpr, [*values[: body.fixed], *starts])
     _align(step, starts, ends)
     return ends
 
@@ -80,7 +80,8 @@ def while_loop(step: Step) -> list[Value]:
 def cond(step: Step) -> list[Value]:
     """Walk every branch. The results of all branches have the same dims."""
     branches = [
-        step.walker.walk(branch.jaxpr, step.values[1:]) for branch in step.parameters["branches"]
+        step.walker.walk(branch.jaxpr, branch.of_operands(step.values))
+        for branch in bodies(step.equation)
     ]
     for other in branches[1:]:
         _align(step, branches[0], other)
@@ -102,14 +103,13 @@ def cond(step: Step) -> list[Value]:
 
 def call(step: Step) -> list[Value] | None:
     """Walk the jaxpr of a call (jit, remat, custom derivatives). Return None if it has none."""
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        inner = step.parameters.get(key)
-        if inner is not None:
-            body = getattr(inner, "jaxpr", inner)
-            values = step.values[len(step.values) - len(body.invars) :]
-            place = step.place if rebuilds(step.equation) else None
-            return step.walker.walk(body, values, called_at=step.site.caller, place=place)
-    return None
+    found = bodies(step.equation)
+    if not found:
+        return None
+    (body,) = found
+    values = body.of_operands(step.values)
+    place = step.place if rebuilds(step.equation) else None
+    return step.walker.walk(body.jaxpr, values, called_at=step.site.caller, place=place)
 
 
 def _carried(step: Step, starts: Sequence[Value]) -> list[Value]:

@@ -118,6 +118,6 @@ def _one_hot(step: Step, operands: list[Value]) -> Dim | None:
 
 def reduction(step: Step) -> list[Value]:
     """Drop the dims that are reduced."""
-    axes = step.parameters["axes"]
+    axes = step.parameters.get("axes", step.parameters.get("dimensions"))
     others = [dim for at, dim in enumerate(step.values[0].dims) if at not in axes]
     return [step.result(others)] * len(step.shapes)

@@ -24,7 +24,10 @@ from shardwright.inference.step import Step, Value
 # without a line contains a jaxpr, is elementwise, or has results with new dims.
 RULES: Final[dict[str, Callable[[Step], list[Value]]]] = {
     **dict.fromkeys(
-        ["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"],
+        [
+            *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
+            "reduce",
+        ],
         elementwise.reduction,
     ),
     **dict.fromkeys(["argmax", "argmin"], indexing.arg_reduction),

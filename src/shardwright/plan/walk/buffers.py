@@ -9,7 +9,8 @@ from typing import Any, Final
 from jax.extend.core import Literal
 
 from shardwright import _jax
-from shardwright.plan.walk.equations import called_jaxpr, live_equations, possible_branches
+from shardwright.dims.bodies import Runs, bodies
+from shardwright.plan.walk.equations import called_jaxpr, live_equations, run_bodies
 from shardwright.plan.walk.liveness import LOOPS, TEMPORARY, Buffer, Peak, Timeline
 from shardwright.plan.walk.padding import keep_copies, padded_copies, with_one_row
 from shardwright.plan.walk.primitives import CONSTRAINTS, ELEMENTWISE, NAMES, REDUCTIONS, SCATTERS
@@ -73,7 +74,7 @@ def with_buffers(step: Step, results: Iterable[Value]) -> list[Value]:
     ledger.timeline.add(
         operands,
         [birth for birth in (*births, *copies) if birth is not None],
-        in_place=_overwritten(step.name, [value.buffer for value in step.values], step.parameters),
+        in_place=_overwritten(step.equation, [value.buffer for value in step.values]),
         inner=ledger.inner,
         loop=step.name in _LOOPS,
         # The result of a constraint is the moved operand, which must not count twice.
@@ -112,7 +113,7 @@ def _copies(step: Step) -> list[Buffer]:
     """
     ledger = step.ledger
     assert ledger.timeline is not None
-    copied = _split_weights(_jax.scan_parts(step.parameters)[2])
+    copied = _split_weights(bodies(step.equation)[0].jaxpr)
     copies = []
     for at, value in enumerate(step.values):
         weight = value.buffer
@@ -179,20 +180,19 @@ def _born(name: str, size: int, operands: tuple[Buffer, ...], *, owed: bool = Fa
     )
 
 
-def _overwritten(
-    name: str, operands: Sequence[Buffer | None], parameters: dict[str, Any]
-) -> list[Buffer]:
+def _overwritten(equation: Any, operands: Sequence[Buffer | None]) -> list[Buffer]:
     """Return the operands whose memory the result may take."""
+    name = equation.primitive.name
     chosen: Sequence[Buffer | None] = ()
     if name in ELEMENTWISE:
         chosen = operands
     elif name in _WRITES:
         chosen = operands[:1]
     elif name == "scan":
-        constants, carries, _ = _jax.scan_parts(parameters)
-        chosen = operands[constants : constants + carries]
+        (loop,) = bodies(equation)
+        chosen = operands[loop.fixed : loop.fixed + loop.carried]
     elif name == "pallas_call":
-        chosen = [operands[at] for at, _ in parameters["input_output_aliases"]]
+        chosen = [operands[at] for at, _ in equation.params["input_output_aliases"]]
     return [buffer for buffer in chosen if buffer is not None]
 
 
@@ -310,7 +310,7 @@ def _add_local(
         timeline.add(
             used,
             [*births, *padded_copies(equation, births, timeline)],
-            in_place=_overwritten(name, operands, equation.params),
+            in_place=_overwritten(equation, operands),
             inner=Peak.most(map(_local_peak, _bodies(equation))),
             loop=name in _READ_FROM_MEMORY,
         )
@@ -327,12 +327,5 @@ def _bytes(aval: Any) -> int:
 
 def _bodies(equation: Any) -> list[Any]:
     """Return the jaxprs that an equation runs: of a loop, a `cond` or a call."""
-    name, parameters = equation.primitive.name, equation.params
-    if name == "scan":
-        return [_jax.scan_parts(parameters)[2]]
-    if name == "while":
-        return [parameters["body_jaxpr"].jaxpr]
-    if name == "cond":
-        return possible_branches(equation)
-    body = called_jaxpr(equation)
-    return [] if body is None else [body]
+    found = run_bodies(equation)
+    return [body.jaxpr for body in found if body.runs is not Runs.BEFORE_EACH_ROUND]

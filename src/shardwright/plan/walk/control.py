@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from jax.sharding import NamedSharding, Sharding
 
-from shardwright import _jax
+from shardwright.dims.bodies import bodies
 from shardwright.plan.collectives.collective import Kind
-from shardwright.plan.walk.equations import called_jaxpr, possible_branches
+from shardwright.plan.walk.equations import called_jaxpr, run_bodies
 from shardwright.plan.walk.events import Site, Work
 from shardwright.plan.walk.liveness import TEMPORARY, Buffer, Peak, Timeline
 from shardwright.plan.walk.step import Step
@@ -35,11 +35,11 @@ UNKNOWN_RUNS: Final = "while (number of runs)"
 
 
 def scan(step: Step) -> list[Value]:
-    """Follow a scan. Its body runs `length` times, and each carry keeps one sharding."""
-    parameters = step.parameters
-    constants, carries, body = _jax.scan_parts(parameters)
+    """Follow a scan. Its body runs once per row, and each carry keeps one sharding."""
+    (loop,) = bodies(step.equation)
+    constants, carries, body = loop.fixed, loop.carried, loop.jaxpr
     avals, split = step.avals, constants + carries
-    site = dataclasses.replace(step.site, runs=step.site.runs * parameters["length"])
+    site = dataclasses.replace(step.site, runs=step.site.runs * (loop.rounds or 0))
     inputs = [
         dataclasses.replace(_unstacked(step, at), runs=site.runs)
         for at in range(split, len(step.values))
@@ -150,13 +150,13 @@ def _settled(value: Value, *, runs: int) -> Value:
 
 def while_loop(step: Step) -> list[Value]:
     """Follow a while loop. Its number of runs is not known, so its collectives are not counted."""
-    parameters, site = step.parameters, step.site
-    start = parameters["cond_nconsts"]
-    split = start + parameters["body_nconsts"]
-    body, condition = parameters["body_jaxpr"].jaxpr, parameters["cond_jaxpr"].jaxpr
-    fixed, starts = step.values[start:split], step.values[split:]
+    site = step.site
+    loop, asked = bodies(step.equation)
+    body, condition = loop.jaxpr, asked.jaxpr
+    values = loop.of_operands(step.values)
+    fixed, starts = values[: loop.fixed], values[loop.fixed :]
     carry = _carried(step, body, (fixed, starts, []), site)
-    for value, aval, goal in zip(starts, step.avals[split:], carry, strict=True):
+    for value, aval, goal in zip(starts, step.avals[-len(starts) :], carry, strict=True):
         step.ledger.move(value, aval, goal.dims, site, origins=goal.origins)
     inner = step.ledger.blank()
     inner.timeline = None if step.ledger.timeline is None else Timeline()
@@ -170,7 +170,8 @@ def while_loop(step: Step) -> list[Value]:
         buffers = [end.buffer for end in ends if end.buffer is not None]
         step.ledger.inner = inner.timeline.peak(buffers, within=True)
         inner.timeline = None
-    [again] = step.walk(condition, [*step.values[:start], *carry], ledger=inner)
+    shared = asked.of_operands(step.values)[: -len(carry)]
+    [again] = step.walk(condition, [*shared, *carry], ledger=inner)
     inner.move(again, condition.outvars[0].aval, (), site, origins=again.origins)
     if inner.events or inner.work.flops:
         step.ledger.unknown[UNKNOWN_RUNS] += 1
@@ -188,10 +189,10 @@ def cond(step: Step) -> list[Value]:
     values = [step.whole(at) for at in range(1, len(step.values))]
     branches, peaks, work = [], [], []
     before = step.ledger.work
-    for branch in possible_branches(step.equation):
+    for branch in run_bodies(step.equation):
         outer = step.ledger.begin_inner()
         step.ledger.work = Work()
-        branches.append(step.walk(branch, values, site=site, wanted=step.wanted))
+        branches.append(step.walk(branch.jaxpr, values, site=site, wanted=step.wanted))
         work.append(step.ledger.work)
         peaks.append(step.ledger.end_inner(outer, branches[-1]))
     step.ledger.work = before + Work.either(work)

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from jax.extend.core import Literal
 
+from shardwright.dims.bodies import Body, Runs, bodies
 from shardwright.plan.walk.primitives import ADDITIONS, KEEPS_SUM
 
 _PASS_SUMS_ON: Final = KEEPS_SUM | ADDITIONS | {"transpose", "reshape", "squeeze", "expand_dims"}
-# Primitives that run a jaxpr once, unchanged -> the parameter that holds the jaxpr. Others hold a
-# jaxpr for another purpose: `reduce` holds its scalar step, and a kernel its program.
-_CALLS: Final = {
-    **dict.fromkeys(("jit", "pjit", "checkpoint", "remat", "remat2"), "jaxpr"),
-    **dict.fromkeys(("core_call", "closed_call"), "call_jaxpr"),
-    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
-    "custom_vmap_call": "call",
-}
 # A plan knows which branch by platform runs, because all chips of `hardware.toml` are TPUs.
 _PLATFORM: Final = "tpu"
 
@@ -88,25 +81,19 @@ def holds_shard_map(jaxpr: Any) -> bool:
 
 def called_jaxpr(equation: Any) -> Any | None:
     """Return the jaxpr that an equation runs once, as `jit` and `checkpoint` do, or None."""
-    if equation.primitive.name == "cond":
-        branches = possible_branches(equation)
-        return branches[0] if len(branches) == 1 else None
-    key = _CALLS.get(equation.primitive.name)
-    if key is None:
-        return None
-    held = equation.params[key]
-    return getattr(held, "jaxpr", held)
+    found = run_bodies(equation)
+    return found[0].jaxpr if len(found) == 1 and found[0].runs is not Runs.EACH_ROUND else None
 
 
-def possible_branches(equation: Any) -> list[Any]:
-    """Return the jaxprs of a `cond` of which one runs. By platform, only that of TPUs can run."""
-    branches = [branch.jaxpr for branch in equation.params["branches"]]
-    platforms = equation.params.get("branches_platforms")
+def run_bodies(equation: Any) -> Sequence[Body]:
+    """Return the jaxprs that an equation may run. Of branches by platform, TPUs run only one."""
+    found = bodies(equation)
+    platforms = equation.params.get("branches_platforms") if len(found) > 1 else None
     if platforms is None:
-        return branches
+        return found
     named = [at for at, names in enumerate(platforms) if names is not None and _PLATFORM in names]
     others = [at for at, names in enumerate(platforms) if names is None]
-    return [branches[at] for at in [*named, *others][:1]] or branches
+    return [found[at] for at in [*named, *others][:1]] or found
 
 
 def nested_jaxprs(equation: Any) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from shardwright.plan.walk.equations import (
     called_jaxpr,
     live_equations,
     nested_jaxprs,
-    possible_branches,
+    run_bodies,
 )
 from shardwright.plan.walk.events import Site, Work
 from shardwright.plan.walk.step import Step
@@ -88,13 +88,14 @@ def _follow(jaxpr: Any, step: Step, site: Site, origins: dict[str, Origin]) -> N
             _count_kernel(equation, step, site)
         elif name == "while":
             before = len(ledger.events), ledger.work
-            for key in ("cond_jaxpr", "body_jaxpr"):
-                _follow(parameters[key].jaxpr, step, site, origins)
+            for loop in reversed(run_bodies(equation)):
+                _follow(loop.jaxpr, step, site, origins)
             if (len(ledger.events), ledger.work) != before:
                 ledger.unknown[UNKNOWN_RUNS] += 1
         elif name == "scan":
-            inner = dataclasses.replace(site, runs=site.runs * parameters["length"])
-            _follow(_jax.scan_parts(parameters)[2], step, inner, origins)
+            (loop,) = run_bodies(equation)
+            inner = dataclasses.replace(site, runs=site.runs * (loop.rounds or 0))
+            _follow(loop.jaxpr, step, inner, origins)
         elif (body := called_jaxpr(equation)) is not None:
             _follow(body, step, site, origins)
         elif name == "cond":
@@ -106,9 +107,9 @@ def _follow(jaxpr: Any, step: Step, site: Site, origins: dict[str, Origin]) -> N
 def _follow_branches(equation: Any, step: Step, site: Site, origins: dict[str, Origin]) -> None:
     """Note the collectives of each branch, and the most work of a branch."""
     ledger, before, work = step.ledger, step.ledger.work, []
-    for branch in possible_branches(equation):
+    for branch in run_bodies(equation):
         ledger.work = Work()
-        _follow(branch, step, dataclasses.replace(site, maybe=True), origins)
+        _follow(branch.jaxpr, step, dataclasses.replace(site, maybe=True), origins)
         work.append(ledger.work)
     ledger.work = before + Work.either(work)
 
@@ -201,7 +202,7 @@ def _products_of(jaxpr: Any) -> tuple[int, int]:
             shape = equation.invars[0].aval.shape
             always += equation.outvars[0].aval.size * math.prod(shape[dim] for dim in contracted)
         elif equation.primitive.name == "cond":
-            most = max(most, *(sum(_products_of(branch)) for branch in possible_branches(equation)))
+            most = max(most, *(sum(_products_of(branch.jaxpr)) for branch in run_bodies(equation)))
         elif (body := called_jaxpr(equation)) is not None:
             inner = _products_of(body)
             always, most = always + inner[0], max(most, inner[1])

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 
 from jax.extend.core import Literal
 
-from shardwright import _jax
+from shardwright.dims.bodies import bodies
 from shardwright.plan.walk.demands import demands
 from shardwright.plan.walk.equations import called_jaxpr
 from shardwright.plan.walk.values import Dims, Origin, Value
@@ -56,7 +56,7 @@ def _masks(jaxpr: Any, given: Mapping[Any, Any], at: Place) -> Iterator[tuple[An
             inner = dict(zip(body.invars, map(key_of, operands), strict=True))
             yield from _masks(body, inner, place)
         elif equation.primitive.name == "scan":
-            yield from _masks(_jax.scan_parts(equation.params)[2], {}, place)
+            yield from _masks(bodies(equation)[0].jaxpr, {}, place)
         elif (key := _key(equation, key_of)) is not None:
             keys[equation.outvars[0]] = key
             if equation.primitive.name in _COMPARISONS and equation.outvars[0].aval.ndim:
@@ -120,7 +120,7 @@ def required_dims(
             if (body := called_jaxpr(equation)) is not None:
                 read(body, goals, place)
             elif equation.primitive.name == "scan":
-                body = _jax.scan_parts(equation.params)[2]
+                body = bodies(equation)[0].jaxpr
                 read(body, [None] * len(body.outvars), place)
             elif goals[0] is not None:
                 required[place] = goals[0]

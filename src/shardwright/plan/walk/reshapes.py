@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from shardwright.dims.reshapes import equal_products
 from shardwright.plan.walk.values import Dims, shards
-
-Group = tuple[list[int], list[int]]
 
 
 def through_reshape(
@@ -27,7 +26,7 @@ def through_reshape(
     (('dp',), ('tp',), ())
     """
     result: list[tuple[str, ...]] = [()] * len(new)
-    for before, after in _groups(old, new):
+    for before, after in equal_products(old, new):
         sharded = [at for at in before if dims[at]]
         if not sharded:
             continue
@@ -38,14 +37,11 @@ def through_reshape(
             if at in wide_before:
                 result[wide_after[0]] = dims[at]
             continue
-        kept = [dim for dim in wide_after if new[dim] == old[at]]
         parts = shards(dims[at], sizes)
         if len(sharded) > 1:
             return None
         if wide_after and at == wide_before[0] and new[wide_after[0]] % parts == 0:
             result[wide_after[0]] = dims[at]
-        elif kept:
-            result[kept[-1]] = dims[at]
         else:
             return None
     return tuple(result)
@@ -60,7 +56,7 @@ def fitting_dims(
     (('dp',), ())
     """
     kept = list(dims)
-    for before, _ in _groups(old, new):
+    for before, _ in equal_products(old, new):
         sharded = [at for at in before if kept[at]]
         for at in reversed(sharded):
             own = tuple(axes if at in before else () for at, axes in enumerate(kept))
@@ -68,25 +64,3 @@ def fitting_dims(
                 break
             kept[at] = ()
     return tuple(kept)
-
-
-def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[Group]:
-    """Cut two shapes into the smallest groups of neighboring dims with equal products."""
-    at_old = at_new = 0
-    while at_old < len(old) or at_new < len(new):
-        before, after = [], []
-        product_old = product_new = 1
-        if at_old < len(old):
-            before, product_old, at_old = [at_old], old[at_old], at_old + 1
-        if at_new < len(new):
-            after, product_new, at_new = [at_new], new[at_new], at_new + 1
-        while product_old != product_new:
-            if product_old < product_new and at_old < len(old):
-                before.append(at_old)
-                product_old, at_old = product_old * old[at_old], at_old + 1
-            elif at_new < len(new):
-                after.append(at_new)
-                product_new, at_new = product_new * new[at_new], at_new + 1
-            else:
-                break
-        yield before, after

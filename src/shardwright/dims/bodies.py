@@ -1,0 +1,112 @@
+"""The jaxprs that an equation runs: of a loop, of branches, or of a call."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any, Final
+
+from shardwright import _jax
+
+
+class Runs(enum.Enum):
+    """When a jaxpr runs."""
+
+    ONCE = "once"
+    EACH_ROUND = "each round"
+    BEFORE_EACH_ROUND = "before each round"  # the condition of a `while`
+    MAYBE = "maybe"  # one of several branches runs
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """A jaxpr that an equation runs.
+
+    Inputs of a loop's body are, in this order: values that stay the same, carries, and rows of the
+    operands that a scan cuts along their first dim. Its outputs are the next carries, and rows of
+    the results.
+
+    Attributes:
+      jaxpr: The open jaxpr.
+      operands: The operand of the equation that each input takes.
+      runs: When it runs.
+      fixed: Number of inputs of a loop that stay the same.
+      carried: Number of carries of a loop.
+      rounds: Number of rounds of a loop, or None if it is not known.
+    """
+
+    jaxpr: Any
+    operands: Sequence[int]
+    runs: Runs = Runs.ONCE
+    fixed: int = 0
+    carried: int = 0
+    rounds: int | None = None
+
+    def of_operands(self, values: Sequence[Any]) -> list[Any]:
+        """Return what is known about the inputs, from what is known about all operands."""
+        return [values[at] for at in self.operands]
+
+
+# Primitives that run a jaxpr once, unchanged -> the parameter that holds the jaxpr. Others hold a
+# jaxpr for another purpose: `reduce` holds its scalar step, and a kernel its program.
+_CALLS: Final = {
+    **dict.fromkeys(("jit", "pjit", "checkpoint", "remat", "remat2"), "jaxpr"),
+    **dict.fromkeys(("core_call", "closed_call"), "call_jaxpr"),
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
+    "custom_vmap_call": "call",
+}
+
+
+def bodies(equation: Any) -> tuple[Body, ...]:
+    """Return the jaxprs that an equation runs, by the name of its primitive.
+
+    A `while` has its body and its condition, and a `cond` has all branches. The inside of a
+    `shard_map` is not among them, because its shapes are those of shards.
+    """
+    name, parameters, count = equation.primitive.name, equation.params, len(equation.invars)
+    if name in _CALLS:
+        jaxpr = _open(parameters[_CALLS[name]])
+        return (Body(jaxpr=jaxpr, operands=range(count - len(jaxpr.invars), count)),)
+    if name == "scan":
+        fixed, carried, jaxpr = _jax.scan_parts(parameters)
+        scanned = Body(
+            jaxpr=jaxpr,
+            operands=range(count),
+            runs=Runs.EACH_ROUND,
+            fixed=fixed,
+            carried=carried,
+            rounds=parameters["length"],
+        )
+        return (scanned,)
+    if name == "while":
+        return _of_while(parameters, count)
+    if name == "cond":
+        return tuple(
+            Body(jaxpr=_open(branch), operands=range(1, count), runs=Runs.MAYBE)
+            for branch in parameters["branches"]
+        )
+    return ()
+
+
+def _of_while(parameters: Any, count: int) -> tuple[Body, Body]:
+    start = parameters["cond_nconsts"]
+    fixed = parameters["body_nconsts"]
+    body = Body(
+        jaxpr=_open(parameters["body_jaxpr"]),
+        operands=range(start, count),
+        runs=Runs.EACH_ROUND,
+        fixed=fixed,
+        carried=count - start - fixed,
+    )
+    condition = Body(
+        jaxpr=_open(parameters["cond_jaxpr"]),
+        operands=(*range(start), *range(start + fixed, count)),
+        runs=Runs.BEFORE_EACH_ROUND,
+    )
+    return body, condition
+
+
+def _open(jaxpr: Any) -> Any:
+    """Return an open jaxpr, without the constants of a closed one."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
