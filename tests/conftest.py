@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-# Bytes of memory after which a worker forgets its compiled programs.
-_MOST_MEMORY = 1_200_000_000
+# A worker that has more memory than this, after a file of tests, forgets what it compiled.
+_MOST_BYTES = 1_200_000_000
 
 
 @pytest.hookimpl(wrapper=True)
@@ -41,6 +43,30 @@ def _spare(marker: str, items: list[pytest.Function]) -> None:
 
 def _named(item: pytest.Function, marker: str) -> list[pytest.Mark]:
     return [mark for mark in item.own_markers if mark.name == marker and "but" in mark.kwargs]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[Any]:
+    """Forget the compiled programs of a file of tests when they have become many.
+
+    A worker that compiles thousands of programs and keeps them takes more than 4 GB.
+    """
+    done = yield
+    if nextitem is not None and nextitem.path != item.path and _memory() > _MOST_BYTES:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
+    return done
+
+
+def _memory() -> int:
+    """Return the bytes that this process has in memory; 0 where the system does not say."""
+    try:
+        pages = pathlib.Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return 0
+    return int(pages) * mmap.PAGESIZE
 
 
 def pytest_collection_finish() -> None:

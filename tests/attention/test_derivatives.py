@@ -57,10 +57,10 @@ def derivatives(f: Callable[[Arrays], jax.Array], given: Arrays) -> Any:
     return jax.jvp(jax.grad(f), (given,), (along,)), jax.grad(slope)(given)
 
 
+@pytest.mark.full(but=["blockwise"])
 @pytest.mark.parametrize(
     "implementation", ["blockwise", "ring", "ulysses", "allgather_kv", "flash_decode", "sdpa"]
 )
-@pytest.mark.full(but=["blockwise", "sdpa"])
 def test_derivatives_of_gradients(implementation: str) -> None:
     pm = sw.PartitionManager(
         sw.Strategy.loads(STRATEGY), mesh=cpu_mesh(MESHES.get(implementation, "dp:1"))

@@ -97,6 +97,7 @@ def chunk_program(
         )
 
 
+@pytest.mark.full(but=["8192"])
 @pytest.mark.parametrize("capacity", [1024, 8192])
 def test_bytes_do_not_depend_on_capacity(capacity: int) -> None:
     strategy = sw.Strategy.preset("serve_long_context")
@@ -132,6 +133,7 @@ def _longer(keys: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((batch, 2048, *rest), keys.dtype)
 
 
+@pytest.mark.full(but=["1024"])
 @pytest.mark.parametrize("capacity", [1024, 8192])
 def test_bytes_per_token_beside_decode(capacity: int) -> None:
     """A chunk of 64 tokens, the engine's default, beside a token for each of eight slots."""

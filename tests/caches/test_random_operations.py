@@ -133,8 +133,8 @@ def run(run: Run, steps: int) -> None:
     assert set(run.done) == set(OPERATIONS), "an operation never did anything"
 
 
+@pytest.mark.full(but=["dense"])
 @pytest.mark.parametrize("name", CACHES)
-@pytest.mark.full(but=["dense", "interleaved ring"])
 def test_few_hundred_operations(name: str) -> None:
     run(Run(**CACHES[name]), 200)
 

@@ -216,6 +216,7 @@ def test_the_path_of_append() -> None:
         assert_walked(path, lambda: jax.jit(model).lower(jnp.ones((8, 1, 8, 16)), cache))
 
 
+@pytest.mark.full
 def test_the_path_of_a_request() -> None:
     def model(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
         q = jax.nn.one_hot(tokens, 8)[:, :, None]

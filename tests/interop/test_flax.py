@@ -21,6 +21,7 @@ flax = pytest.importorskip("flax")
 nn = pytest.importorskip("flax.linen")
 nnx = pytest.importorskip("flax.nnx")
 meta = pytest.importorskip("flax.core.meta")
+TrainState = pytest.importorskip("flax.training.train_state").TrainState
 
 NAMES = {
     "batch": (sw.BATCH, "activation"),
@@ -378,11 +379,28 @@ def train(state: Any) -> list[float]:
     return found
 
 
-@pytest.mark.full(but=["masked", "multi_transform", "lbfgs"])
+def test_states_of_every_kind_are_sharded_as_by_hand() -> None:
+    """Masked leaves are boxes around nothing; other states have boxes around other dims."""
+    params = jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS[:, :-1])["params"]
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("fsdp:4,tp:2"))
+    for name, tx in OPTIMIZERS.items():
+        state = TrainState(
+            step=0,
+            apply_fn=MODEL.apply,
+            params=params,
+            tx=tx,
+            opt_state=jax.eval_shape(tx.init, params),
+        )
+        state, axes = bridge.annotations(state, NAMES)
+        shardings = pm.shardings(state, axes)
+        by_hand = pm.state_shardings(state.opt_state, state.params, axes.params)
+        assert shardings.opt_state == by_hand, name
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_train_states_of_every_kind(name: str) -> None:
     """Masked leaves are boxes around nothing; other states have boxes around other dims."""
-    from flax.training.train_state import TrainState
 
     def create(key: Any) -> Any:
         params = MODEL.init(key, TOKENS[:, :-1])["params"]
@@ -445,9 +463,9 @@ def test_quantized_weights_in_a_box() -> None:
         assert "a" not in pm.shardings(*empty) or not jax.tree.leaves(pm.shardings(*empty)["a"])
 
 
+@pytest.mark.full
 def test_factored_moments_of_a_train_state() -> None:
     """flax copies the boxes of parameters to moments with fewer dims."""
-    from flax.training.train_state import TrainState
 
     def create() -> Any:
         params = MODEL.init(jax.random.key(0), TOKENS[:, :-1])["params"]

@@ -281,6 +281,7 @@ def test_bound_refuses_names_that_are_missing() -> None:
         linear()
 
 
+@pytest.mark.full
 def test_flax_is_unchanged_outside_bound() -> None:
     from flax.core import spmd
 
@@ -361,6 +362,7 @@ def factored_losses(model: Any, optimizer: Any) -> list[float]:
     return [float(step(model, optimizer)) for _ in range(3)]
 
 
+@pytest.mark.full
 def test_factored_moments() -> None:
     """The moments of a kernel have one of its dims; those of a vector are placeholders."""
     expected = factored_losses(*factored())

@@ -278,6 +278,7 @@ def test_decode_with_the_biases_of_training() -> None:
     np.testing.assert_allclose(np.concatenate(rows, axis=1), expected, atol=2e-5)
 
 
+@pytest.mark.full
 def test_path_reaches_the_rules_of_tensors() -> None:
     strategy = sw.Strategy.preset("fsdp_tp") | sw.Strategy.loads(
         'version = 1\nname = "own"\n[[tensors]]\nmatch = "mlp/up/kernel"\nembed = "-"\n'
@@ -312,6 +313,7 @@ def test_bad_input() -> None:
         layers.Mlp(delayed, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.full
 def test_attention_with_scaling_drops() -> None:
     """A state of delayed scaling is not a cache."""
     config = attention_block.AttentionConfig(embed=32, heads=2, dropout=0.5, recipe="delayed")

@@ -224,6 +224,7 @@ def looped_with_rest() -> Any:
     return blocks.values_and_gradients(loop_with_rest, REST_PARAMS, X)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.full)])
 def test_layers_after_the_scan(remat: str) -> None:
     config = dataclasses.replace(REST, remat=remat)

@@ -73,6 +73,7 @@ def managed(mesh: str, preset: str, mode: str) -> sw.PartitionManager:
     return sw.PartitionManager(sw.Strategy.preset(preset), mesh=sw.abstract_mesh(mesh), mode=mode)
 
 
+@pytest.mark.full(but=["prefill-fsdp_tp", "decode-serve_tp"])
 @pytest.mark.parametrize("preset", ["fsdp_tp", "serve_tp", "sequence"])
 @pytest.mark.parametrize("mode", ["train", "prefill", "decode"])
 def test_plan_by_a_shared_trace_equals_its_own(mode: str, preset: str) -> None:
@@ -95,6 +96,7 @@ def plain(report: PlanReport) -> Any:
     return dataclasses.replace(report.walked, memory=report.memory), report.memory.live, report.mesh
 
 
+@pytest.mark.full
 def test_search_with_shared_traces_equals_search_without() -> None:
     program = decoder()["decode"]
     alone = dataclasses.replace(program, any_mesh=False)

@@ -109,6 +109,7 @@ def test_requests_equal_those_without_ahead(kind: str, decode_steps: int) -> Non
     assert_equal(lambda ahead: make(kind, decode_steps=decode_steps, ahead=ahead), asked(50))
 
 
+@pytest.mark.full(but=["dense"])
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 def test_some_requests_equal_those_without_ahead(kind: str) -> None:
     assert_equal(lambda ahead: make(kind, ahead=ahead), asked(40))
@@ -140,6 +141,7 @@ def in_flight(engine: serving.Engine) -> int:
     return len(engine._loop._in_flight)
 
 
+@pytest.mark.full(but=["dense"])
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 def test_a_late_stop_leaves_no_row(kind: str) -> None:
     """A step has begun when the stop is read. Its token and its row are dropped."""
@@ -153,6 +155,7 @@ def test_a_late_stop_leaves_no_row(kind: str) -> None:
     assert engine.report().new_tokens == text.index(text[3]) + 1 + 4
 
 
+@pytest.mark.full
 def test_no_slot_writes_more_than_its_request() -> None:
     """The devices know the limits, so that no call in flight fills a row or a page too many."""
     engine = make("paged rows", slots=2)

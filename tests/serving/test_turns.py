@@ -31,8 +31,8 @@ def apart(kind: str, own: str, **options: Any) -> serving.Engine:
     return engine(kind, slots, **given, **({} if own == "weights" else {"prefill_manager": first}))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "own"), CASES)
-@pytest.mark.full(but=["paged-mesh"])
 def test_a_short_prompt_waits_for_one_turn_of_each_long_one(kind: str, own: str) -> None:
     running = apart(kind, own, prefill_chunk=1)
     running.compile()

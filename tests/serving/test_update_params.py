@@ -335,6 +335,7 @@ def test_update_from_a_callback_is_refused() -> None:
     assert "between two steps" in str(seen[0])
 
 
+@pytest.mark.full(but=["True-dense"])
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 @pytest.mark.parametrize("committed", [False, True])
 def test_nothing_is_compiled_without_a_manager(kind: str, committed: bool) -> None:

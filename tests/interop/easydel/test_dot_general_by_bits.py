@@ -231,6 +231,7 @@ def test_init_in_serve_mode() -> None:
     )
 
 
+@pytest.mark.full
 def test_serve_without_stored_kernels() -> None:
     variables, stored, _ = converted()
     with pytest.raises(

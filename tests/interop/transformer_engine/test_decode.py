@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -79,12 +80,13 @@ def test_decode_with_a_padding_mask() -> None:
     np.testing.assert_allclose(rows[:, 1:], expected[:, 1:], atol=1e-5)
 
 
+@pytest.mark.full(but=["fields1"])
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param({}, marks=pytest.mark.full),
+        {},
         {"enable_rotary_pos_emb": True, "enable_relative_embedding": False},
-        pytest.param({"window_size": (2, 1)}, marks=pytest.mark.full),
+        {"window_size": (2, 1)},
     ],
 )
 def test_decoder_layer_decodes(fields: Any) -> None:
@@ -98,24 +100,17 @@ def test_decoder_layer_decodes(fields: Any) -> None:
     )
     encoded, cross = X[:, :5], jnp.zeros((2, 1, 7, 5), jnp.uint8).at[0, :, :, 4].set(1)
     fixed = {"deterministic": True, "max_decode_length": 7}
-    variables = nn.unbox(
-        layer.init(jax.random.key(0), X, encoded, None, cross, decode=True, **fixed)
-    )
+    init = functools.partial(layer.init, decode=True, **fixed)
+    variables = nn.unbox(jax.jit(init)(jax.random.key(0), X, encoded, None, cross))
+    step = functools.partial(layer.apply, decode=True, mutable=["cache"], **fixed)
+    step, whole = jax.jit(step), jax.jit(functools.partial(layer.apply, deterministic=True))
     params, cache, rows = variables["params"], variables["cache"], []
     for at in range(7):
-        row, state = layer.apply(
-            {"params": params, "cache": cache},
-            X[:, at : at + 1],
-            encoded,
-            None,
-            cross[:, :, :1],
-            decode=True,
-            mutable=["cache"],
-            **fixed,
-        )
+        own = {"params": params, "cache": cache}
+        row, state = step(own, X[:, at : at + 1], encoded, None, cross[:, :, :1])
         cache = state["cache"]
         rows.append(row)
-    expected = layer.apply({"params": params}, X, encoded, None, cross, deterministic=True)
+    expected = whole({"params": params}, X, encoded, None, cross)
     np.testing.assert_allclose(jnp.concatenate(rows, axis=1), expected, atol=1e-5)
 
 
