@@ -347,11 +347,11 @@ def mesh_of(pairs: Pairs) -> dict[str, int]:
 def resolve(semantics: str, arrays: Iterable[Array], pairs: Pairs) -> list[Any]:
     """Return the specs of the imported list."""
     import shardwright as sw
-    from shardwright.interop.logical_rules import from_logical_axis_rules
+    from shardwright.interop.logical_rules import to_strategy
 
     mesh = mesh_of(pairs)
     options: Any = {"mesh": mesh, "semantics": semantics}
-    imported = from_logical_axis_rules(pairs, **options)
+    imported = to_strategy(pairs, **options)
     rules = imported.strategy.compile()
     specs: list[Any] = []
     for array in arrays:

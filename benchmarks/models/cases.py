@@ -132,8 +132,8 @@ def manager_of_llama3(mesh: str) -> sw.PartitionManager:
 
 
 def shard_llama3(pm: Any, bridge: Any, module: Any, config: Any) -> Any:
-    specs = bridge.annotations(module.Weights.abstract(config))
-    rules = bridge.to_rules(pm, module.ShardingRules, sizes={"kv_heads": config.kv_heads})
+    specs = bridge.annotate(module.Weights.abstract(config))
+    rules = bridge.rules(pm, module.ShardingRules, sizes={"kv_heads": config.kv_heads})
     return specs, rules, lambda params: sw.gather(params, specs)
 
 

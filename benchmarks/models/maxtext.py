@@ -96,7 +96,7 @@ def load(root: Path) -> None:
 
 
 def shard_maxtext(pm: Any, bridge: Any, model: Any, names: Any, sizes: Any) -> Any:
-    values, axes = bridge.annotations(model, names)
+    values, axes = bridge.arrays(model), bridge.annotate(model, names)
     return jax.device_put(values, pm.shardings(values, axes)), bridge.bound(pm, names, sizes=sizes)
 
 
@@ -125,7 +125,7 @@ def maxtext(checkouts: Path, kv_heads: int = 4) -> Case:
             return language_model(config, mesh)
 
     graph, boxed, rest = nnx.split(build(mesh_of(("dp",), (1,))), nnx.Param, ...)
-    params = bridge.annotations(boxed, names)[0]
+    params = bridge.arrays(boxed)
     places = jnp.broadcast_to(jnp.arange(LENGTH), TOKENS.shape)
 
     def run(graph: Any) -> Callable[[Any, Any], Any]:

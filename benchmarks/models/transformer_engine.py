@@ -22,7 +22,7 @@ ENDS: Final = {"vocab": (sw.VOCAB, "param"), "embed": (sw.EMBED, "param")}
 
 
 def shard_transformer_engine(pm: Any, bridge: Any, boxed: Any, names: Any) -> Any:
-    values, axes = bridge.annotations(boxed, names)
+    values, axes = bridge.arrays(boxed), bridge.annotate(boxed, names)
     return jax.device_put(values, pm.shardings(values, axes)), bridge.rules(pm, names)
 
 
@@ -39,7 +39,7 @@ def transformer_engine(checkouts: Path, kv_heads: int = 4) -> Case:
     te = te_cpu.load(root)
     model = language_model(te, kv_heads)
     boxed = model.init(jax.random.key(0), TOKENS)
-    params = bridge.annotations(boxed, names := {**NAMES, **ENDS})[0]
+    names, params = {**NAMES, **ENDS}, bridge.arrays(boxed)
 
     def own(sizes: tuple[int, int, int]) -> Any:
         import flax.linen as nn

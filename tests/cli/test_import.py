@@ -52,8 +52,8 @@ def test_maxtext_to_a_file(folder: Path) -> None:
     assert out.splitlines()[-5:] == [
         "written to out.toml",
         'next  pm = sw.PartitionManager(sw.Strategy.load("out.toml"))',
-        "next  imported = maxtext.from_config(...); --json prints its names",
-        "next  values, axes = flax.annotations(variables, imported.names)",
+        "next  imported = maxtext.to_strategy(...); --json prints its names",
+        "next  axes = flax.annotate(variables, imported.names)",
         "next  or annotate by hand: embed is LOGICAL_EMBED",
     ]
     assert (

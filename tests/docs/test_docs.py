@@ -25,9 +25,9 @@ LONG = {
     f"docs/{name}.md"
     for name in (
         "attention",
-        "bridges/equinox",
-        "bridges/nnx",
-        "bridges/transformer-engine",
+        "equinox",
+        "nnx",
+        "transformer-engine",
         "caches",
         "eight-bits",
         "generation",

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 import shardwright as sw
-from shardwright.interop.logical_rules import Semantics, from_logical_axis_rules
+from shardwright.interop.logical_rules import Semantics, to_strategy
 
 NAMES = "abcdef"
 MESH_AXES = ("dp", "fsdp", "tp", "sp", "x", "y")
@@ -65,7 +65,7 @@ def compare_lists(semantics: Semantics, *, seed: int, count: int) -> tuple[int, 
         if semantics == "strict":
             rules = tuple(dict(rules).items())
         own = {name: f"name_{name}" for name in NAMES} if semantics == "flax" else None
-        imported = from_logical_axis_rules(
+        imported = to_strategy(
             rules,
             mesh=mesh,
             names=own,

@@ -127,7 +127,7 @@ def test_inferred_axes() -> None:
 
 def test_the_reviewed_file_gives_the_same_axes() -> None:
     text = inferred().toml()
-    values, axes = bridge.annotations(decoder(), tomllib.loads(text))
+    values, axes = bridge.arrays(decoder()), bridge.annotate(decoder(), tomllib.loads(text))
     assert jax.tree.structure(values) == jax.tree.structure(bridge.arrays(decoder()))
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("fsdp:4,tp:2"))
     assert pm.shardings(values, axes) == pm.shardings(values, inferred().annotations)
@@ -196,15 +196,15 @@ def test_the_default_call_is_the_model() -> None:
 def test_rules_must_match() -> None:
     rules = {"embedding": (sw.VOCAB, sw.EMBED), "head": (sw.VOCAB, sw.EMBED)}
     with pytest.raises(sw.StrategyError, match="blocks/0/attention/query_proj/weight"):
-        bridge.annotations(decoder(), rules)
+        bridge.annotate(decoder(), rules)
     linear = eqx.nn.Linear(32, 64, use_bias=False, key=jax.random.key(0))
     with pytest.raises(sw.StrategyError, match="match no array of the model: 'weigth'"):
-        bridge.annotations(linear, {"weight": (sw.VOCAB, sw.EMBED), "weigth": (sw.VOCAB,)})
+        bridge.annotate(linear, {"weight": (sw.VOCAB, sw.EMBED), "weigth": (sw.VOCAB,)})
 
 
 def test_arguments_of_other_types() -> None:
     linear = eqx.nn.Linear(32, 64, use_bias=False, key=jax.random.key(0))
     with pytest.raises(sw.StrategyError, match="the rules are NoneType, not pairs"):
-        bridge.annotations(linear, None)
+        bridge.annotate(linear, None)
     with pytest.raises(sw.StrategyError, match="pm is a str, and not a PartitionManager"):
         bridge.place(linear, "fsdp_tp", None)

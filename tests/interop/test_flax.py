@@ -115,8 +115,9 @@ def losses(params: Any) -> list[float]:
 
 @functools.cache
 def unsharded() -> tuple[Any, Any, list[float]]:
-    values, axes = bridge.annotations(MODEL.init(jax.random.key(0), TOKENS[:, :-1]), NAMES)
-    return values, axes, losses(values)
+    variables = MODEL.init(jax.random.key(0), TOKENS[:, :-1])
+    values = bridge.arrays(variables)
+    return values, bridge.annotate(variables, NAMES), losses(values)
 
 
 @pytest.mark.full
@@ -135,14 +136,14 @@ def test_training_equals_unsharded(mesh: str) -> None:
 
 def test_annotations_of_boxes() -> None:
     shapes = jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS)
-    layers = bridge.annotations(shapes, NAMES)[1]["params"]["ScanBlock_0"]
+    layers = bridge.annotate(shapes, NAMES)["params"]["ScanBlock_0"]
     assert layers["Dense_0"]["kernel"] == (sw.LAYERS, sw.EMBED, sw.MLP_INTERMEDIATE)
     assert layers["LayerNorm_0"]["scale"] == (sw.EMPTY, sw.EMPTY)
 
 
 def test_shardings_equal_those_of_flax() -> None:
     variables = jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS)
-    values, axes = bridge.annotations(variables, NAMES)
+    values, axes = bridge.arrays(variables), bridge.annotate(variables, NAMES)
     specs = nn.get_partition_spec(variables)
     for mesh in MESHES:
         pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh(mesh))
@@ -156,7 +157,7 @@ def test_shardings_equal_those_of_flax() -> None:
 
 def test_another_strategy_retraces() -> None:
     values = jax.jit(MODEL.init)(jax.random.key(0), TOKENS)
-    values, _ = bridge.annotations(values, NAMES)
+    values = bridge.arrays(values)
     run = jax.jit(MODEL.apply)
     before = len(traces)
     for mesh, count in (("fsdp:8", 1), ("fsdp:8", 1), ("dp:2,tp:4", 2)):
@@ -170,7 +171,7 @@ def test_names_that_are_missing() -> None:
     variables = jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS)
     names = {name: target for name, target in NAMES.items() if name not in ("mlp", "kv")}
     with pytest.raises(sw.UnknownAxisError) as caught:
-        bridge.annotations(variables, names)
+        bridge.annotate(variables, names)
     assert len(caught.value.problems) == 2
     text = str(caught.value)
     assert "the name 'mlp' is not in names; 2 arrays have it" in text
@@ -185,7 +186,7 @@ def test_names_that_are_missing() -> None:
 def test_boxes_of_physical_names() -> None:
     init = nn.with_partitioning(nn.initializers.ones, ("embed",))
     shapes = jax.eval_shape(nn.Dense(8, kernel_init=init).init, jax.random.key(0), jnp.ones((1, 4)))
-    assert bridge.annotations(shapes, NAMES)[1] == {
+    assert bridge.annotate(shapes, NAMES) == {
         "params": {"kernel": (sw.EMBED, sw.EMPTY), "bias": (sw.EMPTY,)}
     }
 
@@ -218,9 +219,9 @@ def test_names_that_lose_a_mesh_axis_are_named() -> None:
 def test_variables_without_boxes_are_refused() -> None:
     plain = nn.unbox(jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS))
     with pytest.raises(sw.StrategyError, match="all of them would be replicated") as caught:
-        bridge.annotations(plain, NAMES)
+        bridge.annotate(plain, NAMES)
     assert "without nn.unbox" in caught.value.fix
-    assert {*jax.tree.leaves(bridge.annotations(plain, {})[1])} == {sw.EMPTY}
+    assert {*jax.tree.leaves(bridge.annotate(plain, {}))} == {sw.EMPTY}
 
 
 def test_boxes_of_nnx_modules() -> None:
@@ -234,7 +235,7 @@ def test_boxes_of_nnx_modules() -> None:
 
     with nnx.use_eager_sharding(False):
         boxed = jax.eval_shape(Model().init, jax.random.key(0), jnp.ones((8, 64)))
-    values, axes = bridge.annotations(boxed, NAMES)
+    values, axes = bridge.arrays(boxed), bridge.annotate(boxed, NAMES)
     assert axes["params"]["up"]["kernel"] == (sw.EMBED, sw.MLP_INTERMEDIATE)
     assert values["params"]["up"]["kernel"].shape == (64, 256)
 
@@ -253,23 +254,23 @@ def test_boxes_that_cannot_be_read() -> None:
 
     kernel = jnp.ones((8, 4))
     with pytest.raises(sw.StrategyError, match="kernel: the names in a box of Box cannot be read"):
-        bridge.annotations({"kernel": Box(value=kernel)}, NAMES)  # type: ignore[call-arg]
+        bridge.annotate({"kernel": Box(value=kernel)}, NAMES)  # type: ignore[call-arg]
     with pytest.raises(sw.RankMismatchError, match=r"the box has 3 names .* for 2 dims"):
-        bridge.annotations({"kernel": nn.Partitioned(kernel, ("embed", "mlp", None))}, NAMES)
+        bridge.annotate({"kernel": nn.Partitioned(kernel, ("embed", "mlp", None))}, NAMES)
 
 
 def test_entries_of_several_names() -> None:
     kernel = jnp.ones((8, 4))
     for entry in (("embed", "mlp"), ["embed", "mlp"]):
         boxed = {"kernel": nn.Partitioned(kernel, (entry, None))}  # type: ignore[arg-type]
-        axes = bridge.annotations(boxed, NAMES)[1]
+        axes = bridge.annotate(boxed, NAMES)
         assert axes["kernel"] == ((sw.EMBED, sw.MLP_INTERMEDIATE), sw.EMPTY)
 
 
 @pytest.mark.parametrize("names", [None, {"mlp": None}, [("mlp", sw.EMBED)], {3: sw.EMBED}])
 def test_names_that_are_no_mapping(names: Any) -> None:
     with pytest.raises(sw.StrategyError, match="names"):
-        bridge.annotations({"kernel": jnp.ones((8, 4))}, names)
+        bridge.annotate({"kernel": jnp.ones((8, 4))}, names)
 
 
 def test_a_preset_is_no_manager() -> None:
@@ -325,7 +326,15 @@ def test_dims_left_to_the_compiler() -> None:
             constrain = jax.jit(lambda x, dims=dims: nn.with_logical_constraint(x, dims))
             assert constrain(x).sharding.spec == P("fsdp", "tp")
     box = nn.LogicallyPartitioned(jnp.ones((32, 64)), ("embed", left_open))
-    assert bridge.annotations({"w": box}, NAMES)[1] == {"w": (sw.EMBED, sw.EMPTY)}
+    assert bridge.annotate({"w": box}, NAMES) == {"w": (sw.EMBED, sw.EMPTY)}
+
+
+def test_place_shards_what_is_in_boxes() -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("fsdp:4,tp:2"))
+    kernel = jax.random.normal(jax.random.key(0), (64, 256))
+    placed = bridge.place({"kernel": nn.Partitioned(kernel, ("embed", "mlp"))}, pm, NAMES)
+    assert placed["kernel"].sharding.spec == P("fsdp", "tp")
+    np.testing.assert_array_equal(placed["kernel"], kernel)
 
 
 def test_frozen_dicts_equal_dicts() -> None:
@@ -407,12 +416,13 @@ def test_train_states_of_every_kind(name: str) -> None:
         return TrainState.create(apply_fn=MODEL.apply, params=params, tx=OPTIMIZERS[name])
 
     key = jax.random.key(0)
-    state, axes = bridge.annotations(jax.eval_shape(create, key), NAMES)
+    shapes = jax.eval_shape(create, key)
+    state, axes = bridge.arrays(shapes), bridge.annotate(shapes, NAMES)
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("fsdp:4,tp:2"))
     shardings = pm.shardings(state, axes)
     assert shardings.opt_state == pm.state_shardings(state.opt_state, state.params, axes.params)
     with bridge.rules(pm, NAMES):
-        created = jax.jit(lambda key: bridge.unbox(create(key)), out_shardings=shardings)(key)
+        created = jax.jit(lambda key: bridge.arrays(create(key)), out_shardings=shardings)(key)
         found = train(created)
     np.testing.assert_allclose(found, train(nn.meta.unbox(create(key))), rtol=1e-6)
 
@@ -424,10 +434,10 @@ def test_nn_unbox_of_moments_is_refused() -> None:
     with bridge.rules(pm, NAMES):
         with pytest.raises(sw.RankMismatchError, match=r"2 names .* for 1 dims") as caught:
             jax.jit(nn.unbox)(box)
-        assert "call unbox of interop.flax" in caught.value.fix
-        assert bridge.unbox(box).shape == (32,)
+        assert "call arrays of interop.flax" in caught.value.fix
+        assert bridge.arrays(box).shape == (32,)
         history = box.replace_boxed(jnp.ones((10, 32, 64)))
-        with pytest.raises(sw.IndivisibleError, match="call unbox of interop"):
+        with pytest.raises(sw.IndivisibleError, match="call arrays of interop"):
             jax.jit(nn.unbox)(history)
 
 
@@ -450,15 +460,16 @@ def test_quantized_weights_in_a_box() -> None:
     names = ("embed", "mlp")
     parts = {"scale": jnp.ones((1, 64)), "value": jnp.ones((32, 64), jnp.int8)}
     box = nn.LogicallyPartitioned(parts, names)
-    values, axes = bridge.annotations({"params": {"kernel": box}}, NAMES)
+    boxed = {"params": {"kernel": box}}
+    values, axes = bridge.arrays(boxed), bridge.annotate(boxed, NAMES)
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("fsdp:4,tp:2"))
     kernel = pm.shardings(values, axes)["params"]["kernel"]
     assert (kernel["value"].spec, kernel["scale"].spec) == (P("fsdp", "tp"), P(None, "tp"))
     packed = box.replace_boxed({**parts, "scale": jnp.ones((2, 3))})
     with pytest.raises(sw.RankMismatchError, match=r"kernel: an array of shape \(2, 3\) beside"):
-        bridge.annotations({"params": {"kernel": packed}}, NAMES)
+        bridge.annotate({"params": {"kernel": packed}}, NAMES)
     for nothing in (None, optax.MaskedNode(), {}):
-        empty = bridge.annotations({"a": box.replace_boxed(nothing), "b": box}, NAMES)
+        empty = bridge.annotate({"a": box.replace_boxed(nothing), "b": box}, NAMES)
         assert empty[1]["a"] == nothing
         assert "a" not in pm.shardings(*empty) or not jax.tree.leaves(pm.shardings(*empty)["a"])
 
@@ -472,7 +483,7 @@ def test_factored_moments_of_a_train_state() -> None:
         return TrainState.create(apply_fn=MODEL.apply, params=params, tx=FACTORED)
 
     expected = train(nn.meta.unbox(create()))
-    values, axes = bridge.annotations(create(), NAMES)
+    values, axes = bridge.arrays(create()), bridge.annotate(create(), NAMES)
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("fsdp:4,tp:2"))
     state = jax.device_put(values, pm.shardings(values, axes))
     moments, name = state.opt_state[0], "Dense_0"
@@ -484,4 +495,4 @@ def test_factored_moments_of_a_train_state() -> None:
     with bridge.rules(pm, NAMES):
         np.testing.assert_allclose(train(state), expected, rtol=1e-6)
     with pytest.raises(sw.RankMismatchError, match="pass a TrainState with params and opt_state"):
-        bridge.annotations(create().opt_state, NAMES)
+        bridge.annotate(create().opt_state, NAMES)

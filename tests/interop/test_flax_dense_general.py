@@ -75,7 +75,8 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("model", [Stack(), Attention()], ids=["scanned", "attention"])
 def test_init_and_apply_under_rules(model: Any) -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("fsdp:4,tp:2"))
-    expected, axes = bridge.annotations(model.init(jax.random.key(0), X), NAMES)
+    variables = model.init(jax.random.key(0), X)
+    expected, axes = bridge.arrays(variables), bridge.annotate(variables, NAMES)
     shardings = pm.shardings(expected, axes)
     with bridge.rules(pm, NAMES):
         init = jax.jit(lambda key: nn.unbox(model.init(key, X)), out_shardings=shardings)

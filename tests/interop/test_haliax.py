@@ -125,18 +125,18 @@ def test_training_equals_unsharded(mesh: str) -> None:
 
 @pytest.mark.full
 def test_annotations_of_named_arrays() -> None:
-    values, axes = bridge.annotations(model())
+    values, axes = bridge.arrays(model()), bridge.annotate(model())
     block = axes.blocks.stacked
     assert block.q.weight.array == (sw.LAYERS, sw.HEAD, sw.HEAD_DIM, sw.EMBED)
     assert block.mlp.layers[0].weight.array == (sw.LAYERS, sw.MLP_INTERMEDIATE, sw.EMBED)
     assert axes.embedding.weight.array == (sw.VOCAB, sw.EMBED)
     shapes = eqx.filter_eval_shape(lambda: Model.init(key=jax.random.key(0)))
-    assert jax.tree.leaves(bridge.annotations(shapes)[1]) == jax.tree.leaves(axes)
+    assert jax.tree.leaves(bridge.annotate(shapes)) == jax.tree.leaves(axes)
     assert jax.tree.structure(values) == jax.tree.structure(eqx.filter(model(), eqx.is_array))
 
 
 def test_shardings_equal_those_of_haliax() -> None:
-    values, axes = bridge.annotations(model())
+    values, axes = bridge.arrays(model()), bridge.annotate(model())
     sizes = bridge.sizes_of(model()) | {"kv_head": 4}
     for mesh in MESHES:
         pm = manager(mesh)
@@ -189,22 +189,22 @@ def test_arguments_that_do_not_fit() -> None:
         pass
     wrong: Any = [("embed", "data")]
     with pytest.raises(sw.StrategyError, match="mapping of activations is list, not a mapping"):
-        bridge.from_mappings(wrong, mesh={"data": 8})
+        bridge.to_strategy(wrong, mesh={"data": 8})
     names: Any = {"embed": (sw.EMBED, "param")}
     with pytest.raises(sw.StrategyError, match="'embed' takes no role"):
-        bridge.from_mappings({"embed": "data"}, mesh={"data": 8}, names=names)
+        bridge.to_strategy({"embed": "data"}, mesh={"data": 8}, names=names)
     with pytest.raises(sw.StrategyError, match="no array of the model has names"):
-        bridge.annotations({"weight": jnp.ones((4, 4))})
+        bridge.annotate({"weight": jnp.ones((4, 4))})
     with pytest.raises(sw.StrategyError, match="pm is a str"):
         bridge.place(model(), "fsdp_tp")  # type: ignore[arg-type]
-    imported = bridge.from_mappings({"a b": "data"}, mesh={"data": 8})
+    imported = bridge.to_strategy({"a b": "data"}, mesh={"data": 8})
     assert [*imported.strategy.axes] == ["logical_a_b"]
 
 
 def test_names_that_are_missing() -> None:
     names = {name: axis for name, axis in bridge.NAMES.items() if name not in ("mlp", "layers")}
     with pytest.raises(sw.UnknownAxisError) as caught:
-        bridge.annotations(model(), names)
+        bridge.annotate(model(), names)
     text = str(caught.value)
     assert "blocks/stacked/q/weight: the name 'layers' is not in names; 9 arrays have it" in text
     assert "the name 'mlp' is not in names" in text
@@ -237,11 +237,11 @@ def test_arrays_with_names_in_their_field() -> None:
         scale: Any = hax.field(axis_names=("embed",))
         count: Any = None
 
-    axes = bridge.annotations(Scale(jnp.ones(32), jnp.ones((2, 2))))[1]
+    axes = bridge.annotate(Scale(jnp.ones(32), jnp.ones((2, 2))))
     assert axes.scale == (sw.EMBED,)
     assert axes.count == (sw.EMPTY, sw.EMPTY)
     with pytest.raises(sw.RankMismatchError, match="scale: axis_names has 1 names, and the array"):
-        bridge.annotations(Scale(jnp.ones((2, 32))))
+        bridge.annotate(Scale(jnp.ones((2, 32))))
 
 
 def test_a_rule_with_a_fallback_needs_a_size() -> None:
@@ -277,9 +277,7 @@ def test_strategies_of_mappings_equal_haliax(names: Any) -> None:
     axes = {axis.name: axis for axis in (Batch, Embed, Heads, Mlp, Vocab)}
     compared = 0
     for compute, parameter in MAPPINGS:
-        imported = bridge.from_mappings(
-            compute, parameter, mesh=sizes, names=names, replicated=every
-        )
+        imported = bridge.to_strategy(compute, parameter, mesh=sizes, names=names, replicated=every)
         pm = sw.PartitionManager(imported.strategy, mesh=sw.create_mesh(sizes))
         for role, mapping in (("activation", compute), ("param", parameter or compute)):
             for dims in itertools.permutations(every, 3):
@@ -299,15 +297,13 @@ def test_strategies_of_mappings_equal_haliax(names: Any) -> None:
 
 def test_mappings_that_cannot_be_read() -> None:
     with pytest.raises(sw.MissingMeshAxisError, match=r"parameter\['embed'\].*names fsdp"):
-        bridge.from_mappings({"batch": "data"}, {"embed": "fsdp"}, mesh={"data": 8})
-    imported = bridge.from_mappings({"batch": "data"}, mesh={"data": 8})
+        bridge.to_strategy({"batch": "data"}, {"embed": "fsdp"}, mesh={"data": 8})
+    imported = bridge.to_strategy({"batch": "data"}, mesh={"data": 8})
     with pytest.raises(sw.UnknownAxisError, match="'embed' has no rule"):
         imported.annotation(("batch", "embed"))
     names = {"embed": sw.EMBED, "embed2": sw.EMBED}
     with pytest.raises(sw.StrategyError, match="cannot be one axis in one role"):
-        bridge.from_mappings(
-            {"embed": "data"}, mesh={"data": 8}, names=names, replicated=["embed2"]
-        )
+        bridge.to_strategy({"embed": "data"}, mesh={"data": 8}, names=names, replicated=["embed2"])
 
 
 def test_arrays_are_checked() -> None:

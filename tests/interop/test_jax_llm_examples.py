@@ -83,8 +83,8 @@ def manager(x: int, y: int, *, is_stored_sharded: bool, devices: Any = None) -> 
 
 
 def losses(pm: Any) -> list[float]:
-    specs = bridge.annotations(abstract())
-    rules = bridge.to_rules(pm, ShardingRules)
+    specs = bridge.annotate(abstract())
+    rules = bridge.rules(pm, ShardingRules)
 
     @jax.jit
     def step(params: Any, state: Any, tokens: Any) -> Any:
@@ -123,7 +123,7 @@ def test_training_equals_unsharded(x: int, y: int, stored: bool) -> None:
 
 
 def test_annotations_of_array_infos() -> None:
-    specs = bridge.annotations(abstract())
+    specs = bridge.annotate(abstract())
     up = specs["layers"][1]["up"]
     assert (up.shape, up.dtype, up.axes) == (
         (32, 96),
@@ -131,7 +131,7 @@ def test_annotations_of_array_infos() -> None:
         (sw.EMBED, sw.MLP_INTERMEDIATE),
     )
     assert specs["embedding"].axes == (sw.EMPTY, sw.EMBED)
-    assert bridge.annotations(ArrayInfo((8, 4), jnp.int32, ())).axes == (sw.EMPTY, sw.EMPTY)
+    assert bridge.annotate(ArrayInfo((8, 4), jnp.int32, ())).axes == (sw.EMPTY, sw.EMPTY)
     pm = manager(4, 2, is_stored_sharded=True)
     params = pm.init(specs, jax.random.key(0))
     assert params["layers"][0]["down"].sharding.spec == P("y", "x")
@@ -140,21 +140,21 @@ def test_annotations_of_array_infos() -> None:
 
 def test_names_as_nemotron_writes_them() -> None:
     """Two names for three dims, and a name twice, whose rule must be None in JAX."""
-    short = bridge.annotations(ArrayInfo((8, 1, 4), jnp.int32, ("vocab_out", None)))
+    short = bridge.annotate(ArrayInfo((8, 1, 4), jnp.int32, ("vocab_out", None)))
     assert short.axes == (sw.VOCAB, sw.EMPTY, sw.EMPTY)
     table = {
         "embedding": ArrayInfo((64, 32), jnp.float32, ("vocab_in", "vocab_in")),
         "lm_head": ArrayInfo((32, 64), jnp.float32, ("vocab_in", "vocab_out")),
     }
     rules = ShardingRules(vocab_in=None, vocab_out="y")
-    imported = bridge.from_rules(rules, mesh={"x": 2, "y": 4, "z": 1})
+    imported = bridge.to_strategy(rules, mesh={"x": 2, "y": 4, "z": 1})
     pm = sw.PartitionManager(imported.strategy, mesh=sw.abstract_mesh({"x": 2, "y": 4, "z": 1}))
-    own = pm.shardings(bridge.annotations(table, imported.names))
+    own = pm.shardings(bridge.annotate(table, imported.names))
     assert (own["embedding"].spec, own["lm_head"].spec) == (P(), P(None, "y"))
 
 
 def test_rules_of_a_manager() -> None:
-    rules = bridge.to_rules(manager(4, 2, is_stored_sharded=True), ShardingRules)
+    rules = bridge.rules(manager(4, 2, is_stored_sharded=True), ShardingRules)
     expected = ShardingRules(
         embed_up="x", embed_down="x", vocab_in="x", ffw_up="y", ffw_down="y", vocab_out="y"
     )
@@ -171,7 +171,7 @@ RULES = (
 @pytest.mark.parametrize("rules", RULES)
 def test_strategies_of_rules(rules: Any) -> None:
     sizes = {"x": 2, "y": 2, "z": 2}
-    imported = bridge.from_rules(rules, mesh=sizes)
+    imported = bridge.to_strategy(rules, mesh=sizes)
     pm = sw.PartitionManager(imported.strategy, mesh=sw.create_mesh(sizes))
     fields = [field.name for field in dataclasses.fields(ShardingRules)]
     refused = 0
@@ -192,26 +192,26 @@ def test_strategies_of_rules(rules: Any) -> None:
 
 
 def test_rules_with_axes_of_the_vocabulary() -> None:
-    imported = bridge.from_rules(ShardingRules, mesh={"x": 2, "y": 2, "z": 2}, names=bridge.NAMES)
+    imported = bridge.to_strategy(ShardingRules, mesh={"x": 2, "y": 2, "z": 2}, names=bridge.NAMES)
     pm = sw.PartitionManager(imported.strategy, mesh=sw.create_mesh({"x": 2, "y": 2, "z": 2}))
     found = pm.sharding(sw.EMBED, sw.MLP_INTERMEDIATE, role="param", shape=(8, 8)).spec
     assert found == P(None, ("y", "z"))
     with pytest.raises(sw.StrategyError, match=r"ShardingRules\.vocab_in.*cannot be one axis"):
-        bridge.from_rules(
+        bridge.to_strategy(
             ShardingRules(vocab_in="x"), mesh={"x": 2, "y": 2, "z": 2}, names=bridge.NAMES
         )
 
 
 def test_what_cannot_be_read() -> None:
     with pytest.raises(sw.MissingMeshAxisError, match=r"ShardingRules\.ffw_up.*names y, z"):
-        bridge.from_rules(ShardingRules, mesh={"x": 8})
+        bridge.to_strategy(ShardingRules, mesh={"x": 8})
     with pytest.raises(sw.StrategyError, match="dict is not a dataclass of sharding rules"):
-        bridge.from_rules({"batch": "x"}, mesh={"x": 8})
+        bridge.to_strategy({"batch": "x"}, mesh={"x": 8})
     with pytest.raises(sw.StrategyError, match="layers/0/up: ndarray is not an ArrayInfo"):
-        bridge.annotations({"layers": [{"up": np.ones(3)}]})
+        bridge.annotate({"layers": [{"up": np.ones(3)}]})
     tree = {"a": ArrayInfo((4,), jnp.int32, ("mamba",)), "b": ArrayInfo((4,), jnp.int32, ("lora",))}
     with pytest.raises(sw.UnknownAxisError) as caught:
-        bridge.annotations(tree)
+        bridge.annotate(tree)
     assert len(caught.value.problems) == 2
 
     @dataclasses.dataclass
@@ -220,8 +220,8 @@ def test_what_cannot_be_read() -> None:
         lora: Any = None
 
     with pytest.raises(sw.UnknownAxisError, match="Other: the name 'lora' is not in names"):
-        bridge.to_rules(manager(8, 1, is_stored_sharded=True), Other)
+        bridge.rules(manager(8, 1, is_stored_sharded=True), Other)
     with pytest.raises(sw.UnknownAxisError, match="'batch' of Other has no default"):
-        bridge.from_rules(Other, mesh={"x": 8})
+        bridge.to_strategy(Other, mesh={"x": 8})
     with pytest.raises(sw.RankMismatchError, match=r"2 names .* for 1 dims"):
-        bridge.annotations({"a": ArrayInfo((4,), jnp.int32, ("batch", None))})
+        bridge.annotate({"a": ArrayInfo((4,), jnp.int32, ("batch", None))})

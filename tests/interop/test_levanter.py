@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.interop import haliax as bridge
+from shardwright.interop.haliax import levanter
 
 CONFIG = """\
 data: !include data/pile.yaml
@@ -53,7 +53,7 @@ def spec(imported: Any, name: str, role: Any) -> Any:
 
 
 def test_specs_equal_those_of_its_mappings(config: Path) -> None:
-    imported = bridge.from_levanter(config, replicated=["layers"])
+    imported = levanter.to_strategy(config, replicated=["layers"])
     assert imported.strategy.mesh == {"replica": 4, "data": -1, "model": 2}
     assert imported.strategy.dcn == {"replica": 2}
     for role, mapping in (("activation", BOTH), ("param", PARAMETER)):
@@ -64,7 +64,7 @@ def test_specs_equal_those_of_its_mappings(config: Path) -> None:
 
 
 def test_places(config: Path) -> None:
-    strategy = bridge.from_levanter(config, overrides={"trainer.fsdp_axis": "embed"}).strategy
+    strategy = levanter.to_strategy(config, overrides={"trainer.fsdp_axis": "embed"}).strategy
     places = {name: strategy.source("params", f"logical_{name}") for name in PARAMETER}
     assert places == {
         "rows": "gpt2.yaml:4",
@@ -79,7 +79,7 @@ def test_places(config: Path) -> None:
 
 
 def test_defaults() -> None:
-    imported = bridge.from_levanter({})
+    imported = levanter.to_strategy({})
     assert "the configuration has no trainer: levanter's defaults are used" in imported.notes
     assert imported.strategy.mesh == {"replica": 1, "data": -1, "model": 1}
     assert spec(imported, "batch", "activation") == P(("replica", "data"))
@@ -97,15 +97,15 @@ def test_values_that_are_wrong_are_reported_at_once(config: Path) -> None:
         "batch_axis": ["batch"],
     }
     with pytest.raises(sw.StrategyError, match="6 problems") as caught:
-        bridge.from_levanter({"trainer": trainer})
+        levanter.to_strategy({"trainer": trainer})
     text = str(caught.value)
     assert "trainer.model_axis_size must be a positive integer, got 0" in text
     assert "trainer.tensor_parallel_axes must be a list of names, got 'mlp'" in text
     config.write_text("trainer:\n  fsdp_axis: embed\n  model_axis_size: x\n", encoding="utf-8")
     with pytest.raises(sw.StrategyError, match=r"gpt2\.yaml:3: trainer\.model_axis_size must be"):
-        bridge.from_levanter(config)
+        levanter.to_strategy(config)
     with pytest.raises(sw.MissingMeshAxisError) as absent:
-        bridge.from_levanter({"trainer": {"axis_resources": {"mlp": "tp", "vocab": "ep"}}})
+        levanter.to_strategy({"trainer": {"axis_resources": {"mlp": "tp", "vocab": "ep"}}})
     assert "tp" in str(absent.value)
     assert "ep" in str(absent.value)
 
@@ -114,7 +114,7 @@ def test_values_that_are_wrong_are_reported_at_once(config: Path) -> None:
 def test_files_without_a_trainer(text: str, config: Path) -> None:
     config.write_text(text, encoding="utf-8")
     with pytest.raises(sw.StrategyError, match=r"no mapping under trainer|is not YAML"):
-        bridge.from_levanter(config)
+        levanter.to_strategy(config)
 
 
 MESH = """\
@@ -139,7 +139,7 @@ MESH_PARAMETER = {**SHARED, "embed": ("data", "replica")}
 
 def test_mesh_of_newer_versions(config: Path) -> None:
     config.write_text(MESH, encoding="utf-8")
-    imported = bridge.from_levanter(config, replicated=["layers"])
+    imported = levanter.to_strategy(config, replicated=["layers"])
     sizes = {"data": -1, "replica": 1, "model": 2, "context": 2, "replica_dcn": 2}
     assert imported.strategy.mesh == sizes
     assert imported.strategy.dcn == {"replica_dcn": 2}
@@ -155,16 +155,16 @@ def test_mesh_of_newer_versions(config: Path) -> None:
 
 
 def test_defaults_and_overrides_of_the_mesh() -> None:
-    strategy = bridge.from_levanter({"trainer": {"mesh": {}}}).strategy
+    strategy = levanter.to_strategy({"trainer": {"mesh": {}}}).strategy
     assert strategy.mesh == {"data": -1, "replica": 1, "model": 1, "replica_dcn": 1}
     overrides = {"trainer.mesh.axes.model": 4, "trainer.mesh.axes.stage": -1}
-    imported = bridge.from_levanter({}, overrides=overrides)
+    imported = levanter.to_strategy({}, overrides=overrides)
     # levanter sets its own -1 to 1 if the configuration has another one.
     sizes = {"data": 1, "replica": 1, "model": 4, "stage": -1, "replica_dcn": 1}
     assert imported.strategy.mesh == sizes
     assert any(note.startswith("replica_dcn is 1, for one slice") for note in imported.notes)
     named = {"mesh": {"batch_axis_name": "rows", "compute_mapping": {"batch": "data"}}}
-    rows = bridge.from_levanter({"trainer": named})
+    rows = levanter.to_strategy({"trainer": named})
     pm = sw.PartitionManager(
         rows.strategy, mesh=sw.abstract_mesh("data:2,replica:2,model:1,replica_dcn:1")
     )
@@ -179,7 +179,7 @@ def test_keys_of_the_mesh_that_are_wrong(config: Path) -> None:
         encoding="utf-8",
     )
     with pytest.raises(sw.StrategyError, match="7 problems") as caught:
-        bridge.from_levanter(config)
+        levanter.to_strategy(config)
     text = str(caught.value)
     assert "gpt2.yaml:3: trainer.mesh.axes.model must be an integer: positive, or -1, got 0" in text
     assert "gpt2.yaml:4: trainer.mesh.tensor_parallel_axes is unknown" in text
@@ -193,6 +193,6 @@ def test_keys_of_the_mesh_that_are_wrong(config: Path) -> None:
         ([1], r"trainer.mesh must be a mapping, got \[1\]"),
     ):
         with pytest.raises(sw.StrategyError, match=says):
-            bridge.from_levanter({"trainer": {"mesh": mesh}})
+            levanter.to_strategy({"trainer": {"mesh": mesh}})
     with pytest.raises(sw.StrategyError, match="so model_axis_size of older versions has no eff"):
-        bridge.from_levanter({"trainer": {"mesh": {}, "model_axis_size": 2}})
+        levanter.to_strategy({"trainer": {"mesh": {}, "model_axis_size": 2}})

@@ -17,9 +17,9 @@ from shardwright.interop.logical_rules import (
     Imported,
     Names,
     Semantics,
-    from_logical_axis_rules,
     one_rule_each,
     to_logical_axis_rules,
+    to_strategy,
 )
 from shardwright.testing import cpu_mesh
 from shardwright.vocabulary.axes import CAPACITY, NORM
@@ -39,7 +39,7 @@ MESH = {"data": 2, "model": 4}
 def different(case: dict[str, Any], expected: list[Any]) -> list[Any]:
     """Return the arrays of a list whose imported spec is another one."""
     rules, mesh = as_tuples(case["rules"]), case["mesh"]
-    imported = from_logical_axis_rules(rules, mesh=mesh, names=OWN, own_axes=OWN.values())
+    imported = to_strategy(rules, mesh=mesh, names=OWN, own_axes=OWN.values())
     compiled = imported.strategy.compile()
     found = [
         entries(sw.resolve(imported.annotation(names), compiled, mesh).spec, mesh)
@@ -88,7 +88,7 @@ RULES = (
 
 def test_explain_names_the_imported_rule() -> None:
     places = [f"base.yml:{number}" for number in range(10, 18)]
-    imported = from_logical_axis_rules(RULES, mesh=MESH, source=places)
+    imported = to_strategy(RULES, mesh=MESH, source=places)
     rules = imported.strategy.compile()
     resolution = sw.explain(imported.annotation(("mlp", "embed", "batch")), rules, MESH)
     assert [str(decision.rule) for decision in resolution.decisions] == [
@@ -110,7 +110,7 @@ def test_names_with_roles() -> None:
         "activation_embed": (sw.EMBED, sw.Role.ACTIVATION),
         "heads": "heads",
     }
-    imported = from_logical_axis_rules(RULES, mesh=MESH, names=names, own_axes=["heads"])
+    imported = to_strategy(RULES, mesh=MESH, names=names, own_axes=["heads"])
     strategy = imported.strategy
     assert imported.names["embed"] == (sw.EMBED, "param")
     assert strategy.rules["embed"] == "-"
@@ -135,12 +135,12 @@ BOTH = r"names\['embed'\] EMBD.*\n.*'EMBED'\?.*\n.*names\['mlp'\] MLP.*\n.*'MLP_
 
 def test_misspelled_axes_are_not_declared() -> None:
     with pytest.raises(sw.UnknownAxisError, match=BOTH + ".* own_axes="):
-        from_logical_axis_rules(RULES, mesh=MESH, names=MISSPELLED)
-    own = from_logical_axis_rules(RULES, mesh=MESH, names=MISSPELLED, own_axes=["embd", "MLP"])
+        to_strategy(RULES, mesh=MESH, names=MISSPELLED)
+    own = to_strategy(RULES, mesh=MESH, names=MISSPELLED, own_axes=["embd", "MLP"])
     assert [*own.strategy.axes][:2] == ["embd", "mlp"]
     # A strategy with its own import's names needs no declaration.
-    plain = from_logical_axis_rules(RULES, mesh=MESH)
-    again = from_logical_axis_rules(RULES, mesh=MESH, names=plain.names)
+    plain = to_strategy(RULES, mesh=MESH)
+    again = to_strategy(RULES, mesh=MESH, names=plain.names)
     assert again.strategy == plain.strategy
 
 
@@ -155,10 +155,12 @@ def test_every_importer_refuses_misspelled_axes() -> None:
     config = {"mesh_axes": ["data"], "logical_axis_rules": [["embed", "data"], ["mlp", "data"]]}
     mappings = {"embed": "data", "mlp": "data"}
     importers: list[Any] = [
-        functools.partial(maxtext.from_config, config),
-        functools.partial(jax_llm_examples.from_rules, ShardingRules, mesh={"data": 2}),
-        functools.partial(haliax.from_mappings, mappings, mesh={"data": 2}),
-        functools.partial(haliax.from_levanter, {"trainer": {"tensor_parallel_axes": ["mlp"]}}),
+        functools.partial(maxtext.to_strategy, config),
+        functools.partial(jax_llm_examples.to_strategy, ShardingRules, mesh={"data": 2}),
+        functools.partial(haliax.to_strategy, mappings, mesh={"data": 2}),
+        functools.partial(
+            haliax.levanter.to_strategy, {"trainer": {"tensor_parallel_axes": ["mlp"]}}
+        ),
     ]
     for load in importers:
         with pytest.raises(sw.UnknownAxisError, match=BOTH):
@@ -182,12 +184,10 @@ def test_names_of_one_axis_keep_their_place() -> None:
     names: Names = dict.fromkeys(("embed", "embed_out"), (sw.EMBED, "param"))
     mesh = "data:2,fsdp:2"
     with pytest.raises(sw.StrategyError, match=r'because vocab = "fsdp".*\[1\]\) is between them'):
-        from_logical_axis_rules(rules, mesh=mesh, names=names)
+        to_strategy(rules, mesh=mesh, names=names)
     # The semantics "nnx" has no order, and a rule of another mesh axis does not compete.
-    from_logical_axis_rules(rules, mesh=mesh, names=names, semantics="nnx")
-    imported = from_logical_axis_rules(
-        (rules[0], ("vocab", "data"), rules[2]), mesh=mesh, names=names
-    )
+    to_strategy(rules, mesh=mesh, names=names, semantics="nnx")
+    imported = to_strategy((rules[0], ("vocab", "data"), rules[2]), mesh=mesh, names=names)
     assert imported.names["embed_out"] == (sw.EMBED, "param")
 
 
@@ -195,7 +195,7 @@ def test_a_name_without_a_rule_is_replicated() -> None:
     """It had the rule of the other role."""
     names: Names = {"embed": (sw.EMBED, "param"), "activation_embed": (sw.EMBED, "activation")}
     mesh = {"fsdp": 4}
-    imported = from_logical_axis_rules((("embed", "fsdp"),), mesh=mesh, names=names)
+    imported = to_strategy((("embed", "fsdp"),), mesh=mesh, names=names)
     compiled = imported.strategy.compile()
     for name, role, spec in (
         ("activation_embed", "activation", P()),
@@ -209,16 +209,14 @@ def test_a_name_without_a_rule_is_replicated() -> None:
 def test_modes_of_weights_are_noted() -> None:
     names: Names = {"a": (sw.EMBED, "activation"), "b": (sw.EMBED, "param")}
     rules = (("a", "data"), ("b", "data"), ("p_b", "model"))
-    imported = from_logical_axis_rules(
-        rules, mesh=MESH, names=names, modes={"p_b": ("b", "prefill")}
-    )
+    imported = to_strategy(rules, mesh=MESH, names=names, modes={"p_b": ("b", "prefill")})
     assert "p_b applies in all modes, because b is a name of weights" in imported.notes
     assert imported.annotation(("p_b",)) == ("__LOGICAL_P_B__",)
 
 
 def test_names_mapped_to_empty() -> None:
     rules = (("embed", "data"), ("mlp", "model"))
-    imported = from_logical_axis_rules(rules, mesh=MESH, names={"embed": sw.EMPTY})
+    imported = to_strategy(rules, mesh=MESH, names={"embed": sw.EMPTY})
     assert imported.annotation(("embed", "mlp")) == (sw.EMPTY, "__LOGICAL_MLP__")
     assert imported.notes[0] == 'mapped to EMPTY, so never sharded: embed = "data"   (rules[0])'
     assert not any("without a rule" in note for note in imported.notes)
@@ -228,7 +226,7 @@ def test_names_mapped_to_empty() -> None:
 
 def test_idle_mesh_axes_are_declared() -> None:
     mesh = {"data": 2, "replica": 2, "tp": 2}
-    imported = from_logical_axis_rules([("batch", "data")], mesh=mesh)
+    imported = to_strategy([("batch", "data")], mesh=mesh)
     assert imported.strategy.policy.idle == "replica"
     assert imported.notes == ("mesh axes that no rule names are idle: replica",)
     sw.PartitionManager(imported.strategy, mesh=sw.abstract_mesh("data:2,replica:2,tp:2"))
@@ -236,7 +234,7 @@ def test_idle_mesh_axes_are_declared() -> None:
 
 def test_names_that_collide() -> None:
     rules = [("a.b", "data"), ("a-b", "model"), ("A_B", None), ("embed", None)]
-    imported = from_logical_axis_rules(rules, mesh=MESH)
+    imported = to_strategy(rules, mesh=MESH)
     assert list(imported.strategy.axes) == [
         "logical_a_b",
         "logical_a_b_2",
@@ -247,7 +245,7 @@ def test_names_that_collide() -> None:
 
 def test_nnx_takes_the_last_rule() -> None:
     rules = (("embed", "data"), ("mlp", "model"), ("embed", ("model",)))
-    imported = from_logical_axis_rules(rules, mesh=MESH, semantics="nnx")
+    imported = to_strategy(rules, mesh=MESH, semantics="nnx")
     compiled = imported.strategy.compile()
     assert imported.notes == (
         'replaced by a later rule of the name: embed = "data"   (rules[0])',
@@ -268,10 +266,10 @@ def test_nnx_takes_the_last_rule() -> None:
 
 
 def test_strict_has_one_rule_for_each_name() -> None:
-    imported = from_logical_axis_rules(RULES[3:5], mesh=MESH, semantics="strict")
+    imported = to_strategy(RULES[3:5], mesh=MESH, semantics="strict")
     assert dict(imported.strategy.rules) == {"logical_mlp": "model", "logical_embed": "-"}
     with pytest.raises(sw.StrategyError, match=r"rules\[2\]: 'embed' has a second rule"):
-        from_logical_axis_rules(RULES, mesh=MESH, semantics="strict")
+        to_strategy(RULES, mesh=MESH, semantics="strict")
 
 
 def test_every_bad_rule_is_reported() -> None:
@@ -283,7 +281,7 @@ def test_every_bad_rule_is_reported() -> None:
         ("vocab", ("data", "data")),
     ]
     with pytest.raises(sw.MissingMeshAxisError) as caught:
-        from_logical_axis_rules(rules, mesh=MESH, source="t5x.py")
+        to_strategy(rules, mesh=MESH, source="t5x.py")
     pair = 'write ("embed", "fsdp"), ("embed", ("fsdp", "sp")) or ("embed", None)'
     size = "add it to the mesh, with size 1 if need be; the mesh has data, model"
     expected = (
@@ -304,20 +302,20 @@ def test_bad_arguments() -> None:
         sw.StrategyError,
         match=r'rules\[3\]: mlp = "model" and embed = "model \| data \| -" \(rules\[1\]\)',
     ):
-        from_logical_axis_rules(RULES, mesh=MESH, names=same)
+        to_strategy(RULES, mesh=MESH, names=same)
     with pytest.raises(sw.StrategyError, match="unknown semantics 't5x'"):
-        from_logical_axis_rules(RULES, mesh=MESH, semantics="t5x")  # type: ignore[arg-type]
+        to_strategy(RULES, mesh=MESH, semantics="t5x")  # type: ignore[arg-type]
     with pytest.raises(sw.StrategyError, match="is mapped to the role 'use'"):
-        from_logical_axis_rules(RULES, mesh=MESH, names={"embed": (sw.EMBED, "use")})
+        to_strategy(RULES, mesh=MESH, names={"embed": (sw.EMBED, "use")})
     for bad in (["embed"], {"embed": 3}, {3: "EMBED"}, {"embed": ("EMBED",)}):
         with pytest.raises(sw.StrategyError, match="names"):
-            from_logical_axis_rules(RULES, mesh=MESH, names=bad)  # type: ignore[arg-type]
+            to_strategy(RULES, mesh=MESH, names=bad)  # type: ignore[arg-type]
     for wrong in (None, "rules", {"embed": "data"}):
         with pytest.raises(sw.StrategyError, match="not a list of pairs"):
-            from_logical_axis_rules(wrong, mesh=MESH)  # type: ignore[arg-type]
+            to_strategy(wrong, mesh=MESH)  # type: ignore[arg-type]
     with pytest.raises(sw.StrategyError, match="source has 1 places for 8 rules"):
-        from_logical_axis_rules(RULES, mesh=MESH, source=["base.yml:1"])
-    imported = from_logical_axis_rules(RULES, mesh=MESH)
+        to_strategy(RULES, mesh=MESH, source=["base.yml:1"])
+    imported = to_strategy(RULES, mesh=MESH)
     with pytest.raises(sw.UnknownAxisError, match="is not the name of a dim"):
         imported.annotation((["embed", "mlp"], None))  # type: ignore[list-item]
     with pytest.raises(
@@ -329,7 +327,7 @@ def test_bad_arguments() -> None:
 def test_equal_rules_may_become_one_axis() -> None:
     rules = (("embed", "model"), ("mlp", "data"), ("emb", "model"))
     same: Names = {"embed": (sw.EMBED, "param"), "emb": (sw.EMBED, "param")}
-    imported = from_logical_axis_rules(rules, mesh=MESH, names=same)
+    imported = to_strategy(rules, mesh=MESH, names=same)
     assert imported.strategy.rules["embed"] == "model"
     assert imported.notes[-1] == "emb has the rule of embed, and became the same axis"
 
@@ -406,7 +404,7 @@ def lost(pm: sw.PartitionManager, names: Any, arrays: Any, role: str, label: str
     except sw.IndivisibleError:
         names = {name: target for name, target in names.items() if target[0] != sw.KV_HEAD}
         rules = to_logical_axis_rules(pm, names, sizes=sizes_of(names))
-    imported = from_logical_axis_rules(rules, mesh=pm.mesh, names=names)
+    imported = to_strategy(rules, mesh=pm.mesh, names=names)
     again = sw.PartitionManager(imported.strategy, mesh=pm.mesh)
     found = []
     known = {axis for axis, _ in names.values()}
@@ -426,12 +424,10 @@ def test_ordered_rules_round_trip() -> None:
     """Interleaved chains keep their order."""
     for case in random_lists(seed=2, count=40):
         rules = as_tuples(case["rules"])
-        imported: Imported = from_logical_axis_rules(
-            rules, mesh=case["mesh"], names=OWN, own_axes=OWN.values()
-        )
+        imported: Imported = to_strategy(rules, mesh=case["mesh"], names=OWN, own_axes=OWN.values())
         mesh = sw.abstract_mesh(case["mesh"])
         pm = sw.PartitionManager(imported.strategy, mesh=mesh)
-        again = from_logical_axis_rules(
+        again = to_strategy(
             to_logical_axis_rules(pm, OWN),
             mesh=case["mesh"],
             names=OWN,
@@ -460,7 +456,7 @@ def test_unconstrained_rules_equal_flax() -> None:
     for case in random_lists(seed=5, count=150):
         rules = tuple((name, axes or P.UNCONSTRAINED) for name, axes in as_tuples(case["rules"]))
         mesh = dict.fromkeys(case["mesh"], 2)
-        imported = from_logical_axis_rules(rules, mesh=mesh, names=OWN, own_axes=OWN.values())
+        imported = to_strategy(rules, mesh=mesh, names=OWN, own_axes=OWN.values())
         pm = sw.PartitionManager(imported.strategy, mesh=sw.abstract_mesh(mesh))
         exported = to_logical_axis_rules(pm, {name: OWN[name] for name, _ in rules})
         for names in case["arrays"]:
@@ -502,10 +498,10 @@ def test_exports_that_are_refused() -> None:
 
 def test_the_mesh_may_be_text() -> None:
     rules = (("batch", "data"), ("embed", "model"))
-    one, other = (from_logical_axis_rules(rules, mesh=mesh) for mesh in ("data:2,model:4", MESH))
+    one, other = (to_strategy(rules, mesh=mesh) for mesh in ("data:2,model:4", MESH))
     assert (one.strategy, one.names, one.notes) == (other.strategy, other.names, other.notes)
     with pytest.raises(sw.MeshSpecError, match="needs a number of devices"):
-        from_logical_axis_rules(rules, mesh="data:-1,model:4")
+        to_strategy(rules, mesh="data:-1,model:4")
 
 
 def test_a_strategy_is_not_a_manager() -> None:

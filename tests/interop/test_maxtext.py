@@ -64,7 +64,7 @@ def manager(imported: maxtext.Imported, **sizes: int) -> sw.PartitionManager:
 
 
 def test_explain_names_file_and_line() -> None:
-    pm = manager(imported := maxtext.from_config("base.yml"))
+    pm = manager(imported := maxtext.to_strategy("base.yml"))
     axes = imported.annotation(("embed", "mlp"))
     resolution = pm.explain(*axes, role="param", shape=(8, 8))
     assert resolution.spec == P("fsdp", "tensor")
@@ -75,7 +75,7 @@ def test_explain_names_file_and_line() -> None:
 
 
 def test_mesh_and_notes() -> None:
-    imported = maxtext.from_config("base.yml")
+    imported = maxtext.to_strategy("base.yml")
     assert dict(imported.strategy.mesh) == {
         "data": 1,
         "stage": 1,
@@ -95,7 +95,7 @@ def test_mesh_and_notes() -> None:
 
 def test_slices() -> None:
     sizes = {"num_slices": 4, "dcn_fsdp_parallelism": 2, "shard_mode": "explicit"}
-    strategy = maxtext.from_config("base.yml", overrides=sizes).strategy
+    strategy = maxtext.to_strategy("base.yml", overrides=sizes).strategy
     assert strategy.dcn == {"data": 2, "fsdp": 2}
     assert strategy.mesh["data"] == 2
     assert strategy.mesh["fsdp"] == -1
@@ -110,7 +110,7 @@ def test_specs_of_modes_equal_flax(mode: str) -> None:
         "prefill": {"activation_length": "prefill_activation_length"},
         "decode": {"activation_batch": "decode_batch"},
     }.get(mode, {})
-    imported = maxtext.from_config("base.yml")
+    imported = maxtext.to_strategy("base.yml")
     pm = manager(imported, data=2).for_mode(mode)
     rules = [
         (name, tuple([value] if isinstance(value, str) else value))
@@ -142,7 +142,7 @@ def entries(spec: Any) -> list[tuple[str, ...]]:
 
 
 def test_names_of_the_vocabulary() -> None:
-    imported = maxtext.from_config("base.yml", names=maxtext.NAMES)
+    imported = maxtext.to_strategy("base.yml", names=maxtext.NAMES)
     pm = manager(imported)
     assert pm.resolve(sw.EMBED, sw.MLP_INTERMEDIATE, role="param") == P("fsdp", "tensor")
     hidden = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
@@ -154,7 +154,7 @@ def test_names_of_the_vocabulary() -> None:
 def test_rules_of_model_and_overrides() -> None:
     write("models/tiny.yml", "logical_axis_rules: [['mlp', []], ['vocab', 'tensor']]\n")
     overrides = {"model_name": "tiny-Instruct", "logical_axis_rules": [["embed", ["tensor"]]]}
-    imported = maxtext.from_config("base.yml", overrides=overrides)
+    imported = maxtext.to_strategy("base.yml", overrides=overrides)
     rules = imported.strategy.rules
     assert (rules["logical_mlp"], rules["logical_embed"]) == ("-", "tensor")
     assert [*rules][-3:] == ["logical_mlp", "logical_vocab", "logical_embed"]
@@ -164,11 +164,11 @@ def test_rules_of_model_and_overrides() -> None:
     assert resolution.spec == P(None, "tensor")
     assert "overrides[0]" in str(resolution.decisions[0].rule)
     assert "tiny.yml:1" in str(resolution.decisions[1].rule)
-    only = maxtext.from_config(
+    only = maxtext.to_strategy(
         "base.yml", overrides=overrides | {"override_logical_axis_rules": True}
     )
     assert [*only.names] == ["embed"]
-    unknown = maxtext.from_config("base.yml", overrides={"model_name": "huge"})
+    unknown = maxtext.to_strategy("base.yml", overrides={"model_name": "huge"})
     assert unknown.notes[0].startswith("models/huge.yml is missing")
 
 
@@ -179,9 +179,9 @@ def test_base_config_and_custom_mesh() -> None:
         "custom_mesh_and_rule/pure.yml",
         "mesh_axes: [fsdp]\nlogical_axis_rules: [['embed', [fsdp]]]\nsteps: 3\n",
     )
-    assert maxtext.from_config("tpu/run.yml").strategy.mesh["tensor"] == 4
-    assert [*maxtext.from_config(Path("tpu/few.yml")).names] == ["embed"]
-    imported = maxtext.from_config("base.yml", overrides={"custom_mesh_and_rule": "pure"})
+    assert maxtext.to_strategy("tpu/run.yml").strategy.mesh["tensor"] == 4
+    assert [*maxtext.to_strategy(Path("tpu/few.yml")).names] == ["embed"]
+    imported = maxtext.to_strategy("base.yml", overrides={"custom_mesh_and_rule": "pure"})
     assert dict(imported.strategy.mesh) == {"fsdp": -1}
     assert imported.notes[0] == (
         "custom_mesh_and_rule/pure.yml replaces mesh_axes, logical_axis_rules"
@@ -195,7 +195,7 @@ def test_a_mapping_needs_no_yaml() -> None:
         "ici_fsdp_parallelism": 4,
         "shard_optimizer_over_data": True,
     }
-    imported = maxtext.from_config(config)
+    imported = maxtext.to_strategy(config)
     assert dict(imported.strategy.mesh) == {"fsdp": 4}
     assert imported.notes == ("shard_optimizer_over_data is not imported: see [policy] zero1",)
     assert imported.strategy.source("rules", "logical_embed") == "config[0]"
@@ -206,7 +206,7 @@ def test_interleaved_rules_keep_mode_names() -> None:
     extra = [["mlp", "fsdp"], ["embed", "tensor"]]
     rules = [*yaml_rules("base.yml"), *extra]
     overrides = {"logical_axis_rules": rules, "override_logical_axis_rules": True}
-    imported = maxtext.from_config("base.yml", overrides=overrides)
+    imported = maxtext.to_strategy("base.yml", overrides=overrides)
     assert not imported.strategy.modes
     assert imported.notes[2] == (
         "apply in all modes, because rules of other names are in between: prefill_activation_length"
@@ -248,7 +248,7 @@ def test_bad_configurations() -> None:
     problems = []
     for name, overrides, message in cases:
         try:
-            maxtext.from_config(name, overrides=overrides)
+            maxtext.to_strategy(name, overrides=overrides)
             problems.append(f"{name} {overrides}: no error")
         except sw.StrategyError as error:
             if not re.search(message, str(error)):
@@ -258,17 +258,17 @@ def test_bad_configurations() -> None:
 
 def test_other_arguments() -> None:
     with pytest.raises(sw.StrategyError, match="overrides is list, not a mapping"):
-        maxtext.from_config("base.yml", overrides=["num_slices=4"])  # type: ignore[arg-type]
+        maxtext.to_strategy("base.yml", overrides=["num_slices=4"])  # type: ignore[arg-type]
     with pytest.raises(sw.StrategyError, match="config is NoneType, neither a path nor a mapping"):
-        maxtext.from_config(None)  # type: ignore[arg-type]
+        maxtext.to_strategy(None)  # type: ignore[arg-type]
 
 
 def test_sizes_across_slices_need_their_number() -> None:
     sizes = {"dcn_data_parallelism": 4}
-    imported = maxtext.from_config("base.yml", overrides=sizes)
+    imported = maxtext.to_strategy("base.yml", overrides=sizes)
     note = "not imported, because num_slices is not more than 1: dcn_data_parallelism=4"
     assert note in imported.notes
-    sized = maxtext.from_config("base.yml", overrides={**sizes, "num_slices": 4})
+    sized = maxtext.to_strategy("base.yml", overrides={**sizes, "num_slices": 4})
     assert dict(sized.strategy.dcn) == {"data": 4}
     assert note not in sized.notes
 
@@ -281,7 +281,7 @@ def test_absent_mesh_axes_have_size_one() -> None:
   ['embed', ['fsdp']],
 ]"""
     write("few.yml", f"base_config: base.yml\nmesh_axes: [data, fsdp]\n{rules}\n")
-    imported = maxtext.from_config("few.yml")
+    imported = maxtext.to_strategy("few.yml")
     assert dict(imported.strategy.mesh) == {"data": 1, "fsdp": -1, "tensor_transpose": 1}
     assert "mesh axes of rules that the mesh lacks have size 1: tensor_transpose" in imported.notes
     assert any(note.endswith("no such axis: ici_tensor_parallelism=2") for note in imported.notes)
@@ -303,5 +303,5 @@ def test_foreign_mesh_axes_are_reported_at_once() -> None:
     text = BASE.replace("'mlp', 'tensor'", "'mlp', 'tensr'").replace("['fsdp']]", "['fdsp']]")
     write("typo.yml", text)
     with pytest.raises(sw.MissingMeshAxisError) as caught:
-        maxtext.from_config("typo.yml")
+        maxtext.to_strategy("typo.yml")
     assert [problem.path for problem in caught.value.problems] == ["typo.yml:10", "typo.yml:12"]

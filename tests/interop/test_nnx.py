@@ -130,7 +130,7 @@ def test_variables_are_created_sharded() -> None:
         pm = manager(mesh)
         with bridge.bound(pm, NAMES):
             models = [linear(), nnx.jit(linear)()]
-        values, axes = bridge.annotations(models[0], NAMES)
+        values, axes = bridge.arrays(models[0]), bridge.annotate(models[0], NAMES)
         expected = pm.shardings(values, axes)
         for model in models:
             found = jax.tree.map(lambda leaf: leaf.sharding, nnx.state(model))
@@ -153,17 +153,17 @@ def test_explicit_mesh() -> None:
 
 def test_annotations_of_a_model() -> None:
     model = elsewhere()
-    values, axes = bridge.annotations(model, NAMES)
+    values, axes = bridge.arrays(model), bridge.annotate(model, NAMES)
     assert axes["table"]["embedding"] == (sw.VOCAB, sw.EMBED)
     assert axes["blocks"]["q"]["kernel"] == (sw.LAYERS, sw.EMBED, sw.HEAD, sw.HEAD_DIM)
     assert axes["blocks"]["norm"]["scale"] == (sw.EMPTY, sw.EMPTY)
     with nnx.use_eager_sharding(False):
         abstract = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
-    shapes, same = bridge.annotations(nnx.state(abstract), NAMES)
+    shapes, same = bridge.arrays(nnx.state(abstract)), bridge.annotate(nnx.state(abstract), NAMES)
     assert jax.tree.leaves(same) == jax.tree.leaves(axes)
     assert shapes["table"]["embedding"].shape == values["table"]["embedding"].shape
     nnx.update(model, values)
-    assert bridge.annotations(model, NAMES)[1] == axes
+    assert bridge.annotate(model, NAMES) == axes
 
 
 def test_an_optimizer_is_placed_like_its_model() -> None:
@@ -194,7 +194,7 @@ def test_metadata_of_every_version() -> None:
         name = key if key.startswith(("out", "sharding")) else "out_sharding"
         variable._var_metadata[name] = value
         given = {} if value is None else NAMES
-        found[key] = bridge.annotations(nnx.State({"w": variable}), given)[1]["w"]
+        found[key] = bridge.annotate(nnx.State({"w": variable}), given)["w"]
     plain = (sw.EMBED, sw.MLP_INTERMEDIATE)
     assert found.pop("composite") == (plain, sw.EMPTY)
     assert found.pop("none") == (sw.EMPTY, sw.EMPTY)
@@ -204,7 +204,7 @@ def test_metadata_of_every_version() -> None:
 def test_names_that_are_missing() -> None:
     names = {name: target for name, target in NAMES.items() if name not in ("mlp", "kv")}
     with pytest.raises(sw.UnknownAxisError) as caught:
-        bridge.annotations(elsewhere(), names)
+        bridge.annotate(elsewhere(), names)
     assert len(caught.value.problems) == 2
     text = str(caught.value)
     assert "the name 'mlp' is not in names; 2 arrays have it" in text
@@ -299,11 +299,11 @@ def test_flax_is_unchanged_outside_bound() -> None:
 
 def test_a_model_without_names_is_refused() -> None:
     pm, model = manager("fsdp:8"), nnx.Linear(4, 8, rngs=nnx.Rngs(0))
-    for call in (bridge.annotations, lambda model, names: bridge.place(model, pm, names)):
+    for call in (bridge.annotate, lambda model, names: bridge.place(model, pm, names)):
         with pytest.raises(sw.StrategyError, match="all of them would be replicated") as caught:
             call(model, NAMES)
         assert "nnx.with_partitioning" in caught.value.fix
-    assert {*jax.tree.leaves(bridge.annotations(model, {})[1])} == {sw.EMPTY}
+    assert {*jax.tree.leaves(bridge.annotate(model, {}))} == {sw.EMPTY}
 
 
 def projection(rngs: Any) -> Any:
@@ -335,7 +335,7 @@ def test_names_for_fewer_dims_are_refused() -> None:
     with nnx.use_eager_sharding(False):
         stacked = stack(nnx.Rngs(0))
     for read in (
-        bridge.annotations,
+        bridge.annotate,
         lambda model, names: bridge.place(model, manager("fsdp:4,tp:2"), names),
     ):
         with pytest.raises(sw.RankMismatchError, match=r"for 3 dims\n[^$]*transform_metadata"):
@@ -404,9 +404,9 @@ def test_scalar_with_names() -> None:
     with nnx.use_eager_sharding(False):
         named = nnx.Param(jnp.zeros(()), out_sharding=("embed", "mlp"))
         own = nnx.Param(jnp.zeros(()), axes=axes)
-    assert bridge.annotations(nnx.State({"count": own}), NAMES)[1]["count"] == ()
+    assert bridge.annotate(nnx.State({"count": own}), NAMES)["count"] == ()
     with pytest.raises(sw.RankMismatchError, match=r"count: .*for 0 dims") as caught:
-        bridge.annotations(nnx.State({"count": named}), NAMES)
+        bridge.annotate(nnx.State({"count": named}), NAMES)
     assert caught.value.path == "count"
 
 
@@ -429,7 +429,7 @@ def test_masked_parameters() -> None:
     with nnx.use_eager_sharding(False):
         own = nnx.Param(parts, out_sharding=("embed", "mlp"))
     state = nnx.State({"a": nnx.Param(None), "b": own})
-    values, axes = bridge.annotations(state, NAMES)
+    values, axes = bridge.arrays(state), bridge.annotate(state, NAMES)
     placed = pm.shardings(values, axes)["b"]
     assert (placed["value"].spec, placed["scale"].spec) == (P("fsdp", "tp"), P(None, "tp"))
 
@@ -450,7 +450,7 @@ def test_factored_moments_need_the_model() -> None:
     with pytest.raises(sw.StrategyError, match=r"place\(optimizer, pm, names, params=model\)"):
         bridge.place(optimizer, pm, NAMES)
     with pytest.raises(sw.RankMismatchError, match=r"for 1 dims\n[^$]*params=model"):
-        bridge.annotations(nnx.state(optimizer), NAMES)
+        bridge.annotate(nnx.state(optimizer), NAMES)
     with bridge.bound(pm, NAMES):
         model = projection(nnx.Rngs(0))
         with pytest.raises(sw.RankMismatchError, match=r"for 1 dims\n[^$]*params=model"):

@@ -197,14 +197,14 @@ def test_training_equals_unsharded() -> None:
 
 @pytest.mark.full
 def test_model_that_was_created_elsewhere() -> None:
-    """`place` and `annotations` read the axes of the modules; no names are needed."""
+    """`place` and `annotate` read the axes of the modules; no names are needed."""
     model = Decoder(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     pm = blocks.make_manager("fsdp_tp", "auto")
     for target in (model, optimizer):
         bridge.place(target, pm, {})
     table = embedding.specs(64, 16)
-    assert bridge.annotations(nnx.state(model, nnx.Param), {})[1]["embedding"]["table"] == (
+    assert bridge.annotate(nnx.state(model, nnx.Param), {})["embedding"]["table"] == (
         sw.VOCAB,
         sw.EMBED,
     )

@@ -31,9 +31,9 @@ _SEMANTICS = ("flax", "nnx", "strict")
 _NAME = re.compile(r"([^=]+)=([A-Za-z_][A-Za-z0-9_]*)(?::(activation|param))?")
 # By format: the function of Python that imports, and the one that annotates a model.
 _IN_PYTHON = {
-    "maxtext": ("maxtext.from_config", "flax.annotations(variables, imported.names)"),
-    "levanter": ("haliax.from_levanter", "haliax.annotations(model, imported.names)"),
-    "rules": ("from_logical_axis_rules", "flax.annotations(variables, imported.names)"),
+    "maxtext": ("maxtext.to_strategy", "flax.annotate(variables, imported.names)"),
+    "levanter": ("levanter.to_strategy", "haliax.annotate(model, imported.names)"),
+    "rules": ("to_strategy", "flax.annotate(variables, imported.names)"),
 }
 _EPILOG = f"""\
 FORMAT is maxtext or levanter (a YAML configuration), or rules (a YAML or JSON file with a list of
@@ -122,7 +122,7 @@ def _next_steps(imported: Imported, arguments: argparse.Namespace) -> list[str]:
     steps = [
         f'next  pm = sw.PartitionManager(sw.Strategy.load("{arguments.out}"))',
         f"next  imported = {call}(...); --json prints its names",
-        f"next  values, axes = {annotate}",
+        f"next  axes = {annotate}",
     ]
     own = [
         name
@@ -162,7 +162,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 def _imported(arguments: argparse.Namespace) -> Imported:
     from shardwright.interop import haliax, maxtext
-    from shardwright.interop.logical_rules import from_logical_axis_rules, read_rules, resized
+    from shardwright.interop.logical_rules import read_rules, resized, to_strategy
 
     pairs = [*map(read_name, arguments.name)]
     names = dict(pairs)
@@ -175,7 +175,7 @@ def _imported(arguments: argparse.Namespace) -> Imported:
     if arguments.format == "maxtext":
         if arguments.vocabulary:
             names = {**maxtext.NAMES, **names}
-        return maxtext.from_config(
+        return maxtext.to_strategy(
             arguments.file,
             overrides=dict(map(_override, arguments.overrides)),
             names=names,
@@ -184,7 +184,7 @@ def _imported(arguments: argparse.Namespace) -> Imported:
     if arguments.format == "levanter":
         known = haliax.NAMES if arguments.vocabulary else {}
         own = {name: axis for name, axis in known.items() if axis != EMPTY}
-        return haliax.from_levanter(
+        return haliax.levanter.to_strategy(
             arguments.file,
             overrides=dict(map(_override, arguments.overrides)),
             names={**own, **_without_roles(names)},
@@ -196,7 +196,7 @@ def _imported(arguments: argparse.Namespace) -> Imported:
         what = f"{os.path.basename(arguments.file)} has no rules"
         raise StrategyError(what, fix="write [[embed, fsdp]], for instance")
     spec = parse_mesh(arguments.mesh)
-    imported = from_logical_axis_rules(
+    imported = to_strategy(
         rules,
         mesh=dict.fromkeys(spec.names, 1),
         names=names,

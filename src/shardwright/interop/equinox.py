@@ -1,6 +1,6 @@
 """Models of equinox: annotate their arrays by path or by inference, and place them.
 
-The model's source stays as it is. Only arrays are annotated. In the trees that `annotations`,
+The model's source stays as it is. Only arrays are annotated. In the trees that `annotate`,
 `infer` and `arrays` return, any other leaf, such as an activation function, is None, as after
 `equinox.filter`.
 """
@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from shardwright.manager.manager import PartitionManager
 
 
-def annotations(
-    model: Any, rules: Mapping[str, Any] | Iterable[tuple[str, Any]]
-) -> tuple[Any, Any]:
-    """Return the arrays of a model, and the annotation of each, chosen by its path.
+def annotate(model: Any, rules: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Any:
+    """Return the annotation of each array of `arrays(model)`, chosen by its path, as a tree.
 
     Args:
       model: A tree of equinox, or what `equinox.filter_eval_shape` returns for one.
@@ -38,15 +36,15 @@ def annotations(
     >>> import equinox as eqx, jax, shardwright as sw
     >>> model = eqx.nn.MLP(4, 4, 8, 1, use_bias=False, use_final_bias=False, key=jax.random.key(0))
     >>> up, down = (sw.MLP_INTERMEDIATE, sw.EMBED), (sw.EMBED, sw.MLP_INTERMEDIATE)
-    >>> annotations(model, {"layers/0/weight": up, "layers/1/weight": down})[1].layers[0].weight
+    >>> annotate(model, {"layers/0/weight": up, "layers/1/weight": down}).layers[0].weight
     ('__MLP_INTERMEDIATE__', '__EMBED__')
     """
-    values = arrays(model)
-    matched = match_paths(values, rules.items() if isinstance(rules, Mapping) else rules)
+    pairs = rules.items() if isinstance(rules, Mapping) else rules
+    matched = match_paths(arrays(model), pairs)
     if matched.unused:
         what = f"rules that match no array of the model: {', '.join(map(repr, matched.unused))}"
         raise StrategyError(what, fix="correct the patterns, or remove the rules")
-    return values, matched.annotations
+    return matched.annotations
 
 
 def infer(
@@ -104,7 +102,7 @@ def place(model: Any, pm: "PartitionManager", annotations: Any) -> Any:
     Args:
       model: A tree of equinox.
       pm: The manager.
-      annotations: Annotations of its arrays: from `annotations`, or `infer(...).annotations`.
+      annotations: Annotations of its arrays: from `annotate`, or `infer(...).annotations`.
 
     Raises:
       StrategyError: `pm` is not a manager.

@@ -18,13 +18,13 @@ from shardwright.errors import (
     UnknownAxisError,
     raise_problems,
 )
+from shardwright.interop import logical_rules
 from shardwright.interop.logical_rules import (
     Imported,
     Names,
     axis_of,
     by_name,
     check_names,
-    from_logical_axis_rules,
     one_rule_each,
     read_names,
 )
@@ -78,7 +78,7 @@ NAMES: Names = MappingProxyType(
 )
 
 
-def from_rules(
+def to_strategy(
     rules: Any, *, mesh: Any, names: Names | None = None, own_axes: Iterable[str] = ()
 ) -> Imported:
     """Turn sharding rules into a strategy with the same specs.
@@ -104,12 +104,12 @@ def from_rules(
     own_axes = tuple(own_axes)
     given = read_names(names, own_axes, are_imported=True)
     known = {name: target for name, target in given.items() if name in ruled}
-    return from_logical_axis_rules(
+    return logical_rules.to_strategy(
         pairs, mesh=mesh, names=known, semantics="strict", source=places, own_axes=own_axes
     )
 
 
-def to_rules(
+def rules(
     pm: "PartitionManager",
     rules: type[Any],
     names: Names = NAMES,
@@ -143,7 +143,7 @@ def to_rules(
     return rules(**one_rule_each(pm, own, sizes=sizes))
 
 
-def annotations(tree: Any, names: Names = NAMES) -> Any:
+def annotate(tree: Any, names: Names = NAMES) -> Any:
     """Return a tree of `ArraySpec`s: shape, dtype, axes and initializer of each `ArrayInfo`.
 
     `pm.shardings`, `pm.abstract` and `pm.init` take the result as it is. As in JAX, the last dims

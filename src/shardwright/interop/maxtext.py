@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import Problem, StrategyError, did_you_mean, raise_problems
+from shardwright.interop import logical_rules
 from shardwright.interop.logical_rules import (
     Imported,
     Modes,
     Names,
-    from_logical_axis_rules,
     read_yaml,
     resized,
 )
@@ -87,7 +87,7 @@ class _Config:
         return list(self.values.get(_RULES) or [])
 
 
-def from_config(
+def to_strategy(
     config: str | os.PathLike[str] | Mapping[str, Any],
     *,
     overrides: Mapping[str, Any] | None = None,
@@ -135,7 +135,7 @@ def from_config(
         name: next((pair for pair in pairs if pair[0] in known), pairs[0])
         for name, pairs in MODES.items()
     }
-    imported = from_logical_axis_rules(
+    imported = logical_rules.to_strategy(
         merged.rules,
         # The rules do not depend on sizes, and -1 is not a size. `resized` sets the sizes.
         mesh=dict.fromkeys(mesh, 1),

@@ -137,7 +137,7 @@ def test_plan_of_a_recipe(recipe: str) -> None:
     x = jax.ShapeDtypeStruct((8, 32, 128), jnp.float32)
     with te.autocast(enabled=True, recipe=RECIPES[recipe]), pm:
         boxed = jax.eval_shape(functools.partial(LAYER.init, deterministic=True), KEY, x)
-        values, axes = bridge.annotations(boxed, {**te.NAMES, **OWN})
+        values, axes = bridge.arrays(boxed), bridge.annotate(boxed, {**te.NAMES, **OWN})
         specs = {
             name: jax.tree.map(lambda v, a: sw.ArraySpec(v.shape, v.dtype, a), value, axes[name])
             for name, value in values.items()

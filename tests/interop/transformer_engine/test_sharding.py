@@ -102,7 +102,7 @@ def test_constraint_by_manager() -> None:
             spec_of((BATCH_AXES, None, "own"))
     layer = te.flax.DenseGeneral(8, kernel_axes=(W_FSDP_AXES, W_TP_AXES), use_bias=False)
     variables = jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((2, 16)))
-    values, axes = bridge.annotations(variables, te.NAMES)
+    values, axes = bridge.arrays(variables), bridge.annotate(variables, te.NAMES)
     assert pm.shardings(values, axes)["params"]["kernel"].spec == P("fsdp", "tp")
 
 

@@ -4,6 +4,7 @@ The model's source stays as it is. `names` maps each of its logical names to an 
 in `logical_rules`. flax is imported on the first call.
 """
 
-from shardwright.interop.flax.bridge import annotations as annotations
+from shardwright.interop.flax.bridge import annotate as annotate
+from shardwright.interop.flax.bridge import arrays as arrays
+from shardwright.interop.flax.bridge import place as place
 from shardwright.interop.flax.bridge import rules as rules
-from shardwright.interop.flax.bridge import unbox as unbox

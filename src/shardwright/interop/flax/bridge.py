@@ -15,11 +15,11 @@ from shardwright.interop.logical_rules import (
     check_manager,
     check_names,
     check_used,
+    checked,
     entry_of,
     names_of_metadata,
     to_logical_axis_rules,
 )
-from shardwright.manager import context
 from shardwright.trees.factored_weights import annotate_parts
 from shardwright.trees.optimizer_state import annotations_by_path, changes_dims
 from shardwright.trees.paths import path_text
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from shardwright.manager.manager import PartitionManager
 
 
-def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
-    """Return variables without boxes, and the annotation of each.
+def annotate(variables: Any, names: Names) -> Any:
+    """Return the annotation of each array of `arrays(variables)`, as a tree.
 
     Names come from the boxes of `with_logical_partitioning` and `with_partitioning`, and from those
     of nnx modules inside `nnx.bridge.to_linen`. `nn.scan` and `nn.vmap` add names to them. As in
@@ -53,7 +53,7 @@ def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
     >>> model = nn.Dense(8, use_bias=False, kernel_init=init)
     >>> shapes = jax.eval_shape(model.init, jax.random.key(0), jax.numpy.ones((1, 4)))
     >>> names = {"embed": (sw.EMBED, "param"), "mlp": (sw.MLP_INTERMEDIATE, "param")}
-    >>> annotations(shapes, names)[1]
+    >>> annotate(shapes, names)
     {'params': {'kernel': ('__EMBED__', '__MLP_INTERMEDIATE__')}}
     """
     check_names(names)
@@ -69,8 +69,8 @@ def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
             axes = [entry_of(name, names, place, problems) for name in own]
             return (*axes, *(EMPTY,) * (len(shape) - len(axes)))
 
-        arrays, structure = jax.tree_util.tree_flatten_with_path(_unboxed(leaf, meta))
-        own = [moments.get(path_text((*path, *below))) for below, _ in arrays]
+        pairs, structure = jax.tree_util.tree_flatten_with_path(_unboxed(leaf, meta))
+        own = [moments.get(path_text((*path, *below))) for below, _ in pairs]
         if None in own:
             own = annotate_parts(_unboxed(leaf, meta), axes_of, place, problems)
         return jax.tree.unflatten(structure, own)
@@ -80,7 +80,7 @@ def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
 
     axes = jax.tree_util.tree_map_with_path(read, variables, is_leaf=is_box)
     raise_problems(by_name(problems))
-    values = unbox(variables)
+    values = arrays(variables)
     check_used(
         names,
         is_named=any(map(is_box, jax.tree.leaves(variables, is_leaf=is_box))),
@@ -88,7 +88,26 @@ def annotations(variables: Any, names: Names) -> tuple[Any, Any]:
         fix="pass what model.init returns, without nn.unbox\n"
         "or let sw.infer_axes find the axes of a model without names",
     )
-    return values, axes
+    return axes
+
+
+def place(variables: Any, pm: "PartitionManager", names: Names) -> Any:
+    """Return variables without boxes, placed as parameters.
+
+    To create variables that no device could hold, give `jax.jit` the `out_shardings`
+    `pm.shardings(arrays(shapes), annotate(shapes, names))` instead.
+
+    Args:
+      variables: What `model.init` returns, or a `TrainState`.
+      pm: The manager.
+      names: Name in the model -> (axis, role), or an axis for both roles.
+
+    Raises:
+      UnknownAxisError: Boxes have names that are not in `names`; all are reported at once.
+    """
+    check_manager(pm)
+    values = arrays(variables)
+    return jax.device_put(values, pm.shardings(values, annotate(variables, names)))
 
 
 def _factored_moments(variables: Any, names: Names) -> Mapping[str, Any]:
@@ -103,12 +122,12 @@ def _factored_moments(variables: Any, names: Names) -> Mapping[str, Any]:
     params, state = children
     if params is None or state is None or not changes_dims(state):
         return {}
-    found = annotations_by_path(unbox(state), *annotations(params, names))
+    found = annotations_by_path(arrays(state), arrays(params), annotate(params, names))
     return {f"opt_state/{path}": entry for path, entry in found.items()}
 
 
-def unbox(tree: Any) -> Any:
-    """Return a tree without boxes, and without a constraint on what was in them.
+def arrays(tree: Any) -> Any:
+    """Return a tree without boxes, and without a constraint on the arrays that were in them.
 
     In `rules`, `nn.unbox` constrains each value by the names of its box. In the state of an
     optimizer, moments with other dims than their parameter have its box too, so that they do not
@@ -194,7 +213,6 @@ def rules(
     """
     import flax.linen as nn
 
-    from shardwright.interop.flax.checked import Rules, install
     from shardwright.interop.flax.dense_general import kernels_unflattened
 
     check_manager(pm)
@@ -202,11 +220,9 @@ def rules(
         what = "flax's constraints need Auto mesh axes, and the mesh has Explicit ones"
         raise StrategyError(what, fix='use axis_types = "auto"')
     exported = to_logical_axis_rules(pm, names, sizes=sizes)
-    install()
     with (
-        pm,
-        context.RULES((exported, (*names,))),
-        nn.logical_axis_rules(Rules.of(pm, names, exported, sizes)),
+        checked("flax", exported, pm, names, sizes),
+        nn.logical_axis_rules(exported),
         kernels_unflattened(),
     ):
         yield

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
+from shardwright.interop import logical_rules
 from shardwright.interop.logical_rules import (
     Imported,
     Names,
@@ -23,12 +24,11 @@ from shardwright.interop.logical_rules import (
     check_manager,
     check_names,
     check_used,
-    from_logical_axis_rules,
+    checked,
     one_rule_each,
     plain_name,
     read_names,
 )
-from shardwright.manager import context
 from shardwright.trees.factored_weights import annotate_parts
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import (
@@ -81,12 +81,11 @@ class Mappings:
     parameter: Mapping[str, str | tuple[str, ...]]
 
 
-def annotations(model: Any, names: Names = NAMES) -> tuple[Any, Any]:
-    """Return the arrays of a model, and the annotation of each.
+def annotate(model: Any, names: Names = NAMES) -> Any:
+    """Return the annotation of each array of `arrays(model)`, as a tree.
 
-    Both trees have the structure of the model, with None instead of what is not an array. The axes
-    of an array are those of its `NamedArray`, or the `axis_names` of its field. As in haliax, an
-    array without names is replicated.
+    The axes of an array are those of its `NamedArray`, or the `axis_names` of its field. As in
+    haliax, an array without names is replicated.
 
     Args:
       model: A tree with `NamedArray`s, or what `equinox.filter_eval_shape` returns for one.
@@ -100,16 +99,14 @@ def annotations(model: Any, names: Names = NAMES) -> tuple[Any, Any]:
     >>> import haliax as hax, jax, shardwright as sw
     >>> axes = hax.make_axes(embed=4, mlp=8)
     >>> linear = hax.nn.Linear.init(*axes, key=jax.random.key(0), use_bias=False)
-    >>> annotations(linear)[1].weight.array
+    >>> annotate(linear).weight.array
     ('__MLP_INTERMEDIATE__', '__EMBED__')
     """
-    import equinox
-
     check_names(names)
-    values = equinox.filter(model, _is_array)
+    values = arrays(model)
     problems: list[Problem] = []
     leaves = [*_leaves(values, ())]
-    axes = [entry for leaf in leaves for entry in _annotations(leaf, names, problems)]
+    axes = [entry for leaf in leaves for entry in _axes_of(leaf, names, problems)]
     raise_problems(by_name(problems))
     check_used(
         names,
@@ -118,7 +115,14 @@ def annotations(model: Any, names: Names = NAMES) -> tuple[Any, Any]:
         fix="pass a model with NamedArrays\n"
         "or let interop.equinox.infer find the axes of a model without names",
     )
-    return values, jax.tree.unflatten(jax.tree.structure(values), axes)
+    return jax.tree.unflatten(jax.tree.structure(values), axes)
+
+
+def arrays(model: Any) -> Any:
+    """Return a model in which each leaf that is neither an array nor the shape of one is None."""
+    import equinox
+
+    return equinox.filter(model, _is_array)
 
 
 def place(model: Any, pm: "PartitionManager", names: Names = NAMES) -> Any:
@@ -135,7 +139,7 @@ def place(model: Any, pm: "PartitionManager", names: Names = NAMES) -> Any:
     import equinox
 
     check_manager(pm)
-    values, axes = annotations(model, names)
+    values, axes = arrays(model), annotate(model, names)
     return equinox.combine(jax.device_put(values, pm.shardings(values, axes)), model)
 
 
@@ -203,21 +207,17 @@ def rules(
     """
     compute = mappings(pm, names, sizes=sizes).compute
     haliax = _haliax()
-    from shardwright.interop.haliax.checked import Rules, install
-
     if AxisType.Explicit in pm.mesh.axis_types:
         what = "haliax's constraints need Auto mesh axes, and the mesh has Explicit ones"
         raise StrategyError(what, fix='use axis_types = "auto"')
-    install()
     with (
-        pm,
-        context.RULES(Rules.of(pm, names, compute, sizes)),
+        checked("haliax", compute.items(), pm, names, sizes),
         haliax.partitioning.axis_mapping(compute),
     ):
         yield
 
 
-def from_mappings(
+def to_strategy(
     compute: Mapping[str, Any],
     parameter: Mapping[str, Any] | None = None,
     *,
@@ -253,7 +253,7 @@ def from_mappings(
         all are reported at once.
       MissingMeshAxisError: A mapping names mesh axes that the mesh lacks; all are reported at once.
 
-    >>> imported = from_mappings({"batch": "data"}, {"embed": "data"}, mesh={"data": 8})
+    >>> imported = to_strategy({"batch": "data"}, {"embed": "data"}, mesh={"data": 8})
     >>> dict(imported.strategy.params)
     {'logical_batch': '-', 'logical_embed': 'data'}
     """
@@ -278,7 +278,7 @@ def from_mappings(
             pairs.append((entry, table.get(name)))
             targets[entry] = (axes[name], role)
             places.append((source or _place_of)(role, name))
-    imported = from_logical_axis_rules(
+    imported = logical_rules.to_strategy(
         pairs,
         mesh=mesh,
         names=targets,
@@ -331,7 +331,7 @@ def _leaves(node: Any, path: tuple[Any, ...]) -> Iterator[_Leaf]:
         yield _Leaf(path=path_text((*path, *keys)), value=child, names=text)
 
 
-def _annotations(leaf: _Leaf, names: Names, problems: list[Problem]) -> list[Any]:
+def _axes_of(leaf: _Leaf, names: Names, problems: list[Problem]) -> list[Any]:
     def axes_of(shape: tuple[int, ...]) -> tuple[str, ...]:
         if leaf.names is None:
             return (EMPTY,) * len(shape)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardwright.errors import Problem, StrategyError, did_you_mean, raise_problems
-from shardwright.interop.haliax.bridge import from_mappings
+from shardwright.interop.haliax.bridge import to_strategy as from_mappings
 from shardwright.interop.haliax.levanter_mesh import Entry, Settings, read_mesh
 from shardwright.interop.logical_rules import Imported, read_yaml_tree, resized
 from shardwright.vocabulary.axes import Role
@@ -32,7 +32,7 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
 _SIZES: Final = ("replica_ici_axis_size", "model_axis_size", "replica_dcn_axis_size")
 
 
-def from_levanter(
+def to_strategy(
     config: str | os.PathLike[str] | Mapping[str, Any],
     *,
     overrides: Mapping[str, Any] | None = None,
@@ -62,7 +62,7 @@ def from_levanter(
       MissingMeshAxisError: A mapping names other mesh axes; all are reported at once.
 
     >>> trainer = {"tensor_parallel_axes": ["mlp", "heads"], "model_axis_size": 4}
-    >>> imported = from_levanter({"trainer": trainer})
+    >>> imported = to_strategy({"trainer": trainer})
     >>> dict(imported.strategy.mesh)
     {'replica': 1, 'data': -1, 'model': 4}
     """

@@ -5,12 +5,10 @@ functions turn such a list into a strategy and back. Every bridge may use them. 
 alone belongs in the bridge of that library.
 """
 
+from shardwright.interop.logical_rules.checked import checked as checked
 from shardwright.interop.logical_rules.files import read_rules as read_rules
 from shardwright.interop.logical_rules.files import read_yaml as read_yaml
 from shardwright.interop.logical_rules.files import read_yaml_tree as read_yaml_tree
-from shardwright.interop.logical_rules.from_rules import (
-    from_logical_axis_rules as from_logical_axis_rules,
-)
 from shardwright.interop.logical_rules.names import Imported as Imported
 from shardwright.interop.logical_rules.names import MeshAxes as MeshAxes
 from shardwright.interop.logical_rules.names import Modes as Modes
@@ -25,11 +23,11 @@ from shardwright.interop.logical_rules.names import names_of_metadata as names_o
 from shardwright.interop.logical_rules.names import plain_name as plain_name
 from shardwright.interop.logical_rules.names import read_names as read_names
 from shardwright.interop.logical_rules.names import resized as resized
-from shardwright.interop.logical_rules.sizes import Sizes as Sizes
-from shardwright.interop.logical_rules.sizes import misfit as misfit
-from shardwright.interop.logical_rules.sizes import shard_counts as shard_counts
 from shardwright.interop.logical_rules.to_rules import check_manager as check_manager
 from shardwright.interop.logical_rules.to_rules import one_rule_each as one_rule_each
 from shardwright.interop.logical_rules.to_rules import (
     to_logical_axis_rules as to_logical_axis_rules,
+)
+from shardwright.interop.logical_rules.to_strategy import (
+    to_strategy as to_strategy,
 )

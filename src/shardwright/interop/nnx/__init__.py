@@ -4,6 +4,7 @@ Code belongs here if it handles variables of nnx. `bridge` imports flax on the f
 imports flax, so it is imported by its own name.
 """
 
-from shardwright.interop.nnx.bridge import annotations as annotations
+from shardwright.interop.nnx.bridge import annotate as annotate
+from shardwright.interop.nnx.bridge import arrays as arrays
 from shardwright.interop.nnx.bridge import bound as bound
 from shardwright.interop.nnx.bridge import place as place

@@ -19,12 +19,11 @@ from shardwright.interop.logical_rules import (
     check_manager,
     check_names,
     check_used,
+    checked,
     entry_of,
     names_of_metadata,
     one_rule_each,
 )
-from shardwright.interop.nnx.checked import Table, install
-from shardwright.manager import context
 from shardwright.trees.factored_weights import annotate_parts
 from shardwright.trees.optimizer_state import annotations_by_path, changes_dims
 from shardwright.trees.paths import path_text
@@ -69,13 +68,10 @@ def bound(
         what = "nnx needs mesh axes of one type, and the mesh has several"
         raise StrategyError(what, fix='use axis_types = "auto" or "explicit"')
     table = one_rule_each(pm, names, sizes=sizes)
-    rules = Table.of(pm, names, table, sizes)
-    install(spmd)
     try:
         with (
-            pm,
-            context.RULES((*table.items(),)),
-            spmd.logical_axis_rules(rules),
+            checked("nnx", table.items(), pm, names, sizes),
+            spmd.logical_axis_rules((*table.items(),)),
             # Without eager sharding, nnx does not read the rules.
             nnx.use_eager_sharding(True),
         ):
@@ -89,8 +85,8 @@ def bound(
         raise
 
 
-def annotations(model: Any, names: Names, *, params: Any = None) -> tuple[Any, Any]:
-    """Return the state of a model without metadata, and the annotation of each array.
+def annotate(model: Any, names: Names, *, params: Any = None) -> Any:
+    """Return the annotation of each array of `arrays(model)`, as a tree.
 
     Names come from `nnx.with_partitioning` and from the metadata of variables. `nnx.vmap` and
     `nnx.scan` add names to them, if they are given one. A variable without names is replicated. The
@@ -101,9 +97,6 @@ def annotations(model: Any, names: Names, *, params: Any = None) -> tuple[Any, A
       names: Name in the model -> (axis, role), or an axis for both roles.
       params: The model that an optimizer updates. An optimizer with factored moments, such as
         `optax.adafactor`, needs it, because their dims are some of those of its parameters.
-
-    Returns:
-      The state, which `nnx.update` takes, and its annotations.
 
     Raises:
       UnknownAxisError: Variables have names that are not in `names`; all are reported at once.
@@ -117,12 +110,11 @@ def annotations(model: Any, names: Names, *, params: Any = None) -> tuple[Any, A
     >>> with nnx.use_eager_sharding(False):
     ...     model = nnx.Linear(4, 8, kernel_init=init, use_bias=False, rngs=nnx.Rngs(0))
     >>> names = {"embed": (sw.EMBED, "param"), "mlp": (sw.MLP_INTERMEDIATE, "param")}
-    >>> annotations(model, names)[1]["kernel"]
+    >>> annotate(model, names)["kernel"]
     ('__EMBED__', '__MLP_INTERMEDIATE__')
     """
     check_names(names)
-    nnx = _flax("nnx")
-    state = model if isinstance(model, nnx.State) else nnx.state(model)
+    state = _state(model)
     problems: list[Problem] = []
     moments = _factored_moments(model, names, params)
 
@@ -139,15 +131,15 @@ def annotations(model: Any, names: Names, *, params: Any = None) -> tuple[Any, A
             axes = tuple(entry_of(name, names, place, problems) for name in own)
             return axes or (EMPTY,) * len(shape)
 
-        arrays, structure = jax.tree_util.tree_flatten_with_path(_value(leaf))
-        own = [moments.get(path_text((*path, *below))) for below, _ in arrays]
+        pairs, structure = jax.tree_util.tree_flatten_with_path(_value(leaf))
+        own = [moments.get(path_text((*path, *below))) for below, _ in pairs]
         if None in own:
             own = annotate_parts(_value(leaf), axes_of, place, problems)
         return jax.tree.unflatten(structure, own)
 
     axes = jax.tree_util.tree_map_with_path(annotation, state, is_leaf=_is_variable)
     raise_problems(by_name(problems))
-    values = jax.tree.map(_value, state, is_leaf=_is_variable)
+    values = arrays(state)
     variables = [*filter(_is_variable, jax.tree.leaves(state, is_leaf=_is_variable))]
     check_used(
         names,
@@ -156,7 +148,21 @@ def annotations(model: Any, names: Names, *, params: Any = None) -> tuple[Any, A
         fix="annotate the model with nnx.with_partitioning\n"
         "or let sw.infer_axes find the axes of a model without names",
     )
-    return values, axes
+    return axes
+
+
+def arrays(model: Any) -> Any:
+    """Return the state of a model without metadata, as `nnx.update` takes it.
+
+    Args:
+      model: A module, an optimizer or their `nnx.State`; or what `nnx.eval_shape` returns for one.
+    """
+    return jax.tree.map(_value, _state(model), is_leaf=_is_variable)
+
+
+def _state(model: Any) -> Any:
+    nnx = _flax("nnx")
+    return model if isinstance(model, nnx.State) else nnx.state(model)
 
 
 def _is_variable(leaf: Any) -> bool:
@@ -181,7 +187,7 @@ def _factored_moments(model: Any, names: Names, params: Any) -> Mapping[str, Any
     nnx = _flax("nnx")
     own = nnx.state(params, getattr(model, "wrt", nnx.Param))
     values = jax.tree.map(_value, state, is_leaf=_is_variable)
-    found = annotations_by_path(values, *annotations(own, names))
+    found = annotations_by_path(values, arrays(own), annotate(own, names))
     return {f"opt_state/{path}": entry for path, entry in found.items()}
 
 
@@ -201,7 +207,7 @@ def place(model: Any, pm: "PartitionManager", names: Names, *, params: Any = Non
       UnknownAxisError: Variables have names that are not in `names`; all are reported at once.
     """
     check_manager(pm)
-    values, axes = annotations(model, names, params=params)
+    values, axes = arrays(model), annotate(model, names, params=params)
     _flax("nnx").update(model, jax.device_put(values, pm.shardings(values, axes)))
     return model
 

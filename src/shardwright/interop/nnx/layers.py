@@ -42,7 +42,7 @@ class _Parameters(Module):  # type: ignore[misc]
         for name in _names(specs):
             spec, array = specs[name], arrays[name]
             if is_array_spec(spec):
-                # `annotations` of the bridge reads the axes.
+                # `annotate` of the bridge reads the axes.
                 child = nnx.Param(array, axes=spec.axes)
             else:
                 child = _Parameters(spec, array)

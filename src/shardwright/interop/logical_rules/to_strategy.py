@@ -56,7 +56,7 @@ class _Pair:
         return f'{self.name} = "{self.text}"   ({self.source})'
 
 
-def from_logical_axis_rules(
+def to_strategy(
     rules: Sequence[tuple[str, Any]],
     *,
     mesh: Any,
@@ -92,7 +92,7 @@ def from_logical_axis_rules(
       MissingMeshAxisError: Rules name mesh axes that the mesh lacks; all are reported at once.
 
     >>> rules = (("batch", "data"), ("embed", "model"), ("mlp", "model"))
-    >>> imported = from_logical_axis_rules(rules, mesh={"data": 2, "model": 4})
+    >>> imported = to_strategy(rules, mesh={"data": 2, "model": 4})
     >>> dict(imported.strategy.rules)
     {'logical_batch': 'data', 'logical_embed': 'model', 'logical_mlp': 'model'}
     """

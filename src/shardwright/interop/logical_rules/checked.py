@@ -1,0 +1,217 @@
+"""The check of arrays that flax, nnx and haliax shard by rules of a manager.
+
+Each of these libraries maps names to mesh axes by a table without fallbacks. It replicates an array
+whose size does not divide, and some replicate a name that is not in the table, both without a
+message. The libraries offer no hook, so `install` wraps the one function of a library that reads
+its table. The wrapper checks an array only while a bridge has entered a `CheckedTable`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from shardwright.errors import Problem, RankMismatchError, raise_problems
+from shardwright.interop.logical_rules.names import MeshAxes, Names, axis_of
+from shardwright.interop.logical_rules.sizes import Sizes, misfit, shard_counts
+from shardwright.manager import context
+from shardwright.vocabulary.axes import EMPTY, Role
+
+if TYPE_CHECKING:
+    from shardwright.manager.manager import PartitionManager
+
+Library = Literal["flax", "nnx", "haliax"]
+
+_ARRAYS = (
+    "in the state of an optimizer, moments may have the box of a parameter with other dims: "
+    "call arrays of interop.flax instead of nn.unbox"
+)
+_PLACE = (
+    "give the variable one name per dim\n"
+    "or, if it is a factored moment, create model and optimizer in nnx.use_eager_sharding(False), "
+    "and call place(model, pm, names) and place(optimizer, pm, names, params=model)"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedTable:
+    """A table that a bridge gives to another library. It is a part of JAX's cache keys.
+
+    The manager is not in it, because JAX's caches would keep the manager alive.
+
+    Attributes:
+      library: The library.
+      table: Name -> mesh axes, as the library has it.
+      names: Name -> (axis, role), or an axis, for all names of the model.
+      mesh: Mesh axis -> size.
+      sizes: The sizes that the table was made for.
+    """
+
+    library: Library
+    table: tuple[tuple[str, MeshAxes], ...]
+    names: tuple[tuple[str, Any], ...]
+    mesh: tuple[tuple[str, int], ...]
+    sizes: Sizes
+
+    def check(
+        self,
+        names: Sequence[Any],
+        shape: Sequence[int | None],
+        entries: Sequence[Any],
+        *,
+        place: str,
+        known: Iterable[str] = (),
+        advice: str = "",
+    ) -> None:
+        """Check the names of an array, and that its sizes divide.
+
+        Args:
+          names: Of its dims. What is no text is not checked.
+          shape: Its sizes; None for a size that is not known.
+          entries: The mesh axes that the library will use for each dim.
+          place: The array, for messages.
+          known: Other names that the library knows.
+          advice: Another line of the fix, or empty.
+
+        Raises:
+          UnknownAxisError: Names are not those of the model; all are reported at once.
+          IndivisibleError: A size is not a multiple of the number of shards.
+          StrategyError: The table was made for another size of a name.
+        """
+        known, model = {*known}, dict(self.names)
+        problems: list[Problem] = []
+        for name in names:
+            if isinstance(name, str) and name not in known:
+                axis_of(name, model, place, problems)
+        raise_problems(problems)
+        for dim, (name, size, entry) in enumerate(zip(names, shape, entries, strict=False)):
+            if size is None:
+                continue
+            error = misfit(
+                name,
+                size,
+                entry,
+                dict(self.mesh),
+                sizes=self.sizes,
+                path=place,
+                dim=dim,
+                call="bound" if self.library == "nnx" else "rules",
+                advice=advice,
+            )
+            if error is not None:
+                if self.library == "nnx":
+                    self._resolve(shape, dim, name)
+                raise error
+
+    def _resolve(self, shape: Sequence[Any], dim: int, name: str) -> None:
+        """Raise the error of the resolver, unless its rule has a fallback that nnx cannot use."""
+        target, manager = dict(self.names).get(name), context.current()
+        if target is not None and manager is not None:
+            axis, role = (target, Role.PARAM) if isinstance(target, str) else target
+            annotation = [EMPTY] * len(shape)
+            annotation[dim] = axis
+            manager.resolve(*annotation, role=role, shape=shape)
+
+
+@contextlib.contextmanager
+def checked(
+    library: Library,
+    table: Iterable[tuple[str, MeshAxes]],
+    pm: PartitionManager,
+    names: Names,
+    sizes: Mapping[str, int] | None,
+) -> Iterator[None]:
+    """Enter a manager, and check the arrays that a library shards by a table of it."""
+    entered = CheckedTable(
+        library=library,
+        table=tuple(table),
+        names=tuple(
+            (name, target if isinstance(target, str) else tuple(target))
+            for name, target in names.items()
+        ),
+        mesh=tuple(dict(pm.mesh.shape).items()),
+        sizes=shard_counts(pm, names, sizes),
+    )
+    _INSTALL[library]()
+    with pm, context.RULES(entered):
+        yield
+
+
+def _wrap(module: Any, function: str, library: Library, check: Callable[..., None]) -> None:
+    """Wrap a function of a library, once: `check` gets the table and the same arguments."""
+    original: Any = getattr(module, function)
+    if getattr(original, "checks_shardwright_table", False):
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **options: Any) -> Any:
+        table = context.RULES.value
+        if isinstance(table, CheckedTable) and table.library == library:
+            check(table, *args, **options)
+        return original(*args, **options)
+
+    wrapped.checks_shardwright_table = True  # type: ignore[attr-defined]
+    setattr(module, function, wrapped)
+
+
+def _install_flax() -> None:
+    import flax.linen.spmd as spmd
+
+    def check(table: CheckedTable, names: Any, x: Any, **options: Any) -> None:
+        # A model may enter rules of its own, which are not checked.
+        if names is None or options.get("rules") != table.table:
+            return
+        # flax passes the names of a box as a `PartitionSpec`, and those of a constraint as a tuple.
+        advice = _ARRAYS if isinstance(names, PartitionSpec) else ""
+        names = tuple(names)
+        for shape in map(np.shape, jax.tree.leaves(x)):
+            place = f"array of shape {shape}"
+            if len(names) > len(shape):
+                what = f"{len(names)} names {names} for {len(shape)} dims"
+                raise RankMismatchError(what, path=place, fix=advice or "write one name per dim")
+            entries: Any = spmd.logical_to_mesh_axes(names, table.table) or ()
+            table.check(names, shape, entries, place=place, advice=advice)
+
+    _wrap(spmd, "_with_sharding_constraint_one_fallback", "flax", check)
+
+
+def _install_nnx() -> None:
+    from flax.core import spmd
+
+    def check(table: CheckedTable, value: Any, names: Any, own_rules: Any, mesh: Any) -> None:
+        if spmd.get_logical_axis_rules() != table.table or not isinstance(names, tuple):
+            return
+        shape = tuple(getattr(value, "shape", ()))
+        if len(names) > len(shape):
+            what = f"the variable has the names {names} for {len(shape)} dims"
+            raise RankMismatchError(what, path=f"variable {shape}", fix=_PLACE)
+        # A variable may have rules of its own, and its names may be mesh axes.
+        rules = {name: name for name, _ in table.mesh} | dict(table.table) | dict(own_rules or ())
+        entries = [rules.get(name) if isinstance(name, str) else None for name in names]
+        table.check(names, shape, entries, place=f"variable {shape}", known=rules)
+
+    _wrap(spmd, "shard_value", "nnx", check)
+
+
+def _install_haliax() -> None:
+    from haliax import partitioning
+
+    def check(table: CheckedTable, axes: Any, mapping: Any = None) -> None:
+        rules = dict(table.table)
+        if mapping is not None and mapping != rules:
+            return  # a mapping of the model itself
+        sizes = partitioning.axis_spec_to_shape_dict(axes)
+        place = f"array with the axes {', '.join(sizes)}"
+        table.check([*sizes], [*sizes.values()], [*map(rules.get, sizes)], place=place)
+
+    _wrap(partitioning, "pspec_for_axis", "haliax", check)
+
+
+_INSTALL = {"flax": _install_flax, "nnx": _install_nnx, "haliax": _install_haliax}
