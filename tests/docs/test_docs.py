@@ -142,19 +142,6 @@ def test_links_have_targets(page: Path) -> None:
             )
 
 
-COMING_FROM = [ROOT / "docs" / page.name for page in PAGES if page.parent.name == "bridges"]
-SCREEN = 60  # lines
-
-
-@pytest.mark.parametrize("page", COMING_FROM, ids=lambda page: page.name)
-def test_first_steps_fit_on_one_screen(page: Path) -> None:
-    """What does not fit is on the page of the same name in docs/bridges."""
-    text = page.read_text(encoding="utf-8")
-    assert text.startswith("# Coming from ")
-    assert f"bridges/{page.name})" in text
-    assert len(text.splitlines()) <= SCREEN
-
-
 def test_every_page_is_reached_from_the_readme() -> None:
     reached, waiting = set(), [ROOT / "README.md"]
     while waiting:

@@ -347,7 +347,7 @@ def test_no_hint_names_another_family(other: str, tmp_path: Path) -> None:
         with pytest.raises(StrategyError, match=f"family '{kind}' is unknown") as decoder:
             read_config(str(path))
         with pytest.raises(CheckpointError, match=f"'{kind}' is unknown") as loaded:
-            hf.annotations({}, {"model_type": kind})
+            hf.annotate({}, {"model_type": kind})
         for caught in (decoder, loaded):
             assert ("did you mean" in str(caught.value)) == hinted
 

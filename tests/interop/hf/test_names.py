@@ -33,7 +33,7 @@ def tree_of(case: str) -> dict[str, Any]:
 
 
 def axes_of(case: str) -> dict[str, Any]:
-    return hf.annotations(tree_of(case), TREES[case]["config"])
+    return hf.annotate(tree_of(case), TREES[case]["config"])
 
 
 def test_every_family_has_a_tree() -> None:
@@ -117,7 +117,7 @@ def test_nested_trees_are_joined() -> None:
     config = TREES["llama"]["config"]
     shape = jax.ShapeDtypeStruct((96, 48), jnp.float32)
     tree = {"model": {"layers": {"0": {"mlp": {"up_proj": {"weight": shape}}}}}}
-    axes = hf.annotations(tree, config)
+    axes = hf.annotate(tree, config)
     assert axes["model"]["layers"]["0"]["mlp"]["up_proj"]["weight"] == (
         sw.MLP_INTERMEDIATE,
         sw.EMBED,
@@ -128,7 +128,7 @@ def test_stacked_experts_have_a_leading_axis() -> None:
     tree = {
         "model.layers.0.mlp.experts.up_proj.weight": jax.ShapeDtypeStruct((4, 32, 48), jnp.float32)
     }
-    axes = hf.annotations(tree, TREES["qwen3_moe"]["config"])
+    axes = hf.annotate(tree, TREES["qwen3_moe"]["config"])
     assert [*axes.values()] == [(sw.EXPERT, sw.MLP_INTERMEDIATE, sw.EMBED)]
 
 
@@ -145,7 +145,7 @@ def test_block_scales_follow_their_weight() -> None:
         weight: jax.ShapeDtypeStruct((512, 256), jnp.float8_e4m3fn),
         f"{weight}_scale_inv": jax.ShapeDtypeStruct((4, 2), jnp.float32),
     }
-    axes = hf.annotations(tree, config)
+    axes = hf.annotate(tree, config)
     scale = axes[f"{weight}_scale_inv"]
     assert isinstance(scale, PartOf)
     assert (scale.shape, scale.dims, scale.path) == ((512, 256), (0, 1), weight)
@@ -153,7 +153,7 @@ def test_block_scales_follow_their_weight() -> None:
     assert pm.shardings(tree, axes)[f"{weight}_scale_inv"].spec == P("tp", "fsdp")
     wrong = {**tree, f"{weight}_scale_inv": jax.ShapeDtypeStruct((3, 2), jnp.float32)}
     with pytest.raises(CheckpointError, match=r"the scale has shape \(3, 2\)"):
-        hf.annotations(wrong, config)
+        hf.annotate(wrong, config)
 
 
 @pytest.mark.parametrize("block", [7, "x", [0, 128], [128, "y"]])
@@ -165,7 +165,7 @@ def test_invalid_blocks(block: Any) -> None:
     }
     config = {**TREES["llama"]["config"], "quantization_config": {"weight_block_size": block}}
     with pytest.raises(CheckpointError, match="weight_block_size must be positive integers"):
-        hf.annotations(tree, config)
+        hf.annotate(tree, config)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_scales_of_rows_and_of_tensors(shape: tuple[int, ...], spec: P) -> None:
         weight: jax.ShapeDtypeStruct((96, 48), jnp.float8_e4m3fn),
         f"{weight}_scale": jax.ShapeDtypeStruct(shape, jnp.float32),
     }
-    axes = hf.annotations(tree, TREES["llama"]["config"])
+    axes = hf.annotate(tree, TREES["llama"]["config"])
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("fsdp:2,tp:2"))
     assert pm.shardings(tree, axes)[f"{weight}_scale"].spec == spec
 
@@ -192,7 +192,7 @@ def test_mxfp4_blocks_of_gpt_oss() -> None:
         f"{start}down_proj_scales": (4, 64, 3),
     }
     tree = {name: jax.ShapeDtypeStruct(shape, jnp.uint8) for name, shape in shapes.items()}
-    axes = hf.annotations(tree, config)
+    axes = hf.annotate(tree, config)
     assert [describe(axes[name]) for name in sorted(axes)] == [
         "(EXPERT, EMBED, MLP_INTERMEDIATE, _)",
         "(EXPERT, EMBED, MLP_INTERMEDIATE)",
@@ -209,7 +209,7 @@ def test_unknown_tensors_are_all_named() -> None:
         "lm_head.bias": jax.ShapeDtypeStruct(tree_of("llama")["lm_head.weight"].shape[:1], "f4"),
     }
     with pytest.raises(CheckpointError, match="3 problems") as caught:
-        hf.annotations(tree, TREES["llama"]["config"])
+        hf.annotate(tree, TREES["llama"]["config"])
     text = str(caught.value)
     assert "q_proj.qweight: no tensor of llama has this name" in text
     assert r"""axes={r"model\.layers\.\d+\.self_attn\.q_proj\.qweight": (sw.EMBED, ...)}""" in text
@@ -219,7 +219,7 @@ def test_unknown_tensors_are_all_named() -> None:
         r"\.qweight$": (sw.EMPTY, sw.EMPTY),
         "^vision_tower": sw.Replicated,
     }
-    given = hf.annotations(tree, TREES["llama"]["config"], axes=axes)
+    given = hf.annotate(tree, TREES["llama"]["config"], axes=axes)
     assert given["vision_tower.patch.weight"] is sw.Replicated
 
 
@@ -227,21 +227,21 @@ def test_arguments_that_are_no_mappings() -> None:
     config = TREES["llama"]["config"]
     tree = tree_of("llama")
     with pytest.raises(sw.StrategyError, match=r"config is Config, not a mapping\n.*\.to_dict\(\)"):
-        hf.annotations(tree, type("Config", (), config)())
+        hf.annotate(tree, type("Config", (), config)())
     with pytest.raises(sw.StrategyError, match="axes is list, not a mapping"):
-        hf.annotations(tree, config, axes=[("norm", (sw.EMBED,))])  # type: ignore[arg-type]
+        hf.annotate(tree, config, axes=[("norm", (sw.EMBED,))])  # type: ignore[arg-type]
 
 
 def test_two_leaves_of_one_name() -> None:
     tree = {**tree_of("llama"), "model": {"norm": {"weight": np.ones(48)}}}
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight: two leaves of the tree have"):
-        hf.annotations(tree, TREES["llama"]["config"])
+        hf.annotate(tree, TREES["llama"]["config"])
 
 
 def test_many_unknown_tensors_are_counted() -> None:
     tree = {f"x.{at}.y": jax.ShapeDtypeStruct((2,), jnp.float32) for at in range(1000)}
     with pytest.raises(CheckpointError, match="and 980 others"):
-        hf.annotations(tree, TREES["llama"]["config"])
+        hf.annotate(tree, TREES["llama"]["config"])
 
 
 def test_shapes_that_differ_from_the_configuration() -> None:
@@ -249,7 +249,7 @@ def test_shapes_that_differ_from_the_configuration() -> None:
     tree["model.layers.1.mlp.up_proj.weight"] = jax.ShapeDtypeStruct((48, 96), jnp.float32)
     tree["model.layers.2.mlp.up_proj.weight"] = jax.ShapeDtypeStruct((96, 48), jnp.float32)
     with pytest.raises(CheckpointError) as caught:
-        hf.annotations(tree, TREES["llama"]["config"])
+        hf.annotate(tree, TREES["llama"]["config"])
     assert str(caught.value) == (
         "2 problems\n"
         " 1. model.layers.1.mlp.up_proj.weight: the shape is (48, 96), and config.json says "
@@ -277,7 +277,7 @@ def test_shapes_that_differ_from_the_configuration() -> None:
 def test_invalid_configurations(changes: dict[str, Any], message: str) -> None:
     config = {**TREES["llama"]["config"], **changes}
     with pytest.raises(CheckpointError, match=message):
-        hf.annotations(tree_of("llama"), config)
+        hf.annotate(tree_of("llama"), config)
 
 
 # What a model may lack as a whole. A checkpoint without it is one of another model.

@@ -49,7 +49,7 @@ def test_names_and_bytes_of_an_index(tree: dict[str, Any]) -> None:
     shapes = {name: expected_shape(table, name) for name in names}
     assert sum(map(math.prod, shapes.values())) * tree["bits"] // 8 == tree["total_size"]
     values = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
-    axes = hf.annotations(values, tree["config"])
+    axes = hf.annotate(values, tree["config"])
     # Eight ways over heads, and KV heads that do not divide: no head is split.
     mesh = sw.abstract_mesh("fsdp:2,tp:8")
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=mesh)
@@ -75,7 +75,7 @@ def test_all_tensors_of_deepseek_r1() -> None:
     weights = {name: shape for name, shape in shapes.items() if not name.endswith("_inv")}
     assert missing(shapes, tree["config"]) == []
     values = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
-    axes = hf.annotations(values, tree["config"])
+    axes = hf.annotate(values, tree["config"])
     kinds = collections.Counter(type(annotation) for annotation in axes.values())
     assert kinds == {tuple: len(weights), PartOf: len(shapes) - len(weights)}
     # Every scale goes with its weight: 16 blocks of 128 over fsdp and tp.

@@ -47,7 +47,7 @@ def test_every_family_stacks(case: str, tmp_path: Path) -> None:
         at = tuple(int(number) for number in re.findall(r"(?<=\.)\d+(?=\.)", name))
         np.testing.assert_array_equal(np.asarray(params[whole(name)])[at], value, err_msg=name)
     # The tree alone has the same axes.
-    axes = hf.annotations(params, checkpoint.config)
+    axes = hf.annotate(params, checkpoint.config)
     assert axes == {name: spec.axes for name, spec in checkpoint.specs.items()}
 
 

@@ -12,4 +12,4 @@ from shardwright.interop.hf.model.decoder import programs as programs
 from shardwright.interop.hf.model.sizes import Sizes as Sizes
 from shardwright.interop.hf.model.sizes import Stack as Stack
 from shardwright.interop.hf.model.sizes import read_config as read_config
-from shardwright.interop.hf.names import annotations as annotations
+from shardwright.interop.hf.names import annotate as annotate

@@ -28,9 +28,7 @@ _MAPPINGS: Final = {
 }
 
 
-def annotations(
-    tree: Any, config: Mapping[str, Any], *, axes: Mapping[str, Any] | None = None
-) -> Any:
+def annotate(tree: Any, config: Mapping[str, Any], *, axes: Mapping[str, Any] | None = None) -> Any:
     """Return the annotations of a tree that has the names of Hugging Face.
 
     Linear layers are [out, in], as in PyTorch. A dim of heads * head_dim is `merged`, so that no
@@ -51,7 +49,7 @@ def annotations(
 
     >>> import jax
     >>> config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}
-    >>> annotations({"model.norm.weight": jax.ShapeDtypeStruct((8,), "float32")}, config)
+    >>> annotate({"model.norm.weight": jax.ShapeDtypeStruct((8,), "float32")}, config)
     {'model.norm.weight': ('__NORM__',)}
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_array_spec)
