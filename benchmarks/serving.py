@@ -100,8 +100,8 @@ def _host_step(slots: int) -> Callable[[], Any]:
         engine.submit(Request(prompt=[1], max_new_tokens=4096))
     engine.step()
     engine.step()
-    drawn = engine._arrays.decode()
-    engine._arrays.decode = lambda: drawn
+    sampled = engine._arrays.decode(dict)
+    engine._arrays.decode = lambda _: sampled
     return engine.step
 
 

@@ -336,7 +336,7 @@ def an_engine_serves_over_both() -> None:
             text = text_of(request.prompt, request.max_new_tokens, shift=1)
             assert list(done.tokens) == text, (done.error, done.tokens, text)
         assert served.setdefault(kind["cache"], results) == results
-        held = engine.held()
+        held = engine.cache_usage()
         assert (set(held.slot_lengths), held.pages, engine.idle) == ({0}, 0, True)
 
 

@@ -82,7 +82,7 @@ def serve(engine: serving.Engine, given: list[Asked]) -> list[tuple[Completion, 
         handles[at] = engine.submit(dataclasses.replace(each.request, on_token=on_token))
         results.append(seen)
     finish(engine)
-    held = engine.held()
+    held = engine.cache_usage()
     assert (set(held.slot_lengths), set(held.row_lengths), held.pages) == ({0}, {0}, 0)
     assert sum(engine.report().finished.values()) == len(given)
     return [(handles[at].result(), seen) for at, seen in enumerate(results)]
@@ -150,7 +150,7 @@ def test_a_late_stop_leaves_no_row(kind: str) -> None:
     next_handle = engine.submit(Request(prompt=[3], max_new_tokens=4))
     assert handle.result().tokens == tuple(text[: text.index(text[3])])
     assert len(handle.result().logprobs) == len(handle.tokens)
-    assert set(engine.held().slot_lengths) == {0}
+    assert set(engine.cache_usage().slot_lengths) == {0}
     assert next_handle.result().tokens == tuple(text_of([3], 4, shift=1))
     assert engine.report().new_tokens == text.index(text[3]) + 1 + 4
 
@@ -177,7 +177,7 @@ def test_held_reads_the_step_in_flight_first() -> None:
     for step in range(1, 4):
         engine.step()
         assert in_flight(engine) > 0
-        assert engine.held().slot_lengths[0] == 2 + step
+        assert engine.cache_usage().slot_lengths[0] == 2 + step
         assert in_flight(engine) == 0
         assert len(handle.tokens) == 1 + step
 
@@ -226,7 +226,7 @@ def test_an_error_fails_the_requests_that_it_lost(kind: str, breaks: str) -> Non
     assert long.tokens == tuple(text_of([1], 9, shift=1)[: len(long.tokens)])
     assert next_one.result().finish is Finish.FAILED
     assert waiting.result().tokens == tuple(text_of([4], 2, shift=1))
-    assert set(engine.held().slot_lengths) == {0}
+    assert set(engine.cache_usage().slot_lengths) == {0}
 
 
 def breaks_at_twelve(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
@@ -287,7 +287,7 @@ def test_a_cancel_drops_the_tokens_in_flight() -> None:
     engine.step()
     known = handle.tokens
     handle.cancel()
-    assert set(engine.held().slot_lengths) == {0}
+    assert set(engine.cache_usage().slot_lengths) == {0}
     assert (handle.result().finish, handle.tokens) == (Finish.CANCELED, known)
     assert known == tuple(text_of([1, 2], len(known), shift=1))
     assert engine.idle

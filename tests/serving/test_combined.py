@@ -128,7 +128,7 @@ def check_report(running: serving.Engine, handles: list[Handle], pushes: int) ->
     assert report.shared_pages > 0
     assert running.version == pushes
     assert sum(report.finished.values()) == report.requests == len(handles)
-    assert (running.idle, running.held().pages) == (True, 0)
+    assert (running.idle, running.cache_usage().pages) == (True, 0)
 
 
 def check(strategy: str, count: int, **options: Any) -> None:

@@ -77,7 +77,7 @@ def test_two_engines_take_turns() -> None:
     for texts in zip(*handles, strict=True):
         assert len(set(texts)) == 1
     assert [list(handle.tokens) for handle in handles] == [TEXT[:4]] * 6
-    assert other.held().pages == 0
+    assert other.cache_usage().pages == 0
 
 
 def test_iteration_raises_if_request_failed() -> None:
@@ -120,7 +120,7 @@ def test_deleted_weights_fail_every_request(steps: int) -> None:
             Finish.FAILED,
             ServingError,
         )
-    held = engine.held()
+    held = engine.cache_usage()
     assert (engine.idle, set(held.slot_lengths), set(held.row_lengths)) == (True, {0}, {0})
     assert engine.report().finished["failed"] == 4
     with pytest.raises(ServingError, match="params: arrays of the weights were deleted"):

@@ -31,7 +31,7 @@ def make(model: Any = stub, **options: Any) -> serving.Engine:
 
 
 def assert_empty(engine: serving.Engine) -> None:
-    held = engine.held()
+    held = engine.cache_usage()
     assert engine.idle
     assert set(held.slot_lengths) == {0}
     assert set(held.row_lengths) == {0}
@@ -133,7 +133,7 @@ def test_cancel_in_every_phase() -> None:
         True,
         False,
     ]
-    assert set(engine.held().slot_lengths) | set(engine.held().row_lengths) == {0}
+    assert set(engine.cache_usage().slot_lengths) | set(engine.cache_usage().row_lengths) == {0}
     assert decoding.result().tokens == tuple(
         text_of([1] * 5, 9, shift=SHIFT)[: len(decoding.tokens)]
     )

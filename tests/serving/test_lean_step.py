@@ -52,5 +52,5 @@ def test_decode_takes_no_array_of_the_host(monkeypatch: pytest.MonkeyPatch) -> N
         return decode(*args)
 
     monkeypatch.setattr(arrays, "_decode", watched)
-    held.decode()
+    held.decode(dict)
     assert {isinstance(leaf, jax.Array) for leaf in given} == {True}

@@ -33,7 +33,9 @@ def pages_of(share: Any, *, pm: Any = None, **options: Any) -> int:
         cache="paged",
         cache_options={"page_size": 4, "pages": share, **options},
     )
-    return engine._scheduler.pages.count  # type: ignore[attr-defined]
+    count = engine._scheduler.limits.pages
+    assert count is not None
+    return count
 
 
 def stub_of_zeros(params: Any, tokens: Any, held: Any, valid: Any) -> Any:

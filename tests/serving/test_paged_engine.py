@@ -14,7 +14,8 @@ import pytest
 import shardwright as sw
 from shardwright import attention, serving
 from shardwright.manager import context
-from shardwright.serving import Finish, Request, paged_arrays
+from shardwright.serving import Finish, Request
+from shardwright.serving import arrays as arrays_module
 from shardwright.testing import cpu_mesh
 from shardwright.vocabulary.modes import MODE_DECODE
 from tests.serving.stub import SHAPE, VOCAB, stub, text_of
@@ -70,7 +71,7 @@ def test_preempted_requests_get_their_texts(options: dict[str, Any]) -> None:
     assert report.shared_pages > 20
     # Shared pages are not read again, although preempted requests read their texts again.
     assert report.prompt_tokens < sum(len(request.prompt) for request in requests)
-    assert engine.held().pages == 0
+    assert engine.cache_usage().pages == 0
 
 
 def test_pages_are_taken_as_a_text_grows() -> None:
@@ -78,7 +79,7 @@ def test_pages_are_taken_as_a_text_grows() -> None:
     engine.submit(Request(prompt=[1, 2, 3], max_new_tokens=12))
     held = []
     while engine.step():
-        held.append(engine.held().pages)
+        held.append(engine.cache_usage().pages)
     # The last token is in flight when the pages are given back.
     assert held.pop() == 0
     assert held[0] == 1
@@ -94,7 +95,7 @@ def test_eight_threads_share_pages_and_lose_nothing() -> None:
         text = text_of(handle.request.prompt, handle.request.max_new_tokens, shift=SHIFT)
         assert list(done.tokens) == text[: len(done.tokens)]
         assert done.finish is Finish.CANCELED or len(done.tokens) == len(text)
-    assert (engine.held().pages, engine.idle) == (0, True)
+    assert (engine.cache_usage().pages, engine.idle) == (0, True)
 
 
 def test_new_weights_share_no_page_of_the_old_ones() -> None:
@@ -176,7 +177,7 @@ def test_pages_outside_of_a_window_are_given_back() -> None:
     request = Request(prompt=[3] * 20, max_new_tokens=30)
     handle, most = engine.submit(request), 0
     while engine.step():
-        most = max(most, engine.held().pages)
+        most = max(most, engine.cache_usage().pages)
     # A window of 6 touches three pages, and a chunk of 8 two more.
     assert most <= 5
     dense = attending_engine(1, window=6, slots=1, cache="dense", cache_options={})
@@ -205,10 +206,11 @@ def test_sharded_pages_change_no_text(preset: str, axis_types: Any) -> None:
 
 def integer_collectives(engine: serving.Engine) -> tuple[int, int]:
     """Return the collectives of integers in a decode step, and all collectives."""
-    arrays, setup = engine._arrays, engine._arrays._setup
+    arrays: Any = engine._arrays
+    setup = arrays._setup
     batch = arrays._batch(4, {})
     with setup.under(MODE_DECODE):
-        program = paged_arrays._decode.lower(
+        program = arrays_module._decode_pages.lower(
             setup.model, arrays.spec, 1, arrays.pools, arrays.last, setup.params, batch
         ).compile()
     results = re.findall(
@@ -224,7 +226,5 @@ def test_tables_are_gathered_once_for_all_layers() -> None:
         sw.Strategy.preset("serve_long_context"), mesh=cpu_mesh("dp:2,sp:2,tp:2")
     )
     counts = [integer_collectives(attending_engine(layers, pm=pm)) for layers in (1, 3)]
-    # A few small integers of the last tokens, which stay on the devices between the steps.
-    assert counts[0][0] == counts[1][0]
-    assert counts[0][0] <= 3
+    assert counts[0][0] == counts[1][0] <= 2
     assert counts[0][1] < counts[1][1]

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shardwright.serving.pages import NO_PAGE, Pages, Table
+from shardwright.serving.pages import NO_PAGE, Pages, PageTable
 
 COUNT, SIZE, WINDOW = 12, 3, 7
 
@@ -16,7 +16,7 @@ COUNT, SIZE, WINDOW = 12, 3, 7
 class Text:
     """A text in the pool, and the tokens of it that are written."""
 
-    table: Table
+    table: PageTable
     tokens: list[int]
     written: int = 0
 

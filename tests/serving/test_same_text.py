@@ -92,7 +92,7 @@ def assert_same(
     assert compilations.compiled == []
     assert [done.tokens for done in result] == [done.tokens for done in alone(kind, count)]
     assert [done.finish for done in result] == [done.finish for done in alone(kind, count)]
-    held = together.held()
+    held = together.cache_usage()
     assert (set(held.slot_lengths), set(held.row_lengths), held.pages) == ({0}, {0}, 0)
     return together
 
@@ -118,13 +118,13 @@ def test_text_equals_request_alone(kind: str, strategy: str) -> None:
 def test_prompts_that_take_turns_keep_their_texts(
     kind: str, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turns, park = [], arrays.Arrays.park
+    turns, park = [], arrays.SlotArrays.park
 
     def counted(self: Any, into: Any) -> Any:
         turns.append(len(into))
         return park(self, into)
 
-    monkeypatch.setattr(arrays.Arrays, "park", counted)
+    monkeypatch.setattr(arrays.SlotArrays, "park", counted)
     assert_same(kind, strategy, 12, slots=8, prefill_chunk=2)
     assert sum(turns) > 5
 

@@ -7,13 +7,14 @@ import random
 import pytest
 
 from shardwright.errors import QueueFullError, ServingError
-from shardwright.serving.paged_scheduler import PagedScheduler
+from shardwright.serving.jobs import Job, Limits, Phase
 from shardwright.serving.pages import NO_PAGE
 from shardwright.serving.request import Finish, Request
-from shardwright.serving.scheduler import Job, Limits, Phase, Scheduler
+from shardwright.serving.scheduler import Scheduler
+from shardwright.serving.space import PageSpace
 
 LIMITS = Limits(
-    slots=3, capacity=20, prefill_rows=2, chunk=2, turn=2, queue=5, pages=9, page_size=4
+    slots=3, capacity=20, prefill_rows=2, chunk=2, quantum=2, queue=5, pages=9, page_size=4
 )
 
 
@@ -38,7 +39,7 @@ def assert_consistent(scheduler: Scheduler, jobs: list[Job]) -> None:
     assert sorted([*has_row, *waits]) == sorted(reading)
     assert len(scheduler.slots) + len(scheduler.dirty_slots) <= LIMITS.slots
     assert len(scheduler.rows) + len(scheduler.dirty_rows) <= LIMITS.prefill_rows
-    assert 0 <= scheduler.free_pages <= 9
+    assert 0 <= scheduler.space.free_pages <= 9
     assert [item.number for item in scheduler.queue] == sorted(
         item.number for item in scheduler.queue
     )
@@ -76,8 +77,8 @@ def operate(scheduler: Scheduler, draw: random.Random, jobs: list[Job]) -> None:
                 scheduler.check_queue()
     elif what == "admit":
         scheduler.admit()
-        scheduler.park([move.job for move in scheduler.over()])
-        scheduler.take(scheduler.turns())
+        scheduler.park([move.job for move in scheduler.expired()])
+        scheduler.take(scheduler.next_rows())
     elif what == "read":
         chunks = scheduler.chunks()
         assert all(0 < len(chunk.tokens) <= LIMITS.chunk for chunk in chunks)
@@ -111,7 +112,7 @@ def run(operations: int, seed: int) -> None:
         scheduler.end(item, Finish.CANCELED)
     scheduler.clean(rows=range(2), slots=range(3))
     assert scheduler.idle
-    assert scheduler.free_pages == 9
+    assert scheduler.space.free_pages == 9
     assert {item.phase for item in jobs} == {Phase.DONE}
     assert len(scheduler.take_ended()) == len(jobs)
     whys = {item.completion.finish for item in jobs if item.completion}
@@ -135,7 +136,7 @@ def test_request_waiting_for_pages_is_not_overtaken() -> None:
     for item in (large, larger, small):
         scheduler.submit(item)
     assert scheduler.admit() == [large]  # 5 pages of 9: the next needs 5 too
-    assert scheduler.free_pages == 4
+    assert scheduler.space.free_pages == 4
     scheduler.end(large, Finish.CANCELED)
     assert scheduler.admit() == []  # until the device has emptied what it had
     scheduler.clean(rows=[0], slots=[0])
@@ -167,19 +168,22 @@ def test_page_stays_while_a_query_sees_it(size: int) -> None:
     limits = Limits(
         slots=1, capacity=32, prefill_rows=1, chunk=5, queue=1, pages=32, page_size=size
     )
-    scheduler, one = PagedScheduler(limits, window=window), job(0, 11, new)
+    scheduler = Scheduler(limits, PageSpace(limits, window=window))
+    one = job(0, 11, new)
     scheduler.submit(one)
     scheduler.admit()
+    scheduler.take(scheduler.next_rows())
 
     def check(held: int) -> None:
-        assert scheduler.held(one) == held
+        assert scheduler.cached(one) == held
         visible = range(max(held - window + 1, 0), held)
-        kept = [at for at, page in enumerate(scheduler.table(one).pages) if page != NO_PAGE]
+        kept = [at for at, page in enumerate(scheduler.space.pages(one)) if page != NO_PAGE]
         assert kept == sorted({position // size for position in visible})
 
     for held in (5, 10, 11):
         scheduler.advance(scheduler.chunks())
         check(held)
+    scheduler.move([move.job for move in scheduler.ready()])
     scheduler.write(one, 1)
     for held in range(12, 11 + new - 1):
         scheduler.grow(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.serving.stopping import may_begin, stopped_by
+from shardwright.serving.scheduler import may_begin, stopped_by
 
 STOP = ((5,), (1, 2, 3), (2, 3), (1, 2, 1, 2, 4))
 

@@ -51,20 +51,20 @@ def test_a_short_prompt_waits_for_one_turn_of_each_long_one(kind: str, own: str)
     single = engine(kind, manager_of("single"), slots=1)
     expected = [single.run([request])[0] for request in [*long, short]]
     assert [done.tokens for done in results] == [done.tokens for done in expected]
-    held = running.held()
+    held = running.cache_usage()
     assert (set(held.slot_lengths), set(held.row_lengths), held.pages) == ({0}, {0}, 0)
 
 
 @pytest.mark.parametrize(("kind", "own"), CASES)
 @pytest.mark.full
 def test_texts_do_not_change(kind: str, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns, park = [], arrays.Arrays.park
+    turns, park = [], arrays.SlotArrays.park
 
     def counted(self: Any, into: Any) -> Any:
         turns.append(len(into))
         return park(self, into)
 
-    monkeypatch.setattr(arrays.Arrays, "park", counted)
+    monkeypatch.setattr(arrays.SlotArrays, "park", counted)
     running = apart(kind, own, prefill_chunk=2, prefill_rows=2)
     result = running.run(requests(12))
     assert sum(turns) > 5

@@ -50,7 +50,7 @@ def compiled(name: str, layers: int) -> Compiled:
     import shardwright as sw
     from shardwright import attention, caches
     from shardwright.plan.collectives.read import read_collectives
-    from shardwright.serving import paged_steps
+    from shardwright.serving import steps
 
     mesh = tpu_compile.tpu_mesh(**MESHES[name])
     pm = sw.PartitionManager(sw.Strategy.preset("serve_long_context"), mesh=mesh, mode="decode")
@@ -74,8 +74,8 @@ def compiled(name: str, layers: int) -> Compiled:
             after.append(done.cache)
         return jnp.einsum("bthd,vhd->btv", x, params.reshape(-1, HEADS, DIM)), after
 
-    def step(pools: Any, params: Any, batch: Any) -> Any:
-        return paged_steps.decode(model, spec, 1, pools, params, batch)
+    def step(pools: Any, last: Any, params: Any, batch: Any) -> Any:
+        return steps.decode_pages(model, spec, 1, pools, last, params, batch)
 
     with pm:
         paged, dense = cache_of("paged", page_size=PAGE_SIZE), cache_of("dense")
@@ -83,12 +83,13 @@ def compiled(name: str, layers: int) -> Compiled:
         replicated = pm.sharding()
         shape = jax.ShapeDtypeStruct
         tables = shape(paged.tables.shape, jnp.int32, sharding=replicated)
+        last = shape((SLOTS,), jnp.int32, sharding=pm.sharding((sw.BATCH,), shape=(SLOTS,)))
         state = shape((3, SLOTS), jnp.int32, sharding=replicated)
         rules = shape((5, SLOTS), jnp.uint32, sharding=replicated)
         params = shape((TOKENS, HEADS * DIM), jnp.bfloat16, sharding=replicated)
-        batch = paged_steps.Batch(tables=tables, state=state, rules=rules)
+        batch = steps.PagedBatch(tables=tables, state=state, rules=rules)
         program = tpu_compile.compile_for_tpus(
-            step, (pool,) * layers, params, batch, donate_argnums=0
+            step, (pool,) * layers, last, params, batch, donate_argnums=(0, 1)
         )
     found = read_collectives(program, mesh)
     return Compiled(

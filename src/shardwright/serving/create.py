@@ -7,19 +7,19 @@ from typing import Final
 from shardwright.caches.paged.cache import PagedCache
 from shardwright.caches.spec import CacheSpec, Overflow
 from shardwright.errors import ServingError
-from shardwright.serving.arrays import Arrays, Setup
+from shardwright.serving.arrays import PageArrays, SlotArrays
 from shardwright.serving.calls import Calls
+from shardwright.serving.jobs import Limits
 from shardwright.serving.loop import Loop
 from shardwright.serving.memory import with_pages
 from shardwright.serving.metrics import Meter
-from shardwright.serving.paged_arrays import PagedArrays
-from shardwright.serving.paged_loop import PagedLoop
-from shardwright.serving.paged_scheduler import PagedScheduler
-from shardwright.serving.scheduler import Limits, Scheduler
+from shardwright.serving.scheduler import Scheduler
+from shardwright.serving.setup import Setup
+from shardwright.serving.space import PageSpace, SlotSpace
 
-# Chunks that a prompt reads while others wait for its row. Each change of turns copies two caches,
-# and moves them if prefill has its own mesh.
-_TURN: Final = 4
+# Chunks that a prompt reads while others wait for its row. Each change copies two caches, and moves
+# them if prefill has its own mesh. Prompts that are read where they stay change at no cost.
+_QUANTUM: Final = 4
 
 
 def make_loop(setup: Setup, meter: Meter, *, queue: int, ahead: bool) -> Loop:
@@ -29,28 +29,26 @@ def make_loop(setup: Setup, meter: Meter, *, queue: int, ahead: bool) -> Loop:
       ServingError: An option of the caches that an engine does not support.
     """
     setup = with_pages(setup)
+    arrays: SlotArrays | PageArrays
+    space: SlotSpace | PageSpace
     if setup.reads_into_pages:
-        pools = PagedArrays(setup)
-        limits = _limits(setup, pools.spec, queue, pages=pools.pages, page_size=pools.page_size)
-        paged = PagedScheduler(limits, window=pools.spec.window)
-        return PagedLoop(paged, pools, meter, _calls(setup, limits, ahead), ahead=ahead)
-    arrays = Arrays(setup)
-    first = arrays.slots.caches[0]
-    if isinstance(first, PagedCache):
-        pages, page_size = first.k_pages.shape[:2]
-        limits = _limits(setup, first.spec, queue, pages=pages, page_size=page_size)
+        arrays = PageArrays(setup)
+        sizes = {"pages": arrays.pages, "page_size": arrays.page_size}
+        limits = _limits(setup, arrays.spec, queue, quantum=1, **sizes)
+        space = PageSpace(limits, window=arrays.spec.window)
     else:
-        limits = _limits(setup, first.spec, queue)
-    return Loop(Scheduler(limits), arrays, meter, _calls(setup, limits, ahead), ahead=ahead)
+        arrays = SlotArrays(setup)
+        cache = arrays.slots.caches[0]
+        sizes = {}
+        if isinstance(cache, PagedCache):
+            sizes = dict(zip(("pages", "page_size"), cache.k_pages.shape[:2], strict=True))
+        limits = _limits(setup, cache.spec, queue, quantum=_QUANTUM, **sizes)
+        space = SlotSpace(limits)
+    calls = Calls(setup.manager, f"{limits}, ahead={ahead}")
+    return Loop(Scheduler(limits, space), arrays, meter, calls, ahead=ahead)
 
 
-def _calls(setup: Setup, limits: Limits, ahead: bool) -> Calls:
-    return Calls(setup.manager, f"{limits}, ahead={ahead}")
-
-
-def _limits(
-    setup: Setup, spec: CacheSpec, queue: int, *, pages: int | None = None, page_size: int = 1
-) -> Limits:
+def _limits(setup: Setup, spec: CacheSpec, queue: int, *, quantum: int, **sizes: int) -> Limits:
     """Return the limits of the engine."""
     if spec.overflow is Overflow.ERROR:
         raise ServingError(
@@ -64,7 +62,6 @@ def _limits(
         prefill_rows=setup.prefill_rows,
         chunk=setup.chunk,
         queue=queue,
-        turn=_TURN,
-        pages=pages,
-        page_size=page_size,
+        quantum=quantum,
+        **sizes,
     )

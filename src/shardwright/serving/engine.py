@@ -13,13 +13,14 @@ from shardwright.errors import ServingError
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.serving.arguments import check_kinds, read_counts
-from shardwright.serving.arrays import Held, Setup, placed
+from shardwright.serving.arrays import CacheUsage
 from shardwright.serving.create import make_loop
+from shardwright.serving.jobs import Job, Phase
 from shardwright.serving.metrics import Meter, Report
 from shardwright.serving.request import Completion, Request
-from shardwright.serving.scheduler import Job, Phase
+from shardwright.serving.setup import Setup, placed
 from shardwright.serving.steps import CacheShape, Model
-from shardwright.serving.threads import Turn
+from shardwright.serving.threads import StepLock
 from shardwright.serving.weights import Update
 
 
@@ -57,7 +58,7 @@ class Handle:
 
     def __iter__(self) -> Iterator[int]:
         for at in itertools.count():
-            self._engine._turn.until(functools.partial(self._has, at))
+            self._engine._lock.until(functools.partial(self._has, at))
             if at >= len(self._job.text):
                 break
             yield self._job.text[at]
@@ -65,7 +66,7 @@ class Handle:
 
     async def __aiter__(self) -> AsyncIterator[int]:
         for at in itertools.count():
-            await self._engine._turn.until_async(functools.partial(self._has, at))
+            await self._engine._lock.until_async(functools.partial(self._has, at))
             if at >= len(self._job.text):
                 break
             yield self._job.text[at]
@@ -73,13 +74,13 @@ class Handle:
 
     def result(self) -> Completion:
         """Run steps until the request has ended, and return its result."""
-        self._engine._turn.until(self._has_ended, whole=True)
+        self._engine._lock.until(self._has_ended, whole=True)
         assert self._job.completion is not None
         return self._job.completion
 
     async def wait(self) -> Completion:
         """Return the result of the request, as `result` does, without blocking the event loop."""
-        await self._engine._turn.until_async(self._has_ended, whole=True)
+        await self._engine._lock.until_async(self._has_ended, whole=True)
         assert self._job.completion is not None
         return self._job.completion
 
@@ -207,7 +208,7 @@ class Engine:
         self._arrays, self._scheduler = self._loop.arrays, self._loop.scheduler
         self.vocabulary: int = self._arrays.vocabulary()
         self._numbers = itertools.count()
-        self._turn = Turn(self._loop, self._loop.calls)
+        self._lock = StepLock(self._loop, self._loop.calls)
 
     @property
     def idle(self) -> bool:
@@ -227,7 +228,7 @@ class Engine:
           QueueFullError: The queue is full. Try again after a `step`.
         """
         # One lock for the number and the place in the queue, because both have the same order.
-        with self._turn.order:
+        with self._lock.order:
             try:
                 self._check(request)
                 self._scheduler.check_queue()
@@ -238,7 +239,7 @@ class Engine:
             # Count it first: another thread may serve the request as soon as it is in the queue.
             self._meter.submitted(job.number)
             self._scheduler.submit(job)
-            self._turn.calls.submitted(job.number, request)
+            self._lock.calls.submitted(job.number, request)
             return Handle(self, job)
 
     def cancel(self, handle: Handle) -> bool:
@@ -259,8 +260,8 @@ class Engine:
         if job.completion is not None:
             return False
         self._loop.canceled.append(job)
-        self._turn.calls.canceled(job.number)
-        with self._turn.if_free() as is_free:
+        self._lock.calls.canceled(job.number)
+        with self._lock.if_free() as is_free:
             if is_free:
                 self._loop.end_canceled()
         return True
@@ -284,9 +285,9 @@ class Engine:
         for request in batch:
             handle: Handle | None = None
             while handle is None:
-                self._turn.until(self._has_room)
+                self._lock.until(self._has_room)
                 # Another thread may have filled the queue again.
-                with self._turn.order:
+                with self._lock.order:
                     handle = self.submit(request) if self._has_room() else None
             handles.append(handle)
         return [handle.result() for handle in handles]
@@ -306,8 +307,8 @@ class Engine:
         Raises:
           ServingError: It was called from a callback of a request.
         """
-        with self._turn:
-            self._turn.step()
+        with self._lock:
+            self._lock.step()
             return not self.idle
 
     @property
@@ -350,7 +351,7 @@ class Engine:
           MoveError: The move failed. The engine serves the old weights. `error.tree` resumes the
             move. If `prefill_params` was given, it is a dict of both arguments.
         """
-        with self._turn:
+        with self._lock:
             if self._loop.stepping:
                 raise ServingError(
                     "update_params() was called from within a step",
@@ -361,7 +362,7 @@ class Engine:
                 params, prefill_params, version, piece=piece, donate=donate
             )
             self._loop.forget()
-            self._turn.calls.updated(update.version)
+            self._lock.calls.updated(update.version)
             return update
 
     def compile(self) -> None:
@@ -370,7 +371,7 @@ class Engine:
         Raises:
           ServingError: Requests already have slots.
         """
-        with self._turn:
+        with self._lock:
             if self._loop.stepping or self._scheduler.slots or self._scheduler.dirty_slots:
                 # Compiling runs every function once, which would give active slots a token.
                 raise ServingError(
@@ -383,13 +384,13 @@ class Engine:
 
     def report(self) -> Report:
         """Return counts and times since the engine was created."""
-        with self._turn:
+        with self._lock:
             return self._loop.report()
 
-    def held(self) -> Held:
+    def cache_usage(self) -> CacheUsage:
         """Return the number of tokens and pages that the caches hold now."""
-        with self._turn:
-            return self._loop.held()
+        with self._lock:
+            return self._loop.usage()
 
     def _check(self, request: Request) -> None:
         if not isinstance(request, Request):

@@ -2,7 +2,8 @@
 
 The scheduler records which request owns which slot and row. The arrays are on devices. Each part of
 a step changes both the scheduler and the arrays, or neither. If a part fails after the arrays have
-changed, the requests in them fail, and the arrays are replaced.
+changed, the requests in them fail, and the arrays are replaced. Where rows live, in slots or in
+pages, is decided by the arrays and by the space of the scheduler; the steps are the same.
 
 A part begins a call, which is then in flight: the devices compute it, and the host has not read its
 results. With `ahead`, a step reads the results of the step before it, so the devices do not wait
@@ -15,19 +16,27 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwright import _jax
 from shardwright.caches.refusals import Refusal
 from shardwright.errors import ServingError
 from shardwright.serving.arguments import deleted_weights
-from shardwright.serving.arrays import Codes, Held, read_held
+from shardwright.serving.arrays import (
+    ON_DEVICE,
+    CacheUsage,
+    PageArrays,
+    RefusalCodes,
+    SequenceState,
+    SlotArrays,
+)
 from shardwright.serving.calls import Calls
+from shardwright.serving.jobs import Chunk, Job, Move
 from shardwright.serving.metrics import Meter, Report
 from shardwright.serving.request import Finish
-from shardwright.serving.sampling import Drawn, Read
-from shardwright.serving.scheduler import Chunk, Job, Move, Scheduler
+from shardwright.serving.sampling import Sampled, Tokens
+from shardwright.serving.scheduler import Scheduler
 from shardwright.serving.steps import MISCOUNTED, NO_NUMBER, REFUSED
 
 
@@ -64,10 +73,18 @@ class Loop:
     """
 
     def __init__(
-        self, scheduler: Scheduler, arrays: Any, meter: Meter, calls: Calls, *, ahead: bool
+        self,
+        scheduler: Scheduler,
+        arrays: SlotArrays | PageArrays,
+        meter: Meter,
+        calls: Calls,
+        *,
+        ahead: bool,
     ) -> None:
         self.scheduler, self.arrays, self.meter, self.calls = scheduler, arrays, meter, calls
         self.ahead, self.stepping = ahead, False
+        # A job that is preempted reads again what it has written, so that must be known.
+        scheduler.settle = self._settle
         self.canceled: collections.deque[Job] = collections.deque()
         self._step, self._in_flight = 0, collections.deque[Call]()
         self._outbox: collections.deque[tuple[Job, int]] = collections.deque()
@@ -104,7 +121,7 @@ class Loop:
 
     def compile(self) -> None:
         """Run every compiled function once, on no requests."""
-        with self._changing("rows"), self._changing("slots"):
+        with self._changing(self.arrays.read_part), self._changing(self.arrays.slot_part):
             self.arrays.compile()
 
     def end_canceled(self) -> None:
@@ -130,27 +147,52 @@ class Loop:
             self.scheduler.fail(*self._failed.popleft())
 
     def forget(self) -> None:
-        """Share nothing that the old weights computed. Without pages, nothing is shared."""
+        """Share nothing that the old weights computed."""
+        self.scheduler.space.forget()
 
     def report(self) -> Report:
         """Return counts and times since the engine was created."""
-        return self.meter.report(self.scheduler.limits.slots, shared_pages=0, preempted=0)
+        scheduler = self.scheduler
+        return self.meter.report(
+            scheduler.limits.slots,
+            shared_pages=scheduler.space.shared_pages,
+            preempted=scheduler.preempted,
+        )
 
-    def held(self) -> Held:
-        """Return the number of tokens and pages that the caches hold, read from the devices."""
+    def usage(self) -> CacheUsage:
+        """Return the number of tokens and pages that the caches hold.
+
+        It is read from the devices, or for pages that the host assigns, from its records.
+        """
         self._settle()
-        if not self.stepping:
-            self.clean()
-        return read_held(self.arrays)
+        scheduler, arrays = self.scheduler, self.arrays
+        if isinstance(arrays, SlotArrays):
+            if not self.stepping:
+                self.clean()
+                self._clean_rows(arrays)
+            return arrays.usage()
+        slots, limits = scheduler.slots, scheduler.limits
+        lengths = (
+            scheduler.cached(slots[slot]) if slot in slots else 0 for slot in range(limits.slots)
+        )
+        return CacheUsage(
+            row_lengths=(0,) * limits.prefill_rows,
+            slot_lengths=tuple(lengths),
+            pages=arrays.pages - scheduler.space.free_pages,
+        )
+
+    def _clean_rows(self, arrays: SlotArrays) -> None:
+        """Empty the rows whose tokens no job needs. Otherwise, the next prefill empties them."""
+        new = [row for row, job in self.scheduler.rows.items() if not job.read]
+        if rows := sorted({*self.scheduler.dirty_rows, *new}):
+            with self._changing("rows"):
+                arrays.clear_rows(rows)
+                self.scheduler.clean(rows=rows)
 
     def clean(self) -> None:
-        """Empty the rows and slots that requests have left."""
-        rows, slots = sorted(self.scheduler.dirty_rows), sorted(self.scheduler.dirty_slots)
-        if rows:
-            with self._changing("rows"):
-                self.arrays.clear_rows(rows)
-                self.scheduler.clean(rows=rows)
-        if slots:
+        """Empty the slots that requests have left."""
+        slots = sorted(self.scheduler.dirty_slots)
+        if slots and isinstance(self.arrays, SlotArrays):
             with self._changing("slots"):
                 self.arrays.clear_slots(slots)
                 self.scheduler.clean(slots=slots)
@@ -200,38 +242,47 @@ class Loop:
         chunks = self.scheduler.chunks()
         if not chunks:
             return
-        with self._changing("rows"):
-            drawn = self.arrays.prefill(
+        kept = [row for row, job in self.scheduler.rows.items() if job.read]
+        # A job that was preempted has written the token after its text already.
+        first = {
+            chunk.row
+            for chunk in chunks
+            if not chunk.job.written
+            and chunk.job.read + len(chunk.tokens) == len(chunk.job.reading)
+        }
+        part = self.arrays.read_part
+        with self._changing(part):
+            sampled = self.arrays.prefill(
                 {chunk.row: chunk.tokens for chunk in chunks},
-                {chunk.row: chunk.job.request.sampling for chunk in chunks},
+                {chunk.row: self._sequence(chunk.job) for chunk in chunks},
+                first=first,
+                kept=kept,
             )
             self.scheduler.advance(chunks)
-            complete = {move.row for move in self.scheduler.ready()}
-            first = {chunk.row for chunk in chunks if chunk.row in complete}
-            self._begin_read("rows", chunks, first, drawn)
+            for chunk in chunks:
+                chunk.job.used(self.arrays.version)
+                if chunk.row in first:
+                    self.scheduler.expect(chunk.job, 1)
+            self.meter.prefill_steps += 1
+            self.meter.prompt_tokens += sum(len(chunk.tokens) for chunk in chunks)
+            take = functools.partial(self._take_read, chunks, first)
+            self._begin(part, [chunk.job for chunk in chunks], sampled.fetch, take)
 
-    def _begin_read(
-        self, part: str, chunks: Sequence[Chunk], first: Collection[int], drawn: Drawn
-    ) -> None:
-        """Record a call in flight that reads chunks.
+    def _sequence(self, job: Job) -> SequenceState:
+        """Return what a call needs to know about a job that has a slot."""
+        assert job.slot is not None
+        return SequenceState(
+            slot=job.slot,
+            pages=self.scheduler.space.pages(job),
+            length=self.scheduler.cached(job),
+            last=job.written[-1] if job.written and not job.in_flight else ON_DEVICE,
+            index=len(job.written) + job.in_flight,
+            limit=job.request.max_new_tokens,
+            sampling=job.request.sampling,
+        )
 
-        Args:
-          part: The arrays that it changed.
-          chunks: The chunks.
-          first: Rows whose tokens are the first ones of their jobs. The others are not used.
-          drawn: The tokens that follow the chunks.
-        """
-        for chunk in chunks:
-            chunk.job.used(self.arrays.version)
-            if chunk.row in first:
-                self.scheduler.expect(chunk.job, 1)
-        self.meter.prefill_steps += 1
-        self.meter.prompt_tokens += sum(len(chunk.tokens) for chunk in chunks)
-        take = functools.partial(self._take_read, chunks, first)
-        self._begin(part, [chunk.job for chunk in chunks], drawn.fetch, take)
-
-    def _take_read(self, chunks: Sequence[Chunk], first: Collection[int], drawn: Read) -> None:
-        """Take the first tokens of jobs; see `_begin_read`."""
+    def _take_read(self, chunks: Sequence[Chunk], first: Collection[int], drawn: Tokens) -> None:
+        """Take the tokens that follow chunks, in the rows where they are the first of a text."""
         now = self.meter.now()
         for chunk in chunks:
             job, row, is_first = chunk.job, chunk.row, chunk.row in first
@@ -247,38 +298,33 @@ class Loop:
             return
         # A prompt whose only token is in flight needs no slot any more.
         filled = [move for move in moves if self.scheduler.left(move.job, 1)]
-        with self._changing("slots"):
-            if filled:
-                self._begin_move("slots", filled, self._insert(filled))
+        with self._changing(self.arrays.slot_part):
+            if filled and isinstance(self.arrays, SlotArrays):
+                codes = self.arrays.insert({move.row: self._sequence(move.job) for move in filled})
+                self._begin_move("slots", filled, codes)
             self.scheduler.move([move.job for move in moves])
 
-    def _insert(self, moves: Sequence[Move]) -> Codes:
-        codes: Codes = self.arrays.insert(
-            {move.row: move.slot for move in moves},
-            {move.row: move.job.written[-1] for move in moves if move.job.written},
-            {move.row: move.job.request.sampling for move in moves},
-            {move.row: move.job.request.max_new_tokens for move in moves},
-        )
-        return codes
-
     def _rotate(self) -> None:
-        """Give rows of the prefill batch to the prompts whose turn it is."""
-        moves = self.scheduler.over()
+        """Give rows of the prefill batch to the prompts that wait for one, round-robin."""
+        moves = self.scheduler.expired()
         if moves:
-            with self._changing("slots"):
-                codes = self.arrays.park({move.row: move.slot for move in moves})
+            with self._changing(self.arrays.slot_part):
+                codes = None
+                if isinstance(self.arrays, SlotArrays):
+                    codes = self.arrays.park({move.row: move.slot for move in moves})
                 self.scheduler.park([move.job for move in moves])
-                self._begin_move("slots", moves, codes)
-            self.clean()
-        moves = self.scheduler.turns()
-        begun = [move for move in moves if move.job.read]
-        with self._changing("rows"):
-            if begun:
-                codes = self.arrays.resume({move.row: move.slot for move in begun})
-                self._begin_move("rows", begun, codes)
-            self.scheduler.take(moves)
+                if codes is not None:
+                    self._begin_move("slots", moves, codes)
+        moves = self.scheduler.next_rows()
+        if moves:
+            begun = [move for move in moves if move.job.read]
+            with self._changing(self.arrays.read_part):
+                if begun and isinstance(self.arrays, SlotArrays):
+                    codes = self.arrays.resume({move.row: move.slot for move in begun})
+                    self._begin_move("rows", begun, codes)
+                self.scheduler.take(moves)
 
-    def _begin_move(self, part: str, moves: Sequence[Move], codes: Codes) -> None:
+    def _begin_move(self, part: str, moves: Sequence[Move], codes: RefusalCodes) -> None:
         jobs = [move.job for move in moves]
         self._begin(part, jobs, codes.fetch, functools.partial(self._fail_refused, moves))
 
@@ -300,33 +346,23 @@ class Loop:
 
     def _decode(self) -> None:
         """Give every slot its next tokens."""
-        most = self.arrays.decode_steps
-        jobs = {
-            slot: (job, self.scheduler.left(job, most))
-            for slot, job in self.scheduler.decoding().items()
-        }
-        if jobs:
-            self._begin_decode("slots", jobs, self.arrays.decode)
+        jobs = self.scheduler.grow(self.arrays.decode_steps)
+        if not jobs:
+            return
 
-    def _begin_decode(
-        self, part: str, jobs: dict[int, tuple[Job, int]], decode: Callable[[], Drawn]
-    ) -> None:
-        """Begin to decode.
+        def sequences() -> Mapping[int, SequenceState]:
+            return {slot: self._sequence(job) for slot, (job, _) in jobs.items()}
 
-        Args:
-          part: The arrays that `decode` changes.
-          jobs: Jobs by slot, each with the number of tokens that it gets.
-          decode: Gives active slots their next tokens.
-        """
+        part = self.arrays.slot_part
         with self._changing(part):
-            drawn = decode()
+            sampled: Sampled = self.arrays.decode(sequences)
             for job, count in jobs.values():
                 self.scheduler.expect(job, count)
             take = functools.partial(self._take_decoded, jobs, self.arrays.version)
-            self._begin(part, [job for job, _ in jobs.values()], drawn.fetch, take)
+            self._begin(part, [job for job, _ in jobs.values()], sampled.fetch, take)
 
     def _take_decoded(
-        self, jobs: dict[int, tuple[Job, int]], version: int | str, drawn: Read
+        self, jobs: dict[int, tuple[Job, int]], version: int | str, drawn: Tokens
     ) -> None:
         """Add the tokens of a call to its jobs, except to those that have ended."""
         now, counts = self.meter.now(), []
@@ -340,6 +376,7 @@ class Loop:
                 # A stop sequence or an error may end it.
                 if job.completion is None:
                     self._take(job, drawn.tokens[at][slot], drawn.logprobs[at][slot], now)
+            self.scheduler.wrote(job)
         self.meter.decode_steps += max(counts)
         self.meter.slot_steps += sum(counts)
 
@@ -397,7 +434,7 @@ class Loop:
 
     @contextlib.contextmanager
     def _changing(self, part: str) -> Iterator[None]:
-        """Change the scheduler and "rows" or "slots" together.
+        """Change the scheduler and a part of the arrays together.
 
         If that fails after the arrays have changed, fail the requests in them. In any case, read
         the calls that are in flight: what failed does not affect them, because they began before.
@@ -417,19 +454,15 @@ class Loop:
             self._settle()
 
     def _give_up(self, part: str, cause: BaseException, jobs: Sequence[Job] = ()) -> None:
-        """Fail the requests in "rows" or "slots", and replace the arrays.
+        """Replace a part of the arrays, and fail the requests that lose tokens.
+
+        These are the jobs in that part, and those that calls in flight have changed.
 
         Args:
-          part: "rows" or "slots".
+          part: Name of the part.
           cause: The error.
           jobs: More jobs that fail.
         """
-        self._fail_lost(part, cause, jobs)
-        self.arrays.renew(part)
-        self.scheduler.clean(**{part: range(self.arrays.size(part))})
-
-    def _fail_lost(self, part: str, cause: BaseException, jobs: Sequence[Job]) -> None:
-        """Fail jobs, those in a part of the arrays, and those that calls in flight have changed."""
         lost = [call for call in self._in_flight if call.part == part]
         self._in_flight = collections.deque(call for call in self._in_flight if call.part != part)
         waiting = [job for call in lost for job in call.jobs]
@@ -440,6 +473,13 @@ class Loop:
             )
             error.__cause__ = cause
             self.scheduler.end(job, Finish.FAILED, error)
+        self.arrays.renew(part)
+        numbers = range(self.arrays.size(part))
+        if part == "rows":
+            self.scheduler.clean(rows=numbers)
+        else:
+            self.scheduler.clean(slots=numbers)
+            self.scheduler.space.forget()
 
     def _check_weights(self, cause: BaseException) -> None:
         """Fail every request if the weights are deleted."""

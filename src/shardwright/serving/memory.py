@@ -14,7 +14,7 @@ from shardwright.caches.paged.pool import PAGE_AXES
 from shardwright.caches.sharding import ambient_sharding, axes_by_dim
 from shardwright.errors import ServingError, ShardingError
 from shardwright.reshard.pieces import parse_bytes
-from shardwright.serving.arrays import Setup
+from shardwright.serving.setup import Setup
 from shardwright.vocabulary.integers import read_integer
 from shardwright.vocabulary.modes import MODE_DECODE
 

@@ -3,21 +3,24 @@
 A request takes pages as its text grows, and gives them back when it ends. Pages that are full are
 shared with requests whose texts begin with the same tokens. A page that no request uses keeps its
 content until the page is needed.
+
+Full pages are found by their content in a tree of prefixes. Keys are compared as tuples of tokens,
+so two prefixes never share a page by a collision of hashes.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Sequence
-
-from shardwright.serving.prefixes import Node, Prefixes
+from collections.abc import Iterator, Sequence
 
 # The number in a table in place of a page that was given back.
 NO_PAGE = -1
+Key = tuple[int, ...]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
-class Table:
+class PageTable:
     """The pages of a request.
 
     Attributes:
@@ -60,15 +63,15 @@ class Pages:
         """Pages that requests use."""
         return self.count - self.available
 
-    def open(self) -> Table:
+    def open(self) -> PageTable:
         """Return a table without pages."""
-        return Table(node=self.prefixes.root)
+        return PageTable(node=self.prefixes.root)
 
-    def missing(self, table: Table, tokens: int) -> int:
+    def missing(self, table: PageTable, tokens: int) -> int:
         """Return how many more pages a table needs for a number of tokens."""
         return max(-(-tokens // self.size) - len(table.pages), 0)
 
-    def grow(self, table: Table, tokens: int) -> bool:
+    def grow(self, table: PageTable, tokens: int) -> bool:
         """Add pages until a table has room for a number of tokens. Add none if too few are left."""
         count = self.missing(table, tokens)
         if count > self.available:
@@ -81,7 +84,7 @@ class Pages:
             table.pages.append(page)
         return True
 
-    def adopt(self, table: Table, tokens: Sequence[int], read: int) -> int:
+    def adopt(self, table: PageTable, tokens: Sequence[int], read: int) -> int:
         """Share the pages of other requests that hold the next tokens.
 
         Args:
@@ -107,7 +110,7 @@ class Pages:
             read += self.size
         return read
 
-    def offer(self, table: Table, tokens: Sequence[int]) -> None:
+    def offer(self, table: PageTable, tokens: Sequence[int]) -> None:
         """Let other requests share the pages that these tokens have filled.
 
         Args:
@@ -125,14 +128,14 @@ class Pages:
                 node = table.node.children[key]
             table.node, table.shared = node, table.shared + 1
 
-    def leave_before(self, table: Table, position: int) -> None:
+    def leave_before(self, table: PageTable, position: int) -> None:
         """Give back the pages whose positions are all below `position`."""
         while table.left < min(position // self.size, len(table.pages)):
             self._release(table.pages[table.left])
             table.pages[table.left] = NO_PAGE
             table.left += 1
 
-    def close(self, table: Table) -> None:
+    def close(self, table: PageTable) -> None:
         """Give back all pages of a table."""
         # Give back the last page first, because a page is useless without those before it.
         for page in reversed(table.pages):
@@ -153,3 +156,87 @@ class Pages:
             self.prefixes.leave(page)
         else:
             self._free.append(page)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Node:
+    """A page that others may share.
+
+    Attributes:
+      page: Its number. -1 for the root, which has no page.
+      parent: The page before it. None for the root.
+      key: The tokens in it.
+      children: The pages that continue it, by their tokens.
+      is_linked: Whether it is in the tree. No child is added to a node that is not.
+    """
+
+    page: int = -1
+    parent: Node | None = None
+    key: Key = ()
+    children: dict[Key, Node] = dataclasses.field(default_factory=dict)
+    is_linked: bool = True
+
+
+class Prefixes:
+    """The tree of full pages.
+
+    Attributes:
+      root: The node of the empty prefix.
+      unused: Nodes whose pages no request uses, by page; the least recently used ones first.
+    """
+
+    def __init__(self) -> None:
+        self.root = Node()
+        self.unused: collections.OrderedDict[int, Node] = collections.OrderedDict()
+        self._nodes: dict[int, Node] = {}
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._nodes
+
+    def add(self, parent: Node, key: Key, page: int) -> Node | None:
+        """Add a page in use. Return its node, or None if another page has this content."""
+        if key in parent.children:
+            return None
+        node = Node(page=page, parent=parent, key=key)
+        parent.children[key] = self._nodes[page] = node
+        return node
+
+    def use(self, page: int) -> None:
+        """Record that a request uses a page."""
+        self.unused.pop(page, None)
+
+    def leave(self, page: int) -> None:
+        """Record that no request uses a page any more."""
+        self.unused[page] = self._nodes[page]
+
+    def drop_oldest(self) -> list[int]:
+        """Remove the least recently used page and all pages below it. Return the unused ones."""
+        node = next(iter(self.unused.values()))
+        if node.parent is not None:
+            del node.parent.children[node.key]
+        return self._drop(node)
+
+    def clear(self) -> list[int]:
+        """Remove all pages. Return the unused ones."""
+        old, self.root = self.root, Node()
+        return self._drop(old)
+
+    def _drop(self, top: Node) -> list[int]:
+        dropped = []
+        for node in _subtree(top):
+            node.is_linked = False
+            # A table may still have this node. It must not find pages below it that were reused.
+            node.children = {}
+            self._nodes.pop(node.page, None)
+            if self.unused.pop(node.page, None) is not None:
+                dropped.append(node.page)
+        return dropped
+
+
+def _subtree(node: Node) -> Iterator[Node]:
+    # Not recursive: a long text has thousands of pages, one below the other.
+    stack = [node]
+    while stack:
+        node = stack.pop()
+        stack += node.children.values()
+        yield node

@@ -37,7 +37,7 @@ class Draw:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Drawn:
+class Sampled:
     """Tokens that were drawn and their log-probabilities, in one array, which is one transfer.
 
     Attributes:
@@ -49,7 +49,7 @@ class Drawn:
     packed: jax.Array
 
     @classmethod
-    def of(cls, tokens: jax.Array, logprobs: jax.Array) -> Drawn:
+    def of(cls, tokens: jax.Array, logprobs: jax.Array) -> Sampled:
         """Return int32 tokens and float32 log-probabilities of the same shape as one value."""
         bits = jax.lax.bitcast_convert_type(logprobs, jnp.int32)
         return cls(packed=jnp.stack([tokens, bits], axis=-1))
@@ -59,24 +59,24 @@ class Drawn:
         """The tokens or codes."""
         return self.packed[..., 0]
 
-    def readable(self) -> Drawn:
+    def readable(self) -> Sampled:
         """Return the same values on devices of this process.
 
         Call it before the next call begins: if the values are sharded over processes, a gather that
         begins later waits for that call.
         """
-        return Drawn(packed=readable(self.packed))
+        return Sampled(packed=readable(self.packed))
 
-    def fetch(self) -> Read:
+    def fetch(self) -> Tokens:
         """Return the values, in one transfer. Wait for them."""
         values = np.asarray(self.packed)
         logprobs = values.view(np.float32)[..., 1]
-        return Read(tokens=values[..., 0].tolist(), logprobs=logprobs.tolist())
+        return Tokens(tokens=values[..., 0].tolist(), logprobs=logprobs.tolist())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
-    """What `Drawn` holds, read by the host, as nested lists: a loop over them needs no NumPy.
+class Tokens:
+    """What `Sampled` holds, read by the host, as nested lists: a loop over them needs no NumPy.
 
     Attributes:
       tokens: Tokens or codes.
@@ -169,9 +169,12 @@ def sample(logits: jax.Array, draw: Draw, *, is_greedy: jax.Array | None = None)
     # the most likely tokens does not sort.
     if is_greedy is None:
         is_greedy = jnp.all(draw.temperature == 0)
-    tokens = jax.lax.cond(is_greedy, lambda: most_likely, lambda: jax.vmap(_draw)(logits, draw))
-    most = jnp.max(logits, axis=-1)
-    return jnp.where(jnp.isfinite(most), jnp.where(draw.temperature > 0, tokens, most_likely), -1)
+
+    def drawn() -> jax.Array:
+        return jnp.where(draw.temperature > 0, jax.vmap(_draw)(logits, draw), most_likely)
+
+    tokens = jax.lax.cond(is_greedy, lambda: most_likely, drawn)
+    return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), tokens, -1)
 
 
 def _draw(logits: jax.Array, draw: Draw) -> jax.Array:

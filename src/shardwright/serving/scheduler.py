@@ -1,206 +1,66 @@
 """Decide which request gets which slot, and when. This needs no arrays and no devices.
 
-A request waits in the queue until a slot and its pages are free. Then its prompt is read in chunks,
-in a row of the prefill batch. Then it moves to its slot, where it gets a token per step. Its slot
-and pages are reserved for its longest possible text, so nothing can run out later. Requests are
+A request waits in the queue until a slot is free and its space has room. Then its prompt is read in
+chunks, in a row of the prefill batch. Then it decodes in its slot, a token per step. Requests are
 admitted strictly in the order in which they came.
 
-Prompts take turns in the rows. If others wait for a row, a prompt leaves its row after a few
-chunks. The part that was read stays in its slot until its next turn.
+Prompts share the rows round-robin. If others wait for a row, a prompt leaves its row after a few
+chunks. The part that was read stays in its slot until it gets a row again.
+
+If pages run out, the youngest request is preempted: it gives up its slot and pages, and returns to
+the queue. Later, it reads its prompt and the text that it has written, and continues. The oldest
+request is never preempted, and the pool is large enough for it alone, so every request ends.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
-import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from shardwright.errors import QueueFullError, ServingError
-from shardwright.serving.request import Completion, Finish, Request
-from shardwright.serving.stopping import may_begin, stopped_by
-
-
-class Phase(enum.StrEnum):
-    """The phase of a request."""
-
-    QUEUED = "queued"
-    PREFILLING = "prefilling"
-    DECODING = "decoding"
-    DONE = "done"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The limits that all requests of an engine share.
-
-    Attributes:
-      slots: Number of sequences that are decoded together.
-      capacity: Rows of a slot. None for a ring, which holds the end of a text of any length.
-      prefill_rows: Number of prompts that are read together.
-      chunk: Number of tokens of a prompt that are read in one step.
-      turn: Number of chunks that a prompt reads before it leaves its row to one that waits. None
-        means all chunks.
-      queue: Number of requests that may wait. More requests are refused.
-      pages: Pages of the pool. None unless the cache is paged.
-      page_size: Rows of a page.
-    """
-
-    slots: int
-    capacity: int | None
-    prefill_rows: int
-    chunk: int
-    queue: int
-    turn: int | None = None
-    pages: int | None = None
-    page_size: int = 1
-
-    def pages_of(self, request: Request) -> int:
-        """Return how many pages a request may need."""
-        return 0 if self.pages is None else -(-request.rows // self.page_size)
-
-    def check(self, request: Request) -> None:
-        """Raise ServingError if a request would not fit even if it were alone."""
-        need = (
-            f"{len(request.prompt)} prompt tokens and {request.max_new_tokens} new tokens need "
-            f"{request.rows} rows"
-        )
-        if self.capacity is not None and request.rows > self.capacity:
-            raise ServingError(
-                f"{need}, but a slot has {self.capacity}",
-                path="request",
-                size=request.rows,
-                fix="shorten one of them, create the engine with more capacity, or use "
-                'cache="sliding", which keeps a window',
-            )
-        if self.pages is not None and self.pages_of(request) > self.pages:
-            raise ServingError(
-                f"{need}, {self.pages_of(request)} pages of {self.page_size}, but the pool has "
-                f"{self.pages} pages",
-                path="request",
-                size=request.rows,
-                fix="shorten one of them, or create the engine with more pages",
-            )
-
-
-@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
-class Job:
-    """The state of a request.
-
-    Attributes:
-      number: Number of the request, in order of arrival.
-      request: The request.
-      phase: Its phase.
-      slot: Its slot, which is reserved from admission on.
-      row: Its row of the prefill batch, while its prompt is read there.
-      read: Number of tokens of the prompt that were read.
-      turn: Number of chunks that it has read since it got its row.
-      in_flight: Number of tokens that calls in flight will give it. These calls have begun, but the
-        host has not read their results.
-      written: All tokens that were drawn and read, including those of stop sequences.
-      logprobs: The logarithms of the probabilities of the tokens in `written`.
-      text: The tokens that may be handed out.
-      versions: Versions of the weights that it was computed with, in order.
-      completion: Its result, or None before its end.
-    """
-
-    number: int
-    request: Request
-    phase: Phase = Phase.QUEUED
-    slot: int | None = None
-    row: int | None = None
-    read: int = 0
-    turn: int = 0
-    in_flight: int = 0
-    written: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    text: list[int] = dataclasses.field(default_factory=list)
-    versions: list[int | str] = dataclasses.field(default_factory=list)
-    completion: Completion | None = None
-
-    @property
-    def reading(self) -> Sequence[int]:
-        """The tokens that the cache must hold before the next one is drawn.
-
-        These are all tokens except the last one that was written. For a request that has written
-        nothing, they are its prompt.
-        """
-        if len(self.written) < 2:
-            return self.request.prompt
-        return (*self.request.prompt, *self.written[:-1])
-
-    def used(self, version: int | str) -> None:
-        """Record the version of the weights of a step."""
-        if not self.versions or self.versions[-1] != version:
-            self.versions.append(version)
-
-    def complete(self, finish: Finish, error: Exception | None) -> None:
-        """Set the result of the request."""
-        self.completion = Completion(
-            tokens=tuple(self.text),
-            finish=finish,
-            error=error,
-            versions=tuple(self.versions),
-            logprobs=tuple(self.logprobs[: len(self.text)]),
-        )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """The next part of a prompt, with its job and its row of the prefill batch."""
-
-    job: Job
-    row: int
-    tokens: Sequence[int]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """A job that moves from its row of the prefill batch to its slot, or back."""
-
-    job: Job
-    row: int
-    slot: int
+from shardwright.errors import QueueFullError
+from shardwright.serving.jobs import Chunk, Job, Limits, Move, Phase
+from shardwright.serving.request import Finish
+from shardwright.serving.space import PageSpace, SlotSpace
 
 
 class Scheduler:
-    """The queue, the prefill rows, the slots and the pages.
+    """The queue, the prefill rows and the slots.
 
-    A slot or row that a job has left is "dirty" until the device has emptied it and `clean` is
-    called. Only then may another job get it.
+    A slot or row that a job has left is "dirty" until the device has emptied it. Only a slot that
+    is emptied may be used again. The prefill of a new prompt empties its row.
 
     Attributes:
       limits: The limits that jobs share.
+      space: Where the rows of jobs live.
       inbox: Submitted jobs, which join the queue at the next call. Any thread may add to it.
       queue: Waiting jobs, in order of arrival.
-      rowless: Jobs with a slot that wait for a row, in the order of their turns.
+      rowless: Jobs with a slot that wait for a row, in the order in which they get one.
       rows: Jobs by row of the prefill batch.
       slots: Jobs by slot, from admission on.
-      dirty_rows: Rows to empty.
-      dirty_slots: Slots to empty, with the number of pages reserved for each.
+      dirty_rows: Rows with tokens of no job.
+      dirty_slots: Slots to empty. There are none if prompts are read where they stay.
+      preempted: How often a job was preempted.
+      settle: Reads the results of the calls in flight. It is called before a job is preempted,
+        because the results may end jobs, and a job whose tokens are not known cannot continue.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(self, limits: Limits, space: SlotSpace | PageSpace | None = None) -> None:
+        self.limits, self.space = limits, SlotSpace(limits) if space is None else space
         self.inbox: collections.deque[Job] = collections.deque()
         self.queue: collections.deque[Job] = collections.deque()
         self.rowless: collections.deque[Job] = collections.deque()
         self.rows: dict[int, Job] = {}
         self.slots: dict[int, Job] = {}
         self.dirty_rows: set[int] = set()
-        self.dirty_slots: dict[int, int] = {}
+        self.dirty_slots: set[int] = set()
+        self.preempted = 0
+        self.settle: Callable[[], None] = lambda: None
         self._ended: list[Job] = []
-
-    @property
-    def free_pages(self) -> int:
-        """Pages that are not reserved."""
-        reserved = sum(self.limits.pages_of(job.request) for job in self.slots.values())
-        return (self.limits.pages or 0) - reserved - sum(self.dirty_slots.values())
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.waiting or self.slots or self.dirty_rows or self.dirty_slots)
+        return not (self.waiting or self.slots or self.dirty_slots)
 
     @property
     def waiting(self) -> int:
@@ -221,31 +81,33 @@ class Scheduler:
         self.inbox.append(job)
 
     def admit(self) -> list[Job]:
-        """Give waiting jobs a slot and pages, in order. Stop at the first job that gets none."""
+        """Give waiting jobs a slot, in order. Stop at the first one without a slot or room."""
         self._receive()
         admitted = []
         while self.queue:
-            slot = self._free_slot()
-            if slot is None or self.limits.pages_of(self.queue[0].request) > self.free_pages:
+            slot, job = self._free_slot(), self.queue[0]
+            if slot is None or not self.space.fits(job, self.slots.values()):
                 break
-            job = self.queue.popleft()
-            job.phase, job.slot = Phase.PREFILLING, slot
+            self.queue.popleft()
+            job.phase, job.slot, job.read = Phase.PREFILLING, slot, 0
             self.slots[slot] = job
+            self.space.open(job, slot)
             self.rowless.append(job)
             admitted.append(job)
         return admitted
 
-    def over(self) -> list[Move]:
-        """Return the jobs whose turn is over. There are at most as many as jobs wait for a row."""
-        if self.limits.turn is None:
+    def expired(self) -> list[Move]:
+        """Return the jobs that must leave their rows: at most as many as wait for a row."""
+        wanted = len(self.rowless) - len(self._free_rows())
+        if self.limits.quantum is None or wanted <= 0:
             return []
-        unread = [
-            (row, job) for row, job in self.rows.items() if job.read < len(job.request.prompt)
+        long = [
+            (row, job)
+            for row, job in self.rows.items()
+            if job.read < len(job.reading) and job.chunks_in_row >= self.limits.quantum
         ]
-        long = [(row, job) for row, job in unread if job.turn >= self.limits.turn]
-        long.sort(key=lambda pair: -pair[1].turn)
-        wanted = max(len(self.rowless) - len(self._free_rows()), 0)
-        return [_move(job, row) for row, job in long[:wanted]]
+        long.sort(key=lambda pair: -pair[1].chunks_in_row)
+        return [Move.of(job, row) for row, job in long[:wanted]]
 
     def park(self, jobs: Sequence[Job]) -> None:
         """Record that jobs have left their rows, and that their slots hold what was read."""
@@ -253,47 +115,50 @@ class Scheduler:
             self._leave_row(job)
             self.rowless.append(job)
 
-    def turns(self) -> list[Move]:
+    def next_rows(self) -> list[Move]:
         """Return the waiting jobs that get the free rows."""
-        return [_move(job, row) for job, row in zip(self.rowless, self._free_rows(), strict=False)]
+        return [
+            Move.of(job, row) for job, row in zip(self.rowless, self._free_rows(), strict=False)
+        ]
 
     def take(self, moves: Sequence[Move]) -> None:
         """Record that jobs have rows, which hold what was read of their prompts."""
         for move in moves:
             self.rowless.remove(move.job)
-            move.job.row, move.job.turn = move.row, 0
+            move.job.row, move.job.chunks_in_row = move.row, 0
             self.rows[move.row] = move.job
+            self.dirty_rows.discard(move.row)
 
     def chunks(self) -> list[Chunk]:
-        """Return the next chunk of every prompt that is not completely read."""
-        waiting = (
-            (row, job)
-            for row, job in sorted(self.rows.items())
-            if job.read < len(job.request.prompt)
-        )
+        """Return the next chunk of every prompt that is not completely read, with room for it."""
+        for job in self._prefilling():
+            if job.row is not None:
+                job.read = self.space.adopt(job)
+                self._grow(job, min(job.read + self.limits.chunk, len(job.reading)))
+        # An older job may have preempted a younger one.
         return [
-            Chunk(
-                job=job, row=row, tokens=job.request.prompt[job.read : job.read + self.limits.chunk]
-            )
-            for row, job in waiting
+            Chunk(job=job, row=job.row, tokens=job.reading[job.read : job.read + self.limits.chunk])
+            for job in self._prefilling()
+            if job.row is not None
         ]
 
     def advance(self, chunks: Sequence[Chunk]) -> None:
         """Record that chunks were read."""
         for chunk in chunks:
             chunk.job.read += len(chunk.tokens)
-            chunk.job.turn += 1
+            chunk.job.chunks_in_row += 1
+            self.space.wrote(chunk.job, chunk.job.read)
 
     def ready(self) -> list[Move]:
-        """Return the jobs whose prompts are completely read and that are not in their slots yet."""
+        """Return the jobs in rows whose prompts are completely read."""
         return [
-            _move(job, row)
+            Move.of(job, row)
             for row, job in sorted(self.rows.items())
-            if job.read == len(job.request.prompt)
+            if job.read == len(job.reading)
         ]
 
     def move(self, jobs: Sequence[Job]) -> None:
-        """Record that jobs are in their slots. Their rows become dirty."""
+        """Record that jobs decode in their slots."""
         for job in jobs:
             job.phase = Phase.DECODING
             self._leave_row(job)
@@ -304,6 +169,34 @@ class Scheduler:
         return {
             slot: job for slot, job in sorted(self.slots.items()) if job.phase is Phase.DECODING
         }
+
+    def grow(self, most: int) -> dict[int, tuple[Job, int]]:
+        """Give decoding jobs room for their next tokens, the oldest job first.
+
+        Args:
+          most: Largest number of tokens that a job gets.
+
+        Returns:
+          Jobs by slot, each with the number of tokens that it gets.
+        """
+        if self.space.in_place:
+            for job in sorted(self.decoding().values(), key=lambda job: job.number):
+                if job.slot is not None:
+                    self._grow(job, self.cached(job) + self.left(job, most))
+        return {slot: (job, self.left(job, most)) for slot, job in self.decoding().items()}
+
+    def cached(self, job: Job) -> int:
+        """Return how many tokens of a job its cache holds after the calls in flight."""
+        if job.phase is not Phase.DECODING:
+            return job.read
+        # The last token of a text is not cached. A prompt that was just read has no text yet.
+        drawn = len(job.written) + job.in_flight
+        return len(job.request.prompt) + max(drawn - 1, 0)
+
+    def wrote(self, job: Job) -> None:
+        """Record that the tokens of a decoding job were written to its cache."""
+        if self.space.in_place and job.slot is not None:
+            self.space.wrote(job, self.cached(job))
 
     def left(self, job: Job, most: int) -> int:
         """Return how many tokens a job gets in a call that gives at most `most` tokens."""
@@ -350,11 +243,7 @@ class Scheduler:
         self._receive()
         if job.phase is Phase.QUEUED and job in self.queue:
             self.queue.remove(job)
-        if job in self.rowless:
-            self.rowless.remove(job)
-        if job.row is not None:
-            self._leave_row(job)
-        self._leave_slot(job)
+        self._leave(job)
         job.phase = Phase.DONE
         job.complete(finish, error)
         # The loop counts it later, because `cancel` may be called in the middle of a step.
@@ -371,9 +260,15 @@ class Scheduler:
         return [*self.queue, *self.slots.values()]
 
     def holding(self, part: str) -> list[Job]:
-        """Return the jobs that have tokens in "rows" (of the prefill batch), or in "slots"."""
+        """Return the jobs that have tokens in a part of the arrays.
+
+        Args:
+          part: "rows" (of the prefill batch), "slots", or "pools", which hold those of all jobs.
+        """
         if part == "rows":
             return list(self.rows.values())
+        if part == "pools":
+            return list(self.slots.values())
         return [*self.decoding().values(), *(job for job in self.rowless if job.read)]
 
     def take_ended(self) -> list[tuple[Job, Finish]]:
@@ -385,16 +280,44 @@ class Scheduler:
     def clean(self, *, rows: Sequence[int] = (), slots: Sequence[int] = ()) -> None:
         """Record that the device has emptied rows and slots."""
         self.dirty_rows.difference_update(rows)
-        for slot in slots:
-            self.dirty_slots.pop(slot, None)
+        for slot in self.dirty_slots.intersection(slots):
+            self.dirty_slots.discard(slot)
+            self.space.clean(slot)
 
     def _receive(self) -> None:
         while self.inbox:
             self.queue.append(self.inbox.popleft())
 
+    def _prefilling(self) -> list[Job]:
+        return [job for _, job in sorted(self.rows.items()) if job.read < len(job.reading)]
+
+    def _grow(self, job: Job, tokens: int) -> None:
+        """Give a job room for this many tokens, or preempt it."""
+        while job.slot is not None and not self.space.grow(job, tokens):
+            if any(each.in_flight for each in self.slots.values()):
+                self.settle()
+            else:
+                self._preempt(max(self.slots.values(), key=lambda each: each.number))
+
+    def _preempt(self, job: Job) -> None:
+        self._leave(job)
+        job.phase, job.read = Phase.QUEUED, 0
+        at = sum(each.number < job.number for each in self.queue)
+        self.queue.insert(at, job)
+        self.preempted += 1
+
+    def _leave(self, job: Job) -> None:
+        """Take its row and its slot from a job."""
+        if job in self.rowless:
+            self.rowless.remove(job)
+        self._leave_row(job)
+        self._leave_slot(job)
+
     def _leave_slot(self, job: Job) -> None:
         if job.slot is not None:
-            self.dirty_slots[job.slot] = self.limits.pages_of(job.request)
+            self.space.close(job)
+            if not self.space.in_place:
+                self.dirty_slots.add(job.slot)
             del self.slots[job.slot]
             job.slot = None
 
@@ -405,14 +328,28 @@ class Scheduler:
             job.row = None
 
     def _free_rows(self) -> list[int]:
-        taken = self.rows.keys() | self.dirty_rows
-        return [row for row in range(self.limits.prefill_rows) if row not in taken]
+        return [row for row in range(self.limits.prefill_rows) if row not in self.rows]
 
     def _free_slot(self) -> int | None:
-        taken = self.slots.keys() | self.dirty_slots.keys()
+        taken = self.slots.keys() | self.dirty_slots
         return next((slot for slot in range(self.limits.slots) if slot not in taken), None)
 
 
-def _move(job: Job, row: int) -> Move:
-    assert job.slot is not None
-    return Move(job=job, row=row, slot=job.slot)
+def stopped_by(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int:
+    """Return the length of the longest stop sequence at the end of the tokens, or 0."""
+    lengths = [
+        len(sequence)
+        for sequence in stop
+        if len(sequence) <= len(tokens) and tuple(tokens[-len(sequence) :]) == tuple(sequence)
+    ]
+    return max(lengths, default=0)
+
+
+def may_begin(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int:
+    """Return how many of the last tokens are the beginning of a stop sequence."""
+    most = max((len(sequence) for sequence in stop), default=1) - 1
+    for count in range(min(most, len(tokens)), 0, -1):
+        end = tuple(tokens[-count:])
+        if any(tuple(sequence[:count]) == end for sequence in stop if len(sequence) > count):
+            return count
+    return 0

@@ -3,28 +3,35 @@
 `prefill` reads a chunk of every prompt into a row of the prefill batch. `insert` copies prompts
 that are completely read into slots. `park` copies a prompt that is partly read into its slot, and
 `resume` copies it back. `decode` gives every active slot its next token. `clear` and `clear_slots`
-empty rows and slots. No shape depends on the number of sequences, so nothing is compiled twice.
+empty rows and slots. `prefill_pages` and `decode_pages` do the same in pages that the host assigns,
+where nothing has to be inserted or cleared. No shape depends on the number of sequences, so nothing
+is compiled twice.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from shardwright import caches
 from shardwright.caches.base import KVCache
+from shardwright.caches.paged.assigned import AssignedPages
 from shardwright.caches.paged.cache import PagedCache
 from shardwright.caches.sharding import ambient_sharding
+from shardwright.caches.spec import CacheSpec
 from shardwright.errors import ServingError
-from shardwright.serving.sampling import Drawn, draw_of, limits_of, logprobs_of, sample
+from shardwright.serving.sampling import Sampled, draw_of, limits_of, logprobs_of, sample
 from shardwright.vocabulary.axes import BATCH, EMPTY
 
 Caches = tuple[KVCache, ...]
+# The pages of keys and of values of each layer.
+Pools = tuple[tuple[jax.Array, jax.Array], ...]
+S = TypeVar("S")
 # Codes that a step returns instead of a token. NO_NUMBER: a logit is NaN or +inf, or all are -inf.
 # REFUSED: a cache refused the tokens. MISCOUNTED: a cache grew by another number of tokens.
 NO_NUMBER, REFUSED, MISCOUNTED = -1, -2, -3
@@ -176,8 +183,8 @@ def _check_caches(new: Any, old: Caches) -> None:
 
 
 def prefill(
-    model: Model, rows: Caches, params: Any, tokens: jax.Array, counts: jax.Array, rules: jax.Array
-) -> tuple[Caches, Drawn]:
+    model: Model, rows: Caches, params: Any, tokens: jax.Array, entries: jax.Array, rules: jax.Array
+) -> tuple[Caches, Sampled]:
     """Read the next tokens of prompts, and draw the token that follows the last one.
 
     Args:
@@ -185,13 +192,22 @@ def prefill(
       rows: Caches of the prefill batch, one per layer; donated.
       params: Weights.
       tokens: `[rows, chunk]` int32.
-      counts: `[rows]` int32, how many tokens of each row are not padding.
+      entries: `[2, rows]` int32: how many tokens of each row are not padding, and 1 for a row that
+        continues a prompt. The other rows are emptied first.
       rules: `[5, rows]`, as in `Slots`; the limits are not read.
 
     Returns:
       The caches, and `[rows]` tokens: a token, NO_NUMBER, REFUSED or MISCOUNTED. Ignore the entry
       of a row without tokens.
     """
+    count = tokens.shape[0]
+    empty = jnp.where(entries[1] > 0, count, jnp.arange(count, dtype=jnp.int32))
+    return _read_chunk(model, clear(rows, empty), params, tokens, entries[0], rules)
+
+
+def _read_chunk(
+    model: Model, rows: Caches, params: Any, tokens: jax.Array, counts: jax.Array, rules: jax.Array
+) -> tuple[Caches, Sampled]:
     valid = jnp.arange(tokens.shape[1], dtype=jnp.int32) < counts[:, None]
     logits, new = read(model, params, tokens, rows, valid)
     last = jnp.take_along_axis(logits, jnp.maximum(counts, 1)[:, None, None] - 1, axis=1)[:, 0]
@@ -199,7 +215,7 @@ def prefill(
 
 
 def insert(
-    slots: Slots, source: Caches, entries: jax.Array, following: Drawn, rules: jax.Array
+    slots: Slots, source: Caches, entries: jax.Array, following: Sampled, rules: jax.Array
 ) -> tuple[Slots, jax.Array]:
     """Copy prompts that are completely read into slots.
 
@@ -278,7 +294,7 @@ def _replaced(caches: Caches, source: Caches, into: jax.Array) -> tuple[Caches, 
 
 def decode(
     model: Model, most: int, caches: Caches, ends: jax.Array, rules: jax.Array, params: Any
-) -> tuple[Caches, jax.Array, Drawn]:
+) -> tuple[Caches, jax.Array, Sampled]:
     """Give every active slot its next tokens.
 
     Args:
@@ -293,29 +309,163 @@ def decode(
       The caches, the ends, and `[most, slots]` tokens: a token, NO_NUMBER, REFUSED or MISCOUNTED.
       Ignore the entries of a slot after its limit.
     """
+    mode = caches[0].spec.mode
 
-    def step(state: tuple[Caches, jax.Array], _: Any) -> tuple[tuple[Caches, jax.Array], Drawn]:
-        caches, ends, drawn = _decode_one(model, *state, rules, params)
-        return (caches, ends), drawn
+    def step(state: tuple[Caches, jax.Array]) -> tuple[tuple[Caches, jax.Array], Sampled]:
+        caches, ends = state
+        last, index = by_slot(ends[:, 0], mode), by_slot(ends[:, 1], mode)
+        active = index < by_slot(limits_of(rules), mode)
+        caches, sampled = _decode_one(model, params, caches, last, active, rules, index)
+        ends = jnp.stack([jnp.maximum(sampled.tokens, 0), index + active], axis=1)
+        return (caches, rows_by_slot(ends, mode)), sampled
 
-    if most == 1:
-        (caches, ends), drawn = step((caches, ends), None)
-        return caches, ends, jax.tree.map(lambda x: x[None], drawn)
-    (caches, ends), drawn = jax.lax.scan(step, (caches, ends), length=most)
-    return caches, ends, drawn
+    (caches, ends), sampled = _repeat(most, step, (caches, ends))
+    return caches, ends, sampled
 
 
 def _decode_one(
-    model: Model, caches: Caches, ends: jax.Array, rules: jax.Array, params: Any
-) -> tuple[Caches, jax.Array, Drawn]:
-    mode = caches[0].spec.mode
-    last, index = by_slot(ends[:, 0], mode), by_slot(ends[:, 1], mode)
-    active = index < by_slot(limits_of(rules), mode)
+    model: Model,
+    params: Any,
+    caches: Caches,
+    last: jax.Array,
+    active: jax.Array,
+    rules: jax.Array,
+    index: jax.Array,
+) -> tuple[Caches, Sampled]:
     logits, new = read(model, params, last[:, None], caches, active[:, None])
     counts = active.astype(jnp.int32)
-    drawn = next_tokens(logits[:, 0], caches, new, counts, rules, index)
-    ends = jnp.stack([jnp.maximum(drawn.tokens, 0), index + counts], axis=1)
-    return new, rows_by_slot(ends, mode), drawn
+    return new, next_tokens(logits[:, 0], caches, new, counts, rules, index)
+
+
+def _repeat(count: int, step: Callable[[S], tuple[S, Sampled]], state: S) -> tuple[S, Sampled]:
+    """Return the state after steps, and their tokens, stacked."""
+    if count == 1:
+        state, sampled = step(state)
+        return state, jax.tree.map(lambda x: x[None], sampled)
+    return jax.lax.scan(lambda state, _: step(state), state, length=count)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PagedBatch:
+    """The sequences of a call, as arrays of the host: few, because each costs time.
+
+    Attributes:
+      tables: `[batch, pages_per_slot]` int32.
+      state: `[3, batch]` int32: the number of tokens in the cache; the latest token, which is
+        negative if only the devices know it; and the number of tokens that the sequence has
+        written.
+      rules: `[5, batch]` uint32, as `rules_of` returns them.
+    """
+
+    tables: Any
+    state: Any
+    rules: Any
+
+
+def prefill_pages(
+    model: Model,
+    spec: CacheSpec,
+    pools: Pools,
+    last: jax.Array,
+    params: Any,
+    tokens: jax.Array,
+    entries: jax.Array,
+    batch: PagedBatch,
+) -> tuple[Pools, jax.Array, Sampled]:
+    """Read the next tokens of prompts into their pages, and draw the token that follows.
+
+    Args:
+      model: The model.
+      spec: Spec of a cache with this batch.
+      pools: Donated.
+      last: `[slots]` int32, the latest token of each slot. Donated.
+      params: Weights.
+      tokens: `[batch, chunk]` int32.
+      entries: `[2, batch]` int32: how many tokens of each row are not padding, and the slot whose
+        latest token the row draws. Rows without a slot have a number past the last slot.
+      batch: The sequences.
+
+    Returns:
+      The pools, the latest tokens, and `[batch]` tokens as in `prefill`.
+    """
+    caches = layers(spec, pools, batch.tables, batch.state[0])
+    new, sampled = _read_chunk(model, caches, params, tokens, entries[0], batch.rules)
+    tokens, into = replicated((jnp.maximum(sampled.tokens, 0), entries[1]), spec.mode)
+    last = replicated(last, spec.mode).at[into].set(tokens, mode="drop")
+    return pools_of(new), by_slot(last, spec.mode), sampled
+
+
+def decode_pages(
+    model: Model,
+    spec: CacheSpec,
+    most: int,
+    pools: Pools,
+    last: jax.Array,
+    params: Any,
+    batch: PagedBatch,
+) -> tuple[Pools, jax.Array, Sampled]:
+    """Give every slot its next tokens, in pages.
+
+    Args:
+      model: The model.
+      spec: Spec of a cache with this batch.
+      most: Largest number of tokens that a slot gets in one call.
+      pools: Donated.
+      last: `[slots]` int32, the latest token of each slot, as far as `batch` does not have it.
+        Donated.
+      params: Weights.
+      batch: The sequences. Their tables have pages for these tokens. A slot whose limit is 0 gets
+        none.
+
+    Returns:
+      The pools, the latest tokens, and `[most, batch]` tokens or codes. Ignore those of a sequence
+      after its limit.
+    """
+    mode = spec.mode
+    # The lengths and numbers are replicated, like the tables, so that no layer gathers them. The
+    # latest tokens stay with their slots: every device has those that it drew.
+    counters, rules = replicated((batch.state[::2], batch.rules), mode)
+    given = by_slot(batch.state[1], mode)
+    last = by_slot(jnp.where(given < 0, last, given), mode)
+
+    def step(
+        state: tuple[Pools, jax.Array, jax.Array],
+    ) -> tuple[tuple[Pools, jax.Array, jax.Array], Sampled]:
+        pools, last, counters = state
+        lengths, index = counters
+        active = replicated(index < limits_of(rules), mode)
+        caches = layers(spec, pools, batch.tables, lengths)
+        caches, sampled = _decode_one(model, params, caches, last, active, rules, index)
+        last = by_slot(jnp.maximum(sampled.tokens, 0), mode)
+        return (pools_of(caches), last, replicated(counters + active, mode)), sampled
+
+    (pools, last, _), sampled = _repeat(most, step, (pools, last, counters))
+    return pools, last, sampled
+
+
+def layers(spec: CacheSpec, pools: Pools, tables: Any, lengths: Any) -> Caches:
+    """Return one cache per layer. Their tables and lengths are the same arrays."""
+    tables, lengths = replicated((tables, lengths), spec.mode)
+    return tuple(
+        AssignedPages(spec=spec, length=lengths, k_pages=k, v_pages=v, tables=tables)
+        for k, v in pools
+    )
+
+
+def pools_of(caches: Caches) -> Pools:
+    """Return the pools of paged caches, one per layer."""
+    pools = []
+    for cache in caches:
+        assert isinstance(cache, PagedCache | AssignedPages)
+        pools.append((cache.k_pages, cache.v_pages))
+    return tuple(pools)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def no_tokens(slots: int, mode: str | None) -> jax.Array:
+    """Return `[slots]` int32 zeros, the latest tokens of slots without sequences."""
+    return by_slot(jnp.zeros(slots, jnp.int32), mode)
 
 
 def clear(caches: Caches, rows: jax.Array) -> Caches:
@@ -346,24 +496,26 @@ def next_tokens(
     counts: jax.Array,
     rules: jax.Array,
     index: jax.Array,
-) -> Drawn:
+) -> Sampled:
     """Draw the next tokens, or return codes where a cache did not grow by `counts`."""
     mode = old[0].spec.mode
     rules = replicated(rules, mode)
-    # Every device has the temperatures of all slots. To reduce those of its own takes a collective.
+    # Every device has the temperatures of all slots. To reduce those of its own takes a collective,
+    # so `draw` is made anew: the partitioner would shard both uses of one array by slot.
     is_greedy = jnp.all(draw_of(rules, index).temperature == 0)
     draw = jax.tree.map(lambda leaf: by_slot(leaf, mode), draw_of(rules, index))
     logits = rows_by_slot(logits, mode)
     tokens = by_slot(sample(logits, draw, is_greedy=is_greedy), mode)
     logprobs = by_slot(logprobs_of(logits, jnp.maximum(tokens, 0)), mode)
-    counts = by_slot(counts, mode)
-    # The model may ignore a refusal, but a cache that refuses keeps its length.
-    growth = jnp.stack(
-        [after.length - before.length for before, after in zip(old, new, strict=True)]
-    )
-    code = jnp.where(jnp.all((growth == counts) | (growth == 0), axis=0), REFUSED, MISCOUNTED)
-    tokens = by_slot(jnp.where(jnp.all(growth == counts, axis=0), tokens, code), mode)
-    return Drawn(packed=rows_by_slot(Drawn.of(tokens, logprobs).packed, mode))
+    # The model may ignore a refusal, but a cache that refuses keeps its length. Layer by layer and
+    # not stacked: XLA then computes all layers in one pass over the slots.
+    grew = grew_or_not = jnp.ones_like(by_slot(counts, mode), bool)
+    for before, after in zip(old, new, strict=True):
+        growth = by_slot(after.length - before.length, mode)
+        grew = grew & (growth == by_slot(counts, mode))
+        grew_or_not = grew_or_not & ((growth == by_slot(counts, mode)) | (growth == 0))
+    tokens = jnp.where(grew, tokens, jnp.where(grew_or_not, REFUSED, MISCOUNTED))
+    return Sampled(packed=rows_by_slot(Sampled.of(by_slot(tokens, mode), logprobs).packed, mode))
 
 
 def _placed(slots: Slots) -> Slots:

@@ -14,7 +14,7 @@ from shardwright.serving.calls import Calls
 from shardwright.serving.loop import Loop
 
 
-class Turn:
+class StepLock:
     """The lock of an engine. Whoever holds it may run a step.
 
     Attributes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,11 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from shardwright.errors import MoveError, Problem, ServingError, raise_problems
 from shardwright.plan.report.text import bytes_text
+from shardwright.processes.host_data import compare_data
 from shardwright.reshard import checks
 from shardwright.reshard.move import move_tree
 from shardwright.reshard.programs import flat_mesh
 from shardwright.reshard.report import sent_text
 from shardwright.reshard.tree import ReshardPlan, plan_moves_of
+from shardwright.serving.setup import Setup
 from shardwright.trees.paths import path_text
 
 Version = int | str
@@ -52,7 +55,7 @@ class Update:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
+class MovedWeights:
     """Weights that have moved.
 
     Attributes:
@@ -86,7 +89,73 @@ def next_version(current: Version, given: Version | None) -> Version:
     return given
 
 
-def move_weights(new: Any, old: Any, *, name: str, piece: int | str, donate: bool) -> Moved:
+def update_weights(
+    setup: Setup,
+    params: Any,
+    prefill_params: Any,
+    version: Version,
+    *,
+    piece: int | str,
+    donate: bool,
+) -> tuple[Setup, Update]:
+    """Return a setup with new weights, and how they moved. If a move fails, nothing changes.
+
+    Args:
+      setup: The setup with the old weights.
+      params: The new weights.
+      prefill_params: The new weights of prefill. None means `params`.
+      version: Version of the new weights.
+      piece: As in `pm.reshard`.
+      donate: As in `pm.reshard`.
+    """
+    for manager, tree in ((setup.manager, params), (setup.prefill_manager, prefill_params)):
+        if manager is not None and (group := manager._group()) is not None:
+            compare_data(group, tree, "update_params")
+    move = functools.partial(move_weights, piece=piece)
+    if setup.prefill_params is setup.params:
+        if prefill_params is not None:
+            raise ServingError(
+                "prefill has no weights of its own",
+                path="prefill_params",
+                fix="leave it out, or create the engine with prefill_params=",
+            )
+        moved = [move(params, setup.params, name="params", donate=donate)]
+    else:
+        moved = _move_both(setup, params, prefill_params, move, donate=donate)
+    update = Update(
+        version=version,
+        plans=tuple(part.plan for part in moved if part.plan is not None),
+        placed_bytes=sum(part.placed_bytes for part in moved),
+    )
+    setup = dataclasses.replace(setup, params=moved[0].params, prefill_params=moved[-1].params)
+    return setup, update
+
+
+def _move_both(
+    setup: Setup,
+    params: Any,
+    prefill_params: Any,
+    move: Callable[..., MovedWeights],
+    *,
+    donate: bool,
+) -> list[MovedWeights]:
+    """Move the weights of decode, and those of prefill first."""
+    if prefill_params is None:
+        # `params` moves twice. Only the second move may donate it.
+        prefill = move(params, setup.prefill_params, name="params", donate=False)
+        return [move(params, setup.params, name="params", donate=donate), prefill]
+    check_weights(params, setup.params, "params")
+    # Only the second move may donate an array that is in both trees.
+    both = set(map(id, jax.tree.leaves(params))) & set(map(id, jax.tree.leaves(prefill_params)))
+    first = donate and not both
+    with resumable(lambda tree: {"params": params, "prefill_params": tree}):
+        prefill = move(prefill_params, setup.prefill_params, name="prefill_params", donate=first)
+    kept = prefill.params if first else prefill_params
+    with resumable(lambda tree: {"params": tree, "prefill_params": kept}):
+        return [move(params, setup.params, name="params", donate=donate), prefill]
+
+
+def move_weights(new: Any, old: Any, *, name: str, piece: int | str, donate: bool) -> MovedWeights:
     """Return new weights with the shardings and dtypes of the old ones, and how they moved.
 
     Without `donate`, the result shares no array with `new`, so a training step may donate `new`
@@ -128,7 +197,7 @@ def move_weights(new: Any, old: Any, *, name: str, piece: int | str, donate: boo
     served = [old_leaf for at, old_leaf in enumerate(kept) if at not in placed]
     params = merged(list(map(_as_served, moved, served)), placed)
     size = sum(leaf.nbytes for leaf in placed.values())
-    return Moved(params=params, plan=plan if moved else None, placed_bytes=size)
+    return MovedWeights(params=params, plan=plan if moved else None, placed_bytes=size)
 
 
 @contextlib.contextmanager

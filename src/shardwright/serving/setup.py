@@ -1,0 +1,180 @@
+"""The arguments of an engine, checked, and the empty caches that they ask for."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+
+from shardwright import _jax
+from shardwright.errors import IndivisibleError, Problem, ServingError, ShardingError
+from shardwright.manager import context
+from shardwright.manager.manager import PartitionManager
+from shardwright.serving import steps
+from shardwright.serving.arguments import deleted_weights
+from shardwright.serving.steps import Caches, CacheShape, Model, Slots
+from shardwright.vocabulary.modes import MODE_DECODE, MODE_PREFILL
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """The arguments of an engine, checked.
+
+    Attributes:
+      model: The model.
+      params: Its weights.
+      manager: Manager for insert and decode. None means that nothing is sharded.
+      prefill_manager: Manager for prefill.
+      prefill_params: The weights, sharded for prefill.
+      shape: What the model stores in a cache.
+      kind: Kind of the slots' caches.
+      options: Options of that kind.
+      slots: Sequences that are decoded together.
+      capacity: Rows per slot.
+      prefill_rows: Prompts that are read together.
+      chunk: Tokens of a prompt that are read in one step.
+      decode_steps: Largest number of tokens that a slot gets in one call.
+      device: The device of the caches, if there is no manager. None leaves it to JAX.
+    """
+
+    model: Model
+    params: Any
+    manager: PartitionManager | None
+    prefill_manager: PartitionManager | None
+    prefill_params: Any
+    shape: CacheShape
+    kind: str
+    options: Mapping[str, Any]
+    slots: int
+    capacity: int | None
+    prefill_rows: int
+    chunk: int
+    decode_steps: int
+    device: jax.Device | None = None
+
+    @property
+    def reads_into_pages(self) -> bool:
+        """Whether prompts are read directly into the pages of their slots."""
+        return (
+            self.kind == "paged"
+            and self.prefill_manager is self.manager
+            and self.prefill_params is self.params
+        )
+
+    @property
+    def shares_mesh(self) -> bool:
+        """Whether prefill is on the mesh of the slots."""
+        if self.manager is None or self.prefill_manager is None:
+            return True
+        return bool(self.manager.mesh == self.prefill_manager.mesh)
+
+    def under(self, mode: str) -> contextlib.AbstractContextManager[Any]:
+        """Return the manager of a mode as a context manager.
+
+        Raises:
+          ServingError: The engine has no manager, but the caller is under one. That manager would
+            move all arrays to its mesh.
+        """
+        manager = self.prefill_manager if mode == MODE_PREFILL else self.manager
+        if manager is None and context.current() is not None:
+            raise ServingError(
+                "the engine was created without a manager, but is called under one",
+                path="manager",
+                fix="create the engine under the manager, or with manager=, or call it outside",
+            )
+        return contextlib.nullcontext() if manager is None else manager.for_mode(mode)
+
+    def create_rows(self) -> Caches:
+        """Create the caches of the prefill batch. They are dense if the slots are paged."""
+        with self.under(MODE_PREFILL), _naming("prefill_rows", self.prefill_rows):
+            return self._empty_rows()
+
+    def create_transit(self) -> Caches:
+        """Create a prefill batch on the mesh of the slots, to take prompts to another mesh."""
+        assert self.manager is not None
+        with self.manager.for_mode(MODE_PREFILL), _naming("prefill_rows", self.prefill_rows):
+            return self._empty_rows()
+
+    def _empty_rows(self) -> Caches:
+        kind, options = ("dense", {}) if self.kind == "paged" else (self.kind, self.options)
+        caches = steps.create_caches(
+            kind, self.shape, batch=self.prefill_rows, capacity=self.capacity, options=options
+        )
+        return on_device(caches, self.device)
+
+    def create_slots(self) -> Slots:
+        """Create the slots."""
+        with self.under(MODE_DECODE), _naming("slots", self.slots):
+            caches = steps.create_caches(
+                self.kind,
+                self.shape,
+                batch=self.slots,
+                capacity=self.capacity,
+                options=self.options,
+            )
+            return on_device(steps.create_slots(caches), self.device)
+
+
+def placed(
+    params: Any, prefill_params: Any, manager: PartitionManager | None
+) -> tuple[Any, Any, jax.Device | None]:
+    """Return both trees of weights, and the device of the caches if there is no manager.
+
+    The device is that of all weights, which are then committed to it. It is None if there are
+    several or none.
+
+    Raises:
+      ServingError: Weights are deleted.
+    """
+    if _jax.is_deleted((params, prefill_params)):
+        raise deleted_weights()
+    arrays = [leaf for leaf in jax.tree.leaves((params, prefill_params)) if _is_array(leaf)]
+    devices = {device for array in arrays for device in array.sharding.device_set}
+    device = devices.pop() if manager is None and len(devices) == 1 else None
+    return on_device(params, device), on_device(prefill_params, device), device
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array)
+
+
+def on_device(tree: T, device: jax.Device | None) -> T:
+    """Return a tree whose arrays are committed to a device. They share their memory.
+
+    The functions of an engine return committed arrays if one argument is committed. Arrays that are
+    not would then make JAX compile each function a second time.
+    """
+    if device is None:
+        return tree
+    placed: T = jax.tree.map(
+        lambda leaf: jax.device_put(leaf, device) if _is_array(leaf) else leaf, tree
+    )
+    return placed
+
+
+@contextlib.contextmanager
+def _naming(argument: str, size: int) -> Iterator[None]:
+    """If the batch of a cache does not divide, name the argument of the engine in the error."""
+    try:
+        yield
+    except ShardingError as error:
+        problems = [_reworded(problem, argument, size) for problem in error.problems]
+        if tuple(problems) == error.problems:
+            raise
+        raise type(error)(problems=problems, resolution=error.resolution) from error
+
+
+def _reworded(problem: Problem, argument: str, size: int) -> Problem:
+    if problem.error is not IndivisibleError or problem.axis != "BATCH" or not problem.shards:
+        return problem
+    what = problem.what.replace(f"size {size}", f"{argument}={size}", 1)
+    return dataclasses.replace(
+        problem,
+        what=what,
+        fix=f"pass {argument}={-(-size // problem.shards) * problem.shards}, or {problem.fix}",
+    )

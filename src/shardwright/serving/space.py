@@ -1,0 +1,153 @@
+"""Where the rows of requests live: in slots of a fixed size, or in pages. No arrays, no devices.
+
+A `SlotSpace` reserves rows, or pages, for the longest possible text of a request, so nothing can
+run out later. Prompts are read in a prefill batch and copied to their slots. A `PageSpace` gives a
+request pages as its text grows, and pages may run out. Prompts are read where they stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, final
+
+from shardwright.serving.jobs import Job, Limits, Phase
+from shardwright.serving.pages import Pages, PageTable
+
+
+@final
+class SlotSpace:
+    """Slots of a fixed size.
+
+    Attributes:
+      in_place: Whether prompts are read where they stay.
+      shared_pages: Number of pages that requests took from others instead of computing them.
+    """
+
+    in_place: ClassVar[bool] = False
+    shared_pages: ClassVar[int] = 0
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._reserved: dict[int, int] = {}
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that are not reserved."""
+        return (self._limits.pages or 0) - sum(self._reserved.values())
+
+    def fits(self, job: Job, jobs: Iterable[Job]) -> bool:
+        """Tell whether a waiting job finds the pages that it may need.
+
+        Args:
+          job: The job.
+          jobs: Jobs that have slots.
+        """
+        del jobs
+        return self._limits.pages_of(job.request) <= self.free_pages
+
+    def open(self, job: Job, slot: int) -> None:
+        """Reserve pages for a job in a slot."""
+        self._reserved[slot] = self._limits.pages_of(job.request)
+
+    def close(self, job: Job) -> None:
+        """Record that a job leaves its slot, whose pages stay reserved until `clean`."""
+
+    def clean(self, slot: int) -> None:
+        """Record that the device has emptied a slot."""
+        self._reserved.pop(slot, None)
+
+    def adopt(self, job: Job) -> int:
+        """Return how many tokens a job has read. Slots share nothing."""
+        return job.read
+
+    def grow(self, job: Job, tokens: int) -> bool:
+        """Return True, because a slot has room for every text."""
+        del job, tokens
+        return True
+
+    def wrote(self, job: Job, tokens: int) -> None:
+        """Record that tokens of a job were written."""
+
+    def pages(self, job: Job) -> Sequence[int]:
+        """Return an empty list, because the devices know the pages of a slot."""
+        del job
+        return ()
+
+    def forget(self) -> None:
+        """Share nothing that the old weights computed."""
+
+
+@final
+class PageSpace:
+    """Pages of a pool, which requests take one by one.
+
+    Attributes:
+      in_place: Whether prompts are read where they stay.
+      pool: Which request uses which pages.
+    """
+
+    in_place: ClassVar[bool] = True
+
+    def __init__(self, limits: Limits, *, window: int | None = None) -> None:
+        assert limits.pages is not None
+        self.pool = Pages(count=limits.pages, size=limits.page_size)
+        self._window = window
+        self._tables: dict[int, PageTable] = {}
+
+    @property
+    def shared_pages(self) -> int:
+        """Number of pages that requests took from others instead of computing them."""
+        return self.pool.hits
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no job uses."""
+        return self.pool.available
+
+    def fits(self, job: Job, jobs: Iterable[Job]) -> bool:
+        """Tell whether a waiting job finds pages for its prompt; see `SlotSpace.fits`."""
+        # Jobs that still read their prompts will take pages, which are not available either.
+        needed = sum(
+            self.pool.missing(self._tables[each.number], len(each.reading))
+            for each in jobs
+            if each.phase is Phase.PREFILLING
+        )
+        needed += self.pool.missing(self.pool.open(), len(job.reading))
+        return needed <= self.pool.available
+
+    def open(self, job: Job, slot: int) -> None:
+        """Give a job an empty table."""
+        del slot
+        self._tables[job.number] = self.pool.open()
+
+    def close(self, job: Job) -> None:
+        """Give back the pages of a job."""
+        self.pool.close(self._tables.pop(job.number))
+
+    def clean(self, slot: int) -> None:
+        """Do nothing, because pages need not be emptied."""
+
+    def adopt(self, job: Job) -> int:
+        """Share pages that hold the next tokens of a prompt. Return how many tokens are read."""
+        return self.pool.adopt(self._tables[job.number], job.reading, job.read)
+
+    def grow(self, job: Job, tokens: int) -> bool:
+        """Give a job pages for this many tokens. Return False if too few are left."""
+        return self.pool.grow(self._tables[job.number], tokens)
+
+    def wrote(self, job: Job, tokens: int) -> None:
+        """Share the full pages of a job that has this many tokens, and give back old ones."""
+        table = self._tables[job.number]
+        if tokens // self.pool.size > table.shared:
+            self.pool.offer(table, job.reading[:tokens])
+        if self._window is not None:
+            # The next query is at position `tokens`. It sees `window` positions, its own included.
+            self.pool.leave_before(table, tokens - self._window + 1)
+
+    def pages(self, job: Job) -> Sequence[int]:
+        """Return the pages of a job, in order. NO_PAGE stands for one that was given back."""
+        return self._tables[job.number].pages
+
+    def forget(self) -> None:
+        """Share no page that was written before, because weights or pools were replaced."""
+        self.pool.forget()
