@@ -136,7 +136,9 @@ def attending(layers: int, window: int | None) -> Any:
     """Return a model whose layers attend, in decode with the compiled program of an engine."""
 
     def model(params: Any, tokens: Any, caches: Any, valid: Any) -> Any:
-        x = placed(params[tokens].reshape(*tokens.shape, 2, 8))
+        # Not `params[tokens]`: over Explicit axes, an index must not be sharded.
+        rows = jax.nn.one_hot(tokens, 16) @ params
+        x = placed(rows.reshape(*tokens.shape, 2, 8))
         out = []
         for cache in caches:
             done = attention.append_and_attend(
