@@ -182,7 +182,7 @@ def test_two_managers_inside_one_trace(wrapper: str) -> None:
 def test_constraints_cost_nothing_in_the_cache() -> None:
     """1,000 constraints of a few kinds leave a few entries, not 1,000."""
     pm = make_manager()
-    before = len(pm._cache)
+    before = len(pm.cache)
 
     def f(x: Any) -> Any:
         for _ in range(100):
@@ -190,7 +190,7 @@ def test_constraints_cost_nothing_in_the_cache() -> None:
         return x
 
     jax.jit(f).trace(jax.ShapeDtypeStruct((8, 8), np.float32))
-    assert len(pm._cache) - before == 2
+    assert len(pm.cache) - before == 2
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardwright as sw
+from shardwright.manager.place import decide_array
 from shardwright.resolution import recent
 from shardwright.resolution.recent import KEPT, Recent
 from shardwright.resolution.request import Request
@@ -66,11 +67,7 @@ def test_many_shapes_take_bounded_memory(what: str, monkeypatch: pytest.MonkeyPa
         if what == "shardings":
             return pm.shardings(jax.ShapeDtypeStruct(shape, jnp.float32), x)
         if what == "shard":
-            return (
-                pm._place(jnp.zeros(shape), x, None, None, True)
-                if size < 0
-                else pm._placement(Request(x, shape))
-            )
+            return decide_array(pm, Request(x, shape))
         return getattr(pm, what)(*x, shape=shape)
 
     first = ask(1)

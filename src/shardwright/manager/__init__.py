@@ -1,9 +1,9 @@
-"""`PartitionManager`: rules, a mesh and a mode as one value, and the functions that apply it.
+"""The manager: rules, a mesh, a mode and an effect as one frozen value, and functions on it.
 
-`manager` has the identity of a manager and the methods that answer questions. `arrays`, `weights`,
-`trees` and `training` have its other methods. `constraint` places one array. `context` keeps the
-ambient manager; no other module keeps state, except for what users register. Deciding a spec does
-not belong here: the manager asks `resolution`.
+`core` has this value; functions in `place`, `weights`, `trees` and `step` take it. `manager` has
+the class that users build. `constraint` places one array. `context` keeps the ambient manager; no
+other module keeps state, except for what users register. Deciding a spec does not belong here: the
+manager asks `resolution`.
 """
 
 from shardwright.manager.ambient import current_manager as current_manager

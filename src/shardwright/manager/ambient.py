@@ -25,7 +25,7 @@ def shard(x: Any, *axes: Any, mode: str | None = None, role: Role | str | None =
       NoManagerError: No manager is entered in this thread.
     """
     manager: PartitionManager = context.current() or context.require("shard")
-    return manager._place(x, axes, mode, role, True)
+    return manager.place(x, axes, mode, role)
 
 
 def hint(x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None) -> Any:

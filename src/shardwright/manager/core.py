@@ -1,13 +1,14 @@
-"""`ManagerCore`: resolutions and shardings, for all methods of a manager."""
+"""`Manager`: rules, a mesh, a mode and an effect as one frozen value, for all rooms above."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NoReturn, Self, TypeVar
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from shardwright import _jax
 from shardwright.errors import (
     ManualAxisError,
     MeshMismatchError,
@@ -15,8 +16,11 @@ from shardwright.errors import (
     StrategyError,
     raise_problems,
 )
-from shardwright.manager import constraint
-from shardwright.mesh.build import MeshSizes
+from shardwright.manager import constraint, context
+from shardwright.manager.effect import CONSTRAIN, Effect
+from shardwright.manager.facts import manager_facts
+from shardwright.mesh.build import MeshSizes, mesh_sizes
+from shardwright.processes import agreement
 from shardwright.processes.compare import ProcessGroup, ProcessOptions, process_group
 from shardwright.resolution.decisions import Outcome, Resolution
 from shardwright.resolution.problems import decision_rule, dim_problem
@@ -24,41 +28,224 @@ from shardwright.resolution.recent import Recent
 from shardwright.resolution.request import Request
 from shardwright.resolution.resolver import explain_request
 from shardwright.resolution.rules import AxisRules
+from shardwright.vocabulary.modes import mode_name, parse_mode
+
+# JAX's meshes have Explicit axes by default, which surprises people who write `h @ w`.
+_EXPLICIT_NOTE = (
+    "The mesh has Explicit axes, over which JAX asks for the sharding of a result.\n"
+    "  fix   build the mesh with sw.create_mesh, whose axes are Auto; or write "
+    "sw.einsum(..., out=axes)"
+)
+
+M = TypeVar("M", bound="Manager")
 
 
-class ManagerCore:
-    """Resolve requests under one set of rules on one mesh. `PartitionManager` sets the attributes.
+class Manager:
+    """Rules, a mesh, a mode and an effect. `PartitionManager` is its only subclass.
+
+    Equality and hash cover these four. Functions of this room and of those above take this value.
+    Nothing is set after `__init__`; what is derived from the fields is in `cache`.
 
     Attributes:
       rules: Compiled rules.
       mesh: A mesh with devices, or an abstract one.
       mode: Mode of requests that do not have one, or None.
       name: Name of the strategy, or empty.
+      effect: What `shard`, `hint` and `gather` add to a trace.
+      options: Options for the processes of the mesh.
+      sizes: Size of each mesh axis.
+      cache: Values derived from the fields; see `remember`.
     """
 
-    __slots__ = ()
+    __slots__ = (
+        "__weakref__",
+        "_hash",
+        "_modes",
+        "_once",
+        "_uniform",
+        "cache",
+        "effect",
+        "mesh",
+        "mode",
+        "name",
+        "options",
+        "rules",
+        "sizes",
+    )
 
     rules: AxisRules
     mesh: Mesh | AbstractMesh
     mode: str | None
     name: str
-    _sizes: MeshSizes
-    _uniform: bool  # whether all axes of the mesh have one axis type
-    _options: ProcessOptions
-    _met: bool  # whether an entry has already compared with the other processes
-    _cache: Recent
+    effect: Effect
+    options: ProcessOptions
+    sizes: MeshSizes
+    cache: Recent
+    _modes: dict[str, Self]
+    _once: dict[str, Any]
+    _uniform: bool
+    _hash: int
+
+    def __init__(
+        self,
+        rules: AxisRules,
+        mesh: Mesh | AbstractMesh,
+        *,
+        mode: str | None = None,
+        name: str = "",
+        options: ProcessOptions,
+        effect: Effect = CONSTRAIN,
+        modes: dict[str, Self] | None = None,
+    ) -> None:
+        """Set all slots. The managers of all modes share `modes`."""
+        modes = {} if modes is None else modes
+        slots = {
+            "rules": rules,
+            "mesh": mesh,
+            "mode": mode,
+            "name": name,
+            "effect": effect,
+            "options": options,
+            "sizes": mesh_sizes(mesh),
+            "cache": Recent(),
+            "_modes": modes,
+            # JAX's key, and whether an entry has compared with the other processes. The cache
+            # forgets values, and these must last.
+            "_once": {},
+            "_uniform": len(set(mesh.axis_types)) == 1,
+            "_hash": hash((rules, mesh, mode, effect)),
+        }
+        for slot, value in slots.items():
+            object.__setattr__(self, slot, value)
+        if mode is not None:
+            modes.setdefault(mode, self)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"a PartitionManager is frozen: build another one instead of setting {name!r}"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Manager)
+            and self._hash == other._hash
+            and self.mode == other.mode
+            and self.effect == other.effect
+            and self.mesh == other.mesh
+            and self.rules == other.rules
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> Any:
+        if isinstance(self.mesh, Mesh):
+            raise TypeError(
+                "a PartitionManager on devices cannot be pickled: "
+                "pickle the Strategy, and build the manager where it is used"
+            )
+        fields = {"mode": self.mode, "name": self.name, "options": self.options}
+        return _built, (type(self), self.rules, self.mesh, fields)
+
+    def __repr__(self) -> str:
+        sizes = ",".join(f"{axis}:{size}" for axis, size in self.sizes.items())
+        mode = "" if self.mode is None else f", mode={mode_name(self.mode)!r}"
+        return f"PartitionManager({self.name or 'rules'!r}, mesh={sizes!r}{mode})"
+
+    def __enter__(self) -> Self:
+        once = self._once
+        if "met" not in once:
+            self._meet()
+        context.enter(self, self.mesh, once.get("key") or self._make_key())
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        context.leave(self)
+        if error is None or not _jax.is_sharding_type_error(error):
+            return
+        if _EXPLICIT_NOTE not in getattr(error, "__notes__", ()):
+            error.add_note(_EXPLICIT_NOTE)
+
+    def _meet(self) -> None:
+        """Compare this manager with the other processes of its mesh, at its first entry.
+
+        Nothing happens in a trace. Only the first thread waits. If the comparison fails, the next
+        entry compares again.
+        """
+        mesh, this_entry = self.mesh, object()
+        if isinstance(mesh, Mesh) and mesh.is_multi_process and _jax.in_trace():
+            return
+        if self._once.setdefault("met", this_entry) is not this_entry:
+            return
+        try:
+            agreement.meet(
+                mesh,
+                self.options,
+                repr(self),
+                lambda: manager_facts(self.rules, mesh, self.mode, self.options),
+            )
+        except BaseException:
+            del self._once["met"]
+            raise
+
+    def _make_key(self) -> context.Key:
+        """Return the manager's part of JAX's cache keys. Equal managers have equal keys."""
+        values = (self.rules.fingerprint(), self.mesh, self.mode, self.effect.token)
+        key: context.Key = self._once.setdefault("key", context.key_of(values, repr(self)))
+        return key
+
+    def for_mode(self, mode: str) -> Self:
+        """Return the manager whose calls resolve in a mode; the identical object at each call.
+
+        Raises:
+          StrategyError: The mode is unknown.
+        """
+        parsed = parse_mode(mode)
+        if parsed == self.mode:
+            return self
+        if parsed not in self._modes:
+            # The new manager adds itself, unless another thread was first.
+            self.having(mode=parsed, modes=self._modes)
+        return self._modes[parsed]
+
+    def having(self, **fields: Any) -> Self:
+        """Return a manager of the same class with other fields, and empty caches.
+
+        Args:
+          **fields: Any of `rules`, `mesh`, `mode`, `name`, `options` and `effect`. The rules and
+            the mesh must fit together.
+        """
+        names = ("mode", "name", "options", "effect")
+        known = {name: getattr(self, name) for name in names}
+        rules, mesh = fields.pop("rules", self.rules), fields.pop("mesh", self.mesh)
+        return _built(type(self), rules, mesh, {**known, **fields})
 
     def answer(self, request: Request, ambient: AbstractMesh | None = None) -> Resolution:
-        """Resolve a request. A spec that JAX cannot express on the mesh is a problem too.
+        """Resolve a request, and let the effect record it: the answer may change a trace.
 
-        The rooms above call this method and not the resolver, so that a planning manager can record
-        their requests.
+        A spec that JAX cannot express on the mesh is a problem too.
 
         Args:
           request: The request.
           ambient: The ambient mesh, whose axis types apply. None means the manager's mesh.
         """
-        resolution = explain_request(request.under(self.mode), self.rules, self._sizes)
+        resolution = self.decide(request, ambient)
+        if self.effect.record is not None:
+            self.effect.record(request._replace(mode=request.mode or self.mode), resolution)
+        return resolution
+
+    def decide(self, request: Request, ambient: AbstractMesh | None = None) -> Resolution:
+        """Resolve a request as `answer` does, but do not record it.
+
+        For requests whose annotation stays in the trace of a plan, which resolves it again.
+        """
+        resolution = explain_request(request.under(self.mode), self.rules, self.sizes)
         if resolution.spec is None or (ambient is None and self._uniform):
             return resolution
         mesh = self.mesh if ambient is None else ambient
@@ -67,7 +254,7 @@ class ManagerCore:
         problems = [*_order_problems(resolution, mesh), *late_manual_problems(resolution)]
         if not problems:
             return resolution
-        refused: Resolution = self._cache.keep(
+        refused: Resolution = self.cache.keep(
             ("refused", resolution), dataclasses.replace(resolution, problems=tuple(problems))
         )
         return refused
@@ -82,16 +269,16 @@ class ManagerCore:
           key: Key of the value. It starts with the name of the calling function.
           compute: Function that returns the value, which is not None.
         """
-        value = self._cache[key]
-        return self._cache.keep(key, compute()) if value is None else value
+        value = self.cache[key]
+        return self.cache.keep(key, compute()) if value is None else value
 
-    def _group(self) -> ProcessGroup | None:
+    def group(self) -> ProcessGroup | None:
         """Return the processes to compare with: None for a local mesh, or under `agree=False`."""
         if isinstance(self.mesh, AbstractMesh) or not self.mesh.is_multi_process:
             return None
-        return process_group(self.mesh) if self._options.agree else None
+        return process_group(self.mesh) if self.options.agree else None
 
-    def _sharding(self, resolution: Resolution, memory_kind: str | None = None) -> NamedSharding:
+    def sharding_of(self, resolution: Resolution, memory_kind: str | None = None) -> NamedSharding:
         """Return the sharding of a resolution. Equal specs give the identical object.
 
         Raises:
@@ -102,9 +289,9 @@ class ManagerCore:
         if PartitionSpec.UNCONSTRAINED in spec.partitions:
             raise_problems(needs_sharding(resolution), resolution=resolution)
         key = ("sharding", spec, memory_kind)
-        known = self._cache[key]
+        known = self.cache[key]
         if known is None:
-            known = self._cache.keep(key, NamedSharding(self.mesh, spec, memory_kind=memory_kind))
+            known = self.cache.keep(key, NamedSharding(self.mesh, spec, memory_kind=memory_kind))
         sharding: NamedSharding = known
         return sharding
 
@@ -125,6 +312,13 @@ class ManagerCore:
             )
         kinds = zip(ambient.axis_names, ambient.axis_types, strict=True)
         return frozenset(axis for axis, kind in kinds if kind is AxisType.Manual)
+
+
+def _built(cls: type[M], rules: AxisRules, mesh: Mesh | AbstractMesh, fields: dict[str, Any]) -> M:
+    """Return a manager from values that were checked before."""
+    manager = object.__new__(cls)
+    Manager.__init__(manager, rules, mesh, **fields)
+    return manager
 
 
 def needs_sharding(resolution: Resolution) -> list[Problem]:

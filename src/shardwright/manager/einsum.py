@@ -17,9 +17,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardwright import _jax
 from shardwright.manager import constraint, context
-from shardwright.manager.arrays import check_varying
 from shardwright.manager.constraint import Placement
-from shardwright.manager.manager import PartitionManager
+from shardwright.manager.core import Manager
+from shardwright.manager.place import check_varying, decide_array, place
 from shardwright.resolution.partition_specs import UNCONSTRAINED
 from shardwright.resolution.request import Request
 from shardwright.vocabulary.annotations import read_annotation
@@ -126,15 +126,16 @@ def _as_tuples(value: Any) -> Any:
 
 
 def _sharded(product: _Product, operands: tuple[Any, ...], out: Any, mode: str | None) -> Any:
-    manager: PartitionManager | None = context.current()
+    manager: Manager | None = context.current()
     if manager is None:
         return product(*operands)
     mesh = _jax.ambient_mesh() or manager.mesh
     if AxisType.Explicit not in mesh.axis_types:
-        return manager._place(product(*operands), (out,), mode, None, True)
+        return place(manager, product(*operands), (out,), mode)
     # The spec depends on the shape of the result. With P(), JAX accepts every product here.
     result = jax.eval_shape(functools.partial(product, out_sharding=PartitionSpec()), *operands)
-    placement, resolution = manager._placement(Request(read_annotation((out,)), result.shape, mode))
+    decided = decide_array(manager, Request(read_annotation((out,)), result.shape, mode))
+    placement = decided.placement
     if placement is None:  # an enclosing shard_map has made all mesh axes Manual
         y = product(*operands)
     elif placement.auto is None or _jax.in_trace():
@@ -142,8 +143,8 @@ def _sharded(product: _Product, operands: tuple[Any, ...], out: Any, mode: str |
     else:
         # Outside of jit, the constraint over Auto axes would undo the sharding over Explicit axes.
         y = _place_result_jitted(product, placement, *operands)
-    if resolution is not None:
-        check_varying(y, resolution, None)
+    if decided.manual is not None:
+        check_varying(y, decided.manual, None)
     return y
 
 

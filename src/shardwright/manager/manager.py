@@ -1,49 +1,44 @@
-"""`PartitionManager`: rules, a mesh and a mode as one frozen value that answers questions.
+"""`PartitionManager`: what a user calls. Each method is one function of this room or of one above.
 
-The other methods are in the modules beside this one: `arrays` (shard, hint, shard_map), `weights`
-(gather), `trees` (shardings, abstract, init) and `training` (optimizer state, the jitted step).
+`plan`, `plan_reshard` and `reshard` import upwards, in their bodies. The rooms above take a
+`Manager`, so these imports make no circle.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardwright import _jax
 from shardwright.errors import raise_problems
-from shardwright.manager import context, upward
+from shardwright.manager import place as arrays
+from shardwright.manager import step as steps
+from shardwright.manager import trees, weights
 from shardwright.manager.arguments import check_rules_on_mesh, compiled_rules, mesh_for
-from shardwright.manager.arrays import ArrayMethods
-from shardwright.manager.core import needs_sharding
-from shardwright.manager.facts import manager_facts
-from shardwright.manager.training import TrainingMethods
-from shardwright.manager.weights import WeightMethods
+from shardwright.manager.core import Manager, needs_sharding
 from shardwright.mesh.build import mesh_sizes
-from shardwright.processes import agreement
 from shardwright.processes.compare import ProcessOptions
 from shardwright.resolution.decisions import Resolution
 from shardwright.resolution.partition_axis import PartitionAxis
 from shardwright.resolution.problems import suggest_for_missing_size
-from shardwright.resolution.recent import Recent
 from shardwright.resolution.request import Request
-from shardwright.resolution.rules import AxisRules, share_values
-from shardwright.vocabulary.annotations import join_axes
+from shardwright.resolution.rules import AxisRules
+from shardwright.vocabulary.annotations import join_axes, read_annotation
 from shardwright.vocabulary.axes import Role
-from shardwright.vocabulary.modes import mode_name, parse_mode
+from shardwright.vocabulary.modes import parse_mode
 
-# `jax.make_mesh` makes Explicit axes, which surprises people who write `h @ w`.
-_EXPLICIT_NOTE = (
-    "The mesh has Explicit axes, over which JAX asks for the sharding of a result.\n"
-    "  fix   build the mesh with sw.create_mesh, whose axes are Auto; or write "
-    "sw.einsum(..., out=axes)"
-)
+if TYPE_CHECKING:
+    from shardwright.plan.hardware import Topology
+    from shardwright.plan.planner import PlanReport
+    from shardwright.reshard.move import Progress
+    from shardwright.reshard.tree import ReshardPlan
 
 
-class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
+@final
+class PartitionManager(Manager):
     """Resolve annotations on one mesh under one set of rules, and shard arrays accordingly.
 
     `with pm:` makes the manager ambient for `sw.shard`, `sw.hint` and `sw.gather`. The manager is
@@ -71,27 +66,10 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         rule. Neither is an error under `missing = "replicate"`.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_cache",
-        "_hash",
-        "_key",
-        "_met",
-        "_modes",
-        "_options",
-        "_sizes",
-        "_uniform",
-        "_values",
-        "mesh",
-        "mode",
-        "name",
-        "rules",
-    )
+    __slots__ = ()
 
-    _modes: dict[str, PartitionManager]
-    _values: tuple[AxisRules, Mesh | AbstractMesh, str | None]
-    _hash: int
-    _key: context.Key | None
+    # `sw.shard` calls it on the ambient manager, which may also be the one of interop/eformer.
+    place = arrays.place
 
     def __init__(
         self,
@@ -105,80 +83,9 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         options = ProcessOptions(agree=agree, watchdog=watchdog)
         rules, own_mesh = compiled_rules(strategy), mesh_for(strategy, mesh)
         name = "" if isinstance(strategy, (AxisRules, PartitionAxis)) else strategy.name
-        self._set(rules, own_mesh, None if mode is None else parse_mode(mode), name, {}, options)
-        if self.mode is not None:
-            self._modes[self.mode] = self
-        check_rules_on_mesh(rules, self._sizes)
-
-    def _set(
-        self,
-        rules: AxisRules,
-        mesh: Mesh | AbstractMesh,
-        mode: str | None,
-        name: str,
-        modes: dict[str, PartitionManager],
-        options: ProcessOptions,
-    ) -> None:
-        """Set all slots. The managers of all modes share `modes`."""
-        identity = (rules, mesh, mode)
-        slots = {
-            "rules": rules,
-            "mesh": mesh,
-            "mode": mode,
-            "name": name,
-            "_sizes": mesh_sizes(mesh),
-            "_uniform": len(set(mesh.axis_types)) == 1,
-            "_cache": Recent(),
-            "_modes": modes,
-            "_values": identity,
-            "_hash": hash(identity),
-            "_key": None,
-            "_met": isinstance(mesh, AbstractMesh) or not mesh.is_multi_process,
-            "_options": options,
-        }
-        for slot, value in slots.items():
-            object.__setattr__(self, slot, value)
-
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(
-            f"a PartitionManager is frozen: build another one instead of setting {name!r}"
-        )
-
-    if not TYPE_CHECKING:  # so that a type checker still reports misspelled names
-        # Methods that rooms above the manager implement.
-        def __getattr__(self, name: str) -> Any:
-            method = upward.bind(name, self)
-            if method is None:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            return method
-
-    def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *upward.UPWARD})
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, PartitionManager) and share_values(self, other))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __copy__(self) -> PartitionManager:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PartitionManager:
-        return self
-
-    def __reduce__(self) -> Any:
-        if isinstance(self.mesh, Mesh):
-            raise TypeError(
-                "a PartitionManager on devices cannot be pickled: "
-                "pickle the Strategy, and build the manager where it is used"
-            )
-        return _built, (self.rules, self.mesh, self.mode, self.name, {}, self._options)
-
-    def __repr__(self) -> str:
-        sizes = ",".join(f"{axis}:{size}" for axis, size in self._sizes.items())
-        mode = "" if self.mode is None else f", mode={mode_name(self.mode)!r}"
-        return f"PartitionManager({self.name or 'rules'!r}, mesh={sizes!r}{mode})"
+        mode = None if mode is None else parse_mode(mode)
+        check_rules_on_mesh(rules, mesh_sizes(own_mesh))
+        super().__init__(rules, own_mesh, mode=mode, name=name, options=options)
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
@@ -186,58 +93,7 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
 
         return manager_html(self)
 
-    def __enter__(self) -> PartitionManager:
-        if not self._met and not _jax.in_trace():
-            self._meet()
-        context.enter(self, self.mesh, self._key or self._make_key())
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        context.leave(self)
-        if error is None or not _jax.is_sharding_type_error(error):
-            return
-        if _EXPLICIT_NOTE not in getattr(error, "__notes__", ()):
-            error.add_note(_EXPLICIT_NOTE)
-
-    def _meet(self) -> None:
-        """Compare this manager with the other processes of its mesh, at its first entry.
-
-        Only the first thread waits. If the comparison fails, the next entry compares again.
-        """
-        object.__setattr__(self, "_met", True)
-        try:
-            agreement.meet(
-                self.mesh,
-                self._options,
-                repr(self),
-                lambda: manager_facts(self.rules, self.mesh, self.mode, self._options),
-            )
-        except BaseException:
-            object.__setattr__(self, "_met", False)
-            raise
-
-    def _make_key(self) -> context.Key:
-        """Return the manager's part of JAX's cache keys. Equal managers have equal keys."""
-        key = context.key_of((self.rules.fingerprint(), self.mesh, self.mode), repr(self))
-        object.__setattr__(self, "_key", key)
-        return key
-
     # Questions.
-
-    def for_mode(self, mode: str) -> PartitionManager:
-        """Return the manager whose calls resolve in a mode; the identical object at each call.
-
-        Raises:
-          StrategyError: The mode is unknown.
-        """
-        parsed = parse_mode(mode)
-        if parsed == self.mode:
-            return self
-        if parsed not in self._modes:
-            values = (self.rules, self.mesh, parsed, self.name, self._modes, self._options)
-            # setdefault, so that concurrent threads get the same object.
-            self._modes.setdefault(parsed, _built(*values))
-        return self._modes[parsed]
 
     def explain(
         self,
@@ -296,7 +152,7 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
           StrategyError: A rule is `?`, but a sharding must decide every dim.
         """
         resolution = self.explain(*axes, mode=mode, role=role, shape=shape, path=path)
-        return self._sharding(resolution, memory_kind)
+        return self.sharding_of(resolution, memory_kind)
 
     def mesh_axes(
         self, axis: str, size: int | None = None, *, mode: str | None = None
@@ -319,14 +175,483 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
           ShapeRequiredError: The result depends on the size, and `size` is None.
           StrategyError: The rule is `?`, so the compiler decides.
         """
-        return math.prod(self._sizes[name] for name in self.mesh_axes(axis, size, mode=mode))
+        return math.prod(self.sizes[name] for name in self.mesh_axes(axis, size, mode=mode))
 
+    # Arrays.
 
-def _built(*values: Any) -> PartitionManager:
-    """Return a manager from the arguments of `_set`, which were checked before."""
-    manager = object.__new__(PartitionManager)
-    manager._set(*values)
-    return manager
+    def shard(
+        self, x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None
+    ) -> Any:
+        """Shard an array, or every array of a tree, as its annotation resolves.
+
+        Inside a trace, `shard` adds a sharding constraint, or a reshard over Explicit mesh axes.
+        Outside of a trace it places the array. `shard` is strict: an array that does not fit raises
+        an error. NumPy data must be equal in all processes of the mesh, which is checked. Like
+        `jax.device_put`, `shard` copies only what it moves: the result may share memory with `x`,
+        so a function that donates the result may delete arrays of `x`.
+
+        Args:
+          x: JAX or NumPy arrays, or a tree of them.
+          *axes: Axis strings and composites, or one annotation, or a tree of annotations.
+          mode: Runtime mode. Defaults to the manager's mode, else to the layout's, else to train.
+          role: Role of the array. Defaults to param for weight layouts, else to activation.
+
+        Raises:
+          ShardingError: See `resolve`. For a tree, the problems of all leaves at once.
+          ManualAxisError: Inside `shard_map`, the spec has a Manual mesh axis that the value does
+            not vary over.
+          MeshMismatchError: The ambient mesh is not the manager's.
+          AgreementError: NumPy data differs between processes; see `agree` of the manager.
+        """
+        return arrays.place(self, x, axes, mode, role)
+
+    def hint(
+        self, x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None
+    ) -> Any:
+        """Like `shard`, but leave indivisible, conflicting and Manual dims to the compiler."""
+        return arrays.place(self, x, axes, mode, role, False)
+
+    def gather(
+        self,
+        w: Any,
+        *axes: Any,
+        path: str | None = None,
+        mode: str | None = None,
+        shape: Any = None,
+    ) -> Any:
+        """Gather a stored weight, or a tree of them, into the sharding that computation uses.
+
+        The weight is constrained to its `use` sharding, and its gradient to its `param` sharding.
+        Inside `shard_map` this is an all-gather of the shard, whose transpose is a reduce-scatter.
+        `gather` has derivatives of any order.
+
+        Args:
+          w: A weight, or a tree of weights.
+          *axes: The annotation of `w`, as for `shard`.
+          path: Path of the weight, required if a `[[tensors]]` entry may match it. For a tree, the
+            path of the tree itself: "" at the root.
+          mode: Runtime mode. Defaults to the manager's mode.
+          shape: Global shape, or a tree of shapes. Required inside `shard_map` if the global shape
+            cannot be inferred from the value.
+
+        Raises:
+          ShardingError: The annotation does not fit the weight, the rules or the mesh.
+          StrategyError: `path` is None, and a `[[tensors]]` entry names an axis of the weight.
+          ShapeRequiredError: Inside `shard_map`, it is unknown which shard of the weight `w` is.
+          ManualAxisError: Inside `shard_map`, `w` is not split over the mesh axes of its use.
+        """
+        return weights.gather(self, w, axes, path=path, mode=mode, shape=shape)
+
+    def global_array(
+        self,
+        local: Any,
+        *axes: Any,
+        global_shape: Sequence[int] | None = None,
+        mode: str | None = None,
+    ) -> jax.Array:
+        """Build a global array from the parts that the processes have.
+
+        The parts must have one shape and dtype. If devices of several processes hold the same
+        shard, as under a replicated spec, these processes must pass equal data for it. Processes
+        compare this at each call.
+
+        Args:
+          local: The part of this process: a NumPy array, or what `np.asarray` takes.
+          *axes: Annotation of the global array.
+          global_shape: Global shape. Defaults to the shape that the local shape and the spec imply.
+          mode: Runtime mode. Defaults to the manager's mode.
+
+        Raises:
+          ShapeRequiredError: The spec depends on sizes, and `global_shape` is not given.
+          AgreementError: The parts of the processes differ in shape or dtype, or copies of one
+            shard differ.
+          StrategyError: `local` is not an array of numbers.
+        """
+        annotation = read_annotation(axes)
+        return arrays.global_array(self, local, annotation, global_shape=global_shape, mode=mode)
+
+    def shard_map(
+        self,
+        f: Callable[..., Any],
+        *,
+        in_axes: Sequence[Any],
+        out_axes: Any,
+        sizes: Mapping[str, int] | None = None,
+        mode: str | None = None,
+        check_vma: bool = True,
+    ) -> Callable[..., Any]:
+        """Return the jitted `jax.shard_map` of a function, given annotations instead of specs.
+
+        Each axis resolves once per call, from the sizes of the inputs.
+
+        Args:
+          f: Function of local arrays.
+          in_axes: One annotation, or a tree of annotations, per positional argument.
+          out_axes: One annotation, or a tuple, list or dict of annotations.
+          sizes: Global sizes of axes that no input has. Defaults to none.
+          mode: Runtime mode. Defaults to the manager's mode.
+          check_vma: Whether JAX tracks which mesh axes values vary over. Defaults to True.
+
+        Raises:
+          AxisConflictError: One axis would be sharded in two ways.
+          StrategyError: A rule is `?`, which leaves the dim to the compiler.
+        """
+        return arrays.shard_map(
+            self,
+            f,
+            in_axes=in_axes,
+            out_axes=out_axes,
+            sizes=sizes,
+            mode=mode,
+            check_vma=check_vma,
+        )
+
+    # Trees and training.
+
+    def shardings(
+        self,
+        values: Any,
+        annotations: Any = None,
+        *,
+        mode: str | None = None,
+        role: Role | str = Role.PARAM,
+    ) -> Any:
+        """Return a tree of shardings for `jit`, `device_put` or a checkpoint.
+
+        Args:
+          values: A tree of values with a shape. `ArraySpec` leaves have their own annotations.
+          annotations: A tree of annotations. One annotation covers all leaves below its path.
+          mode: Runtime mode. Defaults to the manager's mode.
+          role: Role of the arrays. Defaults to param.
+
+        Raises:
+          ShardingError: The problems of all leaves at once, each with its path.
+        """
+        return trees.shardings(self, values, annotations, mode=mode, role=role)
+
+    def abstract(
+        self,
+        values: Any,
+        annotations: Any = None,
+        *,
+        mode: str | None = None,
+        role: Role | str = Role.PARAM,
+    ) -> Any:
+        """Return a tree of `jax.ShapeDtypeStruct`s with shardings.
+
+        Use it to lower a program, to compile ahead of time, or to restore a checkpoint.
+        The arguments are those of `shardings`.
+
+        Raises:
+          IndivisibleError: A symbolic size of `jax.export` may not divide, so JAX refuses the
+            sharding for an input.
+          ShardingError: See `shardings`.
+        """
+        return trees.abstract(self, values, annotations, mode=mode, role=role)
+
+    def agree(
+        self,
+        values: Any,
+        annotations: Any = None,
+        *,
+        mode: str | None = None,
+        role: Role | str = Role.PARAM,
+    ) -> None:
+        """Check that every process of the mesh has the same tree: paths, shapes, dtypes, specs.
+
+        All processes of the mesh must call this method. It is not a collective: it waits 8 seconds
+        at most. It does nothing on a mesh of one process, and under `agree=False`. The arguments
+        are those of `shardings`.
+
+        Raises:
+          AgreementError: A leaf differs between processes, or a process did not make the call.
+          ShardingError: See `shardings`.
+        """
+        trees.agree(self, values, annotations, mode=mode, role=role)
+
+    def init(self, specs: Any, key: Any, *, mode: str | None = None) -> Any:
+        """Initialize a tree of `ArraySpec`s in one jit. Each array is created already sharded.
+
+        Args:
+          specs: A tree of `ArraySpec`s with `init`.
+          key: PRNG key. Each leaf uses this key with the leaf's path folded in, so a new parameter
+            does not change the values of others.
+          mode: Runtime mode. Defaults to the manager's mode.
+
+        Raises:
+          StrategyError: Leaves have no `init`.
+          MeshSpecError: The mesh is abstract.
+          ShardingError: See `shardings`.
+        """
+        return trees.init(self, specs, key, mode=mode)
+
+    def state_shardings(
+        self,
+        state: Any,
+        params: Any,
+        annotations: Any = None,
+        *,
+        overrides: Mapping[str, Any] | None = None,
+        mode: str | None = None,
+    ) -> Any:
+        """Return the shardings of an optimizer's state.
+
+        Each leaf is sharded like the parameter that it follows, and also over the mesh axes of
+        `zero1`.
+
+        Args:
+          state: The state, or `jax.eval_shape(optimizer.init, params)`.
+          params: Arrays, `ShapeDtypeStruct`s or `ArraySpec`s.
+          annotations: Annotations of the parameters, required if these are not `ArraySpec`s.
+          overrides: Annotation by path pattern, for leaves that follow no parameter. Defaults to
+            none.
+          mode: Runtime mode. Defaults to the manager's mode.
+
+        Raises:
+          StrategyError, RankMismatchError: A leaf follows no parameter. The error has all such
+            leaves.
+        """
+        return steps.state_shardings(
+            self, state, params, annotations, overrides=overrides, mode=mode
+        )
+
+    def abstract_state(
+        self,
+        optimizer: Any,
+        params: Any,
+        annotations: Any = None,
+        *,
+        overrides: Mapping[str, Any] | None = None,
+        mode: str | None = None,
+    ) -> Any:
+        """Return an optimizer's state as `jax.ShapeDtypeStruct`s with shardings, without arrays.
+
+        `{"params": pm.abstract(specs), "moments": pm.abstract_state(optimizer, specs)}` describes a
+        training state. Use it to jit a step, to compile ahead of time, or as the target of a
+        restored checkpoint.
+
+        Args:
+          optimizer: Anything with `init(params)`, such as an optax transformation.
+          params: Arrays, `ShapeDtypeStruct`s or `ArraySpec`s.
+          annotations: Annotations of the parameters, required if these are not `ArraySpec`s.
+          overrides: Annotation by path pattern, for leaves that follow no parameter. Defaults to
+            none.
+          mode: Runtime mode. Defaults to the manager's mode.
+
+        Raises:
+          StrategyError: The optimizer has no `init`.
+          ShardingError: See `state_shardings`.
+        """
+        return steps.abstract_state(
+            self, optimizer, params, annotations, overrides=overrides, mode=mode
+        )
+
+    def init_state(
+        self,
+        optimizer: Any,
+        params: Any,
+        annotations: Any = None,
+        *,
+        overrides: Mapping[str, Any] | None = None,
+        mode: str | None = None,
+    ) -> Any:
+        """Create an optimizer's state in one jit, each array already sharded.
+
+        Args:
+          optimizer: Anything with `init(params)`, such as an optax transformation.
+          params: Arrays, as `pm.init` returns them.
+          annotations: Annotations of the parameters, for instance their `ArraySpec`s.
+          overrides: Annotation by path pattern, for leaves that follow no parameter. Defaults to
+            none.
+          mode: Runtime mode. Defaults to the manager's mode.
+
+        Raises:
+          StrategyError: The optimizer has no `init`, or a parameter is not an array.
+          MeshSpecError: The mesh is abstract.
+          ShardingError: See `state_shardings`.
+        """
+        return steps.init_state(
+            self, optimizer, params, annotations, overrides=overrides, mode=mode
+        )
+
+    def jit_step(
+        self, step: Callable[..., Any], state: Any, *inputs: Any, donate: bool = True
+    ) -> Callable[..., Any]:
+        """Jit a training step `(state, *inputs) -> (state, metrics)` that donates its state.
+
+        The new state has the shardings of the old state and reuses its memory. The step runs under
+        this manager, so a call does not need `with pm:`. Every array of the state must have a
+        sharding on the manager's mesh. Scalars and PRNG keys without one are replicated.
+
+        The returned function has `lower`, `trace` and the other attributes of a jitted function. It
+        takes its arguments by position. It raises a ShardingError if the state has another
+        structure, shape or dtype than `state` here, if inputs do not fit their annotations, if an
+        array has another sharding, and if an array is deleted because an earlier call has donated
+        it.
+
+        Args:
+          step: Function of the state and the inputs. It returns the new state, of the same
+            structure, shapes and dtypes, and any other tree of results, such as the loss.
+          state: The state, or `ShapeDtypeStruct`s with shardings, as `abstract` and
+            `abstract_state` return them.
+          *inputs: One per input of the step: an annotation for all of its arrays, or a tree of
+            annotations, or arrays or `ShapeDtypeStruct`s with shardings.
+          donate: Whether the memory of the old state is reused. Defaults to True.
+
+        Raises:
+          StrategyError: An array of the state or of an input has no sharding on the manager's mesh.
+          ShapeRequiredError: The sharding of an annotated input depends on its sizes.
+          ShardingError: An annotation does not fit the rules or the mesh.
+        """
+        return steps.jit_step(self, step, state, *inputs, donate=donate)
+
+    # Rooms above.
+
+    def plan(
+        self,
+        function: Callable[..., Any],
+        *shapes: Any,
+        specs: Any = None,
+        outputs: Any = None,
+        holds: Any = None,
+        donated: Any = (),
+        topology: str | Topology | None = None,
+    ) -> PlanReport:
+        """Return what a function sends and computes under a manager, without a device or a
+        compiler.
+
+        The function is traced over Auto mesh axes, and its annotations stay in the trace. A walk
+        over the trace then follows the sharding of every value and records the collectives.
+
+        Args:
+          function: The function that you would pass to `jax.jit`.
+          *shapes: Per argument, a tree of arrays or ShapeDtypeStructs. Their own shardings are used
+            where `specs` gives no annotation.
+          specs: Per argument, a tree of annotations, or None. Defaults to None for all.
+          outputs: Annotations of the outputs. Defaults to the shardings that the program gives
+            them. An output has the role of the arguments with the same annotation and shape.
+          holds: Per argument, `parameters`, `optimizer`, `cache`, `inputs`, or a tree of these; a
+            name covers a subtree. The name decides the role of the annotations: `optimizer`
+            resolves as `state`. By default, arrays annotated as weights are parameters, and all
+            others are inputs.
+          donated: Position, or positions, of the arguments whose memory the program may overwrite,
+            as in `jax.jit(donate_argnums=)`. Defaults to none.
+          topology: The slice that the mesh is on, such as `v5p:4x4x4`. By default the report has no
+            times and no verdict.
+
+        Raises:
+          ShardingError: An annotation does not resolve.
+          MeshSpecError: There is no such slice, or it has another number of devices than the mesh.
+          StrategyError: A donated position is not one of the arguments, or a topology is not text.
+        """
+        from shardwright.plan.planner import plan
+
+        return plan(
+            self,
+            function,
+            *shapes,
+            specs=specs,
+            outputs=outputs,
+            holds=holds,
+            donated=donated,
+            topology=topology,
+        )
+
+    def plan_reshard(
+        self,
+        tree: Any,
+        specs: Any,
+        *,
+        source: Any = None,
+        piece: int | str = "64MiB",
+        donate: bool = False,
+        dtype: Any = None,
+    ) -> ReshardPlan:
+        """Return how `reshard` would move a tree to this manager's shardings, without moving it.
+
+        It compiles nothing and needs no devices. Meshes may be abstract, and leaves may be
+        `jax.ShapeDtypeStruct`s. The devices of an abstract mesh are numbered from 0 in mesh order.
+        So two abstract meshes of eight devices have the same devices.
+
+        Args:
+          tree: Tree of arrays, of NumPy arrays, or of anything with a shape and a dtype.
+          specs: Tree of annotations, as for `shardings`; or a tree of shardings, such as that of
+            `state_shardings`; or a tree of arrays or `jax.ShapeDtypeStruct`s with the shardings,
+            such as that of `abstract`.
+          source: Manager or tree of shardings before the move. Defaults to the shardings of the
+            arrays.
+          piece: Bytes of a piece, summed over all devices, as an integer or as text. Defaults to 64
+            MiB. A larger leaf moves in several pieces.
+          donate: Delete each source array after its leaf has moved. Defaults to False.
+          dtype: Floating-point dtype of floating-point leaves after the move. Defaults to that of
+            each leaf. Leaves are cast before they are sent if that does not make them larger.
+
+        Raises:
+          ShardingError: The problems of all leaves at once, each with its path. Arrays of 2 bits,
+            such as int2, cannot be moved.
+
+        Bytes are those of the arrays' `nbytes`, which counts a byte per element of 4 bits.
+
+        >>> import jax, shardwright as sw
+        >>> strategy = sw.Strategy.preset("fsdp_tp")
+        >>> train, serve = (
+        ...     sw.PartitionManager(strategy, mesh=sw.abstract_mesh(mesh))
+        ...     for mesh in ("dp:1,fsdp:4,ep:1,tp:2,sp:1", "dp:1,fsdp:2,ep:1,tp:4,sp:1")
+        ... )
+        >>> tree = {"up": jax.ShapeDtypeStruct((512, 1024), "float32")}
+        >>> specs = {"up": (sw.EMBED, sw.MLP_INTERMEDIATE)}
+        >>> plan = serve.plan_reshard(tree, specs, source=train)
+        >>> plan.bytes_sent, plan.least_bytes
+        (1572864, 1572864)
+        """
+        from shardwright.reshard.tree import plan_reshard
+
+        return plan_reshard(
+            self, tree, specs, source=source, piece=piece, donate=donate, dtype=dtype
+        )
+
+    def reshard(
+        self,
+        tree: Any,
+        specs: Any,
+        *,
+        piece: int | str = "64MiB",
+        donate: bool = False,
+        dtype: Any = None,
+        progress: Callable[[Progress], object] | None = None,
+    ) -> Any:
+        """Move a tree of arrays to this manager's shardings, exactly as `plan_reshard` says.
+
+        A leaf that already has its target sharding is returned as the same object. If all shards of
+        a leaf are already on their devices and only the mesh differs, the result shares these
+        shards. An array that is in the tree twice moves once. A second move with the same shapes
+        and shardings compiles nothing.
+
+        Args:
+          tree: Tree of arrays or NumPy arrays, on any mesh or none.
+          specs: As for `plan_reshard`.
+          piece: As for `plan_reshard`.
+          donate: Delete each source array after its leaf has moved, so that the peak is lower.
+            Defaults to False.
+          dtype: As for `plan_reshard`.
+          progress: Called after each piece. Defaults to a line in the log `shardwright.reshard`
+            every five seconds.
+
+        Raises:
+          MeshSpecError: The manager's mesh is abstract.
+          ShardingError: As for `plan_reshard`; or blocks would go directly between the devices of
+            different processes.
+          AgreementError: Arrays or numbers in the memory of the host differ between processes.
+          MoveError: A piece failed. `error.tree` has the moved leaves, and the other leaves as
+            before. `pm.reshard(error.tree, specs, ...)` resumes the move. If Ctrl-C or an exit
+            stops the move, this error is the `__cause__` of the `KeyboardInterrupt` or
+            `SystemExit`.
+        """
+        from shardwright.reshard.move import reshard
+
+        return reshard(
+            self, tree, specs, piece=piece, donate=donate, dtype=dtype, progress=progress
+        )
 
 
 jax.tree_util.register_static(PartitionManager)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from shardwright.errors import ShardingError
-from shardwright.manager.manager import PartitionManager
+from shardwright.manager.core import Manager
 from shardwright.mesh.build import abstract_mesh, mesh_sizes
 from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology
@@ -40,9 +40,7 @@ class FittingMesh:
         return f"{sizes} on {self.topology}"
 
 
-def find_other_mesh(
-    program: Program, manager: PartitionManager, topology: Topology
-) -> FittingMesh | None:
+def find_other_mesh(program: Program, manager: Manager, topology: Topology) -> FittingMesh | None:
     """Return a mesh of the same slice that a program fits on, else one on which it is close.
 
     One mesh axis gives a factor of its devices to another one. Of these meshes, those with the
@@ -61,7 +59,7 @@ def find_other_mesh(
     traced = trace_program(manager, program, topology)  # its arguments are those under every mesh
     meshes: list[tuple[int, dict[str, int]]] = []
     for sizes in _exchanged(mesh_sizes(manager.mesh), manager):
-        other = PartitionManager(manager.rules, mesh=abstract_mesh(sizes), mode=manager.mode)
+        other = manager.having(mesh=abstract_mesh(sizes))
         try:
             held = program_state(other, traced, program).of().per_device
         except ShardingError:
@@ -73,7 +71,7 @@ def find_other_mesh(
 
 
 def find_larger_mesh(
-    program: Program, manager: PartitionManager, topology: Topology, *, held: int
+    program: Program, manager: Manager, topology: Topology, *, held: int
 ) -> FittingMesh | None:
     """Return the smallest mesh that a program fits on, else the smallest one on which it is close.
 
@@ -95,12 +93,12 @@ def find_larger_mesh(
 
 
 def _first_fitting(
-    program: Program, manager: PartitionManager, meshes: Iterable[_Mesh]
+    program: Program, manager: Manager, meshes: Iterable[_Mesh]
 ) -> FittingMesh | None:
     """Plan a program on meshes. Return the first on which it fits, else the first close one."""
     close: FittingMesh | None = None
     for slice_, sizes in meshes:
-        other = PartitionManager(manager.rules, mesh=abstract_mesh(sizes), mode=manager.mode)
+        other = manager.having(mesh=abstract_mesh(sizes))
         try:
             traced = trace_program(other, program, slice_)
             verdict = price(other, traced, program, layout=lay_out(slice_, sizes)).verdict
@@ -113,7 +111,7 @@ def _first_fitting(
     return close
 
 
-def _exchanged(sizes: Mapping[str, int], manager: PartitionManager) -> Iterator[dict[str, int]]:
+def _exchanged(sizes: Mapping[str, int], manager: Manager) -> Iterator[dict[str, int]]:
     """Yield the meshes in which one axis gives a factor of its size to another axis of the rules.
 
     Axes that the mesh lacks come first, so the last mesh axes keep the nearest devices.

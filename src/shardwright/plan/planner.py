@@ -11,7 +11,7 @@ from typing import Any, Final
 import jax
 
 from shardwright.errors import Problem, StrategyError, raise_problems
-from shardwright.manager.manager import PartitionManager
+from shardwright.manager.core import Manager
 from shardwright.mesh.build import mesh_sizes
 from shardwright.plan.attention_calls import AttentionCalls
 from shardwright.plan.fit import Verdict, judge
@@ -246,7 +246,7 @@ class PlanReport:
 
 
 def plan(
-    manager: PartitionManager,
+    manager: Manager,
     function: Callable[..., Any],
     *shapes: Any,
     specs: Any = None,
@@ -255,32 +255,7 @@ def plan(
     donated: Any = (),
     topology: str | Topology | None = None,
 ) -> PlanReport:
-    """Return what a function sends and computes under a manager, without a device or a compiler.
-
-    The function is traced over Auto mesh axes, and its annotations stay in the trace. A walk over
-    the trace then follows the sharding of every value and records the collectives.
-
-    Args:
-      manager: Strategy, mesh and mode.
-      function: The function that you would pass to `jax.jit`.
-      *shapes: Per argument, a tree of arrays or ShapeDtypeStructs. Their own shardings are used
-        where `specs` gives no annotation.
-      specs: Per argument, a tree of annotations, or None. Defaults to None for all.
-      outputs: Annotations of the outputs. Defaults to the shardings that the program gives them.
-        An output has the role of the arguments with the same annotation and shape.
-      holds: Per argument, `parameters`, `optimizer`, `cache`, `inputs`, or a tree of these; a name
-        covers a subtree. The name decides the role of the annotations: `optimizer` resolves as
-        `state`. By default, arrays annotated as weights are parameters, and all others are inputs.
-      donated: Position, or positions, of the arguments whose memory the program may overwrite, as
-        in `jax.jit(donate_argnums=)`. Defaults to none.
-      topology: The slice that the mesh is on, such as `v5p:4x4x4`. By default the report has no
-        times and no verdict.
-
-    Raises:
-      ShardingError: An annotation does not resolve.
-      MeshSpecError: There is no such slice, or it has another number of devices than the mesh.
-      StrategyError: A donated position is not one of the arguments, or a topology is not text.
-    """
+    """Return what a function sends and computes, as `PartitionManager.plan` says."""
     if isinstance(topology, str):
         topology = parse_topology(topology, read_hardware())
     elif topology is not None and not isinstance(topology, Topology):
@@ -294,7 +269,7 @@ def plan(
 
 
 def trace_program(
-    manager: PartitionManager,
+    manager: Manager,
     program: Program,
     topology: Topology | None = None,
     *,
@@ -325,7 +300,7 @@ def trace_program(
 
 
 def price(
-    manager: PartitionManager,
+    manager: Manager,
     traced: Trace,
     program: Program,
     *,
@@ -370,7 +345,7 @@ def price(
 
 
 def _with_gather(
-    choices: Sequence[Choice], manager: PartitionManager, state: StateBytes
+    choices: Sequence[Choice], manager: Manager, state: StateBytes
 ) -> tuple[Choice, ...]:
     """Return choices whose fixes name `gather` where a stored weight may compete for a mesh axis.
 
@@ -397,7 +372,7 @@ def _with_gather(
     )
 
 
-def program_state(manager: PartitionManager, traced: Trace, program: Program) -> StateBytes:
+def program_state(manager: Manager, traced: Trace, program: Program) -> StateBytes:
     """Return the bytes of the arguments of a traced program under a manager, without a walk.
 
     Raises:

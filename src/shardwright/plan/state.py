@@ -16,7 +16,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.errors import Problem, ShardingError, StrategyError, did_you_mean, raise_problems
-from shardwright.manager.manager import PartitionManager
+from shardwright.manager.core import Manager
 from shardwright.plan.memory import LeafBytes, TreeBytes, leaf_bytes
 from shardwright.resolution.decisions import DimDecision, Reason, Resolution
 from shardwright.resolution.request import Request
@@ -150,7 +150,7 @@ class Held:
     category: Category | None = None
 
 
-def count_state(manager: PartitionManager, arrays: Iterable[Held]) -> StateBytes:
+def count_state(manager: Manager, arrays: Iterable[Held]) -> StateBytes:
     """Count arrays under a manager. If one is optimizer state, add the gradients.
 
     A gradient has the sharding and the dtype of its parameter.
@@ -181,7 +181,7 @@ def gradients(leaves: Iterable[StateLeaf]) -> list[StateLeaf]:
 
 
 def count_tensors(
-    manager: PartitionManager,
+    manager: Manager,
     tensors: Iterable[Tensor],
     *,
     caches: Iterable[str] = (),
@@ -282,7 +282,7 @@ def read_holds(shapes: Sequence[Any], holds: Any) -> list[Category | None]:
     return categories
 
 
-def _leaf(manager: PartitionManager, array: Held) -> StateLeaf:
+def _leaf(manager: Manager, array: Held) -> StateLeaf:
     source, resolution = array.source, None
     if isinstance(source, Request):
         resolution = manager.answer(source)

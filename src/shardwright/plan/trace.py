@@ -15,7 +15,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from shardwright import _jax
 from shardwright.errors import MeshMismatchError, ShardingError, StrategyError, located
 from shardwright.manager import context
-from shardwright.manager.manager import PartitionManager
+from shardwright.manager.core import Manager
+from shardwright.manager.effect import Decided, Effect, constrain
 from shardwright.plan.annotate import Annotation, annotate, annotate_axes_p, annotate_weight
 from shardwright.plan.attention_calls import AttentionCalls, read_attention_calls
 from shardwright.plan.renaming import Renaming, find_renaming
@@ -28,7 +29,7 @@ from shardwright.resolution import resolver
 from shardwright.resolution.decisions import DimDecision, Resolution, RuleRef
 from shardwright.resolution.request import Request
 from shardwright.trees.annotated import Leaf, annotated_leaves
-from shardwright.vocabulary.annotations import ArraySpec, PartOf, read_annotation
+from shardwright.vocabulary.annotations import ArraySpec, PartOf
 from shardwright.vocabulary.axes import Role
 
 
@@ -76,7 +77,7 @@ class Trace:
         """Whether nothing in the trace depends on the manager. Then it fits every manager."""
         return not self.answers and not holds_shard_map(self.jaxpr)
 
-    def renaming(self, manager: PartitionManager) -> Renaming | None:
+    def renaming(self, manager: Manager) -> Renaming | None:
         """Return the mesh axes by which a trace under this manager differs, or None if it differs.
 
         It is empty if the trace itself fits. Otherwise the trace is planned under the manager with
@@ -90,7 +91,7 @@ class Trace:
         pairs = ((known.spec, manager.answer(known.request).spec) for known in self.answers)
         return find_renaming(pairs, self.mesh, dict(manager.mesh.shape))
 
-    def fits(self, manager: PartitionManager) -> bool:
+    def fits(self, manager: Manager) -> bool:
         """Tell whether a trace under this manager would be the same.
 
         If the trace has answers or a `shard_map`, it has shapes of shards. Then the manager must
@@ -103,110 +104,56 @@ class Trace:
         )
 
 
-class PlanningManager(PartitionManager):
-    """A manager under which `shard`, `hint` and `gather` leave annotations in the trace.
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Recorder:
+    """The effect of a plan: annotations stay in the trace, and other requests are recorded.
 
-    It resolves every request like the manager that it is made from, and records the requests that
-    may change the trace. It is never equal to another manager, so JAX does not reuse its traces.
+    Attributes:
+      answers: The recorded requests, of all modes of a manager.
     """
 
-    __slots__ = ("_answers", "_quiet")
+    answers: dict[tuple[Any, ...], Answer] = dataclasses.field(default_factory=dict)
 
-    _answers: dict[tuple[Any, ...], Answer]
-    _quiet: bool
+    def record(self, request: Request, resolution: Resolution) -> None:
+        """Record a request whose answer may change the trace."""
+        shape = None if request.shape is None else tuple(request.shape)
+        request = request._replace(shape=shape)
+        key = (repr(request.annotation), *request[1:])
+        self.answers.setdefault(key, Answer(request=request, spec=resolution.spec))
 
-    @classmethod
-    def of(cls, manager: PartitionManager) -> PlanningManager:
-        """Return a planning manager with the rules of a manager, on a mesh with Auto axes.
+    def place(self, x: Any, decided: Decided) -> Any:
+        """Annotate an array. Under Manual mesh axes, the trace gets an ordinary constraint."""
+        if decided.manual is not None:
+            self.record(decided.request, decided.manual)
+            return constrain(x, decided)
+        if decided.placement is None:
+            return x
+        request = decided.request._replace(manual=frozenset())
+        return annotate(x, Annotation(request, decided.strict))
 
-        If all axes of the manager's mesh are Auto, this mesh is kept, since a `shard_map` of the
-        model may name it. Otherwise the new mesh is abstract.
-        """
-        mesh, shape = manager.mesh, manager.mesh.shape
-        auto = (AxisType.Auto,) * len(shape)
-        if mesh.axis_types != auto:
-            mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=auto)
-        planning = object.__new__(cls)
-        planning._set(manager.rules, mesh, manager.mode, manager.name, {}, manager._options)
-        object.__setattr__(planning, "_values", (planning._values, object()))
-        object.__setattr__(planning, "_answers", {})
-        object.__setattr__(planning, "_quiet", False)
-        return planning
+    def gather(self, w: Any, use: Decided, stored: Decided) -> Any:
+        """Annotate a weight as it is used and as it is stored."""
+        return annotate_weight(w, Annotation(use.request), Annotation(stored.request))
 
-    def for_mode(self, mode: str) -> PartitionManager:
-        """Return a planning manager for a mode. Both managers share the recorded requests."""
-        other = super().for_mode(mode)
-        if other is self or isinstance(other, PlanningManager):
-            return other
-        planning = PlanningManager.of(other)
-        object.__setattr__(planning, "_answers", self._answers)
-        self._modes[other.mode or ""] = planning
-        return planning
 
-    def _make_key(self) -> context.Key:
-        """Return a key that no other manager has, so JAX never reuses a trace with annotations."""
-        key = context.Key((*self._values, "planning"), repr(self))
-        object.__setattr__(self, "_key", key)
-        return key
+def planning_manager(manager: Manager) -> tuple[Manager, Recorder]:
+    """Return a manager under which a trace keeps its annotations, and what it records.
 
-    @property
-    def answers(self) -> tuple[Answer, ...]:
-        """The requests recorded so far."""
-        return tuple(self._answers.values())
-
-    def answer(self, request: Request, ambient: AbstractMesh | None = None) -> Resolution:
-        """Resolve a request, and record it if its answer may change the trace."""
-        resolution = super().answer(request, ambient)
-        if not self._quiet:
-            shape = None if request.shape is None else tuple(request.shape)
-            request = request._replace(shape=shape, mode=request.mode or self.mode)
-            key = (repr(request.annotation), shape, request.mode, *request[3:])
-            self._answers.setdefault(key, Answer(request=request, spec=resolution.spec))
-        return resolution
-
-    def _place(
-        self,
-        x: Any,
-        axes: tuple[Any, ...],
-        mode: str | None,
-        role: Role | str | None,
-        strict: bool,
-        path: str | None = None,
-    ) -> Any:
-        if not _jax.is_array(x) and not isinstance(x, jax.core.Tracer):
-            return super()._place(x, axes, mode, role, strict, path)
-        request = Request(read_annotation(axes), np.shape(x), mode or self.mode, role, path)
-        placement, checked = self._unrecorded(lambda: self._placement(request, strict=strict))
-        if checked is not None:  # under Manual mesh axes, the trace gets an ordinary constraint
-            return super()._place(x, axes, mode, role, strict, path)
-        return x if placement is None else annotate(x, Annotation(request, strict))
-
-    def _gather(self, w: Any, request: Request) -> Any:
-        if jax.sharding.get_abstract_mesh().manual_axes:
-            return super()._gather(w, request)
-        shape = np.shape(w)
-        self._unrecorded(lambda: super(PlanningManager, self)._gather(w, request))
-        annotation = request.annotation
-        if isinstance(annotation, ArraySpec):
-            annotation = annotation.axes
-        use_request = request._replace(annotation=annotation, mode=request.mode or self.mode)
-        use, stored = (Annotation(use_request.of(role, shape)) for role in (Role.USE, Role.PARAM))
-        return annotate_weight(w, use, stored)
-
-    def _unrecorded(self, ask: Callable[[], Any]) -> Any:
-        """Resolve a request without recording it.
-
-        Its answer does not change the trace: the walk resolves the annotation again.
-        """
-        object.__setattr__(self, "_quiet", True)
-        try:
-            return ask()
-        finally:
-            object.__setattr__(self, "_quiet", False)
+    It resolves every request like the given manager, on a mesh with Auto axes. If all axes of the
+    manager's mesh are Auto, this mesh is kept, since a `shard_map` of the model may name it.
+    Otherwise the new mesh is abstract.
+    """
+    mesh, shape, recorder = manager.mesh, manager.mesh.shape, Recorder()
+    auto = (AxisType.Auto,) * len(shape)
+    if mesh.axis_types != auto:
+        mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=auto)
+    # The token is new and small: JAX reuses no trace with annotations, and never frees its keys.
+    effect = Effect(recorder.place, recorder.gather, recorder.record, token=object())
+    return manager.having(effect=effect, mesh=mesh), recorder
 
 
 def trace(
-    manager: PartitionManager,
+    manager: Manager,
     function: Callable[..., Any],
     shapes: Sequence[Any],
     *,
@@ -235,7 +182,7 @@ def trace(
             "that has its own shardings",
         )
     # All plans of a manager share one planning manager, so that JAX's caches do not grow.
-    planning = manager.remember(("planning",), lambda: PlanningManager.of(manager))
+    planning, recorder = manager.remember(("planning",), lambda: planning_manager(manager))
     bare = jax.tree.map(_bare, tuple(shapes))
 
     def traced_once(*arguments: Any) -> Any:
@@ -265,7 +212,7 @@ def trace(
         inputs=inputs,
         outputs=tuple(each[0] for each in by_role),
         unclear=tuple(each for each in by_role if len(each) > 1),
-        answers=planning.answers,
+        answers=tuple(recorder.answers.values()),
         mesh=dict(manager.mesh.shape),
         attention=manager.rules.attention,
         attention_calls=read_attention_calls(jaxpr),
@@ -282,7 +229,7 @@ def _bare(x: Any) -> jax.ShapeDtypeStruct:
 def _inputs(
     shapes: Sequence[Any],
     specs: Any,
-    manager: PartitionManager,
+    manager: Manager,
     roles: Sequence[Role | None] | None,
 ) -> tuple[Request | NamedSharding | None, ...]:
     inputs: list[Request | NamedSharding | None] = []
@@ -327,7 +274,7 @@ def _outputs(traced: Any, outputs: Any, mode: str | None) -> tuple[Request | Non
 def _roles_by_arguments(
     outputs: Sequence[Request | None],
     inputs: Sequence[Request | NamedSharding | None],
-    manager: PlanningManager,
+    manager: Manager,
 ) -> list[tuple[Any, ...]]:
     """Return each output with the role of the arguments that have its annotation and its shape.
 
@@ -337,8 +284,7 @@ def _roles_by_arguments(
     """
 
     def own_role(request: Request) -> Role:
-        resolution: Resolution = manager._unrecorded(lambda: manager.answer(request))
-        return resolution.role
+        return manager.decide(request).role
 
     def key(request: Request) -> tuple[str, tuple[int, ...]]:
         annotation = request.annotation
@@ -362,7 +308,7 @@ def _roles_by_arguments(
     return found
 
 
-def check_outputs(traced: Trace, manager: PartitionManager) -> None:
+def check_outputs(traced: Trace, manager: Manager) -> None:
     """Check that each output resolves to one spec, whichever of the possible roles it has.
 
     Raises:
@@ -395,7 +341,7 @@ def _annotated(tree: Any, annotations: Any, name: str) -> list[Leaf]:
 
 def walk(
     traced: Trace,
-    manager: PartitionManager,
+    manager: Manager,
     *,
     kinds: Sequence[str] | None = None,
     donated: Sequence[bool] | None = None,

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from shardwright.errors import MoveError, raise_problems
 from shardwright.manager import constraint
-from shardwright.manager.manager import PartitionManager
+from shardwright.manager.core import Manager
 from shardwright.processes.host_data import compare_data
 from shardwright.reshard.leaf import check_processes, move_leaf
 from shardwright.reshard.tree import LeafMove, ReshardPlan, plan_moves_of, target_shardings
@@ -49,7 +49,7 @@ class Progress:
 
 
 def reshard(
-    manager: PartitionManager,
+    manager: Manager,
     tree: Any,
     specs: Any,
     *,
@@ -58,37 +58,11 @@ def reshard(
     dtype: Any = None,
     progress: Callable[[Progress], object] | None = None,
 ) -> Any:
-    """Move a tree of arrays to this manager's shardings, exactly as `plan_reshard` says.
-
-    A leaf that already has its target sharding is returned as the same object. If all shards of a
-    leaf are already on their devices and only the mesh differs, the result shares these shards. An
-    array that is in the tree twice moves once. A second move with the same shapes and shardings
-    compiles nothing.
-
-    Args:
-      manager: The manager with the target shardings. Its mesh has devices.
-      tree: Tree of arrays or NumPy arrays, on any mesh or none.
-      specs: As for `plan_reshard`.
-      piece: As for `plan_reshard`.
-      donate: Delete each source array after its leaf has moved, so that the peak is lower. Defaults
-        to False.
-      dtype: As for `plan_reshard`.
-      progress: Called after each piece. Defaults to a line in the log `shardwright.reshard` every
-        five seconds.
-
-    Raises:
-      MeshSpecError: The manager's mesh is abstract.
-      ShardingError: As for `plan_reshard`; or blocks would go directly between the devices of
-        different processes.
-      AgreementError: Arrays or numbers in the memory of the host differ between processes.
-      MoveError: A piece failed. `error.tree` has the moved leaves, and the other leaves as before.
-        `pm.reshard(error.tree, specs, ...)` resumes the move. If Ctrl-C or an exit stops the move,
-        this error is the `__cause__` of the `KeyboardInterrupt` or `SystemExit`.
-    """
+    """Move a tree of arrays, as `PartitionManager.reshard` says."""
     if isinstance(manager.mesh, AbstractMesh):
         raise constraint.no_devices()
     targets = target_shardings(manager, tree, specs)
-    if (group := manager._group()) is not None:
+    if (group := manager.group()) is not None:
         compare_data(group, tree, "pm.reshard")
     return move_tree(tree, targets, piece=piece, donate=donate, dtype=dtype, progress=progress)
 

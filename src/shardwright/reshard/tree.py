@@ -15,7 +15,8 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from shardwright.errors import Problem, ShardingError, StrategyError, raise_problems
-from shardwright.manager.manager import PartitionManager
+from shardwright.manager import trees
+from shardwright.manager.core import Manager
 from shardwright.reshard import checks
 from shardwright.reshard.pieces import parse_bytes
 from shardwright.reshard.report import collective_rows, leaf_json, plan_text
@@ -167,7 +168,7 @@ def _source_share(route: Route) -> int:
 
 
 def plan_reshard(
-    manager: PartitionManager,
+    manager: Manager,
     tree: Any,
     specs: Any,
     *,
@@ -176,54 +177,18 @@ def plan_reshard(
     donate: bool = False,
     dtype: Any = None,
 ) -> ReshardPlan:
-    """Return how `reshard` would move a tree to this manager's shardings, without moving it.
-
-    It compiles nothing and needs no devices. Meshes may be abstract, and leaves may be
-    `jax.ShapeDtypeStruct`s. The devices of an abstract mesh are numbered from 0 in mesh order. So
-    two abstract meshes of eight devices have the same devices.
-
-    Args:
-      manager: The manager with the target shardings.
-      tree: Tree of arrays, of NumPy arrays, or of anything with a shape and a dtype.
-      specs: Tree of annotations, as for `shardings`; or a tree of shardings, such as that of
-        `state_shardings`; or a tree of arrays or `jax.ShapeDtypeStruct`s with the shardings, such
-        as that of `abstract`.
-      source: Manager or tree of shardings before the move. Defaults to the shardings of the arrays.
-      piece: Bytes of a piece, summed over all devices, as an integer or as text. Defaults to 64
-        MiB. A larger leaf moves in several pieces.
-      donate: Delete each source array after its leaf has moved. Defaults to False.
-      dtype: Floating-point dtype of floating-point leaves after the move. Defaults to that of each
-        leaf. Leaves are cast before they are sent if that does not make them larger.
-
-    Raises:
-      ShardingError: The problems of all leaves at once, each with its path. Arrays of 2 bits, such
-        as int2, cannot be moved.
-
-    Bytes are those of the arrays' `nbytes`, which counts a byte per element of 4 bits.
-
-    >>> import jax, shardwright as sw
-    >>> strategy = sw.Strategy.preset("fsdp_tp")
-    >>> train, serve = (
-    ...     sw.PartitionManager(strategy, mesh=sw.abstract_mesh(mesh))
-    ...     for mesh in ("dp:1,fsdp:4,ep:1,tp:2,sp:1", "dp:1,fsdp:2,ep:1,tp:4,sp:1")
-    ... )
-    >>> tree = {"up": jax.ShapeDtypeStruct((512, 1024), "float32")}
-    >>> specs = {"up": (sw.EMBED, sw.MLP_INTERMEDIATE)}
-    >>> plan = serve.plan_reshard(tree, specs, source=train)
-    >>> plan.bytes_sent, plan.least_bytes
-    (1572864, 1572864)
-    """
+    """Return how `reshard` would move a tree, as `PartitionManager.plan_reshard` says."""
     targets = target_shardings(manager, tree, specs)
     sources = None if source is None else source_shardings(source, tree, specs)
     return plan_moves_of(tree, targets, sources=sources, piece=piece, donate=donate, dtype=dtype)
 
 
-def target_shardings(manager: PartitionManager, tree: Any, specs: Any) -> Any:
+def target_shardings(manager: Manager, tree: Any, specs: Any) -> Any:
     """Return the target shardings of a tree. `specs` has annotations, or the shardings."""
     shardings = _shardings_in(specs)
     if shardings is not None:
         return shardings
-    return manager.shardings(_with_shapes(tree), specs)
+    return trees.shardings(manager, _with_shapes(tree), specs)
 
 
 def source_shardings(source: Any, tree: Any, specs: Any) -> Any:
@@ -232,14 +197,14 @@ def source_shardings(source: Any, tree: Any, specs: Any) -> Any:
     Raises:
       StrategyError: `source` is neither, or `source` is a manager and `specs` are shardings.
     """
-    if isinstance(source, PartitionManager):
+    if isinstance(source, Manager):
         if _shardings_in(specs) is not None:
             raise StrategyError(
                 "specs are shardings, so source= cannot be a manager",
                 path="source",
                 fix="pass the shardings of the source, or annotations as specs",
             )
-        return source.shardings(_with_shapes(tree), specs)
+        return trees.shardings(source, _with_shapes(tree), specs)
     shardings = _shardings_in(source)
     if shardings is not None:
         return shardings

@@ -28,7 +28,7 @@ class Calls:
     """
 
     def __init__(self, manager: PartitionManager | None, sizes: str) -> None:
-        self._group: ProcessGroup | None = None if manager is None else manager._group()
+        self._group: ProcessGroup | None = None if manager is None else manager.group()
         self._lock, self._texts = threading.Lock(), [sizes]
         if self._group is not None:
             number = self._group.store.count(f"{ROOT}/engines/{self._group.rank}")

@@ -109,7 +109,7 @@ def update_weights(
       donate: As in `pm.reshard`.
     """
     for manager, tree in ((setup.manager, params), (setup.prefill_manager, prefill_params)):
-        if manager is not None and (group := manager._group()) is not None:
+        if manager is not None and (group := manager.group()) is not None:
             compare_data(group, tree, "update_params")
     move = functools.partial(move_weights, piece=piece)
     if setup.prefill_params is setup.params:

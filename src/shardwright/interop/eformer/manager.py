@@ -253,10 +253,11 @@ class PartitionManager:
 
     # The methods that `shardwright.shard`, `hint` and `gather` call on the ambient manager.
 
-    def _place(
-        self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Any, strict: bool
+    def place(
+        self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Any, strict: bool = True
     ) -> Any:
-        return self.native()._place(x, axes, mode, role, strict)
+        """See `shardwright.shard`."""
+        return self.native().place(x, axes, mode, role, strict)
 
     def hint(self, x: Any, *axes: Any, mode: str | None = None, role: Any = None) -> Any:
         """See `shardwright.PartitionManager.hint`."""

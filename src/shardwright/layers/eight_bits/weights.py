@@ -69,7 +69,7 @@ def store(manager: Any, x: Scaled, weight: Weight) -> Scaled:
         return x
 
     def place(value: Any) -> Any:
-        return manager._place(value, (weight.axes,), None, Role.PARAM, True, weight.path)
+        return manager.place(value, (weight.axes,), None, Role.PARAM, True, weight.path)
 
     return Scaled(
         value=_through_bits(place, x.value, manager),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from shardwright.manager.manager import PartitionManager
+from shardwright.manager.core import Manager
 from shardwright.mesh.build import mesh_sizes
 from shardwright.plan.collectives.collective import Collective
 from shardwright.resolution.rules import AxisRules
@@ -12,9 +12,7 @@ from shardwright.vocabulary.axes import SEMANTIC_AXES
 from shardwright.vocabulary.modes import MODE_TRAIN, MODES, parse_mode
 
 
-def carried_axes(
-    manager: PartitionManager, *, mode: str | None = None
-) -> dict[str, tuple[str, ...]]:
+def carried_axes(manager: Manager, *, mode: str | None = None) -> dict[str, tuple[str, ...]]:
     """Return the semantic axes that may be sharded over each mesh axis, in any role.
 
     An axis counts if any candidate of its rules names the mesh axis. Mesh axes of size 1 are left
@@ -53,7 +51,7 @@ def _named(rules: AxisRules, axis: str, mode: str) -> Iterator[str]:
 
 
 def by_axis(
-    collectives: Iterable[Collective], manager: PartitionManager, *, mode: str | None = None
+    collectives: Iterable[Collective], manager: Manager, *, mode: str | None = None
 ) -> dict[str, tuple[Collective, ...]]:
     """Group collectives by the semantic axes that may cause them. The key "" is for all others.
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from shardwright import _jax
 from shardwright.errors import ShardingError, located
-from shardwright.manager.manager import PartitionManager
+from shardwright.manager.core import Manager
 from shardwright.plan.annotate import Annotation, annotate_axes_p
 from shardwright.plan.collectives.collective import Kind, ring_bytes
 from shardwright.plan.layout import Layout
@@ -92,7 +92,7 @@ def _inside(jaxpr: Any, runs: int) -> Iterator[tuple[Request, bool, int, int, st
 
 
 def resolve_all(
-    manager: PartitionManager, requests: Sequence[AnnotationRequest], sizes: Mapping[str, int]
+    manager: Manager, requests: Sequence[AnnotationRequest], sizes: Mapping[str, int]
 ) -> tuple[ResolvedAnnotation, ...]:
     """Resolve all annotations of a program under a candidate.
 
@@ -125,7 +125,7 @@ def resolve_all(
 
 def closed_form(
     resolved: Sequence[ResolvedAnnotation],
-    manager: PartitionManager,
+    manager: Manager,
     layout: Layout,
     *,
     flops: float,

@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 
 from shardwright.errors import ProgramError, ShardingError
 from shardwright.manager import context
-from shardwright.manager.manager import PartitionManager
+from shardwright.manager.core import Manager
 from shardwright.plan.planner import Program
 from shardwright.plan.trace import Trace
 from shardwright.resolution.partition_specs import entry_names
@@ -49,7 +49,7 @@ class Exported:
 
 
 def export_program(
-    manager: PartitionManager, program: Program, traced: Trace, *, platform: str, chip: str = ""
+    manager: Manager, program: Program, traced: Trace, *, platform: str, chip: str = ""
 ) -> Exported:
     """Export a program under a manager. No device is needed.
 
@@ -73,7 +73,7 @@ def export_program(
     mesh = AbstractMesh(
         tuple(shape.values()), tuple(shape), axis_types=auto, abstract_device=device
     )
-    abstract = PartitionManager(manager.rules, mesh=mesh, mode=manager.mode)
+    abstract = manager.having(mesh=mesh)
 
     def sharding(source: Request | NamedSharding | None) -> NamedSharding | None:
         if source is None:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from shardwright.manager.manager import PartitionManager
+from shardwright.manager.core import Manager
 from shardwright.mesh.build import mesh_sizes
 from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology, parse_topology, read_hardware
@@ -74,7 +74,7 @@ class Verification:
 
 
 def verify_plan(
-    manager: PartitionManager,
+    manager: Manager,
     program: Program,
     *,
     topology: str | Topology | None = None,

@@ -1,0 +1,253 @@
+"""`place`: constrain an array in a trace, place it outside of one; global arrays; `shard_map`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from shardwright import _jax
+from shardwright.errors import (
+    ManualAxisError,
+    Problem,
+    RankMismatchError,
+    ShapeRequiredError,
+    ShardingError,
+    StrategyError,
+    raise_problems,
+)
+from shardwright.manager import constraint
+from shardwright.manager.core import Manager
+from shardwright.manager.effect import Decided
+from shardwright.manager.trees import map_leaves
+from shardwright.manager.weights import path_required
+from shardwright.processes.host_data import (
+    compare_copies,
+    compare_data,
+    compare_parts,
+    read_local,
+)
+from shardwright.resolution import resolver
+from shardwright.resolution.decisions import Resolution
+from shardwright.resolution.problems import dim_problem, suggest_for_missing_size
+from shardwright.resolution.request import Request
+from shardwright.vocabulary.annotations import read_annotation, tree_of_annotations
+from shardwright.vocabulary.axes import Role
+from shardwright.vocabulary.integers import as_integer
+
+
+def place(
+    manager: Manager,
+    x: Any,
+    axes: tuple[Any, ...],
+    mode: str | None = None,
+    role: Role | str | None = None,
+    strict: bool = True,
+    path: str | None = None,
+) -> Any:
+    """Place an array, or the arrays of a tree: what `shard` (strict) and `hint` do.
+
+    Args:
+      manager: The manager.
+      x: JAX or NumPy arrays, or a tree of them.
+      axes: The annotation, as the positional arguments of `shard`.
+      mode: Runtime mode. Defaults to the manager's mode.
+      role: Role of the array.
+      strict: Whether a dim that does not fit is an error.
+      path: Path of the array, if it is a leaf of a tree.
+    """
+    # A trace calls this function thousands of times, nearly always with a tracer. So test for a
+    # tracer once, and build a request only if its decision is not in the cache.
+    traced = isinstance(x, jax.core.Tracer)
+    if not traced and path is None:
+        group = manager.group()
+        if group is not None and not _jax.in_trace():
+            compare_data(group, x)
+        if not _jax.is_array(x):
+            return map_leaves(
+                x,
+                tree_of_annotations(axes),
+                lambda leaf: place(
+                    manager, leaf.value, (leaf.annotation,), mode, role, strict, leaf.path
+                ),
+            )
+    shape = x.shape if traced else np.shape(x)
+    key: Any = (
+        axes,
+        shape,
+        mode,
+        role,
+        strict,
+        jax.sharding.get_abstract_mesh(),  # the empty one if no mesh is ambient
+        path and manager.rules.tensors and path,  # only [[tensors]] entries depend on the path
+    )
+    try:
+        decided = manager.cache[key]
+    except TypeError:  # an unhashable annotation, such as a list among the axes
+        decided, key = None, None
+    if decided is None:
+        request = Request(read_annotation(axes), shape, mode, role, path)
+        decided = decide_array(manager, request, strict=strict)
+        if key is not None:
+            manager.cache.keep(key, decided)
+    if strict and decided.manual is not None:
+        check_varying(x, decided.manual, path)
+    if traced:
+        return manager.effect.place(x, decided)
+    if decided.placement is None:
+        return x
+    constraint.check_kept(x)
+    if _jax.in_trace():
+        return manager.effect.place(x, decided)
+    return constraint.put(x, decided.placement, compared=manager.options.agree)
+
+
+def decide_array(manager: Manager, request: Request, *, strict: bool = True) -> Decided:
+    """Decide how an array is sharded on the current mesh.
+
+    The placement is None if all mesh axes are Manual: `shard_map` has applied them.
+    """
+    ambient = _jax.ambient_mesh()
+    manual = manager.manual_axes(ambient)
+    request = request._replace(mode=request.mode or manager.mode, manual=manual)
+    resolution = manager.decide(request, ambient)
+    if not strict:
+        resolution = resolver.left_open(resolution)
+    spec: PartitionSpec = resolution.require()
+    if strict and request.path is None and resolution.role is not Role.ACTIVATION:
+        raise_problems(path_required(request, manager.rules), resolution=resolution)
+    uses_manual = any(decision.manual for decision in resolution.decisions)
+    checked = resolution if uses_manual else None
+    if manual == frozenset(manager.sizes):
+        return Decided(request, None, checked, strict)
+    return Decided(request, constraint.make_placement(spec, manager.mesh, ambient), checked, strict)
+
+
+def global_array(
+    manager: Manager,
+    local: Any,
+    annotation: Any,
+    *,
+    global_shape: Sequence[int] | None = None,
+    mode: str | None = None,
+) -> jax.Array:
+    """Build a global array from the parts that the processes have."""
+    if (group := manager.group()) is not None:
+        compare_parts(group, annotation, local, global_shape)
+    local = read_local(local)
+    if global_shape is not None:
+        global_shape = _read_shape(global_shape, local)
+    resolution = manager.answer(Request(annotation, global_shape, mode))
+    if ShapeRequiredError in {problem.error for problem in resolution.problems}:
+        problems = suggest_for_missing_size(resolution, "pass global_shape=")
+        raise_problems(problems, resolution=resolution)
+    if len(resolution.decisions) != local.ndim:
+        raise_problems([_local_rank_problem(resolution, local)], resolution=resolution)
+    constraint.check_kept(local)
+    sharding = manager.sharding_of(resolution)
+    if global_shape is None:
+        global_shape = constraint.global_shape(sharding, local.shape)
+    shape = tuple(global_shape)
+    manager.answer(Request(annotation, shape, mode)).require()
+    if group is not None:
+        compare_copies(group, sharding, local, shape)
+    try:
+        array: jax.Array = jax.make_array_from_process_local_data(sharding, local, shape)
+    except ValueError as error:
+        raise ShardingError(
+            f"the local array has the shape {local.shape}, which is not the part of this "
+            f"process of {shape} under {sharding.spec}",
+            path="global_shape",
+            fix=f"leave it out for {constraint.global_shape(sharding, local.shape)}",
+        ) from error
+    return array
+
+
+def shard_map(
+    manager: Manager,
+    f: Callable[..., Any],
+    *,
+    in_axes: Sequence[Any],
+    out_axes: Any,
+    sizes: Mapping[str, int] | None = None,
+    mode: str | None = None,
+    check_vma: bool = True,
+) -> Callable[..., Any]:
+    """Return the jitted `jax.shard_map` of a function, given annotations instead of specs."""
+    if not isinstance(in_axes, (tuple, list)):
+        raise StrategyError(
+            f"in_axes={in_axes!r} is not a tuple",
+            fix="write one annotation, or a tree of annotations, per positional argument",
+        )
+    from shardwright.manager.shard_map import SemanticShardMap, checked_outputs, known_sizes
+
+    def explain(annotation: Any, shape: Sequence[int] | None, path: str | None) -> Resolution:
+        ambient = _jax.ambient_mesh()
+        manual = manager.manual_axes(ambient)
+        return manager.answer(Request(annotation, shape, mode, None, path, manual), ambient)
+
+    return SemanticShardMap(
+        f,
+        tuple(in_axes),
+        checked_outputs(out_axes),
+        known_sizes(sizes or {}, manager.rules),
+        manager.mesh,
+        explain,
+        manager.manual_axes,
+        check_vma,
+    )
+
+
+def check_varying(x: Any, resolution: Resolution, path: str | None) -> None:
+    """Check that an array varies over every Manual mesh axis that its dims are sharded over.
+
+    A cached resolution may have the path of another array, so the error has the path given here.
+    """
+    varying = _jax.varying_axes(x)
+    missing = [
+        (decision, axis)
+        for decision in resolution.decisions
+        for axis in decision.manual
+        if axis not in varying
+    ]
+    if not missing:
+        return
+    resolution = dataclasses.replace(resolution, path=path or resolution.path)
+    problems = [
+        dim_problem(
+            ManualAxisError,
+            resolution,
+            decision,
+            f"{axis} is Manual here, and the value does not vary over it",
+            mesh_axes=(axis,),
+            fix=f"shard the value over {axis} in the inputs of shard_map, annotate the dim EMPTY, "
+            "or use hint",
+        )
+        for decision, axis in missing
+    ]
+    raise_problems(problems, resolution=resolution)
+
+
+def _read_shape(global_shape: Any, local: Any) -> tuple[int, ...]:
+    """Return `global_shape` as a tuple of integers, one per dim of the local array."""
+    sizes = tuple(map(as_integer, global_shape)) if isinstance(global_shape, Sequence) else ()
+    if len(sizes) != local.ndim or None in sizes:
+        raise ShardingError(
+            f"global_shape={global_shape!r}, and the local array has the shape {local.shape}",
+            path="global_shape",
+            fix="pass one integer per dim, or leave it out",
+        )
+    return tuple(size for size in sizes if size is not None)
+
+
+def _local_rank_problem(resolution: Resolution, local: Any) -> Problem:
+    return Problem(
+        error=RankMismatchError,
+        what=f"{resolution.annotation} has rank {len(resolution.decisions)}, "
+        f"and the local array has shape {local.shape}",
+        fix="annotate every dim; the local array has the rank of the global one",
+    )
