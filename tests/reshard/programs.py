@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh
 
 from shardwright.plan.collectives.read import read_collectives
-from shardwright.reshard import leaf, transfer
+from shardwright.reshard import leaf
 
 PROGRAMS = ("zeros_program", "move_program", "split_program", "join_program")
 # Such as `u16[2,8]{1,0} collective-permute(...), source_target_pairs={{0,1},{1,0}}`.
@@ -95,9 +95,9 @@ def watch(patch: pytest.MonkeyPatch) -> Iterator[Watched]:
             assert not isinstance(block, jax.Array) or block.devices() != {device}
         return original_send(blocks, devices)
 
-    original_send = transfer.send
+    original_send = leaf.send
     with patch.context() as inner:
         for name in PROGRAMS:
             inner.setattr(leaf, name, watching(name))
-        inner.setattr(transfer, "send", send)
+        inner.setattr(leaf, "send", send)
         yield watched
