@@ -158,3 +158,10 @@ def test_carry_of_zeros_that_becomes_a_sum() -> None:
 def test_dim_that_a_reshape_cuts_is_gathered(old: Any, new: Any, entries: Any) -> None:
     kinds = check(lambda x: jnp.tanh(x.reshape(new)), (old, entries), marked=True)
     assert kinds == ["all_gather"]
+
+
+def test_partial_scalar_that_gets_dims_is_summed() -> None:
+    def total(x: Any) -> Any:
+        return lax.expand_dims(lax.reshape(jnp.sum(x), (1,)), (0,)) * 2
+
+    assert check(total, ((16, 64), (None, "b"))) == ["all_reduce"]

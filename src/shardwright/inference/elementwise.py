@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from shardwright.inference.atoms import Dim, finest, new_dim
+from shardwright.dims import table
+from shardwright.inference.atoms import Dim, Dims, finest
 from shardwright.inference.facts import Lookup
 from shardwright.inference.roots import is_residual
 from shardwright.inference.step import Step, Value
@@ -21,24 +22,15 @@ def elementwise(step: Step) -> list[Value] | None:
     A dim of size 1 is broadcast, so it is not aligned. Scalars are ignored.
     """
     shapes = step.shapes
-    shape = shapes[0] if shapes else ()
-    full = [
-        (value, own)
-        for value, own in zip(step.values, step.operand_shapes, strict=True)
-        if own == shape or _broadcasts(own, shape)
-    ]
-    if not shape or not full or any(other != shape for other in shapes[1:]):
+    known = table.elementwise(tuple(step.operand_shapes), tuple(shapes))
+    if known is None or not shapes[0]:
         return None
-    operands = [value for value, _ in full]
+    pairs = zip(step.values, step.operand_shapes, strict=True)
+    operands = [value for value, own in pairs if table.broadcasts(own, shapes[0])]
     is_computed = any(value.is_computed for value in operands) and not any(
         map(_is_matrix, operands)
     )
-    dims = []
-    for at, size in enumerate(shape):
-        candidates = [value.dims[at] for value, own in full if own[at] == size]
-        dims.append(candidates[0] if candidates else new_dim(size))
-        for other in candidates[1:]:
-            step.same(candidates[0], other)
+    dims = step.aligned(known)[0]
     _mark(step, operands, dims)
     _record_selection(step, operands)
     result = step.result(dims, _one_hot(step, operands))
@@ -56,13 +48,7 @@ def _is_matrix(value: Value) -> bool:
     )
 
 
-def _broadcasts(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    return len(own) == len(shape) and all(
-        size in (1, n) for size, n in zip(own, shape, strict=True)
-    )
-
-
-def _mark(step: Step, operands: list[Value], dims: list[Dim]) -> None:
+def _mark(step: Step, operands: list[Value], dims: Dims) -> None:
     """Mark the atoms of an activation function, or of a residual addition."""
     name = step.equation.primitive.name
     if name in _NONLINEAR:
@@ -118,6 +104,6 @@ def _one_hot(step: Step, operands: list[Value]) -> Dim | None:
 
 def reduction(step: Step) -> list[Value]:
     """Drop the dims that are reduced."""
-    axes = step.parameters.get("axes", step.parameters.get("dimensions"))
-    others = [dim for at, dim in enumerate(step.values[0].dims) if at not in axes]
-    return [step.result(others)] * len(step.shapes)
+    known = table.correspondence(step.equation)
+    assert known is not None
+    return [step.result(step.aligned(known)[0])] * len(step.shapes)

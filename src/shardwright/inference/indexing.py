@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from shardwright.inference import elementwise
 from shardwright.inference.atoms import Dim, Dims, finest, new_dim, new_dims
 from shardwright.inference.facts import Lookup, Use
 from shardwright.inference.step import Step, Value
@@ -117,8 +118,8 @@ def arg_reduction(step: Step) -> list[Value]:
     """Drop the searched dim."""
     axes, dims = step.parameters["axes"], step.values[0].dims
     step.facts.largest += [Use(dim=dims[axis], site=step.site) for axis in axes]
-    others = [dim for at, dim in enumerate(dims) if at not in axes]
-    return [dataclasses.replace(step.result(others), loops=frozenset())]
+    (result,) = elementwise.reduction(step)
+    return [dataclasses.replace(result, loops=frozenset())]
 
 
 def random(step: Step) -> list[Value]:

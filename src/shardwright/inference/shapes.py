@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 
-from shardwright.inference.atoms import Atom, Dim, finest, new_dim, new_dims, regroup, size_of
+from shardwright.dims.table import correspondence
+from shardwright.inference.atoms import Atom, Dim, finest, new_dim, regroup, size_of
 from shardwright.inference.facts import Piece, Use
 from shardwright.inference.step import Step, Value
 
 
 def transpose(step: Step) -> list[Value]:
     """Permute the dims."""
-    dims = step.values[0].dims
-    return [step.result([dims[at] for at in step.parameters["permutation"]])]
+    known = correspondence(step.equation)
+    assert known is not None
+    return [step.result(dims) for dims in step.aligned(known)]
 
 
 def reshape(step: Step) -> list[Value]:
@@ -22,11 +24,9 @@ def reshape(step: Step) -> list[Value]:
 
 def broadcast(step: Step) -> list[Value]:
     """Keep the dims that keep their size; the others are new."""
-    dims = list(new_dims(step.shapes[0]))
-    for old, new in enumerate(step.parameters["broadcast_dimensions"]):
-        if step.operand_shapes[0][old] == step.shapes[0][new]:
-            dims[new] = step.values[0].dims[old]
-    return [step.result(dims, step.values[0].one_hot)]
+    known = correspondence(step.equation)
+    assert known is not None
+    return [step.result(step.aligned(known)[0], step.values[0].one_hot)]
 
 
 def iota(step: Step) -> list[Value]:

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwright.inference.atoms import Dim, Dims, new_dims
+from shardwright.dims.table import Correspondence
+from shardwright.inference.atoms import Dim, Dims, new_dim, new_dims
 from shardwright.inference.evidence import Site
 from shardwright.inference.facts import Facts
 from shardwright.inference.roots import Root, new_root
@@ -95,6 +96,21 @@ class Step:
     def same(self, left: Dim, right: Dim) -> None:
         """Record that two dims are the same."""
         self.facts.same(left, right, self.site)
+
+    def aligned(self, known: Correspondence) -> list[Dims]:
+        """Record that dims with equal factors are the same. Return the dims of each result.
+
+        Args:
+          known: How dims correspond. Each dim has at most one factor.
+        """
+        dims: dict[int, Dim] = {}
+        for value, side in zip(self.values, known.operands, strict=True):
+            for dim, factors in zip(value.dims, side, strict=True):
+                for factor in factors:
+                    self.same(dims.setdefault(factor, dim), dim)
+        for factor, size in enumerate(known.sizes):
+            dims.setdefault(factor, new_dim(size))
+        return [tuple(dims[factor] for (factor,) in side) for side in known.results]
 
     def result(
         self, dims: Iterable[Dim], one_hot: Dim | None = None, *, root: Root | None = None

@@ -10,10 +10,10 @@ from jax.extend.core import Literal
 
 from shardwright import _jax
 from shardwright.dims.bodies import Runs, bodies
+from shardwright.dims.primitives import CONSTRAINTS, ELEMENTWISE, NAMES, REDUCTIONS, SCATTERS
 from shardwright.plan.walk.equations import called_jaxpr, live_equations, run_bodies
 from shardwright.plan.walk.liveness import LOOPS, TEMPORARY, Buffer, Peak, Timeline
 from shardwright.plan.walk.padding import keep_copies, padded_copies, with_one_row
-from shardwright.plan.walk.primitives import CONSTRAINTS, ELEMENTWISE, NAMES, REDUCTIONS, SCATTERS
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Value
 from shardwright.trees.tensors import whole_bytes

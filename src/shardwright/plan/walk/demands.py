@@ -7,15 +7,18 @@ this axis, the constraint decides which operand keeps it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from jax.extend.core import Literal
 
-from shardwright.plan.walk.primitives import CONSTRAINTS, ELEMENTWISE
-from shardwright.plan.walk.reshapes import through_reshape
+from shardwright.dims.primitives import CONSTRAINTS, ELEMENTWISE
+from shardwright.dims.table import correspondence
+from shardwright.plan.walk.factors import fitting, placed, spread
 from shardwright.plan.walk.values import Dims
 
 Demands: TypeAlias = dict[Any, Dims]
+# Demands of more primitives would change plans that equal XLA's programs.
+_PASSED_ON: Final = ELEMENTWISE | {"transpose", "broadcast_in_dim", "reshape"}
 
 
 def demands(
@@ -58,24 +61,15 @@ def demands(
 
 def _passed_on(equation: Any, dims: Dims, sizes: Mapping[str, int]) -> Sequence[Dims | None]:
     """Return the dims required of each operand, if `dims` are required of the result."""
-    name, parameters, result = equation.primitive.name, equation.params, equation.outvars[0].aval
-    shapes = [variable.aval.shape for variable in equation.invars]
-    if name in ELEMENTWISE:
-        return [_unstretched(dims, shape, result.shape) for shape in shapes]
-    if name == "transpose":
-        permutation = parameters["permutation"]
-        return [tuple(dims[permutation.index(dim)] for dim in range(len(dims)))]
-    if name == "broadcast_in_dim" and shapes:
-        kept = enumerate(parameters["broadcast_dimensions"])
-        return [tuple(dims[to] if shapes[0][at] == result.shape[to] else () for at, to in kept)]
-    if name == "reshape":
-        return [through_reshape(dims, result.shape, shapes[0], sizes)]
-    return []
-
-
-def _unstretched(dims: Dims, shape: Sequence[int], whole: Sequence[int]) -> Dims | None:
-    """Return the dims of an operand. Its dims of size 1 are stretched, and have no mesh axes."""
-    if len(shape) != len(whole):
-        return None
-    pairs = zip(dims, shape, whole, strict=True)
-    return tuple(axes if size == stretched else () for axes, size, stretched in pairs)
+    name = equation.primitive.name
+    known = correspondence(equation) if name in _PASSED_ON else None
+    if known is None:
+        return []
+    order = placed(known, known.results[0], dims, sizes)
+    if name == "reshape" and (
+        len(order) < sum(map(bool, dims)) or not order.keys() <= fitting(known)
+    ):
+        return []
+    if name in ELEMENTWISE:  # a scalar operand has no dims to shard
+        return [spread(side, order) if len(side) == len(dims) else None for side in known.operands]
+    return [spread(side, order) for side in known.operands[:1]]

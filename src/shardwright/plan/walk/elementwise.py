@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from shardwright.dims.primitives import ADDITIONS, KEEPS_SUM, NAMES
+from shardwright.dims.table import Correspondence, correspondence
 from shardwright.plan.collectives.collective import Kind
-from shardwright.plan.walk.primitives import ADDITIONS, KEEPS_SUM, NAMES
+from shardwright.plan.walk.factors import Order, placed
+from shardwright.plan.walk.follow import follow, most_sharded
 from shardwright.plan.walk.step import Step
-from shardwright.plan.walk.values import (
-    Dims,
-    Value,
-    axes_of,
-    local_elements,
-    merged_origins,
-    most_sharded,
-    shards,
-)
+from shardwright.plan.walk.values import Value, axes_of, local_elements, shards
 from shardwright.trees.tensors import whole_bytes
 
 
@@ -32,27 +27,10 @@ def elementwise(step: Step) -> list[Value]:
             alike = len({value.sum_dtype for value in operands}) == 1
             return [operands[0] if alike else replace(operands[0], sum_dtype="")]
     values = [step.whole(at) for at in range(len(step.values))]
-    shape = step.results[0].shape
-    full = [
-        at
-        for at, aval in enumerate(step.avals)
-        if aval.ndim == len(shape) and aval.ndim and not values[at].free
-    ]
-    if not full:
+    known = correspondence(step.equation)
+    if known is None:
         return step.anywhere() if all(value.free for value in values) else step.replicated()
-    dims = _agreed(step, [values[at].dims for at in full])
-    for at in full:
-        # A dim of size 1 is broadcast, and has nothing to shard.
-        sizes = step.avals[at].shape
-        step.move(
-            at,
-            tuple(
-                axes if size == whole else ()
-                for axes, size, whole in zip(dims, sizes, shape, strict=True)
-            ),
-        )
-    origins = merged_origins(values[at] for at in full)
-    return [Value(dims=dims, origins=origins) for _ in step.results]
+    return follow(step, known, values, choose=_agreed)
 
 
 def bitcast(step: Step) -> list[Value]:
@@ -80,54 +58,42 @@ def _owe_alike(values: Sequence[Value]) -> bool:
     )
 
 
-def _agreed(step: Step, operands: Sequence[Dims]) -> Dims:
-    """Return the dims to which operands move: those of a constraint, else the most sharded ones."""
-    wanted = step.wanted[0]
-    if wanted is not None and wanted in operands:
-        base = wanted
-    else:
-        base = most_sharded(operands, step.ledger.sizes)
-    used = set(axes_of(base))
-    agreed = list(base)
-    for dims in operands:
-        for at, axes in enumerate(dims):
-            if not agreed[at] and axes and not used & set(axes):
-                agreed[at] = axes
-                used |= set(axes)
+def _agreed(step: Step, known: Correspondence, held: Mapping[int, Order]) -> Order:
+    """Return the sharding of operands: that of a constraint, else that of the most sharded one.
+
+    Mesh axes that it does not use shard the dims of other operands.
+    """
+    wanted, sizes = step.wanted[0], step.ledger.sizes
+    asked = None if wanted is None else placed(known, known.results[0], wanted, sizes)
+    agreed = dict(asked if asked in held.values() and asked else most_sharded(step, known, held))
+    used = {*axes_of(tuple(agreed.values()))}
+    for order in held.values():
+        for factor, axes in order.items():
+            if factor not in agreed and not used & {*axes}:
+                agreed[factor] = axes
+                used |= {*axes}
     if wanted is None:
-        for axis in step.ledger.sizes:
-            if len({at for dims in operands for at, axes in enumerate(dims) if axis in axes}) > 1:
+        for axis in sizes:
+            places = {f for order in held.values() for f, axes in order.items() if axis in axes}
+            if len(places) > 1:
                 step.note_choice(axis)
-    return tuple(agreed)
+    return agreed
 
 
 def cumulative(step: Step) -> list[Value]:
     """Follow a cumulative sum or maximum: its dim must be whole on each device."""
-    value = step.whole(0)
-    if value.free:
-        return step.anywhere()
-    axis = step.parameters["axis"]
-    dims = tuple(() if at == axis else axes for at, axes in enumerate(value.dims))
-    moved = step.move(0, dims)
-    return [moved for _ in step.results]
+    known = correspondence(step.equation)
+    assert known is not None
+    return follow(step, known, [step.whole(0)])
 
 
 def reduction(step: Step) -> list[Value]:
     """Follow a reduction. Over a sharded dim, a sum stays partial. A maximum is completed."""
-    value = step.whole(0)
+    value, known = step.whole(0), correspondence(step.equation)
+    assert known is not None
     if value.free:
         return step.anywhere()
-    reduced = step.parameters.get("axes", step.parameters.get("dimensions", ()))
-    groups = tuple(frozenset(value.dims[at]) for at in reduced if value.dims[at])
-    owed = frozenset().union(*groups)
-    dims = tuple(axes for at, axes in enumerate(value.dims) if at not in reduced)
-    result = Value(
-        dims=dims,
-        owed=owed,
-        groups=groups,
-        origins=value.origins,
-        widened_from=value.widened_from,
-    )
+    result = replace(follow(step, known, [value])[0], widened_from=value.widened_from)
     if step.name in ("argmax", "argmin"):
         return [_best(step, result)]
     if step.name in ("reduce_max", "reduce_min"):

@@ -9,9 +9,8 @@ from typing import Any, Final
 from jax.extend.core import Literal
 
 from shardwright.dims.bodies import Body, Runs, bodies
-from shardwright.plan.walk.primitives import ADDITIONS, KEEPS_SUM
+from shardwright.dims.table import correspondence
 
-_PASS_SUMS_ON: Final = KEEPS_SUM | ADDITIONS | {"transpose", "reshape", "squeeze", "expand_dims"}
 # A plan knows which branch by platform runs, because all chips of `hardware.toml` are TPUs.
 _PLATFORM: Final = "tpu"
 
@@ -53,13 +52,8 @@ def needed_whole(equations: Iterable[Any]) -> set[Any]:
 
 def passes_sum_on(equation: Any) -> bool:
     """Tell whether an equation may run on the terms of a partial sum."""
-    name = equation.primitive.name
-    if name == "broadcast_in_dim":
-        # It only adds dims of size 1.
-        return all(
-            variable.aval.size == equation.outvars[0].aval.size for variable in equation.invars
-        )
-    return name in _PASS_SUMS_ON
+    known = correspondence(equation)
+    return known is not None and known.adds
 
 
 def constants(jaxpr: Any) -> list[Any]:

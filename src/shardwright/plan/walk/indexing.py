@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from shardwright.dims.primitives import SCATTERS
 from shardwright.plan.walk.lookups import Lookup, Move, Name, partition, shared_axes
-from shardwright.plan.walk.primitives import SCATTERS
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Dims, Origin, Value, axes_of, most_runs, shards
 

@@ -19,8 +19,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from shardwright.dims.primitives import SCATTERS
 from shardwright.plan.walk.liveness import TEMPORARY, Buffer, Padded, Timeline, roots
-from shardwright.plan.walk.primitives import SCATTERS
 
 _LANES: Final = 128
 

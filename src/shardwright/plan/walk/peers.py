@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from jax.extend.core import Literal
 
+from shardwright.dims.primitives import ELEMENTWISE, SCATTERS
 from shardwright.plan.walk.equations import called_jaxpr
-from shardwright.plan.walk.primitives import ELEMENTWISE, SCATTERS
 from shardwright.plan.walk.values import Dims, Value
 
 # Largest number of elementwise equations that are followed until a value has a sharding.

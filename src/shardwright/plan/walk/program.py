@@ -11,6 +11,14 @@ from jax.extend.core import Literal
 from jax.sharding import AxisType, NamedSharding
 
 from shardwright import _jax
+from shardwright.dims.primitives import (
+    CONSTRAINTS,
+    CUMULATIVE,
+    ELEMENTWISE,
+    REDUCTIONS,
+    SOURCES,
+    VIEWS,
+)
 from shardwright.plan.walk import control, elementwise, indexing, products, shapes
 from shardwright.plan.walk.buffers import with_buffers
 from shardwright.plan.walk.demands import demands
@@ -26,13 +34,6 @@ from shardwright.plan.walk.liveness import CONSTANTS, RESULTS, TEMPORARY, Buffer
 from shardwright.plan.walk.manual import shard_map
 from shardwright.plan.walk.masks import Place, equal_masks, required_dims, shared_mask
 from shardwright.plan.walk.peers import Peers, is_scattered
-from shardwright.plan.walk.primitives import (
-    CONSTRAINTS,
-    CUMULATIVE,
-    ELEMENTWISE,
-    REDUCTIONS,
-    SOURCES,
-)
 from shardwright.plan.walk.step import Rule, Scope, Step
 from shardwright.plan.walk.values import (
     KEEP,
@@ -52,13 +53,8 @@ _RULES: Final[Mapping[str, Rule]] = {
     **dict.fromkeys(CONSTRAINTS, shapes.constraint),
     **dict.fromkeys(SOURCES, Step.anywhere),
     "bitcast_convert_type": elementwise.bitcast,
-    "transpose": shapes.transpose,
-    "reshape": shapes.reshape,
-    "squeeze": shapes.squeeze,
-    "expand_dims": shapes.expand_dims,
-    "broadcast_in_dim": shapes.broadcast_in_dim,
-    "rev": shapes.reverse,
-    "sort": shapes.sort,
+    **dict.fromkeys(VIEWS, shapes.view),
+    **dict.fromkeys(("rev", "sort"), shapes.whole_along),
     "top_k": shapes.top_k,
     "slice": shapes.cut,
     "pad": shapes.cut,

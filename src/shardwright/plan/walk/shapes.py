@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
+from shardwright.dims.table import correspondence
 from shardwright.plan.collectives.collective import Kind
-from shardwright.plan.walk.equations import passes_sum_on
-from shardwright.plan.walk.reshapes import fitting_dims, through_reshape
+from shardwright.plan.walk.follow import follow
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import (
     Dims,
     Value,
-    anywhere,
     axes_of,
     merged_origins,
     most_sharded,
@@ -19,61 +19,28 @@ from shardwright.plan.walk.values import (
     with_kept,
 )
 
-
-def transpose(step: Step) -> list[Value]:
-    """Follow a transpose."""
-    value = step.maybe_partial(0)
-    return [value.with_dims(value.dims[at] for at in step.parameters["permutation"])]
+_GATHER: Final = "gather the dim with shard(...) before this {}"
 
 
-def reshape(step: Step) -> list[Value]:
-    """Follow a reshape. If no sharding of the result fits, the value is gathered first."""
-    value, aval, result = step.maybe_partial(0), step.avals[0], step.results[0]
-    if value.free:
-        return [anywhere(result.ndim)]
-    sizes = step.ledger.sizes
-    fitting = fitting_dims(value.dims, aval.shape, result.shape, sizes)
-    if fitting != value.dims:
-        lost = value.mesh_axes - axes_of(fitting)
-        step.doubt(lost, "gather the dim with shard(...) before this reshape")
-        value = step.move(0, fitting)
-    dims = through_reshape(value.dims, aval.shape, result.shape, sizes)
-    assert dims is not None
-    return [value.with_dims(dims)]
+def view(step: Step) -> list[Value]:
+    """Follow a transpose or a reshape. If no sharding of the result fits, the value is gathered.
+
+    A broadcast is followed too. Its new dims are replicated.
+    """
+    known = correspondence(step.equation)
+    assert known is not None
+    if not step.values:
+        return step.anywhere()
+    value = step.maybe_partial(0) if known.adds else step.whole(0)
+    return follow(step, known, [value], doubt=_GATHER.format(step.name))
 
 
-def squeeze(step: Step) -> list[Value]:
-    """Follow the removal of dims of size 1."""
-    value, removed = step.maybe_partial(0), step.parameters["dimensions"]
-    return [value.with_dims(axes for at, axes in enumerate(value.dims) if at not in removed)]
-
-
-def expand_dims(step: Step) -> list[Value]:
-    """Follow the insertion of dims of size 1."""
-    value = step.maybe_partial(0)
-    dims = list(value.dims)
-    for at in sorted(step.parameters["dimensions"]):
-        dims.insert(at, ())
-    return [value.with_dims(dims)]
-
-
-def broadcast_in_dim(step: Step) -> list[Value]:
-    """Follow a broadcast: new dims are replicated, and kept dims stay sharded."""
-    result = step.results[0]
-    if not step.values or step.values[0].free:
-        return [anywhere(result.ndim)]
-    aval = step.avals[0]
-    value = step.maybe_partial(0) if passes_sum_on(step.equation) else step.whole(0)
-    dims: list[tuple[str, ...]] = [()] * result.ndim
-    for at, to in enumerate(step.parameters["broadcast_dimensions"]):
-        if aval.shape[at] == result.shape[to]:
-            dims[to] = value.dims[at]
-    return [value.with_dims(dims)]
-
-
-def reverse(step: Step) -> list[Value]:
-    """Follow `rev`: a reversed dim must not be sharded."""
-    return _cut(step, step.parameters["dimensions"])
+def whole_along(step: Step) -> list[Value]:
+    """Follow a sort or `rev`: its dim must not be sharded."""
+    known = correspondence(step.equation)
+    assert known is not None
+    values = [step.whole(at) for at in range(len(step.values))]
+    return follow(step, known, values, doubt=_GATHER.format(step.name))
 
 
 def callback(step: Step) -> list[Value]:
@@ -88,11 +55,6 @@ def callback(step: Step) -> list[Value]:
         else:
             step.move(at, ((),) * aval.ndim)
     return []
-
-
-def sort(step: Step) -> list[Value]:
-    """Follow a sort: the sorted dim must not be sharded."""
-    return _cut(step, (step.parameters["dimension"] % step.results[0].ndim,))
 
 
 def top_k(step: Step) -> list[Value]:

@@ -123,6 +123,8 @@ SCATTERS: Final = frozenset(
     {"scatter", "scatter-add", "scatter_add", "scatter-max", "scatter-min", "scatter-mul"}
 )
 CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard", "annotate_axes"})
+# These move, split or join dims, or add some.
+VIEWS: Final = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
 # Every device can compute the result by itself.
 SOURCES: Final = frozenset(
     {

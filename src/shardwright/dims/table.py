@@ -1,0 +1,215 @@
+"""How the dims of the operands and results of an equation correspond."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+from shardwright.dims.primitives import ADDITIONS, CUMULATIVE, ELEMENTWISE, KEEPS_SUM, REDUCTIONS
+from shardwright.dims.reshapes import equal_products
+
+Shape: TypeAlias = tuple[int, ...]
+# The factors of each dim of an array, major first. A dim that nothing corresponds to has none.
+Factors: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+class Role(enum.Enum):
+    """What a primitive does along a factor."""
+
+    KEPT = "kept"
+    SUMMED = "summed"  # shards of the operand give partial sums
+    COMBINED = "combined"  # by another function than a sum, such as a maximum
+    CHANGED = "changed"  # elements of the result need elements of other shards
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Correspondence:
+    """How the dims of operands and results correspond.
+
+    Equal numbers are equal factors. `(12, 8)` reshaped to `(12, 2, 4)` has the factors 12, 2 and 4,
+    and its second dim the factors `(1, 2)`.
+
+    Attributes:
+      sizes: Size of each factor.
+      roles: What the primitive does along each factor.
+      operands: Factors of the dims of each operand.
+      results: Factors of the dims of each result.
+      adds: Whether the primitive may run on the terms of a sum, before they are added.
+    """
+
+    sizes: tuple[int, ...]
+    roles: tuple[Role, ...]
+    operands: tuple[Factors, ...]
+    results: tuple[Factors, ...]
+    adds: bool = False
+
+
+def correspondence(equation: Any) -> Correspondence | None:
+    """Return how the dims of an equation correspond, or None if the table has no such primitive."""
+    rule = _RULES.get(equation.primitive.name)
+    if rule is None:
+        return None
+    operands, results = (
+        tuple(tuple(variable.aval.shape) for variable in variables)
+        for variables in (equation.invars, equation.outvars)
+    )
+    return rule(operands, results, equation.params)
+
+
+# The rules below are cached, because a program has many equations of the same shapes.
+@functools.lru_cache(maxsize=4096)
+def elementwise(
+    operands: tuple[Shape, ...], results: tuple[Shape, ...], *, adds: bool = False
+) -> Correspondence | None:
+    """Return how dims correspond if operands are broadcast to one shape, that of all results.
+
+    A dim of size 1 that is broadcast has no factor, and neither has a scalar. The result is None if
+    the results have several shapes, or no operand has their rank.
+    """
+    if len({*results}) != 1:
+        return None
+    shape = results[0]
+    fits = [broadcasts(own, shape) for own in operands]
+    if not any(fits):
+        return None
+    sides = [
+        [(dim,) if size == shape[dim] else () for dim, size in enumerate(own)]
+        if full
+        else [()] * len(own)
+        for own, full in zip(operands, fits, strict=True)
+    ]
+    every = [(dim,) for dim in range(len(shape))]
+    return _made(shape, sides, [every] * len(results), adds=adds)
+
+
+def broadcasts(own: Shape, shape: Shape) -> bool:
+    """Return whether an array has the rank of a result, and each dim its size or size 1."""
+    return len(own) == len(shape) and all(
+        size in (1, whole) for size, whole in zip(own, shape, strict=True)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def transpose(shape: Shape, permutation: tuple[int, ...]) -> Correspondence:
+    """Return how the dims of a transpose correspond."""
+    every = [(dim,) for dim in range(len(shape))]
+    return _made(shape, [every], [[every[dim] for dim in permutation]], adds=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def broadcast(old: Shape, new: Shape, places: tuple[int, ...]) -> Correspondence:
+    """Return how the dims of a `broadcast_in_dim` correspond. `places` has the new dim of each."""
+    operand = [(to,) if old[dim] == new[to] else () for dim, to in enumerate(places)]
+    adds = math.prod(old) == math.prod(new)  # it only adds dims of size 1
+    return _made(new, [operand], [[(dim,) for dim in range(len(new))]], adds=adds)
+
+
+@functools.lru_cache(maxsize=4096)
+def reshape(old: Shape, new: Shape) -> Correspondence:
+    """Return how the dims of a reshape correspond: by the largest factors that both shapes have.
+
+    Where the boundaries of the dims do not match, factors are `CHANGED` up to the next one.
+    """
+    sizes: list[int] = []
+    roles: dict[int, Role] = {}
+    sides: tuple[list[list[int]], list[list[int]]] = ([[] for _ in old], [[] for _ in new])
+    for group in equal_products(old, new):
+        left, right = (
+            [(dim, shape[dim]) for dim in dims if shape[dim] != 1]
+            for dims, shape in zip(group, (old, new), strict=True)
+        )
+        while left and right:
+            (dim, size), (to, other) = left.pop(0), right.pop(0)
+            common = math.gcd(size, other)
+            if common == 1:  # nothing is known of the rest of the group
+                rest = ((0, [(dim, size), *left]), (1, [(to, other), *right]))
+                for side, pairs in rest:
+                    for at, opaque in pairs:
+                        roles[len(sizes)] = Role.CHANGED
+                        sides[side][at].append(len(sizes))
+                        sizes.append(opaque)
+                break
+            sides[0][dim].append(len(sizes))
+            sides[1][to].append(len(sizes))
+            sizes.append(common)
+            left[:0] = [(dim, size // common)] if size > common else []
+            right[:0] = [(to, other // common)] if other > common else []
+    return _made(sizes, [sides[0]], [sides[1]], roles=roles, adds=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def reduction(
+    operands: tuple[Shape, ...], results: int, gone: tuple[int, ...], role: Role
+) -> Correspondence:
+    """Return how the dims of a reduction correspond. Operands after the first are scalars."""
+    every = [(dim,) for dim in range(len(operands[0]))]
+    sides: list[Sequence[tuple[int, ...]]] = [
+        every if len(own) == len(every) else [()] * len(own) for own in operands
+    ]
+    kept = [factor for dim, factor in enumerate(every) if dim not in gone]
+    return _made(operands[0], sides, [kept] * results, roles=dict.fromkeys(gone, role))
+
+
+@functools.lru_cache(maxsize=4096)
+def along(shapes: tuple[Shape, ...], results: int, dims: tuple[int, ...]) -> Correspondence:
+    """Return how dims correspond if shapes stay and each element needs others along some dims."""
+    every = [(dim,) for dim in range(len(shapes[0]))]
+    roles = dict.fromkeys(dims, Role.CHANGED)
+    return _made(shapes[0], [every] * len(shapes), [every] * results, roles=roles)
+
+
+def _made(
+    sizes: Iterable[int],
+    operands: Iterable[Iterable[Iterable[int]]],
+    results: Iterable[Iterable[Iterable[int]]],
+    *,
+    roles: Mapping[int, Role] = MappingProxyType({}),
+    adds: bool = False,
+) -> Correspondence:
+    known = tuple(sizes)
+    return Correspondence(
+        sizes=known,
+        roles=tuple(roles.get(factor, Role.KEPT) for factor in range(len(known))),
+        operands=tuple(tuple(map(tuple, side)) for side in operands),
+        results=tuple(tuple(map(tuple, side)) for side in results),
+        adds=adds,
+    )
+
+
+_Rule: TypeAlias = Callable[
+    [tuple[Shape, ...], tuple[Shape, ...], Mapping[str, Any]], Correspondence | None
+]
+
+
+def _reduced(role: Role) -> _Rule:
+    def rule(
+        operands: tuple[Shape, ...], results: tuple[Shape, ...], parameters: Mapping[str, Any]
+    ) -> Correspondence:
+        gone = parameters.get("axes", parameters.get("dimensions", ()))
+        return reduction(operands, len(results), tuple(gone), role)
+
+    return rule
+
+
+_RULES: Final[Mapping[str, _Rule]] = {
+    **dict.fromkeys(ELEMENTWISE, lambda old, new, _: elementwise(old, new)),
+    "bitcast_convert_type": lambda old, new, _: elementwise(old, new),
+    **dict.fromkeys(KEEPS_SUM | ADDITIONS, lambda old, new, _: elementwise(old, new, adds=True)),
+    **dict.fromkeys((*REDUCTIONS, "reduce"), _reduced(Role.COMBINED)),
+    "reduce_sum": _reduced(Role.SUMMED),
+    **dict.fromkeys(CUMULATIVE, lambda old, new, p: along(old, len(new), (p["axis"],))),
+    "sort": lambda old, new, p: along(old, len(new), (p["dimension"] % len(old[0]),)),
+    "rev": lambda old, new, p: along(old, len(new), tuple(p["dimensions"])),
+    **dict.fromkeys(
+        ("reshape", "squeeze", "expand_dims"), lambda old, new, _: reshape(old[0], new[0])
+    ),
+    "transpose": lambda old, _, p: transpose(old[0], tuple(p["permutation"])),
+    "broadcast_in_dim": lambda old, new, p: broadcast(
+        old[0] if old else (), new[0], tuple(p["broadcast_dimensions"])
+    ),
+}

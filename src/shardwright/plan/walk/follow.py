@@ -1,0 +1,84 @@
+"""Follow an equation whose dims correspond as the table says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from shardwright.dims.table import Correspondence, Role
+from shardwright.plan.walk.factors import Order, fitting, placed, spread
+from shardwright.plan.walk.step import Step
+from shardwright.plan.walk.values import Value, axes_of, merged_origins, shards
+
+# Chooses between the shardings of the operands.
+Choose: TypeAlias = Callable[[Step, Correspondence, Mapping[int, Order]], Order]
+
+
+def most_sharded(step: Step, known: Correspondence, held: Mapping[int, Order]) -> Order:
+    """Return the sharding of the operand with the most shards. On a tie, return the first."""
+    del known
+    return max(
+        held.values(), key=lambda own: shards(axes_of(tuple(own.values())), step.ledger.sizes)
+    )
+
+
+def follow(
+    step: Step,
+    known: Correspondence,
+    values: Sequence[Value],
+    *,
+    choose: Choose = most_sharded,
+    doubt: str = "",
+) -> list[Value]:
+    """Bring the operands to one sharding, and return the results. Sums stay partial.
+
+    Args:
+      step: The equation.
+      known: How its dims correspond.
+      values: Its operands, each a complete sum unless the equation may run on its terms.
+      choose: Which sharding is kept if operands differ.
+      doubt: What would settle it if a mesh axis is lost, because compilers may do something else.
+    """
+    sizes = step.ledger.sizes
+    live = [at for at, value in enumerate(values) if not value.free and any(known.operands[at])]
+    if not live and known.adds and len(values) == 1:  # a scalar, maybe a partial sum
+        return [values[0].with_dims(spread(result, {})) for result in known.results]
+    if not live:
+        return step.anywhere() if all(value.free for value in values) else step.replicated()
+    held = {at: placed(known, known.operands[at], values[at].dims, sizes) for at in live}
+    fits = fitting(known)
+    order = {f: axes for f, axes in choose(step, known, held).items() if f in fits}
+    if doubt:
+        step.doubt(axes_of(tuple(_lost(known, held, values, fits))), doubt)
+    moved = {}
+    for at in live:
+        dims = spread(known.operands[at], order)
+        moved[at] = values[at] if values[at].dims == dims else step.move(at, dims)
+    if known.adds and len(values) == 1:
+        return [moved[0].with_dims(spread(result, order)) for result in known.results]
+    groups = tuple(
+        frozenset(axes) for factor, axes in order.items() if known.roles[factor] is not Role.KEPT
+    )
+    origins = merged_origins(values[at] for at in live)
+    return [
+        Value(
+            dims=spread(result, order),
+            owed=frozenset().union(*groups),
+            groups=groups,
+            origins=origins,
+        )
+        for result in known.results
+    ]
+
+
+def _lost(
+    known: Correspondence,
+    held: Mapping[int, Order],
+    values: Sequence[Value],
+    fits: Container[int],
+) -> Iterator[tuple[str, ...]]:
+    """Yield the mesh axes of dims that cannot stay sharded."""
+    for at, order in held.items():
+        for factors, axes in zip(known.operands[at], values[at].dims, strict=True):
+            if not any(factor in fits and factor in order for factor in factors[:1]):
+                yield axes

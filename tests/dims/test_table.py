@@ -1,0 +1,114 @@
+"""The table of dims against the primitives themselves, evaluated by JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from shardwright.dims.table import Correspondence, Factors, Role, correspondence
+
+# Programs of one equation.
+CASES: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
+    "tanh": (jnp.tanh, ((4, 6),)),
+    "add": (lax.add, ((4, 6), (4, 6))),
+    "clamp by scalars": (lax.clamp, ((), (4, 6), ())),
+    "convert": (lambda x: x.astype(jnp.bfloat16), ((4, 6),)),
+    "neg": (lax.neg, ((4, 6),)),
+    "transpose": (lambda x: x.transpose(2, 0, 1), ((2, 3, 4),)),
+    "broadcast": (lambda x: lax.broadcast_in_dim(x, (2, 3, 4), (0, 2)), ((2, 4),)),
+    "broadcast of a dim": (lambda x: lax.broadcast_in_dim(x, (2, 4), (0, 1)), ((2, 1),)),
+    "broadcast to dims of 1": (lambda x: lax.broadcast_in_dim(x, (2, 1, 4), (0, 2)), ((2, 4),)),
+    "join": (lambda x: lax.reshape(x, (8, 3)), ((2, 4, 3),)),
+    "split": (lambda x: lax.reshape(x, (2, 4, 3)), ((8, 3),)),
+    "move a boundary": (lambda x: lax.reshape(x, (16, 8)), ((8, 16),)),
+    "no common factor": (lambda x: lax.reshape(x, (5, 3, 8)), ((5, 4, 6),)),
+    "some common factors": (lambda x: lax.reshape(x, (8, 12)), ((12, 8),)),
+    "dims of 1": (lambda x: lax.reshape(x, (1, 8, 1, 3)), ((2, 1, 4, 3),)),
+    "squeeze": (lambda x: lax.squeeze(x, (1,)), ((2, 1, 3),)),
+    "expand_dims": (lambda x: lax.expand_dims(x, (0, 2)), ((2, 3),)),
+    "sum": (lambda x: lax.reduce_sum_p.bind(x, axes=(0, 2), out_sharding=None), ((2, 3, 4),)),
+    "max": (lambda x: lax.reduce_max_p.bind(x, axes=(1,), out_sharding=None), ((2, 3, 4),)),
+    "argmax": (lambda x: lax.argmax(x, 1, jnp.int32), ((2, 3, 4),)),
+    "reduce": (lambda x, y: lax.reduce(x, y, lambda a, b: a + b * 2, (1,)), ((2, 3, 4), ())),
+    "cumsum": (lambda x: lax.cumsum(x, 1), ((2, 3, 4),)),
+    "sort": (lambda x, y: lax.sort((x, y), dimension=0), ((4, 3), (4, 3))),
+    "rev": (lambda x: lax.rev(x, (0,)), ((4, 3),)),
+}
+
+
+def known_of(name: str) -> tuple[Correspondence, Any, list[Any]]:
+    function, shapes = CASES[name]
+    arrays = [
+        np.random.default_rng(at).normal(size=shape).astype(np.float32)
+        for at, shape in enumerate(shapes)
+    ]
+    (equation,) = jax.make_jaxpr(function)(*arrays).jaxpr.eqns
+    known = correspondence(equation)
+    assert known is not None
+    return known, function, arrays
+
+
+def slices(shape: tuple[int, ...], side: Factors, known: Correspondence, factor: int) -> Any:
+    """Return the numbers of the elements at each index of a factor, or None if it has no dim."""
+    axes = [(each, known.sizes[each]) for factors in side for each in factors or (-1,)]
+    if factor not in (each for each, _ in axes):
+        return None
+    whole = iter(shape)
+    sizes = []
+    for factors in side:
+        size = next(whole)
+        sizes += [known.sizes[each] for each in factors] or [size]
+    position = [each for each, _ in axes].index(factor)
+    numbers = np.arange(int(np.prod(shape))).reshape(sizes)
+    return [np.take(numbers, at, axis=position).ravel() for at in range(known.sizes[factor])]
+
+
+def changes(function: Any, arrays: list[Any], at: int, elements: Any) -> Iterator[set[int]]:
+    """Yield the elements of each result that depend on some elements of an operand."""
+    other = [array.copy() for array in arrays]
+    other[at].flat[elements] = np.float32(9) + np.arange(len(elements))
+    pairs = zip(jax.tree.leaves(function(*arrays)), jax.tree.leaves(function(*other)), strict=True)
+    for before, after in pairs:
+        yield {*np.flatnonzero(np.asarray(before).ravel() != np.asarray(after).ravel()).tolist()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_of_results_depend_on_equal_parts_of_operands(name: str) -> None:
+    known, function, arrays = known_of(name)
+    results = [np.asarray(leaf) for leaf in jax.tree.leaves(function(*arrays))]
+    for factor, role in enumerate(known.roles):
+        if role is Role.CHANGED:
+            continue
+        for at, side in enumerate(known.operands):
+            parts = slices(arrays[at].shape, side, known, factor)
+            for number, elements in enumerate(parts or ()):
+                found = changes(function, arrays, at, elements)
+                for result, own, changed in zip(results, known.results, found, strict=True):
+                    of_result = slices(result.shape, own, known, factor)
+                    assert (of_result is None) is (role is not Role.KEPT)
+                    if of_result is not None:
+                        assert changed <= {*of_result[number].tolist()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_partial_sums_pass_where_the_table_says(name: str) -> None:
+    known, function, arrays = known_of(name)
+    # Integers, whose sums are exact.
+    first, second = ([np.round(array * at) for array in arrays] for at in (3, 5))
+    total = function(*(a + b for a, b in zip(first, second, strict=True)))
+    if known.adds:
+        np.testing.assert_array_equal(total, function(*first) + function(*second))
+
+
+def test_reshape_by_hand() -> None:
+    known, _, _ = known_of("some common factors")
+    assert known.operands == (((0, 1), (2,)),)
+    assert known.results == (((0, 3), (4,)),)
+    assert known.sizes == (4, 3, 8, 2, 12)
+    assert known.roles == (Role.KEPT, *[Role.CHANGED] * 4)
