@@ -400,7 +400,7 @@ def test_states_of_every_kind_are_sharded_as_by_hand() -> None:
             tx=tx,
             opt_state=jax.eval_shape(tx.init, params),
         )
-        state, axes = bridge.annotations(state, NAMES)
+        state, axes = bridge.arrays(state), bridge.annotate(state, NAMES)
         shardings = pm.shardings(state, axes)
         by_hand = pm.state_shardings(state.opt_state, state.params, axes.params)
         assert shardings.opt_state == by_hand, name
@@ -469,9 +469,11 @@ def test_quantized_weights_in_a_box() -> None:
     with pytest.raises(sw.RankMismatchError, match=r"kernel: an array of shape \(2, 3\) beside"):
         bridge.annotate({"params": {"kernel": packed}}, NAMES)
     for nothing in (None, optax.MaskedNode(), {}):
-        empty = bridge.annotate({"a": box.replace_boxed(nothing), "b": box}, NAMES)
-        assert empty[1]["a"] == nothing
-        assert "a" not in pm.shardings(*empty) or not jax.tree.leaves(pm.shardings(*empty)["a"])
+        boxed = {"a": box.replace_boxed(nothing), "b": box}
+        axes = bridge.annotate(boxed, NAMES)
+        assert axes["a"] == nothing
+        shardings = pm.shardings(bridge.arrays(boxed), axes)
+        assert "a" not in shardings or not jax.tree.leaves(shardings["a"])
 
 
 @pytest.mark.full

@@ -76,7 +76,7 @@ _KEYS = {*_REPLACED, _OVERRIDE, _CUSTOM, _INPUTS, "model_name", "num_slices", "s
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Config:
+class _MaxTextConfig:
     """Keys and values of one file or of several merged ones, and where each rule is written."""
 
     values: Mapping[str, Any]
@@ -153,18 +153,18 @@ def to_strategy(
     return dataclasses.replace(imported, notes=(*notes, *imported.notes))
 
 
-def _merged(config: Any, overrides: dict[str, Any], notes: list[str]) -> _Config:
+def _merged(config: Any, overrides: dict[str, Any], notes: list[str]) -> _MaxTextConfig:
     """Merge the files in MaxText's order: bases, the model, the overrides, the custom file."""
     if isinstance(config, Mapping):
         _check_rules(config, "config")
-        folder, base = None, _Config(values=config, places=_numbered("config", config))
+        folder, base = None, _MaxTextConfig(values=config, places=_numbered("config", config))
     else:
         path = Path(config)
         folder, base = path.parent, _read_with_bases(path)
     _check_keys(overrides, base.values)
     _check_rules(overrides, "overrides")
     model = _model_file({**base.values, **overrides}, folder, notes)
-    override_layer = _Config(values=overrides, places=_numbered("overrides", overrides))
+    override_layer = _MaxTextConfig(values=overrides, places=_numbered("overrides", overrides))
     merged = base
     for layer in (model, override_layer):
         if layer is not None:
@@ -180,16 +180,16 @@ def _merged(config: Any, overrides: dict[str, Any], notes: list[str]) -> _Config
     values = {key: replacement.values[key] for key in _REPLACED if key in replacement.values}
     notes.append(f"{_CUSTOM}/{custom}.yml replaces {', '.join(values)}")
     places = replacement.places if _RULES in values else merged.places
-    return _Config(values={**merged.values, **values}, places=places)
+    return _MaxTextConfig(values={**merged.values, **values}, places=places)
 
 
-def _read(path: Path) -> _Config:
+def _read(path: Path) -> _MaxTextConfig:
     values, lines = read_yaml(path, _RULES)
     if not isinstance(values, dict):
         what = f"a configuration is a mapping, got {type(values).__name__}"
         raise StrategyError(what, path=path.name, fix="write one key: value on each line")
     _check_rules(values, path.name)
-    return _Config(values=values, places=tuple(f"{path.name}:{line}" for line in lines))
+    return _MaxTextConfig(values=values, places=tuple(f"{path.name}:{line}" for line in lines))
 
 
 def _check_rules(values: Mapping[str, Any], source: str) -> None:
@@ -208,7 +208,7 @@ def _numbered(source: str, values: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(f"{source}[{at}]" for at in range(len(values.get(_RULES) or ())))
 
 
-def _read_with_bases(path: Path) -> _Config:
+def _read_with_bases(path: Path) -> _MaxTextConfig:
     """Read a file over its `base_config`. Its rules replace all rules of the base."""
     layers = [_read(path)]
     chain = [path.resolve()]
@@ -228,7 +228,7 @@ def _read_with_bases(path: Path) -> _Config:
     for layer in layers:
         values.update(layer.values)
         places = layer.places if _RULES in layer.values else places
-    return _Config(values=values, places=places)
+    return _MaxTextConfig(values=values, places=places)
 
 
 def _check_keys(overrides: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -247,7 +247,9 @@ def _check_keys(overrides: Mapping[str, Any], values: Mapping[str, Any]) -> None
     raise_problems(problems)
 
 
-def _model_file(values: Mapping[str, Any], folder: Path | None, notes: list[str]) -> _Config | None:
+def _model_file(
+    values: Mapping[str, Any], folder: Path | None, notes: list[str]
+) -> _MaxTextConfig | None:
     name = str(values.get("model_name") or "default").replace("-Instruct", "")
     if name == "default":
         return None
@@ -258,7 +260,7 @@ def _model_file(values: Mapping[str, Any], folder: Path | None, notes: list[str]
     return _read(path)
 
 
-def _over(base: _Config, layer: _Config) -> _Config:
+def _over(base: _MaxTextConfig, layer: _MaxTextConfig) -> _MaxTextConfig:
     """Merge a layer over a base.
 
     The rules of the layer come last, and replace rules of the same name.
@@ -270,7 +272,7 @@ def _over(base: _Config, layer: _Config) -> _Config:
     replaced = {_name(rule) for rule, _ in own}
     merged = [pair for pair in rules if _name(pair[0]) not in replaced] + own
     values = {**base.values, **layer.values, _RULES: [rule for rule, _ in merged]}
-    return _Config(values=values, places=tuple(place for _, place in merged))
+    return _MaxTextConfig(values=values, places=tuple(place for _, place in merged))
 
 
 def _name(rule: Any) -> str | None:
@@ -336,7 +338,7 @@ def _mesh(values: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, int], 
     return mesh, {axis: size for axis, size in across.items() if size > 1}
 
 
-def _absent(merged: _Config, mesh: Mapping[str, int], notes: list[str]) -> dict[str, int]:
+def _absent(merged: _MaxTextConfig, mesh: Mapping[str, int], notes: list[str]) -> dict[str, int]:
     """Return the mesh axes of MaxText that rules name and the mesh lacks, with size 1.
 
     MaxText lets a rule take such an axis, so that a later dim cannot, and then leaves it out.

@@ -137,7 +137,7 @@ def accumulate(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class _AccumulationStep:
     """A step on the examples of one device.
 
     Attributes:
@@ -291,7 +291,7 @@ def _make_step(
     size: int,
     *,
     mean_over: str | None,
-) -> _Step:
+) -> _AccumulationStep:
     axes: tuple[str, ...] = ()
     shards, inside = 1, None
     if manager is not None:
@@ -304,7 +304,7 @@ def _make_step(
             path="n",
             fix="choose a divisor",
         )
-    return _Step(
+    return _AccumulationStep(
         loss=loss,
         n=n,
         axes=axes,
@@ -314,7 +314,7 @@ def _make_step(
     )
 
 
-def _on_shards(step: _Step, manager: PartitionManager) -> Callable[..., Accumulated]:
+def _on_shards(step: _AccumulationStep, manager: PartitionManager) -> Callable[..., Accumulated]:
     """Return a function of (weights, batch, channel, key) on the examples of each device."""
     whole = PartitionSpec()
     on_shards: Callable[..., Accumulated] = jax.shard_map(

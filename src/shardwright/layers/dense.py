@@ -16,12 +16,12 @@ from shardwright.manager.einsum import dot_general
 from shardwright.resolution.partition_specs import entry_names, entry_of
 from shardwright.vocabulary.annotations import ArraySpec
 
-Dims = Sequence[tuple[str, int]]  # (axis, size) of each dim
+NamedSizes = Sequence[tuple[str, int]]  # (axis, size) of each dim
 
 
 def specs(
-    inputs: Dims,
-    outputs: Dims,
+    inputs: NamedSizes,
+    outputs: NamedSizes,
     *,
     bias: bool = False,
     init: Any = None,

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardwright.errors import LayerError, RankMismatchError
 from shardwright.layers import dense
-from shardwright.layers.dense import Dims
+from shardwright.layers.dense import NamedSizes
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.layers.inputs import check_names, check_number
 from shardwright.vocabulary.annotations import ArraySpec
@@ -48,8 +48,8 @@ class LoraConfig:
 
 def specs(
     config: LoraConfig,
-    inputs: Dims,
-    outputs: Dims,
+    inputs: NamedSizes,
+    outputs: NamedSizes,
     *,
     init: Any = None,
     dtypes: Dtypes = FLOAT32,

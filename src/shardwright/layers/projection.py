@@ -10,7 +10,7 @@ import jax
 
 from shardwright.errors import LayerError, raise_problems
 from shardwright.layers import dense, lora
-from shardwright.layers.dense import Dims
+from shardwright.layers.dense import NamedSizes
 from shardwright.layers.dtypes import Dtypes
 from shardwright.layers.eight_bits.dense import DenseResult
 from shardwright.layers.eight_bits.dense import dense as quantized_dense
@@ -43,7 +43,7 @@ def check_options(config: Any) -> None:
 
 
 def specs(
-    inputs: Dims, outputs: Dims, *, adaptation: LoraConfig | None, **options: Any
+    inputs: NamedSizes, outputs: NamedSizes, *, adaptation: LoraConfig | None, **options: Any
 ) -> dict[str, Any]:
     """Return the parameters of a product: those of `dense.specs`, and `lora` if it is adapted.
 

@@ -17,7 +17,7 @@ import pytest
 
 import shardwright as sw
 from shardwright.interop import hf
-from shardwright.interop.hf.names import Table, missing
+from shardwright.interop.hf.names import NameTable, missing
 from shardwright.vocabulary.annotations import MergedDim, PartOf
 
 PATH = Path(__file__).parents[1] / "golden" / "hf_published.json"
@@ -33,7 +33,7 @@ def expanded(pattern: str) -> Iterator[str]:
     return (form.format(*numbers) for numbers in itertools.product(*spans))
 
 
-def expected_shape(table: Table, name: str) -> tuple[int, ...]:
+def expected_shape(table: NameTable, name: str) -> tuple[int, ...]:
     row = re.sub(r"(?<=\.)\d+(?=\.)", "#", name.removeprefix("model."))
     words = table.rows[row].removesuffix(" ?").split()
     return tuple(table.dims[word].size or 0 for word in words)
@@ -42,7 +42,7 @@ def expected_shape(table: Table, name: str) -> tuple[int, ...]:
 @pytest.mark.parametrize("tree", PLAIN, ids=[tree["repository"] for tree in PLAIN])
 def test_names_and_bytes_of_an_index(tree: dict[str, Any]) -> None:
     """An index gives no shapes, but the bytes of all tensors together."""
-    table = Table.of(tree["config"])
+    table = NameTable.of(tree["config"])
     names = [name for pattern in tree["names"] for name in expanded(pattern)]
     assert len(names) == tree["tensors"]
     assert missing(names, tree["config"]) == []

@@ -299,7 +299,7 @@ def _place_of(role: Role, name: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Leaf:
+class _NamedLeaf:
     """An array of a model, or the tree in a `NamedArray`; `names` is None if it has none."""
 
     path: str
@@ -307,7 +307,7 @@ class _Leaf:
     names: tuple[str, ...] | None
 
 
-def _leaves(node: Any, path: tuple[Any, ...]) -> Iterator[_Leaf]:
+def _leaves(node: Any, path: tuple[Any, ...]) -> Iterator[_NamedLeaf]:
     """Yield the arrays below a node, in the order of JAX."""
     import equinox
 
@@ -319,7 +319,7 @@ def _leaves(node: Any, path: tuple[Any, ...]) -> Iterator[_Leaf]:
     fields = {field.name: field for field in dataclasses.fields(node)} if _is_module(node) else {}
     if isinstance(node, named):
         names = tuple(axis.name for axis in node.axes)
-        yield _Leaf(path=path_text(path), value=node.array, names=names)
+        yield _NamedLeaf(path=path_text(path), value=node.array, names=names)
         return
     for keys, child in jax.tree_util.tree_flatten_with_path(node, is_leaf=stops)[0]:
         if stops(child):
@@ -328,10 +328,10 @@ def _leaves(node: Any, path: tuple[Any, ...]) -> Iterator[_Leaf]:
         field = fields.get(getattr(keys[0], "name", "")) if keys else None
         own = None if field is None else field.metadata.get("axis_names")
         text = None if own is None else tuple(getattr(name, "name", name) for name in own)
-        yield _Leaf(path=path_text((*path, *keys)), value=child, names=text)
+        yield _NamedLeaf(path=path_text((*path, *keys)), value=child, names=text)
 
 
-def _axes_of(leaf: _Leaf, names: Names, problems: list[Problem]) -> list[Any]:
+def _axes_of(leaf: _NamedLeaf, names: Names, problems: list[Problem]) -> list[Any]:
     def axes_of(shape: tuple[int, ...]) -> tuple[str, ...]:
         if leaf.names is None:
             return (EMPTY,) * len(shape)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from shardwright.errors import Problem, StrategyError, did_you_mean, raise_problems
 from shardwright.interop.haliax.bridge import to_strategy as from_mappings
-from shardwright.interop.haliax.levanter_mesh import Entry, Settings, read_mesh
+from shardwright.interop.haliax.levanter_mesh import LevanterEntry, LevanterSettings, read_mesh
 from shardwright.interop.logical_rules import Imported, read_yaml_tree, resized
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.integers import as_integer
@@ -83,7 +83,7 @@ def to_strategy(
     return dataclasses.replace(sized, notes=(*sized.notes, *notes))
 
 
-def _settings(config: Any, overrides: Mapping[str, Any]) -> Settings:
+def _settings(config: Any, overrides: Mapping[str, Any]) -> LevanterSettings:
     """Return what a configuration says about sharding.
 
     Raises:
@@ -149,12 +149,12 @@ class _Trainer:
         is_given = bool(trainer) or bool(overrides)
         return cls(values=values, places=at, source=source, is_given=is_given)
 
-    def settings(self) -> Settings:
+    def settings(self) -> LevanterSettings:
         """Return what the keys say about sharding."""
         compute, parameter = self.mappings()
         across = self.values["replica_dcn_axis_size"]
         note = "the configuration has no trainer: levanter's defaults are used"
-        return Settings(
+        return LevanterSettings(
             compute=compute,
             parameter=parameter,
             mesh={
@@ -174,24 +174,26 @@ class _Trainer:
                 return self.places[keys[:end]]
         return f"{self.source} (default {keys[0]})"
 
-    def mappings(self) -> tuple[dict[str, Entry], dict[str, Entry]]:
+    def mappings(self) -> tuple[dict[str, LevanterEntry], dict[str, LevanterEntry]]:
         """Return the mappings of activations and parameters. Later entries win, as in levanter."""
         compute = self._listed("axis_resources")
         for name in self.values["tensor_parallel_axes"] or ():
-            compute[name] = Entry(mesh_axes="model", place=self.place("tensor_parallel_axes"))
+            compute[name] = LevanterEntry(
+                mesh_axes="model", place=self.place("tensor_parallel_axes")
+            )
         if (batch := self.values["batch_axis"]) is not None:
             both = ("replica", "data")
-            compute[batch] = Entry(mesh_axes=both, place=self.place("batch_axis"))
+            compute[batch] = LevanterEntry(mesh_axes=both, place=self.place("batch_axis"))
         parameter = {**compute, **self._listed("parameter_axis_resources")}
         fsdp = self.values["fsdp_axis"]
         for name in [fsdp] if isinstance(fsdp, str) else fsdp or ():
-            parameter[name] = Entry(mesh_axes="data", place=self.place("fsdp_axis"))
+            parameter[name] = LevanterEntry(mesh_axes="data", place=self.place("fsdp_axis"))
         return compute, parameter
 
-    def _listed(self, key: str) -> dict[str, Entry]:
+    def _listed(self, key: str) -> dict[str, LevanterEntry]:
         entries = self.values[key] or {}
         return {
-            name: Entry(
+            name: LevanterEntry(
                 mesh_axes=tuple(axes) if isinstance(axes, list) else axes,
                 place=self.place(key, name),
             )
@@ -199,7 +201,7 @@ class _Trainer:
         }
 
 
-def _source(settings: Settings, role: Role, name: str) -> str:
+def _source(settings: LevanterSettings, role: Role, name: str) -> str:
     table = settings.compute if role is Role.ACTIVATION else settings.parameter
     entry = table.get(name)
     return f"{settings.source} (not mapped)" if entry is None else entry.place

@@ -25,7 +25,7 @@ _INHERITED: Final = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class LevanterEntry:
     """The mesh axes of a name, and where they are written."""
 
     mesh_axes: Any
@@ -33,7 +33,7 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class LevanterSettings:
     """What a trainer says about sharding.
 
     Attributes:
@@ -45,8 +45,8 @@ class Settings:
       notes: What is not in the configuration, one line each.
     """
 
-    compute: Mapping[str, Entry]
-    parameter: Mapping[str, Entry]
+    compute: Mapping[str, LevanterEntry]
+    parameter: Mapping[str, LevanterEntry]
     mesh: Mapping[str, int]
     dcn: Mapping[str, int]
     source: str
@@ -58,7 +58,7 @@ def read_mesh(
     overrides: Mapping[tuple[str, ...], Any],
     places: Mapping[tuple[str, ...], str],
     source: str,
-) -> Settings:
+) -> LevanterSettings:
     """Return what `trainer.mesh` says.
 
     Args:
@@ -80,9 +80,9 @@ def read_mesh(
     at = {**places, **dict.fromkeys(overrides, "overrides")}
     raise_problems(problems + _problems(table, at, source))
 
-    def entries(key: str, default: Mapping[str, Any]) -> dict[str, Entry]:
+    def entries(key: str, default: Mapping[str, Any]) -> dict[str, LevanterEntry]:
         return {
-            name: Entry(
+            name: LevanterEntry(
                 mesh_axes=axes if isinstance(axes, str) else tuple(axes),
                 place=at.get((key, name)) or at.get((key,)) or f"{source} (default mesh.{key})",
             )
@@ -90,7 +90,7 @@ def read_mesh(
         }
 
     defaults = {
-        name: Entry(mesh_axes=axes, place=f"{source} (default of levanter)")
+        name: LevanterEntry(mesh_axes=axes, place=f"{source} (default of levanter)")
         for name, axes in _SHARED.items()
     }
     shared = {**defaults, **entries("shared_mapping", {})}
@@ -99,9 +99,9 @@ def read_mesh(
     if batch is not None and batch not in shared:
         place = at.get(("batch_axis_name",), f"{source} (default of levanter)")
         # levanter looks up the name "batch" here, whatever the batch is called.
-        compute[batch] = own.get("batch") or Entry(mesh_axes=_BATCH, place=place)
+        compute[batch] = own.get("batch") or LevanterEntry(mesh_axes=_BATCH, place=place)
     mesh, dcn, notes = _sizes(table)
-    return Settings(
+    return LevanterSettings(
         compute={**compute, **own},
         parameter={**shared, **entries("param_mapping", {"embed": "data"})},
         mesh=mesh,

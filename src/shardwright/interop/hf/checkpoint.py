@@ -26,7 +26,7 @@ from shardwright.interop.hf.padding import pad_vocabulary
 from shardwright.interop.hf.pieces import place
 from shardwright.interop.hf.report import checkpoint_text, shardings_text
 from shardwright.interop.hf.safetensors_files import safetensors_of
-from shardwright.interop.hf.source import Source, Stack
+from shardwright.interop.hf.source import Source, StackedSource
 from shardwright.interop.hf.stacks import check_experts
 from shardwright.interop.hf.stacks import stack_experts as _stack_experts
 from shardwright.interop.hf.stacks import stack_layers as _stack_layers
@@ -230,7 +230,7 @@ def _checkpoint(
     annotations = axes_of(shapes, config, axes=axes)
     raise_problems(missing(stacked, config))
     if len(stacked) < len(sources):
-        count = sum(isinstance(source, Stack) for source in stacked.values())
+        count = sum(isinstance(source, StackedSource) for source in stacked.values())
         notes.append(
             f"{len(sources) - len(stacked) + count} tensors of experts became {count} stacks"
         )

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from shardwright.errors import CheckpointError, same_spelling
 
-Rows = Mapping[str, str]
+NameRows = Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,9 @@ class Family:
     name: str
     prefix: str
     layers: str
-    whole: Rows
-    layer: Rows
-    choices: tuple[tuple[Rows, ...], ...]
+    whole: NameRows
+    layer: NameRows
+    choices: tuple[tuple[NameRows, ...], ...]
 
     def rows(self) -> dict[str, str]:
         """Return the rows of all tensors, with and without stacked experts and layers."""
@@ -63,7 +63,7 @@ def _linear(name: str, dims: str) -> dict[str, str]:
     return {f"{name}.weight": dims, f"{name}.bias": f"{output} ?"}
 
 
-def _optional(rows: Rows) -> dict[str, str]:
+def _optional(rows: NameRows) -> dict[str, str]:
     return {name: dims if dims.endswith("?") else f"{dims} ?" for name, dims in rows.items()}
 
 
@@ -80,7 +80,7 @@ def _gated(name: str, dim: str) -> dict[str, str]:
     }
 
 
-_WHOLE: Rows = {
+_WHOLE: NameRows = {
     "embed_tokens.weight": "vocab embed",
     "norm.weight": "norm",
     # Absent if it is tied to the embedding.
@@ -88,7 +88,7 @@ _WHOLE: Rows = {
 }
 _NORMS = {**_norm("input_layernorm"), **_norm("post_attention_layernorm")}
 # Buffers that old checkpoints have.
-_BUFFERS: Rows = {"self_attn.rotary_emb.inv_freq": "- ?"}
+_BUFFERS: NameRows = {"self_attn.rotary_emb.inv_freq": "- ?"}
 _ATTENTION = {
     **_linear("self_attn.q_proj", "heads embed"),
     **_linear("self_attn.k_proj", "kv_heads embed"),
@@ -105,7 +105,7 @@ _ROUTED = {"mlp.gate.weight": "router embed", **_gated("mlp.experts.#", "expert_
 _BIASED = {**_ROUTED, "mlp.gate.e_score_correction_bias": "router ?"}
 
 
-def _decoder(name: str, layer: Rows = _DECODER, *choices: tuple[Rows, ...]) -> Family:
+def _decoder(name: str, layer: NameRows = _DECODER, *choices: tuple[NameRows, ...]) -> Family:
     return Family(
         name=name,
         prefix="model.",
@@ -184,7 +184,7 @@ _DEEPSEEK = _decoder(
     ),
 )
 _ROUTER = {"mlp.router.weight": "router embed", "mlp.router.bias": "router"}
-_EXPERT_BIASES: Rows = {
+_EXPERT_BIASES: NameRows = {
     "mlp.experts.gate_up_proj_bias": "experts gate_up",
     "mlp.experts.down_proj_bias": "experts embed",
 }

@@ -96,7 +96,7 @@ def axes_of(
       StrategyError: A pattern or an annotation is invalid, or a pattern matches no tensor.
     """
     check_mappings(config=config, axes=axes or {})
-    table = Table.of(config)
+    table = NameTable.of(config)
     given = axes or {}
     rules = [compile_rule(at, *rule) for at, rule in enumerate(given.items())]
     unused = dict.fromkeys(given)
@@ -128,7 +128,7 @@ def missing(names: Iterable[str], config: Mapping[str, Any]) -> list[Problem]:
     if layers > len(present):
         what = f"config.json has {layers} layers, and there are {len(present)} tensors"
         return [Problem(error=CheckpointError, what=what, fix=_OWN_CONFIG)]
-    table = Table.of(config)
+    table = NameTable.of(config)
     absent = [name for name in table.required(present) if name not in present]
     fix = "download the checkpoint again, or use its own config.json"
     return _limited(
@@ -153,7 +153,7 @@ def _limited(problems: list[Problem]) -> list[Problem]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class NameTable:
     """The tensors that a configuration describes."""
 
     family: Family
@@ -162,7 +162,7 @@ class Table:
     config: Mapping[str, Any]
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "Table":
+    def of(cls, config: Mapping[str, Any]) -> "NameTable":
         """Return the table of a configuration.
 
         Raises:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Padded:
+class PaddedSource:
     """A tensor with zeros after its last elements.
 
     Attributes:
@@ -83,7 +83,7 @@ def pad_vocabulary(checkpoint: Checkpoint, multiple: int | None) -> Checkpoint:
             unpadded[name] = specs[name].shape
             shape = tuple(size + more * (dim in own) for dim, size in enumerate(unpadded[name]))
             specs[name] = dataclasses.replace(specs[name], shape=shape)
-            sources[name] = Padded(source=sources[name], shape=shape)
+            sources[name] = PaddedSource(source=sources[name], shape=shape)
     note = f"the vocabulary of {vocab} is padded by {more} rows of zeros to {vocab + more}"
     notes = (*checkpoint.notes, note)
     return dataclasses.replace(

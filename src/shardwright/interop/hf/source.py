@@ -45,7 +45,7 @@ class Source(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
+class StackedSource:
     """Tensors of one shape as one tensor with a leading dim, such as the experts of a layer.
 
     Attributes:

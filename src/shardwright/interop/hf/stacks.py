@@ -13,7 +13,7 @@ import numpy as np
 from shardwright.errors import CheckpointError, Problem, raise_problems
 from shardwright.interop.hf.config import required_size, size_of
 from shardwright.interop.hf.families import Family
-from shardwright.interop.hf.source import Source, Stack
+from shardwright.interop.hf.source import Source, StackedSource
 from shardwright.vocabulary.annotations import ArraySpec, PartOf, stacked
 from shardwright.vocabulary.lowering import describe
 
@@ -47,7 +47,7 @@ def stack_experts(sources: Mapping[str, Source]) -> dict[str, Source]:
         if len(kinds) > 1:
             texts = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in kinds)
             problems.append(_problem(whole, f"the experts differ: {texts}", _APART))
-        result[whole] = Stack(name=whole, parts=tuple(parts), dtype=parts[0].dtype)
+        result[whole] = StackedSource(name=whole, parts=tuple(parts), dtype=parts[0].dtype)
     raise_problems(problems[:_MOST_PROBLEMS])
     return result
 
@@ -104,7 +104,7 @@ def stack_layers(
             what = f"the layers differ: {', '.join(sorted(kinds)[:4])}"
             problems.append(_problem(whole, what, fix))
         stacks[whole] = _stacked_spec(parts[0], len(parts), pattern)
-        tensors[whole] = Stack(
+        tensors[whole] = StackedSource(
             name=whole,
             parts=tuple(sources[names[number]] for number in sorted(names)),
             dtype=np.dtype(parts[0].dtype),

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from shardwright.errors import Problem, RankMismatchError, raise_problems
 from shardwright.interop.logical_rules.names import MeshAxes, Names, axis_of
-from shardwright.interop.logical_rules.sizes import Sizes, misfit, shard_counts
+from shardwright.interop.logical_rules.sizes import ShardCounts, misfit, shard_counts
 from shardwright.manager import context
 from shardwright.vocabulary.axes import EMPTY, Role
 
@@ -58,7 +58,7 @@ class CheckedTable:
     table: tuple[tuple[str, MeshAxes], ...]
     names: tuple[tuple[str, Any], ...]
     mesh: tuple[tuple[str, int], ...]
-    sizes: Sizes
+    sizes: ShardCounts
 
     def check(
         self,

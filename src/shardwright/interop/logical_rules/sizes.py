@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from shardwright.manager.manager import PartitionManager
 
 # Name, its size in `sizes=`, and the numbers of shards that its rule may give to it.
-Sizes = tuple[tuple[str, int, tuple[int, ...]], ...]
+ShardCounts = tuple[tuple[str, int, tuple[int, ...]], ...]
 
 
-def shard_counts(pm: PartitionManager, names: Names, sizes: Mapping[str, int] | None) -> Sizes:
+def shard_counts(
+    pm: PartitionManager, names: Names, sizes: Mapping[str, int] | None
+) -> ShardCounts:
     """Return what decides whether the rules of `sizes=` hold for another size. It is hashable."""
     targets = read_names(names, pm.rules.user_axes, declare="")
     return tuple(
@@ -38,7 +40,7 @@ def misfit(
     entry: Any,
     mesh: Mapping[str, int],
     *,
-    sizes: Sizes,
+    sizes: ShardCounts,
     path: str,
     dim: int,
     call: str,

@@ -152,8 +152,8 @@ class Dense(_Block):
 
     def __init__(
         self,
-        inputs: dense.Dims,
-        outputs: dense.Dims,
+        inputs: dense.NamedSizes,
+        outputs: dense.NamedSizes,
         *,
         rngs: Any,
         bias: bool = False,

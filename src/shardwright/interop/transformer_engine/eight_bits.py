@@ -25,7 +25,7 @@ from shardwright.layers import eight_bits
 from shardwright.layers.dense import check_kernel
 from shardwright.layers.eight_bits import TensorScaling, products
 from shardwright.layers.eight_bits.dense import static_call
-from shardwright.layers.eight_bits.products import Call
+from shardwright.layers.eight_bits.products import Fp8Call
 from shardwright.layers.eight_bits.weights import Shards
 
 # (of x, of the kernel, of the gradient): `scale [1]`, `history [history]`.
@@ -68,11 +68,11 @@ def quantized_dense(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _dense(x: Any, kernel: Any, metas: Metas | None, call: Call) -> Any:
+def _dense(x: Any, kernel: Any, metas: Metas | None, call: Fp8Call) -> Any:
     return products.forward(call, x, (kernel,), _scales(metas), keep=False).ys[0]
 
 
-def _forward(x: Any, kernel: Any, metas: Metas | None, call: Call) -> Any:
+def _forward(x: Any, kernel: Any, metas: Metas | None, call: Fp8Call) -> Any:
     result = products.forward(call, x, (kernel,), _scales(metas), keep=True)
     if metas is None:
         return result.ys[0], (result.kept, None)
@@ -85,7 +85,7 @@ def _forward(x: Any, kernel: Any, metas: Metas | None, call: Call) -> Any:
     return result.ys[0], (result.kept, after)
 
 
-def _backward(call: Call, kept: Any, grad: Any) -> Any:
+def _backward(call: Fp8Call, kept: Any, grad: Any) -> Any:
     operands, metas = kept
     if metas is None:
         grads = products.backward(call, operands, (grad,), (None,))
@@ -104,7 +104,7 @@ def _scales(metas: Metas | None) -> Any:
     return metas[0].scale[0], (metas[1].scale[0],)
 
 
-def _stepped(call: Call, state: TensorScaling, amax: Any, form: str) -> TensorScaling:
+def _stepped(call: Fp8Call, state: TensorScaling, amax: Any, form: str) -> TensorScaling:
     assert isinstance(call.recipe, eight_bits.DelayedScaling)
     own = TensorScaling(scale=state.scale[0], history=state.history)
     new = eight_bits.step(call.recipe, own, amax, form)

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from shardwright.errors import LayerError
 from shardwright.interop.transformer_engine.sharding import (
+    AutocastSettings,
     MeshResource,
-    Settings,
     current_settings,
     settings_entered,
 )
@@ -170,7 +170,7 @@ def autocast(
     """
     own = read_recipe(recipe) if enabled else None
     resource = MeshResource() if mesh_resource is None else mesh_resource
-    with settings_entered(Settings(resource=resource, recipe=own)):
+    with settings_entered(AutocastSettings(resource=resource, recipe=own)):
         yield
 
 

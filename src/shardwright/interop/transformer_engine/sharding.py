@@ -97,7 +97,7 @@ class MeshResource:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class AutocastSettings:
     """What the contexts of this bridge set for a thread.
 
     Attributes:
@@ -109,14 +109,14 @@ class Settings:
     recipe: Any = None
 
 
-def current_settings() -> Settings:
+def current_settings() -> AutocastSettings:
     """Return the settings of this thread."""
-    settings: Settings | None = context.SETTINGS.value
-    return Settings() if settings is None else settings
+    settings: AutocastSettings | None = context.SETTINGS.value
+    return AutocastSettings() if settings is None else settings
 
 
 @contextlib.contextmanager
-def settings_entered(settings: Settings) -> Iterator[None]:
+def settings_entered(settings: AutocastSettings) -> Iterator[None]:
     """Set the settings of this thread, and restore the earlier ones on exit.
 
     They are part of jit's cache key: a jitted function is traced again under other ones.

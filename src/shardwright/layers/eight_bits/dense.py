@@ -15,7 +15,7 @@ from shardwright import _jax
 from shardwright.errors import LayerError
 from shardwright.layers.dense import add_bias, check_kernel, entries_of_product
 from shardwright.layers.eight_bits import products
-from shardwright.layers.eight_bits.products import Call, Kept, Kernel
+from shardwright.layers.eight_bits.products import Fp8Call, Fp8Kernel, Kept
 from shardwright.layers.eight_bits.quantize import explicit_entries, pipeline_axes
 from shardwright.layers.eight_bits.recipe import DelayedScaling, Recipe, read_recipe
 from shardwright.layers.eight_bits.state import USES_FIX, Channel, DenseSeen, DenseUse
@@ -117,7 +117,7 @@ def static_call(
     out: Mapping[str, Any] | None = None,
     axes: Any = None,
     mode: str | None = None,
-) -> Call:
+) -> Fp8Call:
     """Return the static part of the products of one input; the arguments are those of `dense`."""
     statics = []
     for name, kernel in kernels.items():
@@ -129,7 +129,7 @@ def static_call(
         if not is_stored and own_out is None and kernel_entries is not None:
             x_entries = explicit_entries(x) or (None,) * x.ndim
             gathered, entries = map(tuple, entries_of_product(x_entries, kernel_entries, contract))
-        static = Kernel(
+        static = Fp8Kernel(
             name=name,
             out=own_out,
             weight=kernel.weight if is_stored else None,
@@ -139,7 +139,7 @@ def static_call(
             out_entries=entries,
         )
         statics.append(static)
-    return Call(
+    return Fp8Call(
         recipe=recipe,
         kernels=tuple(statics),
         contract=contract,
@@ -155,17 +155,17 @@ def static_call(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _dense(x: Any, kernels: Any, scales: Any, channels: Any, call: Call) -> Any:
+def _dense(x: Any, kernels: Any, scales: Any, channels: Any, call: Fp8Call) -> Any:
     result = products.forward(call, x, kernels, scales[:2], keep=False)
     return result.ys, (result.amax_x, result.amax_kernels)
 
 
-def _forward(x: Any, kernels: Any, scales: Any, channels: Any, call: Call) -> Any:
+def _forward(x: Any, kernels: Any, scales: Any, channels: Any, call: Fp8Call) -> Any:
     result = products.forward(call, x, kernels, scales[:2], keep=True)
     return (result.ys, (result.amax_x, result.amax_kernels)), (result.kept, scales)
 
 
-def _backward(call: Call, kept: tuple[Kept, Any], cotangents: Any) -> Any:
+def _backward(call: Fp8Call, kept: tuple[Kept, Any], cotangents: Any) -> Any:
     operands, scales = kept
     grads = products.backward(call, operands, cotangents[0], scales[2])
     channels = tuple(

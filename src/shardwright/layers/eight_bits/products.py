@@ -36,7 +36,7 @@ from shardwright.layers.eight_bits.quantize import (
 from shardwright.layers.eight_bits.recipe import BlockScaling, Recipe
 from shardwright.layers.eight_bits.weights import (
     Shards,
-    Weight,
+    StoredKernel,
     check_blocks,
     gather,
     scatter,
@@ -47,7 +47,7 @@ from shardwright.vocabulary.axes import Role
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
+class Fp8Kernel:
     """The static part of one product.
 
     Attributes:
@@ -64,7 +64,7 @@ class Kernel:
 
     name: str
     out: Any
-    weight: Weight | None
+    weight: StoredKernel | None
     dtype: Any
     varying: frozenset[str]
     gathered: tuple[Any, ...] | None = None
@@ -73,7 +73,7 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class Fp8Call:
     """The static part of the products of one input.
 
     Attributes:
@@ -93,7 +93,7 @@ class Call:
     """
 
     recipe: Recipe
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[Fp8Kernel, ...]
     contract: int
     dtype: Any
     mode: str | None
@@ -143,7 +143,7 @@ class Forward:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Gradients:
+class KernelGradients:
     """The result of the backward pass.
 
     Attributes:
@@ -157,7 +157,7 @@ class Gradients:
     amax: tuple[Any, ...]
 
 
-def forward(call: Call, x: Any, kernels: tuple[Any, ...], scales: Any, *, keep: bool) -> Forward:
+def forward(call: Fp8Call, x: Any, kernels: tuple[Any, ...], scales: Any, *, keep: bool) -> Forward:
     """Return the products, and the eight-bit operands of the backward pass.
 
     Args:
@@ -195,7 +195,9 @@ def forward(call: Call, x: Any, kernels: tuple[Any, ...], scales: Any, *, keep: 
     )
 
 
-def backward(call: Call, kept: Kept, grads: tuple[Any, ...], scales: tuple[Any, ...]) -> Gradients:
+def backward(
+    call: Fp8Call, kept: Kept, grads: tuple[Any, ...], scales: tuple[Any, ...]
+) -> KernelGradients:
     """Return the gradients of the input and of the stored kernels.
 
     Args:
@@ -228,14 +230,14 @@ def backward(call: Call, kept: Kept, grads: tuple[Any, ...], scales: tuple[Any, 
         kernels.append(_summed(dw.astype(static.dtype), static.varying))
         amaxes.append(amax)
     assert dx is not None
-    return Gradients(
+    return KernelGradients(
         x=_summed(dx.astype(call.x_dtype), call.varying),
         kernels=tuple(kernels),
         amax=tuple(amaxes),
     )
 
 
-def _scale(call: Call, x: Any, given: Any, form: str) -> tuple[Any, Any]:
+def _scale(call: Fp8Call, x: Any, given: Any, form: str) -> tuple[Any, Any]:
     """Return the largest absolute value of an array, and its scale; Nones for blocks."""
     if call.blocks:
         return None, None
@@ -243,15 +245,15 @@ def _scale(call: Call, x: Any, given: Any, form: str) -> tuple[Any, Any]:
     return amax, scale_of(amax, form) if given is None else given
 
 
-def _quantized(call: Call, x: Any, scale: Any, dim: int, form: str) -> Scaled:
+def _quantized(call: Fp8Call, x: Any, scale: Any, dim: int, form: str) -> Scaled:
     return quantize_blocks(x, dim, form) if call.blocks else quantize_tensor(x, scale, form)
 
 
-def _stored(call: Call, static: Kernel, x: Scaled) -> Scaled:
+def _stored(call: Fp8Call, static: Fp8Kernel, x: Scaled) -> Scaled:
     return x if static.weight is None else store(call.manager, x, static.weight)
 
 
-def _gathered(call: Call, static: Kernel, x: Scaled) -> Scaled:
+def _gathered(call: Fp8Call, static: Fp8Kernel, x: Scaled) -> Scaled:
     if static.weight is not None:
         return gather(call.manager, x, static.weight)
     if static.gathered is None:
@@ -267,7 +269,7 @@ def _placed(x: Any, entries: Any) -> Any:
 
 
 def _multiply(
-    call: Call, left: Scaled, right: Scaled, dims: Any, *, out: Any = None, entries: Any = None
+    call: Fp8Call, left: Scaled, right: Scaled, dims: Any, *, out: Any = None, entries: Any = None
 ) -> Any:
     """Multiply two operands.
 
@@ -306,7 +308,7 @@ def _summed(grad: Any, varying: frozenset[str]) -> Any:
     return jax.lax.psum(grad, axes) if axes else grad
 
 
-def _check_dims(call: Call, x: Any, kernels: tuple[Any, ...], *, keep: bool) -> None:
+def _check_dims(call: Fp8Call, x: Any, kernels: tuple[Any, ...], *, keep: bool) -> None:
     """Check the blocks of every dim that the products contract."""
     if not call.blocks:
         return

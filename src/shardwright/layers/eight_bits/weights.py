@@ -24,7 +24,7 @@ Shards = tuple[tuple[tuple[str, int], ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
+class StoredKernel:
     """Where a stored weight lives.
 
     Attributes:
@@ -49,7 +49,7 @@ class Stored:
     """
 
     value: Any
-    weight: Weight = dataclasses.field(metadata={"static": True})
+    weight: StoredKernel = dataclasses.field(metadata={"static": True})
 
 
 def stored(value: Any, spec: ArraySpec, *, path: str | None = None) -> Stored:
@@ -60,10 +60,10 @@ def stored(value: Any, spec: ArraySpec, *, path: str | None = None) -> Stored:
       spec: Its spec. A leading LAYERS dim that a scan has taken away is not part of it.
       path: Its path in the model, required if the strategy has `[[tensors]]` entries.
     """
-    return Stored(value=value, weight=Weight(axes=spec.axes, shape=spec.shape, path=path))
+    return Stored(value=value, weight=StoredKernel(axes=spec.axes, shape=spec.shape, path=path))
 
 
-def store(manager: Any, x: Scaled, weight: Weight) -> Scaled:
+def store(manager: Any, x: Scaled, weight: StoredKernel) -> Scaled:
     """Constrain a quantized weight to its stored sharding, so that it is gathered afterwards."""
     if manager is None or is_inside_shard_map():
         return x
@@ -78,7 +78,7 @@ def store(manager: Any, x: Scaled, weight: Weight) -> Scaled:
     )
 
 
-def gather(manager: Any, x: Scaled, weight: Weight) -> Scaled:
+def gather(manager: Any, x: Scaled, weight: StoredKernel) -> Scaled:
     """Gather a quantized weight into the sharding of its use. Without a manager, return it."""
     if manager is None:
         return x
@@ -99,7 +99,7 @@ def gather(manager: Any, x: Scaled, weight: Weight) -> Scaled:
     )
 
 
-def scatter(manager: Any, grad: Any, like: Any, weight: Weight) -> Any:
+def scatter(manager: Any, grad: Any, like: Any, weight: StoredKernel) -> Any:
     """Return the gradient of a stored weight, given that of the gathered one.
 
     Args:

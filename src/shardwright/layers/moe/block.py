@@ -23,14 +23,14 @@ from shardwright.layers.activation import activation
 from shardwright.layers.inputs import check_params, check_type, check_valid, read_keys
 from shardwright.layers.moe.config import MoEConfig, specs
 from shardwright.layers.moe.dispatch import (
-    Slots,
+    ExpertSlots,
     assign_rows,
     assign_slots,
     combine,
     fill_slots,
 )
 from shardwright.layers.moe.exchange import Exchange, choose_exchange, serve_ragged
-from shardwright.layers.moe.experts import Product, choose_product, run_experts, sorted_product
+from shardwright.layers.moe.experts import ExpertMatmul, choose_product, run_experts, sorted_product
 from shardwright.layers.moe.routing import Routes, route
 from shardwright.layers.placement import is_inside_shard_map
 from shardwright.manager import context
@@ -131,7 +131,7 @@ class Dispatch:
     shards: int = 1
     slots: int
     exchange: Exchange
-    product: Product
+    product: ExpertMatmul
 
     @property
     def why(self) -> str:
@@ -264,7 +264,7 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
 
 def _choose(
     config: MoEConfig, *, shards: int, slots: int, tokens: int, sent: bool, platform: str
-) -> tuple[Exchange, Product]:
+) -> tuple[Exchange, ExpertMatmul]:
     """Choose how the tokens of a device are sent, and how experts multiply what they receive."""
     exchange = NOTHING_SENT
     if sent:
@@ -431,7 +431,9 @@ def _on_shard(
     return y.reshape(x.shape), _sums(config, dispatch, routes, slots)
 
 
-def _serve(config: MoEConfig, dispatch: Dispatch, params: Any, filled: Any, slots: Slots) -> Any:
+def _serve(
+    config: MoEConfig, dispatch: Dispatch, params: Any, filled: Any, slots: ExpertSlots
+) -> Any:
     """Return the results of the slots, [experts * slots, embed].
 
     They are 0 for an expert of another device, unless tokens are sent.
@@ -470,7 +472,9 @@ def _shared(config: MoEConfig, dispatch: Dispatch, params: Any, tokens: Any) -> 
     return result
 
 
-def _sums(config: MoEConfig, dispatch: Dispatch, routes: Routes, slots: Slots) -> dict[str, Any]:
+def _sums(
+    config: MoEConfig, dispatch: Dispatch, routes: Routes, slots: ExpertSlots
+) -> dict[str, Any]:
     """Return the sums over all tokens that the statistics need.
 
     This is one all-reduce of integers, and one of floats if the router has a loss.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Slots:
+class ExpertSlots:
     """The slot of each copy of a token. A token has one copy per expert that it picked.
 
     Attributes:
@@ -34,7 +34,7 @@ class Slots:
     total: int = dataclasses.field(metadata={"static": True})
 
 
-def assign_slots(picked: Any, *, experts: int, slots: int) -> Slots:
+def assign_slots(picked: Any, *, experts: int, slots: int) -> ExpertSlots:
     """Give each copy of a token a slot at its expert, in order, as long as slots are free.
 
     Args:
@@ -49,7 +49,7 @@ def assign_slots(picked: Any, *, experts: int, slots: int) -> Slots:
     slot = rank - (jnp.cumsum(load) - load)[flat]
     total = experts * slots
     is_kept = is_copy & (slot < slots)
-    return Slots(
+    return ExpertSlots(
         places=jnp.where(is_kept, flat * slots + slot, _outside(total, flat)),
         load=load,
         dropped=jnp.sum(is_copy & ~is_kept, dtype=jnp.int32),
@@ -57,7 +57,7 @@ def assign_slots(picked: Any, *, experts: int, slots: int) -> Slots:
     )
 
 
-def assign_rows(picked: Any, *, experts: int) -> Slots:
+def assign_rows(picked: Any, *, experts: int) -> ExpertSlots:
     """Give each copy of a token a row, sorted by expert and then in order; free rows come last.
 
     Args:
@@ -67,7 +67,7 @@ def assign_rows(picked: Any, *, experts: int) -> Slots:
     flat = picked.reshape(-1)
     load, rank = _rank(flat, experts)
     places = jnp.where(flat < experts, rank, _outside(flat.size, flat))
-    return Slots(places=places, load=load, dropped=jnp.int32(0), total=flat.size)
+    return ExpertSlots(places=places, load=load, dropped=jnp.int32(0), total=flat.size)
 
 
 def _outside(total: int, flat: Any) -> Any:
@@ -83,7 +83,7 @@ def _rank(flat: Any, experts: int) -> tuple[Any, Any]:
     return load, jnp.zeros_like(flat).at[order].set(place)
 
 
-def fill_slots(x: Any, assigned: Slots) -> Any:
+def fill_slots(x: Any, assigned: ExpertSlots) -> Any:
     """Return the tokens in their slots, [experts * slots, embed]; free slots are 0.
 
     Args:
@@ -95,7 +95,7 @@ def fill_slots(x: Any, assigned: Slots) -> Any:
     return empty.at[assigned.places].set(copies, mode="drop", unique_indices=True)
 
 
-def combine(results: Any, assigned: Slots, weights: Any) -> Any:
+def combine(results: Any, assigned: ExpertSlots, weights: Any) -> Any:
     """Return the weighted sum of each token's results, [tokens, embed] float32.
 
     Dropped copies add 0.

@@ -82,7 +82,7 @@ def choose_exchange(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class ExpertRoute:
     """What one device sends in one direction; each array has a number per device, int32.
 
     Attributes:
@@ -100,7 +100,7 @@ class Route:
     recv_offsets: Any
 
 
-def plan_routes(loads: Any, device: Any) -> tuple[Route, Route]:
+def plan_routes(loads: Any, device: Any) -> tuple[ExpertRoute, ExpertRoute]:
     """Return the routes of a device to the experts and back.
 
     Args:
@@ -114,14 +114,14 @@ def plan_routes(loads: Any, device: Any) -> tuple[Route, Route]:
     sizes = loads.reshape(devices, devices, experts // devices).sum(-1)
     in_sender = jnp.cumsum(sizes, axis=1) - sizes
     in_receiver = jnp.cumsum(sizes, axis=0) - sizes
-    forth = Route(
+    forth = ExpertRoute(
         input_offsets=in_sender[device],
         send_sizes=sizes[device],
         output_offsets=in_receiver[device],
         recv_sizes=sizes[:, device],
         recv_offsets=in_receiver[:, device],
     )
-    back = Route(
+    back = ExpertRoute(
         input_offsets=in_receiver[:, device],
         send_sizes=sizes[:, device],
         output_offsets=in_sender[:, device],
@@ -174,7 +174,7 @@ def by_expert(counts: Any, rows: int) -> Any:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def send(
     rows: Any,
-    routes: tuple[Route, Route],
+    routes: tuple[ExpertRoute, ExpertRoute],
     size: int,
     exchange: Exchange,
     axes: tuple[str, ...],
@@ -216,7 +216,7 @@ def _send_back(size: int, exchange: Exchange, axes: Any, kept: Any, gradient: An
 send.defvjp(_send, _send_back)
 
 
-def padded_all_to_all(rows: Any, empty: Any, route: Route, axes: Any, *, most: int) -> Any:
+def padded_all_to_all(rows: Any, empty: Any, route: ExpertRoute, axes: Any, *, most: int) -> Any:
     """Do what `jax.lax.ragged_all_to_all` does, with an all-to-all of padded rows.
 
     Args:

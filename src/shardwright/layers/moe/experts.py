@@ -24,7 +24,7 @@ from shardwright.layers.moe.config import NOT_ZERO_AT_ZERO, MoEConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
+class ExpertMatmul:
     """How the experts of one device multiply their rows.
 
     Attributes:
@@ -40,7 +40,7 @@ class Product:
 
 def choose_product(
     config: MoEConfig, *, experts: int, slots: int, tokens: int, platform: str
-) -> Product:
+) -> ExpertMatmul:
     """Choose the product that multiplies the fewest rows.
 
     Args:
@@ -54,7 +54,7 @@ def choose_product(
     most = min(padded, tokens * min(config.per_token, experts))
     if config.product != "auto":
         rows = padded if config.product == "padded" else most
-        return Product(name=config.product, why="the config names it", rows=rows)
+        return ExpertMatmul(name=config.product, why="the config names it", rows=rows)
     if config.activation in NOT_ZERO_AT_ZERO:
         why = f"{config.activation}(0) is not 0, so free slots must be multiplied"
     elif most == padded:
@@ -63,16 +63,16 @@ def choose_product(
         why = "XLA for CPU has no fast grouped product"
     else:
         why = f"at most {most} of {padded} slots are filled"
-        return Product(name="ragged", why=why, rows=most)
-    return Product(name="padded", why=why, rows=padded)
+        return ExpertMatmul(name="ragged", why=why, rows=most)
+    return ExpertMatmul(name="padded", why=why, rows=padded)
 
 
-def sorted_product(rows: int) -> Product:
+def sorted_product(rows: int) -> ExpertMatmul:
     """Return the product of rows that arrive without free slots."""
-    return Product(name="ragged", why="the rows arrive sorted, without free slots", rows=rows)
+    return ExpertMatmul(name="ragged", why="the rows arrive sorted, without free slots", rows=rows)
 
 
-def run_experts(config: MoEConfig, product: Product, params: Any, rows: Any) -> Any:
+def run_experts(config: MoEConfig, product: ExpertMatmul, params: Any, rows: Any) -> Any:
     """Run each expert on its slots.
 
     Args:
