@@ -125,6 +125,8 @@ def arrange(
         if absent or not names:
             what = f"the checkpoint lacks {', '.join(absent) or 'it'}"
             fix = "use the config.json of this checkpoint"
+            if path == "head":
+                fix += '; "tie_word_embeddings": true if the embedding takes its place'
             problems.append(Problem(error=CheckpointError, what=what, path=path, fix=fix))
             continue
         for name in names:
