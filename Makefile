@@ -23,8 +23,11 @@ export PYTHONDONTWRITEBYTECODE :=
 ready = sh tools/environment.sh
 bin = $(VENV)/bin
 pytest = -m pytest -q -n $(WORKERS) --dist worksteal
-# Compiling is most of what the tests do, and each program runs once or twice.
-unoptimized = XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
+# Compiling is most of what the tests do, and each program runs once or twice. The workers of one run,
+# and the processes that tests start, share what they compile.
+unoptimized = programs=`mktemp -d` && trap 'rm -rf "$$programs"' EXIT && \
+  XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0" JAX_COMPILATION_CACHE_DIR="$$programs" \
+  JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 rooms = $(addprefix tests/,resolution strategy trees manager)
 
 help: ## show this list

@@ -246,8 +246,10 @@ def watch_compilations() -> Iterator[Compilations]:
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "CACHE MISS" in record.getMessage():
-                watched.reasons.append(record.getMessage())
+            message = record.getMessage()
+            # The persistent cache of compiled programs says so in other words.
+            if "CACHE MISS" in message and not message.startswith("PERSISTENT"):
+                watched.reasons.append(message)
 
     handler = Handler()
     jax.monitoring.register_event_duration_secs_listener(record_event)

@@ -213,8 +213,8 @@ def test_output_is_sharded_like_q_without_communication(axis_types: Any) -> None
     assert sent == []
 
 
+@pytest.mark.full(but=["flash_decode"])
 @pytest.mark.parametrize("implementation", ["vanilla", "blockwise", "flash_decode", "sdpa"])
-@pytest.mark.full(but=["vanilla", "flash_decode"])
 def test_dtypes_are_not_promoted(implementation: str) -> None:
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         grads = jax.grad(

@@ -70,6 +70,7 @@ def test_overflowing_slot_is_unchanged() -> None:
     assert held(change.cache)[1:] == [[10, 11, 12, 13, 100, 101], [100, 101]]
 
 
+@pytest.mark.full(but=["options1-3"])
 @pytest.mark.parametrize("count", [1, 3, 7, 20])
 @pytest.mark.parametrize(
     "options",
@@ -79,7 +80,6 @@ def test_overflowing_slot_is_unchanged() -> None:
         {"capacity": 20},
     ],
 )
-@pytest.mark.full(but=["options0-1", "options1-3", "options2-7"])
 def test_tokens_at_once_equal_one_by_one(options: dict[str, Any], count: int) -> None:
     tokens = np.arange(count)[None] + 100 * np.arange(3)[:, None]
     at_once = append(make(**options), tokens)

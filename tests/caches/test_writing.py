@@ -89,19 +89,12 @@ def test_append_rows_per_slot(kind: str) -> None:
     assert_equal(run(kind, scatter.append_rows, buffers, new, rows), wanted)
 
 
+@pytest.mark.full(but=["a slot per entry-explicit", "a slot per row-no manager"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "slots",
     [[[3], [7], [0]], [[3, 3, 0, 1], [4, 2, 2, 9], [0, 1, 3, 1]]],
     ids=["a slot per entry", "a slot per row"],
-)
-@pytest.mark.full(
-    but=[
-        "a slot per entry-no manager",
-        "a slot per entry-explicit",
-        "a slot per row-no manager",
-        "a slot per row-explicit",
-    ]
 )
 def test_scatter_rows_into_any_slots(kind: str, slots: Any) -> None:
     buffers, new = arrays(SLOTS, ROWS, first=0.0), arrays(3, 4, first=-1000.0)
@@ -117,6 +110,7 @@ def test_scatter_rows_into_any_slots(kind: str, slots: Any) -> None:
     assert_equal(run(kind, scatter.scatter_rows, buffers, new, numbers, rows), wanted)
 
 
+@pytest.mark.full(but=["2-parents1-two mesh axes", "8-parents3-auto"])
 @pytest.mark.parametrize("kind", ["no manager", "auto", "two mesh axes"])
 @pytest.mark.parametrize(
     ("group", "parents"),
@@ -126,16 +120,6 @@ def test_scatter_rows_into_any_slots(kind: str, slots: Any) -> None:
         (4, [3, 0, 0, 2, 7, 4, 5, 5]),
         (8, [7, 0, 3, 3, 2, 1, 5, 6]),
     ],
-)
-@pytest.mark.full(
-    but=[
-        "1-parents0-no manager",
-        "1-parents0-two mesh axes",
-        "2-parents1-auto",
-        "2-parents1-two mesh axes",
-        "4-parents2-auto",
-        "8-parents3-auto",
-    ]
 )
 def test_take_slots_copies_parents(kind: str, group: int, parents: list[int]) -> None:
     """Groups on one shard and on several, with two shards of four slots and four shards of two."""

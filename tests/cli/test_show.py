@@ -162,6 +162,7 @@ def test_without_rich_text_has_no_color(folder: Path) -> None:
     assert "\x1b" not in plain
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "words", [DIFF, pytest.param(["schema"], marks=pytest.mark.full)], ids=["diff", "schema"]
 )

@@ -42,6 +42,7 @@ LONG = {
         "serving",
         "testing",
         "training",
+        "tutorial",
         "trees",
         "utilities",
     )

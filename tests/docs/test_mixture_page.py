@@ -49,7 +49,9 @@ def test_the_page_shows_the_results(golden: Golden) -> None:
         ]
         for row in results()["programs"]
     ]
-    golden.file(PAGE, with_rows(page, "layer | pass", programs))
+    traced = [[row["subject"], row["against"], f"{row['value']:.2f}"] for row in results()["trace"]]
+    page = with_rows(page, "layer | pass", programs)
+    golden.file(PAGE, with_rows(page, "layer | next to", traced))
 
 
 def test_results_meet_the_targets() -> None:

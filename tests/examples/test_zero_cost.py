@@ -28,9 +28,6 @@ from shardwright.testing.meshes import cpu_mesh
 from tests import programs
 from tests.examples import hand_written
 
-# Programs of several seconds; the parts are tested by themselves.
-pytestmark = pytest.mark.full
-
 STRATEGIES = Path(__file__).parents[2] / "examples" / "strategies"
 TINY = DecoderConfig(layers=1, embed=32, heads=8, kv_heads=4, head_dim=8, mlp=64)
 DEMO = DecoderConfig()
@@ -54,14 +51,15 @@ def by_hand(config: DecoderConfig, **fields: Any) -> hand_written.HandWritten:
     return hand_written.HandWritten(layers=config.layers, **fields)
 
 
+@pytest.mark.full(but=["fsdp2_tp4"])
 @pytest.mark.parametrize(
     ("name", "config"),
     [
         pytest.param("fsdp2_tp4", TINY, id="fsdp2_tp4"),
-        pytest.param("dp2_tp4", TINY, id="dp2_tp4", marks=pytest.mark.full),
-        pytest.param("fsdp2_tp4", DEMO, id="demo-fsdp2_tp4", marks=pytest.mark.full),
-        pytest.param("dp2_tp4", DEMO, id="demo-dp2_tp4", marks=pytest.mark.full),
-        pytest.param("fsdp2_sp2_tp2", DEMO, id="demo-fsdp2_sp2_tp2", marks=pytest.mark.full),
+        pytest.param("dp2_tp4", TINY, id="dp2_tp4"),
+        pytest.param("fsdp2_tp4", DEMO, id="demo-fsdp2_tp4"),
+        pytest.param("dp2_tp4", DEMO, id="demo-dp2_tp4"),
+        pytest.param("fsdp2_sp2_tp2", DEMO, id="demo-fsdp2_sp2_tp2"),
     ],
 )
 def test_train_step_equals_hand_written(name: str, config: DecoderConfig) -> None:
@@ -97,14 +95,15 @@ def train_steps(
         return ours, theirs.lower(*arguments).compile()
 
 
+@pytest.mark.full(but=["serve_tp"])
 @pytest.mark.parametrize(
     ("name", "config"),
     [
         pytest.param("serve_tp", TINY, id="serve_tp"),
         pytest.param("fsdp2_tp4", TINY, id="fsdp2_tp4"),
-        pytest.param("serve_tp", DEMO, id="demo-serve_tp", marks=pytest.mark.full),
-        pytest.param("fsdp2_tp4", DEMO, id="demo-fsdp2_tp4", marks=pytest.mark.full),
-        pytest.param("dp2_tp4", DEMO, id="demo-dp2_tp4", marks=pytest.mark.full),
+        pytest.param("serve_tp", DEMO, id="demo-serve_tp"),
+        pytest.param("fsdp2_tp4", DEMO, id="demo-fsdp2_tp4"),
+        pytest.param("dp2_tp4", DEMO, id="demo-dp2_tp4"),
     ],
 )
 def test_decode_step_equals_hand_written(name: str, config: DecoderConfig) -> None:

@@ -252,7 +252,7 @@ def test_errors_name_the_constraint() -> None:
     with pytest.raises(sw.NoManagerError):
         forward(params, *inputs)
     with manager("fsdp:8"), pytest.raises(sw.IndivisibleError) as caught:
-        forward(params, *inputs)
+        jax.eval_shape(forward, params, *inputs)
     assert caught.value.__notes__[0].startswith("constrained: models.py:")
     with pytest.raises(sw.IndivisibleError):
         forward.explain(manager("fsdp:8"))

@@ -243,6 +243,7 @@ def test_a_rule_with_a_fallback_needs_a_size() -> None:
         assert variable.get_value().sharding.is_equivalent_to(jax.NamedSharding(pm.mesh, spec), 1)
 
 
+@pytest.mark.full(but=["jit"])
 @pytest.mark.parametrize("how", ["eager", "jit", "vmap"])
 def test_bound_refuses_a_size_that_does_not_divide(how: str) -> None:
     """In jit and vmap, nnx alone replicates the dim without a message."""

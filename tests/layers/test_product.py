@@ -170,6 +170,7 @@ def whole_call() -> Any:
     return layers, jax.jit(functools.partial(transformer_block.apply, layers[0]))(layers[1], X)[0]
 
 
+@pytest.mark.full
 @pytest.mark.product(
     but=[
         "single-dp:8-auto",
@@ -179,7 +180,6 @@ def whole_call() -> Any:
         "serve_long_context-sp:4,tp:2-mixed",
     ]
 )
-@pytest.mark.full(but=["single-dp:8-auto"])
 @pytest.mark.parametrize(("preset", "mesh", "kind"), MESHES)
 def test_prefill_and_decode_equal_one_call(preset: str, mesh: str, kind: str) -> None:
     """A stack with caches: four tokens at once, then two one by one."""

@@ -54,9 +54,9 @@ def by_blocks(params: Any, x: Any) -> Any:
     return x
 
 
-@pytest.mark.full
 def test_scan_equals_a_loop_over_blocks() -> None:
-    blocks.assert_close(unsharded()[0][1], jax.jit(by_blocks)(PARAMS, X))
+    """Values and gradients."""
+    blocks.assert_close(unsharded(), blocks.values_and_gradients(by_blocks, PARAMS, X))
 
 
 @pytest.mark.full
@@ -177,11 +177,6 @@ def test_decode_past_the_caches() -> None:
 
 
 @pytest.mark.full
-def test_gradients_equal_a_loop_over_blocks() -> None:
-    blocks.assert_close(unsharded(), blocks.values_and_gradients(by_blocks, PARAMS, X))
-
-
-@pytest.mark.full
 def test_dropout_is_the_same_with_scan() -> None:
     config = dataclasses.replace(CONFIG, dropout=0.5, layers=2, windows=())
     params = [jax.tree.map(lambda w: w[:2], PARAMS[0])]
@@ -278,8 +273,13 @@ def test_states_of_layers_after_the_scan() -> None:
     single, layers = transformer_block.unstack(config, params)
     alone = transformer_block.unstack_state(config, state)
     keys = {"dropout": jax.random.key(0)}
-    y, after = transformer_block.apply(config, params, X, keys=keys, state=state)
-    again, seen = transformer_block.apply(single, layers, X, keys=keys, state=alone)
+
+    @jax.jit
+    def both(params: Any, layers: Any) -> Any:
+        scanned = transformer_block.apply(config, params, X, keys=keys, state=state)
+        return scanned, transformer_block.apply(single, layers, X, keys=keys, state=alone)
+
+    (y, after), (again, seen) = both(params, layers)
     blocks.assert_close(y, again, rtol=1e-4)
     assert [mixture is None for mixture in alone.mixtures or ()] == [True, False, True, False, True]
     np.testing.assert_array_equal(alone.mixtures[3].bias, bias[1])  # type: ignore[index,union-attr]

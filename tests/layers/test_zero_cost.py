@@ -74,7 +74,7 @@ def program_by_hand(preset: str, arguments: Any, *, scan: bool, **changed: Any) 
     return model.train_step(OPTIMIZER).lower(*arguments).compile()
 
 
-@pytest.mark.full
+@pytest.mark.full(but=["True-fsdp_tp"])
 @pytest.mark.parametrize("preset", hand_written.SPECS)
 @pytest.mark.parametrize("scan", [False, True])
 def test_train_step_equals_hand_written(preset: str, scan: bool) -> None:

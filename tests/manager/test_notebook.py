@@ -9,7 +9,7 @@ import pytest
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 # Each cell, and what it prints.
 CELLS = {

@@ -60,7 +60,7 @@ def oracles_outcome(case: Case) -> Any:
     return P(*spec_entries)
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(cases.cases(composites=True))
 def test_answer_equals_oracle(case: Case) -> None:
     assert outcome(case) == oracles_outcome(case)
@@ -73,7 +73,7 @@ def test_many_answers_equal_oracle(case: Case) -> None:
     assert outcome(case) == oracles_outcome(case)
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(cases.cases(composites=True, shaped=False))
 def test_a_spec_is_canonical_and_even(case: Case) -> None:
     spec = answer(case).spec

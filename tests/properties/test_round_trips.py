@@ -43,7 +43,7 @@ def test_rule_round_trip(
     assert parse_rule(canonical) == rule
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(st.text(alphabet="dpt1_ +|-?:,.", max_size=12))
 def test_any_text_is_a_rule_or_an_error(text: str) -> None:
     rule, error = parsed(text)
@@ -73,7 +73,7 @@ def parsed(text: str) -> tuple[Rule | None, sw.StrategyError | None]:
 MESH_NAMES = st.one_of(st.text(alphabet="dcn.x_-+|:,?! '\"4", max_size=6), st.text(max_size=6))
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(MESH_NAMES)
 @example("a?b")
 @example("it's")

@@ -299,7 +299,7 @@ class TestAgainstAReference:
         {"tp": 2},
     ]
 
-    @settings(max_examples=600, deadline=None)
+    @settings(max_examples=200, deadline=None)
     @given(
         st.lists(st.tuples(RULES, st.booleans()), min_size=2, max_size=3),
         st.sampled_from(MESHES),

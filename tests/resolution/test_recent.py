@@ -76,12 +76,12 @@ def test_many_shapes_take_bounded_memory(what: str, monkeypatch: pytest.MonkeyPa
         ask(size)
     gc.collect()
     before, _ = tracemalloc.get_traced_memory()
-    for size in range(400, 2000):
+    for size in range(400, 1200):
         ask(size)
     gc.collect()
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert after - before < 200_000, "1,600 shapes of 1.1 kB"
+    assert after - before < 200_000, "800 shapes of 1.1 kB"
     assert ask(1) == first
 
 

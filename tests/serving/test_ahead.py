@@ -194,6 +194,7 @@ class Broken:
         raise Lost
 
 
+@pytest.mark.full(but=["begin-dense", "read-dense"])
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 @pytest.mark.parametrize("breaks", ["begin", "read"])
 def test_an_error_fails_the_requests_that_it_lost(kind: str, breaks: str) -> None:

@@ -76,12 +76,12 @@ def test_seeds_and_positions_draw_differently() -> None:
     assert np.mean(first == other) < 0.01
 
 
+@pytest.mark.full(but=["row0--1-0.0"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("row", "token"),
     [([np.nan, 1, 2], -1), ([-np.inf] * 3, -1), ([np.inf, 0, 1], -1), ([-np.inf, 0, -np.inf], 1)],
 )
-@pytest.mark.full(but=["row0--1-0.0", "row1--1-0.0", "row2--1-1.0"])
 def test_logits_that_are_not_numbers(row: list[float], token: int, temperature: float) -> None:
     given = first_draws(1, {0: Sampling(temperature=temperature)})
     assert np.asarray(sample(jnp.asarray([row], jnp.float32), given)).tolist() == [token]

@@ -115,6 +115,7 @@ def test_training_may_donate_what_was_pushed() -> None:
     assert [done.tokens for done in engine.run(REQUESTS[:2])] == [done.tokens for done in wanted]
 
 
+@pytest.mark.full
 def test_donation_keeps_what_is_in_place() -> None:
     serve = manager_of("serve_tp", "dp:2,tp:4")
     engine = engine_of(weights(3, serve), serve)

@@ -69,6 +69,7 @@ def test_decode_equals_causal_forward(fields: Any) -> None:
     assert cache["cached_key"].shape == (2, 7, module.num_gqa_groups, 4)
 
 
+@pytest.mark.full
 def test_decode_with_a_padding_mask() -> None:
     """The mask hides keys in addition to those after the token."""
     options = {"attn_mask_type": "padding", "transpose_batch_sequence": False}
