@@ -501,7 +501,7 @@ def test_killed_by_a_signal(tmp_path: Path) -> None:
 def test_reads_of_a_leaf_are_whole_chunks() -> None:
     """orbax refuses a read that is larger than the limit, so the limit counts as orbax does."""
     shape, dtype = (10, 16), jnp.float32
-    saved = leaves.SavedLeaf(path=("x",), kind=leaves.Kind.ARRAY, shape=shape, dtype="float32")
+    saved = leaves.SavedLeaf(path=("x",), kind=leaves.LeafKind.ARRAY, shape=shape, dtype="float32")
     for spec, expected in ((P("dp"), 2 * 4 * 16), (P(None, "dp"), 3 * 4 * 16), (P(), 3 * 4 * 16)):
         sharding = NamedSharding(cpu_mesh("dp:2"), spec)
         target = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from benchmarks.compiled import MESHES, TARGETS, Row, judge
+from benchmarks.compiled import TARGETS, Row, judge
 from shardwright.plan.report.text import bytes_text
 
 _PLACE = re.compile(r"(<!-- compiled: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -21,18 +21,15 @@ def with_tables(
     """Return a page with the text between its markers written from the results.
 
     Markers are `<!-- compiled: NAME -->`, each up to `<!-- end -->`. The names are `verdicts`,
-    `misses`, `refused`, `left-out`, and each model.
+    `misses` and `refused`.
 
     Raises:
       AssertionError: A marker is missing, or unknown.
     """
-    models = list(dict.fromkeys(row.model for row in rows))
     parts = {
         "verdicts": _verdicts(rows, context),
         "misses": _misses(rows),
         "refused": _refused(refused),
-        "left-out": _left_out(rows, refused),
-        **{model: _table([row for row in rows if row.model == model]) for model in models},
     }
     marked = [actual[2] for actual in _PLACE.finditer(text)]
     assert sorted(marked) == sorted(parts), f"the page has {marked}, the results {list(parts)}"
@@ -50,23 +47,6 @@ def _verdicts(rows: Sequence[Row], context: Mapping[str, str]) -> str:
             f"- Compiled for {context['target']} ({versions}).",
         ]
     )
-
-
-def _table(rows: Sequence[Row]) -> str:
-    body = [
-        [
-            row.preset,
-            row.mesh,
-            row.mode,
-            bytes_text(row.planned),
-            bytes_text(row.compiled),
-            _difference(row),
-            ", ".join(row.marks),
-        ]
-        for row in rows
-    ]
-    head = ["preset", "mesh", "mode", "planned", "compiled", "difference", "marks"]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body))
 
 
 def _difference(row: Row) -> str:
@@ -109,15 +89,4 @@ def _refused(refused: Sequence[Mapping[str, str]]) -> str:
         )
         for each in refused
     ]
-    return "\n".join(lines) or "None."
-
-
-def _left_out(rows: Sequence[Row], refused: Sequence[Mapping[str, str]]) -> str:
-    """Return the presets of each model that the results do not have."""
-    seen = {(row.model, row.preset) for row in rows}
-    seen |= {(each["model"], each["preset"]) for each in refused}
-    lines = []
-    for model in dict.fromkeys(row.model for row in rows):
-        missing = [preset for preset in MESHES if (model, preset) not in seen]
-        lines += [f"- {model}: {', '.join(missing)}"] if missing else []
     return "\n".join(lines) or "None."

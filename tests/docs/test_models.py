@@ -11,7 +11,7 @@ from typing import Any
 from shardwright.testing.golden import Golden
 from tests.docs.snippets import ROOT
 
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "development" / "models.md"
 RESULTS = ROOT / "benchmarks" / "results" / "models"
 MESHES = ("fsdp:8", "fsdp:4,tp:2", "dp:2,tp:4")
 TABLE = re.compile(r"(<!-- results: models -->\n).*?(<!-- end -->)", re.DOTALL)

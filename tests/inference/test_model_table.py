@@ -6,7 +6,7 @@ from shardwright.testing.golden import Golden
 from tests.docs.snippets import ROOT
 from tests.inference.model_table import published, rows, with_table
 
-PAGE = ROOT / "docs" / "inference.md"
+PAGE = ROOT / "docs" / "development" / "inference.md"
 
 
 def test_page_shows_the_table(golden: Golden) -> None:

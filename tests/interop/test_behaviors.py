@@ -1,4 +1,4 @@
-"""Twenty-five surprising behaviors of eformer, numbered as in docs/eformer.md, and ours."""
+"""Twenty-five surprising behaviors of eformer, numbered as on the page of behaviors, and ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answers equal those of eformer, except for the behaviors that docs/eformer.md numbers."""
+"""The answers equal those of eformer, except for the numbered behaviors of the page."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ def test_dropped_dims_do_not_conflict() -> None:
 
 
 def test_composite_with_a_replicated_member() -> None:
-    """Behavior 5 of docs/eformer.md."""
+    """Behavior 5 of the page."""
     mesh = es.create_mesh((4, 2), ("fsdp", "tp"))
     paxis, other = both()
     axes = [[ours.BIAS_KV_SEQ, ours.VOCAB]]

@@ -1,4 +1,4 @@
-"""docs/eformer.md has a row for each behavior, and the last column of each row is true."""
+"""The page of behaviors has a row for each behavior, and the last column of each row is true."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.docs.snippets import ROOT, blocks
 from tests.interop import test_behaviors
 
-TEXT = (ROOT / "docs" / "eformer.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "development" / "eformer.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| (\d+) \| .+ \| .+ \| `(.+)` \|$", TEXT, flags=re.MULTILINE)
 
 

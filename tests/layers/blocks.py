@@ -17,7 +17,7 @@ import shardwright as sw
 from shardwright.plan.collectives import read_collectives
 from shardwright.testing import cpu_mesh
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "layers.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "development" / "layers.md"
 MESHES = {
     "fsdp": "fsdp:8",
     "tensor": "dp:2,tp:4",

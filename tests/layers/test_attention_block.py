@@ -12,7 +12,7 @@ import pytest
 import shardwright as sw
 from shardwright.layers import attention_block
 from shardwright.layers.dtypes import Dtypes
-from shardwright.layers.norm import RMS, NormConfig
+from shardwright.layers.norm import RMS
 from shardwright.layers.placement import RESIDUAL
 from tests.layers import blocks
 
@@ -158,7 +158,6 @@ def test_bad_input() -> None:
         (lambda: make(embed=16, heads=4, kv_heads=3), "kv_heads=3 do not divide heads=4"),
         (lambda: make(embed=16, heads=0), "heads must be a positive integer"),
         (lambda: make(embed=16, heads=4, dropout=2), r"dropout=2 is not in"),
-        (lambda: make(embed=16, heads=4, norm=NormConfig(zero_centered=True)), "RMS norm"),
         (lambda: attention_block.apply(CONFIG, {}, X[..., :4]), r"x has shape \(8, 8, 4\)"),
         (
             lambda: apply(state=cache, segment_ids=SEGMENTS),

@@ -34,6 +34,7 @@ def test_norms_equal_numpy() -> None:
         (layer_norm(x, SCALE, epsilon=1e-3), normed * SCALE),
         (layer_norm(x, SCALE, epsilon=1e-3, zero_centered=True), normed * (1 + SCALE)),
         (rms_norm(x, SCALE, epsilon=1e-3), by_root * SCALE),
+        (rms_norm(x, SCALE, epsilon=1e-3, zero_centered=True), by_root * (1 + SCALE)),
     ]
     for got, wanted in cases:
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
@@ -149,7 +150,6 @@ def test_dropout_mask() -> None:
 
 def test_bad_input() -> None:
     cases: list[tuple[Any, str]] = [
-        (lambda: NormConfig(zero_centered=True), "zero_centered=True is only for layer norms"),
         (lambda: NormConfig(kind="rsm"), "norm kind 'rsm' is unknown"),
         (lambda: NormConfig(epsilon=0), "epsilon=0 is not positive"),
         (lambda: rms_norm(X, SCALE[:3]), r"scale has shape \(3,\), and x"),

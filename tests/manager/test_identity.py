@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 
 import shardwright as sw
+from shardwright.manager.effect import Effect
+from shardwright.processes import agreement
+from shardwright.resolution import recent
 from tests.manager.programs import (
     AXIS_TYPES,
     RULES,
@@ -177,6 +180,31 @@ def test_two_managers_inside_one_trace(wrapper: str) -> None:
         assert sharded_over(first, here.mesh, "dp", "tp")
         assert sharded_over(second, here.mesh, "tp", "dp")
         np.testing.assert_array_equal(first, second)
+
+
+def test_an_effect_is_part_of_identity_and_of_the_jit_key() -> None:
+    pm = make_manager()
+    silent = Effect(lambda x, decided: x, lambda w, use, stored: w, token="silent")
+    other = pm.having(effect=silent)
+    assert other != pm
+    assert other == pm.having(effect=silent)
+    assert other.for_mode("decode").effect is silent
+    f = jax.jit(lambda x: sw.shard(x * 2, sw.BATCH, sw.EMBED))
+    for manager, replicated in ((pm, False), (other, True), (pm, False)):
+        with manager:
+            assert f(numbers(8, 8)).sharding.is_fully_replicated == replicated
+
+
+def test_an_entry_compares_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second comparison would wait for processes that do not make it again."""
+    met = []
+    monkeypatch.setattr(agreement, "meet", lambda mesh, *rest: met.append(mesh))
+    monkeypatch.setattr(recent, "KEPT", 2)
+    pm = make_manager()
+    for size in range(1, 9):
+        with pm:
+            pm.shard(numbers(8, 8 * size), sw.BATCH, sw.EMBED)
+    assert met == [pm.mesh]
 
 
 def test_constraints_cost_nothing_in_the_cache() -> None:

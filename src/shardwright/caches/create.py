@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 
 from shardwright import _jax
 from shardwright.caches.base import KVCache
-from shardwright.caches.kinds import KINDS, Kind
+from shardwright.caches.kinds import KINDS, CacheKind
 from shardwright.caches.row_order import RowOrder
 from shardwright.caches.rows import ROW_AXES
 from shardwright.caches.sharding import ambient_sharding
@@ -134,7 +134,7 @@ def _mode(mode: str | None, manager: PartitionManager | None) -> str | None:
     return parse_mode(mode)
 
 
-def _find_kind(kind: str) -> Kind:
+def _find_kind(kind: str) -> CacheKind:
     if not isinstance(kind, str) or kind not in KINDS:
         fix = did_you_mean(str(kind), KINDS) or f"kinds are {', '.join(KINDS)}"
         raise CacheError(f"{kind!r} is not a kind of cache", path="kind", fix=fix)
@@ -151,7 +151,7 @@ _OTHER_NAMES = MappingProxyType(
 )
 
 
-def _check_options(name: str, kind: Kind, options: Mapping[str, Any]) -> None:
+def _check_options(name: str, kind: CacheKind, options: Mapping[str, Any]) -> None:
     known = list(inspect.signature(kind.make).parameters)[1:]
     for option, value in options.items():
         if option not in known:

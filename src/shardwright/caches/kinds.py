@@ -19,7 +19,7 @@ from shardwright.caches.spec import Overflow
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class CacheKind:
     """A kind of cache.
 
     Attributes:
@@ -33,11 +33,11 @@ class Kind:
     overflow: Overflow = Overflow.REPORT
 
 
-KINDS: Mapping[str, Kind] = MappingProxyType(
+KINDS: Mapping[str, CacheKind] = MappingProxyType(
     {
-        "dense": Kind(cache=DenseCache, make=dense.make),
-        "sliding": Kind(cache=DenseCache, make=dense.make_sliding, overflow=Overflow.RING),
-        "quantized": Kind(cache=QuantizedCache, make=quantized.make),
-        "paged": Kind(cache=PagedCache, make=paged.make),
+        "dense": CacheKind(cache=DenseCache, make=dense.make),
+        "sliding": CacheKind(cache=DenseCache, make=dense.make_sliding, overflow=Overflow.RING),
+        "quantized": CacheKind(cache=QuantizedCache, make=quantized.make),
+        "paged": CacheKind(cache=PagedCache, make=paged.make),
     }
 )

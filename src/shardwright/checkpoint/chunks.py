@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from shardwright.checkpoint import leaves
-from shardwright.checkpoint.leaves import Kind, TargetLeaf
+from shardwright.checkpoint.leaves import LeafKind, TargetLeaf
 from shardwright.checkpoint.stored import open_array
 from shardwright.reshard.checks import is_wide_enough
 from shardwright.reshard.leaf import move_leaf
@@ -58,7 +58,7 @@ def _route(leaf: TargetLeaf) -> Route | None:
     cannot join its pieces.
     """
     sharding = leaf.sharding
-    if leaf.saved.kind is not Kind.ARRAY or not isinstance(sharding, NamedSharding):
+    if leaf.saved.kind is not LeafKind.ARRAY or not isinstance(sharding, NamedSharding):
         return None
     if sharding.memory_kind in ("pinned_host", "unpinned_host"):
         return None

@@ -21,7 +21,7 @@ _NUMBERS = {"bool": bool, "int": int, "float": float, "complex": complex}
 _NESTED = dict[str, Any]
 
 
-class Kind(enum.StrEnum):
+class LeafKind(enum.StrEnum):
     """How a leaf is written."""
 
     ARRAY = "array"
@@ -43,7 +43,7 @@ class SavedLeaf:
     """
 
     path: tuple[str, ...]
-    kind: Kind
+    kind: LeafKind
     shape: tuple[int, ...] = ()
     dtype: str = ""
     value: str = ""
@@ -51,7 +51,7 @@ class SavedLeaf:
     @property
     def is_stored(self) -> bool:
         """Whether orbax stores an array for the leaf."""
-        return self.kind is Kind.ARRAY or (self.kind is Kind.KEY and 0 not in self.shape)
+        return self.kind is LeafKind.ARRAY or (self.kind is LeafKind.KEY and 0 not in self.shape)
 
     @property
     def text(self) -> str:
@@ -59,9 +59,9 @@ class SavedLeaf:
         return "/".join(self.path)
 
     def __str__(self) -> str:
-        if self.kind is Kind.NUMBER:
+        if self.kind is LeafKind.NUMBER:
             return f"a number of type {self.dtype}"
-        keys = "keys " if self.kind is Kind.KEY else ""
+        keys = "keys " if self.kind is LeafKind.KEY else ""
         return f"{keys}{self.dtype}{list(self.shape)}"
 
     def number(self) -> Any:
@@ -79,7 +79,7 @@ def parse_leaf(data: Mapping[str, Any]) -> SavedLeaf:
     """Return a leaf from what `to_json` returned."""
     return SavedLeaf(
         path=tuple(data["path"]),
-        kind=Kind(data["kind"]),
+        kind=LeafKind(data["kind"]),
         shape=tuple(data["shape"]),
         dtype=data["dtype"],
         value=data["value"],
@@ -125,7 +125,7 @@ def written(leaves: Sequence[tuple[tuple[str, ...], Any]]) -> tuple[list[SavedLe
             continue
         leaf = _saved_leaf(path, value)
         saved.append(leaf)
-        if leaf.kind is Kind.ARRAY:
+        if leaf.kind is LeafKind.ARRAY:
             put(arrays, path, value)
         elif leaf.is_stored:
             put(arrays, path, jax.random.key_data(value))
@@ -161,7 +161,9 @@ def _saved_leaf(path: tuple[str, ...], value: Any) -> SavedLeaf:
     if not hasattr(value, "dtype"):
         name = _number_type(value)
         # The plain number, because the text of a member of an `IntEnum` is its name.
-        return SavedLeaf(path=path, kind=Kind.NUMBER, dtype=name, value=repr(_NUMBERS[name](value)))
+        return SavedLeaf(
+            path=path, kind=LeafKind.NUMBER, dtype=name, value=repr(_NUMBERS[name](value))
+        )
     kind, dtype = _kind_and_dtype(value)
     return SavedLeaf(path=path, kind=kind, shape=tuple(value.shape), dtype=dtype)
 
@@ -171,11 +173,11 @@ def _number_type(value: Any) -> str:
     return next(name for name, kind in _NUMBERS.items() if isinstance(value, kind))
 
 
-def _kind_and_dtype(value: Any) -> tuple[Kind, str]:
+def _kind_and_dtype(value: Any) -> tuple[LeafKind, str]:
     """Return how a value with shape and dtype is written, and the name of its dtype."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return Kind.KEY, str(value.dtype)
-    kind = Kind.EMPTY if 0 in value.shape else Kind.ARRAY
+        return LeafKind.KEY, str(value.dtype)
+    kind = LeafKind.EMPTY if 0 in value.shape else LeafKind.ARRAY
     return kind, str(np.dtype(value.dtype))
 
 
@@ -241,21 +243,21 @@ class TargetLeaf:
     def _stored(self) -> tuple[tuple[int, ...], str]:
         """Return the shape and the dtype of the array in the file: for keys, those of the bits."""
         shape, dtype = self.saved.shape, self.saved.dtype
-        if self.saved.kind is not Kind.KEY:
+        if self.saved.kind is not LeafKind.KEY:
             return shape, dtype
         bits = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=_impl(dtype))))
         return (*shape, *bits.shape), str(bits.dtype)
 
     def restored(self, value: Any) -> Any:
         """Return the leaf from what orbax has read, which is None if it reads nothing."""
-        if self.saved.kind is Kind.NUMBER:
+        if self.saved.kind is LeafKind.NUMBER:
             number = self.saved.number()
             return type(self.target)(number) if isinstance(self.target, enum.Enum) else number
         if not self.saved.is_stored:
             shape, dtype = self._stored()
             value = np.zeros(shape, _dtype(dtype))
             value = value if self.sharding is None else jax.device_put(value, self.sharding)
-        if self.saved.kind is Kind.KEY:
+        if self.saved.kind is LeafKind.KEY:
             return jax.random.wrap_key_data(jnp.asarray(value), impl=_impl(self.saved.dtype))
         if isinstance(self.target, (bool, int, float, complex)) and not hasattr(
             self.target, "dtype"
@@ -316,7 +318,7 @@ def _misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
             "pass arrays, jax.ShapeDtypeStructs or numbers, such as pm.abstract(specs)",
         )
     if not is_array:
-        if leaf.kind is Kind.NUMBER and leaf.dtype == _number_type(target):
+        if leaf.kind is LeafKind.NUMBER and leaf.dtype == _number_type(target):
             return _enum_misfit(leaf, target)
         # A move makes arrays of numbers.
         if _scalar_type(leaf) == _number_type(target) and not isinstance(target, enum.Enum):
@@ -335,7 +337,7 @@ def _misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
             "pass a NumPy array as the target, or set jax_enable_x64",
         )
     if isinstance(target, jax.ShapeDtypeStruct) and target.sharding is None:
-        if target.shape == () or kind is Kind.KEY:
+        if target.shape == () or kind is LeafKind.KEY:
             return None  # it goes where JAX puts a new scalar
         return "the target has no sharding", "pass pm.abstract(specs), or set sharding="
     return _sharding_misfit(leaf, target)
@@ -343,7 +345,7 @@ def _misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
 
 def _scalar_type(leaf: SavedLeaf) -> str:
     """Return the name of the Python type that holds a saved scalar array, or empty."""
-    if leaf.kind is not Kind.ARRAY or leaf.shape:
+    if leaf.kind is not LeafKind.ARRAY or leaf.shape:
         return ""
     dtype = _dtype(leaf.dtype)
     kinds = {

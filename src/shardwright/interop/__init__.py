@@ -2,4 +2,13 @@
 
 Code belongs here if other code calls it by that name and signature. Each package is complete by
 itself. The core imports nothing from here, and nothing here is imported until a program imports it.
+
+eformer, fjformer, easydel and transformer_engine have the names of those libraries. The others are
+bridges, which share their verbs, as far as a library gives them:
+
+- `annotate(model)`: the annotation of each array of `arrays(model)`, as a tree;
+- `place(model, pm)`: the model, sharded;
+- `to_strategy(config)`: the strategy of the library's own rules, and the axis of each name.
+
+Beside them, a bridge has what only its library has, such as `rules`, `bound` or `load`.
 """

@@ -27,11 +27,10 @@ class NormConfig:
     Attributes:
       kind: "layer" (subtracts the mean, has a bias) or "rms".
       epsilon: Added to the variance, inside the root, for both kinds.
-      zero_centered: The stored scale is centered on 0, and 1 is added in float32. For "layer" only.
+      zero_centered: The stored scale is centered on 0, and 1 is added in float32.
 
     Raises:
-      LayerError: The kind is unknown, epsilon is not a positive number, or an RMS norm is
-        zero-centered.
+      LayerError: The kind is unknown, or epsilon is not a positive number.
     """
 
     kind: str = "rms"
@@ -46,11 +45,6 @@ class NormConfig:
             )
         check_number("epsilon", self.epsilon, sign="positive", fix="write 1e-6")
         check_fields(self, zero_centered=bool)
-        if self.zero_centered and self.kind == "rms":
-            raise LayerError(
-                "zero_centered=True is only for layer norms: an RMS norm has a scale centered on 1",
-                fix='leave zero_centered out, or write kind="layer"',
-            )
 
 
 RMS: Final = NormConfig()
@@ -81,16 +75,14 @@ def apply(config: NormConfig, params: dict[str, Any], x: Any, *, dtype: Any = No
     """
     names = ("scale",) if config.kind == "rms" else ("scale", "bias")
     check_names(names, params, create="norm.specs(config, size)")
+    options: dict[str, Any] = {
+        "epsilon": config.epsilon,
+        "zero_centered": config.zero_centered,
+        "dtype": dtype,
+    }
     if config.kind == "rms":
-        return rms_norm(x, params["scale"], epsilon=config.epsilon, dtype=dtype)
-    return layer_norm(
-        x,
-        params["scale"],
-        params["bias"],
-        epsilon=config.epsilon,
-        zero_centered=config.zero_centered,
-        dtype=dtype,
-    )
+        return rms_norm(x, params["scale"], **options)
+    return layer_norm(x, params["scale"], params["bias"], **options)
 
 
 def layer_norm(
@@ -128,7 +120,9 @@ def layer_norm(
     return y.astype(x.dtype if dtype is None else dtype)
 
 
-def rms_norm(x: Any, scale: Any, *, epsilon: float = 1e-6, dtype: Any = None) -> Any:
+def rms_norm(
+    x: Any, scale: Any, *, epsilon: float = 1e-6, zero_centered: bool = False, dtype: Any = None
+) -> Any:
     """Return `x / sqrt(mean(x^2) + epsilon) * scale` (Zhang and Sennrich, arXiv:1910.07467).
 
     The mean over the last dim is computed in float32. The result is cast once, at the end.
@@ -137,6 +131,7 @@ def rms_norm(x: Any, scale: Any, *, epsilon: float = 1e-6, dtype: Any = None) ->
       x: `[..., size]`.
       scale: `[size]`.
       epsilon: Added to the mean square, inside the root.
+      zero_centered: Multiply by `1 + scale`, as Gemma does.
       dtype: Dtype of the result. Defaults to that of `x`.
 
     Raises:
@@ -145,7 +140,8 @@ def rms_norm(x: Any, scale: Any, *, epsilon: float = 1e-6, dtype: Any = None) ->
     _check(x, scale=scale)
     wide = jnp.asarray(x).astype(jnp.float32)
     mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    y = wide * jax.lax.rsqrt(mean + epsilon) * jnp.asarray(scale).astype(jnp.float32)
+    scale = jnp.asarray(scale).astype(jnp.float32)
+    y = wide * jax.lax.rsqrt(mean + epsilon) * (scale + 1 if zero_centered else scale)
     return y.astype(x.dtype if dtype is None else dtype)
 
 

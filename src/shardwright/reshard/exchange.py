@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from shardwright.reshard.grid import Block, Grid
+from shardwright.reshard.grid import Block, DeviceGrid
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +35,12 @@ class Send:
     stays: bool
 
 
-def units_of(source: Grid, target: Grid) -> tuple[int, ...]:
+def units_of(source: DeviceGrid, target: DeviceGrid) -> tuple[int, ...]:
     """Return the number of units along each dimension. A unit is a block that is sent whole."""
     return tuple(map(math.lcm, source.counts, target.counts))
 
 
-def sends_of(source: Grid, target: Grid) -> tuple[Send, ...]:
+def sends_of(source: DeviceGrid, target: DeviceGrid) -> tuple[Send, ...]:
     """Return the sends of a move: for each target device, one send per unit, in order.
 
     A device that holds a unit keeps it. If several devices hold a unit that another device needs,

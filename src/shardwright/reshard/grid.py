@@ -17,7 +17,7 @@ Block = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class DeviceGrid:
     """An array cut into equal blocks, and the block of each device.
 
     Attributes:
@@ -45,7 +45,7 @@ class Grid:
         return tuple(size // count for size, count in zip(shape, self.counts, strict=True))
 
 
-def same_blocks(a: Grid, b: Grid) -> bool:
+def same_blocks(a: DeviceGrid, b: DeviceGrid) -> bool:
     """Tell whether each device holds the same block in both grids."""
     if a.counts != b.counts:
         return False
@@ -54,7 +54,7 @@ def same_blocks(a: Grid, b: Grid) -> bool:
     )
 
 
-def grid_of(sharding: Sharding, shape: Sequence[int]) -> Grid:
+def grid_of(sharding: Sharding, shape: Sequence[int]) -> DeviceGrid:
     """Return the grid of a sharding, which may be on an abstract mesh.
 
     Raises:
@@ -71,7 +71,7 @@ def grid_of(sharding: Sharding, shape: Sequence[int]) -> Grid:
     return _grid_of_slices(sharding, shape)
 
 
-def mesh_grid(mesh: Mesh | AbstractMesh, dims: Dims) -> Grid:
+def mesh_grid(mesh: Mesh | AbstractMesh, dims: Dims) -> DeviceGrid:
     """Return the grid of an array whose dimensions are sharded over mesh axes."""
     sizes = dict(mesh.shape)
     ids = (
@@ -79,7 +79,7 @@ def mesh_grid(mesh: Mesh | AbstractMesh, dims: Dims) -> Grid:
         if isinstance(mesh, Mesh)
         else tuple(range(math.prod(sizes.values())))
     )
-    return Grid(
+    return DeviceGrid(
         devices=ids,
         counts=tuple(shard_count(axes, sizes) for axes in dims),
         blocks=blocks_of(dims, sizes),
@@ -107,7 +107,7 @@ def blocks_of(dims: Dims, sizes: dict[str, int]) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def _grid_of_slices(sharding: Sharding, shape: Sequence[int]) -> Grid:
+def _grid_of_slices(sharding: Sharding, shape: Sequence[int]) -> DeviceGrid:
     """Return the grid of a sharding without mesh axes, such as that of a single device."""
     slices: dict[Any, Any] = dict(sharding.devices_indices_map(tuple(shape)))
     local = sharding.shard_shape(tuple(shape))
@@ -123,7 +123,7 @@ def _grid_of_slices(sharding: Sharding, shape: Sequence[int]) -> Grid:
             f"{sharding} cuts the shape {tuple(shape)} into unequal blocks",
             fix="move it with jax.device_put first",
         )
-    return Grid(
+    return DeviceGrid(
         devices=tuple(device.id for device in slices),
         counts=counts,
         blocks=blocks,
@@ -131,7 +131,7 @@ def _grid_of_slices(sharding: Sharding, shape: Sequence[int]) -> Grid:
     )
 
 
-def missing_bytes(source: Grid, target: Grid, bytes_of_array: int) -> int:
+def missing_bytes(source: DeviceGrid, target: DeviceGrid, bytes_of_array: int) -> int:
     """Return the sum over all devices of the bytes of the target that they do not hold yet.
 
     No move sends fewer bytes.

@@ -44,7 +44,7 @@ def flat_shape(local: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
     return (local[0] * mesh.size, *local[1:]) if local else ()
 
 
-class Program:
+class MoveProgram:
     """A program that is compiled once, at its first call, under any ambient mesh or manager.
 
     A jitted function would be compiled again under each manager, and raise an error under another
@@ -69,15 +69,15 @@ class Program:
 
 
 @functools.lru_cache(maxsize=_PROGRAMS)
-def zeros_program(mesh: Mesh, local: tuple[int, ...], dtype: np.dtype) -> Program:
+def zeros_program(mesh: Mesh, local: tuple[int, ...], dtype: np.dtype) -> MoveProgram:
     """Return the program that creates the target as zeros, one shard per device."""
     sharding = flat_sharding(mesh, len(local))
     shape = flat_shape(local, mesh)
-    return Program(mesh, jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding))
+    return MoveProgram(mesh, jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding))
 
 
 @functools.lru_cache(maxsize=_PROGRAMS)
-def move_program(mesh: Mesh, route: Route) -> Program:
+def move_program(mesh: Mesh, route: Route) -> MoveProgram:
     """Return the program that moves one piece, on the devices that hold the array.
 
     It maps (source, target, start) to the target, which it changes in place. If the leaf is one
@@ -99,7 +99,7 @@ def move_program(mesh: Mesh, route: Route) -> Program:
 
 
 @functools.lru_cache(maxsize=_PROGRAMS)
-def split_program(mesh: Mesh, route: Route) -> Program:
+def split_program(mesh: Mesh, route: Route) -> MoveProgram:
     """Return the program that splits a piece into its units, on the devices of the source."""
     assert route.source is not None
     unit = _piece_unit(route)
@@ -116,7 +116,7 @@ def split_program(mesh: Mesh, route: Route) -> Program:
 
 
 @functools.lru_cache(maxsize=_PROGRAMS)
-def join_program(mesh: Mesh, route: Route, unit: tuple[int, ...]) -> Program:
+def join_program(mesh: Mesh, route: Route, unit: tuple[int, ...]) -> MoveProgram:
     """Return the program that writes units into the target, on the devices of the target.
 
     It maps (target, *units, start) to the target, which it changes in place. If the leaf is one
@@ -156,7 +156,7 @@ def _on_shards(
     arguments: int,
     start: bool = False,
     donate: int | None = None,
-) -> Program:
+) -> MoveProgram:
     """Return the program of a function that runs on the shards of flat arrays."""
     spec = flat_sharding(mesh, rank).spec
     mapped = _jax.call_shard_map(
@@ -166,7 +166,7 @@ def _on_shards(
         out_specs=spec,
         check_vma=False,
     )
-    return Program(mesh, jax.jit(mapped, donate_argnums=() if donate is None else donate))
+    return MoveProgram(mesh, jax.jit(mapped, donate_argnums=() if donate is None else donate))
 
 
 def _enter(piece: jax.Array, route: Route) -> jax.Array:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from shardwright.reshard.exchange import Send, rounds_of, sends_of, units_of
-from shardwright.reshard.grid import Grid, grid_of, missing_bytes, same_blocks
+from shardwright.reshard.grid import DeviceGrid, grid_of, missing_bytes, same_blocks
 from shardwright.reshard.pieces import Pieces, cut
 from shardwright.reshard.plan import Dims, Move, MoveKind, plan_moves, shard_count
 from shardwright.reshard.run import permutation
@@ -88,8 +88,8 @@ class Route:
     shape: tuple[int, ...]
     dtype: np.dtype
     to_dtype: np.dtype
-    source: Grid | None
-    target: Grid
+    source: DeviceGrid | None
+    target: DeviceGrid
     common: CommonAxes | None = None
     steps: tuple[Move, ...] = ()
     rounds: int = 0
@@ -233,12 +233,12 @@ def sent_bytes(step: Move, sizes: dict[str, int]) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def schedule(source: Grid, target: Grid) -> tuple[tuple[Send, ...], ...]:
+def schedule(source: DeviceGrid, target: DeviceGrid) -> tuple[tuple[Send, ...], ...]:
     """Return the rounds of an exchange. The first ones copy blocks that stay on their device."""
     return rounds_of(sends_of(source, target), len(target.devices))
 
 
-def unit_shape(shape: Sequence[int], source: Grid, target: Grid) -> tuple[int, ...]:
+def unit_shape(shape: Sequence[int], source: DeviceGrid, target: DeviceGrid) -> tuple[int, ...]:
     """Return the shape of the blocks that an exchange or a transfer sends."""
     return tuple(size // units for size, units in zip(shape, units_of(source, target), strict=True))
 
@@ -253,7 +253,7 @@ def local_dtype(dtype: np.dtype) -> np.dtype:
 # both. So a move from one to the other is a sequence of collectives over parts of mesh axes.
 
 
-def common_axes(source: Grid, target: Grid) -> CommonAxes | None:
+def common_axes(source: DeviceGrid, target: DeviceGrid) -> CommonAxes | None:
     """Return the axes of a mesh that expresses both specs, or None if there is none.
 
     There is none if the source or the target is not on a mesh, if the meshes have different
@@ -288,7 +288,7 @@ def _own_strides(axes: Sequence[tuple[str, int]]) -> dict[str, int]:
     return strides
 
 
-def _strides_in(grid: Grid, devices: Sequence[int]) -> dict[str, int] | None:
+def _strides_in(grid: DeviceGrid, devices: Sequence[int]) -> dict[str, int] | None:
     """Return the stride of each axis in a list of devices, or None if one has no fixed stride."""
     place = {device: at for at, device in enumerate(devices)}
     own = _own_strides(grid.axes)
@@ -308,7 +308,7 @@ def _spans(axes: Sequence[tuple[str, int]], strides: dict[str, int]) -> list[tup
 
 
 def _names(
-    target: Grid, strides: dict[str, int], parts: Sequence[tuple[int, int]]
+    target: DeviceGrid, strides: dict[str, int], parts: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], str]:
     names = {}
     for name, size in target.axes:
@@ -324,7 +324,7 @@ def _inside(stride: int, size: int, parts: Sequence[tuple[int, int]]) -> list[tu
 
 
 def _split(
-    grid: Grid,
+    grid: DeviceGrid,
     strides: dict[str, int],
     parts: Sequence[tuple[int, int]],
     names: dict[tuple[int, int], str],

@@ -391,7 +391,17 @@ class AxisRules:
         object.__setattr__(self, "_fingerprint", b"")
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, AxisRules) and share_values(self, other))
+        if self is other:
+            return True
+        if not isinstance(other, AxisRules) or self._hash != other._hash:
+            return False
+        if self._values is other._values:
+            return True
+        if self._values != other._values:
+            return False
+        # After the first full comparison, an identity check is enough.
+        object.__setattr__(self, "_values", other._values)
+        return True
 
     def __hash__(self) -> int:
         return self._hash
@@ -437,20 +447,6 @@ class AxisRules:
         named = [axis for rule in rules.values() for axis in rule.mesh_axes]
         zero1 = self.policy.zero1.mesh_axes if self.policy.zero1 is not None else ()
         return tuple(dict.fromkeys([*named, *self.policy.gather, *zero1]))
-
-
-def share_values(rules: Any, other: Any) -> bool:
-    """Compare two frozen objects by `_hash` and `_values`. If they are equal, share one `_values`.
-
-    JAX compares the ambient manager at every cache lookup. After the first full comparison, an
-    identity check is enough.
-    """
-    if rules._values is other._values:
-        return True
-    if rules._hash != other._hash or rules._values != other._values:
-        return False
-    object.__setattr__(rules, "_values", other._values)
-    return True
 
 
 def _rebuild(

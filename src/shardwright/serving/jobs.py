@@ -144,7 +144,7 @@ class Chunk:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class RowMove:
     """A job that moves from its row of the prefill batch to its slot, or back."""
 
     job: Job
@@ -152,7 +152,7 @@ class Move:
     slot: int
 
     @classmethod
-    def of(cls, job: Job, row: int) -> Move:
+    def of(cls, job: Job, row: int) -> RowMove:
         """Return the move of a job between a row and its slot."""
         assert job.slot is not None
         return cls(job=job, row=row, slot=job.slot)

@@ -32,7 +32,7 @@ from shardwright.serving.arrays import (
     SlotArrays,
 )
 from shardwright.serving.calls import Calls
-from shardwright.serving.jobs import Chunk, Job, Move
+from shardwright.serving.jobs import Chunk, Job, RowMove
 from shardwright.serving.metrics import Meter, Report
 from shardwright.serving.request import Finish
 from shardwright.serving.sampling import Sampled, Tokens
@@ -41,7 +41,7 @@ from shardwright.serving.steps import MISCOUNTED, NO_NUMBER, REFUSED
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class PendingCall:
     """A call in flight.
 
     Attributes:
@@ -86,7 +86,7 @@ class Loop:
         # A job that is preempted reads again what it has written, so that must be known.
         scheduler.settle = self._settle
         self.canceled: collections.deque[Job] = collections.deque()
-        self._step, self._in_flight = 0, collections.deque[Call]()
+        self._step, self._in_flight = 0, collections.deque[PendingCall]()
         self._outbox: collections.deque[tuple[Job, int]] = collections.deque()
         self._failed: collections.deque[tuple[Job, Exception]] = collections.deque()
 
@@ -205,8 +205,8 @@ class Loop:
         fetch: Callable[[], Any],
         take: Callable[[Any], None],
     ) -> None:
-        """Record a call in flight; see `Call`."""
-        call = Call(part=part, step=self._step, jobs=jobs, fetch=fetch, take=take)
+        """Record a call in flight; see `PendingCall`."""
+        call = PendingCall(part=part, step=self._step, jobs=jobs, fetch=fetch, take=take)
         self._in_flight.append(call)
 
     def _settle(self, *, before: int | None = None) -> None:
@@ -324,11 +324,11 @@ class Loop:
                     self._begin_move("rows", begun, codes)
                 self.scheduler.take(moves)
 
-    def _begin_move(self, part: str, moves: Sequence[Move], codes: RefusalCodes) -> None:
+    def _begin_move(self, part: str, moves: Sequence[RowMove], codes: RefusalCodes) -> None:
         jobs = [move.job for move in moves]
         self._begin(part, jobs, codes.fetch, functools.partial(self._fail_refused, moves))
 
-    def _fail_refused(self, moves: Sequence[Move], codes: Any) -> None:
+    def _fail_refused(self, moves: Sequence[RowMove], codes: Any) -> None:
         """Fail the jobs whose tokens a cache refused.
 
         Args:
@@ -498,7 +498,7 @@ class Loop:
             self.clean()
 
 
-def _is_needed(call: Call) -> bool:
+def _is_needed(call: PendingCall) -> bool:
     """Tell whether a job waits for the results of a call."""
     return any(job.completion is None for job in call.jobs)
 

@@ -18,7 +18,7 @@ import collections
 from collections.abc import Callable, Sequence
 
 from shardwright.errors import QueueFullError
-from shardwright.serving.jobs import Chunk, Job, Limits, Move, Phase
+from shardwright.serving.jobs import Chunk, Job, Limits, Phase, RowMove
 from shardwright.serving.request import Finish
 from shardwright.serving.space import PageSpace, SlotSpace
 
@@ -96,7 +96,7 @@ class Scheduler:
             admitted.append(job)
         return admitted
 
-    def expired(self) -> list[Move]:
+    def expired(self) -> list[RowMove]:
         """Return the jobs that must leave their rows: at most as many as wait for a row."""
         wanted = len(self.rowless) - len(self._free_rows())
         if self.limits.quantum is None or wanted <= 0:
@@ -107,7 +107,7 @@ class Scheduler:
             if job.read < len(job.reading) and job.chunks_in_row >= self.limits.quantum
         ]
         long.sort(key=lambda pair: -pair[1].chunks_in_row)
-        return [Move.of(job, row) for row, job in long[:wanted]]
+        return [RowMove.of(job, row) for row, job in long[:wanted]]
 
     def park(self, jobs: Sequence[Job]) -> None:
         """Record that jobs have left their rows, and that their slots hold what was read."""
@@ -115,13 +115,13 @@ class Scheduler:
             self._leave_row(job)
             self.rowless.append(job)
 
-    def next_rows(self) -> list[Move]:
+    def next_rows(self) -> list[RowMove]:
         """Return the waiting jobs that get the free rows."""
         return [
-            Move.of(job, row) for job, row in zip(self.rowless, self._free_rows(), strict=False)
+            RowMove.of(job, row) for job, row in zip(self.rowless, self._free_rows(), strict=False)
         ]
 
-    def take(self, moves: Sequence[Move]) -> None:
+    def take(self, moves: Sequence[RowMove]) -> None:
         """Record that jobs have rows, which hold what was read of their prompts."""
         for move in moves:
             self.rowless.remove(move.job)
@@ -149,10 +149,10 @@ class Scheduler:
             chunk.job.chunks_in_row += 1
             self.space.wrote(chunk.job, chunk.job.read)
 
-    def ready(self) -> list[Move]:
+    def ready(self) -> list[RowMove]:
         """Return the jobs in rows whose prompts are completely read."""
         return [
-            Move.of(job, row)
+            RowMove.of(job, row)
             for row, job in sorted(self.rows.items())
             if job.read == len(job.reading)
         ]

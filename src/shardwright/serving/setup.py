@@ -15,7 +15,7 @@ from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.serving import steps
 from shardwright.serving.arguments import deleted_weights
-from shardwright.serving.steps import Caches, CacheShape, Model, Slots
+from shardwright.serving.steps import Caches, CacheShape, Model, SlotState
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_PREFILL
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ class Setup:
         )
         return on_device(caches, self.device)
 
-    def create_slots(self) -> Slots:
+    def create_slots(self) -> SlotState:
         """Create the slots."""
         with self.under(MODE_DECODE), _naming("slots", self.slots):
             caches = steps.create_caches(

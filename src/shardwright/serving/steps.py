@@ -76,7 +76,7 @@ class CacheShape:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Slots:
+class SlotState:
     """The state of decoding.
 
     A slot is active, which means that decode gives it a token, until it has written as many tokens
@@ -111,10 +111,10 @@ def create_caches(
     )
 
 
-def create_slots(caches: Caches) -> Slots:
+def create_slots(caches: Caches) -> SlotState:
     """Return slots without sequences, with empty caches."""
     ends, rules = _empty_slots(caches[0].batch, caches[0].spec.mode)
-    return Slots(caches=caches, ends=ends, rules=rules)
+    return SlotState(caches=caches, ends=ends, rules=rules)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -194,7 +194,7 @@ def prefill(
       tokens: `[rows, chunk]` int32.
       entries: `[2, rows]` int32: how many tokens of each row are not padding, and 1 for a row that
         continues a prompt. The other rows are emptied first.
-      rules: `[5, rows]`, as in `Slots`; the limits are not read.
+      rules: `[5, rows]`, as in `SlotState`; the limits are not read.
 
     Returns:
       The caches, and `[rows]` tokens: a token, NO_NUMBER, REFUSED or MISCOUNTED. Ignore the entry
@@ -215,8 +215,8 @@ def _read_chunk(
 
 
 def insert(
-    slots: Slots, source: Caches, entries: jax.Array, following: Sampled, rules: jax.Array
-) -> tuple[Slots, jax.Array]:
+    slots: SlotState, source: Caches, entries: jax.Array, following: Sampled, rules: jax.Array
+) -> tuple[SlotState, jax.Array]:
     """Copy prompts that are completely read into slots.
 
     Args:
@@ -225,7 +225,7 @@ def insert(
       entries: `[2, rows]` int32: the slot of each row, and its first generated token, which is
         negative if it is that in `following`. A row with a number past the last slot is not copied.
       following: `[rows]`, as `prefill` returns it.
-      rules: `[5, rows]`, as in `Slots`.
+      rules: `[5, rows]`, as in `SlotState`.
 
     Returns:
       The slots, and `[rows]` int8 codes of `Refusal`.
@@ -240,10 +240,10 @@ def insert(
     new = replicated(jnp.stack([first, jnp.ones_like(first)], axis=1), mode)
     ends = replicated(slots.ends, mode).at[into].set(new, mode="drop")
     rules = slots.rules.at[:, into].set(replicated(rules, mode), mode="drop")
-    return _placed(Slots(caches=caches, ends=ends, rules=rules)), refused
+    return _placed(SlotState(caches=caches, ends=ends, rules=rules)), refused
 
 
-def park(slots: Slots, source: Caches, into: jax.Array) -> tuple[Slots, jax.Array]:
+def park(slots: SlotState, source: Caches, into: jax.Array) -> tuple[SlotState, jax.Array]:
     """Copy prompts that are partly read into their slots, which stay inactive.
 
     Args:
@@ -300,9 +300,9 @@ def decode(
     Args:
       model: The model.
       most: Largest number of tokens that a slot gets in one call.
-      caches: As in `Slots`. Donated.
-      ends: As in `Slots`. Donated.
-      rules: As in `Slots`.
+      caches: As in `SlotState`. Donated.
+      ends: As in `SlotState`. Donated.
+      rules: As in `SlotState`.
       params: Weights.
 
     Returns:
@@ -478,7 +478,7 @@ def clear(caches: Caches, rows: jax.Array) -> Caches:
     return tuple(cache.free(rows).cache for cache in caches)
 
 
-def clear_slots(slots: Slots, cleared: jax.Array) -> Slots:
+def clear_slots(slots: SlotState, cleared: jax.Array) -> SlotState:
     """Empty slots, which are donated.
 
     Args:
@@ -518,12 +518,12 @@ def next_tokens(
     return Sampled(packed=rows_by_slot(Sampled.of(by_slot(tokens, mode), logprobs).packed, mode))
 
 
-def _placed(slots: Slots) -> Slots:
+def _placed(slots: SlotState) -> SlotState:
     # Without a constraint, the partitioner may choose another sharding in every function. Then each
     # function would be compiled again for the result of every other one.
     mode = slots.caches[0].spec.mode
     ends, rules = rows_by_slot(slots.ends, mode), replicated(slots.rules, mode)
-    return Slots(caches=slots.caches, ends=ends, rules=rules)
+    return SlotState(caches=slots.caches, ends=ends, rules=rules)
 
 
 def by_slot(x: jax.Array, mode: str | None) -> jax.Array:

@@ -19,10 +19,11 @@ from shardwright.errors import CheckpointError, StrategyError
 from shardwright.interop import hf
 from shardwright.interop.hf import programs, read_config
 from shardwright.interop.hf.defaults import DEFAULTS
+from shardwright.interop.hf.families import FAMILIES
 from shardwright.interop.hf.model.decoder import decoder_specs
-from shardwright.interop.hf.model.sizes import FAMILIES
 
 CONFIGS = Path(__file__).parent / "configs"
+DECODERS = {name for name, family in FAMILIES.items() if family.read}
 FILES = sorted(CONFIGS.glob("*.json"))
 # `make test` asks one with experts and latent attention.
 MOST = [
@@ -34,12 +35,12 @@ MOST = [
 # difference is one that `notes` names.
 PUBLISHED = {
     "deepseek-v2-lite": (15_706_484_224, 0),
-    "deepseek-v3": (671_026_419_200, -58 * 256),  # biases that balance the experts: not trained
+    "deepseek-v3": (671_026_419_200, 0),
     "gemma-2-9b": (9_241_705_984, 0),
     "gemma-3-1b": (999_885_952, 0),
     "gemma-7b": (8_537_680_896, 0),
-    # Biases of the experts and the router, and sinks.
-    "gpt-oss-20b": (20_914_757_184, -24 * (32 * (3 * 2880) + 32 + 64)),
+    # Biases of the experts and the router.
+    "gpt-oss-20b": (20_914_757_184, -24 * (32 * (3 * 2880) + 32)),
     "llama-3-8b": (8_030_261_248, 0),
     "mistral-7b": (7_241_732_096, 0),
     "mixtral-8x7b": (46_702_792_704, 0),
@@ -68,7 +69,7 @@ def test_parameters_are_those_published(file: Path) -> None:
 def test_every_family_has_a_file() -> None:
     families = {json.loads(file.read_text())["model_type"] for file in FILES}
     same = {"gemma3_text": "gemma3"}  # the decoder of a model of text and images
-    assert families | {same[name] for name in families if name in same} == set(FAMILIES)
+    assert families | {same[name] for name in families if name in same} == DECODERS
 
 
 SMALL = {
@@ -107,11 +108,16 @@ def small_config(file: Path, folder: Path, **changes: Any) -> str:
 
 
 def unstacked(params: Any, sizes: Any) -> Any:
-    layers = [
-        jax.tree.map(lambda leaf, at=at: leaf[at], tree)
-        for stack, tree in zip(sizes.stacks, params["layers"], strict=True)
-        for at in range(stack.layers)
-    ]
+    trees, layers = iter(params["layers"]), []
+    for stack in sizes.stacks:
+        trips, rest = divmod(stack.layers, stack.period)
+        pattern = [next(trees) for _ in range(stack.period if trips else 0)]
+        layers += [
+            jax.tree.map(lambda leaf, at=at: leaf[at], tree)
+            for at in range(trips)
+            for tree in pattern
+        ]
+        layers += [next(trees) for _ in range(rest)]
     return {**params, "layers": layers}
 
 
@@ -158,7 +164,7 @@ def test_ring_of_a_window_gives_the_logits_of_training(name: str, tmp_path: Path
     """Prompts of 8 tokens pass through rings of 4 rows."""
     config = small_config(CONFIGS / f"{name}.json", tmp_path, sliding_window=4)
     sizes = read_config(config, capacity=4.0)
-    assert sizes.stacks[0].attention.window == (3, 0)  # type: ignore[union-attr]
+    assert sizes.stacks[0].attention_of(0).window == (3, 0)  # type: ignore[union-attr]
     made = programs(sizes, batch=4, length=8)
     params = draw(decoder_specs(sizes, stacked=True))
     tokens = jax.random.randint(jax.random.key(1), (4, 8), 0, sizes.vocab)
@@ -173,24 +179,23 @@ def test_ring_of_a_window_gives_the_logits_of_training(name: str, tmp_path: Path
     np.testing.assert_allclose(logits[:, 0], x[:, -1] @ head, rtol=2e-4, atol=2e-4)
 
 
-# Layers with a window and without, as the models' own code assigns them.
+# The window of each layer, as the models' own code assigns them.
 WINDOWS = {
-    "gemma-2-9b": (4096, 21, 21),
-    "gemma-3-1b": (512, 22, 4),
-    "gpt-oss-20b": (128, 12, 12),
-    "mistral-7b": (4096, 32, 0),
-    "qwen2.5-7b": (None, 0, 28),
-    "llama-3-8b": (None, 0, 32),
+    "gemma-2-9b": [4096, None] * 21,
+    "gemma-3-1b": [*[512] * 5, None] * 4 + [512] * 2,
+    "gpt-oss-20b": [128, None] * 12,
+    "mistral-7b": [4096] * 32,
+    "qwen2.5-7b": [None] * 28,
+    "llama-3-8b": [None] * 32,
 }
 
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_caches_of_layers_with_a_window_are_rings(name: str) -> None:
-    window, local, whole = WINDOWS[name]
     sizes = read_config(str(CONFIGS / f"{name}.json"))
     caches = programs(sizes, batch=2, length=65536)["decode"].shapes[1]
     rows = [cache.k.shape[1] for cache in caches]
-    assert rows == [window] * local + [65536] * whole
+    assert rows == [window or 65536 for window in WINDOWS[name]]
     # A window that is longer than the cache needs no ring.
     short = programs(sizes, batch=2, length=64)["decode"].shapes[1]
     assert {cache.k.shape[1] for cache in short} == {64}
@@ -200,14 +205,21 @@ def test_layer_types_decide_which_layers_have_a_window(tmp_path: Path) -> None:
     types = ["full_attention", "sliding_attention"]
     source = CONFIGS / "gpt-oss-20b.json"
 
-    def layers(given: list[str]) -> list[int]:
-        sizes = read_config(small_config(source, tmp_path, layer_types=given))
-        return [stack.layers for stack in sizes.stacks]
+    def layers(given: list[str]) -> list[Any]:
+        changes = {"layer_types": given, "num_hidden_layers": len(given), "sliding_window": 4}
+        sizes = read_config(small_config(source, tmp_path, **changes))
+        return [
+            (stack.layers, stack.period, [stack.attention_of(at).window for at in range(2)])
+            for stack in sizes.stacks
+        ]
 
-    assert layers(types) == [1, 1]
-    assert layers(["full_attention"] * 2) == [2]
+    assert layers(types * 2) == [(4, 2, [None, (3, 0)])]
+    assert layers(["full_attention"] * 2) == [(2, 1, [None, None])]
+    # Few long runs are not a pattern.
+    runs = ["full_attention"] * 9 + ["sliding_attention"]
+    assert layers(runs) == [(9, 1, [None, None]), (1, 1, [(3, 0), (3, 0)])]
     with pytest.raises(StrategyError, match="layer_types is not a list of 2 types"):
-        layers(types[:1])
+        read_config(small_config(source, tmp_path, layer_types=types[:1]))
 
 
 def one_device() -> jax.sharding.Mesh:
@@ -281,7 +293,7 @@ def test_what_the_decoder_lacks_is_an_error(
 def test_class_defaults_are_those_of_transformers() -> None:
     golden = json.loads((CONFIGS.parents[1] / "golden" / "hf_class_defaults.json").read_text())
     wanted = golden["defaults"]
-    assert {*wanted, "gemma3"} == set(DEFAULTS) == set(FAMILIES)
+    assert {*wanted, "gemma3"} == set(DEFAULTS) == DECODERS
     read = {*itertools.chain(*DEFAULTS.values())}
     for family, values in wanted.items():
         own = {key: value for key, value in DEFAULTS[family].items() if value is not None}
@@ -301,7 +313,7 @@ def test_text_of_images_and_text(tmp_path: Path) -> None:
     text |= {"model_type": "gemma3_text", "sliding_window": 1024}
     sizes = nested(tmp_path, text, torch_dtype="float32")
     assert count(decoder_specs(sizes, stacked=True)) == 3_880_263_168
-    assert [stack.layers for stack in sizes.stacks] == [29, 5]
+    assert [(stack.layers, stack.period) for stack in sizes.stacks] == [(34, 6)]
     assert (sizes.family, sizes.longest, sizes.tied) == ("gemma3_text", 131072, True)
     assert sizes.dtypes.param == jnp.float32
     assert any("only the decoder of text" in note for note in sizes.notes)

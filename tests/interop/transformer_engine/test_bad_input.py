@@ -83,12 +83,6 @@ CASES: dict[str, tuple[Any, Any, str, str]] = {
         "num_attention_heads=8 do not divide hidden_size=9",
         "heads=8 do not divide embed=9",
     ),
-    "rms-norm": (
-        lambda: init(te.LayerNorm(layernorm_type="rmsnorm", zero_centered_gamma=True)),
-        lambda: norm.NormConfig(kind="rms", zero_centered=True),
-        "zero_centered_gamma=True is not possible",
-        "zero_centered=True is only for layer norms",
-    ),
     "activation": (
         lambda: init(te.LayerNormMLP(12, activations=("gelo",))),
         lambda: mlp_block.MlpConfig(embed=8, hidden=12, activations=("gelo",)),

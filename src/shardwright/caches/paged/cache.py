@@ -17,7 +17,7 @@ from shardwright.caches.change import Change
 from shardwright.caches.paged import pool, tables
 from shardwright.caches.paged.claims import count_pages
 from shardwright.caches.paged.pool import PAGE_AXES
-from shardwright.caches.paged.tables import Decision, Ownership, Rows
+from shardwright.caches.paged.tables import Decision, Ownership, SlotRows
 from shardwright.caches.scatter import Buffers
 from shardwright.caches.spec import CacheSpec
 from shardwright.errors import CacheError
@@ -157,7 +157,7 @@ class PagedCache(KVCache):
         )
         return decision
 
-    def _write(self, rows: Rows, k: jax.Array, v: jax.Array) -> Buffers:
+    def _write(self, rows: SlotRows, k: jax.Array, v: jax.Array) -> Buffers:
         pages = self._placed_buffers
         if rows.shared is not None and rows.copies is not None:
             copied = pool.copy_pages(pages, rows.shared, rows.copies)

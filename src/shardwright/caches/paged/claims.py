@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Claim:
+class PageClaim:
     """The pages that slots get for their next tokens.
 
     Attributes:
@@ -50,7 +50,7 @@ def claim_pages(
     counts: jax.Array,
     page_size: int,
     most: int,
-) -> Claim:
+) -> PageClaim:
     """Choose pages for the next tokens of slots: free pages in order, for one slot after the other.
 
     A slot that cannot get all the pages it needs gets none, and the next slot may get the free
@@ -101,7 +101,7 @@ def claim_pages(
     free_pages = jnp.nonzero(references == 0, size=min(batch * most, pages), fill_value=pages)[0]
     steps = jnp.arange(most, dtype=jnp.int32)[None, :]
     ordinals = jnp.where(steps < need[:, None], (jnp.cumsum(need) - need)[:, None] + steps, pages)
-    return Claim(
+    return PageClaim(
         served=served,
         pages=free_pages.astype(jnp.int32).at[ordinals].get(mode="fill", fill_value=pages),
         columns=first[:, None] + steps,
@@ -109,7 +109,7 @@ def claim_pages(
     )
 
 
-def enter(tables: jax.Array, claim: Claim, slots: jax.Array, *, pages: int) -> jax.Array:
+def enter(tables: jax.Array, claim: PageClaim, slots: jax.Array, *, pages: int) -> jax.Array:
     """Return tables with the pages of a claim entered; its i-th row belongs to `slots[i]`."""
     columns = jnp.where(claim.pages < pages, claim.columns, tables.shape[1])
     return tables.at[slots[:, None], columns].set(claim.pages, mode="drop")

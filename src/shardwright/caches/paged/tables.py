@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from shardwright.caches import refusals
 from shardwright.caches.paged import claims
-from shardwright.caches.paged.claims import Claim, count_pages, refer, used_entries
+from shardwright.caches.paged.claims import PageClaim, count_pages, refer, used_entries
 from shardwright.caches.refusals import Refusal
 
 
@@ -43,7 +43,7 @@ class Ownership:
             self.tables, jnp.clip(columns, 0, self.tables.shape[1] - 1), axis=1
         )
 
-    def take(self, claim: Claim, slots: jax.Array) -> Ownership:
+    def take(self, claim: PageClaim, slots: jax.Array) -> Ownership:
         """Return the ownership after slots took a claim, whose i-th row belongs to `slots[i]`."""
         references = refer(refer(self.references, claim.pages, 1), claim.shared, -1)
         return dataclasses.replace(
@@ -55,7 +55,7 @@ class Ownership:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows:
+class SlotRows:
     """The rows that an operation writes.
 
     Attributes:
@@ -85,7 +85,7 @@ class Decision:
 
     owned: Ownership
     refused: jax.Array
-    rows: Rows | None = None
+    rows: SlotRows | None = None
 
 
 def append(owned: Ownership, is_token: jax.Array, *, capacity: int, page_size: int) -> Decision:
@@ -117,7 +117,7 @@ def append(owned: Ownership, is_token: jax.Array, *, capacity: int, page_size: i
         refused=refusals.first_refusal(
             (over, Refusal.OVERFLOW), ((counts > 0) & ~claim.served, Refusal.NO_FREE_PAGE)
         ),
-        rows=Rows(
+        rows=SlotRows(
             positions=positions,
             pages=jnp.where(positions < 0, owned.pages, owned.at(positions // page_size)),
             shared=claim.shared,
@@ -171,7 +171,9 @@ def insert(
             length=refusals.set_named(owned.length, named, claim.served, lengths),
         ),
         refused=jnp.where((counts > 0) & ~claim.served, jnp.int8(Refusal.NO_FREE_PAGE), refused),
-        rows=Rows(positions=row_positions, pages=jnp.where(row_positions < 0, owned.pages, page)),
+        rows=SlotRows(
+            positions=row_positions, pages=jnp.where(row_positions < 0, owned.pages, page)
+        ),
     )
 
 

@@ -20,7 +20,7 @@ from shardwright.errors import (
     raise_problems,
 )
 from shardwright.interop.hf.config import read_config
-from shardwright.interop.hf.families import family_of
+from shardwright.interop.hf.families import tensors_of
 from shardwright.interop.hf.names import axes_of, check_mappings, missing
 from shardwright.interop.hf.padding import pad_vocabulary
 from shardwright.interop.hf.pieces import place
@@ -76,7 +76,7 @@ class Checkpoint:
           CheckpointError: A file has changed, or a value does not fit its dtype. No array is
             returned.
         """
-        _check_manager(pm)
+        check_manager(pm)
         try:
             shardings = pm.shardings(self.specs, mode=mode)
         except ShardingError as error:
@@ -95,7 +95,7 @@ class Checkpoint:
           pm: The manager.
           mode: Runtime mode. Defaults to the manager's.
         """
-        _check_manager(pm)
+        check_manager(pm)
         return shardings_text(self.specs, pm, mode)
 
     def __str__(self) -> str:
@@ -136,7 +136,7 @@ def load(
       CheckpointError: See `read`. Nothing is loaded.
       ShardingError: See `Checkpoint.load`. Nothing is loaded.
     """
-    _check_manager(pm)
+    check_manager(pm)
     checkpoint = read(
         folder,
         dtype=dtype,
@@ -148,7 +148,7 @@ def load(
     return checkpoint.load(pm, mode=mode), checkpoint.specs
 
 
-def _check_manager(pm: Any) -> None:
+def check_manager(pm: Any) -> None:
     """Check that a manager is one, and not a strategy or its name.
 
     Raises:
@@ -247,7 +247,7 @@ def _with_stacks(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint in which each tensor of all layers is one stack."""
     config = checkpoint.config
     specs, sources = _stack_layers(
-        checkpoint.specs, checkpoint.sources, family=family_of(config), config=config
+        checkpoint.specs, checkpoint.sources, family=tensors_of(config), config=config
     )
     count = sum(name not in checkpoint.specs for name in specs)
     note = f"{len(checkpoint.specs) - len(specs) + count} tensors of layers became {count} stacks"

@@ -11,7 +11,8 @@ import numpy as np
 
 from shardwright.errors import CheckpointError, Problem, StrategyError, raise_problems
 from shardwright.interop.hf.config import SizedDim, block_of, dims_of, required_size, size_of
-from shardwright.interop.hf.families import Family, family_of
+from shardwright.interop.hf.families import tensors_of
+from shardwright.interop.hf.tensors import Tensors
 from shardwright.trees.paths import compile_rule, is_array_spec, path_text
 from shardwright.vocabulary.annotations import PartOf
 from shardwright.vocabulary.axes import EMBED, EMPTY, axis_label
@@ -62,7 +63,7 @@ def annotate(tree: Any, config: Mapping[str, Any], *, axes: Mapping[str, Any] | 
             fix = "remove one of them"
             problems.append(Problem(error=CheckpointError, what=what, path=name, fix=fix))
         shapes[name] = np.shape(leaf)
-    raise_problems(_limited(problems))
+    raise_problems(limited(problems))
     return jax.tree.unflatten(structure, axes_of(shapes, config, axes=axes).values())
 
 
@@ -109,7 +110,7 @@ def axes_of(
         return table.axes(name, shapes, of)
 
     found = {name: of(name) for name in shapes}
-    raise_problems(_limited([place for place in found.values() if isinstance(place, Problem)]))
+    raise_problems(limited([place for place in found.values() if isinstance(place, Problem)]))
     # A pattern after the first one that fits is used too.
     if lost := [
         written
@@ -131,7 +132,7 @@ def missing(names: Iterable[str], config: Mapping[str, Any]) -> list[Problem]:
     table = NameTable.of(config)
     absent = [name for name in table.required(present) if name not in present]
     fix = "download the checkpoint again, or use its own config.json"
-    return _limited(
+    return limited(
         [
             Problem(error=CheckpointError, what="the tensor is absent", path=name, fix=fix)
             for name in absent
@@ -143,7 +144,7 @@ def missing(names: Iterable[str], config: Mapping[str, Any]) -> list[Problem]:
 _NUMBERED: Final = re.compile(r"(?<=experts\.)\d+\.")
 
 
-def _limited(problems: list[Problem]) -> list[Problem]:
+def limited(problems: list[Problem]) -> list[Problem]:
     """Return the first problems, because an unknown model may have 90,000 tensors."""
     more = len(problems) - _MOST_NAMED
     if more <= 1:
@@ -156,7 +157,7 @@ def _limited(problems: list[Problem]) -> list[Problem]:
 class NameTable:
     """The tensors that a configuration describes."""
 
-    family: Family
+    family: Tensors
     rows: Mapping[str, str]
     dims: Mapping[str, SizedDim]
     config: Mapping[str, Any]
@@ -168,7 +169,7 @@ class NameTable:
         Raises:
           CheckpointError: The model is unknown, or a size is absent or invalid.
         """
-        family = family_of(config)
+        family = tensors_of(config)
         return cls(family=family, rows=family.rows(), dims=dims_of(config), config=config)
 
     def axes(self, name: str, shapes: Shapes, of: Callable[[str], Any]) -> Any:

@@ -12,8 +12,8 @@ import numpy as np
 
 from shardwright.errors import CheckpointError, Problem, raise_problems
 from shardwright.interop.hf.config import required_size, size_of
-from shardwright.interop.hf.families import Family
 from shardwright.interop.hf.source import Source, StackedSource
+from shardwright.interop.hf.tensors import Tensors
 from shardwright.vocabulary.annotations import ArraySpec, PartOf, stacked
 from shardwright.vocabulary.lowering import describe
 
@@ -74,7 +74,7 @@ def stack_layers(
     specs: Mapping[str, ArraySpec],
     sources: Mapping[str, Source],
     *,
-    family: Family,
+    family: Tensors,
     config: Mapping[str, Any],
 ) -> tuple[dict[str, ArraySpec], dict[str, Source]]:
     """Return specs and tensors, with each tensor of all layers stacked into one.

@@ -7,6 +7,8 @@ Plans name lines of this file, so each part of a layer has a line of its own.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +20,7 @@ from shardwright.errors import StrategyError, did_you_mean
 from shardwright.interop.hf.model import latent
 from shardwright.interop.hf.model.latent import LatentConfig
 from shardwright.interop.hf.model.sizes import Sizes, Stack
-from shardwright.layers import attention_block, embedding, loss, mixture_block, mlp_block, norm
+from shardwright.layers import attention_block, embedding, loss, mixture_block, mlp_block, moe, norm
 from shardwright.layers.mixture_block import MixtureConfig
 from shardwright.layers.placement import RESIDUAL, place, use
 from shardwright.layers.transformer_block import REMAT
@@ -27,7 +29,7 @@ from shardwright.plan.planner import Program
 from shardwright.trees.initialize import stack_specs
 from shardwright.trees.optimizer_state import annotate_state
 from shardwright.vocabulary.annotations import ArraySpec
-from shardwright.vocabulary.axes import BATCH, EMBED, EMPTY, QUERY_LENGTH, VOCAB
+from shardwright.vocabulary.axes import BATCH, EMBED, EMPTY, EXPERT_GATE, QUERY_LENGTH, VOCAB
 
 TOKENS = (BATCH, QUERY_LENGTH)
 LAST = (BATCH, EMPTY, VOCAB)  # logits of the last token
@@ -54,7 +56,7 @@ def programs(
         hint = did_you_mean(remat, REMAT)
         fix = f"{hint} remat is one of {', '.join(REMAT)}".strip()
         raise StrategyError(f"remat={remat!r} is unknown", fix=fix)
-    model = _Decoder(sizes, remat, chunks)
+    model = Decoder(sizes, remat, chunks)
     return {
         "train": model.training(batch, length),
         "prefill": model.serving(batch, length, length),
@@ -71,77 +73,118 @@ def stack_specs_of(stack: Stack) -> dict[str, Any]:
         else attention_block.specs(attention),
         "mlp": mixture_block.specs(mlp) if isinstance(mlp, MixtureConfig) else mlp_block.specs(mlp),
     }
-    if stack.norms_after:
+    if stack.router_bias:
+        tree["router_bias"] = _router_bias(stack)
+    if stack.norm_after is not None:
         for name in ("after_attention", "after_mlp"):
-            tree[name] = norm.specs(norm.RMS, attention.embed, attention.dtypes)
+            tree[name] = norm.specs(stack.norm_after, attention.embed, attention.dtypes)
     return tree
 
 
+def _router_bias(stack: Stack) -> ArraySpec:
+    assert isinstance(stack.mlp, MixtureConfig)
+    zeros = jax.nn.initializers.zeros
+    return ArraySpec((stack.mlp.moe.experts,), jnp.float32, (EXPERT_GATE,), zeros)
+
+
 def decoder_specs(sizes: Sizes, *, stacked: bool) -> dict[str, Any]:
-    """Return the parameters as `ArraySpec`s: of each layer, or stacked for a scan."""
+    """Return the parameters as `ArraySpec`s: of each layer, or stacked for a scan.
+
+    With `stacked`, each stack has a tree for each layer of its pattern, with a leading dim LAYERS,
+    and one for each layer after the last whole pattern.
+    """
     layers: list[Any] = []
     for stack in sizes.stacks:
         each = stack_specs_of(stack)
-        layers += [stack_specs(each, stack.layers)] if stacked else [each] * stack.layers
+        trips, rest = divmod(stack.layers, stack.period) if stacked else (0, stack.layers)
+        scanned = [stack_specs(each, trips)] * stack.period if trips else []
+        layers += [*scanned, *[each] * rest]
     tree = {
         "embedding": embedding.specs(sizes.vocab, sizes.embed, dtypes=sizes.dtypes),
         "layers": layers,
-        "norm": norm.specs(norm.RMS, sizes.embed, sizes.dtypes),
+        "norm": norm.specs(sizes.norm, sizes.embed, sizes.dtypes),
     }
     if not sizes.tied:
         tree["head"] = loss.specs(sizes.vocab, sizes.embed, dtypes=sizes.dtypes)
     return tree
 
 
-class _Decoder:
+class Decoder:
     """The decoder of some sizes, under a remat policy."""
 
-    def __init__(self, sizes: Sizes, remat: str, chunks: int) -> None:
+    def __init__(self, sizes: Sizes, remat: str, chunks: int = 1) -> None:
         self.sizes = sizes
         self.remat = remat
         self.chunks = chunks
 
-    def layer(self, stack: Stack, w: Any, x: Any, cache: Any = None) -> tuple[Any, Any]:
+    def layer(
+        self, stack: Stack, number: int, w: Any, x: Any, cache: Any = None, valid: Any = None
+    ) -> tuple[Any, Any]:
         """Return the residual after one layer, and its cache."""
-        after = norm.specs(norm.RMS, self.sizes.embed, self.sizes.dtypes)
-        if isinstance(stack.attention, LatentConfig):
-            added, cache = latent.apply(stack.attention, w["attention"], x, cache=cache)
+        attention = stack.attention_of(number)
+        if isinstance(attention, LatentConfig):
+            added, cache = latent.apply(attention, w["attention"], x, cache=cache)
         else:
             places = None if cache is not None else latent.positions_of(x)
             added, cache = attention_block.apply(
-                stack.attention, w["attention"], x, state=cache, positions=places
+                attention, w["attention"], x, state=cache, positions=places, valid=valid
             )
-        if stack.norms_after:
-            added = norm.apply(norm.RMS, use(w["after_attention"], after), added)
-        x = place(x + added, RESIDUAL)
+        x = place(x + self.normed(stack, w, "after_attention", added), RESIDUAL)
         if isinstance(stack.mlp, MixtureConfig):
-            added, _ = mixture_block.apply(stack.mlp, w["mlp"], x)
+            state = None
+            if stack.router_bias:
+                bias = use(w["router_bias"], _router_bias(stack))
+                state = moe.init_state(stack.mlp.moe, bias=bias)
+            added, _ = mixture_block.apply(stack.mlp, w["mlp"], x, state=state, valid=valid)
         else:
             added, _ = mlp_block.apply(stack.mlp, w["mlp"], x)
-        if stack.norms_after:
-            added = norm.apply(norm.RMS, use(w["after_mlp"], after), added)
-        return place(x + added, RESIDUAL), cache
+        return place(x + self.normed(stack, w, "after_mlp", added), RESIDUAL), cache
+
+    def normed(self, stack: Stack, w: Any, name: str, added: Any) -> Any:
+        """Return what a block adds, after the norm that follows the block in some models."""
+        if stack.norm_after is None:
+            return added
+        own = norm.specs(stack.norm_after, self.sizes.embed, self.sizes.dtypes)
+        return norm.apply(stack.norm_after, use(w[name], own), added)
 
     def scanned(self, params: Any, x: Any) -> Any:
         """Return the residual after all layers, whose parameters are stacked."""
-        for stack, trees in zip(self.sizes.stacks, params, strict=True):
-
-            def step(x: Any, w: Any, stack: Stack = stack) -> tuple[Any, None]:
-                return self.layer(stack, w, x)[0], None
-
-            if self.remat != "none":
-                step = jax.checkpoint(step, policy=REMAT[self.remat], prevent_cse=False)
-            x, _ = jax.lax.scan(step, x, trees)
+        trees = iter(params)
+        for stack in self.sizes.stacks:
+            trips, rest = divmod(stack.layers, stack.period)
+            if trips:
+                step = functools.partial(self.trained, stack)
+                x, _ = jax.lax.scan(step, x, list(itertools.islice(trees, stack.period)))
+            x, _ = self.trained(stack, x, list(itertools.islice(trees, rest)), is_scan=False)
         return x
+
+    def trained(
+        self, stack: Stack, x: Any, trees: list[Any], *, is_scan: bool = True
+    ) -> tuple[Any, None]:
+        """Return the residual after the first layers of a pattern, each under the remat policy."""
+        for number, w in enumerate(trees):
+            run: Any = functools.partial(self.uncached, stack, number)
+            if self.remat != "none":
+                # A scan is a barrier that keeps XLA from merging both computations of a layer.
+                run = jax.checkpoint(run, policy=REMAT[self.remat], prevent_cse=not is_scan)
+            x = run(w, x)
+        return x, None
+
+    def uncached(self, stack: Stack, number: int, w: Any, x: Any) -> Any:
+        """Return the residual after one layer."""
+        return self.layer(stack, number, w, x)[0]
 
     def start(self, params: Any, tokens: Any) -> Any:
         """Return the residual of tokens."""
-        return embedding.apply(params["embedding"], tokens, dtypes=self.sizes.dtypes)
+        x = embedding.apply(params["embedding"], tokens, dtypes=self.sizes.dtypes)
+        scale = self.sizes.embed_scale
+        # The model rounds the factor to the dtype of the residual.
+        return x if scale is None else x * jnp.asarray(scale, x.dtype)
 
     def end(self, params: Any, x: Any) -> Any:
         """Return the residual after the last norm."""
-        own = norm.specs(norm.RMS, self.sizes.embed, self.sizes.dtypes)
-        return norm.apply(norm.RMS, use(params["norm"], own), x)
+        own = norm.specs(self.sizes.norm, self.sizes.embed, self.sizes.dtypes)
+        return norm.apply(self.sizes.norm, use(params["norm"], own), x)
 
     def head(self, params: Any) -> Any:
         """Return the output projection, or the table in its place."""
@@ -155,6 +198,7 @@ class _Decoder:
             x = self.end(params, x)
             labels = jnp.roll(tokens, -1, axis=1)
             options: dict[str, Any] = {"tied": self.sizes.tied, "dtypes": self.sizes.dtypes}
+            options["softcap"] = self.sizes.softcap
             head = self.head(params)
             return loss.cross_entropy(x, head, labels, chunks=self.chunks, **options).mean
 
@@ -174,27 +218,56 @@ class _Decoder:
 
     def serve(self, params: Any, caches: list[Any], tokens: Any) -> tuple[Any, list[Any]]:
         """Return the logits of the last token, and the caches after the append."""
-        x = self.start(params, tokens)
-        stacks = [stack for stack in self.sizes.stacks for _ in range(stack.layers)]
-        written = []
-        layers = zip(stacks, params["layers"], _with_same_lengths(caches), strict=True)
-        for stack, w, cache in layers:
-            x, cache = self.layer(stack, w, x, cache)  # noqa: PLW2901
-            written.append(cache)
+        x, written = self.appended(params, caches, tokens)
         return self.last_logits(params, x), written
+
+    def appended(
+        self, params: Any, caches: Any, tokens: Any, valid: Any = None
+    ) -> tuple[Any, list[Any]]:
+        """Return the residual after the last layer, and the caches after the append."""
+        x = self.start(params, tokens)
+        written = []
+        layers = zip(self.numbered(), params["layers"], _with_same_lengths(caches), strict=True)
+        for (stack, number), w, cache in layers:
+            x, cache = self.layer(stack, number, w, x, cache, valid)  # noqa: PLW2901
+            written.append(cache)
+        return x, written
+
+    def numbered(self) -> list[tuple[Stack, int]]:
+        """Return the stack of each layer, and its number in the stack."""
+        return [(stack, number) for stack in self.sizes.stacks for number in range(stack.layers)]
+
+    def logits(
+        self, params: Any, tokens: Any, caches: Any, valid: Any
+    ) -> tuple[jax.Array, list[Any]]:
+        """Return the logits of all tokens, and the caches: the function that an engine takes."""
+        x, written = self.appended(params, list(caches), tokens, valid)
+        sizes = self.sizes
+        return (
+            loss.logits(
+                self.end(params, x),
+                self.head(params),
+                tied=sizes.tied,
+                softcap=sizes.softcap,
+                dtypes=sizes.dtypes,
+            ),
+            written,
+        )
 
     def last_logits(self, params: Any, x: Any) -> Any:
         """Return the logits of the last token, whose length of 1 is not sharded."""
         x = self.end(params, place(x[:, -1:], (BATCH, EMPTY, EMBED)))
         tied, dtype = self.sizes.tied, self.sizes.dtypes.compute
         head = use(self.head(params), (VOCAB, EMBED) if tied else (EMBED, VOCAB)).astype(dtype)
-        return einsum(
+        values = einsum(
             "ble,ve->blv" if tied else "ble,ev->blv",
             x.astype(dtype),
             head,
             out=LAST,
             preferred_element_type=jnp.float32,
         )
+        cap = self.sizes.softcap
+        return values if cap is None else cap * jnp.tanh(values / cap)
 
     def training(self, batch: int, length: int) -> Program:
         """Return the training step."""
@@ -233,8 +306,8 @@ class _Decoder:
         """Return the cache of each layer as shapes, and their annotations."""
         caches: list[Any] = []
         axes: list[Any] = []
-        for stack in self.sizes.stacks:
-            config = stack.attention
+        for stack, number in self.numbered():
+            config = stack.attention_of(number)
             if isinstance(config, LatentConfig):
                 cache: Any = latent.cache_shape(config, batch=batch, capacity=capacity)
                 own: Any = latent.ROWS
@@ -242,8 +315,8 @@ class _Decoder:
                 make = _cache_maker(config, batch, capacity)
                 cache = jax.eval_shape(make)
                 own = cache.axes()
-            caches += [cache] * stack.layers
-            axes += [own] * stack.layers
+            caches.append(cache)
+            axes.append(own)
         return caches, axes
 
 

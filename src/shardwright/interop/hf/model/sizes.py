@@ -3,38 +3,59 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import itertools
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from shardwright.errors import LayerError, StrategyError, same_spelling
-from shardwright.interop.hf.defaults import complete
+from shardwright.attention.masks import Window
+from shardwright.errors import LayerError, StrategyError
 from shardwright.interop.hf.model.latent import LatentConfig
 from shardwright.layers.attention_block import AttentionConfig
 from shardwright.layers.dtypes import Dtypes
 from shardwright.layers.mixture_block import MixtureConfig
 from shardwright.layers.mlp_block import MlpConfig
-from shardwright.layers.moe import Factor, MoEConfig
-from shardwright.layers.norm import RMS
-from shardwright.strategy.foreign_files import read_json
+from shardwright.layers.moe import Dropless, Factor, MoEConfig
+from shardwright.layers.norm import RMS, NormConfig
+from shardwright.layers.rope import RopeFrequencies
+from shardwright.layers.rope_scaling import rope_frequencies
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """Layers that are alike.
+    """Layers whose parameters are alike.
 
     Attributes:
       layers: Number of layers.
       attention: Attention of each.
       mlp: MLP or mixture of each.
-      norms_after: Whether a norm follows the attention and the MLP, as in Gemma 2 and 3.
+      norm_after: The norm that follows the attention and the MLP, as in Gemma 2 and 3.
+      router_bias: Whether the router picks experts by scores plus biases, as in DeepSeek-V3.
+      windows: Window of each layer, as a pattern that repeats. Defaults to that of `attention`.
+      thetas: `rope_theta` of each layer, as a pattern of the same length.
     """
 
     layers: int
     attention: AttentionConfig | LatentConfig
     mlp: MlpConfig | MixtureConfig
-    norms_after: bool = False
+    norm_after: NormConfig | None = None
+    router_bias: bool = False
+    windows: tuple[Window | None, ...] = ()
+    thetas: tuple[float | RopeFrequencies | None, ...] = ()
+
+    @property
+    def period(self) -> int:
+        """After how many layers the patterns repeat."""
+        return len(self.windows) or 1
+
+    def attention_of(self, number: int) -> AttentionConfig | LatentConfig:
+        """Return the attention of a layer, counted in this stack."""
+        if isinstance(self.attention, LatentConfig) or not self.windows:
+            return self.attention
+        at = number % self.period
+        return dataclasses.replace(
+            self.attention, window=self.windows[at], rope_theta=self.thetas[at]
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +70,11 @@ class Sizes:
       tied: Whether the output projection is the embedding table.
       longest: Largest number of positions that the model was made for.
       dtypes: Dtypes of the parameters and products.
-      notes: Where the reference decoder differs from the model.
+      norm: The norm after the last layer.
+      embed_scale: Factor of the embedding, as in Gemma.
+      softcap: c in `c * tanh(logits / c)`. None for none.
+      notes: What was assumed, and where the decoder differs from the model.
+      differs: The notes because of which its logits differ.
     """
 
     family: str
@@ -59,15 +84,20 @@ class Sizes:
     tied: bool
     longest: int
     dtypes: Dtypes
+    norm: NormConfig = RMS
+    embed_scale: float | None = None
+    softcap: float | None = None
     notes: tuple[str, ...] = ()
+    differs: tuple[str, ...] = ()
 
 
-class _Config:
+class Config:
     """The values of a `config.json`, with errors that name the file and the key."""
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self.values = values
         self.source = source
+        self.family: str = values["model_type"]
 
     def number(self, key: str, default: int | None = None) -> int:
         """Return a positive integer."""
@@ -98,164 +128,218 @@ class _Config:
         return number // over
 
 
-def read_config(path: str, *, param: str | None = None, capacity: float = 1.0) -> Sizes:
-    """Return the sizes of a configuration.
+def _norm(config: Config) -> NormConfig:
+    """Return the norms of the model. Gemma stores their scales minus 1."""
+    default = 1e-5 if config.family in ("mixtral", "gpt_oss") else 1e-6
+    epsilon = config.values.get("rms_norm_eps", default)
+    return NormConfig(epsilon=epsilon, zero_centered=config.family.startswith("gemma"))
 
-    Args:
-      path: The file, `config.json`.
-      param: Dtype of stored parameters, with products in bfloat16. Defaults to the configuration's
-        dtype for both.
-      capacity: Slots of an expert, divided by its tokens at an even load.
+
+def _activations(config: Config) -> tuple[str, str]:
+    """Return the activations of the gate and of the other product.
 
     Raises:
-      StrategyError: The file cannot be read, its family is not known, or a size is not valid.
+      StrategyError: The activation of the gate is not one of these.
     """
-    source = Path(path).name
-    values = read_json(Path(path))
-    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+    is_gemma = config.family.startswith("gemma")
+    name = config.values.get("hidden_act")
+    if is_gemma:
+        # "gelu" in the files of the first Gemma means the approximation by tanh.
+        name = config.values.get("hidden_activation") or "gelu_pytorch_tanh"
+    names = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
+    if (name or "silu") not in names:
         raise StrategyError(
-            f"{source} has no model_type", fix="pass the config.json of a Hugging Face model"
+            f"{config.source}: the activation {name!r:.40} is unknown",
+            fix=f"the known ones are {', '.join(names)}; write the model as file.py:function",
         )
-    values, notes = complete(values)
-    family = values["model_type"]
-    if family not in FAMILIES:
-        hint = same_spelling(family, FAMILIES)
-        raise StrategyError(
-            f"{source}: the family {family!r:.60} is unknown",
-            fix=f"{hint} families are {', '.join(FAMILIES)}; or pass file.py:function".strip(),
-        )
-    config = _Config(values, source)
-    sizes = FAMILIES[family](config, _dtypes(values, param, source), capacity)
-    return dataclasses.replace(sizes, notes=(*notes, *sizes.notes, *_quantized(values)))
+    return names[name or "silu"], "linear"
 
 
-def _dtypes(values: Mapping[str, Any], param: str | None, source: str) -> Dtypes:
-    own = values.get("torch_dtype") or values.get("dtype") or "bfloat16"
-    compute = own if param is None else "bfloat16"
-    try:
-        return Dtypes(param=param or own, compute=compute)
-    except LayerError as error:
-        raise StrategyError(
-            f"{source}: {param or own!r:.40} is not a dtype of parameters", fix="param=bfloat16"
-        ) from error
-
-
-def _quantized(values: Mapping[str, Any]) -> tuple[str, ...]:
-    method = (values.get("quantization_config") or {}).get("quant_method")
-    return (f"weights are planned unquantized; the model's are {method}",) if method else ()
-
-
-def _attention(config: _Config, dtypes: Dtypes, **options: Any) -> AttentionConfig:
+def _attention(config: Config, dtypes: Dtypes, **options: Any) -> AttentionConfig:
     heads, embed = config.number("num_attention_heads"), config.number("hidden_size")
+    own = _norm(config)
+    if options.pop("qk_norm", False):
+        options["qk_norm"] = own
     return AttentionConfig(
         embed=embed,
         heads=heads,
         kv_heads=config.number("num_key_value_heads", heads),
         head_dim=config.values.get("head_dim") or embed // heads,
+        norm=own,
         dtypes=dtypes,
         **options,
     )
 
 
-def _mlp(config: _Config, dtypes: Dtypes, **options: Any) -> MlpConfig:
+def _mlp(config: Config, dtypes: Dtypes, **options: Any) -> MlpConfig:
     return MlpConfig(
         embed=config.number("hidden_size"),
         hidden=config.number("intermediate_size"),
+        activations=_activations(config),
+        norm=_norm(config),
         dtypes=dtypes,
         **options,
     )
 
 
 def _mixture(
-    config: _Config, dtypes: Dtypes, capacity: float, experts: str, hidden: str, **options: Any
+    config: Config,
+    dtypes: Dtypes,
+    capacity: float | None,
+    experts: str,
+    hidden: str,
+    **options: Any,
 ) -> MixtureConfig:
     moe = MoEConfig(
         embed=config.number("hidden_size"),
         hidden=config.number(hidden),
         experts=config.number(experts),
         per_token=config.number("num_experts_per_tok"),
-        capacity=Factor(capacity),
+        capacity=Dropless() if capacity is None else Factor(capacity),
+        activation=_activations(config)[0],
         dtypes=dtypes,
         **options,
     )
-    return MixtureConfig(moe=moe)
+    return MixtureConfig(moe=moe, norm=_norm(config))
 
 
 def _sizes(
-    config: _Config,
+    config: Config,
     dtypes: Dtypes,
     stacks: tuple[Stack, ...],
     notes: tuple[str, ...] = (),
+    differs: tuple[str, ...] = (),
     *,
     tied: bool = False,
+    **options: Any,
 ) -> Sizes:
     mixtures = [each.mlp.moe for each in stacks if isinstance(each.mlp, MixtureConfig)]
     capacity = next((moe.capacity for moe in mixtures), None)
     if isinstance(capacity, Factor):
         notes += (f"each expert drops tokens above {capacity.factor:g} times an even load",)
-    windowed = tuple(part for stack in stacks for part in _with_windows(config, stack))
-    if len(windowed) > len(stacks):
-        notes += ("the layers with a sliding window come before those without",)
+    try:
+        patterns = tuple(part for stack in stacks for part in _with_patterns(config, stack))
+    except LayerError as error:
+        # A plan does not depend on the angles, so it can be made without them.
+        patterns = stacks
+        differs += (f"the rotary positions are not those of the model: {error.problems[0].what}",)
     return Sizes(
-        family=config.values["model_type"],
+        family=config.family,
         vocab=config.number("vocab_size"),
         embed=config.number("hidden_size"),
-        stacks=windowed,
+        stacks=patterns,
         tied=config.flag("tie_word_embeddings", default=tied),
         longest=config.number("max_position_embeddings", 4096),
         dtypes=dtypes,
+        norm=_norm(config),
         notes=notes,
+        differs=differs,
+        **options,
     )
 
 
 # Family -> how often a layer without a window comes, where the configuration does not say.
 _EVERY: Final = MappingProxyType({"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2})
-_WINDOWED: Final = ("sliding_attention", "chunked_attention")
+# Family -> base of the rotary frequencies, where the configuration does not say.
+_THETAS: Final = MappingProxyType(
+    {"gemma3": 1e6, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150_000.0}
+)
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+_LONGEST_PERIOD: Final = 8
 
 
-def _with_windows(config: _Config, stack: Stack) -> tuple[Stack, ...]:
-    """Split layers into those with a sliding window and those that attend to all positions."""
+def _with_patterns(config: Config, stack: Stack) -> tuple[Stack, ...]:
+    """Give layers their windows and rotary frequencies.
+
+    Kinds of layers that alternate become one stack with a pattern. If they come in few long runs,
+    each run is a stack.
+    """
     attention = stack.attention
-    if not config.values.get("sliding_window") or isinstance(attention, LatentConfig):
+    if isinstance(attention, LatentConfig):
         return (stack,)
-    if not config.flag("use_sliding_window", default=True):
-        return (stack,)
-    # A window of n positions has the query's own position and n - 1 before it.
-    window = (config.number("sliding_window") - 1, 0)
-    local = _windowed_layers(config, stack.layers)
-    parts = (
-        dataclasses.replace(
-            stack, layers=local, attention=dataclasses.replace(attention, window=window)
-        ),
-        dataclasses.replace(stack, layers=stack.layers - local),
-    )
-    return tuple(part for part in parts if part.layers)
+    kinds = _layer_types(config, stack.layers)
+    windows: dict[str, Window | None] = {_GLOBAL: None}
+    if _LOCAL in kinds:
+        # A window of n positions has the query's own position and n - 1 before it.
+        windows[_LOCAL] = (config.number("sliding_window") - 1, 0)
+    thetas = {kind: _rope(config, kind, attention.size) for kind in windows}
+
+    def repeats(period: int) -> bool:
+        return all(kind == kinds[at % period] for at, kind in enumerate(kinds))
+
+    def alike(kind: str, layers: int) -> Stack:
+        own = dataclasses.replace(attention, window=windows[kind], rope_theta=thetas[kind])
+        return dataclasses.replace(stack, layers=layers, attention=own)
+
+    period = next(filter(repeats, range(1, stack.layers + 1)))
+    if 1 < period <= _LONGEST_PERIOD:
+        pattern = kinds[:period]
+        return (
+            dataclasses.replace(
+                stack,
+                windows=tuple(windows[kind] for kind in pattern),
+                thetas=tuple(thetas[kind] for kind in pattern),
+            ),
+        )
+    runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
+    return tuple(alike(kind, count) for kind, count in runs)
 
 
-def _windowed_layers(config: _Config, layers: int) -> int:
-    """Return how many layers have a sliding window.
+def _layer_types(config: Config, layers: int) -> list[str]:
+    """Return the kind of each layer: with a sliding window, or without.
 
     Raises:
       StrategyError: `layer_types` is not a list with one type for each layer.
     """
+    has_window = bool(config.values.get("sliding_window"))
+    has_window &= config.flag("use_sliding_window", default=not config.family.startswith("qwen"))
     types = config.values.get("layer_types")
-    if types is not None:
-        if not isinstance(types, list) or len(types) != layers:
+    if types is not None and has_window:
+        known = {_LOCAL: _LOCAL, "chunked_attention": _LOCAL, _GLOBAL: _GLOBAL}
+        is_list = isinstance(types, list) and len(types) == layers
+        if not is_list or any(each not in known for each in types):
             raise StrategyError(
                 f"{config.source}: layer_types is not a list of {layers} types, one per layer",
-                fix='write "sliding_attention" or "full_attention" for each layer, or leave it out',
+                fix=f'write "{_LOCAL}" or "{_GLOBAL}" for each layer, or leave it out',
             )
-        return sum(each in _WINDOWED for each in types)
-    family = config.values["model_type"]
-    if family.startswith("qwen"):
-        return max(0, layers - config.number("max_window_layers", layers))
-    for key in ("sliding_window_pattern", "_sliding_window_pattern"):
-        if config.values.get(key) is not None:
-            return layers - layers // config.number(key)
-    return layers - layers // _EVERY[family] if family in _EVERY else layers
+        return [known[each] for each in types]
+    if not has_window:
+        return [_GLOBAL] * layers
+    if config.family.startswith("qwen"):
+        first = config.number("max_window_layers", layers)
+        return [_LOCAL if at >= first else _GLOBAL for at in range(layers)]
+    keys = ("sliding_window_pattern", "_sliding_window_pattern")
+    given = [config.number(key) for key in keys if config.values.get(key) is not None]
+    every = next(iter(given), _EVERY.get(config.family, 0))
+    return [_LOCAL if not every or (at + 1) % every else _GLOBAL for at in range(layers)]
 
 
-def _llama(config: _Config, dtypes: Dtypes, capacity: float) -> Sizes:
+def _rope(config: Config, kind: str, head_dim: int) -> float | RopeFrequencies:
+    """Return the rotary frequencies of a kind of layer.
+
+    `rope_parameters` is the newer name of `rope_scaling` and `rope_theta`. It may have a mapping
+    for each kind of layer.
+
+    Raises:
+      LayerError: The type of scaling is unknown, or a value is missing.
+    """
+    values = config.values
+    default = _THETAS.get(config.family, 10_000.0)
+    given = values.get("rope_parameters") or {}
+    scaling = dict(given.get(kind) or (given if "rope_theta" in given else {}))
+    if not given:
+        scaling = {"rope_theta": values.get("rope_theta"), **(values.get("rope_scaling") or {})}
+        if kind == _LOCAL and config.family.startswith("gemma3"):
+            scaling = {"rope_theta": values.get("rope_local_base_freq") or 10_000.0}
+    theta = scaling.pop("rope_theta", None) or default
+    if scaling.get("rope_type", scaling.get("type", "default")) == "default":
+        return float(theta)
+    longest = values.get("max_position_embeddings")
+    return rope_frequencies(head_dim, scaling=scaling, theta=float(theta), longest=longest)
+
+
+def llama(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
+    """Read Llama and Mistral."""
     del capacity
     attention = _attention(config, dtypes, bias=config.flag("attention_bias"))
     mlp = _mlp(config, dtypes, bias=config.flag("mlp_bias"))
@@ -266,15 +350,15 @@ def _llama(config: _Config, dtypes: Dtypes, capacity: float) -> Sizes:
 _OUT_BIAS: Final = "the output projection of attention has a bias, as those of q, k and v have"
 
 
-def _qwen(config: _Config, dtypes: Dtypes, capacity: float) -> Sizes:
-    """Qwen 2 and 3, dense or with experts."""
-    family = config.values["model_type"]
-    second = family.startswith("qwen2")
+def qwen(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
+    """Read Qwen 2 and 3, dense or with experts."""
+    second = config.family.startswith("qwen2")
     bias = second or config.flag("attention_bias")
-    attention = _attention(config, dtypes, bias=bias, qk_norm=None if second else RMS)
+    attention = _attention(config, dtypes, bias=bias, qk_norm=not second)
     notes: tuple[str, ...] = (_OUT_BIAS,) if second else ()
+    differs: tuple[str, ...] = ()
     mlp: MlpConfig | MixtureConfig
-    if family.endswith("moe"):
+    if config.family.endswith("moe"):
         if config.number("decoder_sparse_step", 1) > 1 or config.values.get("mlp_only_layers"):
             raise StrategyError(
                 f"{config.source}: some layers have an MLP in place of experts",
@@ -283,57 +367,73 @@ def _qwen(config: _Config, dtypes: Dtypes, capacity: float) -> Sizes:
         hidden = config.number("moe_intermediate_size")
         shared = config.ratio("shared_expert_intermediate_size", hidden, "an expert")
         if shared:
-            notes += ("the shared experts have no gate",)
+            differs += ("the shared experts have no gate",)
         mlp = _mixture(
-            config, dtypes, capacity, "num_experts", "moe_intermediate_size", shared=shared
+            config,
+            dtypes,
+            capacity,
+            "num_experts",
+            "moe_intermediate_size",
+            shared=shared,
+            normalize=config.flag("norm_topk_prob"),
         )
     else:
         mlp = _mlp(config, dtypes)
-    layers = config.number("num_hidden_layers")
-    if not config.flag("use_sliding_window"):  # absent means no window in these families
-        config = _Config({**config.values, "sliding_window": None}, config.source)
-    return _sizes(config, dtypes, (Stack(layers=layers, attention=attention, mlp=mlp),), notes)
+    stack = Stack(layers=config.number("num_hidden_layers"), attention=attention, mlp=mlp)
+    return _sizes(config, dtypes, (stack,), notes, differs)
 
 
-def _gemma(config: _Config, dtypes: Dtypes, capacity: float) -> Sizes:
+def gemma(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
+    """Read Gemma 1, 2 and 3."""
     del capacity
-    third = config.values["model_type"].startswith("gemma3")
+    first, embed = config.family == "gemma", config.number("hidden_size")
     attention = _attention(
         config,
         dtypes,
         bias=config.flag("attention_bias"),
-        qk_norm=RMS if third else None,
+        qk_norm=config.family.startswith("gemma3"),
         softcap=config.values.get("attn_logit_softcapping"),
+        scale=None if first else config.values.get("query_pre_attn_scalar", 256) ** -0.5,
     )
     stack = Stack(
         layers=config.number("num_hidden_layers"),
         attention=attention,
-        mlp=_mlp(config, dtypes, activations=("gelu", "linear")),
-        norms_after=config.values["model_type"] != "gemma",
+        mlp=_mlp(config, dtypes),
+        norm_after=None if first else _norm(config),
     )
-    return _sizes(config, dtypes, (stack,), tied=True)
+    return _sizes(
+        config,
+        dtypes,
+        (stack,),
+        tied=True,
+        embed_scale=embed**0.5,
+        softcap=config.values.get("final_logit_softcapping"),
+    )
 
 
-def _mixtral(config: _Config, dtypes: Dtypes, capacity: float) -> Sizes:
+def mixtral(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
+    """Read Mixtral."""
     mlp = _mixture(config, dtypes, capacity, "num_local_experts", "intermediate_size")
     layers = config.number("num_hidden_layers")
     attention = _attention(config, dtypes)
     return _sizes(config, dtypes, (Stack(layers=layers, attention=attention, mlp=mlp),))
 
 
-def _gpt_oss(config: _Config, dtypes: Dtypes, capacity: float) -> Sizes:
+def gpt_oss(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
+    """Read gpt-oss."""
     mlp = _mixture(config, dtypes, capacity, "num_local_experts", "intermediate_size")
+    bias = config.flag("attention_bias", default=True)
     stack = Stack(
         layers=config.number("num_hidden_layers"),
-        attention=_attention(config, dtypes, bias=config.flag("attention_bias", default=True)),
+        attention=_attention(config, dtypes, bias=bias, sinks=True),
         mlp=mlp,
     )
-    notes = ("the router and the experts have no biases, and attention has no sinks",)
-    return _sizes(config, dtypes, (stack,), notes)
+    differs = ("the router and the experts have no biases, and no clamped activation",)
+    return _sizes(config, dtypes, (stack,), (), differs)
 
 
-def _deepseek(config: _Config, dtypes: Dtypes, capacity: float) -> Sizes:
-    """DeepSeek V2 and V3: latent attention, and experts after some dense layers."""
+def deepseek(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
+    """Read DeepSeek V2 and V3: latent attention, and experts after some dense layers."""
     attention = LatentConfig(
         embed=config.number("hidden_size"),
         heads=config.number("num_attention_heads"),
@@ -362,35 +462,16 @@ def _deepseek(config: _Config, dtypes: Dtypes, capacity: float) -> Sizes:
         groups=config.number("n_group", 1),
         top_groups=config.number("topk_group", 1),
     )
-    stacks: tuple[Stack, ...] = (Stack(layers=layers - dense, attention=attention, mlp=mixture),)
+    has_bias = config.values.get("scoring_func") == "sigmoid"
+    stacks: tuple[Stack, ...] = (
+        Stack(layers=layers - dense, attention=attention, mlp=mixture, router_bias=has_bias),
+    )
     if dense:
         first = Stack(layers=dense, attention=attention, mlp=_mlp(config, dtypes))
         stacks = (first, *stacks)
-    notes: tuple[str, ...] = ()
-    if config.values.get("scoring_func") == "sigmoid":
-        notes += ("the router has no biases that balance the experts",)
+    differs: tuple[str, ...] = ()
     if config.flag("attention_bias"):
-        notes += ("the projections of attention have no biases",)
+        differs += ("the projections of attention have no biases",)
     if config.values.get("num_nextn_predict_layers"):
-        notes += ("layers that predict further tokens are left out",)
-    return _sizes(config, dtypes, stacks, notes)
-
-
-FAMILIES: Final[Mapping[str, Callable[[_Config, Dtypes, float], Sizes]]] = MappingProxyType(
-    {
-        "llama": _llama,
-        "mistral": _llama,
-        "qwen2": _qwen,
-        "qwen3": _qwen,
-        "qwen2_moe": _qwen,
-        "qwen3_moe": _qwen,
-        "gemma": _gemma,
-        "gemma2": _gemma,
-        "gemma3": _gemma,
-        "gemma3_text": _gemma,
-        "mixtral": _mixtral,
-        "deepseek_v2": _deepseek,
-        "deepseek_v3": _deepseek,
-        "gpt_oss": _gpt_oss,
-    }
-)
+        differs += ("layers that predict further tokens are left out",)
+    return _sizes(config, dtypes, stacks, (), differs)

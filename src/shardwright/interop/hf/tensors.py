@@ -1,0 +1,323 @@
+"""The tensors of each family of models, and the dims of each, in the order of the file.
+
+`#` is a number. The words are dims of `config.dims_of`; `-` is a dim of any size that is not
+sharded. A tensor that a model may lack ends in `?`. Linear layers are [out, in], as in PyTorch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+NameRows = Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tensors:
+    """The tensors of a family.
+
+    Attributes:
+      name: Name of the family.
+      prefix: Start of the names in a model with a head, except those of the head. In a model
+        without a head, names lack it.
+      layers: What the names of a layer start with, after the prefix.
+      whole: Tensors outside the layers.
+      layer: Tensors of a layer that are not part of a choice.
+      choices: Kinds of attention, and kinds of feed-forward blocks; a layer has one of each.
+      parameters: Path of a parameter of the decoder, in its layer -> the names of its tensors,
+        which are stacked if there are several. `a | b` is a, or b where a is absent.
+    """
+
+    name: str
+    prefix: str
+    layers: str
+    whole: NameRows
+    layer: NameRows
+    choices: tuple[tuple[NameRows, ...], ...]
+    parameters: Mapping[str, tuple[str, ...]]
+
+    def rows(self) -> dict[str, str]:
+        """Return the rows of all tensors, with and without stacked experts and layers."""
+        rows = dict(self.whole)
+        for part in (self.layer, *itertools.chain(*self.choices)):
+            rows |= {f"{self.layers}{name}": dims for name, dims in part.items()}
+        stacked = {
+            name.replace("experts.#.", "experts."): f"experts {dims}"
+            for name, dims in rows.items()
+            if "experts.#." in name
+        }
+        rows |= stacked
+        layers = {
+            name.replace("#.", "", 1): f"layers {dims}"
+            for name, dims in rows.items()
+            if name.startswith(self.layers)
+        }
+        return rows | layers
+
+
+def _linear(name: str, dims: str) -> dict[str, str]:
+    """Return the rows of a linear layer. Its bias follows its output."""
+    output = dims.partition(" ")[0]
+    return {f"{name}.weight": dims, f"{name}.bias": f"{output} ?"}
+
+
+def _optional(rows: NameRows) -> dict[str, str]:
+    return {name: dims if dims.endswith("?") else f"{dims} ?" for name, dims in rows.items()}
+
+
+def _norm(name: str, dim: str = "norm") -> dict[str, str]:
+    return {f"{name}.weight": dim}
+
+
+def _gated(name: str, dim: str) -> dict[str, str]:
+    """Return the rows of a gated feed-forward block."""
+    return {
+        **_linear(f"{name}.gate_proj", f"{dim} embed"),
+        **_linear(f"{name}.up_proj", f"{dim} embed"),
+        **_linear(f"{name}.down_proj", f"embed {dim}"),
+    }
+
+
+_WHOLE: NameRows = {
+    "embed_tokens.weight": "vocab embed",
+    "norm.weight": "norm",
+    # Absent if it is tied to the embedding.
+    "lm_head.weight": "vocab embed ?",
+}
+_NORMS = {**_norm("input_layernorm"), **_norm("post_attention_layernorm")}
+# Buffers that old checkpoints have.
+_BUFFERS: NameRows = {"self_attn.rotary_emb.inv_freq": "- ?"}
+_ATTENTION = {
+    **_linear("self_attn.q_proj", "heads embed"),
+    **_linear("self_attn.k_proj", "kv_heads embed"),
+    **_linear("self_attn.v_proj", "kv_heads embed"),
+    **_linear("self_attn.o_proj", "embed heads"),
+}
+_HEAD_NORMS = _optional(
+    {**_norm("self_attn.q_norm", "head_dim"), **_norm("self_attn.k_norm", "kv_head_dim")}
+)
+_DENSE = _gated("mlp", "mlp")
+_DECODER = {**_NORMS, **_ATTENTION, **_BUFFERS}
+_ROUTED = {"mlp.gate.weight": "router embed", **_gated("mlp.experts.#", "expert_mlp")}
+
+_BIASED = {**_ROUTED, "mlp.gate.e_score_correction_bias": "router ?"}
+
+
+def _parameters(kernels: Mapping[str, str], weights: Mapping[str, str]) -> dict[str, Any]:
+    """Return the tensors of parameters. A linear layer has a kernel and a bias."""
+    names: dict[str, tuple[str, ...]] = {}
+    for path, listed in kernels.items():
+        names[f"{path}/kernel"] = tuple(f"{name}.weight" for name in listed.split())
+        names[f"{path}/bias"] = tuple(f"{name}.bias" for name in listed.split())
+    return names | {path: (name,) for path, name in weights.items()}
+
+
+# The parameters of `shardwright.layers`, in a layer and outside of the layers.
+_PARAMETERS = _parameters(
+    {
+        **{f"attention/{name}": f"self_attn.{name[0]}_proj" for name in ("query", "key", "value")},
+        "attention/out": "self_attn.o_proj",
+        "mlp/up": "mlp.gate_proj mlp.up_proj",
+        "mlp/down": "mlp.down_proj",
+    },
+    {
+        "embedding": "embed_tokens.weight",
+        "norm/scale": "norm.weight",
+        "head": "lm_head.weight",
+        "attention/norm/scale": "input_layernorm.weight",
+        "attention/query_norm/scale": "self_attn.q_norm.weight",
+        "attention/key_norm/scale": "self_attn.k_norm.weight",
+        "attention/sinks/logits": "self_attn.sinks",
+        "mlp/norm/scale": "post_attention_layernorm.weight",
+        "mlp/moe/router": "mlp.gate.weight",
+        "router_bias": "mlp.gate.e_score_correction_bias",
+        **{f"mlp/moe/{part}": f"mlp.experts.{part}_proj.weight" for part in ("gate", "up", "down")},
+        **{
+            f"mlp/moe/shared_{part}": f"mlp.shared_experts.{part}_proj.weight"
+            for part in ("gate", "up", "down")
+        },
+    },
+)
+# Gemma 2 and 3 have norms after both blocks, and name the one before the MLP for that.
+_NORMS_AFTER = {
+    "after_attention/scale": ("post_attention_layernorm.weight",),
+    "mlp/norm/scale": ("pre_feedforward_layernorm.weight",),
+    "after_mlp/scale": ("post_feedforward_layernorm.weight",),
+}
+_MIXTRAL_EXPERTS = {
+    "mlp/moe/router": ("block_sparse_moe.gate.weight",),
+    "mlp/moe/gate": ("block_sparse_moe.experts.w1.weight",),
+    "mlp/moe/down": ("block_sparse_moe.experts.w2.weight",),
+    "mlp/moe/up": ("block_sparse_moe.experts.w3.weight",),
+}
+# Keys and values of all heads are one projection of the latent.
+_LATENT = {
+    "attention/down": ("self_attn.kv_a_proj_with_mqa.weight",),
+    "attention/down_norm/scale": ("self_attn.kv_a_layernorm.weight",),
+    "attention/key": ("self_attn.kv_b_proj.weight",),
+    "attention/value": ("self_attn.kv_b_proj.weight",),
+    "attention/out": ("self_attn.o_proj.weight",),
+    "attention/query_down": ("self_attn.q_a_proj.weight",),
+    "attention/query_norm/scale": ("self_attn.q_a_layernorm.weight",),
+    # Large models have a latent of the queries too.
+    "attention/query": ("self_attn.q_b_proj.weight | self_attn.q_proj.weight",),
+}
+
+
+def _decoder(
+    name: str,
+    layer: NameRows = _DECODER,
+    *choices: tuple[NameRows, ...],
+    parameters: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> Tensors:
+    return Tensors(
+        name=name,
+        prefix="model.",
+        layers="layers.#.",
+        whole=_WHOLE,
+        layer=layer,
+        choices=choices or ((_DENSE,),),
+        parameters={**_PARAMETERS, **parameters},
+    )
+
+
+LLAMA = _decoder("llama")
+QWEN = _decoder("qwen", {**_DECODER, **_HEAD_NORMS})
+QWEN_MOE = _decoder(
+    "qwen",
+    {**_DECODER, **_HEAD_NORMS},
+    (
+        _DENSE,
+        _ROUTED,
+        {
+            **_ROUTED,
+            **_gated("mlp.shared_expert", "shared_mlp"),
+            "mlp.shared_expert_gate.weight": "- embed",
+        },
+    ),
+)
+GEMMA = _decoder(
+    "gemma",
+    {
+        **_DECODER,
+        **_HEAD_NORMS,
+        **_optional(_norm("pre_feedforward_layernorm")),
+        **_optional(_norm("post_feedforward_layernorm")),
+    },
+)
+GEMMA_2 = dataclasses.replace(GEMMA, parameters={**_PARAMETERS, **_NORMS_AFTER})
+MIXTRAL = _decoder(
+    "mixtral",
+    _DECODER,
+    (
+        {
+            "block_sparse_moe.gate.weight": "router embed",
+            "block_sparse_moe.experts.#.w1.weight": "expert_mlp embed",
+            "block_sparse_moe.experts.#.w2.weight": "embed expert_mlp",
+            "block_sparse_moe.experts.#.w3.weight": "expert_mlp embed",
+        },
+    ),
+    parameters=_MIXTRAL_EXPERTS,
+)
+DEEPSEEK = _decoder(
+    "deepseek",
+    {
+        **_NORMS,
+        **_BUFFERS,
+        **_linear("self_attn.kv_a_proj_with_mqa", "kv_latent_rope embed"),
+        **_norm("self_attn.kv_a_layernorm", "kv_latent"),
+        **_linear("self_attn.kv_b_proj", "key_value_heads kv_latent"),
+        **_linear("self_attn.o_proj", "embed value_heads"),
+        # Only the layers after `num_hidden_layers`, which predict further tokens, have these.
+        "embed_tokens.weight": "vocab embed ?",
+        "enorm.weight": "norm ?",
+        "hnorm.weight": "norm ?",
+        "eh_proj.weight": "embed two_embed ?",
+        "shared_head.norm.weight": "norm ?",
+        "shared_head.head.weight": "vocab embed ?",
+    },
+    (
+        _linear("self_attn.q_proj", "heads embed"),
+        {
+            **_linear("self_attn.q_a_proj", "q_latent embed"),
+            **_norm("self_attn.q_a_layernorm", "q_latent"),
+            **_linear("self_attn.q_b_proj", "heads q_latent"),
+        },
+    ),
+    (
+        _DENSE,
+        _BIASED,
+        {**_BIASED, **_gated("mlp.shared_experts", "shared_mlp")},
+    ),
+    parameters=_LATENT,
+)
+_ROUTER = {"mlp.router.weight": "router embed", "mlp.router.bias": "router"}
+_EXPERT_BIASES: NameRows = {
+    "mlp.experts.gate_up_proj_bias": "experts gate_up",
+    "mlp.experts.down_proj_bias": "experts embed",
+}
+GPT_OSS = _decoder(
+    "gpt-oss",
+    {**_DECODER, "self_attn.sinks": "head"},
+    (
+        # In MXFP4: 32 weights are 16 bytes and a scale.
+        {
+            **_ROUTER,
+            **_EXPERT_BIASES,
+            "mlp.experts.gate_up_proj_blocks": "experts gate_up embed_blocks -",
+            "mlp.experts.gate_up_proj_scales": "experts gate_up embed_blocks",
+            "mlp.experts.down_proj_blocks": "experts embed mlp_blocks -",
+            "mlp.experts.down_proj_scales": "experts embed mlp_blocks",
+        },
+        # As floats these are [experts, in, out].
+        {
+            **_ROUTER,
+            **_EXPERT_BIASES,
+            "mlp.experts.gate_up_proj": "experts embed gate_up",
+            "mlp.experts.down_proj": "experts expert_mlp embed",
+        },
+    ),
+)
+
+
+def _normed(name: str) -> dict[str, str]:
+    return {f"{name}.LayerNorm.weight": "norm", f"{name}.LayerNorm.bias": "norm"}
+
+
+# [out, in] of one size: only the input is named EMBED, because an axis occurs once in a tensor.
+_SQUARE = "- embed"
+BERT = Tensors(
+    name="bert",
+    prefix="bert.",
+    layers="encoder.layer.#.",
+    whole={
+        "embeddings.word_embeddings.weight": "vocab embed",
+        "embeddings.position_embeddings.weight": "positions embed",
+        "embeddings.token_type_embeddings.weight": "token_types embed",
+        "embeddings.position_ids": "- - ?",
+        **_normed("embeddings"),
+        **_optional(_linear("pooler.dense", _SQUARE)),
+        **_optional(_linear("cls.predictions.transform.dense", _SQUARE)),
+        **_optional(_normed("cls.predictions.transform")),
+        "cls.predictions.bias": "vocab ?",
+        **_optional(_linear("cls.predictions.decoder", "vocab embed")),
+        **_optional(_linear("cls.seq_relationship", "- embed")),
+        **_optional(_linear("classifier", "- embed")),
+        **_optional(_linear("qa_outputs", "- embed")),
+    },
+    layer={
+        **_linear("attention.self.query", "heads embed"),
+        **_linear("attention.self.key", "kv_heads embed"),
+        **_linear("attention.self.value", "kv_heads embed"),
+        **_linear("attention.output.dense", "embed heads"),
+        **_normed("attention.output"),
+        **_linear("intermediate.dense", "mlp embed"),
+        **_linear("output.dense", "embed mlp"),
+        **_normed("output"),
+    },
+    choices=(),
+    parameters={},
+)
