@@ -90,6 +90,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_EXPERTS,
         "tie_word_embeddings": False,
     },
+    "qwen3_moe_unnormalized": {
+        "model_type": "qwen3_moe",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": False,
+        "num_experts": 4,
+        **_EXPERTS,
+        "tie_word_embeddings": False,
+    },
     "gemma": {
         "model_type": "gemma",
         "num_key_value_heads": 1,

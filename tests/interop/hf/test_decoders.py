@@ -23,7 +23,12 @@ from shardwright.interop import hf
 from tests.interop.hf import small_decoders
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-FAMILIES = list(small_decoders.CONFIGS)
+# `make test` asks one with pairs of norms, windows and soft caps, and one with experts.
+ASKED = ("gemma2", "mixtral")
+FAMILIES = [
+    pytest.param(name, marks=() if name in ASKED else (pytest.mark.full,))
+    for name in small_decoders.CONFIGS
+]
 
 
 @functools.cache
@@ -71,7 +76,7 @@ def logits_of(decoder: hf.LoadedDecoder, pm: sw.PartitionManager, name: str) -> 
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     decoder = hf.decoder(write(tmp_path, name))
     logits = logits_of(decoder, manager("fsdp_tp", "fsdp:2,tp:2"), name)
-    np.testing.assert_allclose(logits, golden()[1][name], rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(logits, golden()[1][name], rtol=2e-5, atol=2e-5)
 
 
 def test_an_engine_writes_the_tokens_of_transformers(tmp_path: Path) -> None:
