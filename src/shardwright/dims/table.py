@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from shardwright.dims.primitives import ADDITIONS, CUMULATIVE, ELEMENTWISE, KEEPS_SUM, REDUCTIONS
+from shardwright.dims.primitives import (
+    ADDITIONS,
+    CUMULATIVE,
+    ELEMENTWISE,
+    KEEPS_SUM,
+    REDUCTIONS,
+    SCATTERS,
+)
 from shardwright.dims.reshapes import equal_products
 
 Shape: TypeAlias = tuple[int, ...]
@@ -24,6 +31,7 @@ class Role(enum.Enum):
     KEPT = "kept"
     SUMMED = "summed"  # shards of the operand give partial sums
     COMBINED = "combined"  # by another function than a sum, such as a maximum
+    PICKED = "picked"  # indices count along it, so that each device has some of the elements
     CHANGED = "changed"  # elements of the result need elements of other shards
 
 
@@ -163,6 +171,86 @@ def along(shapes: tuple[Shape, ...], results: int, dims: tuple[int, ...]) -> Cor
     return _made(shapes[0], [every] * len(shapes), [every] * results, roles=roles)
 
 
+@functools.lru_cache(maxsize=4096)
+def dot_general(left: Shape, right: Shape, numbers: Any) -> Correspondence:
+    """Return how the dims of a matmul correspond. Contracted dims are summed."""
+    (left_sum, right_sum), (left_batch, right_batch) = numbers
+    lefts = [(dim,) for dim in range(len(left))]
+    rights = [(len(left) + dim,) for dim in range(len(right))]
+    for dim, other in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
+        rights[other] = lefts[dim]
+    result = [lefts[dim] for dim in left_batch]
+    result += [own for dim, own in enumerate(lefts) if dim not in (*left_sum, *left_batch)]
+    result += [own for dim, own in enumerate(rights) if dim not in (*right_sum, *right_batch)]
+    roles = dict.fromkeys(left_sum, Role.SUMMED)
+    return _made((*left, *right), [lefts, rights], [result], roles=roles)
+
+
+@functools.lru_cache(maxsize=4096)
+def gather(
+    table: Shape, index: Shape, result: Shape, numbers: Any, slices: tuple[int, ...]
+) -> Correspondence:
+    """Return how the dims of a gather correspond: those read whole, and those of the indices."""
+    sizes = [*table, *index, *result]
+    tables = [(dim,) for dim in range(len(table))]
+    indices = [(len(table) + dim,) for dim in range(len(index))]
+    batching = numbers.operand_batching_dims
+    for dim, other in zip(batching, numbers.start_indices_batching_dims, strict=True):
+        tables[dim] = indices[other]
+    gone = (*numbers.collapsed_slice_dims, *batching)
+    windows = [dim for dim in range(len(table)) if dim not in gone]
+    sources = dict(zip(numbers.offset_dims, windows, strict=True))
+    rows = iter(indices)
+    results = [
+        (len(table) + len(index) + dim,) if dim in sources else next(rows)
+        for dim in range(len(result))
+    ]
+    # The last dim of the indices has the coordinates of one row.
+    roles = dict.fromkeys((*numbers.collapsed_slice_dims, *indices[-1]), Role.PICKED)
+    for dim, source in sources.items():
+        if slices[source] == table[source]:
+            results[dim] = tables[source]
+        else:
+            roles |= dict.fromkeys((*tables[source], *results[dim]), Role.CHANGED)
+    return _made(sizes, [tables, indices], [results], roles=roles)
+
+
+@functools.lru_cache(maxsize=4096)
+def scatter(table: Shape, index: Shape, update: Shape, numbers: Any, role: Role) -> Correspondence:
+    """Return how the dims of a scatter correspond: dims that are written whole, and indices.
+
+    Args:
+      table: Shape of the operand.
+      index: Shape of the indices.
+      update: Shape of the updates.
+      numbers: Parameter `dimension_numbers`.
+      role: What it does along the dims of the indices that the operand does not have.
+    """
+    sizes = [*table, *index, *update]
+    tables = [(dim,) for dim in range(len(table))]
+    indices = [(len(table) + dim,) for dim in range(len(index))]
+    updates = [(len(table) + len(index) + dim,) for dim in range(len(update))]
+    batching = numbers.operand_batching_dims
+    # The last dim of the indices has the coordinates of one row.
+    picked = (*numbers.scatter_dims_to_operand_dims, *indices[-1])
+    roles = dict.fromkeys(picked, Role.PICKED)
+    for dim, other in zip(batching, numbers.scatter_indices_batching_dims, strict=True):
+        tables[dim] = indices[other]
+    gone = (*numbers.inserted_window_dims, *batching)
+    windows = [dim for dim in range(len(table)) if dim not in gone]
+    for dim, written in zip(windows, numbers.update_window_dims, strict=True):
+        if table[dim] == update[written]:
+            updates[written] = tables[dim]
+        else:
+            roles |= dict.fromkeys((*tables[dim], *updates[written]), Role.CHANGED)
+    rows = [dim for dim in range(len(update)) if dim not in numbers.update_window_dims]
+    for dim, own in zip(rows, indices, strict=False):
+        updates[dim] = own
+        if own not in tables:
+            roles |= dict.fromkeys(own, role)
+    return _made(sizes, [tables, indices, updates], [tables], roles=roles)
+
+
 def _made(
     sizes: Iterable[int],
     operands: Iterable[Iterable[Iterable[int]]],
@@ -196,6 +284,16 @@ def _reduced(role: Role) -> _Rule:
     return rule
 
 
+def _scattered(role: Role) -> _Rule:
+    def rule(
+        operands: tuple[Shape, ...], results: tuple[Shape, ...], parameters: Mapping[str, Any]
+    ) -> Correspondence:
+        del results
+        return scatter(operands[0], operands[1], operands[2], parameters["dimension_numbers"], role)
+
+    return rule
+
+
 _RULES: Final[Mapping[str, _Rule]] = {
     **dict.fromkeys(ELEMENTWISE, lambda old, new, _: elementwise(old, new)),
     "bitcast_convert_type": lambda old, new, _: elementwise(old, new),
@@ -208,6 +306,12 @@ _RULES: Final[Mapping[str, _Rule]] = {
     **dict.fromkeys(
         ("reshape", "squeeze", "expand_dims"), lambda old, new, _: reshape(old[0], new[0])
     ),
+    "dot_general": lambda old, _, p: dot_general(old[0], old[1], p["dimension_numbers"]),
+    "gather": lambda old, new, p: gather(
+        old[0], old[1], new[0], p["dimension_numbers"], tuple(p["slice_sizes"])
+    ),
+    **dict.fromkeys(SCATTERS, _scattered(Role.COMBINED)),
+    **dict.fromkeys(("scatter-add", "scatter_add", "scatter-sub"), _scattered(Role.SUMMED)),
     "transpose": lambda old, _, p: transpose(old[0], tuple(p["permutation"])),
     "broadcast_in_dim": lambda old, new, p: broadcast(
         old[0] if old else (), new[0], tuple(p["broadcast_dimensions"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from shardwright.dims.table import correspondence
 from shardwright.inference import elementwise
 from shardwright.inference.atoms import Dim, Dims, finest, new_dim, new_dims
 from shardwright.inference.facts import Lookup, Use
@@ -15,24 +16,16 @@ def gather(step: Step) -> list[Value]:
     """Keep the dims of the table that are read whole. The other dims come from the indices."""
     table, index = step.values[:2]
     numbers, sizes = step.parameters["dimension_numbers"], step.parameters["slice_sizes"]
-    shape = step.operand_shapes[0]
-    batching = numbers.operand_batching_dims
-    for at, other in zip(batching, numbers.start_indices_batching_dims, strict=True):
-        step.same(table.dims[at], index.dims[other])
-    offsets = [
-        at for at in range(len(shape)) if at not in (*numbers.collapsed_slice_dims, *batching)
+    known = correspondence(step.equation)
+    assert known is not None
+    (dims,) = step.aligned(known)
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    row = [
+        dim
+        for at, dim in enumerate(table.dims)
+        if at not in gone and sizes[at] == step.operand_shapes[0][at]
     ]
-    sources = dict(zip(numbers.offset_dims, offsets, strict=True))
-    indices = iter(index.dims)
-    dims = []
-    for at, size in enumerate(step.shapes[0]):
-        if at not in sources:
-            dims.append(next(indices, new_dim(size)))
-        elif sizes[sources[at]] == shape[sources[at]]:
-            dims.append(table.dims[sources[at]])
-        else:
-            dims.append(new_dim(size))
-    _record_lookup(step, tuple(table.dims[at] for at in offsets if sizes[at] == shape[at]))
+    _record_lookup(step, tuple(row))
     root = step.new_root() if index.data else None
     return [step.result(dims, root=root)]
 
@@ -64,23 +57,12 @@ def _record_lookup(step: Step, row: Dims) -> None:
 
 def scatter(step: Step) -> list[Value]:
     """Align the updates: their whole dims with the operand, their other dims with the indices."""
-    old, index, new = step.values
-    numbers = step.parameters["dimension_numbers"]
-    batching = numbers.operand_batching_dims
-    for at, other in zip(batching, numbers.scatter_indices_batching_dims, strict=True):
-        step.same(old.dims[at], index.dims[other])
-    window = [
-        at for at in range(len(old.dims)) if at not in (*numbers.inserted_window_dims, *batching)
-    ]
-    shapes = step.operand_shapes
-    for at, written in zip(window, numbers.update_window_dims, strict=True):
-        if shapes[0][at] == shapes[2][written]:
-            step.same(old.dims[at], new.dims[written])
+    old, index, _ = step.values
+    numbers, known = step.parameters["dimension_numbers"], correspondence(step.equation)
+    assert known is not None
+    step.aligned(known)
     if index.data and index.learned:
         _mark_routed(old.dims[at] for at in numbers.scatter_dims_to_operand_dims)
-    scattered = [at for at in range(len(new.dims)) if at not in numbers.update_window_dims]
-    for at, dim in zip(scattered, index.dims, strict=False):
-        step.same(new.dims[at], dim)
     return [step.result(old.dims)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from shardwright.dims.table import correspondence
 from shardwright.inference.atoms import Atom, Dim, Dims, finest
 from shardwright.inference.facts import Lookup, Product, Use
 from shardwright.inference.step import Step, Value
@@ -14,16 +15,14 @@ def dot_general(step: Step) -> list[Value]:
     """Align contracted and batch dims. The result has the batch dims and the free dims."""
     left, right = step.values
     (left_sum, right_sum), (left_batch, right_batch) = step.parameters["dimension_numbers"]
-    for i, j in [
-        *zip(left_sum, right_sum, strict=True),
-        *zip(left_batch, right_batch, strict=True),
-    ]:
-        step.same(left.dims[i], right.dims[j])
+    known = correspondence(step.equation)
+    assert known is not None
+    (dims,) = step.aligned(known)
     left_free = _others(left.dims, [*left_sum, *left_batch])
     right_free = _others(right.dims, [*right_sum, *right_batch])
     batch = tuple(left.dims[i] for i in left_batch)
     contracted = tuple(left.dims[i] for i in left_sum)
-    result = _result(step, [*batch, *left_free, *right_free])
+    result = _result(step, dims)
     _record(step, result, batch, contracted, (left_free, right_free))
     return [result]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from shardwright.dims.primitives import SCATTERS
+from shardwright.dims.table import correspondence
 from shardwright.plan.walk.lookups import Lookup, Move, Name, partition, shared_axes
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Dims, Origin, Value, axes_of, most_runs, shards
@@ -52,8 +53,8 @@ def scatter(step: Step) -> list[Value]:
     partial.
     """
     value, update = step.whole(0), step.whole(2)
-    numbers, shape = step.parameters["dimension_numbers"], step.avals[0].shape
-    pairs, update_rank = _update_dims(numbers, shape, step.avals[2].shape), step.avals[2].ndim
+    shape = step.avals[0].shape
+    pairs, update_rank = _update_dims(step.equation), step.avals[2].ndim
     made, rows = value.free, [at for at in range(update_rank) if at not in pairs.values()]
     if made:
         update = _with_rows(step, update)
@@ -108,21 +109,12 @@ def _with_rows(step: Step, update: Value) -> Value:
     return Value(dims=tuple(dims), free=True, origins=index.origins)
 
 
-def _update_dims(numbers: Any, shape: Any, part: Any) -> dict[int, int]:
+def _update_dims(equation: Any) -> dict[int, int]:
     """Return operand dim -> update dim, for the dims that operand and updates share."""
-    batching = sorted(getattr(numbers, "operand_batching_dims", ()))
-    window = [
-        dim
-        for dim in range(len(shape))
-        if dim not in numbers.inserted_window_dims and dim not in batching
-    ]
-    rows = [at for at in range(len(part)) if at not in numbers.update_window_dims]
-    pairs = {
-        dim: at
-        for dim, at in zip(window, numbers.update_window_dims, strict=False)
-        if shape[dim] == part[at]
-    }
-    return pairs | dict(zip(batching, rows, strict=False))
+    known = correspondence(equation)
+    assert known is not None
+    table, _, updates = known.operands
+    return {dim: updates.index(own) for dim, own in enumerate(table) if own in updates}
 
 
 def _followed(dims: Dims, update: Dims, pairs: dict[int, int]) -> Dims:

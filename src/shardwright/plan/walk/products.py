@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardwright.dims.table import Role, correspondence
 from shardwright.plan.walk.events import Idle
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Dims, Value, merged_origins, shards
@@ -31,33 +32,32 @@ class Labels:
     sizes: dict[str, int]
 
     @staticmethod
-    def of(dimension_numbers: Any, avals: Sequence[Any]) -> Labels:
+    def of(equation: Any) -> Labels:
         """Label the dims of a `dot_general`."""
-        contracted, batch = dimension_numbers
-        names: list[list[str]] = []
-        for side, (letter, aval) in enumerate(zip("lr", avals, strict=True)):
-            labels = [f"{letter}{dim}" for dim in range(aval.ndim)]
-            for kind, pairs in (("b", batch), ("c", contracted)):
-                for number, dim in enumerate(pairs[side]):
-                    labels[dim] = f"{kind}{number}"
-            names.append(labels)
-        result = [f"b{number}" for number in range(len(batch[0]))]
-        for letter, labels in zip("lr", names, strict=True):
-            result += [label for label in labels if label.startswith(letter)]
-        sizes = {
-            label: size
-            for labels, aval in zip(names, avals, strict=True)
-            for label, size in zip(labels, aval.shape, strict=True)
-        }
+        known = correspondence(equation)
+        assert known is not None
+        left, right = known.operands
+
+        def label(factors: tuple[int, ...]) -> str:
+            (factor,) = factors
+            if known.roles[factor] is Role.SUMMED:
+                return f"c{factor}"
+            sides = [letter for letter, side in (("l", left), ("r", right)) if factors in side]
+            return f"{sides[0] if len(sides) == 1 else 'b'}{factor}"
+
+        lefts, rights = tuple(map(label, left)), tuple(map(label, right))
+        used = {factor for side in known.operands for (factor,) in side}
         return Labels(
-            operands=(tuple(names[0]), tuple(names[1])), result=tuple(result), sizes=sizes
+            operands=(lefts, rights),
+            result=tuple(map(label, known.results[0])),
+            sizes={label((factor,)): known.sizes[factor] for factor in sorted(used)},
         )
 
 
 def dot_general(step: Step) -> list[Value]:
     """Follow a product. A mesh axis shards one label. A contracted one leaves a partial sum."""
     values = [step.whole(0), step.whole(1)]
-    labels = Labels.of(step.parameters["dimension_numbers"], step.avals)
+    labels = Labels.of(step.equation)
     places = _places(step, values, labels)
     order = _order(values, labels, places)
 
