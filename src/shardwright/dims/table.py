@@ -172,6 +172,38 @@ def along(shapes: tuple[Shape, ...], results: int, dims: tuple[int, ...]) -> Cor
 
 
 @functools.lru_cache(maxsize=4096)
+def cut(
+    operands: tuple[Shape, ...], results: tuple[Shape, ...], dims: tuple[int, ...] = ()
+) -> Correspondence:
+    """Return how dims correspond if arrays are cut, joined or padded along some dims.
+
+    Args:
+      operands: Shapes. Operands of another rank than the results are scalars.
+      results: Shapes.
+      dims: Dims that are `CHANGED` even if no size differs.
+    """
+    rank = len(results[0])
+    arrays = [shape for shape in (*operands, *results) if len(shape) == rank]
+    changed = {dim for dim in range(rank) if len({shape[dim] for shape in arrays}) > 1}
+    changed |= {*dims}
+    sizes = list(results[0])
+    roles = dict.fromkeys(changed, Role.CHANGED)
+
+    def side(shape: Shape) -> list[tuple[int, ...]]:
+        if len(shape) != rank:
+            return [()] * len(shape)
+        own = []
+        for dim, size in enumerate(shape):
+            own.append((len(sizes),) if dim in changed else (dim,))
+            if dim in changed:
+                roles[len(sizes)] = Role.CHANGED
+                sizes.append(size)
+        return own
+
+    return _made(sizes, list(map(side, operands)), list(map(side, results)), roles=roles)
+
+
+@functools.lru_cache(maxsize=4096)
 def dot_general(left: Shape, right: Shape, numbers: Any) -> Correspondence:
     """Return how the dims of a matmul correspond. Contracted dims are summed."""
     (left_sum, right_sum), (left_batch, right_batch) = numbers
@@ -305,6 +337,12 @@ _RULES: Final[Mapping[str, _Rule]] = {
     "rev": lambda old, new, p: along(old, len(new), tuple(p["dimensions"])),
     **dict.fromkeys(
         ("reshape", "squeeze", "expand_dims"), lambda old, new, _: reshape(old[0], new[0])
+    ),
+    **dict.fromkeys(("slice", "dynamic_slice", "pad", "split"), lambda old, new, _: cut(old, new)),
+    "concatenate": lambda old, new, p: cut(old, new, (p["dimension"],)),
+    "top_k": lambda old, new, p: cut(old, new, (p.get("axis", -1) % len(old[0]),)),
+    "tile": lambda old, new, p: cut(
+        old, new, tuple(dim for dim, times in enumerate(p["reps"]) if times > 1)
     ),
     "dot_general": lambda old, _, p: dot_general(old[0], old[1], p["dimension_numbers"]),
     "gather": lambda old, new, p: gather(

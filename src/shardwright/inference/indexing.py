@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from shardwright.dims.table import correspondence
 from shardwright.inference import elementwise
-from shardwright.inference.atoms import Dim, Dims, finest, new_dim, new_dims
+from shardwright.inference.atoms import Dim, Dims, finest, new_dims
 from shardwright.inference.facts import Lookup, Use
 from shardwright.inference.step import Step, Value
 
@@ -85,14 +85,10 @@ def update_slice(step: Step) -> list[Value]:
 
 def top_k(step: Step) -> list[Value]:
     """Keep all dims except the searched one, and record that one."""
-    axis = step.parameters.get("axis", -1)
-    dims = list(step.values[0].dims)
-    axis %= len(dims)
-    step.facts.top_k.append(Use(dim=dims[axis], site=step.site))
-    values, indices = (
-        step.result([new_dim(shape[axis]) if at == axis else dim for at, dim in enumerate(dims)])
-        for shape in step.shapes
-    )
+    dims, known = step.values[0].dims, correspondence(step.equation)
+    assert known is not None
+    step.facts.top_k.append(Use(dim=dims[step.parameters.get("axis", -1)], site=step.site))
+    values, indices = map(step.result, step.aligned(known))
     return [values, dataclasses.replace(indices, loops=frozenset())]
 
 

@@ -137,13 +137,11 @@ def pad(step: Step) -> list[Value]:
 def concatenate(step: Step) -> list[Value]:
     """Align the dims that are not joined. Pieces of one dim that are joined again are that dim."""
     axis, size = step.parameters["dimension"], step.shapes[0][step.parameters["dimension"]]
-    first = step.values[0].dims
-    for other in step.values[1:]:
-        for at, dim in enumerate(first):
-            if at != axis:
-                step.same(dim, other.dims[at])
+    known = correspondence(step.equation)
+    assert known is not None
+    (dims,) = step.aligned(known)
     joined = _joined(step, [value.dims[axis] for value in step.values], size)
-    return [step.result([joined if at == axis else dim for at, dim in enumerate(first)])]
+    return [step.result([*dims[:axis], joined, *dims[axis + 1 :]])]
 
 
 def _joined(step: Step, parts: list[Dim], size: int) -> Dim:

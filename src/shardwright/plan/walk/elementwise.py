@@ -80,13 +80,6 @@ def _agreed(step: Step, known: Correspondence, held: Mapping[int, Order]) -> Ord
     return agreed
 
 
-def cumulative(step: Step) -> list[Value]:
-    """Follow a cumulative sum or maximum: its dim must be whole on each device."""
-    known = correspondence(step.equation)
-    assert known is not None
-    return follow(step, known, [step.whole(0)])
-
-
 def reduction(step: Step) -> list[Value]:
     """Follow a reduction. Over a sharded dim, a sum stays partial. A maximum is completed."""
     value, known = step.whole(0), correspondence(step.equation)

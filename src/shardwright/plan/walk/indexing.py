@@ -20,14 +20,6 @@ _TILE: Final = 512
 _WRITES: Final = "write to a sharded dim inside sw.shard_map"
 
 
-def dynamic_slice(step: Step) -> list[Value]:
-    """Follow a slice at a computed position: a dim that is cut must not be sharded."""
-    value, aval, result = step.whole(0), step.avals[0], step.results[0]
-    if value.free:
-        return step.anywhere()
-    return [step.move(0, _kept(value.dims, aval.shape, result.shape))]
-
-
 def dynamic_update_slice(step: Step) -> list[Value]:
     """Follow a write at a computed position: the update moves to the operand's sharding."""
     value, update = step.whole(0), step.whole(1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
+from shardwright.dims.primitives import CUMULATIVE
 from shardwright.dims.table import correspondence
 from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.walk.follow import follow
@@ -20,6 +21,8 @@ from shardwright.plan.walk.values import (
 )
 
 _GATHER: Final = "gather the dim with shard(...) before this {}"
+# Compilers have no other way for these.
+_SURE: Final = CUMULATIVE | {"dynamic_slice"}
 
 
 def view(step: Step) -> list[Value]:
@@ -35,12 +38,19 @@ def view(step: Step) -> list[Value]:
     return follow(step, known, [value], doubt=_GATHER.format(step.name))
 
 
-def whole_along(step: Step) -> list[Value]:
-    """Follow a sort or `rev`: its dim must not be sharded."""
+def cut(step: Step) -> list[Value]:
+    """Follow a primitive that cuts, joins or sorts: such a dim must not be sharded.
+
+    Compilers may exchange the edges of shards instead, so a sharded dim among them is a doubt.
+    """
     known = correspondence(step.equation)
     assert known is not None
     values = [step.whole(at) for at in range(len(step.values))]
-    return follow(step, known, values, doubt=_GATHER.format(step.name))
+    sides = zip(values, known.operands, strict=True)
+    if all(value.free for value, side in sides if any(side)):
+        return step.anywhere()
+    doubt = "" if step.name in _SURE else _GATHER.format(step.name)
+    return follow(step, known, values, doubt=doubt)
 
 
 def callback(step: Step) -> list[Value]:
@@ -57,21 +67,13 @@ def callback(step: Step) -> list[Value]:
     return []
 
 
-def top_k(step: Step) -> list[Value]:
-    """Follow `top_k`: its dim must not be sharded."""
-    axis = step.parameters.get("axis", -1)
-    return _cut(step, (axis % step.avals[0].ndim,))
-
-
-def cut(step: Step) -> list[Value]:
-    """Follow a slice, pad or split: a dim whose size changes must not be sharded."""
-    shape = step.avals[0].shape
-    changed = [
-        at for at, size in enumerate(shape) if any(size != r.shape[at] for r in step.results)
-    ]
-    if step.name == "slice" and all(step.results[0].shape[at] == 1 for at in changed):
+def slice_(step: Step) -> list[Value]:
+    """Follow a slice. One position of a sharded dim is a sum."""
+    shape, result = step.avals[0].shape, step.results[0].shape
+    changed = [at for at, size in enumerate(shape) if size != result[at]]
+    if all(result[at] == 1 for at in changed):
         return [_picked(step, changed)]
-    return _cut(step, changed)
+    return cut(step)
 
 
 def _picked(step: Step, changed: Sequence[int]) -> Value:
@@ -96,54 +98,18 @@ def _picked(step: Step, changed: Sequence[int]) -> Value:
     return step.settle(picked, wanted=step.wanted[0])
 
 
-def tile(step: Step) -> list[Value]:
-    """Follow `tile`: a dim that is repeated must not be sharded."""
-    return _cut(step, [at for at, times in enumerate(step.parameters["reps"]) if times > 1])
-
-
 def stack(step: Step) -> list[Value]:
     """Follow a stack: the operands agree, and the new dim is replicated."""
     axis = step.parameters["axis"] % step.results[0].ndim
-    (joined,) = _agreed(step, (), step.avals[0].ndim)
-    if joined.free:
-        return step.anywhere()
-    return [joined.with_dims((*joined.dims[:axis], (), *joined.dims[axis:]))]
-
-
-def concatenate(step: Step) -> list[Value]:
-    """Follow a concatenation: the joined dim must not be sharded, other dims are sharded alike."""
-    return _cut(step, (step.parameters["dimension"],))
-
-
-def _cut(step: Step, whole: Iterable[int]) -> list[Value]:
-    """Bring all operands to one sharding, with the dims in `whole` replicated.
-
-    Compilers may exchange the edges of shards instead, so a sharded dim among them is a doubt.
-    """
-    gathered = set(whole)
-    sharded = {
-        axis
-        for value, aval in zip(step.values, step.avals, strict=True)
-        if not value.free and aval.ndim == step.results[0].ndim
-        for at in gathered
-        for axis in value.dims[at]
-    }
-    step.doubt(sharded, f"gather the dim with shard(...) before this {step.name}")
-    return _agreed(step, gathered, step.results[0].ndim)
-
-
-def _agreed(step: Step, gathered: Iterable[int], rank: int) -> list[Value]:
-    """Bring all operands of a rank to one sharding, with the dims in `gathered` replicated."""
     values = [step.whole(at) for at in range(len(step.values))]
-    full = [at for at, value in enumerate(values) if step.avals[at].ndim == rank and not value.free]
-    if not full:
+    held = [at for at, value in enumerate(values) if not value.free]
+    if not held:
         return step.anywhere()
-    base = most_sharded((values[at].dims for at in full), step.ledger.sizes)
-    dims = tuple(() if at in gathered else axes for at, axes in enumerate(base))
-    for at in full:
+    dims = most_sharded((values[at].dims for at in held), step.ledger.sizes)
+    for at in held:
         step.move(at, dims)
-    origins = merged_origins(values[at] for at in full)
-    return [Value(dims=dims, origins=origins) for _ in step.results]
+    origins = merged_origins(values[at] for at in held)
+    return [Value(dims=(*dims[:axis], (), *dims[axis:]), origins=origins)]
 
 
 def constraint(step: Step) -> list[Value]:
