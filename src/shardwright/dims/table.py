@@ -47,6 +47,7 @@ class Correspondence:
       roles: What the primitive does along each factor.
       operands: Factors of the dims of each operand.
       results: Factors of the dims of each result.
+      shardable: The factors that may stay sharded: not `CHANGED`, and the major one of each dim.
       adds: Whether the primitive may run on the terms of a sum, before they are added.
     """
 
@@ -54,6 +55,7 @@ class Correspondence:
     roles: tuple[Role, ...]
     operands: tuple[Factors, ...]
     results: tuple[Factors, ...]
+    shardable: frozenset[int]
     adds: bool = False
 
 
@@ -62,10 +64,8 @@ def correspondence(equation: Any) -> Correspondence | None:
     rule = _RULES.get(equation.primitive.name)
     if rule is None:
         return None
-    operands, results = (
-        tuple(tuple(variable.aval.shape) for variable in variables)
-        for variables in (equation.invars, equation.outvars)
-    )
+    operands = tuple([variable.aval.shape for variable in equation.invars])
+    results = tuple([variable.aval.shape for variable in equation.outvars])
     return rule(operands, results, equation.params)
 
 
@@ -192,7 +192,7 @@ def cut(
     def side(shape: Shape) -> list[tuple[int, ...]]:
         if len(shape) != rank:
             return [()] * len(shape)
-        own = []
+        own: list[tuple[int, ...]] = []
         for dim, size in enumerate(shape):
             own.append((len(sizes),) if dim in changed else (dim,))
             if dim in changed:
@@ -292,11 +292,17 @@ def _made(
     adds: bool = False,
 ) -> Correspondence:
     known = tuple(sizes)
+    before, after = (
+        tuple(tuple(map(tuple, side)) for side in sides) for sides in (operands, results)
+    )
+    minor = {factor for side in (*before, *after) for factors in side for factor in factors[1:]}
+    changed = {factor for factor, role in roles.items() if role is Role.CHANGED}
     return Correspondence(
         sizes=known,
         roles=tuple(roles.get(factor, Role.KEPT) for factor in range(len(known))),
-        operands=tuple(tuple(map(tuple, side)) for side in operands),
-        results=tuple(tuple(map(tuple, side)) for side in results),
+        operands=before,
+        results=after,
+        shardable=frozenset(range(len(known))) - minor - changed,
         adds=adds,
     )
 

@@ -107,9 +107,13 @@ class Step:
         for value, side in zip(self.values, known.operands, strict=True):
             for dim, factors in zip(value.dims, side, strict=True):
                 for factor in factors:
-                    self.same(dims.setdefault(factor, dim), dim)
+                    if factor in dims:
+                        self.same(dims[factor], dim)
+                    else:
+                        dims[factor] = dim
         for factor, size in enumerate(known.sizes):
-            dims.setdefault(factor, new_dim(size))
+            if factor not in dims:
+                dims[factor] = new_dim(size)
         return [tuple(dims[factor] for (factor,) in side) for side in known.results]
 
     def result(

@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 
 from shardwright.dims.primitives import CONSTRAINTS, ELEMENTWISE
 from shardwright.dims.table import correspondence
-from shardwright.plan.walk.factors import fitting, placed, spread
+from shardwright.plan.walk.factors import placed, spread
 from shardwright.plan.walk.values import Dims
 
 Demands: TypeAlias = dict[Any, Dims]
@@ -67,7 +67,7 @@ def _passed_on(equation: Any, dims: Dims, sizes: Mapping[str, int]) -> Sequence[
         return []
     order = placed(known, known.results[0], dims, sizes)
     if name == "reshape" and (
-        len(order) < sum(map(bool, dims)) or not order.keys() <= fitting(known)
+        len(order) < sum(map(bool, dims)) or not order.keys() <= known.shardable
     ):
         return []
     if name in ELEMENTWISE:  # a scalar operand has no dims to shard

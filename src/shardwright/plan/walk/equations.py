@@ -41,12 +41,10 @@ def needed_whole(equations: Iterable[Any]) -> set[Any]:
     uses: Counter[Any] = Counter()
     needed = set()
     for equation in equations:
-        for variable in equation.invars:
-            if isinstance(variable, Literal):
-                continue
-            uses[variable] += 1
-            if not passes_sum_on(equation):
-                needed.add(variable)
+        used = [each for each in equation.invars if not isinstance(each, Literal)]
+        uses.update(used)
+        if not passes_sum_on(equation):
+            needed.update(used)
     return {variable for variable in needed if uses[variable] > 1}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from shardwright.dims.table import Correspondence, Factors, Role
+from shardwright.dims.table import Correspondence, Factors
 from shardwright.plan.walk.values import Dims, shards
 
 # The mesh axes of each factor that is sharded.
@@ -28,12 +28,3 @@ def placed(
 def spread(side: Factors, order: Order) -> Dims:
     """Return the dims of an array whose factors are sharded so."""
     return tuple(order.get(factors[0], ()) if factors else () for factors in side)
-
-
-def fitting(known: Correspondence) -> set[int]:
-    """Return the factors that may stay sharded: those that are the major one of each dim."""
-    kept = {factor for factor, role in enumerate(known.roles) if role is not Role.CHANGED}
-    for side in (*known.operands, *known.results):
-        for factors in side:
-            kept -= {*factors[1:]}
-    return kept

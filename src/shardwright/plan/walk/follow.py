@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from shardwright.dims.table import Correspondence, Role
-from shardwright.plan.walk.factors import Order, fitting, placed, spread
+from shardwright.plan.walk.factors import Order, placed, spread
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Value, axes_of, merged_origins, shards
 
@@ -46,10 +46,10 @@ def follow(
     if not live:
         return step.anywhere() if all(value.free for value in values) else step.replicated()
     held = {at: placed(known, known.operands[at], values[at].dims, sizes) for at in live}
-    fits = fitting(known)
-    order = {f: axes for f, axes in choose(step, known, held).items() if f in fits}
+    chosen = choose(step, known, held)
+    order = {factor: axes for factor, axes in chosen.items() if factor in known.shardable}
     if doubt:
-        step.doubt(axes_of(tuple(_lost(known, held, values, fits))), doubt)
+        step.doubt(axes_of(tuple(_lost(known, held, values))), doubt)
     moved = {}
     for at in live:
         dims = spread(known.operands[at], order)
@@ -75,10 +75,9 @@ def _lost(
     known: Correspondence,
     held: Mapping[int, Order],
     values: Sequence[Value],
-    fits: Container[int],
 ) -> Iterator[tuple[str, ...]]:
     """Yield the mesh axes of dims that cannot stay sharded."""
     for at, order in held.items():
         for factors, axes in zip(known.operands[at], values[at].dims, strict=True):
-            if not any(factor in fits and factor in order for factor in factors[:1]):
+            if not any(factor in known.shardable and factor in order for factor in factors[:1]):
                 yield axes
