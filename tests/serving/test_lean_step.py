@@ -54,3 +54,11 @@ def test_decode_takes_no_array_of_the_host(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(arrays, "_decode", watched)
     held.decode(dict)
     assert {isinstance(leaf, jax.Array) for leaf in given} == {True}
+
+
+def test_emptying_slots_sends_nothing() -> None:
+    """Every device empties its own slots, whatever the number of layers."""
+    held: Any = engine("dense", manager_of("serve_tp"), slots=4, prefill_rows=2)._arrays
+    with held._setup.under(MODE_DECODE):
+        program = arrays._clear_slots.lower(held.slots, jax.numpy.zeros(4, "int32")).compile()
+    assert collectives(program) == []

@@ -68,6 +68,11 @@ def at_named(named: jax.Array, values: jax.Array) -> jax.Array:
     return jnp.any(named & values[None], axis=1)
 
 
+def at_slots(named: jax.Array, values: jax.Array) -> jax.Array:
+    """Return `[batch]` bool: `values`, `[n]` bool, at the slots that the entries name."""
+    return jnp.any(named & values[:, None], axis=0)
+
+
 def set_named(
     old: jax.Array, named: jax.Array, done: jax.Array, values: jax.Array | int
 ) -> jax.Array:

@@ -158,13 +158,15 @@ class RowCache(KVCache):
     def _free(self, slots: jax.Array) -> Change[Self]:
         sharding = self._sharding
         length, slots = (sharding.place(jnp.asarray(x), (EMPTY,)) for x in (self.length, slots))
-        named = refusals.named_slots(slots, self.batch)
-        refused = refusals.refuse_free(named, length)
-        done, start = refused == Refusal.NONE, self.start
-        if start is not None:
-            start = refusals.set_named(sharding.place(start, (EMPTY,)), named, done, 0)
+        named = sharding.place(refusals.named_slots(slots, self.batch), (EMPTY, EMPTY))
+        # An empty slot is refused too, and stays empty. So which slots to empty depends on the
+        # names alone, and no length is sent unless the caller reads the refusals.
+        valid = refusals.first_refusal(*refusals.invalid_names(named)) == Refusal.NONE
+        freed = sharding.place(refusals.at_slots(named, valid), (BATCH,))
         return self._changed(
-            refused, length=refusals.set_named(length, named, done, 0), start=start
+            refusals.refuse_free(named, length),
+            length=jnp.where(freed, 0, self.length),
+            start=None if self.start is None else jnp.where(freed, 0, self.start),
         )
 
     def _rewind(self, lengths: jax.Array) -> Change[Self]:

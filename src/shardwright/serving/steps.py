@@ -237,8 +237,11 @@ def insert(
     caches, codes = _replaced(slots.caches, source, into)
     refused = replicated(codes, mode)
     into = jnp.where(refused == 0, into, slots.ends.shape[0])
-    new = replicated(jnp.stack([first, jnp.ones_like(first)], axis=1), mode)
-    ends = replicated(slots.ends, mode).at[into].set(new, mode="drop")
+    # Every device knows all new tokens and sets those of its slots, so no slot is sent.
+    named = into[:, None] == jnp.arange(slots.ends.shape[0], dtype=jnp.int32)
+    last = by_slot(jnp.max(jnp.where(named, first[:, None], 0), axis=0), mode)
+    is_new = by_slot(jnp.any(named, axis=0), mode)[:, None]
+    ends = jnp.where(is_new, jnp.stack([last, jnp.ones_like(last)], axis=1), slots.ends)
     rules = slots.rules.at[:, into].set(replicated(rules, mode), mode="drop")
     return _placed(SlotState(caches=caches, ends=ends, rules=rules)), refused
 
