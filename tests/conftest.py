@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-# A worker that has more memory than this, after a file of tests, forgets what it compiled.
-_MOST_BYTES = 1_200_000_000
+# A worker that has more bytes than this, after a file of tests, forgets what it compiled; later
+# again for each step that it grows. Freed memory stays with the process and is used again.
+_FIRST_LIMIT, _STEP = 1_200_000_000, 150_000_000
+_LIMIT = pytest.StashKey[int]()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -52,11 +54,15 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     A worker that compiles thousands of programs and keeps them takes more than 4 GB.
     """
     done = yield
-    if nextitem is not None and nextitem.path != item.path and _memory() > _MOST_BYTES:
+    stash = item.config.stash
+    if nextitem is None or nextitem.path == item.path:
+        return done
+    if _memory() > stash.get(_LIMIT, _FIRST_LIMIT):
         import jax
 
         jax.clear_caches()
         gc.collect()
+        stash[_LIMIT] = _memory() + _STEP
     return done
 
 
