@@ -21,6 +21,7 @@ import shardwright as sw
 from shardwright.plan import Program
 
 hidden = (sw.BATCH, sw.EMBED)
+UP = (sw.EMBED, sw.MLP_INTERMEDIATE)
 
 
 def forward(batch, embed=64):
@@ -35,6 +36,20 @@ def forward(batch, embed=64):
     return Program(run, (params, x), (specs, hidden))
 
 
+def deep(embed, layers):
+    specs = {"up": sw.ArraySpec((layers, embed, embed), jnp.float32, (sw.EMPTY, *UP))}
+    params = {"up": jax.ShapeDtypeStruct(specs["up"].shape, jnp.float32)}
+
+    def run(params, x):
+        def layer(x, w):
+            return sw.shard(x @ sw.gather(w, *UP), hidden), None
+
+        return jax.lax.scan(layer, sw.shard(x, hidden), params["up"])[0]
+
+    x = jax.ShapeDtypeStruct((16, embed), jnp.float32)
+    return Program(run, (params, x), (specs, hidden))
+
+
 def small():
     return forward(16)
 
@@ -44,11 +59,11 @@ def odd_batch():
 
 
 def huge():
-    return forward(16, 2**17)
+    return deep(2**13, 2**10)
 
 
 def enormous():
-    return forward(16, 2**20)
+    return deep(2**13, 2**16)
 
 
 def broken(x):
@@ -64,7 +79,7 @@ def unknown():
 
 
 def large():
-    return forward(16, 2**15)
+    return deep(2**12, 2**8)
 
 
 def wide():
@@ -166,7 +181,7 @@ def test_advice_works_when_it_is_followed(
     if preset == "fsdp_tp":
         assert mesh is not None
         assert main(shlex.split(f"{plan} --strategy {preset} --mesh {mesh[1]}")) == 0
-    written = re.search(r"write (.*) in the strategy: then it needs at least 2\.0 GiB", text)
+    written = re.search(r"write (.*) in the strategy: then it needs at least 2\.1 GiB", text)
     assert written is not None
     overlay = tmp_path / "followed.toml"
     overlay.write_text("\n".join(written[1].split(" and ")), encoding="utf-8")

@@ -10,7 +10,6 @@ import pytest
 
 import shardwright as sw
 from shardwright.plan.planner import PlanReport
-from tests.plan import foreign_programs
 from tests.plan.foreign_programs import PROGRAMS, Compared
 from tests.tpu_compile import MARKS, measure
 
@@ -32,9 +31,12 @@ def check(compared: Compared) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - NOT_ON_CPUS))
-def test_plan_equals_program_for_cpus(name: str) -> None:
-    check(foreign_programs.compare(name, tpu=False))
+def test_plan_equals_program_for_cpus() -> None:
+    names = sorted(PROGRAMS.keys() - NOT_ON_CPUS)
+    compared = measure("tests.plan.foreign_programs", Compared, "--cpu", *names)
+    assert [each.name for each in compared] == names
+    for each in compared:
+        check(each)
 
 
 def test_there_are_thirty_programs() -> None:
@@ -46,7 +48,7 @@ class TestTPU:
     pytestmark = MARKS
 
     def test_plan_equals_program_for_tpus(self) -> None:
-        compared = measure("tests.plan.foreign_programs", Compared, "--tpu")
+        compared = measure("tests.plan.foreign_programs", Compared)
         assert [each.name for each in compared] == list(PROGRAMS)
         for each in compared:
             check(each)

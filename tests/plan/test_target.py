@@ -68,7 +68,8 @@ def test_work_of_a_kernel_is_counted() -> None:
     assert report.walked.work.flops == 2 * 2 * local * LENGTH * LENGTH * DIM
     # q, k and v by head are copies, which the kernel reads from memory.
     array = local * LENGTH * DIM * 2
-    assert report.memory.high == pytest.approx(3 * array + 4 * array, rel=0.01)
+    # The memory of the result is taken from the start, beside that of what the kernel returns.
+    assert report.memory.high == pytest.approx(3 * array + 3 * array + 2 * array, rel=0.01)
 
 
 def test_ring_runs_the_kernels_of_the_slice() -> None:

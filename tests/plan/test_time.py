@@ -13,8 +13,8 @@ from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.hardware import parse_topology, read_hardware
 from shardwright.plan.layout import lay_out
 from shardwright.plan.time import Span, estimate_time
+from shardwright.plan.walk.entries import Peak
 from shardwright.plan.walk.events import Event, Walked, Work
-from shardwright.plan.walk.liveness import Peak
 
 CUBE = parse_topology("v5p:4x4x4", read_hardware())
 LAYOUT = lay_out(CUBE, {"fsdp": 16, "tp": 4})

@@ -25,8 +25,8 @@ from shardwright.plan.verify.compiler import Compiled, Target
 from shardwright.plan.verify.differences import compare_traffic
 from shardwright.plan.verify.export import export_program
 from shardwright.plan.verify.run import Verification, verify_plan
+from shardwright.plan.walk.entries import Peak
 from shardwright.plan.walk.events import Event
-from shardwright.plan.walk.liveness import Peak
 from tests.cli.test_plan import MODEL
 from tests.plan.test_walk import HIDDEN, SPECS, X, gradient, manager, shapes
 from tests.tpu_compile import MARKS

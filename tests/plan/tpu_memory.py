@@ -1,34 +1,40 @@
 """Compare the range of live memory with the peak of the TPU compiler, for a v5e:2x4.
 
-Attention is plain, or `dot_product_attention`, which takes the kernels of a TPU.
+The programs are those of `CASES`, of `foreign_programs`, and of `held_out_programs`. Attention is
+plain, or `dot_product_attention`, which takes the kernels of a TPU.
 
-    python -m tests.plan.tpu_memory
+    python -m tests.plan.tpu_memory [--record] [name ...]
 
-Needs libtpu, which the extra `tpu-aot` brings. Each line is one program, in MiB.
+prints a line of JSON per program, in bytes. It needs libtpu, which the extra `tpu-aot` brings.
+`--record` writes the peaks to `fixtures/tpu_peaks.json`, which tests without libtpu read.
 """
 
 from __future__ import annotations
 
 import os
 
-from tests.tpu_compile import SETTINGS, TOPOLOGY
+from tests.tpu_compile import SETTINGS, TOPOLOGY, tell, tpu_mesh
 
-os.environ.update(SETTINGS)  # libtpu reads them when it is loaded
+if __name__ == "__main__":
+    os.environ.update(SETTINGS)  # libtpu reads them when it is loaded
 
 import dataclasses
 import functools
+import importlib.metadata
+import json
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
 
 import shardwright as sw
 from shardwright import attention
+from shardwright.plan.planner import PlanReport
+from tests.plan import foreign_programs, held_out_programs
+from tests.plan.foreign_programs import Foreign
 
 EMBED, INNER, HEADS, DIM, VOCAB = 1024, 4096, 8, 128, 16384
 BATCH, LENGTH, LAYERS = 16, 1024, 4
@@ -65,7 +71,13 @@ class Case:
     train: bool = True
     attends: Mapping[str, Any] | None = None
 
+    @property
+    def key(self) -> str:
+        """A name that no other case has."""
+        return f"{self.name}, {self.preset}"
 
+
+RECORD: Final = Path(__file__).parent / "fixtures" / "tpu_peaks.json"
 CAUSAL: Mapping[str, Any] = {"causal": True}
 WINDOW: Mapping[str, Any] = {"window": (255, 0)}
 TP, FSDP = {"fsdp": 4, "tp": 2}, {"fsdp": 8}
@@ -134,48 +146,93 @@ def program(case: Case) -> tuple[Any, Callable[..., Any]]:
     return specs, loss
 
 
-def compare(case: Case, devices: Any) -> str:
-    """Return a line: the range, the compiler's peak, and their ratios."""
-    grid = np.array(devices).reshape(tuple(case.mesh.values()))
-    mesh = Mesh(grid, tuple(case.mesh), axis_types=(AxisType.Auto,) * grid.ndim)
-    pm = sw.PartitionManager(sw.Strategy.preset(case.preset), mesh=mesh)
+def arguments(case: Case, pm: sw.PartitionManager) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return what runs, and its arguments: parameters, moments if it trains, and tokens."""
     specs, loss = program(case)
-    tokens = (sw.BATCH, sw.QUERY_LENGTH)
-    sharding = pm.sharding(tokens, shape=(BATCH, LENGTH))
-    batch = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32, sharding=sharding)
+    tokens = pm.sharding((sw.BATCH, sw.QUERY_LENGTH), shape=(BATCH, LENGTH))
+    batch = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32, sharding=tokens)
+    params = pm.abstract(specs)
+    if not case.train:
+        return loss, (params, batch)
 
     def step(params: Any, moments: Any, batch: Any) -> Any:
         gradients = jax.grad(loss)(params, batch)
         moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, gradients)
         return jax.tree.map(lambda p, m: p - 0.1 * m, params, moments), moments
 
-    params = pm.abstract(specs)
-    arguments, holds, donated = (params, batch), ("parameters", "inputs"), ()
-    if case.train:
-        arguments = (params, pm.abstract(specs, role="state"), batch)
-        holds, donated = ("parameters", "optimizer", "inputs"), (0, 1)
-    function = step if case.train else loss
-    report = pm.plan(function, *arguments, holds=holds, donated=donated, topology=TOPOLOGY)
-    memory = report.memory
+    return step, (params, pm.abstract(specs, role="state"), batch)
+
+
+def plan_decoder(case: Case) -> PlanReport:
+    """Return the plan of a program."""
+    mesh = sw.abstract_mesh(",".join(f"{axis}:{size}" for axis, size in case.mesh.items()))
+    pm = sw.PartitionManager(sw.Strategy.preset(case.preset), mesh=mesh)
+    function, given = arguments(case, pm)
+    holds = ("parameters", "optimizer", "inputs") if case.train else ("parameters", "inputs")
+    donated = (0, 1) if case.train else ()
+    report: PlanReport = pm.plan(function, *given, holds=holds, donated=donated, topology=TOPOLOGY)
+    return report
+
+
+def compile_decoder(case: Case) -> Any:
+    """Compile a program."""
+    pm = sw.PartitionManager(sw.Strategy.preset(case.preset), mesh=tpu_mesh(**case.mesh))
+    function, given = arguments(case, pm)
     with pm:
-        lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
+        lowered = jax.jit(function, donate_argnums=(0, 1) if case.train else ()).lower(*given)
     # Low effort changes bytes by less than 10%, and takes a quarter of the time.
-    compiled = lowered.compile(compiler_options={"exec_time_optimization_effort": -1.0})
-    peak = compiled.memory_analysis().peak_memory_in_bytes
-    sizes = [f"{size / 2**20:8.1f}" for size in (memory.low, memory.high, peak)]
-    ratios = f"low/peak {memory.low / peak:.2f}  high/peak {memory.high / peak:.2f}"
-    return f"{case.name:26} {case.preset:8} {' '.join(sizes)}  {ratios}"
+    return lowered.compile(compiler_options={"exec_time_optimization_effort": -1.0})
 
 
-def main(*names: str) -> None:
-    """Print one line per case whose name has one of these words; for all cases without words."""
-    devices = topologies.get_topology_desc(topology_name=TOPOLOGY, platform="tpu").devices
-    print(f"{'program':26} {'preset':8} {'low':>8} {'high':>8} {'peak':>8}")
-    for case in CASES:
-        if names and not any(name in case.name for name in names):
-            continue
-        print(compare(case, devices), flush=True)
+PROGRAMS: Final[Mapping[str, Case | Foreign]] = {
+    **{case.key: case for case in CASES},
+    **foreign_programs.PROGRAMS,
+    **held_out_programs.PROGRAMS,
+}
+
+
+def plan(name: str) -> PlanReport:
+    """Return the plan of a program."""
+    case = PROGRAMS[name]
+    return plan_decoder(case) if isinstance(case, Case) else foreign_programs.plan(case)
+
+
+def compiled_peak(name: str) -> int:
+    """Return the compiler's peak of a program, in bytes on one device."""
+    case = PROGRAMS[name]
+    compile_case = compile_decoder if isinstance(case, Case) else foreign_programs.compile_for_tpus
+    peak: int = compile_case(case).memory_analysis().peak_memory_in_bytes
+    return peak
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The planned range of a program's memory and its compiled peak, in bytes on one device."""
+
+    name: str
+    low: int
+    high: int
+    peak: int
+
+
+def measure(name: str) -> Measured:
+    """Plan and compile a program."""
+    memory = plan(name).memory
+    return Measured(name=name, low=memory.low, high=memory.high, peak=compiled_peak(name))
+
+
+def main(names: list[str], *, record: bool) -> None:
+    """Print one line per program that has one of these names; for all programs without names."""
+    peaks: dict[str, int] = {}
+    for name in names or PROGRAMS:
+        measured = measure(name)
+        peaks[name] = measured.peak
+        tell(measured)
+    if record:
+        versions = {each: importlib.metadata.version(each) for each in ("jax", "libtpu")}
+        found = {**versions, "topology": TOPOLOGY, "effort": "low", "peaks": peaks}
+        RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main([each for each in sys.argv[1:] if each != "--record"], record="--record" in sys.argv)

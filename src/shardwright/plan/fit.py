@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-from shardwright.plan.walk.liveness import Peak
+from shardwright.plan.walk.entries import Peak
 
 # Largest upper end that fits, as a share of the usable memory. The margin is for programs that need
 # more than their upper end. In `benchmarks.fits`, the upper end is at least 0.98 of the need.

@@ -26,8 +26,8 @@ from shardwright.plan.report.time import time_lines
 from shardwright.plan.state import ROLES, Category, Held, StateBytes, count_state, read_holds
 from shardwright.plan.time import TimeRange, estimate_time
 from shardwright.plan.trace import Trace, check_outputs, trace, walk
+from shardwright.plan.walk.entries import Peak
 from shardwright.plan.walk.events import Choice, Event, Walked
-from shardwright.plan.walk.liveness import Peak
 from shardwright.resolution.partition_specs import entry_names
 from shardwright.resolution.tables import WIDTH
 from shardwright.trees.paths import path_text

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shardwright.plan.fit import Verdict, judge
 from shardwright.plan.hardware import Chip
 from shardwright.plan.report.text import bytes_text
-from shardwright.plan.walk.liveness import CONSTANTS, LOOPS, RESULTS, TEMPORARY, Live, Peak
+from shardwright.plan.walk.entries import CONSTANTS, LOOPS, RESULTS, TEMPORARY, Live, Peak
 from shardwright.resolution.tables import WIDTH, remarked_table
 
 _MEANS = {

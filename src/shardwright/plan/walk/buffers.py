@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+import numpy as np
 from jax.extend.core import Literal
 
 from shardwright import _jax
 from shardwright.dims.bodies import Runs, bodies
 from shardwright.dims.primitives import CONSTRAINTS, ELEMENTWISE, NAMES, REDUCTIONS, SCATTERS
+from shardwright.plan.walk.entries import LOOPS, TEMPORARY, Buffer, Padded, Peak
 from shardwright.plan.walk.equations import called_jaxpr, live_equations, run_bodies
-from shardwright.plan.walk.liveness import LOOPS, TEMPORARY, Buffer, Peak, Timeline
-from shardwright.plan.walk.padding import keep_copies, padded_copies, with_one_row
+from shardwright.plan.walk.liveness import Timeline
+from shardwright.plan.walk.padding import (
+    keep_copies,
+    padded_copies,
+    turned_copies,
+    with_one_row,
+)
 from shardwright.plan.walk.step import Step
-from shardwright.plan.walk.values import Value
+from shardwright.plan.walk.values import Value, axes_of, local_elements
 from shardwright.trees.tensors import whole_bytes
 
 # A compiler fuses these into all their uses.
@@ -31,9 +39,14 @@ _FUSED: Final = (
     | _CHEAP
     | {"slice", "pad", "concatenate", "rev", "dynamic_slice", "split", "stack", "tile"}
 )
+# Expensive enough that XLA does not always compute them twice to save memory.
+_COSTLY: Final = frozenset(
+    {"exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "erf", "pow"}
+)
 _WRITES: Final = SCATTERS | {"dynamic_update_slice"}
 _LOOPS: Final = frozenset({"scan", "while"})
 _READ_FROM_MEMORY: Final = _LOOPS | {"pallas_call"}  # no operand is fused into these
+_PARTS: Final = 8  # parts of a result that a collective matmul holds: four for each direction
 _ANGLES: Final = frozenset({"sin", "cos"})
 
 
@@ -47,7 +60,10 @@ def with_buffers(step: Step, results: Iterable[Value]) -> list[Value]:
     if _changes_nothing(step, values):
         pairs = zip(values, step.values, strict=False)
         return [dataclasses.replace(value, buffer=old.buffer) for value, old in pairs]
-    operands = tuple(value.buffer for value in step.values if value.buffer is not None)
+    given = [value.buffer for value in step.values]
+    if step.name == "gather":
+        given[0] = _rows_of_table(step)
+    operands = tuple(each for each in given if each is not None)
     _mark_reduced(step.name, operands)
     if step.name == "scan":
         operands += tuple(_copies(step))
@@ -60,6 +76,7 @@ def with_buffers(step: Step, results: Iterable[Value]) -> list[Value]:
                 ledger.local_bytes(aval, value.dims),
                 operands,
                 owed=bool(value.owed),
+                fused=_is_one_hot(step),
             ),
             aval.dtype,
             ledger.local_shape(aval, value.dims),
@@ -70,15 +87,23 @@ def with_buffers(step: Step, results: Iterable[Value]) -> list[Value]:
     if step.name == "dot_general":
         single = with_one_row(step.equation, [{0}, {1}])
         keep_copies((step.values[at].buffer for (at,) in single), ledger.timeline)
+        pairs = zip(step.avals, step.values, strict=True)
+        shapes = [ledger.local_shape(aval, value.dims) for aval, value in pairs]
+        _mark_row(step.equation, births[0], shapes)
     copies = padded_copies(step.equation, births, ledger.timeline)
+    copies += turned_copies(step.name, births)
+    if step.name == "scan":
+        _shard_sums(step, births)
+    _unadded(step, values, births)
     ledger.timeline.add(
         operands,
         [birth for birth in (*births, *copies) if birth is not None],
         in_place=_overwritten(step.equation, [value.buffer for value in step.values]),
         inner=ledger.inner,
         loop=step.name in _LOOPS,
+        product=step.name == "dot_general",
         # The result of a constraint is the moved operand, which must not count twice.
-        moved=0 if step.name in CONSTRAINTS else ledger.moved,
+        moved=0 if step.name in CONSTRAINTS else ledger.moved + _parts(step, values),
     )
     pairs_of = zip(values, births, strict=True)
     return [dataclasses.replace(value, buffer=birth) for value, birth in pairs_of]
@@ -93,6 +118,74 @@ def _mark_reduced(name: str, operands: Iterable[Buffer]) -> None:
     if name in REDUCTIONS:
         for operand in operands:
             operand.reduced = True
+
+
+def _is_one_hot(step: Step) -> bool:
+    """Tell whether a scatter writes single elements into a constant, one for each row.
+
+    XLA compares positions instead: the derivative of picking the logit of each label.
+    """
+    if step.name not in SCATTERS or not step.values[0].free:
+        return False
+    numbers, update = step.parameters["dimension_numbers"], step.avals[2]
+    if len(numbers.scatter_dims_to_operand_dims) > 1 or numbers.update_window_dims:
+        return False
+    return bool(update.size * step.avals[0].shape[-1] == step.avals[0].size)
+
+
+def _shard_sums(step: Step, births: Sequence[Buffer | None]) -> None:
+    """Note the least bytes of the carries of a scan.
+
+    A carry that starts as a constant and is sharded after the loop may be so in the loop, as the
+    sum of the gradients of microbatches.
+    """
+    constants, carries, _ = _jax.scan_parts(step.parameters)
+    starts = step.values[constants : constants + carries]
+    for start, later, aval, birth in zip(starts, step.wanted, step.results, births, strict=False):
+        if start.free and later is not None and birth is not None:
+            birth.least = min(birth.least, step.ledger.local_bytes(aval, later))
+
+
+def _parts(step: Step, results: Sequence[Value]) -> int:
+    """Return the bytes of the parts of a result that a product adds up while it sends others.
+
+    Compilers for TPUs run a product and the reduce-scatter of its result as one loop (collective
+    matmul). The loop sends both ways along the ring. For each direction it holds two parts that it
+    multiplies, one that it sends and one that it receives. They are added where the result is read,
+    so the parts are still in memory during the next product, which counts its result whole.
+    """
+    if step.name != "dot_general" or step.wanted[0] is None:
+        return 0
+    if not results[0].owed & axes_of(step.wanted[0]):
+        return 0
+    return _PARTS * step.ledger.local_bytes(step.results[0], step.wanted[0])
+
+
+def _unadded(step: Step, results: Sequence[Value], births: Sequence[Buffer | None]) -> None:
+    """Add the parts of what a reduce-scatter returns. A compiler adds them where it reads it."""
+    if step.name not in CONSTRAINTS or births[0] is None:
+        return
+    before, result, birth = step.values[0], results[0], births[0]
+    if not before.owed & result.mesh_axes:
+        return
+    dtype = before.widened_from or step.results[0].dtype
+    elements = local_elements(step.results[0].shape, result.dims, step.ledger.sizes)
+    extra = _PARTS // 2 * whole_bytes(elements, np.dtype(dtype)) - birth.size
+    assert step.ledger.timeline is not None
+    copy = Buffer(size=extra, kind=TEMPORARY)
+    step.ledger.timeline.padded[birth] = Padded(buffer=copy, late=False)
+    step.ledger.timeline.add([], [copy], after=birth)
+
+
+def _mark_row(equation: Any, result: Buffer | None, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Note the bytes of the operand of a product that makes the last dim of the result."""
+    if result is None:
+        return
+    contracted, batch = (dims[1] for dims in equation.params["dimension_numbers"])
+    at = 1 if len(shapes[1]) > len(contracted) + len(batch) else 0
+    batch = equation.params["dimension_numbers"][1][at]
+    size = math.prod(size for dim, size in enumerate(shapes[at]) if dim not in batch)
+    result.row = whole_bytes(size, equation.invars[at].aval.dtype)
 
 
 def _angle(step: Step, result: Value) -> Buffer | None:
@@ -127,6 +220,21 @@ def _copies(step: Step) -> list[Buffer]:
     return copies
 
 
+def _rows_of_table(step: Step) -> Buffer | None:
+    """Return the table of a lookup, or its copy row by row if it is stored column by column.
+
+    A copy is added to the timeline. Later lookups read the same copy.
+    """
+    ledger, table = step.ledger, step.values[0].buffer
+    assert ledger.timeline is not None
+    if table is None or not table.across:
+        return table
+    if table not in ledger.copies:
+        ledger.copies[table] = Buffer(size=table.size, kind=TEMPORARY, least=table.size)
+        ledger.timeline.add([table], [ledger.copies[table]])
+    return ledger.copies[table]
+
+
 def _split_weights(jaxpr: Any) -> set[int]:
     """Return the positions of the inputs of which a product keeps the last dim and another one."""
     return _product_inputs(jaxpr, _split)
@@ -159,7 +267,14 @@ def _changes_nothing(step: Step, values: Sequence[Value]) -> bool:
     return before.dims == values[0].dims and not before.free
 
 
-def _born(name: str, size: int, operands: tuple[Buffer, ...], *, owed: bool = False) -> Buffer:
+def _born(
+    name: str,
+    size: int,
+    operands: tuple[Buffer, ...],
+    *,
+    owed: bool = False,
+    fused: bool = False,
+) -> Buffer:
     """Return the buffer of a result.
 
     Args:
@@ -167,16 +282,17 @@ def _born(name: str, size: int, operands: tuple[Buffer, ...], *, owed: bool = Fa
       size: Bytes of the result.
       operands: What it is computed from.
       owed: Whether the result is a partial sum. A compiler may add it up over devices part by part.
+      fused: Whether a compiler may fuse it, although not all results of the primitive can be fused.
     """
-    least = 0 if owed or name in _LOOPS else size
-    if name in CONSTRAINTS:  # a compiler may gather the result part by part
-        least = min([size, *(each.size if each.operands else each.least for each in operands)])
+    fused = fused or name in _FUSED
     return Buffer(
         size=size,
         kind=LOOPS if name in _LOOPS else TEMPORARY,
-        operands=operands if name in _FUSED else None,
+        operands=operands if fused else None,
         cheap=name in _CHEAP,
-        least=least,
+        least=0 if owed else size,
+        across=name in CONSTRAINTS and any(each.across for each in operands),
+        costly=name in _COSTLY or (fused and any(each.costly for each in operands)),
     )
 
 
@@ -307,12 +423,15 @@ def _add_local(
             for aval in (variable.aval for variable in equation.outvars)
         ]
         held.update(zip(equation.outvars, births, strict=True))
+        if name == "dot_general":
+            _mark_row(equation, births[0], [variable.aval.shape for variable in equation.invars])
         timeline.add(
             used,
             [*births, *padded_copies(equation, births, timeline)],
             in_place=_overwritten(equation, operands),
             inner=Peak.most(map(_local_peak, _bodies(equation))),
             loop=name in _READ_FROM_MEMORY,
+            product=name == "dot_general",
         )
     return [buffer(variable) for variable in jaxpr.outvars]
 

@@ -10,9 +10,10 @@ from jax.sharding import NamedSharding, Sharding
 
 from shardwright.dims.bodies import bodies
 from shardwright.plan.collectives.collective import Kind
+from shardwright.plan.walk.entries import TEMPORARY, Buffer, Peak
 from shardwright.plan.walk.equations import called_jaxpr, run_bodies
 from shardwright.plan.walk.events import Site, Work
-from shardwright.plan.walk.liveness import TEMPORARY, Buffer, Peak, Timeline
+from shardwright.plan.walk.liveness import Timeline
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import (
     Dims,
@@ -61,10 +62,13 @@ def scan(step: Step) -> list[Value]:
         if event.kind is Kind.ALL_REDUCE
         for axis in event.mesh_axes
     }
-    for start, end, later in zip(starts, ends, step.wanted, strict=False):
+    for start, end, variable, later in zip(starts, ends, body.outvars, step.wanted, strict=False):
         if later is not None and start.free:
             # A compiler may keep only a part of a sum in each step, as the loop's result does.
             step.doubt(summed & axes_of(later) - end.mesh_axes, _SUMMED)
+            if end.buffer is not None:
+                part = step.ledger.local_bytes(variable.aval, later)
+                end.buffer.least = min(end.buffer.least, part)
     for start, end, variable in zip(carry, ends, body.outvars, strict=False):
         if not start.free:
             step.doubt(_turned(start, end), _CARRY)
@@ -73,7 +77,7 @@ def scan(step: Step) -> list[Value]:
         step.ledger.settle(end, variable.aval, site)
         for end, variable in zip(ends[carries:], body.outvars[carries:], strict=True)
     ]
-    step.ledger.inner = step.ledger.end_inner(outer, ends)
+    step.ledger.inner = step.ledger.end_inner(outer, ends[:carries], ends[carries:])
     return [
         *(_settled(value, runs=step.site.runs) for value in carry),
         *(
@@ -90,7 +94,12 @@ def _with_slices(step: Step, values: list[Value], variables: Any) -> list[Value]
     slices = [
         None
         if value.free
-        else Buffer(size=step.ledger.local_bytes(variable.aval, value.dims), kind=TEMPORARY)
+        else Buffer(
+            size=step.ledger.local_bytes(variable.aval, value.dims),
+            kind=TEMPORARY,
+            operands=(),
+            cheap=True,
+        )
         for value, variable in zip(values, variables, strict=True)
     ]
     step.ledger.timeline.add(births=[part for part in slices if part is not None])
@@ -225,6 +234,9 @@ def call(step: Step) -> list[Value] | None:
     if step.parameters.get("differentiated") and step.parameters.get("prevent_cse"):
         # An optimization barrier keeps XLA from moving the recomputation out of its loop.
         values = [dataclasses.replace(value, runs=step.site.runs) for value in values]
+        for value in values:
+            if value.buffer is not None:
+                value.buffer.operands = None
     for at, dims in enumerate(_own_dims(step, "in_shardings", step.avals)):
         if dims is not None:
             values[at] = step.move(at, with_kept(dims, values[at].dims))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwright.plan.collectives.collective import Kind
-from shardwright.plan.walk.liveness import Peak
+from shardwright.plan.walk.entries import Peak
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

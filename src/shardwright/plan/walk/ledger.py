@@ -12,8 +12,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardwright.plan.collectives.collective import Kind, ring_bytes
+from shardwright.plan.walk.entries import Buffer, Peak
 from shardwright.plan.walk.events import Choice, Event, Idle, Site, Work
-from shardwright.plan.walk.liveness import Buffer, Peak, Timeline
+from shardwright.plan.walk.liveness import Timeline
 from shardwright.plan.walk.moves import find_move
 from shardwright.plan.walk.values import (
     Dims,
@@ -81,13 +82,19 @@ class Ledger:
         self.timeline = None if self.timeline is None else Timeline()
         return outer
 
-    def end_inner(self, outer: tuple[Timeline | None, int], results: Iterable[Value]) -> Peak:
+    def end_inner(
+        self,
+        outer: tuple[Timeline | None, int],
+        results: Iterable[Value],
+        stacked: Iterable[Value] = (),
+    ) -> Peak:
         """Continue the outer timeline, and return the peak of the body."""
         inner, (self.timeline, self.moved) = self.timeline, outer
         if inner is None:
             return Peak()
         held = [value.buffer for value in results if value.buffer is not None]
-        return inner.peak(held, within=True)
+        written = [value.buffer for value in stacked if value.buffer is not None]
+        return inner.peak(held, written=written, within=True)
 
     def local_shape(self, aval: Any, dims: Dims) -> tuple[int, ...]:
         """Return the shape of a value on one device. A dim that does not divide is padded."""

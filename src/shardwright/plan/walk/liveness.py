@@ -1,15 +1,13 @@
 """Compute which values of a program are in memory at the same time, per device.
 
 Equations run in the order of the program. The result is a range, since a compiler decides which
-values it keeps:
+values it keeps; `fusion` has the choices.
 
 * The upper end counts every value that a compiler cannot fuse into its use: products, results of
   collectives and of loops, and elementwise values with several uses. A fused value keeps its
-  operands alive instead. An elementwise value with several uses is fused, too, if its operands take
-  no more memory.
+  operands alive instead. Results that take no donated argument's memory count from the start.
 * The lower end is that of a compiler at its best. Each chain of elementwise values overwrites a
-  value that it starts with. An array that is gathered or summed over devices is never in memory as
-  a whole.
+  value that it starts with. A sum over devices is never in memory as a whole.
 
 Values that every compiler keeps are also counted alone: the arguments, the results, and the arrays
 that loops stack.
@@ -20,136 +18,17 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final
 
-LOOPS: Final = "loops"
-CONSTANTS: Final = "constants"
-TEMPORARY: Final = "temporary"
-RESULTS: Final = "results"
-
-
-@dataclasses.dataclass(eq=False, slots=True, kw_only=True)
-class Buffer:
-    """The memory of one value on one device.
-
-    Attributes:
-      size: Bytes.
-      kind: What it is for: a category of arguments, `loops`, `temporary` or `results`.
-      operands: The buffers from which a compiler computes it in each use, if it may fuse it. None
-        if it may not.
-      cheap: Whether it is fused even if it has several uses, such as a conversion or a reshape.
-      least: Bytes of it that are in memory at one time at least. They are less than `size` if a
-        compiler may send or sum the value part by part.
-      reduced: Whether a reduction reads it.
-      dtype: Element type, or "" if it is not known.
-      shape: Shape on one device.
-      source: Line of the model that makes it, `model.py:12`, or "".
-    """
-
-    size: int
-    kind: str
-    operands: tuple[Buffer, ...] | None = None
-    cheap: bool = False
-    least: int = 0
-    reduced: bool = False
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    source: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Live:
-    """Values of one kind, shape and line that are in memory at the time of the peak.
-
-    Attributes:
-      kind: What they are for, as in `Buffer`.
-      dtype: Element type, or "" for operands that a collective moves.
-      shape: Shape on one device.
-      source: Line of the model that makes them, `model.py:12`, or "".
-      size: Bytes of all of them.
-      count: Number of them.
-    """
-
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    source: str
-    size: int
-    count: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """The range of the most bytes that are in memory at one time.
-
-    Attributes:
-      sure: Bytes of the values that every compiler keeps.
-      low: Bytes if the compiler is at its best.
-      high: Bytes if the compiler fuses only what it always fuses.
-      kinds: Kind -> bytes at the time of `high`.
-      live: The values in memory at the time of `high`, the largest first.
-    """
-
-    sure: int = 0
-    low: int = 0
-    high: int = 0
-    kinds: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    live: tuple[Live, ...] = dataclasses.field(default=(), compare=False)
-
-    @staticmethod
-    def most(peaks: Iterable[Peak]) -> Peak:
-        """Return the peak of several programs of which one runs at a time."""
-        peaks = list(peaks)
-        if not peaks:
-            return Peak()
-        highest = max(peaks, key=lambda peak: peak.high)
-        low = max(peak.low for peak in peaks)
-        sure = max(peak.sure for peak in peaks)
-        return dataclasses.replace(highest, sure=sure, low=low)
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Padded:
-    """A copy of a written array in a layout that is padded, which only the upper end counts.
-
-    Attributes:
-      buffer: The copy.
-      late: Whether it may be in memory until the end, and not only until the last use of the array.
-    """
-
-    buffer: Buffer
-    late: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    """One equation.
-
-    Attributes:
-      uses: Buffers that it reads.
-      births: Buffers of its results.
-      in_place: Buffers that it reads and may overwrite.
-      inner: Peak of the jaxpr that it runs.
-      loop: Whether it is a loop. Its operands are not fused into it.
-      moved: Bytes of the copies of its operands that are in another sharding.
-      early: Whether its results are computed at the start of the program.
-    """
-
-    uses: tuple[Buffer, ...]
-    births: tuple[Buffer, ...]
-    in_place: tuple[Buffer, ...]
-    inner: Peak
-    loop: bool
-    moved: int
-    early: bool
+from shardwright.plan.walk.entries import LOOPS, TEMPORARY, Buffer, Entry, Live, Padded, Peak
+from shardwright.plan.walk.fusion import Fusion, fused_buffers, held, inside_kernels, roots
 
 
 class Timeline:
     """The equations of one program, in order. The body of a loop has its own timeline."""
 
     def __init__(self) -> None:
-        self._entries: list[_Entry] = []
-        self._after: dict[Buffer, list[_Entry]] = {}
+        self._entries: list[Entry] = []
+        self._after: dict[Buffer, list[Entry]] = {}
         self._angles: dict[tuple[str, int, frozenset[Buffer]], Buffer] = {}
         self.padded: dict[Buffer, Padded] = {}  # written array -> its copies in a padded layout
 
@@ -179,17 +58,19 @@ class Timeline:
         in_place: Iterable[Buffer] = (),
         inner: Peak | None = None,
         loop: bool = False,
+        product: bool = False,
         moved: int = 0,
         early: bool = False,
         after: Buffer | None = None,
     ) -> None:
         """Add an equation, at the end or right after the one that makes the buffer `after`."""
-        entry = _Entry(
+        entry = Entry(
             uses=tuple(uses),
             births=tuple(births),
             in_place=tuple(in_place),
             inner=inner or Peak(),
             loop=loop,
+            product=product,
             moved=moved,
             early=early,
         )
@@ -198,7 +79,7 @@ class Timeline:
         else:
             self._after.setdefault(after, []).append(entry)
 
-    def _in_order(self) -> list[_Entry]:
+    def _in_order(self) -> list[Entry]:
         """Return the equations, each followed by those that were added after its results."""
         waiting = dict(self._after)
         entries = []
@@ -208,82 +89,129 @@ class Timeline:
         return [*entries, *(each for later in waiting.values() for each in later)]
 
     def peak(
-        self, results: Sequence[Buffer], *, kept: Sequence[Buffer] = (), within: bool = False
+        self,
+        results: Sequence[Buffer],
+        *,
+        kept: Sequence[Buffer] = (),
+        written: Sequence[Buffer] = (),
+        within: bool = False,
     ) -> Peak:
         """Return the peak.
 
         Args:
           results: Buffers that are alive at the end.
           kept: Buffers that are alive all the time, such as arguments that are not donated.
+          written: Results of a loop's body that the loop stacks. The equation that makes such a
+            value writes it to the stack, so it takes memory of its own only for other uses.
           within: Whether the program is the body of a loop. Then its results are temporary.
         """
         self._entries, self._after = self._in_order(), {}
-        fused = self._fused(results)
+        stacked = set(written) - set(results)
+        sets = [fused_buffers(self._entries, results, stacked, each) for each in Fusion]
+        ways = {
+            each: (self._last(results, kept, fused), fused)
+            for each, fused in zip(Fusion, sets, strict=True)
+        }
+        reserved = () if within else self._own_results(results, kept)
+        largest = [self._most(*ways[each], reserved) for each in (Fusion.NARROW, Fusion.WIDE)]
+        high, live = max(largest, key=lambda each: each[0])
+
+        def unavoidable(buffer: Buffer) -> bool:
+            return buffer.kind not in (TEMPORARY, LOOPS) or (not within and buffer in results)
+
+        def sure(buffer: Buffer) -> int:
+            if buffer.kind == LOOPS and buffer not in results:
+                return buffer.least
+            return buffer.size if unavoidable(buffer) else 0
+
+        def least(last: Mapping[Buffer, int], fused: set[Buffer]) -> int:
+            skipped = stacked | inside_kernels(self._entries, fused)
+
+            def best(buffer: Buffer) -> int:
+                if buffer in skipped:
+                    return 0
+                return buffer.size if unavoidable(buffer) else buffer.least
+
+            return self._least(last, fused, best, lambda inner: inner.low)
+
+        return Peak(
+            sure=self._least(*ways[Fusion.NARROW], sure, lambda inner: inner.sure),
+            low=min(least(*way) for way in ways.values()),
+            high=high,
+            kinds=_by_kind(live),
+            live=live,
+        )
+
+    def _last(
+        self, results: Sequence[Buffer], kept: Sequence[Buffer], fused: set[Buffer]
+    ) -> dict[Buffer, int]:
+        """Return the last use of each buffer."""
         end = len(self._entries)
         last: dict[Buffer, int] = {}
         for at, entry in enumerate(self._entries):
             for buffer in entry.births:
                 last.setdefault(buffer, at)
             for use in entry.uses:
-                for buffer in _held(use, fused):
+                for buffer in held(use, fused):
                     last[buffer] = at
         for array, copy in self.padded.items():
             last[copy.buffer] = end if copy.late else last.get(array, end)
-        held = [buffer for result in results for buffer in _held(result, fused)]
-        last |= dict.fromkeys([*kept, *held], end)
-        high, live = self._most(last, fused)
+        alive = [buffer for result in results for buffer in held(result, fused)]
+        return last | dict.fromkeys([*kept, *alive], end)
 
-        def unavoidable(buffer: Buffer) -> bool:
-            return buffer.kind != TEMPORARY or (not within and buffer in results)
+    def _own_results(self, results: Sequence[Buffer], kept: Sequence[Buffer]) -> list[Buffer]:
+        """Return the results that do not take the memory of a donated argument.
 
-        def sure(buffer: Buffer) -> int:
-            return buffer.size if unavoidable(buffer) else 0
-
-        def best(buffer: Buffer) -> int:
-            return buffer.size if unavoidable(buffer) else buffer.least
-
-        return Peak(
-            sure=self._least(last, fused, sure, lambda inner: inner.sure),
-            low=self._least(last, fused, best, lambda inner: inner.low),
-            high=high,
-            kinds=_by_kind(live),
-            live=live,
+        XLA reserves the memory of such a result when the program starts.
+        """
+        arguments = {buffer for entry in self._entries if not entry.uses for buffer in entry.births}
+        donated = Counter(
+            buffer.size
+            for buffer in arguments - {*kept, *results}
+            if buffer.kind not in (TEMPORARY, LOOPS)
         )
+        own = []
+        for buffer in dict.fromkeys(results):
+            if buffer in arguments:
+                continue
+            if donated[buffer.size]:
+                donated[buffer.size] -= 1
+            else:
+                own.append(buffer)
+        return own
 
-    def _fused(self, results: Sequence[Buffer]) -> set[Buffer]:
-        """Return the buffers that are fused into their uses."""
-        uses = Counter(buffer for entry in self._entries for buffer in set(entry.uses))
-        needed = set(results)
-        for entry in self._entries:
-            if entry.loop:
-                needed.update(entry.uses)
-        fused: set[Buffer] = set()
-        for entry in self._entries:
-            for buffer in entry.births:
-                if buffer.operands is None or buffer in needed:
-                    continue
-                if buffer.cheap or uses[buffer] < 2 or _computed_again(buffer, fused):
-                    fused.add(buffer)
-        return fused
+    def _most(
+        self, last: Mapping[Buffer, int], fused: set[Buffer], reserved: Sequence[Buffer]
+    ) -> tuple[int, tuple[Live, ...]]:
+        """Return the upper end of the peak, and what is in memory then.
 
-    def _most(self, last: Mapping[Buffer, int], fused: set[Buffer]) -> tuple[int, tuple[Live, ...]]:
-        """Return the upper end of the peak, and what is in memory then."""
+        Args:
+          last: Last use of each buffer.
+          fused: Buffers that are fused into their uses.
+          reserved: Buffers whose memory is taken from the start.
+        """
         alive = _Alive(last, fused, lambda buffer: buffer.size)
+        alive.add(reserved)
         kinds: dict[Buffer, str] = {}  # of values that overwrite a donated argument
         for entry in self._entries:
             if entry.early:
                 alive.add(entry.births)
-        most, held, peak_entry = 0, list[Buffer](), None
+        most, present, peak_entry, sent = 0, list[Buffer](), None, 0
         for at, entry in enumerate(self._entries):
             ended = [buffer for buffer in entry.in_place if last.get(buffer) == at]
             kinds.update(_kept_kinds(ended, entry.births, kinds))
             alive.drop(ended)
             alive.add(entry.births)
-            now = alive.total + entry.inner.high + entry.moved
+            # What is sent is in memory until the next product is done: compilers overlap the two.
+            moved = max(entry.moved, sent)
+            if entry.product or entry.moved:
+                sent = entry.moved
+            now = alive.total + entry.inner.high + moved
             if now > most:
-                most, held, peak_entry = now, list(alive.buffers), entry
+                most, present = now, list(alive.buffers)
+                peak_entry = dataclasses.replace(entry, moved=moved)
             alive.end(at)
-        return most, () if peak_entry is None else _live(held, peak_entry, kinds)
+        return most, () if peak_entry is None else _live(present, peak_entry, kinds)
 
     def _least(
         self,
@@ -309,7 +237,7 @@ class Timeline:
                 for birth in entry.births
                 if birth.operands is not None and birth not in fused
                 for operand in birth.operands
-                for start in _held(operand, fused)
+                for start in held(operand, fused)
             ]
             alive.drop(buffer for buffer in (*entry.in_place, *starts) if last.get(buffer) == at)
             alive.add(entry.births)
@@ -351,45 +279,6 @@ class _Alive:
         self.drop(self._dying.get(at, ()))
 
 
-def _computed_again(buffer: Buffer, fused: set[Buffer]) -> bool:
-    """Tell whether the operands of a value together take no more memory than the value.
-
-    A compiler then holds the operands, and computes the value again for each use. It does not if a
-    reduction reads the value.
-    """
-    if buffer.reduced:
-        return False
-    operands = {held for operand in buffer.operands or () for held in _held(operand, fused)}
-    return sum(operand.size for operand in operands) <= buffer.size
-
-
-def roots(buffer: Buffer) -> list[Buffer]:
-    """Return the closest buffers that cannot be fused, from which a buffer is computed."""
-    return _closest(buffer, lambda each: each.operands is None)
-
-
-def _held(buffer: Buffer, fused: set[Buffer]) -> list[Buffer]:
-    """Return the buffers that a use of a buffer reads: itself, or its operands if it is fused."""
-    return _closest(buffer, lambda each: each not in fused)
-
-
-def _closest(buffer: Buffer, ends: Callable[[Buffer], bool]) -> list[Buffer]:
-    """Return the first buffers for which `ends` holds, from a buffer back through its operands."""
-    found: dict[Buffer, None] = {}
-    seen = {buffer}
-    waiting = [buffer]
-    while waiting:
-        current = waiting.pop()
-        if ends(current):
-            found[current] = None
-            continue
-        for operand in current.operands or ():
-            if operand not in seen:
-                seen.add(operand)
-                waiting.append(operand)
-    return list(found)
-
-
 def _kept_kinds(
     ended: Iterable[Buffer], births: Iterable[Buffer], kinds: Mapping[Buffer, str]
 ) -> dict[Buffer, str]:
@@ -402,10 +291,10 @@ def _kept_kinds(
     }
 
 
-def _live(held: Iterable[Buffer], entry: _Entry, kinds: Mapping[Buffer, str]) -> tuple[Live, ...]:
+def _live(present: Iterable[Buffer], entry: Entry, kinds: Mapping[Buffer, str]) -> tuple[Live, ...]:
     """Return the values in memory at one equation, grouped by kind, shape and line."""
     groups: dict[tuple[str, str, tuple[int, ...], str], list[int]] = {}
-    for buffer in held:
+    for buffer in present:
         key = kinds.get(buffer, buffer.kind), buffer.dtype, buffer.shape, buffer.source
         groups.setdefault(key, []).append(buffer.size)
     for each in entry.inner.live:

@@ -20,9 +20,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from shardwright.dims.primitives import SCATTERS
-from shardwright.plan.walk.liveness import TEMPORARY, Buffer, Padded, Timeline, roots
+from shardwright.plan.walk.entries import TEMPORARY, Buffer, Padded
+from shardwright.plan.walk.fusion import roots
+from shardwright.plan.walk.liveness import Timeline
 
 _LANES: Final = 128
+_SUBLANES: Final = 8
+_MATRIX: Final = 2
 
 
 def padded_copies(
@@ -55,6 +59,43 @@ def padded_copies(
         timeline.padded[birth] = Padded(buffer=copy, late=written > array.shape[0])
         copies.append(copy)
     return copies
+
+
+def is_across(buffer: Buffer) -> bool:
+    """Tell whether a stored matrix has its first dim along the lanes, because its last is short."""
+    if len(buffer.shape) != _MATRIX:
+        return False
+    rows, columns = buffer.shape
+    return bool(columns < _LANES <= rows and rows % _LANES == 0)
+
+
+def turned_copies(name: str, births: Iterable[Buffer | None]) -> list[Buffer]:
+    """Return the copies that a transpose makes of an array in which no dim has 128 elements.
+
+    The patches of an image are such an array. The compiler holds both orders of the dims in tiles
+    of 8 by 128, one of them at least.
+    """
+    short = [
+        birth
+        for birth in births
+        if name == "transpose" and birth is not None and max(birth.shape, default=0) < _LANES
+    ]
+    sizes = [_tiled_bytes(birth) for birth in short]
+    return [
+        Buffer(size=size, kind=TEMPORARY, least=least)
+        for size in sizes
+        if size
+        for least in (size, 0)
+    ]
+
+
+def _tiled_bytes(buffer: Buffer) -> int:
+    """Return the bytes of an array of which a short dim is along the lanes, and another across."""
+    dims = sorted(size for size in buffer.shape[1:] if size >= _SUBLANES)
+    if len(buffer.shape) <= _MATRIX or len(dims) < _MATRIX:
+        return 0
+    lanes, rows = dims[:2]
+    return buffer.size // (lanes * rows) * _LANES * -(-rows // _SUBLANES) * _SUBLANES
 
 
 def _padded_bytes(buffer: Buffer) -> int:

@@ -23,6 +23,7 @@ from shardwright.dims.primitives import (
 from shardwright.plan.walk import control, elementwise, indexing, products, shapes
 from shardwright.plan.walk.buffers import with_buffers
 from shardwright.plan.walk.demands import demands
+from shardwright.plan.walk.entries import CONSTANTS, RESULTS, TEMPORARY, Buffer, Peak
 from shardwright.plan.walk.equations import (
     constants,
     count_uses,
@@ -31,9 +32,9 @@ from shardwright.plan.walk.equations import (
 )
 from shardwright.plan.walk.events import Site, Walked
 from shardwright.plan.walk.ledger import Ledger
-from shardwright.plan.walk.liveness import CONSTANTS, RESULTS, TEMPORARY, Buffer, Peak
 from shardwright.plan.walk.manual import shard_map
 from shardwright.plan.walk.masks import Place, equal_masks, required_dims, shared_mask
+from shardwright.plan.walk.padding import is_across
 from shardwright.plan.walk.peers import Peers, is_scattered
 from shardwright.plan.walk.step import Rule, Scope, Step
 from shardwright.plan.walk.values import (
@@ -228,6 +229,8 @@ def _with_memory(
             variables, inputs, kinds or ["inputs"] * len(inputs), strict=True
         )
     ]
+    for buffer in buffers:
+        buffer.across = is_across(buffer)
     ledger.timeline.add(births=buffers)
     pairs = zip(inputs, buffers, strict=True)
     return [dataclasses.replace(value, buffer=buffer) for value, buffer in pairs]

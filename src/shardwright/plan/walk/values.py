@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from shardwright.plan.walk.liveness import Buffer
+from shardwright.plan.walk.entries import Buffer
 
 # The mesh axes of each dim, major first. Mesh axes of size 1 never occur.
 Dims: TypeAlias = tuple[tuple[str, ...], ...]

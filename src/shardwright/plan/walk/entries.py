@@ -1,0 +1,136 @@
+"""Buffers, the equations that make and read them, and the peak of their memory, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+LOOPS: Final = "loops"
+CONSTANTS: Final = "constants"
+TEMPORARY: Final = "temporary"
+RESULTS: Final = "results"
+
+
+@dataclasses.dataclass(eq=False, slots=True, kw_only=True)
+class Buffer:
+    """The memory of one value on one device.
+
+    Attributes:
+      size: Bytes.
+      kind: What it is for: a category of arguments, `loops`, `temporary` or `results`.
+      operands: The buffers from which a compiler computes it in each use, if it may fuse it. None
+        if it may not.
+      cheap: Whether it is fused even if it has several uses, such as a conversion or a reshape.
+      least: Bytes of it that are in memory at one time at least. They are less than `size` if a
+        compiler may send or sum the value part by part.
+      costly: Whether it takes an exponential, a logarithm or the like to compute it again.
+      reduced: Whether a reduction reads it.
+      row: Bytes of the operand that makes a row of it, if it is a product.
+      across: Whether its first dim is along the lanes of a TPU, since its last one is short.
+      dtype: Element type, or "" if it is not known.
+      shape: Shape on one device.
+      source: Line of the model that makes it, `model.py:12`, or "".
+    """
+
+    size: int
+    kind: str
+    operands: tuple[Buffer, ...] | None = None
+    cheap: bool = False
+    least: int = 0
+    costly: bool = False
+    reduced: bool = False
+    row: int = 0
+    across: bool = False
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """Values of one kind, shape and line that are in memory at the time of the peak.
+
+    Attributes:
+      kind: What they are for, as in `Buffer`.
+      dtype: Element type, or "" for operands that a collective moves.
+      shape: Shape on one device.
+      source: Line of the model that makes them, `model.py:12`, or "".
+      size: Bytes of all of them.
+      count: Number of them.
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: str
+    size: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The range of the most bytes that are in memory at one time.
+
+    Attributes:
+      sure: Bytes of the values that every compiler keeps.
+      low: Bytes if the compiler is at its best.
+      high: Bytes if the compiler fuses only what it always fuses.
+      kinds: Kind -> bytes at the time of `high`.
+      live: The values in memory at the time of `high`, the largest first.
+    """
+
+    sure: int = 0
+    low: int = 0
+    high: int = 0
+    kinds: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    live: tuple[Live, ...] = dataclasses.field(default=(), compare=False)
+
+    @staticmethod
+    def most(peaks: Iterable[Peak]) -> Peak:
+        """Return the peak of several programs of which one runs at a time."""
+        peaks = list(peaks)
+        if not peaks:
+            return Peak()
+        highest = max(peaks, key=lambda peak: peak.high)
+        low = max(peak.low for peak in peaks)
+        sure = max(peak.sure for peak in peaks)
+        return dataclasses.replace(highest, sure=sure, low=low)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Padded:
+    """A copy of a written array in a layout that is padded, which only the upper end counts.
+
+    Attributes:
+      buffer: The copy.
+      late: Whether it may be in memory until the end, and not only until the last use of the array.
+    """
+
+    buffer: Buffer
+    late: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One equation.
+
+    Attributes:
+      uses: Buffers that it reads.
+      births: Buffers of its results.
+      in_place: Buffers that it reads and may overwrite.
+      inner: Peak of the jaxpr that it runs.
+      loop: Whether it is a loop. Its operands are not fused into it.
+      product: Whether it is a product.
+      moved: Bytes of the copies of its operands that are in another sharding.
+      early: Whether its results are computed at the start of the program.
+    """
+
+    uses: tuple[Buffer, ...]
+    births: tuple[Buffer, ...]
+    in_place: tuple[Buffer, ...]
+    inner: Peak
+    loop: bool
+    product: bool
+    moved: int
+    early: bool

@@ -1,0 +1,141 @@
+"""Values that compilers for TPUs do not hold, and what they hold in addition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardwright as sw
+from shardwright.plan.walk.entries import TEMPORARY, Buffer, Entry, Peak
+from shardwright.plan.walk.fusion import Fusion, fused_buffers
+from shardwright.plan.walk.liveness import Timeline
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+KIB = 2**10
+
+
+def memory(function: Callable[..., Any], *shapes: Any, **options: Any) -> Peak:
+    """Return the memory of a program on one device of eight."""
+    mesh = options.pop("mesh", "fsdp:8")
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=sw.abstract_mesh(mesh))
+    peak: Peak = pm.plan(function, *shapes, **options).memory
+    return peak
+
+
+def shape(*sizes: int, dtype: Any = F32) -> Any:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def test_slices_of_a_stack_are_read_in_place() -> None:
+    def total(stack: Any) -> Any:
+        return jax.lax.scan(lambda sums, x: (sums + jnp.exp(x).sum(), None), jnp.zeros(()), stack)[
+            0
+        ]
+
+    stack = 16 * 64 * 64 * 4
+    assert memory(total, shape(16, 64, 64)).high < stack + KIB
+
+
+def test_stacked_results_are_written_where_they_are_made() -> None:
+    def made(x: Any, weights: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (x, x @ w), x, weights)[1]
+
+    x, weights, results = (n * 128 * 128 * 4 for n in (1, 4, 4))
+    peak = memory(made, shape(128, 128), shape(4, 128, 128))
+    assert (peak.low, peak.high) == (x + weights + results,) * 2
+
+
+def test_results_without_a_donated_argument_count_from_the_start() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return w + (jnp.tanh(x @ x) @ x).sum()
+
+    arguments, size = (shape(128, 128), shape(128, 128)), 128 * 128 * 4
+    own, donated = (memory(step, *arguments, donated=given).high for given in ((), (0,)))
+    assert (own, donated) == (5 * size, 4 * size)
+
+
+def buffer(size: int, *operands: Buffer, **options: Any) -> Buffer:
+    return Buffer(size=size, kind=TEMPORARY, operands=operands or None, least=size, **options)
+
+
+def entry(uses: tuple[Buffer, ...], birth: Buffer, *, product: bool = False) -> Entry:
+    return Entry(
+        uses=uses,
+        births=(birth,),
+        in_place=(),
+        inner=Peak(),
+        loop=False,
+        product=product,
+        moved=0,
+        early=False,
+    )
+
+
+@pytest.mark.parametrize(("row", "held"), [(2**20, True), (2**24, False)])
+def test_exponentials_are_held_where_a_kernel_has_whole_rows(row: int, held: bool) -> None:
+    """Those of scores of attention are, and those of logits of a large vocabulary are not."""
+    scores = Buffer(size=16, kind=TEMPORARY, row=row)
+    weights = buffer(32, scores, costly=True, reduced=True)
+    total, result = buffer(1), buffer(0)
+    entries = [
+        entry((), scores, product=True),
+        entry((scores,), weights),
+        entry((weights,), total),
+        entry((weights, total), result),
+    ]
+    fused = fused_buffers(entries, [result], (), Fusion.NARROW)
+    assert (weights not in fused) == held
+
+
+def test_product_with_one_elementwise_use_is_not_held_at_best() -> None:
+    x = buffer(8)
+    product = Buffer(size=32, kind=TEMPORARY, least=32)
+    other, total = buffer(32), buffer(4)
+    summed = buffer(32, other, product)
+    timeline = Timeline()
+    timeline.add(births=[x])
+    timeline.add([x], [other], product=True)
+    timeline.add([x], [product], product=True)
+    timeline.add([other, product], [summed])
+    timeline.add([summed], [total])
+    timeline.add([summed, total], [result := buffer(0)])
+    assert timeline.peak([result]).low < 32 + 32 <= timeline.peak([result]).high
+
+
+def test_table_with_short_rows_is_copied_for_a_lookup() -> None:
+    """512 columns over eight devices: the table is stored column by column."""
+    copied, whole = (
+        memory(
+            lambda table, tokens: sw.gather(table, sw.VOCAB, sw.EMBED)[tokens],
+            shape(4096, columns, dtype=BF16),
+            shape(8, dtype=jnp.int32),
+            specs=(sw.ArraySpec((4096, columns), BF16, (sw.VOCAB, sw.EMBED)), (sw.BATCH,)),
+        )
+        for columns in (512, 1024)
+    )
+    assert copied.low >= 2 * 4096 * 512 * 2
+    assert whole.high < 1.5 * 4096 * 1024 * 2
+
+
+def test_patches_of_an_image_are_padded() -> None:
+    def patches(images: Any) -> Any:
+        parts = images.reshape(8, 4, 16, 4, 16, 3).transpose(0, 1, 3, 2, 4, 5)
+        return parts.reshape(8, 16, 768) @ jnp.ones((768, 128), BF16)
+
+    padded = 8 * 4 * 4 * 16 * 128 * 3 * 2  # 16 by 16 elements take 16 rows of 128 lanes
+    peak = memory(patches, shape(8, 64, 64, 3, dtype=BF16))
+    assert padded <= peak.low
+    assert 2 * padded <= peak.high
+
+
+def test_gradient_of_picked_logits_takes_no_memory() -> None:
+    def loss(logits: Any, labels: Any) -> Any:
+        return jnp.take_along_axis(logits.astype(F32), labels[:, None], -1).sum()
+
+    logits = 64 * 4096 * 2
+    given = (shape(64, 4096, dtype=BF16), shape(64, dtype=jnp.int32))
+    assert memory(jax.grad(loss), *given).high <= 2 * logits + 4 * KIB
