@@ -133,6 +133,12 @@ def draw(specs: Any) -> Any:
     )
 
 
+def logits_of(sizes: Any, params: Any, x: Any) -> Any:
+    logits = x @ (params["embedding"].T if sizes.tied else params["head"])
+    cap = sizes.softcap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
 @pytest.mark.parametrize("file", MOST, ids=lambda file: file.stem)
 @pytest.mark.full
 def test_prefill_gives_the_logits_of_training(file: Path, tmp_path: Path) -> None:
@@ -147,14 +153,15 @@ def test_prefill_gives_the_logits_of_training(file: Path, tmp_path: Path) -> Non
     model = made["train"].function.__self__  # type: ignore[attr-defined]
     with sw.PartitionManager(sw.Strategy.preset("single"), mode="train", mesh=one_device()):
         x = model.end(params, model.scanned(params["layers"], model.start(params, tokens)))
-    head = params["embedding"].T if sizes.tied else params["head"]
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=four_devices(), mode="prefill")
     caches = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), made["prefill"].shapes[1])
     with pm:
         logits, written = jax.jit(made["prefill"].function)(
             unstacked(params, sizes), caches, tokens
         )
-    np.testing.assert_allclose(logits[:, 0], x[:, -1] @ head, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(
+        logits[:, 0], logits_of(sizes, params, x[:, -1]), rtol=2e-4, atol=2e-4
+    )
     assert len(written) == 2
 
 
@@ -170,13 +177,14 @@ def test_ring_of_a_window_gives_the_logits_of_training(name: str, tmp_path: Path
     tokens = jax.random.randint(jax.random.key(1), (4, 8), 0, sizes.vocab)
     model = made["train"].function.__self__  # type: ignore[attr-defined]
     x = model.end(params, model.scanned(params["layers"], model.start(params, tokens)))
-    head = params["embedding"].T if sizes.tied else params["head"]
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=four_devices(), mode="prefill")
     caches = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), made["prefill"].shapes[1])
     assert caches[0].k.shape[1] == 4
     with pm:
         logits, _ = jax.jit(made["prefill"].function)(unstacked(params, sizes), caches, tokens)
-    np.testing.assert_allclose(logits[:, 0], x[:, -1] @ head, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(
+        logits[:, 0], logits_of(sizes, params, x[:, -1]), rtol=2e-4, atol=2e-4
+    )
 
 
 # The window of each layer, as the models' own code assigns them.
