@@ -77,6 +77,25 @@ def test_maximum_is_sent_before_its_conversion() -> None:
         assert (event.dtype, event.logical_bytes) == (dtype, 16 * (2 if dtype[0] == "b" else 4))
 
 
+def test_constraint_is_not_passed_through_a_reduction() -> None:
+    """The gradient of positions is a sum over the batch, which is whole before it is cut.
+
+    `TestTPU` compares the same program. XLA:CPU has an all-reduce in both cases.
+    """
+    program = PROGRAMS["learned_positions"]
+    ((axes, shape, dtype),) = program.inputs
+    report = plan(
+        program.function,
+        jax.ShapeDtypeStruct(shape, dtype),
+        axes,
+        weights=program.weights,
+        preset=program.preset,
+        mesh="fsdp:8",
+    )
+    sums = [str(event.kind) for event in report.events if "reduce" in str(event.kind)]
+    assert sums == ["all_reduce"]
+
+
 @pytest.mark.parametrize(
     ("classes", "width", "kind"),
     [
