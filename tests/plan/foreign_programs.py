@@ -51,17 +51,17 @@ class Foreign:
 
     Attributes:
       function: `(weights, *arrays) -> result`. If `grad`, the result is a loss.
-      weights: Name -> spec.
+      weights: A tree of specs.
       inputs: Annotation, shape and dtype of each array.
-      preset: Name of the strategy.
+      preset: Name of a preset, or a strategy.
       mesh: Sizes of the mesh axes.
       grad: Whether its gradient runs.
     """
 
     function: Callable[..., Any]
-    weights: Mapping[str, Any]
+    weights: Any
     inputs: tuple[tuple[Any, tuple[int, ...], Any], ...]
-    preset: str = "fsdp"
+    preset: str | sw.Strategy = "fsdp"
     mesh: Mapping[str, int] = dataclasses.field(default_factory=lambda: FSDP)
     grad: bool = True
 
@@ -452,7 +452,7 @@ class Compared:
 
     Attributes:
       name: Name of the program.
-      marks: Why the plan is unsure.
+      marks: Why the plan is unsure of what is sent.
       differences: "kind over axes" -> planned and compiled bytes, where they differ.
     """
 
@@ -464,9 +464,8 @@ class Compared:
 def plan(case: Foreign, *, tpu: bool = True) -> PlanReport:
     """Return the plan of a program."""
     function, given, outputs = _given(case)
-    mesh = sw.abstract_mesh(",".join(f"{axis}:{size}" for axis, size in case.mesh.items()))
-    pm = sw.PartitionManager(sw.Strategy.preset(case.preset), mesh=mesh)
-    specs = (dict(case.weights), *(axes for axes, _, _ in case.inputs))
+    pm = sw.PartitionManager(_strategy(case), mesh=sw.abstract_mesh(dict(case.mesh)))
+    specs = (case.weights, *(axes for axes, _, _ in case.inputs))
     options = {"topology": TOPOLOGY} if tpu else {}
     report: PlanReport = pm.plan(function, *given, specs=specs, outputs=outputs, **options)
     return report
@@ -479,36 +478,38 @@ def compile_for_tpus(case: Foreign) -> Any:
     return lowered.compile(compiler_options={"exec_time_optimization_effort": -1.0})
 
 
+def _strategy(case: Foreign) -> sw.Strategy:
+    given = case.preset
+    return given if isinstance(given, sw.Strategy) else sw.Strategy.preset(given)
+
+
 def _given(case: Foreign) -> tuple[Callable[..., Any], list[Any], Any]:
     """Return what runs, the shapes of its arguments, and the annotations of its outputs."""
-    weights = {
-        key: jax.ShapeDtypeStruct(each.shape, each.dtype) for key, each in case.weights.items()
-    }
+    weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), case.weights)
     given = [jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in case.inputs]
     function = jax.grad(case.function) if case.grad else case.function
-    return function, [weights, *given], dict(case.weights) if case.grad else None
+    return function, [weights, *given], case.weights if case.grad else None
 
 
 def _traced(case: Foreign, mesh: Any) -> Any:
     function, (weights, *given), outputs = _given(case)
-    pm = sw.PartitionManager(sw.Strategy.preset(case.preset), mesh=mesh)
+    pm = sw.PartitionManager(_strategy(case), mesh=mesh)
     with pm:
         arrays = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pm.sharding(axes, shape=x.shape))
             for x, (axes, _, _) in zip(given, case.inputs, strict=True)
         ]
         ends = {"out_shardings": pm.shardings(weights, outputs, role=None)} if case.grad else {}
-        return jax.jit(function, **ends).trace(pm.abstract(dict(case.weights)), *arrays)
+        return jax.jit(function, **ends).trace(pm.abstract(case.weights), *arrays)
 
 
-def compare(name: str, *, tpu: bool) -> Compared:
+def compare(name: str, case: Foreign, *, tpu: bool) -> Compared:
     """Plan and compile a program."""
-    case = PROGRAMS[name]
     report = plan(case, tpu=tpu)
     if tpu:
         mesh, compiled = tpu_mesh(**case.mesh), compile_for_tpus(case)
     else:
-        mesh = sw.create_mesh(",".join(f"{axis}:{size}" for axis, size in case.mesh.items()))
+        mesh = sw.create_mesh(dict(case.mesh))
         compiled = _traced(case, mesh).lower().compile()
     planned: Counter[str] = Counter()
     sent: Counter[str] = Counter()
@@ -521,7 +522,7 @@ def compare(name: str, *, tpu: bool) -> Compared:
     rows = sorted(planned.keys() | sent.keys())
     return Compared(
         name=name,
-        marks=report.unsure_lines(),
+        marks=[line for line in report.unsure_lines() if not line.startswith("idle")],
         differences={row: (planned[row], sent[row]) for row in rows if planned[row] != sent[row]},
     )
 
@@ -548,7 +549,7 @@ def _row(kind: str, axes: tuple[str, ...], tpu: bool) -> str:
 def main(names: list[str], *, tpu: bool) -> None:
     """Compare programs, and print a line of JSON for each."""
     for name in names or PROGRAMS:
-        tell(compare(name, tpu=tpu))
+        tell(compare(name, PROGRAMS[name], tpu=tpu))
 
 
 if __name__ == "__main__":

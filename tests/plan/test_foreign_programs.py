@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import shardwright as sw
+from shardwright.dims.table import reshape
 from shardwright.plan.planner import PlanReport
+from shardwright.plan.walk.factors import fitting, placed, spread
 from tests.plan.foreign_programs import PROGRAMS, Compared
 from tests.tpu_compile import MARKS, measure
 
@@ -20,7 +23,6 @@ NOT_ON_CPUS = {
     "one_hot_experts",
     "one_hot_experts_trained",
     "dense_experts",
-    "microbatches",
 }
 MOST_MARKED = 6
 HID = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
@@ -160,3 +162,99 @@ def test_dispatch_in_one_product_is_marked() -> None:
     ):
         report = pm.plan(function, *arrays, specs=axes)
         assert [choice.mesh_axis for choice in report.walked.choices] == ["ep"]
+
+
+def kinds_of(axes: Any, *shape: int, mesh: str, product: bool) -> list[str]:
+    """Return the collectives of the gradient of a stored array that is added, or multiplied."""
+    weights = {"w": sw.ArraySpec(shape, jnp.float32, axes)}
+
+    def loss(w: Any, x: Any) -> Any:
+        w = sw.gather(w["w"], *axes)
+        return ((x @ w if product else x + w) ** 2).sum()
+
+    rows = (64, 32, shape[0]) if product else (64, 32, *shape[-1:])
+    x = jax.ShapeDtypeStruct(rows if len(shape) < 3 else (64, *shape[1:]), jnp.float32)
+    report = plan(loss, x, HID, weights=weights, preset="fsdp", mesh=mesh)
+    marks = ["marked"] if report.walked.choices else []
+    return [str(e.kind) for e in report.events if e.kind != "all_gather"] + marks
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "mesh", "product", "kinds"),
+    [
+        # A vector is summed whole.
+        ((sw.EMBED,), (4096,), "fsdp:4", False, ["all_reduce"]),
+        # Rows of an elementwise sum stay along the lanes: 64 numbers are half a tile.
+        ((sw.EMPTY, sw.EMPTY, sw.EMBED), (1, 256, 512), "fsdp:8", False, ["all_reduce"]),
+        ((sw.EMPTY, sw.EMPTY, sw.EMBED), (1, 256, 512), "fsdp:4", False, ["reduce_scatter"]),
+        # A product is turned if its other dim is a multiple of 128.
+        ((sw.EMPTY, sw.EMBED), (256, 512), "fsdp:8", True, ["reduce_scatter"]),
+        ((sw.EMPTY, sw.EMBED), (16, 512), "fsdp:8", True, ["all_reduce"]),
+        # Parts of 98 rows are padded to 104.
+        ((sw.EMBED, sw.EMPTY), (784, 512), "fsdp:8", True, ["reduce_scatter", "marked"]),
+        # Rows of 48 numbers may be laid out along the sublanes.
+        ((sw.EMBED, sw.EMPTY), (512, 48), "fsdp:8", True, ["reduce_scatter", "marked"]),
+    ],
+)
+def test_sums_by_layout(
+    axes: Any, shape: tuple[int, ...], mesh: str, *, product: bool, kinds: list[str]
+) -> None:
+    assert kinds_of(axes, *shape, mesh=mesh, product=product) == kinds
+
+
+def test_rows_of_a_sharded_table_are_summed_under_vmap() -> None:
+    """A slice under vmap keeps a dim of size 1, which selects an entry all the same."""
+    pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=sw.abstract_mesh("tp:8"))
+
+    def look_up(table: Any, ids: Any) -> Any:
+        return jax.vmap(lambda at: jax.lax.dynamic_index_in_dim(table, at, keepdims=False))(ids)
+
+    shapes = jax.ShapeDtypeStruct((1024, 64), jnp.float32), jax.ShapeDtypeStruct((16,), jnp.int32)
+    report = pm.plan(look_up, *shapes, specs=((sw.VOCAB, sw.EMPTY), (sw.EMPTY,)))
+    [event] = report.events
+    assert (str(event.kind), event.logical_bytes) == ("all_reduce", 16 * 64 * 4)
+
+
+def test_two_lookups_of_one_table_are_marked() -> None:
+    table = sw.ArraySpec((512, 64), jnp.float32, (sw.VOCAB, sw.EMBED))
+    ids = jax.ShapeDtypeStruct((64, 32), jnp.int32)
+
+    def loss(w: Any, ids: Any, *, times: int) -> Any:
+        w = sw.gather(w["table"], *table.axes)
+        return sum((w[(ids + at) % 512] ** 2).sum() for at in range(times))
+
+    for times in (1, 2):
+        report = plan(
+            functools.partial(loss, times=times),
+            ids,
+            (sw.BATCH, sw.EMPTY),
+            weights={"table": table},
+            preset="fsdp",
+            mesh="fsdp:8",
+        )
+        assert bool(report.walked.choices) == (times == 2)
+
+
+def test_maximum_of_integers_is_sent_as_it_is() -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("ddp"), mesh=sw.abstract_mesh("dp:8"))
+    ids = jax.ShapeDtypeStruct((64,), jnp.int32)
+    report = pm.plan(lambda x: jnp.max((x != 0).astype(jnp.int32)) + 1, ids, specs=((sw.BATCH,),))
+    assert [event.dtype for event in report.events] == ["int32"]
+
+
+@pytest.mark.parametrize(
+    ("dims", "old", "new", "expected"),
+    [
+        ((("y", "z"),), (8,), (4, 2), (("y",), ("z",))),
+        ((("y",), ("z",)), (4, 2), (8,), (("y", "z"),)),
+        ((("y", "z"),), (16,), (2, 8), ((), ())),
+        ((("y",), ("z",)), (8, 2), (16,), (("y",),)),
+        ((("z", "y"),), (16,), (2, 8), (("z",), ("y",))),
+    ],
+)
+def test_mesh_axes_are_shared_out_to_split_dims(
+    dims: Any, old: Any, new: Any, expected: Any
+) -> None:
+    sizes, known = {"y": 4, "z": 2}, reshape(old, new)
+    order = fitting(known, placed(known, known.operands[0], dims, sizes), sizes)
+    assert spread(known, known.results[0], order, sizes) == expected

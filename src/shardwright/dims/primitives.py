@@ -122,6 +122,10 @@ REDUCTIONS: Final = frozenset(
 SCATTERS: Final = frozenset(
     {"scatter", "scatter-add", "scatter_add", "scatter-max", "scatter-min", "scatter-mul"}
 )
+# Max and mean pooling, and their gradients. Those with a function of their own have no rule.
+WINDOWS: Final = frozenset(
+    {"reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add"}
+)
 CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard", "annotate_axes"})
 # These move, split or join dims, or add some.
 VIEWS: Final = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim"})

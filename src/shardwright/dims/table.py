@@ -17,6 +17,7 @@ from shardwright.dims.primitives import (
     KEEPS_SUM,
     REDUCTIONS,
     SCATTERS,
+    WINDOWS,
 )
 from shardwright.dims.reshapes import equal_products
 
@@ -47,7 +48,8 @@ class Correspondence:
       roles: What the primitive does along each factor.
       operands: Factors of the dims of each operand.
       results: Factors of the dims of each result.
-      shardable: The factors that may stay sharded: not `CHANGED`, and the major one of each dim.
+      shardable: The factors that may stay sharded: not `CHANGED`, and the major one of each dim. A
+        minor one may, too, if those before it have a device for each element.
       adds: Whether the primitive may run on the terms of a sum, before they are added.
     """
 
@@ -160,7 +162,10 @@ def reduction(
         every if len(own) == len(every) else [()] * len(own) for own in operands
     ]
     kept = [factor for dim, factor in enumerate(every) if dim not in gone]
-    return _made(operands[0], sides, [kept] * results, roles=dict.fromkeys(gone, role))
+    roles = dict.fromkeys(gone, role)
+    # A sum over dims of size 1 only removes them.
+    adds = role is Role.SUMMED and all(operands[0][dim] == 1 for dim in gone)
+    return _made(operands[0], sides, [kept] * results, roles=roles, adds=adds)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -347,6 +352,12 @@ _RULES: Final[Mapping[str, _Rule]] = {
     **dict.fromkeys(("slice", "dynamic_slice", "pad", "split"), lambda old, new, _: cut(old, new)),
     "concatenate": lambda old, new, p: cut(old, new, (p["dimension"],)),
     "top_k": lambda old, new, p: cut(old, new, (p.get("axis", -1) % len(old[0]),)),
+    **dict.fromkeys(
+        WINDOWS,
+        lambda old, new, p: cut(
+            old, new, tuple(dim for dim, size in enumerate(p["window_dimensions"]) if size > 1)
+        ),
+    ),
     "tile": lambda old, new, p: cut(
         old, new, tuple(dim for dim, times in enumerate(p["reps"]) if times > 1)
     ),

@@ -28,6 +28,7 @@ from shardwright.plan.time import TimeRange, estimate_time
 from shardwright.plan.trace import Trace, check_outputs, trace, walk
 from shardwright.plan.walk.entries import Peak
 from shardwright.plan.walk.events import Choice, Event, Walked
+from shardwright.plan.walk.ledger import LAYOUT_FIXES
 from shardwright.resolution.partition_specs import entry_names
 from shardwright.resolution.tables import WIDTH
 from shardwright.trees.paths import path_text
@@ -366,7 +367,7 @@ def _with_gather(
             fix=f"gather the weight before use, sw.gather(params, specs): weights are stored over "
             f"{choice.mesh_axis}; if no operand is a weight, {choice.fix}",
         )
-        if choice.mesh_axis in gathered
+        if choice.mesh_axis in gathered and choice.fix not in LAYOUT_FIXES
         else choice
         for choice in choices
     )

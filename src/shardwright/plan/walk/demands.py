@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 
 from shardwright.dims.primitives import CONSTRAINTS, ELEMENTWISE
 from shardwright.dims.table import correspondence
-from shardwright.plan.walk.factors import placed, spread
+from shardwright.plan.walk.factors import fitting, placed, spread
 from shardwright.plan.walk.values import Dims
 
 Demands: TypeAlias = dict[Any, Dims]
@@ -66,10 +66,10 @@ def _passed_on(equation: Any, dims: Dims, sizes: Mapping[str, int]) -> Sequence[
     if known is None:
         return []
     order = placed(known, known.results[0], dims, sizes)
-    if name == "reshape" and (
-        len(order) < sum(map(bool, dims)) or not order.keys() <= known.shardable
-    ):
+    fits = spread(known, known.results[0], fitting(known, order, sizes), sizes) == dims
+    if name == "reshape" and not fits:
         return []
+    sides = [spread(known, side, order, sizes) for side in known.operands]
     if name in ELEMENTWISE:  # a scalar operand has no dims to shard
-        return [spread(side, order) if len(side) == len(dims) else None for side in known.operands]
-    return [spread(side, order) for side in known.operands[:1]]
+        return [side if len(side) == len(dims) else None for side in sides]
+    return sides[:1]

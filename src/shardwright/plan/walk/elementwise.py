@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
 from shardwright.dims.primitives import ADDITIONS, KEEPS_SUM, NAMES
 from shardwright.dims.table import Correspondence, correspondence
@@ -13,6 +14,8 @@ from shardwright.plan.walk.follow import follow, most_sharded
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Value, axes_of, local_elements, shards
 from shardwright.trees.tensors import whole_bytes
+
+_EXACT: Final = "biu"  # kinds of bools and integers, which are sent as they are reduced
 
 
 def elementwise(step: Step) -> list[Value]:
@@ -48,7 +51,8 @@ def _converted(step: Step, value: Value) -> Value:
         return replace(value, widened_from="")
     if value.owed:
         return replace(value, sum_dtype=value.sum_dtype or str(before), widened_from="")
-    return replace(value, widened_from=str(before) if after.itemsize > before.itemsize else "")
+    wider = after.itemsize > before.itemsize and before.kind not in _EXACT
+    return replace(value, widened_from=str(before) if wider else "")
 
 
 def _owe_alike(values: Sequence[Value]) -> bool:
@@ -82,8 +86,9 @@ def _agreed(step: Step, known: Correspondence, held: Mapping[int, Order]) -> Ord
 
 def reduction(step: Step) -> list[Value]:
     """Follow a reduction. Over a sharded dim, a sum stays partial. A maximum is completed."""
-    value, known = step.whole(0), correspondence(step.equation)
+    known = correspondence(step.equation)
     assert known is not None
+    value = step.maybe_partial(0) if known.adds else step.whole(0)
     if value.free:
         return step.anywhere()
     result = replace(follow(step, known, [value])[0], widened_from=value.widened_from)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from shardwright.dims.table import Correspondence, Factors
+from shardwright.dims.table import Correspondence, Factors, Role
 from shardwright.plan.walk.values import Dims, shards
 
 # The mesh axes of each factor that is sharded.
@@ -15,16 +16,66 @@ Order: TypeAlias = Mapping[int, tuple[str, ...]]
 def placed(
     known: Correspondence, side: Factors, dims: Dims, sizes: Mapping[str, int]
 ) -> dict[int, tuple[str, ...]]:
-    """Return the factor that the mesh axes of each dim shard: the major one, if they divide it."""
-    order = {}
+    """Return the factors that the mesh axes of each dim shard, from the major one on.
+
+    A factor has as many of the mesh axes as divide it. The next factor has the rest if the first
+    one has a device for each element. If the mesh axes do not fit so, the dim has none.
+    """
+    order: dict[int, tuple[str, ...]] = {}
     for factors, axes in zip(side, dims, strict=True):
-        if not axes or not factors:
-            continue
-        if len(factors) == 1 or known.sizes[factors[0]] % shards(axes, sizes) == 0:
+        if len(factors) == 1 and axes:  # a dim that does not divide is padded
             order[factors[0]] = axes
+        elif axes:
+            order |= _shared_out(known, factors, axes, sizes)
     return order
 
 
-def spread(side: Factors, order: Order) -> Dims:
+def _shared_out(
+    known: Correspondence,
+    factors: Sequence[int],
+    axes: tuple[str, ...],
+    sizes: Mapping[str, int],
+) -> dict[int, tuple[str, ...]]:
+    rest, order = axes, {}
+    for factor in factors:
+        count = 0
+        while count < len(rest) and known.sizes[factor] % shards(rest[: count + 1], sizes) == 0:
+            count += 1
+        order[factor], rest = rest[:count], rest[count:]
+        if not rest:
+            return {held: own for held, own in order.items() if own}
+        if shards(order[factor], sizes) != known.sizes[factor]:
+            break
+    return {}
+
+
+def spread(known: Correspondence, side: Factors, order: Order, sizes: Mapping[str, int]) -> Dims:
     """Return the dims of an array whose factors are sharded so."""
-    return tuple(order.get(factors[0], ()) if factors else () for factors in side)
+    dims = []
+    for factors in side:
+        axes: tuple[str, ...] = ()
+        for factor in factors:
+            axes += order.get(factor, ())
+            if shards(order.get(factor, ()), sizes) != known.sizes[factor]:
+                break
+        dims.append(axes)
+    return tuple(dims)
+
+
+def fitting(known: Correspondence, order: Order, sizes: Mapping[str, int]) -> Order:
+    """Return the part of an order that may stay.
+
+    A minor factor of a dim may stay if those before it have a device for each element.
+    """
+    if order.keys() <= known.shardable:
+        return order
+    kept = {f: axes for f, axes in order.items() if known.roles[f] is not Role.CHANGED}
+    while True:
+        fixed = dict(kept)
+        for side in (*known.operands, *known.results):
+            for factors in side:
+                for before, factor in itertools.pairwise(factors):
+                    if shards(kept.get(before, ()), sizes) != known.sizes[before]:
+                        kept.pop(factor, None)
+        if kept == fixed:
+            return kept

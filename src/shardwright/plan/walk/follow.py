@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from shardwright.dims.table import Correspondence, Role
-from shardwright.plan.walk.factors import Order, placed, spread
+from shardwright.plan.walk.factors import Order, fitting, placed, spread
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Value, axes_of, merged_origins, shards
 
@@ -42,27 +42,26 @@ def follow(
     sizes = step.ledger.sizes
     live = [at for at, value in enumerate(values) if not value.free and any(known.operands[at])]
     if not live and known.adds and len(values) == 1:  # a scalar, maybe a partial sum
-        return [values[0].with_dims(spread(result, {})) for result in known.results]
+        return [values[0].with_dims(spread(known, each, {}, sizes)) for each in known.results]
     if not live:
         return step.anywhere() if all(value.free for value in values) else step.replicated()
     held = {at: placed(known, known.operands[at], values[at].dims, sizes) for at in live}
-    chosen = choose(step, known, held)
-    order = {factor: axes for factor, axes in chosen.items() if factor in known.shardable}
+    order = fitting(known, choose(step, known, held), sizes)
     if doubt:
-        step.doubt(axes_of(tuple(_lost(known, held, values))), doubt)
+        step.doubt(axes_of(tuple(_lost(step, known, held, values))), doubt)
     moved = {}
     for at in live:
-        dims = spread(known.operands[at], order)
+        dims = spread(known, known.operands[at], order, sizes)
         moved[at] = values[at] if values[at].dims == dims else step.move(at, dims)
     if known.adds and len(values) == 1:
-        return [moved[0].with_dims(spread(result, order)) for result in known.results]
+        return [moved[0].with_dims(spread(known, each, order, sizes)) for each in known.results]
     groups = tuple(
         frozenset(axes) for factor, axes in order.items() if known.roles[factor] is not Role.KEPT
     )
     origins = merged_origins(values[at] for at in live)
     return [
         Value(
-            dims=spread(result, order),
+            dims=spread(known, result, order, sizes),
             owed=frozenset().union(*groups),
             groups=groups,
             origins=origins,
@@ -72,12 +71,12 @@ def follow(
 
 
 def _lost(
-    known: Correspondence,
-    held: Mapping[int, Order],
-    values: Sequence[Value],
+    step: Step, known: Correspondence, held: Mapping[int, Order], values: Sequence[Value]
 ) -> Iterator[tuple[str, ...]]:
     """Yield the mesh axes of dims that cannot stay sharded."""
+    sizes = step.ledger.sizes
     for at, order in held.items():
-        for factors, axes in zip(known.operands[at], values[at].dims, strict=True):
-            if not any(factor in known.shardable and factor in order for factor in factors[:1]):
+        kept = spread(known, known.operands[at], fitting(known, order, sizes), sizes)
+        for axes, left in zip(values[at].dims, kept, strict=True):
+            if axes != left:
                 yield axes

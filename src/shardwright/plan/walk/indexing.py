@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from jax.extend.core import Literal
+
 from shardwright.dims.primitives import SCATTERS
 from shardwright.dims.table import correspondence
 from shardwright.plan.walk.lookups import Lookup, Move, Name, partition, shared_axes
@@ -44,9 +46,15 @@ def scatter(step: Step) -> list[Value]:
     are combined with a value that every device can make stay where they are. The result is then
     partial.
     """
-    value, update = step.whole(0), step.whole(2)
-    shape = step.avals[0].shape
-    pairs, update_rank = _update_dims(step.equation), step.avals[2].ndim
+    value = step.whole(0)
+    shape, update_rank = step.avals[0].shape, step.avals[2].ndim
+    pairs = _update_dims(step.equation)
+    updates = step.equation.invars[2]
+    if value.free and step.wanted[0] is not None and not isinstance(updates, Literal):
+        # Updates that are a partial sum are added where their columns are needed.
+        columns = _targets(step.wanted[0], step.values[2].dims, pairs)
+        step.scope.asked.setdefault(updates, columns)
+    update = step.whole(2)
     made, rows = value.free, [at for at in range(update_rank) if at not in pairs.values()]
     if made:
         update = _with_rows(step, update)
@@ -127,7 +135,8 @@ def gather(step: Step) -> list[Value]:
     value, index, result = step.whole(0), step.whole(1), step.results[0]
     numbers, shape = step.parameters["dimension_numbers"], step.avals[0].shape
     batching = tuple(getattr(numbers, "operand_batching_dims", ()))
-    owed = frozenset(axis for dim in numbers.collapsed_slice_dims for axis in value.dims[dim])
+    entries = _entries(step, adds=False)
+    owed = frozenset(axis for dim in entries for axis in value.dims[dim])
     dims: list[tuple[str, ...]] = [()] * result.ndim
     window = [
         dim
@@ -171,7 +180,7 @@ def _lookup(step: Step, columns: Mapping[int, int], *, adds: bool) -> Lookup | N
     numbers = step.parameters["dimension_numbers"]
     table, index = step.avals[0], step.avals[1]
     rows = step.avals[2] if adds else step.results[0]
-    entries = numbers.inserted_window_dims if adds else numbers.collapsed_slice_dims
+    entries = _entries(step, adds=adds)
     windows = numbers.update_window_dims if adds else numbers.offset_dims
     if getattr(numbers, "operand_batching_dims", ()) or {*entries, *columns} != {
         *range(table.ndim)
@@ -183,11 +192,31 @@ def _lookup(step: Step, columns: Mapping[int, int], *, adds: bool) -> Lookup | N
         shapes={name: aval.shape for name, aval in arrays.items()},
         itemsizes={name: aval.dtype.itemsize for name, aval in arrays.items()},
         columns=columns,
-        entries=tuple(entries),
+        entries=entries,
         tokens=dict(zip(range(index.ndim - 1), places, strict=True)),
         adds=adds,
         sizes=step.ledger.sizes,
     )
+
+
+def _entries(step: Step, *, adds: bool) -> tuple[int, ...]:
+    """Return the table dims that indices select single entries of.
+
+    The rows have no such dim, or one of size 1: `vmap` of a slice or of `x[i]` keeps it.
+    """
+    numbers, shape = step.parameters["dimension_numbers"], step.avals[0].shape
+    removed = numbers.inserted_window_dims if adds else numbers.collapsed_slice_dims
+    windows = numbers.update_window_dims if adds else numbers.offset_dims
+    rows = step.avals[2] if adds else step.results[0]
+    kept = [
+        dim
+        for dim in range(len(shape))
+        if dim not in removed and dim not in getattr(numbers, "operand_batching_dims", ())
+    ]
+    single = [
+        dim for dim, at in zip(kept, windows, strict=True) if rows.shape[at] == 1 and shape[dim] > 1
+    ]
+    return (*removed, *single)
 
 
 def _natural(lookup: Lookup, table: Dims, index: Dims, rank: int) -> Dims:
@@ -209,12 +238,14 @@ def _partitioned(
     moves, sure = partition(lookup, held)
     if not sure:
         step.doubt(shared_axes(lookup, held), _SHARED)
-    places: dict[Name, int] = {"table": 0, "index": 1, "rows": 2}
+    if lookup.adds:
+        step.ledger.note_lookup(lookup.shapes["table"], step.place, step.site)
+    operands: dict[Name, int] = {"table": 0, "index": 1, "rows": 2}
     result: Name = "table" if lookup.adds else "rows"
     aval, runs = step.results[0], most_runs(step.values)
     for move in moves:
         if move.name != result:
-            at = places[move.name]
+            at = operands[move.name]
             key = step.equation.invars[at], move.goal, move.held
             if key not in step.scope.moved:
                 value = replace(step.whole(at), dims=move.held)

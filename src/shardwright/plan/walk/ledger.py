@@ -29,7 +29,13 @@ from shardwright.resolution.partition_specs import entry_names
 from shardwright.trees.tensors import whole_bytes
 
 _LANES: Final = 128
+_SUBLANES: Final = 8
 _MATRIX: Final = ("rows", "columns")
+_WHOLE_TILES: Final = "choose a size of which each device holds whole tiles: others are padded"
+_KERNELS: Final = "compile the program: the gradient of a kernel may be summed whole"
+_TWICE: Final = "look up all rows at once: gradients of several lookups may be added before the sum"
+# Fixes of choices that are no competition between a stored weight and another value.
+LAYOUT_FIXES: Final = frozenset({_WHOLE_TILES, _KERNELS, _TWICE})
 _IN_STEPS: Final = "constrain the value in between with shard(...), one mesh axis at a time"
 
 
@@ -54,6 +60,8 @@ class Ledger:
         self.work = Work()
         # None if the walk only computes shardings.
         self.timeline: Timeline | None = Timeline()
+        # Shape of a table -> the places where the gradients of its lookups are added up.
+        self._gradients: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
         self.copies: dict[Buffer, Buffer] = {}  # stacked weight -> its copy in another layout
         self.inner = Peak()  # peak of the jaxpr that the current equation runs
         self.moved = 0  # bytes of the operands that the current equation moves, after the move
@@ -127,10 +135,12 @@ class Ledger:
         held, wanted = value.mesh_axes, target.mesh_axes
         current = [list(dim) for dim in value.dims]
         scattered = value.owed & wanted
-        if scattered and self._is_laid_out_across(aval, dims, scattered):
+        if scattered and self._is_summed_whole(value, aval, dims, scattered):
             scattered = frozenset()
         if scattered:
             self._note(Kind.REDUCE_SCATTER, scattered, value, aval, _frozen(current), site)
+            if self._is_padded(aval, dims, scattered):
+                self.doubt(scattered, site, _WHOLE_TILES)
             current = [
                 [axis for axis in goal if axis in dim or axis in scattered]
                 if {*dim, *scattered} >= set(goal)
@@ -153,18 +163,42 @@ class Ledger:
             self.moved += self.local_bytes(aval, target.dims)
         return target
 
-    def _is_laid_out_across(self, aval: Any, dims: Dims, scattered: frozenset[str]) -> bool:
-        """Tell whether a TPU sums a matrix whole, because its parts are not whole tiles.
+    def _is_summed_whole(
+        self, value: Value, aval: Any, dims: Dims, scattered: frozenset[str]
+    ) -> bool:
+        """Tell whether a TPU sums an array whole, because its parts are not whole tiles.
 
-        If the last dim is not a multiple of 128 and the first one is, the first one is laid out
-        along the lanes. A reduce-scatter of it needs parts of 128 numbers of 32 bits.
+        A vector is summed whole. Otherwise, tiles are of the last two dims. A sum over an
+        elementwise result keeps the order of dims. The result of a product is turned if its other
+        dim is not a multiple of 128, so that the scattered dim is along the lanes. A part then
+        needs 128 numbers of 32 bits.
         """
-        if aval.ndim != len(_MATRIX) or not scattered & {*dims[0]}:
+        pairs = [pair for pair in zip(aval.shape, dims, strict=True) if pair[0] > 1][-2:]
+        if len(pairs) < len(_MATRIX):
+            return True
+        tile = _LANES * 4 // aval.dtype.itemsize
+        for at, (size, axes) in enumerate(pairs):
+            other = pairs[1 - at][0]
+            turned = other % _LANES != 0 and (at == 1 or other > _LANES)
+            along_lanes = turned or (at == 1 and not value.is_product)
+            if scattered & {*axes} and along_lanes and not size % _LANES:
+                return bool(size // shards(axes, self.sizes) % tile)
+        return False
+
+    def _is_padded(self, aval: Any, dims: Dims, scattered: frozenset[str]) -> bool:
+        """Tell whether a TPU may add a matrix in another way than by a reduce-scatter.
+
+        It pads parts that are not whole tiles, and then permutes their edges. Narrow rows may be
+        laid out along the sublanes.
+        """
+        if aval.ndim != len(_MATRIX):
             return False
-        rows, columns = aval.shape
-        part = rows // shards(dims[0], self.sizes)
-        across = columns > _LANES and columns % _LANES and not rows % _LANES
-        return bool(across and part % (_LANES * 4 // aval.dtype.itemsize))
+        parts = [
+            (size // shards(axes, self.sizes), bool(scattered & {*axes}))
+            for size, axes in zip(aval.shape, dims, strict=True)
+        ]
+        narrow = aval.shape[1] < _LANES and parts[0][1] and parts[0][0] % _LANES
+        return bool(narrow) or any(part % _SUBLANES and cut for part, cut in parts)
 
     def _transfer(self, value: Value, aval: Any, current: Dims, dims: Dims, site: Site) -> None:
         """Note the collectives of a move between two shardings of a complete value."""
@@ -172,6 +206,17 @@ class Ledger:
         for each in move.transfers:
             self._note(each.kind, each.axes, value, aval, each.dims, site, devices=each.devices)
         self.doubt(move.doubtful, site, _IN_STEPS)
+
+    def doubt_kernel(self, mesh_axes: Iterable[str], site: Site) -> None:
+        """Note that TPUs lay kernels out unlike matrices, so their sums may be all-reduces."""
+        self.doubt(mesh_axes, site, _KERNELS)
+
+    def note_lookup(self, table: tuple[int, ...], place: tuple[int, ...], site: Site) -> None:
+        """Note where the gradient of a lookup in a table of a shape is added up."""
+        places = self._gradients.setdefault(table, set())
+        places.add(place)
+        if len(places) > 1:
+            self.doubt(self.sizes, site, _TWICE)
 
     def doubt(self, mesh_axes: Iterable[str], site: Site, fix: str) -> None:
         """Note that a compiler may handle mesh axes in another way, and what would settle it."""

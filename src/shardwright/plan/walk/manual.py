@@ -43,6 +43,8 @@ _KINDS: Final = {
 }
 # Primitives of a `shard_map` alone that send nothing.
 _LOCAL: Final = frozenset({"axis_size", "pvary", "pcast"})
+# Operations of these are not counted in a `shard_map`.
+_UNCOUNTED: Final = frozenset({"conv_general_dilated"})
 _SUMS: Final = frozenset({"psum", "psum2", "psum_invariant"})
 
 
@@ -100,7 +102,7 @@ def _follow(jaxpr: Any, step: Step, site: Site, origins: dict[str, Origin]) -> N
             _follow(body, step, site, origins)
         elif name == "cond":
             _follow_branches(equation, step, site, origins)
-        elif name not in step.scope.known and name not in _LOCAL:
+        elif name in _UNCOUNTED or (name not in step.scope.known and name not in _LOCAL):
             ledger.unknown[name] += 1
 
 

@@ -1,4 +1,4 @@
-"""The rule of `dot_general`."""
+"""The rule of `dot_general`, and of what is computed like it."""
 
 from __future__ import annotations
 
@@ -55,9 +55,19 @@ class Labels:
 
 
 def dot_general(step: Step) -> list[Value]:
-    """Follow a product. A mesh axis shards one label. A contracted one leaves a partial sum."""
-    values = [step.whole(0), step.whole(1)]
+    """Follow a `dot_general`."""
     labels = Labels.of(step.equation)
+    return follow_product(step, [step.whole(0), step.whole(1)], labels)
+
+
+def follow_product(step: Step, values: Sequence[Value], labels: Labels) -> list[Value]:
+    """Follow a product. A mesh axis shards one label. A contracted one leaves a partial sum.
+
+    Args:
+      step: The equation.
+      values: Its operands, with the mesh axes that they may keep.
+      labels: The labels of their dims.
+    """
     places = _places(step, values, labels)
     order = _order(values, labels, places)
 
@@ -72,7 +82,11 @@ def dot_general(step: Step) -> list[Value]:
     contracted = (label for label in order if label.startswith("c"))
     groups = tuple(frozenset(order[label]) for label in contracted if order[label])
     result = Value(
-        dims=dims(labels.result), owed=owed, groups=groups, origins=merged_origins(values)
+        dims=dims(labels.result),
+        owed=owed,
+        groups=groups,
+        origins=merged_origins(values),
+        is_product=True,
     )
     return [result]
 

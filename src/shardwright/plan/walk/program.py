@@ -19,8 +19,9 @@ from shardwright.dims.primitives import (
     REDUCTIONS,
     SOURCES,
     VIEWS,
+    WINDOWS,
 )
-from shardwright.plan.walk import control, elementwise, indexing, products, shapes
+from shardwright.plan.walk import control, convolutions, elementwise, indexing, products, shapes
 from shardwright.plan.walk.buffers import with_buffers
 from shardwright.plan.walk.demands import demands
 from shardwright.plan.walk.entries import CONSTANTS, RESULTS, TEMPORARY, Buffer, Peak
@@ -67,6 +68,8 @@ _RULES: Final[Mapping[str, Rule]] = {
     "scatter-min": indexing.scatter,
     "scatter-mul": indexing.scatter,
     "dot_general": products.dot_general,
+    "conv_general_dilated": convolutions.convolution,
+    **dict.fromkeys(WINDOWS, shapes.cut),
     "scan": control.scan,
     "while": control.while_loop,
     "cond": control.cond,

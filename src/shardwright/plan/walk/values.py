@@ -50,6 +50,7 @@ class Value:
         before it converts. Empty means the type of the value.
       widened_from: Element type that the value, or the terms of the sum, had before they were
         converted to a wider type. If the sum is converted back, it is added in this type.
+      is_product: Whether the value is the result of a matmul, whose layout compilers choose.
       runs: How often the value is computed. XLA moves loop-invariant code out of a loop.
       free: Whether every device can compute the value by itself, such as a constant or an iota. No
         sharding of it sends anything.
@@ -62,6 +63,7 @@ class Value:
     groups: tuple[frozenset[str], ...] = ()
     sum_dtype: str = ""
     widened_from: str = ""
+    is_product: bool = False
     runs: int = 1
     free: bool = False
     origins: Mapping[str, Origin] = dataclasses.field(default_factory=dict)

@@ -1,0 +1,61 @@
+"""The rule of `conv_general_dilated`: a product over features, whose spatial dims are whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwright.plan.walk.products import Labels, follow_product
+from shardwright.plan.walk.step import Step
+from shardwright.plan.walk.values import Value
+
+
+def convolution(step: Step) -> list[Value]:
+    """Follow a convolution. A sharded spatial dim, or one of several groups, is gathered first.
+
+    Compilers may exchange the edges of shards instead, so such a dim is a doubt.
+    """
+    labels = _labels(step)
+    whole = [step.whole(0), step.whole(1)]
+    values = [
+        value.with_dims(
+            () if label.startswith("s") else axes
+            for label, axes in zip(names, value.dims, strict=True)
+        )
+        for value, names in zip(whole, labels.operands, strict=True)
+    ]
+    lost = {
+        axis
+        for before, after in zip(whole, values, strict=True)
+        for axis in before.mesh_axes - after.mesh_axes
+    }
+    step.doubt(lost, "gather the dim with shard(...) before this convolution")
+    results = follow_product(step, values, labels)
+    step.ledger.doubt_kernel(results[0].owed, step.site)
+    return results
+
+
+def _labels(step: Step) -> Labels:
+    """Label the dims as those of a product. Labels with `s` are for dims that must be whole."""
+    numbers = step.parameters["dimension_numbers"]
+    left, right, result = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    groups = step.parameters["feature_group_count"] > 1
+    batch_groups = step.parameters["batch_group_count"] > 1
+    batch = ("s-examples", "s-batch") if batch_groups else ("l0", "l0")
+    inner = ("s-features", "s-inner") if groups else ("c0", "c0")
+    outer = ("s-kernels", "s-outer") if groups or batch_groups else ("r0", "r0")
+    operands = (
+        _placed(left, (batch[0], inner[0]), "s-image"),
+        _placed(right, (outer[0], inner[1]), "s-kernel"),
+    )
+    of_result = _placed(result, (batch[1], outer[1]), "s-result")
+    # Of the operands, the operations depend on the dims of the kernel that the result lacks.
+    sizes = dict(zip(operands[1], step.avals[1].shape, strict=True))
+    sizes.pop(outer[0])
+    sizes |= dict(zip(of_result, step.results[0].shape, strict=True))
+    return Labels(operands=operands, result=of_result, sizes=sizes)
+
+
+def _placed(spec: Any, first: tuple[str, str], rest: str) -> tuple[str, ...]:
+    """Return a label for each dim: `spec` lists the dims as two special ones, then spatial ones."""
+    names = [*first, *(f"{rest}{at}" for at in range(len(spec) - len(first)))]
+    return tuple(name for _, name in sorted(zip(spec, names, strict=True)))
