@@ -390,6 +390,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.parametrize("name", DAMAGE)
 @pytest.mark.full(but=["no arrays", "lost array"])
 def test_restore_of_damaged_cache(name: str, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from shardwright.interop.hf import programs, read_config
 from shardwright.interop.hf.defaults import DEFAULTS
 from shardwright.interop.hf.families import FAMILIES
 from shardwright.interop.hf.model.decoder import decoder_specs
+from shardwright.plan.walk.ledger import LAYOUT_FIXES
 
 CONFIGS = Path(__file__).parent / "configs"
 DECODERS = {name for name, family in FAMILIES.items() if family.read}
@@ -254,7 +255,8 @@ def test_every_mode_is_planned(file: Path, tmp_path: Path) -> None:
             topology="v5e:2x4",
         )
         assert report.walked.complete, (mode, report.walked.unknown)
-        assert report.walked.choices == ()
+        # Small sizes do not fill whole tiles of a TPU.
+        assert {choice.fix for choice in report.walked.choices} <= LAYOUT_FIXES, mode
         lines = {event.source.partition(":")[0] for event in report.events}
         assert lines <= {"decoder.py", "latent.py"}
         total = count(decoder_specs(sizes, stacked=mode == "train"))
