@@ -1,4 +1,4 @@
-"""Five programs that were written after the rules of the plan's memory, to check them once."""
+"""Five programs beside those that the rules of the plan's memory were made with."""
 
 from __future__ import annotations
 
