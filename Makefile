@@ -25,10 +25,10 @@ bin = $(VENV)/bin
 pytest = -m pytest -q -n $(WORKERS) --dist worksteal
 # Compiling is most of what the tests do, and each program runs once or twice. The workers of one run,
 # and the processes that tests start, share what they compile.
-unoptimized = programs=`mktemp -d` && trap 'rm -rf "$$programs"' EXIT && \
+unoptimized = programs=`mktemp -d` && trap 'rm -rf "$$programs"' EXIT && trap 'exit 130' INT TERM && \
   XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0" JAX_COMPILATION_CACHE_DIR="$$programs" \
   JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
-rooms = $(addprefix tests/,resolution strategy trees manager)
+rooms = $(addprefix tests/,resolution strategy trees manager processes)
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read -r name what; do printf '  make %-15s %s\n' "$$name" "$$what"; done

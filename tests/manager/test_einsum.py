@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 import shardwright as sw
 from shardwright._jax import watch_compilations
+from shardwright.testing import cpu_mesh
 from tests.manager.programs import AXIS_TYPES, make_manager, numbers, sharded_over
 
 HIDDEN = (sw.BATCH, sw.LENGTH, sw.MLP_INTERMEDIATE)
@@ -173,3 +175,16 @@ def test_error_on_explicit_axes_has_a_fix() -> None:
     with pytest.raises(ValueError, match="mine") as other, pm:
         raise ValueError("mine")
     assert not hasattr(other.value, "__notes__")
+
+
+def test_products_under_the_manager_of_eformer() -> None:
+    from shardwright.interop import eformer
+
+    pm = eformer.PartitionManager(eformer.PartitionAxis(), mesh=cpu_mesh("dp:2,tp:4"))
+    x, w = np.ones((4, 8), np.float32), np.ones((8, 16), np.float32)
+    f = functools.partial(sw.einsum, "be,em->bm", out=(sw.BATCH, sw.MLP_INTERMEDIATE))
+    with pm:
+        for product in (f, jax.jit(f)):
+            y = product(x, w)
+            assert y.sharding.spec == jax.P("dp", "tp")
+            np.testing.assert_array_equal(y, x @ w)

@@ -260,3 +260,17 @@ def test_global_array_of_one_process(kind: str) -> None:
             pm.global_array(numbers(8, 8), sw.BATCH, sw.EMBED, global_shape=shape)
     with pytest.raises(sw.ShardingError, match="global_shape: the local array has the shape"):
         pm.global_array(numbers(8, 8), sw.BATCH, sw.EMBED, global_shape=(16, 8))
+
+
+@pytest.mark.parametrize("ask", ["shard", "hint", "gather"])
+def test_mode_of_a_request_under_a_mode(ask: str) -> None:
+    """An empty mode is refused, and an error says where its mode is from."""
+    pm = make_manager().for_mode("decode")
+    x = np.ones((3, 8), np.float32)
+    with pytest.raises(sw.StrategyError, match="unknown mode ''"):
+        getattr(pm, ask)(x, sw.BATCH, sw.EMBED, mode="")
+    if ask == "shard":
+        with pytest.raises(sw.ShardingError) as caught:
+            pm.shard(x, sw.BATCH, sw.EMBED)
+        assert caught.value.resolution is not None
+        assert caught.value.resolution.mode_from == "manager"

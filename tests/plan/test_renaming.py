@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -104,3 +106,30 @@ def test_search_with_shared_traces_equals_search_without() -> None:
     found, right = sw.search(program, **options), sw.search(alone, **options)
     assert found == right
     assert found.to_json() == right.to_json()
+
+
+def test_equal_weights_have_their_own_paths() -> None:
+    """Under another strategy, `[[tensors]]` may tell two weights of one shape apart."""
+    spec = sw.ArraySpec((8, 16), jnp.float32, (sw.EMBED, sw.MLP_INTERMEDIATE))
+    specs, hidden = {"a": spec, "b": spec}, (sw.BATCH, sw.EMBED)
+
+    def f(params: Any, x: Any) -> Any:
+        w = sw.gather(params, specs, path="")
+        x = sw.shard(x, hidden)
+        return x @ w["a"], x @ w["b"]
+
+    weight = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    shapes = ({"a": weight, "b": weight}, jax.ShapeDtypeStruct((4, 8), jnp.float32))
+    program = Program(f, shapes, (specs, hidden))
+    mesh, preset = sw.abstract_mesh("fsdp:2,tp:2"), sw.Strategy.preset("fsdp_tp")
+    plain_pm = sw.PartitionManager(preset, mesh=mesh)
+    traced = trace_program(plain_pm, program)
+    assert {event.path for event in price(plain_pm, traced, program).events} == {"a", "b"}
+    exception = sw.Strategy.loads(
+        '[[tensors]]\nmatch = "^b$"\nembed = "-"\nmlp_intermediate = "-"\n'
+    )
+    other = sw.PartitionManager(preset | exception, mesh=mesh)
+    assert traced.fits(other)
+    report = price(other, traced, program)
+    assert [event.path for event in report.events] == ["a"]
+    assert plain(report) == plain(price(other, trace_program(other, program), program))

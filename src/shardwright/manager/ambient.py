@@ -32,6 +32,10 @@ def hint(x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = 
     """Like `shard`, but leave indivisible, conflicting and Manual dims to the compiler.
 
     Without an ambient manager, return `x` unchanged. See `PartitionManager.hint` for the arguments.
+
+    Raises:
+      NoManagerError: Another task of the thread has entered a manager, or a `with pm:` in which
+        this task was created has ended.
     """
     manager = context.current()
     return x if manager is None else manager.hint(x, *axes, mode=mode, role=role)

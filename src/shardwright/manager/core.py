@@ -150,6 +150,8 @@ class Manager:
                 "a PartitionManager on devices cannot be pickled: "
                 "pickle the Strategy, and build the manager where it is used"
             )
+        if self.effect is not CONSTRAIN:
+            raise TypeError("the manager of a plan cannot be pickled: pickle the one it plans for")
         fields = {"mode": self.mode, "name": self.name, "options": self.options}
         return _built, (type(self), self.rules, self.mesh, fields)
 
@@ -237,7 +239,7 @@ class Manager:
         """
         resolution = self.decide(request, ambient)
         if self.effect.record is not None:
-            self.effect.record(request._replace(mode=request.mode or self.mode), resolution)
+            self.effect.record(request.under(self.mode), resolution)
         return resolution
 
     def decide(self, request: Request, ambient: AbstractMesh | None = None) -> Resolution:
@@ -271,6 +273,11 @@ class Manager:
         """
         value = self.cache[key]
         return self.cache.keep(key, compute()) if value is None else value
+
+    @property
+    def reads_paths(self) -> bool:
+        """Whether a decision belongs to one path: a rule reads it, or a plan keeps it."""
+        return bool(self.rules.tensors) or self.effect.record is not None
 
     def group(self) -> ProcessGroup | None:
         """Return the processes to compare with: None for a local mesh, or under `agree=False`."""

@@ -37,15 +37,15 @@ class Effect:
     Attributes:
       place: Adds the decision for an array: `(x, decided) -> x`.
       gather: Adds those for a weight as it is used and as it is stored: `(w, use, stored) -> w`.
+      token: Part of JAX's cache keys: managers share programs only if their tokens are equal.
       record: Called with every other request, because its answer may change the trace. None if
         nothing records.
-      token: Part of JAX's cache keys: managers share programs only if their tokens are equal.
     """
 
     place: Callable[[Any, Decided], Any]
     gather: Callable[[Any, Decided, Decided], Any]
+    token: Hashable
     record: Callable[[Request, Resolution], None] | None = None
-    token: Hashable = None
 
 
 def constrain(x: Any, decided: Decided) -> Any:
@@ -66,4 +66,4 @@ def constrain_weight(w: Any, use: Decided, stored: Decided) -> Any:
     return constraint.gather(w, use.placement, stored.placement)
 
 
-CONSTRAIN: Final = Effect(constrain, constrain_weight)
+CONSTRAIN: Final = Effect(constrain, constrain_weight, token="constrain")

@@ -126,9 +126,11 @@ def _as_tuples(value: Any) -> Any:
 
 
 def _sharded(product: _Product, operands: tuple[Any, ...], out: Any, mode: str | None) -> Any:
-    manager: Manager | None = context.current()
-    if manager is None:
+    entered = context.current()
+    if entered is None:
         return product(*operands)
+    # The manager with eformer's names decides by one of this room.
+    manager: Manager = entered if isinstance(entered, Manager) else entered.native()
     mesh = _jax.ambient_mesh() or manager.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return place(manager, product(*operands), (out,), mode)

@@ -42,7 +42,7 @@ class PartitionManager(Manager):
     """Resolve annotations on one mesh under one set of rules, and shard arrays accordingly.
 
     `with pm:` makes the manager ambient for `sw.shard`, `sw.hint` and `sw.gather`. The manager is
-    then part of the cache key of jit. Equality and hash cover rules, policy, mode and mesh.
+    then part of the cache key of jit. Equality and hash cover rules, policy, mode, mesh and effect.
 
     If the mesh spans several processes, the first entry outside of a trace waits until all of them
     have entered an equal manager.

@@ -83,7 +83,7 @@ def place(
         role,
         strict,
         jax.sharding.get_abstract_mesh(),  # the empty one if no mesh is ambient
-        path and manager.rules.tensors and path,  # only [[tensors]] entries depend on the path
+        path if manager.reads_paths else None,
     )
     try:
         decided = manager.cache[key]
@@ -113,7 +113,7 @@ def decide_array(manager: Manager, request: Request, *, strict: bool = True) -> 
     """
     ambient = _jax.ambient_mesh()
     manual = manager.manual_axes(ambient)
-    request = request._replace(mode=request.mode or manager.mode, manual=manual)
+    request = request.under(manager.mode)._replace(manual=manual)
     resolution = manager.decide(request, ambient)
     if not strict:
         resolution = resolver.left_open(resolution)

@@ -59,7 +59,7 @@ def _gather(manager: Manager, w: Any, request: Request) -> Any:
         lower(annotation, as_shape(shape) if ambient.manual_axes else local)
         annotation = annotation.axes
     shape = None if shape is None else as_shape(shape)
-    path = request.path and manager.rules.tensors and request.path
+    path = request.path if manager.reads_paths else None
     key: Any = ("gather", annotation, local, shape, request.mode, path, ambient)
     if ambient.manual_axes:
         request = request._replace(annotation=annotation, shape=shape)
@@ -77,7 +77,7 @@ def _gather(manager: Manager, w: Any, request: Request) -> Any:
 def _decide_weight(manager: Manager, request: Request) -> Decided:
     ambient = _jax.ambient_mesh()
     manager.manual_axes(ambient)  # checks the ambient mesh
-    request = request._replace(mode=request.mode or manager.mode)
+    request = request.under(manager.mode)
     resolution = manager.decide(request, ambient)
     spec = resolution.require()
     if request.path is None:

@@ -148,7 +148,7 @@ def planning_manager(manager: Manager) -> tuple[Manager, Recorder]:
     if mesh.axis_types != auto:
         mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=auto)
     # The token is new and small: JAX reuses no trace with annotations, and never frees its keys.
-    effect = Effect(recorder.place, recorder.gather, recorder.record, token=object())
+    effect = Effect(recorder.place, recorder.gather, object(), recorder.record)
     return manager.having(effect=effect, mesh=mesh), recorder
 
 
