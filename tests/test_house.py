@@ -309,7 +309,11 @@ def test_the_manager_imports_upwards_as_listed() -> None:
         assert actual == wanted
     of_module = [node for node in parsed(path).body if not is_type_checking(node)]
     at_import = (
-        found for node in of_module if not isinstance(node, ast.ClassDef) for found in imports(node)
+        found
+        for node in of_module
+        for part in (node.body if isinstance(node, ast.ClassDef) else [node])
+        if not (part is not node and isinstance(part, ast.FunctionDef))
+        for found in imports(part)
     )
     assert not [found for found in at_import if unit(found.module) in above]
 
