@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import compute_on
 
 import shardwright as sw
 from shardwright.inference.inferred import Inferred
@@ -65,6 +67,35 @@ def block(params: Any, x: Any) -> Any:
 
 def head(params: Any, x: Any) -> Any:
     return x @ params["table"].T
+
+
+def on_the_host(function: Any) -> Any:
+    make = getattr(compute_on, "compute_on2", compute_on.compute_on)
+    return make(function, compute_type="device_host", out_memory_spaces=jax.memory.Space.Device)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda each: jax.lax.composite(each, name="tests.mlp"), on_the_host],
+    ids=["composite", "compute_on"],
+)
+def test_calls_name_what_their_bodies_show(call: Any) -> None:
+    def forward(params: Any, tokens: Any, *, inner: Any = mlp) -> Any:
+        return head(params, inner(params, params["table"][tokens]))
+
+    shapes = {"table": (512, EMBED), **MLP}
+    expected = names(infer(forward, shapes))
+    assert "?" not in expected.values()
+    assert names(infer(functools.partial(forward, inner=call(mlp)), shapes)) == expected
+
+
+def test_equations_that_hold_an_unknown_jaxpr_are_named() -> None:
+    def forward(params: Any, x: Any) -> Any:
+        solved = jax.lax.custom_linear_solve(lambda y: 2 * y, x, lambda _, y: y / 2, symmetric=True)
+        return solved @ params["up"]
+
+    inferred = infer(forward, MLP, features(BATCH, EMBED), seeds=[("BATCH", "EMBED")])
+    assert [each.split()[0] for each in inferred.unknown] == ["custom_linear_solve"]
 
 
 @pytest.mark.parametrize(("words", "positions"), [(256, 1024), (8192, 2048), (512, 512)])

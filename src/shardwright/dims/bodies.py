@@ -13,10 +13,9 @@ from shardwright import _jax
 class Runs(enum.Enum):
     """When a jaxpr runs."""
 
-    ONCE = "once"
+    ONCE = "once"  # of several branches, one of them
     EACH_ROUND = "each round"
     BEFORE_EACH_ROUND = "before each round"  # the condition of a `while`
-    MAYBE = "maybe"  # one of several branches runs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +47,16 @@ class Body:
         return [values[at] for at in self.operands]
 
 
-# Primitives that run a jaxpr once, unchanged -> the parameter that holds the jaxpr. Others hold a
-# jaxpr for another purpose: `reduce` holds its scalar step, and a kernel its program.
-_CALLS: Final = {
-    **dict.fromkeys(("jit", "pjit", "checkpoint", "remat", "remat2"), "jaxpr"),
-    **dict.fromkeys(("core_call", "closed_call"), "call_jaxpr"),
-    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
-    "custom_vmap_call": "call",
-}
+# Primitives that run a jaxpr once, unchanged. Others hold a jaxpr for another purpose: `reduce`
+# holds its scalar step, and a kernel its program.
+_CALLS: Final = frozenset(
+    {
+        *("jit", "pjit", "checkpoint", "remat", "remat2", "composite", "compute_on"),
+        *("call", "core_call", "closed_call"),
+        *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call"),
+    }
+)
+_HELD_AS: Final = ("jaxpr", "call_jaxpr", "call")
 
 
 def bodies(equation: Any) -> tuple[Body, ...]:
@@ -66,7 +67,7 @@ def bodies(equation: Any) -> tuple[Body, ...]:
     """
     name, parameters, count = equation.primitive.name, equation.params, len(equation.invars)
     if name in _CALLS:
-        jaxpr = _open(parameters[_CALLS[name]])
+        jaxpr = _open(next(parameters[key] for key in _HELD_AS if key in parameters))
         return (Body(jaxpr=jaxpr, operands=range(count - len(jaxpr.invars), count)),)
     if name == "scan":
         fixed, carried, jaxpr = _jax.scan_parts(parameters)
@@ -83,8 +84,7 @@ def bodies(equation: Any) -> tuple[Body, ...]:
         return _of_while(parameters, count)
     if name == "cond":
         return tuple(
-            Body(jaxpr=_open(branch), operands=range(1, count), runs=Runs.MAYBE)
-            for branch in parameters["branches"]
+            Body(jaxpr=_open(branch), operands=range(1, count)) for branch in parameters["branches"]
         )
     return ()
 

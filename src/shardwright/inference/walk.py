@@ -149,7 +149,7 @@ class Walker:
             known, name = self.kernels.walk(step, kernel), f"{name} {kernel}"
         else:
             known = control.call(step)
-            if known is None:
+            if known is None and not list(core.jaxprs_in_params(step.equation.params)):
                 known = elementwise.elementwise(step)
         if known is not None:
             return known
