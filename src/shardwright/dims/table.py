@@ -31,6 +31,7 @@ class Role(enum.Enum):
 
     KEPT = "kept"
     SUMMED = "summed"  # shards of the operand give partial sums
+    # Shards give parts of the result here too, but no sums: their terms must not be added later.
     COMBINED = "combined"  # by another function than a sum, such as a maximum
     PICKED = "picked"  # indices count along it, so that each device has some of the elements
     CHANGED = "changed"  # elements of the result need elements of other shards
@@ -337,6 +338,12 @@ def _scattered(role: Role) -> _Rule:
     return rule
 
 
+def _windowed(parameters: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the dims whose windows have several elements, or move them."""
+    pairs = zip(parameters["window_dimensions"], parameters["padding"], strict=True)
+    return tuple(dim for dim, (size, edges) in enumerate(pairs) if size > 1 or any(edges))
+
+
 _RULES: Final[Mapping[str, _Rule]] = {
     **dict.fromkeys(ELEMENTWISE, lambda old, new, _: elementwise(old, new)),
     "bitcast_convert_type": lambda old, new, _: elementwise(old, new),
@@ -349,15 +356,13 @@ _RULES: Final[Mapping[str, _Rule]] = {
     **dict.fromkeys(
         ("reshape", "squeeze", "expand_dims"), lambda old, new, _: reshape(old[0], new[0])
     ),
-    **dict.fromkeys(("slice", "dynamic_slice", "pad", "split"), lambda old, new, _: cut(old, new)),
+    **dict.fromkeys(("slice", "dynamic_slice", "split"), lambda old, new, _: cut(old, new)),
+    "pad": lambda old, new, p: cut(
+        old, new, tuple(dim for dim, edges in enumerate(p["padding_config"]) if any(edges))
+    ),
     "concatenate": lambda old, new, p: cut(old, new, (p["dimension"],)),
     "top_k": lambda old, new, p: cut(old, new, (p.get("axis", -1) % len(old[0]),)),
-    **dict.fromkeys(
-        WINDOWS,
-        lambda old, new, p: cut(
-            old, new, tuple(dim for dim, size in enumerate(p["window_dimensions"]) if size > 1)
-        ),
-    ),
+    **dict.fromkeys(WINDOWS, lambda old, new, p: cut(old, new, _windowed(p))),
     "tile": lambda old, new, p: cut(
         old, new, tuple(dim for dim, times in enumerate(p["reps"]) if times > 1)
     ),
