@@ -82,6 +82,21 @@ def test_operations_of_a_convolution() -> None:
         assert report.walked.flops == 2 * per_result * results // 8
 
 
+@pytest.mark.parametrize(("size", "stride"), [(3, 1), (4, 4), (3, 2)])
+def test_operations_of_gradients_skip_the_zeros_between_elements(size: int, stride: int) -> None:
+    def loss(w: Any, x: Any) -> Any:
+        strides = (stride, stride)
+        y = lax.conv_general_dilated(x, w, strides, "SAME", dimension_numbers=NHWC)
+        return (y * y).sum()
+
+    w = jax.ShapeDtypeStruct((size, size, 8, 16), jnp.float32)
+    gradients = jax.grad(loss, argnums=(0, 1))
+    planned = sw.PartitionManager(sw.Strategy.preset("ddp"), mesh=sw.abstract_mesh("dp:1"))
+    operations = planned.plan(gradients, w, X).walked.flops
+    compiled = jax.jit(gradients).lower(w, X).compile().cost_analysis()["flops"]
+    assert 0.8 <= operations / compiled <= 1.5
+
+
 def test_sharded_space_is_marked() -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=sw.abstract_mesh("fsdp:8"))
     w, rows = kernel(3, 3, 8, 16), (sw.EMPTY, sw.BATCH, sw.EMPTY, sw.EMPTY)

@@ -52,6 +52,9 @@ def _labels(step: Step) -> Labels:
     sizes = dict(zip(operands[1], step.avals[1].shape, strict=True))
     sizes.pop(outer[0])
     sizes |= dict(zip(of_result, step.results[0].shape, strict=True))
+    # Of a dilated image, one of so many elements is not zero.
+    for at, dilation in enumerate(step.parameters["lhs_dilation"]):
+        sizes[f"s-result{at}"] = -(-sizes[f"s-result{at}"] // dilation)
     return Labels(operands=operands, result=of_result, sizes=sizes)
 
 
