@@ -13,6 +13,7 @@ import shardwright as sw
 from shardwright.dims.table import reshape
 from shardwright.plan.planner import PlanReport
 from shardwright.plan.walk.factors import fitting, placed, spread
+from tests.plan import foreign_programs, held_out_programs
 from tests.plan.foreign_programs import PROGRAMS, Compared
 from tests.tpu_compile import MARKS, measure
 
@@ -44,6 +45,13 @@ def test_plan_equals_program_for_cpus() -> None:
 def test_there_are_thirty_programs() -> None:
     assert len(PROGRAMS) == 30
     assert PROGRAMS.keys() >= NOT_ON_CPUS
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS, *held_out_programs.PROGRAMS])
+def test_memory_is_in_order(name: str) -> None:
+    case = (PROGRAMS | held_out_programs.PROGRAMS)[name]
+    memory = foreign_programs.plan(case).memory
+    assert 0 < memory.sure <= memory.low <= memory.high
 
 
 class TestTPU:

@@ -54,6 +54,8 @@ def unsure(report: PlanReport) -> bool:
 def check(seed: int) -> None:
     program = draw(seed)
     report = planned(program)
+    memory = report.memory
+    assert memory.sure <= memory.low <= memory.high, program.text
     if not unsure(report):
         assert planned_bytes(report) == compiled(program), program.text
 

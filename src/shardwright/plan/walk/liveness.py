@@ -128,9 +128,9 @@ class Timeline:
             skipped = stacked | inside_kernels(self._entries, fused)
 
             def best(buffer: Buffer) -> int:
-                if buffer in skipped:
-                    return 0
-                return buffer.size if unavoidable(buffer) else buffer.least
+                if unavoidable(buffer) and buffer not in stacked:
+                    return buffer.size
+                return 0 if buffer in skipped else buffer.least
 
             return self._least(last, fused, best, lambda inner: inner.low)
 
