@@ -15,7 +15,6 @@ from shardwright.plan.walk.values import (
     Value,
     axes_of,
     merged_origins,
-    most_sharded,
     shards,
     with_kept,
 )
@@ -105,7 +104,8 @@ def stack(step: Step) -> list[Value]:
     held = [at for at, value in enumerate(values) if not value.free]
     if not held:
         return step.anywhere()
-    dims = most_sharded((values[at].dims for at in held), step.ledger.sizes)
+    sizes = step.ledger.sizes
+    dims = max((values[at].dims for at in held), key=lambda own: shards(axes_of(own), sizes))
     for at in held:
         step.move(at, dims)
     origins = merged_origins(values[at] for at in held)

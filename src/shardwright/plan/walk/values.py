@@ -136,11 +136,6 @@ def axes_of(dims: Dims) -> frozenset[str]:
     return frozenset(axis for axes in dims for axis in axes)
 
 
-def most_sharded(candidates: Iterable[Dims], sizes: Mapping[str, int]) -> Dims:
-    """Return the dims with the most shards in total. On a tie, return the first."""
-    return max(candidates, key=lambda dims: shards(axes_of(dims), sizes))
-
-
 def shards(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
     """Return the number of shards along mesh axes."""
     return math.prod(sizes[axis] for axis in axes)
