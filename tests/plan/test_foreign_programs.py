@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -223,24 +222,43 @@ def test_rows_of_a_sharded_table_are_summed_under_vmap() -> None:
     assert (str(event.kind), event.logical_bytes) == ("all_reduce", 16 * 64 * 4)
 
 
-def test_two_lookups_of_one_table_are_marked() -> None:
+@pytest.mark.parametrize(
+    ("of_one", "names", "marked"),
+    [
+        ("gathered", "a", False),
+        ("gathered", "aa", True),
+        ("gathered", "ab", False),
+        ("gathered", "aba", True),
+        ("gathered each time", "aa", True),
+        ("converted each time", "aa", True),
+    ],
+)
+def test_several_lookups_of_one_table_are_marked(of_one: str, names: str, *, marked: bool) -> None:
     table = sw.ArraySpec((512, 64), jnp.float32, (sw.VOCAB, sw.EMBED))
     ids = jax.ShapeDtypeStruct((64, 32), jnp.int32)
 
-    def loss(w: Any, ids: Any, *, times: int) -> Any:
-        w = sw.gather(w["table"], *table.axes)
-        return sum((w[(ids + at) % 512] ** 2).sum() for at in range(times))
+    def loss(w: Any, ids: Any) -> Any:
+        once = {name: sw.gather(w[name], *table.axes) for name in w}
+        total = 0.0
+        for at, name in enumerate(names):
+            each = once[name]
+            if of_one == "gathered each time":
+                each = sw.gather(w[name], *table.axes)
+            if of_one == "converted each time":
+                each = each.astype(jnp.bfloat16)
+            total += (each[(ids + at) % 512].astype(jnp.float32) ** 2).sum()
+        return total
 
-    for times in (1, 2):
-        report = plan(
-            functools.partial(loss, times=times),
-            ids,
-            (sw.BATCH, sw.EMPTY),
-            weights={"table": table},
-            preset="fsdp",
-            mesh="fsdp:8",
-        )
-        assert bool(report.walked.choices) == (times == 2)
+    report = plan(
+        loss,
+        ids,
+        (sw.BATCH, sw.EMPTY),
+        weights=dict.fromkeys(names, table),
+        preset="fsdp",
+        mesh="fsdp:4,tp:2",
+    )
+    doubted = {choice.mesh_axis for choice in report.walked.choices if "lookups" in choice.fix}
+    assert doubted == ({"fsdp"} if marked else set())
 
 
 def test_maximum_of_integers_is_sent_as_it_is() -> None:

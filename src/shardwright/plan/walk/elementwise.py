@@ -33,7 +33,12 @@ def elementwise(step: Step) -> list[Value]:
     known = correspondence(step.equation)
     if known is None:
         return step.anywhere() if all(value.free for value in values) else step.replicated()
-    return follow(step, known, values, choose=_agreed)
+    results = follow(step, known, values, choose=_agreed)
+    if step.name in ADDITIONS:
+        step.ledger.doubt_lookups(values, step.site)
+        lookups = frozenset().union(*(value.lookups for value in values))
+        results = [replace(value, lookups=lookups) for value in results]
+    return results
 
 
 def bitcast(step: Step) -> list[Value]:

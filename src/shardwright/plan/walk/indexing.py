@@ -238,8 +238,6 @@ def _partitioned(
     moves, sure = partition(lookup, held)
     if not sure:
         step.doubt(shared_axes(lookup, held), _SHARED)
-    if lookup.adds:
-        step.ledger.note_lookup(lookup.shapes["table"], step.place, step.site)
     operands: dict[Name, int] = {"table": 0, "index": 1, "rows": 2}
     result: Name = "table" if lookup.adds else "rows"
     aval, runs = step.results[0], most_runs(step.values)
@@ -257,7 +255,9 @@ def _partitioned(
         if not _scatters(lookup, move):
             value = step.ledger.move(value, aval, move.held, step.site, origins=origins)
         step.ledger.move(value, aval, move.goal, step.site, origins=origins)
-    return Value(dims=held[result], origins=origins)
+    axes = frozenset(axis for dims in held.values() for axis in axes_of(dims))
+    lookups = frozenset([(step.place, axes)]) if lookup.adds else frozenset()
+    return Value(dims=held[result], origins=origins, lookups=lookups)
 
 
 def _scatters(lookup: Lookup, move: Move) -> bool:

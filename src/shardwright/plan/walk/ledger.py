@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -60,8 +60,6 @@ class Ledger:
         self.work = Work()
         # None if the walk only computes shardings.
         self.timeline: Timeline | None = Timeline()
-        # Shape of a table -> the places where the gradients of its lookups are added up.
-        self._gradients: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
         self.copies: dict[Buffer, Buffer] = {}  # stacked weight -> its copy in another layout
         self.inner = Peak()  # peak of the jaxpr that the current equation runs
         self.moved = 0  # bytes of the operands that the current equation moves, after the move
@@ -128,7 +126,12 @@ class Ledger:
           site: The equation that needs the move.
           origins: Why each mesh axis of `dims` shards its dim.
         """
-        target = Value(dims=dims, runs=value.runs, origins={**value.origins, **origins}).pruned()
+        target = Value(
+            dims=dims,
+            runs=value.runs,
+            origins={**value.origins, **origins},
+            lookups=value.lookups,
+        ).pruned()
         if value.free:
             return target
         sent = len(self.events)
@@ -211,12 +214,11 @@ class Ledger:
         """Note that TPUs lay kernels out unlike matrices, so their sums may be all-reduces."""
         self.doubt(mesh_axes, site, _KERNELS)
 
-    def note_lookup(self, table: tuple[int, ...], place: tuple[int, ...], site: Site) -> None:
-        """Note where the gradient of a lookup in a table of a shape is added up."""
-        places = self._gradients.setdefault(table, set())
-        places.add(place)
-        if len(places) > 1:
-            self.doubt(self.sizes, site, _TWICE)
+    def doubt_lookups(self, terms: Sequence[Value], site: Site) -> None:
+        """Note a sum of the gradients of several lookups in one table."""
+        lookups = frozenset().union(*(term.lookups for term in terms))
+        if len(lookups) > max(len(term.lookups) for term in terms):
+            self.doubt(frozenset().union(*(axes for _, axes in lookups)), site, _TWICE)
 
     def doubt(self, mesh_axes: Iterable[str], site: Site, fix: str) -> None:
         """Note that a compiler may handle mesh axes in another way, and what would settle it."""

@@ -55,6 +55,8 @@ class Value:
       free: Whether every device can compute the value by itself, such as a constant or an iota. No
         sharding of it sends anything.
       origins: Mesh axis -> why it is in `dims` or `owed`.
+      lookups: The lookups whose gradients it adds up: where each is, and the mesh axes of its
+        table, its indices and its rows.
       buffer: Its memory, or None if it needs none (constants) or the walk does not count memory.
     """
 
@@ -67,6 +69,7 @@ class Value:
     runs: int = 1
     free: bool = False
     origins: Mapping[str, Origin] = dataclasses.field(default_factory=dict)
+    lookups: frozenset[tuple[tuple[int, ...], frozenset[str]]] = frozenset()
     buffer: Buffer | None = None
 
     @property
