@@ -231,6 +231,76 @@ def test_layer_types_decide_which_layers_have_a_window(tmp_path: Path) -> None:
         read_config(small_config(source, tmp_path, layer_types=types[:1]))
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "windows"),
+    [
+        ("llama-3-8b", {}, [None, None]),
+        ("gemma-7b", {}, [None, None]),
+        ("qwen3-8b", {"max_window_layers": 1}, [None, 3]),
+        ("qwen1.5-moe-a2.7b", {"max_window_layers": 1}, [3, None]),
+        ("qwen3-30b-a3b", {"max_window_layers": None}, [3, 3]),
+        # Unknown frequencies leave the windows as they are.
+        ("mistral-7b", {"rope_scaling": {"rope_type": "other", "factor": 2.0}}, [3, 3]),
+    ],
+)
+def test_windows_are_those_that_the_family_reads(
+    name: str, changes: dict[str, Any], windows: list[int | None], tmp_path: Path
+) -> None:
+    given = {"sliding_window": 4, "use_sliding_window": True, **changes}
+    sizes = read_config(small_config(CONFIGS / f"{name}.json", tmp_path, **given))
+    attention: list[Any] = [
+        stack.attention_of(at) for stack in sizes.stacks for at in range(stack.layers)
+    ]
+    assert [each.window and each.window[0] for each in attention] == windows
+    assert any("rope_type='other'" in why for why in sizes.differs) == ("rope_scaling" in changes)
+
+
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "local", "whole"),
+    [
+        ("llama-3-8b", {"rope_parameters": LINEAR, "rope_theta": 1e6}, None, (1e6, 8)),
+        ("llama-3-8b", {"rope_parameters": {**LINEAR, "rope_theta": 1e6}}, None, (1e6, 8)),
+        ("llama-3-8b", {"rope_parameters": {"full_attention": LINEAR}}, None, (5e5, 8)),
+        ("gemma-3-1b", {"rope_scaling": LINEAR, "rope_theta": 1e5}, (1e4, 1), (1e5, 8)),
+        ("gemma-3-1b", {"rope_parameters": LINEAR, "rope_theta": 1e5}, (1e4, 1), (1e5, 8)),
+        (
+            "gemma-3-1b",
+            {"rope_parameters": {"full_attention": {**LINEAR, "rope_theta": 1e5}}},
+            *((1e4, 1), (1e5, 8)),
+        ),
+    ],
+)
+def test_rope_parameters_are_those_of_transformers(
+    name: str, changes: dict[str, Any], local: Any, whole: Any, tmp_path: Path
+) -> None:
+    given = {"num_hidden_layers": 6, "rope_scaling": None, **changes}
+    sizes = read_config(small_config(CONFIGS / f"{name}.json", tmp_path, **given))
+    attention: list[Any] = [
+        stack.attention_of(at) for stack in sizes.stacks for at in range(stack.layers)
+    ]
+    for own, (theta, factor) in ((attention[0], local or whole), (attention[-1], whole)):
+        if factor == 1:
+            assert own.rope_theta == theta
+        else:
+            powers = np.arange(own.size // 2) / (own.size // 2)
+            np.testing.assert_allclose(own.rope_theta.values, theta**-powers / factor, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("gemma-3-1b", {"use_bidirectional_attention": True}, "sees later positions"),
+        ("mistral-7b", {"layer_types": ["chunked_attention"] * 2}, "chunked attention"),
+    ],
+)
+def test_other_masks_differ(name: str, changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    sizes = read_config(small_config(CONFIGS / f"{name}.json", tmp_path, **changes))
+    assert any(says in why for why in sizes.differs)
+
+
 def one_device() -> jax.sharding.Mesh:
     return sw.create_mesh("dp:1", devices=jax.devices()[:1])
 
@@ -290,6 +360,13 @@ def test_bad_config_has_message_and_fix(text: str, says: str, tmp_path: Path) ->
         ("qwen1.5-moe-a2.7b", {"shared_expert_intermediate_size": 33}, "is not a multiple of 16"),
         ("deepseek-v3", {"first_k_dense_replace": 9}, "experts are not in every layer"),
         ("llama-3-8b", {"torch_dtype": "int8"}, "not a dtype of parameters"),
+        ("llama-3-8b", {"rope_scaling": "linear"}, "rope_scaling 'linear' is not a JSON object"),
+        ("llama-3-8b", {"rope_parameters": [1]}, r"rope_parameters \[1\] is not a JSON object"),
+        ("llama-3-8b", {"rope_theta": "x"}, "rope_theta 'x' is not a positive number"),
+        ("llama-3-8b", {"quantization_config": ["x"]}, "quantization_config .* not a JSON object"),
+        ("gemma-2-9b", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar 0 is not a positive"),
+        ("gemma-2-9b", {"query_pre_attn_scalar": "a"}, "query_pre_attn_scalar 'a' is not a pos"),
+        ("gemma-2-9b", {"final_logit_softcapping": "x"}, "final_logit_softcapping 'x' is not a"),
     ],
 )
 def test_what_the_decoder_lacks_is_an_error(

@@ -80,6 +80,7 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             *(256000, 2304, 9216, 26, 8, 4, 256, 8192),
             sliding_window=4096,
             attn_logit_softcapping=50.0,
+            final_logit_softcapping=30.0,
             tie_word_embeddings=True,
         ),
         "gemma3": _GEMMA_3,

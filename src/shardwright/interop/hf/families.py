@@ -95,7 +95,7 @@ def read_config(path: str, *, param: str | None = None, capacity: float | None =
         )
     config = Config(values, source)
     sizes = readers[kind](config, _dtypes(values, param, source), capacity)
-    quantized = _quantized(values)
+    quantized = _quantized(config)
     return dataclasses.replace(
         sizes,
         notes=(*notes, *sizes.notes, *sizes.differs, *quantized),
@@ -114,8 +114,8 @@ def _dtypes(values: Mapping[str, Any], param: str | None, source: str) -> Dtypes
         ) from error
 
 
-def _quantized(values: Mapping[str, Any]) -> tuple[str, ...]:
-    method = (values.get("quantization_config") or {}).get("quant_method")
+def _quantized(config: Config) -> tuple[str, ...]:
+    method = config.mapping("quantization_config").get("quant_method")
     return (f"weights are planned unquantized; the model's are {method}",) if method else ()
 
 

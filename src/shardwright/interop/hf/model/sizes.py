@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -109,6 +110,35 @@ class Config:
             fix = f'write "{key}", as the config.json that the model was published with has it'
             raise StrategyError(f"{self.source}: {key} {what}", fix=fix)
         return value
+
+    def real(self, key: str) -> float | None:
+        """Return a positive number, or None if it is absent."""
+        value = self.values.get(key)
+        return None if value is None else self.positive(key, value)
+
+    def positive(self, key: str, value: Any) -> float:
+        """Return a value of a key as a positive number."""
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise StrategyError(
+                f"{self.source}: {key} {value!r:.40} is not a positive number",
+                fix=f'write "{key}", as the config.json that the model was published with has it',
+            )
+        return float(value)
+
+    def mapping(self, *keys: str) -> Mapping[str, Any]:
+        """Return the mapping at a path of keys; an empty one if it is absent."""
+        found = self.values
+        for at, key in enumerate(keys):
+            value = found.get(key)
+            if value is not None and not isinstance(value, Mapping):
+                name = ".".join(keys[: at + 1])
+                raise StrategyError(
+                    f"{self.source}: {name} {value!r:.40} is not a JSON object",
+                    fix=f"write {name} as {{...}}, or leave it out",
+                )
+            found = value or {}
+        return found
 
     def flag(self, key: str, *, default: bool = False) -> bool:
         """Return whether a key is true."""
@@ -217,12 +247,10 @@ def _sizes(
     capacity = next((moe.capacity for moe in mixtures), None)
     if isinstance(capacity, Factor):
         notes += (f"each expert drops tokens above {capacity.factor:g} times an even load",)
-    try:
-        patterns = tuple(part for stack in stacks for part in _with_patterns(config, stack))
-    except LayerError as error:
-        # A plan does not depend on the angles, so it can be made without them.
-        patterns = stacks
-        differs += (f"the rotary positions are not those of the model: {error.problems[0].what}",)
+    reasons = [*differs]
+    patterns = tuple(part for stack in stacks for part in _with_patterns(config, stack, reasons))
+    if config.flag("use_bidirectional_attention"):
+        reasons.append("attention is causal, and that of the model sees later positions")
     return Sizes(
         family=config.family,
         vocab=config.number("vocab_size"),
@@ -233,7 +261,7 @@ def _sizes(
         dtypes=dtypes,
         norm=_norm(config),
         notes=notes,
-        differs=differs,
+        differs=tuple(dict.fromkeys(reasons)),
         **options,
     )
 
@@ -244,12 +272,16 @@ _EVERY: Final = MappingProxyType({"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "g
 _THETAS: Final = MappingProxyType(
     {"gemma3": 1e6, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150_000.0}
 )
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+_LOCAL, _GLOBAL, _CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
+# The others ignore `sliding_window`.
+_WINDOWED: Final = frozenset(
+    {"mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", *_EVERY}
+)
 _LONGEST_PERIOD: Final = 8
 
 
-def _with_patterns(config: Config, stack: Stack) -> tuple[Stack, ...]:
-    """Give layers their windows and rotary frequencies.
+def _with_patterns(config: Config, stack: Stack, differs: list[str]) -> tuple[Stack, ...]:
+    """Give layers their windows and rotary frequencies, and append why logits differ.
 
     Kinds of layers that alternate become one stack with a pattern. If they come in few long runs,
     each run is a stack.
@@ -258,11 +290,14 @@ def _with_patterns(config: Config, stack: Stack) -> tuple[Stack, ...]:
     if isinstance(attention, LatentConfig):
         return (stack,)
     kinds = _layer_types(config, stack.layers)
+    if _CHUNKED in kinds:
+        differs.append("chunked attention has windows in place of chunks")
+        kinds = [_LOCAL if kind == _CHUNKED else kind for kind in kinds]
     windows: dict[str, Window | None] = {_GLOBAL: None}
     if _LOCAL in kinds:
         # A window of n positions has the query's own position and n - 1 before it.
         windows[_LOCAL] = (config.number("sliding_window") - 1, 0)
-    thetas = {kind: _rope(config, kind, attention.size) for kind in windows}
+    thetas = {kind: _rope(config, kind, attention.size, differs) for kind in windows}
 
     def repeats(period: int) -> bool:
         return all(kind == kinds[at % period] for at, kind in enumerate(kinds))
@@ -291,21 +326,23 @@ def _layer_types(config: Config, layers: int) -> list[str]:
     Raises:
       StrategyError: `layer_types` is not a list with one type for each layer.
     """
-    has_window = bool(config.values.get("sliding_window"))
+    has_window = config.family in _WINDOWED and bool(config.values.get("sliding_window"))
     has_window &= config.flag("use_sliding_window", default=not config.family.startswith("qwen"))
     types = config.values.get("layer_types")
     if types is not None and has_window:
-        known = {_LOCAL: _LOCAL, "chunked_attention": _LOCAL, _GLOBAL: _GLOBAL}
         is_list = isinstance(types, list) and len(types) == layers
-        if not is_list or any(each not in known for each in types):
+        if not is_list or any(each not in (_LOCAL, _GLOBAL, _CHUNKED) for each in types):
             raise StrategyError(
                 f"{config.source}: layer_types is not a list of {layers} types, one per layer",
                 fix=f'write "{_LOCAL}" or "{_GLOBAL}" for each layer, or leave it out',
             )
-        return [known[each] for each in types]
+        return list(types)
     if not has_window:
         return [_GLOBAL] * layers
-    if config.family.startswith("qwen"):
+    if config.family == "qwen2_moe":
+        last = config.number("max_window_layers", layers)
+        return [_LOCAL if at % 2 == 0 and at < last else _GLOBAL for at in range(layers)]
+    if config.family in ("qwen2", "qwen3"):
         first = config.number("max_window_layers", layers)
         return [_LOCAL if at >= first else _GLOBAL for at in range(layers)]
     keys = ("sliding_window_pattern", "_sliding_window_pattern")
@@ -314,28 +351,34 @@ def _layer_types(config: Config, layers: int) -> list[str]:
     return [_LOCAL if not every or (at + 1) % every else _GLOBAL for at in range(layers)]
 
 
-def _rope(config: Config, kind: str, head_dim: int) -> float | RopeFrequencies:
+def _rope(config: Config, kind: str, head_dim: int, differs: list[str]) -> float | RopeFrequencies:
     """Return the rotary frequencies of a kind of layer.
 
     `rope_parameters` is the newer name of `rope_scaling` and `rope_theta`. It may have a mapping
-    for each kind of layer.
-
-    Raises:
-      LayerError: The type of scaling is unknown, or a value is missing.
+    for each kind of layer. If the type of scaling is unknown, or a value is missing, the base alone
+    is returned, and `differs` says so: a plan does not depend on the angles.
     """
     values = config.values
-    default = _THETAS.get(config.family, 10_000.0)
-    given = values.get("rope_parameters") or {}
-    scaling = dict(given.get(kind) or (given if "rope_theta" in given else {}))
-    if not given:
-        scaling = {"rope_theta": values.get("rope_theta"), **(values.get("rope_scaling") or {})}
-        if kind == _LOCAL and config.family.startswith("gemma3"):
-            scaling = {"rope_theta": values.get("rope_local_base_freq") or 10_000.0}
-    theta = scaling.pop("rope_theta", None) or default
+    scaling = {**config.mapping("rope_scaling"), **config.mapping("rope_parameters")}
+    base, default = "rope_theta", _THETAS.get(config.family, 10_000.0)
+    is_nested = not scaling.keys().isdisjoint((_LOCAL, _GLOBAL))
+    if is_nested:
+        name = "rope_parameters" if config.mapping("rope_parameters") else "rope_scaling"
+        scaling = dict(config.mapping(name, kind))
+    if kind == _LOCAL and config.family.startswith("gemma3"):
+        base, default = "rope_local_base_freq", 10_000.0
+        scaling = scaling if is_nested else {}
+    given = (scaling.pop("rope_theta", None), values.get(base))
+    theta = config.positive(base, next((each for each in given if each is not None), default))
     if scaling.get("rope_type", scaling.get("type", "default")) == "default":
-        return float(theta)
+        return theta
     longest = values.get("max_position_embeddings")
-    return rope_frequencies(head_dim, scaling=scaling, theta=float(theta), longest=longest)
+    try:
+        return rope_frequencies(head_dim, scaling=scaling, theta=theta, longest=longest)
+    except LayerError as error:
+        what = error.problems[0].what
+        differs.append(f"the rotary positions are not those of the model: {what}")
+        return theta
 
 
 def llama(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
@@ -392,8 +435,8 @@ def gemma(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
         dtypes,
         bias=config.flag("attention_bias"),
         qk_norm=config.family.startswith("gemma3"),
-        softcap=config.values.get("attn_logit_softcapping"),
-        scale=None if first else config.values.get("query_pre_attn_scalar", 256) ** -0.5,
+        softcap=config.real("attn_logit_softcapping"),
+        scale=None if first else (config.real("query_pre_attn_scalar") or 256.0) ** -0.5,
     )
     stack = Stack(
         layers=config.number("num_hidden_layers"),
@@ -407,7 +450,7 @@ def gemma(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
         (stack,),
         tied=True,
         embed_scale=embed**0.5,
-        softcap=config.values.get("final_logit_softcapping"),
+        softcap=config.real("final_logit_softcapping"),
     )
 
 
