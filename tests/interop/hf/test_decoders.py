@@ -20,6 +20,7 @@ import shardwright as sw
 from shardwright import caches, serving
 from shardwright.errors import CheckpointError, StrategyError
 from shardwright.interop import hf
+from shardwright.interop.hf.parameters import arrange
 from tests.interop.hf import small_decoders
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -99,6 +100,34 @@ def test_an_engine_writes_the_tokens_of_transformers(tmp_path: Path) -> None:
     done = engine.run([serving.Request(prompt=each, max_new_tokens=1) for each in prompts])
     wanted = [int(logits[row, length - 1].argmax()) for row in range(2) for length in (3, 11, 16)]
     assert [each.tokens[0] for each in done] == wanted
+
+
+def test_windows_give_the_same_tokens_with_each_kind_of_cache(tmp_path: Path) -> None:
+    decoder = hf.decoder(write(tmp_path, "mistral", sliding_window=6))
+    assert decoder.cache_shape.window == 6
+    pm = manager("serve_tp", "dp:1,tp:1")
+    params = decoder.load(pm)
+    written = []
+    for cache, options in (
+        ("dense", {}),
+        ("sliding", {}),
+        ("paged", {"page_size": 2, "pages": 16}),
+    ):
+        engine = serving.Engine(
+            decoder,
+            params,
+            manager=pm,
+            shape=decoder.cache_shape,
+            slots=1,
+            capacity=6 if cache == "sliding" else 32,
+            prefill_chunk=2,
+            cache=cache,
+            cache_options=options,
+        )
+        prompt = small_decoders.tokens("mistral")[0, :9].tolist()
+        (done,) = engine.run([serving.Request(prompt=prompt, max_new_tokens=12)])
+        written.append(done.tokens)
+    assert written[0] == written[1] == written[2]
 
 
 DEEPSEEK = {
@@ -258,3 +287,74 @@ def test_every_tensor_has_a_parameter(tmp_path: Path) -> None:
         hf.decoder(folder)
     with pytest.raises(StrategyError, match="the activation 'relu' is unknown"):
         hf.decoder(write(tmp_path, "llama", hidden_act="relu"))
+
+
+def changed(folder: Path, **tensors: Any) -> None:
+    """Change tensors of a checkpoint; None removes one."""
+    file = folder / "model.safetensors"
+    values = {**load_file(file), **tensors}
+    save_file({name: value for name, value in values.items() if value is not None}, file)
+
+
+def test_absent_sizes_are_those_of_the_class(tmp_path: Path) -> None:
+    """A Mistral without `num_key_value_heads` has 8, and a Qwen 3 heads of 128."""
+    for name, key, changes in (
+        ("mistral", "num_key_value_heads", {"num_attention_heads": 16, "head_dim": 4}),
+        ("qwen3", "head_dim", {}),
+    ):
+        folder = write(tmp_path, name, **changes)
+        config = json.loads((folder / "config.json").read_text())
+        del config[key]
+        (folder / "config.json").write_text(json.dumps(config))
+        if name == "mistral":
+            sizes = {"q": 64, "k": 64, "v": 64}
+            layers = {
+                f"model.layers.{at}.self_attn.{part}_proj.weight": np.ones((size, 32), np.float32)
+                for at in range(3)
+                for part, size in sizes.items()
+            }
+            changed(folder, **layers)
+        with pytest.raises(CheckpointError, match=r"k_proj.weight: the shape is .* says"):
+            hf.decoder(folder)
+
+
+def test_a_parameter_has_the_size_of_its_tensor(tmp_path: Path) -> None:
+    folder = write(tmp_path, "llama")
+    specs = {"embedding": sw.ArraySpec((60, 32), "float32", (sw.VOCAB, sw.EMBED))}
+    sizes = hf.decoder(folder).config
+    with pytest.raises(CheckpointError, match=r"embedding: .* sizes \(64, 32\), .* \(60, 32\)"):
+        arrange(hf.read(folder), sizes, specs)
+
+
+def test_a_tied_head_equals_the_embedding(tmp_path: Path) -> None:
+    folder = write(tmp_path, "llama")
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    changed(folder, **{"lm_head.weight": embedding})
+    assert hf.decoder(folder).config.tied
+    changed(folder, **{"lm_head.weight": embedding + 1})
+    with pytest.raises(CheckpointError, match="this differs from the embedding") as refused:
+        hf.decoder(folder)
+    assert '"tie_word_embeddings": false' in refused.value.fix
+
+
+def test_only_qwen_2_lacks_a_bias(tmp_path: Path) -> None:
+    folder = write(tmp_path, "llama", attention_bias=True)
+    biases = {
+        f"model.layers.{at}.self_attn.{part}_proj.bias": np.ones(size, np.float32)
+        for at in range(3)
+        for part, size in (("q", 64), ("k", 32), ("v", 32))
+    }
+    changed(folder, **biases)
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.0\.self_attn\.o_proj\.bias"):
+        hf.decoder(folder)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantized_weights_are_refused(dtype: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, "llama")
+    name = "model.layers.1.mlp.up_proj.weight"
+    weight = np.ones((48, 32), np.float32).astype(jnp.dtype(dtype))
+    changed(folder, **{name: weight})
+    with pytest.raises(CheckpointError, match=f"the weights are {dtype}") as refused:
+        hf.decoder(folder)
+    assert [problem.path for problem in refused.value.problems] == [name]

@@ -87,13 +87,14 @@ class LoadedDecoder:
             for stack in stacks
             for number in range(stack.period)
         }
-        window = next(iter(windows)) if len(windows) == 1 else None
+        window: Any = next(iter(windows)) if len(windows) == 1 else None
         return CacheShape(
             layers=sum(stack.layers for stack in stacks),
             kv_heads=attention.key_heads,
             head_dim=attention.size,
             dtype=attention.dtypes.cache,
-            window=None if window is None else window[0],
+            # The positions before a query, and its own.
+            window=None if window is None else window[0] + 1,
         )
 
     def __call__(
@@ -129,7 +130,6 @@ def decoder(
     folder: str | os.PathLike[str],
     *,
     param: str | None = None,
-    axes: Mapping[str, Any] | None = None,
 ) -> LoadedDecoder:
     """Read the headers of a checkpoint, and make a decoder of the blocks of `shardwright.layers`.
 
@@ -137,15 +137,15 @@ def decoder(
       folder: Folder with `config.json` and safetensors files.
       param: Dtype of stored parameters, with products in bfloat16. Defaults to the configuration's
         dtype for both.
-      axes: As in `read`.
 
     Raises:
       CheckpointError: As `read` raises it, or the decoder has another set of parameters than the
-        checkpoint. All are reported at once.
+        checkpoint, or other sizes, or a weight is not stored as floats of 16 bits or more. All are
+        reported at once.
       StrategyError: The configuration is not that of a decoder, or a value is not valid.
     """
     path = Path(folder)
-    checkpoint: Checkpoint = read(path, axes=axes)
+    checkpoint: Checkpoint = read(path)
     config = (path if path.is_dir() else path.parent) / "config.json"
     sizes = read_config(str(config), param=param, capacity=None)
     specs = decoder_specs(sizes, stacked=False)

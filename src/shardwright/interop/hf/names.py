@@ -11,6 +11,7 @@ import numpy as np
 
 from shardwright.errors import CheckpointError, Problem, StrategyError, raise_problems
 from shardwright.interop.hf.config import SizedDim, block_of, dims_of, required_size, size_of
+from shardwright.interop.hf.defaults import complete
 from shardwright.interop.hf.families import tensors_of
 from shardwright.interop.hf.tensors import Tensors
 from shardwright.trees.paths import compile_rule, is_array_spec, path_text
@@ -170,7 +171,9 @@ class NameTable:
           CheckpointError: The model is unknown, or a size is absent or invalid.
         """
         family = tensors_of(config)
-        return cls(family=family, rows=family.rows(), dims=dims_of(config), config=config)
+        # A checkpoint has the class defaults of its model where its configuration says nothing.
+        dims = dims_of(complete(config)[0])
+        return cls(family=family, rows=family.rows(), dims=dims, config=config)
 
     def axes(self, name: str, shapes: Shapes, of: Callable[[str], Any]) -> Any:
         """Return the annotation of a tensor, or a problem.

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import jax.numpy as jnp
 import numpy as np
 
 from shardwright.errors import CheckpointError, Problem, raise_problems
@@ -25,8 +26,11 @@ from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import EMPTY
 from shardwright.vocabulary.lowering import lower
 
-# No published checkpoint of these families has it, although q, k and v have biases.
+# Qwen 2 does not have it, although q, k and v have biases.
 _NO_TENSOR: Final = "attention/out/bias"
+_OWN_FORWARD: Final = "write the forward pass yourself, and read the tensors with hf.load"
+# Number of values of the embedding that are compared with those of the head at once.
+_CHUNK: Final = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +110,8 @@ def arrange(
       specs: Path of each parameter -> its spec.
 
     Raises:
-      CheckpointError: A parameter has no tensor, or a tensor belongs to no parameter. All are
-        reported at once.
+      CheckpointError: A parameter has no tensor, or one of another size or without floats, or a
+        tensor belongs to no parameter. All are reported at once.
     """
     family = tensors_of(checkpoint.config)
     prefix = (
@@ -119,7 +123,7 @@ def arrange(
     for path, spec in specs.items():
         names = [_first_of(each, checkpoint.specs) for each in _names_of(path, family, prefix)]
         absent = [name for name in names if name not in checkpoint.specs]
-        if absent and path.endswith(_NO_TENSOR):
+        if absent and path.endswith(_NO_TENSOR) and sizes.family.startswith("qwen2"):
             found[path] = Zeros(name=path, shape=tuple(spec.shape), dtype=np.dtype(spec.dtype))
             continue
         if absent or not names:
@@ -131,12 +135,20 @@ def arrange(
             continue
         for name in names:
             unused.pop(name, None)
-        found[path] = _arranged(checkpoint, names, path, spec, _starts(path, sizes))
+        arranged = _arranged(checkpoint, names, path, spec, _starts(path, sizes))
+        found[path] = arranged
+        problems += _misfits(checkpoint, names, arranged, path, sizes)
     for name in unused:
-        if not _is_left_out(name, sizes, prefix + family.layers):
-            what = "the decoder has no parameter for this tensor"
-            fix = "write the forward pass yourself, and read the tensors with hf.load"
-            problems.append(Problem(error=CheckpointError, what=what, path=name, fix=fix))
+        what, fix = "the decoder has no parameter for this tensor", _OWN_FORWARD
+        if name in family.parameters["head"] and sizes.tied:
+            (embedding,) = _names_of("embedding", family, prefix)
+            if _are_equal(checkpoint.sources[name], checkpoint.sources[embedding]):
+                continue
+            what = "tie_word_embeddings is true, and this differs from the embedding"
+            fix = 'write "tie_word_embeddings": false in config.json'
+        elif _is_left_out(name, sizes, prefix + family.layers):
+            continue
+        problems.append(Problem(error=CheckpointError, what=what, path=name, fix=fix))
     raise_problems(limited(problems))
     return found
 
@@ -159,17 +171,42 @@ def _first_of(names: str, known: Mapping[str, Any]) -> str:
     return next((name for name in listed if name in known), listed[0])
 
 
+def _latent(path: str, sizes: Sizes) -> LatentConfig | None:
+    """Return the latent attention of a key or value: both are parts of one tensor."""
+    latents = (each.attention for each in sizes.stacks)
+    is_part = path.endswith(("attention/key", "attention/value"))
+    return next((each for each in latents if is_part and isinstance(each, LatentConfig)), None)
+
+
 def _starts(path: str, sizes: Sizes) -> int:
-    """Return where a parameter starts in HEAD_DIM: keys and values of a latent are one tensor."""
-    latent = next(
-        (each.attention for each in sizes.stacks if isinstance(each.attention, LatentConfig)), None
-    )
+    """Return where a parameter starts in HEAD_DIM."""
+    latent = _latent(path, sizes)
     return latent.plain_dim if latent is not None and path.endswith("attention/value") else 0
+
+
+def _misfits(
+    checkpoint: Checkpoint, names: Sequence[str], found: Arranged, path: str, sizes: Sizes
+) -> Iterator[Problem]:
+    """Yield what keeps tensors from being a parameter: no floats, or other sizes."""
+    for name in names:
+        dtype = checkpoint.sources[name].dtype
+        if dtype.itemsize < 2 or not jnp.issubdtype(dtype, jnp.floating):
+            what = f"the weights are {dtype.name}, and the decoder computes with floats"
+            yield Problem(error=CheckpointError, what=what, path=name, fix=_OWN_FORWARD)
+    flat = [size for part in found.split for size in part]
+    stored = tuple(flat[dim] for dim in found.order)
+    expected = found.shape
+    if (latent := _latent(path, sizes)) is not None:
+        expected = (*expected[:-1], latent.plain_dim + latent.value_dim)
+    if stored != expected:
+        what = f"the tensor has the sizes {stored}, and the decoder {expected}"
+        fix = "use the config.json of this checkpoint"
+        yield Problem(error=CheckpointError, what=what, path=path, fix=fix)
 
 
 def _arranged(
     checkpoint: Checkpoint, names: Sequence[str], path: str, spec: ArraySpec, start: int
-) -> Source:
+) -> Arranged:
     """Return the tensors as the parameter, whose axes are theirs in another order."""
     source: Source = checkpoint.sources[names[0]]
     split = [*_members(checkpoint.specs[names[0]])]
@@ -208,5 +245,17 @@ def _is_left_out(name: str, sizes: Sizes, layers: str) -> bool:
     count = sum(stack.layers for stack in sizes.stacks)
     # Layers after the last one predict further tokens. Frequencies are computed.
     is_further = number.isdigit() and int(number) >= count
-    is_tied = sizes.tied and name == "lm_head.weight"
-    return is_further or is_tied or name.endswith("rotary_emb.inv_freq")
+    return is_further or name.endswith("rotary_emb.inv_freq")
+
+
+def _are_equal(first: Source, second: Source) -> bool:
+    """Tell whether two tensors have the same values, which are read in parts."""
+    if first.shape != second.shape:
+        return False
+    count, width = first.shape
+    rows = max(1, _CHUNK // width)
+    return all(
+        np.array_equal(first.read(bounds), second.read(bounds))
+        for start in range(0, count, rows)
+        for bounds in [((start, min(start + rows, count)), (0, width))]
+    )
