@@ -265,7 +265,6 @@ LINEAR = {"rope_type": "linear", "factor": 8.0}
         ("llama-3-8b", {"rope_parameters": {**LINEAR, "rope_theta": 1e6}}, None, (1e6, 8)),
         ("llama-3-8b", {"rope_parameters": {"full_attention": LINEAR}}, None, (5e5, 8)),
         ("gemma-3-1b", {"rope_scaling": LINEAR, "rope_theta": 1e5}, (1e4, 1), (1e5, 8)),
-        ("gemma-3-1b", {"rope_parameters": LINEAR, "rope_theta": 1e5}, (1e4, 1), (1e5, 8)),
         (
             "gemma-3-1b",
             {"rope_parameters": {"full_attention": {**LINEAR, "rope_theta": 1e5}}},
