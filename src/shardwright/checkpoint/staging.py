@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from typing import Final
 
@@ -30,7 +31,16 @@ def staged(path: str) -> Iterator[str]:
         yield new
         os.rename(new, path)
     finally:
+        _remove(folder)
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder, to which threads of a write that failed may still add files for a moment."""
+    for _ in range(20):
         shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.exists(folder):
+            return
+        time.sleep(0.1)
 
 
 def fix_of_write(error: Exception, takes: str) -> str | None:
