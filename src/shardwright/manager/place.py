@@ -83,7 +83,7 @@ def place(
         role,
         strict,
         jax.sharding.get_abstract_mesh(),  # the empty one if no mesh is ambient
-        path if manager.reads_paths else None,
+        path if path is not None and manager.reads_paths else None,
     )
     try:
         decided = manager.cache[key]

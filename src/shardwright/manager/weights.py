@@ -59,7 +59,7 @@ def _gather(manager: Manager, w: Any, request: Request) -> Any:
         lower(annotation, as_shape(shape) if ambient.manual_axes else local)
         annotation = annotation.axes
     shape = None if shape is None else as_shape(shape)
-    path = request.path if manager.reads_paths else None
+    path = request.path if request.path is not None and manager.reads_paths else None
     key: Any = ("gather", annotation, local, shape, request.mode, path, ambient)
     if ambient.manual_axes:
         request = request._replace(annotation=annotation, shape=shape)

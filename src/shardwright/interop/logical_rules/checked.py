@@ -73,7 +73,7 @@ class CheckedTable:
         """Check the names of an array, and that its sizes divide.
 
         Args:
-          names: Of its dims. What is no text is not checked.
+          names: Names of its dims. Only strings are checked.
           shape: Its sizes; None for a size that is not known.
           entries: The mesh axes that the library will use for each dim.
           place: The array, for messages.
