@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardwright import _jax
 from shardwright.errors import ShardingError, StrategyError, raise_problems
-from shardwright.inference.constraints import Constraint, fingerprint
+from shardwright.inference.constraints import RESHARD, Constraint, numbered, operations
 from shardwright.inference.control import CALLS, REMATS, rebuilds
 from shardwright.inference.inferred import Inferred
 from shardwright.inference.report import axis_text
@@ -69,11 +69,7 @@ class Constrained:
             return self.forward(params, *inputs)
 
         closed, result = jax.make_jaxpr(run, return_shape=True)(*arrays)
-        if fingerprint(closed.jaxpr) != self.inferred.program:
-            raise StrategyError(
-                "the program differs from the one that was inferred: it has other operations",
-                fix="call infer_axes with arrays of the shapes and dtypes of this call",
-            )
+        _compare(tuple(operations(closed.jaxpr)), self.inferred.program)
         constraints = {each.place: each for each in self.inferred.constraints}
         outputs = _evaluate(closed.jaxpr, closed.consts, arrays, constraints)
         return jax.tree.unflatten(jax.tree.structure(result), outputs)
@@ -153,6 +149,22 @@ def _refuse_explicit(mesh: Mesh | AbstractMesh) -> None:
         )
 
 
+def _compare(program: Sequence[str], inferred: Sequence[str]) -> None:
+    """Refuse a program that has other operations than the inferred one.
+
+    The place of a constraint is the index of an equation, so it would be another intermediate.
+    """
+    pairs = enumerate(itertools.zip_longest(program, inferred, fillvalue="nothing"))
+    for at, (here, there) in pairs:
+        if here != there:
+            raise StrategyError(
+                "the program differs from the one that was inferred: its operation "
+                f"{at} is {here}, and was {there}",
+                fix="call infer_axes with this function, and with arrays of the shapes and dtypes "
+                "of this call",
+            )
+
+
 def _positional(
     forward: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]
 ) -> Sequence[Any]:
@@ -204,9 +216,9 @@ def _evaluate(
     inside: dict[int, dict[_Place, Constraint]] = {}
     for place, constraint in constraints.items():
         inside.setdefault(place[0], {})[place[1:]] = constraint
-    for at, equation in enumerate(jaxpr.eqns):
+    for at, equation in numbered(jaxpr):
         values = [read(variable) for variable in equation.invars]
-        own = inside.get(at, {})
+        own = {} if equation.primitive.name == RESHARD else inside.get(at, {})
         if own and () not in own:
             results = _rebuilt(equation, values, own)
         else:

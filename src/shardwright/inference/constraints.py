@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -40,6 +39,7 @@ KINDS: Final = {
     KV_HEAD: "heads of keys and values",
     EMBED: "residual stream",
 }
+RESHARD: Final = "reshard"
 _JAXPRS: Final = (core.ClosedJaxpr, core.Jaxpr)
 _PRODUCTS: Final = frozenset({"dot_general", "conv_general_dilated"})
 _ADDITIONS: Final = frozenset({"add", "add_any"})
@@ -168,19 +168,29 @@ def _constraint(output: Output, rows: list[Factors], kind: str) -> Constraint:
     )
 
 
-def fingerprint(jaxpr: Any) -> str:
-    """Return a digest of the primitives of a program and of the ranks of their results."""
-    text = ",".join(_primitives(jaxpr))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def numbered(jaxpr: Any) -> Iterator[tuple[int, Any]]:
+    """Yield each equation of a jaxpr with its index, `reshard` aside.
 
-
-def _primitives(jaxpr: Any) -> Iterator[str]:
+    Under a mesh, JAX adds `reshard` to programs that do not contain it, such as that of
+    `jnp.where(x, 1, y)`. On Auto axes it does nothing. So it must not move the index of another
+    equation. It has the index of the next one.
+    """
+    at = 0
     for equation in jaxpr.eqns:
+        yield at, equation
+        at += equation.primitive.name != RESHARD
+
+
+def operations(jaxpr: Any) -> Iterator[str]:
+    """Yield each primitive of a program, with the ranks of its results."""
+    for _, equation in numbered(jaxpr):
+        if equation.primitive.name == RESHARD:
+            continue
         ranks = [str(len(getattr(v.aval, "shape", ()))) for v in equation.outvars]
         yield f"{equation.primitive.name} {' '.join(ranks)}"
         for value in equation.params.values():
             for each in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(each, _JAXPRS):
                     yield "("
-                    yield from _primitives(getattr(each, "jaxpr", each))
+                    yield from operations(getattr(each, "jaxpr", each))
                     yield ")"

@@ -13,7 +13,7 @@ import numpy as np
 from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.inference.atoms import Atom, Dims, finest, new_dims
 from shardwright.inference.attention import name_attention
-from shardwright.inference.constraints import choose, fingerprint
+from shardwright.inference.constraints import choose, operations
 from shardwright.inference.facts import Clash, Facts
 from shardwright.inference.inferred import Conflict, Inferred, InferredDim
 from shardwright.inference.kernels import Kernels
@@ -137,7 +137,7 @@ def infer_axes(
         ),
         constraints=constraints,
         unconstrained=unconstrained,
-        program=fingerprint(closed.jaxpr),
+        program=tuple(operations(closed.jaxpr)),
     )
     if strict:
         raise_problems(inferred.problems())

@@ -90,7 +90,7 @@ class Inferred:
         `kernels=`, such as `pallas_call my_kernel`.
       constraints: The intermediates that `sw.constrained` constrains.
       unconstrained: Number of intermediates without a constraint, by reason.
-      program: A digest of the traced program.
+      program: The operations of the traced program: primitive and ranks of the results.
     """
 
     annotations: Any
@@ -99,7 +99,7 @@ class Inferred:
     unknown: tuple[str, ...]
     constraints: tuple[Constraint, ...] = ()
     unconstrained: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    program: str = ""
+    program: tuple[str, ...] = ()
 
     @property
     def open(self) -> tuple[InferredDim, ...]:

@@ -14,7 +14,7 @@ from jax.extend import core
 from shardwright import _jax
 from shardwright.inference import control, elementwise, indexing, manual, products, shapes
 from shardwright.inference.atoms import new_dims
-from shardwright.inference.constraints import is_candidate
+from shardwright.inference.constraints import is_candidate, numbered
 from shardwright.inference.evidence import Evidence, Site
 from shardwright.inference.facts import Facts, Output
 from shardwright.inference.kernels import Kernels
@@ -110,7 +110,7 @@ class Walker:
                 return _unknown(variable.val) if np.ndim(variable.val) else _SCALAR
             return known[variable]
 
-        for at, equation in enumerate(jaxpr.eqns):
+        for at, equation in numbered(jaxpr):
             step = Step(
                 equation=equation,
                 site=Site(equation, equation if caller is None else caller),
