@@ -46,7 +46,7 @@ from shardwright.testing.meshes import virtual_devices
 Tree = dict[str, Any]
 STRATEGIES = Path(__file__).parent / "strategies"
 # 500 steps in five precisions take minutes, so the demo shows the committed losses.
-PRECISIONS = Path(__file__).parents[1] / "benchmarks" / "results" / "eight_bits" / "losses.json"
+PRECISIONS = Path(__file__).parents[1] / "benchmarks" / "results" / "fp8" / "losses.json"
 TRAINED_UNDER = ("single", "fsdp", "fsdp_tp", "sequence")
 CONTINUED_UNDER = "fsdp_tp"
 SERVED_UNDER = ("single", "serve_tp")

@@ -217,11 +217,11 @@ def loss_table(losses: Mapping[str, Sequence[float]], *, rows: int = 6) -> Table
 
 
 def precision_table(results: Mapping[str, Any]) -> Table:
-    """Return the committed losses of `benchmarks/eight_bits.py`, with a column per precision."""
+    """Return the committed losses of `benchmarks/fp8.py`, with a column per precision."""
     context = results["context"]
     title = (
-        f"Losses in eight bits after {context['steps']} steps, nats per byte: the committed results"
-        " of benchmarks/eight_bits.py, not trained in this run"
+        f"Losses in fp8 after {context['steps']} steps, nats per byte: the committed results"
+        " of benchmarks/fp8.py, not trained in this run"
     )
     table = _table(title)
     for name in results["losses"]:

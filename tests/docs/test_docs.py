@@ -29,7 +29,7 @@ LONG = {
         "nnx",
         "transformer-engine",
         "caches",
-        "eight-bits",
+        "fp8",
         "generation",
         "layers",
         "managers",

@@ -20,8 +20,8 @@ from shardwright.interop import nnx as bridge
 from shardwright.interop.nnx import layers
 from shardwright.layers import (
     attention_block,
-    eight_bits,
     embedding,
+    fp8,
     loss,
     mixture_block,
     mlp_block,
@@ -318,7 +318,7 @@ def test_attention_with_scaling_drops() -> None:
     """A state of delayed scaling is not a cache."""
     config = attention_block.AttentionConfig(embed=32, heads=2, dropout=0.5, recipe="delayed")
     module = layers.Attention(config, rngs=nnx.Rngs(0))
-    uses = eight_bits.uses(attention_block.init_scaling(config))
+    uses = fp8.uses(attention_block.init_scaling(config))
     state = attention_block.AttentionState(scaling=uses)
     rows = np.random.default_rng(0).normal(size=(2, 8, 32)).astype(np.float32)
     first, second = (module(rows, state=state)[0] for _ in range(2))
@@ -332,10 +332,10 @@ def test_attention_with_scaling_drops() -> None:
 def test_attention_passes_its_scales_on_with_a_cache() -> None:
     config = attention_block.AttentionConfig(embed=32, heads=2, recipe="delayed")
     module = layers.Attention(config, rngs=nnx.Rngs(0))
-    uses = eight_bits.uses(attention_block.init_scaling(config))
+    uses = fp8.uses(attention_block.init_scaling(config))
     rows = np.random.default_rng(0).normal(size=(2, 8, 32)).astype(np.float32)
     expected, seen = module(rows, state=attention_block.AttentionState(scaling=uses))
-    assert isinstance(seen.scaling["out"], eight_bits.DenseSeen)
+    assert isinstance(seen.scaling["out"], fp8.DenseSeen)
     cache = module.init_cache(batch=2, capacity=8)
     state, parts = attention_block.AttentionState(cache=cache, scaling=uses), []
     for new in (rows[:, :6], rows[:, 6:]):

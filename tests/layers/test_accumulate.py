@@ -19,8 +19,8 @@ from shardwright.layers import (
     accumulate,
     attention_block,
     dropout,
-    eight_bits,
     embedding,
+    fp8,
     loss,
     mlp_block,
     transformer_block,
@@ -100,21 +100,21 @@ def test_without_a_manager() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("preset", MESHES)
-def test_state_of_eight_bits_is_overwritten(preset: str) -> None:
+def test_state_of_fp8_is_overwritten(preset: str) -> None:
     """Largest values are those of all microbatches and devices; nothing is added."""
     specs = mlp_block.specs(MLP)
     params, scaling = blocks.random_params(specs), mlp_block.init_scaling(MLP)
 
     def total(params: Any, x: Any, channel: Any) -> Any:
-        y, seen = mlp_block.apply(MLP, params, x, state=eight_bits.uses(scaling, channel))
-        # A factor, so that no gradient is too small for eight bits with the first scale, 1.
+        y, seen = mlp_block.apply(MLP, params, x, state=fp8.uses(scaling, channel))
+        # A factor, so that no gradient is too small for fp8 with the first scale, 1.
         return 2.0**4 * jnp.sum(jnp.sin(y)), seen
 
     def weighted(*args: Any) -> Any:
         value, seen = total(*args)
         return Weighted(value, args[1].size), seen
 
-    channel = eight_bits.new_channel(scaling, uses=4)
+    channel = fp8.new_channel(scaling, uses=4)
     plain = jax.jit(accumulate(weighted, 4, specs=specs))(params, ROWS, channel)
     with manager(preset) as pm:
         stored = pm.shard(params, specs, role="param")
@@ -122,10 +122,10 @@ def test_state_of_eight_bits_is_overwritten(preset: str) -> None:
         result = jax.jit(accumulate(weighted, 4, specs=specs))(stored, rows, channel)
     # Each microbatch has other examples here, so only what all of them have together is equal.
     blocks.assert_close(result.grads, plain.grads, rtol=0.02)
-    assert isinstance(MLP.recipe, eight_bits.DelayedScaling)
-    scaled = eight_bits.update(MLP.recipe, scaling, result.seen, result.sent)
-    eight_bits.check(scaled)
-    zeros = eight_bits.new_channel(scaling)
+    assert isinstance(MLP.recipe, fp8.DelayedScaling)
+    scaled = fp8.update(MLP.recipe, scaling, result.seen, result.sent)
+    fp8.check(scaled)
+    zeros = fp8.new_channel(scaling)
     (_, seen), whole = jax.jit(jax.value_and_grad(total, 2, has_aux=True))(params, ROWS, zeros)
     for name in ("up", "down"):
         assert scaled[name].x.history[-1] == pytest.approx(float(seen[name].x), rel=1e-3)
@@ -299,7 +299,7 @@ def test_bad_batch_and_loss() -> None:
     specs = {"w": sw.ArraySpec((), np.float32, ())}
     params, rows = {"w": np.float32(1)}, np.ones((8, 2), np.float32)
     run = accumulate(mean, 4, specs=specs, mean_over="examples")
-    delayed = eight_bits.new_channel(mlp_block.init_scaling(MLP), uses=2)
+    delayed = fp8.new_channel(mlp_block.init_scaling(MLP), uses=2)
     cases: list[tuple[Any, str]] = [
         (
             lambda: run(params, {"a": rows, "weights": np.ones(4), "x": rows}),

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 import shardwright as sw
 from shardwright.layers import (
     attention_block,
-    eight_bits,
     embedding,
+    fp8,
     lora,
     loss,
     mixture_block,
@@ -244,7 +244,7 @@ def test_states_of_other_configs() -> None:
     def run(state: Any, config: Any = config) -> Callable[[], Any]:
         return lambda: transformer_block.apply(config, params, X, state=state)
 
-    fix = "pass eight_bits.uses"
+    fix = "pass fp8.uses"
     for state, text in (
         (states(scaling=SCALING * 2), f"state: scaling has 2 trees for 1 trees\n  fix   {fix}"),
         (states(scaling=[3]), "state: scaling[0] has int, not attention and mlp"),
@@ -262,7 +262,7 @@ def test_states_of_other_configs() -> None:
     refused(lambda: attention_block.apply(attention(), own, X, state=state), text)
     delayed = mlp(embed=32, hidden=32, recipe="delayed")
     weights = blocks.random_params(mlp_block.specs(delayed))
-    uses = eight_bits.uses(mlp_block.init_scaling(delayed))
+    uses = fp8.uses(mlp_block.init_scaling(delayed))
     refused(
         lambda: mlp_block.apply(delayed, weights, np.ones((2, 4, 32)), state={"upp": uses["up"]}),
         "the state is that of upp, not of up, down",

@@ -121,8 +121,8 @@ def test_adapted_block_equals_merged_kernels(
 
 
 @pytest.mark.full
-def test_adaptation_of_a_block_in_eight_bits() -> None:
-    """Kernels are in eight bits, the adaptation is not."""
+def test_adaptation_of_a_block_in_fp8() -> None:
+    """Kernels are in fp8, the adaptation is not."""
     config = dataclasses.replace(MLP, recipe="current")
     params = blocks.random_params(mlp_block.specs(config))
     y, wanted = (

@@ -16,7 +16,7 @@ from shardwright.errors import CacheError
 from shardwright.layers import (
     RopeFrequencies,
     attention_block,
-    eight_bits,
+    fp8,
     mlp_block,
     moe,
     transformer_block,
@@ -255,7 +255,7 @@ def test_26_layers_of_gemma_3() -> None:
 
 def test_states_of_layers_after_the_scan() -> None:
     """Mixtures and delayed scaling have a state for each of them, in a scan and without."""
-    recipe = eight_bits.DelayedScaling(history=2)
+    recipe = fp8.DelayedScaling(history=2)
     mixture = MixtureConfig(moe=moe.MoEConfig(embed=16, hidden=8, experts=4, per_token=2))
     config = dataclasses.replace(
         CONFIG,
@@ -269,7 +269,7 @@ def test_states_of_layers_after_the_scan() -> None:
     scaling = transformer_block.init_scaling(config)
     bias = np.linspace(0, 1, 8, dtype=np.float32).reshape(2, 4)
     mixtures = [None, moe.MoEState(bias=jnp.asarray(bias), stats=None), None]
-    state = transformer_block.StackState(mixtures=mixtures, scaling=eight_bits.uses(scaling))
+    state = transformer_block.StackState(mixtures=mixtures, scaling=fp8.uses(scaling))
     single, layers = transformer_block.unstack(config, params)
     alone = transformer_block.unstack_state(config, state)
     keys = {"dropout": jax.random.key(0)}

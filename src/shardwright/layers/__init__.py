@@ -12,8 +12,8 @@ from shardwright.layers import attention_block as attention_block
 from shardwright.layers import dense as dense
 from shardwright.layers import dropout as dropout
 from shardwright.layers import dtypes as dtypes
-from shardwright.layers import eight_bits as eight_bits
 from shardwright.layers import embedding as embedding
+from shardwright.layers import fp8 as fp8
 from shardwright.layers import lora as lora
 from shardwright.layers import loss as loss
 from shardwright.layers import mixture_block as mixture_block

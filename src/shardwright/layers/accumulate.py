@@ -93,9 +93,9 @@ def accumulate(
 
     Returns:
       Function of `params`, as stored; `batch`, a tree of arrays whose dim 0 is BATCH; `channel`, of
-      `eight_bits.new_channel(scaling, uses=n)`, or None; and `key`, a JAX key, from which each
+      `fp8.new_channel(scaling, uses=n)`, or None; and `key`, a JAX key, from which each
       microbatch of each device gets its own. The leaves of `sent` and `seen` are largest values,
-      over all devices. They are never added: pass them to `eight_bits.update`.
+      over all devices. They are never added: pass them to `fp8.update`.
 
     Raises:
       IndivisibleError: n does not divide the examples of a device.
@@ -189,7 +189,7 @@ class _AccumulationStep:
     def _add(self, weights: Any, sums: Any, microbatch: Any) -> tuple[Any, Any]:
         """Add the loss and the gradients of one microbatch."""
         # Gradients are those of the total: the sum of the weights is known only after the last
-        # microbatch. So they, and the scales of eight bits, do not depend on the mesh or on n.
+        # microbatch. So they, and the fp8 scales, do not depend on the mesh or on n.
         differentiated = jax.value_and_grad(self._total, (0, 2), has_aux=True)
         (total, (weight, seen)), (grads, sent) = differentiated(weights, *microbatch)
         return jax.tree.map(jnp.add, sums, (Weighted(total, weight), grads)), (sent, seen)
@@ -270,7 +270,7 @@ def _check_channel(channel: Any, n: int) -> None:
         raise LayerError(
             f"a leaf of the channel has shape {np.shape(wrong[0])}, and there are {n} microbatches",
             path="channel",
-            fix=f"pass eight_bits.new_channel(scaling, uses={n})",
+            fix=f"pass fp8.new_channel(scaling, uses={n})",
         )
 
 

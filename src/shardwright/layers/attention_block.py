@@ -17,10 +17,10 @@ from shardwright.attention.masks import MaskRules, Window
 from shardwright.caches import create
 from shardwright.caches.base import KVCache
 from shardwright.errors import LayerError, RankMismatchError
-from shardwright.layers import eight_bits, norm, projection
+from shardwright.layers import fp8, norm, projection
 from shardwright.layers.dropout import check_rate
 from shardwright.layers.dtypes import FLOAT32, Dtypes
-from shardwright.layers.eight_bits import Recipe, read_recipe
+from shardwright.layers.fp8 import Recipe, read_recipe
 from shardwright.layers.inputs import check_fields, check_number, check_params, read_keys
 from shardwright.layers.lora import LoraConfig
 from shardwright.layers.norm import RMS, NormConfig
@@ -68,8 +68,8 @@ class AttentionConfig:
       dropout: Probability of dropping an attention weight, if `keys` has a dropout key.
       init: Initializer of the kernels. Defaults to that of `dense.specs`.
       dtypes: Dtypes of the parameters, products, result and cache.
-      recipe: How the projections are computed in eight bits: an `eight_bits.Recipe` or its name.
-        None for not at all. The products of queries, keys and values are never in eight bits.
+      recipe: How the projections are computed in fp8: an `fp8.Recipe` or its name.
+        None for not at all. The products of queries, keys and values are never in fp8.
       lora: Low-rank adaptation of the four projections. None for none.
 
     Raises:
@@ -147,11 +147,11 @@ class AttentionConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionState:
-    """The state of attention in eight bits with delayed scaling.
+    """The state of attention in fp8 with delayed scaling.
 
     Attributes:
       cache: A KV cache, or None.
-      scaling: `eight_bits.uses(scaling, channel)` as an argument. In a result, what was seen; with
+      scaling: `fp8.uses(scaling, channel)` as an argument. In a result, what was seen; with
         a cache, the argument again, so that the result is the state of the next call.
     """
 
@@ -194,13 +194,10 @@ def init_scaling(config: AttentionConfig, *, layers: int | None = None) -> dict[
       config: Sizes and options.
       layers: Size of a leading dim, for stacked parameters. Defaults to none.
     """
-    if not isinstance(config.recipe, eight_bits.DelayedScaling):
+    if not isinstance(config.recipe, fp8.DelayedScaling):
         return None
     groups = {"qkv": ("query", "key", "value"), "out": ("out",)}
-    return {
-        group: eight_bits.init(config.recipe, names, layers=layers)
-        for group, names in groups.items()
-    }
+    return {group: fp8.init(config.recipe, names, layers=layers) for group, names in groups.items()}
 
 
 def init_cache(
@@ -482,7 +479,7 @@ def check_cross(config: AttentionConfig, path: str) -> None:
                 path=path,
                 fix="AttentionConfig(causal=False, rope_theta=None, ...)",
             )
-    if isinstance(config.recipe, eight_bits.DelayedScaling):
+    if isinstance(config.recipe, fp8.DelayedScaling):
         raise LayerError(
             "delayed scaling has one scale for the input of queries, keys and values, and "
             "cross-attention has two inputs",

@@ -10,11 +10,11 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from shardwright.errors import LayerError
-from shardwright.layers import eight_bits, norm, projection
+from shardwright.layers import fp8, norm, projection
 from shardwright.layers.activation import CLAMP, Clamp, check_names, gated
 from shardwright.layers.dropout import check_rate, dropout
 from shardwright.layers.dtypes import FLOAT32, Dtypes
-from shardwright.layers.eight_bits import Recipe, read_recipe
+from shardwright.layers.fp8 import Recipe, read_recipe
 from shardwright.layers.inputs import check_fields, check_params, read_keys
 from shardwright.layers.lora import LoraConfig
 from shardwright.layers.norm import RMS, NormConfig
@@ -47,7 +47,7 @@ class MlpConfig:
       dropout_shared: Dims of `[batch, length, hidden]` along which the dropout mask is the same.
       init: Initializer of the kernels. Defaults to that of `dense.specs`.
       dtypes: Dtypes of the parameters, products and result.
-      recipe: How the products are computed in eight bits: an `eight_bits.Recipe` or its name. None
+      recipe: How the products are computed in fp8: an `fp8.Recipe` or its name. None
         for not at all.
       lora: Low-rank adaptation of both products. None for none.
 
@@ -108,9 +108,9 @@ def init_scaling(config: MlpConfig, *, layers: int | None = None) -> dict[str, A
       config: Sizes and options.
       layers: Size of a leading dim, for stacked parameters. Defaults to none.
     """
-    if not isinstance(config.recipe, eight_bits.DelayedScaling):
+    if not isinstance(config.recipe, fp8.DelayedScaling):
         return None
-    return {name: eight_bits.init(config.recipe, [name], layers=layers) for name in ("up", "down")}
+    return {name: fp8.init(config.recipe, [name], layers=layers) for name in ("up", "down")}
 
 
 def apply(
@@ -132,7 +132,7 @@ def apply(
       params: The tree that `specs` describes, as stored.
       x: `[batch, length, embed]`.
       keys: `{"dropout": key}`. By default nothing is dropped.
-      state: With delayed scaling, `eight_bits.uses(scaling, channel)`, and the result has what was
+      state: With delayed scaling, `fp8.uses(scaling, channel)`, and the result has what was
         seen. Otherwise returned as it is.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
 

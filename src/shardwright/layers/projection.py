@@ -1,4 +1,4 @@
-"""The products of a block: in its compute dtype, or in eight bits if its config has a recipe."""
+"""The products of a block: in its compute dtype, or in fp8 if its config has a recipe."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shardwright.errors import LayerError, raise_problems
 from shardwright.layers import dense, lora
 from shardwright.layers.dense import NamedSizes
 from shardwright.layers.dtypes import Dtypes
-from shardwright.layers.eight_bits.dense import DenseResult
-from shardwright.layers.eight_bits.dense import dense as quantized_dense
-from shardwright.layers.eight_bits.recipe import Recipe
-from shardwright.layers.eight_bits.state import USES_FIX
-from shardwright.layers.eight_bits.weights import stored
+from shardwright.layers.fp8.dense import DenseResult
+from shardwright.layers.fp8.dense import dense as quantized_dense
+from shardwright.layers.fp8.recipe import Recipe
+from shardwright.layers.fp8.state import USES_FIX
+from shardwright.layers.fp8.weights import stored
 from shardwright.layers.inputs import check_fields
 from shardwright.layers.lora import LoraConfig
 from shardwright.layers.norm import NormConfig
@@ -122,13 +122,13 @@ def project(
       axes: Annotation of `x`.
       recipe: The recipe of the block, or None.
       state: The `DenseUse` of delayed scaling, or None.
-      adaptation: The low-rank adaptation of every product, or None. It is not in eight bits.
+      adaptation: The low-rank adaptation of every product, or None. It is not in fp8.
       contract: Number of dims that are contracted.
       dtype: Dtype of the operands and the results. Defaults to that of `x`.
 
     Raises:
       RankMismatchError: The shapes do not fit each other.
-      LayerError: As `eight_bits.dense` raises it.
+      LayerError: As `fp8.dense` raises it.
       ShardingError: An annotation does not fit, by the rules or the mesh.
     """
     kernels = {name: weights[name]["kernel"] for name in out}

@@ -9,7 +9,7 @@ import jax
 
 from shardwright.caches.base import KVCache
 from shardwright.errors import LayerError
-from shardwright.layers.eight_bits import DenseUse
+from shardwright.layers.fp8 import DenseUse
 from shardwright.layers.inputs import check_params
 from shardwright.layers.mixture_block import MixtureConfig
 
@@ -88,7 +88,7 @@ def check_scaling(config: TransformerConfig, scaling: Any) -> None:
     """Check that scaling has a tree per tree of parameters; each block checks its own part."""
     if scaling is None:
         return
-    trees, fix = trees_of(config), "pass eight_bits.uses(transformer_block.init_scaling(config))"
+    trees, fix = trees_of(config), "pass fp8.uses(transformer_block.init_scaling(config))"
     if not isinstance(scaling, Sequence) or len(scaling) != trees:
         has = f"{len(scaling)} trees" if isinstance(scaling, Sequence) else type(scaling).__name__
         raise LayerError(f"scaling has {has} for {trees} trees", path="state", fix=fix)

@@ -181,7 +181,7 @@ class StackState:
       mixtures: One `MoEState` per tree of parameters, or None for an MLP. With `scan`, its arrays
         have a leading dim of the layers of that tree. None as a whole before the first call.
       scaling: With delayed scaling, one tree per tree of parameters:
-        `eight_bits.uses(scaling, channel)` as an argument. In a result, what was seen; with caches,
+        `fp8.uses(scaling, channel)` as an argument. In a result, what was seen; with caches,
         the argument again, so that the result is the state of the next call. Else None.
     """
 
@@ -285,7 +285,7 @@ def unstack_state(config: TransformerConfig, state: StackState) -> StackState:
 
     Args:
       config: The config, as for `unstack`.
-      state: Biases as they were trained, and with delayed scaling `eight_bits.uses(scaling)`.
+      state: Biases as they were trained, and with delayed scaling `fp8.uses(scaling)`.
 
     Raises:
       LayerError: The state is not one of this config.

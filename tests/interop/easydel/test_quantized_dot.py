@@ -566,7 +566,7 @@ def test_mismatched_scales(scale: Any, says: str) -> None:
 
 
 @pytest.mark.full
-def test_floats_of_eight_bits_are_quantized() -> None:
+def test_floats_of_fp8_are_quantized() -> None:
     x, y = jnp.array([[1.5, -3.0]], jnp.float8_e4m3fn), jnp.array([[2.0], [0.5]], jnp.float8_e4m3fn)
     assert quantize(x, shared=(1,)).value.tolist() == [[64, -127]]
     assert quantize(x, shared=(1,)).scale.dtype == jnp.float32

@@ -40,7 +40,7 @@ from tests.layers.moe.reference import config, manager, parameters, tokens
             'write capacity=Dropless(), or exchange="slots"',
         ),
         (lambda: config(exchange="ragged", product="padded"), 'or write exchange="slots"'),
-        (lambda: config(recipe="delayed"), "experts of a mixture are not computed in eight bits"),
+        (lambda: config(recipe="delayed"), "experts of a mixture are not computed in fp8"),
         (lambda: moe.Factor(0), "write Factor(1.25)"),
         (lambda: moe.Factor(float("nan")), "write Factor(1.25)"),
     ],

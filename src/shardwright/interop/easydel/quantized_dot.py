@@ -34,7 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright import _jax
 from shardwright.errors import LayerError
-from shardwright.layers.eight_bits.quantize import explicit_entries
+from shardwright.layers.fp8.quantize import explicit_entries
 from shardwright.trees.factored_weights import Quantized
 from shardwright.vocabulary.integers import read_integer
 

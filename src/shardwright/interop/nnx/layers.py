@@ -25,7 +25,7 @@ from shardwright.layers import (
     transformer_block,
 )
 from shardwright.layers.dtypes import FLOAT32, Dtypes
-from shardwright.layers.eight_bits import DelayedScaling
+from shardwright.layers.fp8 import DelayedScaling
 from shardwright.layers.placement import use
 from shardwright.manager import context
 from shardwright.trees.initialize import initializer

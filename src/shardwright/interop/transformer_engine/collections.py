@@ -11,10 +11,10 @@ import numpy as np
 
 from shardwright.errors import LayerError
 from shardwright.interop.transformer_engine.recipe import current_recipe
-from shardwright.layers.eight_bits import DelayedScaling, scale_of
-from shardwright.layers.eight_bits.recipe import largest
+from shardwright.layers.fp8 import DelayedScaling, scale_of
+from shardwright.layers.fp8.recipe import largest
 
-# The collection of the states of eight-bit recipes.
+# The collection of the states of fp8 recipes.
 NVTE_FP8_COLLECTION_NAME: Final = "fp8_metas"
 
 
@@ -69,7 +69,7 @@ def update_fp8_metas(state: Any) -> Any:
         raise LayerError(
             "the state has no amax beside a scale and a scale_inv",
             path="state",
-            fix="pass the collection of the states of eight-bit recipes",
+            fix="pass the collection of the states of fp8 recipes",
         )
     return new
 

@@ -16,8 +16,8 @@ from shardwright.interop.transformer_engine.sharding import (
     current_settings,
     settings_entered,
 )
-from shardwright.layers import eight_bits
-from shardwright.layers.eight_bits.recipe import E4M3, E5M2, refuse_four_bits
+from shardwright.layers import fp8
+from shardwright.layers.fp8.recipe import E4M3, E5M2, refuse_four_bits
 
 
 class Format(enum.Enum):
@@ -88,8 +88,8 @@ _FIXED: Final[dict[str, Any]] = {
 }
 
 
-def read_recipe(recipe: Any) -> eight_bits.Recipe:
-    """Return the recipe of `shardwright.layers.eight_bits` that equals one of these.
+def read_recipe(recipe: Any) -> fp8.Recipe:
+    """Return the recipe of `shardwright.layers.fp8` that equals one of these.
 
     Args:
       recipe: A recipe of this module. None for `DelayedScaling()`.
@@ -115,7 +115,7 @@ def read_recipe(recipe: Any) -> eight_bits.Recipe:
         raise _unsupported(given, "fp8_format", "pass Format.HYBRID or Format.E4M3")
     forward, backward = formats
     if isinstance(given, Float8CurrentScaling):
-        return eight_bits.CurrentScaling(forward=forward, backward=backward)
+        return fp8.CurrentScaling(forward=forward, backward=backward)
     if isinstance(given, MXFP8BlockScaling):
         if given.margin != 0:
             warnings.warn(
@@ -124,10 +124,10 @@ def read_recipe(recipe: Any) -> eight_bits.Recipe:
                 UserWarning,
                 stacklevel=4,
             )
-        return eight_bits.BlockScaling(forward=forward, backward=backward)
+        return fp8.BlockScaling(forward=forward, backward=backward)
     if given.amax_compute_algo not in ("max", "most_recent"):
         raise _unsupported(given, "amax_compute_algo", 'pass "max" or "most_recent"')
-    return eight_bits.DelayedScaling(
+    return fp8.DelayedScaling(
         margin=given.margin,
         history=given.amax_history_len,
         algorithm=str(given.amax_compute_algo),
@@ -144,9 +144,9 @@ def _unsupported(recipe: Any, name: str, fix: str) -> LayerError:
     )
 
 
-def current_recipe() -> eight_bits.Recipe | None:
+def current_recipe() -> fp8.Recipe | None:
     """Return the recipe that `autocast` has entered, or None."""
-    recipe: eight_bits.Recipe | None = current_settings().recipe
+    recipe: fp8.Recipe | None = current_settings().recipe
     return recipe
 
 
@@ -157,11 +157,11 @@ def autocast(
     """Set the recipe and the `MeshResource` of this thread, and restore both on exit.
 
     Both are part of jit's cache key, so a jitted function is traced again under other ones. If
-    enabled, the products of the modules run in eight bits on every platform. A platform without
-    units of eight bits computes them in wider floats.
+    enabled, the products of the modules run in fp8 on every platform. A platform without
+    fp8 units computes them in wider floats.
 
     Args:
-      enabled: Whether to compute in eight bits.
+      enabled: Whether to compute in fp8.
       recipe: Which recipe. Ignored if not enabled. Defaults to `DelayedScaling()`.
       mesh_resource: The mesh axes of each kind of parallelism. Defaults to none.
 

@@ -102,7 +102,7 @@ class AutocastSettings:
 
     Attributes:
       resource: The `MeshResource`, or None.
-      recipe: The recipe of eight bits, of `shardwright.layers.eight_bits`, or None.
+      recipe: The fp8 recipe, of `shardwright.layers.fp8`, or None.
     """
 
     resource: MeshResource | None = None

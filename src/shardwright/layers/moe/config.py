@@ -86,7 +86,7 @@ class MoEConfig:
       product: How the experts multiply their slots: "padded" multiplies all of them, "ragged" only
         the filled ones. "auto" chooses; `moe.explain` says which one and why.
       dtypes: Dtypes of the experts, their products and the result. The router is float32.
-      recipe: None: experts are not computed in eight bits. Other values are refused.
+      recipe: None: experts are not computed in fp8. Other values are refused.
 
     Raises:
       LayerError: An option is not valid.
@@ -114,7 +114,7 @@ class MoEConfig:
     def __post_init__(self) -> None:
         if self.recipe is not None:
             raise LayerError(
-                f"recipe={self.recipe!r}: the experts of a mixture are not computed in eight bits",
+                f"recipe={self.recipe!r}: the experts of a mixture are not computed in fp8",
                 fix="leave it out here; attention and MLPs of the same stack can have it",
             )
         for name in ("embed", "hidden", "experts", "per_token", "groups", "top_groups"):

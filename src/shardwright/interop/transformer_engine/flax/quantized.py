@@ -1,4 +1,4 @@
-"""The product of a module: in eight bits if `autocast` has entered a recipe."""
+"""The product of a module: in fp8 if `autocast` has entered a recipe."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import jax.numpy as jnp
 
 from shardwright.errors import LayerError
 from shardwright.interop.transformer_engine.collections import NVTE_FP8_COLLECTION_NAME
-from shardwright.interop.transformer_engine.eight_bits import quantized_dense
+from shardwright.interop.transformer_engine.fp8 import quantized_dense
 from shardwright.interop.transformer_engine.recipe import current_recipe
 from shardwright.interop.transformer_engine.sharding import shards_of
 from shardwright.layers import dense
-from shardwright.layers.eight_bits import BlockScaling, DelayedScaling, TensorScaling
+from shardwright.layers.fp8 import BlockScaling, DelayedScaling, TensorScaling
 
 
 def product(

@@ -12,9 +12,9 @@ import pytest
 
 import shardwright as sw
 from shardwright.errors import LayerError
-from shardwright.layers import eight_bits, transformer_block
+from shardwright.layers import fp8, transformer_block
 from shardwright.layers.attention_block import AttentionConfig
-from shardwright.layers.eight_bits import DelayedScaling
+from shardwright.layers.fp8 import DelayedScaling
 from shardwright.layers.mlp_block import MlpConfig
 from shardwright.layers.transformer_block import StackState
 from shardwright.testing import cpu_mesh
@@ -26,12 +26,12 @@ W = np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
 
 
 def scaling() -> Any:
-    return {"up": eight_bits.init(RECIPE, ["kernel"])}
+    return {"up": fp8.init(RECIPE, ["kernel"])}
 
 
 def product(w: Any, channel: Any, state: Any, x: Any) -> tuple[Any, Any]:
-    use = eight_bits.uses(state, channel)["up"]
-    result = eight_bits.dense(x, {"kernel": w}, recipe=RECIPE, use=use)
+    use = fp8.uses(state, channel)["up"]
+    result = fp8.dense(x, {"kernel": w}, recipe=RECIPE, use=use)
     return result.ys["kernel"], {"up": result.seen}
 
 
@@ -51,11 +51,11 @@ def histories(state: Any) -> list[float]:
 
 
 def updated(sent: Any, seen: Any) -> Any:
-    return eight_bits.update(RECIPE, scaling(), seen, sent)
+    return fp8.update(RECIPE, scaling(), seen, sent)
 
 
 def test_one_use() -> None:
-    sent, seen = report(W, eight_bits.new_channel(scaling()), scaling(), X, 8.0)
+    sent, seen = report(W, fp8.new_channel(scaling()), scaling(), X, 8.0)
     state = updated(sent, seen)
     assert histories(state) == [np.abs(X).max(), np.abs(W).max(), 8.0]
     assert state["up"].grads["kernel"].scale == 57344 / 8
@@ -64,15 +64,15 @@ def test_one_use() -> None:
 
 def test_scale_follows_history_for_its_length() -> None:
     # A spike of 100 sets the scale for exactly as many updates as the history has entries.
-    step = functools.partial(eight_bits.step, RECIPE, dtype="float8_e4m3fn")
-    state = eight_bits.TensorScaling(scale=jnp.float32(1), history=jnp.zeros(4))
+    step = functools.partial(fp8.step, RECIPE, dtype="float8_e4m3fn")
+    state = fp8.TensorScaling(scale=jnp.float32(1), history=jnp.zeros(4))
     scales = []
     for amax in (1.0, 100.0, 1.0, 1.0, 1.0, 1.0):
         state = step(state, jnp.float32(amax))
         scales.append(float(state.scale))
     np.testing.assert_allclose(scales, [448, 4.48, 4.48, 4.48, 4.48, 448], rtol=1e-6)
     recent = DelayedScaling(history=4, algorithm="most_recent", margin=2)
-    state = eight_bits.step(recent, state, jnp.float32(2.0), "float8_e5m2")
+    state = fp8.step(recent, state, jnp.float32(2.0), "float8_e5m2")
     assert state.scale == 57344 / 2 / 4
 
 
@@ -105,7 +105,7 @@ def mapped(w: Any, channel: Any) -> Any:
     ("f", "wrong", "count"), [(twice, 12, 2), (scanned, 10, 4), (mapped, 10, 4)]
 )
 def test_shared_leaf_is_refused(f: Any, wrong: float, count: float) -> None:
-    channel = eight_bits.new_channel(scaling())
+    channel = fp8.new_channel(scaling())
     sent, seen = jax.jit(jax.grad(f, 1, has_aux=True))(W, channel)
     assert sent["up"]["kernel"].amax == wrong
     with pytest.raises(LayerError, match=f"up/kernel: the counter is {count}: the product took"):
@@ -113,11 +113,11 @@ def test_shared_leaf_is_refused(f: Any, wrong: float, count: float) -> None:
 
 
 def test_shared_leaf_is_refused_under_jit() -> None:
-    sent, seen = jax.grad(twice, 1, has_aux=True)(W, eight_bits.new_channel(scaling()))
+    sent, seen = jax.grad(twice, 1, has_aux=True)(W, fp8.new_channel(scaling()))
     state = jax.jit(updated)(sent, seen)
     assert np.isnan(state["up"].x.scale)
     assert np.isnan(jax.jit(product)(W, None, state, X)[0]).all()
-    for use in (eight_bits.check, eight_bits.uses):
+    for use in (fp8.check, fp8.uses):
         with pytest.raises(LayerError, match="up/kernel: the counter is 2"):
             use(state)
 
@@ -127,7 +127,7 @@ def test_unused_channel_is_refused() -> None:
         value, seen = loss(W, channel, scaling(), X, 1.0)
         return jax.lax.stop_gradient(value), seen
 
-    sent, seen = jax.grad(unused, has_aux=True)(eight_bits.new_channel(scaling()))
+    sent, seen = jax.grad(unused, has_aux=True)(fp8.new_channel(scaling()))
     message = "up/kernel: the counter is 0: the product and every other took part in no backward"
     with pytest.raises(LayerError, match=message) as caught:
         updated(sent, seen)
@@ -137,7 +137,7 @@ def test_unused_channel_is_refused() -> None:
 
 def started() -> Any:
     """Return a state after one update, in which no scale is 1."""
-    return updated(*report(W, eight_bits.new_channel(scaling()), scaling(), 4 * X, 8.0))
+    return updated(*report(W, fp8.new_channel(scaling()), scaling(), 4 * X, 8.0))
 
 
 @pytest.mark.parametrize("ran", [True, False])
@@ -151,11 +151,11 @@ def test_layer_without_backward_pass(ran: bool) -> None:
         value, last = loss(W, {"up": channel["trained"]}, {"up": states["trained"]}, X, 2.0)
         return value, {"frozen": (seen if ran else skipped)["up"], "trained": last["up"]}
 
-    sent, seen = jax.grad(two, has_aux=True)(eight_bits.new_channel(states))
-    new = eight_bits.update(RECIPE, states, seen, sent)
-    for state in (new, jax.jit(lambda *args: eight_bits.update(RECIPE, *args))(states, seen, sent)):
-        eight_bits.check(state)
-        eight_bits.uses(state["frozen"])
+    sent, seen = jax.grad(two, has_aux=True)(fp8.new_channel(states))
+    new = fp8.update(RECIPE, states, seen, sent)
+    for state in (new, jax.jit(lambda *args: fp8.update(RECIPE, *args))(states, seen, sent)):
+        fp8.check(state)
+        fp8.uses(state["frozen"])
     frozen, old = new["frozen"], states["frozen"]
     forward = (4 * np.abs(X).max(), np.abs(X).max()) if ran else (0.0, 4 * np.abs(X).max())
     np.testing.assert_array_equal(frozen.x.history[-2:], np.float32(forward))
@@ -167,10 +167,10 @@ def test_layer_without_backward_pass(ran: bool) -> None:
 
 def test_layer_skipped_in_one_microbatch() -> None:
     counts, amaxes = np.array([0.0, 1.0, 0.0]), np.array([0.0, 4.0, 0.0])
-    sent = {"up": {"kernel": eight_bits.Channel(amax=amaxes, count=counts)}}
-    seen = eight_bits.DenseSeen(x=np.array([0.0, 3.0, 0.0]), kernels={"kernel": amaxes})
+    sent = {"up": {"kernel": fp8.Channel(amax=amaxes, count=counts)}}
+    seen = fp8.DenseSeen(x=np.array([0.0, 3.0, 0.0]), kernels={"kernel": amaxes})
     assert histories(updated(sent, {"up": seen})) == [3.0, 4.0, 4.0]
-    sent["up"]["kernel"] = eight_bits.Channel(amax=amaxes, count=np.array([0.0, 1.0, 2.0]))
+    sent["up"]["kernel"] = fp8.Channel(amax=amaxes, count=np.array([0.0, 1.0, 2.0]))
     with pytest.raises(LayerError, match="up/kernel: the counter is 2"):
         updated(sent, {"up": seen})
 
@@ -191,17 +191,17 @@ def test_partly_frozen_stack(scan: bool) -> None:
 
     def stack(channel: Any) -> Any:
         y, seen = x, []
-        for own, state in zip(params, eight_bits.uses(states, channel), strict=True):
+        for own, state in zip(params, fp8.uses(states, channel), strict=True):
             y = jax.lax.stop_gradient(y)
             y, after = transformer_block.apply(config, own, y, state=StackState(scaling=state))
             seen.append(after.scaling)
         return jnp.sum(jnp.sin(y)), seen
 
-    sent, seen = jax.jit(jax.grad(stack, has_aux=True))(eight_bits.new_channel(states))
-    new = eight_bits.update(RECIPE, states, seen, sent)
-    eight_bits.check(new)
+    sent, seen = jax.jit(jax.grad(stack, has_aux=True))(fp8.new_channel(states))
+    new = fp8.update(RECIPE, states, seen, sent)
+    fp8.check(new)
     lower, upper = (
-        jax.tree.leaves(node, is_leaf=lambda leaf: isinstance(leaf, eight_bits.DenseScaling))
+        jax.tree.leaves(node, is_leaf=lambda leaf: isinstance(leaf, fp8.DenseScaling))
         for node in new
     )
     for frozen, trained in zip(lower, upper, strict=True):
@@ -249,7 +249,7 @@ def in_calls(channel: Any) -> Any:
         loss(W, jax.tree.map(lambda leaf, at=at: leaf[at], channel), scaling(), *case)
         for at, case in enumerate(zip(ROWS, FACTORS, strict=True))
     ]
-    return sum(value for value, _ in results), eight_bits.stack(*(seen for _, seen in results))
+    return sum(value for value, _ in results), fp8.stack(*(seen for _, seen in results))
 
 
 WANTED = [np.abs(ROWS).max(), np.abs(W).max(), 4.0]
@@ -257,7 +257,7 @@ WANTED = [np.abs(ROWS).max(), np.abs(W).max(), 4.0]
 
 @pytest.mark.parametrize("f", [in_scan, in_remat_scan, in_vmap, in_calls])
 def test_uses_combine_by_maximum(f: Any) -> None:
-    channel = eight_bits.new_channel(scaling(), uses=4)
+    channel = fp8.new_channel(scaling(), uses=4)
     sent, seen = jax.jit(jax.grad(f, has_aux=True))(channel)
     np.testing.assert_array_equal(sent["up"]["kernel"].amax, FACTORS)
     assert histories(updated(sent, seen)) == WANTED
@@ -267,7 +267,7 @@ def test_accumulated_gradients() -> None:
     # The gradient is taken per microbatch; the reports are stacked, not added.
     def body(total: Any, trip: Any) -> Any:
         (grads, sent), seen = jax.grad(loss, (0, 1), has_aux=True)(
-            W, eight_bits.new_channel(scaling()), scaling(), *trip
+            W, fp8.new_channel(scaling()), scaling(), *trip
         )
         return total + grads, (sent, seen)
 
@@ -278,13 +278,13 @@ def test_accumulated_gradients() -> None:
 
 def test_gradient_inside_of_vmap() -> None:
     sent, seen = jax.vmap(report, in_axes=(None, None, None, 0, 0))(
-        W, eight_bits.new_channel(scaling()), scaling(), ROWS, FACTORS
+        W, fp8.new_channel(scaling()), scaling(), ROWS, FACTORS
     )
     assert histories(updated(sent, seen)) == WANTED
 
 
 def test_stacked_layers_have_a_state_each() -> None:
-    layers = {"up": eight_bits.init(RECIPE, ["kernel"], layers=4)}
+    layers = {"up": fp8.init(RECIPE, ["kernel"], layers=4)}
 
     def stack_loss(channel: Any) -> Any:
         def body(total: Any, trip: Any) -> Any:
@@ -294,20 +294,20 @@ def test_stacked_layers_have_a_state_each() -> None:
 
         return jax.lax.scan(body, 0.0, (channel, layers, ROWS, FACTORS))
 
-    sent, seen = jax.grad(stack_loss, has_aux=True)(eight_bits.new_channel(layers))
-    state = eight_bits.update(RECIPE, layers, seen, sent)["up"]
+    sent, seen = jax.grad(stack_loss, has_aux=True)(fp8.new_channel(layers))
+    state = fp8.update(RECIPE, layers, seen, sent)["up"]
     np.testing.assert_array_equal(state.grads["kernel"].history[:, -1], FACTORS)
     np.testing.assert_array_equal(state.x.history[:, -1], np.abs(ROWS).max((1, 2)))
 
 
 def test_specs_place_a_state() -> None:
     """The state of a step is one tree, so the scaling has shardings too, and can be restored."""
-    recipe = eight_bits.DelayedScaling(history=4)
-    abstract = jax.eval_shape(lambda: {"up": eight_bits.init(recipe, ["up"], layers=2)})
+    recipe = fp8.DelayedScaling(history=4)
+    abstract = jax.eval_shape(lambda: {"up": fp8.init(recipe, ["up"], layers=2)})
     with blocks.make_manager("fsdp_tp", "auto") as pm:
-        target = pm.abstract(eight_bits.specs(abstract))
-        scaling = {"up": eight_bits.init(recipe, ["up"], layers=2)}
-        placed = pm.shard(scaling, eight_bits.specs(scaling), role="param")
+        target = pm.abstract(fp8.specs(abstract))
+        scaling = {"up": fp8.init(recipe, ["up"], layers=2)}
+        placed = pm.shard(scaling, fp8.specs(scaling), role="param")
         step = pm.jit_step(lambda state: (state, None), target)
         again, _ = step(placed)
     assert jax.tree.structure(again) == jax.tree.structure(abstract)
@@ -318,11 +318,11 @@ def test_specs_place_a_state() -> None:
 
 
 def test_recipes_without_state() -> None:
-    assert eight_bits.init(eight_bits.read_recipe("current"), ["kernel"]) is None
+    assert fp8.init(fp8.read_recipe("current"), ["kernel"]) is None
     with pytest.raises(LayerError, match="delayed scaling has a state, and got NoneType"):
-        eight_bits.dense(X, {"kernel": W}, recipe=RECIPE)
-    use = eight_bits.uses(scaling())["up"]
+        fp8.dense(X, {"kernel": W}, recipe=RECIPE)
+    use = fp8.uses(scaling())["up"]
     with pytest.raises(LayerError, match="BlockScaling has no state"):
-        eight_bits.dense(X, {"kernel": W}, recipe="mxfp8", use=use)
+        fp8.dense(X, {"kernel": W}, recipe="mxfp8", use=use)
     with pytest.raises(LayerError, match="the state is that of kernel, not of gate"):
-        eight_bits.dense(X, {"gate": W}, recipe=RECIPE, use=use)
+        fp8.dense(X, {"gate": W}, recipe=RECIPE, use=use)

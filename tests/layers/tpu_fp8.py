@@ -1,6 +1,6 @@
 """Compile the quantized dense for eight TPUs, without one: dtype and bytes of its all-gathers.
 
-    python -m tests.layers.tpu_eight_bits
+    python -m tests.layers.tpu_fp8
 
 prints one line of JSON per recipe; see `tests.tpu_compile`.
 """
@@ -32,7 +32,7 @@ class Gathered:
 
 
 def measure() -> list[Gathered]:
-    return tpu_compile.measure("tests.layers.tpu_eight_bits", Gathered)
+    return tpu_compile.measure("tests.layers.tpu_fp8", Gathered)
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     import jax.numpy as jnp
 
     import shardwright as sw
-    from shardwright.layers import eight_bits
+    from shardwright.layers import fp8
 
     axes = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
     kernel = sw.ArraySpec((INPUTS, OUTPUTS), jnp.bfloat16, (sw.EMBED, sw.MLP_INTERMEDIATE))
@@ -48,18 +48,18 @@ def main() -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=mesh, mode="train")
     x = pm.abstract(sw.ArraySpec((8, 256, INPUTS), jnp.bfloat16, axes), role="activation")
     for name in RECIPES:
-        recipe = eight_bits.read_recipe(name)
-        state = eight_bits.init(recipe, ["up"])
+        recipe = fp8.read_recipe(name)
+        state = fp8.init(recipe, ["up"])
 
         def loss(w, x, channel, recipe=recipe, state=state):  # type: ignore[no-untyped-def]
             out = {"up": (sw.BATCH, sw.QUERY_LENGTH, sw.MLP_INTERMEDIATE)}
-            use = eight_bits.uses(state, channel)
-            kernels = {"up": eight_bits.stored(w, kernel)}
-            result = eight_bits.dense(x, kernels, recipe=recipe, use=use, axes=axes, out=out)
+            use = fp8.uses(state, channel)
+            kernels = {"up": fp8.stored(w, kernel)}
+            result = fp8.dense(x, kernels, recipe=recipe, use=use, axes=axes, out=out)
             return jnp.sum(jnp.sin(result.ys["up"].astype(jnp.float32))), result.seen
 
         # Before the manager is entered: no array can be created on its devices.
-        channel = eight_bits.new_channel(state)
+        channel = fp8.new_channel(state)
         with pm:
             step = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
             compiled = step.lower(pm.abstract(kernel), x, channel).compile()

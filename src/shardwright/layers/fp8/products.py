@@ -1,15 +1,15 @@
-"""Products of eight-bit operands: the forward and the backward pass of one input, several kernels.
+"""Products of fp8 operands: the forward and the backward pass of one input, several kernels.
 
 The input is quantized once for all kernels. A kernel is quantized as it is stored, then gathered.
 
     forward    y = Q(x) Q(w)
     backward   g = Q(dy)    dx = g Q(w)'    dw = Q(x)' g
 
-With one scale per tensor, the backward pass uses the eight-bit operands of the forward pass. Blocks
+With one scale per tensor, the backward pass uses the fp8 operands of the forward pass. Blocks
 lie along the contracted dim, and each of the three products contracts another dim. So with blocks
 the forward pass quantizes each operand twice.
 
-The residuals are eight-bit operands, the kernels as they are stored. The backward pass gathers them
+The residuals are fp8 operands, the kernels as they are stored. The backward pass gathers them
 again. A product is computed in the dtype of its result (float32 for float16, which would overflow),
 and multiplied by the inverse scales after it; sums over devices have that dtype too.
 """
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright import _jax
-from shardwright.layers.eight_bits.quantize import (
+from shardwright.layers.fp8.quantize import (
     Scaled,
     dequantize,
     explicit_entries,
@@ -33,8 +33,8 @@ from shardwright.layers.eight_bits.quantize import (
     quantize_tensor,
     scale_of,
 )
-from shardwright.layers.eight_bits.recipe import BlockScaling, Recipe
-from shardwright.layers.eight_bits.weights import (
+from shardwright.layers.fp8.recipe import BlockScaling, Recipe
+from shardwright.layers.fp8.weights import (
     Shards,
     StoredKernel,
     check_blocks,
@@ -158,7 +158,7 @@ class KernelGradients:
 
 
 def forward(call: Fp8Call, x: Any, kernels: tuple[Any, ...], scales: Any, *, keep: bool) -> Forward:
-    """Return the products, and the eight-bit operands of the backward pass.
+    """Return the products, and the fp8 operands of the backward pass.
 
     Args:
       call: The static part.

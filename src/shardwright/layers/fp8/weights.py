@@ -1,4 +1,4 @@
-"""Gather a quantized weight: as eight bits, and with the transposed gather for its gradient."""
+"""Gather a quantized weight: as fp8, and with the transposed gather for its gradient."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from shardwright.errors import LayerError
-from shardwright.layers.eight_bits.quantize import Scaled, explicit_entries
-from shardwright.layers.eight_bits.recipe import BLOCK
+from shardwright.layers.fp8.quantize import Scaled, explicit_entries
+from shardwright.layers.fp8.recipe import BLOCK
 from shardwright.layers.placement import is_inside_shard_map
 from shardwright.manager.platform import platform_of
 from shardwright.resolution.partition_specs import entry_names
@@ -119,7 +119,7 @@ def scatter(manager: Any, grad: Any, like: Any, weight: StoredKernel) -> Any:
 
 
 def _through_bits(f: Any, value: Any, manager: Any) -> Any:
-    """Apply a move of data to floats of eight bits.
+    """Apply a move of data to fp8.
 
     XLA for CPU has no collectives of such floats: it converts them to float16. So the CPU moves
     their bits. The barriers keep XLA from moving the conversion past the collective.

@@ -1,14 +1,14 @@
 """The state of delayed scaling: histories and scales, what a step reports, and the update.
 
     scaling = block.init_scaling(config)            scales and histories
-    channel = eight_bits.new_channel(scaling)           zeros, one leaf per use
+    channel = fp8.new_channel(scaling)           zeros, one leaf per use
 
     def loss(params, channel, x):
-        y, seen = block.apply(config, params, x, state=eight_bits.uses(scaling, channel))
+        y, seen = block.apply(config, params, x, state=fp8.uses(scaling, channel))
         return ..., seen
 
     (_, seen), (grads, sent) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, channel, x)
-    scaling = eight_bits.update(config.recipe, scaling, seen, sent)
+    scaling = fp8.update(config.recipe, scaling, seen, sent)
 
 The forward pass returns the largest values of activations and kernels as `seen`. The largest value
 of a gradient is known only in the backward pass, which can return nothing but gradients. So it is
@@ -32,14 +32,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardwright.errors import LayerError, Problem, raise_problems
-from shardwright.layers.eight_bits.quantize import scale_of
-from shardwright.layers.eight_bits.recipe import DelayedScaling
+from shardwright.layers.fp8.quantize import scale_of
+from shardwright.layers.fp8.recipe import DelayedScaling
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import EMPTY
 
 USES_FIX: Final = (
-    "pass eight_bits.uses(scaling, channel), with the scaling of the last update; before the first "
+    "pass fp8.uses(scaling, channel), with the scaling of the last update; before the first "
     "one, scaling = init_scaling(config)"
 )
 
@@ -325,7 +325,7 @@ def _problem(path: str, count: float) -> Problem:
     else:
         what = f"took part in {count:g} backward passes with one leaf, and JAX added their reports"
         fix = (
-            "give each use a leaf of its own: eight_bits.new_channel(scaling, uses=n), "
+            "give each use a leaf of its own: fp8.new_channel(scaling, uses=n), "
             "and a slice of it per scan step, microbatch or example"
         )
     return Problem(

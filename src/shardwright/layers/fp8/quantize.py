@@ -1,4 +1,4 @@
-"""Casts of arrays to eight bits, with one scale per tensor or one per block.
+"""Casts of arrays to fp8, with one scale per tensor or one per block.
 
 Tensor: `scale = largest / amax`, with `amax` the largest absolute value of the whole array;
 `value = cast(clip(float32(x) * scale))`; `x ~ value * inverse`, with `inverse = 1 / scale`.
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from shardwright import _jax
-from shardwright.layers.eight_bits.recipe import BLOCK, largest
+from shardwright.layers.fp8.recipe import BLOCK, largest
 from shardwright.manager import context
 from shardwright.vocabulary.axes import PIPELINE_PARALLEL
 
@@ -32,10 +32,10 @@ _NAN: Final = 255  # the stored exponent of a block with a value that is not fin
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled:
-    """An array in eight bits.
+    """An array in fp8.
 
     Attributes:
-      value: Floats of eight bits.
+      value: float8 values.
       scale: float32, the inverse scale of the whole array. With blocks, uint8: the exponent of each
         block plus 127. Its size along `dim` is 1/32 of the array's.
       dim: The dim of the blocks, or None for one scale.

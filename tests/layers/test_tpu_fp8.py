@@ -1,9 +1,9 @@
-"""On eight TPUs, FSDP gathers quantized kernels as floats of eight bits: half the bytes."""
+"""On eight TPUs, FSDP gathers quantized kernels as fp8: half the bytes."""
 
 from __future__ import annotations
 
 from tests import tpu_compile
-from tests.layers.tpu_eight_bits import INPUTS, OUTPUTS, Gathered, measure
+from tests.layers.tpu_fp8 import INPUTS, OUTPUTS, Gathered, measure
 
 pytestmark = tpu_compile.MARKS
 

@@ -1,4 +1,4 @@
-"""A layer in eight bits on a mesh gives what it gives without one, and `pm.plan` reads it."""
+"""A layer in fp8 on a mesh gives what it gives without one, and `pm.plan` reads it."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_layer_on_a_mesh(recipe: str, preset: str, kind: str) -> None:
 @pytest.mark.full(but=["delayed"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_plan_of_a_recipe(recipe: str) -> None:
-    """The plan is complete. With a scale per tensor, kernels are gathered in eight bits."""
+    """The plan is complete. With a scale per tensor, kernels are gathered in fp8."""
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:4,tp:2"))
     x = jax.ShapeDtypeStruct((8, 32, 128), jnp.float32)
     with te.autocast(enabled=True, recipe=RECIPES[recipe]), pm:

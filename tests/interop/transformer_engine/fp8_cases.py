@@ -1,6 +1,6 @@
-"""Recipes of eight bits that are compared with TransformerEngine.
+"""fp8 recipes that are compared with TransformerEngine.
 
-`tools/te_eight_bits.py` runs the cases on TransformerEngine's own code, the tests on ours.
+`tools/te_fp8.py` runs the cases on TransformerEngine's own code, the tests on ours.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The quantized dense: equal to NumPy, equal on every mesh; it gathers and keeps eight bits."""
+"""The quantized dense: equal to NumPy, equal on every mesh; it gathers and keeps fp8."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 
 import shardwright as sw
 from shardwright.errors import LayerError, RankMismatchError
-from shardwright.layers import eight_bits
+from shardwright.layers import fp8
 from shardwright.plan.collectives import read_collectives
 from shardwright.testing import cpu_mesh
 from tests.layers import blocks
-from tests.layers.eight_bits.test_quantize import block_by_block
+from tests.layers.fp8.test_quantize import block_by_block
 
 RECIPES = ["delayed", "current", "mxfp8"]
 # `make test` leaves out the other recipes: a compilation each.
@@ -38,14 +38,14 @@ PARAMS = blocks.random_params(SPECS)
 
 def state_of(recipe: str) -> Any:
     """Return a state in the middle of a training run; None for recipes without a state."""
-    state = eight_bits.init(eight_bits.read_recipe(recipe), SPECS)
+    state = fp8.init(fp8.read_recipe(recipe), SPECS)
     factors = iter((90.0, 400.0, 300.0, 2000.0, 3000.0))
     if state is None:
         return None
-    tensors = lambda node: isinstance(node, eight_bits.TensorScaling)  # noqa: E731
+    tensors = lambda node: isinstance(node, fp8.TensorScaling)  # noqa: E731
     return jax.tree.map(
         lambda node: (
-            eight_bits.TensorScaling(scale=jnp.float32(next(factors)), history=node.history)
+            fp8.TensorScaling(scale=jnp.float32(next(factors)), history=node.history)
             if tensors(node)
             else node
         ),
@@ -55,9 +55,9 @@ def state_of(recipe: str) -> Any:
 
 
 def products(recipe: str, params: Any, x: Any, channel: Any) -> Any:
-    kernels = {name: eight_bits.stored(w, SPECS[name]) for name, w in params.items()}
-    use = eight_bits.uses(state_of(recipe), channel)
-    result = eight_bits.dense(x, kernels, recipe=recipe, use=use, axes=INPUT, out=OUT)
+    kernels = {name: fp8.stored(w, SPECS[name]) for name, w in params.items()}
+    use = fp8.uses(state_of(recipe), channel)
+    result = fp8.dense(x, kernels, recipe=recipe, use=use, axes=INPUT, out=OUT)
     return result.ys, result.seen
 
 
@@ -72,12 +72,12 @@ def differentiated(recipe: str) -> Any:
 
 @functools.cache
 def unsharded(recipe: str) -> Any:
-    channel = eight_bits.new_channel(state_of(recipe))
+    channel = fp8.new_channel(state_of(recipe))
     return jax.jit(differentiated(recipe))(PARAMS, X, channel)
 
 
 def rounded(x: np.ndarray, recipe: str, scale: float, dim: int, form: str) -> np.ndarray:
-    """Return what eight bits keep of an array, in float64."""
+    """Return what fp8 keeps of an array, in float64."""
     x = np.asarray(x, np.float32)
     if recipe == "mxfp8":
         values, powers = block_by_block(x, dim, form)
@@ -125,7 +125,7 @@ def test_reports_of_delayed_scaling() -> None:
 
 def run_sharded(recipe: str, preset: str, kind: str) -> Any:
     """Return the manager, the compiled training program, and its result."""
-    channel = eight_bits.new_channel(state_of(recipe))
+    channel = fp8.new_channel(state_of(recipe))
     with blocks.make_manager(preset, kind) as pm:
         params, x = pm.shard(PARAMS, SPECS, role="param"), pm.shard(X, INPUT)
         compiled = jax.jit(differentiated(recipe)).lower(params, x, channel).compile()
@@ -177,8 +177,8 @@ def test_kernels_are_gathered_as_bits_and_again(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_residuals_have_eight_bits(recipe: str) -> None:
-    channel = eight_bits.new_channel(state_of(recipe))
+def test_residuals_are_fp8(recipe: str) -> None:
+    channel = fp8.new_channel(state_of(recipe))
     pulled = jax.eval_shape(
         lambda params, x, channel: jax.vjp(
             lambda *args: products(recipe, *args)[0], params, x, channel
@@ -226,15 +226,15 @@ def test_float16_sums_in_float32(recipe: str) -> None:
     """Sums of products of numbers up to 448 and 57,344 leave the range of float16."""
     x, w = X.astype(np.float16), PARAMS["gate"]
     kernels, state = {"gate": w}, state_of(recipe)
-    state = state and eight_bits.init(eight_bits.DelayedScaling(), kernels)
-    use = eight_bits.uses(state)
+    state = state and fp8.init(fp8.DelayedScaling(), kernels)
+    use = fp8.uses(state)
     if use is not None:
         use = dataclasses.replace(
             use, x=jnp.float32(90), kernels={"gate": jnp.float32(400)}, grads={"gate": 2000.0}
         )
 
     def loss(x: Any) -> Any:
-        y = eight_bits.dense(x, kernels, recipe=recipe, use=use).ys["gate"]
+        y = fp8.dense(x, kernels, recipe=recipe, use=use).ys["gate"]
         return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
 
     dx, y = jax.jit(jax.grad(loss, has_aux=True))(x)
@@ -253,7 +253,7 @@ def test_tiny_and_huge_values(recipe: str, size: float) -> None:
     """Also where the scale of fp8, 448 / amax, has no float32 or its inverse no normal one."""
     x = (np.float32(size) * X[0]).astype(np.float32)
     x[0] = 0
-    y = jax.jit(lambda x: eight_bits.dense(x, {"k": PARAMS["gate"]}, recipe=recipe).ys["k"])(x)
+    y = jax.jit(lambda x: fp8.dense(x, {"k": PARAMS["gate"]}, recipe=recipe).ys["k"])(x)
     exact = X[0].astype(np.float64) @ PARAMS["gate"]
     error = np.asarray(y, np.float64)[1:] / size - exact[1:]
     assert np.linalg.norm(error) < 0.1 * np.linalg.norm(exact)
@@ -264,9 +264,7 @@ def test_tiny_and_huge_values(recipe: str, size: float) -> None:
 def test_no_tokens(recipe: str) -> None:
     """The largest value of nothing is 0."""
     kernel = np.ones((32, 64), np.float32)
-    run = jax.value_and_grad(
-        lambda k, x: jnp.sum(eight_bits.dense(x, {"k": k}, recipe=recipe).ys["k"])
-    )
+    run = jax.value_and_grad(lambda k, x: jnp.sum(fp8.dense(x, {"k": k}, recipe=recipe).ys["k"]))
     value, gradient = run(kernel, np.ones((0, 32, 32), np.float32))
     assert float(value) == 0
     assert not np.asarray(gradient).any()
@@ -274,16 +272,16 @@ def test_no_tokens(recipe: str) -> None:
 
 def test_shapes_that_do_not_fit() -> None:
     with pytest.raises(RankMismatchError, match=r"gate: the kernel has shape \(64, 128\)"):
-        eight_bits.dense(X[..., :32], {"gate": PARAMS["gate"]}, recipe="current")
+        fp8.dense(X[..., :32], {"gate": PARAMS["gate"]}, recipe="current")
     with pytest.raises(LayerError, match="recipe is None"):
-        eight_bits.dense(X, {"gate": PARAMS["gate"]}, recipe=None)
+        fp8.dense(X, {"gate": PARAMS["gate"]}, recipe=None)
 
 
 @pytest.mark.full
 def test_bias_and_compute_dtype() -> None:
     bias = jnp.arange(128.0)
     options: Any = {"recipe": "current", "biases": {"gate": bias}, "dtype": "bfloat16"}
-    result = eight_bits.dense(X, {"gate": PARAMS["gate"]}, **options)
+    result = fp8.dense(X, {"gate": PARAMS["gate"]}, **options)
     assert result.ys["gate"].dtype == jnp.bfloat16
     exact = X @ PARAMS["gate"] + np.arange(128.0)
     np.testing.assert_allclose(np.asarray(result.ys["gate"], np.float32), exact, atol=2.0)
@@ -301,14 +299,14 @@ def test_amax_is_global_but_for_the_pipeline(recipe: str) -> None:
     spec = jax.sharding.PartitionSpec
 
     def state_of_stage(count: Any = None) -> Any:
-        return eight_bits.init(eight_bits.read_recipe(recipe), ["gate"], layers=count)
+        return fp8.init(fp8.read_recipe(recipe), ["gate"], layers=count)
 
     def stage(kernel: Any, x: Any, factor: Any, channel: Any) -> Any:
         def local(w: Any, x: Any, channel: Any) -> Any:
             own = jax.tree.map(lambda leaf: leaf[0], channel)
-            kernels = {"gate": eight_bits.stored(w, SPECS["gate"])}
-            use = eight_bits.uses(state_of_stage(), own)
-            result = eight_bits.dense(x * factor[0], kernels, recipe=recipe, use=use)
+            kernels = {"gate": fp8.stored(w, SPECS["gate"])}
+            use = fp8.uses(state_of_stage(), own)
+            result = fp8.dense(x * factor[0], kernels, recipe=recipe, use=use)
             y = result.ys["gate"]
             return jnp.sum(jnp.sin(y)), (y, jax.tree.map(lambda leaf: leaf[None], result.seen))
 
@@ -316,7 +314,7 @@ def test_amax_is_global_but_for_the_pipeline(recipe: str) -> None:
         grads, (y, seen) = jax.grad(local, (0, 1, 2), has_aux=True)(kernel[0], x, channel)
         return jax.tree.map(lambda leaf: leaf[None], grads[:2]), grads[2], y[None], seen
 
-    channel = eight_bits.new_channel(state_of_stage(2))
+    channel = fp8.new_channel(state_of_stage(2))
     stages = jax.shard_map(
         stage,
         mesh=mesh,
@@ -328,11 +326,11 @@ def test_amax_is_global_but_for_the_pipeline(recipe: str) -> None:
     for at, factor in enumerate(factors):
 
         def whole(w: Any, x: Any, channel: Any, factor: float = factor) -> Any:
-            use = eight_bits.uses(state_of_stage(), channel)
-            result = eight_bits.dense(x * factor, {"gate": w}, recipe=recipe, use=use)
+            use = fp8.uses(state_of_stage(), channel)
+            result = fp8.dense(x * factor, {"gate": w}, recipe=recipe, use=use)
             return jnp.sum(jnp.sin(result.ys["gate"])), (result.ys["gate"], result.seen)
 
-        none = eight_bits.new_channel(state_of_stage())
+        none = fp8.new_channel(state_of_stage())
         wanted = jax.grad(whole, (0, 1, 2), has_aux=True)(stacked[at], rows, none)
         own = jax.tree.map(lambda leaf, at=at: leaf[at], (grads, sent, ys, seen))
         got = ((own[0][0], own[0][1], own[1]), (own[2], own[3]))

@@ -1,4 +1,4 @@
-"""The page on eight bits shows the results of its benchmark, and these are close to float32."""
+"""The page on fp8 shows the results of its benchmark, and these are close to float32."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from tests.docs.snippets import ROOT
 
 
 def test_table_of_losses_is_that_of_the_results() -> None:
-    results = json.loads(
-        (ROOT / "benchmarks/results/eight_bits/losses.json").read_text(encoding="utf-8")
-    )
+    results = json.loads((ROOT / "benchmarks/results/fp8/losses.json").read_text(encoding="utf-8"))
     losses = results["losses"]
-    page = (ROOT / "docs/eight-bits.md").read_text(encoding="utf-8").split("## Losses")[1]
+    page = (ROOT / "docs/fp8.md").read_text(encoding="utf-8").split("## Losses")[1]
     rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
     assert rows == [
         (name, *(f"{loss:.3f}" for loss in row.values())) for name, row in losses.items()

@@ -8,7 +8,7 @@ Do not average this gradient, and do not pass it to an optimizer:
     variables["fp8_metas"] = grads["fp8_metas"]
 
 If a module is called twice, or in a scan without a state per step, JAX adds the gradients of its
-state. The sum has no meaning as a state. `shardwright.layers.eight_bits` detects this.
+state. The sum has no meaning as a state. `shardwright.layers.fp8` detects this.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardwright.layers import eight_bits
+from shardwright.layers import fp8
 from shardwright.layers.dense import check_kernel
-from shardwright.layers.eight_bits import TensorScaling, products
-from shardwright.layers.eight_bits.dense import static_call
-from shardwright.layers.eight_bits.products import Fp8Call
-from shardwright.layers.eight_bits.weights import Shards
+from shardwright.layers.fp8 import TensorScaling, products
+from shardwright.layers.fp8.dense import static_call
+from shardwright.layers.fp8.products import Fp8Call
+from shardwright.layers.fp8.weights import Shards
 
 # (of x, of the kernel, of the gradient): `scale [1]`, `history [history]`.
 Metas = tuple[TensorScaling, TensorScaling, TensorScaling]
@@ -37,12 +37,12 @@ def quantized_dense(
     kernel: Any,
     metas: Metas | None,
     *,
-    recipe: eight_bits.Recipe,
+    recipe: fp8.Recipe,
     contract: int = 1,
     name: str = "kernel",
     shards: tuple[Shards | None, Shards | None] = (None, None),
 ) -> Any:
-    """Return `x @ kernel` in eight bits, in the dtype of `x`.
+    """Return `x @ kernel` in fp8, in the dtype of `x`.
 
     Args:
       x: `[..., *inputs]`.
@@ -105,7 +105,7 @@ def _scales(metas: Metas | None) -> Any:
 
 
 def _stepped(call: Fp8Call, state: TensorScaling, amax: Any, form: str) -> TensorScaling:
-    assert isinstance(call.recipe, eight_bits.DelayedScaling)
+    assert isinstance(call.recipe, fp8.DelayedScaling)
     own = TensorScaling(scale=state.scale[0], history=state.history)
-    new = eight_bits.step(call.recipe, own, amax, form)
+    new = fp8.step(call.recipe, own, amax, form)
     return TensorScaling(scale=jnp.reshape(new.scale, (1,)), history=new.history)

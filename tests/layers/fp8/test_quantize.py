@@ -1,4 +1,4 @@
-"""Casts to eight bits: equal to NumPy, block by block, and honest about what is not finite."""
+"""Casts to fp8: equal to NumPy, block by block, and honest about what is not finite."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from shardwright.layers import eight_bits
-from shardwright.layers.eight_bits.recipe import largest
+from shardwright.layers import fp8
+from shardwright.layers.fp8.recipe import largest
 
 X = np.random.default_rng(0).normal(size=(64, 3, 96)).astype(np.float32)
 X *= np.exp2(np.random.default_rng(1).integers(-40, 40, size=(64, 1, 96))).astype(np.float32)
@@ -23,7 +23,7 @@ def test_tensor_equals_numpy(form: str) -> None:
     limit = float(ml_dtypes.finfo(form).max)
     assert largest(form) == limit
     scale = np.float32(limit / 2.0)  # values above 2 saturate
-    quantized = eight_bits.quantize_tensor(jnp.asarray(X), jnp.float32(scale), form)
+    quantized = fp8.quantize_tensor(jnp.asarray(X), jnp.float32(scale), form)
     wanted = np.clip(X * scale, -limit, limit).astype(form)
     np.testing.assert_array_equal(np.asarray(quantized.value), wanted)
     np.testing.assert_array_equal(quantized.scale, np.float32(1) / scale)
@@ -48,11 +48,11 @@ def block_by_block(x: np.ndarray, dim: int, form: str) -> tuple[np.ndarray, np.n
 def test_blocks_equal_numpy(dim: int, form: str) -> None:
     x = X.copy()
     x[:, 1] = 0.0  # blocks of zeros
-    quantized = jax.jit(lambda x: eight_bits.quantize_blocks(x, dim, form))(x)
+    quantized = jax.jit(lambda x: fp8.quantize_blocks(x, dim, form))(x)
     values, powers = block_by_block(x, dim, form)
     np.testing.assert_array_equal(np.asarray(quantized.value), values)
     np.testing.assert_array_equal(np.exp2(np.asarray(quantized.scale, np.float64) - 127), powers)
-    back = eight_bits.dequantize(quantized, jnp.float32)
+    back = fp8.dequantize(quantized, jnp.float32)
     wanted = values.astype(np.float64) * np.repeat(powers, 32, axis=dim)
     np.testing.assert_array_equal(back, wanted.astype(np.float32))
     assert np.all(np.asarray(back)[:, 1] == 0)
@@ -60,7 +60,7 @@ def test_blocks_equal_numpy(dim: int, form: str) -> None:
 
 def test_amax_of_a_power_of_two_is_not_rounded_up() -> None:
     for amax, power in ((448.0, 127), (449.0, 128), (447.0, 127), (224.0, 126)):
-        quantized = eight_bits.quantize_blocks(jnp.full(32, amax), 0, "float8_e4m3fn")
+        quantized = fp8.quantize_blocks(jnp.full(32, amax), 0, "float8_e4m3fn")
         assert int(quantized.scale[0]) == power, amax
 
 
@@ -70,8 +70,8 @@ def test_blocks_of_the_smallest_scale() -> None:
 
     @jax.jit
     def round_trip(x: Any) -> Any:
-        quantized = eight_bits.quantize_blocks(x, 0, "float8_e4m3fn")
-        return quantized.scale, eight_bits.dequantize(quantized, jnp.float32)
+        quantized = fp8.quantize_blocks(x, 0, "float8_e4m3fn")
+        return quantized.scale, fp8.dequantize(quantized, jnp.float32)
 
     scale, back = round_trip(x)
     assert int(scale[0]) == 0
@@ -82,14 +82,12 @@ def test_blocks_of_the_smallest_scale() -> None:
 def test_values_that_are_not_finite(bad: float) -> None:
     x = np.ones((2, 64), np.float32)
     x[0, 3] = bad
-    blocks = eight_bits.dequantize(
-        eight_bits.quantize_blocks(jnp.asarray(x), 1, "float8_e4m3fn"), jnp.float32
-    )
+    blocks = fp8.dequantize(fp8.quantize_blocks(jnp.asarray(x), 1, "float8_e4m3fn"), jnp.float32)
     wrong = np.isnan(np.asarray(blocks))
     assert wrong[0, :32].all()
     assert not wrong[0, 32:].any()
     assert not wrong[1].any()
-    tensor = eight_bits.quantize_tensor(jnp.asarray(x), jnp.float32(1), "float8_e4m3fn")
+    tensor = fp8.quantize_tensor(jnp.asarray(x), jnp.float32(1), "float8_e4m3fn")
     value = np.asarray(tensor.value, np.float32)
     assert np.isnan(value[0, 3]) if np.isnan(bad) else value[0, 3] == 448
     assert np.all(value[1] == 1)
@@ -98,30 +96,30 @@ def test_values_that_are_not_finite(bad: float) -> None:
 def test_scale_stays_where_amax_says_nothing() -> None:
     amax = jnp.array([0.0, np.inf, np.nan, 7.0])
     old = jnp.full(4, 3.0)
-    scale = eight_bits.scale_of(amax, "float8_e4m3fn", margin=1, old=old)
+    scale = fp8.scale_of(amax, "float8_e4m3fn", margin=1, old=old)
     np.testing.assert_array_equal(scale, [3, 3, 3, 32])
-    np.testing.assert_array_equal(eight_bits.scale_of(amax, "float8_e4m3fn"), [1, 1, 1, 64])
+    np.testing.assert_array_equal(fp8.scale_of(amax, "float8_e4m3fn"), [1, 1, 1, 64])
     # 448 / 1e-37 is not a float32.
     most = np.finfo(np.float32).max
     for tiny in (1e-37, 1.2e-38):
-        assert eight_bits.scale_of(jnp.float32(tiny), "float8_e4m3fn") == most
+        assert fp8.scale_of(jnp.float32(tiny), "float8_e4m3fn") == most
 
 
 def test_recipes_by_name() -> None:
-    assert eight_bits.read_recipe("delayed") == eight_bits.DelayedScaling()
-    assert eight_bits.read_recipe("MXFP8") == eight_bits.BlockScaling()
-    assert eight_bits.read_recipe(None) is None
+    assert fp8.read_recipe("delayed") == fp8.DelayedScaling()
+    assert fp8.read_recipe("MXFP8") == fp8.BlockScaling()
+    assert fp8.read_recipe(None) is None
 
 
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: eight_bits.read_recipe("NVFP4"), "the recipe NVFP4 has four bits"),
-        (lambda: eight_bits.read_recipe("delayd"), "'delayd' is unknown[^$]*did you mean"),
-        (lambda: eight_bits.read_recipe(8), "recipe is a int"),
-        (lambda: eight_bits.DelayedScaling(algorithm="mean"), "algorithm='mean' is unknown"),
-        (lambda: eight_bits.DelayedScaling(history=0), "history must be a positive integer"),
-        (lambda: eight_bits.CurrentScaling(forward="int8"), "forward='int8' is not a format"),
+        (lambda: fp8.read_recipe("NVFP4"), "the recipe NVFP4 has four bits"),
+        (lambda: fp8.read_recipe("delayd"), "'delayd' is unknown[^$]*did you mean"),
+        (lambda: fp8.read_recipe(8), "recipe is a int"),
+        (lambda: fp8.DelayedScaling(algorithm="mean"), "algorithm='mean' is unknown"),
+        (lambda: fp8.DelayedScaling(history=0), "history must be a positive integer"),
+        (lambda: fp8.CurrentScaling(forward="int8"), "forward='int8' is not an fp8 format"),
     ],
 )
 def test_invalid_recipes(make: Any, match: str) -> None:

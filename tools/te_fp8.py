@@ -1,6 +1,6 @@
-"""Write what TransformerEngine's own recipes of eight bits give, for the tests of ours.
+"""Write what TransformerEngine's own fp8 recipes give, for the tests of ours.
 
-    python tools/te_eight_bits.py CHECKOUT
+    python tools/te_fp8.py CHECKOUT
 
 CHECKOUT is a clone of NVIDIA/TransformerEngine, as for `te_goldens.py`.
 """
@@ -25,7 +25,7 @@ def main(checkout: str) -> None:
     import flax
     import jax
 
-    from tests.interop.transformer_engine import eight_bits_cases as cases
+    from tests.interop.transformer_engine import fp8_cases as cases
     from tools import te_cpu, te_goldens
 
     warnings.simplefilter("ignore")
@@ -56,8 +56,8 @@ def main(checkout: str) -> None:
             found["modules"][f"{module}/{name}"] = shapes
             flat += [value.ravel() for value in values.values()]
     text = json.dumps(found, separators=(",", ":"))
-    (PLACE / "eight_bits.json").write_text(text.replace('"modules"', '\n"modules"') + "\n")
-    np.savez_compressed(PLACE / "eight_bits.npz", values=np.concatenate(flat).astype(np.float32))
+    (PLACE / "fp8.json").write_text(text.replace('"modules"', '\n"modules"') + "\n")
+    np.savez_compressed(PLACE / "fp8.npz", values=np.concatenate(flat).astype(np.float32))
     print(f"wrote {len(text)} characters and {sum(map(len, flat))} numbers")
 
 
@@ -65,7 +65,7 @@ def machine(package: Any, algorithm: str, margin: int, form: str) -> str:
     """Run the state of delayed scaling on given largest values."""
     import jax.numpy as jnp
 
-    from tests.interop.transformer_engine import eight_bits_cases as cases
+    from tests.interop.transformer_engine import fp8_cases as cases
 
     quantize = package.quantize
 
@@ -89,7 +89,7 @@ def casts(package: Any) -> dict[str, str]:
     """Cast one array, and return digests of values and scales."""
     import jax.numpy as jnp
 
-    from tests.interop.transformer_engine import eight_bits_cases as cases
+    from tests.interop.transformer_engine import fp8_cases as cases
 
     quantize = package.quantize
     x, found = jnp.asarray(cases.drawn("cast", 4, 64, 96)), {}

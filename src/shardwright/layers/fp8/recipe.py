@@ -1,4 +1,4 @@
-"""The recipes: how the scales of eight-bit operands are chosen, as frozen values."""
+"""The recipes: how the scales of fp8 operands are chosen, as frozen values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _check_formats(recipe: Any) -> None:
     for name in ("forward", "backward"):
         if getattr(recipe, name) not in _FORMATS:
             raise LayerError(
-                f"{name}={getattr(recipe, name)!r} is not a format of eight bits",
+                f"{name}={getattr(recipe, name)!r} is not an fp8 format",
                 fix=f"write one of {', '.join(_FORMATS)}",
             )
 

@@ -14,12 +14,12 @@ import numpy as np
 from shardwright import _jax
 from shardwright.errors import LayerError
 from shardwright.layers.dense import add_bias, check_kernel, entries_of_product
-from shardwright.layers.eight_bits import products
-from shardwright.layers.eight_bits.products import Fp8Call, Fp8Kernel, Kept
-from shardwright.layers.eight_bits.quantize import explicit_entries, pipeline_axes
-from shardwright.layers.eight_bits.recipe import DelayedScaling, Recipe, read_recipe
-from shardwright.layers.eight_bits.state import USES_FIX, Channel, DenseSeen, DenseUse
-from shardwright.layers.eight_bits.weights import Stored
+from shardwright.layers.fp8 import products
+from shardwright.layers.fp8.products import Fp8Call, Fp8Kernel, Kept
+from shardwright.layers.fp8.quantize import explicit_entries, pipeline_axes
+from shardwright.layers.fp8.recipe import DelayedScaling, Recipe, read_recipe
+from shardwright.layers.fp8.state import USES_FIX, Channel, DenseSeen, DenseUse
+from shardwright.layers.fp8.weights import Stored
 from shardwright.layers.placement import is_inside_shard_map
 from shardwright.manager import context
 
@@ -50,10 +50,10 @@ def dense(
     mode: str | None = None,
     dtype: Any = None,
 ) -> DenseResult:
-    """Return `x @ kernel + bias` of each kernel, computed in eight bits.
+    """Return `x @ kernel + bias` of each kernel, computed in fp8.
 
     Each kernel is quantized as it is stored, then gathered: FSDP moves one byte per element. The
-    residuals for the backward pass are eight-bit operands, the kernels as they are stored.
+    residuals for the backward pass are fp8 operands, the kernels as they are stored.
 
     Args:
       x: `[..., *inputs]`.

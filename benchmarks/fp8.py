@@ -1,8 +1,8 @@
-"""`python -m benchmarks.eight_bits`: losses of one model in float32, bfloat16 and eight bits.
+"""`python -m benchmarks.fp8`: losses of one model in float32, bfloat16 and fp8.
 
 The model is a stack of blocks with the sizes of the demo, on the demo's text: the sources of the
 standard library of Python. All runs have the same initial parameters and the same batches. The
-results go to `benchmarks/results/eight_bits/losses.json`, and a test compares the page with them.
+results go to `benchmarks/results/fp8/losses.json`, and a test compares the page with them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-RESULTS: Final = ROOT / "benchmarks" / "results" / "eight_bits" / "losses.json"
+RESULTS: Final = ROOT / "benchmarks" / "results" / "fp8" / "losses.json"
 STEPS, BATCH, LENGTH, SEED = 500, 8, 64, 0
 RUNS: Final = {
     "float32": ("float32", None),
@@ -50,7 +50,7 @@ def losses(config: Any, *, steps: int = STEPS) -> list[float]:
     sys.path.insert(0, str(ROOT / "examples"))
     from decoder.text import stdlib_text, text_batches
 
-    from shardwright.layers import eight_bits, embedding, loss, norm, transformer_block
+    from shardwright.layers import embedding, fp8, loss, norm, transformer_block
     from shardwright.trees.initialize import initializer
 
     specs = {
@@ -64,7 +64,7 @@ def losses(config: Any, *, steps: int = STEPS) -> list[float]:
     recipe = config.mlp.recipe
 
     def mean_loss(params: Any, channel: Any, scaling: Any, batch: Any) -> Any:
-        state = transformer_block.StackState(scaling=eight_bits.uses(scaling, channel))
+        state = transformer_block.StackState(scaling=fp8.uses(scaling, channel))
         x = embedding.apply(params["embedding"], batch["inputs"])
         x, after = transformer_block.apply(config, params["stack"], x, state=state)
         x = norm.apply(norm.RMS, params["norm"], x)
@@ -74,10 +74,10 @@ def losses(config: Any, *, steps: int = STEPS) -> list[float]:
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
     def step(params: Any, moments: Any, scaling: Any, batch: Any) -> Any:
         (value, seen), (grads, sent) = jax.value_and_grad(mean_loss, (0, 1), has_aux=True)(
-            params, eight_bits.new_channel(scaling), scaling, batch
+            params, fp8.new_channel(scaling), scaling, batch
         )
         changes, moments = optimizer.update(grads, moments, params)
-        scaling = eight_bits.update(recipe, scaling, seen, sent)
+        scaling = fp8.update(recipe, scaling, seen, sent)
         return optax.apply_updates(params, changes), moments, scaling, value
 
     values = []
@@ -85,7 +85,7 @@ def losses(config: Any, *, steps: int = STEPS) -> list[float]:
     for _, batch in zip(range(steps), batches, strict=False):
         params, moments, scaling, value = step(params, moments, scaling, batch)
         values.append(float(value))
-    eight_bits.check(scaling)
+    fp8.check(scaling)
     return values
 
 

@@ -1,4 +1,4 @@
-"""Recipes of eight bits equal those of TransformerEngine itself."""
+"""fp8 recipes equal those of TransformerEngine itself."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ pytest.importorskip("flax.linen")
 import shardwright as sw
 import shardwright.interop.transformer_engine as te
 from shardwright.interop.transformer_engine.recipe import current_recipe
-from shardwright.layers import eight_bits
-from tests.interop.transformer_engine import eight_bits_cases as cases
+from shardwright.layers import fp8
+from tests.interop.transformer_engine import fp8_cases as cases
 from tests.interop.transformer_engine.goldens import PLACE
 
 
 @functools.cache
 def golden() -> Any:
-    return json.loads((PLACE / "eight_bits.json").read_text(encoding="utf-8"))
+    return json.loads((PLACE / "fp8.json").read_text(encoding="utf-8"))
 
 
 @functools.cache
 def module_values() -> dict[str, dict[str, np.ndarray]]:
-    flat, at, found = np.load(PLACE / "eight_bits.npz")["values"], 0, {}
+    flat, at, found = np.load(PLACE / "fp8.npz")["values"], 0, {}
     for name, shapes in golden()["modules"].items():
         found[name] = {}
         for key, shape in shapes:
@@ -42,11 +42,11 @@ def module_values() -> dict[str, dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize(("algorithm", "margin", "form"), cases.STATES)
 def test_state_machine_is_bit_equal(algorithm: str, margin: int, form: str) -> None:
-    recipe = eight_bits.DelayedScaling(margin=margin, history=4, algorithm=algorithm)
+    recipe = fp8.DelayedScaling(margin=margin, history=4, algorithm=algorithm)
 
     def step(scale: Any, history: Any, amax: Any) -> tuple[Any, Any]:
-        state = eight_bits.TensorScaling(scale=scale[0], history=history)
-        after = eight_bits.step(recipe, state, amax[0], form)
+        state = fp8.TensorScaling(scale=scale[0], history=history)
+        after = fp8.step(recipe, state, amax[0], form)
         return after.scale[None], after.history
 
     assert cases.histories(step) == golden()["states"][f"{algorithm}/{margin}/{form}"]
@@ -56,12 +56,12 @@ def test_state_machine_is_bit_equal(algorithm: str, margin: int, form: str) -> N
 @pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e5m2"])
 def test_casts_are_bit_equal(form: str) -> None:
     x = jnp.asarray(cases.drawn("cast", 4, 64, 96))
-    current = eight_bits.scale_of(jnp.max(jnp.abs(x)), form)
+    current = fp8.scale_of(jnp.max(jnp.abs(x)), form)
     for name, scale in (("delayed", jnp.float32(7)), ("current", current)):
-        cast = eight_bits.quantize_tensor(x, scale, form)
+        cast = fp8.quantize_tensor(x, scale, form)
         assert cases.digest(cast.value, cast.scale[None]) == golden()["casts"][f"{name}/{form}"]
     for dim in (1, 2):
-        cast = eight_bits.quantize_blocks(x, dim, form)
+        cast = fp8.quantize_blocks(x, dim, form)
         assert cases.digest(cast.value, cast.scale) == golden()["casts"][f"blocks/{dim}/{form}"]
 
 
@@ -200,7 +200,7 @@ def test_margin_of_blocks_is_a_warning() -> None:
         pytest.warns(UserWarning, match=r"MXFP8BlockScaling\(margin=3\): the margin has no effect"),
         te.autocast(enabled=True, recipe=te.recipe.MXFP8BlockScaling(margin=3)),
     ):
-        assert current_recipe() == eight_bits.BlockScaling(backward="float8_e4m3fn")
+        assert current_recipe() == fp8.BlockScaling(backward="float8_e4m3fn")
 
 
 def test_update_fp8_metas_refuses_other_layouts() -> None:

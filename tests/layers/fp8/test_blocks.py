@@ -14,7 +14,7 @@ import pytest
 
 import shardwright as sw
 from shardwright.errors import LayerError
-from shardwright.layers import attention_block, eight_bits, mlp_block, transformer_block
+from shardwright.layers import attention_block, fp8, mlp_block, transformer_block
 from shardwright.layers.placement import RESIDUAL
 from tests.layers import blocks
 
@@ -36,7 +36,7 @@ PARAMS = blocks.random_params(transformer_block.specs(config_of(None)))
 
 
 def run(config: Any, scaling: Any, params: Any, x: Any, channel: Any) -> Any:
-    state = transformer_block.StackState(scaling=eight_bits.uses(scaling, channel))
+    state = transformer_block.StackState(scaling=fp8.uses(scaling, channel))
     y, after = transformer_block.apply(config, params, x, state=state)
     return jnp.mean(jnp.sin(y)), (y, after.scaling)
 
@@ -52,9 +52,9 @@ def warm(recipe: str) -> Any:
     scaling = transformer_block.init_scaling(config)
     for _ in range(2 if scaling else 0):
         step = jax.jit(differentiated(config, scaling))
-        (_, (_, seen)), (_, _, sent) = step(PARAMS, X, eight_bits.new_channel(scaling))
-        assert isinstance(config.mlp.recipe, eight_bits.DelayedScaling)
-        scaling = eight_bits.update(config.mlp.recipe, scaling, seen, sent)
+        (_, (_, seen)), (_, _, sent) = step(PARAMS, X, fp8.new_channel(scaling))
+        assert isinstance(config.mlp.recipe, fp8.DelayedScaling)
+        scaling = fp8.update(config.mlp.recipe, scaling, seen, sent)
     return scaling
 
 
@@ -62,7 +62,7 @@ def warm(recipe: str) -> Any:
 def unsharded(recipe: str | None) -> Any:
     scaling = warm(recipe) if recipe else None
     step = jax.jit(differentiated(config_of(recipe), scaling))
-    return step(PARAMS, X, eight_bits.new_channel(scaling))
+    return step(PARAMS, X, fp8.new_channel(scaling))
 
 
 def distances(got: Any, wanted: Any) -> list[float]:
@@ -99,7 +99,7 @@ def test_close_to_the_stack_in_float32(recipe: str) -> None:
 )
 def test_sharded_equals_unsharded(recipe: str, preset: str, kind: str) -> None:
     config, scaling = config_of(recipe), warm(recipe)
-    channel = eight_bits.new_channel(scaling)
+    channel = fp8.new_channel(scaling)
     with blocks.make_manager(preset, kind) as pm:
         params = pm.shard(PARAMS, transformer_block.specs(config), role="param")
         x = pm.shard(X, RESIDUAL)
@@ -121,13 +121,13 @@ def test_sharded_equals_unsharded(recipe: str, preset: str, kind: str) -> None:
 @pytest.mark.parametrize("remat", ["full", "blocks"])
 def test_remat_changes_nothing(remat: str) -> None:
     config, scaling = config_of("delayed", remat=remat), warm("delayed")
-    got = jax.jit(differentiated(config, scaling))(PARAMS, X, eight_bits.new_channel(scaling))
+    got = jax.jit(differentiated(config, scaling))(PARAMS, X, fp8.new_channel(scaling))
     assert max(distances(got, unsharded("delayed"))) < 1e-3
     assert all(leaf.min() == 1 for leaf in counts(got[1][2]))
 
 
 def counts(sent: Any) -> list[Any]:
-    nodes = jax.tree.leaves(sent, is_leaf=lambda node: isinstance(node, eight_bits.Channel))
+    nodes = jax.tree.leaves(sent, is_leaf=lambda node: isinstance(node, fp8.Channel))
     return [node.count for node in nodes]
 
 
@@ -135,7 +135,7 @@ def counts(sent: Any) -> list[Any]:
 def test_unrolled_layers_have_the_same_state() -> None:
     config, layers = transformer_block.unstack(config_of("delayed"), PARAMS)
     own = [jax.tree.map(lambda leaf, at=at: leaf[at], warm("delayed")[0]) for at in range(2)]
-    channel = eight_bits.new_channel(own)
+    channel = fp8.new_channel(own)
     (_, (y, seen)), (_, _, sent) = jax.jit(differentiated(config, own))(layers, X, channel)
     (_, (wanted, wanted_seen)), (_, _, wanted_sent) = unsharded("delayed")
     assert max(distances(y, wanted)) < 1e-3
@@ -148,7 +148,7 @@ def test_unrolled_layers_have_the_same_state() -> None:
 @pytest.mark.full
 def test_decode_equals_one_call() -> None:
     config, layers = transformer_block.unstack(config_of("delayed"), PARAMS)
-    trained = transformer_block.StackState(scaling=eight_bits.uses(warm("delayed")))
+    trained = transformer_block.StackState(scaling=fp8.uses(warm("delayed")))
     own = transformer_block.unstack_state(config_of("delayed"), trained)
 
     @jax.jit
@@ -163,9 +163,7 @@ def test_decode_equals_one_call() -> None:
 
 
 def test_a_config_takes_the_name_of_a_recipe() -> None:
-    assert (
-        mlp_block.MlpConfig(embed=8, hidden=8, recipe="mxfp8").recipe == eight_bits.BlockScaling()
-    )
+    assert mlp_block.MlpConfig(embed=8, hidden=8, recipe="mxfp8").recipe == fp8.BlockScaling()
     assert mlp_block.init_scaling(config_of("current").mlp) is None
     assert transformer_block.init_scaling(config_of("mxfp8")) is None
     with pytest.raises(LayerError, match="the recipe nvfp4 has four bits"):
@@ -222,10 +220,10 @@ def test_state_of_other_layers_is_refused() -> None:
     stacked = config_of("delayed")
     config, layers = transformer_block.unstack(stacked, PARAMS)
     scaling = transformer_block.init_scaling(stacked)
-    of_stack = transformer_block.StackState(scaling=eight_bits.uses(scaling * 2))
+    of_stack = transformer_block.StackState(scaling=fp8.uses(scaling * 2))
     with pytest.raises(LayerError, match=r"scales of scaling\[0\] have shape \(2,\)"):
         transformer_block.apply(config, layers, X, state=of_stack)
     scaling = transformer_block.init_scaling(config)
-    of_layer = transformer_block.StackState(scaling=eight_bits.uses(scaling[:1]))
+    of_layer = transformer_block.StackState(scaling=fp8.uses(scaling[:1]))
     with pytest.raises(LayerError, match=r"have shape \(\)\n.*whose size is 2"):
         transformer_block.apply(stacked, PARAMS, X, state=of_layer)
