@@ -402,7 +402,7 @@ def run_probe(first: str) -> subprocess.CompletedProcess[str]:
     }
     command = [sys.executable, "-c", PROBE.format(first=first)]
     return subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=120, check=False
+        command, env=env, capture_output=True, text=True, timeout=600, check=False
     )
 
 

@@ -263,7 +263,7 @@ if sys.argv[2] == "exit":
 )
 def test_exit_waits_for_a_save(tmp_path: Path, how: str, code: int) -> None:
     command = [sys.executable, "-c", UNFINISHED, str(tmp_path), how]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == code, ended.stderr
     assert "cannot schedule" not in ended.stderr
     restored = checkpoint.restore(tmp_path, {"w": np.zeros((2048, 2048), np.float32)})

@@ -286,14 +286,14 @@ def test_undecodable_names_are_shown_escaped(tmp_path: Path) -> None:
         "--strategy",
         name,
     ]
-    done = subprocess.run(words, env=env, capture_output=True, timeout=120, check=False)
+    done = subprocess.run(words, env=env, capture_output=True, timeout=600, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"strategy \\udcff.toml on dp:2" in done.stdout
     shown = subprocess.run(
         [*words[:-1], "ddp", "--path", b"\xff"],
         env=env,
         capture_output=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert (shown.returncode, shown.stderr) == (0, b"")
@@ -320,6 +320,6 @@ def test_ascii_terminal_gets_escapes(tmp_path: Path) -> None:
         "--strategy",
         str(tmp_path / "schön.toml"),
     ]
-    done = subprocess.run(words, env=env, capture_output=True, timeout=120, check=False)
+    done = subprocess.run(words, env=env, capture_output=True, timeout=600, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"strategy sch\\xf6n.toml on dp:2" in done.stdout

@@ -326,7 +326,7 @@ def _process(*words: str, stdout: int = subprocess.PIPE) -> subprocess.Completed
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 

@@ -103,7 +103,7 @@ CASES = {
 CODES = dict.fromkeys(("does_not_fit", "fits_no_slice", "unknown_primitive"), 1)
 CODES |= dict.fromkeys(("worker_killed", "worker_out_of_time"), 1)
 # The worker process is replaced by a script.
-WORKERS = {"worker_killed": "kill -9 $$", "worker_out_of_time": "sleep 60"}
+WORKERS = {"worker_killed": "kill -9 $$", "worker_out_of_time": "exec sleep 600"}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -71,7 +71,7 @@ def on_terminal(
         pass
     finally:
         os.close(master)
-    assert process.wait(timeout=120) in (0, 1)
+    assert process.wait(timeout=600) in (0, 1)
     return read.decode().replace("\r\n", "\n")
 
 
@@ -176,7 +176,7 @@ def test_reader_may_close_the_pipe(words: list[str], folder: Path) -> None:
             env=environment(),
             stdout=write,
             stderr=subprocess.PIPE,
-            timeout=120,
+            timeout=600,
             check=False,
         )
     finally:
@@ -212,7 +212,7 @@ def test_commands_start_no_backend(folder: Path) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

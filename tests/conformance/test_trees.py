@@ -191,7 +191,7 @@ def test_answers_ignore_the_hash_seed() -> None:
             env=env,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
             check=False,
         )
         assert done.returncode == 0, done.stderr

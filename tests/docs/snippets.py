@@ -179,7 +179,7 @@ def _run_pytest(words: list[str]) -> str:
         env=env,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert not done.stderr, done.stderr

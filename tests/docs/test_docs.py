@@ -100,7 +100,7 @@ def test_page_runs_as_a_script(name: str, tmp_path: Path) -> None:
         snippets.script(page),
     ]
     done = subprocess.run(
-        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     sequence = snippets.blocks(page.read_text(encoding="utf-8"))

@@ -59,7 +59,7 @@ def test_cells_share_the_manager_of_a_cell() -> None:
     notebook = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(source.strip()) for source in CELLS]
     )
-    client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3")
+    client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3")
     client.execute()
     for cell, wanted in zip(notebook.cells, CELLS.values(), strict=True):
         assert printed(cell) == wanted, cell.source

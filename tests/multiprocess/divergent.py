@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 import shardwright as sw
-from shardwright import serving
+from shardwright import _jax, serving
 from shardwright.errors import AgreementError
 from tests.serving.stub import SHAPE, stub
 
@@ -47,8 +47,27 @@ def mine(first: Any, second: Any) -> Any:
     return (first, second)[jax.process_index()]
 
 
+def say(word: str) -> None:
+    """Set a key of JAX's store for `hear` in the other process."""
+    _store().set(f"tests/{word}", b"")
+
+
+def hear(word: str) -> None:
+    assert _store().wait(f"tests/{word}", 300) is not None, f"the other process never said {word}"
+
+
+def _store() -> _jax.CoordinationStore:
+    store = _jax.coordination_store()
+    assert store is not None
+    return store
+
+
 def told(call: Callable[[], Any], *says: str) -> None:
-    """Check that a call raises an `AgreementError` with these texts, within 10 seconds."""
+    """Check that a call raises an `AgreementError` with these texts.
+
+    It does so within 10 seconds, and prints how many. Here only a much longer wait is an error,
+    because a machine may be short of processors.
+    """
     begun = time.monotonic()
     try:
         call()
@@ -57,7 +76,7 @@ def told(call: Callable[[], Any], *says: str) -> None:
         print(f"[{seconds:.2f} s] {text}", flush=True)
         missing = [part for part in says if part not in text]
         assert not missing, f"not told: {missing}"
-        assert seconds < 10, seconds
+        assert seconds < 60, seconds
         assert len(text) < 6000
         return
     raise AssertionError("no error was raised")
@@ -124,13 +143,15 @@ def one_enters_later() -> None:
     """A manager that the others have left is not agreed on."""
     pm = manager(RULES.replace("dp", "sp"), mesh="sp:2,tp:4")
     if jax.process_index() == 1:
-        time.sleep(8.5)
+        hear("process 0 left the manager")
         told(entered(pm), "process 0 waited for the others and left PartitionManager")
+        say("process 1 was told")
     else:
         told(
             entered(pm), "process 1 has not entered PartitionManager", "process 0 has waited in it"
         )
-        time.sleep(10)
+        say("process 0 left the manager")
+        hear("process 1 was told")
     entered(pm)()  # a second attempt in both
 
 
@@ -139,15 +160,16 @@ def one_does_not_agree() -> None:
     tree = {"w": np.zeros((8, 8)), "b": np.zeros(8)}
     rows = np.zeros((4, 8), np.float32)
     if jax.process_index() == 1:
-        time.sleep(8.5)
+        hear("process 0 asked for the warning")
     else:
         told(
             lambda: manager().agree(tree, SPECS),
             "process 1 did not reach pm.agree within 8 s; process 0 waits there",
         )
         logging.getLogger("shardwright.processes").addHandler(handler := Warnings())
+        say("process 0 asked for the warning")
     if jax.process_index() == 1:
-        time.sleep(11)
+        hear("process 0 was warned")
     manager().global_array(rows, sw.BATCH, sw.EMBED)
     if jax.process_index() == 0:
         assert handler.texts == ["process 0 has waited 8 s for process 1 to reach pm.global_array"]
@@ -160,6 +182,7 @@ class Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
+        say("process 0 was warned")
 
 
 def another_shape() -> None:
@@ -403,8 +426,7 @@ def what_agrees_goes_on() -> None:
             pass
     for _ in range(10):
         pm.agree(tree, SPECS)
-    begun = time.monotonic()
-    if jax.process_index() == 1:  # none of these waits for process 0
+    if jax.process_index() == 1:  # none of these waits for process 0, or it would raise
         for _ in range(1000):
             with pm:
                 pass
@@ -419,7 +441,6 @@ def what_agrees_goes_on() -> None:
         jax.eval_shape(entered(other))
         with manager(RULES + 'missing = "replicate"\n', agree=False) as free:
             free.agree(tree, SPECS)
-    assert time.monotonic() - begun < 3
 
 
 def threads_enter_in_any_order() -> None:
@@ -504,8 +525,8 @@ def connect(port: int, rank: int, count: int = 2, **timeouts: int) -> None:
         f"127.0.0.1:{port}",
         count,
         rank,
-        initialization_timeout=60,
-        **(timeouts or {"heartbeat_timeout_seconds": 10, "shutdown_timeout_seconds": 10}),
+        initialization_timeout=300,
+        **(timeouts or {"heartbeat_timeout_seconds": 60, "shutdown_timeout_seconds": 300}),
     )
     jax.devices()
 
@@ -518,6 +539,9 @@ if __name__ == "__main__":
             begun = time.monotonic()
             case()
             print(f"told {case.__name__} {time.monotonic() - begun:.2f}", flush=True)
+            # A process that is slow in one case must not count as late in the next one.
+            say(f"{case.__name__} has ended in {jax.process_index()}")
+            hear(f"{case.__name__} has ended in {1 - jax.process_index()}")
         jax.distributed.shutdown()
         code = 0
     finally:

@@ -24,8 +24,11 @@ def test_differences_are_told(part: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_every_divergence_ends_in_messages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_divergence_ends_in_messages(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One table: `python -m tests.multiprocess.divergences`."""
+    monkeypatch.setattr(divergences, "LIMIT_S", 60.0)  # a machine may be short of processors
     code = divergences.main()
     table = capsys.readouterr().out
     assert code == 0, table

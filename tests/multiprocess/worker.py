@@ -368,9 +368,9 @@ def run(port: int, rank: int, cases: Sequence[Callable[[], None]]) -> None:
         f"127.0.0.1:{port}",
         2,
         rank,
-        initialization_timeout=30,
-        heartbeat_timeout_seconds=10,
-        shutdown_timeout_seconds=10,
+        initialization_timeout=300,
+        heartbeat_timeout_seconds=60,
+        shutdown_timeout_seconds=300,
     )
     assert (jax.process_count(), jax.device_count(), len(virtual_devices(4))) == (2, 8, 4)
     for case in cases:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import threading
-import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from shardwright.processes.compare import Fact, ProcessGroup
 from shardwright.processes.meeting import Meeting, collect
 from tests.processes.simulated_store import SimulatedStore
 
-HANGS_S = 200.0
 COUNTS = [
     8,
     pytest.param(128, marks=pytest.mark.full),
@@ -26,16 +24,16 @@ COUNTS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of one machine take turns, so the slow ones must not count as late."""
-    for module, name in ((comparing, "CROSSING_S"), (meeting, "_OTHERS_LOOK_S")):
-        monkeypatch.setattr(module, name, 60.0)
-    monkeypatch.setattr(agreement, "GRACE_S", 60.0)
-    monkeypatch.setattr(comparing, "WAIT_S", 120.0)
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> SimulatedStore:
+    """A store whose time is that of all meetings."""
+    simulated = SimulatedStore()
+    clock = SimpleNamespace(monotonic=lambda: simulated.now)
+    monkeypatch.setattr(meeting, "time", clock)
+    return simulated
 
 
-def together(count: int, work: Callable[[int], Any]) -> list[Any]:
+def together(store: SimulatedStore, count: int, work: Callable[[int], Any]) -> list[Any]:
     """Run a function for every rank at the same time. Return the results, or the disagreements."""
     results: list[Any] = [None] * count
 
@@ -45,12 +43,7 @@ def together(count: int, work: Callable[[int], Any]) -> list[Any]:
         except AgreementError as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANGS_S)
-        assert not thread.is_alive(), "a process waits forever"
+    store.together(count, run)
     return results
 
 
@@ -65,11 +58,12 @@ def compare(at: ProcessGroup, text: str, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_messages_of_a_comparison(count: int) -> None:
-    store = SimulatedStore()
+def test_messages_of_a_comparison(count: int, store: SimulatedStore) -> None:
     for number in range(7):  # old keys are deleted, too
         store.reset()
-        errors = together(count, lambda rank: compare(group(store, rank, count), "float32[8,4]"))
+        errors = together(
+            store, count, lambda rank: compare(group(store, rank, count), "float32[8,4]")
+        )
         assert errors == [None] * count
         assert max(store.messages.values()) <= 6
         assert store.bytes <= 500 * count
@@ -77,7 +71,9 @@ def test_messages_of_a_comparison(count: int) -> None:
     store.reset()
     texts = {count // 2: "float32[8,5]"}
     errors = together(
-        count, lambda rank: compare(group(store, rank, count), texts.get(rank, "float32[8,4]"))
+        store,
+        count,
+        lambda rank: compare(group(store, rank, count), texts.get(rank, "float32[8,4]")),
     )
     assert all(isinstance(error, AgreementError) for error in errors)
     assert f"process {count // 2} has float32[8,5]" in str(errors[0])
@@ -86,17 +82,15 @@ def test_messages_of_a_comparison(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_messages_of_an_entry(count: int) -> None:
-    store = SimulatedStore()
-    errors = together(count, lambda rank: entry(group(store, rank, count)))
+def test_messages_of_an_entry(count: int, store: SimulatedStore) -> None:
+    errors = together(store, count, lambda rank: entry(group(store, rank, count)))
     assert errors == [None] * count
     assert max(store.messages.values()) <= 6
     assert store.bytes <= 1000 * count
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_bytes_of_the_watchdog(count: int) -> None:
-    store = SimulatedStore()
+def test_bytes_of_the_watchdog(count: int, store: SimulatedStore) -> None:
     dogs = []
     for rank in range(count):
         dog = watchdog.Watchdog(group(store, rank, count), 8)
@@ -110,44 +104,38 @@ def test_bytes_of_the_watchdog(count: int) -> None:
         assert store.bytes <= 1000 * count
 
 
-def test_calls_that_fail_start_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_fail_start_anew(store: SimulatedStore) -> None:
     """One process is late, and the call fails in all others at once. The next call is right."""
-    monkeypatch.setattr(meeting, "_OTHERS_LOOK_S", 0.2)
-    monkeypatch.setattr(comparing, "CROSSING_S", 0.2)
-    store = SimulatedStore()
 
     def call(rank: int) -> Any:
         own = group(store, rank, 4)
         if rank == 3:
-            time.sleep(1.0)
+            store.sleep(10)
             compare(own, "same")
             return "agreed"
         with pytest.raises(AgreementError) as caught:
-            compare(own, "same", patience=0.5)
+            compare(own, "same", patience=5)
         compare(own, "same")
         return str(caught.value)
 
-    *told, late = together(4, call)
+    *told, late = together(store, 4, call)
     assert late == "agreed"
     assert len(set(told)) == 1
-    assert "process 3 did not reach pm.agree within 0 s" in told[0]
+    assert "process 3 did not reach pm.agree within 5 s" in told[0]
 
 
-def test_a_process_that_compiles_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_OTHERS_LOOK_S", 0.2)
-    monkeypatch.setattr(comparing, "CROSSING_S", 0.2)
-    store = SimulatedStore()
+def test_a_process_that_compiles_is_not_late(store: SimulatedStore) -> None:
     beat = b'{"state": "runs", "compiles": true}'
     store.of(2).set("shardwright/watchdog/beats/2", beat)
 
     def call(rank: int) -> None:
         if rank == 2:
-            time.sleep(1.5)
-        compare(group(store, rank, 3), "same", patience=0.3)
+            store.sleep(20)
+        compare(group(store, rank, 3), "same", patience=6)
 
-    assert together(3, call) == [None] * 3
+    assert together(store, 3, call) == [None] * 3
     store.of(2).set("shardwright/watchdog/beats/2", beat.replace(b"true", b"false"))
-    errors = together(3, call)
+    errors = together(store, 3, call)
     assert [type(error) for error in errors] == [AgreementError] * 3
 
 
@@ -158,25 +146,26 @@ def entry(at: ProcessGroup) -> None:
 @pytest.mark.parametrize(
     ("call", "room"),
     [
-        (lambda at: compare(at, "same", patience=1.5), "shardwright/tree/"),
+        (lambda at: compare(at, "same", patience=8), "shardwright/tree/"),
         (entry, "shardwright/manager/meetings/"),
     ],
     ids=["compare", "enter"],
 )
 def test_the_last_process_ends_before_its_verdict(
-    call: Callable[[ProcessGroup], None], room: str, monkeypatch: pytest.MonkeyPatch
+    call: Callable[[ProcessGroup], None],
+    room: str,
+    store: SimulatedStore,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All have arrived, so none is absent, and none compiles. Each closes the meeting once."""
-    monkeypatch.setattr(comparing, "WAIT_S", 1.5)
-    monkeypatch.setattr(meeting, "_VERDICT_S", 0.3)
-    monkeypatch.setitem(globals(), "HANGS_S", 30.0)
 
     def decide(self: Meeting, verdict: meeting.Verdict) -> None:
         raise AgreementError("killed")
 
     monkeypatch.setattr(Meeting, "decide", decide)
-    store = SimulatedStore()
-    texts = sorted(str(error) for error in together(3, lambda rank: call(group(store, rank, 3))))
+    texts = sorted(
+        str(error) for error in together(store, 3, lambda rank: call(group(store, rank, 3)))
+    )
     assert "killed" in texts.pop(next(at for at, text in enumerate(texts) if "killed" in text))
     for text in texts:
         assert "but the last one has not compared them" in text
@@ -189,9 +178,8 @@ def test_the_last_process_ends_before_its_verdict(
     assert arrived == [3 + 2 * meeting._CLOSED]
 
 
-def test_a_wait_ends_after_the_first_process() -> None:
+def test_a_wait_ends_after_the_first_process(store: SimulatedStore) -> None:
     """The first process extends the wait once, and ends. The second one waits once more."""
-    store = SimulatedStore()
     first, second = (Meeting(store.of(rank), "room", 3, 0) for rank in range(2))
     first.arrive()
     second.arrive()
@@ -218,8 +206,7 @@ def test_a_wait_ends_after_the_first_process() -> None:
     assert extensions == [True, False]
 
 
-def test_the_first_process_extends_each_time() -> None:
-    store = SimulatedStore()
+def test_the_first_process_extends_each_time(store: SimulatedStore) -> None:
     first, second = (Meeting(store.of(rank), "room", 3, 0) for rank in range(2))
     first.arrive()
     second.arrive()

@@ -166,13 +166,15 @@ def test_an_end_in_the_middle_of_a_beat(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_frames_that_compile() -> None:
-    seen: list[bool] = []
+    """A thread observes compilations of the main thread, as many as it takes until it meets one."""
+    compiles, met = threading.Event(), threading.Event()
     ended = threading.Event()
     main = threading.main_thread().ident
 
     def observe() -> None:
         while not ended.wait(0.002):
-            seen.append(_jax.compiles(sys._current_frames()[main or 0]))
+            if compiles.is_set() and _jax.compiles(sys._current_frames()[main or 0]):
+                met.set()
 
     def traced(x: Any) -> Any:
         assert _jax.compiles(sys._getframe())
@@ -180,11 +182,16 @@ def test_frames_that_compile() -> None:
             x = jnp.sin(x @ x)
         return x
 
-    lowered = jax.jit(traced).lower(jnp.ones((8, 8)))
-    assert not _jax.compiles(sys._getframe())
     thread = threading.Thread(target=observe)
     thread.start()
-    lowered.compile()
+    for size in range(8, 100):
+        lowered = jax.jit(traced).lower(jnp.ones((size, size)))
+        assert not _jax.compiles(sys._getframe())
+        compiles.set()
+        lowered.compile()
+        compiles.clear()
+        if met.is_set():
+            break
     ended.set()
     thread.join()
-    assert any(seen)
+    assert met.is_set()

@@ -23,7 +23,7 @@ def in_a_process(seed: str) -> str:
     )
     command = [sys.executable, "-m", "tests.properties.sample"]
     done = subprocess.run(
-        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -41,7 +41,7 @@ def test_larger_number_in_xla_flags_is_kept(call: str, flag: str) -> None:
         env=env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.stdout == f"{CALLS[call][flag]}\n", done.stderr
