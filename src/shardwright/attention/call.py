@@ -1,5 +1,7 @@
 """One attention call in two values: `Operands` holds its arrays, `AttentionCall` everything else.
 
+`Options` holds the keywords as the caller wrote them.
+
 `AttentionCall` is frozen and hashable. Operands are always BTHD, `[batch, length, heads,
 head_dim]`, whatever layout the caller uses. Masks and biases are `[batch, heads, q_length,
 kv_length]`, and each of their dims is full or 1.
@@ -17,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardwright.attention.masks import MaskRules
+from shardwright.manager.manager import PartitionManager
 from shardwright.resolution.partition_specs import spec_of
 
 # A remat policy saves the results by these names:
@@ -30,6 +33,52 @@ class Layout(enum.StrEnum):
 
     BTHD = "BTHD"
     BHTD = "BHTD"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Options:
+    """The keywords of `dot_product_attention`, and the options below.
+
+    A call sets the options below through `metadata`.
+
+    Attributes:
+      q_block: Rows of queries in a block.
+      kv_block: Rows of keys in a block.
+      loop: Whether ring attention is a `lax.scan`. Defaults to True.
+      platform: "cpu", "gpu" or "tpu". Defaults to the platform of the manager's devices.
+      manager: Defaults to the ambient manager.
+      dtype: Dtype that q, k and v are cast to. Defaults to q's.
+      sequence_axis: The only mesh axis that may shard the lengths, or None for any.
+    """
+
+    mode: str | None = None
+    causal: bool = False
+    window: Any = None
+    chunk: int | None = None
+    segment_ids: Any = None
+    kv_segment_ids: Any = None
+    positions: Any = None
+    kv_positions: Any = None
+    lengths: Any = None
+    mask: Any = None
+    bias: Any = None
+    sinks: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
+    softcap: float | None = None
+    scale: float | None = None
+    dropout: float | None = None
+    dropout_key: Any = None
+    layout: str = "BTHD"
+    return_lse: bool = False
+    return_weights: bool = False
+    q_block: int | None = None
+    kv_block: int | None = None
+    loop: bool | None = None
+    platform: str | None = None
+    manager: PartitionManager | None = None
+    dtype: Any = None
+    sequence_axis: str | None = None
 
 
 @jax.tree_util.register_dataclass

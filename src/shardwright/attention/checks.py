@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from shardwright import _jax
-from shardwright.attention.call import Layout, Recipe
+from shardwright.attention.call import Layout, Options, Recipe
 from shardwright.attention.masks import Mask
 from shardwright.errors import AttentionError
-
-if TYPE_CHECKING:
-    from shardwright.attention.inputs import Options
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
 QUANTIZED: Final = ("int8", "float8_e4m3fn", "float8_e5m2")

@@ -6,7 +6,6 @@ checks of shapes and dtypes are in `checks`.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -21,6 +20,7 @@ from shardwright.attention.call import (
     JointSpecs,
     Layout,
     Operands,
+    Options,
     Recipe,
     default_positions,
 )
@@ -39,52 +39,6 @@ from shardwright.vocabulary.modes import MODE_DECODE, MODE_INSERT, MODE_TRAIN, m
 # it fits the CPU's caches, and more blocks of a causal mask are skipped (benchmarks/attention.py).
 _CPU_BLOCKS = {"q_block": 256, "kv_block": 512}
 _BLOCKS = {"q_block": 512, "kv_block": 1024}
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Options:
-    """The keywords of `dot_product_attention`, and the options below.
-
-    A call sets the options below through `metadata`.
-
-    Attributes:
-      q_block: Rows of queries in a block.
-      kv_block: Rows of keys in a block.
-      loop: Whether ring attention is a `lax.scan`. Defaults to True.
-      platform: "cpu", "gpu" or "tpu". Defaults to the platform of the manager's devices.
-      manager: Defaults to the ambient manager.
-      dtype: Dtype that q, k and v are cast to. Defaults to q's.
-      sequence_axis: The only mesh axis that may shard the lengths, or None for any.
-    """
-
-    mode: str | None = None
-    causal: bool = False
-    window: Any = None
-    chunk: int | None = None
-    segment_ids: Any = None
-    kv_segment_ids: Any = None
-    positions: Any = None
-    kv_positions: Any = None
-    lengths: Any = None
-    mask: Any = None
-    bias: Any = None
-    sinks: Any = None
-    k_scale: Any = None
-    v_scale: Any = None
-    softcap: float | None = None
-    scale: float | None = None
-    dropout: float | None = None
-    dropout_key: Any = None
-    layout: str = "BTHD"
-    return_lse: bool = False
-    return_weights: bool = False
-    q_block: int | None = None
-    kv_block: int | None = None
-    loop: bool | None = None
-    platform: str | None = None
-    manager: PartitionManager | None = None
-    dtype: Any = None
-    sequence_axis: str | None = None
 
 
 class Defaults(Protocol):

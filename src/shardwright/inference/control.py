@@ -42,7 +42,7 @@ def scan(step: Step) -> list[Value]:
     ]
     rows = [_row(value, loop) for value in scanned]
     values = [*step.values[:constants], *starts, *rows]
-    ends = step.walker.walk(loop_body.jaxpr, values, place=step.place)
+    ends = step.walk(loop_body.jaxpr, values, place=step.place)
     _align(step, starts, ends)
     if any(value.is_weight for value in scanned):
         recorded = Scan(
@@ -72,7 +72,7 @@ def while_loop(step: Step) -> list[Value]:
     body, _ = bodies(step.equation)
     values = body.of_operands(step.values)
     starts = _carried(step, values[body.fixed :])
-    ends = step.walker.walk(body.jaxpr, [*values[: body.fixed], *starts])
+    ends = step.walk(body.jaxpr, [*values[: body.fixed], *starts])
     _align(step, starts, ends)
     return ends
 
@@ -80,8 +80,7 @@ def while_loop(step: Step) -> list[Value]:
 def cond(step: Step) -> list[Value]:
     """Walk every branch. The results of all branches have the same dims."""
     branches = [
-        step.walker.walk(branch.jaxpr, branch.of_operands(step.values))
-        for branch in bodies(step.equation)
+        step.walk(branch.jaxpr, branch.of_operands(step.values)) for branch in bodies(step.equation)
     ]
     for other in branches[1:]:
         _align(step, branches[0], other)
@@ -109,7 +108,7 @@ def call(step: Step) -> list[Value] | None:
     (body,) = found
     values = body.of_operands(step.values)
     place = step.place if rebuilds(step.equation) else None
-    return step.walker.walk(body.jaxpr, values, called_at=step.site.caller, place=place)
+    return step.walk(body.jaxpr, values, called_at=step.site.caller, place=place)
 
 
 def _carried(step: Step, starts: Sequence[Value]) -> list[Value]:

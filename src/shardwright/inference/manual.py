@@ -28,7 +28,7 @@ def shard_map(step: Step) -> list[Value]:
                 sharded.append((major, dims[-1]))
         local.append(dataclasses.replace(value, dims=tuple(dims), one_hot=None))
     body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
-    results = step.walker.walk(body, local)
+    results = step.walk(body, local)
     for (major, part), (other_major, other_part) in itertools.combinations(sharded, 2):
         if finest(part) == finest(other_part):
             step.same(major, other_major)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from shardwright.dims.table import Correspondence
 from shardwright.inference.atoms import Dim, Dims, new_dim, new_dims
 from shardwright.inference.evidence import Site
 from shardwright.inference.facts import Facts
 from shardwright.inference.roots import Root, new_root
-
-if TYPE_CHECKING:
-    from shardwright.inference.walk import Walker
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +59,8 @@ class Step:
       equation: The equation.
       site: Where it is in the model.
       values: The operands.
-      walker: Walks the jaxprs that the equation contains.
+      facts: What the walk has recorded.
+      walk: Walks a jaxpr that the equation contains: `Walker.walk`.
       place: Its place in the program, or None inside of equations that `constrained` does not
         rebuild.
     """
@@ -70,13 +68,9 @@ class Step:
     equation: Any
     site: Site
     values: Sequence[Value]
-    walker: Walker
+    facts: Facts
+    walk: Callable[..., list[Value]]
     place: tuple[int, ...] | None = None
-
-    @property
-    def facts(self) -> Facts:
-        """What the walk has recorded."""
-        return self.walker.facts
 
     @property
     def parameters(self) -> Any:

@@ -115,7 +115,8 @@ class Walker:
                 equation=equation,
                 site=Site(equation, equation if caller is None else caller),
                 values=[read(variable) for variable in equation.invars],
-                walker=self,
+                facts=self.facts,
+                walk=self.walk,
                 place=None if place is None else (*place, at),
             )
             results = self._results(step)

@@ -21,10 +21,9 @@ from collections.abc import Mapping, Sequence
 
 from shardwright import _jax
 from shardwright.resolution.composites import Candidate, Composite
-from shardwright.resolution.decide import Decider
+from shardwright.resolution.decide import Decider, fall_back
 from shardwright.resolution.decisions import DimDecision, Outcome, Reason, Skip
 from shardwright.resolution.drafts import Chain, Draft, Trial
-from shardwright.resolution.fallbacks import fall_back
 from shardwright.resolution.ranks import DEFAULT, Rank, ranks_of
 from shardwright.resolution.rules import Conflict
 from shardwright.vocabulary.lowering import Dim

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -17,9 +18,7 @@ from typing import Any, Final
 from shardwright.errors import StrategyError, did_you_mean
 from shardwright.mesh.check import MOST_MESH_AXES, name_fault
 from shardwright.resolution.decisions import RuleRef
-from shardwright.resolution.fingerprint import fingerprint
 from shardwright.resolution.patterns import compile_pattern
-from shardwright.resolution.ranks import rank_orders
 from shardwright.resolution.recent import Recent
 from shardwright.vocabulary.axes import (
     KNOWN_AXES,
@@ -414,7 +413,7 @@ class AxisRules:
         rules alive.
         """
         if not self._fingerprint:
-            object.__setattr__(self, "_fingerprint", fingerprint(self))
+            object.__setattr__(self, "_fingerprint", _digest(self))
         return self._fingerprint
 
     def stated(self, axis: str, *, mode: str, role: Role, path: str | None) -> Rule | None:
@@ -447,6 +446,58 @@ class AxisRules:
         named = [axis for rule in rules.values() for axis in rule.mesh_axes]
         zero1 = self.policy.zero1.mesh_axes if self.policy.zero1 is not None else ()
         return tuple(dict.fromkeys([*named, *self.policy.gather, *zero1]))
+
+
+def _digest(rules: AxisRules) -> bytes:
+    """Return 32 bytes that are equal for equal rules, and different for different rules."""
+    text = repr(_plain_values(rules))
+    return hashlib.blake2b(text.encode(), digest_size=32).digest()
+
+
+def _plain_values(rules: AxisRules) -> tuple[Any, ...]:
+    """Return everything that equality compares, as tuples, text and numbers.
+
+    Unequal rules give unequal text. Each rule appears once, because tables share rules. Tables
+    refer to it by a number: rules are numbered in the order in which they first appear.
+    """
+    written: dict[Any, int] = {}
+    numbers: dict[int, int] = {}
+
+    def table(entries: Table) -> list[tuple[str, int]]:
+        numbered = []
+        for axis, rule in entries:
+            number = numbers.get(id(rule))
+            if number is None:
+                number = written.setdefault(_plain_rule(rule), len(written))
+                numbers[id(rule)] = number
+            numbered.append((axis, number))
+        return numbered
+
+    tables = [table(entries) for entries in (*rules.activations, *rules.params)]
+    tensors = [(entry.match, table(entry.rules)) for entry in rules.tensors]
+    names = [field.name for field in dataclasses.fields(rules.policy)]
+    policy = {name: getattr(rules.policy, name) for name in names}
+    zero1 = policy.pop("zero1")
+    settings = {
+        name: value if isinstance(value, tuple) else str(value) for name, value in policy.items()
+    }
+    named = [(mode, line.text) for mode, line in rules.attention]
+    return (
+        tables,
+        tensors,
+        list(written),
+        settings,
+        None if zero1 is None else _plain_rule(zero1),
+        rules.user_axes,
+        rules.order,
+        named,
+    )
+
+
+def _plain_rule(rule: Rule) -> tuple[Any, ...]:
+    """Return everything about a rule that equality compares."""
+    of_one = None if rule.of_one is None else _plain_rule(rule.of_one)
+    return rule.candidates, str(rule.fallback), of_one
 
 
 def _rebuild(
@@ -525,9 +576,46 @@ def build_rules(
         tensors=tuple(tensors),
         user_axes=tuple(user_axes),
         policy=policy,
-        order=rank_orders(tables, orders or {}) if policy.order is Order.RULES else (),
+        order=_rank_orders(tables, orders or {}) if policy.order is Order.RULES else (),
         attention=_attention_by_mode(attention or {}),
     )
+
+
+def _rank_orders(
+    tables: Mapping[str, Mapping[str, Rule]], written: Mapping[str, Sequence[str]]
+) -> tuple[tuple[str, ...], ...]:
+    """Return the axes of all candidates that apply, in rank order.
+
+    A rule "-" has no candidates and stands here once, because a composite is tried at the place of
+    the first rule of its members.
+
+    The result has one tuple for the activations of each of `MODES`, then one for the parameters of
+    each. Candidates rank by table, in the order in which tables are looked up, then by position in
+    the table.
+
+    Args:
+      tables: Tables of axis -> rule, by name.
+      written: For each table by name, the axis of every candidate in the order written. Defaults to
+        the order of the table.
+    """
+
+    def ranked(*names: str) -> tuple[str, ...]:
+        order: list[str] = []
+        known: set[str] = set()
+        for name in names:
+            table = tables.get(name, {})
+            axes = [axis for axis, rule in table.items() for _ in rule.candidates or [None]]
+            order += [axis for axis in written.get(name, axes) if axis not in known]
+            known.update(table)
+        return tuple(order)
+
+    chains = {mode: ("insert", "decode") if mode == "insert" else (mode,) for mode in MODE_NAMES}
+    own = {name: [f"modes.{mode}" for mode in chains[name]] for name in MODE_NAMES}
+    activations = [ranked(*own[name], "rules") for name in MODE_NAMES]
+    params = [
+        ranked(*(f"{mode}.params" for mode in own[name]), "params", "rules") for name in MODE_NAMES
+    ]
+    return (*activations, *params)
 
 
 def _attention_by_mode(named: Mapping[str, RuleRef]) -> tuple[tuple[str, RuleRef], ...]:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardwright import _jax
-from shardwright.attention.call import JointSpecs
-from shardwright.attention.inputs import Options, read_options
+from shardwright.attention.call import JointSpecs, Options
+from shardwright.attention.inputs import read_options
 from shardwright.attention.sharding import resolve_joint
 from shardwright.errors import AttentionError
 from shardwright.manager import context

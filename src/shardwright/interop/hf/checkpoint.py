@@ -22,16 +22,17 @@ from shardwright.errors import (
 from shardwright.interop.hf.config import read_config
 from shardwright.interop.hf.families import tensors_of
 from shardwright.interop.hf.names import axes_of, check_mappings, missing
-from shardwright.interop.hf.padding import pad_vocabulary
 from shardwright.interop.hf.pieces import place
 from shardwright.interop.hf.report import checkpoint_text, shardings_text
 from shardwright.interop.hf.safetensors_files import safetensors_of
-from shardwright.interop.hf.source import Source, StackedSource
+from shardwright.interop.hf.source import PaddedSource, Source, StackedSource
 from shardwright.interop.hf.stacks import check_experts
 from shardwright.interop.hf.stacks import stack_experts as _stack_experts
 from shardwright.interop.hf.stacks import stack_layers as _stack_layers
 from shardwright.manager.manager import PartitionManager
 from shardwright.vocabulary.annotations import ArraySpec
+from shardwright.vocabulary.axes import VOCAB
+from shardwright.vocabulary.integers import read_integer
 
 _OTHERWISE: Final = (
     "axes= of hf.read and hf.load places a tensor otherwise: "
@@ -203,7 +204,7 @@ def read(
     notes = _unread(path, sources)
     checkpoint = _checkpoint(config, sources, notes, dtype=dtype, axes=axes, experts=stack_experts)
     checkpoint = _with_stacks(checkpoint) if stack_layers else checkpoint
-    return pad_vocabulary(checkpoint, pad_vocab)
+    return _pad_vocabulary(checkpoint, pad_vocab)
 
 
 def _unread(folder: Path, sources: Mapping[str, Source]) -> list[str]:
@@ -289,3 +290,40 @@ def _dtype_of(
     what = f"{stored.name} needs JAX in 64-bit mode"
     problems.append(Problem(error=CheckpointError, what=what, path=name, fix=fix))
     return stored
+
+
+def _pad_vocabulary(checkpoint: Checkpoint, multiple: int | None) -> Checkpoint:
+    """Return a checkpoint whose dims VOCAB are the next multiple of a number.
+
+    Raises:
+      CheckpointError: The number is not a positive integer, or dims VOCAB have several sizes.
+    """
+    if multiple is None:
+        return checkpoint
+    fix = "pass pad_vocab=128, a multiple of the devices that shard VOCAB"
+    read_integer("pad_vocab", multiple, error=CheckpointError, fix=fix)
+    dims = {name: _vocab_dims(spec.axes) for name, spec in checkpoint.specs.items()}
+    sizes = {checkpoint.specs[name].shape[dim]: name for name, own in dims.items() for dim in own}
+    if len(sizes) > 1:
+        what = " and ".join(f"{size} in {name}" for size, name in sizes.items())
+        raise CheckpointError(f"VOCAB has several sizes: {what}", fix="load it without pad_vocab")
+    vocab = next(iter(sizes), 0)
+    more = -vocab % multiple
+    if not more:
+        return checkpoint
+    specs, sources, unpadded = dict(checkpoint.specs), dict(checkpoint.sources), {}
+    for name, own in dims.items():
+        if own:
+            unpadded[name] = specs[name].shape
+            shape = tuple(size + more * (dim in own) for dim, size in enumerate(unpadded[name]))
+            specs[name] = dataclasses.replace(specs[name], shape=shape)
+            sources[name] = PaddedSource(source=sources[name], shape=shape)
+    note = f"the vocabulary of {vocab} is padded by {more} rows of zeros to {vocab + more}"
+    notes = (*checkpoint.notes, note)
+    return dataclasses.replace(
+        checkpoint, specs=specs, sources=sources, notes=notes, unpadded=unpadded
+    )
+
+
+def _vocab_dims(axes: Any) -> tuple[int, ...]:
+    return tuple(dim for dim, entry in enumerate(axes) if entry == VOCAB)

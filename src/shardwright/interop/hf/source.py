@@ -83,6 +83,48 @@ class StackedSource:
         return piece
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedSource:
+    """A tensor with zeros after its last elements.
+
+    Attributes:
+      source: The tensor in a file.
+      shape: The shape with padding.
+    """
+
+    source: Source
+    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """Name in the file."""
+        return self.source.name
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of what `read` returns."""
+        return self.source.dtype
+
+    @property
+    def file(self) -> str:
+        """Name of the file."""
+        return self.source.file
+
+    def read(self, bounds: Bounds) -> np.ndarray[Any, Any]:
+        """Read what the file has of a piece; the rest is zeros."""
+        stored = tuple(
+            (start, min(stop, size))
+            for (start, stop), size in zip(bounds, self.source.shape, strict=True)
+        )
+        if stored == bounds:
+            return self.source.read(bounds)
+        piece = np.zeros([stop - start for start, stop in bounds], self.dtype)
+        if all(start < stop for start, stop in stored):
+            inner = tuple(slice(stop - start) for start, stop in stored)
+            piece[inner] = self.source.read(stored)
+        return piece
+
+
 def cast(name: str, piece: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, Any]:
     """Return a piece of a tensor in another dtype.
 
