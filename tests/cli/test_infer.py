@@ -122,6 +122,8 @@ def test_strict_fails_on_guesses(model: str, capsys: pytest.CaptureFixture[str])
     (head,) = [dim for dim in data["dims"] if (dim["path"], dim["dim"]) == ("head", 1)]
     assert (head["axis"], head["reason"]) == ("CLASSES", "size 7 is in sizes")
     assert data["ok"]
+    assert infer(f"{words} --size 'h* dim 1=classes' --strategy {own}") == 0
+    capsys.readouterr()
 
 
 def test_conflict_writes_no_file(

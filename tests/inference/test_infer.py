@@ -448,7 +448,10 @@ def test_training_by_inferred_axes(model: Model) -> None:
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
-        ({"a": "EMBED"}, "sizes must be a positive integer, got 'a'"),
+        ({"a": "EMBED"}, "no parameter has the dim 'a'"),
+        ({"table dim 2": "EMBED"}, "no parameter has the dim 'table dim 2'"),
+        ({"t* dim 1": "HEAD"}, "sizes names dim 1 HEAD, and the program uses it as EMBED"),
+        ({9: "EMBED", 16: "VOCAB"}, "no dim of a parameter has the size 9"),
         ({0: "EMBED"}, "sizes must be a positive integer, got 0"),
         ([(8, "EMBED")], "sizes: sizes is list, not a mapping"),
     ],
@@ -456,5 +459,6 @@ def test_training_by_inferred_axes(model: Model) -> None:
 def test_invalid_sizes(sizes: Any, says: str) -> None:
     params = {"table": jax.ShapeDtypeStruct((16, 8), "float32")}
     tokens = jax.ShapeDtypeStruct((2, 4), "int32")
+    seeds = [(sw.BATCH, sw.LENGTH)]
     with pytest.raises(sw.StrategyError, match=says):
-        sw.infer_axes(lambda p, x: p["table"][x], params, tokens, seeds=[None], sizes=sizes)
+        sw.infer_axes(lambda p, x: p["table"][x], params, tokens, seeds=seeds, sizes=sizes)

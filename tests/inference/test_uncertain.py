@@ -585,3 +585,103 @@ def test_grouped_convolutions() -> None:
     assert found["blocks/0/in 2"] == found["blocks/0/out 1"] == "MLP_INTERMEDIATE~"
     assert found["blocks/0/in 1"] == found["blocks/0/out 2"] == "EMBED"
     assert inferred.open == ()
+
+
+def test_block_diagonal_gates_and_sizes() -> None:
+    """Without a router, blocks are guessed to be heads. Sizes and paths beat guesses."""
+
+    def forward(params: Any, tokens: Any) -> Any:
+        x = params["table"][tokens]
+        y = (x @ params["into"]).reshape(*x.shape[:2], 4, 32)
+        gate = jax.nn.sigmoid(jnp.einsum("blhi,hij->blhj", y, params["gate"]))
+        return (x + (gate * y).reshape(*x.shape[:2], 128) @ params["out"]) @ params["table"].T
+
+    shapes = {"table": (512, 64), "into": (64, 128), "gate": (4, 32, 32), "out": (128, 64)}
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+
+    def text(**options: Any) -> dict[str, str]:
+        inferred = sw.infer_axes(
+            forward,
+            params,
+            jax.ShapeDtypeStruct((8, 16), "int32"),
+            seeds=[(sw.BATCH, sw.LENGTH)],
+            own_axes=["rnn"],
+            **options,
+        )
+        marks = {(dim.path, dim.dim): "?" * dim.guess for dim in inferred.evidence}
+        return {
+            path: " ".join(axis_text(axis) + marks[path, at] for at, axis in enumerate(row))
+            for path, row in inferred.annotations.items()
+        }
+
+    guessed = {"table": "VOCAB EMBED", "gate": "HEAD? HEAD_DIM? _?"}
+    wide = "HEAD:4*HEAD_DIM:32?"
+    assert text() == {**guessed, "into": f"EMBED {wide}", "out": f"{wide} EMBED"}
+    assert text(sizes={128: "rnn"}) == {**guessed, "into": "EMBED RNN", "out": "RNN EMBED"}
+    by_path = text(sizes={"into dim 1": "rnn", "gate dim 0": "rnn"})
+    assert by_path["into"] == "EMBED RNN"
+    assert by_path["gate"].startswith("RNN ")
+    assert by_path["out"] == "RNN:4*HEAD_DIM:32? EMBED"
+
+
+def test_images_keep_the_names_of_seeds() -> None:
+    """Strides and pooling keep the seeds. Classes are not sharded beside an MLP's features."""
+
+    def conv(x: Any, kernel: Any, stride: int = 1) -> Any:
+        return jax.lax.conv_general_dilated(
+            x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    def forward(params: Any, x: Any) -> Any:
+        x = jax.nn.relu(conv(x, params["stem"], 2) * params["scale"])
+        x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+        x = x + conv(jax.nn.relu(conv(x, params["up"])), params["down"])
+        x = x + params["places"]
+        hidden = jax.nn.relu(x.mean((1, 2)) @ params["wide"])
+        return jax.nn.relu(hidden @ params["features"]) @ params["head"]
+
+    shapes = {
+        "stem": (7, 7, 3, 16),
+        "scale": (16,),
+        "up": (3, 3, 16, 32),
+        "down": (3, 3, 32, 16),
+        "places": (8, 8, 16),
+        "wide": (16, 48),
+        "features": (48, 24),
+        "head": (24, 10),
+    }
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    inferred = sw.infer_axes(
+        forward,
+        params,
+        jax.ShapeDtypeStruct((8, 32, 32, 3), "float32"),
+        seeds=[(sw.BATCH, "height", "width", "color")],
+        own_axes=["height", "width", "color"],
+    )
+    rows = {name: " ".join(map(axis_text, row)) for name, row in inferred.annotations.items()}
+    assert inferred.unknown == ()
+    assert rows == {
+        "stem": "_ _ COLOR EMBED",
+        "scale": "NORM",
+        "up": "_ _ EMBED MLP_INTERMEDIATE",
+        "down": "_ _ MLP_INTERMEDIATE EMBED",
+        "places": "HEIGHT WIDTH EMBED",
+        "wide": "EMBED MLP_INTERMEDIATE",
+        "features": "MLP_INTERMEDIATE _",
+        "head": "MLP_INTERMEDIATE _",
+    }
+    for preset in ("tensor", "fsdp_tp"):
+        mesh = sw.abstract_mesh("fsdp:4,tp:2")
+        own = sw.Strategy.loads("""
+            version = 1
+            [axes]
+            height = "rows"
+            width = "columns"
+            color = "colors"
+            [rules]
+            height = "-"
+            width = "-"
+            color = "-"
+        """)
+        pm = sw.PartitionManager(sw.Strategy.preset(preset) | own, mesh=mesh)
+        pm.shardings(params, inferred.annotations)

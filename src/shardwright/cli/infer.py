@@ -15,7 +15,7 @@ from shardwright.errors import StrategyError
 from shardwright.strategy import files
 from shardwright.vocabulary.axes import canonical_axis
 
-_SIZE = re.compile(r"([1-9][0-9]*)=([A-Za-z_][A-Za-z0-9_]*)")
+_SIZE = re.compile(r"([1-9][0-9]*|.+ dim [0-9]+)=([A-Za-z_][A-Za-z0-9_]*)")
 
 _EPILOG = f"""\
 MODEL is file.py:function, a function of parameters and arrays. It is traced once; nothing is
@@ -47,7 +47,8 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="N=AXIS",
-        help="the axis of open and guessed dims of a size; repeat it for more",
+        help="the axis of open and guessed dims of a size, or of a place such as "
+        "'layers/*/gate dim 0'; repeat it for more",
     )
     command.add_argument(
         "--strategy",
@@ -91,8 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def read_size(text: str) -> tuple[int, str]:
-    """Return the size and the axis of `7=CLASSES`.
+def read_size(text: str) -> tuple[int | str, str]:
+    """Return the size, or the place of a dim, and the axis of `7=CLASSES`.
 
     Raises:
       StrategyError: The text has another form.
@@ -100,7 +101,8 @@ def read_size(text: str) -> tuple[int, str]:
     match = _SIZE.fullmatch(text)
     if match is None:
         raise StrategyError(f"--size {text!r} is not N=AXIS", fix="write --size 7=CLASSES")
-    return int(match[1]), canonical_axis(match[2])
+    size = int(match[1]) if match[1].isdecimal() else match[1]
+    return size, canonical_axis(match[2])
 
 
 def _write(name: str, text: str) -> None:

@@ -173,13 +173,13 @@ def _is_fixed(leaf: Any) -> bool:
 
 
 def infer_model(
-    model: Model, *, sizes: Mapping[int, str], own_axes: Collection[str] = ()
+    model: Model, *, sizes: Mapping[int | str, str], own_axes: Collection[str] = ()
 ) -> Inferred:
     """Return the axes of a model's parameters.
 
     Args:
       model: The model.
-      sizes: Size -> axis.
+      sizes: Size, or place of a dim -> axis.
       own_axes: Axes of their own that strategies declare.
 
     Raises:

@@ -20,7 +20,6 @@ from shardwright.inference.kernels import Kernels
 from shardwright.inference.names import (
     Names,
     guess_links,
-    name_by_size,
     name_hidden,
     name_residual,
     name_rows,
@@ -28,6 +27,7 @@ from shardwright.inference.names import (
 )
 from shardwright.inference.pieces import name_pieces
 from shardwright.inference.seeds import read_seeds
+from shardwright.inference.sizes import GivenSizes, read_sizes
 from shardwright.inference.spelling import routers, spell
 from shardwright.inference.stacks import (
     guess_chosen,
@@ -47,7 +47,6 @@ from shardwright.inference.walk import Walker
 from shardwright.resolution.unknown_axes import check_axes
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import canonical_axis
-from shardwright.vocabulary.integers import read_integer
 
 _OWN: Final = "pass an axis of your own in own_axes=, such as own_axes=strategy.axes"
 
@@ -57,7 +56,7 @@ def infer_axes(
     params: Any,
     *inputs: Any,
     seeds: Sequence[Any],
-    sizes: Mapping[int, str] | None = None,
+    sizes: Mapping[int | str, str] | None = None,
     own_axes: Iterable[str] = (),
     kernels: Mapping[str, Callable[..., Any]] | None = None,
     strict: bool = False,
@@ -73,8 +72,9 @@ def infer_axes(
       seeds: The axes of each array of the inputs, such as `[(BATCH, LENGTH), None]`. None stands
         for an array, or for a dim, about which nothing is known. A dim that flattens several axes
         is `merged((BATCH, 8), (LENGTH, 32))`.
-      sizes: Size -> axis, from the model's config. It names dims that would otherwise be open or
-        guesses.
+      sizes: Size of a dim -> axis, from the model's config. It names the dims of parameters that
+        would otherwise be open or guesses. The key may also be a path as the result prints it, with
+        the number of a dim: `{"layers/*/gate dim 0": "HEAD"}`.
       own_axes: Axes of your own that `seeds` and `sizes` name, such as `strategy.axes`.
       kernels: Name of a kernel of Pallas or of the FFI -> a function of plain JAX with the same
         operands and results, which inference reads instead. Without a function, the results of the
@@ -82,9 +82,9 @@ def infer_axes(
       strict: Raise an error for conflicts, open dims and guesses.
 
     Raises:
-      StrategyError: There are not as many seeds as arrays, or a leaf is not an array. With
-        `strict`, a dim is open, is a guess, or has two names. A function of `kernels` does not
-        fit, or the model does not call its kernel.
+      StrategyError: There are not as many seeds as arrays, a leaf is not an array, or an entry of
+        `sizes` fits no dim of a parameter. With `strict`, a dim is open, is a guess, or has two
+        names. A function of `kernels` does not fit, or the model does not call its kernel.
       RankMismatchError: A seed does not have one axis per dim.
       UnknownAxisError: A seed or a size names an axis that is neither in the vocabulary nor in
         `own_axes`.
@@ -99,21 +99,25 @@ def infer_axes(
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
     closed = _trace(forward, params, inputs, leaves)
-    values = [_parameter(at, np.shape(leaf)) for at, (_, leaf) in enumerate(leaves)]
+    shapes, paths = [np.shape(leaf) for _, leaf in leaves], [path_text(path) for path, _ in leaves]
+    values = [_parameter(at, shape) for at, shape in enumerate(shapes)]
     input_values = read_seeds([np.shape(leaf) for leaf in jax.tree.leaves(inputs)], seeds)
     walker = Walker(Kernels(kernels or {}))
-    by_size = _read_sizes({} if sizes is None else sizes)
-    _check_axes(input_values, by_size, own_axes)
+    given = read_sizes({} if sizes is None else sizes, paths, shapes)
+    _check_axes(input_values, {} if sizes is None else sizes, own_axes)
     with _uncollected():
         results = walker.walk(closed.jaxpr, [*values, *input_values], place=())
         raise_problems(walker.kernels.unused())
-        _name_all(walker.facts, [value.dims for value in values], results, by_size)
+        _name_all(walker.facts, [value.dims for value in values], results, given)
     gates = routers(walker.facts)
-    rows = [spell(value.dims, is_router=at in gates) for at, value in enumerate(values)]
+    rows = [
+        given.spell(at, spell(value.dims, is_router=at in gates), shapes[at])
+        for at, value in enumerate(values)
+    ]
     numbers: dict[Atom, int] = {}
     evidence = tuple(
         InferredDim(
-            path=path_text(path),
+            path=path,
             dim=at,
             size=int(size),
             axis=entry.axis,
@@ -122,8 +126,8 @@ def infer_axes(
             is_open=entry.is_open,
             classes=tuple(numbers.setdefault(atom, len(numbers)) for atom in finest(dim)),
         )
-        for (path, leaf), row, value in zip(leaves, rows, values, strict=True)
-        for at, (size, entry, dim) in enumerate(zip(np.shape(leaf), row, value.dims, strict=True))
+        for path, shape, row, value in zip(paths, shapes, rows, values, strict=True)
+        for at, (size, entry, dim) in enumerate(zip(shape, row, value.dims, strict=True))
     )
     annotations = [tuple(entry.axis for entry in row) for row in rows]
     constraints, unconstrained = choose(walker.facts.outputs, walker.facts.pieces)
@@ -204,23 +208,7 @@ def _parameter(at: int, shape: Sequence[int]) -> Value:
     return Value(dims=dims, learned=True, leaf=at)
 
 
-def _read_sizes(sizes: Any) -> dict[int, str]:
-    if not isinstance(sizes, Mapping):
-        raise StrategyError(
-            f"sizes is {type(sizes).__name__}, not a mapping",
-            path="sizes",
-            fix='write sizes={11008: "MLP_INTERMEDIATE"}',
-        )
-    fix = "write sizes={size of a dim: axis}; a size is a positive integer"
-    return {
-        read_integer("sizes", size, error=StrategyError, fix=fix): canonical_axis(axis)
-        for size, axis in sizes.items()
-    }
-
-
-def _check_axes(
-    inputs: Sequence[Value], by_size: Mapping[int, str], own_axes: Iterable[str]
-) -> None:
+def _check_axes(inputs: Sequence[Value], sizes: Mapping[Any, str], own_axes: Iterable[str]) -> None:
     """Check that every name of a seed or a size is an axis.
 
     Raises:
@@ -233,12 +221,12 @@ def _check_axes(
         for atom in dim
         if atom.name
     ]
-    places += [(f"sizes {size}", axis) for size, axis in by_size.items()]
+    places += [(f"sizes {key}", canonical_axis(axis)) for key, axis in sizes.items()]
     check_axes(places, own_axes, declare=_OWN)
 
 
 def _name_all(
-    facts: Facts, params: Sequence[Dims], results: Sequence[Value], sizes: Mapping[int, str]
+    facts: Facts, params: Sequence[Dims], results: Sequence[Value], sizes: GivenSizes
 ) -> None:
     selected = list(products_of_selected(facts))
     names = Names(facts)
@@ -255,7 +243,7 @@ def _name_all(
     name_hidden(names)
     name_pieces(names)
     every = [dim for dims in params for dim in dims]
-    name_by_size(names, every, sizes)
+    sizes.name(names, params)
     guess_tables(names, results)
     guess_chosen(names)
     guess_scanned(names)

@@ -193,14 +193,3 @@ def name_rows(names: Names, dims: Iterable[Dim]) -> None:
         if unnamed(use.dim) and all(atom.params for atom in atoms):
             why = Evidence("single rows are taken", use.site)
             names.give(use.dim, EMPTY, why, guess=not factors.issuperset(atoms))
-
-
-def name_by_size(names: Names, dims: Iterable[Dim], sizes: Mapping[int, str]) -> None:
-    """Name dims that are open or guesses by sizes from the model's config."""
-    for dim in dims:
-        for atom in finest(dim):
-            if atom.size in sizes:
-                if atom.guess:
-                    atom.name, atom.guess = "", False
-                why = Evidence(f"size {atom.size} is in sizes")
-                names.give((atom,), sizes[atom.size], why)

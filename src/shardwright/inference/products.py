@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from shardwright.dims.table import correspondence
-from shardwright.inference.atoms import Atom, Dim, Dims, finest
+from shardwright.inference.atoms import Dim, Dims, finest
 from shardwright.inference.facts import Lookup, Product, Use
+from shardwright.inference.shapes import windowed
 from shardwright.inference.step import Step, Value
 
 
@@ -155,10 +156,7 @@ def convolution(step: Step) -> list[Value]:
                 site=step.site,
             )
             step.facts.projections.append(product)
-    dims: list[Dim] = [(Atom(size, resized=image.data),) for size in step.shapes[0]]
-    for at, dim in zip(numbers.out_spec[:2], (batch, outputs), strict=True):
-        dims[at] = dim
+    dims = dict(zip(numbers.out_spec[:2], (batch, outputs), strict=True))
     for at, old in zip(numbers.out_spec[2:], numbers.lhs_spec[2:], strict=True):
-        if step.shapes[0][at] == step.operand_shapes[0][old]:
-            dims[at] = image.dims[old]
-    return [_result(step, dims)]
+        dims[at] = windowed(step, image.dims[old], step.shapes[0][at])
+    return [_result(step, [dims[at] for at in range(len(dims))])]

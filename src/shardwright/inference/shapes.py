@@ -134,6 +134,28 @@ def pad(step: Step) -> list[Value]:
     return [step.result(padded)]
 
 
+def pool(step: Step) -> list[Value]:
+    """Keep the dims that keep their size, such as batch and channels; the others are windowed."""
+    pairs = zip(step.values[0].dims, step.shapes[0], strict=True)
+    return [step.result([windowed(step, dim, size) for dim, size in pairs])] * len(step.shapes)
+
+
+def windowed(step: Step, dim: Dim, size: int) -> Dim:
+    """Return the dim of windows along a dim. If their number differs, it has the name of a seed.
+
+    Rows of an image are its rows before and after a stride, and the mesh axis of the one fits the
+    other. Other names are found later, so only those of seeds are known here.
+    """
+    atoms = finest(dim)
+    if size == size_of(atoms):
+        return dim
+    names = {atom.name for atom in atoms}
+    atom = Atom(size, resized=step.values[0].data)
+    if len(names) == 1 and size > 1:
+        atom.name, atom.evidence = atoms[0].name, atoms[0].evidence
+    return (atom,)
+
+
 def concatenate(step: Step) -> list[Value]:
     """Align the dims that are not joined. Pieces of one dim that are joined again are that dim."""
     axis, size = step.parameters["dimension"], step.shapes[0][step.parameters["dimension"]]

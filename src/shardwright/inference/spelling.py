@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from shardwright.inference.atoms import Dim, Dims, finest
 from shardwright.inference.attention import GROUP
@@ -16,13 +16,19 @@ from shardwright.vocabulary.axes import (
     EMPTY,
     EXPERT,
     EXPERT_GATE,
+    HEAD,
     HEAD_DIM,
     KV_HEAD,
     KV_HEAD_DIM,
     LAYERS,
+    MLP_INTERMEDIATE,
     NORM,
+    VOCAB,
 )
 from shardwright.vocabulary.merged_dims import MergedDim, merged
+
+# Axes that every preset with tensor parallelism shards over one mesh axis.
+_TENSOR: Final = frozenset({HEAD, KV_HEAD, MLP_INTERMEDIATE, VOCAB})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,13 +136,20 @@ def _renamed(entry: Spelled, old: str, new: str) -> Spelled:
 def _without_repeats(row: Sequence[Spelled]) -> list[Spelled]:
     """Replicate a dim if another dim has its axis, because an annotation names an axis once.
 
-    A dim whose axis is certain keeps it, or else the first one.
+    A guess is also replicated beside another axis of tensor parallelism, because every preset
+    shards both over `tp`: the classes of an image beside the features of an MLP. A dim whose axis
+    is certain keeps it, or else the first one.
     """
     seen: set[str] = set()
     entries = list(row)
     for at in sorted(range(len(row)), key=lambda at: row[at].guess):
         entry = row[at]
         names = {name for name in _members(entry.axis) if name != EMPTY}
+        if entry.guess and names & _TENSOR and seen & _TENSOR and not names & seen:
+            beside = "/".join(sorted(name.strip("_") for name in seen & _TENSOR))
+            evidence = Evidence(f"beside {beside}, over the same mesh axis", entry.evidence.site)
+            entries[at] = Spelled(EMPTY, evidence, guess=True)
+            continue
         if names & seen:
             reason = f"{'/'.join(sorted(name.strip('_') for name in names & seen))} a second time"
             evidence = Evidence(reason, entry.evidence.site)

@@ -8,7 +8,7 @@ from shardwright.inference.atoms import Dim, finest, size_of
 from shardwright.inference.evidence import Evidence
 from shardwright.inference.facts import Facts, Lookup, Product
 from shardwright.inference.names import Names, learned, unnamed
-from shardwright.vocabulary.axes import EXPERT, LAYERS, VOCAB
+from shardwright.vocabulary.axes import EXPERT, HEAD, HEAD_DIM, LAYERS, VOCAB
 
 
 def name_layers(names: Names) -> None:
@@ -35,6 +35,9 @@ def name_experts(names: Names) -> None:
     A router chooses along it: by `top_k`, by one-hot rows, by groups of a ragged product, or by
     selecting matrices. A dim that a router chooses along, apart from these weights, is EXPERT too
     if it has as many elements.
+
+    Without a router, a weight per block of one dim is block-diagonal, such as a gate of RG-LRU or
+    xLSTM. Its blocks are guessed to be heads.
     """
     facts = names.facts
     chosen = {atom for use in facts.top_k if learned(use.dim) for atom in finest(use.dim)}
@@ -44,6 +47,12 @@ def name_experts(names: Names) -> None:
             why = Evidence("every index has a weight of its own", product.site)
             atoms = finest(dim)
             is_routed = product.groups or any(atom.routed or atom in chosen for atom in atoms)
+            blocks = [] if is_routed else _blocks(dim, product)
+            if blocks:
+                names.give(dim, HEAD, why, guess=True)
+                for block in blocks:
+                    names.give(block, HEAD_DIM, why, guess=True)
+                continue
             names.give(dim, EXPERT, why, guess=not is_routed)
             experts += [dim] if is_routed else []
     for product in products_of_selected(facts):
@@ -61,6 +70,16 @@ def name_experts(names: Names) -> None:
     for dim, site, reason in choices:
         if learned(dim) and unnamed(dim) and size_of(finest(dim)) in sizes:
             names.give(dim, EXPERT, Evidence(reason, site))
+
+
+def _blocks(dim: Dim, product: Product) -> list[Dim]:
+    """Return the dims that are summed over and that one parameter joins with a batch dim."""
+    places = {place for atom in finest(dim) for place in atom.params}
+    return [
+        each
+        for each in product.contracted
+        if any(not places.isdisjoint(atom.params) for atom in finest(each))
+    ]
 
 
 def guess_chosen(names: Names) -> None:

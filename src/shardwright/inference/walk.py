@@ -31,6 +31,10 @@ RULES: Final[dict[str, Callable[[Step], list[Value]]]] = {
         elementwise.reduction,
     ),
     **dict.fromkeys(["argmax", "argmin"], indexing.arg_reduction),
+    **dict.fromkeys(
+        ["reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"],
+        shapes.pool,
+    ),
     **dict.fromkeys(["reshape", "squeeze", "expand_dims"], shapes.reshape),
     **dict.fromkeys(
         ["random_bits", "random_wrap", "random_seed", "random_fold_in", "random_split"],

@@ -52,7 +52,7 @@ def infer(
     *inputs: Any,
     seeds: Sequence[Any],
     call: Callable[..., Any] | None = None,
-    sizes: Mapping[int, str] | None = None,
+    sizes: Mapping[int | str, str] | None = None,
     own_axes: Iterable[str] = (),
     strict: bool = False,
 ) -> Inferred:

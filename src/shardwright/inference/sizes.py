@@ -1,0 +1,125 @@
+"""The argument `sizes=`: axes that the caller knows, by the size or the place of a dim."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from shardwright.errors import Problem, StrategyError, raise_problems
+from shardwright.inference.atoms import Dims, finest, size_of
+from shardwright.inference.evidence import Evidence
+from shardwright.inference.names import Names
+from shardwright.inference.report import axis_text
+from shardwright.inference.spelling import Spelled
+from shardwright.vocabulary.axes import canonical_axis
+from shardwright.vocabulary.integers import read_integer
+
+_FIX: Final = 'write sizes={11008: "MLP_INTERMEDIATE"} or {"layers/*/gate dim 0": "HEAD"}'
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GivenSizes:
+    """Axes by the size of a dim, and by its place: the number of the parameter and of the dim."""
+
+    by_size: Mapping[int, str]
+    by_place: Mapping[tuple[int, int], str]
+
+    def name(self, names: Names, params: Sequence[Dims]) -> None:
+        """Name the factors of dims that are open or guesses.
+
+        Raises:
+          StrategyError: No dim of a parameter, nor a factor of one, has a size.
+        """
+        unmet = dict(self.by_size)
+        for leaf, dims in enumerate(params):
+            for at, dim in enumerate(dims):
+                atoms = finest(dim)
+                whole = self.by_place.get((leaf, at)) if len(atoms) == 1 else None
+                for atom in atoms:
+                    unmet.pop(atom.size, None)
+                    axis = whole or self.by_size.get(atom.size)
+                    if axis is None:
+                        continue
+                    if atom.guess:
+                        atom.name, atom.guess = "", False
+                    names.give((atom,), axis, Evidence(_reason(atom.size)))
+        whole_sizes = {size_of(finest(dim)) for dims in params for dim in dims}
+        problems = [
+            Problem(
+                error=StrategyError,
+                what=f"no dim of a parameter has the size {size}",
+                path="sizes",
+                fix=_FIX,
+            )
+            for size in unmet
+            if size not in whole_sizes
+        ]
+        raise_problems(problems)
+
+    def spell(self, leaf: int, row: Sequence[Spelled], shape: Sequence[int]) -> list[Spelled]:
+        """Replace entries that are open or guesses by the axis of their size or place.
+
+        A dim of several factors, such as heads times head dims, gets its axis here: a name of the
+        factors would name other dims too.
+
+        Raises:
+          StrategyError: The program gives another axis to a dim that `sizes` names by its path.
+        """
+        entries = list(row)
+        for at, (entry, size) in enumerate(zip(row, shape, strict=True)):
+            place = self.by_place.get((leaf, at))
+            axis = place or self.by_size.get(size)
+            if axis is not None and (entry.guess or entry.is_open):
+                entries[at] = Spelled(axis, Evidence(_reason(size)))
+            elif place is not None and entry.axis != place:
+                raise StrategyError(
+                    f"sizes names dim {at} {axis_text(place)}, and the program uses it as "
+                    f"{axis_text(entry.axis)}: {entry.evidence}",
+                    path="sizes",
+                    fix="leave it out of sizes",
+                )
+        return entries
+
+
+def _reason(size: int) -> str:
+    return f"size {size} is in sizes"
+
+
+def read_sizes(sizes: Any, paths: Sequence[str], shapes: Sequence[Sequence[int]]) -> GivenSizes:
+    """Read the argument `sizes=`.
+
+    Args:
+      sizes: What the caller gave.
+      paths: Path of each parameter.
+      shapes: Shape of each parameter.
+
+    Raises:
+      StrategyError: It is no mapping, a key is neither a size nor the place of a dim, or no
+        parameter has the place.
+    """
+    if not isinstance(sizes, Mapping):
+        raise StrategyError(
+            f"sizes is {type(sizes).__name__}, not a mapping", path="sizes", fix=_FIX
+        )
+    by_size: dict[int, str] = {}
+    by_place: dict[tuple[int, int], str] = {}
+    for key, axis in sizes.items():
+        if not isinstance(key, str):
+            size = read_integer("sizes", key, error=StrategyError, fix=_FIX)
+            by_size[size] = canonical_axis(axis)
+            continue
+        pattern, found, dim = key.rpartition(" dim ")
+        places = {
+            (leaf, int(dim)): canonical_axis(axis)
+            for leaf, path in enumerate(paths)
+            if found and dim.isdecimal() and fnmatch.fnmatchcase(path, pattern)
+            if int(dim) < len(shapes[leaf])
+        }
+        if not places:
+            raise StrategyError(
+                f"no parameter has the dim {key!r:.80}", path="sizes", fix=f"{_FIX}; * is any text"
+            )
+        by_place |= places
+    return GivenSizes(by_size, by_place)
