@@ -267,7 +267,7 @@ def test_primitives_without_a_rule_are_listed() -> None:
 @pytest.mark.parametrize(
     ("seeds", "error", "says"),
     [
-        ([], sw.StrategyError, "0 seeds for 1 arrays of the inputs"),
+        ([], sw.StrategyError, r"0 seeds for 1 arrays of the inputs, by number and path: 0 \("),
         ([3], sw.StrategyError, "seed 0 is 3, not a tuple of axes"),
         (None, sw.StrategyError, "seeds is NoneType, not a list"),
         ([(("BATCH", "LENGTH"), None)], sw.StrategyError, "write their sizes too: merged"),

@@ -172,6 +172,25 @@ def test_axes_of_your_own_are_compared_with_each_other() -> None:
     assert "this dim and head dim 1 CLASSES as one dim" in finding.message
 
 
+def test_norm_along_an_axis_of_your_own() -> None:
+    """A scale behind a convolution may be named NORM, as behind EMBED. Another name is found."""
+
+    def forward(params: Any, x: Any) -> Any:
+        y = jax.lax.conv_general_dilated(
+            x, params["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jax.nn.relu(y * params["scale"])
+
+    shapes = {"kernel": (3, 3, 8, 16), "scale": (16,)}
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    image = jax.ShapeDtypeStruct((4, 8, 8, 8), "float32")
+    inferred = sw.infer_axes(forward, params, image, seeds=[(sw.BATCH, None, None, None)])
+    kernel = (sw.EMPTY, sw.EMPTY, "channels_in", "channels")
+    assert lint_names({"kernel": kernel, "scale": (sw.NORM,)}, inferred) == ()
+    (finding,) = lint_names({"kernel": kernel, "scale": ("channels_in",)}, inferred)
+    assert "kernel dim 3 CHANNELS" in finding.message
+
+
 def test_conflicts_are_findings() -> None:
     def forward(params: Any, tokens: Any) -> Any:
         total = jax.lax.scan(lambda x, row: (x + (x @ row) * row, None), params[0], params)[0]

@@ -131,7 +131,7 @@ def constrained(forward: Callable[..., Any], inferred: Inferred) -> Constrained:
         reasons = [f"{count} with {why}" for why, count in inferred.unconstrained.items()]
         raise StrategyError(
             f"no intermediate gets a constraint: {', '.join(reasons) or 'there are none'}",
-            fix="name the batch and the length of every input in seeds=, and sizes in sizes=",
+            fix="name the batch in the seed of every input, and open dims or guesses in sizes=",
         )
     return Constrained(forward=forward, inferred=inferred)
 

@@ -101,7 +101,7 @@ def infer_axes(
     closed = _trace(forward, params, inputs, leaves)
     shapes, paths = [np.shape(leaf) for _, leaf in leaves], [path_text(path) for path, _ in leaves]
     values = [_parameter(at, shape) for at, shape in enumerate(shapes)]
-    input_values = read_seeds([np.shape(leaf) for leaf in jax.tree.leaves(inputs)], seeds)
+    input_values = read_seeds(inputs, seeds)
     walker = Walker(Kernels(kernels or {}))
     given = read_sizes({} if sizes is None else sizes, paths, shapes)
     _check_axes(input_values, {} if sizes is None else sizes, own_axes)

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
+
+import jax
+import numpy as np
 
 from shardwright.errors import RankMismatchError, StrategyError
 from shardwright.inference.atoms import Atom, Dim, new_dim
 from shardwright.inference.evidence import Evidence
 from shardwright.inference.roots import Root
 from shardwright.inference.step import Value
+from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import canonical_axis
 from shardwright.vocabulary.merged_dims import MergedDim
 
+# Arrays that the refusal of a wrong number of seeds lists.
+_LISTED: Final = 12
 
-def read_seeds(shapes: Sequence[tuple[int, ...]], seeds: Any) -> list[Value]:
-    """Return the inputs, with the names of the seeds.
+
+def read_seeds(inputs: Sequence[Any], seeds: Any) -> list[Value]:
+    """Return the arrays of the inputs, with the names of the seeds.
 
     Raises:
       StrategyError: There are not as many seeds as arrays, or a seed is not a tuple of axes.
@@ -27,12 +34,18 @@ def read_seeds(shapes: Sequence[tuple[int, ...]], seeds: Any) -> list[Value]:
             path="seeds",
             fix="pass one entry per array, such as seeds=[(BATCH, LENGTH), None]",
         )
-    if len(seeds) != len(shapes):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tuple(inputs))
+    arrays = [(path_text(path), np.shape(leaf)) for path, leaf in leaves]
+    if len(seeds) != len(arrays):
+        listed = [f"{path} {shape}" for path, shape in arrays[:_LISTED]]
+        more = [f"{len(arrays) - _LISTED} more"] if len(arrays) > _LISTED else []
         raise StrategyError(
-            f"{len(seeds)} seeds for {len(shapes)} arrays of the inputs",
+            f"{len(seeds)} seeds for {len(arrays)} arrays of the inputs, by number and path: "
+            + "; ".join(listed + more),
             fix="pass one entry per array, such as seeds=[(BATCH, LENGTH), None]",
         )
-    return [_seeded(at, *pair) for at, pair in enumerate(zip(shapes, seeds, strict=True))]
+    pairs = zip(arrays, seeds, strict=True)
+    return [_seeded(at, shape, seed) for at, ((_, shape), seed) in enumerate(pairs)]
 
 
 def _seeded(at: int, shape: tuple[int, ...], seed: Any) -> Value:

@@ -187,6 +187,9 @@ def _differing(
             continue  # `_compare` checks it
         if _are_synonyms(name, other_name, synonyms):
             continue
+        # A vector along channels may be named NORM, whatever the name of the channels.
+        if NORM in (name, other_name) and not {name, other_name} <= {*SEMANTIC_AXES, EMPTY}:
+            continue
         place = dim_key(other.path, other.dim, other_dim.label)
         yield Finding(
             code=Code.OTHER_NAME,
