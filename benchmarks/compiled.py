@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import shardwright as sw
-from benchmarks.compiled_models import decoder, mixture, t5x_decoder
+from benchmarks.compiled_models import decoder, moe_decoder, t5x_decoder
 from shardwright.errors import ShardingError
 from shardwright.plan.planner import Program
 from shardwright.plan.verify.run import Verification, verify_plan
@@ -131,10 +131,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled", description=__doc__)
     parser.add_argument("--t5x", type=Path, metavar="CHECKOUT", help="also compare T5X's decoder")
     parser.add_argument("--presets", nargs="*", choices=MESHES, default=list(MESHES))
-    parser.add_argument("--models", nargs="*", default=["decoder", "mixture", "t5x"])
+    parser.add_argument("--models", nargs="*", default=["decoder", "moe", "t5x"])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
     given = parser.parse_args(argv)
-    models = {"decoder": decoder, "mixture": mixture}
+    models = {"decoder": decoder, "moe": moe_decoder}
     if given.t5x is not None:
         models["t5x"] = lambda: t5x_decoder(given.t5x)
     rows, refused = [], []

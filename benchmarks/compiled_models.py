@@ -1,6 +1,6 @@
 """Programs of three models, small enough to compile each of them for TPUs in seconds.
 
-Weights and products are bfloat16. The decoder and the mixture are reference decoders. The third
+Weights and products are bfloat16. The decoder and the MoE model are reference decoders. The third
 model is the decoder of T5X. Its source, with the names of its dims, is read from a checkout.
 """
 
@@ -22,9 +22,9 @@ from shardwright.interop.hf import Sizes, Stack, programs
 from shardwright.interop.logical_rules import Names, to_logical_axis_rules
 from shardwright.layers.attention_block import AttentionConfig
 from shardwright.layers.dtypes import Dtypes
-from shardwright.layers.mixture_block import MixtureConfig
 from shardwright.layers.mlp_block import MlpConfig
 from shardwright.layers.moe import MoEConfig
+from shardwright.layers.moe_block import MoEBlockConfig
 from shardwright.plan.planner import Program
 
 BF16: Final = Dtypes(param="bfloat16", compute="bfloat16", cache="bfloat16")
@@ -65,8 +65,8 @@ def decoder() -> dict[str, Program]:
     return _reference(mlp)
 
 
-def mixture() -> dict[str, Program]:
-    """Return the programs of a mixture of eight experts by mode."""
+def moe_decoder() -> dict[str, Program]:
+    """Return the programs of an MoE model of eight experts by mode."""
     # "auto" depends on the backend: programs are planned on CPUs, but compiled for TPUs.
     experts = MoEConfig(
         embed=EMBED,
@@ -76,7 +76,7 @@ def mixture() -> dict[str, Program]:
         exchange="slots",
         dtypes=BF16,
     )
-    return _reference(MixtureConfig(moe=experts))
+    return _reference(MoEBlockConfig(moe=experts))
 
 
 def _reference(mlp: Any) -> dict[str, Program]:

@@ -26,9 +26,9 @@ import shardwright as sw
 from shardwright.interop.hf import Sizes, Stack, programs
 from shardwright.layers.attention_block import AttentionConfig
 from shardwright.layers.dtypes import Dtypes
-from shardwright.layers.mixture_block import MixtureConfig
 from shardwright.layers.mlp_block import MlpConfig
 from shardwright.layers.moe import MoEConfig
+from shardwright.layers.moe_block import MoEBlockConfig
 from shardwright.plan.fit import Verdict
 from shardwright.plan.verify.run import verify_plan
 
@@ -83,7 +83,7 @@ DECODERS: Final = MappingProxyType(
             embed=3072, hidden=8192, heads=24, kv_heads=8, layers=28, vocab=128256, tied=True
         ),
         "4B": Decoder(embed=4096, hidden=11008, heads=32, kv_heads=32, layers=20, vocab=32000),
-        "mixture of 3B": Decoder(
+        "MoE of 3B": Decoder(
             embed=2048, hidden=4096, heads=16, kv_heads=8, layers=16, vocab=32000, experts=8
         ),
         "8B": Decoder(
@@ -147,8 +147,8 @@ def _cases() -> tuple[Case, ...]:
         ("3B", sp, (64, 160), {"chunks": 8}),
         ("4B", tp, (16, 32, 96), {}),
         ("4B", tensor, (2,), {}),
-        ("mixture of 3B", fsdp, (64,), {}),
-        ("mixture of 3B", ep, (96, 128, 160), {}),
+        ("MoE of 3B", fsdp, (64,), {}),
+        ("MoE of 3B", ep, (96, 128, 160), {}),
         ("8B", fsdp, (8,), {"chunks": 8}),
         ("8B", serve, (64, 96, 128, 160), {"mode": "decode", "length": 8192}),
         ("8B", serve, (64, 128), {"mode": "prefill", "length": 4096}),
@@ -224,7 +224,7 @@ def sizes_of(decoder: Decoder) -> Sizes:
         head_dim=decoder.head_dim,
         dtypes=decoder.dtypes,
     )
-    mlp: MlpConfig | MixtureConfig = MlpConfig(
+    mlp: MlpConfig | MoEBlockConfig = MlpConfig(
         embed=decoder.embed, hidden=decoder.hidden, dtypes=decoder.dtypes
     )
     if decoder.experts:
@@ -237,7 +237,7 @@ def sizes_of(decoder: Decoder) -> Sizes:
             exchange="slots",
             dtypes=decoder.dtypes,
         )
-        mlp = MixtureConfig(moe=experts)
+        mlp = MoEBlockConfig(moe=experts)
     return Sizes(
         family="llama",
         vocab=decoder.vocab,

@@ -33,7 +33,7 @@ LONG = {
         "generation",
         "layers",
         "managers",
-        "mixture",
+        "moe",
         "moving",
         "plan",
         "plan-accuracy",

@@ -1,5 +1,5 @@
-"""Every tensor of a Llama-style layer and of a mixture of experts, of Llama-3-8B's sizes, annotated
-as a model would.
+"""Every tensor of a Llama-style layer and of an MoE layer, of Llama-3-8B's sizes,
+annotated as a model would.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def render(preset: str) -> str:
     """Return the specs of every tensor on every mesh, one section per mesh."""
     strategy = sw.Strategy.preset(preset)
     lines = [
-        f"Specs of a transformer layer and of a mixture of experts under the preset {preset}.",
+        f"Specs of a transformer layer and of an MoE layer under the preset {preset}.",
         *NOTES,
     ]
     for text in MESHES:

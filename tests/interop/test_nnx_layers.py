@@ -23,9 +23,9 @@ from shardwright.layers import (
     embedding,
     fp8,
     loss,
-    mixture_block,
     mlp_block,
     moe,
+    moe_block,
     norm,
     transformer_block,
 )
@@ -41,8 +41,8 @@ TOKENS = RNG.integers(0, 64, (8, 9))
 MLP = mlp_block.MlpConfig(embed=16, hidden=32, bias=True)
 ATTENTION = attention_block.AttentionConfig(embed=16, heads=4, qk_norm=norm.RMS)
 EXPERTS = moe.MoEConfig(embed=16, hidden=8, experts=8, per_token=2, balance_loss=0.01)
-MIXTURE = mixture_block.MixtureConfig(moe=EXPERTS)
-STACK = transformer_block.TransformerConfig(layers=4, attention=ATTENTION, mlp=(MLP, MIXTURE))
+MOE = moe_block.MoEBlockConfig(moe=EXPERTS)
+STACK = transformer_block.TransformerConfig(layers=4, attention=ATTENTION, mlp=(MLP, MOE))
 DIMS = ([(sw.EMBED, 16)], [(sw.HEAD, 4), (sw.HEAD_DIM, 4)])
 LAYER_NORM = norm.NormConfig(kind="layer")
 
@@ -73,10 +73,10 @@ MODULES: dict[str, Any] = {
         lambda: moe.specs(EXPERTS),
         lambda params, x: moe.apply(EXPERTS, params, x)[0],
     ),
-    "mixture": (
-        lambda rngs: layers.Mixture(MIXTURE, rngs=rngs),
-        lambda: mixture_block.specs(MIXTURE),
-        lambda params, x: mixture_block.apply(MIXTURE, params, x)[0],
+    "moe_block": (
+        lambda rngs: layers.MoEBlock(MOE, rngs=rngs),
+        lambda: moe_block.specs(MOE),
+        lambda params, x: moe_block.apply(MOE, params, x)[0],
     ),
     "transformer": (
         lambda rngs: layers.Transformer(STACK, rngs=rngs),
@@ -144,7 +144,7 @@ def test_sharded_equals_unsharded(name: str, preset: str, kind: str) -> None:
 
 
 @pytest.mark.full
-def test_mixture_over_expert_parallelism() -> None:
+def test_moe_over_expert_parallelism() -> None:
     wanted = gradients(layers.MoE(EXPERTS, rngs=nnx.Rngs(0)), X)
     mesh = cpu_mesh("fsdp:2,ep:4")
     with sw.PartitionManager(sw.Strategy.preset("moe_ep"), mesh=mesh, mode="train") as pm:
@@ -268,7 +268,7 @@ def test_stack_decodes_on_a_mesh() -> None:
 def test_decode_with_the_biases_of_training() -> None:
     module = layers.Transformer(STACK, rngs=nnx.Rngs(0))
     bias = np.linspace(-1, 1, 16, dtype=np.float32).reshape(2, 8)
-    trained = transformer_block.StackState(mixtures=[None, moe.MoEState(bias=bias)])
+    trained = transformer_block.StackState(moe=[None, moe.MoEState(bias=bias)])
     expected, _ = module(X, state=trained)
     assert np.abs(expected - module(X)[0]).max() > 1e-3
     state, rows = module.init_caches(batch=8, capacity=8, state=trained), []

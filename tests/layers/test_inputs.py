@@ -20,9 +20,9 @@ from shardwright.layers import (
     fp8,
     lora,
     loss,
-    mixture_block,
     mlp_block,
     moe,
+    moe_block,
     norm,
     transformer_block,
 )
@@ -59,7 +59,7 @@ BLOCKS: dict[str, tuple[Any, Any]] = {
     "attention": (attention_block, attention()),
     "mlp": (mlp_block, mlp()),
     "moe": (moe, experts()),
-    "mixture": (mixture_block, mixture_block.MixtureConfig(moe=experts())),
+    "moe_block": (moe_block, moe_block.MoEBlockConfig(moe=experts())),
     "stack": (transformer_block, stack()),
     "unrolled": (transformer_block, stack(scan=False)),
 }
@@ -89,7 +89,7 @@ PLACES = {
     "attention": "out/kernel",
     "mlp": "up",
     "moe": "gate",
-    "mixture": "moe/router",
+    "moe_block": "moe/router",
     "stack": "0/attention/query/kernel",
     "unrolled": "1/mlp/down/kernel",
 }
@@ -200,9 +200,9 @@ OPTIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: experts(scale="2"), "scale='2' is not a finite Python number"),
     (lambda: experts(balance_loss=-1.0), "balance_loss=-1.0 is negative"),
     (lambda: experts(z_loss=None), "z_loss=None is not a finite Python number"),
-    (lambda: mixture_block.MixtureConfig(moe={}), "moe: {} is a dict"),
-    (lambda: mixture_block.MixtureConfig(moe=experts(), norm="rms"), "norm: 'rms' is a str"),
-    (lambda: stack(mlp=[mlp()]), "pass a MlpConfig or a MixtureConfig or a tuple"),
+    (lambda: moe_block.MoEBlockConfig(moe={}), "moe: {} is a dict"),
+    (lambda: moe_block.MoEBlockConfig(moe=experts(), norm="rms"), "norm: 'rms' is a str"),
+    (lambda: stack(mlp=[mlp()]), "pass a MlpConfig or a MoEBlockConfig or a tuple"),
     (lambda: stack(mlp=(attention(),)), "is an AttentionConfig"),
     (lambda: stack(attention={}), "attention: {} is a dict"),
     (lambda: stack(cross=mlp()), "cross: MlpConfig("),
@@ -248,7 +248,7 @@ def test_states_of_other_configs() -> None:
     for state, text in (
         (states(scaling=SCALING * 2), f"state: scaling has 2 trees for 1 trees\n  fix   {fix}"),
         (states(scaling=[3]), "state: scaling[0] has int, not attention and mlp"),
-        (states(mixtures=[moe.MoEState()]), "mixtures[0] is a MoEState, and layer 0 has an MLP"),
+        (states(moe=[moe.MoEState()]), "moe[0] is a MoEState, and layer 0 has an MLP"),
     ):
         refused(run(state), text)
     four = blocks.random_params(transformer_block.specs(stack(layers=4)))
@@ -267,9 +267,9 @@ def test_states_of_other_configs() -> None:
         lambda: mlp_block.apply(delayed, weights, np.ones((2, 4, 32)), state={"upp": uses["up"]}),
         "the state is that of upp, not of up, down",
     )
-    mixture = blocks.random_params(moe.specs(experts()))
+    params = blocks.random_params(moe.specs(experts()))
     text = "state: Array([0., 0., 0., 0.], dtype=float32) is an ArrayImpl"
-    refused(lambda: moe.apply(experts(), mixture, X, state=jnp.zeros(4)), "fix   pass a MoEState")
+    refused(lambda: moe.apply(experts(), params, X, state=jnp.zeros(4)), "fix   pass a MoEState")
 
 
 def test_caches_of_other_layers() -> None:
@@ -288,7 +288,7 @@ def test_caches_of_other_layers() -> None:
     refused(lambda: attention_block.apply(attention(), own, X, state=cache), text)
 
 
-@pytest.mark.parametrize("name", ["attention", "mlp", "mixture", "stack"])
+@pytest.mark.parametrize("name", ["attention", "mlp", "moe_block", "stack"])
 def test_residual_of_integers(name: str) -> None:
     module, config = BLOCKS[name]
     params = blocks.random_params(module.specs(config))

@@ -18,9 +18,9 @@ from shardwright.layers import (
     attention_block,
     embedding,
     loss,
-    mixture_block,
     mlp_block,
     moe,
+    moe_block,
     transformer_block,
 )
 from shardwright.layers.placement import RESIDUAL
@@ -60,14 +60,14 @@ MLP = mlp_block.MlpConfig(embed=EMBED, hidden=32)
 ATTENTION = attention_block.AttentionConfig(embed=EMBED, heads=8, kv_heads=4, head_dim=4)
 CROSS = dataclasses.replace(ATTENTION, causal=False, rope_theta=None)
 ENCODED = RNG.normal(size=(8, 16, EMBED)).astype(np.float32)
-MIXTURE = mixture_block.MixtureConfig(
+MOE = moe_block.MoEBlockConfig(
     moe=moe.MoEConfig(embed=EMBED, hidden=8, experts=8, per_token=2, shared=1, balance_loss=0.1)
 )
-STACK = transformer_block.TransformerConfig(layers=2, attention=ATTENTION, mlp=(MLP, MIXTURE))
+STACK = transformer_block.TransformerConfig(layers=2, attention=ATTENTION, mlp=(MLP, MOE))
 
 
-def mixture(params: Any, x: Any) -> Any:
-    y, state = mixture_block.apply(MIXTURE, params, x)
+def moe_block_of(params: Any, x: Any) -> Any:
+    y, state = moe_block.apply(MOE, params, x)
     assert state.stats is not None
     return y, state.stats.aux
 
@@ -92,7 +92,7 @@ BLOCKS: dict[str, tuple[Any, Any, Any, Any]] = {
         X,
         RESIDUAL,
     ),
-    "mixture": (mixture_block.specs(MIXTURE), mixture, X, RESIDUAL),
+    "moe": (moe_block.specs(MOE), moe_block_of, X, RESIDUAL),
     "embedding": (
         embedding.specs(VOCAB, EMBED),
         embedding.apply,
@@ -124,7 +124,7 @@ def refused(preset: str, block: str, mode: str) -> str:
         return "mode insert moves rows of a cache and does not attend"
     if mode == "decode" and preset in LONG and block in ("attention", "stack"):
         return "KV_LENGTH: size 1 does not divide over sp"
-    if preset == "serve_long_context" and block in ("mixture", "stack"):
+    if preset == "serve_long_context" and block in ("moe", "stack"):
         return REFUSAL if mode in ("train", "prefill") else ""
     return ""
 

@@ -21,7 +21,7 @@ from shardwright.layers import (
     moe,
     transformer_block,
 )
-from shardwright.layers.mixture_block import MixtureConfig
+from shardwright.layers.moe_block import MoEBlockConfig
 from shardwright.layers.placement import RESIDUAL
 from tests.layers import blocks
 
@@ -254,22 +254,22 @@ def test_26_layers_of_gemma_3() -> None:
 
 
 def test_states_of_layers_after_the_scan() -> None:
-    """Mixtures and delayed scaling have a state for each of them, in a scan and without."""
+    """MoE layers and delayed scaling have a state for each of them, in a scan and without."""
     recipe = fp8.DelayedScaling(history=2)
-    mixture = MixtureConfig(moe=moe.MoEConfig(embed=16, hidden=8, experts=4, per_token=2))
+    moe_config = MoEBlockConfig(moe=moe.MoEConfig(embed=16, hidden=8, experts=4, per_token=2))
     config = dataclasses.replace(
         CONFIG,
         layers=5,
         attention=dataclasses.replace(CONFIG.attention, recipe=recipe),
-        mlp=(dataclasses.replace(CONFIG.mlp, recipe=recipe), mixture),
+        mlp=(dataclasses.replace(CONFIG.mlp, recipe=recipe), moe_config),
         windows=(),
         dropout=0.1,
     )
     params = blocks.random_params(transformer_block.specs(config))
     scaling = transformer_block.init_scaling(config)
     bias = np.linspace(0, 1, 8, dtype=np.float32).reshape(2, 4)
-    mixtures = [None, moe.MoEState(bias=jnp.asarray(bias), stats=None), None]
-    state = transformer_block.StackState(mixtures=mixtures, scaling=fp8.uses(scaling))
+    moe_states = [None, moe.MoEState(bias=jnp.asarray(bias), stats=None), None]
+    state = transformer_block.StackState(moe=moe_states, scaling=fp8.uses(scaling))
     single, layers = transformer_block.unstack(config, params)
     alone = transformer_block.unstack_state(config, state)
     keys = {"dropout": jax.random.key(0)}
@@ -281,8 +281,8 @@ def test_states_of_layers_after_the_scan() -> None:
 
     (y, after), (again, seen) = both(params, layers)
     blocks.assert_close(y, again, rtol=1e-4)
-    assert [mixture is None for mixture in alone.mixtures or ()] == [True, False, True, False, True]
-    np.testing.assert_array_equal(alone.mixtures[3].bias, bias[1])  # type: ignore[index,union-attr]
+    assert [moe_state is None for moe_state in alone.moe or ()] == [True, False, True, False, True]
+    np.testing.assert_array_equal(alone.moe[3].bias, bias[1])  # type: ignore[index,union-attr]
     assert after.scaling is not None
     assert seen.scaling is not None
     first, last = after.scaling[0]["mlp"]["up"].x, after.scaling[2]["mlp"]["up"].x
@@ -317,9 +317,9 @@ def test_bad_input() -> None:
         ),
         (
             lambda: transformer_block.apply(
-                CONFIG, PARAMS, X, state=transformer_block.StackState(mixtures=[None])
+                CONFIG, PARAMS, X, state=transformer_block.StackState(moe=[None])
             ),
-            "state has 1 mixtures for 2 trees",
+            "state has 1 MoE states for 2 trees",
         ),
         (lambda: change(mlp=()), "mlp is an empty tuple"),
         (

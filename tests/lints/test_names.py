@@ -125,7 +125,7 @@ def test_finding_has_place_and_source_line() -> None:
 
 
 def test_every_swap_of_two_dims_is_found() -> None:
-    """Swap two dims of any arrays in a mixture of experts, with and without a common size."""
+    """Swap two dims of any arrays in an MoE layer, with and without a common size."""
     inferred = infer(models.EINSUM_MOE)
     leaves, tree = jax.tree.flatten(annotations(models.EINSUM_MOE), is_leaf=is_annotation)
     places = [(leaf, dim) for leaf, axes in enumerate(leaves) for dim in range(len(axes))]

@@ -401,9 +401,9 @@ def test_presets_are_tried_by_default() -> None:
     train = ["fsdp_tp", "fsdp_tp_sp"]
     assert list(default_strategies({sw.MODE_TRAIN: program(32)})) == train
     experts = {"up": sw.ArraySpec((8, 64), jnp.bfloat16, (sw.EXPERT, sw.EMBED))}
-    mixture = Program(lambda params: params, (experts,), (experts,))
-    assert list(default_strategies({sw.MODE_TRAIN: mixture})) == [*train, "moe_ep"]
-    serving = {sw.MODE_PREFILL: mixture, sw.MODE_DECODE: program(32)}
+    moe = Program(lambda params: params, (experts,), (experts,))
+    assert list(default_strategies({sw.MODE_TRAIN: moe})) == [*train, "moe_ep"]
+    serving = {sw.MODE_PREFILL: moe, sw.MODE_DECODE: program(32)}
     assert list(default_strategies(serving)) == ["serve_tp", "serve_long_context"]
 
 

@@ -203,7 +203,7 @@ def test_tensors_count_state_and_caches() -> None:
     assert decode.categories == (Category.PARAMETERS, Category.CACHE)
 
 
-# A mixture of 671B parameters, unrolled: 61 layers, the last 58 of which have 256 experts.
+# An MoE model of 671B parameters, unrolled: 61 layers, the last 58 of which have 256 experts.
 _EMBED, _HEADS, _INNER, _EXPERTS = 7168, 128, 2048, 256
 _NORM = ((sw.NORM,), (_EMBED,))
 _ATTENTION = {
@@ -227,7 +227,7 @@ _EXPERT = {
 }
 
 
-def large_mixture() -> dict[str, Any]:
+def large_moe() -> dict[str, Any]:
     tree: dict[str, Any] = {
         "embed": ((sw.VOCAB, sw.EMBED), (129280, _EMBED)),
         "head": ((sw.EMBED, sw.VOCAB), (_EMBED, 129280)),
@@ -239,7 +239,7 @@ def large_mixture() -> dict[str, Any]:
     return tree
 
 
-def test_large_mixture_equals_arithmetic() -> None:
+def test_large_moe_equals_arithmetic() -> None:
     """The counts use `ways` alone, written by hand for this strategy and mesh."""
     ways = {sw.EMBED: 64, sw.MLP_INTERMEDIATE: 8, sw.VOCAB: 8, sw.HEAD: 8, sw.EXPERT: 32}
     # 61 layers keep 576 numbers per token of 4,096 sequences of 8,192 tokens.
@@ -252,7 +252,7 @@ def test_large_mixture_equals_arithmetic() -> None:
     )
     mesh = sw.abstract_mesh("fsdp:64,ep:32,tp:8")
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=mesh)
-    tree = large_mixture()
+    tree = large_moe()
     tensors = [
         Tensor(path=path, axes=axes, shape=shape, role="param", dtype="bfloat16")
         for path, (axes, shape) in tree.items()

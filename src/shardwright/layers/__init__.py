@@ -16,9 +16,9 @@ from shardwright.layers import embedding as embedding
 from shardwright.layers import fp8 as fp8
 from shardwright.layers import lora as lora
 from shardwright.layers import loss as loss
-from shardwright.layers import mixture_block as mixture_block
 from shardwright.layers import mlp_block as mlp_block
 from shardwright.layers import moe as moe
+from shardwright.layers import moe_block as moe_block
 from shardwright.layers import norm as norm
 from shardwright.layers import relative_bias as relative_bias
 from shardwright.layers import transformer_block as transformer_block

@@ -84,7 +84,7 @@ def accumulate(
     Args:
       loss: Function of (params, batch, channel) that returns (`Weighted(total, weight)`, seen) of
         these examples, such as `(cross_entropy(...).weighted, None)`. It runs inside a `shard_map`
-        over the mesh axes of BATCH, so it may not contain a mixture of experts. With a key, it is
+        over the mesh axes of BATCH, so it may not contain an MoE layer. With a key, it is
         called with `key=` too. It may not close over a key: all microbatches would have the same.
       n: Number of microbatches. It divides the number of examples of a device.
       specs: The `ArraySpec`s of the parameters.

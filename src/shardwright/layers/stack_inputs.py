@@ -11,7 +11,7 @@ from shardwright.caches.base import KVCache
 from shardwright.errors import LayerError
 from shardwright.layers.fp8 import DenseUse
 from shardwright.layers.inputs import check_params
-from shardwright.layers.mixture_block import MixtureConfig
+from shardwright.layers.moe_block import MoEBlockConfig
 
 if TYPE_CHECKING:  # the stack imports this module
     from shardwright.layers.transformer_block import TransformerConfig
@@ -61,27 +61,27 @@ def check_encoded(config: TransformerConfig, encoded: Any, segment_ids: Any) -> 
         )
 
 
-def check_mixtures(config: TransformerConfig, mixtures: Any) -> None:
+def check_moe_states(config: TransformerConfig, moe_states: Any) -> None:
     """Check that there is a state per tree of parameters, and None for an MLP."""
     trees = trees_of(config)
-    if mixtures is not None and len(mixtures) != trees:
+    if moe_states is not None and len(moe_states) != trees:
         raise LayerError(
-            f"state has {len(mixtures)} mixtures for {trees} trees of parameters",
+            f"state has {len(moe_states)} MoE states for {trees} trees of parameters",
             path="state",
             fix="pass one MoEState per tree, and None where a layer has an MLP; that of a scan "
             "becomes that of its layers by transformer_block.unstack_state(config, state), or by "
             "init_caches(state=state) of an nnx Transformer",
         )
-    for number, mixture in enumerate(mixtures or ()):
-        if mixture is None:
+    for number, moe_state in enumerate(moe_states or ()):
+        if moe_state is None:
             continue
-        if not isinstance(config.mlp_of(number), MixtureConfig):
+        if not isinstance(config.mlp_of(number), MoEBlockConfig):
             raise LayerError(
-                f"mixtures[{number}] is a {type(mixture).__name__}, and layer {number} has an MLP",
+                f"moe[{number}] is a {type(moe_state).__name__}, and layer {number} has an MLP",
                 path="state",
                 fix="pass None there",
             )
-        _check_layers(config, number, f"mixtures[{number}].bias", mixture.bias, own_rank=1)
+        _check_layers(config, number, f"moe[{number}].bias", moe_state.bias, own_rank=1)
 
 
 def check_scaling(config: TransformerConfig, scaling: Any) -> None:

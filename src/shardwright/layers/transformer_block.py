@@ -1,5 +1,5 @@
-"""A stack of transformer layers: attention, cross-attention if there is any, then an MLP or a
-mixture of experts.
+"""A stack of transformer layers: attention, cross-attention if there is any, then an MLP or an
+MoE layer.
 
 The layers are scanned or unrolled, with a remat policy.
 """
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from shardwright.attention.masks import MaskRules, Window
 from shardwright.caches.base import KVCache
 from shardwright.errors import LayerError, did_you_mean
-from shardwright.layers import attention_block, mixture_block, mlp_block, moe
+from shardwright.layers import attention_block, mlp_block, moe, moe_block
 from shardwright.layers.attention_block import AttentionConfig, AttentionState, check_theta
 from shardwright.layers.dropout import check_rate, dropout
 from shardwright.layers.inputs import (
@@ -28,15 +28,15 @@ from shardwright.layers.inputs import (
     check_valid,
     read_keys,
 )
-from shardwright.layers.mixture_block import MixtureConfig
 from shardwright.layers.mlp_block import MlpConfig
 from shardwright.layers.moe import MoEState
+from shardwright.layers.moe_block import MoEBlockConfig
 from shardwright.layers.placement import RESIDUAL, check_residual, place
 from shardwright.layers.rope import RopeFrequencies
 from shardwright.layers.stack_inputs import (
     check_caches,
     check_encoded,
-    check_mixtures,
+    check_moe_states,
     check_rings,
     check_scaling,
     check_trees,
@@ -66,8 +66,8 @@ class TransformerConfig:
     Attributes:
       layers: Number of layers.
       attention: Attention of every layer.
-      mlp: The MLP or the mixture of experts of every layer. A tuple of them is a pattern that
-        repeats: `(MlpConfig(...), MixtureConfig(...))` alternates the two.
+      mlp: The MLP or the MoE layer of every layer. A tuple of them is a pattern that
+        repeats: `(MlpConfig(...), MoEBlockConfig(...))` alternates the two.
       cross: Cross-attention of every layer, between attention and MLP. None for none.
       windows: Window of each layer, as a pattern that repeats: `((1023, 0), None)` alternates local
         and global attention. Defaults to that of `attention` for all.
@@ -86,7 +86,7 @@ class TransformerConfig:
 
     layers: int
     attention: AttentionConfig
-    mlp: MlpConfig | MixtureConfig | tuple[MlpConfig | MixtureConfig, ...]
+    mlp: MlpConfig | MoEBlockConfig | tuple[MlpConfig | MoEBlockConfig, ...]
     cross: AttentionConfig | None = None
     windows: tuple[Window | None, ...] = ()
     thetas: tuple[float | RopeFrequencies | None, ...] = ()
@@ -99,9 +99,9 @@ class TransformerConfig:
         check_rate("dropout", self.dropout)
         kinds: dict[str, Any] = {"cross": AttentionConfig | None, "windows": tuple, "scan": bool}
         check_fields(self, attention=AttentionConfig, thetas=tuple, **kinds)
-        check_type("mlp", self.mlp, MlpConfig | MixtureConfig | tuple)
+        check_type("mlp", self.mlp, MlpConfig | MoEBlockConfig | tuple)
         for mlp in self.mlps:
-            check_type("mlp", mlp, MlpConfig | MixtureConfig)
+            check_type("mlp", mlp, MlpConfig | MoEBlockConfig)
         for window in self.windows:
             MaskRules(window=window)  # refuses what is not a window
         for theta in self.thetas:
@@ -138,8 +138,8 @@ class TransformerConfig:
             )
 
     @property
-    def mlps(self) -> tuple[MlpConfig | MixtureConfig, ...]:
-        """The MLPs and mixtures of the layers that repeat."""
+    def mlps(self) -> tuple[MlpConfig | MoEBlockConfig, ...]:
+        """The MLPs and MoE blocks of the layers that repeat."""
         mlps = self.mlp if isinstance(self.mlp, tuple) else (self.mlp,)
         if not mlps:
             raise LayerError("mlp is an empty tuple", fix="give at least one MlpConfig")
@@ -166,8 +166,8 @@ class TransformerConfig:
             changes["rope_theta"] = self.thetas[number % len(self.thetas)]
         return dataclasses.replace(self.attention, **changes)
 
-    def mlp_of(self, number: int) -> MlpConfig | MixtureConfig:
-        """Return the MLP or the mixture of a layer."""
+    def mlp_of(self, number: int) -> MlpConfig | MoEBlockConfig:
+        """Return the MLP or the MoE layer of a layer."""
         return self.mlps[number % len(self.mlps)]
 
 
@@ -178,7 +178,7 @@ class StackState:
 
     Attributes:
       caches: One KV cache per layer, or None.
-      mixtures: One `MoEState` per tree of parameters, or None for an MLP. With `scan`, its arrays
+      moe: One `MoEState` per tree of parameters, or None for an MLP. With `scan`, its arrays
         have a leading dim of the layers of that tree. None as a whole before the first call.
       scaling: With delayed scaling, one tree per tree of parameters:
         `fp8.uses(scaling, channel)` as an argument. In a result, what was seen; with caches,
@@ -186,13 +186,13 @@ class StackState:
     """
 
     caches: list[KVCache] | None = None
-    mixtures: list[MoEState | None] | None = None
+    moe: list[MoEState | None] | None = None
     scaling: list[Any] | None = None
 
     @property
     def aux(self) -> Any:
-        """The losses of all routers, float32: add it to the loss. 0 without a mixture."""
-        stats = [mixture.stats for mixture in self.mixtures or () if mixture is not None]
+        """The losses of all routers, float32: add it to the loss. 0 without an MoE layer."""
+        stats = [moe_state.stats for moe_state in self.moe or () if moe_state is not None]
         return sum((jnp.sum(each.aux) for each in stats if each is not None), jnp.float32(0))
 
 
@@ -227,22 +227,22 @@ def specs(config: TransformerConfig) -> list[Any]:
     ]
 
 
-def _specs_of(mlp: MlpConfig | MixtureConfig) -> dict[str, Any]:
-    if isinstance(mlp, MixtureConfig):
-        return mixture_block.specs(mlp)
+def _specs_of(mlp: MlpConfig | MoEBlockConfig) -> dict[str, Any]:
+    if isinstance(mlp, MoEBlockConfig):
+        return moe_block.specs(mlp)
     return mlp_block.specs(mlp)
 
 
 def init_scaling(config: TransformerConfig) -> list[Any] | None:
     """Return the first state of delayed scaling, one tree per tree of parameters.
 
-    None if no block has this recipe. Mixtures have no state.
+    None if no block has this recipe. MoE layers have no scaling.
     """
     trees = []
     for number in range(trees_of(config)):
         layers = config.trips if is_scanned(config, number) else None
         mlp, own = config.mlp_of(number), None
-        if not isinstance(mlp, MixtureConfig):
+        if not isinstance(mlp, MoEBlockConfig):
             own = mlp_block.init_scaling(mlp, layers=layers)
         attention = attention_block.init_scaling(config.attention, layers=layers)
         trees.append({"attention": attention, "mlp": own})
@@ -280,7 +280,7 @@ def unstack_state(config: TransformerConfig, state: StackState) -> StackState:
     """Return a state of scanned layers as that of layers without `scan`, for serving.
 
     Serving without the biases of training would send tokens to other experts, and without the
-    scales it would round to other numbers. Each mixture gets statistics of 0. So a call returns a
+    scales it would round to other numbers. Each MoE layer gets statistics of 0. So a call returns a
     state of the same structure, which may be the carry of a loop.
 
     Args:
@@ -292,17 +292,17 @@ def unstack_state(config: TransformerConfig, state: StackState) -> StackState:
     """
     _check_state(config, state)
 
-    def mixture_of(number: int) -> MoEState | None:
+    def moe_state_of(number: int) -> MoEState | None:
         mlp = config.mlp_of(number)
-        if not isinstance(mlp, MixtureConfig):
+        if not isinstance(mlp, MoEBlockConfig):
             return None
-        given = None if state.mixtures is None else _of_layer(config, state.mixtures, number)
+        given = None if state.moe is None else _of_layer(config, state.moe, number)
         return moe.init_state(mlp.moe, bias=None if given is None else given.bias)
 
     numbers = range(config.layers)
     return StackState(
         caches=state.caches,
-        mixtures=_if_any([mixture_of(number) for number in numbers]),
+        moe=_if_any([moe_state_of(number) for number in numbers]),
         scaling=state.scaling and [_of_layer(config, state.scaling, number) for number in numbers],
     )
 
@@ -361,17 +361,17 @@ def apply(
       positions: As in `attention_block.apply`.
       segment_ids: As in `attention_block.apply`.
       valid: `[batch, length]` bool, whether a row is a token. Tokens attend to no other rows, and
-        mixtures send the other rows to no expert. What is returned for such a row has no meaning.
+        MoE layers send the other rows to no expert. What is returned for such a row has no meaning.
       encoded: As in `attention_block.apply`, for the cross-attention of every layer.
       encoded_segment_ids: The same.
 
     Returns:
-      (x, state). The state has the written caches, and of each mixture the same bias and this
+      (x, state). The state has the written caches, and of each MoE layer the same bias and this
       call's statistics.
 
     Raises:
-      LayerError: Caches are given with `scan`, or the number of caches, of mixtures, of scalings or
-        of trees is wrong. Or `encoded` is given without cross-attention, or the reverse. Or the
+      LayerError: Caches are given with `scan`, or the number of caches, of MoE states, of scalings
+        or of trees is wrong. Or `encoded` is given without cross-attention, or the reverse. Or the
         parameters are not those of the config, or a name in `keys` is unknown.
       RankMismatchError: `x` is not `[batch, length, embed]`.
       CacheError: The tokens do not fit a cache, and the call is not traced.
@@ -389,16 +389,16 @@ def apply(
             "encoded": encoded,
             "encoded_segment_ids": encoded_segment_ids,
         },
-        "mixture": {"valid": valid},
+        "moe": {"valid": valid},
     }
     x, key = place(x, RESIDUAL), read_keys(keys)
-    biases = [None] * len(params) if state.mixtures is None else state.mixtures
+    biases = [None] * len(params) if state.moe is None else state.moe
     scalings = state.scaling or [{"attention": None, "mlp": None} for _ in params]
     first = config.period if config.scan else 0
-    mixtures: list[Any] = []
+    moe_states: list[Any] = []
     seen: list[Any] = []
     if config.scan:
-        x, mixtures, seen = _scan(config, params, x, key, (biases, scalings), path, given)
+        x, moe_states, seen = _scan(config, params, x, key, (biases, scalings), path, given)
     caches = []
     for at in range(first, len(params)):
         number = config.layers - len(params) + at
@@ -411,11 +411,11 @@ def apply(
         own = (biases[at], scalings[at])
         x, cache, after = run(params[at], x, _keys(config, key, number), cache, own)
         caches.append(cache)
-        mixtures.append(after[0])
+        moe_states.append(after[0])
         seen.append(after[1])
     return x, StackState(
         caches=None if state.caches is None else caches,
-        mixtures=_if_any(mixtures),
+        moe=_if_any(moe_states),
         scaling=_if_any(seen) if state.caches is None else state.scaling,
     )
 
@@ -429,7 +429,7 @@ def _scan(
     path: str | None,
     given: Any,
 ) -> tuple[jax.Array, list[Any], list[Any]]:
-    """Run the layers that are scanned; return the residual, and mixtures and scalings by tree."""
+    """Run the layers that are scanned; return the residual, and MoE states and scalings by tree."""
     count = config.period
     runs = [
         _layer(config, at, None if path is None else f"{path}/{at}", given) for at in range(count)
@@ -441,11 +441,11 @@ def _scan(
         for at, (run, tree, *own) in enumerate(zip(runs, trees, *states, strict=True)):
             x, _, state = run(tree, x, _keys(config, key, number * count + at), None, tuple(own))
             after.append(state)
-        return x, ([mixture for mixture, _ in after], [seen for _, seen in after])
+        return x, ([moe_state for moe_state, _ in after], [seen for _, seen in after])
 
     stacked = [list(trees)[:count] for trees in (params, *states)]
-    residual, (mixtures, seen) = jax.lax.scan(body, x, (*stacked, jnp.arange(config.trips)))
-    return residual, mixtures, seen
+    residual, (moe_states, seen) = jax.lax.scan(body, x, (*stacked, jnp.arange(config.trips)))
+    return residual, moe_states, seen
 
 
 def _if_any(states: list[Any]) -> list[Any] | None:
@@ -465,7 +465,7 @@ def _layer(config: TransformerConfig, number: int, path: str | None, given: Any)
 def _run_layer(
     config: TransformerConfig,
     attention: AttentionConfig,
-    mlp: MlpConfig | MixtureConfig,
+    mlp: MlpConfig | MoEBlockConfig,
     path: str | None,
     given: Any,
     params: Any,
@@ -474,7 +474,7 @@ def _run_layer(
     cache: Any,
     states: tuple[Any, Any],
 ) -> tuple[Any, Any, tuple[Any, Any]]:
-    mixture, scaling = states
+    moe_state, scaling = states
 
     def part(name: str) -> str | None:
         return None if path is None else f"{path}/{name}"
@@ -499,20 +499,20 @@ def _run_layer(
             **given["cross"],
         )
         x = _add(x, dropout(added, keys.after_cross, config.dropout))
-    is_mixture = isinstance(mlp, MixtureConfig)
-    apply_mlp = mixture_block.apply if is_mixture else mlp_block.apply
+    is_moe = isinstance(mlp, MoEBlockConfig)
+    apply_mlp = moe_block.apply if is_moe else mlp_block.apply
     added, state = apply_mlp(
         mlp,  # type: ignore[arg-type]
         params["mlp"],
         x,
         keys=_dropout_keys(keys.mlp),
-        state=mixture if is_mixture else scaling["mlp"],
+        state=moe_state if is_moe else scaling["mlp"],
         path=part("mlp"),
-        **(given["mixture"] if is_mixture else {}),
+        **(given["moe"] if is_moe else {}),
     )
     x = _add(x, dropout(added, keys.after_mlp, config.dropout))
-    seen = {"attention": attended.scaling, "mlp": None if is_mixture else state}
-    return x, attended.cache, (state if is_mixture else None, seen)
+    seen = {"attention": attended.scaling, "mlp": None if is_moe else state}
+    return x, attended.cache, (state if is_moe else None, seen)
 
 
 def _padding(x: Any, segment_ids: Any, valid: Any, state: StackState) -> dict[str, Any]:
@@ -549,6 +549,6 @@ def _check_state(config: TransformerConfig, state: Any) -> None:
             path="state",
             fix="pass transformer_block.StackState(caches=...)",
         )
-    check_mixtures(config, state.mixtures)
+    check_moe_states(config, state.moe)
     check_scaling(config, state.scaling)
     check_caches(config, state.caches)

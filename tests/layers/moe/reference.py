@@ -1,4 +1,4 @@
-"""A mixture of experts written out densely: every expert runs on every token."""
+"""An MoE layer written out densely: every expert runs on every token."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def manager(preset: str, mesh: str, **options: Any) -> sw.PartitionManager:
     return sw.PartitionManager(sw.Strategy.preset(preset), mesh=cpu_mesh(mesh), **options)
 
 
-def parameters(mixture: moe.MoEConfig) -> dict[str, np.ndarray]:
+def parameters(moe_config: moe.MoEConfig) -> dict[str, np.ndarray]:
     """Random parameters, the same for every seed and machine."""
     random = np.random.default_rng(0)
     return {
         name: (random.standard_normal(spec.shape) / np.sqrt(spec.shape[-2])).astype(np.float32)
-        for name, spec in moe.specs(mixture).items()
+        for name, spec in moe.specs(moe_config).items()
     }
 
 
@@ -38,19 +38,19 @@ def tokens(*shape: int) -> np.ndarray:
     return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
 
 
-def dense(mixture: moe.MoEConfig, params: Any, x: Any) -> Any:
+def dense(moe_config: moe.MoEConfig, params: Any, x: Any) -> Any:
     """Softmax routing without groups; the gate is a dense [tokens, experts] matrix."""
-    flat = x.reshape(-1, mixture.embed)
+    flat = x.reshape(-1, moe_config.embed)
     logits = jnp.matmul(flat, params["router"], precision="highest")
     scores = jax.nn.softmax(logits)
-    best = jnp.sort(scores)[:, -mixture.per_token][:, None]
+    best = jnp.sort(scores)[:, -moe_config.per_token][:, None]
     gate = jnp.where(scores >= best, scores, 0)
-    if mixture.normalize:
+    if moe_config.normalize:
         gate = gate / gate.sum(-1, keepdims=True)
     hidden = jnp.einsum("te,xef->txf", flat, params["up"])
     hidden = hidden * jax.nn.silu(jnp.einsum("te,xef->txf", flat, params["gate"]))
     y = jnp.einsum("txf,xfe,tx->te", hidden, params["down"], gate)
-    if mixture.shared:
+    if moe_config.shared:
         gate = jax.nn.silu(flat @ params["shared_gate"])
         y = y + (gate * (flat @ params["shared_up"])) @ params["shared_down"]
     return y.reshape(x.shape)

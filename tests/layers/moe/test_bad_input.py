@@ -1,4 +1,4 @@
-"""Errors of the mixture: what is wrong, and what to write instead."""
+"""Errors of the MoE layer: what is wrong, and what to write instead."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.layers.moe.reference import config, manager, parameters, tokens
             'write capacity=Dropless(), or exchange="slots"',
         ),
         (lambda: config(exchange="ragged", product="padded"), 'or write exchange="slots"'),
-        (lambda: config(recipe="delayed"), "experts of a mixture are not computed in fp8"),
+        (lambda: config(recipe="delayed"), "experts of an MoE layer are not computed in fp8"),
         (lambda: moe.Factor(0), "write Factor(1.25)"),
         (lambda: moe.Factor(float("nan")), "write Factor(1.25)"),
     ],
@@ -52,26 +52,26 @@ def test_invalid_config(build: Callable[[], Any], text: str) -> None:
 
 
 def test_invalid_arguments() -> None:
-    mixture = config()
-    params, x = parameters(mixture), tokens(8, 4, 16)
+    moe_config = config()
+    params, x = parameters(moe_config), tokens(8, 4, 16)
     with pytest.raises(RankMismatchError, match="EMBED 16"):
-        moe.apply(mixture, params, x[..., :8])
+        moe.apply(moe_config, params, x[..., :8])
     with pytest.raises(RankMismatchError, match="EMBED 16"):
-        moe.apply(mixture, params, x[0, 0])
+        moe.apply(moe_config, params, x[0, 0])
     with pytest.raises(LayerError, match="parameter gate is missing"):
-        moe.apply(mixture, {"router": params["router"]}, x)
+        moe.apply(moe_config, {"router": params["router"]}, x)
     with pytest.raises(LayerError, match="parameter up has shape"):
-        moe.apply(mixture, {**params, "up": params["down"]}, x)
+        moe.apply(moe_config, {**params, "up": params["down"]}, x)
     with pytest.raises(LayerError, match="no parameter bias"):
-        moe.apply(mixture, {**params, "bias": x}, x)
+        moe.apply(moe_config, {**params, "bias": x}, x)
     with pytest.raises(LayerError, match="one number per expert"):
-        moe.apply(mixture, params, x, state=moe.MoEState(bias=jnp.zeros(4)))
+        moe.apply(moe_config, params, x, state=moe.MoEState(bias=jnp.zeros(4)))
 
 
 def test_what_does_not_divide() -> None:
-    mixture = config(experts=6)
+    moe_config = config(experts=6)
     with manager("moe_ep", "fsdp:2,ep:4"), pytest.raises(IndivisibleError) as error:
-        moe.apply(mixture, parameters(mixture), tokens(8, 4, 16))
+        moe.apply(moe_config, parameters(moe_config), tokens(8, 4, 16))
     assert "EXPERT" in str(error.value)
     with manager("moe_ep", "fsdp:2,ep:4"), pytest.raises(IndivisibleError) as error:
         moe.apply(config(), parameters(config()), tokens(4, 4, 16))
@@ -100,11 +100,11 @@ def test_strategies_that_it_cannot_follow(overlay: str, text: str) -> None:
 def test_shared_experts_are_sharded_as_the_others() -> None:
     """One size divides and the other takes the next alternative of the rule."""
     rules = sw.Strategy.loads('version = 1\n[rules]\nmlp_intermediate = "tp | -"\n')
-    mixture = config(hidden=6, shared=2)
+    moe_config = config(hidden=6, shared=2)
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp") | rules, mesh=cpu_mesh("fsdp:2,tp:4"))
     text = "the hidden size 6 of an expert is sharded over no mesh axis, but that of the shared"
     with pm, pytest.raises(StrategyError, match=f"{text} experts, 2 \\* 6, over tp") as error:
-        moe.apply(mixture, parameters(mixture), tokens(8, 4, 16))
+        moe.apply(moe_config, parameters(moe_config), tokens(8, 4, 16))
     assert "fix   choose a hidden size that divides" in str(error.value)
     both = config(hidden=6, shared=1)
     with pm:
@@ -114,11 +114,11 @@ def test_shared_experts_are_sharded_as_the_others() -> None:
 
 
 def test_inside_shard_map_is_refused() -> None:
-    mixture = config()
+    moe_config = config()
     with manager("ddp", "dp:8") as pm:
         spec = PartitionSpec("dp")
         local = jax.shard_map(
-            lambda x: moe.apply(mixture, parameters(mixture), x)[0],
+            lambda x: moe.apply(moe_config, parameters(moe_config), x)[0],
             mesh=pm.mesh,
             in_specs=spec,
             out_specs=spec,

@@ -24,23 +24,23 @@ def pm() -> sw.PartitionManager:
     return sw.PartitionManager(strategy, mesh=cpu_mesh("fsdp:2,ep:4"))
 
 
-def arguments(pm: sw.PartitionManager, mixture: moe.MoEConfig) -> tuple[Any, Any]:
-    params = jax.device_put(parameters(mixture), pm.shardings(moe.specs(mixture)))
+def arguments(pm: sw.PartitionManager, moe_config: moe.MoEConfig) -> tuple[Any, Any]:
+    params = jax.device_put(parameters(moe_config), pm.shardings(moe.specs(moe_config)))
     return params, pm.shard(tokens(8, 4, 16), sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
 
 
-def loss_of(mixture: moe.MoEConfig) -> Callable[[Any, Any], Any]:
-    return lambda params, x: jnp.square(moe.apply(mixture, params, x)[0]).sum()
+def loss_of(moe_config: moe.MoEConfig) -> Callable[[Any, Any], Any]:
+    return lambda params, x: jnp.square(moe.apply(moe_config, params, x)[0]).sum()
 
 
 @pytest.mark.parametrize("capacity", [moe.Dropless(), moe.Factor(2.0)], ids=str)
 def test_forward_is_two_all_to_alls(pm: sw.PartitionManager, capacity: Any) -> None:
-    mixture = config(capacity=capacity)
+    moe_config = config(capacity=capacity)
     with pm:
-        slots = moe.explain(mixture, (8, 4, 16)).slots
+        slots = moe.explain(moe_config, (8, 4, 16)).slots
         assert_collectives(
-            lambda params, x: moe.apply(mixture, params, x)[0],
-            *arguments(pm, mixture),
+            lambda params, x: moe.apply(moe_config, params, x)[0],
+            *arguments(pm, moe_config),
             all_to_all=2,
             only=True,
             axis="ep",
@@ -49,16 +49,16 @@ def test_forward_is_two_all_to_alls(pm: sw.PartitionManager, capacity: Any) -> N
 
 
 def test_gradient_is_four_all_to_alls_and_two_sums(pm: sw.PartitionManager) -> None:
-    mixture = config()
-    loss = loss_of(mixture)
+    moe_config = config()
+    loss = loss_of(moe_config)
 
     with pm:
-        given = arguments(pm, mixture)
+        given = arguments(pm, moe_config)
         gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
         assert_collectives(gradient, *given, all_to_all=4, all_reduce=2, only=True)
         of_parameters = jax.jit(jax.grad(loss))
         assert_collectives(of_parameters, *given, all_to_all=3, all_reduce=2, only=True)
-        slots = moe.explain(mixture, (8, 4, 16)).slots
+        slots = moe.explain(moe_config, (8, 4, 16)).slots
         events = read_collectives(gradient.lower(*given).compile(), pm.mesh)
     sent = [event.logical_bytes for event in events if event.kind is Kind.ALL_TO_ALL]
     assert sent == [8 * slots * 16 * 4] * 4  # experts * slots * embed * float32
@@ -67,12 +67,12 @@ def test_gradient_is_four_all_to_alls_and_two_sums(pm: sw.PartitionManager) -> N
 @pytest.mark.parametrize("capacity", [moe.Dropless(), moe.Factor(1.5)], ids=str)
 def test_no_array_has_the_tokens_of_all_devices(capacity: Any) -> None:
     """8 sequences of 7 tokens, one sequence per device: no array has 8 x 7 or 56 of anything."""
-    mixture = config(experts=12, capacity=capacity)
+    moe_config = config(experts=12, capacity=capacity)
     manager = sw.PartitionManager(sw.Strategy.preset("moe_ep"), mesh=cpu_mesh("fsdp:2,ep:4"))
-    params, x = parameters(mixture), tokens(8, 7, 16)
+    params, x = parameters(moe_config), tokens(8, 7, 16)
 
     def shapes(*given: Any) -> set[tuple[int, ...]]:
-        program = jax.jit(jax.value_and_grad(loss_of(mixture), argnums=(0, 1)))
+        program = jax.jit(jax.value_and_grad(loss_of(moe_config), argnums=(0, 1)))
         text = program.lower(*given).compile().as_text()
         return {tuple(map(int, dims.split(","))) for dims in re.findall(r"\[([\d,]+)\]", text)}
 
@@ -81,48 +81,48 @@ def test_no_array_has_the_tokens_of_all_devices(capacity: Any) -> None:
 
     assert any(map(holds_all, shapes(params, x)))  # without a mesh
     with manager:
-        placed = jax.device_put(params, manager.shardings(moe.specs(mixture)))
+        placed = jax.device_put(params, manager.shardings(moe.specs(moe_config)))
         given = placed, manager.shard(x, sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
         assert not any(map(holds_all, shapes(*given)))
 
 
 def test_statistics_are_two_sums(pm: sw.PartitionManager) -> None:
-    mixture = config(balance_loss=0.01, z_loss=0.001)
+    moe_config = config(balance_loss=0.01, z_loss=0.001)
     with pm:
-        program = jax.jit(lambda params, x: moe.apply(mixture, params, x)[1].stats)
-        assert_collectives(program, *arguments(pm, mixture), all_reduce=2, only=True)
+        program = jax.jit(lambda params, x: moe.apply(moe_config, params, x)[1].stats)
+        assert_collectives(program, *arguments(pm, moe_config), all_reduce=2, only=True)
 
 
 def test_replicated_tokens_are_summed_not_sent() -> None:
-    mixture = config(shared=1)
+    moe_config = config(shared=1)
     strategy = sw.Strategy.preset("fsdp_tp") | NOTHING_GATHERED
     with sw.PartitionManager(strategy, mesh=cpu_mesh("fsdp:2,ep:2,tp:2")) as pm:
-        program = jax.jit(lambda params, x: moe.apply(mixture, params, x)[0])
-        assert_collectives(program, *arguments(pm, mixture), all_reduce=1, only=True)
+        program = jax.jit(lambda params, x: moe.apply(moe_config, params, x)[0])
+        assert_collectives(program, *arguments(pm, moe_config), all_reduce=1, only=True)
 
 
 def test_gradients_of_the_rows_are_summed_once_over_tp() -> None:
     # Gate and up both have a gradient of the rows. Without the cast there are two sums.
-    mixture = config()
+    moe_config = config()
     strategy = sw.Strategy.preset("tensor") | NOTHING_GATHERED
     with sw.PartitionManager(strategy, mesh=cpu_mesh("dp:2,tp:4")) as pm:
-        gradient = jax.jit(jax.grad(loss_of(mixture), argnums=1))
-        compiled = gradient.lower(*arguments(pm, mixture)).compile()
+        gradient = jax.jit(jax.grad(loss_of(moe_config), argnums=1))
+        compiled = gradient.lower(*arguments(pm, moe_config)).compile()
         largest = max(
             event.logical_bytes
             for event in read_collectives(compiled, pm.mesh)
             if event.mesh_axes == ("tp",)
         )
         # experts * slots * embed * float32
-        rows = 8 * moe.explain(mixture, (8, 4, 16)).slots * 16 * 4
+        rows = 8 * moe.explain(moe_config, (8, 4, 16)).slots * 16 * 4
     assert rows <= largest < 1.1 * rows
 
 
 def test_experts_are_never_gathered_over_ep() -> None:
-    mixture = config()
+    moe_config = config()
     with sw.PartitionManager(sw.Strategy.preset("moe_ep"), mesh=cpu_mesh("fsdp:2,ep:4")) as pm:
-        program = jax.jit(lambda params, x: moe.apply(mixture, params, x)[0])
-        given = arguments(pm, mixture)
+        program = jax.jit(lambda params, x: moe.apply(moe_config, params, x)[0])
+        given = arguments(pm, moe_config)
         # gate, up and down over fsdp; the router, which is stored over fsdp and ep, over both.
         mesh = pm.mesh
         gathers = [

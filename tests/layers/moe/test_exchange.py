@@ -116,36 +116,36 @@ def test_twin_equals_the_model() -> None:
 @pytest.mark.parametrize("mesh", ["fsdp:2,ep:4", "ep:8", "fsdp:4,ep:2", "fsdp:2,ep:2,tp:2"])
 @pytest.mark.parametrize(("experts", "k"), [(8, 2), (8, 1), (8, 8), (64, 2), (64, 8)])
 def test_ragged_exchange_equals_dense(mesh: str, experts: int, k: int) -> None:
-    mixture = config(experts=experts, per_token=k, exchange="ragged", shared=1, normalize=k > 1)
-    assert not check(manager("moe_ep", mesh), mixture)
+    moe_config = config(experts=experts, per_token=k, exchange="ragged", shared=1, normalize=k > 1)
+    assert not check(manager("moe_ep", mesh), moe_config)
 
 
 def test_ragged_exchange_equals_slots_under_adversarial_routing() -> None:
     """All tokens go to one expert, and one token is not a number."""
-    mixture = config(per_token=1, exchange="ragged")
-    params, x = parameters(mixture), np.abs(tokens(8, 4, 16))
+    moe_config = config(per_token=1, exchange="ragged")
+    params, x = parameters(moe_config), np.abs(tokens(8, 4, 16))
     params["router"] = np.zeros_like(params["router"])
     params["router"][:, 5] = 1
-    run = jax.jit(functools.partial(moe.apply, mixture))
+    run = jax.jit(functools.partial(moe.apply, moe_config))
     with manager("moe_ep", "fsdp:2,ep:4"):
         y, state = run(params, x)
         spoilt = x.copy()
         spoilt[2, 1, 0] = np.nan
         other = np.array(run(params, spoilt)[0])
     assert state.stats.load.tolist() == [0, 0, 0, 0, 0, 32, 0, 0]
-    assert error(y, dense(mixture, params, x)) <= 1e-6
+    assert error(y, dense(moe_config, params, x)) <= 1e-6
     assert np.isnan(other[2, 1]).all()
     other[2, 1] = y[2, 1]
     np.testing.assert_array_equal(other, y)
 
 
 def test_collectives_of_the_twin() -> None:
-    mixture = config(exchange="ragged")
+    moe_config = config(exchange="ragged")
     strategy = sw.Strategy.preset("moe_ep") | NOTHING_GATHERED
     with sw.PartitionManager(strategy, mesh=cpu_mesh("fsdp:2,ep:4")) as pm:
-        params = jax.device_put(parameters(mixture), pm.shardings(moe.specs(mixture)))
+        params = jax.device_put(parameters(moe_config), pm.shardings(moe.specs(moe_config)))
         x = pm.shard(tokens(8, 4, 16), sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
-        program = jax.jit(lambda params, x: moe.apply(mixture, params, x)[0])
+        program = jax.jit(lambda params, x: moe.apply(moe_config, params, x)[0])
         # The all-gather is that of the loads.
         assert_collectives(program, params, x, all_to_all=2, all_gather=1, only=True)
 

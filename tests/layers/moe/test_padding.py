@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from shardwright.layers import attention_block, mixture_block, moe, transformer_block
+from shardwright.layers import attention_block, moe, moe_block, transformer_block
 from tests.layers import blocks
 from tests.layers.moe.reference import config, error, manager, parameters, tokens
 
-MIXTURE = config(balance_loss=0.5, z_loss=0.25, shared=1)
+MOE = config(balance_loss=0.5, z_loss=0.25, shared=1)
 VALID = np.random.default_rng(2).random((8, 4)) < 0.6
 VALID[3] = False  # a device whose rows are all padding
 X = tokens(8, 4, 16)
 TARGET = np.random.default_rng(3).standard_normal(X.shape).astype(np.float32)
 
 
-def evaluate(params: Any, x: Any, target: Any, valid: Any, mixture: Any = MIXTURE) -> Any:
+def evaluate(params: Any, x: Any, target: Any, valid: Any, moe_config: Any = MOE) -> Any:
     def loss(params: Any, x: Any) -> Any:
-        y, state = moe.apply(mixture, params, x, valid=valid)
+        y, state = moe.apply(moe_config, params, x, valid=valid)
         return (y * target).sum() + state.stats.aux, (y, state.stats)
 
     return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(params, x)
@@ -35,13 +35,13 @@ def padded_with(value: float) -> np.ndarray:
 
 def tokens_alone() -> Any:
     """What the tokens give without any padding: the oracle."""
-    return evaluate(parameters(MIXTURE), X[VALID], TARGET[VALID], None)
+    return evaluate(parameters(MOE), X[VALID], TARGET[VALID], None)
 
 
 @pytest.mark.parametrize("value", [1.0, np.nan])
 def test_padding_changes_nothing(value: float) -> None:
     (gradient, of_x), (y, stats) = evaluate(
-        parameters(MIXTURE), padded_with(value), TARGET, jnp.asarray(VALID)
+        parameters(MOE), padded_with(value), TARGET, jnp.asarray(VALID)
     )
     (wanted, wanted_of_x), (wanted_y, wanted_stats) = tokens_alone()
     assert error(y[VALID], wanted_y) <= 1e-6
@@ -65,10 +65,10 @@ def test_padding_changes_nothing(value: float) -> None:
     ],
 )
 def test_sharded_equals_tokens_alone(preset: str, mesh: str, exchange: str) -> None:
-    mixture = config(balance_loss=0.5, z_loss=0.25, shared=1, exchange=exchange)
+    moe_config = config(balance_loss=0.5, z_loss=0.25, shared=1, exchange=exchange)
     with manager(preset, mesh):
         (gradient, _), (y, stats) = evaluate(
-            parameters(mixture), padded_with(np.nan), TARGET, jnp.asarray(VALID), mixture
+            parameters(moe_config), padded_with(np.nan), TARGET, jnp.asarray(VALID), moe_config
         )
     (wanted, _), (wanted_y, wanted_stats) = tokens_alone()
     assert error(np.asarray(y)[VALID], wanted_y) <= 1e-6
@@ -80,12 +80,12 @@ def test_sharded_equals_tokens_alone(preset: str, mesh: str, exchange: str) -> N
 
 def test_padding_takes_no_slot() -> None:
     """Whatever the padding holds, the same tokens are dropped: those that NumPy counts."""
-    mixture = config(per_token=1, capacity=moe.Factor(0.75))
-    params, valid = parameters(mixture), jnp.asarray(VALID)
+    moe_config = config(per_token=1, capacity=moe.Factor(0.75))
+    params, valid = parameters(moe_config), jnp.asarray(VALID)
     results = [
-        moe.apply(mixture, params, padded_with(value), valid=valid) for value in (0, 1, np.nan)
+        moe.apply(moe_config, params, padded_with(value), valid=valid) for value in (0, 1, np.nan)
     ]
-    slots = mixture.capacity.slots(VALID.size, 1, 8)
+    slots = moe_config.capacity.slots(VALID.size, 1, 8)
     load = np.bincount((X[VALID] @ params["router"]).argmax(-1), minlength=8)
     for y, state in results:
         np.testing.assert_array_equal(y, results[0][0])
@@ -94,7 +94,7 @@ def test_padding_takes_no_slot() -> None:
 
 
 def test_nothing_but_padding() -> None:
-    y, state = moe.apply(MIXTURE, parameters(MIXTURE), X, valid=jnp.zeros((8, 4), bool))
+    y, state = moe.apply(MOE, parameters(MOE), X, valid=jnp.zeros((8, 4), bool))
     assert not y.any()
     assert not state.stats.load.any()
     assert state.stats.aux == 0
@@ -105,13 +105,13 @@ def test_nothing_but_padding() -> None:
 )
 def test_refused(valid: Any) -> None:
     with pytest.raises(sw.ShardingError, match=r"rows of x have shape \(8, 4\)"):
-        moe.apply(MIXTURE, parameters(MIXTURE), X, valid=valid)
+        moe.apply(MOE, parameters(MOE), X, valid=valid)
 
 
 STACK = transformer_block.TransformerConfig(
     layers=2,
     attention=attention_block.AttentionConfig(embed=16, heads=4, kv_heads=2, head_dim=4),
-    mlp=mixture_block.MixtureConfig(moe=config(capacity=moe.Factor(0.75), balance_loss=0.1)),
+    mlp=moe_block.MoEBlockConfig(moe=config(capacity=moe.Factor(0.75), balance_loss=0.1)),
 )
 PARAMS = blocks.random_params(transformer_block.specs(STACK))
 
@@ -124,8 +124,8 @@ def test_stack_without_caches(segments: Any) -> None:
         for v in (0.5, -3.0)
     )
     np.testing.assert_array_equal(y[VALID], other[VALID])
-    np.testing.assert_array_equal(state.mixtures[0].stats.load, after.mixtures[0].stats.load)
-    assert state.mixtures[0].stats.load.sum(-1).tolist() == [VALID.sum() * 2] * 2
+    np.testing.assert_array_equal(state.moe[0].stats.load, after.moe[0].stats.load)
+    assert state.moe[0].stats.load.sum(-1).tolist() == [VALID.sum() * 2] * 2
     assert state.aux == after.aux
 
 
@@ -143,4 +143,4 @@ def test_idle_slots_of_a_batch() -> None:
 
     (y, state), (other, _) = step(0.5), step(-3.0)
     np.testing.assert_array_equal(y[::2], other[::2])
-    assert [each.stats.load.sum() for each in state.mixtures] == [8, 8]
+    assert [each.stats.load.sum() for each in state.moe] == [8, 8]

@@ -1,4 +1,4 @@
-"""Values and gradients of the mixture, beside the dense reference."""
+"""Values and gradients of the MoE layer, beside the dense reference."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ MESHES = [
 ]
 
 
-def check(pm: sw.PartitionManager, mixture: moe.MoEConfig) -> str:
+def check(pm: sw.PartitionManager, moe_config: moe.MoEConfig) -> str:
     """Return what differs from the dense reference by more than 1e-6."""
-    params, x = parameters(mixture), tokens(8, 4, mixture.embed)
+    params, x = parameters(moe_config), tokens(8, 4, moe_config.embed)
 
     def expected_loss(params: Any, x: Any) -> Any:
-        y = dense(mixture, params, x)
+        y = dense(moe_config, params, x)
         return jnp.square(y).sum(), y
 
     def loss(params: Any, x: Any) -> Any:
-        y, state = moe.apply(mixture, params, x)
+        y, state = moe.apply(moe_config, params, x)
         return jnp.square(y).sum(), (y, state.stats)
 
     gradient = jax.value_and_grad(expected_loss, argnums=(0, 1), has_aux=True)
     (_, expected), expected_gradients = jax.jit(gradient)(params, x)
     with pm:
-        placed = jax.device_put(params, pm.shardings(moe.specs(mixture)))
+        placed = jax.device_put(params, pm.shardings(moe.specs(moe_config)))
         placed_x = pm.shard(x, *TOKENS)
         gradient = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
         (_, (y, stats)), gradients = jax.jit(gradient)(placed, placed_x)
     assert int(stats.dropped) == 0
-    assert int(stats.load.sum()) == 32 * mixture.per_token
+    assert int(stats.load.sum()) == 32 * moe_config.per_token
     errors = {"y": error(y, expected), "x": error(gradients[1], expected_gradients[1])}
     for name, value in gradients[0].items():
         errors[name] = error(value, expected_gradients[0][name])
@@ -65,8 +65,8 @@ def check(pm: sw.PartitionManager, mixture: moe.MoEConfig) -> str:
 
 
 def sweep(cases: list[tuple[str, str]]) -> None:
-    mixture = config(shared=1)
-    assert not [fault for case in cases if (fault := check(manager(*case), mixture))]
+    moe_config = config(shared=1)
+    assert not [fault for case in cases if (fault := check(manager(*case), moe_config))]
 
 
 def test_sharded_equals_dense() -> None:
@@ -80,14 +80,14 @@ def test_sharded_equals_dense_on_more_meshes() -> None:
 
 @pytest.mark.full
 def test_ragged_product_equals_dense() -> None:
-    mixture = config(shared=1, product="ragged")
-    assert not check(manager(*MESHES[0]), mixture)
+    moe_config = config(shared=1, product="ragged")
+    assert not check(manager(*MESHES[0]), moe_config)
 
 
 @pytest.mark.full
 def test_ragged_product_equals_dense_on_more_meshes() -> None:
-    mixture = config(shared=1, product="ragged")
-    assert not [fault for case in MESHES[1:6] if (fault := check(manager(*case), mixture))]
+    moe_config = config(shared=1, product="ragged")
+    assert not [fault for case in MESHES[1:6] if (fault := check(manager(*case), moe_config))]
 
 
 @pytest.mark.full
@@ -105,8 +105,8 @@ def test_sharded_equals_dense_on_all_meshes() -> None:
 def test_sharded_equals_dense_for_counts(counts: list[tuple[int, int]]) -> None:
     pm = manager("moe_ep", "fsdp:2,ep:4")
     # The normalized weight of a single expert is 1, and the router's gradient is then only noise.
-    mixtures = [config(experts=experts, per_token=k, normalize=k > 1) for experts, k in counts]
-    faults = [check(pm, mixture) for mixture in mixtures]
+    moe_configs = [config(experts=experts, per_token=k, normalize=k > 1) for experts, k in counts]
+    faults = [check(pm, moe_config) for moe_config in moe_configs]
     assert not [fault for fault in faults if fault]
 
 
@@ -119,17 +119,17 @@ def test_sharded_equals_dense_on_explicit_axes() -> None:
 
 @pytest.mark.full
 def test_without_a_manager() -> None:
-    mixture = config(shared=2)
-    params, x = parameters(mixture), tokens(3, 5, 16)
-    y, _ = moe.apply(mixture, params, x)
-    assert error(y, dense(mixture, params, x)) <= 1e-6
-    flat, _ = moe.apply(mixture, params, x.reshape(15, 16))
+    moe_config = config(shared=2)
+    params, x = parameters(moe_config), tokens(3, 5, 16)
+    y, _ = moe.apply(moe_config, params, x)
+    assert error(y, dense(moe_config, params, x)) <= 1e-6
+    flat, _ = moe.apply(moe_config, params, x.reshape(15, 16))
     np.testing.assert_array_equal(flat.reshape(y.shape), y)
 
 
 def test_equal_layers_share_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    mixture = config()
-    params, x = parameters(mixture), tokens(8, 4, 16)
+    moe_config = config()
+    params, x = parameters(moe_config), tokens(8, 4, 16)
     traces = []
     route = block.route
 
@@ -140,21 +140,21 @@ def test_equal_layers_share_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block, "route", counted)
     with manager("moe_ep", "fsdp:2,ep:4"):
         for _ in range(3):
-            moe.apply(mixture, params, x)
+            moe.apply(moe_config, params, x)
     assert len(traces) <= 2
 
 
 @pytest.mark.full
 def test_decode_with_one_token_per_device_and_with_none() -> None:
-    mixture = config()
-    params, x = parameters(mixture), tokens(8, 1, 16)
+    moe_config = config()
+    params, x = parameters(moe_config), tokens(8, 1, 16)
     with manager("moe_ep", "fsdp:2,ep:4", mode="decode"):
-        assert moe.explain(mixture, (8, 1, 16)).slots == 1
-        y, _ = moe.apply(mixture, params, x)
-        empty, state = moe.apply(mixture, params, x[:0])
+        assert moe.explain(moe_config, (8, 1, 16)).slots == 1
+        y, _ = moe.apply(moe_config, params, x)
+        empty, state = moe.apply(moe_config, params, x[:0])
         small = config(dtypes=Dtypes(compute="bfloat16"))
         half, _ = moe.apply(small, params, x)
-    assert error(y, dense(mixture, params, x)) <= 1e-6
+    assert error(y, dense(moe_config, params, x)) <= 1e-6
     assert empty.shape == (0, 1, 16)
     assert int(state.stats.load.sum()) == 0
     assert half.dtype == jnp.bfloat16
@@ -162,34 +162,34 @@ def test_decode_with_one_token_per_device_and_with_none() -> None:
 
 
 def test_a_prompt_that_does_not_divide_falls_back() -> None:
-    mixture = config()
-    params, x = parameters(mixture), tokens(1, 4, 16)
+    moe_config = config()
+    params, x = parameters(moe_config), tokens(1, 4, 16)
     with manager("serve_tp", "ep:4,tp:2", mode="prefill"):
-        assert moe.explain(mixture, x.shape).sent == ()
-        y, _ = moe.apply(mixture, params, x)
-    assert error(y, dense(mixture, params, x)) <= 1e-6
+        assert moe.explain(moe_config, x.shape).sent == ()
+        y, _ = moe.apply(moe_config, params, x)
+    assert error(y, dense(moe_config, params, x)) <= 1e-6
 
 
 @pytest.mark.parametrize("product", ["padded", pytest.param("ragged", marks=pytest.mark.full)])
 def test_all_tokens_to_one_expert(product: str) -> None:
-    mixture = config(per_token=1, product=product)
-    params, x = parameters(mixture), np.abs(tokens(8, 4, 16))
+    moe_config = config(per_token=1, product=product)
+    params, x = parameters(moe_config), np.abs(tokens(8, 4, 16))
     params["router"] = np.zeros_like(params["router"])
     params["router"][:, 5] = 1
     with manager("moe_ep", "fsdp:2,ep:4"):
-        y, state = moe.apply(mixture, params, x)
+        y, state = moe.apply(moe_config, params, x)
     assert state.stats.load.tolist() == [0, 0, 0, 0, 0, 32, 0, 0]
-    assert error(y, dense(mixture, params, x)) <= 1e-6
+    assert error(y, dense(moe_config, params, x)) <= 1e-6
 
 
 @pytest.mark.parametrize("product", ["padded", "ragged"])
 def test_not_a_number_stays_in_its_row(product: str) -> None:
-    mixture = config(product=product)
-    params, x = parameters(mixture), tokens(8, 4, 16)
+    moe_config = config(product=product)
+    params, x = parameters(moe_config), tokens(8, 4, 16)
     with manager("moe_ep", "fsdp:2,ep:4"):
-        expected, _ = moe.apply(mixture, params, x)
+        expected, _ = moe.apply(moe_config, params, x)
         x[2, 1, 0] = np.nan
-        y, _ = moe.apply(mixture, params, x)
+        y, _ = moe.apply(moe_config, params, x)
     y, expected = np.array(y), np.array(expected)
     assert np.isnan(y[2, 1]).all()
     y[2, 1] = expected[2, 1]
@@ -197,14 +197,14 @@ def test_not_a_number_stays_in_its_row(product: str) -> None:
 
 
 def test_permuted_experts_give_the_same_result() -> None:
-    mixture = config(experts=8, per_token=2)
-    params, x = parameters(mixture), tokens(8, 4, 16)
+    moe_config = config(experts=8, per_token=2)
+    params, x = parameters(moe_config), tokens(8, 4, 16)
     order = np.random.default_rng(2).permutation(8)
     permuted = {name: value[order] for name, value in params.items() if name != "router"}
     permuted["router"] = params["router"][:, order]
     with manager("moe_ep", "fsdp:2,ep:4"):
-        y, state = moe.apply(mixture, params, x)
-        other, other_state = moe.apply(mixture, permuted, x)
+        y, state = moe.apply(moe_config, params, x)
+        other, other_state = moe.apply(moe_config, permuted, x)
     assert error(other, y) <= 1e-6
     np.testing.assert_array_equal(other_state.stats.load, np.array(state.stats.load)[order])
 

@@ -15,22 +15,22 @@ from tests.layers.moe.reference import config, error, manager, parameters, token
 
 
 def numpy_routes(
-    mixture: moe.MoEConfig, logits: np.ndarray, bias: np.ndarray
+    moe_config: moe.MoEConfig, logits: np.ndarray, bias: np.ndarray
 ) -> list[dict[int, float]]:
     """Pick experts token by token, in float64: expert -> weight."""
     routes = []
     for row in logits.astype(np.float64):
         scores = 1 / (1 + np.exp(-row))
-        if mixture.score == "softmax":
+        if moe_config.score == "softmax":
             scores = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
         preferred = scores + bias
-        groups = np.split(np.arange(mixture.experts), mixture.groups)
+        groups = np.split(np.arange(moe_config.experts), moe_config.groups)
         best = [np.sort(preferred[group])[-2:].sum() for group in groups]
-        chosen = np.argsort(best)[::-1][: mixture.top_groups]
+        chosen = np.argsort(best)[::-1][: moe_config.top_groups]
         allowed = [expert for group in chosen for expert in groups[group]]
-        picked = sorted(allowed, key=lambda expert: -preferred[expert])[: mixture.per_token]
-        total = scores[picked].sum() if mixture.normalize else 1.0
-        routes.append({int(e): scores[e] / total * mixture.scale for e in picked})
+        picked = sorted(allowed, key=lambda expert: -preferred[expert])[: moe_config.per_token]
+        total = scores[picked].sum() if moe_config.normalize else 1.0
+        routes.append({int(e): scores[e] / total * moe_config.scale for e in picked})
     return routes
 
 
@@ -44,7 +44,7 @@ def test_routes_equal_numpy() -> None:
             (4, 2, True, 2.5),
             (8, 4, False, 1),
         ):
-            mixture = config(
+            moe_config = config(
                 experts=16,
                 per_token=4,
                 score=score,
@@ -53,9 +53,9 @@ def test_routes_equal_numpy() -> None:
                 normalize=normalize,
                 scale=scale,
             )
-            router, x = parameters(mixture)["router"], tokens(32, 16)
-            routes = route(mixture, router, jnp.asarray(bias, jnp.float32), x)
-            expected = numpy_routes(mixture, x @ router, bias)
+            router, x = parameters(moe_config)["router"], tokens(32, 16)
+            routes = route(moe_config, router, jnp.asarray(bias, jnp.float32), x)
+            expected = numpy_routes(moe_config, x @ router, bias)
             for row, wanted in enumerate(expected):
                 weights = dict(zip(routes.experts[row].tolist(), routes.weights[row], strict=True))
                 if weights.keys() != wanted.keys() or any(
@@ -68,7 +68,7 @@ def test_routes_equal_numpy() -> None:
 @pytest.mark.parametrize("least", [-20.0, -50.0, -200.0, -1e30])
 def test_weights_where_all_scores_underflow(least: float) -> None:
     """The weights are those of the logarithms: positive, with sum 1, and with a finite gradient."""
-    mixture = config(score="sigmoid", balance_loss=0.1)
+    moe_config = config(score="sigmoid", balance_loss=0.1)
     logits = np.full((2, 8), 2 * least, np.float32)
     logits[0, :2] = least + 1, least
     logits[1] = least
@@ -77,7 +77,7 @@ def test_weights_where_all_scores_underflow(least: float) -> None:
     router[:2] = logits
 
     def weighted(router: Any) -> Any:
-        routes = route(mixture, router, None, x)
+        routes = route(moe_config, router, None, x)
         return jnp.sum(routes.weights * jnp.array([0.0, 3.0])) + routes.probabilities[0, 0], routes
 
     gradient, routes = jax.jit(jax.grad(weighted, has_aux=True))(router)
@@ -117,8 +117,8 @@ def test_equal_scores_go_to_the_lower_index() -> None:
 
 @pytest.mark.full
 def test_losses_are_global_means() -> None:
-    mixture = config(balance_loss=0.5, z_loss=0.25)
-    params, x = parameters(mixture), tokens(8, 4, 16)
+    moe_config = config(balance_loss=0.5, z_loss=0.25)
+    params, x = parameters(moe_config), tokens(8, 4, 16)
     flat = x.reshape(-1, 16).astype(np.float64)
     logits = flat @ params["router"]
     exp = np.exp(logits)
@@ -130,7 +130,7 @@ def test_losses_are_global_means() -> None:
     z = np.square(np.log(exp.sum(-1))).mean()
 
     def aux(params: dict[str, jax.Array]) -> jax.Array:
-        return moe.apply(mixture, params, x)[1].stats.aux
+        return moe.apply(moe_config, params, x)[1].stats.aux
 
     alone = jax.grad(aux)(params)["router"]
     with manager("moe_ep", "fsdp:2,ep:4"):
@@ -140,12 +140,12 @@ def test_losses_are_global_means() -> None:
 
 
 def test_dropped_equals_a_numpy_count() -> None:
-    mixture = config(capacity=moe.Factor(0.75))
-    params, x = parameters(mixture), tokens(8, 4, 16)
+    moe_config = config(capacity=moe.Factor(0.75))
+    params, x = parameters(moe_config), tokens(8, 4, 16)
     with manager("moe_ep", "fsdp:2,ep:4"):
-        dispatch = moe.explain(mixture, x.shape)
-        y, state = moe.apply(mixture, params, x)
-        again, _ = moe.apply(mixture, params, x)
+        dispatch = moe.explain(moe_config, x.shape)
+        y, state = moe.apply(moe_config, params, x)
+        again, _ = moe.apply(moe_config, params, x)
     # Every device sends the tokens of one row of the batch.
     assert dispatch.slots == 1  # ceil(4 tokens * 2 / 8 experts * 0.75)
     dropped, reference = 0, np.zeros_like(x)
@@ -171,11 +171,11 @@ def test_dropped_equals_a_numpy_count() -> None:
 
 
 def test_bias_moves_tokens_and_is_updated() -> None:
-    mixture = config(per_token=1)
-    params, x = parameters(mixture), tokens(8, 4, 16)
+    moe_config = config(per_token=1)
+    params, x = parameters(moe_config), tokens(8, 4, 16)
     bias = jnp.zeros(8).at[3].set(10.0)
     with manager("moe_ep", "fsdp:2,ep:4"):
-        y, state = moe.apply(mixture, params, x, state=moe.MoEState(bias=bias))
+        y, state = moe.apply(moe_config, params, x, state=moe.MoEState(bias=bias))
     assert state.stats.load.tolist() == [0, 0, 0, 32, 0, 0, 0, 0]
     # The bias picks; it does not weigh.
     assert jnp.isfinite(y).all()

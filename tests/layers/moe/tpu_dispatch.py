@@ -1,4 +1,4 @@
-"""What a mixture of experts sends between eight TPUs, forward and backward.
+"""What an MoE layer sends between eight TPUs, forward and backward.
 
 python -m tests.layers.moe.tpu_dispatch
 """
@@ -40,14 +40,14 @@ def main() -> None:
     from shardwright.layers.dtypes import Dtypes
     from tests.layers.moe.reference import NOTHING_GATHERED
 
-    mixture = moe.MoEConfig(
+    moe_config = moe.MoEConfig(
         embed=256, hidden=512, experts=16, per_token=2, dtypes=Dtypes(param="bfloat16")
     )
-    configs = [dataclasses.replace(mixture, exchange="slots"), mixture]
+    configs = [dataclasses.replace(moe_config, exchange="slots"), moe_config]
     mesh = tpu_compile.tpu_mesh(fsdp=2, ep=4)
     pm = sw.PartitionManager(sw.Strategy.preset("moe_ep") | NOTHING_GATHERED, mesh=mesh)
     shape = (8, 128, 256)
-    params = pm.abstract(moe.specs(mixture))
+    params = pm.abstract(moe.specs(moe_config))
     axes = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
     x = pm.abstract(sw.ArraySpec(shape, jnp.bfloat16, axes), role="activation")
 
@@ -71,7 +71,7 @@ def main() -> None:
                 counts, sent = tpu_compile.collectives(compiled, mesh)
                 actual = Program(
                     name=f"{dispatch.exchange.name} {name}",
-                    slot_bytes=mixture.experts * dispatch.slots * 256 * 2,
+                    slot_bytes=moe_config.experts * dispatch.slots * 256 * 2,
                     product=dispatch.product.name,
                     ragged=compiled.as_text().count(" ragged-all-to-all("),
                     counts=counts,

@@ -18,9 +18,9 @@ from shardwright.layers import (
     dense,
     dropout,
     embedding,
-    mixture_block,
     mlp_block,
     moe,
+    moe_block,
     norm,
     transformer_block,
 )
@@ -303,10 +303,10 @@ class Attention(_Block):
 
 
 class MoE(_Block):
-    """`layers.moe`, a mixture of experts.
+    """`layers.moe`, an MoE layer.
 
     Args:
-      config: The mixture.
+      config: The MoE layer.
       rngs: Random streams; `params` initializes.
       path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
     """
@@ -316,7 +316,7 @@ class MoE(_Block):
         self.config = config
 
     def __call__(self, x: Any, *, state: Any = None, valid: Any = None) -> tuple[Any, moe.MoEState]:
-        """Return the mixture of `x`, `[batch, embed]` or `[batch, length, embed]`, and its state.
+        """Return the MoE layer of `x`, `[batch, embed]` or `[batch, length, embed]`, and its state.
 
         Args:
           x: Tokens.
@@ -327,19 +327,19 @@ class MoE(_Block):
         return moe.apply(self.config, params, x, state=state, path=self.path, valid=valid)
 
 
-class Mixture(_Block):
-    """`layers.mixture_block`: a norm, then a mixture of experts.
+class MoEBlock(_Block):
+    """`layers.moe_block`: a norm, then an MoE layer.
 
     Args:
-      config: The norm and the mixture.
+      config: The norm and the MoE layer.
       rngs: Random streams; `params` initializes.
       path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
     """
 
     def __init__(
-        self, config: mixture_block.MixtureConfig, *, rngs: Any, path: str | None = None
+        self, config: moe_block.MoEBlockConfig, *, rngs: Any, path: str | None = None
     ) -> None:
-        super().__init__(mixture_block.specs(config), rngs, path)
+        super().__init__(moe_block.specs(config), rngs, path)
         self.config = config
 
     def __call__(self, x: Any, *, state: Any = None, valid: Any = None) -> tuple[Any, moe.MoEState]:
@@ -348,10 +348,10 @@ class Mixture(_Block):
         Args:
           x: `[batch, length, embed]`.
           state: State with the router's bias, or None.
-          valid: As in `mixture_block.apply`.
+          valid: As in `moe_block.apply`.
         """
-        params = _read(self, mixture_block.specs(self.config))
-        return mixture_block.apply(self.config, params, x, state=state, path=self.path, valid=valid)
+        params = _read(self, moe_block.specs(self.config))
+        return moe_block.apply(self.config, params, x, state=state, path=self.path, valid=valid)
 
 
 class Transformer(_Block):

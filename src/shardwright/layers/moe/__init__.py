@@ -1,4 +1,4 @@
-"""A mixture of experts: each token goes through the few expert MLPs that a router picks for it.
+"""An MoE layer: each token goes through the few expert MLPs that a router picks for it.
 
 `config` holds the options and the parameters. `routing` picks experts, `dispatch` moves the tokens
 of a device to rows, `exchange` sends the rows, and `experts` runs the experts on them. `block` is

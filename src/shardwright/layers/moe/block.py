@@ -97,7 +97,7 @@ def init_state(config: MoEConfig, *, bias: Any = None) -> MoEState:
     """Return a state with statistics of 0: it has the structure of what `apply` returns.
 
     Args:
-      config: The mixture.
+      config: The MoE layer.
       bias: [experts] float32, or None.
     """
     stats = MoEStats(
@@ -163,7 +163,7 @@ def apply(
     sharded.
 
     Args:
-      config: The mixture.
+      config: The MoE layer.
       params: Arrays as `specs(config)` describes them, stored as the manager shards parameters.
       x: Tokens, (BATCH, QUERY_LENGTH, EMBED) or flattened to (BATCH, EMBED).
       keys: As the blocks take it. Not used: the layer has no randomness.
@@ -204,7 +204,7 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
     """Return how tokens of a shape reach their experts under the ambient manager.
 
     Args:
-      config: The mixture.
+      config: The MoE layer.
       shape: Shape of x, global.
       mode: Runtime mode. Defaults to the manager's.
 
@@ -214,8 +214,8 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
     manager: PartitionManager = context.require("moe.explain", method=False)
     if is_inside_shard_map():
         raise LayerError(
-            "the mixture is called inside a shard_map, where x is only one shard of the tokens",
-            fix="call it outside: the mixture runs a shard_map of its own",
+            "the MoE layer is called inside a shard_map, where x is only one shard of the tokens",
+            fix="call it outside: the MoE layer runs a shard_map of its own",
         )
     sizes = dict(zip(manager.mesh.axis_names, manager.mesh.axis_sizes, strict=True))
     tokens = manager.explain(_token_axes(shape), mode=mode, shape=shape)
@@ -360,7 +360,7 @@ def _check(config: MoEConfig, params: Any, x: Any, state: MoEState, path: str | 
     shape = getattr(x, "shape", None)
     if shape is None or len(shape) not in (2, 3) or shape[-1] != config.embed:
         raise RankMismatchError(
-            f"the tokens have shape {shape}, but the mixture takes [..., {config.embed}]",
+            f"the tokens have shape {shape}, but the MoE layer takes [..., {config.embed}]",
             fix=f"pass (BATCH, QUERY_LENGTH, EMBED) or (BATCH, EMBED) with EMBED {config.embed}",
         )
     check_params(specs(config), params, path=path, create="moe.specs(config)")

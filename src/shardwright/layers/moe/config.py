@@ -1,4 +1,4 @@
-"""Options and parameters of a mixture of experts."""
+"""Options and parameters of an MoE layer."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Factor:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """A mixture of experts.
+    """An MoE layer.
 
     Attributes:
       embed: Size of a token.
@@ -114,7 +114,7 @@ class MoEConfig:
     def __post_init__(self) -> None:
         if self.recipe is not None:
             raise LayerError(
-                f"recipe={self.recipe!r}: the experts of a mixture are not computed in fp8",
+                f"recipe={self.recipe!r}: experts of an MoE layer are not computed in fp8",
                 fix="leave it out here; attention and MLPs of the same stack can have it",
             )
         for name in ("embed", "hidden", "experts", "per_token", "groups", "top_groups"):

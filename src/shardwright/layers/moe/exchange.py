@@ -48,7 +48,7 @@ def choose_exchange(
     """Choose how rows are sent.
 
     Args:
-      config: The mixture.
+      config: The MoE layer.
       shards: Number of shards of the experts.
       slots: Slots of a sender at each expert.
       tokens: Number of tokens of a device.
@@ -137,7 +137,7 @@ def serve_ragged(
     """Send rows to their experts, run these, and return the results in the same order.
 
     Args:
-      config: The mixture.
+      config: The MoE layer.
       exchange: As `choose_exchange` returns it.
       axes: Mesh axes of the experts.
       params: The experts of this device.

@@ -1,6 +1,6 @@
 """The products of the experts with their rows: over all slots, or over the filled ones.
 
-An expert of a dropless mixture has a slot for every token, and most slots are free. `padded`
+An expert of a dropless MoE layer has a slot for every token, and most slots are free. `padded`
 multiplies all slots. `ragged` moves the filled slots together and multiplies those, as one
 `jax.lax.ragged_dot` with a group of rows per expert.
 
@@ -44,7 +44,7 @@ def choose_product(
     """Choose the product that multiplies the fewest rows.
 
     Args:
-      config: The mixture.
+      config: The MoE layer.
       experts: Number of experts of the device.
       slots: Slots of each expert, of all senders.
       tokens: Number of tokens of all senders.
@@ -76,7 +76,7 @@ def run_experts(config: MoEConfig, product: ExpertMatmul, params: Any, rows: Any
     """Run each expert on its slots.
 
     Args:
-      config: The mixture.
+      config: The MoE layer.
       product: As `choose_product` returns it.
       params: gate and up `[experts, embed, hidden]`, down `[experts, hidden, embed]`.
       rows: `[experts, slots, embed]`. A free slot is 0.
@@ -102,7 +102,7 @@ def run_sorted(config: MoEConfig, params: Any, rows: Any, sizes: Any) -> Any:
     """Run each expert on its rows, which follow each other.
 
     Args:
-      config: The mixture.
+      config: The MoE layer.
       params: As in `run_experts`.
       rows: `[rows, embed]`, sorted by expert. Rows after the last expert's are not multiplied.
       sizes: `[experts]` int32, the number of rows of each expert.

@@ -35,7 +35,7 @@ def route(config: MoEConfig, router: Any, bias: Any, x: Any, is_token: Any = Non
     """Pick the experts of each token. Equal scores go to the expert with the lower index.
 
     Args:
-      config: The mixture.
+      config: The MoE layer.
       router: [embed, experts].
       bias: [experts] float32, added to the scores for picking only, or None.
       x: [tokens, embed].

@@ -20,8 +20,8 @@ from shardwright.errors import StrategyError, did_you_mean
 from shardwright.interop.hf.model import latent
 from shardwright.interop.hf.model.latent import LatentConfig
 from shardwright.interop.hf.model.sizes import Sizes, Stack
-from shardwright.layers import attention_block, embedding, loss, mixture_block, mlp_block, moe, norm
-from shardwright.layers.mixture_block import MixtureConfig
+from shardwright.layers import attention_block, embedding, loss, mlp_block, moe, moe_block, norm
+from shardwright.layers.moe_block import MoEBlockConfig
 from shardwright.layers.placement import RESIDUAL, place, use
 from shardwright.layers.transformer_block import REMAT
 from shardwright.manager.einsum import einsum
@@ -71,7 +71,7 @@ def stack_specs_of(stack: Stack) -> dict[str, Any]:
         "attention": latent.specs(attention)
         if isinstance(attention, LatentConfig)
         else attention_block.specs(attention),
-        "mlp": mixture_block.specs(mlp) if isinstance(mlp, MixtureConfig) else mlp_block.specs(mlp),
+        "mlp": moe_block.specs(mlp) if isinstance(mlp, MoEBlockConfig) else mlp_block.specs(mlp),
     }
     if stack.router_bias:
         tree["router_bias"] = _router_bias(stack)
@@ -82,7 +82,7 @@ def stack_specs_of(stack: Stack) -> dict[str, Any]:
 
 
 def _router_bias(stack: Stack) -> ArraySpec:
-    assert isinstance(stack.mlp, MixtureConfig)
+    assert isinstance(stack.mlp, MoEBlockConfig)
     zeros = jax.nn.initializers.zeros
     return ArraySpec((stack.mlp.moe.experts,), jnp.float32, (EXPERT_GATE,), zeros)
 
@@ -130,12 +130,12 @@ class Decoder:
                 attention, w["attention"], x, state=cache, positions=places, valid=valid
             )
         x = place(x + self.normed(stack, w, "after_attention", added), RESIDUAL)
-        if isinstance(stack.mlp, MixtureConfig):
+        if isinstance(stack.mlp, MoEBlockConfig):
             state = None
             if stack.router_bias:
                 bias = use(w["router_bias"], _router_bias(stack))
                 state = moe.init_state(stack.mlp.moe, bias=bias)
-            added, _ = mixture_block.apply(stack.mlp, w["mlp"], x, state=state, valid=valid)
+            added, _ = moe_block.apply(stack.mlp, w["mlp"], x, state=state, valid=valid)
         else:
             added, _ = mlp_block.apply(stack.mlp, w["mlp"], x)
         return place(x + self.normed(stack, w, "after_mlp", added), RESIDUAL), cache

@@ -14,9 +14,9 @@ from shardwright.errors import LayerError, StrategyError
 from shardwright.interop.hf.model.latent import LatentConfig
 from shardwright.layers.attention_block import AttentionConfig
 from shardwright.layers.dtypes import Dtypes
-from shardwright.layers.mixture_block import MixtureConfig
 from shardwright.layers.mlp_block import MlpConfig
 from shardwright.layers.moe import Dropless, Factor, MoEConfig
+from shardwright.layers.moe_block import MoEBlockConfig
 from shardwright.layers.norm import RMS, NormConfig
 from shardwright.layers.rope import RopeFrequencies
 from shardwright.layers.rope_scaling import rope_frequencies
@@ -29,7 +29,7 @@ class Stack:
     Attributes:
       layers: Number of layers.
       attention: Attention of each.
-      mlp: MLP or mixture of each.
+      mlp: MLP or MoE layer of each.
       norm_after: The norm that follows the attention and the MLP, as in Gemma 2 and 3.
       router_bias: Whether the router picks experts by scores plus biases, as in DeepSeek-V3.
       windows: Window of each layer, as a pattern that repeats. Defaults to that of `attention`.
@@ -38,7 +38,7 @@ class Stack:
 
     layers: int
     attention: AttentionConfig | LatentConfig
-    mlp: MlpConfig | MixtureConfig
+    mlp: MlpConfig | MoEBlockConfig
     norm_after: NormConfig | None = None
     router_bias: bool = False
     windows: tuple[Window | None, ...] = ()
@@ -212,14 +212,14 @@ def _mlp(config: Config, dtypes: Dtypes, **options: Any) -> MlpConfig:
     )
 
 
-def _mixture(
+def _moe_block(
     config: Config,
     dtypes: Dtypes,
     capacity: float | None,
     experts: str,
     hidden: str,
     **options: Any,
-) -> MixtureConfig:
+) -> MoEBlockConfig:
     moe = MoEConfig(
         embed=config.number("hidden_size"),
         hidden=config.number(hidden),
@@ -230,7 +230,7 @@ def _mixture(
         dtypes=dtypes,
         **options,
     )
-    return MixtureConfig(moe=moe, norm=_norm(config))
+    return MoEBlockConfig(moe=moe, norm=_norm(config))
 
 
 def _sizes(
@@ -243,8 +243,8 @@ def _sizes(
     tied: bool = False,
     **options: Any,
 ) -> Sizes:
-    mixtures = [each.mlp.moe for each in stacks if isinstance(each.mlp, MixtureConfig)]
-    capacity = next((moe.capacity for moe in mixtures), None)
+    moe_configs = [each.mlp.moe for each in stacks if isinstance(each.mlp, MoEBlockConfig)]
+    capacity = next((moe.capacity for moe in moe_configs), None)
     if isinstance(capacity, Factor):
         notes += (f"each expert drops tokens above {capacity.factor:g} times an even load",)
     reasons = [*differs]
@@ -400,7 +400,7 @@ def qwen(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
     attention = _attention(config, dtypes, bias=bias, qk_norm=not second)
     notes: tuple[str, ...] = (_OUT_BIAS,) if second else ()
     differs: tuple[str, ...] = ()
-    mlp: MlpConfig | MixtureConfig
+    mlp: MlpConfig | MoEBlockConfig
     if config.family.endswith("moe"):
         if config.number("decoder_sparse_step", 1) > 1 or config.values.get("mlp_only_layers"):
             raise StrategyError(
@@ -411,7 +411,7 @@ def qwen(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
         shared = config.ratio("shared_expert_intermediate_size", hidden, "an expert")
         if shared:
             differs += ("the shared experts have no gate",)
-        mlp = _mixture(
+        mlp = _moe_block(
             config,
             dtypes,
             capacity,
@@ -456,7 +456,7 @@ def gemma(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
 
 def mixtral(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
     """Read Mixtral."""
-    mlp = _mixture(config, dtypes, capacity, "num_local_experts", "intermediate_size")
+    mlp = _moe_block(config, dtypes, capacity, "num_local_experts", "intermediate_size")
     layers = config.number("num_hidden_layers")
     attention = _attention(config, dtypes)
     return _sizes(config, dtypes, (Stack(layers=layers, attention=attention, mlp=mlp),))
@@ -464,7 +464,7 @@ def mixtral(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
 
 def gpt_oss(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
     """Read gpt-oss."""
-    mlp = _mixture(config, dtypes, capacity, "num_local_experts", "intermediate_size")
+    mlp = _moe_block(config, dtypes, capacity, "num_local_experts", "intermediate_size")
     bias = config.flag("attention_bias", default=True)
     stack = Stack(
         layers=config.number("num_hidden_layers"),
@@ -494,7 +494,7 @@ def deepseek(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
             f"{config.source}: experts are not in every layer after the first dense ones",
             fix="write the model as file.py:function",
         )
-    mixture = _mixture(
+    moe_block = _moe_block(
         config,
         dtypes,
         capacity,
@@ -507,7 +507,7 @@ def deepseek(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
     )
     has_bias = config.values.get("scoring_func") == "sigmoid"
     stacks: tuple[Stack, ...] = (
-        Stack(layers=layers - dense, attention=attention, mlp=mixture, router_bias=has_bias),
+        Stack(layers=layers - dense, attention=attention, mlp=moe_block, router_bias=has_bias),
     )
     if dense:
         first = Stack(layers=dense, attention=attention, mlp=_mlp(config, dtypes))

@@ -1,4 +1,4 @@
-"""A mixture in a layer and in a stack: scan equals a loop, and sharded equals unsharded."""
+"""An MoE layer in a layer and in a stack: scan equals a loop, and sharded equals unsharded."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 
 import shardwright as sw
 from shardwright.errors import LayerError
-from shardwright.layers import attention_block, mixture_block, mlp_block, moe, transformer_block
+from shardwright.layers import attention_block, mlp_block, moe, moe_block, transformer_block
 from shardwright.layers.placement import RESIDUAL
 from shardwright.testing import cpu_mesh
 from tests.layers import blocks
 
-MIXTURE = mixture_block.MixtureConfig(
+MOE = moe_block.MoEBlockConfig(
     moe=moe.MoEConfig(
         embed=16, hidden=8, experts=8, per_token=2, shared=1, balance_loss=0.1, z_loss=0.01
     )
@@ -26,12 +26,12 @@ MIXTURE = mixture_block.MixtureConfig(
 STACK = transformer_block.TransformerConfig(
     layers=4,
     attention=attention_block.AttentionConfig(embed=16, heads=8, kv_heads=4, head_dim=4),
-    mlp=(mlp_block.MlpConfig(embed=16, hidden=32), MIXTURE),
+    mlp=(mlp_block.MlpConfig(embed=16, hidden=32), MOE),
 )
 X = np.random.default_rng(0).normal(size=(8, 8, 16)).astype(np.float32)
 PARAMS = blocks.random_params(transformer_block.specs(STACK))
 BIASES = np.linspace(-1, 1, 16, dtype=np.float32).reshape(2, 8)
-STATE = transformer_block.StackState(mixtures=[None, moe.MoEState(bias=BIASES)])
+STATE = transformer_block.StackState(moe=[None, moe.MoEState(bias=BIASES)])
 
 
 def stack(params: Any, x: Any, config: Any = STACK, state: Any = STATE) -> Any:
@@ -54,7 +54,7 @@ def by_blocks(params: Any, x: Any) -> Any:
             x = x + mlp_block.apply(STACK.mlps[0], layer["mlp"], x)[0]  # type: ignore[arg-type]
             continue
         state = moe.MoEState(bias=BIASES[number // 2])
-        added, state = mixture_block.apply(MIXTURE, layer["mlp"], x, state=state)
+        added, state = moe_block.apply(MOE, layer["mlp"], x, state=state)
         assert state.stats is not None
         x, aux = x + added, aux + state.stats.aux
     return x, aux
@@ -89,31 +89,31 @@ def test_sharded_equals_unsharded(preset: str, mesh: str, remat: str) -> None:
 
 # A router without losses: nothing is summed for statistics.
 PLAIN = dataclasses.replace(
-    MIXTURE, moe=dataclasses.replace(MIXTURE.moe, shared=0, balance_loss=0.0, z_loss=0.0)
+    MOE, moe=dataclasses.replace(MOE.moe, shared=0, balance_loss=0.0, z_loss=0.0)
 )
 
 
 def plain(params: Any, x: Any) -> Any:
-    return mixture_block.apply(PLAIN, params, x)[0]
+    return moe_block.apply(PLAIN, params, x)[0]
 
 
 @functools.cache
 def unsharded_plain() -> Any:
-    return blocks.values_and_gradients(plain, blocks.random_params(mixture_block.specs(PLAIN)), X)
+    return blocks.values_and_gradients(plain, blocks.random_params(moe_block.specs(PLAIN)), X)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("preset", "kind"), blocks.CASES)
 def test_collectives(preset: str, kind: str) -> None:
-    specs = mixture_block.specs(PLAIN)
+    specs = moe_block.specs(PLAIN)
     inputs = (blocks.random_params(specs), specs, X, RESIDUAL)
-    blocks.check_sharded("mixture_block", plain, inputs, unsharded_plain(), preset, kind)
+    blocks.check_sharded("moe_block", plain, inputs, unsharded_plain(), preset, kind)
 
 
 @pytest.mark.full
 def test_decode_equals_one_call() -> None:
     config, layers = transformer_block.unstack(STACK, PARAMS)
-    mixtures = transformer_block.unstack_state(STACK, STATE).mixtures
+    moe_states = transformer_block.unstack_state(STACK, STATE).moe
     pm = sw.PartitionManager(
         sw.Strategy.preset("serve_tp"), mesh=cpu_mesh("ep:4,tp:2"), mode="decode"
     )
@@ -124,7 +124,7 @@ def test_decode_equals_one_call() -> None:
 
     with pm:
         state = transformer_block.StackState(
-            caches=transformer_block.init_caches(config, batch=8, capacity=8), mixtures=mixtures
+            caches=transformer_block.init_caches(config, batch=8, capacity=8), moe=moe_states
         )
         stored = pm.shard(layers, transformer_block.specs(config), role="param")
         rows = []
@@ -137,27 +137,27 @@ def test_decode_equals_one_call() -> None:
 @pytest.mark.full
 def test_statistics_and_biases_of_a_stack() -> None:
     _, after = jax.jit(functools.partial(transformer_block.apply, STACK))(PARAMS, X, state=STATE)
-    dense, mixture = after.mixtures
+    dense, moe_state = after.moe
     assert dense is None
-    assert mixture.stats.load.shape == (2, 8)
-    assert mixture.stats.load.sum(-1).tolist() == [8 * 8 * 2] * 2
-    assert mixture.stats.dropped.tolist() == [0, 0]
-    bias = moe.update_bias(mixture.bias, mixture.stats.load, rate=0.5)
+    assert moe_state.stats.load.shape == (2, 8)
+    assert moe_state.stats.load.sum(-1).tolist() == [8 * 8 * 2] * 2
+    assert moe_state.stats.dropped.tolist() == [0, 0]
+    bias = moe.update_bias(moe_state.bias, moe_state.stats.load, rate=0.5)
     for layer in range(2):
-        wanted = moe.update_bias(BIASES[layer], mixture.stats.load[layer], rate=0.5)
+        wanted = moe.update_bias(BIASES[layer], moe_state.stats.load[layer], rate=0.5)
         np.testing.assert_array_equal(bias[layer], wanted)
     assert transformer_block.StackState().aux == 0
 
 
 def test_bad_input() -> None:
-    small = dataclasses.replace(MIXTURE, moe=dataclasses.replace(MIXTURE.moe, embed=8))
+    small = dataclasses.replace(MOE, moe=dataclasses.replace(MOE.moe, embed=8))
     cases: list[tuple[Any, str]] = [
         (
             lambda: dataclasses.replace(STACK, mlp=small),
             "mlp.embed=8 differs from attention.embed=16",
         ),
         (
-            lambda: mixture_block.apply(MIXTURE, {}, X[0]),
+            lambda: moe_block.apply(MOE, {}, X[0]),
             r"x has shape \(8, 16\)",
         ),
     ]
@@ -169,9 +169,9 @@ def test_bad_input() -> None:
 
 def test_state_of_a_stack_as_that_of_its_layers() -> None:
     state = transformer_block.unstack_state(STACK, STATE)
-    assert state.mixtures is not None
-    assert state.mixtures[1].stats.load.shape == (8,)
-    assert [mixture and mixture.bias.tolist() for mixture in state.mixtures] == [
+    assert state.moe is not None
+    assert state.moe[1].stats.load.shape == (8,)
+    assert [moe_state and moe_state.bias.tolist() for moe_state in state.moe] == [
         None,
         BIASES[0].tolist(),
         None,
@@ -180,10 +180,10 @@ def test_state_of_a_stack_as_that_of_its_layers() -> None:
     config, layers = transformer_block.unstack(STACK, PARAMS)
     again = transformer_block.unstack_state(config, state)
     assert jax.tree.structure(again) == jax.tree.structure(state)
-    wrong = transformer_block.StackState(mixtures=STATE.mixtures * 2)  # type: ignore[operator]
-    with pytest.raises(LayerError, match=r"mixtures\[1\].bias has shape \(2, 8\)"):
+    wrong = transformer_block.StackState(moe=STATE.moe * 2)  # type: ignore[operator]
+    with pytest.raises(LayerError, match=r"moe\[1\].bias has shape \(2, 8\)"):
         transformer_block.apply(config, layers, X, state=wrong)
-    one = transformer_block.StackState(mixtures=[None, moe.MoEState(bias=BIASES[0])])
+    one = transformer_block.StackState(moe=[None, moe.MoEState(bias=BIASES[0])])
     with pytest.raises(LayerError, match="whose size is 2"):
         transformer_block.apply(STACK, PARAMS, X, state=one)
 

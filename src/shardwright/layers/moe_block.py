@@ -1,4 +1,4 @@
-"""A mixture of experts in place of the MLP of a transformer layer: norm, then the mixture."""
+"""An MoE layer in place of the MLP of a transformer layer: a norm, then `moe`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, plac
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MixtureConfig:
-    """A norm and a mixture.
+class MoEBlockConfig:
+    """A norm and an MoE layer.
 
     Attributes:
-      moe: The mixture.
+      moe: The MoE layer.
       norm: The norm before it. None: no norm.
 
     Raises:
@@ -40,7 +40,7 @@ class MixtureConfig:
         return self.moe.embed
 
 
-def specs(config: MixtureConfig) -> dict[str, Any]:
+def specs(config: MoEBlockConfig) -> dict[str, Any]:
     """Return the parameters of the block as `ArraySpec`s: `moe`, and `norm` if it has one."""
     tree: dict[str, Any] = {"moe": moe.specs(config.moe)}
     if config.norm is not None:
@@ -49,7 +49,7 @@ def specs(config: MixtureConfig) -> dict[str, Any]:
 
 
 def apply(
-    config: MixtureConfig,
+    config: MoEBlockConfig,
     params: dict[str, Any],
     x: Any,
     *,
@@ -60,11 +60,11 @@ def apply(
 ) -> tuple[jax.Array, MoEState]:
     """Return what the block adds to the residual `x`, and the state of the router.
 
-    The residual is sharded as (BATCH, LENGTH, EMBED), and the tokens that enter the mixture as
+    The residual is sharded as (BATCH, LENGTH, EMBED), and the tokens that enter the MoE layer as
     (BATCH, QUERY_LENGTH, EMBED).
 
     Args:
-      config: The norm and the mixture.
+      config: The norm and the MoE layer.
       params: The tree that `specs` describes, as stored.
       x: `[batch, length, embed]`.
       keys: As other blocks take it. Not used: the block has no randomness.
@@ -85,7 +85,7 @@ def apply(
     check_residual(x, config.embed)
     read_keys(keys)
     described = specs(config)
-    check_params(described, params, path=path, create="mixture_block.specs(config)")
+    check_params(described, params, path=path, create="moe_block.specs(config)")
 
     def part(name: str) -> str | None:
         return None if path is None else f"{path}/{name}"

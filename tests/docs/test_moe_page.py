@@ -1,4 +1,4 @@
-"""The page on mixtures shows the results of `benchmarks.mixture`, and these are as they should be.
+"""The page on MoE shows the results of `benchmarks.moe`, and these are as they should be.
 
 `--update-golden` writes the tables of the page.
 """
@@ -13,7 +13,8 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import mixture, mixture_by_hand
+from benchmarks import moe as benchmark
+from benchmarks import moe_by_hand
 from shardwright.layers import mlp_block, moe
 from shardwright.plan.report.text import bytes_text
 from shardwright.testing import cpu_mesh
@@ -22,11 +23,11 @@ from tests.docs.snippets import ROOT
 from tests.layers import blocks
 from tests.layers.moe.reference import config, parameters, tokens
 
-PAGE = ROOT / "docs" / "mixture.md"
+PAGE = ROOT / "docs" / "moe.md"
 
 
 def results() -> Any:
-    return json.loads(mixture.RESULTS.read_text(encoding="utf-8"))
+    return json.loads(benchmark.RESULTS.read_text(encoding="utf-8"))
 
 
 def with_rows(page: str, header: str, rows: list[list[str]]) -> str:
@@ -76,11 +77,11 @@ def test_layers_by_hand_are_the_same_layers() -> None:
     assert state.stats is not None
     assert int(state.stats.dropped) == 0
     # Four tokens per device, and one slot for each at every expert.
-    sent = jax.jit(lambda p, x: mixture_by_hand.sent_mixture(mesh, 2, 4, p, x))(params, x)
+    sent = jax.jit(lambda p, x: moe_by_hand.all_to_all_moe(mesh, 2, 4, p, x))(params, x)
     blocks.assert_close(sent, wanted)
-    one_hot = jax.jit(lambda p, x: mixture_by_hand.one_hot_mixture(mesh, 2, 32, p, x))(params, x)
+    one_hot = jax.jit(lambda p, x: moe_by_hand.one_hot_moe(mesh, 2, 32, p, x))(params, x)
     blocks.assert_close(one_hot, wanted)
     mlp = mlp_block.MlpConfig(embed=16, hidden=32)
     weights = blocks.random_params(mlp_block.specs(mlp))
-    by_hand = jax.jit(lambda p, x: mixture_by_hand.mlp(cpu_mesh("fsdp:2,tp:4"), p, x))
+    by_hand = jax.jit(lambda p, x: moe_by_hand.mlp(cpu_mesh("fsdp:2,tp:4"), p, x))
     blocks.assert_close(by_hand(weights, x), np.asarray(mlp_block.apply(mlp, weights, x)[0]))

@@ -1,14 +1,14 @@
-"""`python -m benchmarks.mixture`: a mixture of experts, compared with layers written by hand.
+"""`python -m benchmarks.moe`: an MoE layer, compared with layers written by hand.
 
 Sent bytes and temporaries, of compiled programs: the dispatch of `layers.moe` next to the einsums
 with one-hot masks that leave the collectives to the compiler. Both have the same routes and the
 same slots, and equal results; the run fails if these differ.
 
-Trace time: an MLP block and a mixture of `layers`, next to the same layers by hand in plain JAX
+Trace time: an MLP block and an MoE layer of `layers`, next to the same layers by hand in plain JAX
 with constraints, and in flax linen. The ratio is of interleaved repetitions in one run.
 
-A mixture of `layers` is traced once for all layers that are alike. Results go to
-`benchmarks/results/mixture/cpu.json`; a test compares the page with them.
+An MoE layer of `layers` is traced once for all layers that are alike. Results go to
+`benchmarks/results/moe/cpu.json`; a test compares the page with them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import shardwright as sw
-from benchmarks import mixture_by_hand as by_hand
+from benchmarks import moe_by_hand as by_hand
 from benchmarks import report, timing
 from shardwright.layers import mlp_block, moe
 from shardwright.plan.collectives import read_collectives
 from shardwright.testing.meshes import cpu_mesh, virtual_devices
 
-RESULTS: Final = Path(__file__).parent / "results" / "mixture" / "cpu.json"
+RESULTS: Final = Path(__file__).parent / "results" / "moe" / "cpu.json"
 BATCH, LENGTH, EMBED, HIDDEN, EXPERTS, PER_TOKEN = 16, 256, 256, 512, 8, 2
 # Twice the slots of an even load: nothing is dropped, so results can be compared.
 CONFIG: Final = moe.MoEConfig(
@@ -53,7 +53,7 @@ LAYERS_TRACED: Final = 8
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.mixture")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.moe")
     parser.add_argument("--repeats", type=int, default=15, help="repetitions per median (15)")
     given = parser.parse_args(argv)
     virtual_devices(8)
@@ -79,7 +79,7 @@ def compare_programs(pm: sw.PartitionManager) -> list[dict[str, Any]]:
         slots = moe.explain(CONFIG, (BATCH, LENGTH, EMBED)).slots * pm.mesh.size
     layers: dict[str, Callable[..., Any]] = {
         "layers.moe": lambda params, x: moe.apply(CONFIG, params, x)[0],
-        "one-hot einsum": functools.partial(by_hand.one_hot_mixture, pm.mesh, PER_TOKEN, slots),
+        "one-hot einsum": functools.partial(by_hand.one_hot_moe, pm.mesh, PER_TOKEN, slots),
     }
     params = pm.abstract(moe.specs(CONFIG))
     x = pm.abstract(sw.ArraySpec((BATCH, LENGTH, EMBED), jnp.float32, TOKENS), role="activation")
@@ -137,7 +137,7 @@ def trace_times(repeats: int) -> list[timing.Row]:
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=mesh, mode="train")
     dense = pm.abstract(mlp_block.specs(MLP))
     experts = sw.PartitionManager(sw.Strategy.preset("moe_ep"), mesh=cpu_mesh("fsdp:2,ep:4"))
-    mixture = experts.abstract(moe.specs(CONFIG))
+    params = experts.abstract(moe.specs(CONFIG))
     with experts:
         slots = moe.explain(CONFIG, (BATCH, LENGTH, EMBED)).slots
     flax_params, flax_mlp = by_hand.flax_mlp(EMBED, HIDDEN)
@@ -148,12 +148,12 @@ def trace_times(repeats: int) -> list[timing.Row]:
             "by hand": (pm, dense, functools.partial(by_hand.mlp, mesh)),
             "flax": (pm, flax_params, flax_mlp),
         },
-        "mixture": {
-            "layers": (experts, mixture, lambda params, x: moe.apply(CONFIG, params, x)[0]),
+        "moe": {
+            "layers": (experts, params, lambda params, x: moe.apply(CONFIG, params, x)[0]),
             "by hand": (
                 experts,
-                mixture,
-                functools.partial(by_hand.sent_mixture, experts.mesh, PER_TOKEN, slots),
+                params,
+                functools.partial(by_hand.all_to_all_moe, experts.mesh, PER_TOKEN, slots),
             ),
         },
     }

@@ -1,8 +1,8 @@
-"""Train a small mixture of experts under four strategies, then serve it under a fifth.
+"""Train a small MoE model under four strategies, then serve it under a fifth.
 
-    python examples/mixture.py [--steps N]
+    python examples/moe.py [--steps N]
 
-Eight virtual CPU devices take the place of eight accelerators. The mixture drops no token, so the
+Eight virtual CPU devices take the place of eight accelerators. The model drops no token, so the
 losses are equal; the example fails if they are not. For each strategy it prints how tokens reach
 their experts, how many each expert got, and which collectives the loss and its gradient run.
 """
@@ -27,19 +27,19 @@ from decoder.text import stdlib_text, text_batches
 
 import shardwright as sw
 from shardwright.layers import attention_block, embedding, loss, moe, norm, transformer_block
-from shardwright.layers.mixture_block import MixtureConfig
+from shardwright.layers.moe_block import MoEBlockConfig
 from shardwright.plan.collectives import read_collectives
 from shardwright.testing import cpu_mesh, virtual_devices
 
 VOCAB, EMBED = 256, 64
 BATCH, LENGTH = 16, 32
-MIXTURE = moe.MoEConfig(
+MOE = moe.MoEConfig(
     embed=EMBED, hidden=128, experts=8, per_token=2, balance_loss=0.01, z_loss=0.001
 )
 STACK = transformer_block.TransformerConfig(
     layers=2,
     attention=attention_block.AttentionConfig(embed=EMBED, heads=8),
-    mlp=MixtureConfig(moe=MIXTURE),
+    mlp=MoEBlockConfig(moe=MOE),
     scan=False,
 )
 SPECS = {
@@ -69,7 +69,7 @@ def forward(params: Any, tokens: Any, caches: Any = None) -> Any:
 def loss_fn(params: Any, batch: Any) -> Any:
     x, state = forward(params, batch["inputs"])
     nats = loss.cross_entropy(x, params["head"], batch["targets"]).mean
-    load = sum(mixture.stats.load for mixture in state.mixtures)
+    load = sum(layer.stats.load for layer in state.moe)
     return nats + state.aux, (nats, load)
 
 
@@ -101,7 +101,7 @@ def train(pm: sw.PartitionManager, steps: int, text: np.ndarray) -> tuple[Any, l
         state, (loss, load) = step(state, placed)
         losses.append(float(loss))
     with pm:
-        dispatch = moe.explain(MIXTURE, (BATCH, LENGTH, EMBED))
+        dispatch = moe.explain(MOE, (BATCH, LENGTH, EMBED))
         compiled = jax.jit(jax.grad(loss_fn, has_aux=True)).lower(state["params"], placed).compile()
     print(f"\n{pm.name} on {dict(pm.mesh.shape)}")
     print(f"  {dispatch.why}")

@@ -1,4 +1,4 @@
-"""Layers by hand, for `benchmarks.mixture`: literal specs, and nothing of the library.
+"""Layers by hand, for `benchmarks.moe`: literal specs, and nothing of the library.
 
 The parameters are those of `moe.specs` and `mlp_block.specs`.
 """
@@ -37,8 +37,8 @@ def _routes(router: Any, tokens: Any, per_token: int) -> tuple[Any, Any]:
     return picked, weights / weights.sum(-1, keepdims=True)
 
 
-def one_hot_mixture(mesh: Mesh, per_token: int, slots: int, params: Any, x: Any) -> Any:
-    """Return the mixture as einsums with one-hot masks, over all tokens; the compiler sends them.
+def one_hot_moe(mesh: Mesh, per_token: int, slots: int, params: Any, x: Any) -> Any:
+    """Return the MoE layer as einsums with one-hot masks, over all tokens; the compiler sends them.
 
     Args:
       mesh: With the axes fsdp and ep.
@@ -66,8 +66,8 @@ def one_hot_mixture(mesh: Mesh, per_token: int, slots: int, params: Any, x: Any)
     return _put(mesh, y.reshape(x.shape), ("fsdp", "ep"))
 
 
-def sent_mixture(mesh: Mesh, per_token: int, slots: int, params: Any, x: Any) -> Any:
-    """Return the mixture as one `shard_map` with two all-to-alls.
+def all_to_all_moe(mesh: Mesh, per_token: int, slots: int, params: Any, x: Any) -> Any:
+    """Return the MoE layer as one `shard_map` with two all-to-alls.
 
     Args:
       mesh: With the axes fsdp and ep.
