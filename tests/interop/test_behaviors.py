@@ -412,7 +412,7 @@ def test_20_weight_layouts_of_stacks_and_biases() -> None:
     tree = {"kernel": ones(8, 4), "bias": ones(4), "scale": ones(8), "step": 3}
     with pytest.raises(
         sw.RankMismatchError,
-        match=r"scale: the spec P\('fsdp', 'tp'\) has 2 entries, and the array has shape \(8,\)",
+        match=r"scale: the spec P\('fsdp', 'tp'\) has 2 entries for shape \(8,\)",
     ):
         ef.match_partition_rules(rules, tree)
     cut = ef.match_partition_rules(rules, tree, policy="eformer")

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
 from shardwright.interop import eformer as ef
-from shardwright.interop.eformer import environment
+from shardwright.interop.eformer.escale.partition import constraints
 
 
 def ones(*shape: int) -> np.ndarray:
@@ -29,10 +29,10 @@ class TestDefaultPolicy:
     def variable(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
         def state(value: str) -> None:
             monkeypatch.setenv("SHARDWRIGHT_EFORMER_POLICY", value)
-            environment.default_policy.cache_clear()
+            constraints.default_policy.cache_clear()
 
         yield state
-        environment.default_policy.cache_clear()
+        constraints.default_policy.cache_clear()
 
     def test_is_that_of_the_variable(
         self, variable: Callable[[str], None], mesh: jax.sharding.Mesh

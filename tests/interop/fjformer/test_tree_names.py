@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import shardwright as sw
-from shardwright.interop.fjformer.tree_names import (
+from shardwright.interop.fjformer import (
     flatten_tree,
     get_weight_decay_mask,
     named_tree_map,
@@ -91,16 +91,14 @@ def test_tree_apply() -> None:
 @pytest.mark.parametrize(
     ("fns", "tree", "says"),
     [
-        ({"a": str, "b": str}, {"a": 1, "c": 2}, "no leaf for 'b'; no function for 'c'"),
-        ({"a": str}, {"a": {"b": 1}}, "no leaf for 'a'; no function for 'a/b'"),
-        ([str], (1,), "the paths are the same, the containers differ"),
-        ({}, dict.fromkeys("abcde", 1), "no function for 'a', 'b', 'c' and 2 more"),
+        ({"a": str, "b": str}, {"a": 1, "c": 2}, "pytree structure error"),
+        ({"a": str}, {"a": {"b": 1}}, "pytree structure error"),
+        ([str], (1,), "pytree structure error"),
+        ({}, dict.fromkeys("abcde", 1), "pytree structure error"),
     ],
 )
 def test_tree_apply_structure_mismatch(fns: Any, tree: Any, says: str) -> None:
-    with pytest.raises(
-        sw.StrategyError, match=f"the tree of functions does not fit the tree: {says}"
-    ):
+    with pytest.raises(ValueError, match=says):
         tree_apply(fns, tree)
 
 

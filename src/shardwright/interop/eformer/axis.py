@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import threading
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -12,8 +13,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardwright.errors import StrategyError, UnknownAxisError, did_you_mean
-from shardwright.interop.eformer import registry
-from shardwright.interop.eformer.meshes import current_mesh
+from shardwright.interop.eformer.errors import NotRegisteredError
+from shardwright.manager.ambient import current_mesh
 from shardwright.resolution import partition_axis, resolver
 from shardwright.resolution.decisions import RuleRef
 from shardwright.resolution.partition_axis import (
@@ -26,6 +27,7 @@ from shardwright.resolution.partition_axis import (
     flat_names,
     joined_names,
 )
+from shardwright.resolution.partition_specs import entry_names
 from shardwright.resolution.rules import AxisRules, Policy, Rule, parse_rule
 from shardwright.vocabulary.annotations import as_annotation
 from shardwright.vocabulary.axes import (
@@ -39,6 +41,37 @@ from shardwright.vocabulary.axes import (
     canonical_axis,
 )
 from shardwright.vocabulary.modes import GENERATION_MODES, MODES, parse_mode
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredAxis:
+    """One registered axis.
+
+    Attributes:
+      name: The name as registered, not its canonical form.
+      axis_rule: An attribute of `PartitionAxis`, an axis (of which this one is an alias), a mesh
+        axis, a tuple of those, or None to replicate.
+      generation_axis_rule: The rule for decode and insert. `NOT_GIVEN` derives it from `axis_rule`.
+    """
+
+    name: str
+    axis_rule: Any
+    generation_axis_rule: Any = NOT_GIVEN
+
+
+Registered = tuple[RegisteredAxis, ...]
+
+
+class _Process:
+    """The registered axes by canonical name. The dict is replaced, never changed in place."""
+
+    lock = threading.Lock()
+    axes: ClassVar[dict[str, RegisteredAxis]] = {}
+
+
+def registered_axes() -> Registered:
+    """Return the axes that are registered now. A manager takes this snapshot when it is built."""
+    return tuple(_Process.axes.values())
 
 
 @jax.tree_util.register_static
@@ -116,20 +149,8 @@ class PartitionAxis(Attributes):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PartitionAxis:
-        """Return the `PartitionAxis` whose `to_dict` is this data.
-
-        Raises:
-          StrategyError: A key is not an attribute.
-        """
-        for name in data:
-            if name not in ATTRIBUTES:
-                raise StrategyError(
-                    f"{name!r} is not an attribute of PartitionAxis",
-                    fix=did_you_mean(name, ATTRIBUTES) or f"drop {name}",
-                )
+        """Return the `PartitionAxis` whose `to_dict` is this data."""
         return cls(**data)
-
-    # Axes for the whole process.
 
     @classmethod
     def register(
@@ -161,9 +182,15 @@ class PartitionAxis(Attributes):
             tuple(rule) if isinstance(rule, list) else rule
             for rule in (axis_rule, generation_axis_rule)
         ]
-        axis = registry.RegisteredAxis(name=name, axis_rule=rules[0], generation_axis_rule=rules[1])
-        is_known = canonical_axis(name) in cls._SEMANTIC_MAP
-        registry.add(axis, is_known=is_known, override=override)
+        axis = RegisteredAxis(name=name, axis_rule=rules[0], generation_axis_rule=rules[1])
+        key = canonical_axis(name)
+        with _Process.lock:
+            if not override and (key in cls._SEMANTIC_MAP or key in _Process.axes):
+                raise StrategyError(
+                    f"Semantic axis {name!r} already exists",
+                    fix="pass override=True to replace its rule",
+                )
+            _Process.axes = {**_Process.axes, key: axis}
 
     @classmethod
     def unregister(cls, semantic_axis: str, *, missing_ok: bool = True) -> None:
@@ -172,12 +199,19 @@ class PartitionAxis(Attributes):
         Raises:
           NotRegisteredError: The axis is not registered, and `missing_ok` is False.
         """
-        registry.remove(_name(semantic_axis), missing_ok=missing_ok)
+        key = canonical_axis(_name(semantic_axis))
+        with _Process.lock:
+            if key not in _Process.axes and not missing_ok:
+                raise NotRegisteredError(
+                    f"Semantic axis {semantic_axis!r} is not registered", fix="pass missing_ok=True"
+                )
+            _Process.axes = {other: axis for other, axis in _Process.axes.items() if other != key}
 
     @classmethod
     def clear_registered_axes(cls) -> None:
         """Unregister all axes."""
-        registry.clear()
+        with _Process.lock:
+            _Process.axes = {}
 
     @classmethod
     def get_registered_axes(cls) -> dict[str, dict[str, Any]]:
@@ -186,25 +220,16 @@ class PartitionAxis(Attributes):
         The generation rule of an alias is the `decode_*` counterpart of its attribute, if there is
         one. Otherwise a rule that was not given is `NOT_GIVEN`.
         """
-        decode = cls._STANDARD_TO_GENERATION_ATTR_MAP
-
-        def generation(axis: registry.RegisteredAxis) -> Any:
-            own, rule = axis.generation_axis_rule, axis.axis_rule
-            return (
-                decode.get(rule, own)
-                if isinstance(own, EMPTY_VAL) and isinstance(rule, str)
-                else own
-            )
-
-        return {
-            axis.name: {"axis_rule": axis.axis_rule, "generation_axis_rule": generation(axis)}
-            for axis in registry.registered_axes()
-        }
-
-    # Rules.
+        axes = {}
+        for axis in registered_axes():
+            rule, generation = axis.axis_rule, axis.generation_axis_rule
+            if isinstance(generation, EMPTY_VAL) and isinstance(rule, str):
+                generation = cls._STANDARD_TO_GENERATION_ATTR_MAP.get(rule, generation)
+            axes[axis.name] = {"axis_rule": rule, "generation_axis_rule": generation}
+        return axes
 
     def compile(
-        self, *, policy: Policy | None = None, registered: registry.Registered | None = None
+        self, *, policy: Policy | None = None, registered: Registered | None = None
     ) -> AxisRules:
         """Return the frozen rules, with the given registered axes. Defaults to those registered
         now.
@@ -212,7 +237,7 @@ class PartitionAxis(Attributes):
         Raises:
           StrategyError: A value is not a rule, or registered aliases form a cycle.
         """
-        axes = registry.registered_axes() if registered is None else registered
+        axes = registered_axes() if registered is None else registered
         rules: AxisRules | None = self._cache.get((policy, axes))
         if rules is None:
             values = {name: getattr(self, name) for name in ATTRIBUTES}
@@ -240,11 +265,8 @@ class PartitionAxis(Attributes):
             if axis is None:
                 return EMPTY
             name = named.get(axis, axis) if isinstance(axis, str) else axis
-            if (
-                isinstance(name, str)
-                and name != EMPTY
-                and canonical_axis(name) not in rules.known_axes
-            ):
+            is_named = isinstance(name, str) and name != EMPTY
+            if is_named and canonical_axis(name) not in rules.known_axes:
                 known = sorted({*map(axis_label, rules.known_axes)})
                 hint = did_you_mean(axis_label(name), known)
                 raise UnknownAxisError(
@@ -268,7 +290,7 @@ class PartitionAxis(Attributes):
         """
         rules = self.compile()
         return [
-            list(_names(entry)) if isinstance(axis, list) else entry
+            list(entry_names(entry)) if isinstance(axis, list) else entry
             for axis, entry in zip(
                 axes, written(self.spelled(axes, rules), rules, mode), strict=True
             )
@@ -319,20 +341,11 @@ def without_repeats(entries: Sequence[Any]) -> list[Any]:
     used: set[str] = set()
     remaining = []
     for entry in entries:
-        names = tuple(name for name in _names(entry) if name not in used)
+        names = tuple(name for name in entry_names(entry) if name not in used)
         used.update(names)
-        remaining.append(
-            entry
-            if entry is PartitionSpec.UNCONSTRAINED or names == _names(entry)
-            else names or None
-        )
+        # An entry that keeps all names stays as written: a name stays different from a tuple of it.
+        remaining.append(entry if names == entry_names(entry) else names or None)
     return remaining
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _name(semantic_axis: str) -> str:
@@ -344,9 +357,7 @@ def _name(semantic_axis: str) -> str:
     return name
 
 
-def _with_registered(
-    axis: PartitionAxis, base: AxisRules, registered: registry.Registered
-) -> AxisRules:
+def _with_registered(axis: PartitionAxis, base: AxisRules, registered: Registered) -> AxisRules:
     """Return rules with the registered axes. Parameters use the train rule in every mode."""
     if not registered:
         return base
@@ -372,14 +383,14 @@ def _with_registered(
 
 
 def _rule(name: str, value: Any) -> Rule:
-    text = REPLICATED if value is None else "+".join(_names(value))
+    text = REPLICATED if value is None else "+".join(entry_names(value))
     return parse_rule(text, ref=RuleRef(key=name, text=text, source="PartitionAxis.register"))
 
 
 def _follow(
     axis: PartitionAxis,
     value: Any,
-    registered: Mapping[str, registry.RegisteredAxis],
+    registered: Mapping[str, RegisteredAxis],
     generation: bool,
     seen: Any,
 ) -> Any:

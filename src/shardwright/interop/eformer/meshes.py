@@ -11,12 +11,12 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from shardwright import _jax
 from shardwright.errors import MeshSpecError, MissingMeshAxisError, did_you_mean
 from shardwright.interop.eformer.errors import NoMeshError
-from shardwright.manager import context
+from shardwright.manager.ambient import current_mesh, current_mesh_has
 from shardwright.mesh import build
 from shardwright.mesh.text import parse_mesh
+from shardwright.resolution.partition_specs import entry_names
 
 DEFAULT_SHARDING_STG = (1, -1, 1, 1, 1)
 DEFAULT_NAMED_SHARDING_STG = ("dp", "fsdp", "ep", "tp", "sp")
@@ -28,19 +28,6 @@ def no_mesh() -> NoMeshError:
         "No mesh found under this context manager",
         fix="with jax.set_mesh(mesh): ... around the call, or PartitionManager(paxis, mesh=mesh)",
     )
-
-
-def current_mesh() -> Mesh | AbstractMesh | None:
-    """Return the current mesh, or None.
-
-    It is the mesh of `jax.set_mesh`, a surrounding `shard_map`, a legacy `with mesh:` or the
-    ambient manager. It is abstract if JAX does not tell its devices.
-    """
-    mesh = _jax.mesh_at_hand()
-    if mesh is not None:
-        return mesh
-    manager = context.current()
-    return None if manager is None else manager.mesh
 
 
 def get_incontext_mesh(raise_error: bool = True) -> Mesh | AbstractMesh:
@@ -185,9 +172,7 @@ def get_mesh_axis_names(mesh: Mesh | AbstractMesh | None = None) -> list[str]:
     return list((get_incontext_mesh() if mesh is None else mesh).axis_names)
 
 
-def names_in_current_mesh(*names: str) -> bool:
-    """Tell whether the current mesh has all of these axes. Without a mesh the answer is False."""
-    return {*names} <= {*get_incontext_mesh(raise_error=False).axis_names}
+names_in_current_mesh = current_mesh_has
 
 
 def get_axes_size_in_mesh(
@@ -200,7 +185,7 @@ def get_axes_size_in_mesh(
       NoMeshError: There is no mesh.
     """
     sizes = (get_incontext_mesh() if mesh is None else mesh).shape
-    names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+    names = entry_names(axis_names)
     for name in names:
         if name not in sizes:
             raise MissingMeshAxisError(
@@ -212,15 +197,9 @@ def get_axes_size_in_mesh(
 
 def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
     """Return the number of devices along mesh axes. Call it inside `shard_map`."""
-    return math.prod(
-        jax.lax.axis_size(name)
-        for name in ((axis_names,) if isinstance(axis_names, str) else axis_names)
-    )
+    return jax.lax.axis_size(axis_names)
 
 
 def get_submesh_device_index(axis_names: str | Sequence[str]) -> Any:
     """Return the index of this device along mesh axes, major first. Call it inside `shard_map`."""
-    index: Any = 0
-    for name in (axis_names,) if isinstance(axis_names, str) else axis_names:
-        index = index * jax.lax.axis_size(name) + jax.lax.axis_index(name)
-    return index
+    return jax.lax.axis_index(axis_names)

@@ -1,7 +1,5 @@
 """The names of `eformer.common_types`."""
 
-from __future__ import annotations
-
 from shardwright.vocabulary.axes import BATCH as BATCH
 from shardwright.vocabulary.axes import BIAS_HEAD_SEQ as BIAS_HEAD_SEQ
 from shardwright.vocabulary.axes import BIAS_KV_SEQ as BIAS_KV_SEQ

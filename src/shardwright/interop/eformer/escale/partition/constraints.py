@@ -1,18 +1,27 @@
-"""The names of `eformer.escale.partition.constraints`."""
+"""Constraints by literal `PartitionSpec`s, and trees of them, under the names of eformer."""
 
 from __future__ import annotations
 
+import functools
+import os
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardwright.errors import (
+    Problem,
+    RankMismatchError,
+    StrategyError,
+    did_you_mean,
+    raise_problems,
+)
 from shardwright.interop.eformer import absent
-from shardwright.interop.eformer.constraints import (
-    get_corrected_named_sharding,
-    with_sharding_constraint,
-)
-from shardwright.interop.eformer.environment import (
-    log_sharding_move,
-    min_sharding_size,
-)
+from shardwright.interop.eformer.axis import without_repeats
+from shardwright.interop.eformer.errors import WrongTypeError
 from shardwright.interop.eformer.meshes import (
     get_axes_size_in_mesh,
     get_incontext_mesh,
@@ -20,17 +29,27 @@ from shardwright.interop.eformer.meshes import (
     get_mesh_axis_size,
     get_submesh_device_index,
     names_in_current_mesh,
+    no_mesh,
 )
-from shardwright.interop.eformer.trees import (
-    extract_sharding_structure,
-    extract_shardings,
-    get_names_from_partition_spec,
-    get_partition_spec,
-    get_shardings_with_structure,
-    make_shard_and_gather_fns,
-    match_partition_rules,
+from shardwright.interop.fjformer import get_names_from_partition_spec
+from shardwright.manager import context, manager
+from shardwright.manager.ambient import current_mesh
+from shardwright.resolution import resolver
+from shardwright.resolution.decisions import DimDecision, Outcome, Reason, Resolution, RuleRef
+from shardwright.resolution.partition_specs import entry_of
+from shardwright.resolution.rules import (
+    POLICY_PRESETS,
+    AxisRules,
+    Conflict,
+    Indivisible,
+    Missing,
+    Policy,
+    Rank,
+    Rule,
+    build_rules,
 )
-from shardwright.vocabulary.axes import AxisType
+from shardwright.trees.paths import match_paths, path_text
+from shardwright.vocabulary.axes import AxisType, Role
 
 __all__ = [
     "AxisType",
@@ -45,16 +64,381 @@ __all__ = [
     "get_partition_spec",
     "get_shardings_with_structure",
     "get_submesh_device_index",
+    "lax_reshard",
     "make_shard_and_gather_fns",
     "match_partition_rules",
     "names_in_current_mesh",
     "with_sharding_constraint",
 ]
 
+POLICY_VARIABLE = "SHARDWRIGHT_EFORMER_POLICY"
+_CHANGED = (
+    Outcome.POLICY_MISSING,
+    Outcome.POLICY_PREFIX,
+    Outcome.POLICY_REPLICATE,
+    Outcome.POLICY_DROP,
+    Outcome.POLICY_FIRST_DIM,
+)
+
+
+def parse_policy(policy: Policy | str | None) -> Policy:
+    """Return a policy, or the policy of a preset.
+
+    None means the policy of the ambient manager. Without a manager it means the default policy:
+    that of the environment variable `SHARDWRIGHT_EFORMER_POLICY`, or else the strict one.
+
+    Raises:
+      StrategyError: The preset is unknown.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if policy is None:
+        ambient = context.current()
+        if ambient is not None:
+            own: Policy = ambient.rules.policy
+            return own
+        policy = default_policy() or "strict"
+    if policy not in POLICY_PRESETS:
+        hint = did_you_mean(str(policy), POLICY_PRESETS)
+        raise StrategyError(
+            f"policy {policy!r} is not a preset",
+            fix=f"{hint} presets are {', '.join(POLICY_PRESETS)}".strip(),
+        )
+    return POLICY_PRESETS[policy]
+
+
+def is_strict(policy: Policy) -> bool:
+    """Tell whether a policy makes every misfit an error."""
+    return (policy.indivisible, policy.conflict, policy.missing, policy.rank) == (
+        Indivisible.ERROR,
+        Conflict.ERROR,
+        Missing.SKIP,
+        Rank.ERROR,
+    )
+
+
+def with_sharding_constraint(
+    arr: Any, sharding: PartitionSpec | NamedSharding, *, policy: Policy | str | None = None
+) -> Any:
+    """Place an array, or every array of a tree, by a spec on the current mesh, or by a sharding.
+
+    `P()` replicates, and UNCONSTRAINED leaves a dim to the compiler. NumPy arrays are placed too. A
+    `ShapeDtypeStruct` gets the sharding. Without a mesh, a policy with `missing = "replicate"`,
+    such as `"eformer"`, returns the arrays as they are. The function is also named `lax_reshard`.
+
+    Args:
+      arr: Arrays.
+      sharding: One spec or sharding for all arrays.
+      policy: What happens to a dim that does not fit. Defaults to the policy of the ambient
+        manager, else to an error.
+
+    Raises:
+      NoMeshError: There is no mesh, and the policy is strict.
+      ShardingError: The spec does not fit. The error lists the problems of all leaves.
+    """
+    mesh, spec = _mesh_and_spec(sharding)
+    parsed = parse_policy(policy)
+    if mesh is None and parsed.missing is Missing.REPLICATE:
+        return arr
+    if mesh is None:
+        raise no_mesh()
+    native = manager.PartitionManager(_rules_for(mesh, parsed), mesh=mesh)
+    warn_of_changes(native, arr, spec)
+    if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(arr)):
+        return native.shard(arr, spec)
+
+    def place(leaf: Any, target: NamedSharding) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
+        return native.shard(leaf, spec)
+
+    return jax.tree.map(place, arr, native.shardings(arr, spec, role=Role.ACTIVATION))
+
+
+lax_reshard = with_sharding_constraint
+
+
+def _mesh_and_spec(sharding: Any) -> tuple[Mesh | AbstractMesh | None, PartitionSpec]:
+    if isinstance(sharding, NamedSharding):
+        if sharding.memory_kind not in (None, "device"):
+            raise StrategyError(
+                f"a constraint cannot have the memory kind {sharding.memory_kind!r}",
+                fix="use jax.device_put",
+            )
+        return sharding.mesh, sharding.spec
+    if not isinstance(sharding, PartitionSpec):
+        raise WrongTypeError(
+            f"{sharding!r} is neither a PartitionSpec nor a NamedSharding",
+            fix='write PartitionSpec("dp", None)',
+        )
+    return current_mesh(), sharding
+
+
+def _rules_for(mesh: Mesh | AbstractMesh, policy: Policy) -> AxisRules:
+    """Return rules that allow literal specs to name all axes of a mesh."""
+    names = Rule(
+        candidates=tuple((name,) for name in mesh.axis_names),
+        ref=RuleRef(key="mesh", text=" | ".join(mesh.axis_names)),
+    )
+    return build_rules({"rules": {"__MESH__": names}}, user_axes=("__MESH__",), policy=policy)
+
+
+def warn_of_changes(
+    native: manager.PartitionManager, arrays: Any, annotation: Any, mode: str | None = None
+) -> None:
+    """If `LOG_SHARDING_MOVE` is set, warn of each array whose sharding a policy changes."""
+    if log_sharding_move():
+        for leaf in jax.tree.leaves(arrays):
+            _warn(native.explain(annotation, mode=mode, shape=np.shape(leaf)))
+
+
+def _warn(resolution: Resolution) -> None:
+    changed = any(decision.outcome in _CHANGED for decision in resolution.decisions)
+    if resolution.notes or changed:
+        warnings.warn(f"the policy changed a sharding: {resolution}", stacklevel=4)
+
+
+def get_corrected_named_sharding(
+    shape: Sequence[int],
+    partition_spec: PartitionSpec,
+    raise_mesh_error: bool = True,
+    *,
+    policy: Policy | str | None = None,
+) -> NamedSharding:
+    """Return the sharding of a spec on the current mesh.
+
+    The spec stays as written: it has one entry per dim, and mesh axes of size 1 stay.
+
+    Args:
+      shape: Shape of the array.
+      partition_spec: A literal spec.
+      raise_mesh_error: Whether a missing mesh is an error. If False, a replicated sharding on the
+        empty mesh is returned.
+      policy: What happens to a dim that does not fit; `"eformer"` replicates it. Defaults to the
+        policy of the ambient manager, else to an error.
+
+    Raises:
+      NoMeshError: There is no mesh.
+      ShardingError: The spec does not fit.
+    """
+    mesh = current_mesh()
+    if mesh is None:
+        if raise_mesh_error:
+            raise no_mesh()
+        return NamedSharding(Mesh(np.empty((), dtype=object), ()), PartitionSpec())
+    resolution = resolver.resolve(
+        partition_spec, _rules_for(mesh, parse_policy(policy)), mesh, shape=tuple(shape)
+    )
+    if log_sharding_move():
+        _warn(resolution)
+    entries = without_repeats([as_written(decision) for decision in resolution.decisions])
+    return NamedSharding(
+        mesh,
+        PartitionSpec(*entries) if any(entry is not None for entry in entries) else PartitionSpec(),
+    )
+
+
+def as_written(decision: DimDecision) -> Any:
+    """Return the entry of a dim as written, with axes of size 1, or as a policy changed it."""
+    if decision.outcome in _CHANGED or decision.outcome is Outcome.UNCONSTRAINED:
+        return decision.entry
+    ones = {skip.mesh_axis for skip in decision.skipped if skip.reason is Reason.SIZE_ONE}
+    applied = {*decision.mesh_axes, *ones} - {*decision.manual}
+    text = "" if decision.rule is None else decision.rule.text
+    names = tuple(name for name in text.split("+") if name in applied)
+    return entry_of(names)
+
+
+def match_partition_rules(
+    rules: Sequence[tuple[str, PartitionSpec]],
+    tree: Any,
+    min_size: int | None = 0,
+    strict: bool = True,
+    *,
+    policy: Policy | str | None = None,
+) -> Any:
+    """Return a tree of specs, chosen by path.
+
+    The first rule whose pattern is found in the "/"-joined path wins.
+
+    Args:
+      rules: `(pattern, spec)` in order of precedence; patterns are searched (`re.search`).
+      tree: Arrays, or anything else with a shape.
+      min_size: Arrays with fewer elements are replicated. None reads the environment variable
+        MIN_SHARDING_SIZE, which defaults to 16384.
+      strict: Check ranks, and replicate scalars and small arrays whatever rule matches them. False
+        uses the spec of the rule without any check.
+      policy: A policy with `rank = "fit"`, such as `"eformer"`, cuts a spec longer than its array.
+        Defaults to the policy of the ambient manager, else to an error.
+
+    Raises:
+      StrategyError: No rule matches a path, or a pattern is invalid. The error lists all of them.
+      RankMismatchError: A spec is longer than its array. The error lists all such specs.
+    """
+    annotations = match_paths(tree, rules).annotations
+    smallest = min_sharding_size() if min_size is None else min_size
+    fit = parse_policy(policy).rank is Rank.FIT
+    pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
+    structure: Any = jax.tree.structure(tree)
+    problems: list[Problem] = []
+    specs = []
+    for (path, leaf), spec in zip(pairs, structure.flatten_up_to(annotations), strict=True):
+        shape = np.shape(leaf)
+        if spec == () or (strict and (shape == () or np.prod(shape, dtype=int) < smallest)):
+            specs.append(PartitionSpec())
+            continue
+        long = strict and len(spec.partitions) > len(shape)
+        if long and not fit:
+            what = f"the spec {spec} has {len(spec.partitions)} entries for shape {shape}"
+            fix = 'write a separate rule for it before this one; policy="eformer" cuts the spec'
+            problems.append(
+                Problem(error=RankMismatchError, what=what, path=path_text(path), fix=fix)
+            )
+        specs.append(PartitionSpec(*spec.partitions[: len(shape)]) if long else spec)
+    raise_problems(problems)
+    return jax.tree.unflatten(structure, specs)
+
+
+def make_shard_and_gather_fns(
+    partition_specs: Any, mesh: Mesh | None = None, *, policy: Policy | str | None = None
+) -> tuple[Any, Any]:
+    """Return two trees of functions: one places an array on the mesh, one moves it to the host.
+
+    NumPy arrays are placed too. If there are several processes, all must hold equal data.
+
+    Args:
+      partition_specs: A tree of `PartitionSpec`s.
+      mesh: Defaults to the current mesh.
+      policy: See `with_sharding_constraint`. The policy of the ambient manager is read here, not in
+        the calls.
+
+    Raises:
+      NoMeshError: There is no mesh.
+      ShardingError: (From a call.) A spec does not fit the array.
+    """
+    target = current_mesh() if mesh is None else mesh
+    if target is None:
+        raise no_mesh()
+    parsed = parse_policy(policy)
+    collect = jax.jit(lambda x: x, out_shardings=NamedSharding(target, PartitionSpec()))
+
+    def shard_fn(sharding: NamedSharding) -> Callable[[Any], Any]:
+        return functools.partial(with_sharding_constraint, sharding=sharding, policy=parsed)
+
+    def gather_fn(_: NamedSharding) -> Callable[[Any], Any]:
+        return lambda x: jax.device_get(collect(x))
+
+    shardings = jax.tree.map(lambda spec: NamedSharding(target, spec), partition_specs)
+    return jax.tree.map(shard_fn, shardings), jax.tree.map(gather_fn, shardings)
+
+
+def extract_shardings(tree: Any, mesh: Mesh | None = None) -> Any:
+    """Return the `NamedSharding` of each leaf, or None.
+
+    If the sharding of a leaf is a bare `PartitionSpec`, it is used on the mesh, by default the
+    current mesh.
+
+    Raises:
+      NoMeshError: A leaf has a bare spec, and there is no mesh.
+    """
+
+    def sharding_of(leaf: Any) -> NamedSharding | None:
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, PartitionSpec):
+            target = current_mesh() if mesh is None else mesh
+            if target is None:
+                raise no_mesh()
+            return NamedSharding(target, sharding)
+        return sharding if isinstance(sharding, NamedSharding) else None
+
+    return jax.tree.map(sharding_of, tree)
+
+
+def extract_sharding_structure(pytree: Any) -> Any:
+    """Return the `NamedSharding` of each array, or None."""
+    return jax.tree.map(lambda leaf: leaf.sharding if _named(leaf) else None, pytree)
+
+
+get_shardings_with_structure = extract_sharding_structure
+
+
+def _named(leaf: Any) -> bool:
+    return (
+        isinstance(leaf, jax.Array)
+        and not isinstance(leaf, jax.core.Tracer)
+        and isinstance(leaf.sharding, NamedSharding)
+    )
+
+
+def get_partition_spec(tree: Any) -> Any:
+    """Return the spec of each array. The spec of a number is `PartitionSpec()`.
+
+    Raises:
+      StrategyError: Leaves are not on a mesh. The error lists all of them.
+    """
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
+    unplaced = [
+        (path, leaf)
+        for path, leaf in pairs
+        if not isinstance(leaf, int | float) and not _named(leaf)
+    ]
+    raise_problems(
+        [
+            Problem(
+                error=StrategyError,
+                what=f"a {type(leaf).__name__} that is not on a mesh has no spec",
+                path=path_text(path),
+                fix="place it first, with shard or jax.device_put",
+            )
+            for path, leaf in unplaced
+        ]
+    )
+    specs: list[Any] = [
+        getattr(getattr(leaf, "sharding", None), "spec", PartitionSpec()) for _, leaf in pairs
+    ]
+    return jax.tree.unflatten(structure, specs)
+
+
+def log_sharding_move() -> bool:
+    """Tell whether `LOG_SHARDING_MOVE` asks for a warning when a policy changes a sharding."""
+    return os.environ.get("LOG_SHARDING_MOVE", "false").lower() in ("true", "yes", "1", "on")
+
+
+def min_sharding_size() -> int:
+    """Return the number of elements in the environment variable `MIN_SHARDING_SIZE`.
+
+    `match_partition_rules(min_size=None)` replicates smaller arrays.
+
+    Raises:
+      StrategyError: The variable is not a number.
+    """
+    text = os.environ.get("MIN_SHARDING_SIZE", "16384")
+    try:
+        return int(text)
+    except ValueError as error:
+        raise StrategyError(
+            f"the environment variable MIN_SHARDING_SIZE is {text!r}",
+            fix="set it to a number of elements",
+        ) from error
+
+
+# Read once: a policy that changed later would not reach programs that are compiled already.
+@functools.cache
+def default_policy() -> str:
+    """Return the name of the policy of managers and calls that state none, or an empty text.
+
+    Raises:
+      StrategyError: The environment variable names no preset.
+    """
+    name = os.environ.get(POLICY_VARIABLE, "").strip().lower()
+    if name and name not in POLICY_PRESETS:
+        fix = f"set it to one of {', '.join(POLICY_PRESETS)}, or unset it"
+        raise StrategyError(f"the environment variable {POLICY_VARIABLE} is {name!r}", fix=fix)
+    return name
+
 
 def __getattr__(name: str) -> Any:
+    # eformer reads both at import. Here each access reads the environment.
     if name == "LOG_SHARDING_MOVE":
         return log_sharding_move()
-    if name == "MIN_SHARDING_SIZE":
-        return min_sharding_size()
-    return getattr(absent, name)
+    return min_sharding_size() if name == "MIN_SHARDING_SIZE" else getattr(absent, name)

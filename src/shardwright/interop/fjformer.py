@@ -1,12 +1,15 @@
-"""Trees of `PartitionSpec`s written by hand.
+"""The names of fjformer's `partition_utils`, for code that uses them.
 
-`shard`, `match_paths` and `PartitionManager.shardings` do the same more strictly. The functions of
-this module let a code base migrate line by line.
+They are trees of specs written by hand, trees by path, metrics, and per-call PRNG keys. `shard`,
+`match_paths` and `PartitionManager.shardings` do the same more strictly. The functions of this
+module let a code base migrate line by line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,23 +27,11 @@ from shardwright.errors import (
 from shardwright.manager import constraint, context
 from shardwright.manager.ambient import current_mesh, current_mesh_has
 from shardwright.resolution import resolver
+from shardwright.resolution.patterns import compile_pattern
 from shardwright.resolution.rules import build_rules
 from shardwright.trees.paths import match_paths, path_text
 
-
-def names_in_current_mesh(*names: str) -> bool:
-    """Tell whether the current mesh has all of these axes. Without a mesh the answer is False.
-
-    The current mesh is that of `jax.set_mesh`, of a surrounding `shard_map`, of a legacy
-    `with mesh:` or of the ambient manager.
-
-    Raises:
-      MeshSpecError: A name is not a string.
-    """
-    return current_mesh_has(*names)
-
-
-names_in_mesh = names_in_current_mesh
+names_in_current_mesh = names_in_mesh = current_mesh_has
 
 
 def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
@@ -93,30 +84,18 @@ def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
         its place.
 
     Raises:
-      StrategyError: A leaf is not a spec, or the trees do not fit.
+      StrategyError: A leaf is not a spec.
+      ValueError: The trees do not fit.
       RankMismatchError, IndivisibleError, AxisConflictError: Specs do not fit their arrays. The
         error lists all of them.
     """
-    specs, structure = jax.tree.flatten(partition_specs)
-    for spec in specs:
-        if not isinstance(spec, PartitionSpec):
-            raise StrategyError(
-                f"{spec!r} of type {type(spec).__name__} is not a PartitionSpec",
-                fix='write PartitionSpec("dp", None)',
-            )
+    _check_specs(partition_specs, PartitionSpec)
     mesh = current_mesh()
-    if mesh is None or not names_in_current_mesh(*get_names_from_partition_spec(specs)):
+    if mesh is None or not current_mesh_has(*get_names_from_partition_spec(partition_specs)):
         return x
-    try:
-        parts = structure.flatten_up_to(x)  # type: ignore[attr-defined]
-    except ValueError as error:
-        raise StrategyError(
-            f"the tree of specs does not fit: {str(error).splitlines()[0]}",
-            fix="give a spec per array or subtree",
-        ) from error
-    covering = [
-        spec for spec, part in zip(specs, parts, strict=True) for _ in jax.tree.leaves(part)
-    ]
+    covering = jax.tree.leaves(
+        jax.tree.map(lambda spec, part: [spec] * len(jax.tree.leaves(part)), partition_specs, x)
+    )
     leaves, whole = jax.tree_util.tree_flatten_with_path(x)
     problems: list[Problem] = []
     places = [
@@ -129,6 +108,16 @@ def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
         for (_, leaf), where in zip(leaves, places, strict=True)
     ]
     return jax.tree.unflatten(whole, placed)
+
+
+def _check_specs(specs: Any, *kinds: type) -> None:
+    for path, spec in jax.tree_util.tree_flatten_with_path(specs)[0]:
+        if not isinstance(spec, kinds):
+            raise StrategyError(
+                f"{spec!r} of type {type(spec).__name__} is not a PartitionSpec",
+                path=path_text(path),
+                fix='write PartitionSpec("dp", None), or PartitionSpec() to replicate',
+            )
 
 
 def _placement(
@@ -187,21 +176,21 @@ def match_partition_rules(rules: Iterable[tuple[str, Any]], params: Any) -> Any:
         if np.prod(shape, dtype=int) == 1:
             specs.append(PartitionSpec())
         elif path in unmatched:
-            problems.append(_no_rule(path, rules))
+            patterns = "patterns in order: " + ", ".join(pattern for pattern, _ in rules)
+            problems.append(
+                Problem(
+                    error=StrategyError,
+                    what="no partition rule matches",
+                    path=path,
+                    rule=patterns,
+                    fix='add a rule for it, or (".*", PartitionSpec()) at the end to replicate the '
+                    "rest on purpose",
+                )
+            )
         else:
             specs.append(_spec_of(path, shape, annotation, problems))
     raise_problems(problems)
     return jax.tree.unflatten(structure, specs)
-
-
-def _no_rule(path: str, rules: list[tuple[str, Any]]) -> Problem:
-    fix = (
-        'add a rule for it, or (".*", PartitionSpec()) at the end to replicate the rest on purpose'
-    )
-    patterns = "patterns in order: " + ", ".join(pattern for pattern, _ in rules)
-    return Problem(
-        error=StrategyError, what="no partition rule matches", path=path, rule=patterns, fix=fix
-    )
 
 
 def _spec_of(path: str, shape: tuple[int, ...], matched: Any, problems: list[Problem]) -> Any:
@@ -239,21 +228,14 @@ def make_shard_and_gather_fns(partition_specs: Any, dtype_specs: Any = None) -> 
         of anything with a `dtype`, casts each leaf to its dtype.
 
     Raises:
-      StrategyError: A leaf is not a spec or not a dtype, a dtype has 64 bits without x64, or the
-        trees differ. A call raises it if values do not fit into the 32 bits that JAX uses instead
-        of 64, or if a PRNG key would be cast or become a NumPy array.
+      StrategyError: A leaf is not a spec, or a dtype has 64 bits without x64. A call raises it if
+        values do not fit into the 32 bits that JAX uses instead of 64.
+      TypeError, ValueError: A leaf is not a dtype, or the trees differ.
       NoManagerError: (From a call.) There is no mesh.
       ShardingError: (From a call.) A spec does not fit the array.
     """
+    _check_specs(partition_specs, PartitionSpec, NamedSharding)
     specs, structure = jax.tree_util.tree_flatten_with_path(partition_specs)
-    for path, spec in specs:
-        if not isinstance(spec, PartitionSpec | NamedSharding):
-            fix = "write PartitionSpec() to replicate, or pass what match_partition_rules returns"
-            raise StrategyError(
-                f"{spec!r} of type {type(spec).__name__} is not a PartitionSpec",
-                path=path_text(path),
-                fix=fix,
-            )
     mesh = current_mesh()
     casts = _casts(structure, dtype_specs)
     shards = [
@@ -272,86 +254,49 @@ def _casts(structure: Any, dtype_specs: Any) -> list[Cast]:
     """Return the cast of each leaf, from None, one float dtype or a tree of dtypes."""
     if dtype_specs is None:
         return [_as_array] * structure.num_leaves
-    dtype_of_all = _dtype(dtype_specs)
-    _check_bits([dtype_of_all])
-    if dtype_of_all is not None:
+    if isinstance(dtype_specs, _DTYPES):
+        dtype_of_all = _read_dtype(dtype_specs)
         if not jax.numpy.issubdtype(dtype_of_all, jax.numpy.floating):
             raise StrategyError(
                 f"dtype_specs is {dtype_of_all}, but one dtype for all leaves must be a float",
                 fix="pass a float dtype, or a tree with one per leaf",
             )
-        return [
-            lambda x: (
-                _cast(x, dtype_of_all)
-                if jax.numpy.issubdtype(_as_array(x).dtype, jax.numpy.floating)
-                else _as_array(x)
-            )
-        ] * structure.num_leaves
-    try:
-        leaves = structure.flatten_up_to(dtype_specs)
-    except ValueError as error:
+
+        def cast_float(x: Any) -> Any:
+            x = _as_array(x)
+            is_float = jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
+            return _cast(x, dtype_of_all) if is_float else x
+
+        return [cast_float] * structure.num_leaves
+    dtypes = map(_read_dtype, structure.flatten_up_to(dtype_specs))
+    return [functools.partial(_cast, dtype=dtype) for dtype in dtypes]
+
+
+# What names a dtype. Everything else in a tree of dtypes has one.
+_DTYPES = (str, type, np.dtype)
+
+
+def _read_dtype(value: Any) -> Any:
+    dtype = jax.numpy.dtype(value) if isinstance(value, _DTYPES) else value.dtype
+    # NumPy would cast to 64 bits, and JAX would then place 32 without a message.
+    if isinstance(dtype, np.dtype) and (own := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
         raise StrategyError(
-            f"dtype_specs does not fit the tree of specs: {str(error).splitlines()[0]}",
-            fix="give one dtype per spec",
-        ) from error
-    dtypes = [_dtype(getattr(leaf, "dtype", leaf)) for leaf in leaves]
-    for leaf, dtype in zip(leaves, dtypes, strict=True):
-        if dtype is None:
-            raise StrategyError(
-                f"{leaf!r} of type {type(leaf).__name__} has no dtype",
-                fix="give a dtype or something with a dtype per spec",
-            )
-    _check_bits(dtypes)
-    return [lambda x, dtype=dtype: _cast(x, dtype) for dtype in dtypes]  # type: ignore[misc]
-
-
-def _check_bits(dtypes: Iterable[Any]) -> None:
-    wide = [
-        dtype
-        for dtype in dtypes
-        if isinstance(dtype, np.dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype
-    ]
-    if wide:
-        what = (
-            f"dtype_specs has {wide[0]}, but JAX uses "
-            f"{jax.dtypes.canonicalize_dtype(wide[0])} while jax_enable_x64 is off"
+            f"dtype_specs has {dtype}, but JAX uses {own} while jax_enable_x64 is off",
+            fix='jax.config.update("jax_enable_x64", True), or pass a dtype of 32 bits',
         )
-        raise StrategyError(
-            what, fix='jax.config.update("jax_enable_x64", True), or pass a dtype of 32 bits'
-        )
-
-
-def _is_key(dtype: Any) -> bool:
-    kind = getattr(dtype, "type", None)
-    return isinstance(kind, type) and issubclass(kind, jax.dtypes.extended)
-
-
-def _dtype(value: Any) -> Any:
-    """Return the dtype that a value is or names, or None if it is not a dtype."""
-    if _is_key(value):
-        return value
-    if not isinstance(value, str | type | np.dtype):
-        return None
-    try:
-        return jax.numpy.dtype(value)
-    except TypeError:
-        return None
+    return dtype
 
 
 def _as_array(x: Any) -> Any:
+    if hasattr(x, "dtype"):
+        return x
+    constraint.check_kept(x)
     # A Python number gets the dtype that JAX uses, not the 64 bits of NumPy.
-    if not hasattr(x, "dtype"):
-        constraint.check_kept(x)
-    return x if hasattr(x, "dtype") else np.asarray(jax.numpy.asarray(x))
+    return np.asarray(jax.numpy.asarray(x))
 
 
 def _cast(x: Any, dtype: Any) -> Any:
     x = _as_array(x)
-    if x.dtype != dtype and (_is_key(x.dtype) or _is_key(dtype)):
-        raise StrategyError(
-            f"{x.dtype} cannot be cast to {dtype}",
-            fix="give the key's own dtype, or pass jax.random.key_data(key)",
-        )
     return x if x.dtype == dtype else x.astype(dtype)
 
 
@@ -390,15 +335,6 @@ def _shard_fn(
 def _gather_fn(cast: Cast) -> Callable[[Any], np.ndarray]:
     def gather_fn(x: Any) -> np.ndarray:
         x = cast(x)
-        if _is_key(x.dtype):
-            what = f"a PRNG key ({x.dtype}) cannot become a NumPy array"
-            raise StrategyError(
-                what,
-                fix=(
-                    "gather jax.random.key_data(key), and call jax.random.wrap_key_data on "
-                    "the result"
-                ),
-            )
         if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
             from jax.experimental import multihost_utils
 
@@ -406,3 +342,162 @@ def _gather_fn(cast: Cast) -> Callable[[Any], np.ndarray]:
         return np.asarray(x)
 
     return gather_fn
+
+
+def tree_path_to_string(path: Sequence[Any], sep: str | None = None) -> Any:
+    """Return a key path as a tuple of strings, or as one string joined by `sep`.
+
+    >>> tree_path_to_string((jax.tree_util.DictKey("w"), jax.tree_util.SequenceKey(0)), sep="/")
+    'w/0'
+    """
+    names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+    return names if sep is None else sep.join(names)
+
+
+def flatten_tree(
+    xs: Any, is_leaf: Callable[[Any], bool] | None = None, sep: str | None = None
+) -> dict[Any, Any]:
+    """Return a tree as a flat dict from path to leaf, in flattening order.
+
+    Paths are tuples of strings, or strings joined by `sep`.
+
+    Raises:
+      StrategyError: Two leaves have the same name, as in `{"a/b": 1, "a": {"b": 2}}` joined by "/".
+
+    >>> flatten_tree({"attn": {"q": 1, "k": 2}}, sep="/")
+    {'attn/k': 2, 'attn/q': 1}
+    """
+    flat: dict[Any, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(xs, is_leaf=is_leaf)[0]:
+        name = tree_path_to_string(path, sep=sep)
+        if name in flat:
+            raise StrategyError(
+                f"two leaves have the name {name!r}", fix="pass a sep that no key contains"
+            )
+        flat[name] = leaf
+    return flat
+
+
+def named_tree_map(
+    f: Callable[..., Any],
+    tree: Any,
+    *rest: Any,
+    is_leaf: Callable[[Any], bool] | None = None,
+    sep: str | None = None,
+) -> Any:
+    """Map `f(name, leaf, *others)` over a tree. Names are those of `tree_path_to_string`.
+
+    >>> named_tree_map(lambda name, x: f"{name}={x}", {"a": 1, "b": [2]}, sep="/")
+    {'a': 'a=1', 'b': ['b/0=2']}
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, *leaves: f(tree_path_to_string(path, sep=sep), *leaves),
+        tree,
+        *rest,
+        is_leaf=is_leaf,
+    )
+
+
+def tree_apply(fns: Any, tree: Any) -> Any:
+    """Call each function of one tree with the leaf at the same place of another.
+
+    Raises:
+      ValueError: The structures differ.
+
+    >>> tree_apply({"a": abs, "b": str}, {"a": -1, "b": -1})
+    {'a': 1, 'b': '-1'}
+    """
+    # The tree comes first, so that a function never gets a whole subtree.
+    return jax.tree.map(lambda leaf, fn: fn(leaf), tree, fns)
+
+
+def get_weight_decay_mask(exclusions: Sequence[str]) -> Callable[[Any], Any]:
+    """Return a function for `optax.add_decayed_weights(mask=...)`.
+
+    It maps parameters to a tree of bools: False (no decay) where `re.search` finds one of the
+    patterns in the "/"-joined path, else True.
+
+    Raises:
+      StrategyError: A pattern is invalid, or `exclusions` is one string.
+
+    >>> get_weight_decay_mask(["bias$", "norm"])({"up": {"kernel": 1, "bias": 1}, "norm": 1})
+    {'norm': False, 'up': {'bias': False, 'kernel': True}}
+    """
+    if isinstance(exclusions, str):
+        raise StrategyError(
+            f"exclusions is the text {exclusions!r}, not patterns", fix=f"write [{exclusions!r}]"
+        )
+    patterns = [compile_pattern(exclusion) for exclusion in exclusions]
+
+    def weight_decay_mask(params: Any) -> Any:
+        return named_tree_map(
+            lambda name, _: not any(pattern.search(name) for pattern in patterns), params, sep="/"
+        )
+
+    return weight_decay_mask
+
+
+def wrap_function_with_rng(rng: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that passes a new key as the first argument of every call.
+
+    Each call splits the stored key: `rng, key = jax.random.split(rng)`. Threads may call at the
+    same time. Each call gets a different key, which depends on the order of the calls. All
+    functions that one decorator decorates share the stored key.
+
+    Raises:
+      StrategyError: (From a call.) The call is inside a trace, and the key was created outside.
+        Every run of the compiled program would use the same key.
+
+    >>> @wrap_function_with_rng(jax.random.key(0))
+    ... def noise(key, shape):
+    ...     return jax.random.normal(key, shape)
+    >>> bool((noise((2,)) != noise((2,))).all())
+    True
+    """
+    lock = threading.Lock()
+    stored = rng
+
+    def next_key() -> Any:
+        nonlocal stored
+        with lock:
+            following, key = jax.random.split(stored)
+            if isinstance(following, jax.core.Tracer) and not isinstance(stored, jax.core.Tracer):
+                raise StrategyError(
+                    (
+                        "the call is inside a trace, so every run of the compiled program would "
+                        "use the same key"
+                    ),
+                    fix="call the function outside jit, or pass it a key as an argument",
+                )
+            stored = following
+            return key
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def with_key(*args: Any, **kwargs: Any) -> Any:
+            return function(next_key(), *args, **kwargs)
+
+        return with_key
+
+    return decorate
+
+
+def get_metrics(metrics: Any, unreplicate: bool = False, stack: bool = False) -> Any:
+    """Move metrics to the host: a dict of floats, or with `stack` a dict of NumPy arrays.
+
+    Args:
+      metrics: A dict of scalars; with `stack`, a list of such dicts, one per step, which may be
+        nested.
+      unreplicate: Whether metrics have a leading axis of replicas. The first replica is returned.
+      stack: Whether to stack the steps along a new leading axis.
+
+    >>> get_metrics({"loss": jax.numpy.float32(0.5)})
+    {'loss': 0.5}
+    """
+    if unreplicate:
+        metrics = jax.tree.map(lambda value: value[0], metrics)
+    values = jax.device_get(metrics)
+    if stack:
+        return jax.tree.map(lambda *steps: np.stack(steps), *values)
+    # `item` refuses arrays of several elements, and `float` what is complex or not a number.
+    return {name: float(np.asarray(value).item()) for name, value in values.items()}
