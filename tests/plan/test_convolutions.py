@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -104,3 +105,46 @@ def test_sharded_space_is_marked() -> None:
         shape = jax.ShapeDtypeStruct(w.shape if function is padded else (1, 1, 1, 8), w.dtype)
         report = pm.plan(function, shape, X, specs=(None, rows))
         assert {choice.mesh_axis for choice in report.walked.choices} == {"fsdp"}
+
+
+SPATIAL = """
+version = 1
+[axes]
+height = "rows of an image"
+channels = "channels that a convolution writes"
+kernel_channels = "the same, of its kernel"
+[rules]
+batch = "fsdp"
+height = "sp"
+channels = "tp"
+kernel_channels = "{}"
+"""
+
+
+@pytest.mark.parametrize(("size", "stored", "warned"), [(3, "tp", 1), (3, "-", 0), (1, "tp", 0)])
+def test_xla_may_compute_sharded_space_and_channels_wrongly(
+    size: int, stored: str, warned: int
+) -> None:
+    """A plan warns of exactly the case that XLA computes wrongly.
+
+    If a case of this test fails because the values agree, this JAX is right, and the warning can
+    be removed for it.
+    """
+    images, results = (sw.BATCH, "height", sw.EMPTY, sw.EMPTY), (*IMAGES[:1], "height", sw.EMPTY)
+    axes = (sw.EMPTY, sw.EMPTY, sw.EMPTY, "kernel_channels")
+    strategy = sw.Strategy.loads(SPATIAL.format(stored))
+
+    def function(w: Any, x: Any) -> Any:
+        return sw.shard(padded(w, x), *results, "channels")
+
+    draw = np.random.default_rng(0)
+    w = draw.normal(size=(size, size, 3, 16)).astype(np.float32)
+    x = draw.normal(size=(8, 16, 16, 3)).astype(np.float32)
+    pm = sw.PartitionManager(strategy, mesh=sw.create_mesh("fsdp:2,sp:2,tp:2"))
+    report = pm.plan(function, w, x, specs=(axes, images))
+    assert sum("spatial_and_channel" in each.fix for each in report.walked.choices) == warned
+    with pm:
+        placed = pm.shard(w, *axes, role="param"), pm.shard(x, *images)
+        actual = np.asarray(jax.jit(function)(*placed))
+    ratio = np.median(actual / np.asarray(jax.jit(padded)(w, x)))
+    assert ratio == pytest.approx(2 if warned else 1, rel=1e-3)

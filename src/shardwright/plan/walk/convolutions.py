@@ -28,10 +28,30 @@ def convolution(step: Step) -> list[Value]:
         for before, after in zip(whole, values, strict=True)
         for axis in before.mesh_axes - after.mesh_axes
     }
-    step.doubt(lost, "gather the dim with shard(...) before this convolution")
+    channels = whole[1].dims[step.parameters["dimension_numbers"].rhs_spec[0]]
+    windowed = _windowed(step, whole[0])
+    if channels and windowed:
+        # XLA multiplies the result by the number of channel shards, or its gradient is wrong: on
+        # CPUs with JAX 0.10.2 and 0.12. A kernel that is whole, or a window of 1, is right.
+        step.doubt(
+            windowed,
+            f"store the kernel whole over {'+'.join(channels)}: where the image is sharded along "
+            f"the window over {'+'.join(sorted(windowed))} and the kernel's channels over "
+            f"{'+'.join(channels)}, XLA may compute this convolution or its gradient wrongly "
+            "(spatial_and_channel)",
+        )
+    else:
+        step.doubt(lost, "gather the dim with shard(...) before this convolution")
     results = follow_product(step, values, labels)
     step.ledger.doubt_kernel(results[0].owed, step.site)
     return results
+
+
+def _windowed(step: Step, image: Value) -> frozenset[str]:
+    """Return the mesh axes of the spatial dims along which the window has several elements."""
+    numbers, kernel = step.parameters["dimension_numbers"], step.avals[1].shape
+    pairs = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)
+    return frozenset(axis for at, of in pairs if kernel[of] > 1 for axis in image.dims[at])
 
 
 def _labels(step: Step) -> Labels:
