@@ -244,6 +244,19 @@ def test_other_differences_are_not_explained() -> None:
     assert (row.reasons, row.unexplained) == ((), 6000)
 
 
+def test_a_primitive_without_a_rule_is_the_reason() -> None:
+    """All-reduces that the plan lacks are not said to be several in place of a planned one."""
+    sums = [collective(kind=Kind.ALL_REDUCE, source="/somewhere/model.py:9")] * 3
+    planned = dataclasses.replace(EVENT, kind=Kind.ALL_REDUCE)
+    here = collective(kind=Kind.ALL_REDUCE)
+    for unknown, says in (((), []), (("fft",), ["not planned: no rule for fft"])):
+        (row,) = compare_traffic([planned], [here, *sums], cpu=True, unknown=unknown)
+        assert [reason.what for reason in row.reasons] == says
+        assert row.unexplained == (0 if unknown else row.difference)
+    (row,) = compare_traffic([planned], [here, here], cpu=True)
+    assert ["merges" in reason.what for reason in row.reasons] == [True]
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from shardwright.plan.collectives.collective import Collective, Kind
@@ -85,7 +85,11 @@ class Sent:
 
 
 def compare_traffic(
-    events: Sequence[Event], collectives: Sequence[Collective], *, cpu: bool
+    events: Sequence[Event],
+    collectives: Sequence[Collective],
+    *,
+    cpu: bool,
+    unknown: Collection[str] = (),
 ) -> tuple[Sent, ...]:
     """Compare a plan's collectives with those of the compiled program, by mesh axes.
 
@@ -96,6 +100,7 @@ def compare_traffic(
       collectives: Collectives of the compiled program.
       cpu: Whether the program was compiled for CPUs. That compiler turns reduce-scatters into
         all-reduces.
+      unknown: Names of the primitives for which the plan has no rule.
     """
     planned: dict[tuple[str, ...], list[Event]] = defaultdict(list)
     compiled: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
@@ -105,13 +110,18 @@ def compare_traffic(
         if collective.count is not None:
             compiled[collective.mesh_axes].append(collective)
     return tuple(
-        _sent(axes, planned[axes], compiled[axes], cpu=cpu)
+        _sent(axes, planned[axes], compiled[axes], cpu=cpu, unknown=unknown)
         for axes in dict.fromkeys((*planned, *compiled))
     )
 
 
 def _sent(
-    axes: tuple[str, ...], events: Sequence[Event], collectives: Sequence[Collective], *, cpu: bool
+    axes: tuple[str, ...],
+    events: Sequence[Event],
+    collectives: Sequence[Collective],
+    *,
+    cpu: bool,
+    unknown: Collection[str],
 ) -> Sent:
     planned: Counter[Kind] = Counter()
     compiled: Counter[Kind] = Counter()
@@ -127,6 +137,12 @@ def _sent(
         reasons += _cpu_reasons(planned, compiled, events)
     explained = dataclasses.replace(row, reasons=tuple(reasons))
     reasons += _last_reasons(explained, events, collectives, cpu)
+    unexplained = dataclasses.replace(row, reasons=tuple(reasons)).unexplained
+    lines = {event.source for event in events}
+    others = [each for each in collectives if _line(each) not in lines]
+    if unknown and others and unexplained > 0:
+        what = f"not planned: no rule for {', '.join(sorted(unknown))}"
+        reasons.append(_reason(what, others, min(unexplained, sum(map(_wire, others)))))
     least = _SMALL * max(sum(planned.values()), sum(compiled.values()))
     large = tuple(reason for reason in reasons if abs(reason.adds) > least)
     return dataclasses.replace(row, reasons=large)
@@ -258,9 +274,13 @@ def _last_reasons(
         yield _reason("weights are gathered again for rematerialization", remat, unexplained)
         return
     sums = [each for each in collectives if each.kind is Kind.ALL_REDUCE and not each.gathers]
-    runs = sum(event.runs for event in events if event.kind is Kind.ALL_REDUCE)
-    if cpu and sum(each.count or 0 for each in sums) > runs:
-        yield _reason("several all-reduces that a compiler for TPUs merges", sums, unexplained)
+    planned = [event for event in events if event.kind is Kind.ALL_REDUCE]
+    # Only a line with a planned all-reduce can have several in its place.
+    lines = {event.source for event in planned}
+    merged = [each for each in sums if _line(each) in lines]
+    if cpu and sum(each.count or 0 for each in merged) > sum(event.runs for event in planned):
+        adds = min(unexplained, sum(map(_wire, merged)))
+        yield _reason("several all-reduces that a compiler for TPUs merges", merged, adds)
 
 
 def _reason(what: str, collectives: Sequence[Collective], adds: int) -> Reason:

@@ -117,5 +117,10 @@ def verify_plan(
     exported = export_program(manager, program, traced, platform=target.platform, chip=target.chip)
     lines = [event.source for event in report.events]
     compiled = compile_exported(exported, target, timeout=timeout, cache=cache, lines=lines)
-    traffic = compare_traffic(report.events, compiled.collectives, cpu=target.platform == "cpu")
+    traffic = compare_traffic(
+        report.events,
+        compiled.collectives,
+        cpu=target.platform == "cpu",
+        unknown=report.walked.unknown,
+    )
     return Verification(report=report, compiled=compiled, traffic=traffic)
