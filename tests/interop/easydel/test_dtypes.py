@@ -48,20 +48,15 @@ def test_no_computation_dtype() -> None:
     ) as caught:
         canonicalize_dtype(jnp.ones(2), dtype=jnp.int32)
     assert isinstance(caught.value, sw.LayerError)
-    with pytest.raises(sw.LayerError, match="neither an argument nor a dtype"):
+    with pytest.raises(ValueError, match="at least one array or dtype"):
         canonicalize_dtype(None, None)
 
 
 def test_no_common_dtype() -> None:
-    says = (
-        r"float8_e4m3fn, float32 have no common dtype, because JAX does not promote them\n  fix   "
-        r"cast the arguments, or pass dtype="
-    )
-    with pytest.raises(sw.LayerError, match=says):
+    with pytest.raises(ValueError, match="no available implicit dtype promotion path"):
         canonicalize_dtype(jnp.ones(2, jnp.float8_e4m3fn), None, jnp.ones(2))
 
 
-@pytest.mark.parametrize(("name", "fix"), [("bf16", "bfloat16"), ("no such", r"jnp\.bfloat16")])
-def test_unknown_dtype(name: str, fix: str) -> None:
-    with pytest.raises(sw.LayerError, match=f"'{name}' is not a dtype\n  fix   .*{fix}"):
-        canonicalize_dtype(dtype=name)
+def test_unknown_dtype() -> None:
+    with pytest.raises(TypeError, match="'bf16' not understood"):
+        canonicalize_dtype(dtype="bf16")

@@ -505,7 +505,7 @@ def test_scales_along_contracted_dim() -> None:
     with pytest.raises(
         sw.LayerError,
         match=(
-            r"of shape \(4, 1\), differ along dim 0, which is contracted"
+            r"has the shape \(4, 2\), and its scales \(4, 1\)"
             r"\n  fix   pass quantize\(x, shared=\(0,\)\)"
         ),
     ):
@@ -526,7 +526,7 @@ def test_quantized_operand_with_zero_points() -> None:
 def test_quantized_values_must_fit_int8(dtype: Any) -> None:
     stored = Quantized(value=jnp.full((64, 2), 1.5, dtype), scale=jnp.ones((1, 2)))
     says = (
-        rf"holds {jnp.dtype(dtype)}, and this dot multiplies signed integers of 8 bits or fewer"
+        rf"holds {jnp.dtype(dtype)}, and this dot multiplies signed integers of at most 8 bits"
         r"\n  fix   pass quantize\(x, shared=\(0,\)\)"
     )
     with pytest.raises(sw.LayerError, match=says):
@@ -553,9 +553,9 @@ def test_long_contraction_of_smallest_integer() -> None:
 @pytest.mark.parametrize(
     ("scale", "says"),
     [
-        (jnp.ones((1, 4)), r"the scales have shape \(1, 4\), and the quantized operand \(64, 8\)"),
-        (jnp.float32(1), r"the scales have shape \(\), and the quantized operand \(64, 8\)"),
-        (jnp.ones((1, 8), jnp.int32), "scales of the quantized operand are int32, not floats"),
+        (jnp.ones((1, 4)), r"has the shape \(64, 8\), and its scales \(1, 4\)"),
+        (jnp.float32(1), r"has the shape \(64, 8\), and its scales \(\)"),
+        (jnp.ones((1, 8), jnp.int32), "has scales of int32, not floats"),
     ],
 )
 def test_mismatched_scales(scale: Any, says: str) -> None:

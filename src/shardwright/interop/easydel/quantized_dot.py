@@ -209,44 +209,26 @@ def _promoted(lhs: Any, rhs: Any) -> Any:
 def _checked(rhs: Quantized, contract: Sequence[int]) -> Quantized:
     """Return a quantized operand, with its integers as int8."""
     value, scale = jnp.asarray(rhs.value), jnp.asarray(rhs.scale)
-    fix = f"quantize(x, shared={tuple(contract)})"
+    is_signed = jnp.issubdtype(value.dtype, jnp.signedinteger)
+    # Along a dim there is one scale, or one per element. A contracted dim has one, so that the
+    # scales factor out of the sum.
+    fits = scale.ndim == value.ndim and all(
+        scales in ((1,) if dim in contract else (1, size))
+        for dim, (scales, size) in enumerate(zip(scale.shape, value.shape, strict=True))
+    )
+    what = ""
     # Wider integers would overflow the sum, and floats would be truncated in it.
-    if not (
-        jnp.issubdtype(value.dtype, jnp.signedinteger)
-        and jax.dtypes.itemsize_bits(value.dtype) <= MAX_BITS
-    ):
-        raise LayerError(
-            f"the quantized operand holds {value.dtype}, and this dot multiplies signed integers "
-            f"of {MAX_BITS} bits or fewer",
-            fix=f"pass {fix}, or value * scale to a dot of floats",
-        )
-    if rhs.zero_point is not None:
-        raise LayerError(
-            "the quantized operand has zero points, and this dot is symmetric",
-            fix="pass quantize(x, shared=...), which has none",
-        )
-    if not jnp.issubdtype(scale.dtype, jnp.floating):
-        raise LayerError(
-            f"the scales of the quantized operand are {scale.dtype}, not floats", fix=f"pass {fix}"
-        )
-    if scale.ndim != value.ndim:
-        raise LayerError(
-            f"the scales have shape {scale.shape}, and the quantized operand {value.shape}",
-            fix=f"pass {fix}",
-        )
-    wrong = [dim for dim in contract if scale.shape[dim] != 1]
-    if wrong:
-        raise LayerError(
-            f"the scales of the quantized operand, of shape {scale.shape}, differ along dim "
-            f"{wrong[0]}, which is contracted",
-            fix=f"pass {fix}",
-        )
-    sizes = zip(scale.shape, value.shape, strict=True)
-    if any(scales not in (1, values) for scales, values in sizes):
-        raise LayerError(
-            f"the scales have shape {scale.shape}, and the quantized operand {value.shape}",
-            fix=f"pass {fix}: along a dim there is one scale, or one per element",
-        )
+    if not is_signed or jax.dtypes.itemsize_bits(value.dtype) > MAX_BITS:
+        what = f"holds {value.dtype}, and this dot multiplies signed integers of at most 8 bits"
+    elif rhs.zero_point is not None:
+        what = "has zero points, and this dot is symmetric"
+    elif not jnp.issubdtype(scale.dtype, jnp.floating):
+        what = f"has scales of {scale.dtype}, not floats"
+    elif not fits:
+        what = f"has the shape {value.shape}, and its scales {scale.shape}"
+    if what:
+        fix = f"pass quantize(x, shared={tuple(contract)})"
+        raise LayerError(f"the quantized operand {what}", fix=fix)
     return Quantized(value=value.astype(jnp.int8), scale=scale)
 
 
@@ -378,3 +360,98 @@ def _integer_dot(left: Any, right: Any, dims: _DotDims, out_sharding: Any) -> An
         preferred_element_type=jnp.int32 if exact else jnp.float32,
         out_sharding=out_sharding,
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainDotGeneral:
+    """`jax.lax.dot_general` on integers, which quantizes both operands in every call.
+
+    Attributes:
+      bits: 4 to 8.
+    """
+
+    bits: int
+
+    def __call__(
+        self,
+        lhs: Any,
+        rhs: Any,
+        dimension_numbers: DimensionNumbers,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        out_sharding: Any = None,
+    ) -> Any:
+        """Compute the product; see `quantized_dot_general`. `precision` is ignored for integers."""
+        return quantized_dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            bits=self.bits,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DotGeneralClass:
+    """A factory of `dot_general` for a layer. Layers with equal factories are equal for jit.
+
+    Attributes:
+      bits: 4 to 8.
+      mode: train, serve or convert.
+    """
+
+    bits: int
+    mode: str
+
+    def __call__(self) -> Any:
+        """Return the dot product."""
+        if self.mode == "train":
+            return TrainDotGeneral(bits=self.bits)
+        try:
+            from shardwright.interop.easydel.quantized_module import QuantizedDotGeneral
+        except ModuleNotFoundError as error:
+            raise LayerError(
+                f"mode {self.mode!r} keeps weights in a flax module, and flax is not installed",
+                fix="pip install flax; or, without flax, call quantize(w, shared=...) once, and "
+                "quantized_dot_general(x, quantized, ...) for each product",
+            ) from error
+        return QuantizedDotGeneral(bits=self.bits, convert=self.mode == "convert")
+
+
+def get_dot_general_by_bits(bits: int | None = None, mode: str = "train") -> dict[str, Any]:
+    """Return the arguments that make a flax layer compute its dot product on integers.
+
+    Use it as `nn.Dense(8, **get_dot_general_by_bits(8))`. The modes are:
+
+    - train: quantizes both operands in every call, and the dot products of the gradients too
+      (straight-through). It does not need flax: `get_dot_general_by_bits(8)["dot_general_cls"]()`
+      is a `dot_general` for any library.
+    - convert: also stores the quantized kernel of each layer in a collection of flax variables.
+    - serve: uses the stored kernels. The program then does not read the float kernels.
+
+    Convert and serve have a gradient with respect to the left operand only.
+
+    Args:
+      bits: 4 to 8, forward and backward. With None, nothing is quantized.
+      mode: "train", "serve" (also called "eval") or "convert".
+
+    Returns:
+      `{}` if bits is None, else `{"dot_general_cls": ...}`.
+
+    Raises:
+      LayerError: `bits` is not from 4 to 8, or the mode is unknown. (It is a ValueError.)
+
+    >>> get_dot_general_by_bits()
+    {}
+    """
+    if mode not in ("train", "serve", "eval", "convert"):
+        fix = "write train, serve (or eval) or convert"
+        raise LayerError(f"unknown mode {mode!r}", fix=fix)
+    if bits is None:
+        return {}
+    return {
+        "dot_general_cls": DotGeneralClass(
+            bits=check_bits(bits), mode="serve" if mode == "eval" else mode
+        )
+    }

@@ -1,11 +1,94 @@
-"""Rotary embeddings from precomputed tables, and repeated key and value heads."""
+"""The functions of EasyDeL's `flax_modeling_utils`, except its dots and its attention module."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from shardwright.errors import RankMismatchError
+from shardwright.errors import LayerError, RankMismatchError, did_you_mean
+from shardwright.manager.ambient import current_mesh_has
+
+Documented = TypeVar("Documented", bound=Callable[..., Any])
+
+names_in_mesh = current_mesh_has
+
+
+def get_gradient_checkpoint_policy(name: str) -> Callable[..., Any]:
+    """Return the policy of `jax.checkpoint_policies` with this name.
+
+    Pass it to `jax.checkpoint(f, policy=...)`. The names that begin with `save_` are factories:
+    call the result with names, or with two policies, to get the policy.
+
+    Raises:
+      LayerError: The name is unknown. (It is a ValueError.)
+
+    >>> get_gradient_checkpoint_policy(
+    ...     "nothing_saveable"
+    ... ) is jax.checkpoint_policies.nothing_saveable
+    True
+    """
+    known: dict[str, Callable[..., Any]] = vars(jax.checkpoint_policies)
+    if name not in known:
+        hint = did_you_mean(str(name), known) or f"name one of {', '.join(known)}"
+        raise LayerError(f"unknown checkpoint policy {name!r}", fix=hint)
+    return known[name]
+
+
+def add_start_docstrings(*docstr: str) -> Callable[[Documented], Documented]:
+    """Return a decorator that puts texts before the docstring of a function or class.
+
+    The texts are joined without separators.
+
+    >>> @add_start_docstrings("Shared part. ", "More. ")
+    ... def f():
+    ...     '''Own part.'''
+    >>> f.__doc__
+    'Shared part. More. Own part.'
+    """
+
+    def decorate(documented: Documented) -> Documented:
+        documented.__doc__ = "".join(docstr) + (documented.__doc__ or "")
+        return documented
+
+    return decorate
+
+
+def canonicalize_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> Any:
+    """Return the dtype to which arguments should be cast before a computation.
+
+    Args:
+      *args: Arrays and numbers; None is ignored. Their common dtype (`jax.numpy.result_type`) is
+        returned, promoted with float32 if it is not inexact.
+      dtype: Returned unchanged, if given.
+      inexact: Whether the result must be a float or complex dtype, as for a mean or a norm.
+
+    Raises:
+      LayerError: The given dtype is not inexact. (It is a ValueError.)
+
+    >>> canonicalize_dtype(jnp.ones(2, jnp.int32), None)
+    dtype('float32')
+    >>> canonicalize_dtype(jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.int8)).name
+    'bfloat16'
+    """
+    if dtype is not None:
+        if inexact and not jnp.issubdtype(jnp.dtype(dtype), jnp.inexact):
+            raise LayerError(
+                f"dtype {jnp.dtype(dtype)} is not inexact",
+                fix="give a float or complex dtype, or inexact=False",
+            )
+        return dtype
+    common = jnp.result_type(*(arg for arg in args if arg is not None))
+    if inexact and not jnp.issubdtype(common, jnp.inexact):
+        # JAX does not promote integers smaller than int8.
+        return (
+            jnp.promote_types(jnp.float32, common)
+            if jax.dtypes.itemsize_bits(common) >= 8
+            else jnp.dtype(jnp.float32)
+        )
+    return common
 
 
 def rotate_half(x: jax.Array) -> jax.Array:
@@ -89,9 +172,5 @@ def _repeat(x: jax.Array, n_rep: int, dim: int) -> jax.Array:
         raise RankMismatchError(
             f"the array has shape {x.shape}, and needs 4 dims",
             fix="pass keys or values with batch and heads",
-        )
-    if n_rep < 1:
-        raise RankMismatchError(
-            f"n_rep={n_rep} is not a positive integer", fix="pass query heads // kv heads"
         )
     return x if n_rep == 1 else jnp.repeat(x, n_rep, axis=dim)
