@@ -1,6 +1,6 @@
 """Programs of three models, small enough to compile each of them for TPUs in seconds.
 
-Weights and products are bfloat16. The decoder and the MoE model are reference decoders. The third
+Weights and matmuls are bfloat16. The decoder and the MoE model are reference decoders. The third
 model is the decoder of T5X. Its source, with the names of its dims, is read from a checkout.
 """
 

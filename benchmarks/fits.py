@@ -34,7 +34,7 @@ from shardwright.plan.verify.run import verify_plan
 
 TOPOLOGY: Final = "v5e:2x4"
 CACHE: Final = Path(".cache/compiled")
-# Trained decoders have float32 weights, served ones bfloat16 weights. All products are bfloat16.
+# Trained decoders have float32 weights, served ones bfloat16 weights. All matmuls are bfloat16.
 TRAINED: Final = Dtypes(param="float32", compute="bfloat16", cache="bfloat16")
 SERVED: Final = Dtypes(param="bfloat16", compute="bfloat16", cache="bfloat16")
 MOST_CLOSE: Final = 0.2  # share of the cases

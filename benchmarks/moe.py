@@ -42,7 +42,7 @@ CONFIG: Final = moe.MoEConfig(
     per_token=PER_TOKEN,
     capacity=moe.Factor(2.0),
     exchange="slots",
-    product="padded",
+    matmul="padded",
 )
 MLP: Final = mlp_block.MlpConfig(embed=EMBED, hidden=HIDDEN)
 TOKENS = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)

@@ -25,7 +25,7 @@ class DecoderConfig:
 
     @property
     def dtypes(self) -> Dtypes:
-        """One dtype for parameters, products and caches."""
+        """One dtype for parameters, matmuls and caches."""
         return Dtypes(param=self.dtype)
 
     @property

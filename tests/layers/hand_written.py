@@ -30,7 +30,7 @@ class Specs:
       stored: Of each kind of weight, as stored.
       used: The same, as used.
       residual: Of the residual.
-      operand: Of what enters a product, and of tokens.
+      operand: Of what enters a matmul, and of tokens.
       heads: Of queries, keys and values.
       up: Of the results of the up projections.
       hidden: Of what enters the down projection, and of logits.
@@ -199,21 +199,21 @@ class HandWritten:
         put, specs = self.put, self.specs
         x = put(rms_norm(put(x, specs.residual), weights["norm"]["scale"]), specs.operand)
         q, k, v = (
-            put(product(x, weights[name]["kernel"]), specs.heads)
+            put(matmul(x, weights[name]["kernel"]), specs.heads)
             for name in ("query", "key", "value")
         )
         return [rotate(q, positions), rotate(k, positions), v]
 
     def out(self, weights: Any, rows: jax.Array) -> jax.Array:
         rows = self.put(rows, self.specs.heads)
-        return self.put(product(rows, weights["out"]["kernel"], contract=2), self.specs.residual)
+        return self.put(matmul(rows, weights["out"]["kernel"], contract=2), self.specs.residual)
 
     def mlp(self, weights: Any, x: jax.Array) -> jax.Array:
         put, specs = self.put, self.specs
         x = put(rms_norm(put(x, specs.residual), weights["norm"]["scale"]), specs.operand)
-        up = put(product(x, weights["up"]["kernel"]), specs.up)
+        up = put(matmul(x, weights["up"]["kernel"]), specs.up)
         hidden = put(jax.nn.silu(up[..., 0, :]) * up[..., 1, :], specs.hidden)
-        return put(product(hidden, weights["down"]["kernel"]), specs.residual)
+        return put(matmul(hidden, weights["down"]["kernel"]), specs.residual)
 
     def cross_entropy(self, params: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
         logits = self.logits(params, x)
@@ -270,7 +270,7 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6) * scale
 
 
-def product(x: jax.Array, w: jax.Array, *, contract: int = 1) -> jax.Array:
+def matmul(x: jax.Array, w: jax.Array, *, contract: int = 1) -> jax.Array:
     last = tuple(range(x.ndim - contract, x.ndim))
     return jax.lax.dot_general(x, w, ((last, tuple(range(contract))), ((), ())))
 

@@ -67,11 +67,11 @@ def merged(tree: Any) -> Any:
     # Parameters of a stack have a leading dim of layers.
     is_stack = a.ndim + b.ndim - kernel.ndim == 3
     pairs = zip(a, b, strict=True) if is_stack else [(a, b)]
-    product = np.stack([np.tensordot(*pair, 1) for pair in pairs])
-    product = product if is_stack else product[0]
-    assert product.shape == kernel.shape
+    matmul = np.stack([np.tensordot(*pair, 1) for pair in pairs])
+    matmul = matmul if is_stack else matmul[0]
+    assert matmul.shape == kernel.shape
     rest = {name: leaf for name, leaf in tree.items() if name != "lora"}
-    return {**rest, "kernel": (kernel + 3 * product).astype(np.float32)}
+    return {**rest, "kernel": (kernel + 3 * matmul).astype(np.float32)}
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_one_key_for_all_shards_is_refused() -> None:
 
 
 def test_right_inside_shard_map() -> None:
-    """What needs no other shard, and a product whose sum the caller adds."""
+    """What needs no other shard, and a matmul whose sum the caller adds."""
     pm = manager()
     table = RANDOM.normal(size=(8, 32)).astype(np.float32)
 

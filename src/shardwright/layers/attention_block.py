@@ -67,9 +67,9 @@ class AttentionConfig:
       bias: Whether the projections have biases.
       dropout: Probability of dropping an attention weight, if `keys` has a dropout key.
       init: Initializer of the kernels. Defaults to that of `dense.specs`.
-      dtypes: Dtypes of the parameters, products, result and cache.
+      dtypes: Dtypes of the parameters, matmuls, result and cache.
       recipe: How the projections are computed in fp8: an `fp8.Recipe` or its name.
-        None for not at all. The products of queries, keys and values are never in fp8.
+        None for not at all. The matmuls of queries, keys and values are never in fp8.
       lora: Low-rank adaptation of the four projections. None for none.
 
     Raises:
@@ -297,7 +297,7 @@ def apply(
     else:
         context_rows, cache = _attend_to_cache(config, rows, cache, valid, sinks)
     context_rows = checkpoint_name(place(context_rows, QUERIES), "context")
-    # With sequence parallelism this product ends in a reduce-scatter.
+    # With sequence parallelism this matmul ends in a reduce-scatter.
     outs = project(
         context_rows.astype(config.dtypes.compute),
         weights,

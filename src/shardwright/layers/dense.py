@@ -1,4 +1,4 @@
-"""A product with a kernel. The result is sharded by its axes."""
+"""A matmul with a kernel. The result is sharded by its axes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def specs(
     bias_init: Any = None,
     dtypes: Dtypes = FLOAT32,
 ) -> dict[str, ArraySpec]:
-    """Return the parameters of a product: `kernel`, and `bias` if there is one.
+    """Return the parameters of a matmul: `kernel`, and `bias` if there is one.
 
     >>> specs([(EMBED, 64)], [(HEAD, 8), (HEAD_DIM, 16)])["kernel"].shape
     (64, 8, 16)
@@ -98,7 +98,7 @@ def dense(
     dims = (tuple(range(rank - contract, rank)), tuple(range(contract)))
     operands = x.astype(dtype), kernel.astype(dtype)
     if out is None:
-        y = _product(*operands, contract)
+        y = _matmul(*operands, contract)
     else:
         y = dot_general(*operands, (dims, ((), ())), out=out, mode=mode)
     return y if bias is None else add_bias(y, bias)
@@ -121,7 +121,7 @@ def add_bias(y: Any, bias: Any) -> Any:
     return y + bias
 
 
-def _product(x: Any, kernel: Any, contract: int) -> Any:
+def _matmul(x: Any, kernel: Any, contract: int) -> Any:
     """Multiply without an annotation of the result, which JAX requires over Explicit mesh axes."""
     rank = x.ndim
     dims = (tuple(range(rank - contract, rank)), tuple(range(contract)))
@@ -130,14 +130,14 @@ def _product(x: Any, kernel: Any, contract: int) -> Any:
     if AxisType.Explicit not in mesh.axis_types:
         return jax.lax.dot_general(x, kernel, (dims, ((), ())))
     own, weight = _entries(left.spec, rank), _entries(right.spec, kernel.ndim)
-    gathered, out = entries_of_product(own, weight, contract)
+    gathered, out = entries_of_matmul(own, weight, contract)
     if gathered != weight:
         kernel = jax.sharding.reshard(kernel, NamedSharding(mesh, PartitionSpec(*gathered)))
     sharding = NamedSharding(mesh, PartitionSpec(*out))
     return jax.lax.dot_general(x, kernel, (dims, ((), ())), out_sharding=sharding)
 
 
-def entries_of_product(
+def entries_of_matmul(
     x: Sequence[Any], kernel: Sequence[Any], contract: int
 ) -> tuple[list[Any], list[Any]]:
     """Return the specs of the gathered kernel and of the result, where no annotation says them.

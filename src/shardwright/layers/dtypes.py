@@ -18,7 +18,7 @@ class Dtypes:
 
     Attributes:
       param: Dtype of stored parameters.
-      compute: Dtype of the operands of products. Defaults to `param`.
+      compute: Dtype of the operands of matmuls. Defaults to `param`.
       output: Dtype of the result of a block. Defaults to `compute`.
       cache: Dtype of keys and values in a cache. Defaults to `compute`.
 

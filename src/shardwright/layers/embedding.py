@@ -46,7 +46,7 @@ def apply(
     """Return the residual of tokens, sharded as (BATCH, LENGTH, EMBED).
 
     Each shard of the vocabulary looks up its own tokens, and the results are summed. There is no
-    product with one-hot rows, which would cost as much as the output projection. A token outside of
+    matmul with one-hot rows, which would cost as much as the output projection. A token outside of
     `[0, vocab)`, such as padding of -1, gets zeros and has no gradient.
 
     Args:

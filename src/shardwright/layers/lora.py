@@ -1,4 +1,4 @@
-"""Low-rank adaptation of a product: `x A B * (alpha / rank)`, added to its result."""
+"""Low-rank adaptation of a matmul: `x A B * (alpha / rank)`, added to its result."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def specs(
 
     Args:
       config: The rank.
-      inputs: Axis and size of the dims that the adapted product contracts.
+      inputs: Axis and size of the dims that the adapted matmul contracts.
       outputs: Axis and size of the dims of its result.
       init: Initializer of `a`. Defaults to that of `dense.specs`.
       dtypes: `param` is the dtype of the parameters.
@@ -81,12 +81,12 @@ def apply(
     contract: int = 1,
     dtype: Any = None,
 ) -> jax.Array:
-    """Return what the adaptation adds to the product of `x` with a kernel.
+    """Return what the adaptation adds to the matmul of `x` with a kernel.
 
     Args:
       config: The scale.
       params: `a` and `b`, already gathered.
-      x: `[..., *inputs]`: the input of the adapted product.
+      x: `[..., *inputs]`: the input of the adapted matmul.
       out: Annotation of the result, `[..., *outputs]`.
       inner: Annotation of `x A`, `[..., rank]`; the rank is `EMPTY`.
       contract: Number of dims of `x` that are contracted.

@@ -38,18 +38,18 @@ class MlpConfig:
 
     Attributes:
       embed: Size of the residual.
-      hidden: Size of the hidden layer, between the two products.
+      hidden: Size of the hidden layer, between the two matmuls.
       activations: One name per up projection; their results are multiplied. See `activation`.
       clamp: Constants of the clamped activations.
       norm: The norm before the block. None for none.
-      bias: Whether the products have biases.
+      bias: Whether the matmuls have biases.
       dropout: Probability of dropping a hidden element, if `keys` has a dropout key.
       dropout_shared: Dims of `[batch, length, hidden]` along which the dropout mask is the same.
       init: Initializer of the kernels. Defaults to that of `dense.specs`.
-      dtypes: Dtypes of the parameters, products and result.
-      recipe: How the products are computed in fp8: an `fp8.Recipe` or its name. None
+      dtypes: Dtypes of the parameters, matmuls and result.
+      recipe: How the matmuls are computed in fp8: an `fp8.Recipe` or its name. None
         for not at all.
-      lora: Low-rank adaptation of both products. None for none.
+      lora: Low-rank adaptation of both matmuls. None for none.
 
     Raises:
       LayerError: A size, name, rate or option is not valid.
@@ -164,7 +164,7 @@ def apply(
     hidden = checkpoint_name(ups.ys["up"], "mlp_up")
     hidden = gated(config.activations, hidden, clamp=config.clamp)
     hidden = dropout(hidden, key, config.dropout, shared=config.dropout_shared)
-    # With sequence parallelism this product ends in a reduce-scatter.
+    # With sequence parallelism this matmul ends in a reduce-scatter.
     downs = project(
         place(hidden, HIDDEN),
         weights,

@@ -136,7 +136,7 @@ def check_residual(x: Any, embed: int) -> None:
     Raises:
       RankMismatchError: It is not `[batch, length, embed]`.
       LayerError: It does not have floats, so what a block adds would be cut to integers. Or a
-        `shard_map` has split its length, and the input of products needs the whole length.
+        `shard_map` has split its length, and the input of matmuls needs the whole length.
     """
     shape = getattr(x, "shape", None)
     if shape is None or len(shape) != 3 or shape[-1] != embed:

@@ -1,4 +1,4 @@
-"""The products of a block: in its compute dtype, or in fp8 if its config has a recipe."""
+"""The matmuls of a block: in its compute dtype, or in fp8 if its config has a recipe."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_options(config: Any) -> None:
 def specs(
     inputs: NamedSizes, outputs: NamedSizes, *, adaptation: LoraConfig | None, **options: Any
 ) -> dict[str, Any]:
-    """Return the parameters of a product: those of `dense.specs`, and `lora` if it is adapted.
+    """Return the parameters of a matmul: those of `dense.specs`, and `lora` if it is adapted.
 
     Args:
       inputs: Axis and size of the dims that are contracted.
@@ -113,7 +113,7 @@ def project(
     contract: int = 1,
     dtype: Any = None,
 ) -> DenseResult:
-    """Return the products of one input with the kernels that `out` names.
+    """Return the matmuls of one input with the kernels that `out` names.
 
     Args:
       x: `[..., *inputs]`.
@@ -122,7 +122,7 @@ def project(
       axes: Annotation of `x`.
       recipe: The recipe of the block, or None.
       state: The `DenseUse` of delayed scaling, or None.
-      adaptation: The low-rank adaptation of every product, or None. It is not in fp8.
+      adaptation: The low-rank adaptation of every matmul, or None. It is not in fp8.
       contract: Number of dims that are contracted.
       dtype: Dtype of the operands and the results. Defaults to that of `x`.
 
@@ -156,7 +156,7 @@ def project(
 
 
 def parts_of(recipe: Recipe | None, state: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the state of each group of products; Nones if a block without recipe has another.
+    """Return the state of each group of matmuls; Nones if a block without recipe has another.
 
     Raises:
       LayerError: The state has other groups.

@@ -75,7 +75,7 @@ class TransformerConfig:
         for all.
       dropout: Probability of dropping an element of a block's output, if `keys` has a dropout key.
       remat: What is kept for the backward pass. "none" keeps everything, "full" keeps only the
-        residual, "dots" keeps products with weights, and "blocks" keeps the outputs of the blocks.
+        residual, "dots" keeps matmuls with weights, and "blocks" keeps the outputs of the blocks.
       scan: Whether the layers are one `jax.lax.scan` over stacked parameters, which compiles one
         layer of each kind. Layers after the last whole pattern follow the scan. Not possible with
         caches, see `unstack` and `unstack_state`.

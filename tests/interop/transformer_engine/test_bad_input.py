@@ -153,7 +153,7 @@ ODD_SIZES: dict[str, tuple[Any, int, str]] = {
 
 @pytest.mark.parametrize("name", ODD_SIZES)
 def test_sizes_without_whole_blocks(name: str) -> None:
-    """The error of MXFP8 names the product and the dim."""
+    """The error of MXFP8 names the matmul and the dim."""
     module, size, message = ODD_SIZES[name]
     inputs = (jnp.ones((1, 32, size)),) * (2 if name == "heads" else 1)
 

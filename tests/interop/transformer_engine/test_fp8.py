@@ -96,7 +96,7 @@ def test_modules_are_within_one_unit(module: str, recipe: str) -> None:
 def test_state_after_six_steps_of_a_layer(recipe: str) -> None:
     own, wanted = cases.run_layer(te, recipe), golden()["layer"][recipe]
     assert list(own) == list(wanted)
-    assert len(own) == 4 * 3 * 2  # four products, three tensors each, a scale and a history
+    assert len(own) == 4 * 3 * 2  # four matmuls, three tensors each, a scale and a history
     for name, value in own.items():
         other = np.asarray(wanted[name], np.float32)
         assert np.max(np.abs(value - other)) <= 1e-5 * np.max(np.abs(other)), name

@@ -52,7 +52,7 @@ def test_errors(module: Any, says: str) -> None:
 
 
 def test_dims_that_are_not_neighbors() -> None:
-    """TransformerEngine cannot compute the gradient of such a product."""
+    """TransformerEngine cannot compute the gradient of such a matmul."""
     x = X.reshape(2, 7, 4, 2)
     module = te.DenseGeneral((2, 3), axis=(1, 3))
     params = jax.jit(lambda x: nn.unbox(module.init(jax.random.key(0), x)))(x)["params"]

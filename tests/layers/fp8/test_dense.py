@@ -54,7 +54,7 @@ def state_of(recipe: str) -> Any:
     )
 
 
-def products(recipe: str, params: Any, x: Any, channel: Any) -> Any:
+def matmuls(recipe: str, params: Any, x: Any, channel: Any) -> Any:
     kernels = {name: fp8.stored(w, SPECS[name]) for name, w in params.items()}
     use = fp8.uses(state_of(recipe), channel)
     result = fp8.dense(x, kernels, recipe=recipe, use=use, axes=INPUT, out=OUT)
@@ -62,7 +62,7 @@ def products(recipe: str, params: Any, x: Any, channel: Any) -> Any:
 
 
 def loss(recipe: str, params: Any, x: Any, channel: Any) -> Any:
-    ys, seen = products(recipe, params, x, channel)
+    ys, seen = matmuls(recipe, params, x, channel)
     return sum(jnp.sum(jnp.sin(y)) for y in ys.values()), (ys, seen)
 
 
@@ -181,7 +181,7 @@ def test_residuals_are_fp8(recipe: str) -> None:
     channel = fp8.new_channel(state_of(recipe))
     pulled = jax.eval_shape(
         lambda params, x, channel: jax.vjp(
-            lambda *args: products(recipe, *args)[0], params, x, channel
+            lambda *args: matmuls(recipe, *args)[0], params, x, channel
         )[1],
         PARAMS,
         X,
@@ -216,7 +216,7 @@ def test_blocks_that_do_not_fit(preset: str | None, x: Any, message: str) -> Non
 @pytest.mark.full
 def test_one_token_needs_no_blocks_of_tokens() -> None:
     # Only the backward pass contracts the tokens.
-    ys, _ = jax.jit(functools.partial(products, "mxfp8"))(PARAMS, X[:, :1], None)
+    ys, _ = jax.jit(functools.partial(matmuls, "mxfp8"))(PARAMS, X[:, :1], None)
     np.testing.assert_allclose(ys["gate"], unsharded("mxfp8")[0][1][0]["gate"][:, :1], rtol=1e-5)
 
 

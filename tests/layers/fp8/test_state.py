@@ -29,7 +29,7 @@ def scaling() -> Any:
     return {"up": fp8.init(RECIPE, ["kernel"])}
 
 
-def product(w: Any, channel: Any, state: Any, x: Any) -> tuple[Any, Any]:
+def matmul(w: Any, channel: Any, state: Any, x: Any) -> tuple[Any, Any]:
     use = fp8.uses(state, channel)["up"]
     result = fp8.dense(x, {"kernel": w}, recipe=RECIPE, use=use)
     return result.ys["kernel"], {"up": result.seen}
@@ -37,7 +37,7 @@ def product(w: Any, channel: Any, state: Any, x: Any) -> tuple[Any, Any]:
 
 def loss(w: Any, channel: Any, state: Any, x: Any, factor: Any) -> tuple[Any, Any]:
     """Return a loss whose gradient by the result is `factor` everywhere, so that is its amax."""
-    y, seen = product(w, channel, state, x)
+    y, seen = matmul(w, channel, state, x)
     return jnp.sum(y) * factor, seen
 
 
@@ -108,7 +108,7 @@ def test_shared_leaf_is_refused(f: Any, wrong: float, count: float) -> None:
     channel = fp8.new_channel(scaling())
     sent, seen = jax.jit(jax.grad(f, 1, has_aux=True))(W, channel)
     assert sent["up"]["kernel"].amax == wrong
-    with pytest.raises(LayerError, match=f"up/kernel: the counter is {count}: the product took"):
+    with pytest.raises(LayerError, match=f"up/kernel: the counter is {count}: the matmul took"):
         updated(sent, seen)
 
 
@@ -116,7 +116,7 @@ def test_shared_leaf_is_refused_under_jit() -> None:
     sent, seen = jax.grad(twice, 1, has_aux=True)(W, fp8.new_channel(scaling()))
     state = jax.jit(updated)(sent, seen)
     assert np.isnan(state["up"].x.scale)
-    assert np.isnan(jax.jit(product)(W, None, state, X)[0]).all()
+    assert np.isnan(jax.jit(matmul)(W, None, state, X)[0]).all()
     for use in (fp8.check, fp8.uses):
         with pytest.raises(LayerError, match="up/kernel: the counter is 2"):
             use(state)
@@ -128,7 +128,7 @@ def test_unused_channel_is_refused() -> None:
         return jax.lax.stop_gradient(value), seen
 
     sent, seen = jax.grad(unused, has_aux=True)(fp8.new_channel(scaling()))
-    message = "up/kernel: the counter is 0: the product and every other took part in no backward"
+    message = "up/kernel: the counter is 0: the matmul and every other took part in no backward"
     with pytest.raises(LayerError, match=message) as caught:
         updated(sent, seen)
     assert "uses(scaling, channel)" in caught.value.fix

@@ -160,7 +160,7 @@ def test_choice_of_exchange() -> None:
     assert chosen("cpu") == "slots, 256 rows: XLA for CPU has no ragged all-to-all"
     assert chosen(experts=16) == "ragged, 256 rows: a device fills 64 of 512 slots"
     assert chosen(capacity=moe.Factor(2.0)) == "slots, 256 rows: the capacity limits the slots"
-    assert chosen(product="padded") == "slots, 256 rows: the padded product needs slots"
+    assert chosen(matmul="padded") == "slots, 256 rows: the padded matmul needs slots"
     assert chosen(per_token=8) == "slots, 256 rows: all slots are filled"
     assert chosen(exchange="slots") == "slots, 256 rows: the config names it"
     assert chosen("cpu", exchange="ragged") == (
@@ -173,7 +173,7 @@ def test_explain_names_the_exchange() -> None:
         ragged = moe.explain(config(exchange="ragged"), (8, 4, 16))
         slots = moe.explain(config(), (8, 4, 16))
     assert ragged.why == "tokens and experts are sharded over ep: two ragged all-to-alls"
-    assert ragged.product.why == "the rows arrive sorted, without free slots"
+    assert ragged.matmul.why == "the rows arrive sorted, without free slots"
     assert slots.exchange.name == "slots"
     with manager("fsdp_tp", "fsdp:2,tp:4"):
         assert moe.explain(config(), (8, 4, 16)).exchange.name == "none"

@@ -14,7 +14,7 @@ import shardwright as sw
 from shardwright.layers import moe
 from shardwright.layers.dtypes import Dtypes
 from shardwright.layers.moe import block
-from shardwright.layers.moe.experts import choose_product
+from shardwright.layers.moe.experts import choose_matmul
 from tests.layers.moe.reference import config, dense, error, manager, parameters, tokens
 
 TOKENS = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
@@ -79,14 +79,14 @@ def test_sharded_equals_dense_on_more_meshes() -> None:
 
 
 @pytest.mark.full
-def test_ragged_product_equals_dense() -> None:
-    moe_config = config(shared=1, product="ragged")
+def test_ragged_matmul_equals_dense() -> None:
+    moe_config = config(shared=1, matmul="ragged")
     assert not check(manager(*MESHES[0]), moe_config)
 
 
 @pytest.mark.full
-def test_ragged_product_equals_dense_on_more_meshes() -> None:
-    moe_config = config(shared=1, product="ragged")
+def test_ragged_matmul_equals_dense_on_more_meshes() -> None:
+    moe_config = config(shared=1, matmul="ragged")
     assert not [fault for case in MESHES[1:6] if (fault := check(manager(*case), moe_config))]
 
 
@@ -170,9 +170,9 @@ def test_a_prompt_that_does_not_divide_falls_back() -> None:
     assert error(y, dense(moe_config, params, x)) <= 1e-6
 
 
-@pytest.mark.parametrize("product", ["padded", pytest.param("ragged", marks=pytest.mark.full)])
-def test_all_tokens_to_one_expert(product: str) -> None:
-    moe_config = config(per_token=1, product=product)
+@pytest.mark.parametrize("matmul", ["padded", pytest.param("ragged", marks=pytest.mark.full)])
+def test_all_tokens_to_one_expert(matmul: str) -> None:
+    moe_config = config(per_token=1, matmul=matmul)
     params, x = parameters(moe_config), np.abs(tokens(8, 4, 16))
     params["router"] = np.zeros_like(params["router"])
     params["router"][:, 5] = 1
@@ -182,9 +182,9 @@ def test_all_tokens_to_one_expert(product: str) -> None:
     assert error(y, dense(moe_config, params, x)) <= 1e-6
 
 
-@pytest.mark.parametrize("product", ["padded", "ragged"])
-def test_not_a_number_stays_in_its_row(product: str) -> None:
-    moe_config = config(product=product)
+@pytest.mark.parametrize("matmul", ["padded", "ragged"])
+def test_not_a_number_stays_in_its_row(matmul: str) -> None:
+    moe_config = config(matmul=matmul)
     params, x = parameters(moe_config), tokens(8, 4, 16)
     with manager("moe_ep", "fsdp:2,ep:4"):
         expected, _ = moe.apply(moe_config, params, x)
@@ -209,19 +209,19 @@ def test_permuted_experts_give_the_same_result() -> None:
     np.testing.assert_array_equal(other_state.stats.load, np.array(state.stats.load)[order])
 
 
-def test_choice_of_product() -> None:
+def test_choice_of_matmul() -> None:
     def chosen(platform: str = "tpu", **changes: Any) -> str:
         sizes = {"experts": 2, "slots": 4 * 32, "tokens": 4 * 32}
-        product = choose_product(config(**changes), platform=platform, **sizes)
-        return f"{product.name}, {product.rows} rows: {product.why}"
+        matmul = choose_matmul(config(**changes), platform=platform, **sizes)
+        return f"{matmul.name}, {matmul.rows} rows: {matmul.why}"
 
     assert chosen(per_token=1) == "ragged, 128 rows: at most 128 of 256 slots are filled"
     assert chosen(per_token=2) == "padded, 256 rows: all 256 slots may be filled"
     assert chosen("cpu", per_token=1) == (
-        "padded, 256 rows: XLA for CPU has no fast grouped product"
+        "padded, 256 rows: XLA for CPU has no fast grouped matmul"
     )
     assert chosen(per_token=1, activation="sigmoid") == (
         "padded, 256 rows: sigmoid(0) is not 0, so free slots must be multiplied"
     )
-    assert chosen(per_token=1, product="padded") == "padded, 256 rows: the config names it"
-    assert chosen("cpu", per_token=1, product="ragged") == "ragged, 128 rows: the config names it"
+    assert chosen(per_token=1, matmul="padded") == "padded, 256 rows: the config names it"
+    assert chosen("cpu", per_token=1, matmul="ragged") == "ragged, 128 rows: the config names it"

@@ -16,7 +16,7 @@ def test_dispatch_on_tpus() -> None:
     for name, all_to_alls in {"forward": 2, "gradient": 4, "gradient of parameters": 3}.items():
         program = by_name[f"slots {name}"]
         sums = {} if name == "forward" else {"all_reduce": 2}
-        assert program.product == "ragged"
+        assert program.matmul == "ragged"
         assert program.counts == {"all_to_all": all_to_alls, **sums}, name
         assert program.sent["all_to_all"] == all_to_alls * program.slot_bytes, name
         ragged = by_name[f"ragged {name}"]

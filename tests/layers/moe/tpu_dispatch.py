@@ -19,13 +19,13 @@ class Program:
     Attributes:
       name: Of the exchange, then "forward", "gradient" or "gradient of parameters".
       slot_bytes: Bytes of the slots of one device, which an all-to-all moves.
-      product: How the experts multiply their slots.
+      matmul: How the experts multiply their slots.
       ragged: Number of ragged all-to-alls.
     """
 
     name: str
     slot_bytes: int
-    product: str
+    matmul: str
     ragged: int
     counts: dict[str, int]
     sent: dict[str, int]
@@ -72,7 +72,7 @@ def main() -> None:
                 actual = Program(
                     name=f"{dispatch.exchange.name} {name}",
                     slot_bytes=moe_config.experts * dispatch.slots * 256 * 2,
-                    product=dispatch.product.name,
+                    matmul=dispatch.matmul.name,
                     ragged=compiled.as_text().count(" ragged-all-to-all("),
                     counts=counts,
                     sent=sent,

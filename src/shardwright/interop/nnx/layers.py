@@ -138,14 +138,14 @@ class Norm(_Block):
 
 
 class Dense(_Block):
-    """A product with a kernel, and a bias.
+    """A matmul with a kernel, and a bias.
 
     Args:
       inputs: Axis and size of the dims that are contracted, which are the last of the input.
       outputs: Axis and size of the dims of the result.
       bias: Whether there is a bias.
       init: Initializer of the kernel. Defaults to that of `layers.dense.specs`.
-      dtypes: Dtypes of the parameters, the product and the result.
+      dtypes: Dtypes of the parameters, the matmul and the result.
       rngs: Random streams; `params` initializes.
       path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
     """

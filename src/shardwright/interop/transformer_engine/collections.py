@@ -46,7 +46,7 @@ def update_fp8_metas(state: Any) -> Any:
 
     That layout has `amax`, `[rows, history]`, `scale` and `scale_inv`, `[rows, 1]`, perhaps with a
     prefix and a postfix such as `fp8_meta_amax_0`. Rows are (input, kernel, gradient) of each
-    product. The new scale is `largest / amax / 2^margin`, where `largest` is the largest number of
+    matmul. The new scale is `largest / amax / 2^margin`, where `largest` is the largest number of
     the format. Where amax is 0 or not finite, the old scale is kept. The recipe is the one that
     `autocast` has entered, else `DelayedScaling()`.
 
@@ -75,7 +75,7 @@ def update_fp8_metas(state: Any) -> Any:
 
 
 def _updated(recipe: DelayedScaling, node: Any, path: str) -> tuple[Any, int]:
-    """Return the new state below a path, and how many products were updated."""
+    """Return the new state below a path, and how many matmuls were updated."""
     if not isinstance(node, Mapping):
         return node, 0
     new, updated = {}, 0
@@ -108,7 +108,7 @@ def _row_scales(recipe: DelayedScaling, amax: Any, scale: Any, path: str) -> Any
         raise LayerError(
             f"amax has shape {np.shape(amax)}, and scale {np.shape(scale)}",
             path=path,
-            fix="give (input, kernel, gradient) of each product a row: [3 n, history] and [3 n, 1]",
+            fix="give (input, kernel, gradient) of each matmul a row: [3 n, history] and [3 n, 1]",
         )
     amax = jnp.asarray(amax)
     if recipe.algorithm == "most_recent":

@@ -1,6 +1,6 @@
-"""The quantized product with TransformerEngine's contract: a state's gradient is the new state.
+"""The quantized matmul with TransformerEngine's contract: a state's gradient is the new state.
 
-The state of a product is the collection `fp8_metas`: a scale and a history of largest values for
+The state of a matmul is the collection `fp8_metas`: a scale and a history of largest values for
 its input (`x`), its kernel and the gradient of its result (`grad`). Its gradient is the new state.
 Do not average this gradient, and do not pass it to an optimizer:
 
@@ -23,9 +23,9 @@ import numpy as np
 
 from shardwright.layers import fp8
 from shardwright.layers.dense import check_kernel
-from shardwright.layers.fp8 import TensorScaling, products
+from shardwright.layers.fp8 import TensorScaling, matmuls
 from shardwright.layers.fp8.dense import static_call
-from shardwright.layers.fp8.products import Fp8Call
+from shardwright.layers.fp8.matmuls import Fp8Call
 from shardwright.layers.fp8.weights import Shards
 
 # (of x, of the kernel, of the gradient): `scale [1]`, `history [history]`.
@@ -62,18 +62,18 @@ def quantized_dense(
         check_kernel(np.shape(x), np.shape(kernel), contract, path=name, tokens=True)
     call = static_call(x, {name: kernel}, recipe=recipe, contract=contract, dtype=x.dtype)
     static = dataclasses.replace(call.kernels[0], shards=shards[1])
-    # Logical names decide the sharding of these modules, so the product gets no manager.
+    # Logical names decide the sharding of these modules, so the matmul gets no manager.
     call = dataclasses.replace(call, manager=None, x_shards=shards[0], kernels=(static,))
     return _dense(x, kernel, metas, call)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _dense(x: Any, kernel: Any, metas: Metas | None, call: Fp8Call) -> Any:
-    return products.forward(call, x, (kernel,), _scales(metas), keep=False).ys[0]
+    return matmuls.forward(call, x, (kernel,), _scales(metas), keep=False).ys[0]
 
 
 def _forward(x: Any, kernel: Any, metas: Metas | None, call: Fp8Call) -> Any:
-    result = products.forward(call, x, (kernel,), _scales(metas), keep=True)
+    result = matmuls.forward(call, x, (kernel,), _scales(metas), keep=True)
     if metas is None:
         return result.ys[0], (result.kept, None)
     form = call.recipe.forward
@@ -88,9 +88,9 @@ def _forward(x: Any, kernel: Any, metas: Metas | None, call: Fp8Call) -> Any:
 def _backward(call: Fp8Call, kept: Any, grad: Any) -> Any:
     operands, metas = kept
     if metas is None:
-        grads = products.backward(call, operands, (grad,), (None,))
+        grads = matmuls.backward(call, operands, (grad,), (None,))
         return grads.x, grads.kernels[0], None
-    grads = products.backward(call, operands, (grad,), (metas[2].scale[0],))
+    grads = matmuls.backward(call, operands, (grad,), (metas[2].scale[0],))
     last = _stepped(call, metas[2], grads.amax[0], call.recipe.backward)
     return grads.x, grads.kernels[0], (*metas[:2], last)
 

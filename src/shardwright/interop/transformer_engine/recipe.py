@@ -157,7 +157,7 @@ def autocast(
     """Set the recipe and the `MeshResource` of this thread, and restore both on exit.
 
     Both are part of jit's cache key, so a jitted function is traced again under other ones. If
-    enabled, the products of the modules run in fp8 on every platform. A platform without
+    enabled, the matmuls of the modules run in fp8 on every platform. A platform without
     fp8 units computes them in wider floats.
 
     Args:

@@ -89,11 +89,11 @@ class ScoreConfig:
     Attributes:
       mask_type: A key of `MASK_TYPES`, or one of its other spellings.
       bias_type: "no_bias", "pre_scale_bias" for `(q k + bias) * scale`, or "post_scale_bias".
-      scale: Factor of the products.
+      scale: Factor of the scores.
       window: (left, right), the positions before and after the query that it attends to; a
         negative number means no bound.
       softmax_type: Which softmax.
-      float32_logits: Whether products and softmax are float32.
+      float32_logits: Whether matmuls and softmax are float32.
       dropout: Probability of dropping a weight.
 
     Raises:

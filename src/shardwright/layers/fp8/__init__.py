@@ -1,7 +1,7 @@
-"""Products in fp8: recipes, casts, the quantized dense, and the state of delayed scaling.
+"""Matmuls in fp8: recipes, casts, the quantized dense, and the state of delayed scaling.
 
 A block computes in fp8 if its config has a recipe. `recipe` has the recipes, `quantize` the
-casts, `dense` the products as one custom VJP, `products` their forward and backward pass, `weights`
+casts, `dense` the matmuls as one custom VJP, `matmuls` their forward and backward pass, `weights`
 the gather of quantized kernels, and `state` the histories and scales.
 """
 

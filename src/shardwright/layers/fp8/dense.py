@@ -1,4 +1,4 @@
-"""The quantized dense: products of one input with one or several kernels, as one custom VJP."""
+"""The quantized dense: matmuls of one input with one or several kernels, as one custom VJP."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 
 from shardwright import _jax
 from shardwright.errors import LayerError
-from shardwright.layers.dense import add_bias, check_kernel, entries_of_product
-from shardwright.layers.fp8 import products
-from shardwright.layers.fp8.products import Fp8Call, Fp8Kernel, Kept
+from shardwright.layers.dense import add_bias, check_kernel, entries_of_matmul
+from shardwright.layers.fp8 import matmuls
+from shardwright.layers.fp8.matmuls import Fp8Call, Fp8Kernel, Kept
 from shardwright.layers.fp8.quantize import explicit_entries, pipeline_axes
 from shardwright.layers.fp8.recipe import DelayedScaling, Recipe, read_recipe
 from shardwright.layers.fp8.state import USES_FIX, Channel, DenseSeen, DenseUse
@@ -82,7 +82,7 @@ def dense(
     for name, value in zip(kernels, values, strict=True):
         # Inside shard_map the kernel is a shard, and has its shape only once it is gathered.
         if not (isinstance(kernels[name], Stored) and is_inside_shard_map()):
-            # The products quantize tokens, so x has a dim of them.
+            # The matmuls quantize tokens, so x has a dim of them.
             check_kernel(np.shape(x), np.shape(value), contract, path=name, tokens=True)
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     call = static_call(
@@ -118,7 +118,7 @@ def static_call(
     axes: Any = None,
     mode: str | None = None,
 ) -> Fp8Call:
-    """Return the static part of the products of one input; the arguments are those of `dense`."""
+    """Return the static part of the matmuls of one input; the arguments are those of `dense`."""
     statics = []
     for name, kernel in kernels.items():
         is_stored = isinstance(kernel, Stored)
@@ -128,7 +128,7 @@ def static_call(
         kernel_entries = explicit_entries(value)
         if not is_stored and own_out is None and kernel_entries is not None:
             x_entries = explicit_entries(x) or (None,) * x.ndim
-            gathered, entries = map(tuple, entries_of_product(x_entries, kernel_entries, contract))
+            gathered, entries = map(tuple, entries_of_matmul(x_entries, kernel_entries, contract))
         static = Fp8Kernel(
             name=name,
             out=own_out,
@@ -156,18 +156,18 @@ def static_call(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _dense(x: Any, kernels: Any, scales: Any, channels: Any, call: Fp8Call) -> Any:
-    result = products.forward(call, x, kernels, scales[:2], keep=False)
+    result = matmuls.forward(call, x, kernels, scales[:2], keep=False)
     return result.ys, (result.amax_x, result.amax_kernels)
 
 
 def _forward(x: Any, kernels: Any, scales: Any, channels: Any, call: Fp8Call) -> Any:
-    result = products.forward(call, x, kernels, scales[:2], keep=True)
+    result = matmuls.forward(call, x, kernels, scales[:2], keep=True)
     return (result.ys, (result.amax_x, result.amax_kernels)), (result.kept, scales)
 
 
 def _backward(call: Fp8Call, kept: tuple[Kept, Any], cotangents: Any) -> Any:
     operands, scales = kept
-    grads = products.backward(call, operands, cotangents[0], scales[2])
+    grads = matmuls.backward(call, operands, cotangents[0], scales[2])
     channels = tuple(
         None if scale is None else Channel(amax=amax, count=_one_per(amax))
         for amax, scale in zip(grads.amax, scales[2], strict=True)

@@ -61,13 +61,13 @@ class TensorScaling:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DenseScaling:
-    """The scaling of the products that have one input. Products are named after their kernels.
+    """The scaling of the matmuls that have one input. Matmuls are named after their kernels.
 
     Attributes:
       x: Of the input.
       kernels: Of each kernel.
       grads: Of the gradient of each result.
-      counts: 1 for each product if the last update was valid, else its counter.
+      counts: 1 for each matmul if the last update was valid, else its counter.
     """
 
     x: TensorScaling
@@ -79,7 +79,7 @@ class DenseScaling:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
-    """What the backward pass of one product reports, as a gradient.
+    """What the backward pass of one matmul reports, as a gradient.
 
     Attributes:
       amax: Largest absolute value of the gradient of the result, float32.
@@ -93,13 +93,13 @@ class Channel:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DenseUse:
-    """What one use of the products reads: scales, and its leaves of the channel.
+    """What one use of the matmuls reads: scales, and its leaves of the channel.
 
     Attributes:
       x: Scale of the input.
       kernels: Scale of each kernel.
       grads: Scale of the gradient of each result.
-      channel: One `Channel` per product.
+      channel: One `Channel` per matmul.
     """
 
     x: Any
@@ -111,7 +111,7 @@ class DenseUse:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSeen:
-    """What the forward pass of the products reports: largest absolute values, float32.
+    """What the forward pass of the matmuls reports: largest absolute values, float32.
 
     Attributes:
       x: Of the input.
@@ -123,7 +123,7 @@ class DenseSeen:
 
 
 def init(recipe: Any, names: Iterable[str], *, layers: int | None = None) -> DenseScaling | None:
-    """Return the first state of products that have one input: scales of 1, histories of 0.
+    """Return the first state of matmuls that have one input: scales of 1, histories of 0.
 
     Args:
       recipe: The recipe. Only delayed scaling has a state; the others return None.
@@ -161,7 +161,7 @@ def specs(scaling: Any) -> Any:
 
 
 def new_channel(scaling: Any, *, uses: Sequence[int] | int = ()) -> Any:
-    """Return the zeros that a step differentiates by: a `Channel` per product.
+    """Return the zeros that a step differentiates by: a `Channel` per matmul.
 
     Args:
       scaling: A tree of `DenseScaling`s.
@@ -213,7 +213,7 @@ def stack(*reports: Any) -> Any:
 def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
     """Step each history and scale once, from the reports of all uses since the last update.
 
-    A product in no backward pass has a counter of 0: its layer is frozen, or was skipped. The scale
+    A matmul in no backward pass has a counter of 0: its layer is frozen, or was skipped. The scale
     and the history of its gradient stay; those of its input and kernel too, if the largest value of
     all uses is 0, as it is without a forward pass.
 
@@ -224,11 +224,11 @@ def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
       sent: Gradient of the channel. Leading dims are uses.
 
     Returns:
-      The new tree. Inside of `jit` nothing can be raised: a product whose counter is not valid gets
+      The new tree. Inside of `jit` nothing can be raised: a matmul whose counter is not valid gets
       scales of NaN, so that every later result is NaN, and `check` names it.
 
     Raises:
-      LayerError: A counter is neither 0 nor 1, and the error names the product. Or all are 0.
+      LayerError: A counter is neither 0 nor 1, and the error names the matmul. Or all are 0.
     """
 
     def counters(state: DenseScaling, sent: dict[str, Channel]) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
 
     def of(state: DenseScaling, seen: DenseSeen, sent: dict[str, Channel]) -> DenseScaling:
         counts = counters(state, sent)
-        # The products of one input have one backward pass, so their counters are equal.
+        # The matmuls of one input have one backward pass, so their counters are equal.
         unused = jnp.stack([count == 0 for count in counts.values()]).all(axis=0)
         counts = {
             name: jnp.where((count == 0) & trained, 1.0, count) for name, count in counts.items()
@@ -294,14 +294,14 @@ def step(recipe: DelayedScaling, state: TensorScaling, amax: Any, dtype: Any) ->
 
 
 def check(scaling: Any, *, traced: bool = False) -> None:
-    """Check that the last update of every product was valid.
+    """Check that the last update of every matmul was valid.
 
     Args:
       scaling: A tree of `DenseScaling`s.
       traced: Whether to pass values that are being traced. They have no values yet.
 
     Raises:
-      LayerError: A counter is not 1. The error names all such products.
+      LayerError: A counter is not 1. The error names all such matmuls.
     """
     problems = []
     nodes = jax.tree_util.tree_flatten_with_path(scaling, is_leaf=_is_scaling)[0]
@@ -329,7 +329,7 @@ def _problem(path: str, count: float) -> Problem:
             "and a slice of it per scan step, microbatch or example"
         )
     return Problem(
-        error=LayerError, what=f"the counter is {count:g}: the product {what}", path=path, fix=fix
+        error=LayerError, what=f"the counter is {count:g}: the matmul {what}", path=path, fix=fix
     )
 
 

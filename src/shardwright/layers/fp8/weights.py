@@ -41,7 +41,7 @@ class StoredKernel:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A weight as stored, which a product quantizes before it gathers it.
+    """A weight as stored, which a matmul quantizes before it gathers it.
 
     Attributes:
       value: The array.
@@ -53,7 +53,7 @@ class Stored:
 
 
 def stored(value: Any, spec: ArraySpec, *, path: str | None = None) -> Stored:
-    """Return a weight that a product gathers itself.
+    """Return a weight that a matmul gathers itself.
 
     Args:
       value: The array, as stored.
@@ -173,7 +173,7 @@ def check_blocks(
     over = "+".join(f"{axis}={size}" for axis, size in sizes.items())
     part = f"each device's part over {over}" if sizes else "the size"
     raise LayerError(
-        f"{name} has shape {shape}, and its product contracts this dim in blocks of {BLOCK}: "
+        f"{name} has shape {shape}, and its matmul contracts this dim in blocks of {BLOCK}: "
         f"{part} is {shape[dim] / count:g}, not a multiple of {BLOCK}",
         path=path or "",
         dim=dim,

@@ -30,7 +30,7 @@ from shardwright.layers.moe.dispatch import (
     fill_slots,
 )
 from shardwright.layers.moe.exchange import Exchange, choose_exchange, serve_ragged
-from shardwright.layers.moe.experts import ExpertMatmul, choose_product, run_experts, sorted_product
+from shardwright.layers.moe.experts import ExpertMatmul, choose_matmul, run_experts, sorted_matmul
 from shardwright.layers.moe.routing import Routes, route
 from shardwright.layers.placement import is_inside_shard_map
 from shardwright.manager import context
@@ -120,7 +120,7 @@ class Dispatch:
       shards: Number of shards of the experts.
       slots: Slots of a sender at each expert.
       exchange: How tokens are sent.
-      product: How the experts of a device multiply their slots.
+      matmul: How the experts of a device multiply their slots.
     """
 
     sent: tuple[str, ...] = ()
@@ -131,7 +131,7 @@ class Dispatch:
     shards: int = 1
     slots: int
     exchange: Exchange
-    product: ExpertMatmul
+    matmul: ExpertMatmul
 
     @property
     def why(self) -> str:
@@ -239,7 +239,7 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
     own_tokens = math.prod(shape[:-1]) // senders
     slots = config.capacity.slots(own_tokens, config.per_token, config.experts)
     shards = math.prod(sizes[axis] for axis in expert_axes)
-    exchange, product = _choose(
+    exchange, matmul = _choose(
         config,
         shards=shards,
         slots=slots,
@@ -256,7 +256,7 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
         shards=shards,
         slots=slots,
         exchange=exchange,
-        product=product,
+        matmul=matmul,
     )
     _check_capacity(config, dispatch, manager, mode)
     return dispatch
@@ -272,17 +272,17 @@ def _choose(
             config, shards=shards, slots=slots, tokens=tokens, platform=platform
         )
     if exchange.name == "ragged":
-        return exchange, sorted_product(exchange.rows)
+        return exchange, sorted_matmul(exchange.rows)
     # If tokens are sent, an expert has slots for the tokens of each sender.
     senders = shards if sent else 1
-    product = choose_product(
+    matmul = choose_matmul(
         config,
         experts=config.experts // shards,
         slots=slots * senders,
         tokens=tokens * senders,
         platform=platform,
     )
-    return exchange, product
+    return exchange, matmul
 
 
 def _check_axes(
@@ -346,10 +346,10 @@ def _check_shared(
 def _unsharded_dispatch(config: MoEConfig, x: Any) -> Dispatch:
     tokens = math.prod(x.shape[:-1])
     slots = config.capacity.slots(tokens, config.per_token, config.experts)
-    product = choose_product(
+    matmul = choose_matmul(
         config, experts=config.experts, slots=slots, tokens=tokens, platform=platform_of(None)
     )
-    return Dispatch(slots=slots, exchange=NOTHING_SENT, product=product)
+    return Dispatch(slots=slots, exchange=NOTHING_SENT, matmul=matmul)
 
 
 def _token_axes(shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -441,19 +441,17 @@ def _serve(
     rows = filled.reshape(config.experts, dispatch.slots, config.embed)
     if dispatch.sent:
         rows = jax.lax.all_to_all(rows, dispatch.sent, split_axis=0, concat_axis=1, tiled=True)
-        results = run_experts(config, dispatch.product, params, rows)
+        results = run_experts(config, dispatch.matmul, params, rows)
         results = jax.lax.all_to_all(
             results, dispatch.sent, split_axis=1, concat_axis=0, tiled=True
         )
         return results.reshape(slots.total, config.embed)
     if dispatch.shards == 1:
-        return run_experts(config, dispatch.product, params, rows).reshape(
-            slots.total, config.embed
-        )
+        return run_experts(config, dispatch.matmul, params, rows).reshape(slots.total, config.embed)
     own = config.experts // dispatch.shards
     first = jax.lax.axis_index(dispatch.expert_axes) * own
     own_rows = jax.lax.dynamic_slice_in_dim(rows, first, own)
-    results = run_experts(config, dispatch.product, params, own_rows)
+    results = run_experts(config, dispatch.matmul, params, own_rows)
     whole = jnp.zeros(rows.shape, results.dtype)
     whole = jax.lax.dynamic_update_slice_in_dim(whole, results, first, axis=0)
     return whole.reshape(slots.total, config.embed)

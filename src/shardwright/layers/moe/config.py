@@ -83,9 +83,9 @@ class MoEConfig:
       z_loss: Factor of the loss for small router logits (Zoph et al., arXiv:2202.08906, eq. 5).
       exchange: How tokens are sent: "slots" sends all slots of the experts, "ragged" only the rows
         that tokens fill. "auto" chooses; `moe.explain` says which one and why.
-      product: How the experts multiply their slots: "padded" multiplies all of them, "ragged" only
+      matmul: How the experts multiply their slots: "padded" multiplies all of them, "ragged" only
         the filled ones. "auto" chooses; `moe.explain` says which one and why.
-      dtypes: Dtypes of the experts, their products and the result. The router is float32.
+      dtypes: Dtypes of the experts, their matmuls and the result. The router is float32.
       recipe: None: experts are not computed in fp8. Other values are refused.
 
     Raises:
@@ -107,7 +107,7 @@ class MoEConfig:
     balance_loss: float = 0.0
     z_loss: float = 0.0
     exchange: Literal["auto", "slots", "ragged"] = "auto"
-    product: Literal["auto", "padded", "ragged"] = "auto"
+    matmul: Literal["auto", "padded", "ragged"] = "auto"
     dtypes: Dtypes = FLOAT32
     recipe: None = None
 
@@ -122,18 +122,18 @@ class MoEConfig:
         _check_size("shared", self.shared, least=0)
         _check_choice("score", self.score, ("softmax", "sigmoid"))
         _check_choice("exchange", self.exchange, ("auto", "slots", "ragged"))
-        _check_choice("product", self.product, ("auto", "padded", "ragged"))
+        _check_choice("matmul", self.matmul, ("auto", "padded", "ragged"))
         check_names((self.activation,))
         check_fields(self, normalize=bool, dtypes=Dtypes)
         check_number("scale", self.scale, sign="positive", fix="write scale=1.0")
         for name in ("balance_loss", "z_loss"):
             fix = f"write {name}=0.01, or 0 for none"
             check_number(name, getattr(self, name), sign="not negative", fix=fix)
-        if self.product == "ragged" and self.activation in NOT_ZERO_AT_ZERO:
+        if self.matmul == "ragged" and self.activation in NOT_ZERO_AT_ZERO:
             raise LayerError(
-                f'product="ragged" with the activation {self.activation}, which is not 0 at 0: a '
+                f'matmul="ragged" with the activation {self.activation}, which is not 0 at 0: a '
                 "free slot would differ from a token of zeros",
-                fix='write product="padded"',
+                fix='write matmul="padded"',
             )
         if not isinstance(self.capacity, Dropless | Factor):
             raise LayerError(
@@ -145,10 +145,10 @@ class MoEConfig:
                 'exchange="ragged" has no slots, and a capacity limits slots',
                 fix='write capacity=Dropless(), or exchange="slots"',
             )
-        if self.exchange == "ragged" and self.product == "padded":
+        if self.exchange == "ragged" and self.matmul == "padded":
             raise LayerError(
-                'exchange="ragged" has no slots, and product="padded" multiplies slots',
-                fix='leave product out, or write exchange="slots"',
+                'exchange="ragged" has no slots, and matmul="padded" multiplies slots',
+                fix='leave matmul out, or write exchange="slots"',
             )
         if self.experts % self.groups:
             raise LayerError(

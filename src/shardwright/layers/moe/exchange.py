@@ -69,8 +69,8 @@ def choose_exchange(
         return ragged(why=f"the config names it{twin}")
     if not isinstance(config.capacity, Dropless):
         return padded(why="the capacity limits the slots")
-    if config.product == "padded":
-        return padded(why="the padded product needs slots")
+    if config.matmul == "padded":
+        return padded(why="the padded matmul needs slots")
     if config.per_token == config.experts:
         return padded(why="all slots are filled")
     if not native:

@@ -1,11 +1,11 @@
-"""The products of the experts with their rows: over all slots, or over the filled ones.
+"""The matmuls of the experts with their rows: over all slots, or over the filled ones.
 
 An expert of a dropless MoE layer has a slot for every token, and most slots are free. `padded`
 multiplies all slots. `ragged` moves the filled slots together and multiplies those, as one
 `jax.lax.ragged_dot` with a group of rows per expert.
 
-To add a product, write a function of `(config, weights, rows, most)`. Add the function to
-`_PRODUCTS`, and its name to `MoEConfig.product`.
+To add a matmul, write a function of `(config, weights, rows, most)`. Add the function to
+`_MATMULS`, and its name to `MoEConfig.matmul`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class ExpertMatmul:
     rows: int
 
 
-def choose_product(
+def choose_matmul(
     config: MoEConfig, *, experts: int, slots: int, tokens: int, platform: str
 ) -> ExpertMatmul:
-    """Choose the product that multiplies the fewest rows.
+    """Choose the matmul that multiplies the fewest rows.
 
     Args:
       config: The MoE layer.
@@ -52,32 +52,32 @@ def choose_product(
     """
     padded = experts * slots
     most = min(padded, tokens * min(config.per_token, experts))
-    if config.product != "auto":
-        rows = padded if config.product == "padded" else most
-        return ExpertMatmul(name=config.product, why="the config names it", rows=rows)
+    if config.matmul != "auto":
+        rows = padded if config.matmul == "padded" else most
+        return ExpertMatmul(name=config.matmul, why="the config names it", rows=rows)
     if config.activation in NOT_ZERO_AT_ZERO:
         why = f"{config.activation}(0) is not 0, so free slots must be multiplied"
     elif most == padded:
         why = f"all {padded} slots may be filled"
     elif platform == "cpu":
-        why = "XLA for CPU has no fast grouped product"
+        why = "XLA for CPU has no fast grouped matmul"
     else:
         why = f"at most {most} of {padded} slots are filled"
         return ExpertMatmul(name="ragged", why=why, rows=most)
     return ExpertMatmul(name="padded", why=why, rows=padded)
 
 
-def sorted_product(rows: int) -> ExpertMatmul:
-    """Return the product of rows that arrive without free slots."""
+def sorted_matmul(rows: int) -> ExpertMatmul:
+    """Return the matmul of rows that arrive without free slots."""
     return ExpertMatmul(name="ragged", why="the rows arrive sorted, without free slots", rows=rows)
 
 
-def run_experts(config: MoEConfig, product: ExpertMatmul, params: Any, rows: Any) -> Any:
+def run_experts(config: MoEConfig, matmul: ExpertMatmul, params: Any, rows: Any) -> Any:
     """Run each expert on its slots.
 
     Args:
       config: The MoE layer.
-      product: As `choose_product` returns it.
+      matmul: As `choose_matmul` returns it.
       params: gate and up `[experts, embed, hidden]`, down `[experts, hidden, embed]`.
       rows: `[experts, slots, embed]`. A free slot is 0.
 
@@ -87,7 +87,7 @@ def run_experts(config: MoEConfig, product: ExpertMatmul, params: Any, rows: Any
     # Cast once: the gradients of the rows from gate and up are then added before they are summed
     # over shards, in one all-reduce.
     rows, *weights = _jax.vary_together([rows, *_weights(params, rows.dtype)])
-    return _PRODUCTS[product.name](config, weights, rows, product.rows)
+    return _MATMULS[matmul.name](config, weights, rows, matmul.rows)
 
 
 def _padded(config: MoEConfig, weights: list[Any], rows: Any, most: int) -> Any:
@@ -138,6 +138,6 @@ def _grouped(config: MoEConfig, weights: list[Any], rows: Any, sizes: Any) -> An
     return jax.lax.ragged_dot(hidden, down, sizes)
 
 
-_PRODUCTS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
+_MATMULS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {"padded": _padded, "ragged": _ragged}
 )

@@ -1,8 +1,8 @@
 """Multi-head latent attention, of DeepSeek-V2 and V3, for the reference decoder.
 
-Keys and values of all heads are products of one latent vector per token (arXiv:2405.04434). Without
-a cache they are computed from it. With a cache only the latent is kept, and the products move to
-the queries and to the output, so that all heads read one row per token.
+Keys and values of all heads are projections of one latent vector per token (arXiv:2405.04434).
+Without a cache they are computed from it. With a cache only the latent is kept, and the matmuls
+move to the queries and to the output, so that all heads read one row per token.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class LatentConfig:
     Attributes:
       embed: Size of the residual.
       heads: Number of heads.
-      query_rank: Size of the latent of the queries, or None if queries are one product.
+      query_rank: Size of the latent of the queries, or None if queries have one matmul.
       rank: Size of the latent of keys and values.
       plain_dim: Size of the part of a head that is not rotated.
       rope_dim: Size of the rotated part, which all heads of the keys share.
       value_dim: Size of a value.
-      dtypes: Dtypes of the parameters and products.
+      dtypes: Dtypes of the parameters and matmuls.
     """
 
     embed: int

@@ -70,7 +70,7 @@ class Sizes:
       stacks: The layers, in order.
       tied: Whether the output projection is the embedding table.
       longest: Largest number of positions that the model was made for.
-      dtypes: Dtypes of the parameters and products.
+      dtypes: Dtypes of the parameters and matmuls.
       norm: The norm after the last layer.
       embed_scale: Factor of the embedding, as in Gemma.
       softcap: c in `c * tanh(logits / c)`. None for none.
@@ -166,7 +166,7 @@ def _norm(config: Config) -> NormConfig:
 
 
 def _activations(config: Config) -> tuple[str, str]:
-    """Return the activations of the gate and of the other product.
+    """Return the activations of the gate and of the other matmul.
 
     Raises:
       StrategyError: The activation of the gate is not one of these.

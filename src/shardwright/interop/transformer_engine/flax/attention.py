@@ -107,10 +107,10 @@ class DotProductAttention(Module):  # type: ignore[misc]
         "post_scale_bias" if there is a bias.
       dtype: Deprecated. Attention runs in the dtype of the inputs.
       dropout_rng_name: Name of the random stream of dropout.
-      float32_logits: Whether products and softmax are float32.
+      float32_logits: Whether matmuls and softmax are float32.
       qkv_layout: "bshd_bshd_bshd", "bshd_bs2hd" (key and value packed in `key`) or "bs3hd" (all in
         `query`).
-      scale_factor: Factor of the products. Defaults to `1 / sqrt(head_dim)`.
+      scale_factor: Factor of the scores. Defaults to `1 / sqrt(head_dim)`.
       transpose_batch_sequence: Whether arrays are `[length, batch, ...]`. None is False, with a
         warning.
       window_size: (left, right) positions around the query; a negative number means no bound.

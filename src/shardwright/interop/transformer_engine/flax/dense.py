@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from shardwright.errors import LayerError
 from shardwright.interop.transformer_engine.flax.norm import normalized, scale_init_of
-from shardwright.interop.transformer_engine.flax.quantized import product
+from shardwright.interop.transformer_engine.flax.quantized import matmul
 from shardwright.interop.transformer_engine.flax.variables import (
     Axes,
     Module,
@@ -35,7 +35,7 @@ def adapted(
     features: tuple[int, ...],
     init: Any,
 ) -> Any:
-    """Add to `y` what the low-rank adaptation of its product gives, if the module enables it.
+    """Add to `y` what the low-rank adaptation of its matmul gives, if the module enables it.
 
     The parameters are `lora_a_kernel`, `[*inputs, *features[:-1], rank]`, and `lora_b_kernel`,
     `[*features[:-1], rank, features[-1]]`, which starts at 0.
@@ -72,7 +72,7 @@ def bias_of(module: Any, features: tuple[int, ...], dtype: Any) -> Any:
 
 
 def contracted(axis: Any, x: Any) -> tuple[int, ...]:
-    """Return the dims of `x` that a product contracts, as indices that are not negative.
+    """Return the dims of `x` that a matmul contracts, as indices that are not negative.
 
     Raises:
       LayerError: A dim does not exist, or is named twice.
@@ -104,7 +104,7 @@ class DenseGeneral(Module):  # type: ignore[misc]
       axis: The dims of the input that are contracted.
       dtype: Dtype of the parameters.
       input_axes: Logical names of the input.
-      transpose_batch_sequence: Whether the input is `[length, batch, ...]`. The product is the
+      transpose_batch_sequence: Whether the input is `[length, batch, ...]`. The matmul is the
         same.
       quantization_checkpoint_name: Not used.
     """
@@ -131,7 +131,7 @@ class DenseGeneral(Module):  # type: ignore[misc]
 
     @compact  # type: ignore[untyped-decorator]
     def __call__(self, inputs: Any) -> Any:
-        """Return the product, `[*other dims, *features]`, in the dtype of `inputs`."""
+        """Return the result of the matmul, `[*other dims, *features]`, in the dtype of `inputs`."""
         features = as_tuple(self.features)
         check_inputs("inputs", inputs)
         axis = contracted(self.axis, inputs)
@@ -150,7 +150,7 @@ class DenseGeneral(Module):  # type: ignore[misc]
         x = jnp.transpose(x, order)
         # Parameters are created in TransformerEngine's order, because keys depend on it.
         bias = bias_of(self, features, x.dtype)
-        y = product(self, x, kernel, contract=len(axis), axes=(names, self.kernel_axes))
+        y = matmul(self, x, kernel, contract=len(axis), axes=(names, self.kernel_axes))
         y = adapted(self, x, y, inputs=sizes, features=features, init=self.kernel_init)
         return y + bias
 
@@ -180,7 +180,7 @@ class LayerNormDenseGeneral(Module):  # type: ignore[misc]
       axis: Must be -1.
       dtype: Dtype of the parameters.
       layernorm_input_axes: Logical names of the input of the norm.
-      dot_input_axes: Logical names of the input of the product.
+      dot_input_axes: Logical names of the input of the matmul.
       depth_scaling: The result is divided by it.
       transpose_batch_sequence: As in `DenseGeneral`.
       quantization_checkpoint_name: As in `DenseGeneral`.
@@ -220,7 +220,7 @@ class LayerNormDenseGeneral(Module):  # type: ignore[misc]
 
     @compact  # type: ignore[untyped-decorator]
     def __call__(self, inputs: Any) -> tuple[Any, Any]:
-        """Return the product, and the output of the norm or None."""
+        """Return the result of the matmul, and the output of the norm or None."""
         check_last_axis(self.axis)
         check_inputs("inputs", inputs)
         x = inputs
@@ -244,7 +244,7 @@ class LayerNormDenseGeneral(Module):  # type: ignore[misc]
             dtype=self.dtype,
         )
         x = constrain(x, self.dot_input_axes)
-        y = product(self, x, kernel, axes=(self.dot_input_axes, self.kernel_axes))
+        y = matmul(self, x, kernel, axes=(self.dot_input_axes, self.kernel_axes))
         y = adapted(self, x, y, inputs=sizes, features=features, init=self.kernel_init)
         y = y + bias_of(self, features, y.dtype)
         if self.depth_scaling is not None:

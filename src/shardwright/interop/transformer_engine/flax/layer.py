@@ -259,7 +259,7 @@ class TransformerLayer(Module):  # type: ignore[misc]
       mlp_kernel_init: Initializer of the kernels of the MLP. Defaults to that of `LayerNormMLP`.
       mlp_activations: As `activations` in `LayerNormMLP`.
       mlp_activation_params: As in `LayerNormMLP`.
-      use_bias: Whether products have biases.
+      use_bias: Whether matmuls have biases.
       bias_init: Initializer of the biases.
       apply_residual_connection_post_layernorm: Whether the outputs of the norms are the residuals.
       output_layernorm: Whether the norm is after the layer, not before its attention.

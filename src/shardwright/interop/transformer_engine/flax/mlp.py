@@ -1,4 +1,4 @@
-"""`LayerNormMLP`: a norm, a product, an activation, and a second product."""
+"""`LayerNormMLP`: a norm, a matmul, an activation, and a second matmul."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from shardwright.errors import LayerError
 from shardwright.interop.transformer_engine.flax.dense import adapted
 from shardwright.interop.transformer_engine.flax.norm import normalized, scale_init_of
-from shardwright.interop.transformer_engine.flax.quantized import product
+from shardwright.interop.transformer_engine.flax.quantized import matmul
 from shardwright.interop.transformer_engine.flax.variables import (
     Axes,
     Dropout,
@@ -60,8 +60,8 @@ def activations_of(activations: Any) -> tuple[str | Callable[[Any], Any], ...]:
 def exchanges_gradients(module: Any, activations: tuple[Any, ...]) -> bool:
     """Tell whether the states of the two gradients are stored under each other's names.
 
-    TransformerEngine does so where it fuses norm, products and activation: `grad_0` then belongs to
-    the gradient of the second product. This module does the same, so that the states of checkpoints
+    TransformerEngine does so where it fuses norm, matmuls and activation: `grad_0` then belongs to
+    the gradient of the second matmul. This module does the same, so that the states of checkpoints
     have the same meaning.
     """
     return (
@@ -130,16 +130,16 @@ class LayerNormMLP(Module):  # type: ignore[misc]
       intermediate_dropout_rng_name: Name of the random stream of dropout.
       intermediate_dropout_rate: Probability of dropping a hidden element.
       intermediate_hidden_dropout_dims: Dims along which the mask is the same.
-      enable_low_rank_adaptation: Whether to adapt both products.
+      enable_low_rank_adaptation: Whether to adapt both matmuls.
       low_rank_adaptation_dim: As in `DenseGeneral`.
       low_rank_adaptation_alpha: As in `DenseGeneral`.
       axis: Must be -1.
       dtype: Dtype of the parameters.
       layernorm_input_axes: Logical names of the input of the norm.
-      dot_1_input_axes: Logical names of the input of the first product.
-      dot_2_input_axes: Logical names of the input of the second product.
-      ffn1_ckpt_name: `checkpoint_name` of the first product.
-      ffn2_ckpt_name: `checkpoint_name` of the second product.
+      dot_1_input_axes: Logical names of the input of the first matmul.
+      dot_2_input_axes: Logical names of the input of the second matmul.
+      ffn1_ckpt_name: `checkpoint_name` of the first matmul.
+      ffn2_ckpt_name: `checkpoint_name` of the second matmul.
       transpose_batch_sequence: As in `DenseGeneral`.
       quantization_checkpoint_name: As in `DenseGeneral`.
     """
@@ -212,7 +212,7 @@ class LayerNormMLP(Module):  # type: ignore[misc]
         grads = ("_1", "_0") if exchanges_gradients(self, activations) else ("_0", "_1")
         x = constrain(x, self.dot_1_input_axes)
         axes = self.dot_1_input_axes, self.kernel_axes_1
-        y = product(self, x, wi, axes=axes, name="wi_kernel", postfix="_0", grad_postfix=grads[0])
+        y = matmul(self, x, wi, axes=axes, name="wi_kernel", postfix="_0", grad_postfix=grads[0])
         y = adapted(self, x, y, prefix="wi_", inputs=(embed,), features=inner, init=wi_init)
         y = checkpoint_name(y + bias_1.astype(y.dtype), self.ffn1_ckpt_name)
         y = activate(activations, y, self.activation_params).astype(inputs.dtype)
@@ -223,7 +223,7 @@ class LayerNormMLP(Module):  # type: ignore[misc]
         )(y, deterministic)
         y = constrain(y, self.dot_2_input_axes)
         axes = self.dot_2_input_axes, self.kernel_axes_2
-        out = product(self, y, wo, axes=axes, name="wo_kernel", postfix="_1", grad_postfix=grads[1])
+        out = matmul(self, y, wo, axes=axes, name="wo_kernel", postfix="_1", grad_postfix=grads[1])
         out = adapted(
             self,
             y,

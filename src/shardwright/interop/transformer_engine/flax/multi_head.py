@@ -277,7 +277,7 @@ class MultiHeadAttention(Module):  # type: ignore[misc]
       enable_rotary_pos_emb: Whether queries and keys are rotated by their positions.
       rotary_pos_emb_windows: As `windows` in `rotary.rotate`.
       rotary_pos_emb_group_method: "consecutive" or "alternate".
-      low_rank_adaptation_scope: Which products are adapted: none, all, qkv_proj, output_proj, mlp,
+      low_rank_adaptation_scope: Which matmuls are adapted: none, all, qkv_proj, output_proj, mlp,
         or one of the last three after "exclude_".
       low_rank_adaptation_dim: As in `DenseGeneral`.
       low_rank_adaptation_alpha: As in `DenseGeneral`.

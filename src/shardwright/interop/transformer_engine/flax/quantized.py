@@ -1,4 +1,4 @@
-"""The product of a module: in fp8 if `autocast` has entered a recipe."""
+"""The matmul of a module: in fp8 if `autocast` has entered a recipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwright.layers import dense
 from shardwright.layers.fp8 import BlockScaling, DelayedScaling, TensorScaling
 
 
-def product(
+def matmul(
     module: Any,
     x: Any,
     kernel: Any,
@@ -26,7 +26,7 @@ def product(
     postfix: str = "",
     grad_postfix: str | None = None,
 ) -> Any:
-    """Return the product of a module with its kernel, in the dtype of `x`.
+    """Return the matmul of a module with its kernel, in the dtype of `x`.
 
     Under delayed scaling the module has the variables `{x,kernel,grad}{postfix}_scale`, `[1]`, and
     `..._amax_history`, `[history]`, in the collection `fp8_metas`.
@@ -38,7 +38,7 @@ def product(
       contract: Number of dims that are contracted.
       axes: Logical names of `x` and of the kernel; Nones if they have none.
       name: Name of the kernel, for messages.
-      postfix: Tells the products of one module apart.
+      postfix: Tells the matmuls of one module apart.
       grad_postfix: The same for the gradient of the result. Defaults to `postfix`.
     """
     recipe = current_recipe()

@@ -1,4 +1,4 @@
-"""Products of fp8 operands: the forward and the backward pass of one input, several kernels.
+"""Matmuls of fp8 operands: the forward and the backward pass of one input, several kernels.
 
 The input is quantized once for all kernels. A kernel is quantized as it is stored, then gathered.
 
@@ -6,11 +6,11 @@ The input is quantized once for all kernels. A kernel is quantized as it is stor
     backward   g = Q(dy)    dx = g Q(w)'    dw = Q(x)' g
 
 With one scale per tensor, the backward pass uses the fp8 operands of the forward pass. Blocks
-lie along the contracted dim, and each of the three products contracts another dim. So with blocks
+lie along the contracted dim, and each of the three matmuls contracts another dim. So with blocks
 the forward pass quantizes each operand twice.
 
 The residuals are fp8 operands, the kernels as they are stored. The backward pass gathers them
-again. A product is computed in the dtype of its result (float32 for float16, which would overflow),
+again. A matmul is computed in the dtype of its result (float32 for float16, which would overflow),
 and multiplied by the inverse scales after it; sums over devices have that dtype too.
 """
 
@@ -48,7 +48,7 @@ from shardwright.vocabulary.axes import Role
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Kernel:
-    """The static part of one product.
+    """The static part of one matmul.
 
     Attributes:
       name: Name of the kernel.
@@ -74,11 +74,11 @@ class Fp8Kernel:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Call:
-    """The static part of the products of one input.
+    """The static part of the matmuls of one input.
 
     Attributes:
       recipe: The recipe.
-      kernels: The products.
+      kernels: The matmuls.
       contract: Number of dims that are contracted.
       dtype: Dtype of the operands before they are quantized, and of the results.
       mode: Runtime mode.
@@ -114,7 +114,7 @@ class Fp8Call:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What the backward pass of the products needs.
+    """What the backward pass of the matmuls needs.
 
     Attributes:
       x: The input, in blocks along its last dim that is not contracted.
@@ -158,7 +158,7 @@ class KernelGradients:
 
 
 def forward(call: Fp8Call, x: Any, kernels: tuple[Any, ...], scales: Any, *, keep: bool) -> Forward:
-    """Return the products, and the fp8 operands of the backward pass.
+    """Return the results, and the fp8 operands of the backward pass.
 
     Args:
       call: The static part.
@@ -309,11 +309,11 @@ def _summed(grad: Any, varying: frozenset[str]) -> Any:
 
 
 def _check_dims(call: Fp8Call, x: Any, kernels: tuple[Any, ...], *, keep: bool) -> None:
-    """Check the blocks of every dim that the products contract."""
+    """Check the blocks of every dim that the matmuls contract."""
     if not call.blocks:
         return
     rows = x.ndim - call.contract
-    products = ", ".join(static.name for static in call.kernels)
+    matmuls = ", ".join(static.name for static in call.kernels)
 
     def check(
         annotation: Any, shape: tuple[int, ...], dim: int, name: str, **without_annotation: Any
@@ -326,7 +326,7 @@ def _check_dims(call: Fp8Call, x: Any, kernels: tuple[Any, ...], *, keep: bool) 
             name=name,
             role=Role.ACTIVATION,
             mode=call.mode,
-            path=products if annotation is None else None,
+            path=matmuls if annotation is None else None,
             **without_annotation,
         )
 
