@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import shardwright as sw
 from shardwright.manager import context
 from tests.manager.programs import make_manager, numbers
+from tests.raising import raises
 
 OWN, OTHER = jax.P("dp", "tp"), jax.P("dp")  # specs of (BATCH, EMBED) under the two managers below
 NONE = "none"  # no manager: `hint` returns the array unchanged, `shard` raises
@@ -34,13 +34,11 @@ def seen() -> Any:
         manager = context.current()
     except sw.NoManagerError:
         for call in (sw.shard, sw.hint):
-            with pytest.raises(sw.NoManagerError, match=r"was left|entered by another task"):
+            with raises(sw.NoManagerError, "PartitionManager", "rules", "dp:2,tp:4"):
                 call(x, sw.BATCH, sw.EMBED)
         return REFUSED
     if manager is None:
-        with pytest.raises(
-            sw.NoManagerError, match="shard needs a PartitionManager, and none is entered"
-        ):
+        with raises(sw.NoManagerError, "PartitionManager", fix="pm.shard"):
             sw.shard(x, sw.BATCH, sw.EMBED)
         assert sw.hint(x, sw.BATCH, sw.EMBED) is x
         return NONE

@@ -34,6 +34,7 @@ from tests.manager.flows import (
     turn,
 )
 from tests.manager.programs import make_manager, numbers
+from tests.raising import raises
 
 
 @pytest.fixture(autouse=True)
@@ -351,7 +352,7 @@ def test_cells_beside_a_background_task(lasting: bool) -> None:
     running: list[Any] = []
     notebook.cell(lambda: running.append(asyncio.get_running_loop().create_task(background())))
     assert notebook.cell(seen) == REFUSED
-    with pytest.raises(sw.NoManagerError, match="entered by another task of this thread, which"):
+    with raises(sw.NoManagerError, "PartitionManager", "rules", "dp:2,tp:4", "decode"):
         notebook.cell(lambda: spec_of(f))
     with own():
         assert spec_of(f) == OWN
@@ -405,7 +406,7 @@ def test_jobs_of_a_pool_enter_their_own() -> None:
             assert pool.submit(job, pm).result() == wanted
             assert pool.submit(seen).result() == NONE
             assert pool.submit(context.depth).result() == 0
-            with pytest.raises(sw.NoManagerError, match="is not entered in this thread"):
+            with raises(sw.NoManagerError, "PartitionManager", "rules", "dp:2,tp:4"):
                 pool.submit(pm.__exit__, None, None, None).result()
 
 

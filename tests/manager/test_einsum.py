@@ -14,6 +14,7 @@ import shardwright as sw
 from shardwright._jax import watch_compilations
 from shardwright.testing import cpu_mesh
 from tests.manager.programs import AXIS_TYPES, make_manager, numbers, sharded_over
+from tests.raising import raises
 
 HIDDEN = (sw.BATCH, sw.LENGTH, sw.MLP_INTERMEDIATE)
 RESIDUAL = (sw.BATCH, sw.LENGTH, "wide")
@@ -156,9 +157,9 @@ def test_products_inside_shard_map(kind: str) -> None:
 def test_products_refuse_what_does_not_fit(kind: str) -> None:
     pm = make_manager(kind, text=RULES)
     x, up, _ = operands()
-    with pm, pytest.raises(sw.IndivisibleError, match="size 6 does not divide over tp=4"):
+    with pm, raises(sw.IndivisibleError, "tp=4", size=6, fix="tp | -"):
         jax.jit(lambda: sw.einsum("ble,em->blm", x, up, out=(sw.BATCH, sw.HEAD, sw.EMBED)))()
-    with pm, pytest.raises(sw.RankMismatchError, match="3"):
+    with pm, raises(sw.RankMismatchError, "BATCH", "HEAD", 2, 3, fix="EMPTY"):
         jax.jit(lambda: sw.einsum("ble,em->blm", x, up, out=(sw.BATCH, sw.HEAD)))()
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardwright as sw
+from tests.raising import raises
 
 P = jax.P
 
@@ -31,7 +32,7 @@ def test_whole_input_beside_a_shard(whole: Any) -> None:
         mapped = pm.shard_map(f, in_axes=[stored, whole], out_axes=(), check_vma=check_vma)
         return mapped(jnp.ones(64), jnp.ones(8))
 
-    with pytest.raises(sw.ShapeRequiredError, match=r"\(64,\) or \(8,\)[\s\S]*shape="):
+    with raises(sw.ShapeRequiredError, "(8,)", "(64,)", fix="check_vma"):
         run()
     assert run(check_vma=True) == run(shape=(8,)) == 64
 
@@ -47,7 +48,7 @@ def test_whole_dim_beside_a_shard() -> None:
     for whole in ((sw.EMPTY, sw.MLP_INTERMEDIATE), P(None, "tp")):
         in_axes = [sw.ColumnWise, whole]
         mapped = pm.shard_map(total, in_axes=in_axes, out_axes=(), check_vma=False)
-        with pytest.raises(sw.ShapeRequiredError, match="different global"):
+        with raises(sw.ShapeRequiredError, "(32, 2)", "(64, 8)", "(32, 8)", fix="check_vma"):
             mapped(jnp.ones((64, 8)), jnp.ones((32, 8)))
         alone = pm.shard_map(
             lambda value: total(None, value), in_axes=[whole], out_axes=(), check_vma=False
@@ -64,7 +65,7 @@ def test_whole_layers_beside_a_shard() -> None:
         return jax.lax.psum(pm.gather(layers[0], sw.EMBED).sum(), "fsdp")
 
     mapped = pm.shard_map(total, in_axes=in_axes, out_axes=(), check_vma=False)
-    with pytest.raises(sw.ShapeRequiredError, match="different global"):
+    with raises(sw.ShapeRequiredError, "(8,)", "(64,)", fix="check_vma"):
         mapped(jnp.ones(64), jnp.ones((2, 8)))
 
 
@@ -78,7 +79,7 @@ def test_shard_of_the_size_of_a_gathered_weight() -> None:
     for check_vma in (True, False):
         in_axes = [stored, P("fsdp")]
         mapped = pm.shard_map(total, in_axes=in_axes, out_axes=(), check_vma=check_vma)
-        with pytest.raises(sw.ShapeRequiredError, match=r"\(64,\) or \(512,\)"):
+        with raises(sw.ShapeRequiredError, "(64,)", "(512,)", fix="check_vma"):
             mapped(jnp.ones(64), jnp.ones(512))
 
 

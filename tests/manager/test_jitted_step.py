@@ -12,6 +12,7 @@ import pytest
 
 import shardwright as sw
 from shardwright.testing import cpu_mesh
+from tests.raising import Facts, facts, raises
 
 AXES = (sw.BATCH, sw.LENGTH)
 MESHES = [("fsdp_tp", "fsdp:2,tp:4"), ("fsdp", "fsdp:8"), ("sequence", "fsdp:2,sp:4")]
@@ -67,7 +68,9 @@ def test_input_fits_the_given_sharding() -> None:
     pm = make_manager()
     batch = pm.abstract(make_batch(), AXES, role="activation")
     jitted = pm.jit_step(step, make_state(pm), batch)
-    with pytest.raises(sw.IndivisibleError, match="input 0 y: the shape") as caught:
+    with raises(
+        sw.IndivisibleError, "(7, 8)", "fsdp", 2, "tp", path="input 0 y", fix="jit_step"
+    ) as caught:
         jitted(make_state(pm), make_batch(7, 8))
     assert caught.value.fix
 
@@ -75,16 +78,19 @@ def test_input_fits_the_given_sharding() -> None:
 @pytest.mark.parametrize(
     ("inputs", "says"),
     [
-        ((), "the call passes 0 inputs, jit_step was given annotations of 1"),
-        ((make_batch(), 1.0), "the call passes 2 inputs, jit_step was given annotations of 1"),
-        (({"x": np.ones((8, 8))},), "input 0 y: jit_step was given this"),
-        (({**make_batch(), "z": np.ones((8, 8))},), "input 0 z: the call passes this"),
+        ((), facts(0, "jit_step", 1, path="step", fix="jit_step")),
+        ((make_batch(), 1.0), facts(2, "jit_step", 1, path="step", fix="jit_step")),
+        (({"x": np.ones((8, 8))},), facts("jit_step", path="input 0 y", fix="jit_step")),
+        (
+            ({**make_batch(), "z": np.ones((8, 8))},),
+            facts("jit_step", path="input 0 z", fix="jit_step"),
+        ),
     ],
 )
-def test_other_inputs_are_refused(inputs: tuple[Any, ...], says: str) -> None:
+def test_other_inputs_are_refused(inputs: tuple[Any, ...], says: Facts) -> None:
     pm = make_manager()
     jitted = pm.jit_step(step, make_state(pm), {"x": AXES, "y": AXES})
-    with pytest.raises(sw.StrategyError, match=says) as caught:
+    with raises(sw.StrategyError, says) as caught:
         jitted(make_state(pm), *inputs)
     assert caught.value.fix
 
@@ -93,13 +99,13 @@ def test_other_calls_are_refused() -> None:
     pm = make_manager()
     state = make_state(pm)
     jitted = pm.jit_step(step, state, AXES)
-    with pytest.raises(sw.StrategyError, match="the call passes batch by keyword"):
+    with raises(sw.StrategyError, "batch", path="step", fix="jit_step"):
         jitted(state, batch=make_batch())
-    with pytest.raises(sw.StrategyError, match="the call passes no state"):
+    with raises(sw.StrategyError, "state", path="step", fix="jit_step"):
         jitted()
-    with pytest.raises(sw.StrategyError, match="state q: the call passes this"):
+    with raises(sw.StrategyError, "jit_step", path="state q", fix="jit_step"):
         jitted({**state, "q": state["p"] + 1}, make_batch())
-    with pytest.raises(sw.StrategyError, match="state: the call passes another structure"):
+    with raises(sw.StrategyError, "jit_step", 1, path="state", fix="jit_step"):
         pm.jit_step(step, [state["p"]], AXES)((state["p"],), make_batch())
 
 
@@ -111,7 +117,7 @@ def test_repeated_arrays_are_not_donated() -> None:
         return jax.tree.map(lambda x: x + 1, state), None
 
     state = {"p": p, "q": p}
-    with pytest.raises(sw.StrategyError, match="state q: this is the same array as p"):
+    with raises(sw.StrategyError, "donated", "once", path="state q", fix="x.copy"):
         pm.jit_step(both, state)(state)
     state, _ = pm.jit_step(both, state, donate=False)(state)
     np.testing.assert_array_equal(state["q"], 2.0)
@@ -146,7 +152,7 @@ def test_weak_types_compile_once() -> None:
         return {"w": jnp.where(state["w"] > 0, 1.0, 0.0)}, None
 
     weak, strong = {"w": pm.shard(1.0)}, {"w": pm.shard(jnp.float32(1))}
-    with pytest.raises(sw.StrategyError, match=r"state w: the step takes a weakly typed") as caught:
+    with raises(sw.StrategyError, "step", "float32", path="state w", fix="pm.shard") as caught:
         pm.jit_step(to_strong, weak)(weak)
     assert "pm.shard(jnp.asarray(x, jnp.float32))" in caught.value.fix
     assert not weak["w"].is_deleted()
@@ -212,7 +218,7 @@ def test_placed_scalars_are_not_moved(value: Any) -> None:
     """A scalar on another mesh or device was placed by somebody, so the call would be refused."""
     pm = make_manager()
     for sharding in (jax.NamedSharding(cpu_mesh("dp:4"), jax.P()), jax.devices()[3]):
-        with pytest.raises(sw.StrategyError, match=r"state x: .* has no sharding on the manager"):
+        with raises(sw.StrategyError, "manager", path="state x", fix="pm.init"):
             pm.jit_step(step, {"x": jax.device_put(value, sharding)})
 
 
@@ -222,13 +228,19 @@ def test_states_of_another_type_are_refused() -> None:
     jitted = pm.jit_step(step, state, AXES, donate=False)
     jitted(state, make_batch())
     for other, says in (
-        (np.ones((16, 4), np.float32), r"state p: .* float32\[8,4\], .* passes float32\[16,4\]"),
-        (np.ones((8, 4), jnp.bfloat16), r"state p: .* float32\[8,4\], .* passes bfloat16\[8,4\]"),
+        (
+            np.ones((16, 4), np.float32),
+            facts("jit_step", "float32", "[8,4]", "[16,4]", path="state p", fix="jit_step"),
+        ),
+        (
+            np.ones((8, 4), jnp.bfloat16),
+            facts("jit_step", "float32", "[8,4]", "bfloat16", path="state p", fix="jit_step"),
+        ),
     ):
         for call in (jitted, jitted.lower, jitted.trace, jitted.eval_shape):
-            with pytest.raises(sw.StrategyError, match=says):
+            with raises(sw.StrategyError, says):
                 call({"p": other}, make_batch())
-    with pytest.raises(sw.StrategyError, match="state q: the call passes this"):
+    with raises(sw.StrategyError, "jit_step", path="state q", fix="jit_step"):
         pm.jit_step(step, {**state, "q": None}, AXES)({**state, "q": 1}, make_batch())
     jitted({"p": np.ones((8, 4), np.float32)}, make_batch())  # NumPy is placed
 
@@ -248,10 +260,20 @@ def test_state_sizes_that_do_not_divide(placed: Any, axis_types: Any) -> None:
     jitted(state)
     for call in (jitted, jitted.lower, jitted.trace, jitted.eval_shape):
         for value in (other, jax.ShapeDtypeStruct((6, 4), jnp.float32)):
-            with pytest.raises(sw.StrategyError, match=r"state p: .* float32\[6,4\]") as caught:
+            with raises(
+                sw.StrategyError,
+                "jit_step",
+                "float32",
+                "[8,4]",
+                "[6,4]",
+                path="state p",
+                fix="jit_step",
+            ) as caught:
                 call({"p": value})
             assert "call jit_step with this one" in caught.value.fix
-    with pytest.raises(sw.StrategyError, match=r"state p: .* passes str"):
+    with raises(
+        sw.StrategyError, "jit_step", "float32", "[8,4]", "str", path="state p", fix="jit_step"
+    ):
         jitted({"p": "text"})
 
 
@@ -270,20 +292,29 @@ def test_arrays_of_another_placement_are_refused() -> None:
     jitted = pm.jit_step(step, state, AXES, donate=False)
     x = np.arange(64, dtype=np.float32).reshape(8, 8)
     for sharding, says in (
-        (jax.devices()[3], "placed as SingleDeviceSharding on .*3, and"),
-        (jax.NamedSharding(pm.mesh, jax.P()), r"placed as P\(\) on {'fsdp': 2, 'tp': 4}"),
-        (jax.NamedSharding(pm.mesh, jax.P("tp")), r"placed as P\('tp'\) on"),
-        (jax.NamedSharding(cpu_mesh("dp:4"), jax.P("dp")), r"placed as P\('dp'\) on {'dp': 4}"),
+        (
+            jax.devices()[3],
+            facts("SingleDeviceSharding", 3, "jit_step", "fsdp", path=..., fix="jit_step"),
+        ),
+        (jax.NamedSharding(pm.mesh, jax.P()), facts("fsdp", 2, "tp", 4, path=..., fix="jit_step")),
+        (
+            jax.NamedSharding(pm.mesh, jax.P("tp")),
+            facts("tp", "fsdp", 2, 4, path=..., fix="jit_step"),
+        ),
+        (
+            jax.NamedSharding(cpu_mesh("dp:4"), jax.P("dp")),
+            facts("dp", 4, "jit_step", "fsdp", path=..., fix="jit_step"),
+        ),
     ):
         placed = jax.device_put(x, sharding)
         for call in (jitted, jitted.lower):
-            with pytest.raises(sw.StrategyError, match=f"input 0 y: the array is {says}") as caught:
+            with raises(sw.StrategyError, says) as caught:
                 call(state, {"x": x, "y": placed})
         assert "pm.shard(x, *axes)" in caught.value.fix
         _, (sums,) = jitted(state, {"x": x, "y": pm.shard(placed, *AXES)})
         assert float(sums["y"]) == x.sum()
         placed = jax.device_put(x, sharding)
-        with pytest.raises(sw.StrategyError, match=f"state p: the array is {says}") as caught:
+        with raises(sw.StrategyError, says) as caught:
             jitted({"p": placed}, make_batch())
         assert "jax.device_put(x, sharding)" in caught.value.fix
         jitted({"p": jax.device_put(placed, state["p"].sharding)}, make_batch())
@@ -307,12 +338,12 @@ def test_deleted_arrays_are_refused() -> None:
     jitted = pm.jit_step(step, state, AXES)
     jitted(state, make_batch())
     assert state["p"].is_deleted()
-    with pytest.raises(sw.StrategyError, match="state p: the array is deleted") as caught:
+    with raises(sw.StrategyError, "deleted", path="state p", fix="donate") as caught:
         jitted(state, make_batch())
     assert "state, loss = step(state, batch)" in caught.value.fix
     batch = make_batch() | {"y": jnp.ones((8, 8))}
     batch["y"].delete()
-    with pytest.raises(sw.StrategyError, match="input 0 y: the array is deleted"):
+    with raises(sw.StrategyError, "deleted", path="input 0 y"):
         jitted(make_state(pm), batch)
     jitted.lower(state, make_batch())  # it needs no values
 
@@ -328,17 +359,21 @@ def test_steps_inside_of_a_trace() -> None:
 @pytest.mark.parametrize(
     ("change", "path", "says"),
     [
-        (lambda s: {**s, "opt": [*s["opt"]]}, "state opt", "takes tuple and returns list"),
-        (lambda s: {**s, "opt": s["opt"][:1]}, "state opt/1", "takes this and does not return it"),
-        (lambda s: {**s, "more": 1.0}, "state more", "returns this and does not take it"),
-        (lambda s: {**s, "p": {"x": s["p"]}}, "state p", "takes an array and returns dict"),
-        (lambda s: {**s, "none": 1.0}, "state none", "takes NoneType and returns an array"),
+        (
+            lambda s: {**s, "opt": [*s["opt"]]},
+            "state opt",
+            facts("step", "tuple", "list", path="state opt"),
+        ),
+        (lambda s: {**s, "opt": s["opt"][:1]}, "state opt/1", facts("step", path="state opt/1")),
+        (lambda s: {**s, "more": 1.0}, "state more", facts("step", path="state more")),
+        (lambda s: {**s, "p": {"x": s["p"]}}, "state p", facts("step", "dict", path="state p")),
+        (lambda s: {**s, "none": 1.0}, "state none", facts("step", "NoneType", path="state none")),
     ],
 )
-def test_changes_of_structure_are_paths(change: Any, path: str, says: str) -> None:
+def test_changes_of_structure_are_paths(change: Any, path: str, says: Facts) -> None:
     pm = make_manager()
     state = {**make_state(pm), "opt": (pm.shard(1.0), {"m": pm.shard(1.0)}), "none": None}
-    with pytest.raises(sw.StrategyError, match=f"the step {says}") as caught:
+    with raises(sw.StrategyError, says) as caught:
         pm.jit_step(lambda s: (change(s), None), state)(state)
     assert caught.value.path == path
     assert "PyTreeDef" not in str(caught.value)

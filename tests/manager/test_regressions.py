@@ -14,6 +14,7 @@ import pytest
 
 import shardwright as sw
 from shardwright.testing import cpu_mesh
+from tests.raising import Facts, facts, raises
 
 P = jax.P
 
@@ -33,9 +34,7 @@ def test_shard_map_reuses_composites() -> None:
         out_axes=(sw.EMPTY, axes[1]),
     )(x)
     np.testing.assert_allclose(actual, x.sum(0, keepdims=True))
-    with pytest.raises(
-        sw.AxisConflictError, match="FSDP is in the inputs only as part of a composite"
-    ):
+    with raises(sw.AxisConflictError, "composite", path="output", axis="FSDP"):
         pm.shard_map(lambda x: x, in_axes=(axes,), out_axes=(sw.EMPTY, sw.FSDP))(x)
 
 
@@ -69,10 +68,7 @@ def test_init_of_wrong_shape_or_dtype() -> None:
     wrong = sw.ArraySpec(
         (8,), jnp.float32, (sw.NORM,), lambda key, shape, dtype: jnp.zeros((16,), jnp.int32)
     )
-    with pytest.raises(
-        sw.RankMismatchError,
-        match=r"init returned int32 of shape \(16,\), the ArraySpec has float32 of shape \(8,\)",
-    ):
+    with raises(sw.RankMismatchError, "int32", "(16,)", "ArraySpec", "float32", "(8,)", path="a"):
         pm.init({"a": wrong}, jax.random.key(0))
 
 
@@ -80,20 +76,24 @@ def test_state_follows_whole_copies_only() -> None:
     params = [np.ones(8), np.ones(8), np.ones((8, 8))]
     annotations = [(sw.HEAD,), (sw.NORM,), (sw.EMBED, sw.MLP_INTERMEDIATE)]
     state = {"sums": jax.eval_shape(optax.sm3(0.1).init, params)[0].mu}
-    with pytest.raises(sw.StrategyError, match="follows no parameter"):
+    with raises(
+        sw.StrategyError,
+        facts("(8,)", path="sums/0/0"),
+        facts("(8,)", path="sums/1/0"),
+        facts("(8,)", path="sums/2/0"),
+        facts("(8,)", path="sums/2/1"),
+    ):
         sw.annotate_state(state, params, annotations)
     both = {"w": np.ones((8, 4)), "enc": {"w": np.ones((8, 4))}}
     axes = {"w": (sw.EMBED, sw.HEAD), "enc": {"w": (sw.HEAD, sw.EMBED)}}
-    with pytest.raises(
-        sw.StrategyError, match=r"mu/dec/w: state of shape \(8, 4\) follows no parameter"
-    ):
+    with raises(sw.StrategyError, "state", "(8, 4)", path="mu/dec/w"):
         sw.annotate_state({"mu": {"dec": {"w": np.ones((8, 4))}}}, both, axes)
     assert sw.annotate_state({"mu": both}, both, axes, by_path=False) == {"mu": axes}
 
 
 def test_merged_dims_of_fitted_ranks() -> None:
     pm = manager('[rules]\nkv_head = "tp"\nembed = "-"\n[policy]\npreset = "eformer"')
-    with pytest.raises(sw.RankMismatchError, match="size 7 is not KV_HEAD 8"):
+    with raises(sw.RankMismatchError, "KV_HEAD", 8, "KV_HEAD_DIM", 128, size=7):
         pm.sharding((sw.EMBED, sw.merged((sw.KV_HEAD, 8), (sw.KV_HEAD_DIM, 128))), shape=(16, 7, 3))
 
 
@@ -143,10 +143,7 @@ def test_gradient_of_weights_placed_elsewhere(kind: Any) -> None:
 
 def test_own_mesh_axis_needs_a_rule() -> None:
     mesh = cpu_mesh("data:2,model:4")
-    with pytest.raises(
-        sw.MeshMismatchError,
-        match=r"no rule names the mesh axis data=2, so everything would be replicated over it",
-    ) as caught:
+    with raises(sw.MeshMismatchError, "data=2", "dp", "fsdp", "ep", fix="data") as caught:
         sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=mesh)
     assert [problem.mesh_axes for problem in caught.value.problems] == [("data",), ("model",)]
 
@@ -157,7 +154,7 @@ def test_an_own_mesh_axis_of_size_one_may_be_idle() -> None:
     assert sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=mesh).resolve(
         sw.EMBED, role="param", shape=(16,)
     ) == P("fsdp")
-    with pytest.raises(sw.MeshMismatchError, match="no rule names the mesh axis model=2") as caught:
+    with raises(sw.MeshMismatchError, "model=2", "dp", "fsdp", "ep", fix="model") as caught:
         sw.PartitionManager(
             sw.Strategy.preset("fsdp"), mesh=sw.abstract_mesh("data:1,fsdp:4,model:2")
         )
@@ -165,11 +162,11 @@ def test_an_own_mesh_axis_of_size_one_may_be_idle() -> None:
 
 
 def test_spellings_are_not_repaired() -> None:
-    with pytest.raises(sw.UnknownAxisError, match="unknown axis 'batch_'"):
+    with raises(sw.UnknownAxisError, "axis", path="<toml>:4 rules.batch_", fix="batch"):
         sw.Strategy.loads('[mesh]\ndp = 2\n[rules]\nbatch_ = "dp"')
-    with pytest.raises(sw.StrategyError, match="'rotary_' cannot be the name of an axis"):
+    with raises(sw.StrategyError, "axis", path="<toml>:2 axes.rotary_", fix="rotary_dim"):
         sw.Strategy.loads('[axes]\nrotary_ = "x"')
-    with pytest.raises(sw.StrategyError, match=r"are .*, not a list"):
+    with raises(sw.StrategyError, "__HEAD__", "__BATCH__", fix="EMPTY"):
         sw.DynamicShardingAxes({sw.BATCH, sw.HEAD}, "train")  # type: ignore[arg-type]
 
 
@@ -196,9 +193,9 @@ def test_initializer_without_hash() -> None:
 @pytest.mark.parametrize("shape", [8, ("8",), (-8,), (8.5,), "84"])
 def test_invalid_shape_is_refused(shape: Any) -> None:
     pm = manager('[rules]\nbatch = "dp"')
-    with pytest.raises(sw.RankMismatchError, match=r"is not a shape|has a negative size"):
+    with raises(sw.RankMismatchError, fix="x.shape"):
         pm.resolve(sw.BATCH, shape=shape)
-    with pytest.raises(sw.RankMismatchError, match=r"is not a shape|has a negative size"):
+    with raises(sw.RankMismatchError, fix="x.shape"):
         sw.ArraySpec(shape, jnp.float32, (sw.BATCH,))
 
 
@@ -208,7 +205,7 @@ def test_invalid_shape_is_refused(shape: Any) -> None:
 def test_invalid_mode_or_role_error(arguments: dict[str, Any]) -> None:
     pm = manager('[rules]\nbatch = "dp"')
     assert not pm.explain(sw.BATCH, shape=(8,), **arguments).ok
-    with pytest.raises(sw.StrategyError, match=r"unknown (mode|role)"):
+    with raises(sw.StrategyError, "unknown"):
         pm.shard(np.ones(8), sw.BATCH, **arguments)
 
 
@@ -247,14 +244,11 @@ def test_explain_reports_mixed_mesh_order() -> None:
     )
     assert not resolution.ok
     assert resolution.spec is None
-    with pytest.raises(
-        sw.MeshMismatchError,
-        match=r"lm_head dim 0 VOCAB: fsdp\+tp puts an Auto mesh axis before an Explicit one",
-    ):
+    with raises(sw.MeshMismatchError, "fsdp", "tp", "JAX", path="lm_head", dim=0, axis="VOCAB"):
         resolution.require()
     manager = sw.PartitionManager(strategy, mesh=mesh)
-    with pytest.raises(
-        sw.MeshMismatchError, match=r"head dim 0 VOCAB: fsdp\+tp puts an Auto mesh axis before"
+    with raises(
+        sw.MeshMismatchError, "fsdp", "tp", "JAX", path="head", dim=0, axis="VOCAB"
     ) as caught:
         manager.shard({"head": np.ones(16, np.float32)}, (sw.VOCAB,))
     assert caught.value.resolution.path == "head"
@@ -267,7 +261,7 @@ def test_mesh_axes_of_an_open_axis() -> None:
     )
     manager = sw.PartitionManager(strategy, mesh=sw.abstract_mesh("dp:8"))
     for ask in (manager.mesh_axes, manager.axis_size):
-        with pytest.raises(sw.StrategyError, match=r'"\?" leaves this dim to the compiler'):
+        with raises(sw.StrategyError, "?", "dim", fix="?"):
             ask(sw.LENGTH)
 
 
@@ -291,20 +285,20 @@ def test_only_abstract_managers_pickle() -> None:
     [
         (
             lambda pm: pm.abstract({"a": {"b": 1.0}}, {"a": {"b": ()}}),
-            "a/b: float has no shape and dtype",
+            facts("float", "dtype", path="a/b", fix="ShapeDtypeStructs"),
         ),
         (
             lambda pm: pm.shard_map(lambda x: x, in_axes=None, out_axes=()),
-            "in_axes=None is not a tuple",
+            facts("in_axes", "tuple"),
         ),
         (
             lambda pm: pm.state_shardings({}, {}, {}, overrides=["x"]),
-            r"overrides=\['x'\] is not a mapping",
+            facts("overrides", "x", fix="pattern"),
         ),
-        (lambda pm: sw.match_paths({}, {"kernel": (sw.EMBED,)}), "rule 0: 'kernel' is not a pair"),
+        (lambda pm: sw.match_paths({}, {"kernel": (sw.EMBED,)}), facts(0, "kernel", fix="pattern")),
     ],
 )
-def test_arguments_of_the_wrong_kind(call: Any, says: str) -> None:
+def test_arguments_of_the_wrong_kind(call: Any, says: Facts) -> None:
     manager = sw.PartitionManager(sw.Strategy.preset("ddp"), mesh=cpu_mesh("dp:8"))
-    with pytest.raises(sw.StrategyError, match=says):
+    with raises(sw.StrategyError, says):
         call(manager)

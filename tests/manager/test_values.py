@@ -13,6 +13,7 @@ import pytest
 
 import shardwright as sw
 from tests.manager.programs import AXIS_TYPES, assert_like, make_manager, numbers, sharded_over
+from tests.raising import raises
 
 Pair = collections.namedtuple("Pair", ["first", "second"])  # noqa: PYI024  JAX knows this type
 
@@ -104,9 +105,7 @@ def test_scalars_and_numbers(value: Any, operation: str) -> None:
     for actual in (place(value, ()), jax.jit(lambda x: place(x, ()))(value)):
         assert actual.shape == ()
         assert actual == value
-    with pytest.raises(
-        sw.RankMismatchError, match=r"\(BATCH\) has rank 1, and the array has rank 0"
-    ):
+    with raises(sw.RankMismatchError, "BATCH", 1, 0, fix="EMPTY"):
         place(value, (sw.BATCH,))
 
 
@@ -195,7 +194,9 @@ def test_prefix_annotation_over_axis_strings() -> None:
 def test_tree_reports_every_leaf_at_once() -> None:
     pm = make_manager()
     tree = {"good": numbers(8, 4), "odd": [numbers(8, 6), numbers(7, 4)], "flat": numbers(3)}
-    with pytest.raises(sw.ShardingError, match=r"^3 problems") as caught:
+    with raises(
+        sw.RankMismatchError, "BATCH", "EMBED", 2, 1, path="flat", fix="EMPTY", count=3
+    ) as caught:
         pm.shard(tree, (sw.BATCH, sw.EMBED))
     assert [(p.path, p.error.__name__) for p in caught.value.problems] == [
         ("flat", "RankMismatchError"),
@@ -206,16 +207,9 @@ def test_tree_reports_every_leaf_at_once() -> None:
 
 def test_structures_must_agree() -> None:
     pm = make_manager()
-    with pytest.raises(
-        sw.StrategyError,
-        match=r"^2 problems\n 1. a: the tree has this path, the tree of annotations does not\n",
-    ):
+    with raises(sw.StrategyError, "tree", path="a", count=2):
         pm.shard({"a": numbers(8, 4)}, {"b": (sw.BATCH, sw.EMBED)})
-    with pytest.raises(
-        sw.StrategyError,
-        match=r"^a: NoneType is not an annotation|"
-        r"^a: the tree has a leaf .* here, the tree of annotations has None\n",
-    ):
+    with raises(sw.StrategyError, "tree", "(8, 4)", path="a"):
         pm.shard({"a": numbers(8, 4)}, {"a": None})
 
 
@@ -227,7 +221,5 @@ def test_array_specs_bring_their_own_axes() -> None:
     assert pm.shard(numbers(8, 4), stored).sharding.spec == pm.shardings(stored).spec, (
         "a spec is a stored parameter"
     )
-    with pytest.raises(
-        sw.RankMismatchError, match=r"array has shape \(8, 8\), its ArraySpec has \(8, 4\)"
-    ):
+    with raises(sw.RankMismatchError, "(8, 8)", "ArraySpec", "(8, 4)"):
         pm.shard(numbers(8, 8), spec)

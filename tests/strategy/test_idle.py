@@ -13,6 +13,7 @@ from shardwright.errors import MissingMeshAxisError
 from shardwright.lints.finding import Code
 from shardwright.resolution.rules import Policy
 from shardwright.testing import cpu_mesh
+from tests.raising import Facts, facts, raises
 
 FILE = """
 version = 1
@@ -44,18 +45,22 @@ def test_idle_mesh_axis_needs_no_rule() -> None:
 
 
 def test_unnamed_mesh_axes_are_refused() -> None:
-    with pytest.raises(sw.MeshMismatchError, match="no rule names the mesh axis other=2") as caught:
+    with raises(sw.MeshMismatchError, "other", 2, "dp", fix="other") as caught:
         sw.PartitionManager(loaded(), mesh=cpu_mesh("replica:1,autoregressive:2,dp:2,other:2"))
     assert 'or declare that it is idle, [policy] idle = "other"' in str(caught.value)
 
 
 def test_idle_mesh_axis_must_be_in_the_mesh() -> None:
-    with pytest.raises(
-        sw.MeshMismatchError, match="names the mesh axis 'autoregressive', which the mesh"
-    ):
+    with raises(sw.MeshMismatchError, "autoregressive", "replica", 2, "dp", fix="replica"):
         sw.PartitionManager(loaded(), mesh=cpu_mesh("replica:2,dp:4"))
-    with pytest.raises(
-        MissingMeshAxisError, match=r"mesh axis 'replca' is neither in .mesh. nor a standard one"
+    with raises(
+        MissingMeshAxisError,
+        "replca",
+        "dp",
+        "fsdp",
+        "tp",
+        path="idle.toml:10 policy.idle",
+        fix="replica",
     ) as caught:
         loaded(FILE.replace('"replica+autoregressive"', '"replca"'))
     assert "idle.toml:10" in str(caught.value)
@@ -71,8 +76,8 @@ def test_idle_mesh_axis_must_be_in_the_mesh() -> None:
     ],
 )
 def test_rule_names_idle_mesh_axis(lines: str) -> None:
-    with pytest.raises(
-        sw.StrategyError, match="'replica' is declared idle, but a rule names it"
+    with raises(
+        sw.StrategyError, "replica", "rule", path="idle.toml:10 policy.idle", fix="replica"
     ) as caught:
         loaded(FILE + lines)
     assert "idle.toml:10" in str(caught.value)
@@ -81,19 +86,21 @@ def test_rule_names_idle_mesh_axis(lines: str) -> None:
 
 @pytest.mark.parametrize("key", ["gather", "zero1"])
 def test_policy_names_idle_mesh_axis(key: str) -> None:
-    with pytest.raises(sw.StrategyError, match="'replica' is declared idle, but a rule names it"):
+    with raises(
+        sw.StrategyError, "replica", "rule", path="idle.toml:10 policy.idle", fix="replica"
+    ):
         loaded(FILE + f'{key} = "replica"')
 
 
 @pytest.mark.parametrize("text", ["a | b", "a | -", "?"])
 def test_idle_is_one_set_of_mesh_axes(text: str) -> None:
-    with pytest.raises(sw.StrategyError, match="is not one set of mesh axes") as caught:
+    with raises(sw.StrategyError, "mesh", path="policy.idle", fix="replica") as caught:
         sw.Strategy(policy={"idle": text})
     assert 'write "replica", "replica+other" for several, or "-" for none' in str(caught.value)
 
 
 def test_idle_written_as_a_list() -> None:
-    with pytest.raises(sw.StrategyError, match="expected text") as caught:
+    with raises(sw.StrategyError, "a", "b", path="policy.idle", fix="a+b") as caught:
         sw.Strategy(policy={"idle": ["a", "b"]})  # type: ignore[dict-item]
     assert '"a+b" for all of them at once' in str(caught.value)
 
@@ -135,11 +142,11 @@ def test_idle_mesh_axis_has_no_lint() -> None:
 @pytest.mark.parametrize(
     ("idle", "message"),
     [
-        (["a"], r"policy idle is \['a'\], not a tuple of mesh axes"),
-        (("a b",), "policy idle has 'a b', which is not the name of a mesh axis"),
-        (("a", "a"), "policy idle has 'a' twice"),
+        (["a"], facts("a", "tuple", fix="fsdp")),
+        (("a b",), facts("policy", "idle", "a b", fix="fsdp")),
+        (("a", "a"), facts("policy", "idle", "a")),
     ],
 )
-def test_policy_in_python(idle: object, message: str) -> None:
-    with pytest.raises(sw.StrategyError, match=message):
+def test_policy_in_python(idle: object, message: Facts) -> None:
+    with raises(sw.StrategyError, message):
         Policy(idle=idle)  # type: ignore[arg-type]

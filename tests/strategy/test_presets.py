@@ -15,6 +15,7 @@ from shardwright.vocabulary.axes import PARALLELISM_AXES, SEMANTIC_AXES, Role
 from shardwright.vocabulary.layouts import LAYOUTS
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_INSERT, MODES, parse_mode
 from tests.golden.specs import MESHES
+from tests.raising import raises
 
 PRESETS = sw.Strategy.presets()
 SERVING = ("serve_long_context", "serve_tp")
@@ -212,16 +213,14 @@ def test_serving_presets_shorten_the_capacity(
 @pytest.mark.parametrize("mode", ["train", *GENERATION])
 @pytest.mark.parametrize("mesh", ["fsdp:2,tp:4", "dp:2,tp:4"])
 def test_training_presets_refuse_one_prompt(preset: str, mode: str, mesh: str) -> None:
-    with pytest.raises(
-        sw.IndivisibleError, match=r"dim 0 BATCH: size 1 does not divide over (dp|fsdp)=2"
-    ) as caught:
+    with raises(sw.IndivisibleError, dim=0, axis="BATCH", size=1) as caught:
         manager(preset, mesh).resolve(PROMPT["hidden"], shape=(1, 64, 64), mode=mode)
     assert f"{preset}.toml:" in caught.value.rule
 
 
 @pytest.mark.parametrize("preset", SERVING)
 def test_serving_presets_are_strict_in_train(preset: str) -> None:
-    with pytest.raises(sw.IndivisibleError, match="size 1 does not divide over dp=2"):
+    with raises(sw.IndivisibleError, "dp=2", size=1, fix="dp+fsdp+ep | -"):
         manager(preset, "dp:2,tp:4").resolve(PROMPT["hidden"], shape=(1, 64, 64), mode="train")
 
 
@@ -269,7 +268,7 @@ class TestServeLongContext:
         )
 
     def test_nothing_left_for_the_cache_is_an_error(self) -> None:
-        with pytest.raises(sw.AxisConflictError, match="KV_LENGTH: dp is taken by dim 0 BATCH"):
+        with raises(sw.AxisConflictError, "dp", 0, "BATCH", axis="KV_LENGTH", fix="EMPTY"):
             manager("serve_long_context", "dp:2,tp:4").resolve(
                 PROMPT["cache"], shape=(16, 4096, 8, 128), mode="decode"
             )
@@ -295,7 +294,7 @@ class TestFsdpTpSp:
         pm = manager("fsdp_tp_sp", self.MESH)
         assert pm.resolve(self.RESIDUAL, shape=(4, 16, 8)) == P("fsdp", ("sp", "tp"))
         assert pm.resolve(PROMPT["hidden"], shape=(4, 16, 8)) == P("fsdp", "sp")
-        with pytest.raises(sw.IndivisibleError, match="LENGTH: size 6 does not divide"):
+        with raises(sw.IndivisibleError, "sp=2", "tp=2", 4, axis="LENGTH", size=6):
             pm.resolve(self.RESIDUAL, shape=(4, 6, 8))
 
     def test_prompts_of_any_length(self) -> None:
@@ -335,7 +334,7 @@ class TestMoeEp:
             "ep", ("dp", "fsdp", "sp")
         )
         assert pm.axis_size(sw.CAPACITY) == 8
-        with pytest.raises(sw.IndivisibleError, match="CAPACITY: size 12 does not divide"):
+        with raises(sw.IndivisibleError, "dp=2", "fsdp=2", "sp=2", axis="CAPACITY", size=12):
             pm.resolve((sw.EXPERT, sw.CAPACITY, sw.EMBED), shape=(8, 12, 64))
 
     def test_router_logits_are_sharded_like_tokens(self) -> None:
@@ -413,8 +412,8 @@ def test_scores_with_two_lengths_are_refused() -> None:
     assert manager("fsdp_tp", "fsdp:2,sp:1,tp:4").resolve(axes, shape=(2, 4, 64, 64)) == P(
         "fsdp", "tp"
     )
-    with pytest.raises(
-        sw.AxisConflictError, match="dim 3 KV_LENGTH: sp is taken by dim 2 QUERY_LENGTH"
+    with raises(
+        sw.AxisConflictError, "sp", 2, "QUERY_LENGTH", dim=3, axis="KV_LENGTH", fix="EMPTY"
     ):
         manager("fsdp_tp", "fsdp:2,sp:2,tp:2").resolve(axes, shape=(2, 4, 64, 64))
 

@@ -14,6 +14,7 @@ from shardwright.vocabulary.annotations import (
     tree_of_annotations,
 )
 from shardwright.vocabulary.lowering import as_shape, spelled
+from tests.raising import raises
 
 B, E, H, D = sw.BATCH, sw.EMBED, sw.HEAD, sw.HEAD_DIM
 MERGED = sw.merged((H, 2), (D, 4))
@@ -78,7 +79,7 @@ def test_axes_as_a_tree_of_annotations(axes: Any, expected: Any) -> None:
 
 
 def test_axes_that_are_not_a_tree() -> None:
-    with pytest.raises(sw.StrategyError, match="its entry 3 is not an axis"):
+    with raises(sw.StrategyError, "__BATCH__", 3, "tuple", fix="BATCH"):
         tree_of_annotations((B, 3))
 
 
@@ -98,5 +99,5 @@ def test_symbolic_sizes_stay_as_they_are() -> None:
 
 
 def test_merged_member_needs_an_axis_first() -> None:
-    with pytest.raises(sw.StrategyError, match=r"merged: \(3, 8\) is not \(axis, size\)"):
+    with raises(sw.StrategyError, "(3, 8)", "axis", fix="KV_HEAD"):
         sw.merged((3, 8))  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import pytest
 import shardwright as sw
 from shardwright.vocabulary.annotations import PartOf
 from shardwright.vocabulary.lowering import describe, lower, mode_of_layout
+from tests.raising import raises
 
 
 def test_layout_class_without_axes_has_its_name() -> None:
@@ -39,7 +40,7 @@ def test_layout_whose_means_do_not_fit() -> None:
 def test_mode_by_a_symbolic_size() -> None:
     """Whether `b` is 1 is not known, so no mode can be picked; `b + 1` is more than 1."""
     first, several = jax.export.symbolic_shape("b, b + 1")
-    with pytest.raises(sw.ShapeRequiredError, match=r"\bb\b") as caught:
+    with raises(sw.ShapeRequiredError, 1) as caught:
         mode_of_layout(1, (4, first))
     assert caught.value.fix == "pass mode="
     assert mode_of_layout(1, (4, several)) == sw.MODE_TRAIN

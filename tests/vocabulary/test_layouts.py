@@ -12,6 +12,7 @@ import pytest
 import shardwright as sw
 from shardwright.vocabulary.axes import DP, EMPTY, EP, FSDP, SP, TP, Role
 from shardwright.vocabulary.layouts import LAYOUTS
+from tests.raising import Facts, facts, raises
 
 TRAIN = sw.MODE_TRAIN
 TABLE: list[tuple[type[sw.DynamicShardingAxes], list[Any], str | int]] = [
@@ -188,16 +189,18 @@ def test_the_base_class_takes_axes_and_a_mode() -> None:
 def test_layout_with_another_mode() -> None:
     assert sw.HiddenStateSharding(mode="decode").mode == sw.MODE_DECODE
     assert sw.HiddenStateSharding.mode == 1
-    with pytest.raises(sw.StrategyError, match="ColumnWise has the axes") as caught:
+    with raises(
+        sw.StrategyError, "ColumnWise", "FSDP", "SP", "TP", fix="DynamicShardingAxes"
+    ) as caught:
         sw.ColumnWise([TP, FSDP])
     assert "DynamicShardingAxes(axes, mode)" in caught.value.fix
 
 
 @pytest.mark.parametrize("mode", ["training", "", None, 1.0, True])
 def test_an_unknown_mode_is_refused(mode: Any) -> None:
-    with pytest.raises(sw.StrategyError, match="unknown mode"):
+    with raises(sw.StrategyError, "mode", fix="train"):
         sw.DynamicShardingAxes([sw.BATCH], mode)
-    with pytest.raises(sw.StrategyError, match="unknown mode"):
+    with raises(sw.StrategyError, "mode", fix="train"):
         sw.DynamicShardingAxes([sw.BATCH])._replace(mode=mode)
 
 
@@ -230,29 +233,33 @@ def test_replace_and_make_normalize(change: dict[str, Any], wanted: sw.DynamicSh
 @pytest.mark.parametrize(
     ("layout", "change", "says"),
     [
-        (ROWS, {"axes": sw.BATCH}, "the axes of a layout are '__BATCH__', not a list"),
-        (ROWS, {"axes": [sw.BATCH, 3]}, "3 is not a dim of a layout"),
-        (ROWS, {"axes": [[sw.BATCH, EMPTY]]}, "a composite may not contain EMPTY"),
-        (ROWS, {"mode": "training"}, "unknown mode 'training'"),
-        (sw.ColumnWise(), {"axes": [TP, FSDP]}, "ColumnWise has the axes FSDP"),
+        (ROWS, {"axes": sw.BATCH}, facts("axes", "layout", "__BATCH__", fix="EMPTY")),
+        (ROWS, {"axes": [sw.BATCH, 3]}, facts(3, "dim", "layout", fix="EMPTY")),
+        (ROWS, {"axes": [[sw.BATCH, EMPTY]]}, facts("BATCH", "EMPTY", fix="EMPTY")),
+        (ROWS, {"mode": "training"}, facts("mode", "training", fix="train")),
+        (
+            sw.ColumnWise(),
+            {"axes": [TP, FSDP]},
+            facts("ColumnWise", "FSDP", "SP", "TP", fix="DynamicShardingAxes"),
+        ),
     ],
 )
-def test_replace_and_make_raise_like_a_call(layout: Any, change: dict[str, Any], says: str) -> None:
+def test_replace_and_make_raise_like_a_call(
+    layout: Any, change: dict[str, Any], says: Facts
+) -> None:
     values = {"axes": layout[0], "mode": layout[1], **change}
     for call in (
         lambda: type(layout)(**values),
         lambda: layout._replace(**change),
         lambda: layout._make(values.values()),
     ):
-        with pytest.raises(sw.StrategyError, match=says):
+        with raises(sw.StrategyError, says):
             call()
 
 
 @pytest.mark.parametrize("values", [(), ([sw.BATCH],), ([sw.BATCH], "train", "more")])
 def test_make_takes_axes_and_a_mode(values: Any) -> None:
-    with pytest.raises(
-        sw.StrategyError, match=f"_make takes axes and a mode, got {len(values)} values"
-    ):
+    with raises(sw.StrategyError, len(values), "_make", "axes", "mode", fix="DynamicShardingAxes"):
         sw.DynamicShardingAxes._make(values)
 
 
@@ -262,7 +269,7 @@ def test_a_named_layout_keeps_its_class() -> None:
 
 
 def test_class_with_an_unknown_mode() -> None:
-    with pytest.raises(sw.StrategyError, match="unknown mode 'trian'"):
+    with raises(sw.StrategyError, "mode", "trian", fix="train"):
 
         class Bad(sw.DynamicShardingAxes):
             axes = (sw.BATCH,)
@@ -270,7 +277,7 @@ def test_class_with_an_unknown_mode() -> None:
 
 
 def test_the_base_class_needs_axes() -> None:
-    with pytest.raises(sw.StrategyError, match="DynamicShardingAxes needs axes"):
+    with raises(sw.StrategyError, "DynamicShardingAxes", "axes", fix="DynamicShardingAxes"):
         sw.DynamicShardingAxes()
 
 

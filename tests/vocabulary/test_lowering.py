@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
 from shardwright.vocabulary.lowering import Dim, describe, lower, mode_of_layout
+from tests.raising import raises
 
 
 class TestRank:
@@ -26,16 +27,11 @@ class TestRank:
 
     @pytest.mark.parametrize("shape", [(), (4,), (1, 2, 3, 4)])
     def test_weight_layout_refuses_other_ranks(self, shape: tuple[int, ...]) -> None:
-        with pytest.raises(
-            sw.RankMismatchError,
-            match=rf"ColumnWise has rank 2, and the array has rank {len(shape)}",
-        ):
+        with raises(sw.RankMismatchError, len(shape), "ColumnWise", 2):
             lower(sw.ColumnWise, shape)
 
     def test_an_activation_layout_takes_its_rank_only(self) -> None:
-        with pytest.raises(
-            sw.RankMismatchError, match="HiddenStateSharding has rank 3, and the array has rank 4"
-        ):
+        with raises(sw.RankMismatchError, "HiddenStateSharding", 3, 4, "(1, 2, 3, 4)", fix="EMPTY"):
             lower(sw.HiddenStateSharding, (1, 2, 3, 4))
 
     @pytest.mark.parametrize("rank", range(5))
@@ -67,28 +63,24 @@ class TestRank:
     def test_the_error_says_what_to_write(
         self, layout: Any, shape: tuple[int, ...], fix: str
     ) -> None:
-        with pytest.raises(sw.RankMismatchError, match=r"and the array has rank") as caught:
+        with raises(sw.RankMismatchError, "rank") as caught:
             lower(layout, shape)
         assert fix in caught.value.fix
 
     def test_a_literal_spec_may_be_short_but_not_long(self) -> None:
         assert len(lower(P("dp"), (2, 3, 4)).dims) == 3
-        with pytest.raises(sw.RankMismatchError, match="has 2 entries, and the array has rank 1"):
+        with raises(sw.RankMismatchError, "dp", "tp", 2, 1):
             lower(P("dp", "tp"), (2,))
 
     def test_an_array_spec_checks_itself(self) -> None:
-        with pytest.raises(
-            sw.RankMismatchError, match=r"\(EMBED\) has rank 1, and the array has rank 2"
-        ):
+        with raises(sw.RankMismatchError, "EMBED", 1, 2, "(2, 3)", fix="EMPTY"):
             sw.ArraySpec((2, 3), jnp.float32, (sw.EMBED,))
 
 
 class TestLowering:
     @pytest.mark.parametrize("dim", [(sw.HEAD, sw.EMPTY), (sw.EMPTY, sw.EMPTY), (sw.EMPTY,)])
     def test_empty_inside_a_composite_is_refused(self, dim: Any) -> None:
-        with pytest.raises(
-            sw.StrategyError, match=r"dim 1 .*_.*: a composite may not contain EMPTY"
-        ):
+        with raises(sw.StrategyError, "EMPTY", "dim", dim=1, fix="EMPTY"):
             lower((sw.BATCH, dim))
 
     def test_a_composite_of_nothing_is_empty(self) -> None:
@@ -108,13 +100,7 @@ class TestLowering:
         ],
     )
     def test_the_same_axis_twice_is_refused(self, axes: Any) -> None:
-        with pytest.raises(
-            sw.AxisConflictError,
-            match=(
-                r"the axis occurs twice in one annotation, .*\n  fix   give each dim its "
-                r"own axis"
-            ),
-        ):
+        with raises(sw.AxisConflictError, "axis", "dim", 0, fix="EMPTY"):
             lower(axes)
 
     def test_empty_may_repeat(self) -> None:
@@ -153,18 +139,12 @@ class TestModeOfALayout:
         assert mode_of_layout(mode, shape) == found
 
     def test_an_integer_needs_a_shape(self) -> None:
-        with pytest.raises(
-            sw.ShapeRequiredError,
-            match=r"the size of dim 1 decides the layout's mode, .*\n  fix   pass mode= or shape=",
-        ):
+        with raises(sw.ShapeRequiredError, "dim", 1, "layout", fix="mode"):
             mode_of_layout(1, None)
 
     @pytest.mark.parametrize("mode", [2, 5, -3, -5])
     def test_an_integer_needs_its_dim(self, mode: int) -> None:
-        with pytest.raises(
-            sw.RankMismatchError,
-            match=f"the size of dim {mode} decides the layout's mode, .*\n  fix   pass mode=",
-        ):
+        with raises(sw.RankMismatchError, mode, "dim", "layout", "(4, 8)", fix="mode"):
             mode_of_layout(mode, (4, 8))
         assert mode_of_layout(-2, (1, 8)) == sw.MODE_DECODE
 
