@@ -31,8 +31,8 @@ CASES: dict[str, str] = {
     "merged": f"EMBED KV_HEAD:3*KV_HEAD_DIM:128 --role param --strategy fsdp_tp {MESH} --mode "
     f"insert --shape 4096,384",
     "scalar": f"() --strategy fsdp_tp {MESH}",
-    "path": "EMBED VOCAB --role param --path lm_head/kernel --strategy fsdp_tp --strategy "
-    "head.toml --mesh fsdp:2,tp:2 --shape 64,256",
+    "path": "EMBED VOCAB --role param --path lm_head/kernel --strategy 'fsdp_tp | "
+    "head.toml' --mesh fsdp:2,tp:2 --shape 64,256",
     "indivisible": "BATCH HEAD --strategy fsdp_tp --mesh tp:4 --shape 3,6",
     "conflict": "BATCH EXPERT --strategy moe_ep --mesh fsdp:2,ep:2 --shape 8,8 --mode train",
     "no_shape": "BATCH KV_HEAD --strategy fsdp_tp --mesh fsdp:2,tp:4",

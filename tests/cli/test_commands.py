@@ -145,9 +145,6 @@ def test_check_accepts_strategy_options(tmp_path: Path) -> None:
     (tmp_path / "wrong.toml").write_text('[rules]\nbatch = "dpp"\n', encoding="utf-8")
     for words in ("fsdp", "'fsdp_tp | wrong.toml'", "odd.toml"):
         assert run(f"check --strategy {words}", tmp_path) == run(f"check {words}", tmp_path)
-    assert run("check --strategy fsdp_tp --strategy wrong.toml", tmp_path) == run(
-        "check 'fsdp_tp | wrong.toml'", tmp_path
-    )
     assert run("check fsdp --strategy wrong.toml", tmp_path) == run(
         "check fsdp wrong.toml", tmp_path
     )
@@ -163,9 +160,12 @@ def test_explain_accepts_overlays_in_one_word(tmp_path: Path) -> None:
         "explain EMBED VOCAB --role param --path lm_head/kernel --mesh fsdp:2,tp:2 --shape "
         "64,256 --mode train"
     )
-    result = run(f'{line} --strategy "fsdp_tp | head.toml"', tmp_path)
-    assert result == run(f"{line} --strategy fsdp_tp --strategy head.toml", tmp_path)
-    assert result[1].startswith("strategy fsdp_tp | head.toml on")
+    code, out, _ = run(f'{line} --strategy "fsdp_tp | head.toml"', tmp_path)
+    assert code == 0
+    assert out.startswith("strategy fsdp_tp | head.toml on")
+    code, out, error = run(f"{line} --strategy fsdp_tp --strategy head.toml", tmp_path)
+    assert (code, out) == (2, "")
+    assert 'given twice: write --strategy "fsdp_tp | head.toml" for an overlay' in error
 
 
 def test_diff_has_exact_bytes(tmp_path: Path) -> None:

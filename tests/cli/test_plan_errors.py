@@ -185,7 +185,7 @@ def test_advice_works_when_it_is_followed(
     assert written is not None
     overlay = tmp_path / "followed.toml"
     overlay.write_text("\n".join(written[1].split(" and ")), encoding="utf-8")
-    followed = f"{plan} --strategy {preset} --strategy {overlay} --mesh dp:8"
+    followed = f"{plan} --strategy '{preset} | {overlay}' --mesh dp:8"
     assert main(shlex.split(followed)) == 0
 
 
@@ -197,13 +197,13 @@ def test_advice_for_a_file_of_tensors_is_tried(
         '[w]\naxes = "EMBED VOCAB"\nshape = [65536, 65536]\ndtype = "float32"\nrole = "param"\n',
         encoding="utf-8",
     )
-    words = f"plan {file} --mesh dp:8 --topology v5e:2x4 --mode decode --strategy ddp"
-    assert main(shlex.split(words)) == 1
+    words = f"plan {file} --mesh dp:8 --topology v5e:2x4 --mode decode --strategy"
+    assert main(shlex.split(f"{words} ddp")) == 1
     text = capsys.readouterr().out
     assert 'fix   write params.embed = "dp" and policy.gather = "dp" in the strategy' in text
     overlay = tmp_path / "followed.toml"
     overlay.write_text('params.embed = "dp"\npolicy.gather = "dp"\n', encoding="utf-8")
-    assert main(shlex.split(f"{words} --strategy {overlay}")) == 0
+    assert main(shlex.split(f"{words} 'ddp | {overlay}'")) == 0
 
 
 def test_advice_for_large_activations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -331,6 +331,48 @@ def test_python_overlay_has_no_file() -> None:
     assert resolution.decisions[1].rule.source == "small.toml:11"
 
 
+def test_a_file_names_its_base(tmp_path: Path) -> None:
+    """`base` and `a | b` give the strategy that `|` gives, with the lines of both files."""
+    (tmp_path / "small.toml").write_text(SMALL, encoding="utf-8")
+    (tmp_path / "deep").mkdir()
+    text = '[rules]\nbatch = "tp"\n'
+    own = Strategy.loads(text)
+    small = Strategy.loads(SMALL, source="small.toml")
+    for base, below in (("fsdp_tp", Strategy.preset("fsdp_tp")), ("../small.toml", small)):
+        path = tmp_path / "deep" / "own.toml"
+        path.write_text(f'base = "{base}"\n{text}', encoding="utf-8")
+        read = Strategy.load(path)
+        assert read == below | own == Strategy.loads(read.dumps())
+        assert read.source("rules", "batch") == "own.toml:3"
+        assert read.source("rules", "head").startswith(("fsdp_tp.toml:", "small.toml:"))
+        name = base.removeprefix("../")
+        plain = tmp_path / "plain.toml"
+        plain.write_text(text, encoding="utf-8")
+        assert Strategy.read(f"{name} | plain.toml", root=tmp_path) == read
+    assert Strategy.read(plain) == own
+    assert Strategy.loads(f'base = "fsdp_tp"\n{text}') == Strategy.preset("fsdp_tp") | own
+
+
+@pytest.mark.parametrize(
+    ("base", "says"),
+    [
+        ('"a.toml"', "a.toml: base leads back to this file: a.toml -> b.toml -> a.toml"),
+        ("3", "a.toml:1 base: base must be text, got 3"),
+        ('"absent.toml"', "no file"),
+        ('"fsdp_pt"', "no preset 'fsdp_pt'"),
+    ],
+)
+def test_bad_bases_are_refused(base: str, says: str, tmp_path: Path) -> None:
+    first, second = tmp_path / "a.toml", tmp_path / "b.toml"
+    first.write_text('base = "b.toml"\n' if "leads" in says else f"base = {base}", encoding="utf-8")
+    second.write_text(f"base = {base}\n", encoding="utf-8")
+    with pytest.raises(sw.StrategyError) as caught:
+        Strategy.load(first)
+    assert says in str(caught.value)
+    with pytest.raises(sw.StrategyError):
+        Strategy(base="fsdp_tp")
+
+
 def test_overlay_changes_neither_side() -> None:
     base, over = Strategy.loads(SMALL), Strategy(rules={"head": "-"})
     both = base | over

@@ -42,7 +42,7 @@ def test_several(mesh):
 def test_stacked(mesh):
     print("MESHES_SEEN", dict(mesh.shape))
 
-@pytest.mark.mesh("fsdp:2,tp:2", strategy=["fsdp_tp", "mine.toml"], mode="decode")
+@pytest.mark.mesh("fsdp:2,tp:2", strategy=["fsdp_tp", "ddp | mine.toml"], mode="decode")
 @pytest.mark.parametrize("size", [4, 8])
 def test_manager(manager, mesh, size):
     assert sw.current_manager() is manager and manager.mesh is mesh
@@ -78,8 +78,8 @@ IDS = [
     "test_stacked[tp4]",
     "test_manager[fsdp2-tp2-fsdp_tp-decode-4]",
     "test_manager[fsdp2-tp2-fsdp_tp-decode-8]",
-    "test_manager[fsdp2-tp2-mine-decode-4]",
-    "test_manager[fsdp2-tp2-mine-decode-8]",
+    "test_manager[fsdp2-tp2-ddp+mine-decode-4]",
+    "test_manager[fsdp2-tp2-ddp+mine-decode-8]",
     "test_own_mesh[own]",
     "TestClass::test_nearest[dp4]",
     "TestClass::test_inherited[dp2]",
@@ -95,8 +95,8 @@ MESHES_SEEN = [
     "{'tp': 4}",
     "PartitionManager('fsdp_tp', mesh='fsdp:2,tp:2', mode='decode') ('fsdp',)",
     "PartitionManager('fsdp_tp', mesh='fsdp:2,tp:2', mode='decode') ('fsdp',)",
-    "PartitionManager('rules', mesh='fsdp:2,tp:2', mode='decode') ('tp',)",
-    "PartitionManager('rules', mesh='fsdp:2,tp:2', mode='decode') ('tp',)",
+    "PartitionManager('ddp', mesh='fsdp:2,tp:2', mode='decode') ('tp',)",
+    "PartitionManager('ddp', mesh='fsdp:2,tp:2', mode='decode') ('tp',)",
     "PartitionManager('rules', mesh='fsdp:2,tp:2')",
     "{'dp': 4}",
     "{'dp': 2}",

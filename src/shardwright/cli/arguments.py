@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import textwrap
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shardwright.cli.inputs import read_count
 from shardwright.cli.show import LEAST_WIDTH
@@ -61,6 +61,27 @@ def wrapped(text: str, width: int) -> str:
         lines.append(line)
         paragraph = []
     return "\n".join(lines[:-1])
+
+
+class _Once(argparse.Action):
+    """Store an option, and refuse it a second time: a script would mean an overlay, or a choice."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        if getattr(namespace, self.dest) is not None:
+            both = f"{getattr(namespace, self.dest)} | {values}"
+            parser.error(f'{option} is given twice: write {option} "{both}" for an overlay')
+        setattr(namespace, self.dest, values)
+
+
+def add_strategy(parser: argparse.ArgumentParser, *, required: bool, what: str = "") -> None:
+    """Add the option `--strategy` of a command about one strategy."""
+    parser.add_argument(
+        "--strategy",
+        action=_Once,
+        required=required,
+        metavar="STRATEGY",
+        help=what or STRATEGY_HELP,
+    )
 
 
 def add_strategies(parser: argparse.ArgumentParser, nargs: str, what: str) -> None:

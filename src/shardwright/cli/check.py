@@ -15,6 +15,7 @@ from shardwright.cli.arguments import (
     STRATEGY_HELP,
     add_output,
     add_strategies,
+    add_strategy,
     make_parser,
 )
 from shardwright.cli.check_model import Checked, check_model, is_model
@@ -22,7 +23,6 @@ from shardwright.cli.inputs import (
     read_count,
     read_mesh_text,
     read_strategy,
-    strategy_names,
 )
 from shardwright.cli.models import add_model
 from shardwright.cli.show import SEVERITIES, print_json, print_lines, width_of
@@ -30,6 +30,7 @@ from shardwright.cli.tensors import read_tensors
 from shardwright.errors import ShardingError
 from shardwright.lints.catalogue import Finding, Severity, lint
 from shardwright.lints.finding import from_problem
+from shardwright.strategy.files import strategy_names
 
 _EPILOG = f"""\
 Each strategy is checked on its own. --tensors also compares it with what a model uses and, with a
@@ -54,12 +55,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
     command = make_parser("check", "Find mistakes in a strategy. Needs no devices.", epilog=_EPILOG)
     add_strategies(command, "*", f"{STRATEGY_HELP}; or a model, as file.py:function")
-    command.add_argument(
-        "--strategy",
-        action="append",
-        metavar="STRATEGY",
-        help="a strategy, as for explain; repeat it to add an overlay",
-    )
+    add_strategy(command, required=False, what="a strategy, as for explain")
     command.add_argument(
         "--tensors",
         metavar="FILE",
@@ -90,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     strategies = [
         *arguments.strategies,
-        *([" | ".join(arguments.strategy)] if arguments.strategy else []),
+        *([arguments.strategy] if arguments.strategy else []),
     ]
     if not strategies:
         parser().error("the following arguments are required: STRATEGY")

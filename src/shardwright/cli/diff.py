@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
     left, right = (
         Side(
-            setting=read_setting([strategies[at]], mesh=meshes[at], devices=devices[at]),
+            setting=read_setting(strategies[at], mesh=meshes[at], devices=devices[at]),
             mode=modes[at],
         )
         for at in (0, 1)

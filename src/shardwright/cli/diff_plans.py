@@ -102,7 +102,7 @@ def _plan_side(
             )
         slice_ = parse_topology(topology, read_hardware(arguments.hardware))
     setting = read_setting(
-        [strategy], mesh=mesh, devices=devices if slice_ is None else slice_.devices
+        strategy, mesh=mesh, devices=devices if slice_ is None else slice_.devices
     )
     slice_ = None if slice_ is None else setting.on(slice_)
     return {

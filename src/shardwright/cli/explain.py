@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
+from shardwright.cli.arguments import EXIT_CODES, add_output, add_strategy, make_parser
 from shardwright.cli.inputs import (
     Setting,
     read_axes,
@@ -44,7 +44,7 @@ examples:
   shardwright explain BATCH QUERY_LENGTH EMBED --strategy fsdp_tp \\
     --mesh dp:1,fsdp:2,tp:4 --shape 16,4096,4096
   shardwright explain EMBED VOCAB --role param --path lm_head/kernel \\
-    --strategy fsdp_tp --strategy mine.toml --devices 8
+    --strategy "fsdp_tp | mine.toml" --devices 8
   shardwright explain --tensors model.toml --strategy serve_tp --mesh dp:2,tp:4
 
 exit codes: 0 resolved; 1 a sharding problem;
@@ -64,13 +64,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--tensors", metavar="FILE", help="a .toml or .json file of named tensors, instead of axes"
     )
-    command.add_argument(
-        "--strategy",
-        action="append",
-        required=True,
-        metavar="STRATEGY",
-        help="a preset, or a .toml or .json file; repeat it to add an overlay",
-    )
+    add_strategy(command, required=True)
     command.add_argument(
         "--mesh", metavar="M", help="such as dp:1,fsdp:2,tp:4 (default: the strategy's own)"
     )

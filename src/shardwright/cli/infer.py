@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
+from shardwright.cli.arguments import EXIT_CODES, add_output, add_strategy, make_parser
 from shardwright.cli.inputs import read_strategy, unreadable
 from shardwright.cli.models import add_model, infer_model, read_model
 from shardwright.cli.show import print_json, print_lines, width_of
@@ -50,12 +50,7 @@ def parser() -> argparse.ArgumentParser:
         help="the axis of open and guessed dims of a size, or of a place such as "
         "'layers/*/gate dim 0'; repeat it for more",
     )
-    command.add_argument(
-        "--strategy",
-        action="append",
-        metavar="STRATEGY",
-        help="a strategy that declares axes of your own; repeat it to add an overlay",
-    )
+    add_strategy(command, required=False, what="a strategy that declares axes of your own")
     command.add_argument(
         "-o",
         "--out",
@@ -74,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
       ShardingError: The question is invalid.
     """
     model = read_model(arguments.model, arguments.params, arguments.input)
-    own_axes = read_strategy(*arguments.strategy)[0].axes if arguments.strategy else ()
+    own_axes = read_strategy(arguments.strategy)[0].axes if arguments.strategy else ()
     sizes = dict(map(read_size, arguments.size))
     inferred = infer_model(model, sizes=sizes, own_axes=own_axes)
     if arguments.out is not None and not inferred.conflicts:

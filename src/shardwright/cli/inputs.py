@@ -23,6 +23,7 @@ from shardwright.mesh.build import (
     resolve_sizes,
 )
 from shardwright.plan.hardware import Topology
+from shardwright.strategy.files import is_file_name, strategy_names
 from shardwright.strategy.limits import MOST_ELEMENTS, has_too_many_elements
 from shardwright.vocabulary.annotations import stacked
 from shardwright.vocabulary.axes import EMPTY, canonical_axis
@@ -169,19 +170,18 @@ class Setting:
         return f"strategy {self.strategy} on {sizes} ({count} device{'' if count == 1 else 's'})"
 
 
-def read_setting(strategies: Sequence[str], *, mesh: str | None, devices: int | None) -> Setting:
-    """Load strategies and put the result on a mesh without devices.
+def read_setting(strategy: str, *, mesh: str | None, devices: int | None) -> Setting:
+    """Load a strategy and put it on a mesh without devices.
 
     Args:
-      strategies: Names of presets, or paths of `.toml` and `.json` files. Each overlays the one
-        before it.
+      strategy: `fsdp_tp`, `mine.toml`, or `fsdp_tp | mine.toml` for an overlay.
       mesh: Text such as `dp:2,tp:4`. Defaults to the strategy's own.
       devices: Number of devices, from which a size of -1 is computed.
 
     Raises:
       ShardingError: A strategy or a mesh cannot be read, or they do not fit each other.
     """
-    combined, label = read_strategy(*strategies)
+    combined, label = read_strategy(strategy)
     return Setting(
         manager=PartitionManager(combined, mesh=read_mesh(combined, label, mesh, devices)),
         strategy=label,
@@ -194,16 +194,16 @@ def _dcn(spec: MeshSpec) -> dict[str, int]:
     return dict(zip(spec.names, spec.dcn, strict=False))
 
 
-def read_strategy(*texts: str) -> tuple[Any, str]:
-    """Load strategies, each as an overlay on the one before. Return the result and its label.
+def read_strategy(text: str) -> tuple[Any, str]:
+    """Load a strategy, or an overlay of several. Return the result and its label.
 
     Args:
-      *texts: `fsdp_tp`, `mine.toml`, or `fsdp_tp | mine.toml` for an overlay.
+      text: `fsdp_tp`, `mine.toml`, or `fsdp_tp | mine.toml`.
 
     Raises:
       ShardingError: A strategy cannot be read, or has problems.
     """
-    names = [name for text in texts for name in strategy_names(text)]
+    names = strategy_names(text)
     combined = _strategy(names[0])
     for overlay in names[1:]:
         combined = combined | _strategy(overlay)
@@ -212,15 +212,10 @@ def read_strategy(*texts: str) -> tuple[Any, str]:
     return combined, label.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def strategy_names(text: str) -> list[str]:
-    """Return the names of the strategies that a text combines."""
-    return [text] if os.path.exists(text) else [name.strip() for name in text.split("|")]
-
-
 def _strategy(name: str) -> Any:
     from shardwright.strategy.model import Strategy
 
-    if not name.endswith((".toml", ".json")) and os.sep not in name:
+    if not is_file_name(name):
         if re.fullmatch(r"\w+:-?\d+", name):
             raise StrategyError(
                 f"{name!r} is not a strategy",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from shardwright.cli.arguments import EXIT_CODES, STRATEGY_HELP, add_output, make_parser
+from shardwright.cli.arguments import EXIT_CODES, add_output, add_strategy, make_parser
 from shardwright.cli.inputs import Setting, read_count, read_setting
 from shardwright.cli.plan_advice import too_large_state
 from shardwright.cli.plan_checks import limit_failures, read_forbidden, read_limit
@@ -58,9 +58,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "model", metavar="MODEL", help="file.py:function, a config.json, or a file of tensors"
     )
-    command.add_argument(
-        "--strategy", action="append", required=True, metavar="STRATEGY", help=STRATEGY_HELP
-    )
+    add_strategy(command, required=True)
     command.add_argument(
         "--mesh", metavar="M", help="such as fsdp:16,tp:4 (default: the strategy's own)"
     )

@@ -62,6 +62,18 @@ def _format(path: Path) -> str:
     return format
 
 
+def strategy_names(text: str | Path, root: Path = Path()) -> list[str]:
+    """Return the names in `a | b`. A file whose name has a bar is one name."""
+    if isinstance(text, Path) or os.path.exists(root / text):
+        return [str(text)]
+    return [name.strip() for name in text.split("|")]
+
+
+def is_file_name(name: str) -> bool:
+    """Return whether the name of a strategy is that of a file, and not that of a preset."""
+    return name.endswith((".toml", ".json")) or os.sep in name
+
+
 def preset_names() -> tuple[str, ...]:
     """Return the names of the packaged strategies."""
     folder = importlib.resources.files("shardwright.strategy") / "presets"

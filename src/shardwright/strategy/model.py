@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -32,7 +34,7 @@ from shardwright.strategy import check, files, overlay
 from shardwright.strategy.chains import SCHEMA, InterleavedRules, normalized
 from shardwright.strategy.compile import compile_rules
 from shardwright.strategy.limits import check_entries, first_problems
-from shardwright.strategy.origin import KeyPath, Origin, source_of
+from shardwright.strategy.origin import KeyPath, Origin, source_of, where
 from shardwright.strategy.pydantic_errors import problems_of
 from shardwright.strategy.tables import parse_rules, rule_tables
 from shardwright.vocabulary.axes import Mesh, canonical_axis, file_name
@@ -298,12 +300,66 @@ class Strategy(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Strategy:
-        """Read a `.toml` or `.json` file.
+        """Read a `.toml` or `.json` file. A file with `base` is an overlay on that strategy.
 
         Raises:
           ShardingError: The file does not exist, does not parse, or has problems.
         """
-        return cls._from_data(*files.read(Path(path)))
+        return cls._load(Path(path), ())
+
+    @classmethod
+    def _load(cls, path: Path, inside: tuple[Path, ...]) -> Strategy:
+        """Read a file. `inside` has the files whose `base` leads here."""
+        inside = (*inside, path.resolve())
+        data, origin = files.read(path)
+        return cls._on_base(data, origin, path.parent, inside)
+
+    @classmethod
+    def _on_base(
+        cls, data: dict[str, Any], origin: Origin, root: Path, inside: tuple[Path, ...] = ()
+    ) -> Strategy:
+        base = data.pop("base", "")
+        own = cls._from_data(data, {key: at for key, at in origin.items() if key != ("base",)})
+        if base == "":
+            return own
+        if not isinstance(base, str):
+            raise StrategyError(
+                f"base must be text, got {base!r:.80}",
+                path=where(("base",), origin),
+                fix='write base = "fsdp_tp", or the name of a file beside this one',
+            )
+        return cls._read(base, root, inside) | own
+
+    @classmethod
+    def read(cls, text: str | Path, *, root: str | Path = "") -> Strategy:
+        """Return a preset, a file, or an overlay of several, as the command line reads them.
+
+        Args:
+          text: `fsdp_tp`, `mine.toml`, or `fsdp_tp | mine.toml`.
+          root: Folder of relative paths. Defaults to the working directory.
+
+        Raises:
+          ShardingError: A strategy does not exist, does not parse, or has problems.
+        """
+        return cls._read(text, Path(root), ())
+
+    @classmethod
+    def _read(cls, text: str | Path, root: Path, inside: tuple[Path, ...]) -> Strategy:
+        parts = []
+        for name in files.strategy_names(text, root):
+            path = root / name
+            if not files.is_file_name(name):
+                parts.append(cls.preset(name))
+            elif path.resolve() in inside:
+                raise StrategyError(
+                    f"base leads back to this file: "
+                    f"{' -> '.join(each.name for each in (*inside, path))}",
+                    path=path.name,
+                    fix="remove one base",
+                )
+            else:
+                parts.append(cls._load(path, inside))
+        return functools.reduce(operator.or_, parts)
 
     @classmethod
     def loads(
@@ -319,9 +375,8 @@ class Strategy(BaseModel):
         Raises:
           ShardingError: The text does not parse, or has problems.
         """
-        return cls._from_data(
-            *files.parse_strategy(text, format=format, source=source or f"<{format}>")
-        )
+        parsed = files.parse_strategy(text, format=format, source=source or f"<{format}>")
+        return cls._on_base(*parsed, Path())
 
     @classmethod
     def preset(cls, name: str) -> Strategy:
@@ -359,10 +414,15 @@ class Strategy(BaseModel):
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
         """Return the JSON Schema of the file format, for editors and other tools."""
-        return {
-            "$schema": "https://json-schema.org/draft/2020-12/schema",
-            **cls.model_json_schema(),
+        schema = cls.model_json_schema()
+        base = {
+            "type": "string",
+            "title": "Base",
+            "default": "",
+            "description": "Strategy below this one: a preset, or a file beside this one.",
         }
+        schema["properties"] = {"base": base, **schema["properties"]}
+        return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
     def __or__(self, other: Strategy) -> Strategy:
         """Overlay `other` on this strategy. The keys of `other` win, and its `[[tensors]]` come

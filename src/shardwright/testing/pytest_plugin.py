@@ -78,7 +78,7 @@ class MeshCase:
 
     def _strategy_id(self) -> str:
         if isinstance(self.strategy, str | Path):
-            return Path(self.strategy).stem
+            return "+".join(Path(name.strip()).stem for name in str(self.strategy).split("|"))
         return "" if self.strategy is None else str(getattr(self.strategy, "name", "") or "rules")
 
     def _mode_id(self) -> str:
@@ -223,14 +223,10 @@ def _failure(message: str) -> BaseException:
 
 
 def _strategy(strategy: Any, root: Path) -> Any:
-    """Load a strategy by preset name, or by a path from pytest's root."""
+    """Read a strategy; a relative path starts at pytest's root."""
     from shardwright.strategy.model import Strategy
 
-    if isinstance(strategy, Path) or (
-        isinstance(strategy, str) and strategy.endswith((".toml", ".json"))
-    ):
-        return Strategy.load(root / strategy)
-    return Strategy.preset(strategy) if isinstance(strategy, str) else strategy
+    return Strategy.read(strategy, root=root) if isinstance(strategy, str | Path) else strategy
 
 
 @contextlib.contextmanager
