@@ -23,6 +23,7 @@ class Facts:
       path: The path, equal; `...` if it may be any.
       fix: Names and numbers that stand in `fix`.
       count: The number of problems of the error; None if it may be any.
+      texts: What stands in `rule` and in `snippet`.
       fields: Other fields of the problem, equal.
     """
 
@@ -30,12 +31,18 @@ class Facts:
     path: str | EllipsisType
     fix: tuple[str, ...]
     count: int | None
+    texts: Mapping[str, tuple[str, ...]]
     fields: Mapping[str, Any]
 
     def absent(self, problem: Problem) -> list[str]:
         """Return what a problem does not say."""
-        absent = [f"what: {fact}" for fact in self.what if not _stands(fact, problem.what)]
-        absent += [f"fix: {fact}" for fact in self.fix if not _stands(fact, problem.fix)]
+        texts = {"what": self.what, "fix": self.fix, **self.texts}
+        absent = [
+            f"{name}: {fact}"
+            for name, said in texts.items()
+            for fact in said
+            if not _stands(fact, getattr(problem, name))
+        ]
         fields = dict(self.fields) if self.path is ... else {"path": self.path, **self.fields}
         return absent + [
             f"{name}={value!r}" for name, value in fields.items() if getattr(problem, name) != value
@@ -50,9 +57,10 @@ def facts(
     **fields: Any,
 ) -> Facts:
     """Return facts, for a table of cases: `facts("tp=4", 6, path="up/kernel", fix="mlp")`."""
-    fixes = fix if isinstance(fix, tuple) else (fix,)
-    said, fixed = tuple(map(str, what)), tuple(map(str, fixes))
-    return Facts(what=said, path=path, fix=fixed, count=count, fields=fields)
+    texts = {name: _texts(fields.pop(name)) for name in ("rule", "snippet") if name in fields}
+    return Facts(
+        what=_texts(what), path=path, fix=_texts(fix), count=count, texts=texts, fields=fields
+    )
 
 
 @contextlib.contextmanager
@@ -76,12 +84,13 @@ def raises(
       path: Path of the problem; `...` for any.
       fix: A fact in `fix`, or a tuple of them.
       count: The number of problems.
-      **fields: Other fields of the problem: `dim`, `axis`, `size`, `mesh_axes`, `shards`.
+      **fields: Other fields of the problem: `rule` and `snippet`, each a fact in that text or a
+        tuple of them; `dim`, `axis`, `size`, `mesh_axes`, `shards`, each equal.
     """
     given = what[0] if len(what) == 1 and isinstance(what[0], tuple) else what
     if not given or not isinstance(given[0], Facts):
         given = (facts(*what, path=path, fix=fix, count=count, **fields),)
-    if any(not (fact.what or fact.path or fact.fix or fact.fields) for fact in given):
+    if any(not (fact.what or fact.path or fact.fix or fact.texts or fact.fields) for fact in given):
         raise TypeError("raises() needs a fact: a name, a size or a path of the error")
     with pytest.raises(error) as caught:
         yield caught
@@ -100,6 +109,10 @@ def _problems(error: BaseException) -> tuple[Problem, ...]:
         return error.problems
     what, _, fix = str(error).partition("\n  fix   ")
     return (Problem(error=ShardingError, what=what, fix=fix or "none"),)
+
+
+def _texts(given: object) -> tuple[str, ...]:
+    return tuple(map(str, given if isinstance(given, tuple) else (given,)))
 
 
 def _stands(fact: str, text: str) -> bool:

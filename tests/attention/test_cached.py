@@ -20,6 +20,7 @@ from shardwright.errors import AttentionError, CacheError
 from shardwright.plan.collectives.read import read_collectives
 from shardwright.testing import assert_no_collectives, assert_sharding, assert_spec, cpu_mesh
 from tests.attention.conformance import QUICK
+from tests.raising import raises
 
 RULES = """
 [rules]
@@ -462,27 +463,24 @@ def test_next_positions() -> None:
     )
     with manager_of("batch"):
         assert_spec(jax.jit(next_positions)(make("dense")), sw.BATCH, sw.EMPTY)
-    with pytest.raises(AttentionError, match=r"valid is float32 of shape \(4, 1\)"):
+    with raises(AttentionError, "float32", "(4, 1)", path="valid"):
         next_positions(cache, valid=np.ones((BATCH, 1), np.float32))
-    with pytest.raises(AttentionError, match=r"pass bool of shape \(4, 2\)"):
+    with raises(AttentionError, "bool", "(4, 3)", path="valid", fix="pass bool of shape (4, 2)"):
         next_positions(cache, q_length=2, valid=valid)
 
 
 def test_bad_arguments() -> None:
     q, k, v = tokens(4)
-    with pytest.raises(AttentionError, match=r"q has \[batch, q_length\] \(4, 3\), and k \(4, 4\)"):
+    with raises(AttentionError, "q_length", "(4, 3)", "(4, 4)", path="q"):
         append_and_attend(q[:, :3], k, v, make("dense"))
-    with pytest.raises(CacheError, match=r"dtype float16, not float32"):
+    with raises(CacheError, "float16", "float32", path="k", fix="k.astype"):
         append_and_attend(q, k.astype(np.float16), v, make("dense"))
     for window, seen in (((6, 0), "6"), ((None, 0), "all")):
-        with pytest.raises(
-            AttentionError,
-            match=f"sees {seen} positions to the left, and the ring keeps a window of 6",
-        ):
+        with raises(AttentionError, seen, "positions", "ring", path="window"):
             append_and_attend(q, k, v, make("sliding"), window=window)
-    with pytest.raises(AttentionError, match="only paged_attention reads pages"):
+    with raises(AttentionError, "vanilla", "paged_attention", path="implementation"):
         append_and_attend(q, k, v, make("paged"), implementation="vanilla")
-    with pytest.raises(AttentionError, match="insert moves rows"):
+    with raises(AttentionError, "insert", fix="decode"):
         append_and_attend(q, k, v, make("dense"), mode="insert")
 
 
@@ -494,8 +492,5 @@ def test_cache_is_not_resharded_silently() -> None:
     )
     with pm:
         cache = make("dense")
-        with pytest.raises(
-            AttentionError,
-            match=r"sharded for decode, k as P\(None, 'sp'\), and prefill needs P\(\)",
-        ):
+        with raises(AttentionError, "decode", "sp", "prefill", path="mode", fix="caches.reshard"):
             append_and_attend(q, k, v, cache, mode="prefill")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from shardwright.attention import Result, dot_product_attention, paged_attention
 from shardwright.caches import quantize
 from shardwright.errors import AttentionError
 from shardwright.testing import assert_collectives, assert_no_collectives, assert_spec, cpu_mesh
+from tests.raising import facts, raises
 
 # Minutes of compiling: the conformance table has a few cells of every implementation by default.
 pytestmark = pytest.mark.full
@@ -309,50 +309,59 @@ def test_bfloat16() -> None:
 
 def test_no_gradient() -> None:
     arrays = Batch().arrays()
-    with pytest.raises(AttentionError, match="paged attention reads a cache and has no gradient"):
+    with raises(AttentionError, "paged", "cache", fix="dot_product_attention"):
         jax.grad(lambda q: paged_attention(**{**arrays, "q": q}).sum())(arrays["q"])
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "page": (
         {"block_tables": np.full((4, COLUMNS), 24, np.int32)},
-        r"block_tables\[0, 0\] is page 24, and there are 24 pages; sequence 0 has 5",
+        facts("[0, 0]", 24, 0, 5, path="block_tables"),
     ),
     "negative page": (
         {"block_tables": np.full((4, COLUMNS), -1, np.int32)},
-        r"block_tables\[0, 0\] is page -1",
+        facts("[0, 0]", -1, 24, 0, path="block_tables"),
     ),
-    "length": ({"lengths": np.array([1, 25, 1, 3], np.int32)}, "lengths has 25, outside 0 to 24"),
+    "length": (
+        {"lengths": np.array([1, 25, 1, 3], np.int32)},
+        facts(25, 0, 24, path="lengths", fix="pages_per_sequence"),
+    ),
     "more queries": (
         {"q_lengths": np.array([1, 6, 1, 3], np.int32)},
-        "q_lengths has 6, outside 0 to 5",
+        facts(6, 0, 5, path="q_lengths"),
     ),
     "more queries than keys": (
         {"q_lengths": np.array([1, 1, 2, 3], np.int32)},
-        "sequence 2 has 2 queries and 1 keys",
+        facts(2, 1, path="q_lengths"),
     ),
     "table of one sequence": (
         {"block_tables": np.zeros(COLUMNS, np.int32)},
-        r"block_tables is int32 of shape \(6,\)",
+        facts("int32", "(6,)", path="block_tables", fix="pages_per_sequence"),
     ),
-    "no integers": ({"lengths": np.ones(4)}, r"lengths is float64 of shape \(4,\)"),
-    "rank": ({"k_pages": np.ones((24, 4, 8), np.float32)}, r"k_pages has shape \(24, 4, 8\)"),
+    "no integers": ({"lengths": np.ones(4)}, facts("float64", "(4,)", path="lengths")),
+    "rank": (
+        {"k_pages": np.ones((24, 4, 8), np.float32)},
+        facts("(24, 4, 8)", path="k_pages", fix="page_size"),
+    ),
     "values": (
         {"v_pages": np.ones((24, 8, 2, 8), np.float32)},
-        r"v_pages has shape \(24, 8, 2, 8\), and k_pages \(24, 4, 2, 8\)",
+        facts("(24, 8, 2, 8)", "k_pages", "(24, 4, 2, 8)", path="v_pages"),
     ),
     "heads": (
         {"q": np.ones((4, 5, 3, 8), np.float32)},
-        "3 query heads do not divide over 2 kv heads",
+        facts(3, 2, path="k", fix="kv_heads"),
     ),
-    "head_dim": ({"q": np.ones((4, 5, 4, 4), np.float32)}, "head_dim is 8 in k, and 4 in q"),
+    "head_dim": (
+        {"q": np.ones((4, 5, 4, 4), np.float32)},
+        facts("head_dim", 8, 4, path="k", fix="BTHD"),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name: str) -> None:
     changed, message = WRONG[name]
-    with pytest.raises(AttentionError, match=message):
+    with raises(AttentionError, message):
         paged_attention(**{**Batch().arrays(), **changed})
 
 
@@ -367,9 +376,7 @@ def test_pages_split_by_shard_map_are_refused() -> None:
     split = jax.shard_map(local, mesh=manager.mesh, in_specs=(pages, pages), out_specs=P())
     with (
         manager,
-        pytest.raises(
-            AttentionError, match="a shard_map around the call has split the pages over sp"
-        ),
+        raises(AttentionError, "shard_map", "sp", path="k_pages", fix="shard_map"),
     ):
         split(arrays["k_pages"], arrays["v_pages"])
 
@@ -378,7 +385,7 @@ def test_pages_over_a_leading_head_axis_are_refused() -> None:
     manager = sw.PartitionManager(
         sw.Strategy.loads(RULES.format(head="sp+tp", page="sp")), mesh=cpu_mesh("tp:2,sp:2")
     ).for_mode("decode")
-    with manager, pytest.raises(AttentionError, match="sharded over"):
+    with manager, raises(AttentionError, "tp", "sp", path="k"):
         paged_attention(**Batch().arrays())
 
 
@@ -440,13 +447,9 @@ def test_scales_of_pages_are_checked() -> None:
         "k_pages": arrays["k_pages"].astype(jnp.int8),
         "v_pages": arrays["v_pages"].astype(jnp.int8),
     }
-    says = (
-        f"k_scale_pages: k_pages is int8 and has no scale\n"
-        f"  fix   pass k_scale_pages=, float32 of shape {shape}"
-    )
-    with pytest.raises(AttentionError, match=re.escape(says)):
-        run(given)
-    with pytest.raises(
-        AttentionError, match="v_scale_pages: v_scale_pages is given, and v_pages is float32"
+    with raises(
+        AttentionError, "k_pages", "int8", path="k_scale_pages", fix=("float32", str(shape))
     ):
+        run(given)
+    with raises(AttentionError, "v_pages", "float32", path="v_scale_pages", fix="int8"):
         run(arrays, v_scale_pages=jnp.ones(shape))

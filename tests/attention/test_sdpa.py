@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from shardwright.attention.inputs import read, read_options
 from shardwright.attention.kernels import cudnn, sdpa
 from shardwright.testing import assert_no_collectives, cpu_mesh
 from tests.attention.conformance import QUICK
+from tests.raising import raises
 
 # Minutes of compiling: the conformance table has a few cells of every implementation by default.
 pytestmark = pytest.mark.full
@@ -243,9 +243,7 @@ def test_arguments_passed_to_cudnn(monkeypatch: pytest.MonkeyPatch, name: str) -
 
 def test_cudnn_is_not_tried_on_other_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn, "failure_on", lambda kind: pytest.fail("cuDNN was tried"))
-    with pytest.raises(
-        sw.AttentionError, match=re.escape("it runs on GPUs, and the platform is cpu")
-    ):
+    with raises(sw.AttentionError, "cudnn", snippet=("GPUs", "cpu"), fix="blockwise"):
         dot_product_attention(*arrays(dtype="bfloat16"), mode="train", implementation="cudnn")
 
 

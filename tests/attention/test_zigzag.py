@@ -13,6 +13,7 @@ from shardwright.attention import zigzag
 from shardwright.attention.masks import MaskRules, block_is_empty
 from shardwright.errors import AttentionError
 from shardwright.testing import cpu_mesh
+from tests.raising import facts, raises
 
 
 def test_shard_holds_early_and_late_chunk() -> None:
@@ -106,44 +107,26 @@ def test_equal_causal_work_on_every_rank(shards: int) -> None:
 
 
 def test_indivisible_length() -> None:
-    message = (
-        r"a length of 10 does not divide into 2 \* 3 chunks, two per shard[\s\S]*pad it by 2 rows"
-    )
-    with pytest.raises(AttentionError, match=message):
+    message = facts(10, 2, 3, fix="2")
+    with raises(AttentionError, message):
         zigzag.positions(10, shards=3)
-    with pytest.raises(AttentionError, match=message):
+    with raises(AttentionError, message):
         zigzag.permute({"tokens": np.zeros((1, 10))}, shards=3)
 
 
 def test_one_chunk_per_shard_is_refused() -> None:
-    with pytest.raises(
-        AttentionError,
-        match=(
-            r"a length of 9 does not divide into 2 \* 3 chunks, two per shard\n"
-            r"  fix   pad it by 3 rows"
-        ),
-    ):
+    with raises(AttentionError, 9, 2, 3, fix="3"):
         zigzag.positions(9, shards=3)
 
 
 def test_no_shards() -> None:
-    with pytest.raises(
-        AttentionError,
-        match=(
-            r"^shards: 0 is not a positive number\n"
-            r"  fix   pass the number of shards of the sequence$"
-        ),
-    ):
+    with raises(AttentionError, 0, path="shards", fix="sequence"):
         zigzag.positions(10, shards=0)
 
 
 @pytest.mark.parametrize("dim", [1, 2, -2, -3])
 def test_array_without_length(dim: int) -> None:
-    message = (
-        rf"^batch/weight: no dim {dim} in shape \(3,\)\n"
-        rf"  fix   leave out arrays without a sequence, or pass dim=$"
-    )
-    with pytest.raises(AttentionError, match=message):
+    with raises(AttentionError, dim, "(3,)", path="batch/weight", fix="dim"):
         zigzag.permute({"batch": {"weight": np.zeros(3)}}, shards=3, dim=dim)
 
 

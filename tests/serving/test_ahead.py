@@ -15,6 +15,7 @@ import pytest
 from shardwright import serving
 from shardwright.errors import ServingError
 from shardwright.serving import Completion, Finish, Handle, Request, Sampling
+from tests.raising import raises
 from tests.serving.stub import SHAPE, VOCAB, stub, text_of
 from tests.serving.test_same_text import engine as engine_of_decoder
 from tests.serving.test_same_text import manager_of
@@ -295,5 +296,5 @@ def test_a_cancel_drops_the_tokens_in_flight() -> None:
 
 
 def test_ahead_is_true_or_false() -> None:
-    with pytest.raises(ServingError, match="ahead=1\n  fix   pass True or False"):
+    with raises(ServingError, 1, path="ahead", fix=("True", "False")):
         make(ahead=1)

@@ -13,6 +13,7 @@ import pytest
 from shardwright import _jax, serving
 from shardwright.errors import QueueFullError, ServingError
 from shardwright.serving import Finish, Phase, Request
+from tests.raising import Facts, facts, raises
 from tests.serving.stub import SHAPE, VOCAB, stub, text_of
 
 SHIFT = 5
@@ -180,7 +181,7 @@ def test_step_inside_callback() -> None:
         Request(prompt=[1], max_new_tokens=2, on_token=lambda token: engine.step())
     ).result()
     assert done.finish is Finish.FAILED
-    with pytest.raises(ServingError, match="called from within a step"):
+    with raises(ServingError, "step", path="on_token"):
         raise done.error or AssertionError
     assert_empty(engine)
 
@@ -189,7 +190,7 @@ def test_queue_is_bounded_and_run_waits() -> None:
     engine = make(queue=2)
     for _ in range(2):
         engine.submit(Request(prompt=[1], max_new_tokens=2))
-    with pytest.raises(QueueFullError, match="the queue is full: 2 requests wait, of at most 2"):
+    with raises(QueueFullError, 2, path="queue"):
         engine.submit(Request(prompt=[1], max_new_tokens=2))
     assert [done.tokens for done in engine.run([Request(prompt=[1], max_new_tokens=2)] * 5)] == [
         tuple(TEXT[:2])
@@ -203,20 +204,20 @@ def test_submit_refuses_impossible_requests() -> None:
     for request, says in (
         (
             Request(prompt=[1] * 10, max_new_tokens=8),
-            "10 prompt tokens and 8 new tokens need 17 rows, but a slot has 16",
+            facts(10, 8, 17, 16, path="request", fix="sliding"),
         ),
         (
             Request(prompt=[1, VOCAB], max_new_tokens=1),
-            "prompt: token 13 is out of range: the model has 13 tokens",
+            facts(13, "model", path="prompt", fix="model"),
         ),
         (
             Request(prompt=[1], max_new_tokens=1, stop=[[2, 40]]),
-            "stop: token 40 is out of range: the model has 13 tokens",
+            facts(40, "model", 13, path="stop", fix="model"),
         ),
     ):
-        with pytest.raises(ServingError, match=says):
+        with raises(ServingError, says):
             engine.submit(request)
-        with pytest.raises(ServingError, match=says):
+        with raises(ServingError, says):
             engine.run([Request(prompt=[1], max_new_tokens=1), request])
     assert (engine.report().requests, engine.report().refused) == (0, 3)
     assert_empty(engine)
@@ -265,20 +266,20 @@ def test_report_counts() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"slots": 0}, "slots must be a positive integer, got 0"),
+        ({"slots": 0}, facts("slots", 0, fix="slots")),
         (
             {"slots": True, "queue": 1.5},
-            "(?s)2 problems.*slots must be .*got True.*queue must be .*got 1.5",
+            (facts("slots", "True", fix=("slots", "1")), facts("queue", "1.5", fix=("queue", "1"))),
         ),
-        ({"prefill_chunk": -1}, "prefill_chunk must be a positive integer, got -1"),
+        ({"prefill_chunk": -1}, facts("prefill_chunk", -1, fix="prefill_chunk")),
         (
             {"cache_options": {"overflow": "error"}},
-            'overflow="error" is not supported: a compiled step cannot raise',
+            facts("overflow", "error", "step", path="cache_options"),
         ),
     ],
 )
-def test_invalid_counts(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ServingError, match=says):
+def test_invalid_counts(options: dict[str, Any], says: Facts) -> None:
+    with raises(ServingError, says):
         make(**options)
 
 
@@ -295,12 +296,12 @@ def half(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (one_logit, "the model returned logits of shape .2, 13. for tokens of shape .2, 1."),
-        (half, "other caches than it was given"),
+        (one_logit, facts("(2, 13)", "(2, 1)", path="model", fix="q_length")),
+        (half, facts("caches", path="model", fix="q_length")),
     ],
 )
-def test_invalid_model_result(model: Any, says: str) -> None:
-    with pytest.raises(ServingError, match=says):
+def test_invalid_model_result(model: Any, says: Facts) -> None:
+    with raises(ServingError, says):
         make(model)
 
 
@@ -328,22 +329,19 @@ def divides(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (forgets, "a cache refused the tokens\n  fix   return done.cache"),
+        (forgets, facts(0, "tokens", "cache", fix="done.cache")),
         (
             fills,
-            (
-                "the caches did not grow by the number of tokens that were read"
-                "\n  fix   pass valid= on to append_and_attend, and return done.cache"
-            ),
+            facts(0, "tokens", fix=("append_and_attend", "done.cache")),
         ),
-        (divides, "a logit is NaN or infinity, or all logits are -infinity"),
+        (divides, facts(0, "NaN", fix="model")),
     ],
 )
-def test_device_error_fails_request(model: Any, says: str) -> None:
+def test_device_error_fails_request(model: Any, says: Facts) -> None:
     engine = make(model, slots=1)
     done = engine.submit(Request(prompt=[12], max_new_tokens=2)).result()
     assert done.finish is Finish.FAILED
-    with pytest.raises(ServingError, match=says):
+    with raises(ServingError, says):
         raise done.error or AssertionError
     assert_empty(engine)
 

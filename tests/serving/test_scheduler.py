@@ -12,6 +12,7 @@ from shardwright.serving.pages import NO_PAGE
 from shardwright.serving.request import Finish, Request
 from shardwright.serving.scheduler import Scheduler
 from shardwright.serving.space import PageSpace
+from tests.raising import Facts, facts, raises
 
 LIMITS = Limits(
     slots=3, capacity=20, prefill_rows=2, chunk=2, quantum=2, queue=5, pages=9, page_size=4
@@ -71,9 +72,7 @@ def operate(scheduler: Scheduler, draw: random.Random, jobs: list[Job]) -> None:
             scheduler.submit(new)
             jobs.append(new)
         else:
-            with pytest.raises(
-                QueueFullError, match="the queue is full: 5 requests wait, of at most 5"
-            ):
+            with raises(QueueFullError, 5, path="queue"):
                 scheduler.check_queue()
     elif what == "admit":
         scheduler.admit()
@@ -146,17 +145,17 @@ def test_request_waiting_for_pages_is_not_overtaken() -> None:
 @pytest.mark.parametrize(
     ("prompt", "new", "limits", "says"),
     [
-        (13, 9, LIMITS, r"13 prompt tokens and 9 new tokens need 21 rows, but a slot has 20"),
+        (13, 9, LIMITS, facts(13, 9, 21, 20, path="request", fix="sliding")),
         (
             30,
             8,
             Limits(slots=1, capacity=None, prefill_rows=1, chunk=4, queue=1, pages=9, page_size=4),
-            r"37 rows, 10 pages of 4, but the pool has 9 pages",
+            facts(37, 10, 4, 9, path="request"),
         ),
     ],
 )
-def test_impossible_requests(prompt: int, new: int, limits: Limits, says: str) -> None:
-    with pytest.raises(ServingError, match=says):
+def test_impossible_requests(prompt: int, new: int, limits: Limits, says: Facts) -> None:
+    with raises(ServingError, says):
         limits.check(job(0, prompt, new).request)
     limits.check(job(0, prompt - 1, new).request)
 

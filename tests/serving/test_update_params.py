@@ -22,6 +22,7 @@ from shardwright.reshard import move
 from shardwright.serving import Request
 from shardwright.serving import weights as weights_module
 from shardwright.testing import cpu_mesh
+from tests.raising import Facts, facts, raises
 from tests.serving.stub import SHAPE, stub, text_of
 
 TINY = DecoderConfig(layers=1, embed=32, heads=8, kv_heads=4, head_dim=8, mlp=64)
@@ -206,18 +207,18 @@ def test_failure_beside_unplanned_weights(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("leaf", "message"),
     [
-        (jax.ShapeDtypeStruct((64, 64), jnp.float32), "params/big: ShapeDtypeStruct has no values"),
-        ("x", "params/big: 'x' is not an array or a number that JAX can hold"),
-        (None, "params/big: the array is deleted: it was donated"),
+        (jax.ShapeDtypeStruct((64, 64), jnp.float32), facts("ShapeDtypeStruct", path="params/big")),
+        ("x", facts("x", "JAX", path="params/big")),
+        (None, facts("deleted", "donated", path="params/big")),
     ],
 )
-def test_weights_without_values_are_named(leaf: Any, message: str) -> None:
+def test_weights_without_values_are_named(leaf: Any, message: Facts) -> None:
     new = mixed_weights("dp:8", 1)
     if leaf is None:
         new["big"].delete()
     else:
         new["big"] = leaf
-    with pytest.raises(ShardingError, match=message) as caught:
+    with raises(ShardingError, message) as caught:
         weights_module.move_weights(
             new, mixed_weights("dp:8", 2), name="params", piece="1MiB", donate=False
         )
@@ -226,7 +227,7 @@ def test_weights_without_values_are_named(leaf: Any, message: str) -> None:
 
 def test_large_integers_of_the_host_are_refused() -> None:
     old = {"seed": np.int32(3)}
-    with pytest.raises(ShardingError, match="params/seed: int64 has values that do not fit int32"):
+    with raises(ShardingError, "int64", "int32", "JAX", path="params/seed", fix="jax_enable_x64"):
         weights_module.move_weights(
             {"seed": np.int64(2**40)}, old, name="params", piece="1MiB", donate=False
         )
@@ -251,11 +252,13 @@ def test_failure_after_prefill_has_moved(shared: bool, monkeypatch: pytest.Monke
             raise RuntimeError("the link is down")
         return move_leaf(*args, **options)
 
-    with pytest.raises(ServingError, match="is unknown"):
+    with raises(ServingError, "unknown", path="params"):
         engine.update_params({**new, "more": 1}, prefill_params=both["prefill_params"], donate=True)
     with monkeypatch.context() as patch:
         patch.setattr(move, "move_leaf", failing)
-        with pytest.raises(MoveError, match="the link is down") as caught:
+        with raises(
+            MoveError, 8, "RuntimeError", path="layers/0/mlp/norm/scale", fix="error.tree"
+        ) as caught:
             engine.update_params(both["params"], prefill_params=both["prefill_params"], donate=True)
     tree = caught.value.tree
     assert engine.update_params(tree["params"], prefill_params=tree["prefill_params"]).version == 1
@@ -279,7 +282,9 @@ def test_failed_move_keeps_the_old_weights(monkeypatch: pytest.MonkeyPatch) -> N
 
     with monkeypatch.context() as patch:
         patch.setattr(move, "move_leaf", failing)
-        with pytest.raises(MoveError, match="the link is down"):
+        with raises(
+            MoveError, 2, 8, "RuntimeError", path="layers/0/attention/norm/scale", fix="error.tree"
+        ):
             engine.update_params(new)
     assert engine.version == 0
     assert [done.tokens for done in engine.run(REQUESTS[:2])] == [done.tokens for done in wanted]
@@ -305,21 +310,27 @@ def test_bad_input() -> None:
     lacking.pop("embedding")
     wrong = jax.tree.map(lambda x: x[..., :1], params)
     cases: list[tuple[Any, str]] = [
-        (lambda: engine.update_params(lacking), "is missing"),
-        (lambda: engine.update_params({**params, "more": 1}), "more is unknown"),
-        (lambda: engine.update_params(wrong), "it has shape"),
-        (lambda: engine.update_params(params, version=0), "version=0 is already served"),
-        (lambda: engine.update_params(params, version=True), "version=True"),
-        (lambda: engine.update_params(params, prefill_params=params), "no weights of its own"),
-        (lambda: small.update_params(1.5), "it is float32, but the served weight is int32"),
+        (lambda: engine.update_params(lacking), facts("missing", path="params")),
+        (lambda: engine.update_params({**params, "more": 1}), facts("unknown", path="params")),
+        (
+            lambda: engine.update_params(wrong),
+            facts("(256, 1)", "(256, 32)", path="params/embedding", fix="model"),
+        ),
+        (lambda: engine.update_params(params, version=0), facts(0, path="version")),
+        (lambda: engine.update_params(params, version=True), facts("True", path="version")),
+        (
+            lambda: engine.update_params(params, prefill_params=params),
+            facts("weights", path="prefill_params"),
+        ),
+        (lambda: small.update_params(1.5), facts("float32", "int32", path="params", fix="int32")),
     ]
     for call, message in cases:
-        with pytest.raises(ServingError, match=message) as caught:
+        with raises(ServingError, message) as caught:
             call()
         assert "fix  " in str(caught.value)
     assert engine.version == small.version == 0
     small.update_params(1, version="a")
-    with pytest.raises(ServingError, match="the current one is the text 'a'"):
+    with raises(ServingError, "a", path="version", fix="a"):
         small.update_params(2)
 
 

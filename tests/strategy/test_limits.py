@@ -16,7 +16,7 @@ from shardwright.cli.tensors import read_tensors
 from shardwright.errors import LONGEST_LINE, MOST_NAMES, Problem, did_you_mean
 from shardwright.strategy import limits
 from shardwright.strategy.files import parse
-from tests.raising import facts, raises
+from tests.raising import Facts, facts, raises
 
 HEAD = "version = 1\n[mesh]\ndp = 2\n"
 N = 3000
@@ -30,7 +30,7 @@ def rule(text: str) -> str:
     return f'{HEAD}[rules]\nbatch = "{text}"\n'
 
 
-TOML: dict[str, tuple[str, str]] = {
+TOML: dict[str, tuple[str, Facts]] = {
     "axes": (
         HEAD + "[axes]\n" + lines('a{} = "x"\n'),
         facts(3000, 1000, path="<toml>:4 axes", fix="model"),
@@ -120,7 +120,7 @@ def test_limits_hold_for_python_and_for_overlays() -> None:
         sw.Strategy(axes={f"a{at}": "x" for at in range(1001)})
 
 
-MESHES: dict[str, tuple[object, str]] = {
+MESHES: dict[str, tuple[object, Facts]] = {
     "text": (",".join(["a:1"] * N), facts(3000, 128)),
     "no sizes": (",".join(["a"] * N), facts(3000, 128)),
     "names": (
@@ -143,7 +143,7 @@ def test_mesh_has_at_most_64_axes(name: str) -> None:
 
 # A bad line is shown around its fault.
 
-LONG_LINES: dict[str, tuple[Callable[[], object], str]] = {
+LONG_LINES: dict[str, tuple[Callable[[], object], Facts]] = {
     "TOML": (
         lambda: sw.Strategy.loads("name = " + "x" * 100_000),
         facts(path="<toml>:1"),

@@ -90,7 +90,9 @@ class Choice:
         details = str(self).partition("\n")[2]
         if self.instead is None:
             raise AttentionError(
-                f"no attention implementation can serve this call: {self.why}", snippet=details
+                f"no attention implementation can serve this call: {self.why}",
+                snippet=details,
+                fix="change the call: each line above has the reason of one implementation",
             )
         fix = "change the call: no other implementation serves it"
         if self.instead.name:
