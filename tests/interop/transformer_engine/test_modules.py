@@ -22,7 +22,7 @@ import flax.linen as nn
 
 import shardwright as sw
 from shardwright.interop.transformer_engine import flax as te
-from shardwright.interop.transformer_engine.flax.variables import Dropout
+from shardwright.interop.transformer_engine.flax.module import Dropout
 from tests.docs import snippets
 from tests.interop.transformer_engine import cases
 
@@ -183,7 +183,7 @@ SEPARATE = {"transpose_batch_sequence": False}
         ({"score_mod": max}, (Q, Q, Q), "score_mod is not supported"),
         ({"context_parallel_axis": "cp"}, (Q, Q, Q), "context_parallel_axis is not supported"),
         ({}, (Q, Q[:, :, :3], Q[:, :, :3]), "3 kv heads do not divide 4 heads"),
-        ({}, (Q, Q[:, :2], Q), "keys and values one length"),
+        ({}, (Q, Q[:, :2], Q), "give them one batch"),
         ({}, (Q, Q.astype(jnp.bfloat16), Q), "give all three one dtype"),
         ({}, (Q, Q, Q, jnp.ones((2, 3, 3))), "the mask has shape"),
         ({}, (Q, Q, Q, [[1]]), "sequence_descriptor is a list"),

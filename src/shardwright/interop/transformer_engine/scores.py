@@ -240,17 +240,19 @@ def hidden_pairs(
 
 
 def _check(config: ScoreConfig, query: Any, key: Any, value: Any, mask: Any, bias: Any) -> None:
-    shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
-    text = ", ".join(f"{name} has {shape}" for name, shape in shapes.items())
-    if any(len(shape) != 4 for shape in shapes.values()):
-        raise RankMismatchError(text, fix="pass [batch, length, heads, head_dim]")
     fits = (
-        query.shape[0] == key.shape[0] == value.shape[0]
-        and key.shape[1:3] == value.shape[1:3]
+        query.ndim == key.ndim == value.ndim == 4
+        and query.shape[0] == key.shape[0]
+        and key.shape[:3] == value.shape[:3]
         and query.shape[3] == key.shape[3]
     )
     if not fits:
-        raise RankMismatchError(text, fix="give them one batch, and keys and values one length")
+        shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
+        raise RankMismatchError(
+            ", ".join(f"{name} has {shape}" for name, shape in shapes.items()),
+            fix="pass [batch, length, heads, head_dim]; give them one batch, and keys and values "
+            "one length",
+        )
     if query.shape[2] % key.shape[2]:
         raise RankMismatchError(
             f"{key.shape[2]} kv heads do not divide {query.shape[2]} heads",
@@ -304,3 +306,49 @@ def _check_shape(name: str, array: Any, pairs: tuple[int, ...]) -> None:
             path=name,
             fix="pass [batch, heads, q_length, kv_length], each dim full or 1",
         )
+
+
+_METHODS = ("consecutive", "alternate")
+
+
+def rotate(
+    x: Any, *, windows: tuple[int, int] = (1, 10_000), method: str = "consecutive", start: Any = 0
+) -> jax.Array:
+    """Rotate queries or keys by `position / (min * (max / min) ** (2i / head_dim))`, in float32.
+
+    Args:
+      x: `[batch, length, heads, head_dim]`.
+      windows: (min, max), the shortest and the longest time scale.
+      method: Which two elements form a point: "consecutive" for 2i and 2i + 1, "alternate" for i
+        and i + head_dim / 2.
+      start: Position of the first token.
+
+    Raises:
+      LayerError: The method is unknown, or the windows are not positive.
+      RankMismatchError: `head_dim` is odd.
+    """
+    name = method.lower().strip().replace("-", "").replace("_", "")
+    if name not in _METHODS or not 0 < windows[0] <= windows[1]:
+        raise LayerError(
+            f"rotary_pos_emb_group_method={method!r}, rotary_pos_emb_windows={windows}",
+            path="rotary_pos_emb",
+            fix='write "consecutive" or "alternate", and two positive numbers, such as (1, 10000)',
+        )
+    size = x.shape[-1]
+    if size % 2:
+        raise RankMismatchError(
+            f"head_dim={size} is odd", path="head_dim", fix="choose an even head_dim"
+        )
+    fraction = jnp.arange(0, size, 2) / size
+    scales = windows[0] * (windows[1] / windows[0]) ** fraction
+    positions = (jnp.arange(x.shape[1]) + start)[None, :, None, None]
+    sin, cos = jnp.sin(positions / scales), jnp.cos(positions / scales)
+    if name == "consecutive":
+        first, second = x[..., 0::2], x[..., 1::2]
+    else:
+        first, second = x[..., : size // 2], x[..., size // 2 :]
+    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    if name == "consecutive":
+        return jnp.stack(rotated, axis=-1).reshape(x.shape).astype(x.dtype)
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""`DotProductAttention`, without fused kernels."""
+"""`DotProductAttention` without fused kernels, its cache, and `RelativePositionBiases` of T5."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
-from shardwright.errors import AttentionError
-from shardwright.interop.transformer_engine.flax.variables import (
+from shardwright.errors import AttentionError, CacheError
+from shardwright.interop.transformer_engine.flax.module import (
+    Axes,
     Module,
     compact,
     parameter,
@@ -20,9 +24,13 @@ from shardwright.interop.transformer_engine.scores import (
     AttnSoftmaxType,
     ScoreConfig,
     attend,
+    check_mask,
+    hidden_pairs,
     read_name,
 )
 from shardwright.interop.transformer_engine.sharding import HEAD_AXES
+from shardwright.layers import relative_bias
+from shardwright.layers.relative_bias import RelativeBiasConfig
 
 _LAYOUTS = ("bshd_bshd_bshd", "bshd_bs2hd", "bs3hd")
 _STRATEGIES = ("DEFAULT", "ALL_GATHER", "ALLGATHER", "RING")
@@ -78,15 +86,17 @@ class SoftmaxOffset(Module):  # type: ignore[misc]
 
     Attributes:
       heads: Number of heads.
+      dtype: Dtype of the parameter.
     """
 
     heads: int
+    dtype: Any = jnp.float32
 
     @compact  # type: ignore[untyped-decorator]
     def __call__(self) -> Any:
-        """Return `softmax_offset`, `[1, heads, 1, 1]` float32."""
+        """Return `softmax_offset`, `[1, heads, 1, 1]`."""
         shape, axes = (1, self.heads, 1, 1), (None, HEAD_AXES, None, None)
-        return parameter(self, "softmax_offset", zeros, shape, axes, dtype=jnp.float32)
+        return parameter(self, "softmax_offset", zeros, shape, axes)
 
 
 class DotProductAttention(Module):  # type: ignore[misc]
@@ -175,9 +185,10 @@ class DotProductAttention(Module):  # type: ignore[misc]
         if self.transpose_batch_sequence:
             arrays = tuple(each.swapaxes(0, 1) for each in arrays)
         heads = arrays[0].shape[2]
+        default_bias = "no_bias" if bias is None else "post_scale_bias"
         config = ScoreConfig(
             mask_type=self.attn_mask_type,
-            bias_type=_bias_type(self.attn_bias_type, bias),
+            bias_type=(self.attn_bias_type or default_bias).lower(),
             scale=arrays[0].shape[-1] ** -0.5 if self.scale_factor is None else self.scale_factor,
             window=self.window_size,
             softmax_type=_softmax_type(self.softmax_type),
@@ -204,12 +215,6 @@ def _softmax_type(name: str) -> AttnSoftmaxType:
     return AttnSoftmaxType(
         read_name("softmax_type", name, tuple(kind.value for kind in AttnSoftmaxType))
     )
-
-
-def _bias_type(name: str | None, bias: Any) -> str:
-    if name is not None:
-        return name.lower()
-    return "no_bias" if bias is None else "post_scale_bias"
 
 
 def _only_mask(descriptor: Any, mask: Any) -> Any:
@@ -253,4 +258,115 @@ def _check_dtypes(dtype: Any, arrays: Any) -> None:
             "the field dtype is deprecated; attention runs in the dtype of the inputs",
             UserWarning,
             stacklevel=4,
+        )
+
+
+def next_position(module: Any) -> Any:
+    """Return the position of the first token of this call. It is 0 if there is no cache yet."""
+    return module.get_variable("cache", "cache_index", 0)
+
+
+def with_cache(module: Any, arrays: Any, mask: Any, bias: Any) -> tuple[list[Any], Any, Any]:
+    """Append keys and values to the cache, and return all of them with a full mask.
+
+    The first call creates the cache and writes nothing. The length of its keys is the length of the
+    cache. `cache_index` counts the tokens that later calls write.
+
+    Args:
+      module: A `MultiHeadAttention`.
+      arrays: Query, key and value of this call.
+      mask: `[batch, 1 or heads, q_length, cache length]`; where it is 1, the pair is hidden. The
+        mask type "causal" ignores it.
+      bias: `[1, heads, q_length, cache length]`, or with a row for each position of the cache.
+
+    Returns:
+      (query, all keys, all values), a mask with causality and the window, and the rows of the bias.
+
+    Raises:
+      CacheError: The tokens do not fit the cache. Inside a trace, the result is NaN instead.
+      ShardingError: The mask is not valid; see `scores.check_mask`.
+    """
+    query, key, value = arrays
+    dim = 0 if module.transpose_batch_sequence else 1
+    exists = module.has_variable("cache", "cached_key")
+    keys = module.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
+    values = module.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)
+    index = module.variable("cache", "cache_index", lambda: jnp.array(0, jnp.int32))
+    start, count = index.value, query.shape[dim]
+    if exists:
+        length = keys.value.shape[dim]
+        is_full = _is_full(start, count, length)
+        key = _written(keys.value, key, start, dim)
+        value = _written(values.value, value, start, dim)
+        keys.value, values.value, index.value = key, value, start + count
+        value = jnp.where(is_full, jnp.nan, value)
+    batch = query.shape[1 - dim]
+    check_mask(mask, (batch, query.shape[2], count, key.shape[dim]))
+    mask = jnp.asarray(
+        hidden_pairs(
+            ScoreConfig(mask_type=module.attn_mask_type, window=module.window_size),
+            count,
+            key.shape[dim],
+            mask=mask,
+            start=start,
+            is_cached=True,
+        )
+    )
+    if bias is not None and exists and bias.shape[2] == key.shape[dim]:
+        bias = jax.lax.dynamic_slice_in_dim(bias, start, count, axis=2)
+    return [query, key, value], mask, bias
+
+
+def _written(stored: Any, rows: Any, start: Any, dim: int) -> Any:
+    """Return the stored rows with new rows from a position on, sharded like the new rows."""
+    sharding = jax.typeof(rows).sharding
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        stored = jax.sharding.reshard(stored, sharding)
+    return jax.lax.dynamic_update_slice_in_dim(stored, rows.astype(stored.dtype), start, dim)
+
+
+def _is_full(start: Any, count: int, length: int) -> Any:
+    """Tell whether rows are past the end of the cache."""
+    is_full = start + count > length
+    if not isinstance(is_full, jax.core.Tracer) and bool(np.asarray(is_full)):
+        raise CacheError(
+            f"the cache holds {length} tokens, has {int(start)}, and gets {count} more",
+            path="cache_index",
+            fix="initialize the module with inputs as long as the longest sequence",
+        )
+    return is_full
+
+
+class RelativePositionBiases(Module):  # type: ignore[misc]
+    """A learned bias of attention logits, per head and bucket of distances.
+
+    Attributes:
+      num_buckets: Number of buckets.
+      max_distance: From this distance on, all keys are in the last bucket.
+      num_attention_heads: Number of heads.
+      embedding_init: Initializer of `rel_embedding`, `[heads, buckets]`.
+      embedding_axes: Logical names of `rel_embedding`.
+      dtype: Dtype of the parameter and the result.
+    """
+
+    num_buckets: int
+    max_distance: int
+    num_attention_heads: int
+    embedding_init: Any = nn.linear.default_embed_init
+    embedding_axes: Axes = ("heads", "relpos_buckets")
+    dtype: Any = jnp.float32
+
+    @compact  # type: ignore[untyped-decorator]
+    def __call__(self, q_seqlen: int, k_seqlen: int, bidirectional: bool = True) -> Any:
+        """Return the bias, `[1, heads, q_seqlen, k_seqlen]`."""
+        config = RelativeBiasConfig(
+            heads=self.num_attention_heads,
+            buckets=self.num_buckets,
+            max_distance=self.max_distance,
+            bidirectional=bidirectional,
+        )
+        shape = (self.num_attention_heads, self.num_buckets)
+        table = parameter(self, "rel_embedding", self.embedding_init, shape, self.embedding_axes)
+        return relative_bias.apply(
+            config, table, q_length=q_seqlen, kv_length=k_seqlen, dtype=self.dtype
         )

@@ -9,22 +9,23 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
-from shardwright.errors import LayerError, RankMismatchError
+from shardwright.errors import LayerError
+from shardwright.interop.transformer_engine.flax.attention import RelativePositionBiases
 from shardwright.interop.transformer_engine.flax.mlp import LayerNormMLP
+from shardwright.interop.transformer_engine.flax.module import (
+    Dropout,
+    LayerNorm,
+    Module,
+    check_inputs,
+    compact,
+    fan_in_init,
+    zeros,
+)
 from shardwright.interop.transformer_engine.flax.multi_head import (
     CrossAttention,
     MultiHeadAttention,
     adaptation_of,
     leading,
-)
-from shardwright.interop.transformer_engine.flax.norm import LayerNorm
-from shardwright.interop.transformer_engine.flax.relative_bias import RelativePositionBiases
-from shardwright.interop.transformer_engine.flax.variables import (
-    Dropout,
-    Module,
-    compact,
-    fan_in_init,
-    zeros,
 )
 from shardwright.interop.transformer_engine.scores import ScoreConfig, hidden_pairs
 from shardwright.interop.transformer_engine.sharding import (
@@ -204,36 +205,22 @@ def check(layer: Any, x: Any, encoded: Any, decode: bool) -> None:
       LayerError: They contradict each other.
       RankMismatchError: The inputs do not have three dims.
     """
-    if not isinstance(layer.layer_type, TransformerLayerType):
-        raise LayerError(
-            f"layer_type={layer.layer_type!r}",
-            path="layer_type",
-            fix="write TransformerLayerType.ENCODER or TransformerLayerType.DECODER",
-        )
-    if layer.hidden_size % layer.num_attention_heads:
-        raise LayerError(
-            f"num_attention_heads={layer.num_attention_heads} do not divide "
-            f"hidden_size={layer.hidden_size}",
-            path="hidden_size",
-            fix="choose a number of heads that divides hidden_size",
-        )
-    if x.ndim != 3:
-        raise RankMismatchError(
-            f"inputs have shape {x.shape}",
-            path="inputs",
-            fix=f"pass [batch, length, {layer.hidden_size}]",
-        )
-    is_encoder = layer.layer_type is TransformerLayerType.ENCODER
-    if is_encoder and decode:
-        raise LayerError(
-            "an encoder cannot decode", path="decode", fix="write TransformerLayerType.DECODER"
-        )
-    if not is_encoder and encoded is None:
-        raise LayerError(
-            "a decoder needs the output of the encoder",
-            path="encoded",
-            fix="pass encoded, or write TransformerLayerType.ENCODER",
-        )
+    kind, heads, size = layer.layer_type, layer.num_attention_heads, layer.hidden_size
+    is_encoder = kind is TransformerLayerType.ENCODER
+    what, path, fix = "", "", "write TransformerLayerType.ENCODER or TransformerLayerType.DECODER"
+    if not isinstance(kind, TransformerLayerType):
+        what, path = f"layer_type={kind!r}", "layer_type"
+    elif size % heads:
+        what, path = f"num_attention_heads={heads} do not divide hidden_size={size}", "hidden_size"
+        fix = "choose a number of heads that divides hidden_size"
+    elif is_encoder and decode:
+        what, path, fix = "an encoder cannot decode", "decode", "write TransformerLayerType.DECODER"
+    elif not is_encoder and encoded is None:
+        what, path = "a decoder needs the output of the encoder", "encoded"
+        fix = "pass encoded, or write TransformerLayerType.ENCODER"
+    if what:
+        raise LayerError(what, path=path, fix=fix)
+    check_inputs("inputs", x, rank=3)
 
 
 class TransformerLayer(Module):  # type: ignore[misc]

@@ -11,18 +11,19 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from shardwright.errors import LayerError
-from shardwright.interop.transformer_engine.flax.dense import adapted
-from shardwright.interop.transformer_engine.flax.norm import normalized, scale_init_of
-from shardwright.interop.transformer_engine.flax.quantized import matmul
-from shardwright.interop.transformer_engine.flax.variables import (
+from shardwright.interop.transformer_engine.flax.module import (
     Axes,
     Dropout,
     Module,
+    adapted,
     check_inputs,
     check_last_axis,
     compact,
     fan_in_init,
+    matmul,
+    normalized,
     parameter,
+    scale_init_of,
     split_init,
     zeros,
 )
@@ -192,23 +193,17 @@ class LayerNormMLP(Module):  # type: ignore[misc]
         check_inputs("inputs", inputs)
         activations, x = activations_of(self.activations), inputs
         if self.enable_layernorm:
-            x = normalized(
-                self,
-                constrain(x, self.layernorm_input_axes),
-                epsilon=self.epsilon,
-                bias_init=self.ln_bias_init,
-                bias_axes=self.ln_bias_axes,
-                dtype=self.dtype,
-            )
+            x = constrain(x, self.layernorm_input_axes)
+            x = normalized(self, x, self.ln_bias_init, self.ln_bias_axes)
         returned = x if self.return_layernorm_output else None
         embed, inner = x.shape[-1], (len(activations), self.intermediate_dim)
         wi_init = split_init(self.kernel_init, inner[0], sequential=True)
-        wi = self._parameter("wi_kernel", wi_init, (embed, *inner), self.kernel_axes_1)
-        wo = self._parameter("wo_kernel", self.kernel_init, (inner[1], embed), self.kernel_axes_2)
+        wi = parameter(self, "wi_kernel", wi_init, (embed, *inner), self.kernel_axes_1)
+        wo = parameter(self, "wo_kernel", self.kernel_init, (inner[1], embed), self.kernel_axes_2)
         bias_1 = bias_2 = jnp.zeros((), x.dtype)
         if self.use_bias:
-            bias_1 = self._parameter("wi_bias", self.bias_init, inner, self.bias_axes_1)
-            bias_2 = self._parameter("wo_bias", self.bias_init, (embed,), self.bias_axes_2)
+            bias_1 = parameter(self, "wi_bias", self.bias_init, inner, self.bias_axes_1)
+            bias_2 = parameter(self, "wo_bias", self.bias_init, (embed,), self.bias_axes_2)
         grads = ("_1", "_0") if exchanges_gradients(self, activations) else ("_0", "_1")
         x = constrain(x, self.dot_1_input_axes)
         axes = self.dot_1_input_axes, self.kernel_axes_1
@@ -224,17 +219,7 @@ class LayerNormMLP(Module):  # type: ignore[misc]
         y = constrain(y, self.dot_2_input_axes)
         axes = self.dot_2_input_axes, self.kernel_axes_2
         out = matmul(self, y, wo, axes=axes, name="wo_kernel", postfix="_1", grad_postfix=grads[1])
-        out = adapted(
-            self,
-            y,
-            out,
-            prefix="wo_",
-            inputs=inner[1:],
-            features=(embed,),
-            init=self.kernel_init,
-        )
+        own: dict[str, Any] = {"inputs": inner[1:], "features": (embed,), "init": self.kernel_init}
+        out = adapted(self, y, out, prefix="wo_", **own)
         out = checkpoint_name(out + bias_2.astype(out.dtype), self.ffn2_ckpt_name)
         return out, returned
-
-    def _parameter(self, name: str, init: Any, shape: tuple[int, ...], axes: Axes) -> Any:
-        return parameter(self, name, init, shape, axes, dtype=self.dtype)

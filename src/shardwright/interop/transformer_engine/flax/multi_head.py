@@ -14,11 +14,13 @@ from shardwright.errors import AttentionError, LayerError
 from shardwright.interop.transformer_engine.flax.attention import (
     DotProductAttention,
     check_supported,
+    next_position,
     read_transposed,
+    with_cache,
 )
-from shardwright.interop.transformer_engine.flax.cache import next_position, with_cache
-from shardwright.interop.transformer_engine.flax.dense import DenseGeneral, LayerNormDenseGeneral
-from shardwright.interop.transformer_engine.flax.variables import (
+from shardwright.interop.transformer_engine.flax.module import (
+    DenseGeneral,
+    LayerNormDenseGeneral,
     Module,
     check_inputs,
     compact,
@@ -26,8 +28,7 @@ from shardwright.interop.transformer_engine.flax.variables import (
     split_init,
     zeros,
 )
-from shardwright.interop.transformer_engine.rotary import rotate
-from shardwright.interop.transformer_engine.scores import read_name
+from shardwright.interop.transformer_engine.scores import read_name, rotate
 from shardwright.interop.transformer_engine.sharding import (
     BATCH_AXES,
     HEAD_AXES,
