@@ -1,6 +1,8 @@
 """Configurations of levanter: the mesh and the axis mappings of a trainer become a strategy.
 
-levanter need not be installed. Files are read with PyYAML (the extra `maxtext`).
+levanter need not be installed. Files are read with PyYAML (the extra `maxtext`). Newer versions
+have the mesh and both mappings in `trainer.mesh` (`MeshConfig`), older ones in keys of the trainer
+(`TrainerConfig`).
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from typing import Any, Final
 
 from shardwright.errors import Problem, StrategyError, did_you_mean, raise_problems
 from shardwright.interop.haliax.bridge import to_strategy as from_mappings
-from shardwright.interop.haliax.levanter_mesh import LevanterEntry, LevanterSettings, read_mesh
 from shardwright.interop.logical_rules import Imported, read_yaml_tree, resized
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.integers import as_integer
@@ -29,7 +30,51 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "model_axis_size": 1,
     "replica_dcn_axis_size": 1,
 }
-_SIZES: Final = ("replica_ici_axis_size", "model_axis_size", "replica_dcn_axis_size")
+# The mesh axes of a slice and across slices, before those that `trainer.mesh` adds.
+_AXES: Final = {"data": -1, "replica": 1, "model": 1}
+_DCN_AXES: Final = {"replica_dcn": -1}
+_SHARED: Final = {"mlp": "model", "heads": "model"}
+_BATCH: Final = ("replica_dcn", "replica", "data")
+_SIZES: Final = ("axes", "dcn_axes")
+_MESH_KEYS: Final = (
+    *(*_SIZES, "shared_mapping", "compute_mapping", "param_mapping"),
+    "batch_axis_name",
+)
+_INHERITED: Final = (
+    "parameters have the mappings of trainer.mesh.shared_mapping too; in the first versions with "
+    "trainer.mesh, they had those of param_mapping alone"
+)
+# Path of keys -> where it is written.
+_Places = Mapping[tuple[str, ...], str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """The mesh axes of a name, and where they are written."""
+
+    mesh_axes: Any
+    place: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings:
+    """What a trainer says about sharding.
+
+    Attributes:
+      compute: Name -> mesh axes, for activations.
+      parameter: The same for parameters.
+      mesh: Mesh axis -> size. One of them may be -1.
+      dcn: Mesh axis -> number of slices that it crosses.
+      source: Name of the configuration.
+      notes: What is not in the configuration, one line each.
+    """
+
+    compute: Mapping[str, _Entry]
+    parameter: Mapping[str, _Entry]
+    mesh: Mapping[str, int]
+    dcn: Mapping[str, int]
+    source: str
+    notes: tuple[str, ...] = ()
 
 
 def to_strategy(
@@ -83,7 +128,7 @@ def to_strategy(
     return dataclasses.replace(sized, notes=(*sized.notes, *notes))
 
 
-def _settings(config: Any, overrides: Mapping[str, Any]) -> LevanterSettings:
+def _settings(config: Any, overrides: Mapping[str, Any]) -> _Settings:
     """Return what a configuration says about sharding.
 
     Raises:
@@ -105,103 +150,57 @@ def _settings(config: Any, overrides: Mapping[str, Any]) -> LevanterSettings:
     of_mesh = {key[1:]: value for key, value in given.items() if key[0] == "mesh"}
     if "mesh" not in trainer and not of_mesh:
         own = {key: value for (key,), value in given.items()}
-        return _Trainer.read(trainer, own, places, source).settings()
+        return _read_trainer(trainer, own, places, source)
     older = [key for key in (*trainer, *(key[0] for key in given)) if key in _DEFAULTS]
     if older:
         what = f"the trainer has mesh, and so {', '.join(older)} of older versions has no effect"
         raise StrategyError(what, path=source, fix="write it in trainer.mesh, or remove it")
     below = {keys[1:]: place for keys, place in places.items() if keys[:1] == ("mesh",)}
-    return read_mesh(trainer.get("mesh", {}), of_mesh, below, source)
+    return _read_mesh(trainer.get("mesh", {}), of_mesh, below, source)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Trainer:
-    """The keys of a trainer.
+def _read_trainer(
+    given: Mapping[str, Any], overrides: Mapping[str, Any], places: _Places, source: str
+) -> _Settings:
+    """Return what the keys of a trainer of older versions say."""
+    values = {**_DEFAULTS, **{key: given[key] for key in given if key in _DEFAULTS}, **overrides}
+    at = {**places, **{(key,): "overrides" for key in overrides}}
+    raise_problems(_problems(values, at, source))
 
-    Attributes:
-      values: Key -> value.
-      places: Path of keys below the trainer -> where it is written.
-      source: Name of the configuration, for a key that has no line of its own.
-      is_given: Whether the configuration has a trainer.
-    """
+    def listed(key: str, mesh_axes: Any = None) -> dict[str, _Entry]:
+        """Return the entries of a key that has names, or a table of names and mesh axes."""
+        value = values[key] or ()
+        default = at.get((key,), f"{source} (default {key})")
+        entries = {}
+        for name in (value,) if isinstance(value, str) else value:
+            axes = value[name] if isinstance(value, Mapping) else mesh_axes
+            axes = tuple(axes) if isinstance(axes, list) else axes
+            entries[name] = _Entry(mesh_axes=axes, place=at.get((key, name), default))
+        return entries
 
-    values: Mapping[str, Any]
-    places: Mapping[tuple[str, ...], str]
-    source: str
-    is_given: bool
-
-    @classmethod
-    def read(
-        cls,
-        trainer: Mapping[str, Any],
-        overrides: Mapping[str, Any],
-        places: Mapping[tuple[str, ...], str],
-        source: str,
-    ) -> _Trainer:
-        values = {
-            **_DEFAULTS,
-            **{key: trainer[key] for key in trainer if key in _DEFAULTS},
-            **overrides,
-        }
-        at = dict(places)
-        at.update({(key,): "overrides" for key in overrides})
-        raise_problems(_problems(values, at, source))
-        is_given = bool(trainer) or bool(overrides)
-        return cls(values=values, places=at, source=source, is_given=is_given)
-
-    def settings(self) -> LevanterSettings:
-        """Return what the keys say about sharding."""
-        compute, parameter = self.mappings()
-        across = self.values["replica_dcn_axis_size"]
-        note = "the configuration has no trainer: levanter's defaults are used"
-        return LevanterSettings(
-            compute=compute,
-            parameter=parameter,
-            mesh={
-                "replica": self.values["replica_ici_axis_size"] * across,
-                "data": -1,
-                "model": self.values["model_axis_size"],
-            },
-            dcn={"replica": across} if across > 1 else {},
-            source=self.source,
-            notes=() if self.is_given else (note,),
-        )
-
-    def place(self, *keys: str) -> str:
-        """Return where a key is written. A key that is not written has its default."""
-        for end in range(len(keys), 0, -1):
-            if keys[:end] in self.places:
-                return self.places[keys[:end]]
-        return f"{self.source} (default {keys[0]})"
-
-    def mappings(self) -> tuple[dict[str, LevanterEntry], dict[str, LevanterEntry]]:
-        """Return the mappings of activations and parameters. Later entries win, as in levanter."""
-        compute = self._listed("axis_resources")
-        for name in self.values["tensor_parallel_axes"] or ():
-            compute[name] = LevanterEntry(
-                mesh_axes="model", place=self.place("tensor_parallel_axes")
-            )
-        if (batch := self.values["batch_axis"]) is not None:
-            both = ("replica", "data")
-            compute[batch] = LevanterEntry(mesh_axes=both, place=self.place("batch_axis"))
-        parameter = {**compute, **self._listed("parameter_axis_resources")}
-        fsdp = self.values["fsdp_axis"]
-        for name in [fsdp] if isinstance(fsdp, str) else fsdp or ():
-            parameter[name] = LevanterEntry(mesh_axes="data", place=self.place("fsdp_axis"))
-        return compute, parameter
-
-    def _listed(self, key: str) -> dict[str, LevanterEntry]:
-        entries = self.values[key] or {}
-        return {
-            name: LevanterEntry(
-                mesh_axes=tuple(axes) if isinstance(axes, list) else axes,
-                place=self.place(key, name),
-            )
-            for name, axes in entries.items()
-        }
+    # Later entries win, as in `TrainerConfig.compute_axis_mapping` and `parameter_axis_mapping`.
+    compute = {
+        **listed("axis_resources"),
+        **listed("tensor_parallel_axes", "model"),
+        **listed("batch_axis", ("replica", "data")),
+    }
+    across = values["replica_dcn_axis_size"]
+    note = "the configuration has no trainer: levanter's defaults are used"
+    return _Settings(
+        compute=compute,
+        parameter={**compute, **listed("parameter_axis_resources"), **listed("fsdp_axis", "data")},
+        mesh={
+            "replica": values["replica_ici_axis_size"] * across,
+            "data": -1,
+            "model": values["model_axis_size"],
+        },
+        dcn={"replica": across} if across > 1 else {},
+        source=source,
+        notes=() if given or overrides else (note,),
+    )
 
 
-def _source(settings: LevanterSettings, role: Role, name: str) -> str:
+def _source(settings: _Settings, role: Role, name: str) -> str:
     table = settings.compute if role is Role.ACTIVATION else settings.parameter
     entry = table.get(name)
     return f"{settings.source} (not mapped)" if entry is None else entry.place
@@ -225,9 +224,7 @@ def _given(overrides: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
     return {keys: overrides[key] for keys, key in given.items()}
 
 
-def _problems(
-    values: Mapping[str, Any], places: Mapping[tuple[str, ...], str], source: str
-) -> list[Problem]:
+def _problems(values: Mapping[str, Any], places: _Places, source: str) -> list[Problem]:
     """Return a problem for each key with a value of a wrong kind."""
 
     def is_names(value: Any) -> bool:
@@ -237,7 +234,7 @@ def _problems(
         return isinstance(value, Mapping) and is_names([*value])
 
     checks: dict[str, tuple[bool, str]] = {}
-    for key in _SIZES:
+    for key in ("replica_ici_axis_size", "model_axis_size", "replica_dcn_axis_size"):
         size = as_integer(values[key])
         checks[key] = (size is not None and size > 0, "a positive integer")
     for key in ("axis_resources", "parameter_axis_resources"):
@@ -258,3 +255,149 @@ def _problems(
         for key, (is_right, kind) in checks.items()
         if not is_right
     ]
+
+
+def _read_mesh(
+    given: Any,
+    overrides: Mapping[tuple[str, ...], Any],
+    places: _Places,
+    source: str,
+) -> _Settings:
+    """Return what `trainer.mesh` says.
+
+    Args:
+      given: Its content.
+      overrides: Path of keys below it -> value, which replaces that of `given`.
+      places: Path of keys below it -> where it is written.
+      source: Name of the configuration.
+
+    Raises:
+      StrategyError: A key is unknown or has a wrong value; all keys are reported at once.
+    """
+    table = dict(given) if isinstance(given, Mapping) else {}
+    problems = [] if isinstance(given, Mapping) else [_wrong("must be a mapping", given, source)]
+    for (key, *names), value in overrides.items():
+        if not names:
+            table[key] = value
+        elif isinstance(old := table.get(key, {}), Mapping):
+            table[key] = {**old, names[0]: value}
+    at = {**places, **dict.fromkeys(overrides, "overrides")}
+    raise_problems(problems + _mesh_problems(table, at, source))
+
+    def entries(key: str, default: Mapping[str, Any]) -> dict[str, _Entry]:
+        return {
+            name: _Entry(
+                mesh_axes=axes if isinstance(axes, str) else tuple(axes),
+                place=at.get((key, name)) or at.get((key,)) or f"{source} (default mesh.{key})",
+            )
+            for name, axes in (table.get(key, default) or {}).items()
+        }
+
+    defaults = {
+        name: _Entry(mesh_axes=axes, place=f"{source} (default of levanter)")
+        for name, axes in _SHARED.items()
+    }
+    shared = {**defaults, **entries("shared_mapping", {})}
+    compute, batch = dict(shared), table.get("batch_axis_name", "batch")
+    own = entries("compute_mapping", {})
+    if batch is not None and batch not in shared:
+        place = at.get(("batch_axis_name",), f"{source} (default of levanter)")
+        # levanter looks up the name "batch" here, whatever the batch is called.
+        compute[batch] = own.get("batch") or _Entry(mesh_axes=_BATCH, place=place)
+    mesh, dcn, notes = _sizes(table)
+    return _Settings(
+        compute={**compute, **own},
+        parameter={**shared, **entries("param_mapping", {"embed": "data"})},
+        mesh=mesh,
+        dcn=dcn,
+        source=source,
+        notes=(_INHERITED, *notes),
+    )
+
+
+def _sizes(table: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int], list[str]]:
+    """Return the sizes of all mesh axes, those across slices, and notes.
+
+    Raises:
+      StrategyError: More than one size is -1, or a mesh axis is in both tables.
+    """
+    given = [table.get(key) or {} for key in _SIZES]
+    axes = _absorbed(_AXES, given[0], "data")
+    dcn = _absorbed(_DCN_AXES, given[1], "replica_dcn")
+    problems = []
+    for key, sizes in zip(_SIZES, (axes, dcn), strict=True):
+        absorbing = [name for name, size in sizes.items() if size == -1]
+        if len(absorbing) > 1:
+            what = f"trainer.mesh.{key}: the sizes of {', '.join(absorbing)} are all -1"
+            problems.append(Problem(error=StrategyError, what=what, fix="write -1 for one of them"))
+    if both := [name for name in axes if name in dcn]:
+        what = f"trainer.mesh: {', '.join(both)} is in axes and in dcn_axes"
+        problems.append(Problem(error=StrategyError, what=what, fix="remove it from one of them"))
+    raise_problems(problems)
+    notes = [
+        f"{name} is 1, for one slice: for more, write trainer.mesh.dcn_axes: {{{name}: 2}}"
+        for name, size in dcn.items()
+        if size == -1
+    ]
+    known = {name: max(size, 1) for name, size in dcn.items()}
+    across = {name: size for name, size in known.items() if size > 1}
+    return {**axes, **known}, across, notes
+
+
+def _absorbed(default: Mapping[str, int], given: Mapping[str, int], name: str) -> dict[str, int]:
+    """Return sizes. A default of -1 becomes 1 if the configuration has another -1."""
+    sizes = {**default, **given}
+    if list(sizes.values()).count(-1) > 1 and name not in given:
+        sizes[name] = 1
+    return sizes
+
+
+def _mesh_problems(table: Mapping[str, Any], places: _Places, source: str) -> list[Problem]:
+    problems = []
+    for key, value in table.items():
+        path = places.get((key,), source)
+        if key not in _MESH_KEYS:
+            hint = did_you_mean(str(key), _MESH_KEYS)
+            fix = f"{hint} remove it".strip()
+            if key == "tensor_parallel_axes":
+                fix = "write shared_mapping: {mlp: model}; this key is of an older version"
+            what = f"trainer.mesh.{key} is unknown"
+            problems.append(Problem(error=StrategyError, what=what, path=path, fix=fix))
+        elif key == "batch_axis_name":
+            if value is not None and not isinstance(value, str):
+                problems.append(_wrong("must be a name", value, path, key))
+        elif not isinstance(value or {}, Mapping):
+            problems.append(_wrong("must be a mapping of names", value, path, key))
+        else:
+            is_right, kind = (
+                (_is_size, "an integer: positive, or -1")
+                if key in _SIZES
+                else (_is_axes, "a mesh axis, or a list of them")
+            )
+            problems += [
+                _wrong(f"must be {kind}", entry, places.get((key, name), path), f"{key}.{name}")
+                for name, entry in (value or {}).items()
+                if not (isinstance(name, str) and is_right(entry))
+            ]
+    return problems
+
+
+def _wrong(what: str, value: Any, path: str, key: str = "") -> Problem:
+    name = f"trainer.mesh.{key}" if key else "trainer.mesh"
+    return Problem(
+        error=StrategyError,
+        what=f"{name} {what}, got {value!r}",
+        path=path,
+        fix="write it as levanter's MeshConfig has it",
+    )
+
+
+def _is_size(value: Any) -> bool:
+    size = as_integer(value)
+    return size is not None and (size > 0 or size == -1)
+
+
+def _is_axes(value: Any) -> bool:
+    if isinstance(value, str):
+        return bool(value)
+    return isinstance(value, Sequence) and bool(value) and all(isinstance(x, str) for x in value)
