@@ -18,7 +18,7 @@ import shardwright as sw
 from shardwright.errors import CheckpointError, StrategyError
 from shardwright.interop import hf
 from shardwright.interop.hf import programs, read_config
-from shardwright.interop.hf.defaults import DEFAULTS
+from shardwright.interop.hf.config import DEFAULTS
 from shardwright.interop.hf.families import FAMILIES
 from shardwright.interop.hf.model.decoder import decoder_specs
 from shardwright.plan.walk.ledger import LAYOUT_FIXES

@@ -20,7 +20,7 @@ import shardwright as sw
 from shardwright import caches, serving
 from shardwright.errors import CheckpointError, StrategyError
 from shardwright.interop import hf
-from shardwright.interop.hf.parameters import arrange
+from shardwright.interop.hf.decoders import arrange
 from tests.interop.hf import small_decoders
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -19,7 +19,7 @@ from shardwright.checkpoint import export_safetensors
 from shardwright.errors import CheckpointError
 from shardwright.interop import hf
 from shardwright.interop.hf import checkpoint as checkpoint_module
-from shardwright.interop.hf import pieces
+from shardwright.interop.hf import source
 from tests.interop.hf import files
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy", reason="the extra hf installs it")
@@ -269,7 +269,7 @@ def test_one_piece_is_in_memory_at_a_time(
     mesh: str, preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Device buffers are not counted. On a CPU they are memory of the host too."""
-    monkeypatch.setattr(pieces, "put", files.put_uncounted)
+    monkeypatch.setattr(source, "put", files.put_uncounted)
     sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4096}
     shapes = {
         "model.embed_tokens.weight": (4096, 512),

@@ -18,7 +18,7 @@ import pytest
 
 import shardwright as sw
 from shardwright.interop import hf
-from shardwright.interop.hf import pieces
+from shardwright.interop.hf import source
 from tests.interop.hf import files, gguf_llama, models
 
 pytestmark = pytest.mark.full
@@ -57,7 +57,7 @@ def manager(preset: str, mesh: str) -> sw.PartitionManager:
 def loaded(checkpoint: hf.Checkpoint, pm: sw.PartitionManager) -> dict[str, jax.Array]:
     """Load a checkpoint, and check the memory of the host without the buffers of devices."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "put", files.put_uncounted)
+        patch.setattr(source, "put", files.put_uncounted)
         tracemalloc.start()
         try:
             params = checkpoint.load(pm)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import shardwright as sw
 from shardwright.errors import CheckpointError
 from shardwright.interop import hf
-from shardwright.interop.hf import pieces
+from shardwright.interop.hf import source
 from shardwright.vocabulary.lowering import describe
 from tests.interop.hf import files, models
 
@@ -153,7 +153,7 @@ def test_a_scan_over_layers_equals_the_layers_one_by_one(tmp_path: Path) -> None
 
 def test_memory_of_a_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One piece of all layers, and the part of one layer that is read into it."""
-    monkeypatch.setattr(pieces, "put", files.put_uncounted)
+    monkeypatch.setattr(source, "put", files.put_uncounted)
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 4}
     config = {**files.TREES["llama_tied"]["config"], **sizes, "head_dim": 64}
     shapes = {"model.embed_tokens.weight": (64, 256), "model.norm.weight": (256,)}

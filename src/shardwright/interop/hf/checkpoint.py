@@ -19,17 +19,16 @@ from shardwright.errors import (
     StrategyError,
     raise_problems,
 )
-from shardwright.interop.hf.config import read_config
 from shardwright.interop.hf.families import tensors_of
 from shardwright.interop.hf.names import axes_of, check_mappings, missing
-from shardwright.interop.hf.pieces import place
 from shardwright.interop.hf.report import checkpoint_text, shardings_text
 from shardwright.interop.hf.safetensors_files import safetensors_of
-from shardwright.interop.hf.source import PaddedSource, Source, StackedSource
+from shardwright.interop.hf.source import PaddedSource, Source, StackedSource, place
 from shardwright.interop.hf.stacks import check_experts
 from shardwright.interop.hf.stacks import stack_experts as _stack_experts
 from shardwright.interop.hf.stacks import stack_layers as _stack_layers
 from shardwright.manager.manager import PartitionManager
+from shardwright.strategy.foreign_files import read_json
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import VOCAB
 from shardwright.vocabulary.integers import read_integer
@@ -199,7 +198,11 @@ def read(
     if not path.exists():
         fix = "pass a folder that has config.json and safetensors files"
         raise CheckpointError(f"{path} does not exist", fix=fix)
-    config = read_config((path if path.is_dir() else path.parent) / "config.json")
+    fix = "pass the folder that has config.json beside the weights"
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    config = read_json(file, error=CheckpointError, fix=fix)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} is not a JSON object", fix=fix)
     sources: dict[str, Source] = dict(safetensors_of(path))
     notes = _unread(path, sources)
     checkpoint = _checkpoint(config, sources, notes, dtype=dtype, axes=axes, experts=stack_experts)

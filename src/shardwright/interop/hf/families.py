@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from shardwright.errors import CheckpointError, LayerError, StrategyError, same_spelling
 from shardwright.interop.hf import tensors
-from shardwright.interop.hf.defaults import complete
+from shardwright.interop.hf.config import complete
 from shardwright.interop.hf.model import sizes as readers_of
 from shardwright.interop.hf.model.sizes import Config, Sizes
 from shardwright.interop.hf.tensors import Tensors
@@ -33,7 +33,7 @@ class Family:
     """
 
     tensors: Tensors | None = None
-    read: Callable[[Config, Dtypes, float | None], Sizes] | None = None
+    read: Callable[[Config], Sizes] | None = None
 
 
 _LLAMA = Family(tensors=tensors.LLAMA, read=readers_of.llama)
@@ -78,8 +78,11 @@ def read_config(path: str, *, param: str | None = None, capacity: float | None =
     Raises:
       StrategyError: The file cannot be read, its family is not known, or a size is not valid.
     """
-    source = Path(path).name
-    values = read_json(Path(path))
+    return sizes_of(read_json(Path(path)), Path(path).name, param=param, capacity=capacity)
+
+
+def sizes_of(values: Any, source: str, *, param: str | None, capacity: float | None) -> Sizes:
+    """Return the sizes of the content of a `config.json`; see `read_config`."""
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise StrategyError(
             f"{source} has no model_type", fix="pass the config.json of a Hugging Face model"
@@ -93,9 +96,10 @@ def read_config(path: str, *, param: str | None = None, capacity: float | None =
             f"{source}: the family {kind!r:.60} is unknown",
             fix=f"{hint} families are {', '.join(readers)}; or pass file.py:function".strip(),
         )
-    config = Config(values, source)
-    sizes = readers[kind](config, _dtypes(values, param, source), capacity)
-    quantized = _quantized(config)
+    config = Config(values, source, _dtypes(values, param, source), capacity)
+    sizes = readers[kind](config)
+    method = config.mapping("quantization_config").get("quant_method")
+    quantized = (f"weights are planned unquantized; the model's are {method}",) if method else ()
     return dataclasses.replace(
         sizes,
         notes=(*notes, *sizes.notes, *sizes.differs, *quantized),
@@ -112,11 +116,6 @@ def _dtypes(values: Mapping[str, Any], param: str | None, source: str) -> Dtypes
         raise StrategyError(
             f"{source}: {param or own!r:.40} is not a dtype of parameters", fix="param=bfloat16"
         ) from error
-
-
-def _quantized(config: Config) -> tuple[str, ...]:
-    method = config.mapping("quantization_config").get("quant_method")
-    return (f"weights are planned unquantized; the model's are {method}",) if method else ()
 
 
 _TEXT_FIX: Final = (

@@ -10,8 +10,14 @@ import jax
 import numpy as np
 
 from shardwright.errors import CheckpointError, Problem, StrategyError, raise_problems
-from shardwright.interop.hf.config import SizedDim, block_of, dims_of, required_size, size_of
-from shardwright.interop.hf.defaults import complete
+from shardwright.interop.hf.config import (
+    SizedDim,
+    block_of,
+    complete,
+    dims_of,
+    required_size,
+    size_of,
+)
 from shardwright.interop.hf.families import tensors_of
 from shardwright.interop.hf.tensors import Tensors
 from shardwright.trees.paths import compile_rule, is_array_spec, path_text

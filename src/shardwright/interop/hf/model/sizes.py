@@ -32,8 +32,7 @@ class Stack:
       mlp: MLP or MoE layer of each.
       norm_after: The norm that follows the attention and the MLP, as in Gemma 2 and 3.
       router_bias: Whether the router picks experts by scores plus biases, as in DeepSeek-V3.
-      windows: Window of each layer, as a pattern that repeats. Defaults to that of `attention`.
-      thetas: `rope_theta` of each layer, as a pattern of the same length.
+      pattern: Attention of the first layers, if it differs in window or `rope_theta`. It repeats.
     """
 
     layers: int
@@ -41,22 +40,16 @@ class Stack:
     mlp: MlpConfig | MoEBlockConfig
     norm_after: NormConfig | None = None
     router_bias: bool = False
-    windows: tuple[Window | None, ...] = ()
-    thetas: tuple[float | RopeFrequencies | None, ...] = ()
+    pattern: tuple[AttentionConfig, ...] = ()
 
     @property
     def period(self) -> int:
-        """After how many layers the patterns repeat."""
-        return len(self.windows) or 1
+        """After how many layers the pattern repeats."""
+        return len(self.pattern) or 1
 
     def attention_of(self, number: int) -> AttentionConfig | LatentConfig:
         """Return the attention of a layer, counted in this stack."""
-        if isinstance(self.attention, LatentConfig) or not self.windows:
-            return self.attention
-        at = number % self.period
-        return dataclasses.replace(
-            self.attention, window=self.windows[at], rope_theta=self.thetas[at]
-        )
+        return self.pattern[number % self.period] if self.pattern else self.attention
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +86,23 @@ class Sizes:
 
 
 class Config:
-    """The values of a `config.json`, with errors that name the file and the key."""
+    """The values of a `config.json`, with errors that name the file and the key.
 
-    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+    Attributes:
+      values: The content of the file.
+      source: Name of the file.
+      dtypes: Dtypes of the decoder.
+      capacity: Capacity factor of its experts. None: no token is dropped.
+      family: `model_type`.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any], source: str, dtypes: Dtypes, capacity: float | None
+    ) -> None:
         self.values = values
         self.source = source
+        self.dtypes = dtypes
+        self.capacity = capacity
         self.family: str = values["model_type"]
 
     def number(self, key: str, default: int | None = None) -> int:
@@ -185,7 +190,7 @@ def _activations(config: Config) -> tuple[str, str]:
     return names[name or "silu"], "linear"
 
 
-def _attention(config: Config, dtypes: Dtypes, **options: Any) -> AttentionConfig:
+def _attention(config: Config, **options: Any) -> AttentionConfig:
     heads, embed = config.number("num_attention_heads"), config.number("hidden_size")
     own = _norm(config)
     if options.pop("qk_norm", False):
@@ -196,26 +201,24 @@ def _attention(config: Config, dtypes: Dtypes, **options: Any) -> AttentionConfi
         kv_heads=config.number("num_key_value_heads", heads),
         head_dim=config.values.get("head_dim") or embed // heads,
         norm=own,
-        dtypes=dtypes,
+        dtypes=config.dtypes,
         **options,
     )
 
 
-def _mlp(config: Config, dtypes: Dtypes, **options: Any) -> MlpConfig:
+def _mlp(config: Config, **options: Any) -> MlpConfig:
     return MlpConfig(
         embed=config.number("hidden_size"),
         hidden=config.number("intermediate_size"),
         activations=_activations(config),
         norm=_norm(config),
-        dtypes=dtypes,
+        dtypes=config.dtypes,
         **options,
     )
 
 
 def _moe_block(
     config: Config,
-    dtypes: Dtypes,
-    capacity: float | None,
     experts: str,
     hidden: str,
     **options: Any,
@@ -225,9 +228,9 @@ def _moe_block(
         hidden=config.number(hidden),
         experts=config.number(experts),
         per_token=config.number("num_experts_per_tok"),
-        capacity=Dropless() if capacity is None else Factor(capacity),
+        capacity=Dropless() if config.capacity is None else Factor(config.capacity),
         activation=_activations(config)[0],
-        dtypes=dtypes,
+        dtypes=config.dtypes,
         **options,
     )
     return MoEBlockConfig(moe=moe, norm=_norm(config))
@@ -235,7 +238,6 @@ def _moe_block(
 
 def _sizes(
     config: Config,
-    dtypes: Dtypes,
     stacks: tuple[Stack, ...],
     notes: tuple[str, ...] = (),
     differs: tuple[str, ...] = (),
@@ -243,10 +245,9 @@ def _sizes(
     tied: bool = False,
     **options: Any,
 ) -> Sizes:
-    moe_configs = [each.mlp.moe for each in stacks if isinstance(each.mlp, MoEBlockConfig)]
-    capacity = next((moe.capacity for moe in moe_configs), None)
-    if isinstance(capacity, Factor):
-        notes += (f"each expert drops tokens above {capacity.factor:g} times an even load",)
+    has_experts = any(isinstance(stack.mlp, MoEBlockConfig) for stack in stacks)
+    if has_experts and config.capacity is not None:
+        notes += (f"each expert drops tokens above {config.capacity:g} times an even load",)
     reasons = [*differs]
     patterns = tuple(part for stack in stacks for part in _with_patterns(config, stack, reasons))
     if config.flag("use_bidirectional_attention"):
@@ -258,7 +259,7 @@ def _sizes(
         stacks=patterns,
         tied=config.flag("tie_word_embeddings", default=tied),
         longest=config.number("max_position_embeddings", 4096),
-        dtypes=dtypes,
+        dtypes=config.dtypes,
         norm=_norm(config),
         notes=notes,
         differs=tuple(dict.fromkeys(reasons)),
@@ -297,27 +298,22 @@ def _with_patterns(config: Config, stack: Stack, differs: list[str]) -> tuple[St
     if _LOCAL in kinds:
         # A window of n positions has the query's own position and n - 1 before it.
         windows[_LOCAL] = (config.number("sliding_window") - 1, 0)
-    thetas = {kind: _rope(config, kind, attention.size, differs) for kind in windows}
+    of_kind = {}
+    for kind, window in windows.items():
+        theta = _rope(config, kind, attention.size, differs)
+        of_kind[kind] = dataclasses.replace(attention, window=window, rope_theta=theta)
 
     def repeats(period: int) -> bool:
         return all(kind == kinds[at % period] for at, kind in enumerate(kinds))
 
-    def alike(kind: str, layers: int) -> Stack:
-        own = dataclasses.replace(attention, window=windows[kind], rope_theta=thetas[kind])
-        return dataclasses.replace(stack, layers=layers, attention=own)
-
     period = next(filter(repeats, range(1, stack.layers + 1)))
     if 1 < period <= _LONGEST_PERIOD:
-        pattern = kinds[:period]
-        return (
-            dataclasses.replace(
-                stack,
-                windows=tuple(windows[kind] for kind in pattern),
-                thetas=tuple(thetas[kind] for kind in pattern),
-            ),
-        )
-    runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
-    return tuple(alike(kind, count) for kind, count in runs)
+        pattern = tuple(of_kind[kind] for kind in kinds[:period])
+        return (dataclasses.replace(stack, pattern=pattern),)
+    return tuple(
+        dataclasses.replace(stack, layers=len(list(run)), attention=of_kind[kind])
+        for kind, run in itertools.groupby(kinds)
+    )
 
 
 def _layer_types(config: Config, layers: int) -> list[str]:
@@ -381,23 +377,22 @@ def _rope(config: Config, kind: str, head_dim: int, differs: list[str]) -> float
         return theta
 
 
-def llama(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
+def llama(config: Config) -> Sizes:
     """Read Llama and Mistral."""
-    del capacity
-    attention = _attention(config, dtypes, bias=config.flag("attention_bias"))
-    mlp = _mlp(config, dtypes, bias=config.flag("mlp_bias"))
+    attention = _attention(config, bias=config.flag("attention_bias"))
+    mlp = _mlp(config, bias=config.flag("mlp_bias"))
     layers = config.number("num_hidden_layers")
-    return _sizes(config, dtypes, (Stack(layers=layers, attention=attention, mlp=mlp),))
+    return _sizes(config, (Stack(layers=layers, attention=attention, mlp=mlp),))
 
 
 _OUT_BIAS: Final = "the output projection of attention has a bias, as those of q, k and v have"
 
 
-def qwen(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
+def qwen(config: Config) -> Sizes:
     """Read Qwen 2 and 3, dense or with experts."""
     second = config.family.startswith("qwen2")
     bias = second or config.flag("attention_bias")
-    attention = _attention(config, dtypes, bias=bias, qk_norm=not second)
+    attention = _attention(config, bias=bias, qk_norm=not second)
     notes: tuple[str, ...] = (_OUT_BIAS,) if second else ()
     differs: tuple[str, ...] = ()
     mlp: MlpConfig | MoEBlockConfig
@@ -413,26 +408,22 @@ def qwen(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
             differs += ("the shared experts have no gate",)
         mlp = _moe_block(
             config,
-            dtypes,
-            capacity,
             "num_experts",
             "moe_intermediate_size",
             shared=shared,
             normalize=config.flag("norm_topk_prob"),
         )
     else:
-        mlp = _mlp(config, dtypes)
+        mlp = _mlp(config)
     stack = Stack(layers=config.number("num_hidden_layers"), attention=attention, mlp=mlp)
-    return _sizes(config, dtypes, (stack,), notes, differs)
+    return _sizes(config, (stack,), notes, differs)
 
 
-def gemma(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
+def gemma(config: Config) -> Sizes:
     """Read Gemma 1, 2 and 3."""
-    del capacity
     first, embed = config.family == "gemma", config.number("hidden_size")
     attention = _attention(
         config,
-        dtypes,
         bias=config.flag("attention_bias"),
         qk_norm=config.family.startswith("gemma3"),
         softcap=config.real("attn_logit_softcapping"),
@@ -441,12 +432,11 @@ def gemma(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
     stack = Stack(
         layers=config.number("num_hidden_layers"),
         attention=attention,
-        mlp=_mlp(config, dtypes),
+        mlp=_mlp(config),
         norm_after=None if first else _norm(config),
     )
     return _sizes(
         config,
-        dtypes,
         (stack,),
         tied=True,
         embed_scale=embed**0.5,
@@ -454,28 +444,28 @@ def gemma(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
     )
 
 
-def mixtral(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
+def mixtral(config: Config) -> Sizes:
     """Read Mixtral."""
-    mlp = _moe_block(config, dtypes, capacity, "num_local_experts", "intermediate_size")
+    mlp = _moe_block(config, "num_local_experts", "intermediate_size")
     layers = config.number("num_hidden_layers")
-    attention = _attention(config, dtypes)
-    return _sizes(config, dtypes, (Stack(layers=layers, attention=attention, mlp=mlp),))
+    attention = _attention(config)
+    return _sizes(config, (Stack(layers=layers, attention=attention, mlp=mlp),))
 
 
-def gpt_oss(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
+def gpt_oss(config: Config) -> Sizes:
     """Read gpt-oss."""
-    mlp = _moe_block(config, dtypes, capacity, "num_local_experts", "intermediate_size")
+    mlp = _moe_block(config, "num_local_experts", "intermediate_size")
     bias = config.flag("attention_bias", default=True)
     stack = Stack(
         layers=config.number("num_hidden_layers"),
-        attention=_attention(config, dtypes, bias=bias, sinks=True),
+        attention=_attention(config, bias=bias, sinks=True),
         mlp=mlp,
     )
     differs = ("the router and the experts have no biases, and no clamped activation",)
-    return _sizes(config, dtypes, (stack,), (), differs)
+    return _sizes(config, (stack,), (), differs)
 
 
-def deepseek(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
+def deepseek(config: Config) -> Sizes:
     """Read DeepSeek V2 and V3: latent attention, and experts after some dense layers."""
     attention = LatentConfig(
         embed=config.number("hidden_size"),
@@ -485,7 +475,7 @@ def deepseek(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
         plain_dim=config.number("qk_nope_head_dim"),
         rope_dim=config.number("qk_rope_head_dim"),
         value_dim=config.number("v_head_dim"),
-        dtypes=dtypes,
+        dtypes=config.dtypes,
     )
     dense = config.values.get("first_k_dense_replace") or 0
     layers = config.number("num_hidden_layers")
@@ -496,8 +486,6 @@ def deepseek(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
         )
     moe_block = _moe_block(
         config,
-        dtypes,
-        capacity,
         "n_routed_experts",
         "moe_intermediate_size",
         shared=config.values.get("n_shared_experts") or 0,
@@ -510,11 +498,11 @@ def deepseek(config: Config, dtypes: Dtypes, capacity: float | None) -> Sizes:
         Stack(layers=layers - dense, attention=attention, mlp=moe_block, router_bias=has_bias),
     )
     if dense:
-        first = Stack(layers=dense, attention=attention, mlp=_mlp(config, dtypes))
+        first = Stack(layers=dense, attention=attention, mlp=_mlp(config))
         stacks = (first, *stacks)
     differs: tuple[str, ...] = ()
     if config.flag("attention_bias"):
         differs += ("the projections of attention have no biases",)
     if config.values.get("num_nextn_predict_layers"):
         differs += ("layers that predict further tokens are left out",)
-    return _sizes(config, dtypes, stacks, (), differs)
+    return _sizes(config, stacks, (), differs)
