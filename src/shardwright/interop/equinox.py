@@ -14,7 +14,8 @@ import numpy as np
 from shardwright.errors import StrategyError
 from shardwright.inference.infer import infer_axes
 from shardwright.inference.inferred import Inferred
-from shardwright.interop.logical_rules import check_manager
+from shardwright.interop import logical_rules
+from shardwright.interop.logical_rules import library
 from shardwright.trees.paths import match_paths
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def infer(
     >>> infer(model, tokens, seeds=[(sw.BATCH,)], call=call).annotations.weight
     ('__VOCAB__', '__EMBED__')
     """
-    equinox = _equinox()
+    equinox = library("equinox")
     values = arrays(model)
     rest = equinox.filter(model, _is_array, inverse=True)
 
@@ -107,24 +108,13 @@ def place(model: Any, pm: "PartitionManager", annotations: Any) -> Any:
     Raises:
       StrategyError: `pm` is not a manager.
     """
-    check_manager(pm)
-    values = arrays(model)
-    placed = jax.device_put(values, pm.shardings(values, annotations))
-    return _equinox().combine(placed, model)
+    return library("equinox").combine(logical_rules.place(arrays(model), pm, annotations), model)
 
 
 def arrays(model: Any) -> Any:
     """Return a model in which each leaf that is neither an array nor the shape of one is None."""
-    return _equinox().filter(model, _is_array)
+    return library("equinox").filter(model, _is_array)
 
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
-
-
-def _equinox() -> Any:
-    try:
-        import equinox
-    except ImportError as error:
-        raise ImportError("this bridge needs equinox: python -m pip install equinox") from error
-    return equinox

@@ -17,15 +17,15 @@ from shardwright.interop.easydel.modeling_utils import add_start_docstrings as a
 from shardwright.interop.easydel.modeling_utils import apply_rotary_pos_emb as apply_rotary_pos_emb
 from shardwright.interop.easydel.modeling_utils import canonicalize_dtype as canonicalize_dtype
 from shardwright.interop.easydel.modeling_utils import (
+    get_dot_general_by_bits as get_dot_general_by_bits,
+)
+from shardwright.interop.easydel.modeling_utils import (
     get_gradient_checkpoint_policy as get_gradient_checkpoint_policy,
 )
 from shardwright.interop.easydel.modeling_utils import names_in_mesh as names_in_mesh
 from shardwright.interop.easydel.modeling_utils import repeat_kv_bnsh as repeat_kv_bnsh
 from shardwright.interop.easydel.modeling_utils import repeat_kv_bsnh as repeat_kv_bsnh
 from shardwright.interop.easydel.modeling_utils import rotate_half as rotate_half
-from shardwright.interop.easydel.quantized_dot import (
-    get_dot_general_by_bits as get_dot_general_by_bits,
-)
 from shardwright.interop.easydel.quantized_dot import quantize as quantize
 from shardwright.interop.easydel.quantized_dot import quantized_dot_general as quantized_dot_general
 

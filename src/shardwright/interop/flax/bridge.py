@@ -1,28 +1,24 @@
 """Read the names of a linen model's variables, and enter the rules of a strategy."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
-from jax.sharding import AxisType
 
-from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
+from shardwright.errors import Problem, RankMismatchError, StrategyError
+from shardwright.interop import logical_rules
 from shardwright.interop.logical_rules import (
     Names,
-    by_name,
-    check_manager,
-    check_names,
-    check_used,
+    annotate_boxes,
     checked,
     entry_of,
+    library,
     names_of_metadata,
     to_logical_axis_rules,
 )
-from shardwright.trees.factored_weights import annotate_parts
 from shardwright.trees.optimizer_state import annotations_by_path, changes_dims
-from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import EMPTY
 
 if TYPE_CHECKING:
@@ -56,39 +52,27 @@ def annotate(variables: Any, names: Names) -> Any:
     >>> annotate(shapes, names)
     {'params': {'kernel': ('__EMBED__', '__MLP_INTERMEDIATE__')}}
     """
-    check_names(names)
-    meta = _meta()
-    problems: list[Problem] = []
-    moments = _factored_moments(variables, names)
+    meta = library("flax.core.meta")
 
-    def read(path: Any, leaf: Any) -> Any:
-        place = "/".join(str(getattr(key, "key", key)) for key in path)
-
-        def axes_of(shape: tuple[int, ...]) -> tuple[Any, ...]:
-            own = _names_of(leaf, meta, place, len(shape), problems)
-            axes = [entry_of(name, names, place, problems) for name in own]
-            return (*axes, *(EMPTY,) * (len(shape) - len(axes)))
-
-        pairs, structure = jax.tree_util.tree_flatten_with_path(_unboxed(leaf, meta))
-        own = [moments.get(path_text((*path, *below))) for below, _ in pairs]
-        if None in own:
-            own = annotate_parts(_unboxed(leaf, meta), axes_of, place, problems)
-        return jax.tree.unflatten(structure, own)
+    def axes_of(leaf: Any, path: str, problems: list[Problem], shape: tuple[int, ...]) -> Any:
+        own = _names_of(leaf, path, len(shape), problems) if is_box(leaf) else ()
+        axes = [entry_of(name, names, path, problems) for name in own]
+        return (*axes, *(EMPTY,) * (len(shape) - len(axes)))
 
     def is_box(leaf: Any) -> bool:
         return isinstance(leaf, meta.AxisMetadata)
 
-    axes = jax.tree_util.tree_map_with_path(read, variables, is_leaf=is_box)
-    raise_problems(by_name(problems))
-    values = arrays(variables)
-    check_used(
+    return annotate_boxes(
+        variables,
         names,
-        is_named=any(map(is_box, jax.tree.leaves(variables, is_leaf=is_box))),
-        has_dims=any(len(np.shape(leaf)) for leaf in jax.tree.leaves(values)),
+        is_box=is_box,
+        value_of=functools.partial(_unboxed, meta=meta),
+        axes_of=axes_of,
+        is_named=is_box,
+        moments=_factored_moments(variables, names),
         fix="pass what model.init returns, without nn.unbox\n"
         "or let sw.infer_axes find the axes of a model without names",
     )
-    return axes
 
 
 def place(variables: Any, pm: "PartitionManager", names: Names) -> Any:
@@ -105,9 +89,7 @@ def place(variables: Any, pm: "PartitionManager", names: Names) -> Any:
     Raises:
       UnknownAxisError: Boxes have names that are not in `names`; all are reported at once.
     """
-    check_manager(pm)
-    values = arrays(variables)
-    return jax.device_put(values, pm.shardings(values, annotate(variables, names)))
+    return logical_rules.place(arrays(variables), pm, annotate(variables, names))
 
 
 def _factored_moments(variables: Any, names: Names) -> Mapping[str, Any]:
@@ -115,11 +97,10 @@ def _factored_moments(variables: Any, names: Names) -> Mapping[str, Any]:
 
     flax copies the box of a parameter to moments that have fewer dims.
     """
-    children = [
+    params, state = (
         variables.get(name) if isinstance(variables, Mapping) else getattr(variables, name, None)
         for name in ("params", "opt_state")
-    ]
-    params, state = children
+    )
     if params is None or state is None or not changes_dims(state):
         return {}
     found = annotations_by_path(arrays(state), arrays(params), annotate(params, names))
@@ -136,27 +117,26 @@ def arrays(tree: Any) -> Any:
     Args:
       tree: What `model.init` returns, a `TrainState`, or any other tree.
     """
-    meta = _meta()
+    meta = library("flax.core.meta")
     return jax.tree.map(
-        lambda leaf: _unboxed(leaf, meta),
+        functools.partial(_unboxed, meta=meta),
         tree,
         is_leaf=lambda leaf: isinstance(leaf, meta.AxisMetadata),
     )
 
 
-def _names_of(
-    leaf: Any, meta: Any, place: str, rank: int, problems: list[Problem]
-) -> tuple[Any, ...]:
-    """Return the names of a box, or nothing if the leaf is not a box. A wrong box is a problem."""
-    if not isinstance(leaf, meta.AxisMetadata):
-        return ()
-    is_nnx = _is_of_nnx(leaf)
-    if not is_nnx and not isinstance(leaf, meta.Partitioned):
-        what = f"the names in a box of {type(leaf).__name__} cannot be read"
+def _names_of(box: Any, place: str, rank: int, problems: list[Problem]) -> tuple[Any, ...]:
+    """Return the names of a box. A wrong box is a problem."""
+    from flax.core.meta import Partitioned
+    from flax.nnx.bridge.variables import NNXMeta
+
+    is_nnx = isinstance(box, NNXMeta)
+    if not is_nnx and not isinstance(box, Partitioned):
+        what = f"the names in a box of {type(box).__name__} cannot be read"
         fix = "remove the box, and annotate the variable by its path"
         problems.append(Problem(error=StrategyError, what=what, path=place, fix=fix))
         return ()
-    names = names_of_metadata(leaf.metadata) if is_nnx else tuple(leaf.names)
+    names = names_of_metadata(box.metadata) if is_nnx else tuple(box.names)
     # `nn.scan` adds no name to a box of nnx, so fewer names may be those of other dims.
     if len(names) > rank or (is_nnx and names and len(names) < rank):
         what = f"the box has {len(names)} names {names} for {rank} dims"
@@ -167,12 +147,6 @@ def _names_of(
         problems.append(Problem(error=RankMismatchError, what=what, path=place, fix=fix))
         return ()
     return names
-
-
-def _is_of_nnx(leaf: Any) -> bool:
-    from flax.nnx.bridge.variables import NNXMeta
-
-    return isinstance(leaf, NNXMeta)
 
 
 def _unboxed(leaf: Any, meta: Any) -> Any:
@@ -215,10 +189,6 @@ def rules(
 
     from shardwright.interop.flax.dense_general import kernels_unflattened
 
-    check_manager(pm)
-    if AxisType.Explicit in pm.mesh.axis_types:
-        what = "flax's constraints need Auto mesh axes, and the mesh has Explicit ones"
-        raise StrategyError(what, fix='use axis_types = "auto"')
     exported = to_logical_axis_rules(pm, names, sizes=sizes)
     with (
         checked("flax", exported, pm, names, sizes),
@@ -226,11 +196,3 @@ def rules(
         kernels_unflattened(),
     ):
         yield
-
-
-def _meta() -> Any:
-    try:
-        from flax.core import meta
-    except ImportError as error:
-        raise ImportError("this bridge needs flax: python -m pip install flax") from error
-    return meta

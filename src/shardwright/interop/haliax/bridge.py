@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType
 
 from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
 from shardwright.interop import logical_rules
@@ -21,10 +20,10 @@ from shardwright.interop.logical_rules import (
     Names,
     axis_of,
     by_name,
-    check_manager,
     check_names,
     check_used,
     checked,
+    library,
     one_rule_each,
     plain_name,
     read_names,
@@ -111,7 +110,7 @@ def annotate(model: Any, names: Names = NAMES) -> Any:
     check_used(
         names,
         is_named=any(leaf.names is not None for leaf in leaves),
-        has_dims=any(np.ndim(leaf) for leaf in jax.tree.leaves(values)),
+        arrays=values,
         fix="pass a model with NamedArrays\n"
         "or let interop.equinox.infer find the axes of a model without names",
     )
@@ -138,9 +137,7 @@ def place(model: Any, pm: "PartitionManager", names: Names = NAMES) -> Any:
     """
     import equinox
 
-    check_manager(pm)
-    values, axes = arrays(model), annotate(model, names)
-    return equinox.combine(jax.device_put(values, pm.shardings(values, axes)), model)
+    return equinox.combine(logical_rules.place(arrays(model), pm, annotate(model, names)), model)
 
 
 def sizes_of(model: Any) -> dict[str, int]:
@@ -206,13 +203,9 @@ def rules(
         size than `sizes` says, and its rule gives other mesh axes to it.
     """
     compute = mappings(pm, names, sizes=sizes).compute
-    haliax = _haliax()
-    if AxisType.Explicit in pm.mesh.axis_types:
-        what = "haliax's constraints need Auto mesh axes, and the mesh has Explicit ones"
-        raise StrategyError(what, fix='use axis_types = "auto"')
     with (
         checked("haliax", compute.items(), pm, names, sizes),
-        haliax.partitioning.axis_mapping(compute),
+        library("haliax.partitioning").axis_mapping(compute),
     ):
         yield
 
@@ -277,7 +270,8 @@ def to_strategy(
             entry = name if role is Role.ACTIVATION else f"{name} as param"
             pairs.append((entry, table.get(name)))
             targets[entry] = (axes[name], role)
-            places.append((source or _place_of)(role, name))
+            table_name = "compute" if role is Role.ACTIVATION else "parameter"
+            places.append(source(role, name) if source else f"{table_name}[{name!r}]")
     imported = logical_rules.to_strategy(
         pairs,
         mesh=mesh,
@@ -294,10 +288,6 @@ def to_strategy(
     return dataclasses.replace(imported, names=by_name, notes=tuple(notes))
 
 
-def _place_of(role: Role, name: str) -> str:
-    return f"{'compute' if role is Role.ACTIVATION else 'parameter'}[{name!r}]"
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _NamedLeaf:
     """An array of a model, or the tree in a `NamedArray`; `names` is None if it has none."""
@@ -311,12 +301,13 @@ def _leaves(node: Any, path: tuple[Any, ...]) -> Iterator[_NamedLeaf]:
     """Yield the arrays below a node, in the order of JAX."""
     import equinox
 
-    named = _haliax().NamedArray
+    named = library("haliax").NamedArray
 
     def stops(child: Any) -> bool:
         return child is not node and isinstance(child, (named, equinox.Module))
 
-    fields = {field.name: field for field in dataclasses.fields(node)} if _is_module(node) else {}
+    is_module = isinstance(node, equinox.Module)
+    fields = {field.name: field for field in dataclasses.fields(node)} if is_module else {}
     if isinstance(node, named):
         names = tuple(axis.name for axis in node.axes)
         yield _NamedLeaf(path=path_text(path), value=node.array, names=names)
@@ -361,19 +352,3 @@ def _mapping(
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
-
-
-def _is_module(node: Any) -> bool:
-    import equinox
-
-    return isinstance(node, equinox.Module)
-
-
-def _haliax() -> Any:
-    try:
-        import haliax
-        import haliax.partitioning
-    except ImportError as error:
-        what = "this bridge needs haliax: python -m pip install 'haliax>=1.4.dev453'"
-        raise ImportError(what) from error
-    return haliax

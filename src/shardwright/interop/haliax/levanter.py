@@ -164,7 +164,7 @@ def _read_trainer(
 ) -> _Settings:
     """Return what the keys of a trainer of older versions say."""
     values = {**_DEFAULTS, **{key: given[key] for key in given if key in _DEFAULTS}, **overrides}
-    at = {**places, **{(key,): "overrides" for key in overrides}}
+    at: _Places = {**places, **{(key,): "overrides" for key in overrides}}
     raise_problems(_problems(values, at, source))
 
     def listed(key: str, mesh_axes: Any = None) -> dict[str, _Entry]:

@@ -1,23 +1,26 @@
 """Rule lists of other libraries: pairs of a logical axis name and mesh axes.
 
 flax, T5X, MaxText and TransformerEngine map names to mesh axes by an ordered list of pairs. These
-functions turn such a list into a strategy and back. Every bridge may use them. Code for one library
-alone belongs in the bridge of that library.
+functions turn such a list into a strategy and back. `models` has what bridges share that read the
+names of arrays. Every bridge may use this package. Code for one library belongs in its bridge.
 """
 
 from shardwright.interop.logical_rules.checked import checked as checked
 from shardwright.interop.logical_rules.files import read_rules as read_rules
 from shardwright.interop.logical_rules.files import read_yaml as read_yaml
 from shardwright.interop.logical_rules.files import read_yaml_tree as read_yaml_tree
+from shardwright.interop.logical_rules.models import annotate_boxes as annotate_boxes
+from shardwright.interop.logical_rules.models import by_name as by_name
+from shardwright.interop.logical_rules.models import check_used as check_used
+from shardwright.interop.logical_rules.models import library as library
+from shardwright.interop.logical_rules.models import place as place
 from shardwright.interop.logical_rules.names import Imported as Imported
 from shardwright.interop.logical_rules.names import MeshAxes as MeshAxes
 from shardwright.interop.logical_rules.names import Modes as Modes
 from shardwright.interop.logical_rules.names import Names as Names
 from shardwright.interop.logical_rules.names import Semantics as Semantics
 from shardwright.interop.logical_rules.names import axis_of as axis_of
-from shardwright.interop.logical_rules.names import by_name as by_name
 from shardwright.interop.logical_rules.names import check_names as check_names
-from shardwright.interop.logical_rules.names import check_used as check_used
 from shardwright.interop.logical_rules.names import entry_of as entry_of
 from shardwright.interop.logical_rules.names import names_of_metadata as names_of_metadata
 from shardwright.interop.logical_rules.names import plain_name as plain_name

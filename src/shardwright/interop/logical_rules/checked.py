@@ -11,17 +11,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
-from shardwright.errors import Problem, RankMismatchError, raise_problems
-from shardwright.interop.logical_rules.names import MeshAxes, Names, axis_of
-from shardwright.interop.logical_rules.sizes import ShardCounts, misfit, shard_counts
+from shardwright.errors import (
+    IndivisibleError,
+    Problem,
+    RankMismatchError,
+    ShardingError,
+    StrategyError,
+    raise_problems,
+)
+from shardwright.interop.logical_rules.names import MeshAxes, Names, axis_of, read_names
+from shardwright.interop.logical_rules.to_rules import candidate_shards
 from shardwright.manager import context
+from shardwright.resolution.partition_specs import entry_names
 from shardwright.vocabulary.axes import EMPTY, Role
 
 if TYPE_CHECKING:
@@ -51,14 +60,14 @@ class CheckedTable:
       table: Name -> mesh axes, as the library has it.
       names: Name -> (axis, role), or an axis, for all names of the model.
       mesh: Mesh axis -> size.
-      sizes: The sizes that the table was made for.
+      sizes: Each name of `sizes=`, its size, and the numbers of shards that its rule may give it.
     """
 
     library: Library
     table: tuple[tuple[str, MeshAxes], ...]
     names: tuple[tuple[str, Any], ...]
     mesh: tuple[tuple[str, int], ...]
-    sizes: ShardCounts
+    sizes: tuple[tuple[str, int, tuple[int, ...]], ...]
 
     def check(
         self,
@@ -68,7 +77,7 @@ class CheckedTable:
         *,
         place: str,
         known: Iterable[str] = (),
-        advice: str = "",
+        advice: Sequence[str] = (),
     ) -> None:
         """Check the names of an array, and that its sizes divide.
 
@@ -78,7 +87,7 @@ class CheckedTable:
           entries: The mesh axes that the library will use for each dim.
           place: The array, for messages.
           known: Other names that the library knows.
-          advice: Another line of the fix, or empty.
+          advice: Further lines of the fix.
 
         Raises:
           UnknownAxisError: Names are not those of the model; all are reported at once.
@@ -92,23 +101,43 @@ class CheckedTable:
                 axis_of(name, model, place, problems)
         raise_problems(problems)
         for dim, (name, size, entry) in enumerate(zip(names, shape, entries, strict=False)):
-            if size is None:
-                continue
-            error = misfit(
-                name,
-                size,
-                entry,
-                dict(self.mesh),
-                sizes=self.sizes,
-                path=place,
-                dim=dim,
-                call="bound" if self.library == "nnx" else "rules",
-                advice=advice,
-            )
+            where = {"path": place, "dim": dim, "size": size}
+            error = None if size is None else self._misfit(name, size, entry, advice, where)
             if error is not None:
                 if self.library == "nnx":
                     self._resolve(shape, dim, name)
                 raise error
+
+    def _misfit(
+        self, name: str, size: int, entry: Any, advice: Sequence[str], where: Mapping[str, Any]
+    ) -> ShardingError | None:
+        """Return the error to raise if a size does not fit the mesh axes of its name, or None.
+
+        A table of another library has no fallbacks, so a size that does not divide is an error. So
+        is a size other than the one that the table was made for, if the strategy shards it in
+        another way.
+        """
+        mesh, axes = dict(self.mesh), entry_names(entry)
+        shards = math.prod(mesh[axis] for axis in axes)
+        if size % shards:
+            call = "bound" if self.library == "nnx" else "rules"
+            fix = f"pass sizes={{{name!r}: {size}}} to {call}, so that a fallback applies"
+            return IndivisibleError(
+                f"size {size} of {name!r} does not divide over {'+'.join(axes)}={shards}",
+                mesh_axes=axes,
+                shards=shards,
+                fix="\n".join([*advice, fix, "or choose a size and a mesh that divide"]),
+                **where,
+            )
+        own = [(given, counts) for other, given, counts in self.sizes if other == name]
+        for given, counts in own:
+            # Two sizes have the same mesh axes if both or neither are multiples of each count.
+            if any((size % count == 0) != (given % count == 0) for count in counts):
+                what = f"size {size} of {name!r}: the rules were made for size {given}"
+                what += ", which the strategy shards in another way"
+                fix = f"give dims of size {given} another name than {name!r}"
+                return StrategyError(what, fix="\n".join([*advice, fix]), **where)
+        return None
 
     def _resolve(self, shape: Sequence[Any], dim: int, name: str) -> None:
         """Raise the error of the resolver, unless its rule has a fallback that nnx cannot use."""
@@ -128,7 +157,12 @@ def checked(
     names: Names,
     sizes: Mapping[str, int] | None,
 ) -> Iterator[None]:
-    """Enter a manager, and check the arrays that a library shards by a table of it."""
+    """Enter a manager, and check the arrays that a library shards by a table of it.
+
+    Raises:
+      StrategyError: The mesh has Explicit axes, and constraints of flax and haliax need Auto ones.
+    """
+    targets = read_names(names, pm.rules.user_axes, declare="")
     entered = CheckedTable(
         library=library,
         table=tuple(table),
@@ -137,8 +171,15 @@ def checked(
             for name, target in names.items()
         ),
         mesh=tuple(dict(pm.mesh.shape).items()),
-        sizes=shard_counts(pm, names, sizes),
+        sizes=tuple(
+            (name, size, candidate_shards(pm, name, targets[name]))
+            for name, size in (sizes or {}).items()
+            if name in targets
+        ),
     )
+    if library != "nnx" and AxisType.Explicit in pm.mesh.axis_types:
+        what = f"{library}'s constraints need Auto mesh axes, and the mesh has Explicit ones"
+        raise StrategyError(what, fix='use axis_types = "auto"')
     _INSTALL[library]()
     with pm, context.RULES(entered):
         yield
@@ -169,13 +210,15 @@ def _install_flax() -> None:
         if names is None or options.get("rules") != table.table:
             return
         # flax passes the names of a box as a `PartitionSpec`, and those of a constraint as a tuple.
-        advice = _ARRAYS if isinstance(names, PartitionSpec) else ""
+        advice = [_ARRAYS] if isinstance(names, PartitionSpec) else []
         names = tuple(names)
         for shape in map(np.shape, jax.tree.leaves(x)):
             place = f"array of shape {shape}"
             if len(names) > len(shape):
                 what = f"{len(names)} names {names} for {len(shape)} dims"
-                raise RankMismatchError(what, path=place, fix=advice or "write one name per dim")
+                raise RankMismatchError(
+                    what, path=place, fix="\n".join(advice) or "write one name per dim"
+                )
             entries: Any = spmd.logical_to_mesh_axes(names, table.table) or ()
             table.check(names, shape, entries, place=place, advice=advice)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -125,15 +126,13 @@ def _size(root: Any) -> int:
         if key not in sizes:
             sizes[key] = _MOST_VALUES + 1  # while it is open: met again, it contains itself
             inner = node.value if isinstance(node.value, list) else ()
-            parts = (part for entry in inner for part in _parts(entry))
+            # The entries of a mapping are pairs of nodes.
+            pairs = (entry if isinstance(entry, tuple) else (entry,) for entry in inner)
+            parts = itertools.chain.from_iterable(pairs)
             sizes[key] = 1 + sum(map(size_of, parts))
         return sizes[key]
 
     return size_of(root)
-
-
-def _parts(entry: Any) -> tuple[Any, ...]:
-    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def _yaml() -> Any:

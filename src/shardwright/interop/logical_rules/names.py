@@ -69,8 +69,7 @@ class Imported:
                 hint = did_you_mean(str(name), list(self.names))
                 fix = f"{hint} add it to names=".strip()
                 raise UnknownAxisError(f"the name {name!r} has no rule", fix=fix)
-            target = EMPTY if name is None else self.names[name]
-            axes.append(target if isinstance(target, str) else target[0])
+            axes.append(EMPTY if name is None else axis_in(self.names[name]))
         return tuple(axes)
 
     def __str__(self) -> str:
@@ -119,7 +118,7 @@ def read_names(
     targets: dict[str, Any] = {}
     places = []
     for name, target in given.items():
-        axis = canonical_axis(target if isinstance(target, str) else target[0])
+        axis = canonical_axis(axis_in(target))
         role = None if isinstance(target, str) else weight_or_activation(name, target[1])
         targets[name] = axis if role is None else (axis, role)
         if not are_imported or axis != canonical_axis(f"logical_{plain_name(name)}"):
@@ -137,28 +136,20 @@ def check_names(names: Any) -> None:
     if not isinstance(names, Mapping):
         what = f"names is {type(names).__name__}, not a mapping"
         raise StrategyError(what, fix='write names={"embed": (sw.EMBED, "param")}')
-    raise_problems(
-        [
-            _not_a_target(name, target)
-            for name, target in names.items()
-            if not (isinstance(name, str) and _is_target(target))
-        ]
-    )
+    problems = []
+    for name, target in names.items():
+        is_pair = isinstance(target, (tuple, list)) and len(target) == 2
+        if not isinstance(name, str) or not isinstance(target[0] if is_pair else target, str):
+            what = f"{name!r}: {target!r} does not map a name to an axis and a role"
+            fix = 'write "embed": (sw.EMBED, "param"), or "embed": sw.EMBED for both roles'
+            problems.append(Problem(error=StrategyError, what=what, path="names", fix=fix))
+    raise_problems(problems)
 
 
-def _is_target(target: Any) -> bool:
-    """Tell whether a value is an axis, or a pair of an axis and a role."""
-    is_pair = isinstance(target, (tuple, list)) and len(target) == 2
-    return isinstance(target[0] if is_pair else target, str)
-
-
-def _not_a_target(name: Any, target: Any) -> Problem:
-    return Problem(
-        error=StrategyError,
-        what=f"{name!r}: {target!r} does not map a name to an axis and a role",
-        path="names",
-        fix='write "embed": (sw.EMBED, "param"), or "embed": sw.EMBED for both roles',
-    )
+def axis_in(target: Any) -> str:
+    """Return the axis of a value of `Names`, which is an axis, or an axis and a role."""
+    axis: str = target if isinstance(target, str) else target[0]
+    return axis
 
 
 def plain_name(name: str) -> str:
@@ -185,8 +176,7 @@ def axis_of(name: Any, names: Names, place: str, problems: list[Problem]) -> str
         fix += f"or {name!r}: sw.EMPTY, if this dim is never sharded"
         problems.append(Problem(error=UnknownAxisError, what=what, path=place, fix=fix))
         return EMPTY
-    target = names[name]
-    return canonical_axis(target if isinstance(target, str) else target[0])
+    return canonical_axis(axis_in(names[name]))
 
 
 def entry_of(entry: Any, names: Names, place: str, problems: list[Problem]) -> Any:
@@ -206,44 +196,12 @@ def names_of_metadata(metadata: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(sharding)
 
 
-def by_name(problems: Sequence[Problem]) -> list[Problem]:
-    """Return one problem for each name that `axis_of` did not find, with its number of arrays."""
-    places: dict[str, set[str]] = {}
-    for problem in problems:
-        places.setdefault(problem.what, set()).add(problem.path)
-    grouped: dict[str, Problem] = {}
-    for at, problem in enumerate(problems):
-        is_name, count = problem.error is UnknownAxisError, len(places[problem.what])
-        what = f"{problem.what}; {count} arrays have it" if is_name and count > 1 else problem.what
-        key = problem.what if is_name else str(at)
-        grouped.setdefault(key, dataclasses.replace(problem, what=what))
-    return [*grouped.values()]
-
-
-def check_used(names: Names, *, is_named: bool, has_dims: bool, fix: str) -> None:
-    """Check that a model has names at all, so that it is not replicated by mistake.
-
-    Args:
-      names: The names that the caller gives.
-      is_named: Whether an array of the model has names.
-      has_dims: Whether an array of the model has dims.
-      fix: What to do.
-
-    Raises:
-      StrategyError: There are names, and the model has none.
-    """
-    if names and has_dims and not is_named:
-        what = "no array of the model has names, so all of them would be replicated"
-        raise StrategyError(what, fix=f"{fix}\nor pass names={{}} to replicate them")
-
-
 def _choice(name: str) -> str:
     """Return an example with the axis that a name resembles, or the names of all axes."""
     axes = {file_name(axis): axis_label(axis) for axis in SEMANTIC_AXES}
-    similar = re.search("'(.+)'", did_you_mean(name, axes))
     begin = [other for other in axes if other.startswith(f"{name.lower()}_")]
     nearest = begin[0] if len(begin) == 1 else ""
-    if similar:
+    if similar := re.search("'(.+)'", did_you_mean(name, axes)):
         nearest = similar[1]
     if nearest in axes:
         return f", such as {name!r}: (sw.{axes[nearest]}, 'param')"

@@ -21,6 +21,7 @@ from shardwright.interop.logical_rules.names import (
     Modes,
     Names,
     Semantics,
+    axis_in,
     plain_name,
     read_names,
 )
@@ -104,7 +105,10 @@ def to_strategy(
     given = read_names(names, own_axes, are_imported=True)
     sizes = dict(mesh_sizes(abstract_mesh(mesh) if isinstance(mesh, str) else mesh))
     notes: list[str] = []
-    pairs = _without_empty(_read(rules, sizes, source), given, notes)
+    pairs = _read(rules, sizes, source)
+    empty = {name for name, target in given.items() if axis_in(target) == EMPTY}
+    notes += [f"mapped to EMPTY, so never sharded: {pair}" for pair in pairs if pair.name in empty]
+    pairs = [pair for pair in pairs if pair.name not in empty]
     if semantics == "flax":
         pairs = _until_replicated(pairs, notes)
     else:
@@ -131,7 +135,8 @@ def to_strategy(
     policy = {"order": "rules"}
     if semantics == "flax":
         policy["conflict"] = "next"
-    idle = _idle(pairs, sizes)
+    named = {axis for pair in pairs for axis in pair.axes} | {*STANDARD_MESH_AXES}
+    idle = [axis for axis in sizes if axis not in named]
     if idle:
         policy["idle"] = "+".join(idle)
         notes.append(f"mesh axes that no rule names are idle: {', '.join(idle)}")
@@ -170,7 +175,7 @@ def _own_axes(targets: Mapping[str, tuple[str, Role] | str]) -> dict[str, str]:
     """Return the axes that the strategy must declare, each with a description."""
     axes: dict[str, str] = {}
     for name, target in targets.items():
-        axis = target if isinstance(target, str) else target[0]
+        axis = axis_in(target)
         if canonical_axis(axis) not in {EMPTY, *KNOWN_AXES}:
             axes.setdefault(file_name(axis), f"{name} in the imported rules")
     return axes
@@ -227,19 +232,6 @@ def _fault(rule: Any, sizes: Mapping[str, int]) -> Problem | None:
     elif len({*value}) < len(value):
         what, fix = f"the rule of {rule[0]!r} has a mesh axis twice", "name each mesh axis once"
     return Problem(error=error, what=what, fix=fix) if what else None
-
-
-def _without_empty(
-    pairs: Sequence[_Pair], names: Mapping[str, Any], notes: list[str]
-) -> list[_Pair]:
-    """Drop the rules of names that are mapped to `EMPTY`, which is never sharded."""
-    empty = {name for name, target in names.items() if _is_empty(target)}
-    notes += [f"mapped to EMPTY, so never sharded: {pair}" for pair in pairs if pair.name in empty]
-    return [pair for pair in pairs if pair.name not in empty]
-
-
-def _is_empty(target: Any) -> bool:
-    return (target if isinstance(target, str) else target[0]) == EMPTY
 
 
 def _until_replicated(pairs: Sequence[_Pair], notes: list[str]) -> list[_Pair]:
@@ -306,7 +298,9 @@ def _replaced(
         texts = [f"{name} as {replaced[name][0]}" for name in own]
         # The table of a mode has one entry per name. Only [rules] and [params] may be arrays, which
         # keep the order of all rules.
-        if _interleaves(_in_mode(pairs, replaced, mode)):
+        in_mode = _in_mode(pairs, replaced, mode)
+        runs = [name for name, _ in itertools.groupby(pair.name for pair in in_mode)]
+        if len({*runs}) < len(runs):
             replaced = {name: replaced[name] for name in replaced if name not in own}
             text = ", ".join(own)
             notes.append(f"apply in all modes, because rules of other names are in between: {text}")
@@ -324,12 +318,6 @@ def _in_mode(
     return [pair for pair in pairs if pair.name not in absent]
 
 
-def _interleaves(pairs: Sequence[_Pair]) -> bool:
-    """Tell whether rules of other names stand between the rules of a name."""
-    runs = [name for name, _ in itertools.groupby(pair.name for pair in pairs)]
-    return len({*runs}) < len(runs)
-
-
 def _targets(
     pairs: Sequence[_Pair], names: Names, notes: list[str]
 ) -> dict[str, tuple[str, Role] | str]:
@@ -337,12 +325,10 @@ def _targets(
     targets: dict[str, Any] = {**names}
     ruled = dict.fromkeys(pair.name for pair in pairs)
     if unruled := [
-        name for name, target in names.items() if name not in ruled and not _is_empty(target)
+        name for name, target in names.items() if name not in ruled and axis_in(target) != EMPTY
     ]:
         notes.append(f"names without a rule are replicated: {', '.join(unruled)}")
-    taken = {
-        file_name(target if isinstance(target, str) else target[0]) for target in targets.values()
-    }
+    taken = {file_name(axis_in(target)) for target in targets.values()}
     own = [name for name in ruled if name not in targets]
     for name in own:
         axis = f"logical_{plain_name(name)}"
@@ -416,7 +402,7 @@ def _table(
     A name of the other role is left out if its axis has a name of this role.
     """
     own = {
-        target if isinstance(target, str) else target[0]: name
+        axis_in(target): name
         for name, target in targets.items()
         if isinstance(target, str) or target[1] is role
     }
@@ -425,7 +411,7 @@ def _table(
     table = []
     for pair in pairs:
         target = targets[pair.name]
-        axis = target if isinstance(target, str) else target[0]
+        axis = axis_in(target)
         if not isinstance(target, str) and target[1] is not role and axis in own:
             left_out.add(axis)
             continue
@@ -437,8 +423,3 @@ def _table(
     return table + [
         (file_name(axis), _Pair(name=own[axis], axes=(), source="no rule")) for axis in unruled
     ]
-
-
-def _idle(pairs: Sequence[_Pair], sizes: Mapping[str, int]) -> list[str]:
-    named = {axis for pair in pairs for axis in pair.axes} | {*STANDARD_MESH_AXES}
-    return [axis for axis in sizes if axis not in named]

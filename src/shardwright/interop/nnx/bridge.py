@@ -9,24 +9,20 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 
 from shardwright._jax import duplicate_spec_errors
-from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
+from shardwright.errors import Problem, RankMismatchError, StrategyError
+from shardwright.interop import logical_rules
 from shardwright.interop.logical_rules import (
     Names,
-    by_name,
-    check_manager,
-    check_names,
-    check_used,
+    annotate_boxes,
     checked,
     entry_of,
+    library,
     names_of_metadata,
     one_rule_each,
 )
-from shardwright.trees.factored_weights import annotate_parts
 from shardwright.trees.optimizer_state import annotations_by_path, changes_dims
-from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import EMPTY
 
 if TYPE_CHECKING:
@@ -62,12 +58,11 @@ def bound(
       StrategyError: The mesh has both Auto and Explicit axes, which nnx does not support. Or a dim
         has another size than `sizes` says, and its rule gives other mesh axes to it.
     """
-    check_manager(pm)
-    spmd, nnx = _flax("core.spmd"), _flax("nnx")
+    spmd, nnx = library("flax.core.spmd"), library("flax.nnx")
+    table = one_rule_each(pm, names, sizes=sizes)
     if len({*pm.mesh.axis_types}) > 1:
         what = "nnx needs mesh axes of one type, and the mesh has several"
         raise StrategyError(what, fix='use axis_types = "auto" or "explicit"')
-    table = one_rule_each(pm, names, sizes=sizes)
     try:
         with (
             checked("nnx", table.items(), pm, names, sizes),
@@ -113,42 +108,34 @@ def annotate(model: Any, names: Names, *, params: Any = None) -> Any:
     >>> annotate(model, names)["kernel"]
     ('__EMBED__', '__MLP_INTERMEDIATE__')
     """
-    check_names(names)
-    state = _state(model)
-    problems: list[Problem] = []
-    moments = _factored_moments(model, names, params)
 
-    def annotation(path: Any, leaf: Any) -> Any:
-        place = "/".join(str(getattr(key, "key", key)) for key in path)
+    def axes_of(leaf: Any, path: str, problems: list[Problem], shape: tuple[int, ...]) -> Any:
+        metadata = leaf.get_metadata() if _is_variable(leaf) else {}
+        if "axes" in metadata:
+            # A parameter of `layers`. A scalar in its place, such as a count, has no axes.
+            return metadata["axes"] if shape else ()
+        own = names_of_metadata(metadata)
+        if own and len(own) != len(shape):
+            problems.append(_other_rank(path, own, len(shape)))
+            own = ()
+        axes = tuple(entry_of(name, names, path, problems) for name in own)
+        return axes or (EMPTY,) * len(shape)
 
-        def axes_of(shape: tuple[int, ...]) -> Any:
-            if _is_variable(leaf) and "axes" in leaf.get_metadata():
-                return _own_axes(leaf, len(shape))
-            own = _names_of(leaf) if _is_variable(leaf) else ()
-            if own and len(own) != len(shape):
-                problems.append(_other_rank(place, own, len(shape)))
-                return (EMPTY,) * len(shape)
-            axes = tuple(entry_of(name, names, place, problems) for name in own)
-            return axes or (EMPTY,) * len(shape)
+    def is_named(leaf: Any) -> bool:
+        metadata = leaf.get_metadata() if _is_variable(leaf) else {}
+        return "axes" in metadata or bool(names_of_metadata(metadata))
 
-        pairs, structure = jax.tree_util.tree_flatten_with_path(_value(leaf))
-        own = [moments.get(path_text((*path, *below))) for below, _ in pairs]
-        if None in own:
-            own = annotate_parts(_value(leaf), axes_of, place, problems)
-        return jax.tree.unflatten(structure, own)
-
-    axes = jax.tree_util.tree_map_with_path(annotation, state, is_leaf=_is_variable)
-    raise_problems(by_name(problems))
-    values = arrays(state)
-    variables = [*filter(_is_variable, jax.tree.leaves(state, is_leaf=_is_variable))]
-    check_used(
+    return annotate_boxes(
+        _state(model),
         names,
-        is_named=any(_names_of(each) or "axes" in each.get_metadata() for each in variables),
-        has_dims=any(len(np.shape(leaf)) for leaf in jax.tree.leaves(values)),
+        is_box=_is_variable,
+        value_of=_value,
+        axes_of=axes_of,
+        is_named=is_named,
+        moments=_factored_moments(model, names, params),
         fix="annotate the model with nnx.with_partitioning\n"
         "or let sw.infer_axes find the axes of a model without names",
     )
-    return axes
 
 
 def arrays(model: Any) -> Any:
@@ -161,12 +148,12 @@ def arrays(model: Any) -> Any:
 
 
 def _state(model: Any) -> Any:
-    nnx = _flax("nnx")
+    nnx = library("flax.nnx")
     return model if isinstance(model, nnx.State) else nnx.state(model)
 
 
 def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, _flax("nnx").Variable)
+    return isinstance(leaf, library("flax.nnx").Variable)
 
 
 def _value(leaf: Any) -> Any:
@@ -178,13 +165,15 @@ def _factored_moments(model: Any, names: Names, params: Any) -> Mapping[str, Any
 
     nnx copies the names of a parameter to moments that have fewer dims.
     """
-    state = None if isinstance(model, _flax("nnx").State) else getattr(model, "opt_state", None)
+    state = (
+        None if isinstance(model, library("flax.nnx").State) else getattr(model, "opt_state", None)
+    )
     if state is None or not changes_dims(state):
         return {}
     if params is None:
         what = "the optimizer has factored moments, whose dims are some of those of its parameters"
         raise StrategyError(what, fix=f"pass the model too: {_CREATE}")
-    nnx = _flax("nnx")
+    nnx = library("flax.nnx")
     own = nnx.state(params, getattr(model, "wrt", nnx.Param))
     values = jax.tree.map(_value, state, is_leaf=_is_variable)
     found = annotations_by_path(values, arrays(own), annotate(own, names))
@@ -206,9 +195,8 @@ def place(model: Any, pm: "PartitionManager", names: Names, *, params: Any = Non
     Raises:
       UnknownAxisError: Variables have names that are not in `names`; all are reported at once.
     """
-    check_manager(pm)
-    values, axes = arrays(model), annotate(model, names, params=params)
-    _flax("nnx").update(model, jax.device_put(values, pm.shardings(values, axes)))
+    placed = logical_rules.place(arrays(model), pm, annotate(model, names, params=params))
+    library("flax.nnx").update(model, placed)
     return model
 
 
@@ -224,21 +212,3 @@ def _other_rank(place: str, names: tuple[Any, ...], rank: int) -> Problem:
         fix += f"\nor, if it is a factored moment of an optimizer: {_CREATE}"
     what = f"the variable has the names {names} for {rank} dims"
     return Problem(error=RankMismatchError, what=what, path=place, fix=fix)
-
-
-def _own_axes(variable: Any, rank: int) -> Any:
-    """Return the annotation of a parameter of `layers`. A scalar, such as a count, has no axes."""
-    return variable.get_metadata()["axes"] if rank else ()
-
-
-def _names_of(variable: Any) -> tuple[Any, ...]:
-    return names_of_metadata(variable.get_metadata())
-
-
-def _flax(module: str) -> Any:
-    try:
-        import flax.core.spmd
-        import flax.nnx
-    except ImportError as error:
-        raise ImportError("this bridge needs flax: python -m pip install flax") from error
-    return flax.nnx if module == "nnx" else flax.core.spmd
