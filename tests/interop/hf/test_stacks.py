@@ -66,10 +66,10 @@ def test_load_takes_the_options_of_read(tmp_path: Path) -> None:
 def test_a_strategy_is_no_manager(tmp_path: Path) -> None:
     files.write(tmp_path, "llama")
     for wrong in ("fsdp_tp", sw.Strategy.preset("fsdp_tp")):
-        with pytest.raises(sw.StrategyError, match="not a manager") as caught:
+        with pytest.raises(sw.StrategyError, match="not a PartitionManager") as caught:
             hf.load(tmp_path, wrong)  # type: ignore[arg-type]
         assert "sw.PartitionManager" in caught.value.fix
-        with pytest.raises(sw.StrategyError, match="not a manager"):
+        with pytest.raises(sw.StrategyError, match="not a PartitionManager"):
             hf.read(tmp_path).explain(wrong)  # type: ignore[arg-type]
 
 

@@ -257,10 +257,8 @@ class AttentionMetadata:
         mode = parse_mode(mode)
         known = self._sizes(sizes)
         joint = self.joint(mode, qkv_mni_sharding=qkv_mni_sharding, sizes=sizes)
-        query, key = (
-            spec_of(joint.batch, joint.q_length, joint.heads),
-            spec_of(joint.batch, joint.kv_length, joint.kv_heads),
-        )
+        query = spec_of(joint.batch, joint.q_length, joint.heads)
+        key = spec_of(joint.batch, joint.kv_length, joint.kv_heads)
         scores = (BATCH, BIAS_HEAD_SEQ, QUERY_LENGTH, BIAS_KV_SEQ)
         known = {BIAS_HEAD_SEQ: known.get(HEAD, 0), BIAS_KV_SEQ: known.get(KV_LENGTH, 0), **known}
         known = {axis: size for axis, size in known.items() if size}
@@ -269,7 +267,8 @@ class AttentionMetadata:
             for axes in (scores, (BATCH, EMPTY, QUERY_LENGTH, BIAS_KV_SEQ))
         )
         if not BTHD:
-            query, key = (spec_of(*(dims[at] for at in (0, 2, 1))) for dims in _dims(joint))
+            query = spec_of(joint.batch, joint.heads, joint.q_length)
+            key = spec_of(joint.batch, joint.kv_heads, joint.kv_length)
         return AttentionSpecs(query, key, key, bias, mask, query)
 
     def joint(
@@ -502,14 +501,6 @@ def get_mode(q: Any, BTHD: bool = True, *, mode: str | None = None) -> str:  # n
     if mode is not None:
         return parse_mode(mode)
     return MODE_DECODE if q.shape[1 if BTHD else 2] == 1 else MODE_TRAIN
-
-
-def _dims(joint: JointSpecs) -> Any:
-    return (joint.batch, joint.q_length, joint.heads), (
-        joint.batch,
-        joint.kv_length,
-        joint.kv_heads,
-    )
 
 
 def _ambient() -> Mesh | AbstractMesh | EMPTY_VAL:

@@ -369,11 +369,9 @@ def _mesh_problems(table: Mapping[str, Any], places: _Places, source: str) -> li
         elif not isinstance(value or {}, Mapping):
             problems.append(_wrong("must be a mapping of names", value, path, key))
         else:
-            is_right, kind = (
-                (_is_size, "an integer: positive, or -1")
-                if key in _SIZES
-                else (_is_axes, "a mesh axis, or a list of them")
-            )
+            is_right, kind = _is_axes, "a mesh axis, or a list of them"
+            if key in _SIZES:
+                is_right, kind = _is_size, "an integer: positive, or -1"
             problems += [
                 _wrong(f"must be {kind}", entry, places.get((key, name), path), f"{key}.{name}")
                 for name, entry in (value or {}).items()
@@ -398,6 +396,5 @@ def _is_size(value: Any) -> bool:
 
 
 def _is_axes(value: Any) -> bool:
-    if isinstance(value, str):
-        return bool(value)
+    # A text is a sequence of texts too.
     return isinstance(value, Sequence) and bool(value) and all(isinstance(x, str) for x in value)

@@ -19,6 +19,7 @@ from shardwright.errors import (
     StrategyError,
     raise_problems,
 )
+from shardwright.interop.hf.config import fault
 from shardwright.interop.hf.families import tensors_of
 from shardwright.interop.hf.names import axes_of, check_mappings, missing
 from shardwright.interop.hf.report import checkpoint_text, shardings_text
@@ -27,6 +28,7 @@ from shardwright.interop.hf.source import PaddedSource, Source, StackedSource, p
 from shardwright.interop.hf.stacks import check_experts
 from shardwright.interop.hf.stacks import stack_experts as _stack_experts
 from shardwright.interop.hf.stacks import stack_layers as _stack_layers
+from shardwright.interop.logical_rules import check_manager
 from shardwright.manager.manager import PartitionManager
 from shardwright.strategy.foreign_files import read_json
 from shardwright.vocabulary.annotations import ArraySpec
@@ -148,20 +150,6 @@ def load(
     return checkpoint.load(pm, mode=mode), checkpoint.specs
 
 
-def check_manager(pm: Any) -> None:
-    """Check that a manager is one, and not a strategy or its name.
-
-    Raises:
-      StrategyError: It is not.
-    """
-    if not isinstance(pm, PartitionManager):
-        raise StrategyError(
-            f"pm is {type(pm).__name__}, not a manager",
-            path="pm",
-            fix='pass sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh(...))',
-        )
-
-
 def read(
     folder: str | os.PathLike[str],
     *,
@@ -204,17 +192,13 @@ def read(
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} is not a JSON object", fix=fix)
     sources: dict[str, Source] = dict(safetensors_of(path))
-    notes = _unread(path, sources)
+    # Files that the index does not list, such as other variants.
+    read = {source.file for source in sources.values()}
+    others = [file.name for file in sorted(path.glob("*.safetensors")) if file.name not in read]
+    notes = [f"not read: {', '.join(others[:10])}"] if others else []
     checkpoint = _checkpoint(config, sources, notes, dtype=dtype, axes=axes, experts=stack_experts)
     checkpoint = _with_stacks(checkpoint) if stack_layers else checkpoint
     return _pad_vocabulary(checkpoint, pad_vocab)
-
-
-def _unread(folder: Path, sources: Mapping[str, Source]) -> list[str]:
-    """Return a note if a folder has files of tensors that are not read, such as other variants."""
-    read = {source.file for source in sources.values()}
-    others = [file.name for file in sorted(folder.glob("*.safetensors")) if file.name not in read]
-    return [f"not read: {', '.join(others[:10])}"] if others else []
 
 
 def _checkpoint(
@@ -291,7 +275,7 @@ def _dtype_of(
         return _SHORTER[stored]
     fix = 'pass dtype=jnp.float32, or jax.config.update("jax_enable_x64", True)'
     what = f"{stored.name} needs JAX in 64-bit mode"
-    problems.append(Problem(error=CheckpointError, what=what, path=name, fix=fix))
+    problems.append(fault(what, name, fix))
     return stored
 
 
@@ -305,7 +289,10 @@ def _pad_vocabulary(checkpoint: Checkpoint, multiple: int | None) -> Checkpoint:
         return checkpoint
     fix = "pass pad_vocab=128, a multiple of the devices that shard VOCAB"
     read_integer("pad_vocab", multiple, error=CheckpointError, fix=fix)
-    dims = {name: _vocab_dims(spec.axes) for name, spec in checkpoint.specs.items()}
+    dims = {
+        name: [dim for dim, entry in enumerate(spec.axes) if entry == VOCAB]
+        for name, spec in checkpoint.specs.items()
+    }
     sizes = {checkpoint.specs[name].shape[dim]: name for name, own in dims.items() for dim in own}
     if len(sizes) > 1:
         what = " and ".join(f"{size} in {name}" for size, name in sizes.items())
@@ -326,7 +313,3 @@ def _pad_vocabulary(checkpoint: Checkpoint, multiple: int | None) -> Checkpoint:
     return dataclasses.replace(
         checkpoint, specs=specs, sources=sources, notes=notes, unpadded=unpadded
     )
-
-
-def _vocab_dims(axes: Any) -> tuple[int, ...]:
-    return tuple(dim for dim, entry in enumerate(axes) if entry == VOCAB)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, Problem
 from shardwright.vocabulary.axes import (
     EMBED,
     EMPTY,
@@ -30,7 +30,9 @@ from shardwright.vocabulary.integers import as_integer
 from shardwright.vocabulary.lowering import short
 from shardwright.vocabulary.merged_dims import merged
 
-_FIX: Final = "use the config.json of this checkpoint"
+# Further problems of a checkpoint are counted: an unknown model may have 90,000 tensors.
+MOST_PROBLEMS: Final = 20
+OWN_CONFIG: Final = "use the config.json of this checkpoint"
 # This many weights share one scale in MXFP4, the format of gpt-oss.
 _MXFP4_BLOCK: Final = 32
 
@@ -41,6 +43,11 @@ class SizedDim:
 
     entry: Any
     size: int | None
+
+
+def fault(what: str, name: str, fix: str = OWN_CONFIG) -> Problem:
+    """Return a problem of the tensor or the parameter of this name."""
+    return Problem(error=CheckpointError, what=what, path=name, fix=fix)
 
 
 def size_of(config: Mapping[str, Any], *keys: str) -> int | None:
@@ -54,7 +61,7 @@ def size_of(config: Mapping[str, Any], *keys: str) -> int | None:
         size = None if value is None else as_integer(value)
         if value is not None and (size is None or size < 0):
             what = f"config.json: {key} must be a positive integer, got {short(value)}"
-            raise CheckpointError(what, fix=_FIX)
+            raise CheckpointError(what, fix=OWN_CONFIG)
         if size:
             return size
     return None
@@ -74,7 +81,7 @@ def block_of(config: Mapping[str, Any]) -> tuple[int, ...]:
     whole = tuple(size for size in sizes if size is not None and size > 0)
     if len(whole) != len(sizes):
         what = f"config.json: weight_block_size must be positive integers, got {short(block)}"
-        raise CheckpointError(what, fix=_FIX)
+        raise CheckpointError(what, fix=OWN_CONFIG)
     return whole
 
 
@@ -86,7 +93,7 @@ def required_size(config: Mapping[str, Any], key: str) -> int:
     """
     size = size_of(config, key)
     if size is None:
-        raise CheckpointError(f"config.json lacks {key}", fix=_FIX)
+        raise CheckpointError(f"config.json lacks {key}", fix=OWN_CONFIG)
     return size
 
 
@@ -96,6 +103,9 @@ def dims_of(config: Mapping[str, Any]) -> dict[str, SizedDim]:
     experts = size_of(config, "num_local_experts", "num_experts", "n_routed_experts")
     mlp = size_of(config, "intermediate_size")
     expert_mlp = size_of(config, "moe_intermediate_size", "intermediate_size")
+    shared_mlp = size_of(config, "shared_expert_intermediate_size")
+    if (shared := size_of(config, "n_shared_experts")) is not None:
+        shared_mlp = shared * required_size(config, "moe_intermediate_size")
     dims = {
         "layers": (LAYERS, size_of(config, "num_hidden_layers")),
         "vocab": (VOCAB, size_of(config, "vocab_size")),
@@ -105,7 +115,8 @@ def dims_of(config: Mapping[str, Any]) -> dict[str, SizedDim]:
         "experts": (EXPERT, experts),
         "router": (EXPERT_GATE, experts),
         "expert_mlp": (MLP_INTERMEDIATE, expert_mlp),
-        "shared_mlp": (MLP_INTERMEDIATE, _shared_mlp(config)),
+        # The experts that see every token.
+        "shared_mlp": (MLP_INTERMEDIATE, shared_mlp),
         "two_embed": (EMPTY, 2 * embed),
         "positions": (EMPTY, size_of(config, "max_position_embeddings")),
         "token_types": (EMPTY, size_of(config, "type_vocab_size")),
@@ -122,14 +133,6 @@ def dims_of(config: Mapping[str, Any]) -> dict[str, SizedDim]:
         if size is not None
     }
     return {**sized, "-": SizedDim(entry=EMPTY, size=None)}
-
-
-def _shared_mlp(config: Mapping[str, Any]) -> int | None:
-    """Return the hidden size of the experts that see every token."""
-    shared = size_of(config, "n_shared_experts")
-    if shared is not None:
-        return shared * required_size(config, "moe_intermediate_size")
-    return size_of(config, "shared_expert_intermediate_size")
 
 
 def _heads(config: Mapping[str, Any], embed: int) -> dict[str, tuple[Any, int]]:

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardwright.errors import CheckpointError, Problem, StrategyError, raise_problems
-from shardwright.interop.hf.checkpoint import Checkpoint, check_manager, read
+from shardwright.errors import Problem, StrategyError, raise_problems
+from shardwright.interop.hf.checkpoint import Checkpoint, read
+from shardwright.interop.hf.config import OWN_CONFIG, fault
 from shardwright.interop.hf.families import sizes_of, tensors_of
 from shardwright.interop.hf.model.decoder import Decoder, decoder_specs
 from shardwright.interop.hf.model.latent import LatentConfig
@@ -25,6 +26,7 @@ from shardwright.interop.hf.model.sizes import Sizes
 from shardwright.interop.hf.names import limited
 from shardwright.interop.hf.source import Bounds, Source, StackedSource, place
 from shardwright.interop.hf.tensors import Tensors
+from shardwright.interop.logical_rules import check_manager
 from shardwright.manager.manager import PartitionManager
 from shardwright.trees.paths import is_array_spec, path_text
 from shardwright.vocabulary.annotations import ArraySpec
@@ -257,17 +259,20 @@ def arrange(
     problems: list[Problem] = []
     found: dict[str, Source] = {}
     for path, spec in specs.items():
-        names = [_first_of(each, checkpoint.specs) for each in _names_of(path, family, prefix)]
+        names = []
+        for each in _names_of(path, family, prefix):
+            listed = each.split(" | ")
+            names.append(next((name for name in listed if name in checkpoint.specs), listed[0]))
         absent = [name for name in names if name not in checkpoint.specs]
         if absent and path.endswith(_NO_TENSOR) and sizes.family.startswith("qwen2"):
             found[path] = Zeros(name=path, shape=tuple(spec.shape), dtype=np.dtype(spec.dtype))
             continue
         if absent or not names:
             what = f"the checkpoint lacks {', '.join(absent) or 'it'}"
-            fix = "use the config.json of this checkpoint"
+            fix = OWN_CONFIG
             if path == "head":
                 fix += '; "tie_word_embeddings": true if the embedding takes its place'
-            problems.append(Problem(error=CheckpointError, what=what, path=path, fix=fix))
+            problems.append(fault(what, path, fix))
             continue
         for name in names:
             unused.pop(name, None)
@@ -284,7 +289,7 @@ def arrange(
             fix = 'write "tie_word_embeddings": false in config.json'
         elif _is_left_out(name, sizes, prefix + family.layers):
             continue
-        problems.append(Problem(error=CheckpointError, what=what, path=name, fix=fix))
+        problems.append(fault(what, name, fix))
     raise_problems(limited(problems))
     return found
 
@@ -299,12 +304,6 @@ def _names_of(path: str, family: Tensors, prefix: str) -> list[str]:
         start += family.layers.replace("#", number)
     listed = (name.split(" | ") for name in family.parameters.get(own, ()))
     return [" | ".join(start + name for name in names) for names in listed]
-
-
-def _first_of(names: str, known: Mapping[str, Any]) -> str:
-    """Return the first name that a checkpoint has, or else the first one."""
-    listed = names.split(" | ")
-    return next((name for name in listed if name in known), listed[0])
 
 
 def _latent(path: str, sizes: Sizes) -> LatentConfig | None:
@@ -328,7 +327,7 @@ def _misfits(
         dtype = checkpoint.sources[name].dtype
         if dtype.itemsize < 2 or not jnp.issubdtype(dtype, jnp.floating):
             what = f"the weights are {dtype.name}, and the decoder computes with floats"
-            yield Problem(error=CheckpointError, what=what, path=name, fix=_OWN_FORWARD)
+            yield fault(what, name, _OWN_FORWARD)
     flat = [size for part in found.split for size in part]
     stored = tuple(flat[dim] for dim in found.order)
     expected = found.shape
@@ -336,8 +335,7 @@ def _misfits(
         expected = (*expected[:-1], latent.plain_dim + latent.value_dim)
     if stored != expected:
         what = f"the tensor has the sizes {stored}, and the decoder {expected}"
-        fix = "use the config.json of this checkpoint"
-        yield Problem(error=CheckpointError, what=what, path=path, fix=fix)
+        yield fault(what, path)
 
 
 def _arranged(

@@ -9,12 +9,15 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from shardwright.errors import CheckpointError, Problem, StrategyError, raise_problems
+from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.interop.hf.config import (
+    MOST_PROBLEMS,
+    OWN_CONFIG,
     SizedDim,
     block_of,
     complete,
     dims_of,
+    fault,
     required_size,
     size_of,
 )
@@ -28,8 +31,6 @@ Shapes = Mapping[str, Sequence[int]]
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 # Ends of the names of scales. A weight has one scale per block, one per row, or a single one.
 _SCALES: Final = (".weight_scale_inv", ".weight_scale", ".input_scale")
-_MOST_NAMED: Final = 20
-_OWN_CONFIG: Final = "use the config.json of this checkpoint"
 _MAPPINGS: Final = {
     "config": "pass the content of config.json; an object of transformers has it as .to_dict()",
     "axes": 'write axes={"pattern": (sw.EMBED,)}',
@@ -68,7 +69,7 @@ def annotate(tree: Any, config: Mapping[str, Any], *, axes: Mapping[str, Any] | 
         if name in shapes:
             what = f"two leaves of the tree have this name; one is at {path_text(path)}"
             fix = "remove one of them"
-            problems.append(Problem(error=CheckpointError, what=what, path=name, fix=fix))
+            problems.append(fault(what, name, fix))
         shapes[name] = np.shape(leaf)
     raise_problems(limited(problems))
     return jax.tree.unflatten(structure, axes_of(shapes, config, axes=axes).values())
@@ -135,16 +136,11 @@ def missing(names: Iterable[str], config: Mapping[str, Any]) -> list[Problem]:
     layers = required_size(config, "num_hidden_layers")
     if layers > len(present):
         what = f"config.json has {layers} layers, and there are {len(present)} tensors"
-        return [Problem(error=CheckpointError, what=what, fix=_OWN_CONFIG)]
+        return [fault(what, "")]
     table = NameTable.of(config)
     absent = [name for name in table.required(present) if name not in present]
     fix = "download the checkpoint again, or use its own config.json"
-    return limited(
-        [
-            Problem(error=CheckpointError, what="the tensor is absent", path=name, fix=fix)
-            for name in absent
-        ]
-    )
+    return limited([fault("the tensor is absent", name, fix) for name in absent])
 
 
 # The number of an expert. The names of stacks have none, so these checks leave it out.
@@ -152,12 +148,12 @@ _NUMBERED: Final = re.compile(r"(?<=experts\.)\d+\.")
 
 
 def limited(problems: list[Problem]) -> list[Problem]:
-    """Return the first problems, because an unknown model may have 90,000 tensors."""
-    more = len(problems) - _MOST_NAMED
+    """Return the first problems, and how many there are besides."""
+    more = len(problems) - MOST_PROBLEMS
     if more <= 1:
         return problems
-    last = dataclasses.replace(problems[_MOST_NAMED], what=f"... and {more} others", path="")
-    return [*problems[:_MOST_NAMED], last]
+    last = dataclasses.replace(problems[MOST_PROBLEMS], what=f"... and {more} others", path="")
+    return [*problems[:MOST_PROBLEMS], last]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +201,7 @@ class NameTable:
         absent = [word for word in words if word not in self.dims]
         if absent:
             what = f"config.json has no size for {', '.join(absent)}"
-            return Problem(error=CheckpointError, what=what, path=name, fix=_OWN_CONFIG)
+            return fault(what, name)
         expected = [self.dims[word] for word in words]
         fits = len(shape) == len(expected) and all(
             dim.size in (None, size) for dim, size in zip(expected, shape, strict=True)
@@ -214,8 +210,8 @@ class NameTable:
             return tuple(dim.entry for dim in expected)
         sizes = ", ".join("any" if dim.size is None else str(dim.size) for dim in expected)
         what = f"the shape is {tuple(shape)}, and config.json says ({sizes})"
-        fix = f"{_OWN_CONFIG}; the dims are {', '.join(words)}"
-        return Problem(error=CheckpointError, what=what, path=name, fix=fix)
+        fix = f"{OWN_CONFIG}; the dims are {', '.join(words)}"
+        return fault(what, name, fix)
 
     def _out_of_range(self, name: str, numbers: Mapping[str, int]) -> Problem | None:
         """Return a problem if the number of a layer or of an expert is too large."""
@@ -227,7 +223,7 @@ class NameTable:
                 count = (self.dims[kind].size or 0) if kind in self.dims else 0
             if number >= count + (further if kind == "layers" else 0):
                 what = f"config.json has {count} {kind}, and this is number {number}"
-                return Problem(error=CheckpointError, what=what, path=name, fix=_OWN_CONFIG)
+                return fault(what, name)
         return None
 
     def _scale(self, name: str, shapes: Shapes, of: Callable[[str], Any]) -> Any:
@@ -265,7 +261,7 @@ class NameTable:
             return None
         what = f"the scale has shape {tuple(shape)}, and its weight {tuple(whole)}"
         fix = "a weight has one scale per block of weight_block_size, or one per row"
-        return Problem(error=CheckpointError, what=what, path=name, fix=fix)
+        return fault(what, name, fix)
 
     def _unknown(self, name: str, shapes: Shapes, of: Callable[[str], Any]) -> Problem:
         model = self.config.get("model_type")
@@ -279,7 +275,7 @@ class NameTable:
             axis = dims[0] if isinstance(dims, tuple) and isinstance(dims[0], str) else EMBED
             axes = f"(sw.{axis_label(axis)},)"
         fix = f"""name its axes: axes={{r"{pattern}": {axes}}}"""
-        return Problem(error=CheckpointError, what=what, path=name, fix=fix)
+        return fault(what, name, fix)
 
     def required(self, present: set[str]) -> Iterator[str]:
         """Yield the names of the tensors that the checkpoint must have.
@@ -294,7 +290,14 @@ class NameTable:
         if has_head and self.config.get("tie_word_embeddings") is False:
             yield "lm_head.weight"
         groups = ((family.layer,), *family.choices)
-        choices = [[_unnumbered(rows) for rows in kinds] for kinds in groups]
+        # Experts are stacked here, so that their names have no numbers.
+        choices = [
+            [
+                {name.replace("experts.#.", "experts."): dims for name, dims in rows.items()}
+                for rows in kinds
+            ]
+            for kinds in groups
+        ]
         chosen: list[tuple[str, int, int]] = []
         for number in range(required_size(self.config, "num_hidden_layers")):
             start = prefix + family.layers.replace("#", str(number))
@@ -311,8 +314,3 @@ class NameTable:
             for name, dims in choices[at][kind].items():
                 if dims[-1] != "?" or (at, kind, name) in seen:
                     yield start + name
-
-
-def _unnumbered(rows: Mapping[str, str]) -> dict[str, str]:
-    """Return rows without the numbers of experts in their names."""
-    return {name.replace("experts.#.", "experts."): dims for name, dims in rows.items()}

@@ -14,7 +14,9 @@ import ml_dtypes
 import numpy as np
 
 from shardwright.errors import CheckpointError, Problem, raise_problems
+from shardwright.interop.hf.config import MOST_PROBLEMS, fault
 from shardwright.interop.hf.source import Bounds
+from shardwright.interop.logical_rules import library
 from shardwright.strategy.foreign_files import read_json
 
 _PLAIN: Final = "model.safetensors"
@@ -110,13 +112,10 @@ def safetensors_of(folder: Path) -> dict[str, SafetensorsTensor]:
     if files:
         what = f"{folder} has {len(files)} safetensors files and no {_INDEX}"
         raise CheckpointError(what, fix=f"add {_INDEX}, or pass the path of one file")
-    raise CheckpointError(f"{folder} has no safetensors file", fix=_without_files(folder))
-
-
-def _without_files(folder: Path) -> str:
+    fix = "pass a folder that has config.json and safetensors files"
     if list(folder.glob("*.bin")):
-        return "write it again with save_pretrained(..., safe_serialization=True)"
-    return "pass a folder that has config.json and safetensors files"
+        fix = "write it again with save_pretrained(..., safe_serialization=True)"
+    raise CheckpointError(f"{folder} has no safetensors file", fix=fix)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -138,7 +137,8 @@ def _indexed(folder: Path, weights: Mapping[str, str]) -> dict[str, SafetensorsT
     for file in sorted(set(weights.values())):
         # The index may name only files of this folder.
         if file in ("", "..") or Path(file).name != file:
-            problems.append(_problem(f"{_INDEX} names {file!r}, which is not a name of a file"))
+            what = f"{_INDEX} names {file!r}, which is not a name of a file"
+            problems.append(fault(what, "", _AGAIN))
             continue
         try:
             tensors = _tensors_of(folder / file)
@@ -146,20 +146,19 @@ def _indexed(folder: Path, weights: Mapping[str, str]) -> dict[str, SafetensorsT
             problems += error.problems
             continue
         listed = [name for name, of in weights.items() if of == file]
-        for name in listed:
-            if name not in tensors:
-                problems.append(_problem(f"{file} lacks it, but {_INDEX} lists it", name))
-        known = set(listed)
-        for name in tensors:
-            if name not in known:
-                problems.append(_problem(f"{file} has it, but {_INDEX} does not list it", name))
+        problems += [
+            fault(f"{file} lacks it, but {_INDEX} lists it", name, _AGAIN)
+            for name in listed
+            if name not in tensors
+        ]
+        problems += [
+            fault(f"{file} has it, but {_INDEX} does not list it", name, _AGAIN)
+            for name in tensors
+            if weights.get(name) != file
+        ]
         found |= tensors
     raise_problems(problems)
     return dict(sorted(found.items()))
-
-
-def _problem(what: str, name: str = "") -> Problem:
-    return Problem(error=CheckpointError, what=what, path=name, fix=_AGAIN)
 
 
 def _tensors_of(path: Path) -> dict[str, SafetensorsTensor]:
@@ -168,13 +167,13 @@ def _tensors_of(path: Path) -> dict[str, SafetensorsTensor]:
     Raises:
       CheckpointError: The file is absent, truncated or not safetensors, or has an unknown dtype.
     """
-    library = _library()
+    safetensors = library("safetensors")
     version = FileVersion.of(path, fix=_AGAIN)
     try:
         # Opening checks that the header is valid, and that the file has all the bytes that it
         # names.
-        handle = library.safe_open(str(path), framework="numpy")
-    except (library.SafetensorError, OSError) as error:
+        handle = safetensors.safe_open(str(path), framework="numpy")
+    except (safetensors.SafetensorError, OSError) as error:
         what = f"{path} is truncated or is not a safetensors file: {error}"
         raise CheckpointError(what, fix=_AGAIN) from error
     with path.open("rb") as file:
@@ -184,7 +183,13 @@ def _tensors_of(path: Path) -> dict[str, SafetensorsTensor]:
     version.check()
     header.pop("__metadata__", None)
     unknown = [name for name, entry in header.items() if entry["dtype"] not in _DTYPES]
-    raise_problems([_unknown_dtype(path, name, header[name]["dtype"]) for name in unknown[:20]])
+    fix = f"convert the checkpoint to one of {', '.join(_DTYPES)}"
+    raise_problems(
+        [
+            fault(f"{path.name}: the dtype {header[name]['dtype']} cannot be read", name, fix)
+            for name in unknown[:MOST_PROBLEMS]
+        ]
+    )
     return {
         name: SafetensorsTensor(
             name=name,
@@ -198,21 +203,6 @@ def _tensors_of(path: Path) -> dict[str, SafetensorsTensor]:
         )
         for name, entry in sorted(header.items())
     }
-
-
-def _unknown_dtype(path: Path, name: str, kind: str) -> Problem:
-    what = f"{path.name}: the dtype {kind} cannot be read"
-    fix = f"convert the checkpoint to one of {', '.join(_DTYPES)}"
-    return Problem(error=CheckpointError, what=what, path=name, fix=fix)
-
-
-def _library() -> Any:
-    try:
-        import safetensors
-    except ImportError as error:
-        what = "this bridge needs safetensors: python -m pip install safetensors"
-        raise ImportError(what) from error
-    return safetensors
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

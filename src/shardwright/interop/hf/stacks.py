@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardwright.errors import CheckpointError, Problem, raise_problems
-from shardwright.interop.hf.config import required_size, size_of
+from shardwright.errors import Problem, raise_problems
+from shardwright.interop.hf.config import MOST_PROBLEMS, fault, required_size, size_of
 from shardwright.interop.hf.source import Source, StackedSource
 from shardwright.interop.hf.tensors import Tensors
 from shardwright.vocabulary.annotations import ArraySpec, PartOf, stacked
@@ -19,7 +19,6 @@ from shardwright.vocabulary.lowering import describe
 
 _EXPERT: Final = re.compile(r"(.*\bexperts\.)(\d+)\.(.*)", re.DOTALL)
 _APART: Final = "download the checkpoint again, or keep experts apart with stack_experts=False"
-_MOST_PROBLEMS: Final = 20
 # The number of a name that has none.
 _NO_NUMBER: Final = -1
 
@@ -41,14 +40,14 @@ def stack_experts(sources: Mapping[str, Source]) -> dict[str, Source]:
         # Name ten at most, because a damaged name may have a huge number.
         numbers = (number for number in range(max(names) + 1) if number not in names)
         if absent := ", ".join(map(str, itertools.islice(numbers, 10))):
-            problems.append(_problem(whole, f"the experts {absent} are absent", _APART))
+            problems.append(fault(f"the experts {absent} are absent", whole, _APART))
         parts = [sources[names[number]] for number in sorted(names)]
         kinds = sorted({(part.dtype.name, part.shape) for part in parts})
         if len(kinds) > 1:
             texts = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in kinds)
-            problems.append(_problem(whole, f"the experts differ: {texts}", _APART))
+            problems.append(fault(f"the experts differ: {texts}", whole, _APART))
         result[whole] = StackedSource(name=whole, parts=tuple(parts), dtype=parts[0].dtype)
-    raise_problems(problems[:_MOST_PROBLEMS])
+    raise_problems(problems[:MOST_PROBLEMS])
     return result
 
 
@@ -66,8 +65,8 @@ def check_experts(names: Iterable[str], config: Mapping[str, Any]) -> None:
         absent = ", ".join(map(str, itertools.islice(numbers, 10)))
         if absent and _NO_NUMBER not in group:
             again = "download the checkpoint again"
-            problems.append(_problem(whole, f"the experts {absent} are absent", again))
-    raise_problems(problems[:_MOST_PROBLEMS])
+            problems.append(fault(f"the experts {absent} are absent", whole, again))
+    raise_problems(problems[:MOST_PROBLEMS])
 
 
 def stack_layers(
@@ -97,29 +96,25 @@ def stack_layers(
             continue
         if len(names) != count:
             what = f"{len(names)} of the {count} layers have this tensor"
-            problems.append(_problem(whole, what, fix))
+            problems.append(fault(what, whole, fix))
         parts = [specs[names[number]] for number in sorted(names)]
         kinds = {f"{part.dtype}{list(part.shape)} {describe(part.axes)}" for part in parts}
         if len(kinds) > 1:
             what = f"the layers differ: {', '.join(sorted(kinds)[:4])}"
-            problems.append(_problem(whole, what, fix))
-        stacks[whole] = _stacked_spec(parts[0], len(parts), pattern)
+            problems.append(fault(what, whole, fix))
+        stack = stacked(parts[0], len(parts))
+        if isinstance(stack.axes, PartOf):
+            # A part of another tensor, such as its scale, becomes a part of the stack of it.
+            path = _without_number(stack.axes.path, pattern)
+            stack = dataclasses.replace(stack, axes=dataclasses.replace(stack.axes, path=path))
+        stacks[whole] = stack
         tensors[whole] = StackedSource(
             name=whole,
             parts=tuple(sources[names[number]] for number in sorted(names)),
             dtype=np.dtype(parts[0].dtype),
         )
-    raise_problems(problems[:_MOST_PROBLEMS])
+    raise_problems(problems[:MOST_PROBLEMS])
     return stacks, tensors
-
-
-def _stacked_spec(spec: ArraySpec, count: int, pattern: re.Pattern[str]) -> ArraySpec:
-    """Return the spec of a stack. A part of another tensor becomes a part of its stack."""
-    result: ArraySpec = stacked(spec, count)
-    if isinstance(result.axes, PartOf):
-        whole = _without_number(result.axes.path, pattern)
-        return dataclasses.replace(result, axes=dataclasses.replace(result.axes, path=whole))
-    return result
 
 
 def _groups(
@@ -135,7 +130,7 @@ def _groups(
         is_whole = number == _NO_NUMBER
         if number in group or (group and is_whole != (_NO_NUMBER in group)):
             what = f"this tensor and {next(iter(group.values()))} have the same place in a stack"
-            problems.append(_problem(name, what, "download the checkpoint again"))
+            problems.append(fault(what, name, "download the checkpoint again"))
         group[number] = name
     return groups
 
@@ -143,7 +138,3 @@ def _groups(
 def _without_number(name: str, pattern: re.Pattern[str]) -> str:
     match = pattern.fullmatch(name)
     return match[1] + match[3] if match else name
-
-
-def _problem(name: str, what: str, fix: str) -> Problem:
-    return Problem(error=CheckpointError, what=what, path=name, fix=fix)

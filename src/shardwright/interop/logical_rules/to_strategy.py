@@ -114,7 +114,10 @@ def to_strategy(
     else:
         pairs = _one_each(pairs, semantics, notes)
     if semantics == "nnx":
-        pairs += _mesh_axes_as_names(pairs, sizes, notes)
+        known = {pair.name for pair in pairs}
+        if new := [axis for axis in sizes if axis not in known]:
+            notes.append(f"mesh axes are names too: {', '.join(new)}")
+        pairs += [_Pair(name=axis, axes=(axis,), source="mesh axis") for axis in new]
     replaced = _replaced(pairs, given, modes or {}, notes)
     common = [pair for pair in pairs if pair.name not in replaced]
     targets = _targets(common, given, notes)
@@ -265,16 +268,6 @@ def _one_each(pairs: Sequence[_Pair], semantics: Semantics, notes: list[str]) ->
         last[pair.name] = pair
     raise_problems(problems)
     return list(last.values())
-
-
-def _mesh_axes_as_names(
-    pairs: Sequence[_Pair], sizes: Mapping[str, int], notes: list[str]
-) -> list[_Pair]:
-    known = {pair.name for pair in pairs}
-    new = [axis for axis in sizes if axis not in known]
-    if new:
-        notes.append(f"mesh axes are names too: {', '.join(new)}")
-    return [_Pair(name=axis, axes=(axis,), source="mesh axis") for axis in new]
 
 
 def _replaced(

@@ -121,7 +121,11 @@ def settings_entered(settings: AutocastSettings) -> Iterator[None]:
 
     They are part of jit's cache key: a jitted function is traced again under other ones.
     """
-    _check_resource(settings.resource)
+    resource: Any = settings.resource
+    if not isinstance(resource, MeshResource | None):
+        raise StrategyError(
+            f"mesh_resource is a {type(resource).__name__}", fix="pass MeshResource(...)"
+        )
     with context.SETTINGS(settings):
         yield
 
@@ -158,13 +162,6 @@ def global_mesh_resource() -> MeshResource:
             fix="set one of them: tpsp_resource also shards the sequence",
         )
     return resource
-
-
-def _check_resource(resource: Any) -> None:
-    if resource is not None and not isinstance(resource, MeshResource):
-        raise StrategyError(
-            f"mesh_resource is a {type(resource).__name__}", fix="pass MeshResource(...)"
-        )
 
 
 def _size(mesh: Any, axis: str | None) -> int:

@@ -33,6 +33,7 @@ from shardwright.layers import relative_bias
 from shardwright.layers.relative_bias import RelativeBiasConfig
 
 _LAYOUTS = ("bshd_bshd_bshd", "bshd_bs2hd", "bs3hd")
+_SOFTMAX_TYPES = tuple(kind.value for kind in AttnSoftmaxType)
 _STRATEGIES = ("DEFAULT", "ALL_GATHER", "ALLGATHER", "RING")
 
 
@@ -191,7 +192,9 @@ class DotProductAttention(Module):  # type: ignore[misc]
             bias_type=(self.attn_bias_type or default_bias).lower(),
             scale=arrays[0].shape[-1] ** -0.5 if self.scale_factor is None else self.scale_factor,
             window=self.window_size,
-            softmax_type=_softmax_type(self.softmax_type),
+            softmax_type=AttnSoftmaxType(
+                read_name("softmax_type", self.softmax_type, _SOFTMAX_TYPES)
+            ),
             float32_logits=self.float32_logits,
             dropout=self.attention_dropout,
         )
@@ -209,12 +212,6 @@ class DotProductAttention(Module):  # type: ignore[misc]
         fused = "_FusedDotProductAttention_0"
         is_fused = fused in self.variables.get("params", {})
         return fused if is_fused else "_UnfusedDotProductAttention_0"
-
-
-def _softmax_type(name: str) -> AttnSoftmaxType:
-    return AttnSoftmaxType(
-        read_name("softmax_type", name, tuple(kind.value for kind in AttnSoftmaxType))
-    )
 
 
 def _only_mask(descriptor: Any, mask: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -47,6 +47,7 @@ __all__ = [
 
 @jax.tree_util.register_static
 @final
+@dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class PartitionManager:
     """Resolve axes by a `PartitionAxis`, and place arrays accordingly on the current mesh.
 
@@ -66,8 +67,6 @@ class PartitionManager:
       StrategyError: The policy is unknown, or registered aliases form a cycle.
     """
 
-    __slots__ = ("__weakref__", "_hash", "_key", "mesh", "note", "paxis", "registered", "rules")
-
     paxis: PartitionAxis
     mesh: Mesh | AbstractMesh | None
     rules: AxisRules
@@ -86,45 +85,32 @@ class PartitionManager:
         if not isinstance(paxis, PartitionAxis):
             raise WrongTypeError(
                 f"Expected PartitionAxis, got {type(paxis).__name__}",
-                fix=(
-                    "pass shardwright.interop.eformer.PartitionAxis(...); a Strategy goes to "
-                    "shardwright.PartitionManager"
-                ),
+                fix="pass shardwright.interop.eformer.PartitionAxis(...); a Strategy goes to "
+                "shardwright.PartitionManager",
             )
         registered = registered_axes()
         default = default_policy() if policy is None else ""
         rules = paxis.compile(
             policy=parse_policy(default or policy or "strict"), registered=registered
         )
-        values: dict[str, Any] = {
-            # Where the policy comes from, if the program does not say it.
-            "note": f"policy {default!r} by {POLICY_VARIABLE}" if default else "",
+        # JAX keeps the key, so it must not hold the manager. The repr of paxis has all its fields.
+        key = (rules.fingerprint(), mesh, repr(paxis))
+        for name, value in {
             "paxis": paxis,
             "mesh": mesh,
-            "registered": registered,
             "rules": rules,
+            "registered": registered,
+            # Where the policy comes from, if the program does not say it.
+            "note": f"policy {default!r} by {POLICY_VARIABLE}" if default else "",
             "_hash": hash((rules, mesh)),
-            # JAX keeps the key, so it must not hold the manager. The repr of paxis has all of its
-            # fields.
-            "_key": context.key_of(
-                (rules.fingerprint(), mesh, repr(paxis)), f"PartitionManager({paxis!r})"
-            ),
-        }
-        for name, value in values.items():
+            "_key": context.key_of(key, f"PartitionManager({paxis!r})"),
+        }.items():
             object.__setattr__(self, name, value)
 
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(
-            f"a PartitionManager is frozen: build another one instead of setting {name!r}"
-        )
-
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, PartitionManager) and (self.mesh, self.rules, self.paxis) == (
-            other.mesh,
-            other.rules,
-            other.paxis,
+        return self is other or (
+            isinstance(other, PartitionManager)
+            and (self.mesh, self.rules, self.paxis) == (other.mesh, other.rules, other.paxis)
         )
 
     def __hash__(self) -> int:
