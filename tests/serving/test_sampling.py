@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardwright.serving import Sampling
-from shardwright.serving.sampling import draw_of, rules_of, sample
+from shardwright.serving.sampling import draw_of, logprobs_of, rules_of, sample
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.15, 0.3, 0.1], np.float32))
 DRAWN = 4000
@@ -89,3 +89,15 @@ def test_logits_that_are_not_numbers(row: list[float], token: int, temperature: 
 
 def test_argmax_takes_lowest_of_equal_tokens() -> None:
     assert np.asarray(sample(jnp.zeros((2, 4)), first_draws(2, {}))).tolist() == [0, 0]
+
+
+def test_logprobs_have_the_bits_of_log_softmax() -> None:
+    random = np.random.default_rng(0)
+    logits = jnp.asarray(random.normal(size=(6, 200)) * [[1], [30], [1e4], [1], [1], [1]])
+    logits = logits.astype(jnp.float32).at[3, 7].set(jnp.nan).at[4].set(-jnp.inf)
+    tokens = jnp.asarray([0, 199, 3, 5, 9, 7])
+    logits = logits.at[5, 7].set(-jnp.inf)
+    expected = jax.nn.log_softmax(logits)[jnp.arange(6), tokens]
+    np.testing.assert_array_equal(logprobs_of(logits, tokens), expected)
+    assert np.isnan(expected[3:5]).all()
+    assert expected[5] == -np.inf

@@ -94,10 +94,14 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
       logits: `[batch, vocab]`.
       tokens: `[batch]` int32, from 0.
     """
-    chances = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    logits = logits.astype(jnp.float32)
+    top = jnp.max(logits, axis=-1)
     # A sum over the vocabulary, because Explicit axes have no gather along rows.
     is_token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == tokens[:, None]
-    return jnp.sum(jnp.where(is_token, chances, 0), axis=-1)
+    chosen = jnp.sum(jnp.where(is_token, logits, 0), axis=-1)
+    # The same roundings as in `jax.nn.log_softmax`, which would compute this for the whole
+    # vocabulary.
+    return (chosen - top) - jnp.log(jnp.sum(jnp.exp(logits - top[:, None]), axis=-1))
 
 
 def rules_of(
