@@ -1,18 +1,31 @@
-"""Every malformed request has one message, which a person has read, and changes nothing."""
+"""Every malformed request has one message, which a person has read, and changes nothing.
+
+The golden files, one for each class of error, hold the prose of messages. Other tests assert the
+facts of an error with `raises` of `tests/raising.py`, and no prose.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
 import shardwright as sw
+from shardwright import errors
 from shardwright.testing.golden import Golden
-from tests.bad_input import calls, strategies
+from tests.bad_input import calls, rooms, slips, strategies
 from tests.bad_input.scene import Call, make_scene, message, state
 
-CASES: dict[str, Call] = {**strategies.CASES, **calls.MESHES, **calls.ANNOTATIONS, **calls.CALLS}
+CASES: dict[str, Call] = {
+    **strategies.CASES,
+    **calls.MESHES,
+    **calls.ANNOTATIONS,
+    **calls.CALLS,
+    **slips.SLIPS,
+    **rooms.CASES,
+}
 
 # Python says this well enough itself.
 PLAIN = {"an assignment to a manager": AttributeError}
@@ -31,7 +44,22 @@ def messages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_messages(messages: dict[str, str], golden: Golden) -> None:
-    golden("\n\n".join(f"==== {name}\n{text}" for name, text in messages.items()), "messages")
+    files: dict[str, list[str]] = {}
+    for name, said in messages.items():
+        error, _, text = said.partition("\n")
+        files.setdefault(error, []).append(f"==== {name}\n{text}")
+    for error, texts in files.items():
+        golden("\n\n".join(texts), error)
+
+
+def test_each_class_of_error_has_messages(messages: dict[str, str]) -> None:
+    classes = {
+        name
+        for name, value in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(value, sw.ShardingError)
+    }
+    shown = {said.partition("\n")[0] for said in messages.values()}
+    assert classes - shown == {"ShardingError"}
 
 
 @pytest.mark.parametrize("name", list(CASES))
