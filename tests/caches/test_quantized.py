@@ -16,6 +16,7 @@ from shardwright.attention import dot_product_attention
 from shardwright.caches import QuantizedCache, quantize
 from shardwright.errors import CacheError
 from shardwright.testing import assert_no_collectives, assert_sharding, cpu_mesh
+from tests.raising import raises
 
 STORED = ("int8", "float8_e4m3fn", "float8_e5m2")
 # Largest error of an element, relative to its row's largest element and to itself: half a step.
@@ -111,10 +112,7 @@ def test_rows_of_zeros_and_tiny_numbers(stored: str) -> None:
 
 def test_invalid_dtype() -> None:
     for make in (lambda: init("int4"), lambda: quantize(jnp.ones(4), "int4")):
-        with pytest.raises(
-            CacheError,
-            match="stored: 'int4' is not a dtype of quantized rows\n  fix   did you mean 'int8'",
-        ):
+        with raises(CacheError, "int4", "dtype", "quantized", path="stored", fix="int8"):
             make()
 
 

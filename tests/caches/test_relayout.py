@@ -20,6 +20,7 @@ from shardwright.errors import CacheError, IndivisibleError, MeshSpecError
 from shardwright.plan.collectives.read import read_collectives
 from shardwright.reshard import MoveKind, plan_moves, run_moves
 from shardwright.testing import assert_sharding, assert_spec, cpu_mesh
+from tests.raising import raises
 
 RULES = """
 [rules]
@@ -235,9 +236,9 @@ def test_reshard_copies_to_another_mesh() -> None:
         moved = reshard(source, "decode", manager=other)
         assert_spec(moved, moved.axes(), manager=other, mode="decode")
         np.testing.assert_array_equal(moved.k, alone.k)
-        with pytest.raises(CacheError, match="the array is on another mesh, or not sharded"):
+        with raises(CacheError, "mesh", path="length"):
             plan_reshard(source, "decode", manager=other)
-    with pytest.raises(CacheError, match="only outside of jit"):
+    with raises(CacheError, "jit", path="manager"):
         jax.jit(lambda cache: reshard(cache, "decode", manager=other))(alone)
 
 
@@ -251,14 +252,14 @@ def test_donated_cache_is_deleted() -> None:
 
 
 def test_invalid_arguments() -> None:
-    with pytest.raises(CacheError, match="there is no manager to shard the cache"):
+    with raises(CacheError, "cache", path="manager", fix="with manager:"):
         reshard(make(), "decode")
     pm = manager_of(length="dp")
     with pm:
         odd = make(kv_heads=6)
-        with pytest.raises(IndivisibleError, match="size 6 does not divide over tp=4"):
+        with raises(IndivisibleError, "tp=4", size=6, fix="kv_head"):
             reshard(odd, "decode")
-    with pytest.raises(CacheError, match="neither the call nor the manager has a mode"):
+    with raises(CacheError, "manager", path="mode", fix="decode"):
         reshard(
             make(),
             manager=sw.PartitionManager(
@@ -275,5 +276,5 @@ def test_plan_needs_no_devices() -> None:
     with sw.PartitionManager(rules, mesh=sw.abstract_mesh(MESH)).for_mode("prefill"):
         shapes = jax.eval_shape(make)
         assert plan_reshard(shapes, "decode") == wanted
-        with pytest.raises(MeshSpecError, match="the manager's mesh is abstract"):
+        with raises(MeshSpecError, "manager", "mesh", fix="create_mesh"):
             reshard(shapes, "decode")

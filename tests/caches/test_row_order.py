@@ -8,6 +8,7 @@ import pytest
 
 from shardwright.caches import RowOrder
 from shardwright.errors import CacheError
+from tests.raising import Facts, facts, raises
 
 ORDERS = [
     RowOrder(),
@@ -59,15 +60,12 @@ def test_blocks_go_to_the_shards_in_turn() -> None:
     [
         (
             RowOrder(block=5, shards=2),
-            (
-                "12 rows do not divide into blocks of 5 on 2 shards"
-                "\n  fix   pass a capacity that is a multiple of 5"
-            ),
+            facts(12, 5, 2, path="order", fix="5"),
         ),
-        (RowOrder(block=0, shards=2), "block must be a positive integer, got 0"),
-        (RowOrder(block=1, shards=0), "shards must be a positive integer, got 0"),
+        (RowOrder(block=0, shards=2), facts("block", 0, fix="block")),
+        (RowOrder(block=1, shards=0), facts("shards", 0, fix="shards")),
     ],
 )
-def test_rows_that_do_not_divide(order: RowOrder, message: str) -> None:
-    with pytest.raises(CacheError, match=message):
+def test_rows_that_do_not_divide(order: RowOrder, message: Facts) -> None:
+    with raises(CacheError, message):
         order.check(12)

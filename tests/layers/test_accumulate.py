@@ -29,6 +29,7 @@ from shardwright.layers.closures import closed_over_keys
 from shardwright.plan.collectives import read_collectives
 from shardwright.testing import cpu_mesh
 from tests.layers import blocks
+from tests.raising import facts, raises
 
 CONFIG = transformer_block.TransformerConfig(
     layers=2,
@@ -234,7 +235,7 @@ def test_each_microbatch_drops_others() -> None:
         np.testing.assert_array_equal(kept(2), parts)
         np.testing.assert_array_equal(kept(2, jax.random.PRNGKey(1)), parts)
         assert not np.array_equal(kept(2, jax.random.key(2)), parts)
-    with pytest.raises(sw.LayerError, match="not one key") as caught:
+    with raises(sw.LayerError, path="key") as caught:
         kept(2, 0)
     assert "pass key=jax.random.key(0)" in str(caught.value)
 
@@ -278,14 +279,14 @@ def test_closed_over_key_is_refused() -> None:
     specs, params = {"w": sw.ArraySpec((), np.float32, ())}, {"w": np.float32(1)}
     for name, each in losses.items():
         for own in each:
-            with pytest.raises(sw.LayerError, match=f"the loss closes over the key {name}, ") as e:
+            with raises(sw.LayerError, name, path="loss") as e:
                 accumulate(own, 2, specs=specs)(params, np.ones((4, 2), "f"))
             assert "take key= in the loss" in str(e.value)
     size = np.array([480, 640], np.uint32)  # data, although keys of the old style look like it
     assert closed_over_keys(lambda: size) == []
     # Here it cannot be seen in the loss. On shards, dropout itself sees it.
     state = {"key": key}
-    with manager("ddp"), pytest.raises(sw.LayerError, match="each shard over dp would drop"):
+    with manager("ddp"), raises(sw.LayerError, "dp", path="key", fix="jax.random.fold_in"):
         accumulate(lambda *args: dropped(*args, **state), 2, specs=specs)(
             params, np.ones((16, 2), "f")
         )
@@ -303,65 +304,71 @@ def test_bad_batch_and_loss() -> None:
     cases: list[tuple[Any, str]] = [
         (
             lambda: run(params, {"a": rows, "weights": np.ones(4), "x": rows}),
-            r"batch: the arrays differ in dim 0, which is BATCH: a has shape \(8, 2\), weights has",
+            facts(0, "BATCH", "(8, 2)", "(4,)", path="batch"),
         ),
-        (lambda: run(params, {"a": np.float32(1), "x": rows}), r"a has shape \(\), x has shape"),
-        (lambda: run(params, {"x": rows, "z": 1.0}), r"z has shape \(\)"),
-        (lambda: run(params, {}), "batch: the batch has no examples"),
-        (lambda: run(params, rows[:0]), "batch: the batch has no examples"),
-        (lambda: run(params, rows, delayed), r"shape \(2,\), and there are 4 microbatches"),
+        (
+            lambda: run(params, {"a": np.float32(1), "x": rows}),
+            facts(0, "BATCH", "(8, 2)", path="batch"),
+        ),
+        (lambda: run(params, {"x": rows, "z": 1.0}), facts(0, "BATCH", "(8, 2)", path="batch")),
+        (lambda: run(params, {}), facts("examples", path="batch")),
+        (lambda: run(params, rows[:0]), facts("examples", path="batch")),
+        (
+            lambda: run(params, rows, delayed),
+            facts("(2,)", 4, path="channel", fix="fp8.new_channel"),
+        ),
         (
             lambda: accumulate(lambda *given: mean(*given)[0], 4, specs=specs)(params, rows),
-            r"loss: it returned an array of shape \(\), not \(Weighted, seen\)",
+            facts("returned", "seen", path="loss", fix="loss.cross_entropy"),
         ),
         (
             lambda: accumulate(mean, 4, specs=specs)(params, rows),
-            r"loss: it returned \(an array of shape \(\), NoneType\), not \(Weighted, seen\)",
+            facts("NoneType", path="loss", fix="loss.cross_entropy"),
         ),
         (
             lambda: accumulate(
                 lambda p, x, c: (Weighted(jnp.sum(x), 1), c), 4, specs=specs, mean_over="examples"
             )(params, rows),
-            r"loss: it returned \(Weighted, NoneType\), not \(mean, seen\)",
+            facts("NoneType", path="loss", fix="mean_over"),
         ),
         (
             lambda: accumulate(lambda p, x, c: (x, None), 4, specs=specs, mean_over="examples")(
                 params, rows
             ),
-            r"loss: it returned \(an array of shape \(2, 2\), NoneType\), not \(mean, seen\)",
+            facts("(2, 2)", "NoneType", path="loss", fix="mean_over"),
         ),
         (
             lambda: accumulate(lambda p, x, c: (Weighted(jnp.sum(x), x), None), 4, specs=specs)(
                 params, rows
             ),
-            r"loss: the weight is an array of shape \(2, 2\), not a scalar",
+            facts("(2, 2)", path="loss"),
         ),
         (
             lambda: accumulate(mean, 4, specs=specs, mean_over="tokens"),  # type: ignore[arg-type]
-            "mean_over: mean_over='tokens' is unknown",
+            facts("tokens", path="mean_over", fix="examples"),
         ),
     ]
     for call, message in cases:
-        with pytest.raises(sw.LayerError, match=message) as caught:
+        with raises(sw.LayerError, message) as caught:
             call()
         assert "fix  " in str(caught.value)
 
 
 def test_bad_input() -> None:
-    with pytest.raises(sw.LayerError, match="n must be a positive integer"):
+    with raises(sw.LayerError, 0, fix="n"):
         accumulate(decoder_loss, 0, specs=SPECS)
     run = accumulate(decoder_loss, 3, specs=SPECS)
-    with pytest.raises(sw.IndivisibleError, match="n=3 does not divide the 32 examples"):
+    with raises(sw.IndivisibleError, 3, 32, path="n"):
         run(PARAMS, TOKENS)
-    with manager("fsdp"), pytest.raises(sw.IndivisibleError, match="the 4 examples of a device"):
+    with manager("fsdp"), raises(sw.IndivisibleError, 3, 4, path="n"):
         run(PARAMS, TOKENS)
     with (
         blocks.make_manager("fsdp_tp", "auto"),
-        pytest.raises(sw.LayerError, match="tp=4 does not shard it"),
+        raises(sw.LayerError, "BATCH", "tp=4", fix="fsdp"),
     ):
         run(PARAMS, TOKENS)
     with (
         blocks.make_manager("fsdp", "explicit"),
-        pytest.raises(sw.LayerError, match="needs Auto mesh axes"),
+        raises(sw.LayerError, "mesh", fix="axis_types"),
     ):
         run(PARAMS, TOKENS)

@@ -15,6 +15,7 @@ import shardwright as sw
 from shardwright.layers import attention_block, mlp_block, transformer_block
 from shardwright.layers.placement import OPERAND, RESIDUAL
 from tests.layers import blocks
+from tests.raising import facts, raises
 
 CROSS = attention_block.AttentionConfig(
     embed=16, heads=8, kv_heads=4, head_dim=4, causal=False, rope_theta=None
@@ -161,30 +162,45 @@ def test_bad_input() -> None:
         return attention_block.apply(CROSS, {}, X, **given)
 
     cases: list[tuple[Any, str]] = [
-        (lambda: change(causal=True), "causal=True compares positions"),
-        (lambda: change(rope_theta=10.0), "rope_theta=10.0 compares positions"),
-        (lambda: change(window=(3, 0)), r"window=\(3, 0\) compares positions"),
-        (lambda: change(recipe="delayed"), "cross-attention has two inputs"),
-        (lambda: apply(encoded=ENCODED[0]), r"encoded has shape \(8, 16\)"),
-        (lambda: apply(encoded_segment_ids=IDS), "encoded has shape None"),
-        (lambda: apply(encoded=ENCODED, state=cache), "encoded is not allowed with a cache"),
-        (lambda: apply(encoded=ENCODED, positions=positions), "not allowed with positions"),
-        (lambda: apply(encoded=ENCODED, segment_ids=positions), "without encoded_segment_ids"),
+        (
+            lambda: change(causal=True),
+            facts("causal", "True", path="config", fix="AttentionConfig"),
+        ),
+        (
+            lambda: change(rope_theta=10.0),
+            facts("rope_theta", "10.0", path="config", fix="AttentionConfig"),
+        ),
+        (
+            lambda: change(window=(3, 0)),
+            facts("window", "(3, 0)", "positions", path="config", fix="AttentionConfig"),
+        ),
+        (
+            lambda: change(recipe="delayed"),
+            facts("cross", "attention", path="config", fix="current"),
+        ),
+        (lambda: apply(encoded=ENCODED[0]), facts("(8, 16)", path="encoded")),
+        (lambda: apply(encoded_segment_ids=IDS), facts(path="encoded")),
+        (lambda: apply(encoded=ENCODED, state=cache), facts("cache", path="encoded")),
+        (lambda: apply(encoded=ENCODED, positions=positions), facts("positions", path="encoded")),
+        (
+            lambda: apply(encoded=ENCODED, segment_ids=positions),
+            facts("segment_ids", path="encoded_segment_ids"),
+        ),
         (
             lambda: dataclasses.replace(STACK, cross=STACK.attention),
-            "cross: causal=True compares positions",
+            facts("causal", "True", path="cross", fix="AttentionConfig"),
         ),
         (
             lambda: dataclasses.replace(STACK, cross=dataclasses.replace(CROSS, embed=8)),
-            "cross.embed=8 differs from attention.embed=16",
+            facts("cross.embed", 8, "attention.embed", 16),
         ),
-        (lambda: stack(STACK_PARAMS, X, None), "encoded is not given"),
+        (lambda: stack(STACK_PARAMS, X, None), facts("layers", "cross", path="encoded")),
         (
             lambda: stack([{}], X, ENCODED, config=dataclasses.replace(STACK, cross=None)),
-            "encoded is given, and the layers have no cross-attention",
+            facts("layers", "cross", path="encoded", fix="TransformerConfig"),
         ),
     ]
     for call, message in cases:
-        with pytest.raises(sw.ShardingError, match=message) as caught:
+        with raises(sw.ShardingError, message) as caught:
             call()
         assert "fix  " in str(caught.value)

@@ -30,6 +30,7 @@ from shardwright.layers.activation import Clamp
 from shardwright.layers.inputs import read_keys
 from shardwright.testing import cpu_mesh
 from tests.layers import blocks
+from tests.raising import raises
 
 X = np.ones((2, 4, 16), np.float32)
 HEAD, LABELS = np.ones((16, 32), np.float32), np.ones((2, 4), np.int32)
@@ -322,7 +323,7 @@ def test_arguments_of_embedding_and_loss() -> None:
     for call, text in cases:
         refused(call, text)
     traced = jax.jit(lambda z_loss: loss.cross_entropy(X, HEAD, LABELS, z_loss=z_loss).mean)
-    with pytest.raises(sw.LayerError, match="is not a finite Python number"):
+    with raises(sw.LayerError, "float32", path="z_loss"):
         traced(1e-4)
 
 
@@ -332,7 +333,7 @@ def test_chunks_of_a_sharded_length() -> None:
         sw.Strategy.preset("sequence"), mesh=cpu_mesh("dp:2,sp:4"), mode="train"
     )
     x, labels = np.ones((2, 8, 16), np.float32), np.ones((2, 8), np.int32)
-    with pm, pytest.raises(sw.RankMismatchError, match="chunks=4 does not divide the length 2 of"):
+    with pm, raises(sw.RankMismatchError, 4, 2, path="chunks"):
         loss.cross_entropy(x, HEAD, labels, chunks=4)
     with pm:
         two = jax.jit(lambda x: loss.cross_entropy(x, HEAD, labels, chunks=2).mean)(x)
@@ -342,9 +343,9 @@ def test_chunks_of_a_sharded_length() -> None:
 def test_labels_outside_of_the_vocabulary() -> None:
     """They are refused where they have values; inside of jit the page describes them."""
     for labels in (np.where(LABELS > 0, 300, 0), jnp.full((2, 4), 32), np.full((2, 4), 32, "u1")):
-        with pytest.raises(sw.LayerError, match=r"labels: the label \d+ is not in the vocabulary"):
+        with raises(sw.LayerError, 32, path="labels", fix="ignore"):
             loss.cross_entropy(X, HEAD, labels)
-    with pytest.raises(sw.LayerError, match="the label 300 is not in the vocabulary of 32 tokens"):
+    with raises(sw.LayerError, 300, 32, path="labels", fix="ignore"):
         jax.jit(lambda x: loss.cross_entropy(x, HEAD, np.full((2, 4), 300)).mean)(X)
     padded = LABELS.copy()
     padded[0, 0] = 255

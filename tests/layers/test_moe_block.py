@@ -17,6 +17,7 @@ from shardwright.layers import attention_block, mlp_block, moe, moe_block, trans
 from shardwright.layers.placement import RESIDUAL
 from shardwright.testing import cpu_mesh
 from tests.layers import blocks
+from tests.raising import facts, raises
 
 MOE = moe_block.MoEBlockConfig(
     moe=moe.MoEConfig(
@@ -154,15 +155,15 @@ def test_bad_input() -> None:
     cases: list[tuple[Any, str]] = [
         (
             lambda: dataclasses.replace(STACK, mlp=small),
-            "mlp.embed=8 differs from attention.embed=16",
+            facts("mlp.embed", 8, "attention.embed", 16),
         ),
         (
             lambda: moe_block.apply(MOE, {}, X[0]),
-            r"x has shape \(8, 16\)",
+            facts("(8, 16)", path="x"),
         ),
     ]
     for call, message in cases:
-        with pytest.raises(sw.ShardingError, match=message) as caught:
+        with raises(sw.ShardingError, message) as caught:
             call()
         assert "fix  " in str(caught.value)
 
@@ -181,10 +182,12 @@ def test_state_of_a_stack_as_that_of_its_layers() -> None:
     again = transformer_block.unstack_state(config, state)
     assert jax.tree.structure(again) == jax.tree.structure(state)
     wrong = transformer_block.StackState(moe=STATE.moe * 2)  # type: ignore[operator]
-    with pytest.raises(LayerError, match=r"moe\[1\].bias has shape \(2, 8\)"):
+    with raises(
+        LayerError, "moe[1].bias", "(2, 8)", path="state", fix="transformer_block.unstack_state"
+    ):
         transformer_block.apply(config, layers, X, state=wrong)
     one = transformer_block.StackState(moe=[None, moe.MoEState(bias=BIASES[0])])
-    with pytest.raises(LayerError, match="whose size is 2"):
+    with raises(LayerError, "moe[1].bias", "(8,)", path="state"):
         transformer_block.apply(STACK, PARAMS, X, state=one)
 
 

@@ -26,6 +26,7 @@ from tests.layers.transformers_attention import (
     LENGTH,
     weights,
 )
+from tests.raising import Facts, facts, raises
 
 
 @functools.cache
@@ -145,56 +146,68 @@ LONG = {"rope_type": "longrope", **YARN}
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: rope_frequencies(8, scaling={"rope_type": "lama3"}), "did you mean 'llama3'"),
-        (lambda: rope_frequencies(8, scaling={"rope_type": "linear"}), "scaling has no factor"),
+        (
+            lambda: rope_frequencies(8, scaling={"rope_type": "lama3"}),
+            facts("rope_type", "lama3", path="scaling", fix="llama3"),
+        ),
+        (
+            lambda: rope_frequencies(8, scaling={"rope_type": "linear"}),
+            facts("factor", path="scaling", fix="config.json"),
+        ),
         (
             lambda: rope_frequencies(8, scaling={"rope_type": "default", "factor": 2.0}),
-            "default does not read factor",
+            facts("factor", path="scaling"),
         ),
         (
             lambda: rope_frequencies(8, theta=1e6, scaling={"rope_theta": 1e4}),
-            "theta=1000000.0, and scaling has rope_theta=10000.0",
+            facts("theta", "1000000.0", "rope_theta", "10000.0"),
         ),
-        (lambda: rope_frequencies(16, scaling=CASES["longrope long"][1]), "pass length="),
-        (lambda: rope_frequencies(8, scaling={"rope_type": ["x"]}), "is unknown"),
+        (
+            lambda: rope_frequencies(16, scaling=CASES["longrope long"][1]),
+            facts(16, fix="pass length="),
+        ),
+        (
+            lambda: rope_frequencies(8, scaling={"rope_type": ["x"]}),
+            facts("rope_type", "x", path="scaling", fix="llama3"),
+        ),
         (
             lambda: rope_frequencies(8, scaling={"partial_rotary_factor": "a"}),
-            "partial_rotary_factor",
+            facts("a", path="partial_rotary_factor", fix="config.json"),
         ),
         (
             lambda: rope_frequencies(8, theta=1.0, scaling={**YARN, "rope_type": "yarn"}),
-            "logarithm",
+            facts("theta", "1.0", fix="theta"),
         ),
         (
             lambda: rope_frequencies(4, length=2, scaling={**LONG, "short_factor": ["a", "b"]}),
-            "short_factor",
+            facts("a", path="short_factor", fix="config.json"),
         ),
         (
             lambda: rope_frequencies(8, scaling=CASES["longrope long"][1], longest=128, length=9),
-            "short_factor has shape .8,., and 4 points",
+            facts("short_factor", "(8,)", 4, path="scaling"),
         ),
-        (lambda: RopeFrequencies(values=(1.0, np.nan)), "frequencies: nan is not a finite number"),
+        (lambda: RopeFrequencies(values=(1.0, np.nan)), facts("nan", path="frequencies")),
         (
             lambda: attention_block.AttentionConfig(
                 embed=8, heads=2, rope_theta=RopeFrequencies(values=(1.0,) * 3)
             ),
-            "rope_theta has 3 frequencies, and head_dim is 4",
+            facts(3, "head_dim", 4, path="rope_theta"),
         ),
         (
             lambda: rope(X[:, :, None], jnp.arange(LENGTH)[None], theta=1e4, frequencies=(1.0,)),
-            "one",
+            facts("frequencies", "decides", path="theta"),
         ),
         (
             lambda: rope(X[:, :, None], jnp.arange(LENGTH)[None], scale=0.0),
-            "scale=0.0 is not a pos",
+            facts("0.0", path="scale"),
         ),
         (
             lambda: rope(X[:, :, None], jnp.arange(LENGTH)[None], frequencies=np.ones(33)),
-            "at most 32, half of head_dim",
+            facts("(33,)", path="frequencies", fix="head_dim"),
         ),
     ],
 )
-def test_bad_input(make: Any, message: str) -> None:
-    with pytest.raises((LayerError, RankMismatchError), match=message) as caught:
+def test_bad_input(make: Any, message: Facts) -> None:
+    with raises((LayerError, RankMismatchError), message) as caught:
         make()
     assert "fix  " in str(caught.value)

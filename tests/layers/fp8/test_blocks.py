@@ -17,6 +17,7 @@ from shardwright.errors import LayerError
 from shardwright.layers import attention_block, fp8, mlp_block, transformer_block
 from shardwright.layers.placement import RESIDUAL
 from tests.layers import blocks
+from tests.raising import facts, raises
 
 ATTENTION = attention_block.AttentionConfig(embed=64, heads=4, head_dim=32)
 MLP = mlp_block.MlpConfig(embed=64, hidden=128)
@@ -166,9 +167,9 @@ def test_a_config_takes_the_name_of_a_recipe() -> None:
     assert mlp_block.MlpConfig(embed=8, hidden=8, recipe="mxfp8").recipe == fp8.BlockScaling()
     assert mlp_block.init_scaling(config_of("current").mlp) is None
     assert transformer_block.init_scaling(config_of("mxfp8")) is None
-    with pytest.raises(LayerError, match="the recipe nvfp4 has four bits"):
+    with raises(LayerError, "nvfp4", path="recipe", fix="mxfp8"):
         attention_block.AttentionConfig(embed=8, heads=2, recipe="nvfp4")
-    with pytest.raises(LayerError, match="delayed scaling has a state, and got NoneType"):
+    with raises(LayerError, "scaling", "NoneType", path="state", fix="fp8.uses"):
         mlp_block.apply(config_of("delayed").mlp, jax.tree.map(lambda w: w[0], PARAMS[0]["mlp"]), X)
 
 
@@ -183,7 +184,7 @@ def test_paths_of_quantized_kernels() -> None:
     with sw.PartitionManager(strategy, mesh=mesh, mode="train"):
         f = lambda path: mlp_block.apply(config, params, X, path=path)[0]  # noqa: E731
         text = jax.jit(lambda: f("mlp")).lower().compile().as_text()
-        with pytest.raises(sw.StrategyError, match="its path is not known here"):
+        with raises(sw.StrategyError, "mlp/up/.*", fix="layers/mlp/up"):
             f(None)
     # Only `down` is stored in shards.
     assert len(re.findall(r"= u8\[[\d,]+\]\S* all-gather\(", text)) == 1
@@ -191,10 +192,10 @@ def test_paths_of_quantized_kernels() -> None:
 
 # Preset -> the size of the hidden dim, and what the error says.
 PARTS = {
-    "fsdp": (128, r"dim 0 EMBED: the kernel up .* over fsdp=8 is 8, not a multiple"),
-    "tensor": (64, r"dim 2 MLP_INTERMEDIATE: the kernel up .* over tp=4 is 16"),
+    "fsdp": (128, facts("(64, 2, 128)", 32, "fsdp=8", dim=0, axis="EMBED", fix="current")),
+    "tensor": (64, facts("(64, 2, 64)", 32, "tp=4", dim=2, axis="MLP_INTERMEDIATE", fix="current")),
     # The backward pass contracts the tokens of the result, which sequence parallelism shards.
-    "fsdp_tp_sp": (128, r"dim 1 LENGTH: the result .* over tp=4 is 8, not a multiple"),
+    "fsdp_tp_sp": (128, facts("(8, 32, 64)", 32, "tp=4", dim=1, axis="LENGTH", fix="current")),
 }
 
 
@@ -211,7 +212,7 @@ def test_parts_without_whole_blocks(preset: str, kind: str) -> None:
     with blocks.make_manager(preset, kind) as pm:
         residual = sw.ArraySpec(X.shape, "float32", RESIDUAL)
         params, x = pm.abstract(specs), pm.abstract(residual, role="activation")
-        with pytest.raises(LayerError, match=message) as caught:
+        with raises(LayerError, message) as caught:
             jax.eval_shape(train, params, x)
     assert "fix   choose sizes whose parts are multiples of 32" in str(caught.value)
 
@@ -221,9 +222,11 @@ def test_state_of_other_layers_is_refused() -> None:
     config, layers = transformer_block.unstack(stacked, PARAMS)
     scaling = transformer_block.init_scaling(stacked)
     of_stack = transformer_block.StackState(scaling=fp8.uses(scaling * 2))
-    with pytest.raises(LayerError, match=r"scales of scaling\[0\] have shape \(2,\)"):
+    with raises(
+        LayerError, "scaling[0]", "(2,)", path="state", fix="transformer_block.unstack_state"
+    ):
         transformer_block.apply(config, layers, X, state=of_stack)
     scaling = transformer_block.init_scaling(config)
     of_layer = transformer_block.StackState(scaling=fp8.uses(scaling[:1]))
-    with pytest.raises(LayerError, match=r"have shape \(\)\n.*whose size is 2"):
+    with raises(LayerError, "scaling[0]", path="state", fix="2"):
         transformer_block.apply(stacked, PARAMS, X, state=of_layer)

@@ -19,6 +19,7 @@ from shardwright.plan.collectives import read_collectives
 from shardwright.testing import cpu_mesh
 from tests.layers import blocks
 from tests.layers.fp8.test_quantize import block_by_block
+from tests.raising import Facts, facts, raises
 
 RECIPES = ["delayed", "current", "mxfp8"]
 # `make test` leaves out the other recipes: a compilation each.
@@ -197,19 +198,19 @@ def test_residuals_are_fp8(recipe: str) -> None:
 @pytest.mark.parametrize(
     ("preset", "x", "message"),
     [
-        ("fsdp", X, r"dim 0 EMBED: the kernel gate .* over fsdp=8 is 8, not a multiple of 32"),
-        (None, X[:, :31], r"dim 1 QUERY_LENGTH: x has shape \(8, 31, 64\).* the size is 31"),
-        ("tensor", X[..., :33], r"dim 2 EMBED: x has .* the size is 33, not a multiple"),
+        ("fsdp", X, facts("(64, 128)", 32, "fsdp=8", dim=0, axis="EMBED", fix="current")),
+        (None, X[:, :31], facts("(8, 31, 64)", 32, 31, dim=1, axis="QUERY_LENGTH", fix="current")),
+        ("tensor", X[..., :33], facts("(8, 32, 33)", 32, 33, dim=2, axis="EMBED", fix="current")),
     ],
 )
-def test_blocks_that_do_not_fit(preset: str | None, x: Any, message: str) -> None:
+def test_blocks_that_do_not_fit(preset: str | None, x: Any, message: Facts) -> None:
     params = {name: w[: x.shape[-1]] for name, w in PARAMS.items()}
     run = lambda: differentiated("mxfp8")(params, x, None)  # noqa: E731
     if preset is None:
-        with pytest.raises(LayerError, match=message):
+        with raises(LayerError, message):
             run()
         return
-    with blocks.make_manager(preset, "auto"), pytest.raises(LayerError, match=message):
+    with blocks.make_manager(preset, "auto"), raises(LayerError, message):
         run()
 
 
@@ -271,9 +272,9 @@ def test_no_tokens(recipe: str) -> None:
 
 
 def test_shapes_that_do_not_fit() -> None:
-    with pytest.raises(RankMismatchError, match=r"gate: the kernel has shape \(64, 128\)"):
+    with raises(RankMismatchError, "(64, 128)", 1, "(8, 32, 32)", path="gate"):
         fp8.dense(X[..., :32], {"gate": PARAMS["gate"]}, recipe="current")
-    with pytest.raises(LayerError, match="recipe is None"):
+    with raises(LayerError, path="recipe", fix="layers.dense.dense"):
         fp8.dense(X, {"gate": PARAMS["gate"]}, recipe=None)
 
 

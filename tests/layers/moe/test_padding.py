@@ -13,6 +13,7 @@ import shardwright as sw
 from shardwright.layers import attention_block, moe, moe_block, transformer_block
 from tests.layers import blocks
 from tests.layers.moe.reference import config, error, manager, parameters, tokens
+from tests.raising import raises
 
 MOE = config(balance_loss=0.5, z_loss=0.25, shared=1)
 VALID = np.random.default_rng(2).random((8, 4)) < 0.6
@@ -104,7 +105,7 @@ def test_nothing_but_padding() -> None:
     "valid", [VALID[0], VALID.astype(np.int32), [[True]]], ids=["shape", "dtype", "list"]
 )
 def test_refused(valid: Any) -> None:
-    with pytest.raises(sw.ShardingError, match=r"rows of x have shape \(8, 4\)"):
+    with raises(sw.LayerError, "(8, 4)", path="valid"):
         moe.apply(MOE, parameters(MOE), X, valid=valid)
 
 
