@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import LayerError as _LayerError
 from shardwright.interop.transformer_engine import recipe as recipe
-from shardwright.interop.transformer_engine.collections import (
+from shardwright.interop.transformer_engine.fp8 import (
     NVTE_FP8_COLLECTION_NAME as NVTE_FP8_COLLECTION_NAME,
 )
-from shardwright.interop.transformer_engine.collections import (
+from shardwright.interop.transformer_engine.fp8 import (
     update_collections as update_collections,
 )
-from shardwright.interop.transformer_engine.collections import update_fp8_metas as update_fp8_metas
+from shardwright.interop.transformer_engine.fp8 import update_fp8_metas as update_fp8_metas
 from shardwright.interop.transformer_engine.recipe import autocast as autocast
 from shardwright.interop.transformer_engine.recipe import fp8_autocast as fp8_autocast
 from shardwright.interop.transformer_engine.sharding import NAMES as NAMES

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from shardwright.errors import LayerError, RankMismatchError
-from shardwright.interop.transformer_engine.collections import NVTE_FP8_COLLECTION_NAME
-from shardwright.interop.transformer_engine.fp8 import quantized_dense
+from shardwright.interop.transformer_engine.fp8 import NVTE_FP8_COLLECTION_NAME, quantized_dense
 from shardwright.interop.transformer_engine.recipe import current_recipe
 from shardwright.interop.transformer_engine.scores import (
     AttnSoftmaxType,
