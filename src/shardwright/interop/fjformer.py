@@ -91,8 +91,10 @@ def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
     """
     _check_specs(partition_specs, PartitionSpec)
     mesh = current_mesh()
+    # fjformer has the same test, so that a model for a mesh also runs on a laptop.
     if mesh is None or not current_mesh_has(*get_names_from_partition_spec(partition_specs)):
         return x
+    # A `PartitionSpec` is a leaf, and covers all arrays below its place.
     covering = jax.tree.leaves(
         jax.tree.map(lambda spec, part: [spec] * len(jax.tree.leaves(part)), partition_specs, x)
     )
@@ -135,6 +137,7 @@ def _placement(
     kinds = (
         {} if ambient is None else dict(zip(ambient.axis_names, ambient.axis_types, strict=True))
     )
+    # Inside `shard_map` an array is already local along these axes.
     manual = frozenset(axis for axis, kind in kinds.items() if kind is AxisType.Manual)
     resolution = resolver.explain(
         spec, build_rules({}), mesh, shape=shape, path=path, manual=manual
@@ -173,6 +176,7 @@ def match_partition_rules(rules: Iterable[tuple[str, Any]], params: Any) -> Any:
     specs: list[Any] = []
     for (key_path, leaf), annotation in zip(leaves, annotations, strict=True):
         path, shape = path_text(key_path), np.shape(leaf)
+        # fjformer tests this before it looks for a rule, so such an array needs none.
         if np.prod(shape, dtype=int) == 1:
             specs.append(PartitionSpec())
         elif path in unmatched:
@@ -253,6 +257,7 @@ Cast = Callable[[Any], Any]
 def _casts(structure: Any, dtype_specs: Any) -> list[Cast]:
     """Return the cast of each leaf, from None, one float dtype or a tree of dtypes."""
     if dtype_specs is None:
+        # A function for each leaf, since fjformer returns trees of functions.
         return [_as_array] * structure.num_leaves
     if isinstance(dtype_specs, _DTYPES):
         dtype_of_all = _read_dtype(dtype_specs)
@@ -269,6 +274,7 @@ def _casts(structure: Any, dtype_specs: Any) -> list[Cast]:
 
         return [cast_float] * structure.num_leaves
     dtypes = map(_read_dtype, structure.flatten_up_to(dtype_specs))
+    # Every leaf is cast to its dtype, floats or not: fjformer does so for a tree of dtypes.
     return [functools.partial(_cast, dtype=dtype) for dtype in dtypes]
 
 
@@ -327,6 +333,7 @@ def _shard_fn(
         kind = spec.memory_kind if isinstance(spec, NamedSharding) else None
         constraint.check_kept(x, path=path)
         placed: jax.Array = jax.device_put(x, NamedSharding(mesh, fitted, memory_kind=kind))
+        # The caller may release or overwrite the host's copy after this.
         return placed.block_until_ready()
 
     return shard_fn
@@ -338,6 +345,7 @@ def _gather_fn(cast: Cast) -> Callable[[Any], np.ndarray]:
         if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
             from jax.experimental import multihost_utils
 
+            # Tiled: the result has the global shape, without a leading axis of processes.
             x = multihost_utils.process_allgather(x, tiled=True)
         return np.asarray(x)
 
@@ -460,6 +468,7 @@ def wrap_function_with_rng(rng: Any) -> Callable[[Callable[..., Any]], Callable[
     def next_key() -> Any:
         nonlocal stored
         with lock:
+            # Inside a trace this gives tracers, even of a key that is a constant of the trace.
             following, key = jax.random.split(stored)
             if isinstance(following, jax.core.Tracer) and not isinstance(stored, jax.core.Tracer):
                 raise StrategyError(

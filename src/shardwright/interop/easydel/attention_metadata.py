@@ -131,6 +131,7 @@ class AttentionMetadata:
             ("backend", platform_of(None), None),
         ):
             self.set_attrs_carefully(name, default, pickup_name)
+        # After the loop, because its default is another attribute.
         self.set_attrs_carefully("platform", self.backend)
         for name in ("runtime_dtype", "runtime_softmax_dtype"):
             object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
@@ -170,6 +171,7 @@ class AttentionMetadata:
 
     def _set_manager(self) -> None:
         entered = context.current()
+        # An ambient manager has rules of its own, which must not replace those that are given.
         has_rules = self._is_given("partition_axis") or self._is_given("mesh")
         self.set_attrs_carefully(
             "partition_manager", entered if entered is not None and not has_rules else NOT_GIVEN
@@ -260,6 +262,7 @@ class AttentionMetadata:
         query = spec_of(joint.batch, joint.q_length, joint.heads)
         key = spec_of(joint.batch, joint.kv_length, joint.kv_heads)
         scores = (BATCH, BIAS_HEAD_SEQ, QUERY_LENGTH, BIAS_KV_SEQ)
+        # A bias has a row for each head and key, unless `sizes` says otherwise.
         known = {BIAS_HEAD_SEQ: known.get(HEAD, 0), BIAS_KV_SEQ: known.get(KV_LENGTH, 0), **known}
         known = {axis: size for axis, size in known.items() if size}
         bias, mask = (
@@ -308,6 +311,7 @@ class AttentionMetadata:
         if axis in known:
             return known[axis]
         self.partition_manager.mesh_axes(axis, mode=mode)  # raises an error if the size matters
+        # The number of devices is a multiple of every number of shards.
         return self.partition_manager.mesh.size
 
     def _spec(self, axes: tuple[str, ...], known: Mapping[str, int], mode: str) -> PartitionSpec:
@@ -328,6 +332,7 @@ class AttentionMetadata:
         mode = manager.mode if options.mode is None else options.mode
         defaults = {
             "scale": self.softmax_scale,
+            # Outside of training no default applies: a call that gives dropout itself has it.
             "dropout": self.dropout_prob
             if mode is not None and parse_mode(mode) == MODE_TRAIN
             else None,
@@ -353,6 +358,7 @@ class AttentionMetadata:
 
         With another mesh or `partition_axis`, the copy has another manager.
         """
+        # Else the copy would keep a manager of the old mesh and rules.
         if {"mesh", "partition_axis"} & set(changes):
             changes.setdefault("partition_manager", NOT_GIVEN)
         return dataclasses.replace(self, **changes)
@@ -490,6 +496,7 @@ def create_stable_sharding(
         spec = PartitionSpec(*preserved)
     if tensor is None:
         return spec
+    # EasyDeL drops what does not fit without an error.
     permissive = build_rules({}, policy=POLICY_PRESETS["eformer"])
     return resolver.resolve(
         spec, permissive, manager.mesh, mode=MODE_TRAIN, shape=tensor.shape

@@ -83,6 +83,7 @@ class BaseJAXAttentionModule(_Module):  # type: ignore[misc]
           LayerError: The shapes do not fit together.
           CacheError: Keys and values do not fit the cache; or, outside `jit`, they exceed it.
         """
+        # As in `flax.linen.MultiHeadDotProductAttention`, the first call sets the capacity.
         initialized = self.has_variable("cache", "cached_key")
         _check(key, value, query_states)
         with _manager(self.config) as mode:
@@ -127,6 +128,7 @@ def _append(
     capacity, q_length = cache.spec.capacity, key.shape[1]
     mask = _mask(mask, batch=cache.batch, q_length=q_length, capacity=capacity)
     change = cache.append(key, value)
+    # Inside a trace refusals are values, which `cache_refused` keeps.
     if not _jax.in_trace():
         change.require()
     view, index = change.cache.view(), variables["cache_index"]
@@ -142,6 +144,7 @@ def _append(
     variables["cache_refused"].value = change.refused
     filled = jnp.arange(capacity, dtype=jnp.int32)[None] < change.cache.length[:, None]
     filled = ambient_sharding(mode).place(filled & written[:, None], (BATCH, KV_LENGTH))
+    # The new rows are visible to all queries of this call: the caller's mask has causality.
     visible = jnp.broadcast_to(filled[:, None, None], (cache.batch, 1, q_length, capacity))
     k, v = _plain(view.k, view.k_scale, key.dtype), _plain(view.v, view.v_scale, value.dtype)
     return k, v, visible if mask is None else visible & mask

@@ -215,6 +215,7 @@ class AttentionRegistry:
         names = impl_names(implementation)
         for name in names:
             other = cls._known.get(name)
+            # A module that is reloaded defines the same class anew.
             if other is not None and _source(other) != _source(implementation):
                 raise AttentionError(
                     f"the name {name!r} belongs to {other.__qualname__}",
@@ -231,6 +232,7 @@ class AttentionRegistry:
         Raises:
           AttentionError: (a ValueError) The name is unknown; the message suggests another.
         """
+        # Also names of implementations that were registered without a class.
         return cls._known.get(name) or _class_of(core.find(name))
 
     @classmethod
@@ -248,6 +250,7 @@ def _source(cls: type) -> tuple[str, str]:
     return cls.__module__, cls.__qualname__
 
 
+# One class for each implementation, so that `get` returns the same class each time.
 @functools.cache
 def _class_of(implementation: Implementation) -> type[AttentionImpl]:
     """Return a class that wraps an implementation of the library."""

@@ -36,6 +36,7 @@ def get_gradient_checkpoint_policy(name: str) -> Callable[..., Any]:
     ... ) is jax.checkpoint_policies.nothing_saveable
     True
     """
+    # EasyDeL has a table of these names, and gives each the policy of JAX with that name.
     known: dict[str, Callable[..., Any]] = vars(jax.checkpoint_policies)
     if name not in known:
         hint = did_you_mean(str(name), known) or f"name one of {', '.join(known)}"
@@ -86,6 +87,7 @@ def canonicalize_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> A
                 fix="give a float or complex dtype, or inexact=False",
             )
         return dtype
+    # `canonicalize_dtype` of `flax.linen.dtypes` does the same.
     common = jnp.result_type(*(arg for arg in args if arg is not None))
     if inexact and not jnp.issubdtype(common, jnp.inexact):
         # JAX does not promote integers smaller than int8.
@@ -107,6 +109,7 @@ def rotate_half(x: jax.Array) -> jax.Array:
         raise RankMismatchError(
             f"the last dim of {x.shape} is odd, so it has no halves", fix="rotate an even head_dim"
         )
+    # Halves, as in GPT-NeoX and Llama, and not pairs of neighbors, as in GPT-J.
     half = x.shape[-1] // 2
     return jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)
 
@@ -148,6 +151,7 @@ def _check_table(name: str, table: tuple[int, ...], tensor: tuple[int, ...]) -> 
     )
     fits = len(tensor) == len(table) == 4 and table[2] >= tensor[2] and table[3] == tensor[3]
     fits = fits and all(rows in (1, size) for rows, size in zip(table[:2], tensor[:2], strict=True))
+    # [batch, length, heads, head_dim] with a table of this length: rows would be heads.
     if fits and table[2] == tensor[1] > tensor[2]:
         fits = False
         fix = (

@@ -81,6 +81,7 @@ def quantize(x: Any, *, shared: Sequence[int], bits: int = 8) -> Quantized:
             fix="cast the operand, or use jax.lax.dot_general",
         )
     largest = _largest(check_bits(bits))
+    # bfloat16 and fp8 are too coarse for the quotient that is rounded.
     wide = x.astype(_wide(x.dtype))
     amax = jnp.max(jnp.abs(wide), axis=tuple(shared), keepdims=True, initial=0)
     # A channel of zeros gets the smallest scale, because 0 / 0 is not a number.
@@ -269,6 +270,7 @@ _dot_stored.defvjp(_forward_stored, _backward_stored)
 
 
 def _dot_quantized(left: Quantized, right: Quantized, call: _DotCall) -> Any:
+    # The scales of contracted dims have size 1, so both factor out of the sum.
     total = _integer_dot(left.value, right.value, call.dims, call.out_sharding)
     spec = call.out_sharding
     scales = _placed(_like_result(left.scale, 0, call.dims), spec) * _placed(
@@ -303,6 +305,7 @@ def _like_result(scale: Any, side: int, dims: _DotDims) -> Any:
     order = (*dims.batch[side], *dims.free(side), *dims.contract[side])
     kept = len(order) - len(dims.contract[side])
     moved = jax.lax.squeeze(jax.lax.transpose(scale, order), tuple(range(kept, len(order))))
+    # The scale gets dims of size 1 where the result has free dims of the other operand.
     others = len(dims.free(1 - side))
     at = len(dims.batch[side]) if side else kept
     return jax.lax.expand_dims(moved, tuple(range(at, at + others)))

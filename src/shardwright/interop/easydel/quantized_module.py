@@ -61,6 +61,7 @@ class QuantizedDotGeneral(_Module):  # type: ignore[misc]
 
     def _stored(self, rhs: Any, contract: Any) -> Quantized:
         place = "/".join(self.path)
+        # `init` creates the variables in both modes, so that their shapes are known.
         write = self.convert or self.is_initializing()
         if write and not self.is_mutable_collection(COLLECTION):
             raise LayerError(

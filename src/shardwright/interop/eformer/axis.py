@@ -108,6 +108,7 @@ class PartitionAxis(Attributes):
         for name in ATTRIBUTES:
             if isinstance(getattr(self, name), EMPTY_VAL):
                 object.__setattr__(self, name, self._default(name))
+        # Values that are not rules are errors here, and not where the axis is first used.
         self.compile(registered=())
 
     def _default(self, name: str) -> Any:
@@ -124,6 +125,7 @@ class PartitionAxis(Attributes):
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Without the cache: it holds managers, and their meshes hold devices.
         return PartitionAxis, tuple(getattr(self, name) for name in ATTRIBUTES)
 
     def _clean(self, value: Any) -> Any:
@@ -316,6 +318,7 @@ def written(annotation: Sequence[Any], rules: AxisRules, mode: str) -> list[Any]
 
     The rules must be strict, because a lenient policy depends on sizes.
     """
+    # Any size above 1 would do: the resolver leaves mesh axes of size 1 out.
     sizes = dict.fromkeys([*rules.named_mesh_axes(), *STANDARD_MESH_AXES], 2)
     mode = parse_mode(mode)
     return [
@@ -369,6 +372,7 @@ def _with_registered(axis: PartitionAxis, base: AxisRules, registered: Registere
         }
         for generation in (False, True)
     }
+    # `activations` has one table for each mode, in the order of `MODES`.
     activations = [
         dict(table) | texts[mode in GENERATION_MODES]
         for mode, table in zip(MODES, base.activations, strict=True)
@@ -414,6 +418,7 @@ def _follow(
                 fix="let one of the aliases name a mesh axis",
             )
         entry = registered[name]
+        # A rule of its own for generation wins over the `decode_*` value that an alias would have.
         own = generation and not isinstance(entry.generation_axis_rule, EMPTY_VAL)
         return _follow(
             axis,
@@ -425,6 +430,7 @@ def _follow(
     attribute = value if value in ATTRIBUTES else PartitionAxis._SEMANTIC_MAP.get(value)
     if attribute is None:
         return axis._clean(value)
+    # As in eformer's `resolve_axis`, the alias of an attribute has its `decode_*` value too.
     if generation and attribute in DECODE_ATTRIBUTES:
         attribute = f"decode_{attribute}"
     return getattr(axis, attribute)

@@ -68,6 +68,7 @@ def create_mesh(
     Raises:
       MeshSpecError: Sizes, names, types or slices do not fit, or an option is not supported.
     """
+    # eformer passes both on to `mesh_utils.create_hybrid_device_mesh`.
     for name, value in (
         ("should_sort_granules_by_key", should_sort_granules_by_key),
         ("allow_split_physical_axes", allow_split_physical_axes),

@@ -265,6 +265,7 @@ def _dtype_of(
     problems: list[Problem],
 ) -> np.dtype[Any]:
     """Return the dtype of a loaded tensor. JAX has dtypes of 64 bits only in 64-bit mode."""
+    # Scales stay as stored: a coarser scale would change every weight of its block.
     is_scale = "_scale" in name
     if floats is not None and stored.itemsize > 1 and jnp.issubdtype(stored, jnp.floating):
         stored = stored if is_scale else floats
@@ -293,6 +294,7 @@ def _pad_vocabulary(checkpoint: Checkpoint, multiple: int | None) -> Checkpoint:
         name: [dim for dim, entry in enumerate(spec.axes) if entry == VOCAB]
         for name, spec in checkpoint.specs.items()
     }
+    # Embedding and head must keep one size, so that logits and tokens agree.
     sizes = {checkpoint.specs[name].shape[dim]: name for name, own in dims.items() for dim in own}
     if len(sizes) > 1:
         what = " and ".join(f"{size} in {name}" for size, name in sizes.items())

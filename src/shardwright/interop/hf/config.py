@@ -102,6 +102,7 @@ def dims_of(config: Mapping[str, Any]) -> dict[str, SizedDim]:
     embed = required_size(config, "hidden_size")
     experts = size_of(config, "num_local_experts", "num_experts", "n_routed_experts")
     mlp = size_of(config, "intermediate_size")
+    # Mixtral and gpt-oss have experts alone, and name their size as that of an MLP.
     expert_mlp = size_of(config, "moe_intermediate_size", "intermediate_size")
     shared_mlp = size_of(config, "shared_expert_intermediate_size")
     if (shared := size_of(config, "n_shared_experts")) is not None:
@@ -117,7 +118,9 @@ def dims_of(config: Mapping[str, Any]) -> dict[str, SizedDim]:
         "expert_mlp": (MLP_INTERMEDIATE, expert_mlp),
         # The experts that see every token.
         "shared_mlp": (MLP_INTERMEDIATE, shared_mlp),
+        # The layers of DeepSeek-V3 that predict further tokens join two residuals.
         "two_embed": (EMPTY, 2 * embed),
+        # Only BERT has tables of positions and of token types.
         "positions": (EMPTY, size_of(config, "max_position_embeddings")),
         "token_types": (EMPTY, size_of(config, "type_vocab_size")),
     }
@@ -138,6 +141,7 @@ def dims_of(config: Mapping[str, Any]) -> dict[str, SizedDim]:
 def _heads(config: Mapping[str, Any], embed: int) -> dict[str, tuple[Any, int]]:
     """Return the dims of attention. A projection merges heads and head_dim into one dim."""
     heads = required_size(config, "num_attention_heads")
+    # Without this key every head has its own keys and values.
     kv_heads = size_of(config, "num_key_value_heads") or heads
     head_dim = size_of(config, "head_dim")
     if head_dim is None:
@@ -162,6 +166,7 @@ def _latent_heads(config: Mapping[str, Any]) -> dict[str, tuple[Any, int | None]
     )
     latent = required_size(config, "kv_lora_rank")
 
+    # A projection merges the heads with a part of a head that only this projection has.
     def of_heads(size: int) -> tuple[Any, int]:
         return merged((HEAD, heads), (HEAD_DIM, size)), heads * size
 
@@ -310,6 +315,7 @@ def _filled(
     values: dict[str, Any], why: str, *, skip: tuple[str, ...] = ()
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Add class defaults, with a note on those that are sizes."""
+    # A family without a row has no defaults here: its configuration must be whole.
     known = dict(DEFAULTS.get(values["model_type"], {}))
     heads, kv_heads = values.get("num_attention_heads"), known.get("num_key_value_heads")
     if type(heads) is int and kv_heads and heads % kv_heads:

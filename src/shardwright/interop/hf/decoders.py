@@ -24,7 +24,7 @@ from shardwright.interop.hf.model.decoder import Decoder, decoder_specs
 from shardwright.interop.hf.model.latent import LatentConfig
 from shardwright.interop.hf.model.sizes import Sizes
 from shardwright.interop.hf.names import limited
-from shardwright.interop.hf.source import Bounds, Source, StackedSource, place
+from shardwright.interop.hf.source import Bounds, ChangedSource, Source, StackedSource, place
 from shardwright.interop.hf.tensors import Tensors
 from shardwright.interop.logical_rules import check_manager
 from shardwright.manager.manager import PartitionManager
@@ -172,7 +172,7 @@ _CHUNK: Final = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Arranged:
+class Arranged(ChangedSource):
     """A tensor with its dims split, cut and in another order.
 
     Attributes:
@@ -183,29 +183,14 @@ class Arranged:
       shape: Shape of the result.
     """
 
-    source: Source
     split: tuple[tuple[int, ...], ...]
     starts: tuple[int, ...]
     order: tuple[int, ...]
     shape: tuple[int, ...]
 
-    @property
-    def name(self) -> str:
-        """Name in the file."""
-        return self.source.name
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype of what `read` returns."""
-        return self.source.dtype
-
-    @property
-    def file(self) -> str:
-        """Name of the file."""
-        return self.source.file
-
     def read(self, bounds: Bounds) -> np.ndarray[Any, Any]:
         """Read one piece. If inner dims are cut, whole rows of them are read first."""
+        # From the dims of the result to the split dims, in which they may be cut.
         ranges = [(0, 0)] * len(self.order)
         for (start, stop), dim in zip(bounds, self.order, strict=True):
             ranges[dim] = (start + self.starts[dim], stop + self.starts[dim])
@@ -215,6 +200,7 @@ class Arranged:
         inner = iter(ranges)
         for sizes in self.split:
             (start, stop), *rest = (next(inner) for _ in sizes)
+            # A dim of the file has all of its inner dims, so they are cut after the read.
             row = math.prod(sizes[1:])
             rows.append((start * row, stop * row))
             shape += [stop - start, *sizes[1:]]
@@ -255,6 +241,7 @@ def arrange(
     prefix = (
         family.prefix if any(name.startswith(family.prefix) for name in checkpoint.specs) else ""
     )
+    # A dict and not a set, so that problems have the order of the checkpoint.
     unused = dict.fromkeys(checkpoint.specs)
     problems: list[Problem] = []
     found: dict[str, Source] = {}
@@ -283,6 +270,7 @@ def arrange(
         what, fix = "the decoder has no parameter for this tensor", _OWN_FORWARD
         if name in family.parameters["head"] and sizes.tied:
             (embedding,) = _names_of("embedding", family, prefix)
+            # Some checkpoints store a tied head too. It may only repeat the embedding.
             if _are_equal(checkpoint.sources[name], checkpoint.sources[embedding]):
                 continue
             what = "tie_word_embeddings is true, and this differs from the embedding"
@@ -316,6 +304,7 @@ def _latent(path: str, sizes: Sizes) -> LatentConfig | None:
 def _starts(path: str, sizes: Sizes) -> int:
     """Return where a parameter starts in HEAD_DIM."""
     latent = _latent(path, sizes)
+    # `kv_b_proj` of DeepSeek has, for each head, its plain key and then its value.
     return latent.plain_dim if latent is not None and path.endswith("attention/value") else 0
 
 
@@ -347,6 +336,7 @@ def _arranged(
     if len(names) > 1:
         parts = tuple(checkpoint.sources[name] for name in names)
         source = StackedSource(name=path, parts=parts, dtype=source.dtype)
+        # Several tensors of one parameter, such as gate and up, are stacked in front.
         split.insert(0, [(EMPTY, len(names))])
     flat = [each for members in split for each in members]
     wanted = [axis for members in _members(spec) for axis, _ in members]

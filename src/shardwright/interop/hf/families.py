@@ -39,6 +39,7 @@ class Family:
 _LLAMA = Family(tensors=tensors.LLAMA, read=readers_of.llama)
 _QWEN = Family(tensors=tensors.QWEN, read=readers_of.qwen)
 _QWEN_MOE = Family(tensors=tensors.QWEN_MOE, read=readers_of.qwen)
+# Gemma 3 has the same names as Gemma 2, and norms of queries and keys besides.
 _GEMMA_2 = Family(tensors=tensors.GEMMA_2, read=readers_of.gemma)
 _DEEPSEEK = Family(tensors=tensors.DEEPSEEK, read=readers_of.deepseek)
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
@@ -108,6 +109,7 @@ def sizes_of(values: Any, source: str, *, param: str | None, capacity: float | N
 
 
 def _dtypes(values: Mapping[str, Any], param: str | None, source: str) -> Dtypes:
+    # `dtype` is the newer name of `torch_dtype` in transformers.
     own = values.get("torch_dtype") or values.get("dtype") or "bfloat16"
     compute = own if param is None else "bfloat16"
     try:
@@ -146,6 +148,7 @@ def tensors_of(config: Mapping[str, Any]) -> Tensors:
             f"{', '.join(parts)}. The tensors of such models cannot be read",
             fix=_TEXT_FIX,
         )
+    # Models differ by one digit, so only another spelling of the same name is suggested.
     meant = same_spelling(kind, tables) if isinstance(kind, str) else ""
     hint = f" ({meant})" if meant else ""
     raise CheckpointError(

@@ -134,6 +134,7 @@ def missing(names: Iterable[str], config: Mapping[str, Any]) -> list[Problem]:
     """Return a problem for each tensor that is missing."""
     present = {_NUMBERED.sub("", name) for name in names}
     layers = required_size(config, "num_hidden_layers")
+    # A number of layers that is wrong by far would list a problem for each of them.
     if layers > len(present):
         what = f"config.json has {layers} layers, and there are {len(present)} tensors"
         return [fault(what, "")]
@@ -188,9 +189,11 @@ class NameTable:
         own = name.removeprefix(self.family.prefix)
         row = _NUMBER.sub("#", own)
         dims = self.rows.get(row)
+        # Not a row of the family: a scale of a quantized weight, or unknown.
         if dims is None:
             scale = self._scale(name, shapes, of)
             return self._unknown(name, shapes, of) if scale is None else scale
+        # The first number is that of the layer, unless layers are stacked.
         kinds = ("layers", "experts") if row.startswith(self.family.layers) else ("experts",)
         numbers = dict(zip(kinds, map(int, _NUMBER.findall(own)), strict=False))
         return self._out_of_range(name, numbers) or self._sized(name, dims, shapes[name])
@@ -215,6 +218,7 @@ class NameTable:
 
     def _out_of_range(self, name: str, numbers: Mapping[str, int]) -> Problem | None:
         """Return a problem if the number of a layer or of an expert is too large."""
+        # DeepSeek-V3 counts these layers on from the last one.
         further = size_of(self.config, "num_nextn_predict_layers") or 0
         for kind, number in numbers.items():
             if kind == "layers":
@@ -239,6 +243,7 @@ class NameTable:
         if isinstance(annotation, Problem):
             return annotation
         problem = self._blocks(name, shape, whole)
+        # A dim of the scale follows the same dim of the weight, unless it has one scale for all.
         follows = [at if size > 1 or whole[at] == 1 else None for at, size in enumerate(shape)]
         return problem or PartOf(
             annotation=annotation, shape=whole, dims=tuple(follows), path=weight
@@ -249,6 +254,7 @@ class NameTable:
         block = block_of(self.config)
         expected: Sequence[int] = whole
         if block and len(block) <= len(whole) and name.endswith("_scale_inv"):
+            # Stacks of experts or layers have leading dims, which are not divided into blocks.
             lead = len(whole) - len(block)
             parts = zip(whole[lead:], block, strict=True)
             expected = (*whole[:lead], *(-(-size // part) for size, part in parts))
@@ -266,6 +272,7 @@ class NameTable:
     def _unknown(self, name: str, shapes: Shapes, of: Callable[[str], Any]) -> Problem:
         model = self.config.get("model_type")
         what = f"no tensor of {model} has this name, so its axes are unknown"
+        # One pattern for this tensor of all layers.
         pattern = re.escape(_NUMBER.sub("#", name)).replace(r"\#", r"\d+")
         axes = "(sw.EMBED, ...)"
         weight = f"{name.removesuffix('.bias')}.weight"

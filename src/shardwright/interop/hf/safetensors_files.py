@@ -85,6 +85,7 @@ class SafetensorsTensor:
                 whole = self.content[self.offset : end].view(self.dtype).reshape(self.shape)
                 return np.array(whole[index])
             if not bounds:
+                # A slice of a scalar is an error in safetensors.
                 return np.asarray(self.handle.get_tensor(self.name))
             return np.asarray(self.handle.get_slice(self.name)[index])
         except (OSError, ValueError) as error:
@@ -143,6 +144,7 @@ def _indexed(folder: Path, weights: Mapping[str, str]) -> dict[str, SafetensorsT
         try:
             tensors = _tensors_of(folder / file)
         except CheckpointError as error:
+            # The problems of the other files are reported in the same error.
             problems += error.problems
             continue
         listed = [name for name, of in weights.items() if of == file]
@@ -177,8 +179,10 @@ def _tensors_of(path: Path) -> dict[str, SafetensorsTensor]:
         what = f"{path} is truncated or is not a safetensors file: {error}"
         raise CheckpointError(what, fix=_AGAIN) from error
     with path.open("rb") as file:
+        # The format: 8 bytes with the length of the header, the header as JSON, then all tensors.
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
+    # Mapped, not read: pages are loaded where a piece is read.
     content = np.memmap(path, np.uint8, mode="r")
     version.check()
     header.pop("__metadata__", None)

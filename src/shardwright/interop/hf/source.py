@@ -76,6 +76,7 @@ class StackedSource:
         Raises:
           CheckpointError: A value does not fit the dtype.
         """
+        # The leading dim counts the parts, and each part is read for the other dims.
         (first, last), *rest = bounds
         shape = (last - first, *(stop - start for start, stop in rest))
         piece = np.empty(shape, self.dtype)
@@ -86,16 +87,10 @@ class StackedSource:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PaddedSource:
-    """A tensor with zeros after its last elements.
-
-    Attributes:
-      source: The tensor in a file.
-      shape: The shape with padding.
-    """
+class ChangedSource:
+    """A tensor in a file with other dims. A subclass has `shape` and `read`."""
 
     source: Source
-    shape: tuple[int, ...]
 
     @property
     def name(self) -> str:
@@ -111,6 +106,18 @@ class PaddedSource:
     def file(self) -> str:
         """Name of the file."""
         return self.source.file
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedSource(ChangedSource):
+    """A tensor with zeros after its last elements.
+
+    Attributes:
+      source: The tensor in a file.
+      shape: The shape with padding.
+    """
+
+    shape: tuple[int, ...]
 
     def read(self, bounds: Bounds) -> np.ndarray[Any, Any]:
         """Read what the file has of a piece; the rest is zeros."""
@@ -142,6 +149,7 @@ def cast(name: str, piece: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, 
             fix = 'call jax.config.update("jax_enable_x64", True) first'
             raise CheckpointError(what, path=name, fix=fix)
         return piece.astype(dtype)
+    # A value that does not fit becomes infinite, which is looked for below.
     with np.errstate(over="ignore"):
         result = piece.astype(dtype, order="C")
     flat = result.reshape(-1)

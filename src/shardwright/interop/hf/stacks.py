@@ -83,6 +83,7 @@ def stack_layers(
     Raises:
       CheckpointError: A tensor is not in every layer, or layers differ.
     """
+    # A model without a head has the same names without the prefix.
     start, prefix = re.escape(family.layers.removesuffix("#.")), re.escape(family.prefix)
     pattern = re.compile(rf"((?:{prefix})?{start})(\d+)\.(.*)", re.DOTALL)
     count = required_size(config, "num_hidden_layers")

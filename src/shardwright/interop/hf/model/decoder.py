@@ -96,6 +96,7 @@ def decoder_specs(sizes: Sizes, *, stacked: bool) -> dict[str, Any]:
     layers: list[Any] = []
     for stack in sizes.stacks:
         each = stack_specs_of(stack)
+        # A scan takes whole patterns; the layers after the last one are computed one by one.
         trips, rest = divmod(stack.layers, stack.period) if stacked else (0, stack.layers)
         scanned = [stack_specs(each, trips)] * stack.period if trips else []
         layers += [*scanned, *[each] * rest]
@@ -125,6 +126,7 @@ class Decoder:
         if isinstance(attention, LatentConfig):
             added, cache = latent.apply(attention, w["attention"], x, cache=cache)
         else:
+            # With a cache the positions follow from its lengths.
             places = None if cache is not None else latent.positions_of(x)
             added, cache = attention_block.apply(
                 attention, w["attention"], x, state=cache, positions=places, valid=valid
@@ -196,6 +198,7 @@ class Decoder:
         def mean_loss(params: Any) -> Any:
             x = self.scanned(params["layers"], self.start(params, tokens))
             x = self.end(params, x)
+            # The last label is the first token: a plan needs shapes, and not a right loss.
             labels = jnp.roll(tokens, -1, axis=1)
             options: dict[str, Any] = {"tied": self.sizes.tied, "dtypes": self.sizes.dtypes}
             options["softcap"] = self.sizes.softcap
@@ -275,6 +278,7 @@ class Decoder:
         params = _shapes(specs)
         moment = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
         tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+        # Mean and square of Adam, in float32 as in most trainers.
         moments = (moment, moment)
         axes = annotate_state(moments, specs)
         return Program(
@@ -291,6 +295,7 @@ class Decoder:
         """Return a step that appends tokens to caches."""
         specs = decoder_specs(self.sizes, stacked=False)
         caches, axes = self._caches(batch, capacity)
+        # A prompt in prefill, one token of each sequence in decode.
         prompt = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
         return Program(
             self.serve,
@@ -337,6 +342,7 @@ def _cache_maker(config: attention_block.AttentionConfig, batch: int, capacity: 
     window = None if config.window is None else config.window[0]
     if window is None or window + 1 >= capacity:
         return lambda: attention_block.init_cache(config, batch=batch, capacity=capacity)
+    # The positions before a query, and its own.
     size = window + 1
     return lambda: attention_block.init_cache(
         config, "sliding", batch=batch, capacity=size, window=size

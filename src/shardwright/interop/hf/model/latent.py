@@ -113,10 +113,13 @@ def apply(
     if "query_norm" in w:
         latent = norm.apply(norm.RMS, w["query_norm"], latent)
     q = einsum("bsr,rhd->bshd", latent, w["query"], out=QUERIES)
+    # Only a part of a head has positions, so that the rest can be absorbed into the latent.
     q, q_rope = q[..., : config.plain_dim], rope(q[..., config.plain_dim :], positions)
     both = einsum("bse,er->bsr", x, w["down"], out=_LATENT)
     rows = norm.apply(norm.RMS, w["down_norm"], both[..., : config.rank])
+    # One rotated key for all heads, as a head of size 1.
     k_rope = rope(both[..., None, config.rank :], positions)
+    # Of the whole head, although the latent is longer.
     scale = config.head_dim**-0.5
     if cache is None:
         k = einsum("bsr,rhd->bshd", rows, w["key"], out=QUERIES)
@@ -131,12 +134,14 @@ def apply(
         cache = place(
             jax.lax.dynamic_update_slice_in_dim(cache, new.astype(cache.dtype), 0, 1), ROWS
         )
+        # (q · (W c)) = ((q W) · c): the key projection moves to the queries.
         q = einsum("bshd,rhd->bshr", q, w["key"], out=QUERIES)
         q = place(jnp.concatenate([q, q_rope], -1), QUERIES)
         # Every head reads the same row: one kv head, whose values are the start of its keys.
         mixed = dot_product_attention(
             q, cache, cache[..., : config.rank], causal=q.shape[1] > 1, scale=scale
         )
+        # The mean of latents becomes the mean of values.
         mixed = einsum("bshr,rhd->bshd", mixed, w["value"], out=QUERIES)
     mixed = place(mixed.astype(config.dtypes.compute), QUERIES)
     return einsum("bshd,hde->bse", mixed, w["out"], out=RESIDUAL), cache

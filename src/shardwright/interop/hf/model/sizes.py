@@ -49,6 +49,7 @@ class Stack:
 
     def attention_of(self, number: int) -> AttentionConfig | LatentConfig:
         """Return the attention of a layer, counted in this stack."""
+        # The parameters of all layers are alike; windows and angles are not parameters.
         return self.pattern[number % self.period] if self.pattern else self.attention
 
 
@@ -165,6 +166,7 @@ class Config:
 
 def _norm(config: Config) -> NormConfig:
     """Return the norms of the model. Gemma stores their scales minus 1."""
+    # The defaults of `MixtralConfig` and `GptOssConfig`, and of the others.
     default = 1e-5 if config.family in ("mixtral", "gpt_oss") else 1e-6
     epsilon = config.values.get("rms_norm_eps", default)
     return NormConfig(epsilon=epsilon, zero_centered=config.family.startswith("gemma"))
@@ -199,6 +201,7 @@ def _attention(config: Config, **options: Any) -> AttentionConfig:
         embed=embed,
         heads=heads,
         kv_heads=config.number("num_key_value_heads", heads),
+        # Newer configurations state it, since it need not be embed ÷ heads: Gemma has 256.
         head_dim=config.values.get("head_dim") or embed // heads,
         norm=own,
         dtypes=config.dtypes,
@@ -294,6 +297,7 @@ def _with_patterns(config: Config, stack: Stack, differs: list[str]) -> tuple[St
     if _CHUNKED in kinds:
         differs.append("chunked attention has windows in place of chunks")
         kinds = [_LOCAL if kind == _CHUNKED else kind for kind in kinds]
+    # The size is read only where a layer has a window: other configurations may lack it.
     windows: dict[str, Window | None] = {_GLOBAL: None}
     if _LOCAL in kinds:
         # A window of n positions has the query's own position and n - 1 before it.
@@ -306,6 +310,7 @@ def _with_patterns(config: Config, stack: Stack, differs: list[str]) -> tuple[St
     def repeats(period: int) -> bool:
         return all(kind == kinds[at % period] for at, kind in enumerate(kinds))
 
+    # The smallest period. A scan runs one whole pattern in each step.
     period = next(filter(repeats, range(1, stack.layers + 1)))
     if 1 < period <= _LONGEST_PERIOD:
         pattern = tuple(of_kind[kind] for kind in kinds[:period])
@@ -338,11 +343,13 @@ def _layer_types(config: Config, layers: int) -> list[str]:
     if config.family == "qwen2_moe":
         last = config.number("max_window_layers", layers)
         return [_LOCAL if at % 2 == 0 and at < last else _GLOBAL for at in range(layers)]
+    # `Qwen2Config`: the layers from `max_window_layers` on have a window.
     if config.family in ("qwen2", "qwen3"):
         first = config.number("max_window_layers", layers)
         return [_LOCAL if at >= first else _GLOBAL for at in range(layers)]
     keys = ("sliding_window_pattern", "_sliding_window_pattern")
     given = [config.number(key) for key in keys if config.values.get(key) is not None]
+    # As in `Gemma3TextConfig`: the last layer of a pattern has no window.
     every = next(iter(given), _EVERY.get(config.family, 0))
     return [_LOCAL if not every or (at + 1) % every else _GLOBAL for at in range(layers)]
 
@@ -357,6 +364,7 @@ def _rope(config: Config, kind: str, head_dim: int, differs: list[str]) -> float
     values = config.values
     scaling = {**config.mapping("rope_scaling"), **config.mapping("rope_parameters")}
     base, default = "rope_theta", _THETAS.get(config.family, 10_000.0)
+    # transformers 5 has a mapping of parameters for each type of layer.
     is_nested = not scaling.keys().isdisjoint((_LOCAL, _GLOBAL))
     if is_nested:
         name = "rope_parameters" if config.mapping("rope_parameters") else "rope_scaling"
@@ -390,6 +398,7 @@ _OUT_BIAS: Final = "the output projection of attention has a bias, as those of q
 
 def qwen(config: Config) -> Sizes:
     """Read Qwen 2 and 3, dense or with experts."""
+    # `Qwen2Attention` has biases of q, k and v; `Qwen3Attention` norms the heads of q and k.
     second = config.family.startswith("qwen2")
     bias = second or config.flag("attention_bias")
     attention = _attention(config, bias=bias, qk_norm=not second)
@@ -427,6 +436,7 @@ def gemma(config: Config) -> Sizes:
         bias=config.flag("attention_bias"),
         qk_norm=config.family.startswith("gemma3"),
         softcap=config.real("attn_logit_softcapping"),
+        # Gemma 1 scales by head_dim, and the later ones by a size of their own.
         scale=None if first else (config.real("query_pre_attn_scalar") or 256.0) ** -0.5,
     )
     stack = Stack(
@@ -439,6 +449,7 @@ def gemma(config: Config) -> Sizes:
         config,
         (stack,),
         tied=True,
+        # `GemmaModel` multiplies the embeddings by the root of the hidden size.
         embed_scale=embed**0.5,
         softcap=config.real("final_logit_softcapping"),
     )
@@ -477,6 +488,7 @@ def deepseek(config: Config) -> Sizes:
         value_dim=config.number("v_head_dim"),
         dtypes=config.dtypes,
     )
+    # The first layers of DeepSeek have an MLP in place of experts.
     dense = config.values.get("first_k_dense_replace") or 0
     layers = config.number("num_hidden_layers")
     if type(dense) is not int or not 0 <= dense < layers or config.number("moe_layer_freq", 1) > 1:
@@ -493,6 +505,7 @@ def deepseek(config: Config) -> Sizes:
         groups=config.number("n_group", 1),
         top_groups=config.number("topk_group", 1),
     )
+    # V3 picks experts by scores plus `e_score_correction_bias`; V2 has neither.
     has_bias = config.values.get("scoring_func") == "sigmoid"
     stacks: tuple[Stack, ...] = (
         Stack(layers=layers - dense, attention=attention, mlp=moe_block, router_bias=has_bias),

@@ -138,6 +138,7 @@ def with_sharding_constraint(
     """
     mesh, spec = _mesh_and_spec(sharding)
     parsed = parse_policy(policy)
+    # eformer ignores a constraint without a mesh.
     if mesh is None and parsed.missing is Missing.REPLICATE:
         return arr
     if mesh is None:
@@ -176,6 +177,7 @@ def _mesh_and_spec(sharding: Any) -> tuple[Mesh | AbstractMesh | None, Partition
 
 def _rules_for(mesh: Mesh | AbstractMesh, policy: Policy) -> AxisRules:
     """Return rules that allow literal specs to name all axes of a mesh."""
+    # The resolver reads rules alone, so a literal spec needs one that has each axis of the mesh.
     names = Rule(
         candidates=tuple((name,) for name in mesh.axis_names),
         ref=RuleRef(key="mesh", text=" | ".join(mesh.axis_names)),
@@ -231,6 +233,7 @@ def get_corrected_named_sharding(
     )
     if log_sharding_move():
         _warn(resolution)
+    # The resolver leaves mesh axes of size 1 out, and eformer keeps them in the spec.
     entries = without_repeats([as_written(decision) for decision in resolution.decisions])
     return NamedSharding(
         mesh,
@@ -277,6 +280,7 @@ def match_partition_rules(
     """
     annotations = match_paths(tree, rules).annotations
     smallest = min_sharding_size() if min_size is None else min_size
+    # With `strict`, eformer always cuts a spec that is longer than its array.
     fit = parse_policy(policy).rank is Rank.FIT
     pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
     structure: Any = jax.tree.structure(tree)
@@ -284,6 +288,7 @@ def match_partition_rules(
     specs = []
     for (path, leaf), spec in zip(pairs, structure.flatten_up_to(annotations), strict=True):
         shape = np.shape(leaf)
+        # eformer replicates scalars and small arrays even if the rule that matches says otherwise.
         if spec == () or (strict and (shape == () or np.prod(shape, dtype=int) < smallest)):
             specs.append(PartitionSpec())
             continue
@@ -320,6 +325,7 @@ def make_shard_and_gather_fns(
     if target is None:
         raise no_mesh()
     parsed = parse_policy(policy)
+    # `device_get` needs all values on this process, so they are replicated first, as in eformer.
     collect = jax.jit(lambda x: x, out_shardings=NamedSharding(target, PartitionSpec()))
 
     def shard_fn(sharding: NamedSharding) -> Callable[[Any], Any]:

@@ -95,6 +95,7 @@ class PartitionManager:
         )
         # JAX keeps the key, so it must not hold the manager. The repr of paxis has all its fields.
         key = (rules.fingerprint(), mesh, repr(paxis))
+        # The dataclass is frozen, so that its fields are set past its own `__setattr__`.
         for name, value in {
             "paxis": paxis,
             "mesh": mesh,
@@ -116,6 +117,7 @@ class PartitionManager:
     def __hash__(self) -> int:
         return self._hash
 
+    # A copy of a model that holds a manager shares it: a mesh of devices cannot be copied.
     def __copy__(self) -> PartitionManager:
         return self
 
@@ -304,6 +306,7 @@ def read_request(axes: Any, mode: Any, dynamic_axes: Any) -> tuple[Any, str | No
         )
     annotation = dynamic_axes if _absent(axes) else axes
     mode_name = None if _absent(mode) or isinstance(mode, int) else mode
+    # An index of a dim belongs to the layout, which then reads the mode from a shape.
     index = {"mode": mode} if isinstance(mode, int) else {}
     if isinstance(annotation, type) and issubclass(annotation, DynamicShardingAxes):
         return annotation(**index), mode_name
