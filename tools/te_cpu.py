@@ -110,7 +110,7 @@ def load(root: str) -> Any:
 
 
 def multiply_blocks_in_float32() -> None:
-    """Replace JAX's product of blocks, which XLA for CPU lacks, by one of expanded operands."""
+    """Replace JAX's matmul of blocks, which XLA for CPU lacks, by one of expanded operands."""
     import jax
     import jax.numpy as jnp
 
@@ -121,7 +121,7 @@ def multiply_blocks_in_float32() -> None:
     def scaled_matmul(
         a: Any, b: Any, a_scales: Any, b_scales: Any, preferred_element_type: Any = jnp.float32
     ) -> Any:
-        product = jnp.einsum("bmk,bnk->bmn", expanded(a, a_scales), expanded(b, b_scales))
-        return product.astype(preferred_element_type)
+        matmul = jnp.einsum("bmk,bnk->bmn", expanded(a, a_scales), expanded(b, b_scales))
+        return matmul.astype(preferred_element_type)
 
     jax.nn.scaled_matmul = scaled_matmul

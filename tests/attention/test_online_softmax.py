@@ -134,7 +134,7 @@ def test_rounding_error_of_a_logsumexp() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_products_by_head(dtype: Any) -> None:
+def test_matmuls_by_head(dtype: Any) -> None:
     """Queries, keys and weights meet the key heads of their group; sums are float32."""
     q, k, v = (jnp.asarray(x, dtype) for x in (QUERIES, KEYS, VALUES))
     p = jnp.asarray(LOGITS, dtype)
@@ -146,7 +146,7 @@ def test_products_by_head(dtype: Any) -> None:
         wide_q.reshape(BATCH, Q, KV_HEADS, group, D),
     )
     for actual, wanted in (
-        (online.products_of(q, k), np.einsum("bthd,bshd->bhts", wide_q, wide_k)),
+        (online.scores_of(q, k), np.einsum("bthd,bshd->bhts", wide_q, wide_k)),
         (online.weighted_sum(p, v), np.einsum("bhts,bshd->bhtd", wide_p, wide_v)),
         (online.queries_of(p, k), np.einsum("bhts,bshd->bthd", wide_p, wide_k)),
         (online.keys_of(p, q, KV_HEADS), np.einsum("bkgts,btkgd->bskd", *grouped)),
@@ -160,13 +160,13 @@ def test_logits_are_scaled_then_biased_then_capped() -> None:
     scales = np.repeat(SCALES, HEADS // KV_HEADS, axis=2).swapaxes(1, 2)[:, :, None]
     keys = np.repeat(KEYS.astype(np.float64), HEADS // KV_HEADS, axis=2)
     plain = np.einsum("bthd,bshd->bhts", QUERIES.astype(np.float64), keys) * 0.3
-    products = online.products_of(jnp.asarray(QUERIES), jnp.asarray(KEYS))
+    scores = online.scores_of(jnp.asarray(QUERIES), jnp.asarray(KEYS))
     for options, wanted in (
         ({}, plain),
         ({"k_scale": jnp.asarray(SCALES)}, plain * scales),
         ({"bias": jnp.asarray(bias)}, plain + bias),
         ({"softcap": 2.0, "bias": jnp.asarray(bias)}, 2.0 * np.tanh((plain + bias) / 2.0)),
     ):
-        actual = online.logits_of(products, scale=0.3, **options)  # type: ignore[arg-type]
+        actual = online.logits_of(scores, scale=0.3, **options)  # type: ignore[arg-type]
         assert actual.dtype == jnp.float32
         np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)

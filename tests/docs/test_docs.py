@@ -68,7 +68,7 @@ def test_snippets_print_what_pages_show(
             "of the model"
         )
     if page == ROOT / "docs/haliax.md" and jax.__version_info__ >= (0, 11):
-        pytest.skip("products of haliax 1.4.dev453, the newest version, need JAX 0.10")
+        pytest.skip("matmuls of haliax 1.4.dev453, the newest version, need JAX 0.10")
     monkeypatch.chdir(tmp_path)
     # A page may add "." to the path. Python remembers the folder that "." was at first.
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -184,7 +184,7 @@ def test_fused_projections_get_no_constraint() -> None:
 
 @pytest.mark.parametrize("preset", sw.Strategy.presets())
 def test_every_preset_runs(preset: str) -> None:
-    """The length enters products as QUERY_LENGTH, so it shares no mesh axis with their dims."""
+    """The length enters matmuls as QUERY_LENGTH, so it shares no mesh axis with their dims."""
     forward = sw.constrained(decoder, infer(DECODER))
     strategy = sw.Strategy.preset(preset)
     mesh = cpu_mesh(",".join(f"{axis}:{1 + (axis in ('fsdp', 'tp'))}" for axis in strategy.mesh))

@@ -40,8 +40,8 @@ def hand(model: Model) -> list[str]:
     return [" ".join(row) for row in model.axes]
 
 
-def test_products_and_sums_over_shards() -> None:
-    """Megatron's MLP by hand: a column-wise product, a row-wise one, and a sum."""
+def test_matmuls_and_sums_over_shards() -> None:
+    """Megatron's MLP by hand: a column-wise matmul, a row-wise one, and a sum."""
 
     def mlp(x: Any, up: Any, down: Any) -> Any:
         return jax.lax.psum(jax.nn.gelu(x @ up) @ down, "tp")

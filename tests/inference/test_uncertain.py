@@ -203,7 +203,7 @@ def test_scan_over_rows_of_positions() -> None:
 
 
 def test_scan_over_residual_codebooks() -> None:
-    """The carry is multiplied by the weights, but only the chosen index depends on the product."""
+    """The carry is multiplied by the weights, but only the chosen index depends on the matmul."""
 
     def forward(params: Any, x: Any) -> Any:
         def quantize(rest: Any, code: Any) -> Any:
@@ -407,7 +407,7 @@ def test_linear_attention(layers: int) -> None:
 
 
 def test_linear_attention_with_a_running_state() -> None:
-    """The state is an input. Queries have a position, and no product sums over it."""
+    """The state is an input. Queries have a position, and no matmul sums over it."""
 
     def forward(params: Any, tokens: Any, state: Any) -> Any:
         x = params["table"][tokens]

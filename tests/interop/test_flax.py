@@ -44,7 +44,7 @@ def kernel(*names: str) -> Any:
 
 
 class Projection(nn.Module):
-    """A product over the first dims of a kernel."""
+    """A matmul over the first dims of a kernel."""
 
     equation: str
     shape: tuple[int, ...]

@@ -26,7 +26,7 @@ TOKENS = np.asarray(np.random.default_rng(0).integers(0, 64, (8, 16)))
 OPTIMIZER = optax.adamw(1e-3)
 traces = []
 multiplies = pytest.mark.skipif(
-    jax.__version_info__ >= (0, 11), reason="products of haliax 1.4.dev453 need JAX 0.10"
+    jax.__version_info__ >= (0, 11), reason="matmuls of haliax 1.4.dev453 need JAX 0.10"
 )
 
 

@@ -18,7 +18,7 @@ from tests.raising import raises
 
 HIDDEN = (sw.BATCH, sw.LENGTH, sw.MLP_INTERMEDIATE)
 RESIDUAL = (sw.BATCH, sw.LENGTH, "wide")
-# `wide` is sharded over the mesh axis that the second product contracts.
+# `wide` is sharded over the mesh axis that the second matmul contracts.
 RULES = """
 version = 1
 name = "einsum"
@@ -58,7 +58,7 @@ def loss(f: Any) -> Any:
 
 
 def wanted() -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the result and the gradients of the two products, in float64 NumPy."""
+    """Return the result and the gradients of the two matmuls, in float64 NumPy."""
     x, up, down = (array.astype(np.float64) for array in operands())
     before = x @ up
     y = np.sin(before) @ down
@@ -73,7 +73,7 @@ def wanted() -> tuple[np.ndarray, list[np.ndarray]]:
 
 @pytest.mark.parametrize("kind", AXIS_TYPES)
 @pytest.mark.full(but=["auto", "tp explicit"])
-def test_products_equal_unsharded(kind: str) -> None:
+def test_matmuls_equal_unsharded(kind: str) -> None:
     pm = make_manager(kind, text=RULES)
     y, gradients = wanted()
     axes = [
@@ -99,7 +99,7 @@ def test_products_equal_unsharded(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", AXIS_TYPES)
 @pytest.mark.full(but=["auto", "tp explicit"])
-def test_eager_products_compile_once(kind: str) -> None:
+def test_eager_matmuls_compile_once(kind: str) -> None:
     with make_manager(kind, text=RULES):
         for f in (by_einsum, by_dot_general):
             first = f(*operands())
@@ -109,14 +109,14 @@ def test_eager_products_compile_once(kind: str) -> None:
             np.testing.assert_array_equal(again, first)
 
 
-def test_products_without_a_manager() -> None:
+def test_matmuls_without_a_manager() -> None:
     y, _ = wanted()
     np.testing.assert_allclose(by_einsum(*operands()), y, rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(by_dot_general(*operands()), y, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", AXIS_TYPES)
-def test_products_inside_transforms(kind: str) -> None:
+def test_matmuls_inside_transforms(kind: str) -> None:
     """A manager entered inside a trace, a dim left to the compiler, and vmap."""
     pm = make_manager(kind, text=RULES)
     y, _ = wanted()
@@ -137,7 +137,7 @@ def test_products_inside_transforms(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_products_inside_shard_map(kind: str) -> None:
+def test_matmuls_inside_shard_map(kind: str) -> None:
     pm = make_manager(kind, text=RULES)
     x, up, _ = operands()
 
@@ -154,7 +154,7 @@ def test_products_inside_shard_map(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", AXIS_TYPES)
-def test_products_refuse_what_does_not_fit(kind: str) -> None:
+def test_matmuls_refuse_what_does_not_fit(kind: str) -> None:
     pm = make_manager(kind, text=RULES)
     x, up, _ = operands()
     with pm, raises(sw.IndivisibleError, "tp=4", size=6, fix="tp | -"):
@@ -178,14 +178,14 @@ def test_error_on_explicit_axes_has_a_fix() -> None:
     assert not hasattr(other.value, "__notes__")
 
 
-def test_products_under_the_manager_of_eformer() -> None:
+def test_matmuls_under_the_manager_of_eformer() -> None:
     from shardwright.interop import eformer
 
     pm = eformer.PartitionManager(eformer.PartitionAxis(), mesh=cpu_mesh("dp:2,tp:4"))
     x, w = np.ones((4, 8), np.float32), np.ones((8, 16), np.float32)
     f = functools.partial(sw.einsum, "be,em->bm", out=(sw.BATCH, sw.MLP_INTERMEDIATE))
     with pm:
-        for product in (f, jax.jit(f)):
-            y = product(x, w)
+        for matmul in (f, jax.jit(f)):
+            y = matmul(x, w)
             assert y.sharding.spec == jax.P("dp", "tp")
             np.testing.assert_array_equal(y, x @ w)

@@ -1,7 +1,7 @@
 """An annotated decoder of 8 billion parameters, as programs to plan: train, prefill, decode.
 
 `shardwright plan tests/plan/decoder.py:programs ...` plans it. Attention is plain, so that every
-product is in the trace.
+matmul is in the trace.
 """
 
 from __future__ import annotations

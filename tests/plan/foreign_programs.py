@@ -183,7 +183,7 @@ FLAT = spec(D, 3 * H * K, axes=(sw.EMBED, sw.HEAD))
 
 @program({"qkv": FLAT, "o": OUT})
 def fused_flat_qkv(w: Any, x: Any) -> Any:
-    """MiniGPT: one matrix, split after the product."""
+    """MiniGPT: one matrix, split after the matmul."""
     w = sw.gather(w, {"qkv": FLAT, "o": OUT})
     q, k, v = (a.reshape(B, S, H, K) for a in jnp.split(x @ w["qkv"], 3, -1))
     return loss_of(x + jnp.einsum("bshk,hkd->bsd", attend(q, k, v), w["o"]))

@@ -116,7 +116,7 @@ def low_rank_adapters(w: Any, x: Any, base: Any) -> Any:
     mesh={"dp": 8},
 )
 def mixer(w: Any, x: Any) -> Any:
-    """MLP-Mixer: a product over the tokens, then a feed-forward layer, in float32 between them."""
+    """MLP-Mixer: a matmul over the tokens, then a feed-forward layer, in float32 between them."""
     y = x + jnp.einsum("bsd,st->btd", jax.nn.gelu(x), w["tokens"])
     h = y.astype(F32)
     h = ((h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)).astype(BF16)

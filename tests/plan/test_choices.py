@@ -64,7 +64,7 @@ def check(
 
 
 @pytest.mark.parametrize(("a", "b", "gathers"), [(2, 4, 2), (2, 2, 2), (4, 2, 1)])
-def test_products_that_share_a_gather(a: int, b: int, gathers: int) -> None:
+def test_matmuls_that_share_a_gather(a: int, b: int, gathers: int) -> None:
     """A layer and the gradient of its weight gather `x` over `b`.
 
     They keep `a` on a free dim and on a contracted one. They share the gather if `a` is larger.
@@ -85,12 +85,12 @@ def test_products_that_share_a_gather(a: int, b: int, gathers: int) -> None:
 def test_two_contracted_dims_are_two_sums(result: Any) -> None:
     sizes = {"a": 2, "b": 2, "c": 2}
 
-    def product(x: Any, w: Any) -> Any:
+    def matmul(x: Any, w: Any) -> Any:
         y = jnp.einsum("sij,ijo->so", x, w)
         return lax.with_sharding_constraint(y, on(sizes, *result))
 
     x, w = ((16, 32, 8), (result[0], "a", "b")), ((32, 8, 64), ("a", "b", None))
-    assert check(product, x, w, sizes=sizes) == ["all_reduce"] * 2
+    assert check(matmul, x, w, sizes=sizes) == ["all_reduce"] * 2
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_events_survive_json() -> None:
 
 
 def test_moved_lines_are_no_change(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A comment above the model moves its lines. A changed product next to it is a change."""
+    """A comment above the model moves its lines. A changed matmul next to it is a change."""
     text = MODEL.replace("def programs", "def other(params, x):\n    return x\n\n\ndef programs")
     for name, source in {
         "before": MODEL,

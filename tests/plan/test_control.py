@@ -145,7 +145,7 @@ def test_branches_count_the_most_work_and_the_least() -> None:
     work = plan(switched, *shapes, specs=(None, None, None)).walked.work
     once = 2 * 64**3
     assert (work.least_flops, work.flops) == (once, 2 * once)
-    assert work.product_bytes == 2 * 3 * 64**2 * 4
+    assert work.matmul_bytes == 2 * 3 * 64**2 * 4
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -161,7 +161,7 @@ def test_work_before_branches_counts_once(mapped: bool) -> None:
     work = plan(inside if mapped else run, *shapes, specs=(None, None, None)).walked.work
     once = 2 * 64**3
     assert (work.least_flops, work.flops) == (2 * once, 3 * once)
-    assert work.product_bytes == 3 * 3 * 64**2 * 4
+    assert work.matmul_bytes == 3 * 3 * 64**2 * 4
 
 
 def test_branches_inside_shard_map_count_the_most_work() -> None:
@@ -266,7 +266,7 @@ def mapped(function: Callable[..., Any], *specs: Any, out: Any) -> Callable[...,
     return run
 
 
-def test_ragged_products_inside_shard_map_are_counted() -> None:
+def test_ragged_matmuls_inside_shard_map_are_counted() -> None:
     rows, experts = PartitionSpec("dp"), PartitionSpec()
     shapes = [
         jax.ShapeDtypeStruct(*shape)
@@ -284,7 +284,7 @@ def test_ragged_products_inside_shard_map_are_counted() -> None:
         assert report.walked.flops == 2 * (64 // 2) * 48 * 32
 
 
-def test_unknown_products_inside_shard_map_are_marked() -> None:
+def test_unknown_matmuls_inside_shard_map_are_marked() -> None:
     filters = jax.ShapeDtypeStruct((32, 32, 3), jnp.float32)
 
     def convolved(x: Any, w: Any) -> Any:

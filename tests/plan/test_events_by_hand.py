@@ -206,7 +206,7 @@ def test_events_name_lines_of_their_models() -> None:
     calls = {
         "all_gather": ("gather(", "dot_product_attention(", "moe.apply(", "sw.shard("),
         "reduce_scatter": ("gather(",),
-        "all_reduce": ("gather(", "@", "sw.shard("),  # of a product, forward and backward
+        "all_reduce": ("gather(", "@", "sw.shard("),  # of a matmul, forward and backward
         "all_to_all": ("moe.apply(",),
         "permute": ("dot_product_attention(",),
     }

@@ -16,7 +16,7 @@ from tests.plan import foreign_programs, held_out_programs
 from tests.plan.foreign_programs import PROGRAMS, Compared
 from tests.tpu_compile import MARKS, measure
 
-# XLA:CPU does not merge the sums of several products of one value, and gathers what `top_k` reads.
+# XLA:CPU does not merge the sums of several matmuls of one value, and gathers what `top_k` reads.
 NOT_ON_CPUS = {
     "two_inputs_of_one_matmul",
     "llama_block",
@@ -148,7 +148,7 @@ def test_sum_in_a_loop_that_is_cut_later_is_marked() -> None:
     assert not report.walked.choices
 
 
-def test_dispatch_in_one_product_is_marked() -> None:
+def test_dispatch_in_one_matmul_is_marked() -> None:
     """A one-hot MoE whose slots are constrained to experts only: a TPU gathers, and then sums."""
     pm = sw.PartitionManager(sw.Strategy.preset("moe_ep"), mesh=sw.abstract_mesh("ep:8"))
     sent = jax.ShapeDtypeStruct((16, 32, 8, 4), jnp.bfloat16)
@@ -171,15 +171,15 @@ def test_dispatch_in_one_product_is_marked() -> None:
         assert [choice.mesh_axis for choice in report.walked.choices] == ["ep"]
 
 
-def kinds_of(axes: Any, *shape: int, mesh: str, product: bool) -> list[str]:
+def kinds_of(axes: Any, *shape: int, mesh: str, matmul: bool) -> list[str]:
     """Return the collectives of the gradient of a stored array that is added, or multiplied."""
     weights = {"w": sw.ArraySpec(shape, jnp.float32, axes)}
 
     def loss(w: Any, x: Any) -> Any:
         w = sw.gather(w["w"], *axes)
-        return ((x @ w if product else x + w) ** 2).sum()
+        return ((x @ w if matmul else x + w) ** 2).sum()
 
-    rows = (64, 32, shape[0]) if product else (64, 32, *shape[-1:])
+    rows = (64, 32, shape[0]) if matmul else (64, 32, *shape[-1:])
     x = jax.ShapeDtypeStruct(rows if len(shape) < 3 else (64, *shape[1:]), jnp.float32)
     report = plan(loss, x, HID, weights=weights, preset="fsdp", mesh=mesh)
     marks = ["marked"] if report.walked.choices else []
@@ -187,14 +187,14 @@ def kinds_of(axes: Any, *shape: int, mesh: str, product: bool) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("axes", "shape", "mesh", "product", "kinds"),
+    ("axes", "shape", "mesh", "matmul", "kinds"),
     [
         # A vector is summed whole.
         ((sw.EMBED,), (4096,), "fsdp:4", False, ["all_reduce"]),
         # Rows of an elementwise sum stay along the lanes: 64 numbers are half a tile.
         ((sw.EMPTY, sw.EMPTY, sw.EMBED), (1, 256, 512), "fsdp:8", False, ["all_reduce"]),
         ((sw.EMPTY, sw.EMPTY, sw.EMBED), (1, 256, 512), "fsdp:4", False, ["reduce_scatter"]),
-        # A product is turned if its other dim is a multiple of 128.
+        # A matmul is turned if its other dim is a multiple of 128.
         ((sw.EMPTY, sw.EMBED), (256, 512), "fsdp:8", True, ["reduce_scatter"]),
         ((sw.EMPTY, sw.EMBED), (16, 512), "fsdp:8", True, ["all_reduce"]),
         # Parts of 98 rows are padded to 104.
@@ -204,9 +204,9 @@ def kinds_of(axes: Any, *shape: int, mesh: str, product: bool) -> list[str]:
     ],
 )
 def test_sums_by_layout(
-    axes: Any, shape: tuple[int, ...], mesh: str, *, product: bool, kinds: list[str]
+    axes: Any, shape: tuple[int, ...], mesh: str, *, matmul: bool, kinds: list[str]
 ) -> None:
-    assert kinds_of(axes, *shape, mesh=mesh, product=product) == kinds
+    assert kinds_of(axes, *shape, mesh=mesh, matmul=matmul) == kinds
 
 
 def test_rows_of_a_sharded_table_are_summed_under_vmap() -> None:

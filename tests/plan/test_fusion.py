@@ -62,14 +62,14 @@ def buffer(size: int, *operands: Buffer, **options: Any) -> Buffer:
     return Buffer(size=size, kind=TEMPORARY, operands=operands or None, least=size, **options)
 
 
-def entry(uses: tuple[Buffer, ...], birth: Buffer, *, product: bool = False) -> Entry:
+def entry(uses: tuple[Buffer, ...], birth: Buffer, *, matmul: bool = False) -> Entry:
     return Entry(
         uses=uses,
         births=(birth,),
         in_place=(),
         inner=Peak(),
         loop=False,
-        product=product,
+        matmul=matmul,
         moved=0,
         early=False,
     )
@@ -82,7 +82,7 @@ def test_exponentials_are_held_where_a_kernel_has_whole_rows(row: int, held: boo
     weights = buffer(32, scores, costly=True, reduced=True)
     total, result = buffer(1), buffer(0)
     entries = [
-        entry((), scores, product=True),
+        entry((), scores, matmul=True),
         entry((scores,), weights),
         entry((weights,), total),
         entry((weights, total), result),
@@ -91,16 +91,16 @@ def test_exponentials_are_held_where_a_kernel_has_whole_rows(row: int, held: boo
     assert (weights not in fused) == held
 
 
-def test_product_with_one_elementwise_use_is_not_held_at_best() -> None:
+def test_matmul_with_one_elementwise_use_is_not_held_at_best() -> None:
     x = buffer(8)
-    product = Buffer(size=32, kind=TEMPORARY, least=32)
+    matmul = Buffer(size=32, kind=TEMPORARY, least=32)
     other, total = buffer(32), buffer(4)
-    summed = buffer(32, other, product)
+    summed = buffer(32, other, matmul)
     timeline = Timeline()
     timeline.add(births=[x])
-    timeline.add([x], [other], product=True)
-    timeline.add([x], [product], product=True)
-    timeline.add([other, product], [summed])
+    timeline.add([x], [other], matmul=True)
+    timeline.add([x], [matmul], matmul=True)
+    timeline.add([other, matmul], [summed])
     timeline.add([summed], [total])
     timeline.add([summed, total], [result := buffer(0)])
     assert timeline.peak([result]).low < 32 + 32 <= timeline.peak([result]).high

@@ -156,7 +156,7 @@ def test_overwritten_operand_is_counted_once() -> None:
     assert timeline.peak([b], kept=[a]).high == 20
 
 
-def test_product_holds_weight_input_and_result() -> None:
+def test_matmul_holds_weight_input_and_result() -> None:
     def f(w: Any, x: Any) -> Any:
         result = sw.shard(x, HIDDEN) @ sw.gather(w, UP)
         return sw.shard(result, sw.BATCH, sw.QUERY_LENGTH, sw.MLP_INTERMEDIATE)
@@ -224,7 +224,7 @@ def test_branches_count_the_larger_one() -> None:
 
     size = 64 * 64 * F32
     high = plan(f, jnp.array(True), jnp.ones((64, 64))).memory.high
-    # The argument, the result, and inside the branch two products.
+    # The argument, the result, and inside the branch two matmuls.
     assert high == 1 + 4 * size
 
 
@@ -247,18 +247,18 @@ def test_shard_map_counts_local_shapes() -> None:
 
 
 @pytest.mark.parametrize(("heads", "copies"), [(2, 1), (1, 0)])
-def test_product_copies_input_whose_batch_dims_are_not_first(heads: int, copies: int) -> None:
+def test_matmul_copies_input_whose_batch_dims_are_not_first(heads: int, copies: int) -> None:
     def high(keys_axes: str) -> int:
-        """Return the peak inside a `shard_map` of a product with keys in this order."""
+        """Return the peak inside a `shard_map` of a matmul with keys in this order."""
         sizes = {"b": 8, "n": heads, "t": 128, "h": 16}
         keys = jnp.zeros([sizes[axis] for axis in keys_axes])
         query = jnp.zeros((8, heads, 16))
 
-        def product(keys: Any, query: Any) -> Any:
+        def matmul(keys: Any, query: Any) -> Any:
             masked = jax.jit(jnp.where)(keys > 0, keys, 0)
             return jnp.einsum(f"{keys_axes},bnh->bnt", masked, query)
 
-        jaxpr = jax.make_jaxpr(product)(keys, query).jaxpr
+        jaxpr = jax.make_jaxpr(matmul)(keys, query).jaxpr
         timeline = Timeline()
         results = add_local(jaxpr, [None, None], timeline)
         return timeline.peak([each for each in results if each is not None], within=True).high
@@ -299,8 +299,8 @@ def test_sum_over_devices_may_be_part_by_part() -> None:
         return jnp.sum(jnp.square(x @ w), 0)
 
     memory = plan(f, x, w).memory
-    arguments, product = (64 * 64 + 128 * 64) * F32 // 8, 128 * 64 * F32
-    assert memory.low < arguments + product <= memory.high
+    arguments, matmul = (64 * 64 + 128 * 64) * F32 // 8, 128 * 64 * F32
+    assert memory.low < arguments + matmul <= memory.high
 
 
 def through_layers(equation: str, w: Any, x: Any) -> Any:

@@ -32,7 +32,7 @@ SPEC = sw.ArraySpec((EMBED, INNER), jnp.float32, (sw.EMBED, sw.MLP_INTERMEDIATE)
 
 
 def plan(preset: str, mesh: str, **crossing: int) -> PlanReport:
-    """Plan the gradient of one product."""
+    """Plan the gradient of one matmul."""
 
     def loss(w: Any, x: Any) -> Any:
         inner = sw.shard(x, HIDDEN) @ sw.gather(w, SPEC)

@@ -62,7 +62,7 @@ def test_a_slice_decides_the_kernel() -> None:
 
 
 def test_work_of_a_kernel_is_counted() -> None:
-    """At most both products of all pairs; at least nothing, since a block may be skipped."""
+    """At most both matmuls of all pairs; at least nothing, since a block may be skipped."""
     report = planned(attend, SLICE)
     local = BATCH // 4 * HEADS // 2
     assert report.walked.work.flops == 2 * 2 * local * LENGTH * LENGTH * DIM

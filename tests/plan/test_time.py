@@ -32,13 +32,13 @@ def event(kind: Kind, *mesh_axes: str, wire: int, runs: int = 1, maybe: bool = F
     )
 
 
-def walked(*events: Event, flops: int = 0, product_bytes: int = 0) -> Walked:
+def walked(*events: Event, flops: int = 0, matmul_bytes: int = 0) -> Walked:
     return Walked(
         events=events,
         choices=(),
         idle=(),
         unknown={},
-        work=Work(flops=flops, least_flops=flops, product_bytes=product_bytes),
+        work=Work(flops=flops, least_flops=flops, matmul_bytes=matmul_bytes),
         memory=Peak(),
     )
 
@@ -47,15 +47,15 @@ def sending(*events: Event) -> dict[tuple[str, ...], Span]:
     return estimate_time(walked(*events), LAYOUT, state_bytes=0).links
 
 
-def test_products_take_peak_to_half_of_it() -> None:
+def test_matmuls_take_peak_to_half_of_it() -> None:
     time = estimate_time(walked(flops=459 * 10**12), LAYOUT, state_bytes=0)
-    assert time.products == Span(low=1.0, high=2.0)
+    assert time.matmuls == Span(low=1.0, high=2.0)
     assert (time.low, time.high) == (1.0, 2.0)
 
 
 def test_memory_reads_arguments_to_all_operands() -> None:
     bytes_ = 2765 * 10**9
-    time = estimate_time(walked(product_bytes=3 * bytes_), LAYOUT, state_bytes=bytes_)
+    time = estimate_time(walked(matmul_bytes=3 * bytes_), LAYOUT, state_bytes=bytes_)
     assert time.memory == Span(low=1.0, high=3.0)
     assert (time.low, time.high) == (1.0, 3.0)
 
@@ -109,7 +109,7 @@ def test_report_has_a_time_only_on_a_slice() -> None:
     assert pm.plan(lambda x: x @ x, x).time is None
     report = pm.plan(lambda x: x @ x, x, topology="v5e:2x4")
     assert report.time is not None
-    assert report.time.products.low == 2 * 64**3 / 197e12
+    assert report.time.matmuls.low == 2 * 64**3 / 197e12
     assert report.to_json()["time"]["low"] == report.time.low
     rows = [line.split()[0] for line in report.text().splitlines() if line]
-    assert rows[-4:-1] == ["products", "memory", "all"]
+    assert rows[-4:-1] == ["matmuls", "memory", "all"]

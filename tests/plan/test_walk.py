@@ -231,7 +231,7 @@ def test_events_name_lines_of_the_model() -> None:
     assert {event.path for event in report.events if event.axes == ("EMBED",)} == {"up", "down"}
 
 
-def test_a_replicated_product_is_idle() -> None:
+def test_a_replicated_matmul_is_idle() -> None:
     report = plan(manager("ddp", "dp:2,tp:4"), mlp)
     assert {item.mesh_axes for item in report.walked.idle} == {("tp",)}
 
@@ -386,21 +386,21 @@ def test_shard_map_on_the_mesh_of_the_manager() -> None:
     ]
 
 
-@pytest.mark.parametrize(("product", "size"), [(jnp.float32, 4), (jnp.bfloat16, 2)])
-def test_a_sum_is_added_before_it_is_converted(product: Any, size: int) -> None:
-    """`product` is the type of the terms; the result is converted to the other type."""
-    other = jnp.bfloat16 if product == jnp.float32 else jnp.float32
+@pytest.mark.parametrize(("matmul", "size"), [(jnp.float32, 4), (jnp.bfloat16, 2)])
+def test_a_sum_is_added_before_it_is_converted(matmul: Any, size: int) -> None:
+    """`matmul` is the type of the terms; the result is converted to the other type."""
+    other = jnp.bfloat16 if matmul == jnp.float32 else jnp.float32
 
     def forward(params: Any, x: Any) -> Any:
         inner = sw.shard(x @ params["up"], sw.BATCH, sw.QUERY_LENGTH, sw.MLP_INTERMEDIATE)
         narrow = inner.astype(jnp.bfloat16), params["down"].astype(jnp.bfloat16)
-        y = jnp.einsum("bsi,ie->bse", *narrow, preferred_element_type=product)
+        y = jnp.einsum("bsi,ie->bse", *narrow, preferred_element_type=matmul)
         return sw.shard(y.astype(other), HIDDEN)
 
     report = plan(manager("tensor", "tp:8"), forward)
     hidden = BATCH * LENGTH * EMBED * size
     assert rows(report) == [("all_reduce", ("tp",), ("MLP_INTERMEDIATE",), hidden, 1)]
-    assert report.events[0].dtype == jnp.dtype(product).name
+    assert report.events[0].dtype == jnp.dtype(matmul).name
 
 
 def test_sum_that_is_widened_only_to_add_sends_narrow_terms() -> None:

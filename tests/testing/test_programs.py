@@ -25,7 +25,7 @@ ONE_DEVICE = (
 )
 
 
-def product(x: Any, w: Any) -> Any:
+def matmul(x: Any, w: Any) -> Any:
     return x @ w
 
 
@@ -44,19 +44,19 @@ def summing(axes: Any, mesh: Mesh) -> tuple[Callable[[Any], Any], Any]:
 def test_program_on_one_device_is_refused(w: Any) -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=cpu_mesh("tp:8"))
     with pytest.raises(ProgramError, match=ONE_DEVICE):
-        assert_no_collectives(product, w, w, mesh=pm.mesh)
+        assert_no_collectives(matmul, w, w, mesh=pm.mesh)
     # A manager's mesh is ambient, so an array without a sharding is on all of its devices.
     with pytest.raises(
         ProgramError,
-        match=r"product does the same on each of 8 devices: nothing is sharded.*\n  fix   shard",
+        match=r"matmul does the same on each of 8 devices: nothing is sharded.*\n  fix   shard",
     ):
-        assert_no_collectives(product, w, w, manager=pm)
+        assert_no_collectives(matmul, w, w, manager=pm)
     with pytest.raises(ProgramError, match=ONE_DEVICE):
-        assert_collectives(product, w, w, all_reduce=0, only=True, mesh=pm.mesh)
-    with pm, pytest.raises(ProgramError, match="product does the same on each of 8 devices"):
-        assert_collectives(product, w, w, all_reduce=0, only=True)
+        assert_collectives(matmul, w, w, all_reduce=0, only=True, mesh=pm.mesh)
+    with pm, pytest.raises(ProgramError, match="matmul does the same on each of 8 devices"):
+        assert_collectives(matmul, w, w, all_reduce=0, only=True)
     with pytest.raises(ProgramError, match=ONE_DEVICE):
-        read_collectives(jax.jit(product).lower(WHOLE, WHOLE).compile(), pm.mesh)
+        read_collectives(jax.jit(matmul).lower(WHOLE, WHOLE).compile(), pm.mesh)
 
 
 def test_program_that_shards_inside() -> None:
@@ -65,7 +65,7 @@ def test_program_that_shards_inside() -> None:
 
 
 def test_mesh_of_one_device() -> None:
-    assert_no_collectives(product, WHOLE, WHOLE, mesh=cpu_mesh("tp:1"))
+    assert_no_collectives(matmul, WHOLE, WHOLE, mesh=cpu_mesh("tp:1"))
 
 
 def test_no_collectives_over_several_axes() -> None:

@@ -27,7 +27,7 @@ def draw() -> str:
     _next(picture, 174, f"all-gather over {over}")
     _weight(picture, 222, pm, title="2 gathered", code="sw.gather(w, ...)", role="use")
     _next(picture, 320, "forward pass")
-    _product(picture, 364, pm)
+    _matmul(picture, 364, pm)
     _next(picture, 484, f"backward pass, sum over {over}")
     _weight(picture, 536, pm, title="4 gradient", code="like the stored weight", role="param")
     return picture.render()
@@ -55,7 +55,7 @@ def _next(picture: Picture, y: float, words: str) -> None:
     picture.text(20, y + 24, words, kind="soft")
 
 
-def _product(picture: Picture, y: float, pm: sw.PartitionManager) -> None:
+def _matmul(picture: Picture, y: float, pm: sw.PartitionManager) -> None:
     """Draw `x @ w = y`: device 0 holds its factors, and computes its part of the result."""
     picture.text(20, y + 16, "3 used", kind="title")
     picture.text(100, y + 16, "x @ w = y", kind="code")

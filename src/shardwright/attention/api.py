@@ -82,7 +82,7 @@ def dot_product_attention(
         scale multiplies the logits, so the keys are not copied. A call with scales has no gradient.
       v_scale: Likewise for the values, which then have k's dtype. The scale multiplies the weights.
       softcap: c in `c * tanh(logits / c)`.
-      scale: Factor of the products. Defaults to `1 / sqrt(head_dim)`.
+      scale: Factor of the scores, q · k. Defaults to `1 / sqrt(head_dim)`.
       dropout: Probability of dropping a weight; 0 is none. The same weights are dropped on every
         mesh. Defaults to the metadata's value in training, else to 0.
       dropout_key: A JAX key, or an integer seed.

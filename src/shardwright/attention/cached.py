@@ -88,7 +88,7 @@ def append_and_attend(
       chunk: As in `dot_product_attention`.
       sinks: `[heads]`, as in `dot_product_attention`.
       softcap: As in `dot_product_attention`.
-      scale: Factor of the products. Defaults to `1 / sqrt(head_dim)`.
+      scale: Factor of the scores, q · k. Defaults to `1 / sqrt(head_dim)`.
 
     Raises:
       AttentionError: The arguments do not go together, a window is longer than that of a ring, or

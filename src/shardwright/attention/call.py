@@ -164,12 +164,12 @@ class Recipe:
     """The static part of the arithmetic.
 
     Logits are `softcap(scale * q.k + bias)`. They are masked, then softmax and dropout follow. With
-    quantized keys and values, k's scale multiplies the products before the bias is added, and v's
+    quantized keys and values, k's scale multiplies the scores before the bias is added, and v's
     scale multiplies the weights after dropout.
 
     Attributes:
       mask: Which pairs attend, by position.
-      scale: Factor of the products of queries and keys.
+      scale: Factor of the scores, q · k.
       softcap: c in `c * tanh(logits / c)`, or None.
       dropout: Probability of dropping a weight. The others are divided by `1 - dropout`.
       q_block: Rows of queries that a blockwise kernel holds at a time.

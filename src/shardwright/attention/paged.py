@@ -90,7 +90,7 @@ def paged_attention(
       chunk: As in `dot_product_attention`.
       sinks: `[heads]`, as in `dot_product_attention`.
       softcap: As in `dot_product_attention`.
-      scale: Factor of the products. Defaults to `1 / sqrt(head_dim)`.
+      scale: Factor of the scores, q · k. Defaults to `1 / sqrt(head_dim)`.
       return_lse: Whether to return a `Result` with the logsumexp, `[batch, heads, q_length]`
         float32.
 

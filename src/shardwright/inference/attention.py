@@ -8,9 +8,9 @@ from typing import Final
 
 from shardwright.inference.atoms import Atom, Dim, finest
 from shardwright.inference.evidence import Evidence, Site
-from shardwright.inference.facts import Facts, Product
+from shardwright.inference.facts import Facts, Matmul
 from shardwright.inference.names import LENGTHS, Names, outputs_of, summed_over, with_pieces
-from shardwright.inference.roots import Root, nearest_products
+from shardwright.inference.roots import Root, nearest_matmuls
 from shardwright.vocabulary.axes import HEAD, HEAD_DIM, KV_HEAD, LENGTH
 
 # The query heads that share one kv head. GROUP is not an axis: (KV_HEAD, GROUP) is spelled HEAD.
@@ -20,14 +20,14 @@ _HEADS: Final = frozenset({HEAD, KV_HEAD, GROUP})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """A product of queries and keys.
+    """A matmul of queries and keys.
 
     Attributes:
       batch: The factors of its batch dims.
       contracted: The factors that are summed over: the head dim.
       sequence: Free factors that are positions.
       groups: Free factors of the queries that the keys do not have.
-      is_confirmed: Whether another product sums over the positions of the keys.
+      is_confirmed: Whether another matmul sums over the positions of the keys.
       site: The equation.
     """
 
@@ -41,40 +41,40 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Uses:
-    """How products use factors.
+    """How matmuls use factors.
 
     Attributes:
       made: Factors that weights make, and their pieces.
       summed: Factors that weights sum over.
-      stacked: Factors along which weights are stacked: batch dims of products with weights.
-      next: The products of activations that use the result of each product, by its root.
+      stacked: Factors along which weights are stacked: batch dims of matmuls with weights.
+      next: The matmuls of activations that use the result of each matmul, by its root.
     """
 
     made: set[Atom]
     summed: set[Atom]
     stacked: set[Atom]
-    next: dict[Root, list[Product]]
+    next: dict[Root, list[Matmul]]
 
 
 def name_attention(names: Names) -> None:
-    """Find products of queries and keys, and products of scores and values; name their dims."""
+    """Find matmuls of queries and keys, and matmuls of scores and values; name their dims."""
     all_scores: list[Scores] = []
     uses = _uses(names.facts)
-    for product in names.facts.activations:
-        following = [] if product.root is None else uses.next.get(product.root, [])
-        scores = _scores(product, uses, following)
+    for matmul in names.facts.activations:
+        following = [] if matmul.root is None else uses.next.get(matmul.root, [])
+        scores = _scores(matmul, uses, following)
         if scores is not None:
             _name_scores(names, scores, uses)
             all_scores.append(scores)
-        elif not _name_states(names, product, uses, following):
-            _name_values(names, product, all_scores, uses)
+        elif not _name_states(names, matmul, uses, following):
+            _name_values(names, matmul, all_scores, uses)
 
 
 def _uses(facts: Facts) -> Uses:
-    following: dict[Root, list[Product]] = {}
-    for product in facts.activations:
-        for root in set().union(*map(nearest_products, product.operands)):
-            following.setdefault(root, []).append(product)
+    following: dict[Root, list[Matmul]] = {}
+    for matmul in facts.activations:
+        for root in set().union(*map(nearest_matmuls, matmul.operands)):
+            following.setdefault(root, []).append(matmul)
     made = set(with_pieces(outputs_of(facts.projections), facts.pieces))
     for piece in facts.pieces:  # a concatenation of such dims
         if made.issuperset(finest(piece.dim)):
@@ -87,14 +87,14 @@ def _factors(dims: Iterable[Dim]) -> list[Atom]:
     return [atom for dim in dims for atom in finest(dim)]
 
 
-def _scores(product: Product, uses: Uses, following: Iterable[Product]) -> Scores | None:
-    """Return a product as queries times keys, or None if it is another product.
+def _scores(matmul: Matmul, uses: Uses, following: Iterable[Matmul]) -> Scores | None:
+    """Return a matmul as queries times keys, or None if it is another matmul.
 
-    Queries and keys both have positions, and the product sums over a dim that comes from a weight.
-    If only one of them has positions, another product must sum over these.
+    Queries and keys both have positions, and the matmul sums over a dim that comes from a weight.
+    If only one of them has positions, another matmul must sum over these.
     """
-    left, right = _factors(product.left), _factors(product.right)
-    contracted = _factors(product.contracted)
+    left, right = _factors(matmul.left), _factors(matmul.right)
+    contracted = _factors(matmul.contracted)
     if not contracted or any(
         not atom.learned or atom.name not in ("", HEAD_DIM) for atom in contracted
     ):
@@ -106,7 +106,7 @@ def _scores(product: Product, uses: Uses, following: Iterable[Product]) -> Score
         return atom not in uses.made or atom.name in LENGTHS or atom in shared
 
     positions = [any(map(is_position, side)) for side in (left, right)]
-    heads = [atom for atom in _factors(product.batch) if atom.learned and not atom.name]
+    heads = [atom for atom in _factors(matmul.batch) if atom.learned and not atom.name]
     # In decode there is one query per sequence, so queries have no dim of positions. They may have
     # groups.
     sequence = {atom for atom in (*left, *right) if is_position(atom)}
@@ -121,12 +121,12 @@ def _scores(product: Product, uses: Uses, following: Iterable[Product]) -> Score
     if all(groups):
         return None
     return Scores(
-        batch=_factors(product.batch),
+        batch=_factors(matmul.batch),
         contracted=contracted,
         sequence=sequence,
         groups=groups[0] or groups[1],
         is_confirmed=is_confirmed,
-        site=product.site,
+        site=matmul.site,
     )
 
 
@@ -134,7 +134,7 @@ def _name_scores(names: Names, scores: Scores, uses: Uses) -> None:
     site = scores.site
     heads, guess = _heads(scores.batch, uses)
     heads = _with_shards(heads, names.facts.shards)
-    # Without heads or values, this may be another product of two activations.
+    # Without heads or values, this may be another matmul of two activations.
     guess |= (not heads and not scores.groups) or (bool(scores.groups) and not scores.is_confirmed)
     why = Evidence("queries times keys: summed over", site)
     names.give(scores.contracted, HEAD_DIM, why, guess=guess)
@@ -192,13 +192,13 @@ def _grouped(heads: list[Atom]) -> tuple[list[Atom], list[Atom]]:
     return (kv_heads, copies) if len(heads) == 2 and copies else (heads, [])
 
 
-def _name_states(names: Names, product: Product, uses: Uses, following: Iterable[Product]) -> bool:
+def _name_states(names: Names, matmul: Matmul, uses: Uses, following: Iterable[Matmul]) -> bool:
     """Name the dims of linear attention: keys times values, and this state times queries.
 
-    The first product sums over positions, and the second one over the head dim of the keys.
+    The first matmul sums over positions, and the second one over the head dim of the keys.
     """
-    sides = [_factors(product.left), _factors(product.right)]
-    contracted = _factors(product.contracted)
+    sides = [_factors(matmul.left), _factors(matmul.right)]
+    contracted = _factors(matmul.contracted)
     if not contracted or any(atom in uses.made for atom in contracted):
         return False
     if not all(side and uses.made >= set(side) for side in sides):
@@ -212,20 +212,20 @@ def _name_states(names: Names, product: Product, uses: Uses, following: Iterable
     )
     if not is_read:
         return False
-    heads, guess = _heads(_factors(product.batch), uses)
-    why = Evidence("keys times values, which queries read: a batch dim", product.site)
+    heads, guess = _heads(_factors(matmul.batch), uses)
+    why = Evidence("keys times values, which queries read: a batch dim", matmul.site)
     names.give(heads, HEAD, why, guess=guess)
-    why = Evidence("keys times values, which queries read", product.site)
+    why = Evidence("keys times values, which queries read", matmul.site)
     for side in sides:
         names.give(side, HEAD_DIM, why, guess=guess or not heads)
     return True
 
 
-def _name_values(names: Names, product: Product, all_scores: Iterable[Scores], uses: Uses) -> None:
-    """Name the head dim of values, if a product sums over the positions of scores."""
-    contracted = set(_factors(product.contracted))
-    batch = set(_factors(product.batch))
-    free = _factors((*product.left, *product.right))
+def _name_values(names: Names, matmul: Matmul, all_scores: Iterable[Scores], uses: Uses) -> None:
+    """Name the head dim of values, if a matmul sums over the positions of scores."""
+    contracted = set(_factors(matmul.contracted))
+    batch = set(_factors(matmul.batch))
+    free = _factors((*matmul.left, *matmul.right))
     has_heads = any(atom.name in _HEADS for atom in (*batch, *free))
     is_values = any(
         contracted and contracted <= scores.sequence and (has_heads or batch == set(scores.batch))
@@ -233,7 +233,7 @@ def _name_values(names: Names, product: Product, all_scores: Iterable[Scores], u
     )
     if not is_values:
         return
-    why = Evidence("scores times values: a dim of a weight", product.site)
+    why = Evidence("scores times values: a dim of a weight", matmul.site)
     for atom in free:
         if atom in uses.made:
             names.give((atom,), HEAD_DIM, why, guess=not has_heads)

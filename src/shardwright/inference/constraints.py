@@ -41,10 +41,10 @@ KINDS: Final = {
 }
 RESHARD: Final = "reshard"
 _JAXPRS: Final = (core.ClosedJaxpr, core.Jaxpr)
-_PRODUCTS: Final = frozenset({"dot_general", "conv_general_dilated"})
+_MATMULS: Final = frozenset({"dot_general", "conv_general_dilated"})
 _ADDITIONS: Final = frozenset({"add", "add_any"})
 _SHARDED: Final = frozenset({HEAD, KV_HEAD, MLP_INTERMEDIATE})
-# Axes of products: heads, hidden dims and logits.
+# Axes of matmuls: heads, hidden dims and logits.
 _ENTERED: Final = frozenset({HEAD, GROUP, MLP_INTERMEDIATE, VOCAB})
 
 
@@ -112,7 +112,7 @@ def is_candidate(primitive: str, operands: Iterable[Value]) -> bool:
     """Tell whether the result of a primitive may get a constraint."""
     if primitive in _ADDITIONS:
         return sum(operand.data and operand.learned for operand in operands) > 1
-    return primitive in _PRODUCTS or primitive == "gather"
+    return primitive in _MATMULS or primitive == "gather"
 
 
 def _is_fused(row: Factors) -> bool:
@@ -129,7 +129,7 @@ def _kind(names: list[str], output: Output) -> str:
     is_sum = output.primitive in _ADDITIONS or output.primitive == "gather"
     if is_sum and own != [EMBED]:
         return ""
-    if output.primitive in _PRODUCTS and own == [EMBED] and not output.is_lookup:
+    if output.primitive in _MATMULS and own == [EMBED] and not output.is_lookup:
         return ""  # the sum with the residual stream gets the constraint
     if not set(own) <= {*KINDS, HEAD_DIM, GROUP}:
         return ""
@@ -142,7 +142,7 @@ def _constraint(output: Output, rows: list[Factors], kind: str) -> Constraint:
     """Spell the dims of an intermediate as an annotation.
 
     The sequence is LENGTH in the residual stream, KV_LENGTH in keys and values, and QUERY_LENGTH in
-    the other products, whatever the seeds call it. Queries, and products of scores and values, may
+    the other matmuls, whatever the seeds call it. Queries, and matmuls of scores and values, may
     have KV_HEAD and GROUP as two dims.
     """
     names = {name for row in rows for name, _ in row}

@@ -65,7 +65,7 @@ def _mark(step: Step, operands: list[Value], dims: Dims) -> None:
 
 
 def _record_selection(step: Step, operands: list[Value]) -> None:
-    """Record one-hot rows that select from activations by a product, as labels do in a loss."""
+    """Record one-hot rows that select from activations by a matmul, as labels do in a loss."""
     if step.equation.primitive.name != "mul" or len(operands) != 2:
         return
     for labels, logits in (operands, reversed(operands)):

@@ -34,15 +34,15 @@ class Lookup:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
-    """A product: of two activations, or of an activation (left) and a weight (right).
+class Matmul:
+    """A matmul: of two activations, or of an activation (left) and a weight (right).
 
     Attributes:
       batch: Dims that both operands and the result have.
       contracted: Dims that are summed over.
       left: The other dims of the left operand.
       right: The other dims of the right operand.
-      groups: Whether the batch dims are the groups of a ragged product.
+      groups: Whether the batch dims are the groups of a ragged matmul.
       reads_inputs: Whether an operand is an input, to which no parameter has been applied.
       leaf: The number of the parameter that is the weight, if it is one alone.
       operands: The roots of the operands.
@@ -86,7 +86,7 @@ class Scan:
 
     Attributes:
       dim: The dim that it runs along.
-      is_of_layers: Whether its weights multiply the carry, and this product becomes the next carry.
+      is_of_layers: Whether its weights multiply the carry, and this matmul becomes the next carry.
       is_routed: Whether it also runs over an activation that is computed from parameters.
       site: The equation.
     """
@@ -105,7 +105,7 @@ class Output:
       place: Index of the equation, after those of the loops and calls around it.
       dims: Its dims.
       shape: Its shape.
-      is_lookup: Whether a one-hot operand makes the product a lookup in a table.
+      is_lookup: Whether a one-hot operand makes the matmul a lookup in a table.
       site: The equation.
     """
 
@@ -148,8 +148,8 @@ class Facts:
     """
 
     lookups: list[Lookup] = dataclasses.field(default_factory=list)
-    activations: list[Product] = dataclasses.field(default_factory=list)
-    projections: list[Product] = dataclasses.field(default_factory=list)
+    activations: list[Matmul] = dataclasses.field(default_factory=list)
+    projections: list[Matmul] = dataclasses.field(default_factory=list)
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     top_k: list[Use] = dataclasses.field(default_factory=list)
     largest: list[Use] = dataclasses.field(default_factory=list)

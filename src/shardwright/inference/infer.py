@@ -32,9 +32,9 @@ from shardwright.inference.spelling import routers, spell
 from shardwright.inference.stacks import (
     guess_chosen,
     guess_scanned,
+    matmuls_of_selected,
     name_experts,
     name_layers,
-    products_of_selected,
 )
 from shardwright.inference.step import Value
 from shardwright.inference.tables import (
@@ -228,7 +228,7 @@ def _check_axes(inputs: Sequence[Value], sizes: Mapping[Any, str], own_axes: Ite
 def _name_all(
     facts: Facts, params: Sequence[Dims], results: Sequence[Value], sizes: GivenSizes
 ) -> None:
-    selected = list(products_of_selected(facts))
+    selected = list(matmuls_of_selected(facts))
     names = Names(facts)
     name_tables(names, results)
     name_layers(names)

@@ -11,7 +11,7 @@ from typing import Final
 
 from shardwright.inference.atoms import Atom, Dim, finest
 from shardwright.inference.evidence import Evidence, Site
-from shardwright.inference.facts import Clash, Facts, Piece, Product
+from shardwright.inference.facts import Clash, Facts, Matmul, Piece
 from shardwright.vocabulary.axes import (
     BATCH,
     EMBED,
@@ -99,14 +99,14 @@ def name_hidden(names: Names) -> None:
 
     A weight makes them from EMBED, an activation function is applied to them, and another weight
     makes EMBED from them. Softmax is nonlinear along heads too. But a weight after it sums over
-    heads and head dims together, so products that sum over several factors are left out.
+    heads and head dims together, so matmuls that sum over several factors are left out.
     """
     projections = names.facts.projections
-    outputs = outputs_of([product for product in projections if _has(product.contracted, EMBED)])
+    outputs = outputs_of([matmul for matmul in projections if _has(matmul.contracted, EMBED)])
     summed = summed_over(
-        product
-        for product in projections
-        if _has(product.right, EMBED) and len(finest(_joined(product.contracted))) == 1
+        matmul
+        for matmul in projections
+        if _has(matmul.right, EMBED) and len(finest(_joined(matmul.contracted))) == 1
     )
     for atom, site in with_pieces(outputs, names.facts.pieces).items():
         if atom in summed and not atom.name and atom.nonlinear:
@@ -160,22 +160,22 @@ def _has(dims: Iterable[Dim], axis: str) -> bool:
     return any(atom.name == axis for dim in dims for atom in finest(dim))
 
 
-def outputs_of(projections: Iterable[Product]) -> dict[Atom, Site]:
+def outputs_of(projections: Iterable[Matmul]) -> dict[Atom, Site]:
     """Return the output dims of weights, each with its first equation."""
     outputs: dict[Atom, Site] = {}
-    for product in projections:
-        for dim in product.right:
+    for matmul in projections:
+        for dim in matmul.right:
             for atom in finest(dim):
-                outputs.setdefault(atom, product.site)
+                outputs.setdefault(atom, matmul.site)
     return outputs
 
 
-def summed_over(projections: Iterable[Product]) -> set[Atom]:
-    """Return the dims over which products with weights sum, without the batch."""
+def summed_over(projections: Iterable[Matmul]) -> set[Atom]:
+    """Return the dims over which matmuls with weights sum, without the batch."""
     return {
         atom
-        for product in projections
-        for dim in product.contracted
+        for matmul in projections
+        for dim in matmul.contracted
         for atom in finest(dim)
         if atom.name != BATCH
     }

@@ -1,4 +1,4 @@
-"""Where activations come from: which sums are residual, and which products feed each other."""
+"""Where activations come from: which sums are residual, and which matmuls feed each other."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ class Root:
 
     Attributes:
       parents: The roots of the operands that it is computed from.
-      is_product: Whether a product returns it.
+      is_matmul: Whether a matmul returns it.
       depth: Number of roots on the longest way to an input.
     """
 
     parents: tuple[Root, ...] = ()
-    is_product: bool = False
+    is_matmul: bool = False
     depth: int = 0
 
 
-def new_root(parents: Sequence[Root], *, is_product: bool = False) -> Root:
+def new_root(parents: Sequence[Root], *, is_matmul: bool = False) -> Root:
     """Return the root of a value that is computed from others."""
     depth = 1 + max((parent.depth for parent in parents), default=0)
-    return Root(tuple(parents), is_product, depth)
+    return Root(tuple(parents), is_matmul, depth)
 
 
 def is_residual(first: Root | None, second: Root | None) -> bool:
@@ -43,8 +43,8 @@ def is_residual(first: Root | None, second: Root | None) -> bool:
     return False
 
 
-def nearest_products(root: Root | None) -> set[Root]:
-    """Return the products that a value is computed from without another product in between."""
+def nearest_matmuls(root: Root | None) -> set[Root]:
+    """Return the matmuls that a value is computed from without another matmul in between."""
     found: set[Root] = set()
     seen, waiting = set(), [] if root is None else [root]
     while waiting:
@@ -52,7 +52,7 @@ def nearest_products(root: Root | None) -> set[Root]:
         if each in seen:
             continue
         seen.add(each)
-        if each.is_product:
+        if each.is_matmul:
             found.add(each)
         else:
             waiting.extend(each.parents)

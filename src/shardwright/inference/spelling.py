@@ -51,11 +51,11 @@ class Spelled:
 def routers(facts: Facts) -> frozenset[int]:
     """Return the numbers of the parameters that are weights of routers: they make EXPERT."""
     return frozenset(
-        product.leaf
-        for product in facts.projections
-        if product.leaf is not None
-        and _names(product.right) == {EXPERT}
-        and EXPERT not in _names((*product.batch, *product.contracted))
+        matmul.leaf
+        for matmul in facts.projections
+        if matmul.leaf is not None
+        and _names(matmul.right) == {EXPERT}
+        and EXPERT not in _names((*matmul.batch, *matmul.contracted))
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from shardwright.inference.atoms import Dim, finest, size_of
 from shardwright.inference.evidence import Evidence
-from shardwright.inference.facts import Facts, Lookup, Product
+from shardwright.inference.facts import Facts, Lookup, Matmul
 from shardwright.inference.names import Names, learned, unnamed
 from shardwright.vocabulary.axes import EXPERT, HEAD, HEAD_DIM, LAYERS, VOCAB
 
@@ -32,7 +32,7 @@ def guess_scanned(names: Names) -> None:
 def name_experts(names: Names) -> None:
     """Name the dim along which every expert has weights of its own.
 
-    A router chooses along it: by `top_k`, by one-hot rows, by groups of a ragged product, or by
+    A router chooses along it: by `top_k`, by one-hot rows, by groups of a ragged matmul, or by
     selecting matrices. A dim that a router chooses along, apart from these weights, is EXPERT too
     if it has as many elements.
 
@@ -42,12 +42,12 @@ def name_experts(names: Names) -> None:
     facts = names.facts
     chosen = {atom for use in facts.top_k if learned(use.dim) for atom in finest(use.dim)}
     experts: list[Dim] = []
-    for product in facts.projections:
-        for dim in product.batch:
-            why = Evidence("every index has a weight of its own", product.site)
+    for matmul in facts.projections:
+        for dim in matmul.batch:
+            why = Evidence("every index has a weight of its own", matmul.site)
             atoms = finest(dim)
-            is_routed = product.groups or any(atom.routed or atom in chosen for atom in atoms)
-            blocks = [] if is_routed else _blocks(dim, product)
+            is_routed = matmul.groups or any(atom.routed or atom in chosen for atom in atoms)
+            blocks = [] if is_routed else _blocks(dim, matmul)
             if blocks:
                 names.give(dim, HEAD, why, guess=True)
                 for block in blocks:
@@ -55,9 +55,9 @@ def name_experts(names: Names) -> None:
                 continue
             names.give(dim, EXPERT, why, guess=not is_routed)
             experts += [dim] if is_routed else []
-    for product in products_of_selected(facts):
-        (key,) = product.batch
-        names.give(key, EXPERT, Evidence("matrices are selected by a router", product.site))
+    for matmul in matmuls_of_selected(facts):
+        (key,) = matmul.batch
+        names.give(key, EXPERT, Evidence("matrices are selected by a router", matmul.site))
         experts.append(key)
     sizes = {
         size_of(finest(dim)) for dim in experts if all(atom.name == EXPERT for atom in finest(dim))
@@ -72,12 +72,12 @@ def name_experts(names: Names) -> None:
             names.give(dim, EXPERT, Evidence(reason, site))
 
 
-def _blocks(dim: Dim, product: Product) -> list[Dim]:
+def _blocks(dim: Dim, matmul: Matmul) -> list[Dim]:
     """Return the dims that are summed over and that one parameter joins with a batch dim."""
     places = {place for atom in finest(dim) for place in atom.params}
     return [
         each
-        for each in product.contracted
+        for each in matmul.contracted
         if any(not places.isdisjoint(atom.params) for atom in finest(each))
     ]
 
@@ -107,21 +107,21 @@ def _routed(facts: Facts) -> Iterator[Lookup]:
     )
 
 
-def products_of_selected(facts: Facts) -> Iterator[Product]:
-    """Yield the products of activations with matrices that a router selects, as if with a weight.
+def matmuls_of_selected(facts: Facts) -> Iterator[Matmul]:
+    """Yield the matmuls of activations with matrices that a router selects, as if with a weight.
 
-    The dim of experts is a batch dim, as in a product with the weights of all experts.
+    The dim of experts is a batch dim, as in a matmul with the weights of all experts.
     """
     for lookup in _routed(facts):
         row = {atom for dim in lookup.row for atom in finest(dim)}
-        for product in facts.activations:
-            free = (*product.left, *product.right)
+        for matmul in facts.activations:
+            free = (*matmul.left, *matmul.right)
             made = tuple(dim for dim in free if finest(dim) and row.issuperset(finest(dim)))
-            if made and not row.isdisjoint(finest(_joined(product.contracted))):
-                yield Product(
+            if made and not row.isdisjoint(finest(_joined(matmul.contracted))):
+                yield Matmul(
                     batch=(lookup.key,),
-                    contracted=product.contracted,
+                    contracted=matmul.contracted,
                     left=tuple(dim for dim in free if dim not in made),
                     right=made,
-                    site=product.site,
+                    site=matmul.site,
                 )

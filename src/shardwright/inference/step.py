@@ -25,9 +25,9 @@ class Value:
       root: Where it comes from, if it depends on the inputs.
       inputs: Numbers of the inputs that it depends on.
       loops: What it is to the scans around it, as (scan, part): a "carry", a row of "scanned"
-        weights, or a result "made" from both by a product.
+        weights, or a result "made" from both by a matmul.
       leaf: The number of the parameter, if it is one parameter alone.
-      is_computed: Whether it is the product of parameters, such as queries of learned latents.
+      is_computed: Whether it is the matmul of parameters, such as queries of learned latents.
     """
 
     dims: Dims
@@ -149,12 +149,12 @@ class Step:
             is_computed=not data and any(value.is_computed for value in self.values),
         )
 
-    def new_root(self, *, is_product: bool = False) -> Root | None:
+    def new_root(self, *, is_matmul: bool = False) -> Root | None:
         """Return a root whose parents are those of the operands, or None without inputs."""
         if not any(value.data for value in self.values):
             return None
         roots = [value.root for value in self.values if value.root is not None]
-        return new_root(list(dict.fromkeys(roots)), is_product=is_product)
+        return new_root(list(dict.fromkeys(roots)), is_matmul=is_matmul)
 
     def new_results(self) -> list[Value]:
         """Return results with dims about which nothing is known."""

@@ -131,7 +131,7 @@ def _has_length(group: Iterable[Lookup]) -> bool:
 def _reads_others(facts: Facts, group: Iterable[Lookup]) -> bool:
     """Tell whether the model reads features beside a table. Its indices may then be positions."""
     is_added = any(atom.given for lookup in group for dim in lookup.row for atom in finest(dim))
-    return is_added or any(product.reads_inputs for product in facts.projections)
+    return is_added or any(matmul.reads_inputs for matmul in facts.projections)
 
 
 def _rows(lookup: Lookup) -> int:
@@ -148,7 +148,7 @@ def _ends(facts: Facts, results: Sequence[Value]) -> Iterator[tuple[Dim, Site | 
 
 
 def _maker(facts: Facts, dim: Dim) -> Site | None:
-    """Return the last product with a weight that has a dim, or None."""
+    """Return the last matmul with a weight that has a dim, or None."""
     outputs = outputs_of(reversed(facts.projections))
     return next((outputs[atom] for atom in finest(dim) if atom in outputs), None)
 

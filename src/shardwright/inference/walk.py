@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core
 
 from shardwright import _jax
-from shardwright.inference import control, elementwise, indexing, manual, products, shapes
+from shardwright.inference import control, elementwise, indexing, manual, matmuls, shapes
 from shardwright.inference.atoms import new_dims
 from shardwright.inference.constraints import is_candidate, numbered
 from shardwright.inference.evidence import Evidence, Site
@@ -54,14 +54,14 @@ RULES: Final[dict[str, Callable[[Step], list[Value]]]] = {
     "broadcast_in_dim": shapes.broadcast,
     "concatenate": shapes.concatenate,
     "cond": control.cond,
-    "conv_general_dilated": products.convolution,
-    "dot_general": products.dot_general,
+    "conv_general_dilated": matmuls.convolution,
+    "dot_general": matmuls.dot_general,
     "dynamic_slice": shapes.dynamic_slice,
     "dynamic_update_slice": indexing.update_slice,
     "gather": indexing.gather,
     "iota": shapes.iota,
     "pad": shapes.pad,
-    "ragged_dot_general": products.ragged_dot,
+    "ragged_dot_general": matmuls.ragged_dot,
     "scan": control.scan,
     "shard_map": manual.shard_map,
     "slice": shapes.cut,
@@ -144,7 +144,7 @@ class Walker:
 
     def _results(self, step: Step) -> list[Value]:
         if _BACKWARD in _jax.scope(step.equation):
-            # The products of a gradient are not those of a model. The forward pass has all facts.
+            # The matmuls of a gradient are not those of a model. The forward pass has all facts.
             return step.new_results()
         name = step.equation.primitive.name
         if name in RULES:

@@ -25,7 +25,7 @@ from shardwright.vocabulary.modes import MODE_DECODE, MODE_TRAIN
 _SERVING = (BATCH, KV_LENGTH, PAGE, CAPACITY)
 # Dims of activations that count tokens.
 _TOKENS = (BATCH, LENGTH, QUERY_LENGTH, CAPACITY)
-# Products do not sum over these dims of a weight: each layer and each expert has its own product.
+# Matmuls do not sum over these dims of a weight: each layer and each expert has its own matmul.
 _STACKED = frozenset({LAYERS, EXPERT})
 
 
@@ -33,8 +33,8 @@ def not_gathered(subject: Subject) -> Iterator[Finding]:
     """Yield rules that store weights over a mesh axis of the tokens, without gathering them.
 
     If the tokens of `x` and a dim of `w` are both sharded over fsdp, each device has its own tokens
-    and its own part of `w`. So XLA must move data for each product `x @ w`. With fsdp in
-    `policy.gather`, `sw.gather` gathers `w` once for all its products.
+    and its own part of `w`. So XLA must move data for each matmul `x @ w`. With fsdp in
+    `policy.gather`, `sw.gather` gathers `w` once for all its matmuls.
     """
     tokens: dict[str, str] = {}
     for axis in _TOKENS:
@@ -58,7 +58,7 @@ def not_gathered(subject: Subject) -> Iterator[Finding]:
                 _written_at(subject, axis, rule),
                 message=f"weights with {axis_label(axis)} are stored over {'+'.join(moved)}, which "
                 f"also shards {sharded} of activations, and they are not gathered: XLA chooses for "
-                "every product whether to move the weight, activations or partial sums",
+                "every matmul whether to move the weight, activations or partial sums",
                 fix=f'gather them for use, [policy] gather = "{gather}", or store them over '
                 "another mesh axis",
             )

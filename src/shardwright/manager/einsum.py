@@ -1,7 +1,7 @@
 """`einsum` and `dot_general` with a sharded result, on Auto, Explicit and mixed meshes.
 
 Over Auto mesh axes, the result gets a constraint. Over Explicit mesh axes, the sharding is passed
-as `out_sharding`, because JAX refuses a product that contracts a sharded dim without it.
+as `out_sharding`, because JAX refuses a matmul that contracts a sharded dim without it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from shardwright.vocabulary.annotations import read_annotation
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Product:
-    """A product of arrays with fixed options. It is hashable, as a static argument of jit must be.
+class _Contraction:
+    """A matmul of arrays with fixed options. It is hashable, as a static argument of jit must be.
 
     Attributes:
       function: `jnp.einsum` or `jax.lax.dot_general`.
@@ -85,8 +85,8 @@ def einsum(
     Raises:
       ShardingError: The annotation does not fit the result, the rules or the mesh.
     """
-    product = _Product(jnp.einsum, (spec,), (), precision, preferred_element_type)
-    return _sharded(product, operands, out, mode)
+    matmul = _Contraction(jnp.einsum, (spec,), (), precision, preferred_element_type)
+    return _sharded(matmul, operands, out, mode)
 
 
 def dot_general(
@@ -117,47 +117,47 @@ def dot_general(
       ShardingError: The annotation does not fit the result, the rules or the mesh.
     """
     numbers = _as_tuples(dimension_numbers)
-    product = _Product(jax.lax.dot_general, (), (numbers,), precision, preferred_element_type)
-    return _sharded(product, (lhs, rhs), out, mode)
+    matmul = _Contraction(jax.lax.dot_general, (), (numbers,), precision, preferred_element_type)
+    return _sharded(matmul, (lhs, rhs), out, mode)
 
 
 def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
-def _sharded(product: _Product, operands: tuple[Any, ...], out: Any, mode: str | None) -> Any:
+def _sharded(matmul: _Contraction, operands: tuple[Any, ...], out: Any, mode: str | None) -> Any:
     entered = context.current()
     if entered is None:
-        return product(*operands)
+        return matmul(*operands)
     # The manager with eformer's names decides by one of this room.
     manager: Manager = entered if isinstance(entered, Manager) else entered.native()
     mesh = _jax.ambient_mesh() or manager.mesh
     if AxisType.Explicit not in mesh.axis_types:
-        return place(manager, product(*operands), (out,), mode)
-    # The spec depends on the shape of the result. With P(), JAX accepts every product here.
-    result = jax.eval_shape(functools.partial(product, out_sharding=PartitionSpec()), *operands)
+        return place(manager, matmul(*operands), (out,), mode)
+    # The spec depends on the shape of the result. With P(), JAX accepts every matmul here.
+    result = jax.eval_shape(functools.partial(matmul, out_sharding=PartitionSpec()), *operands)
     decided = decide_array(manager, Request(read_annotation((out,)), result.shape, mode))
     placement = decided.placement
     if placement is None:  # an enclosing shard_map has made all mesh axes Manual
-        y = product(*operands)
+        y = matmul(*operands)
     elif placement.auto is None or _jax.in_trace():
-        y = _place_result(product, placement, *operands)
+        y = _place_result(matmul, placement, *operands)
     else:
         # Outside of jit, the constraint over Auto axes would undo the sharding over Explicit axes.
-        y = _place_result_jitted(product, placement, *operands)
+        y = _place_result_jitted(matmul, placement, *operands)
     if decided.manual is not None:
         check_varying(y, decided.manual, None)
     return y
 
 
-def _place_result(product: _Product, placement: Placement, *operands: Any) -> Any:
+def _place_result(matmul: _Contraction, placement: Placement, *operands: Any) -> Any:
     assert placement.explicit is not None
     entries = [None if entry is UNCONSTRAINED else entry for entry in placement.explicit.partitions]
     spec: Any = PartitionSpec(*entries)
     # A bare spec requires an ambient mesh. A manager that is entered inside a trace sets none.
     if not placement.ambient:
         spec = NamedSharding(placement.mesh, spec)
-    y = product(*operands, out_sharding=spec)
+    y = matmul(*operands, out_sharding=spec)
     return y if placement.auto is None else constraint.constrain(y, constraint.auto_part(placement))
 
 

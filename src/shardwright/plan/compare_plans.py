@@ -198,8 +198,8 @@ def _quantities(plan: Mapping[str, Any]) -> dict[tuple[str, str], float | str]:
         (name, unit, plan.get(key))
         for key, name, unit in (
             ("verdict", "verdict", ""),
-            ("flops", "operations of products", "FLOP"),
-            ("product_bytes", "bytes of products", "B"),
+            ("flops", "operations of matmuls", "FLOP"),
+            ("matmul_bytes", "bytes of matmuls", "B"),
             ("sent_bytes", "sent", "B"),
         )
     ]

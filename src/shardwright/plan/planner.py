@@ -193,7 +193,7 @@ class PlanReport:
             "choices": [dataclasses.asdict(choice) for choice in self.walked.choices],
             "idle": [dataclasses.asdict(idle) for idle in self.walked.idle],
             "flops": self.walked.flops,
-            "product_bytes": self.walked.product_bytes,
+            "matmul_bytes": self.walked.matmul_bytes,
             "sent_bytes": self.sent_bytes,
             "slice_bytes": self.slice_bytes,
         }
@@ -351,7 +351,7 @@ def _with_gather(
     """Return choices whose fixes name `gather` where a stored weight may compete for a mesh axis.
 
     A weight that the policy gathers before use, and that is used as stored, keeps its mesh axes in
-    the product.
+    the matmul.
     """
     stored = {
         axis

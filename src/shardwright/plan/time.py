@@ -1,8 +1,8 @@
 """Estimate a program's time on a slice by a roofline, as a range with its assumptions.
 
 No part of it is calibrated on hardware. The lower end assumes that all rates are at their peak, and
-that everything overlaps. The upper end assumes that products run at half of their peak, links at
-their lower rate and with a latency per hop. It also assumes that only products overlap with their
+that everything overlaps. The upper end assumes that matmuls run at half of their peak, links at
+their lower rate and with a latency per hop. It also assumes that only matmuls overlap with their
 memory traffic.
 """
 
@@ -15,7 +15,7 @@ from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.layout import Layout
 from shardwright.plan.walk.events import Event, Walked
 
-# Share of the peak that products reach at the upper end of the range.
+# Share of the peak that matmuls reach at the upper end of the range.
 _LEAST_USE: Final = 0.5
 # Seconds of one hop on the interconnect, from the scaling book.
 _HOP: Final = 1e-6
@@ -36,13 +36,13 @@ class TimeRange:
     """The estimate for one run of a program.
 
     Attributes:
-      products: Time of the operations of matrix products.
+      matmuls: Time of the operations of matmuls.
       memory: Time to read and write memory: at least each argument once, at most the operands and
-        results of all matrix products.
+        results of all matmuls.
       links: Mesh axes -> time of the collectives over them.
     """
 
-    products: Span
+    matmuls: Span
     memory: Span
     links: dict[tuple[str, ...], Span]
 
@@ -50,13 +50,13 @@ class TimeRange:
     def low(self) -> float:
         """Seconds if everything overlaps."""
         sent = [span.low for span in self.links.values()]
-        return max(self.products.low, self.memory.low, *sent)
+        return max(self.matmuls.low, self.memory.low, *sent)
 
     @property
     def high(self) -> float:
-        """Seconds if only products and their memory traffic overlap."""
+        """Seconds if only matmuls and their memory traffic overlap."""
         sent = sum(span.high for span in self.links.values())
-        return max(self.products.high, self.memory.high) + sent
+        return max(self.matmuls.high, self.memory.high) + sent
 
     def to_json(self) -> dict[str, Any]:
         """Return the range and its parts as plain data, in seconds."""
@@ -64,7 +64,7 @@ class TimeRange:
         return {
             "low": self.low,
             "high": self.high,
-            "products": dataclasses.asdict(self.products),
+            "matmuls": dataclasses.asdict(self.matmuls),
             "memory": dataclasses.asdict(self.memory),
             "links": links,
         }
@@ -80,14 +80,14 @@ def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRa
     """
     chip = layout.topology.chip
     least, most = walked.work.least_flops / chip.flops, walked.flops / chip.flops
-    read = max(state_bytes, walked.product_bytes) / chip.hbm_rate
+    read = max(state_bytes, walked.matmul_bytes) / chip.hbm_rate
     links: dict[tuple[str, ...], Span] = {}
     for event in walked.events:
         span = _sending(event, layout)
         known = links.get(event.mesh_axes, Span(low=0.0, high=0.0))
         links[event.mesh_axes] = Span(low=known.low + span.low, high=known.high + span.high)
     return TimeRange(
-        products=Span(low=least, high=most / _LEAST_USE),
+        matmuls=Span(low=least, high=most / _LEAST_USE),
         memory=Span(low=state_bytes / chip.hbm_rate, high=read),
         links=links,
     )

@@ -47,9 +47,9 @@ class Case:
       options: Static arguments of `dot_product_attention`.
       arrays: Names of the arrays beside q, k and v.
       stored: Dtype of quantized k and v, or None.
-      coarse: Whether q and k are multiples of 1/4. A bias added to their products is then rounded
+      coarse: Whether q and k are multiples of 1/4. A bias added to their scores is then rounded
         in the same way by every implementation.
-      spread: Standard deviation of the scaled products.
+      spread: Standard deviation of the scaled scores.
       slack: Factor of the tolerances.
     """
 

@@ -1,6 +1,6 @@
 """The oracle of attention: the definition in NumPy and float64, forward and backward.
 
-Only the bias is added in float32, as in every implementation: the sum of -1e9 and a product is then
+Only the bias is added in float32, as in every implementation: the sum of -1e9 and a score is then
 -1e9. A bias of at most -2e38 hides its pair of query and key, like False in a mask.
 """
 
@@ -66,10 +66,10 @@ def backward(operands: Operands, recipe: Recipe, *, do: Any, dlse: Any) -> dict[
     dlogits = softmax.p * (dp - delta[..., None])
     if recipe.softcap is not None:
         dlogits = dlogits * (1.0 - np.square(softmax.logits / recipe.softcap))
-    products = dlogits * recipe.scale
+    dscores = dlogits * recipe.scale
     grads = {
-        "q": np.einsum("bhts,bshd->bthd", products, k),
-        "k": _by_kv_head(np.einsum("bhts,bthd->bshd", products, q), operands),
+        "q": np.einsum("bhts,bshd->bthd", dscores, k),
+        "k": _by_kv_head(np.einsum("bhts,bthd->bshd", dscores, q), operands),
         "v": _by_kv_head(np.einsum("bhts,bthd->bshd", softmax.p * softmax.keep, do), operands),
     }
     if operands.bias is not None:

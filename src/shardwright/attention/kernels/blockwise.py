@@ -182,7 +182,7 @@ def _add(recipe: Recipe, block: Operands, state: Running) -> Running:
         block = block.replace(k=block.k.astype(block.q.dtype), v=block.v.astype(wide))
     seen, bias = online_softmax.visible(block, recipe.mask)
     logits = online_softmax.logits_of(
-        online_softmax.products_of(block.q, block.k),
+        online_softmax.scores_of(block.q, block.k),
         scale=recipe.scale,
         softcap=recipe.softcap,
         bias=bias,
@@ -354,10 +354,8 @@ def _logit_gradients(block: Operands, recipe: Recipe, rows: _Rows) -> tuple[jax.
     Both are `[batch, heads, q_length, kv_length]`.
     """
     seen, bias = online_softmax.visible(block, recipe.mask)
-    products = online_softmax.products_of(block.q, block.k)
-    logits = online_softmax.logits_of(
-        products, scale=recipe.scale, softcap=recipe.softcap, bias=bias
-    )
+    scores = online_softmax.scores_of(block.q, block.k)
+    logits = online_softmax.logits_of(scores, scale=recipe.scale, softcap=recipe.softcap, bias=bias)
     # A row without keys has the constant lse = -inf, so the cotangent of that lse has no effect.
     no_keys = jnp.isneginf(rows.lse)
     lse, delta_rows = jnp.where(no_keys, 0.0, rows.lse), jnp.where(no_keys, 0.0, rows.delta)
@@ -366,7 +364,7 @@ def _logit_gradients(block: Operands, recipe: Recipe, rows: _Rows) -> tuple[jax.
         above = above - rows.lse_error[..., None]
     # Mask the exponent and not the exponential: the derivative of an overflow would be NaN.
     p = jnp.exp(jnp.where(seen, above, -jnp.inf))
-    dp = online_softmax.products_of(rows.do, block.v)
+    dp = online_softmax.scores_of(rows.do, block.v)
     keep = keep_factors(block, recipe.dropout) if recipe.dropout else None
     ds = p * ((dp if keep is None else dp * keep) - delta_rows[..., None])
     if recipe.softcap is not None:

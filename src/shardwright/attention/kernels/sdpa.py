@@ -23,7 +23,7 @@ def supports(call: AttentionCall) -> tuple[str, ...]:
 
 def run(operands: Operands, call: AttentionCall) -> Result:
     """Attend on every shard of batch and heads."""
-    # XLA for CPUs computes most products of two bfloat16s in float32, but not all. With q, k and v
+    # XLA for CPUs computes most matmuls of two bfloat16s in float32, but not all. With q, k and v
     # in BHTD, JAX 0.12 sums weights times values in bfloat16: for 512 keys the output is off by
     # 1.1e-2 in relative norm instead of 2.3e-3, and JAX has no argument that prevents it.
     dtype = "float32" if call.platform == "cpu" else call.dtype

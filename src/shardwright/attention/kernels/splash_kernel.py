@@ -1,7 +1,7 @@
 """Sparse flash attention in Pallas, for TPUs, by blocks of queries and keys.
 
 Blocks in which no pair attends are skipped. There are three kernels: the forward pass, the gradient
-of the queries, and the gradients of keys and values. Products are summed in float32 and then
+of the queries, and the gradients of keys and values. Matmuls are summed in float32 and then
 scaled, so the scale is never rounded to bfloat16. Masks compare positions and segment ids.
 `splash_blocks` gives these kernels the interface of `blockwise` and computes the table of blocks to
 visit.
@@ -30,7 +30,7 @@ from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
 EMPTY, PARTLY, FULL = 0, 1, 2
 KINDS = 4
 
-# The dims of a product's operands that are contracted.
+# The dims of a matmul's operands that are contracted.
 _ROWS_BY_ROWS = (((1,), (1,)), ((), ()))
 _PLAIN = (((1,), (0,)), ((), ()))
 
@@ -41,7 +41,7 @@ class Plan:
 
     Attributes:
       rules: The mask by position.
-      scale: Factor of the products.
+      scale: Factor of the scores, q · k.
       softcap: c in `c * tanh(logits / c)`, or None.
       q_block: Rows of queries in a block. It divides the number of queries.
       kv_block: Rows of keys in a block. It divides the number of keys.
@@ -401,7 +401,7 @@ def _forward_body(
         m_ref[...] = top
         l_ref[...] = l_ref[...] * shrink + jnp.sum(p, axis=1, keepdims=True)
         v = v_ref[...]
-        acc_ref[...] = acc_ref[...] * shrink[:, :1] + _product(p.astype(v.dtype), v, _PLAIN)
+        acc_ref[...] = acc_ref[...] * shrink[:, :1] + _matmul(p.astype(v.dtype), v, _PLAIN)
 
     _if_visited(scalars[0], shape, step, add)
 
@@ -438,10 +438,10 @@ def _queries_body(
         p = jnp.exp(logits - _column(lse_ref[0]))
         if masked:
             p = jnp.where(_attending_pairs(ints, plan.rules, rows="q"), p, 0.0)
-        dp = _product(do_ref[...], v_ref[...], _ROWS_BY_ROWS)
+        dp = _matmul(do_ref[...], v_ref[...], _ROWS_BY_ROWS)
         ds = p * (dp - _column(delta_ref[0]))
         ds = ds if slope is None else ds * slope
-        acc_ref[...] += _product(ds.astype(k.dtype), k, _PLAIN)
+        acc_ref[...] += _matmul(ds.astype(k.dtype), k, _PLAIN)
 
     _if_visited(scalars[0], shape, step, add)
 
@@ -471,10 +471,10 @@ def _keys_body(
         p = jnp.exp(logits - lse_ref[...])
         if masked:
             p = jnp.where(_attending_pairs(ints, plan.rules, rows="kv"), p, 0.0)
-        dv_acc[...] += _product(p.astype(do.dtype), do, _PLAIN)
-        ds = p * (_product(v_ref[...], do, _ROWS_BY_ROWS) - delta_ref[...])
+        dv_acc[...] += _matmul(p.astype(do.dtype), do, _PLAIN)
+        ds = p * (_matmul(v_ref[...], do, _ROWS_BY_ROWS) - delta_ref[...])
         ds = ds if slope is None else ds * slope
-        dk_acc[...] += _product(ds.astype(q.dtype), q, _PLAIN)
+        dk_acc[...] += _matmul(ds.astype(q.dtype), q, _PLAIN)
 
     _if_visited(scalars[0], shape, step, add)
 
@@ -493,20 +493,20 @@ def _if_visited(table: Any, shape: tuple[int, ...], step: Any, add: Callable[...
 
 def _logits(a: jax.Array, b: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array | None]:
     """Return the float32 logits of a's rows and b's rows, and the derivative of the softcap."""
-    logits = _product(a, b, _ROWS_BY_ROWS) * plan.scale
+    logits = _matmul(a, b, _ROWS_BY_ROWS) * plan.scale
     if plan.softcap is None:
         return logits, None
     capped = jnp.tanh(logits / plan.softcap)
     return capped * plan.softcap, 1.0 - capped * capped
 
 
-def _product(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
+def _matmul(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
     # By default a TPU multiplies float32 in bfloat16.
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    product: jax.Array = jax.lax.dot_general(
+    matmul: jax.Array = jax.lax.dot_general(
         a, b, dims, precision=precision, preferred_element_type=jnp.float32
     )
-    return product
+    return matmul
 
 
 def _attending_pairs(ints: Any, rules: MaskRules, *, rows: str) -> jax.Array:

@@ -45,9 +45,9 @@ def attend(operands: Operands, recipe: Recipe) -> Result:
     wide = {name: getattr(operands, name).astype(jnp.float32) for name in ("q", "k", "v")}
     x = online_softmax.without_remains(operands.replace(**wide), recipe)
     seen, bias = online_softmax.visible(x, recipe.mask)
-    products = online_softmax.products_of(x.q, x.k)
+    scores = online_softmax.scores_of(x.q, x.k)
     logits = online_softmax.logits_of(
-        products, scale=recipe.scale, softcap=recipe.softcap, bias=bias, k_scale=x.k_scale
+        scores, scale=recipe.scale, softcap=recipe.softcap, bias=bias, k_scale=x.k_scale
     )
     logits = jnp.where(seen, logits, DEFAULT_MASK_VALUE)
     top = jnp.max(logits, axis=-1, keepdims=True, initial=DEFAULT_MASK_VALUE)

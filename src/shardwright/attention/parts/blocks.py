@@ -171,7 +171,7 @@ def _in_stored_order(block: Operands, layout: Layout) -> Operands:
     """Return a block of a cache in the order in which TPUs store it by default.
 
     Without this, XLA copies the whole cache in every call, into the order that it prefers for the
-    product of one block.
+    matmul of one block.
     """
     ordered = {}
     for name in ("k", "v"):

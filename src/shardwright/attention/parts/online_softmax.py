@@ -192,7 +192,7 @@ def visible(operands: Operands, rules: MaskRules) -> tuple[jax.Array, jax.Array 
 
 
 def logits_of(
-    products: jax.Array,
+    scores: jax.Array,
     *,
     scale: float,
     softcap: float | None = None,
@@ -202,22 +202,22 @@ def logits_of(
     """Return float32 logits `[batch, heads, q_length, kv_length]`: scaled, biased, then capped.
 
     Args:
-      products: Products of queries and keys, of the same shape; see `products_of`.
-      scale: Factor of the products.
+      scores: Scores of queries and keys, of the same shape; see `scores_of`.
+      scale: Factor of the scores.
       softcap: c in `c * tanh(logits / c)`, or None.
       bias: Broadcastable to the logits, or None.
       k_scale: `[batch, kv_length, kv_heads]`, or None. A key is `k * k_scale`.
     """
-    logits = products * scale
+    logits = scores * scale
     if k_scale is not None:
-        logits = logits * by_head(k_scale, products.shape[1])
+        logits = logits * by_head(k_scale, scores.shape[1])
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
-def products_of(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Return the products of queries and keys, or of cotangents and values.
+def scores_of(q: jax.Array, k: jax.Array) -> jax.Array:
+    """Return q · k by head, of queries and keys (the scores) or of cotangents and values.
 
     Args:
       q: `[batch, q_length, heads, head_dim]`.
@@ -255,7 +255,7 @@ def queries_of(ds: jax.Array, k: jax.Array) -> jax.Array:
     """Return the cotangent of the queries, `[batch, q_length, heads, head_dim]`.
 
     Args:
-      ds: Cotangent of the products, `[batch, heads, q_length, kv_length]`.
+      ds: Cotangent of the scores, `[batch, heads, q_length, kv_length]`.
       k: `[batch, kv_length, kv_heads, head_dim]`.
     """
     out = _einsum("bkgts,bskd->btkgd", _by_kv_head(ds, k), k)
@@ -268,7 +268,7 @@ def keys_of(ds: jax.Array, q: jax.Array, kv_heads: int) -> jax.Array:
     With weights and the output's cotangent it returns the cotangent of the values.
 
     Args:
-      ds: Cotangent of the products, `[batch, heads, q_length, kv_length]`.
+      ds: Cotangent of the scores, `[batch, heads, q_length, kv_length]`.
       q: `[batch, q_length, heads, head_dim]`.
       kv_heads: Number of heads of the keys.
     """
@@ -294,18 +294,18 @@ def full_precision(dtype: str) -> Any:
 def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     # By default an accelerator multiplies float32 in bfloat16.
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    product = functools.partial(
+    einsum = functools.partial(
         jnp.einsum, subscripts, precision=precision, preferred_element_type=jnp.float32
     )
     if a.dtype == jnp.float32 and b.dtype == jnp.float32:
-        out: jax.Array = product(a, b)
+        out: jax.Array = einsum(a, b)
         return out
     # XLA for CPUs widens such operands itself, but not in every layout: "Unsupported element type
     # for DotThunk: BF16 x BF16 = F32".
     wide: jax.Array = jax.lax.platform_dependent(
         a,
         b,
-        cpu=lambda a, b: product(a.astype(jnp.float32), b.astype(jnp.float32)),
-        default=product,
+        cpu=lambda a, b: einsum(a.astype(jnp.float32), b.astype(jnp.float32)),
+        default=einsum,
     )
     return wide

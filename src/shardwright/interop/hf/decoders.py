@@ -146,7 +146,7 @@ def decoder(
 
     Args:
       folder: Folder with `config.json` and safetensors files.
-      param: Dtype of stored parameters, with products in bfloat16. Defaults to the configuration's
+      param: Dtype of stored parameters, with matmuls in bfloat16. Defaults to the configuration's
         dtype for both.
 
     Raises:

@@ -71,7 +71,7 @@ def read_config(path: str, *, param: str | None = None, capacity: float | None =
 
     Args:
       path: The file, `config.json`.
-      param: Dtype of stored parameters, with products in bfloat16. Defaults to the configuration's
+      param: Dtype of stored parameters, with matmuls in bfloat16. Defaults to the configuration's
         dtype for both.
       capacity: Slots of an expert, divided by its tokens at an even load. None: no token is
         dropped.

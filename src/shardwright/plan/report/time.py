@@ -25,7 +25,7 @@ def time_rows(time: TimeRange, layout: Layout) -> list[tuple[str, float, float, 
     """Return each part of an estimate: name, seconds at least and at most, and the assumption."""
     chip = layout.topology.chip
     parts = [
-        ("products", time.products, f"{chip.flops / 1e12:g} TFLOP/s, at 100% to 50%"),
+        ("matmuls", time.matmuls, f"{chip.flops / 1e12:g} TFLOP/s, at 100% to 50%"),
         (
             "memory",
             time.memory,

@@ -26,7 +26,7 @@ from shardwright.resolution import resolver
 from shardwright.resolution.request import Request
 from shardwright.vocabulary.axes import Role
 
-_USE: Final = 0.5  # share of the peak that products reach, as at the upper end of the time
+_USE: Final = 0.5  # share of the peak that matmuls reach, as at the upper end of the time
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ def closed_form(
       resolved: The annotations, resolved under the candidate.
       manager: The candidate.
       layout: Assignment of its mesh axes to the slice.
-      flops: Operations of the program's products on all devices together.
+      flops: Operations of the program's matmuls on all devices together.
     """
     sizes = {axis: size for axis, size in manager.mesh.shape.items() if size > 1}
     inner = [each for each in resolved if each.annotation.runs]

@@ -162,7 +162,7 @@ def _known_reasons(
             gathers,
             sum(map(_wire, gathers)) // 2,
         )
-    permutes = [] if Kind.PERMUTE in row.planned else _in_products(collectives)
+    permutes = [] if Kind.PERMUTE in row.planned else _in_matmuls(collectives)
     converted = _converted(events, collectives, permutes)
     if permutes:
         missing = {
@@ -174,7 +174,7 @@ def _known_reasons(
         parts = sum(converted[id(each)].planned for each in permutes)
         kinds = " and ".join(missing) or "other collectives"
         yield _reason(
-            f"permutes inside products (collective matmul) in place of {kinds}",
+            f"permutes inside matmuls (collective matmul) in place of {kinds}",
             permutes,
             parts - sum(missing.values()),
         )
@@ -197,7 +197,7 @@ def _known_reasons(
             )
 
 
-def _in_products(collectives: Sequence[Collective]) -> list[Collective]:
+def _in_matmuls(collectives: Sequence[Collective]) -> list[Collective]:
     return [
         each
         for each in collectives
@@ -225,7 +225,7 @@ def _converted(
     moved = {event.dtype for event in events if event.kind in _MOVED}
     converted = {}
     for each in collectives:
-        # Permutes of a collective matmul are at the line of the product, not of the gather.
+        # Permutes of a collective matmul are at the line of the matmul, not of the gather.
         types = moved if each in permutes else at_line.get(_line(each), set())
         dtype = next(iter(types)) if len(types) == 1 else ""
         sent, planned = _itemsize(each.wire_dtype), _itemsize(_FLOATS.get(dtype, ""))

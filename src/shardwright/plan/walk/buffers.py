@@ -101,7 +101,7 @@ def with_buffers(step: Step, results: Iterable[Value]) -> list[Value]:
         in_place=_overwritten(step.equation, [value.buffer for value in step.values]),
         inner=ledger.inner,
         loop=step.name in _LOOPS,
-        product=step.name == "dot_general",
+        matmul=step.name == "dot_general",
         # The result of a constraint is the moved operand, which must not count twice.
         moved=0 if step.name in CONSTRAINTS else ledger.moved + _parts(step, values),
     )
@@ -147,12 +147,12 @@ def _shard_sums(step: Step, births: Sequence[Buffer | None]) -> None:
 
 
 def _parts(step: Step, results: Sequence[Value]) -> int:
-    """Return the bytes of the parts of a result that a product adds up while it sends others.
+    """Return the bytes of the parts of a result that a matmul adds up while it sends others.
 
-    Compilers for TPUs run a product and the reduce-scatter of its result as one loop (collective
+    Compilers for TPUs run a matmul and the reduce-scatter of its result as one loop (collective
     matmul). The loop sends both ways along the ring. For each direction it holds two parts that it
     multiplies, one that it sends and one that it receives. They are added where the result is read,
-    so the parts are still in memory during the next product, which counts its result whole.
+    so the parts are still in memory during the next matmul, which counts its result whole.
     """
     if step.name != "dot_general" or step.wanted[0] is None:
         return 0
@@ -178,7 +178,7 @@ def _unadded(step: Step, results: Sequence[Value], births: Sequence[Buffer | Non
 
 
 def _mark_row(equation: Any, result: Buffer | None, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Note the bytes of the operand of a product that makes the last dim of the result."""
+    """Note the bytes of the operand of a matmul that makes the last dim of the result."""
     if result is None:
         return
     contracted, batch = (dims[1] for dims in equation.params["dimension_numbers"])
@@ -236,15 +236,15 @@ def _rows_of_table(step: Step) -> Buffer | None:
 
 
 def _split_weights(jaxpr: Any) -> set[int]:
-    """Return the positions of the inputs of which a product keeps the last dim and another one."""
-    return _product_inputs(jaxpr, _split)
+    """Return the positions of the inputs of which a matmul keeps the last dim and another one."""
+    return _matmul_inputs(jaxpr, _split)
 
 
 def _split(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
-    """Return the inputs behind those operands of which a product keeps the last dim and another.
+    """Return the inputs behind those operands of which a matmul keeps the last dim and another.
 
     Args:
-      equation: A product.
+      equation: A matmul.
       read: For each operand, the positions of the inputs that it is computed from.
     """
     found = []
@@ -317,7 +317,7 @@ def add_local(
 ) -> list[Buffer | None]:
     """Add a jaxpr whose shapes are local, such as the body of a `shard_map`, to a timeline.
 
-    A compiler copies an input if a product needs its batch dims first and they are not first.
+    A compiler copies an input if a matmul needs its batch dims first and they are not first.
 
     Args:
       jaxpr: The equations.
@@ -328,7 +328,7 @@ def add_local(
       The buffer of each result, or None if it takes no memory.
     """
     batched = _batched(jaxpr)
-    keep_copies((operands[at] for at in _product_inputs(jaxpr, with_one_row)), timeline)
+    keep_copies((operands[at] for at in _matmul_inputs(jaxpr, with_one_row)), timeline)
     inputs = list(operands)
     for at, variable in enumerate(jaxpr.invars):
         if at in batched:
@@ -339,18 +339,18 @@ def add_local(
 
 
 def _batched(jaxpr: Any) -> set[int]:
-    """Return the positions of the inputs of products whose batch dims do not come first."""
-    return _product_inputs(jaxpr, _relaid)
+    """Return the positions of the inputs of matmuls whose batch dims do not come first."""
+    return _matmul_inputs(jaxpr, _relaid)
 
 
-def _product_inputs(
+def _matmul_inputs(
     jaxpr: Any, choose: Callable[[Any, Sequence[set[int]]], list[set[int]]]
 ) -> set[int]:
-    """Return the positions of the inputs behind those operands of products that `choose` chooses.
+    """Return the positions of the inputs behind those operands of matmuls that `choose` chooses.
 
     Args:
       jaxpr: The equations.
-      choose: Called with a product, and for each operand the positions of the inputs that it is
+      choose: Called with a matmul, and for each operand the positions of the inputs that it is
         computed from. Returns the positions for the chosen operands.
     """
     sources: dict[Any, set[int]] = {variable: {at} for at, variable in enumerate(jaxpr.invars)}
@@ -367,14 +367,14 @@ def _product_inputs(
         for body in bodies:
             # A `cond` has one operand more than its branches: the index of the branch.
             given = read[len(read) - len(body.invars) :]
-            found.update(*(given[at] for at in _product_inputs(body, choose)))
+            found.update(*(given[at] for at in _matmul_inputs(body, choose)))
         if name in _FUSED or name in CONSTRAINTS or (bodies and name not in _LOOPS):
             sources.update(dict.fromkeys(equation.outvars, _of_size(equation, read)))
     return found
 
 
 def _relaid(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
-    """Return the inputs behind those operands of a product whose batch dims do not come first."""
+    """Return the inputs behind those operands of a matmul whose batch dims do not come first."""
     batch = equation.params["dimension_numbers"][1]
     found = []
     for each, variable, dims in zip(read, equation.invars, batch, strict=True):
@@ -431,7 +431,7 @@ def _add_local(
             in_place=_overwritten(equation, operands),
             inner=Peak.most(map(_local_peak, _bodies(equation))),
             loop=name in _READ_FROM_MEMORY,
-            product=name == "dot_general",
+            matmul=name == "dot_general",
         )
     return [buffer(variable) for variable in jaxpr.outvars]
 

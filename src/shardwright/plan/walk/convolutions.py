@@ -1,10 +1,10 @@
-"""The rule of `conv_general_dilated`: a product over features, whose spatial dims are whole."""
+"""The rule of `conv_general_dilated`: a matmul over features, whose spatial dims are whole."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from shardwright.plan.walk.products import Labels, follow_product
+from shardwright.plan.walk.matmuls import Labels, follow_matmul
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Value
 
@@ -42,7 +42,7 @@ def convolution(step: Step) -> list[Value]:
         )
     else:
         step.doubt(lost, "gather the dim with shard(...) before this convolution")
-    results = follow_product(step, values, labels)
+    results = follow_matmul(step, values, labels)
     step.ledger.doubt_kernel(results[0].owed, step.site)
     return results
 
@@ -55,7 +55,7 @@ def _windowed(step: Step, image: Value) -> frozenset[str]:
 
 
 def _labels(step: Step) -> Labels:
-    """Label the dims as those of a product. Labels with `s` are for dims that must be whole."""
+    """Label the dims as those of a matmul. Labels with `s` are for dims that must be whole."""
     numbers = step.parameters["dimension_numbers"]
     left, right, result = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     groups = step.parameters["feature_group_count"] > 1

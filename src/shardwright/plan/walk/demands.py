@@ -1,6 +1,6 @@
 """Find the shardings that later constraints require, from the end of a jaxpr to its start.
 
-Two operands of a product may compete for a mesh axis. If a later constraint shards the result over
+Two operands of a matmul may compete for a mesh axis. If a later constraint shards the result over
 this axis, the constraint decides which operand keeps it.
 """
 

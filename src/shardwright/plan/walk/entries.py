@@ -26,7 +26,7 @@ class Buffer:
         compiler may send or sum the value part by part.
       costly: Whether it takes an exponential, a logarithm or the like to compute it again.
       reduced: Whether a reduction reads it.
-      row: Bytes of the operand that makes a row of it, if it is a product.
+      row: Bytes of the operand that makes a row of it, if it is a matmul.
       across: Whether its first dim is along the lanes of a TPU, since its last one is short.
       dtype: Element type, or "" if it is not known.
       shape: Shape on one device.
@@ -121,7 +121,7 @@ class Entry:
       in_place: Buffers that it reads and may overwrite.
       inner: Peak of the jaxpr that it runs.
       loop: Whether it is a loop. Its operands are not fused into it.
-      product: Whether it is a product.
+      matmul: Whether it is a matmul.
       moved: Bytes of the copies of its operands that are in another sharding.
       early: Whether its results are computed at the start of the program.
     """
@@ -131,6 +131,6 @@ class Entry:
     in_place: tuple[Buffer, ...]
     inner: Peak
     loop: bool
-    product: bool
+    matmul: bool
     moved: int
     early: bool

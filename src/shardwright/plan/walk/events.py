@@ -101,10 +101,10 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Idle:
-    """A product that the devices along some mesh axes all repeat.
+    """A matmul that the devices along some mesh axes all repeat.
 
     Attributes:
-      mesh_axes: Mesh axes that no dim of the product is sharded over.
+      mesh_axes: Mesh axes that no dim of the matmul is sharded over.
       source: Line of the model.
       flops: Floating-point operations of one device, in all runs.
     """
@@ -116,19 +116,19 @@ class Idle:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The matrix products of a program, on one device.
+    """The matmuls of a program, on one device.
 
     Attributes:
       flops: Floating-point operations; of the branches of a `cond`, those of the largest.
       least_flops: The same with the smallest branch.
-      product_bytes: Bytes that the products read and write; of a `cond`, those of the largest.
+      matmul_bytes: Bytes that the matmuls read and write; of a `cond`, those of the largest.
       repeated_flops: The part of `flops` that repeats others: those of the forward pass, or those
         of the devices along an idle mesh axis.
     """
 
     flops: int = 0
     least_flops: int = 0
-    product_bytes: int = 0
+    matmul_bytes: int = 0
     repeated_flops: int = 0
 
     def __add__(self, other: Work) -> Work:
@@ -136,7 +136,7 @@ class Work:
         return Work(
             flops=self.flops + other.flops,
             least_flops=self.least_flops + other.least_flops,
-            product_bytes=self.product_bytes + other.product_bytes,
+            matmul_bytes=self.matmul_bytes + other.matmul_bytes,
             repeated_flops=self.repeated_flops + other.repeated_flops,
         )
 
@@ -146,7 +146,7 @@ class Work:
         return Work(
             flops=max(branch.flops for branch in branches),
             least_flops=min(branch.least_flops for branch in branches),
-            product_bytes=max(branch.product_bytes for branch in branches),
+            matmul_bytes=max(branch.matmul_bytes for branch in branches),
             repeated_flops=max(branch.repeated_flops for branch in branches),
         )
 
@@ -158,10 +158,10 @@ class Walked:
     Attributes:
       events: Collectives, in program order.
       choices: Places where the walk had to choose.
-      idle: Products that leave mesh axes idle.
+      idle: Matmuls that leave mesh axes idle.
       unknown: Primitive without a rule -> number of its equations. If there are any, the other
         numbers are too low.
-      work: Matrix products, per device.
+      work: Matmuls, per device.
       memory: Range of the peak memory, per device.
     """
 
@@ -174,18 +174,18 @@ class Walked:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of products, per device."""
+        """Floating-point operations of matmuls, per device."""
         return self.work.flops
 
     @property
     def useful_flops(self) -> int:
-        """Operations of products, per device, without those that repeat others."""
+        """Operations of matmuls, per device, without those that repeat others."""
         return self.work.flops - self.work.repeated_flops
 
     @property
-    def product_bytes(self) -> int:
-        """Bytes that products read and write, per device."""
-        return self.work.product_bytes
+    def matmul_bytes(self) -> int:
+        """Bytes that matmuls read and write, per device."""
+        return self.work.matmul_bytes
 
     @property
     def complete(self) -> bool:

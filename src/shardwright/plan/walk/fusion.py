@@ -46,7 +46,7 @@ def fused_buffers(
       fusion: Which values are fused.
     """
     uses = Counter(buffer for entry in entries for buffer in set(entry.uses))
-    products = Counter(buffer for entry in entries if entry.product for buffer in set(entry.uses))
+    matmuls = Counter(buffer for entry in entries if entry.matmul for buffer in set(entry.uses))
     needed = set(results).union(*(entry.uses for entry in entries if entry.loop))
     reach = _reach(entries) if fusion is Fusion.NARROW else {}
     fused: set[Buffer] = set()
@@ -61,7 +61,7 @@ def fused_buffers(
         if fusion is not Fusion.NARROW or not buffer.costly:
             return True
         kept = buffer.reduced and _in_one_kernel(buffer)
-        return products[buffer] <= 1 and not kept
+        return matmuls[buffer] <= 1 and not kept
 
     def fuses(buffer: Buffer) -> bool:
         if fusion is not Fusion.EAGER and uses[buffer] <= 1:
@@ -91,10 +91,10 @@ def _reach(entries: Sequence[Entry]) -> dict[Buffer, int]:
 
 
 def inside_kernels(entries: Sequence[Entry], fused: set[Buffer]) -> set[Buffer]:
-    """Return the products that a compiler at its best never holds. Only one equation reads them.
+    """Return the matmuls that a compiler at its best never holds. Only one equation reads them.
 
-    * An elementwise value, which is held: the kernel of the product computes it.
-    * Another product: its kernel computes the first one row by row, if the weight fits into the
+    * An elementwise value, which is held: the kernel of the matmul computes it.
+    * Another matmul: its kernel computes the first one row by row, if the weight fits into the
       memory of a kernel, as in the forward pass of a small feed-forward layer.
 
     Args:
@@ -108,12 +108,12 @@ def inside_kernels(entries: Sequence[Entry], fused: set[Buffer]) -> set[Buffer]:
         for buffer in {each for use in entry.uses for each in held(use, fused)}:
             readers.setdefault(buffer, []).append(entry)
     inside = set[Buffer]()
-    for buffer in (birth for entry in entries if entry.product for birth in entry.births):
+    for buffer in (birth for entry in entries if entry.matmul for birth in entry.births):
         if len(readers.get(buffer, ())) != 1:
             continue
         [reader] = readers[buffer]
         elementwise = any(birth.operands is not None for birth in reader.births)
-        if elementwise or (reader.product and 2 * buffer.row < _KERNEL):
+        if elementwise or (reader.matmul and 2 * buffer.row < _KERNEL):
             inside.add(buffer)
     return inside
 
@@ -146,14 +146,14 @@ def _is_at_hand(buffer: Buffer, fused: set[Buffer], reach: Mapping[Buffer, int])
 
 
 def _in_one_kernel(buffer: Buffer, *, least: int = 0) -> bool:
-    """Tell whether a TPU may compute a value in the kernel of the product that it starts with.
+    """Tell whether a TPU may compute a value in the kernel of the matmul that it starts with.
 
-    The kernel then has whole rows of the product, as for a softmax. It holds the operand that makes
+    The kernel then has whole rows of the matmul, as for a softmax. It holds the operand that makes
     a row twice, in order to read ahead.
 
     Args:
       buffer: The value.
-      least: Least bytes of that operand. With 0, the value need not start with a product.
+      least: Least bytes of that operand. With 0, the value need not start with a matmul.
     """
     return all(least <= 2 * root.row < _KERNEL for root in roots(buffer))
 

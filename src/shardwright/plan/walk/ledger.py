@@ -172,7 +172,7 @@ class Ledger:
         """Tell whether a TPU sums an array whole, because its parts are not whole tiles.
 
         A vector is summed whole. Otherwise, tiles are of the last two dims. A sum over an
-        elementwise result keeps the order of dims. The result of a product is turned if its other
+        elementwise result keeps the order of dims. The result of a matmul is turned if its other
         dim is not a multiple of 128, so that the scattered dim is along the lanes. A part then
         needs 128 numbers of 32 bits.
         """
@@ -183,7 +183,7 @@ class Ledger:
         for at, (size, axes) in enumerate(pairs):
             other = pairs[1 - at][0]
             turned = other % _LANES != 0 and (at == 1 or other > _LANES)
-            along_lanes = turned or (at == 1 and not value.is_product)
+            along_lanes = turned or (at == 1 and not value.is_matmul)
             if scattered & {*axes} and along_lanes and not size % _LANES:
                 return bool(size // shards(axes, self.sizes) % tile)
         return False
@@ -313,10 +313,10 @@ class Ledger:
             )
         )
 
-    def count_product(
+    def count_matmul(
         self, elements: int, operands: Iterable[int], site: Site, *, copies: int = 1
     ) -> int:
-        """Count the bytes and operations of one product on one device. Return the operations.
+        """Count the bytes and operations of one matmul on one device. Return the operations.
 
         Args:
           elements: Multiplications of one run.
@@ -328,7 +328,7 @@ class Ledger:
         self.work += Work(
             flops=flops,
             least_flops=flops,
-            product_bytes=sum(operands) * site.runs,
+            matmul_bytes=sum(operands) * site.runs,
             repeated_flops=flops if site.recomputed else flops - flops // copies,
         )
         return flops

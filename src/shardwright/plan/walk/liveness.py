@@ -3,7 +3,7 @@
 Equations run in the order of the program. The result is a range, since a compiler decides which
 values it keeps; `fusion` has the choices.
 
-* The upper end counts every value that a compiler cannot fuse into its use: products, results of
+* The upper end counts every value that a compiler cannot fuse into its use: matmuls, results of
   collectives and of loops, and elementwise values with several uses. A fused value keeps its
   operands alive instead. Results that take no donated argument's memory count from the start.
 * The lower end is that of a compiler at its best. Each chain of elementwise values overwrites a
@@ -58,7 +58,7 @@ class Timeline:
         in_place: Iterable[Buffer] = (),
         inner: Peak | None = None,
         loop: bool = False,
-        product: bool = False,
+        matmul: bool = False,
         moved: int = 0,
         early: bool = False,
         after: Buffer | None = None,
@@ -70,7 +70,7 @@ class Timeline:
             in_place=tuple(in_place),
             inner=inner or Peak(),
             loop=loop,
-            product=product,
+            matmul=matmul,
             moved=moved,
             early=early,
         )
@@ -202,9 +202,9 @@ class Timeline:
             kinds.update(_kept_kinds(ended, entry.births, kinds))
             alive.drop(ended)
             alive.add(entry.births)
-            # What is sent is in memory until the next product is done: compilers overlap the two.
+            # What is sent is in memory until the next matmul is done: compilers overlap the two.
             moved = max(entry.moved, sent)
-            if entry.product or entry.moved:
+            if entry.matmul or entry.moved:
                 sent = entry.moved
             now = alive.total + entry.inner.high + moved
             if now > most:

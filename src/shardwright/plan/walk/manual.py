@@ -159,7 +159,7 @@ def _note(
 
 
 def _count(equation: Any, step: Step, site: Site) -> None:
-    """Count a product. In a ragged one, each row is multiplied by the matrix of its group."""
+    """Count a matmul. In a ragged one, each row is multiplied by the matrix of its group."""
     left, right, *_ = (variable.aval for variable in equation.invars)
     result = equation.outvars[0].aval
     ragged = equation.params.get("ragged_dot_dimension_numbers")
@@ -171,28 +171,28 @@ def _count(equation: Any, step: Step, site: Site) -> None:
     if ragged is not None and set(ragged.lhs_ragged_dimensions) & set(contracted):
         inner = -(-inner // result.shape[0])  # the rows of all groups together are contracted once
     sizes = [whole_bytes(aval.size, aval.dtype) for aval in (left, right, result)]
-    step.ledger.count_product(result.size * inner, sizes, site)
+    step.ledger.count_matmul(result.size * inner, sizes, site)
 
 
 def _count_kernel(equation: Any, step: Step, site: Site) -> None:
-    """Count the products of a Pallas kernel: those of one step of its grid, times the steps.
+    """Count the matmuls of a Pallas kernel: those of one step of its grid, times the steps.
 
     A kernel skips blocks, or computes a block with or without a mask. So of the branches in its
     body at most one runs in a step, the one with the most operations.
     """
     parameters, variables = equation.params, (*equation.invars, *equation.outvars)
     steps = math.prod(size for size in parameters["grid_mapping"].grid if isinstance(size, int))
-    always, most = _products_of(parameters["jaxpr"])
+    always, most = _matmuls_of(parameters["jaxpr"])
     sizes = [whole_bytes(each.aval.size, each.aval.dtype) for each in variables]
     runs = 2 * steps * site.runs
     step.ledger.work += Work(
         flops=(always + most) * runs,
         least_flops=always * runs,
-        product_bytes=sum(sizes) * site.runs,
+        matmul_bytes=sum(sizes) * site.runs,
     )
 
 
-def _products_of(jaxpr: Any) -> tuple[int, int]:
+def _matmuls_of(jaxpr: Any) -> tuple[int, int]:
     """Return the multiplications of a kernel's body outside of branches, and the most of a branch.
 
     The shapes are those of the blocks.
@@ -204,9 +204,9 @@ def _products_of(jaxpr: Any) -> tuple[int, int]:
             shape = equation.invars[0].aval.shape
             always += equation.outvars[0].aval.size * math.prod(shape[dim] for dim in contracted)
         elif equation.primitive.name == "cond":
-            most = max(most, *(sum(_products_of(branch.jaxpr)) for branch in run_bodies(equation)))
+            most = max(most, *(sum(_matmuls_of(branch.jaxpr)) for branch in run_bodies(equation)))
         elif (body := called_jaxpr(equation)) is not None:
-            inner = _products_of(body)
+            inner = _matmuls_of(body)
             always, most = always + inner[0], max(most, inner[1])
     return always, most
 

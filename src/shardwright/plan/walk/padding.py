@@ -106,7 +106,7 @@ def _padded_bytes(buffer: Buffer) -> int:
 
 
 def keep_copies(read: Iterable[Buffer | None], timeline: Timeline) -> None:
-    """Keep the padded copies of those arrays until the end that a product with one row reads."""
+    """Keep the padded copies of those arrays until the end that a matmul with one row reads."""
     for each in read:
         for root in () if each is None else roots(each):
             padded = timeline.padded.get(root)
@@ -115,10 +115,10 @@ def keep_copies(read: Iterable[Buffer | None], timeline: Timeline) -> None:
 
 
 def with_one_row(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
-    """Return the inputs behind each operand of a product of which the other operand has one row.
+    """Return the inputs behind each operand of a matmul of which the other operand has one row.
 
     Args:
-      equation: A product.
+      equation: A matmul.
       read: For each operand, the positions of the inputs that it is computed from.
     """
     rows = [

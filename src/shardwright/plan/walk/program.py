@@ -21,7 +21,7 @@ from shardwright.dims.primitives import (
     VIEWS,
     WINDOWS,
 )
-from shardwright.plan.walk import control, convolutions, elementwise, indexing, products, shapes
+from shardwright.plan.walk import control, convolutions, elementwise, indexing, matmuls, shapes
 from shardwright.plan.walk.buffers import with_buffers
 from shardwright.plan.walk.demands import demands
 from shardwright.plan.walk.entries import CONSTANTS, RESULTS, TEMPORARY, Buffer, Peak
@@ -67,7 +67,7 @@ _RULES: Final[Mapping[str, Rule]] = {
     "scatter-max": indexing.scatter,
     "scatter-min": indexing.scatter,
     "scatter-mul": indexing.scatter,
-    "dot_general": products.dot_general,
+    "dot_general": matmuls.dot_general,
     "conv_general_dilated": convolutions.convolution,
     **dict.fromkeys(WINDOWS, shapes.cut),
     "scan": control.scan,

@@ -44,13 +44,13 @@ class Value:
     Attributes:
       dims: Mesh axes of each dim.
       owed: Mesh axes over which the value is a partial sum that must still be added up.
-      groups: The parts of `owed` that XLA adds one after the other: reductions and products add dim
+      groups: The parts of `owed` that XLA adds one after the other: reductions and matmuls add dim
         by dim. Empty means one group.
       sum_dtype: Element type of the terms of a partial sum, if the sum is converted later: XLA adds
         before it converts. Empty means the type of the value.
       widened_from: Element type that the value, or the terms of the sum, had before they were
         converted to a wider type. If the sum is converted back, it is added in this type.
-      is_product: Whether the value is the result of a matmul, whose layout compilers choose.
+      is_matmul: Whether the value is the result of a matmul, whose layout compilers choose.
       runs: How often the value is computed. XLA moves loop-invariant code out of a loop.
       free: Whether every device can compute the value by itself, such as a constant or an iota. No
         sharding of it sends anything.
@@ -65,7 +65,7 @@ class Value:
     groups: tuple[frozenset[str], ...] = ()
     sum_dtype: str = ""
     widened_from: str = ""
-    is_product: bool = False
+    is_matmul: bool = False
     runs: int = 1
     free: bool = False
     origins: Mapping[str, Origin] = dataclasses.field(default_factory=dict)

@@ -16,7 +16,7 @@ from shardwright.trees.tensors import whole_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """One label per dim of a product.
+    """One label per dim of a matmul.
 
     Labels are `b0` for a batch dim, `c0` for a contracted dim, and `l0` or `r0` for a dim that only
     the left or the right operand has. Dims that are multiplied with each other share a label.
@@ -57,11 +57,11 @@ class Labels:
 def dot_general(step: Step) -> list[Value]:
     """Follow a `dot_general`."""
     labels = Labels.of(step.equation)
-    return follow_product(step, [step.whole(0), step.whole(1)], labels)
+    return follow_matmul(step, [step.whole(0), step.whole(1)], labels)
 
 
-def follow_product(step: Step, values: Sequence[Value], labels: Labels) -> list[Value]:
-    """Follow a product. A mesh axis shards one label. A contracted one leaves a partial sum.
+def follow_matmul(step: Step, values: Sequence[Value], labels: Labels) -> list[Value]:
+    """Follow a matmul. A mesh axis shards one label. A contracted one leaves a partial sum.
 
     Args:
       step: The equation.
@@ -86,7 +86,7 @@ def follow_product(step: Step, values: Sequence[Value], labels: Labels) -> list[
         owed=owed,
         groups=groups,
         origins=merged_origins(values),
-        is_product=True,
+        is_matmul=True,
     )
     return [result]
 
@@ -94,8 +94,8 @@ def follow_product(step: Step, values: Sequence[Value], labels: Labels) -> list[
 def _use(step: Step, value: Value, names: Sequence[str], order: dict[str, list[str]]) -> object:
     """Return the key of a move. XLA merges two moves of one value only if their keys are equal.
 
-    If a gather is over fewer devices than the dims that stay sharded, all products share it. Else
-    products share it only if they keep the same kinds of dims sharded.
+    If a gather is over fewer devices than the dims that stay sharded, all matmuls share it. Else
+    matmuls share it only if they keep the same kinds of dims sharded.
     """
     sizes = step.ledger.sizes
     kept = {axis for name in names for axis in order.get(name, ())}
@@ -116,7 +116,7 @@ def _places(step: Step, values: Sequence[Value], labels: Labels) -> dict[str, st
       operand. Else the operand is gathered.
     * If two labels compete, and a constraint on the result shards neither, both are gathered.
     * If a batch label is sharded, and a constraint shards another label of the result, or an
-      operand a contracted one, XLA may gather or sum instead. The plan marks these products.
+      operand a contracted one, XLA may gather or sum instead. The plan marks these matmuls.
     * If two labels compete without a constraint, that of the larger operand is chosen. The plan
       marks this choice.
     """
@@ -216,7 +216,7 @@ def _order(values: Sequence[Value], labels: Labels, places: dict[str, str]) -> d
 
 
 def _count(step: Step, labels: Labels, order: dict[str, list[str]]) -> None:
-    """Count the operations and bytes of a product, and note the mesh axes that repeat it."""
+    """Count the operations and bytes of a matmul, and note the mesh axes that repeat it."""
     ledger = step.ledger
     elements = math.prod(
         -(-size // shards(order.get(label, ()), ledger.sizes))
@@ -232,6 +232,6 @@ def _count(step: Step, labels: Labels, order: dict[str, list[str]]) -> None:
     used = {axis for axes in order.values() for axis in axes}
     idle = tuple(axis for axis in ledger.sizes if axis not in used)
     copies = math.prod(ledger.sizes[axis] for axis in idle)
-    flops = ledger.count_product(elements, operands, step.site, copies=copies)
+    flops = ledger.count_matmul(elements, operands, step.site, copies=copies)
     if idle:
         ledger.idle.append(Idle(mesh_axes=idle, source=step.site.source, flops=flops))

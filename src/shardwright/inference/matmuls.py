@@ -1,4 +1,4 @@
-"""Products: `dot_general`, `ragged_dot_general` and convolutions."""
+"""Matmuls: `dot_general`, `ragged_dot_general` and convolutions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from shardwright.dims.table import correspondence
 from shardwright.inference.atoms import Dim, Dims, finest
-from shardwright.inference.facts import Lookup, Product, Use
+from shardwright.inference.facts import Lookup, Matmul, Use
 from shardwright.inference.shapes import windowed
 from shardwright.inference.step import Step, Value
 
@@ -29,9 +29,9 @@ def dot_general(step: Step) -> list[Value]:
 
 
 def _result(step: Step, dims: Sequence[Dim]) -> Value:
-    """Return the result of a product of the first two operands."""
+    """Return the result of a matmul of the first two operands."""
     left, right = step.values[:2]
-    result = step.result(dims, root=step.new_root(is_product=True))
+    result = step.result(dims, root=step.new_root(is_matmul=True))
     made = {
         (loop, "made")
         for first, second in ((left, right), (right, left))
@@ -52,10 +52,10 @@ def _others(dims: Dims, excluded: Sequence[int]) -> Dims:
 def _record(
     step: Step, result: Value, batch: Dims, contracted: Dims, free: tuple[Dims, Dims]
 ) -> None:
-    """Record a product of two activations, or of an activation and a weight."""
+    """Record a matmul of two activations, or of an activation and a weight."""
     left, right = step.values[:2]
     if left.is_activation and right.is_activation:
-        product = Product(
+        matmul = Matmul(
             batch=batch,
             contracted=contracted,
             left=free[0],
@@ -64,7 +64,7 @@ def _record(
             root=result.root,
             site=step.site,
         )
-        step.facts.activations.append(product)
+        step.facts.activations.append(matmul)
         return
     if left.is_weight:
         left, right, free = right, left, (free[1], free[0])
@@ -83,7 +83,7 @@ def _record(
             )
         )
         return
-    product = Product(
+    matmul = Matmul(
         batch=batch,
         contracted=contracted,
         left=free[0],
@@ -92,7 +92,7 @@ def _record(
         leaf=right.leaf,
         site=step.site,
     )
-    step.facts.projections.append(product)
+    step.facts.projections.append(matmul)
 
 
 def ragged_dot(step: Step) -> list[Value]:
@@ -112,7 +112,7 @@ def ragged_dot(step: Step) -> list[Value]:
     left_free = _others(left.dims, [*left_sum, *left_batch])
     right_free = _others(right.dims, [*right_sum, *right_batch, *groups])
     if left.data and right.is_weight:
-        product = Product(
+        matmul = Matmul(
             batch=tuple(right.dims[i] for i in groups),
             contracted=tuple(left.dims[i] for i in left_sum),
             left=left_free,
@@ -121,7 +121,7 @@ def ragged_dot(step: Step) -> list[Value]:
             reads_inputs=not left.learned,
             site=step.site,
         )
-        step.facts.projections.append(product)
+        step.facts.projections.append(matmul)
     return [_result(step, [*batch, *left_free, *right_free])]
 
 
@@ -147,7 +147,7 @@ def convolution(step: Step) -> list[Value]:
         if groups > 1:
             step.facts.windows.append(Use(dim=inputs, site=step.site))
         if image.data and not is_depthwise:
-            product = Product(
+            matmul = Matmul(
                 batch=(),
                 contracted=(channels,),
                 left=(batch,),
@@ -155,7 +155,7 @@ def convolution(step: Step) -> list[Value]:
                 reads_inputs=not image.learned,
                 site=step.site,
             )
-            step.facts.projections.append(product)
+            step.facts.projections.append(matmul)
     dims = dict(zip(numbers.out_spec[:2], (batch, outputs), strict=True))
     for at, old in zip(numbers.out_spec[2:], numbers.lhs_spec[2:], strict=True):
         dims[at] = windowed(step, image.dims[old], step.shapes[0][at])
