@@ -10,7 +10,7 @@ import pytest
 
 import shardwright as sw
 from shardwright.attention.masks import Mask, MaskRules
-from shardwright.resolution.composites import Candidate, Composite
+from shardwright.resolution.composites import Composite, TriedCandidate
 from shardwright.resolution.rules import Policy, TensorRules, parse_rule
 from shardwright.vocabulary.annotations import PartOf
 from shardwright.vocabulary.lowering import Dim, Lowered
@@ -26,7 +26,7 @@ BY_NAME = [
     PartOf(annotation=(sw.EMBED,), shape=(4,), dims=(0,)),
     Dim(axes=(sw.EMBED,)),
     Lowered(dims=()),
-    Candidate(written=(), live=()),
+    TriedCandidate(written=(), live=()),
     Composite(members=(RULE,), chains=(), ref=RULE.ref),
 ]
 BY_POSITION = [

@@ -28,7 +28,7 @@ OUTPUT_NAME: Final = "attention_output"
 LSE_NAME: Final = "attention_lse"
 
 
-class Layout(enum.StrEnum):
+class DimOrder(enum.StrEnum):
     """The order of the dims of q, k, v and the output: batch, length (T), heads, head_dim."""
 
     BTHD = "BTHD"
@@ -185,7 +185,7 @@ class Recipe:
     dropout: float = 0.0
     q_block: int = 512
     kv_block: int = 1024
-    cached: Layout | None = None
+    cached: DimOrder | None = None
     partly_filled: bool = False
 
 
@@ -326,7 +326,7 @@ class AttentionCall:
     dtype: str
     mode: str
     recipe: Recipe
-    layout: Layout = Layout.BTHD
+    layout: DimOrder = DimOrder.BTHD
     kv_dtype: str | None = None
     q_offset: int | None = None
     segments: bool = False

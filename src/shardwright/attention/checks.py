@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardwright import _jax
-from shardwright.attention.call import Layout, Options, Recipe
+from shardwright.attention.call import DimOrder, Options, Recipe
 from shardwright.attention.masks import Mask
 from shardwright.errors import AttentionError
 
@@ -151,7 +151,7 @@ def check_scales(k: Any, v: Any, options: Options, sizes: Sizes) -> None:
         fix = "quantize both to one dtype, or neither"
         raise AttentionError(f"v is {v.dtype}, and k is {k.dtype}", path="v", fix=fix)
     dims: tuple[int, ...] = (sizes.batch, sizes.kv_length, sizes.kv_heads)
-    if options.layout == Layout.BHTD:
+    if options.layout == DimOrder.BHTD:
         dims = (sizes.batch, sizes.kv_heads, sizes.kv_length)
     check_scale("k_scale", options.k_scale, dims, of="k", dtype=k.dtype)
     check_scale("v_scale", options.v_scale, dims, of="v", dtype=v.dtype)

@@ -17,8 +17,8 @@ import numpy as np
 from shardwright.attention import checks, masks
 from shardwright.attention.call import (
     AttentionCall,
+    DimOrder,
     JointSpecs,
-    Layout,
     Operands,
     Options,
     Recipe,
@@ -141,7 +141,7 @@ def _read_call(
         kv_dtype=str(k.dtype) if quantized else None,
         mode=mode,
         recipe=recipe,
-        layout=Layout(options.layout),
+        layout=DimOrder(options.layout),
         q_offset=_read_offset(options, mask, mode, sizes),
         segments=mask.q_segment_ids is not None,
         lengths=mask.lengths is not None,
@@ -169,7 +169,7 @@ def _operands(
         "k_scale": options.k_scale,
         "v_scale": options.v_scale,
     }
-    if call.layout is Layout.BHTD:
+    if call.layout is DimOrder.BHTD:
         for name, array in arrays.items():
             arrays[name] = None if array is None else jnp.swapaxes(jnp.asarray(array), 1, 2)
     q_positions, kv_positions = _positions(options, mask, call)
@@ -379,7 +379,7 @@ def _read_recipe(options: Options, mask: Mask, sizes: Sizes, platform: str, cach
         scale=scale,
         softcap=softcap,
         dropout=dropout,
-        cached=Layout(options.layout) if cached else None,
+        cached=DimOrder(options.layout) if cached else None,
         partly_filled=explicit or mask.lengths is not None,
         **blocks,
     )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwright import _jax
-from shardwright.attention.call import AttentionCall, Layout, Operands, Result
+from shardwright.attention.call import AttentionCall, DimOrder, Operands, Result
 from shardwright.attention.implementation import Implementation
 from shardwright.errors import AttentionError
 from shardwright.manager import constraint
@@ -37,7 +37,7 @@ def attention(implementation: Implementation, operands: Operands, call: Attentio
         # The partitioner might choose another sharding; the output is sharded like q.
         placement = constraint.make_placement(call.specs.output, call.mesh, _jax.ambient_mesh())
         o = constraint.place(o, placement)
-    if call.layout is Layout.BHTD:
+    if call.layout is DimOrder.BHTD:
         o = jnp.swapaxes(o, 1, 2)
     return Result(o=o, lse=result.lse, weights=result.weights).only(call)
 

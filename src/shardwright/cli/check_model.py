@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from shardwright.cli.check_programs import check_programs, has_no_arguments
-from shardwright.cli.models import Model, infer_model, read_model
+from shardwright.cli.models import NamedModel, infer_model, read_model
 from shardwright.errors import StrategyError
 from shardwright.lints.finding import Finding, Severity
 from shardwright.lints.names import lint_names
@@ -69,7 +69,7 @@ def check_model(
     return [Checked(strategy=text, findings=findings)]
 
 
-def _annotations(model: Model, arguments: argparse.Namespace) -> Any:
+def _annotations(model: NamedModel, arguments: argparse.Namespace) -> Any:
     if arguments.axes is not None:
         return match_paths(model.params, read_path_rules(arguments.axes).items()).annotations
     leaves = jax.tree.leaves(model.params, is_leaf=is_array_spec)

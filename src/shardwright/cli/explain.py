@@ -145,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ExplainedTensor:
     """A tensor's resolution in each requested mode, and its bytes per device if they are known."""
 
     tensor: Tensor
@@ -186,7 +186,7 @@ class Answer:
         return {**head, "modes": modes}
 
 
-def ask(tensor: Tensor, setting: Setting, modes: Sequence[str]) -> Answer:
+def ask(tensor: Tensor, setting: Setting, modes: Sequence[str]) -> ExplainedTensor:
     """Resolve a tensor in each mode."""
     resolutions = {
         mode_name(mode): setting.manager.explain(
@@ -194,7 +194,7 @@ def ask(tensor: Tensor, setting: Setting, modes: Sequence[str]) -> Answer:
         )
         for mode in modes
     }
-    return Answer(
+    return ExplainedTensor(
         tensor=tensor,
         modes=resolutions,
         bytes_per_device={
@@ -207,7 +207,7 @@ def ask(tensor: Tensor, setting: Setting, modes: Sequence[str]) -> Answer:
 # One array: a table per group of modes with equal results.
 
 
-def array_lines(answer: Answer, *, width: int) -> list[str]:
+def array_lines(answer: ExplainedTensor, *, width: int) -> list[str]:
     """Return the report on one array."""
     tensor = answer.tensor
     path = f"{tensor.path}  " if tensor.path else ""
@@ -223,7 +223,7 @@ def array_lines(answer: Answer, *, width: int) -> list[str]:
     return lines
 
 
-def imported_lines(answer: Answer, setting: Setting) -> list[str]:
+def imported_lines(answer: ExplainedTensor, setting: Setting) -> list[str]:
     """Return a line for each axis without a rule whose name an import has given another axis."""
     declared = set(map(axis_label, setting.manager.rules.user_axes))
     labels = dict.fromkeys(
@@ -284,7 +284,7 @@ def _with_fix(problems: Iterable[Problem], *, sizes: str) -> tuple[Problem, ...]
 # A tree: a table per role, a column per group of modes with equal results.
 
 
-def tree_lines(answers: Sequence[Answer], *, width: int) -> list[str]:
+def tree_lines(answers: Sequence[ExplainedTensor], *, width: int) -> list[str]:
     """Return the report on a tree of tensors."""
     lines: list[str] = []
     for role in Role:
@@ -306,7 +306,7 @@ def tree_lines(answers: Sequence[Answer], *, width: int) -> list[str]:
     return lines + (["", *render(shown).splitlines()] if shown else [])
 
 
-def _section(answers: Sequence[Answer], *, width: int) -> list[str]:
+def _section(answers: Sequence[ExplainedTensor], *, width: int) -> list[str]:
     columns = _columns(answers)
     sized = any(
         count is not None for answer in answers for count in answer.bytes_per_device.values()
@@ -320,7 +320,7 @@ def _section(answers: Sequence[Answer], *, width: int) -> list[str]:
     )
 
 
-def _columns(answers: Sequence[Answer]) -> list[list[str]]:
+def _columns(answers: Sequence[ExplainedTensor]) -> list[list[str]]:
     groups: list[list[str]] = []
     for name in answers[0].modes:
         for names in groups:
@@ -332,7 +332,7 @@ def _columns(answers: Sequence[Answer]) -> list[list[str]]:
     return groups
 
 
-def _cells(answer: Answer, mode: str) -> tuple[str, str]:
+def _cells(answer: ExplainedTensor, mode: str) -> tuple[str, str]:
     resolution, count = answer.modes[mode], answer.bytes_per_device[mode]
     placement = ", ".join(mesh_axes_text(decision) for decision in resolution.decisions) or (
         "()" if resolution.ok else "!"
@@ -341,7 +341,7 @@ def _cells(answer: Answer, mode: str) -> tuple[str, str]:
 
 
 def _tensor_row(
-    answer: Answer, columns: Sequence[Sequence[str]], *, sized: bool
+    answer: ExplainedTensor, columns: Sequence[Sequence[str]], *, sized: bool
 ) -> tuple[str, ...]:
     tensor = answer.tensor
     shape = "" if tensor.shape is None else ",".join(map(str, tensor.shape)) or "()"
@@ -356,7 +356,7 @@ def _tensor_row(
     return tuple(row)
 
 
-def _totals(answers: Sequence[Answer], columns: Sequence[Sequence[str]]) -> list[str]:
+def _totals(answers: Sequence[ExplainedTensor], columns: Sequence[Sequence[str]]) -> list[str]:
     """Return a line with the bytes per device of all tensors that have a dtype and a spec."""
     counted = [
         answer

@@ -32,7 +32,7 @@ _INPUT_EXAMPLE = '--input "int32[8,32] BATCH LENGTH"'
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class NamedModel:
     """The model that the command line names.
 
     Attributes:
@@ -67,7 +67,7 @@ def add_model(command: argparse.ArgumentParser, *, required: bool) -> None:
     )
 
 
-def read_model(name: str, params: str, inputs: Sequence[str]) -> Model:
+def read_model(name: str, params: str, inputs: Sequence[str]) -> NamedModel:
     """Return a model.
 
     Args:
@@ -94,7 +94,7 @@ def read_model(name: str, params: str, inputs: Sequence[str]) -> Model:
         raise raised_error(f"{file}:{params}", error) from error
     (found,) = result
     _check_inputs(name, forward, pairs)
-    return Model(
+    return NamedModel(
         name=name,
         forward=found.forward(forward),
         params=found.with_arrays(shapes),
@@ -173,7 +173,7 @@ def _is_fixed(leaf: Any) -> bool:
 
 
 def infer_model(
-    model: Model, *, sizes: Mapping[int | str, str], own_axes: Collection[str] = ()
+    model: NamedModel, *, sizes: Mapping[int | str, str], own_axes: Collection[str] = ()
 ) -> Inferred:
     """Return the axes of a model's parameters.
 

@@ -10,7 +10,7 @@ from jax.extend import core
 
 from shardwright.inference.atoms import finest
 from shardwright.inference.attention import GROUP
-from shardwright.inference.facts import Output, Piece
+from shardwright.inference.facts import DimSlice, Output
 from shardwright.inference.names import LENGTHS
 from shardwright.inference.pieces import Factors, named_factors
 from shardwright.inference.report import axis_text
@@ -75,7 +75,7 @@ class Constraint:
 
 
 def choose(
-    outputs: Iterable[Output], pieces: Iterable[Piece]
+    outputs: Iterable[Output], pieces: Iterable[DimSlice]
 ) -> tuple[tuple[Constraint, ...], Mapping[str, int]]:
     """Return the constraints of a program, and the number of other intermediates by reason.
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from shardwright.dims import table
 from shardwright.inference.atoms import Dim, Dims, finest
-from shardwright.inference.facts import Lookup
+from shardwright.inference.facts import TableLookup
 from shardwright.inference.roots import is_residual
 from shardwright.inference.step import Step, Value
 
@@ -70,7 +70,7 @@ def _record_selection(step: Step, operands: list[Value]) -> None:
         return
     for labels, logits in (operands, reversed(operands)):
         if labels.one_hot is not None and not labels.learned and logits.data and logits.learned:
-            selection = Lookup(
+            selection = TableLookup(
                 key=labels.one_hot,
                 row=(),
                 index=tuple(dim for dim in labels.dims if dim is not labels.one_hot),

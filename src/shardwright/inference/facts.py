@@ -10,7 +10,7 @@ from shardwright.inference.roots import Root
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Lookup:
+class TableLookup:
     """Rows of a table, selected by indices or by one-hot rows.
 
     Attributes:
@@ -63,7 +63,7 @@ class Matmul:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class DimSlice:
     """A dim that is part of another: a slice of it, or one operand of a concatenation."""
 
     whole: Dim
@@ -147,10 +147,10 @@ class Facts:
     number of scans.
     """
 
-    lookups: list[Lookup] = dataclasses.field(default_factory=list)
+    lookups: list[TableLookup] = dataclasses.field(default_factory=list)
     activations: list[Matmul] = dataclasses.field(default_factory=list)
     projections: list[Matmul] = dataclasses.field(default_factory=list)
-    pieces: list[Piece] = dataclasses.field(default_factory=list)
+    pieces: list[DimSlice] = dataclasses.field(default_factory=list)
     top_k: list[Use] = dataclasses.field(default_factory=list)
     largest: list[Use] = dataclasses.field(default_factory=list)
     scans: list[Scan] = dataclasses.field(default_factory=list)

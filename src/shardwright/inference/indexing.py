@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from shardwright.dims.table import correspondence
 from shardwright.inference import elementwise
 from shardwright.inference.atoms import Dim, Dims, finest, new_dims
-from shardwright.inference.facts import Lookup, Use
+from shardwright.inference.facts import TableLookup, Use
 from shardwright.inference.step import Step, Value
 
 
@@ -43,7 +43,7 @@ def _record_lookup(step: Step, row: Dims) -> None:
     if index.data:
         depends_on = "both" if index.learned else "inputs"
     step.facts.lookups.append(
-        Lookup(
+        TableLookup(
             key=table.dims[keys[0]],
             row=row,
             index=index.dims,

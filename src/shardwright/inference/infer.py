@@ -15,7 +15,7 @@ from shardwright.inference.atoms import Atom, Dims, finest, new_dims
 from shardwright.inference.attention import name_attention
 from shardwright.inference.constraints import choose, operations
 from shardwright.inference.facts import Clash, Facts
-from shardwright.inference.inferred import Conflict, Inferred, InferredDim
+from shardwright.inference.inferred import Inferred, InferredDim, NameConflict
 from shardwright.inference.kernels import Kernels
 from shardwright.inference.names import (
     Names,
@@ -252,12 +252,12 @@ def _name_all(
     name_pieces(names)
 
 
-def _conflicts(clashes: Iterable[Clash], leaves: Sequence[Any]) -> tuple[Conflict, ...]:
+def _conflicts(clashes: Iterable[Clash], leaves: Sequence[Any]) -> tuple[NameConflict, ...]:
     """Return each conflict once, with the first dim of a parameter that it affects."""
-    conflicts: dict[Any, Conflict] = {}
+    conflicts: dict[Any, NameConflict] = {}
     for clash in clashes:
         places = sorted(clash.params)
-        conflict = Conflict(
+        conflict = NameConflict(
             path=path_text(leaves[places[0][0]][0]) if places else "",
             dim=places[0][1] if places else None,
             first=clash.first,

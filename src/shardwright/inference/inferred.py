@@ -41,7 +41,7 @@ class InferredDim:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Conflict:
+class NameConflict:
     """Two operations that name one dim differently.
 
     Attributes:
@@ -95,7 +95,7 @@ class Inferred:
 
     annotations: Any
     evidence: tuple[InferredDim, ...]
-    conflicts: tuple[Conflict, ...]
+    conflicts: tuple[NameConflict, ...]
     unknown: tuple[str, ...]
     constraints: tuple[Constraint, ...] = ()
     unconstrained: Mapping[str, int] = dataclasses.field(default_factory=dict)

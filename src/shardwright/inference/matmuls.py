@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from shardwright.dims.table import correspondence
 from shardwright.inference.atoms import Dim, Dims, finest
-from shardwright.inference.facts import Lookup, Matmul, Use
+from shardwright.inference.facts import Matmul, TableLookup, Use
 from shardwright.inference.shapes import windowed
 from shardwright.inference.step import Step, Value
 
@@ -72,7 +72,7 @@ def _record(
         return
     if left.one_hot is not None and [finest(dim) for dim in contracted] == [finest(left.one_hot)]:
         step.facts.lookups.append(
-            Lookup(
+            TableLookup(
                 key=contracted[0],
                 row=free[1],
                 index=free[0],

@@ -11,7 +11,7 @@ from typing import Final
 
 from shardwright.inference.atoms import Atom, Dim, finest
 from shardwright.inference.evidence import Evidence, Site
-from shardwright.inference.facts import Clash, Facts, Matmul, Piece
+from shardwright.inference.facts import Clash, DimSlice, Facts, Matmul
 from shardwright.vocabulary.axes import (
     BATCH,
     EMBED,
@@ -142,7 +142,7 @@ def guess_links(names: Names) -> None:
         names.give((atom,), axis, why, guess=True)
 
 
-def with_pieces(outputs: Mapping[Atom, Site], pieces: Iterable[Piece]) -> dict[Atom, Site]:
+def with_pieces(outputs: Mapping[Atom, Site], pieces: Iterable[DimSlice]) -> dict[Atom, Site]:
     """Return the equation of each atom, and the same equation for the pieces cut from it."""
     every = dict(outputs)
     for piece in pieces:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shardwright.inference.atoms import Atom, finest
 from shardwright.inference.attention import GROUP
 from shardwright.inference.evidence import Evidence
-from shardwright.inference.facts import Piece
+from shardwright.inference.facts import DimSlice
 from shardwright.inference.names import Names
 from shardwright.vocabulary.axes import (
     EMBED,
@@ -37,21 +37,21 @@ def name_pieces(names: Names) -> None:
             _name_whole(names, pieces)
 
 
-def _name_piece(names: Names, piece: Piece) -> None:
+def _name_piece(names: Names, piece: DimSlice) -> None:
     wholes = finest(piece.whole)
     if len(wholes) == 1 and wholes[0].name in _INHERITED:
         why = Evidence(f"a piece of {wholes[0].name.strip('_')}", piece.site)
         names.give(piece.dim, wholes[0].name, why, guess=wholes[0].guess)
 
 
-def _by_whole(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    grouped: dict[tuple[Atom, ...], list[Piece]] = {}
+def _by_whole(pieces: Sequence[DimSlice]) -> list[list[DimSlice]]:
+    grouped: dict[tuple[Atom, ...], list[DimSlice]] = {}
     for piece in pieces:
         grouped.setdefault(tuple(finest(piece.whole)), []).append(piece)
     return list(grouped.values())
 
 
-def _name_whole(names: Names, pieces: Sequence[Piece]) -> None:
+def _name_whole(names: Names, pieces: Sequence[DimSlice]) -> None:
     """Name a dim whose pieces have names: `3 * heads * head_dim` is HEAD times HEAD_DIM."""
     whole = finest(pieces[0].whole)
     if len(whole) != 1 or whole[0].name:
@@ -86,9 +86,9 @@ def _name_whole(names: Names, pieces: Sequence[Piece]) -> None:
         names.give((part,), axis, why, guess=guess)
 
 
-def _covering(pieces: Sequence[Piece], size: int) -> list[Piece]:
+def _covering(pieces: Sequence[DimSlice], size: int) -> list[DimSlice]:
     """Return the pieces that cover a whole dim without overlap, or nothing."""
-    covering: list[Piece] = []
+    covering: list[DimSlice] = []
     end = 0
     for piece in sorted(pieces, key=lambda piece: piece.start):
         if piece.start == end:
@@ -97,7 +97,7 @@ def _covering(pieces: Sequence[Piece], size: int) -> list[Piece]:
     return covering if end == size and len(covering) > 1 else []
 
 
-def _size(piece: Piece) -> int:
+def _size(piece: DimSlice) -> int:
     size = 1
     for atom in finest(piece.dim):
         size *= atom.size

@@ -6,7 +6,7 @@ import itertools
 
 from shardwright.dims.table import correspondence
 from shardwright.inference.atoms import Atom, Dim, finest, new_dim, regroup, size_of
-from shardwright.inference.facts import Piece, Use
+from shardwright.inference.facts import DimSlice, Use
 from shardwright.inference.step import Step, Value
 
 
@@ -111,7 +111,7 @@ def piece(step: Step, whole: Dim, size: int, start: int | None = None) -> Dim:
     is_learned, is_data = any(atom.learned for atom in atoms), step.values[0].data
     dim = (Atom(size, whole=whole, learned=is_learned, resized=is_data),)
     if start is not None:
-        step.facts.pieces.append(Piece(whole=whole, start=start, dim=dim, site=step.site))
+        step.facts.pieces.append(DimSlice(whole=whole, start=start, dim=dim, site=step.site))
     return dim
 
 
@@ -187,6 +187,6 @@ def _joined(step: Step, parts: list[Dim], size: int) -> Dim:
     joined = (Atom(size, learned=is_learned, resized=is_data),)
     start = 0
     for part, shape in zip(parts, step.operand_shapes, strict=True):
-        step.facts.pieces.append(Piece(whole=joined, start=start, dim=part, site=step.site))
+        step.facts.pieces.append(DimSlice(whole=joined, start=start, dim=part, site=step.site))
         start += shape[step.parameters["dimension"]]
     return joined

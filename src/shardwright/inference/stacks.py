@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from shardwright.inference.atoms import Dim, finest, size_of
 from shardwright.inference.evidence import Evidence
-from shardwright.inference.facts import Facts, Lookup, Matmul
+from shardwright.inference.facts import Facts, Matmul, TableLookup
 from shardwright.inference.names import Names, learned, unnamed
 from shardwright.vocabulary.axes import EXPERT, HEAD, HEAD_DIM, LAYERS, VOCAB
 
@@ -101,7 +101,7 @@ def _joined(dims: Iterable[Dim]) -> Dim:
     return tuple(atom for dim in dims for atom in dim)
 
 
-def _routed(facts: Facts) -> Iterator[Lookup]:
+def _routed(facts: Facts) -> Iterator[TableLookup]:
     return (
         lookup for lookup in facts.lookups if not lookup.of_data and lookup.depends_on == "both"
     )

@@ -8,7 +8,7 @@ from typing import Final
 
 from shardwright.inference.atoms import Dim, finest, size_of
 from shardwright.inference.evidence import Evidence, Site
-from shardwright.inference.facts import Facts, Lookup
+from shardwright.inference.facts import Facts, TableLookup
 from shardwright.inference.names import LENGTHS, Names, learned, outputs_of, summed_over, unnamed
 from shardwright.inference.step import Value
 from shardwright.vocabulary.axes import EMBED, EMPTY, LENGTH, VOCAB
@@ -26,7 +26,7 @@ class Tables:
       is_tokens: Whether the program shows that the indices are tokens.
     """
 
-    lookups: Sequence[Lookup]
+    lookups: Sequence[TableLookup]
     is_tokens: bool
 
     @property
@@ -57,7 +57,7 @@ def guess_tables(names: Names, results: Sequence[Value]) -> None:
             _name_row(names, lookup, guess=True)
 
 
-def _name_row(names: Names, lookup: Lookup, *, guess: bool) -> None:
+def _name_row(names: Names, lookup: TableLookup, *, guess: bool) -> None:
     """Name the row of a table EMBED.
 
     It is a guess if the row has several dims, or if it has the size of the table and no weight
@@ -106,9 +106,9 @@ def _tables(facts: Facts, results: Sequence[Value]) -> list[Tables]:
     ]
 
 
-def _grouped(lookups: Iterable[Lookup]) -> list[list[Lookup]]:
+def _grouped(lookups: Iterable[TableLookup]) -> list[list[TableLookup]]:
     """Group lookups in one table, and by the same inputs in tables of as many rows."""
-    groups: list[list[Lookup]] = []
+    groups: list[list[TableLookup]] = []
     for lookup in lookups:
         key, kind = finest(lookup.key), (lookup.inputs, _rows(lookup))
         for group in groups:
@@ -122,19 +122,19 @@ def _grouped(lookups: Iterable[Lookup]) -> list[list[Lookup]]:
     return groups
 
 
-def _has_length(group: Iterable[Lookup]) -> bool:
+def _has_length(group: Iterable[TableLookup]) -> bool:
     return any(
         atom.name in LENGTHS for lookup in group for dim in lookup.index for atom in finest(dim)
     )
 
 
-def _reads_others(facts: Facts, group: Iterable[Lookup]) -> bool:
+def _reads_others(facts: Facts, group: Iterable[TableLookup]) -> bool:
     """Tell whether the model reads features beside a table. Its indices may then be positions."""
     is_added = any(atom.given for lookup in group for dim in lookup.row for atom in finest(dim))
     return is_added or any(matmul.reads_inputs for matmul in facts.projections)
 
 
-def _rows(lookup: Lookup) -> int:
+def _rows(lookup: TableLookup) -> int:
     return size_of(finest(lookup.key))
 
 
@@ -183,7 +183,7 @@ def name_other_tables(names: Names) -> None:
             _name_positions(names, lookup)
 
 
-def _name_positions(names: Names, lookup: Lookup) -> None:
+def _name_positions(names: Names, lookup: TableLookup) -> None:
     counted = [dim for dim in lookup.index if any(atom.counts for atom in finest(dim))]
     if len(counted) == 1:
         why = Evidence("a table looked up by positions", lookup.site)

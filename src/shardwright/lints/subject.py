@@ -34,7 +34,7 @@ NO_PARAMETER_HAS = frozenset(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ResolvedTensor:
     """Resolution of a tensor in one mode."""
 
     tensor: Tensor
@@ -71,7 +71,7 @@ class Subject:
     crossing: frozenset[str]
     tensors: tuple[Tensor, ...] | None
     used: Mapping[Role, frozenset[str]]
-    answers: tuple[Answer, ...]
+    answers: tuple[ResolvedTensor, ...]
 
     @property
     def exact(self) -> bool:
@@ -149,7 +149,7 @@ def make_subject(
     sizes, crossing = _mesh(strategy, mesh)
     known = sizes if sizes and INFER not in sizes.values() else {"dp": 1}
     answers = tuple(
-        Answer(tensor=tensor, mode=mode, resolution=_resolve(tensor, rules, known, mode))
+        ResolvedTensor(tensor=tensor, mode=mode, resolution=_resolve(tensor, rules, known, mode))
         for tensor in tensors or ()
         for mode in MODES
     )

@@ -12,7 +12,7 @@ from shardwright.errors import (
     UnknownAxisError,
 )
 from shardwright.lints.finding import Code, Finding, Severity, dim_key, problem_text
-from shardwright.lints.subject import Answer, Subject, axes_of, role_of
+from shardwright.lints.subject import ResolvedTensor, Subject, axes_of, role_of
 from shardwright.resolution.decisions import DimDecision, Outcome, Reason
 from shardwright.vocabulary.axes import (
     HEAD,
@@ -106,7 +106,7 @@ def cut_heads(subject: Subject) -> Iterator[Finding]:
 
 
 def _cut(
-    subject: Subject, answer: Answer, position: int, flat: dict[str, dict[int, int]]
+    subject: Subject, answer: ResolvedTensor, position: int, flat: dict[str, dict[int, int]]
 ) -> tuple[str, str] | None:
     """Return what is wrong with a dim of heads and how to fix it, or None."""
     decision = answer.resolution.decisions[position]

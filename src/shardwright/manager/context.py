@@ -101,7 +101,7 @@ def key_of(values: Hashable, text: str) -> Key:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Entry:
+class _EnteredManager:
     """One `with pm:`.
 
     Attributes:
@@ -118,7 +118,7 @@ class _Entry:
     key: Key
     mesh: Any
     task: Any
-    outer: _Entry | None
+    outer: _EnteredManager | None
     is_left: bool = False
 
 
@@ -126,12 +126,12 @@ class _Thread(threading.local):
     """The entries of this thread, innermost last, and the user-context entered below them."""
 
     def __init__(self) -> None:
-        self.stack: list[_Entry] = []
+        self.stack: list[_EnteredManager] = []
         self.below: Any = None
 
 
 _AMBIENT = jax.make_user_context(default_value=Key(None))
-_FLOW: contextvars.ContextVar[_Entry | None] = contextvars.ContextVar(
+_FLOW: contextvars.ContextVar[_EnteredManager | None] = contextvars.ContextVar(
     "shardwright_manager", default=None
 )
 _ENTERED = _Thread()
@@ -155,7 +155,7 @@ def enter(manager: Any, mesh: Any, key: Key) -> None:
         raise
     if not thread.stack:
         thread.below = ambient
-    entry = _Entry(manager, key, within, task, _FLOW.get())
+    entry = _EnteredManager(manager, key, within, task, _FLOW.get())
     thread.stack.append(entry)
     _FLOW.set(entry)
 
@@ -193,7 +193,7 @@ def leave(manager: Any) -> None:
         )
 
 
-def _undo(entry: _Entry) -> None:
+def _undo(entry: _EnteredManager) -> None:
     stack = _ENTERED.stack
     position = stack.index(entry) + 1
     # The mesh that was ambient before this entry is restored when the next entry with a mesh ends.
@@ -236,7 +236,7 @@ def _current_task() -> Any:
     return None if asyncio._get_running_loop() is None else asyncio.current_task()
 
 
-def _is_of_another_task(entry: _Entry) -> bool:
+def _is_of_another_task(entry: _EnteredManager) -> bool:
     """Tell whether another task entered a manager and still runs.
 
     What a task has not left when it ends stays in force for the thread: the cells of a notebook are
@@ -246,7 +246,7 @@ def _is_of_another_task(entry: _Entry) -> bool:
     return task is not None and task is not _current_task() and not task.done()
 
 
-def _applying() -> _Entry | NoManagerError | None:
+def _applying() -> _EnteredManager | NoManagerError | None:
     """Return the entry that applies here, None if there is none, or why it is refused."""
     stack, flow = _ENTERED.stack, _FLOW.get()
     if flow is not None and flow.is_left:
@@ -304,7 +304,7 @@ def current() -> Any:
     return entry.manager
 
 
-def _unknown_to_jax(entry: _Entry, key: Key) -> NoManagerError:
+def _unknown_to_jax(entry: _EnteredManager, key: Key) -> NoManagerError:
     other = f"; they know {key}, entered by another task" if key.values is not None else ""
     return NoManagerError(
         f"JAX's caches in this thread do not know the ambient manager, {entry.manager!r}{other}",

@@ -224,7 +224,7 @@ class SemanticShardMap:
             )
             raise
         return jax.tree.unflatten(
-            jax.tree.structure(shapes[0]), [_Output(leaf.annotation) for leaf in leaves]
+            jax.tree.structure(shapes[0]), [_AnnotatedOutput(leaf.annotation) for leaf in leaves]
         )
 
     def _specs(self, name: str, arg: Any, axes: Any, resolved: _ResolvedInputs) -> Any:
@@ -382,7 +382,7 @@ def _inputs(dims: tuple[Dim, ...], shape: tuple[int, ...], spec: PartitionSpec) 
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Output:
+class _AnnotatedOutput:
     """The annotation of an output, as a leaf. JAX would treat a tuple of axes as a node."""
 
     annotation: Any
@@ -409,7 +409,7 @@ def checked_outputs(out_axes: Any) -> Any:
     for path, axes in pairs:
         try:
             annotation = as_annotation((axes,) if isinstance(axes, MergedDim) else axes)
-            outputs.append(_Output(annotation))
+            outputs.append(_AnnotatedOutput(annotation))
         except ShardingError as error:
             problems += [
                 dataclasses.replace(problem, path=f"output {paths.path_text(path)}".strip())

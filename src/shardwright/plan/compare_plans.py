@@ -17,7 +17,7 @@ PLAN_FIX: Final = "write it with: shardwright plan MODEL --strategy F --mesh M -
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class QuantityChange:
     """A quantity of one device, in both plans.
 
     Attributes:
@@ -93,7 +93,7 @@ class PlanComparison:
 
     before: str
     after: str
-    changes: tuple[Change, ...]
+    changes: tuple[QuantityChange, ...]
     traffic: tuple[Traffic, ...]
     gone: tuple[str, ...]
     new: tuple[str, ...]
@@ -147,7 +147,7 @@ def _compare(left: Mapping[str, Any], right: Mapping[str, Any]) -> PlanCompariso
     sent = _sent_by_axis(left), _sent_by_axis(right)
     names = dict.fromkeys((*quantities[0], *quantities[1]))
     changes = [
-        Change(
+        QuantityChange(
             name=name,
             unit=unit,
             before=quantities[0].get((name, unit)),
@@ -156,7 +156,7 @@ def _compare(left: Mapping[str, Any], right: Mapping[str, Any]) -> PlanCompariso
         for name, unit in names
     ]
     changes += [
-        Change(name=f"sent for {axis}", unit="B", before=sent[0][axis], after=sent[1][axis])
+        QuantityChange(name=f"sent for {axis}", unit="B", before=sent[0][axis], after=sent[1][axis])
         for axis in sorted({*sent[0], *sent[1]})
     ]
     moved = moved_lines(_lines(left), _lines(right))

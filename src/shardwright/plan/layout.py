@@ -24,7 +24,7 @@ _SHARED: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class AxisPart:
     """A physical axis, or a part of one, that a mesh axis covers.
 
     Attributes:
@@ -60,7 +60,7 @@ class Layout:
     """
 
     topology: Topology
-    parts: Mapping[str, tuple[Part, ...]]
+    parts: Mapping[str, tuple[AxisPart, ...]]
     crossing: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def slices_of(self, mesh_axes: Iterable[str]) -> int:
@@ -245,6 +245,6 @@ def _splits(free: Mapping[str, int], size: int) -> Iterator[dict[str, int]]:
                 yield {side: length, **rest}
 
 
-def _part(topology: Topology, side: str, size: int) -> Part:
+def _part(topology: Topology, side: str, size: int) -> AxisPart:
     whole = size == topology.sides[side]
-    return Part(side=side, size=size, whole=whole, ring=whole and topology.is_ring(side))
+    return AxisPart(side=side, size=size, whole=whole, ring=whole and topology.is_ring(side))

@@ -27,7 +27,7 @@ from shardwright.plan.state import ROLES, Category, Held, StateBytes, count_stat
 from shardwright.plan.time import TimeRange, estimate_time
 from shardwright.plan.trace import Trace, check_outputs, trace, walk
 from shardwright.plan.walk.entries import Peak
-from shardwright.plan.walk.events import Choice, Event, Walked
+from shardwright.plan.walk.events import CompilerChoice, Event, Walked
 from shardwright.plan.walk.ledger import LAYOUT_FIXES
 from shardwright.resolution.partition_specs import entry_names
 from shardwright.resolution.tables import WIDTH
@@ -346,8 +346,8 @@ def price(
 
 
 def _with_gather(
-    choices: Sequence[Choice], manager: Manager, state: StateBytes
-) -> tuple[Choice, ...]:
+    choices: Sequence[CompilerChoice], manager: Manager, state: StateBytes
+) -> tuple[CompilerChoice, ...]:
     """Return choices whose fixes name `gather` where a stored weight may compete for a mesh axis.
 
     A weight that the policy gathers before use, and that is used as stored, keeps its mesh axes in

@@ -34,7 +34,7 @@ from shardwright.vocabulary.axes import Role
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class TracedRequest:
     """A request that was resolved during tracing. Its answer may change the trace.
 
     Attention, caches, `shard_map` and the model itself make such requests.
@@ -66,7 +66,7 @@ class Trace:
     jaxpr: Any
     inputs: tuple[Request | NamedSharding | None, ...]
     outputs: tuple[Request | None, ...]
-    answers: tuple[Answer, ...]
+    answers: tuple[TracedRequest, ...]
     mesh: Mapping[str, int]
     attention: tuple[tuple[str, RuleRef], ...]
     unclear: tuple[tuple[Request, ...], ...] = ()
@@ -112,14 +112,14 @@ class Recorder:
       answers: The recorded requests, of all modes of a manager.
     """
 
-    answers: dict[tuple[Any, ...], Answer] = dataclasses.field(default_factory=dict)
+    answers: dict[tuple[Any, ...], TracedRequest] = dataclasses.field(default_factory=dict)
 
     def record(self, request: Request, resolution: Resolution) -> None:
         """Record a request whose answer may change the trace."""
         shape = None if request.shape is None else tuple(request.shape)
         request = request._replace(shape=shape)
         key = (repr(request.annotation), *request[1:])
-        self.answers.setdefault(key, Answer(request=request, spec=resolution.spec))
+        self.answers.setdefault(key, TracedRequest(request=request, spec=resolution.spec))
 
     def place(self, x: Any, decided: Decided) -> Any:
         """Annotate an array. Under Manual mesh axes, the trace gets an ordinary constraint."""

@@ -22,7 +22,7 @@ MOST_CANDIDATES: Final = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class TriedCandidate:
     """One candidate as it is tried.
 
     Attributes:
@@ -45,7 +45,7 @@ class Candidate:
 
 def reduced(
     written: tuple[str, ...], sizes: Mapping[str, int], missing: Missing, least: int = 2
-) -> Candidate:
+) -> TriedCandidate:
     """Return a candidate without the mesh axes that are absent or smaller than `least`; record each
     of them.
     """
@@ -65,12 +65,12 @@ def reduced(
         lost = lost or (size is None and missing is Missing.REPLICATE)
     if not live and not lost:
         passed.append(Skip(reason=Reason.EMPTY, candidate=written))
-    return Candidate(written=written, live=tuple(live), passed=tuple(passed), lost=lost)
+    return TriedCandidate(written=written, live=tuple(live), passed=tuple(passed), lost=lost)
 
 
 @functools.lru_cache(maxsize=1024)
-def _single(written: tuple[str, ...]) -> Candidate:
-    return Candidate(written=written, live=written)
+def _single(written: tuple[str, ...]) -> TriedCandidate:
+    return TriedCandidate(written=written, live=written)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class Composite:
     """
 
     members: tuple[Rule, ...]
-    chains: tuple[tuple[Candidate, ...], ...]
+    chains: tuple[tuple[TriedCandidate, ...], ...]
     ref: RuleRef
     unruled: tuple[Skip, ...] = ()
 
@@ -102,7 +102,7 @@ class Composite:
         """Number of candidates, `-` included."""
         return math.prod(len(chain) for chain in self.chains)
 
-    def candidates(self) -> Iterator[Candidate]:
+    def candidates(self) -> Iterator[TriedCandidate]:
         """Yield the candidates of the product, one at a time.
 
         What a member skipped is recorded once, in the first candidate after it.
@@ -114,7 +114,7 @@ class Composite:
                 if id(pick) not in reported:
                     reported.add(id(pick))
                     passed += pick.passed
-            yield Candidate(
+            yield TriedCandidate(
                 written=tuple(axis for pick in picks for axis in pick.written),
                 live=tuple(axis for pick in picks for axis in pick.live),
                 passed=tuple(passed),
@@ -199,12 +199,12 @@ def make_composite(
 
 def _chain(
     rule: Rule, sizes: Mapping[str, int], missing: Missing, least: int
-) -> tuple[Candidate, ...]:
+) -> tuple[TriedCandidate, ...]:
     """Return the candidates of a member in order, without repetitions and empty candidates.
 
     If the member may add no mesh axes, the last candidate is empty.
     """
-    chain: list[Candidate] = []
+    chain: list[TriedCandidate] = []
     passed: tuple[Skip, ...] = ()
     for written in rule.candidates:
         candidate = reduced(written, sizes, missing, least)
@@ -217,7 +217,7 @@ def _chain(
         if candidate.lost:
             return tuple(chain)  # a lost candidate replicates the dim, so no other one is tried
     if rule.fallback is Fallback.REPLICATED or not chain:
-        chain.append(Candidate(written=(), live=(), passed=passed))
+        chain.append(TriedCandidate(written=(), live=(), passed=passed))
     return tuple(chain)
 
 

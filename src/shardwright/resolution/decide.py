@@ -27,7 +27,7 @@ from shardwright.errors import (
     ShardingError,
     StrategyError,
 )
-from shardwright.resolution.composites import Candidate, Composite, make_composite, reduced
+from shardwright.resolution.composites import Composite, TriedCandidate, make_composite, reduced
 from shardwright.resolution.decisions import (
     DimDecision,
     Outcome,
@@ -266,7 +266,7 @@ class Decider:
         self.add_problem(ShapeRequiredError, what, draft.dim, draft.label, rule=rule.ref, fix=fix)
         return draft.decided(Outcome.FAILED)
 
-    def attempt(self, candidates: Iterable[Candidate], size: int | None) -> Trial:
+    def attempt(self, candidates: Iterable[TriedCandidate], size: int | None) -> Trial:
         """Try the candidates in order. Without a size, continue after the first that fits, to
         collect all mesh axes that may apply.
         """
@@ -305,7 +305,7 @@ class Decider:
                 return trial
         return trial
 
-    def candidates(self, rule: Chain) -> Iterable[Candidate]:
+    def candidates(self, rule: Chain) -> Iterable[TriedCandidate]:
         """Return the candidates of a rule as they are tried."""
         if isinstance(rule, Composite):
             return rule.candidates()

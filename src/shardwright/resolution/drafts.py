@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from shardwright.resolution.composites import Candidate, Composite
+from shardwright.resolution.composites import Composite, TriedCandidate
 from shardwright.resolution.decisions import DimDecision, Outcome, Reason, RuleRef, Skip
 from shardwright.resolution.rules import Rule
 
@@ -15,13 +15,13 @@ Chain = Rule | Composite
 class Failure:
     """The first non-empty candidate that did not fit. If none fits, the policy applies to it."""
 
-    candidate: Candidate
+    candidate: TriedCandidate
     reason: Reason
     blocked_by: tuple[str, ...] = ()
 
     @property
     def live(self) -> tuple[str, ...]:
-        """The mesh axes of the candidate, as in `Candidate.live`."""
+        """The mesh axes of the candidate, as in `TriedCandidate.live`."""
         return self.candidate.live
 
 

@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from shardwright import _jax
-from shardwright.resolution.composites import Candidate, Composite
+from shardwright.resolution.composites import Composite, TriedCandidate
 from shardwright.resolution.decide import Decider, fall_back
 from shardwright.resolution.decisions import DimDecision, Outcome, Reason, Skip
 from shardwright.resolution.drafts import Chain, Draft, Trial
@@ -43,7 +43,7 @@ class _Open:
 
     draft: Draft
     rule: Chain
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[TriedCandidate, ...]
     size: int | None
     trial: Trial = dataclasses.field(default_factory=Trial)
 

@@ -21,7 +21,7 @@ SCHEMA: Final = {"anyOf": [TEXT, {"type": "array", "items": TEXT}]}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TableCandidates:
     """Candidates that one name has in one table, with the line where they are written."""
 
     name: str
@@ -106,13 +106,13 @@ def _array_problems(name: str, value: Sequence[Any], origin: Origin) -> list[Pro
     return problems
 
 
-def pieces(name: str, value: Any, origin: Origin) -> list[Piece]:
+def pieces(name: str, value: Any, origin: Origin) -> list[TableCandidates]:
     """Return the pieces of a table of rules, or of an array of such tables, in their order."""
     tables: list[tuple[KeyPath, Any]] = [((name,), value)]
     if not isinstance(value, Mapping):
         tables = [((name, str(at)), table) for at, table in enumerate(value or ())]
     return [
-        Piece(
+        TableCandidates(
             name=file_name(canonical_axis(key)), text=text, source=source_of((*path, key), origin)
         )
         for path, table in tables
@@ -120,11 +120,11 @@ def pieces(name: str, value: Any, origin: Origin) -> list[Piece]:
     ]
 
 
-def _joined(parts: Sequence[Piece]) -> Piece:
+def _joined(parts: Sequence[TableCandidates]) -> TableCandidates:
     """Join the pieces of one name into one piece."""
     if len(parts) == 1:
         return parts[0]
-    return Piece(
+    return TableCandidates(
         name=parts[0].name,
         text=" | ".join(part.text for part in parts),
         source=", ".join(dict.fromkeys(part.source for part in parts if part.source)),
@@ -132,16 +132,16 @@ def _joined(parts: Sequence[Piece]) -> Piece:
 
 
 def _simplified(
-    name: str, parts: Sequence[Piece], origin: Origin
+    name: str, parts: Sequence[TableCandidates], origin: Origin
 ) -> tuple[dict[str, str] | list[dict[str, str]], Origin]:
     """Return the pieces as one table, or as an array if chains interleave, and the new origin."""
-    runs: list[list[Piece]] = []
+    runs: list[list[TableCandidates]] = []
     for part in parts:
         if runs and runs[-1][0].name == part.name:
             runs[-1].append(part)
         else:
             runs.append([part])
-    tables: list[list[Piece]] = [[]]
+    tables: list[list[TableCandidates]] = [[]]
     for piece in map(_joined, runs):
         if piece.name in [other.name for other in tables[-1]]:
             tables.append([])
@@ -175,7 +175,7 @@ def overlaid(
     """
     upper = pieces(name, over, above)
     names = {piece.name for piece in upper}
-    result: list[Piece] = []
+    result: list[TableCandidates] = []
     replaced: set[str] = set()
     for piece in pieces(name, base, below):
         if piece.name not in names:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import layout as layouts
 
-from shardwright.attention.call import Layout, Operands, Recipe, dims_along
+from shardwright.attention.call import DimOrder, Operands, Recipe, dims_along
 from shardwright.attention.masks import block_is_empty
 from shardwright.attention.parts import online_softmax
 
@@ -167,7 +167,7 @@ def _slice_side(operands: Operands, dims: dict[str, int], start: Any, size: int)
     return operands.replace(**sliced)
 
 
-def _in_stored_order(block: Operands, layout: Layout) -> Operands:
+def _in_stored_order(block: Operands, layout: DimOrder) -> Operands:
     """Return a block of a cache in the order in which TPUs store it by default.
 
     Without this, XLA copies the whole cache in every call, into the order that it prefers for the
@@ -180,7 +180,7 @@ def _in_stored_order(block: Operands, layout: Layout) -> Operands:
         order = (0, 1, 2, 3)
         if dim % _LANES:
             order = (0, 2, 3, 1)
-        elif layout is Layout.BHTD or heads * rows.dtype.itemsize % _SUBLANE_BYTES:
+        elif layout is DimOrder.BHTD or heads * rows.dtype.itemsize % _SUBLANE_BYTES:
             order = (0, 2, 1, 3)
         ordered[name] = layouts.with_layout_constraint(rows, layouts.Layout(order))
     for name in ("k_scale", "v_scale"):

@@ -40,7 +40,7 @@ _OPAQUE = "a kernel that JAX cannot look into, such as splash or cudnn,"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Job:
+class _ShardedKernel:
     """The static part.
 
     Attributes:
@@ -142,7 +142,7 @@ def run_on_shards(
     floats, rest = split_floats(operands)
     floats = {name: x for name, x in floats.items() if x is not None}
     specs = call.specs.operands(operands)
-    job = _Job(
+    job = _ShardedKernel(
         kernel=kernel,
         call=call,
         floats={name: getattr(specs, name) for name in floats},
@@ -187,7 +187,7 @@ def inside_shard_map(call: AttentionCall) -> tuple[str, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(job: _Job, floats: dict[str, Any], others: Any) -> Result:
+def _run(job: _ShardedKernel, floats: dict[str, Any], others: Any) -> Result:
     def local(floats: dict[str, Any], others: Any) -> Result:
         return job.kernel(job.read(*job.vary((floats, others)))).without_kept()
 
@@ -213,7 +213,7 @@ class _Residuals:
     structure: Any = dataclasses.field(default=None, metadata={"static": True})
 
 
-def _forward(job: _Job, floats: dict[str, Any], others: Any) -> Any:
+def _forward(job: _ShardedKernel, floats: dict[str, Any], others: Any) -> Any:
     where: list[int | None] = []
     is_kept: list[bool] = []
     structure: Any = None
@@ -244,7 +244,7 @@ def _forward(job: _Job, floats: dict[str, Any], others: Any) -> Any:
     return result, (floats, others, result, residuals)
 
 
-def _backward(job: _Job, saved: Any, cotangents: Result) -> Any:
+def _backward(job: _ShardedKernel, saved: Any, cotangents: Result) -> Any:
     residuals: _Residuals = saved[-1]
 
     def local(
@@ -275,7 +275,7 @@ def _backward(job: _Job, saved: Any, cotangents: Result) -> Any:
 _run.defvjp(_forward, _backward)
 
 
-def _pull_back(job: _Job, floats: dict[str, Any], others: Any) -> tuple[Result, Any, Any]:
+def _pull_back(job: _ShardedKernel, floats: dict[str, Any], others: Any) -> tuple[Result, Any, Any]:
     """Return the kernel's result, its pull-back, and what it keeps; from local arrays."""
     # Gradients of shared operands stay in float32 until they are summed.
     wide = {
@@ -290,7 +290,7 @@ def _pull_back(job: _Job, floats: dict[str, Any], others: Any) -> tuple[Result, 
     return jax.vjp(kernel, wide, has_aux=True)
 
 
-def _sum(job: _Job, name: str, grad: jax.Array, dtype: Any) -> jax.Array:
+def _sum(job: _ShardedKernel, name: str, grad: jax.Array, dtype: Any) -> jax.Array:
     """Return a gradient in its operand's dtype, summed over the shards that share the operand."""
     if over := job.shared_over(name):
         # Round explicitly. XLA for TPUs turns a float32 sum with a cast into a sum in bfloat16.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwright.plan.compare_plans import Change, PlanComparison, Traffic
+from shardwright.plan.compare_plans import PlanComparison, QuantityChange, Traffic
 from shardwright.plan.report.text import bytes_text
 from shardwright.plan.time import seconds_text
 from shardwright.resolution.tables import WIDTH, remarked_table, table
@@ -53,7 +53,7 @@ def _place_text(old: str, new: str) -> str:
     return f"{old} -> {new.rpartition(':')[2]}"
 
 
-def _change_row(change: Change) -> tuple[str, ...]:
+def _change_row(change: QuantityChange) -> tuple[str, ...]:
     name = change.name
     if name.startswith("sent for "):
         name = f"sent for {axis_label(name.removeprefix('sent for '))}"
@@ -71,7 +71,7 @@ def _value_text(value: float | str | None, unit: str) -> str:
     return bytes_text(int(value)) if unit == "B" else f"{value / 1e9:,.2f} G{unit}"
 
 
-def _share_text(change: Change) -> str:
+def _share_text(change: QuantityChange) -> str:
     """Return the change in percent, or as a factor if it is above 2.
 
     Returns:

@@ -85,7 +85,7 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class CompilerChoice:
     """A mesh axis for which dims compete without an annotation, or that XLA may handle otherwise.
 
     Attributes:
@@ -166,7 +166,7 @@ class Walked:
     """
 
     events: tuple[Event, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[CompilerChoice, ...]
     idle: tuple[Idle, ...]
     unknown: Mapping[str, int]
     work: Work

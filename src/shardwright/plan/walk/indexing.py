@@ -10,7 +10,7 @@ from jax.extend.core import Literal
 
 from shardwright.dims.primitives import SCATTERS
 from shardwright.dims.table import correspondence
-from shardwright.plan.walk.lookups import Lookup, Move, Name, partition, shared_axes
+from shardwright.plan.walk.lookups import Lookup, LookupMove, Name, partition, shared_axes
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Dims, Origin, Value, axes_of, most_runs, shards
 
@@ -260,7 +260,7 @@ def _partitioned(
     return Value(dims=held[result], origins=origins, lookups=lookups)
 
 
-def _scatters(lookup: Lookup, move: Move) -> bool:
+def _scatters(lookup: Lookup, move: LookupMove) -> bool:
     """Tell whether a device keeps only a part of a sum, so that it need not be sent whole.
 
     Compilers for TPUs reduce-scatter the last dim only if each part is of whole tiles.

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from shardwright.plan.collectives.collective import Kind, ring_bytes
 from shardwright.plan.walk.entries import Buffer, Peak
-from shardwright.plan.walk.events import Choice, Event, Idle, Site, Work
+from shardwright.plan.walk.events import CompilerChoice, Event, Idle, Site, Work
 from shardwright.plan.walk.liveness import Timeline
 from shardwright.plan.walk.moves import find_move
 from shardwright.plan.walk.values import (
@@ -54,7 +54,7 @@ class Ledger:
         self._renaming = renaming
         self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
         self.events: list[Event] = []
-        self.choices: dict[Choice, None] = {}
+        self.choices: dict[CompilerChoice, None] = {}
         self.idle: list[Idle] = []
         self.unknown: Counter[str] = Counter()
         self.work = Work()
@@ -224,7 +224,7 @@ class Ledger:
         """Note that a compiler may handle mesh axes in another way, and what would settle it."""
         for axis in self.sizes:
             if axis in mesh_axes:
-                self.choices[Choice(mesh_axis=axis, source=site.source, fix=fix)] = None
+                self.choices[CompilerChoice(mesh_axis=axis, source=site.source, fix=fix)] = None
 
     def settle(self, value: Value, aval: Any, site: Site, *, wanted: Dims | None = None) -> Value:
         """Complete a partial sum, by a reduce-scatter if `wanted` shards it, else by an all-reduce.

@@ -61,7 +61,7 @@ class Lookup:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class LookupMove:
     """One of the arrays moves to other dims. If it is the result, `axes` were summed before.
 
     Attributes:
@@ -103,14 +103,14 @@ class _Option:
     sure: bool
 
 
-def partition(lookup: Lookup, dims: Mapping[Name, Dims]) -> tuple[list[Move], bool]:
+def partition(lookup: Lookup, dims: Mapping[Name, Dims]) -> tuple[list[LookupMove], bool]:
     """Return the moves of a lookup, in order, and whether XLA is known to take them.
 
     Args:
       lookup: The gather or scatter.
       dims: Dims of the three arrays. Those of the result are what its uses require.
     """
-    moves: list[Move] = []
+    moves: list[LookupMove] = []
     sure = _partition(lookup, _Level(dims=dims, free=frozenset(lookup.sizes)), moves)
     # With more mesh axes, XLA shares the devices of a group out in ways that are not followed.
     used = axes_of(tuple(axes for name in _NAMES for axes in dims[name]))
@@ -120,14 +120,14 @@ def partition(lookup: Lookup, dims: Mapping[Name, Dims]) -> tuple[list[Move], bo
     return [move for move in moves if move.held != move.goal or move.summed], sure and known
 
 
-def _partition(lookup: Lookup, level: _Level, moves: list[Move]) -> bool:
+def _partition(lookup: Lookup, level: _Level, moves: list[LookupMove]) -> bool:
     options = [option for option in _options(lookup, level) if option is not None]
     operands: tuple[Name, ...] = ("index", "rows") if lookup.adds else ("table", "index")
     result: Name = "table" if lookup.adds else "rows"
     if not options:
         whole = {name: level.outer(name) for name in _NAMES}
         moves += [each for n in operands for each in _route(n, level.dims[n], whole[n])]
-        moves.append(Move(name=result, held=whole[result], goal=level.dims[result]))
+        moves.append(LookupMove(name=result, held=whole[result], goal=level.dims[result]))
         return True
     chosen = min(options, key=lambda option: _cost(lookup, level, option))
     after = chosen.after
@@ -136,7 +136,7 @@ def _partition(lookup: Lookup, level: _Level, moves: list[Move]) -> bool:
     sure = _partition(lookup, after, moves) and chosen.sure
     summed = chosen.group if chosen.summed else frozenset()
     held, goal = after.dims[result], level.dims[result]
-    moves.append(Move(name=result, held=held, goal=goal, summed=summed))
+    moves.append(LookupMove(name=result, held=held, goal=goal, summed=summed))
     return sure
 
 
@@ -276,7 +276,7 @@ def _cost(lookup: Lookup, level: _Level, option: _Option) -> tuple[float, float]
     return max(memory), sent
 
 
-def _route(name: Name, held: Dims, goal: Dims) -> list[Move]:
+def _route(name: Name, held: Dims, goal: Dims) -> list[LookupMove]:
     """Return the moves of one array between two shardings, one or two.
 
     If a dim loses a mesh axis to another dim, and one that no dim will have, XLA gathers the dim.
@@ -285,11 +285,11 @@ def _route(name: Name, held: Dims, goal: Dims) -> list[Move]:
     moved = (axes_of(held) & axes_of(goal)) - kept
     gone = axes_of(held) - axes_of(goal)
     if not any({*axes} & moved and {*axes} & gone for axes in held):
-        return [Move(name=name, held=held, goal=goal)]
+        return [LookupMove(name=name, held=held, goal=goal)]
     middle = tuple(tuple(axis for axis in axes if axis in kept) for axes in held)
     return [
-        Move(name=name, held=held, goal=middle),
-        Move(name=name, held=middle, goal=goal),
+        LookupMove(name=name, held=held, goal=middle),
+        LookupMove(name=name, held=middle, goal=goal),
     ]
 
 

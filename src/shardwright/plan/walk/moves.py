@@ -29,7 +29,7 @@ class Transfer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class ValueMove:
     """How a value gets from one sharding to another.
 
     Attributes:
@@ -44,7 +44,7 @@ class Move:
 _PAIR: Final = 2
 
 
-def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> Move:
+def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> ValueMove:
     """Return the collectives that move a value from the dims `held` to the dims `goal`.
 
     Each rule is measured on compiled programs:
@@ -62,14 +62,14 @@ def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> Move:
     moved = {axis for axis in before.keys() & after.keys() if before[axis] != after[axis]}
     replaced = _replaced(held, goal, sizes) if not moved else None
     if replaced is not None:
-        return Move(transfers=tuple(replaced))
+        return ValueMove(transfers=tuple(replaced))
     if moved and gone:
         return _with_both(held, goal, sizes, moved, gone)
     current = _sliced(held, goal)
     changed = [at for at, (have, want) in enumerate(zip(held, goal, strict=True)) if have != want]
     left, entered = ({place[axis] for axis in moved} for place in (before, after))
     if len(left | entered) > _PAIR and len(moved) > 1 and not left & entered:
-        return Move(transfers=tuple(_gathered(held, moved, sizes)[0]))
+        return ValueMove(transfers=tuple(_gathered(held, moved, sizes)[0]))
     if moved and len(changed) > _PAIR:  # a third dim gets a new mesh axis
         exchange = _exchanged(held, current, goal, sizes, moved)
         return dataclasses.replace(exchange, doubtful=frozenset(moved))
@@ -81,7 +81,7 @@ def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> Move:
     }
     if reordered and not any(transfer.kind is Kind.PERMUTE for transfer in transfers):
         transfers.append(_transfer(Kind.PERMUTE, reordered, current, sizes))
-    return Move(transfers=tuple(transfers))
+    return ValueMove(transfers=tuple(transfers))
 
 
 def _places(dims: Dims) -> dict[str, int]:
@@ -146,7 +146,7 @@ def _gathered(
 
 def _exchanged(
     held: Dims, current: Dims, goal: Dims, sizes: Mapping[str, int], moved: set[str]
-) -> Move:
+) -> ValueMove:
     """Return the move if some mesh axes change their dims, and every mesh axis stays in a dim."""
     changed = [
         at for at, (have, want) in enumerate(zip(held, goal, strict=True)) if moved & {*have, *want}
@@ -167,7 +167,7 @@ def _exchanged(
         transfers.append(_transfer(Kind.PERMUTE, axes, current, sizes))
     # A dim loses mesh axes and gets others: XLA moves parts of mesh axes.
     both = [at for at in changed if moved & set(held[at]) and moved & set(goal[at])]
-    return Move(transfers=tuple(transfers), doubtful=frozenset(moved if both else ()))
+    return ValueMove(transfers=tuple(transfers), doubtful=frozenset(moved if both else ()))
 
 
 def _last(dim: Sequence[str], moved: set[str], sizes: Mapping[str, int]) -> list[str]:
@@ -197,23 +197,25 @@ def _entered(
     return pairs[0] if len(pairs) == 1 == len(moved) and len(changed) == 2 else None
 
 
-def _traded(left: str, entered: str, held: Dims, current: Dims, sizes: Mapping[str, int]) -> Move:
+def _traded(
+    left: str, entered: str, held: Dims, current: Dims, sizes: Mapping[str, int]
+) -> ValueMove:
     """Return the move if the mesh axis `entered` takes the place of `left` in a dim."""
     both = {left, entered}
     permute = _transfer(Kind.PERMUTE, both, current, sizes)
     swapped = entered in axes_of(held)
     if sizes[left] == sizes[entered] or (not swapped and sizes[left] < sizes[entered]):
-        return Move(transfers=(permute,))
+        return ValueMove(transfers=(permute,))
     smaller, larger = sorted(both, key=sizes.__getitem__)
     ratio, rest = divmod(sizes[larger], sizes[smaller])
     exchange = _transfer(Kind.ALL_TO_ALL, [larger], current, sizes, devices=ratio)
     doubt = rest or not swapped
-    return Move(transfers=(exchange, permute), doubtful=frozenset(both if doubt else ()))
+    return ValueMove(transfers=(exchange, permute), doubtful=frozenset(both if doubt else ()))
 
 
 def _with_both(
     held: Dims, goal: Dims, sizes: Mapping[str, int], moved: set[str], gone: set[str]
-) -> Move:
+) -> ValueMove:
     """Return the move if some mesh axes change their dims, and others are in no dim any more."""
     current = _sliced(held, goal)
     before, after = _places(held), _places(goal)
@@ -224,27 +226,27 @@ def _with_both(
     if whole:
         # XLA gathers the whole dim, and slices it again.
         transfers, _ = _gathered(held, {*gone, *moved}, sizes)
-        return Move(transfers=tuple(transfers))
+        return ValueMove(transfers=tuple(transfers))
     doubtful = frozenset(moved | gone)
     if losing & ends and shards(gone, sizes) == shards(moved, sizes):
         # XLA permutes the devices, as if the two mesh axes were one.
         permute = _transfer(Kind.PERMUTE, moved | gone, current, sizes)
         gather = _transfer(Kind.ALL_GATHER, gone, goal, sizes)
         alone = all(len(dim) < 2 for dim in (*current, *goal))
-        return Move(transfers=(permute, gather), doubtful=frozenset() if alone else doubtful)
+        return ValueMove(transfers=(permute, gather), doubtful=frozenset() if alone else doubtful)
     if losing & ends:
         transfers, kept = _gathered(current, gone, sizes)
         smaller = shards(gone, sizes) <= shards(moved, sizes)
         rest = _exchanged(kept, kept, goal, sizes, moved)
         doubt = doubtful if not smaller or losing & origins else rest.doubtful
-        return Move(transfers=(*transfers, *rest.transfers), doubtful=doubt)
+        return ValueMove(transfers=(*transfers, *rest.transfers), doubtful=doubt)
     middle = tuple(
         (*(axis for axis in have if axis in gone), *want)
         for have, want in zip(current, goal, strict=True)
     )
     first = _exchanged(held, current, middle, sizes, moved)
     transfers, _ = _gathered(middle, gone, sizes)
-    return Move(transfers=(*first.transfers, *transfers), doubtful=first.doubtful)
+    return ValueMove(transfers=(*first.transfers, *transfers), doubtful=first.doubtful)
 
 
 def _cut_inside(held: Dims, goal: Dims, moved: set[str], gone: set[str]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from jax.extend.core import Literal
 
-from shardwright.plan.walk.events import Choice, Site
+from shardwright.plan.walk.events import CompilerChoice, Site
 from shardwright.plan.walk.ledger import Ledger
 from shardwright.plan.walk.masks import Place
 from shardwright.plan.walk.values import Dims, Origin, Value, anywhere, most_runs, replicated
@@ -157,7 +157,7 @@ class Step:
 
     def note_choice(self, mesh_axis: str) -> None:
         """Note that dims compete for a mesh axis, and that no constraint decides between them."""
-        choice = Choice(
+        choice = CompilerChoice(
             mesh_axis=mesh_axis,
             source=self.site.source,
             fix=f"annotate the result of this {self.name} with shard(...)",
