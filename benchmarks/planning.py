@@ -19,7 +19,7 @@ import jax
 import shardwright as sw
 from shardwright.interop.hf import Sizes, programs, read_config
 from shardwright.plan.state import Category, Held, StateBytes, count_state
-from shardwright.resolution.request import Request
+from shardwright.resolution.request import ShardingRequest
 from shardwright.trees.annotated import annotated_leaves
 from shardwright.vocabulary.axes import Role
 from tests.plan.decoder import Decoder
@@ -44,7 +44,7 @@ def count(sizes: Sizes) -> tuple[StateBytes, float]:
         for leaf in annotated_leaves(tree, specs):
             shape = leaf.value.shape
             for role, category in roles.items():
-                request = Request(leaf.annotation, shape, pm.mode, role, leaf.path)
+                request = ShardingRequest(leaf.annotation, shape, pm.mode, role, leaf.path)
                 copies = 2 if category is None else 1
                 kind = category or Category.OPTIMIZER
                 each = Held(path=leaf.path, value=leaf.value, source=request, category=kind)

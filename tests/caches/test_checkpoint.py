@@ -189,7 +189,7 @@ def test_invalid_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         restore(tmp_path / "empty")
     with raises(CacheError, "jit", path="cache"):
         jax.jit(lambda cache: save(cache, tmp_path / "traced"))(make())
-    rows: Any = caches.Quantized(values=make().k, scale=make().k)
+    rows: Any = caches.QuantizedRows(values=make().k, scale=make().k)
     with raises(CacheError, "restored", path="cache", fix="DenseCache"):
         save(rows, tmp_path / "other")
     load = builtins.__import__

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from shardwright.dims.table import Correspondence, Factors, Role, correspondence
+from shardwright.dims.table import Correspondence, FactorRole, Factors, correspondence
 
 ROWS = lax.GatherDimensionNumbers((1,), (0,), (0,))
 BATCHES = lax.GatherDimensionNumbers((2,), (1,), (1,), (0,), (0,))
@@ -144,7 +144,7 @@ def test_parts_of_results_depend_on_equal_parts_of_operands(name: str) -> None:
     known, function, arrays = known_of(name)
     results = [np.asarray(leaf) for leaf in jax.tree.leaves(function(*arrays))]
     for factor, role in enumerate(known.roles):
-        if role is Role.CHANGED:
+        if role is FactorRole.CHANGED:
             continue
         # Operands after the arrays are literals.
         for at, side in enumerate(known.operands[: len(arrays)]):
@@ -153,9 +153,9 @@ def test_parts_of_results_depend_on_equal_parts_of_operands(name: str) -> None:
                 found = changes(function, arrays, at, elements)
                 for result, own, changed in zip(results, known.results, found, strict=True):
                     of_result = slices(result.shape, own, known, factor)
-                    if role is Role.KEPT:
+                    if role is FactorRole.KEPT:
                         assert changed <= {*of_result[number].tolist()}
-                    elif role is not Role.PICKED:
+                    elif role is not FactorRole.PICKED:
                         assert of_result is None
 
 
@@ -173,7 +173,7 @@ def test_partial_sums_pass_where_the_table_says(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_only_dims_that_need_other_shards_are_changed(name: str) -> None:
     known, _, _ = known_of(name)
-    changed = {factor for factor, role in enumerate(known.roles) if role is Role.CHANGED}
+    changed = {factor for factor, role in enumerate(known.roles) if role is FactorRole.CHANGED}
     for side in (known.operands[0], known.results[0]):
         dims = tuple(dim for dim, factors in enumerate(side) if changed & {*factors})
         assert dims == CHANGED.get(name, ())
@@ -184,4 +184,4 @@ def test_reshape_by_hand() -> None:
     assert known.operands == (((0, 1), (2,)),)
     assert known.results == (((0, 3), (4,)),)
     assert known.sizes == (4, 3, 8, 2, 12)
-    assert known.roles == (Role.KEPT, *[Role.CHANGED] * 4)
+    assert known.roles == (FactorRole.KEPT, *[FactorRole.CHANGED] * 4)

@@ -16,7 +16,7 @@ import shardwright as sw
 from shardwright.plan.collectives.read import read_collectives
 from shardwright.plan.walk.events import Walked
 from shardwright.plan.walk.program import walk_jaxpr
-from shardwright.plan.walk.values import Dims, Value
+from shardwright.plan.walk.values import Dims, ShardedValue
 from tests.plan.against_xla import FOLDED, Bytes
 
 INTS = jnp.int32
@@ -31,7 +31,7 @@ def on(sizes: Mapping[str, int], *entries: Any) -> NamedSharding:
 
 def planned(function: Callable[..., Any], operands: Sequence[Operand], sizes: Any) -> Walked:
     jaxpr = jax.jit(function).trace(*map(shape_of, operands)).jaxpr.jaxpr
-    return walk_jaxpr(jaxpr, [Value(dims=dims_of(each)) for each in operands], sizes)
+    return walk_jaxpr(jaxpr, [ShardedValue(dims=dims_of(each)) for each in operands], sizes)
 
 
 def shape_of(operand: Operand, sharding: Any = None) -> Any:

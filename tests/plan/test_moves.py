@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardwright as sw
 from shardwright.plan.collectives.read import read_collectives
 from shardwright.plan.walk.program import walk_jaxpr
-from shardwright.plan.walk.values import Dims, Value
+from shardwright.plan.walk.values import Dims, ShardedValue
 
 SHAPE = (64, 64)
 CUBE = (16, 32, 64)
@@ -62,7 +62,9 @@ def identity(shape: tuple[int, ...]) -> jax.core.Jaxpr:
 def planned(
     held: Dims, goal: Dims, sizes: dict[str, int], shape: tuple[int, ...] = SHAPE
 ) -> tuple[Rows, bool]:
-    walked = walk_jaxpr(identity(shape), [Value(dims=held)], sizes, outputs=[Value(dims=goal)])
+    walked = walk_jaxpr(
+        identity(shape), [ShardedValue(dims=held)], sizes, outputs=[ShardedValue(dims=goal)]
+    )
     events = walked.events
     rows = sorted(
         (str(each.kind), each.mesh_axes, each.logical_bytes, each.wire_bytes) for each in events

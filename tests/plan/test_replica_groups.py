@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwright.errors import ProgramError
 from shardwright.plan.collectives.replica_groups import (
-    Span,
+    GroupSpan,
     parse_groups,
     parse_pairs,
     span_of,
@@ -77,7 +77,7 @@ def test_groups_by_mesh_axes(shape: list[int], data: Any) -> None:
     assert groups == tuple(map(tuple, expected.tolist()))
     sizes = dict(zip(names, shape, strict=True))
     wanted = tuple(name for name in names if name in chosen and sizes[name] > 1)
-    assert span_of(groups, sizes) == Span(
+    assert span_of(groups, sizes) == GroupSpan(
         mesh_axes=wanted, devices=expected.shape[1], partial=False
     )
 
@@ -96,7 +96,7 @@ def test_groups_by_part_of_an_axis(major: int, size: int, minor: int, other: int
         f"mesh['a'={whole},'b'={other}] {{'a':({major}){size}}}", devices=whole * other
     )
     assert groups == tuple(map(tuple, expected.tolist()))
-    assert span_of(groups, {"a": whole, "b": other}) == Span(
+    assert span_of(groups, {"a": whole, "b": other}) == GroupSpan(
         mesh_axes=("a",), devices=size, partial=True
     )
 
@@ -115,7 +115,7 @@ def test_groups_by_part_of_an_axis(major: int, size: int, minor: int, other: int
 def test_mesh_axes_of_groups(
     groups: Any, axes: tuple[str, ...], devices: int, partial: bool
 ) -> None:
-    assert span_of(groups, EIGHT) == Span(mesh_axes=axes, devices=devices, partial=partial)
+    assert span_of(groups, EIGHT) == GroupSpan(mesh_axes=axes, devices=devices, partial=partial)
 
 
 def test_positions_of_a_part_of_the_mesh() -> None:
@@ -135,7 +135,7 @@ def test_positions_of_a_part_of_the_mesh() -> None:
     ],
 )
 def test_mesh_axes_of_sends(pairs: str, axes: tuple[str, ...], devices: int, partial: bool) -> None:
-    assert span_of_pairs(parse_pairs(pairs, devices=8), EIGHT) == Span(
+    assert span_of_pairs(parse_pairs(pairs, devices=8), EIGHT) == GroupSpan(
         mesh_axes=axes, devices=devices, partial=partial
     )
 

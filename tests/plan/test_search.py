@@ -23,7 +23,7 @@ from shardwright.plan.report.page import search_html
 from shardwright.plan.report.search import search_text
 from shardwright.plan.search import SearchReport
 from shardwright.plan.search.result import utilization
-from shardwright.plan.search.run import Progress
+from shardwright.plan.search.run import SearchProgress
 
 HIDDEN = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
 HEADS = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)
@@ -290,7 +290,7 @@ def test_unused_mesh_axes_may_be_named() -> None:
 
 @pytest.mark.parametrize("last", [("judged", 3), ("planned", 2)])
 def test_search_stops_with_what_it_has(last: tuple[str, int]) -> None:
-    def progress(state: Progress) -> bool:
+    def progress(state: SearchProgress) -> bool:
         return (state.doing, state.done) != last
 
     found = search(axes=("fsdp", "tp"), progress=progress)
@@ -307,7 +307,7 @@ def test_search_stops_with_what_it_has(last: tuple[str, int]) -> None:
 def test_interrupt_keeps_what_was_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(_: object, state: Progress) -> None:
+    def interrupt(_: object, state: SearchProgress) -> None:
         if (state.doing, state.done) == ("planned", 2):
             signal.raise_signal(signal.SIGINT)
 
@@ -333,5 +333,5 @@ def test_progress_estimates_what_is_left(
     monkeypatch.setattr("shardwright.cli.show.time.monotonic", lambda: next(now))
     line = ProgressLine()
     for done in (1, 4):
-        line(Progress(doing="planned", done=done, all=10))
+        line(SearchProgress(doing="planned", done=done, all=10))
     assert capsys.readouterr().err == "planned 4 of 10 candidates, about 60 s left\n"

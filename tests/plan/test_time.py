@@ -12,7 +12,7 @@ import shardwright as sw
 from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.hardware import parse_topology, read_hardware
 from shardwright.plan.layout import lay_out
-from shardwright.plan.time import Span, estimate_time
+from shardwright.plan.time import SecondsRange, estimate_time
 from shardwright.plan.walk.entries import Peak
 from shardwright.plan.walk.events import Event, Walked, Work
 
@@ -43,20 +43,20 @@ def walked(*events: Event, flops: int = 0, matmul_bytes: int = 0) -> Walked:
     )
 
 
-def sending(*events: Event) -> dict[tuple[str, ...], Span]:
+def sending(*events: Event) -> dict[tuple[str, ...], SecondsRange]:
     return estimate_time(walked(*events), LAYOUT, state_bytes=0).links
 
 
 def test_matmuls_take_peak_to_half_of_it() -> None:
     time = estimate_time(walked(flops=459 * 10**12), LAYOUT, state_bytes=0)
-    assert time.matmuls == Span(low=1.0, high=2.0)
+    assert time.matmuls == SecondsRange(low=1.0, high=2.0)
     assert (time.low, time.high) == (1.0, 2.0)
 
 
 def test_memory_reads_arguments_to_all_operands() -> None:
     bytes_ = 2765 * 10**9
     time = estimate_time(walked(matmul_bytes=3 * bytes_), LAYOUT, state_bytes=bytes_)
-    assert time.memory == Span(low=1.0, high=3.0)
+    assert time.memory == SecondsRange(low=1.0, high=3.0)
     assert (time.low, time.high) == (1.0, 3.0)
 
 
@@ -72,8 +72,8 @@ def test_sending_uses_all_links_of_an_axis() -> None:
     slow = pytest.approx(10 / 9)
     assert spans["tp",].low == 4
     assert spans["tp",].high == pytest.approx(40 / 9)
-    assert spans["fsdp",] == Span(low=1.0, high=slow)
-    assert spans["fsdp", "tp"] == Span(low=1.0, high=slow)
+    assert spans["fsdp",] == SecondsRange(low=1.0, high=slow)
+    assert spans["fsdp", "tp"] == SecondsRange(low=1.0, high=slow)
 
 
 def test_special_collectives_have_their_own_ranges() -> None:

@@ -15,7 +15,7 @@ import shardwright as sw
 from shardwright.manager.place import decide_array
 from shardwright.resolution import recent
 from shardwright.resolution.recent import KEPT, Recent
-from shardwright.resolution.request import Request
+from shardwright.resolution.request import ShardingRequest
 
 
 def manager() -> sw.PartitionManager:
@@ -67,7 +67,7 @@ def test_many_shapes_take_bounded_memory(what: str, monkeypatch: pytest.MonkeyPa
         if what == "shardings":
             return pm.shardings(jax.ShapeDtypeStruct(shape, jnp.float32), x)
         if what == "shard":
-            return decide_array(pm, Request(x, shape))
+            return decide_array(pm, ShardingRequest(x, shape))
         return getattr(pm, what)(*x, shape=shape)
 
     first = ask(1)

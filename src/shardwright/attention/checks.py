@@ -24,7 +24,7 @@ _ORDER: Final = {
 _MAX_POSITION: Final = 2**30
 
 
-class Sizes(NamedTuple):
+class CallSizes(NamedTuple):
     """The global sizes of a call."""
 
     batch: int
@@ -51,7 +51,7 @@ class Sizes(NamedTuple):
         return self.batch, self.kv_length, self.kv_heads, self.v_dim
 
 
-def read_sizes(q: Any, k: Any, v: Any, layout: str, *, cast: bool) -> Sizes:
+def read_sizes(q: Any, k: Any, v: Any, layout: str, *, cast: bool) -> CallSizes:
     """Return the sizes of q, k and v.
 
     Args:
@@ -79,7 +79,7 @@ def read_sizes(q: Any, k: Any, v: Any, layout: str, *, cast: bool) -> Sizes:
             fix = "cast q, k and v to one dtype"
             raise AttentionError(f"{name} is {array.dtype}, and q is {q.dtype}", path=name, fix=fix)
     length, head = (1, 2) if layout == "BTHD" else (2, 1)
-    sizes = Sizes(
+    sizes = CallSizes(
         batch=q.shape[0],
         q_length=q.shape[length],
         kv_length=k.shape[length],
@@ -145,7 +145,7 @@ def read_number(name: str, value: Any) -> float:
 # Scales of quantized keys.
 
 
-def check_scales(k: Any, v: Any, options: Options, sizes: Sizes) -> None:
+def check_scales(k: Any, v: Any, options: Options, sizes: CallSizes) -> None:
     """Raise AttentionError unless quantized keys and values, and only those, have scales."""
     if k.dtype != v.dtype and (str(k.dtype) in QUANTIZED or str(v.dtype) in QUANTIZED):
         fix = "quantize both to one dtype, or neither"
@@ -188,7 +188,7 @@ def check_scale(name: str, scale: Any, dims: tuple[int, ...], *, of: str, dtype:
 # Arrays beside q, k and v.
 
 
-def check_arrays(options: Options, mask: Mask, sizes: Sizes) -> None:
+def check_arrays(options: Options, mask: Mask, sizes: CallSizes) -> None:
     """Raise AttentionError unless masks, biases, positions and sinks have the right shapes."""
     batch, q_length, kv_length = sizes.batch, sizes.q_length, sizes.kv_length
     longest = kv_length if options.kv_positions is None else _MAX_POSITION

@@ -23,7 +23,7 @@ _LOGIT_BYTES: Final = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class RefusedImplementation:
     """An implementation that cannot serve a call, with the reasons."""
 
     name: str
@@ -50,7 +50,7 @@ class Choice:
 
     name: str
     why: str
-    refusals: tuple[Refusal, ...]
+    refusals: tuple[RefusedImplementation, ...]
     passed_over: tuple[str, ...]
     call: AttentionCall
     instead: Choice | None = None
@@ -142,7 +142,7 @@ def _choose(
     else:
         why = f"{named.name} was asked for by name and refuses" if reasons else "asked for by name"
     if reasons:
-        refusals = (Refusal(name=named.name, reasons=reasons),)
+        refusals = (RefusedImplementation(name=named.name, reasons=reasons),)
         instead = _choose_best(call, known)
         return Choice(
             name="",
@@ -174,7 +174,7 @@ def _choose_best(call: AttentionCall, known: tuple[Implementation, ...]) -> Choi
     for name in [*(name for name in preferred if name in by_name), *rest]:
         reasons = by_name[name].refusals(call)
         if reasons:
-            refusals.append(Refusal(name=name, reasons=reasons))
+            refusals.append(RefusedImplementation(name=name, reasons=reasons))
         elif name in preferred:
             able.append(name)
     if not able:

@@ -24,7 +24,7 @@ from shardwright.attention.call import (
     Recipe,
     default_positions,
 )
-from shardwright.attention.checks import Sizes
+from shardwright.attention.checks import CallSizes
 from shardwright.attention.masks import Mask, MaskRules
 from shardwright.attention.sharding import resolve_joint
 from shardwright.errors import AttentionError, NoManagerError, did_you_mean
@@ -262,7 +262,7 @@ def _check_sequence_axis(name: str, specs: JointSpecs) -> None:
 # Masks and positions.
 
 
-def _read_mask(options: Options, sizes: Sizes) -> Mask:
+def _read_mask(options: Options, sizes: CallSizes) -> Mask:
     """Return the mask of a call: rules, segment ids, lengths and the dense mask."""
     rules = MaskRules(causal=options.causal, window=options.window, chunk=options.chunk)
     mask = Mask(rules=rules)
@@ -285,7 +285,7 @@ def _read_mask(options: Options, sizes: Sizes) -> Mask:
     return mask & (options.mask if isinstance(options.mask, Mask) else masks.dense(options.mask))
 
 
-def _read_offset(options: Options, mask: Mask, mode: str, sizes: Sizes) -> int | None:
+def _read_offset(options: Options, mask: Mask, mode: str, sizes: CallSizes) -> int | None:
     """Return the first query's position if positions are row numbers; None if they are arrays."""
     if options.positions is not None:
         same = mode == MODE_TRAIN and sizes.q_length == sizes.kv_length
@@ -342,7 +342,9 @@ def _rows(positions: Any) -> jax.Array:
 # Arithmetic.
 
 
-def _read_recipe(options: Options, mask: Mask, sizes: Sizes, platform: str, cached: bool) -> Recipe:
+def _read_recipe(
+    options: Options, mask: Mask, sizes: CallSizes, platform: str, cached: bool
+) -> Recipe:
     scale = 1.0 / math.sqrt(sizes.head_dim)
     if options.scale is not None:
         scale = checks.read_number("scale", options.scale)

@@ -218,7 +218,7 @@ _jitted = functools.partial(jax.jit, static_argnums=(2,))(_run)
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Table:
+class _ShardPages:
     """The pages of a shard that its sequences use, `[batch, columns]` each. Used pages come first.
 
     Attributes:
@@ -317,7 +317,7 @@ def _sequences(call: AttentionCall, gathered: tuple[str, ...]) -> jax.Array:
     return numbers.reshape(-1)
 
 
-def _compact(pages: jax.Array, shard: Operands, at_once: int) -> _Table:
+def _compact(pages: jax.Array, shard: Operands, at_once: int) -> _ShardPages:
     count, page_size = shard.k.shape[:2]
     ordinals = jnp.broadcast_to(jnp.arange(pages.shape[1], dtype=jnp.int32)[None], pages.shape)
     here = (pages >= 0) & (pages < count) & (ordinals * page_size < shard.lengths[:, None])
@@ -325,10 +325,10 @@ def _compact(pages: jax.Array, shard: Operands, at_once: int) -> _Table:
     table = (jnp.take_along_axis(column, order, axis=1) for column in (pages, ordinals, here))
     padding = ((0, 0), (0, -pages.shape[1] % at_once))
     pages, ordinals, here = (jnp.pad(column, padding) for column in table)
-    return _Table(pages=jnp.where(here, pages, 0), ordinals=ordinals, here=here)
+    return _ShardPages(pages=jnp.where(here, pages, 0), ordinals=ordinals, here=here)
 
 
-def _read(operands: Operands, entries: _Table) -> Operands:
+def _read(operands: Operands, entries: _ShardPages) -> Operands:
     """Return the operands with the keys of these pages, `[batch, rows, kv_heads, head_dim]`."""
     page_size = operands.k.shape[1]
     positions = (
@@ -351,7 +351,7 @@ def _rows_of(array: jax.Array, pages: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Sizes:
+class _PageSizes:
     batch: int
     q_length: int
     pages: int
@@ -361,7 +361,7 @@ class _Sizes:
         return int(block_tables.shape[1]) * self.page_size
 
 
-def _check_pages(q: Any, k_pages: Any, v_pages: Any) -> _Sizes:
+def _check_pages(q: Any, k_pages: Any, v_pages: Any) -> _PageSizes:
     for name, array, order in (
         ("q", q, "[batch, q_length, heads, head_dim]"),
         ("k_pages", k_pages, "[pages, page_size, kv_heads, head_dim]"),
@@ -375,12 +375,12 @@ def _check_pages(q: Any, k_pages: Any, v_pages: Any) -> _Sizes:
     if k_pages.shape[:3] != v_pages.shape[:3]:
         what = f"v_pages has shape {v_pages.shape}, and k_pages {k_pages.shape}"
         raise AttentionError(what, path="v_pages", fix="give both the same pages, rows and heads")
-    return _Sizes(
+    return _PageSizes(
         batch=q.shape[0], q_length=q.shape[1], pages=k_pages.shape[0], page_size=k_pages.shape[1]
     )
 
 
-def _check_tables(block_tables: Any, lengths: Any, q_lengths: Any, sizes: _Sizes) -> None:
+def _check_tables(block_tables: Any, lengths: Any, q_lengths: Any, sizes: _PageSizes) -> None:
     for name, array, dims in (
         ("block_tables", block_tables, 2),
         ("lengths", lengths, 1),
@@ -436,7 +436,7 @@ def _check_tables(block_tables: Any, lengths: Any, q_lengths: Any, sizes: _Sizes
             )
 
 
-def _check_positions(positions: Any, q_lengths: Any, sizes: _Sizes) -> None:
+def _check_positions(positions: Any, q_lengths: Any, sizes: _PageSizes) -> None:
     if positions is None:
         return
     if q_lengths is not None:
@@ -476,7 +476,7 @@ def _integers(array: Any) -> jax.Array:
     return jnp.asarray(array).astype(jnp.int32)
 
 
-def _positions(lengths: Any, q_lengths: Any, sizes: _Sizes) -> jax.Array:
+def _positions(lengths: Any, q_lengths: Any, sizes: _PageSizes) -> jax.Array:
     """Return `[batch, q_length]` positions of the queries, -1 for a row that is not a token."""
     counts = (
         jnp.full((sizes.batch,), sizes.q_length, jnp.int32)

@@ -18,7 +18,7 @@ from shardwright.attention.call import JointSpecs, KVHeads
 from shardwright.errors import AttentionError
 from shardwright.manager.manager import PartitionManager
 from shardwright.resolution.decisions import DimDecision, Outcome, Resolution
-from shardwright.resolution.request import Request
+from shardwright.resolution.request import ShardingRequest
 from shardwright.vocabulary.axes import (
     BATCH,
     EMPTY,
@@ -193,7 +193,7 @@ def _resolve(
     shape: Dims,
 ) -> Resolution:
     """Resolve one array, and refuse shardings that no kernel can serve."""
-    resolution = manager.answer(Request(axes, shape, mode, None, name, manual))
+    resolution = manager.answer(ShardingRequest(axes, shape, mode, None, name, manual))
     resolution.require()
     for decision in resolution.decisions:
         if decision.outcome is Outcome.UNCONSTRAINED:

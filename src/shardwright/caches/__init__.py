@@ -13,8 +13,8 @@ from shardwright.caches.checkpoint import save as save
 from shardwright.caches.create import init as init
 from shardwright.caches.dense import DenseCache as DenseCache
 from shardwright.caches.paged.cache import PagedCache as PagedCache
-from shardwright.caches.quantized import Quantized as Quantized
 from shardwright.caches.quantized import QuantizedCache as QuantizedCache
+from shardwright.caches.quantized import QuantizedRows as QuantizedRows
 from shardwright.caches.quantized import quantize as quantize
 from shardwright.caches.refusals import Refusal as Refusal
 from shardwright.caches.relayout import Relayout as Relayout

@@ -26,7 +26,7 @@ STORED = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Quantized:
+class QuantizedRows:
     """Rows in 8 bits and their scales. A row is `values * scale[..., None]`.
 
     Attributes:
@@ -38,7 +38,7 @@ class Quantized:
     scale: jax.Array
 
 
-def quantize(x: jax.Array, dtype: Any = "int8") -> Quantized:
+def quantize(x: jax.Array, dtype: Any = "int8") -> QuantizedRows:
     """Round rows to 8 bits, with a float32 scale for each row.
 
     The scale is the row's largest magnitude divided by the largest number of the dtype.
@@ -65,7 +65,9 @@ def quantize(x: jax.Array, dtype: Any = "int8") -> Quantized:
     scale = jnp.max(jnp.abs(x), axis=-1) / largest
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
     ratio = x / scale[..., None]
-    return Quantized(values=(jnp.round(ratio) if is_integer else ratio).astype(stored), scale=scale)
+    return QuantizedRows(
+        values=(jnp.round(ratio) if is_integer else ratio).astype(stored), scale=scale
+    )
 
 
 @final

@@ -26,7 +26,7 @@ Shape: TypeAlias = tuple[int, ...]
 Factors: TypeAlias = tuple[tuple[int, ...], ...]
 
 
-class Role(enum.Enum):
+class FactorRole(enum.Enum):
     """What a primitive does along a factor."""
 
     KEPT = "kept"
@@ -55,7 +55,7 @@ class Correspondence:
     """
 
     sizes: tuple[int, ...]
-    roles: tuple[Role, ...]
+    roles: tuple[FactorRole, ...]
     operands: tuple[Factors, ...]
     results: tuple[Factors, ...]
     shardable: frozenset[int]
@@ -127,7 +127,7 @@ def reshape(old: Shape, new: Shape) -> Correspondence:
     Where the boundaries of the dims do not match, factors are `CHANGED` up to the next one.
     """
     sizes: list[int] = []
-    roles: dict[int, Role] = {}
+    roles: dict[int, FactorRole] = {}
     sides: tuple[list[list[int]], list[list[int]]] = ([[] for _ in old], [[] for _ in new])
     for group in equal_products(old, new):
         left, right = (
@@ -141,7 +141,7 @@ def reshape(old: Shape, new: Shape) -> Correspondence:
                 rest = ((0, [(dim, size), *left]), (1, [(to, other), *right]))
                 for side, pairs in rest:
                     for at, opaque in pairs:
-                        roles[len(sizes)] = Role.CHANGED
+                        roles[len(sizes)] = FactorRole.CHANGED
                         sides[side][at].append(len(sizes))
                         sizes.append(opaque)
                 break
@@ -155,7 +155,7 @@ def reshape(old: Shape, new: Shape) -> Correspondence:
 
 @functools.lru_cache(maxsize=4096)
 def reduction(
-    operands: tuple[Shape, ...], results: int, gone: tuple[int, ...], role: Role
+    operands: tuple[Shape, ...], results: int, gone: tuple[int, ...], role: FactorRole
 ) -> Correspondence:
     """Return how the dims of a reduction correspond. Operands after the first are scalars."""
     every = [(dim,) for dim in range(len(operands[0]))]
@@ -165,7 +165,7 @@ def reduction(
     kept = [factor for dim, factor in enumerate(every) if dim not in gone]
     roles = dict.fromkeys(gone, role)
     # A sum over dims of size 1 only removes them.
-    adds = role is Role.SUMMED and all(operands[0][dim] == 1 for dim in gone)
+    adds = role is FactorRole.SUMMED and all(operands[0][dim] == 1 for dim in gone)
     return _made(operands[0], sides, [kept] * results, roles=roles, adds=adds)
 
 
@@ -173,7 +173,7 @@ def reduction(
 def along(shapes: tuple[Shape, ...], results: int, dims: tuple[int, ...]) -> Correspondence:
     """Return how dims correspond if shapes stay and each element needs others along some dims."""
     every = [(dim,) for dim in range(len(shapes[0]))]
-    roles = dict.fromkeys(dims, Role.CHANGED)
+    roles = dict.fromkeys(dims, FactorRole.CHANGED)
     return _made(shapes[0], [every] * len(shapes), [every] * results, roles=roles)
 
 
@@ -193,7 +193,7 @@ def cut(
     changed = {dim for dim in range(rank) if len({shape[dim] for shape in arrays}) > 1}
     changed |= {*dims}
     sizes = list(results[0])
-    roles = dict.fromkeys(changed, Role.CHANGED)
+    roles = dict.fromkeys(changed, FactorRole.CHANGED)
 
     def side(shape: Shape) -> list[tuple[int, ...]]:
         if len(shape) != rank:
@@ -202,7 +202,7 @@ def cut(
         for dim, size in enumerate(shape):
             own.append((len(sizes),) if dim in changed else (dim,))
             if dim in changed:
-                roles[len(sizes)] = Role.CHANGED
+                roles[len(sizes)] = FactorRole.CHANGED
                 sizes.append(size)
         return own
 
@@ -220,7 +220,7 @@ def dot_general(left: Shape, right: Shape, numbers: Any) -> Correspondence:
     result = [lefts[dim] for dim in left_batch]
     result += [own for dim, own in enumerate(lefts) if dim not in (*left_sum, *left_batch)]
     result += [own for dim, own in enumerate(rights) if dim not in (*right_sum, *right_batch)]
-    roles = dict.fromkeys(left_sum, Role.SUMMED)
+    roles = dict.fromkeys(left_sum, FactorRole.SUMMED)
     return _made((*left, *right), [lefts, rights], [result], roles=roles)
 
 
@@ -244,17 +244,19 @@ def gather(
         for dim in range(len(result))
     ]
     # The last dim of the indices has the coordinates of one row.
-    roles = dict.fromkeys((*numbers.collapsed_slice_dims, *indices[-1]), Role.PICKED)
+    roles = dict.fromkeys((*numbers.collapsed_slice_dims, *indices[-1]), FactorRole.PICKED)
     for dim, source in sources.items():
         if slices[source] == table[source]:
             results[dim] = tables[source]
         else:
-            roles |= dict.fromkeys((*tables[source], *results[dim]), Role.CHANGED)
+            roles |= dict.fromkeys((*tables[source], *results[dim]), FactorRole.CHANGED)
     return _made(sizes, [tables, indices], [results], roles=roles)
 
 
 @functools.lru_cache(maxsize=4096)
-def scatter(table: Shape, index: Shape, update: Shape, numbers: Any, role: Role) -> Correspondence:
+def scatter(
+    table: Shape, index: Shape, update: Shape, numbers: Any, role: FactorRole
+) -> Correspondence:
     """Return how the dims of a scatter correspond: dims that are written whole, and indices.
 
     Args:
@@ -271,7 +273,7 @@ def scatter(table: Shape, index: Shape, update: Shape, numbers: Any, role: Role)
     batching = numbers.operand_batching_dims
     # The last dim of the indices has the coordinates of one row.
     picked = (*numbers.scatter_dims_to_operand_dims, *indices[-1])
-    roles = dict.fromkeys(picked, Role.PICKED)
+    roles = dict.fromkeys(picked, FactorRole.PICKED)
     for dim, other in zip(batching, numbers.scatter_indices_batching_dims, strict=True):
         tables[dim] = indices[other]
     gone = (*numbers.inserted_window_dims, *batching)
@@ -280,7 +282,7 @@ def scatter(table: Shape, index: Shape, update: Shape, numbers: Any, role: Role)
         if table[dim] == update[written]:
             updates[written] = tables[dim]
         else:
-            roles |= dict.fromkeys((*tables[dim], *updates[written]), Role.CHANGED)
+            roles |= dict.fromkeys((*tables[dim], *updates[written]), FactorRole.CHANGED)
     rows = [dim for dim in range(len(update)) if dim not in numbers.update_window_dims]
     for dim, own in zip(rows, indices, strict=False):
         updates[dim] = own
@@ -294,7 +296,7 @@ def _made(
     operands: Iterable[Iterable[Iterable[int]]],
     results: Iterable[Iterable[Iterable[int]]],
     *,
-    roles: Mapping[int, Role] = MappingProxyType({}),
+    roles: Mapping[int, FactorRole] = MappingProxyType({}),
     adds: bool = False,
 ) -> Correspondence:
     known = tuple(sizes)
@@ -302,10 +304,10 @@ def _made(
         tuple(tuple(map(tuple, side)) for side in sides) for sides in (operands, results)
     )
     minor = {factor for side in (*before, *after) for factors in side for factor in factors[1:]}
-    changed = {factor for factor, role in roles.items() if role is Role.CHANGED}
+    changed = {factor for factor, role in roles.items() if role is FactorRole.CHANGED}
     return Correspondence(
         sizes=known,
-        roles=tuple(roles.get(factor, Role.KEPT) for factor in range(len(known))),
+        roles=tuple(roles.get(factor, FactorRole.KEPT) for factor in range(len(known))),
         operands=before,
         results=after,
         shardable=frozenset(range(len(known))) - minor - changed,
@@ -318,7 +320,7 @@ _Rule: TypeAlias = Callable[
 ]
 
 
-def _reduced(role: Role) -> _Rule:
+def _reduced(role: FactorRole) -> _Rule:
     def rule(
         operands: tuple[Shape, ...], results: tuple[Shape, ...], parameters: Mapping[str, Any]
     ) -> Correspondence:
@@ -328,7 +330,7 @@ def _reduced(role: Role) -> _Rule:
     return rule
 
 
-def _scattered(role: Role) -> _Rule:
+def _scattered(role: FactorRole) -> _Rule:
     def rule(
         operands: tuple[Shape, ...], results: tuple[Shape, ...], parameters: Mapping[str, Any]
     ) -> Correspondence:
@@ -348,8 +350,8 @@ _RULES: Final[Mapping[str, _Rule]] = {
     **dict.fromkeys(ELEMENTWISE, lambda old, new, _: elementwise(old, new)),
     "bitcast_convert_type": lambda old, new, _: elementwise(old, new),
     **dict.fromkeys(KEEPS_SUM | ADDITIONS, lambda old, new, _: elementwise(old, new, adds=True)),
-    **dict.fromkeys((*REDUCTIONS, "reduce"), _reduced(Role.COMBINED)),
-    "reduce_sum": _reduced(Role.SUMMED),
+    **dict.fromkeys((*REDUCTIONS, "reduce"), _reduced(FactorRole.COMBINED)),
+    "reduce_sum": _reduced(FactorRole.SUMMED),
     **dict.fromkeys(CUMULATIVE, lambda old, new, p: along(old, len(new), (p["axis"],))),
     "sort": lambda old, new, p: along(old, len(new), (p["dimension"] % len(old[0]),)),
     "rev": lambda old, new, p: along(old, len(new), tuple(p["dimensions"])),
@@ -370,8 +372,8 @@ _RULES: Final[Mapping[str, _Rule]] = {
     "gather": lambda old, new, p: gather(
         old[0], old[1], new[0], p["dimension_numbers"], tuple(p["slice_sizes"])
     ),
-    **dict.fromkeys(SCATTERS, _scattered(Role.COMBINED)),
-    **dict.fromkeys(("scatter-add", "scatter_add", "scatter-sub"), _scattered(Role.SUMMED)),
+    **dict.fromkeys(SCATTERS, _scattered(FactorRole.COMBINED)),
+    **dict.fromkeys(("scatter-add", "scatter_add", "scatter-sub"), _scattered(FactorRole.SUMMED)),
     "transpose": lambda old, _, p: transpose(old[0], tuple(p["permutation"])),
     "broadcast_in_dim": lambda old, new, p: broadcast(
         old[0] if old else (), new[0], tuple(p["broadcast_dimensions"])

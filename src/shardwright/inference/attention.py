@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from shardwright.inference.atoms import Atom, Dim, finest
-from shardwright.inference.evidence import Evidence, Site
+from shardwright.inference.evidence import EquationLocation, Evidence
 from shardwright.inference.facts import Facts, Matmul
 from shardwright.inference.names import LENGTHS, Names, outputs_of, summed_over, with_pieces
 from shardwright.inference.roots import Root, nearest_matmuls
@@ -36,7 +36,7 @@ class Scores:
     sequence: set[Atom]
     groups: list[Atom]
     is_confirmed: bool
-    site: Site | None
+    site: EquationLocation | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

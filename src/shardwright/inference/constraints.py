@@ -14,7 +14,7 @@ from shardwright.inference.facts import DimSlice, Output
 from shardwright.inference.names import LENGTHS
 from shardwright.inference.pieces import Factors, named_factors
 from shardwright.inference.report import axis_text
-from shardwright.inference.step import Value
+from shardwright.inference.step import ArrayFacts
 from shardwright.vocabulary.axes import (
     BATCH,
     EMBED,
@@ -108,7 +108,7 @@ def choose(
     return tuple(chosen), refused
 
 
-def is_candidate(primitive: str, operands: Iterable[Value]) -> bool:
+def is_candidate(primitive: str, operands: Iterable[ArrayFacts]) -> bool:
     """Tell whether the result of a primitive may get a constraint."""
     if primitive in _ADDITIONS:
         return sum(operand.data and operand.learned for operand in operands) > 1

@@ -10,7 +10,7 @@ from shardwright.dims.bodies import bodies
 from shardwright.inference.atoms import new_dim
 from shardwright.inference.facts import Scan
 from shardwright.inference.roots import new_root
-from shardwright.inference.step import Step, Value
+from shardwright.inference.step import ArrayFacts, InferenceStep
 
 # `constrained` rebuilds these calls. It leaves custom derivatives as they are.
 CALLS: Final = frozenset({"pjit", "jit", "closed_call"})
@@ -23,7 +23,7 @@ def rebuilds(equation: Any) -> bool:
     return name in CALLS or (name in REMATS and not equation.params["differentiated"])
 
 
-def scan(step: Step) -> list[Value]:
+def scan(step: InferenceStep) -> list[ArrayFacts]:
     """Walk the body once. A carry keeps its dims.
 
     All scanned arrays have the first dim in common. If parameters are among them, it is recorded.
@@ -61,13 +61,13 @@ def scan(step: Step) -> list[Value]:
     return [*ends[:carries], *stacked]
 
 
-def _row(value: Value, loop: int) -> Value:
+def _row(value: ArrayFacts, loop: int) -> ArrayFacts:
     """Return the row of a scanned array that the body of a scan gets."""
     loops = value.loops | {(loop, "scanned")} if value.is_weight else value.loops
     return dataclasses.replace(value, dims=value.dims[1:], one_hot=None, loops=loops)
 
 
-def while_loop(step: Step) -> list[Value]:
+def while_loop(step: InferenceStep) -> list[ArrayFacts]:
     """Walk the body once. A carry keeps its dims."""
     body, _ = bodies(step.equation)
     values = body.of_operands(step.values)
@@ -77,7 +77,7 @@ def while_loop(step: Step) -> list[Value]:
     return ends
 
 
-def cond(step: Step) -> list[Value]:
+def cond(step: InferenceStep) -> list[ArrayFacts]:
     """Walk every branch. The results of all branches have the same dims."""
     branches = [
         step.walk(branch.jaxpr, branch.of_operands(step.values)) for branch in bodies(step.equation)
@@ -100,7 +100,7 @@ def cond(step: Step) -> list[Value]:
     ]
 
 
-def call(step: Step) -> list[Value] | None:
+def call(step: InferenceStep) -> list[ArrayFacts] | None:
     """Walk the jaxpr of a call (jit, remat, custom derivatives). Return None if it has none."""
     found = bodies(step.equation)
     if not found:
@@ -111,7 +111,7 @@ def call(step: Step) -> list[Value] | None:
     return step.walk(body.jaxpr, values, called_at=step.site.caller, place=place)
 
 
-def _carried(step: Step, starts: Sequence[Value]) -> list[Value]:
+def _carried(step: InferenceStep, starts: Sequence[ArrayFacts]) -> list[ArrayFacts]:
     """Return the initial values of carries. Arrays count as depending on all that the loop reads.
 
     The reason is accumulators: they start as zeros, which depend on nothing, and become results of
@@ -132,7 +132,7 @@ def _carried(step: Step, starts: Sequence[Value]) -> list[Value]:
     ]
 
 
-def _align(step: Step, before: Sequence[Value], after: Sequence[Value]) -> None:
+def _align(step: InferenceStep, before: Sequence[ArrayFacts], after: Sequence[ArrayFacts]) -> None:
     for first, second in zip(before, after, strict=False):
         for left, right in zip(first.dims, second.dims, strict=True):
             step.same(left, right)

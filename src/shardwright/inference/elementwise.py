@@ -9,14 +9,14 @@ from shardwright.dims import table
 from shardwright.inference.atoms import Dim, Dims, finest
 from shardwright.inference.facts import TableLookup
 from shardwright.inference.roots import is_residual
-from shardwright.inference.step import Step, Value
+from shardwright.inference.step import ArrayFacts, InferenceStep
 
 # Activation functions are made of these. Normalization (rsqrt, square) is not among them.
 _NONLINEAR: Final = frozenset({"erf", "erfc", "exp", "exp2", "expm1", "logistic", "max", "tanh"})
 _ADDITIONS: Final = frozenset({"add", "add_any"})
 
 
-def elementwise(step: Step) -> list[Value] | None:
+def elementwise(step: InferenceStep) -> list[ArrayFacts] | None:
     """Align the dims of operands that broadcast to the result. Return None if no operand does.
 
     A dim of size 1 is broadcast, so it is not aligned. Scalars are ignored.
@@ -39,7 +39,7 @@ def elementwise(step: Step) -> list[Value] | None:
     return [result] * len(shapes)
 
 
-def _is_matrix(value: Value) -> bool:
+def _is_matrix(value: ArrayFacts) -> bool:
     """Tell whether a value is a parameter with all its dims: no vector that is broadcast."""
     return (
         value.is_weight
@@ -48,7 +48,7 @@ def _is_matrix(value: Value) -> bool:
     )
 
 
-def _mark(step: Step, operands: list[Value], dims: Dims) -> None:
+def _mark(step: InferenceStep, operands: list[ArrayFacts], dims: Dims) -> None:
     """Mark the atoms of an activation function, or of a residual addition."""
     name = step.equation.primitive.name
     if name in _NONLINEAR:
@@ -64,7 +64,7 @@ def _mark(step: Step, operands: list[Value], dims: Dims) -> None:
                     atom.residual = True
 
 
-def _record_selection(step: Step, operands: list[Value]) -> None:
+def _record_selection(step: InferenceStep, operands: list[ArrayFacts]) -> None:
     """Record one-hot rows that select from activations by a matmul, as labels do in a loss."""
     if step.equation.primitive.name != "mul" or len(operands) != 2:
         return
@@ -82,7 +82,7 @@ def _record_selection(step: Step, operands: list[Value]) -> None:
             step.facts.lookups.append(selection)
 
 
-def _one_hot(step: Step, operands: list[Value]) -> Dim | None:
+def _one_hot(step: InferenceStep, operands: list[ArrayFacts]) -> Dim | None:
     """Return the dim along which each row of a result is one-hot, or None."""
     if len(operands) == 1:
         return operands[0].one_hot
@@ -102,7 +102,7 @@ def _one_hot(step: Step, operands: list[Value]) -> Dim | None:
     return counted[0]
 
 
-def reduction(step: Step) -> list[Value]:
+def reduction(step: InferenceStep) -> list[ArrayFacts]:
     """Drop the dims that are reduced."""
     known = table.correspondence(step.equation)
     assert known is not None

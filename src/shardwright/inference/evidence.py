@@ -9,7 +9,7 @@ from shardwright import _jax
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Site:
+class EquationLocation:
     """An equation of a jaxpr, and its place in the model.
 
     Attributes:
@@ -42,7 +42,7 @@ class Evidence:
     """
 
     reason: str
-    site: Site | None = None
+    site: EquationLocation | None = None
 
     @property
     def primitive(self) -> str:

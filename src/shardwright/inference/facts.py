@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from shardwright.inference.atoms import Atom, Dim, Dims, unify
-from shardwright.inference.evidence import Evidence, Site
+from shardwright.inference.evidence import EquationLocation, Evidence
 from shardwright.inference.roots import Root
 
 
@@ -30,7 +30,7 @@ class TableLookup:
     depends_on: str
     of_data: bool
     inputs: frozenset[int] = frozenset()
-    site: Site
+    site: EquationLocation
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Matmul:
     leaf: int | None = None
     operands: tuple[Root | None, ...] = ()
     root: Root | None = None
-    site: Site
+    site: EquationLocation
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class DimSlice:
     whole: Dim
     start: int
     dim: Dim
-    site: Site
+    site: EquationLocation
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class Use:
     """A dim, and the equation that uses it."""
 
     dim: Dim
-    site: Site
+    site: EquationLocation
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class Scan:
     dim: Dim
     is_of_layers: bool
     is_routed: bool
-    site: Site
+    site: EquationLocation
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class Output:
     dims: Dims
     shape: tuple[int, ...]
     is_lookup: bool
-    site: Site
+    site: EquationLocation
 
     @property
     def primitive(self) -> str:
@@ -162,7 +162,7 @@ class Facts:
     unknown: dict[str, Evidence] = dataclasses.field(default_factory=dict)
     loops: int = 0
 
-    def same(self, left: Dim, right: Dim, site: Site) -> None:
+    def same(self, left: Dim, right: Dim, site: EquationLocation) -> None:
         """Record that an equation makes two dims the same."""
 
         def clash(first: Atom, second: Atom) -> None:

@@ -9,10 +9,10 @@ from shardwright.dims.table import correspondence
 from shardwright.inference import elementwise
 from shardwright.inference.atoms import Dim, Dims, finest, new_dims
 from shardwright.inference.facts import TableLookup, Use
-from shardwright.inference.step import Step, Value
+from shardwright.inference.step import ArrayFacts, InferenceStep
 
 
-def gather(step: Step) -> list[Value]:
+def gather(step: InferenceStep) -> list[ArrayFacts]:
     """Keep the dims of the table that are read whole. The other dims come from the indices."""
     table, index = step.values[:2]
     numbers, sizes = step.parameters["dimension_numbers"], step.parameters["slice_sizes"]
@@ -30,7 +30,7 @@ def gather(step: Step) -> list[Value]:
     return [step.result(dims, root=root)]
 
 
-def _record_lookup(step: Step, row: Dims) -> None:
+def _record_lookup(step: InferenceStep, row: Dims) -> None:
     table, index = step.values[:2]
     numbers, sizes = step.parameters["dimension_numbers"], step.parameters["slice_sizes"]
     keys = [at for at in numbers.start_index_map if sizes[at] == 1 < step.operand_shapes[0][at]]
@@ -55,7 +55,7 @@ def _record_lookup(step: Step, row: Dims) -> None:
     )
 
 
-def scatter(step: Step) -> list[Value]:
+def scatter(step: InferenceStep) -> list[ArrayFacts]:
     """Align the updates: their whole dims with the operand, their other dims with the indices."""
     old, index, _ = step.values
     numbers, known = step.parameters["dimension_numbers"], correspondence(step.equation)
@@ -73,7 +73,7 @@ def _mark_routed(dims: Iterable[Dim]) -> None:
             atom.routed = True
 
 
-def update_slice(step: Step) -> list[Value]:
+def update_slice(step: InferenceStep) -> list[ArrayFacts]:
     """Align the dims that are written whole, as in a cache."""
     old, new = step.values[:2]
     shapes = step.operand_shapes
@@ -83,7 +83,7 @@ def update_slice(step: Step) -> list[Value]:
     return [step.result(old.dims)]
 
 
-def top_k(step: Step) -> list[Value]:
+def top_k(step: InferenceStep) -> list[ArrayFacts]:
     """Keep all dims except the searched one, and record that one."""
     dims, known = step.values[0].dims, correspondence(step.equation)
     assert known is not None
@@ -92,7 +92,7 @@ def top_k(step: Step) -> list[Value]:
     return [values, dataclasses.replace(indices, loops=frozenset())]
 
 
-def arg_reduction(step: Step) -> list[Value]:
+def arg_reduction(step: InferenceStep) -> list[ArrayFacts]:
     """Drop the searched dim."""
     axes, dims = step.parameters["axes"], step.values[0].dims
     step.facts.largest += [Use(dim=dims[axis], site=step.site) for axis in axes]
@@ -100,6 +100,6 @@ def arg_reduction(step: Step) -> list[Value]:
     return [dataclasses.replace(result, loops=frozenset())]
 
 
-def random(step: Step) -> list[Value]:
+def random(step: InferenceStep) -> list[ArrayFacts]:
     """Return new dims: random bits say nothing about their shape."""
-    return [Value(dims=new_dims(shape)) for shape in step.shapes]
+    return [ArrayFacts(dims=new_dims(shape)) for shape in step.shapes]

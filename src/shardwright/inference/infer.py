@@ -36,14 +36,14 @@ from shardwright.inference.stacks import (
     name_experts,
     name_layers,
 )
-from shardwright.inference.step import Value
+from shardwright.inference.step import ArrayFacts
 from shardwright.inference.tables import (
     guess_tables,
     name_logits,
     name_other_tables,
     name_tables,
 )
-from shardwright.inference.walk import Walker
+from shardwright.inference.walk import FactWalker
 from shardwright.resolution.unknown_axes import check_axes
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import canonical_axis
@@ -102,7 +102,7 @@ def infer_axes(
     shapes, paths = [np.shape(leaf) for _, leaf in leaves], [path_text(path) for path, _ in leaves]
     values = [_parameter(at, shape) for at, shape in enumerate(shapes)]
     input_values = read_seeds(inputs, seeds)
-    walker = Walker(Kernels(kernels or {}))
+    walker = FactWalker(Kernels(kernels or {}))
     given = read_sizes({} if sizes is None else sizes, paths, shapes)
     _check_axes(input_values, {} if sizes is None else sizes, own_axes)
     with _uncollected():
@@ -200,15 +200,17 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _parameter(at: int, shape: Sequence[int]) -> Value:
+def _parameter(at: int, shape: Sequence[int]) -> ArrayFacts:
     dims = new_dims(shape)
     for position, (atom,) in enumerate(dims):
         atom.learned = True
         atom.params = frozenset({(at, position)})
-    return Value(dims=dims, learned=True, leaf=at)
+    return ArrayFacts(dims=dims, learned=True, leaf=at)
 
 
-def _check_axes(inputs: Sequence[Value], sizes: Mapping[Any, str], own_axes: Iterable[str]) -> None:
+def _check_axes(
+    inputs: Sequence[ArrayFacts], sizes: Mapping[Any, str], own_axes: Iterable[str]
+) -> None:
     """Check that every name of a seed or a size is an axis.
 
     Raises:
@@ -226,7 +228,7 @@ def _check_axes(inputs: Sequence[Value], sizes: Mapping[Any, str], own_axes: Ite
 
 
 def _name_all(
-    facts: Facts, params: Sequence[Dims], results: Sequence[Value], sizes: GivenSizes
+    facts: Facts, params: Sequence[Dims], results: Sequence[ArrayFacts], sizes: GivenSizes
 ) -> None:
     selected = list(matmuls_of_selected(facts))
     names = Names(facts)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from shardwright.errors import Problem, StrategyError, did_you_mean
-from shardwright.inference.step import Step, Value
+from shardwright.inference.step import ArrayFacts, InferenceStep
 
 
 class Kernels:
@@ -31,7 +31,7 @@ class Kernels:
         self._functions = dict(functions)
         self._called: set[str] = set()
 
-    def walk(self, step: Step, name: str) -> list[Value] | None:
+    def walk(self, step: InferenceStep, name: str) -> list[ArrayFacts] | None:
         """Walk the function of a kernel, or return None if there is none.
 
         Raises:

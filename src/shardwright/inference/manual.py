@@ -10,10 +10,10 @@ from typing import Any
 
 from shardwright import _jax
 from shardwright.inference.atoms import Atom, Dim, finest, new_dim, size_of
-from shardwright.inference.step import Step, Value
+from shardwright.inference.step import ArrayFacts, InferenceStep
 
 
-def shard_map(step: Step) -> list[Value]:
+def shard_map(step: InferenceStep) -> list[ArrayFacts]:
     """Walk the body with local dims. The results have the factor of their shards in front again."""
     parameters = step.parameters
     manual = _jax.newly_manual_axes(parameters)
@@ -82,12 +82,12 @@ def _whole(dim: Dim, shards: int) -> Dim:
     return (Atom(shards, is_shards=True), *dim)
 
 
-def collective(step: Step) -> list[Value]:
+def collective(step: InferenceStep) -> list[ArrayFacts]:
     """Return the operands, because sums over shards and permutations of shards keep all dims."""
     return [dataclasses.replace(value, one_hot=None) for value in step.values]
 
 
-def resized(step: Step) -> list[Value]:
+def resized(step: InferenceStep) -> list[ArrayFacts]:
     """Follow collectives that change sizes. A dim that grows gets a factor of shards in front."""
     results = []
     pairs = zip(step.values, step.operand_shapes, step.shapes, strict=True)

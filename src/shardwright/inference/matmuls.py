@@ -9,10 +9,10 @@ from shardwright.dims.table import correspondence
 from shardwright.inference.atoms import Dim, Dims, finest
 from shardwright.inference.facts import Matmul, TableLookup, Use
 from shardwright.inference.shapes import windowed
-from shardwright.inference.step import Step, Value
+from shardwright.inference.step import ArrayFacts, InferenceStep
 
 
-def dot_general(step: Step) -> list[Value]:
+def dot_general(step: InferenceStep) -> list[ArrayFacts]:
     """Align contracted and batch dims. The result has the batch dims and the free dims."""
     left, right = step.values
     (left_sum, right_sum), (left_batch, right_batch) = step.parameters["dimension_numbers"]
@@ -28,7 +28,7 @@ def dot_general(step: Step) -> list[Value]:
     return [result]
 
 
-def _result(step: Step, dims: Sequence[Dim]) -> Value:
+def _result(step: InferenceStep, dims: Sequence[Dim]) -> ArrayFacts:
     """Return the result of a matmul of the first two operands."""
     left, right = step.values[:2]
     result = step.result(dims, root=step.new_root(is_matmul=True))
@@ -50,7 +50,7 @@ def _others(dims: Dims, excluded: Sequence[int]) -> Dims:
 
 
 def _record(
-    step: Step, result: Value, batch: Dims, contracted: Dims, free: tuple[Dims, Dims]
+    step: InferenceStep, result: ArrayFacts, batch: Dims, contracted: Dims, free: tuple[Dims, Dims]
 ) -> None:
     """Record a matmul of two activations, or of an activation and a weight."""
     left, right = step.values[:2]
@@ -95,7 +95,7 @@ def _record(
     step.facts.projections.append(matmul)
 
 
-def ragged_dot(step: Step) -> list[Value]:
+def ragged_dot(step: InferenceStep) -> list[ArrayFacts]:
     """Align the contracted dims. Each group of rows is multiplied by its own matrix."""
     numbers = step.parameters["ragged_dot_dimension_numbers"]
     (left_sum, right_sum), (left_batch, right_batch) = numbers.dot_dimension_numbers
@@ -125,7 +125,7 @@ def ragged_dot(step: Step) -> list[Value]:
     return [_result(step, [*batch, *left_free, *right_free])]
 
 
-def convolution(step: Step) -> list[Value]:
+def convolution(step: InferenceStep) -> list[ArrayFacts]:
     """Align batch and channels, and record the window of the kernel, which is replicated.
 
     In a grouped convolution, the kernel has the input channels of one group, which are replicated

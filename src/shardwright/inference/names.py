@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from shardwright.inference.atoms import Atom, Dim, finest
-from shardwright.inference.evidence import Evidence, Site
+from shardwright.inference.evidence import EquationLocation, Evidence
 from shardwright.inference.facts import Clash, DimSlice, Facts, Matmul
 from shardwright.vocabulary.axes import (
     BATCH,
@@ -142,7 +142,9 @@ def guess_links(names: Names) -> None:
         names.give((atom,), axis, why, guess=True)
 
 
-def with_pieces(outputs: Mapping[Atom, Site], pieces: Iterable[DimSlice]) -> dict[Atom, Site]:
+def with_pieces(
+    outputs: Mapping[Atom, EquationLocation], pieces: Iterable[DimSlice]
+) -> dict[Atom, EquationLocation]:
     """Return the equation of each atom, and the same equation for the pieces cut from it."""
     every = dict(outputs)
     for piece in pieces:
@@ -160,9 +162,9 @@ def _has(dims: Iterable[Dim], axis: str) -> bool:
     return any(atom.name == axis for dim in dims for atom in finest(dim))
 
 
-def outputs_of(projections: Iterable[Matmul]) -> dict[Atom, Site]:
+def outputs_of(projections: Iterable[Matmul]) -> dict[Atom, EquationLocation]:
     """Return the output dims of weights, each with its first equation."""
-    outputs: dict[Atom, Site] = {}
+    outputs: dict[Atom, EquationLocation] = {}
     for matmul in projections:
         for dim in matmul.right:
             for atom in finest(dim):

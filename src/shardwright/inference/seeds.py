@@ -12,7 +12,7 @@ from shardwright.errors import RankMismatchError, StrategyError
 from shardwright.inference.atoms import Atom, Dim, new_dim
 from shardwright.inference.evidence import Evidence
 from shardwright.inference.roots import Root
-from shardwright.inference.step import Value
+from shardwright.inference.step import ArrayFacts
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import canonical_axis
 from shardwright.vocabulary.merged_dims import MergedDim
@@ -21,7 +21,7 @@ from shardwright.vocabulary.merged_dims import MergedDim
 _LISTED: Final = 12
 
 
-def read_seeds(inputs: Sequence[Any], seeds: Any) -> list[Value]:
+def read_seeds(inputs: Sequence[Any], seeds: Any) -> list[ArrayFacts]:
     """Return the arrays of the inputs, with the names of the seeds.
 
     Raises:
@@ -48,7 +48,7 @@ def read_seeds(inputs: Sequence[Any], seeds: Any) -> list[Value]:
     return [_seeded(at, shape, seed) for at, ((_, shape), seed) in enumerate(pairs)]
 
 
-def _seeded(at: int, shape: tuple[int, ...], seed: Any) -> Value:
+def _seeded(at: int, shape: tuple[int, ...], seed: Any) -> ArrayFacts:
     if seed is not None and not isinstance(seed, (tuple, list)):
         raise StrategyError(
             f"seed {at} is {seed!r}, not a tuple of axes",
@@ -63,7 +63,7 @@ def _seeded(at: int, shape: tuple[int, ...], seed: Any) -> Value:
     dims = tuple(_dim(at, *pair) for pair in zip(shape, entries, strict=True))
     for atom in _atoms(dims):
         atom.given = True
-    return Value(dims=dims, data=True, root=Root(), inputs=frozenset({at}))
+    return ArrayFacts(dims=dims, data=True, root=Root(), inputs=frozenset({at}))
 
 
 def _dim(at: int, size: int, axis: Any) -> Dim:

@@ -7,29 +7,29 @@ import itertools
 from shardwright.dims.table import correspondence
 from shardwright.inference.atoms import Atom, Dim, finest, new_dim, regroup, size_of
 from shardwright.inference.facts import DimSlice, Use
-from shardwright.inference.step import Step, Value
+from shardwright.inference.step import ArrayFacts, InferenceStep
 
 
-def transpose(step: Step) -> list[Value]:
+def transpose(step: InferenceStep) -> list[ArrayFacts]:
     """Permute the dims."""
     known = correspondence(step.equation)
     assert known is not None
     return [step.result(dims) for dims in step.aligned(known)]
 
 
-def reshape(step: Step) -> list[Value]:
+def reshape(step: InferenceStep) -> list[ArrayFacts]:
     """Regroup the factors of all dims."""
     return [step.result(regroup(step.values[0].dims, step.shapes[0]), step.values[0].one_hot)]
 
 
-def broadcast(step: Step) -> list[Value]:
+def broadcast(step: InferenceStep) -> list[ArrayFacts]:
     """Keep the dims that keep their size; the others are new."""
     known = correspondence(step.equation)
     assert known is not None
     return [step.result(step.aligned(known)[0], step.values[0].one_hot)]
 
 
-def iota(step: Step) -> list[Value]:
+def iota(step: InferenceStep) -> list[ArrayFacts]:
     """Mark the dim that is counted along."""
     at = step.parameters["dimension"]
     return [
@@ -37,7 +37,7 @@ def iota(step: Step) -> list[Value]:
     ]
 
 
-def cut(step: Step) -> list[Value]:
+def cut(step: InferenceStep) -> list[ArrayFacts]:
     """Keep the dims that keep their size. A shorter dim is a piece of the old one."""
     value, old_shape = step.values[0], step.operand_shapes[0]
     starts = step.parameters.get("start_indices") or (0,) * len(old_shape)
@@ -55,7 +55,7 @@ def cut(step: Step) -> list[Value]:
     return [step.result(dims)]
 
 
-def _every(step: Step, whole: Dim, size: int, stride: int) -> Dim:
+def _every(step: InferenceStep, whole: Dim, size: int, stride: int) -> Dim:
     """Return the dim that has one of `stride` elements: the major factor of the whole dim."""
     if size * stride != size_of(finest(whole)):
         return piece(step, whole, size)
@@ -64,13 +64,13 @@ def _every(step: Step, whole: Dim, size: int, stride: int) -> Dim:
     return major
 
 
-def dynamic_slice(step: Step) -> list[Value]:
+def dynamic_slice(step: InferenceStep) -> list[ArrayFacts]:
     """Keep the dims that keep their size. A shorter dim is a piece whose start is not known."""
     pairs = zip(step.values[0].dims, step.operand_shapes[0], step.shapes[0], strict=True)
     return [step.result([dim if new == old else piece(step, dim, new) for dim, old, new in pairs])]
 
 
-def split(step: Step) -> list[Value]:
+def split(step: InferenceStep) -> list[ArrayFacts]:
     """Cut one dim into pieces."""
     axis, dims = step.parameters["axis"], step.values[0].dims
     sizes = [int(size) for size in step.parameters["sizes"]]
@@ -86,7 +86,7 @@ def split(step: Step) -> list[Value]:
     ]
 
 
-def unstack(step: Step) -> list[Value]:
+def unstack(step: InferenceStep) -> list[ArrayFacts]:
     """Drop the dim along which the array is unstacked."""
     axis, dims = step.parameters["axis"], step.values[0].dims
     step.facts.rows.append(Use(dim=dims[axis], site=step.site))
@@ -94,7 +94,7 @@ def unstack(step: Step) -> list[Value]:
     return [step.result(others)] * len(step.shapes)
 
 
-def piece(step: Step, whole: Dim, size: int, start: int | None = None) -> Dim:
+def piece(step: InferenceStep, whole: Dim, size: int, start: int | None = None) -> Dim:
     """Return a dim that is a slice of another one.
 
     Args:
@@ -115,7 +115,7 @@ def piece(step: Step, whole: Dim, size: int, start: int | None = None) -> Dim:
     return dim
 
 
-def stack(step: Step) -> list[Value]:
+def stack(step: InferenceStep) -> list[ArrayFacts]:
     """Align the dims of all operands, and put a new one between them."""
     axis, first = step.parameters["axis"] % len(step.shapes[0]), step.values[0].dims
     for other in step.values[1:]:
@@ -126,7 +126,7 @@ def stack(step: Step) -> list[Value]:
     return [step.result([*first[:axis], stacked, *first[axis:]])]
 
 
-def pad(step: Step) -> list[Value]:
+def pad(step: InferenceStep) -> list[ArrayFacts]:
     """Keep the dims that keep their size; the others are new."""
     pairs = zip(step.values[0].dims, step.operand_shapes[0], step.shapes[0], strict=True)
     is_data = step.values[0].data
@@ -134,13 +134,13 @@ def pad(step: Step) -> list[Value]:
     return [step.result(padded)]
 
 
-def pool(step: Step) -> list[Value]:
+def pool(step: InferenceStep) -> list[ArrayFacts]:
     """Keep the dims that keep their size, such as batch and channels; the others are windowed."""
     pairs = zip(step.values[0].dims, step.shapes[0], strict=True)
     return [step.result([windowed(step, dim, size) for dim, size in pairs])] * len(step.shapes)
 
 
-def windowed(step: Step, dim: Dim, size: int) -> Dim:
+def windowed(step: InferenceStep, dim: Dim, size: int) -> Dim:
     """Return the dim of windows along a dim. If their number differs, it has the name of a seed.
 
     Rows of an image are its rows before and after a stride, and the mesh axis of the one fits the
@@ -156,7 +156,7 @@ def windowed(step: Step, dim: Dim, size: int) -> Dim:
     return (atom,)
 
 
-def concatenate(step: Step) -> list[Value]:
+def concatenate(step: InferenceStep) -> list[ArrayFacts]:
     """Align the dims that are not joined. Pieces of one dim that are joined again are that dim."""
     axis, size = step.parameters["dimension"], step.shapes[0][step.parameters["dimension"]]
     known = correspondence(step.equation)
@@ -166,7 +166,7 @@ def concatenate(step: Step) -> list[Value]:
     return [step.result([*dims[:axis], joined, *dims[axis + 1 :]])]
 
 
-def _joined(step: Step, parts: list[Dim], size: int) -> Dim:
+def _joined(step: InferenceStep, parts: list[Dim], size: int) -> Dim:
     atoms = [atom for part in parts for atom in finest(part)]
     wholes = [atom.whole for atom in atoms]
     if (

@@ -8,13 +8,13 @@ from typing import Any
 
 from shardwright.dims.table import Correspondence
 from shardwright.inference.atoms import Dim, Dims, new_dim, new_dims
-from shardwright.inference.evidence import Site
+from shardwright.inference.evidence import EquationLocation
 from shardwright.inference.facts import Facts
 from shardwright.inference.roots import Root, new_root
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Value:
+class ArrayFacts:
     """What is known about an array.
 
     Attributes:
@@ -52,7 +52,7 @@ class Value:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class InferenceStep:
     """One equation.
 
     Attributes:
@@ -66,10 +66,10 @@ class Step:
     """
 
     equation: Any
-    site: Site
-    values: Sequence[Value]
+    site: EquationLocation
+    values: Sequence[ArrayFacts]
     facts: Facts
-    walk: Callable[..., list[Value]]
+    walk: Callable[..., list[ArrayFacts]]
     place: tuple[int, ...] | None = None
 
     @property
@@ -112,7 +112,7 @@ class Step:
 
     def result(
         self, dims: Iterable[Dim], one_hot: Dim | None = None, *, root: Root | None = None
-    ) -> Value:
+    ) -> ArrayFacts:
         """Return a result that depends on all that the operands depend on.
 
         Args:
@@ -120,7 +120,7 @@ class Step:
           one_hot: The dim along which each row has a single 1, or None.
           root: Its root. By default it is that of the operands, or a new one if they have several.
         """
-        first, *others = self.values or (Value(dims=()),)
+        first, *others = self.values or (ArrayFacts(dims=()),)
         data, learned, leaf = first.data, first.learned, first.leaf
         inputs, loops = first.inputs, first.loops
         roots = [] if first.root is None else [first.root]
@@ -137,7 +137,7 @@ class Step:
                 roots.append(value.root)
         if root is None and data:
             root = roots[0] if len(roots) == 1 else new_root(roots)
-        return Value(
+        return ArrayFacts(
             dims=tuple(dims),
             data=data,
             learned=learned,
@@ -156,6 +156,6 @@ class Step:
         roots = [value.root for value in self.values if value.root is not None]
         return new_root(list(dict.fromkeys(roots)), is_matmul=is_matmul)
 
-    def new_results(self) -> list[Value]:
+    def new_results(self) -> list[ArrayFacts]:
         """Return results with dims about which nothing is known."""
         return [self.result(new_dims(shape)) for shape in self.shapes]

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from shardwright.inference.atoms import Dim, finest, size_of
-from shardwright.inference.evidence import Evidence, Site
+from shardwright.inference.evidence import EquationLocation, Evidence
 from shardwright.inference.facts import Facts, TableLookup
 from shardwright.inference.names import LENGTHS, Names, learned, outputs_of, summed_over, unnamed
-from shardwright.inference.step import Value
+from shardwright.inference.step import ArrayFacts
 from shardwright.vocabulary.axes import EMBED, EMPTY, LENGTH, VOCAB
 
 # A table with at most 1/8 of the rows of the largest table holds types or positions, not tokens.
@@ -35,7 +35,7 @@ class Tables:
         return _rows(self.lookups[0])
 
 
-def name_tables(names: Names, results: Sequence[Value]) -> None:
+def name_tables(names: Names, results: Sequence[ArrayFacts]) -> None:
     """Name the dims of tables that are looked up by tokens."""
     for tables in _tables(names.facts, results):
         for lookup in tables.lookups if tables.is_tokens else ():
@@ -44,7 +44,7 @@ def name_tables(names: Names, results: Sequence[Value]) -> None:
             _name_row(names, lookup, guess=False)
 
 
-def guess_tables(names: Names, results: Sequence[Value]) -> None:
+def guess_tables(names: Names, results: Sequence[ArrayFacts]) -> None:
     """Guess the names of tables that are looked up by inputs that need not be tokens."""
     every = _tables(names.facts, results)
     largest = max((tables.rows for tables in every), default=0)
@@ -76,7 +76,7 @@ def _is_read(facts: Facts, dim: Dim) -> bool:
     return not summed_over(facts.projections).isdisjoint(finest(dim))
 
 
-def _tables(facts: Facts, results: Sequence[Value]) -> list[Tables]:
+def _tables(facts: Facts, results: Sequence[ArrayFacts]) -> list[Tables]:
     """Return the tables that are looked up by the inputs, by kind of index.
 
     The indices are tokens if the logits count along the table. They also are if they have a length,
@@ -138,7 +138,9 @@ def _rows(lookup: TableLookup) -> int:
     return size_of(finest(lookup.key))
 
 
-def _ends(facts: Facts, results: Sequence[Value]) -> Iterator[tuple[Dim, Site | None]]:
+def _ends(
+    facts: Facts, results: Sequence[ArrayFacts]
+) -> Iterator[tuple[Dim, EquationLocation | None]]:
     """Yield the last dim of the first result, and the dims that labels select from."""
     if results and results[0].dims:
         yield results[0].dims[-1], _maker(facts, results[0].dims[-1])
@@ -147,13 +149,13 @@ def _ends(facts: Facts, results: Sequence[Value]) -> Iterator[tuple[Dim, Site | 
             yield lookup.key, lookup.site
 
 
-def _maker(facts: Facts, dim: Dim) -> Site | None:
+def _maker(facts: Facts, dim: Dim) -> EquationLocation | None:
     """Return the last matmul with a weight that has a dim, or None."""
     outputs = outputs_of(reversed(facts.projections))
     return next((outputs[atom] for atom in finest(dim) if atom in outputs), None)
 
 
-def name_logits(names: Names, results: Sequence[Value]) -> None:
+def name_logits(names: Names, results: Sequence[ArrayFacts]) -> None:
     """Name VOCAB: the last dim of the first result, and dims that labels select from.
 
     The name is a guess unless a table of tokens has as many rows, because the last dim of a

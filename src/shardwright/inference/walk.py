@@ -15,14 +15,14 @@ from shardwright import _jax
 from shardwright.inference import control, elementwise, indexing, manual, matmuls, shapes
 from shardwright.inference.atoms import new_dims
 from shardwright.inference.constraints import is_candidate, numbered
-from shardwright.inference.evidence import Evidence, Site
+from shardwright.inference.evidence import EquationLocation, Evidence
 from shardwright.inference.facts import Facts, Output
 from shardwright.inference.kernels import Kernels
-from shardwright.inference.step import Step, Value
+from shardwright.inference.step import ArrayFacts, InferenceStep
 
 # To add a primitive, write a function in one of the files above and a line here. A primitive
 # without a line contains a jaxpr, is elementwise, or has results with new dims.
-RULES: Final[dict[str, Callable[[Step], list[Value]]]] = {
+RULES: Final[dict[str, Callable[[InferenceStep], list[ArrayFacts]]]] = {
     **dict.fromkeys(
         [
             *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
@@ -72,12 +72,12 @@ RULES: Final[dict[str, Callable[[Step], list[Value]]]] = {
     "unstack": shapes.unstack,  # JAX 0.12
     "while": control.while_loop,
 }
-_SCALAR: Final = Value(dims=())
+_SCALAR: Final = ArrayFacts(dims=())
 _BACKWARD: Final = "transpose("  # in the scope of what `jax.grad` transposes
 _JAX: Final = f"{Path(jax.__file__ or '').resolve().parent}{os.sep}"
 
 
-class Walker:
+class FactWalker:
     """Walk over jaxprs and record facts.
 
     Args:
@@ -91,10 +91,10 @@ class Walker:
     def walk(
         self,
         jaxpr: Any,
-        values: Sequence[Value],
+        values: Sequence[ArrayFacts],
         called_at: Any = None,
         place: tuple[int, ...] | None = None,
-    ) -> list[Value]:
+    ) -> list[ArrayFacts]:
         """Return the results of a jaxpr.
 
         Args:
@@ -105,19 +105,19 @@ class Walker:
             call.
           place: The place of the jaxpr in the program. If it is None, no intermediate is recorded.
         """
-        known: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
+        known: dict[Any, ArrayFacts] = dict(zip(jaxpr.invars, values, strict=True))
         known |= {variable: _unknown(variable.aval) for variable in jaxpr.constvars}
         caller = called_at if called_at is not None and _is_of_jax(jaxpr) else None
 
-        def read(variable: Any) -> Value:
+        def read(variable: Any) -> ArrayFacts:
             if isinstance(variable, core.Literal):
                 return _unknown(variable.val) if np.ndim(variable.val) else _SCALAR
             return known[variable]
 
         for at, equation in numbered(jaxpr):
-            step = Step(
+            step = InferenceStep(
                 equation=equation,
-                site=Site(equation, equation if caller is None else caller),
+                site=EquationLocation(equation, equation if caller is None else caller),
                 values=[read(variable) for variable in equation.invars],
                 facts=self.facts,
                 walk=self.walk,
@@ -128,7 +128,7 @@ class Walker:
             known.update(zip(equation.outvars, results, strict=True))
         return [read(variable) for variable in jaxpr.outvars]
 
-    def _record(self, step: Step, results: Sequence[Value]) -> None:
+    def _record(self, step: InferenceStep, results: Sequence[ArrayFacts]) -> None:
         """Record the result of an equation if it may get a constraint."""
         if step.place is None or len(results) != 1 or not results[0].data:
             return
@@ -142,7 +142,7 @@ class Walker:
             )
             self.facts.outputs.append(output)
 
-    def _results(self, step: Step) -> list[Value]:
+    def _results(self, step: InferenceStep) -> list[ArrayFacts]:
         if _BACKWARD in _jax.scope(step.equation):
             # The matmuls of a gradient are not those of a model. The forward pass has all facts.
             return step.new_results()
@@ -164,8 +164,8 @@ class Walker:
         return step.new_results()
 
 
-def _unknown(value: Any) -> Value:
-    return Value(dims=new_dims(np.shape(value)))
+def _unknown(value: Any) -> ArrayFacts:
+    return ArrayFacts(dims=new_dims(np.shape(value)))
 
 
 def _is_of_jax(jaxpr: Any) -> bool:

@@ -14,7 +14,7 @@ from shardwright import _jax
 from shardwright.errors import LayerError, Problem, RankMismatchError, raise_problems
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
-from shardwright.resolution.request import Request
+from shardwright.resolution.request import ShardingRequest
 from shardwright.vocabulary.axes import BATCH, EMBED, LENGTH, QUERY_LENGTH, VOCAB, Role, axis_label
 
 RESIDUAL = (BATCH, LENGTH, EMBED)
@@ -44,7 +44,7 @@ def split_over(
     if manager is None or not is_inside_shard_map():
         return [()] * len(shape)
     manual = manager.manual_axes(_jax.ambient_mesh())
-    resolution = manager.answer(Request(axes, tuple(shape), None, role, path, manual))
+    resolution = manager.answer(ShardingRequest(axes, tuple(shape), None, role, path, manual))
     resolution.require()
     return [decision.manual for decision in resolution.decisions]
 

@@ -25,7 +25,7 @@ from shardwright.processes.compare import ProcessGroup, ProcessOptions, process_
 from shardwright.resolution.decisions import Outcome, Resolution
 from shardwright.resolution.problems import decision_rule, dim_problem
 from shardwright.resolution.recent import Recent
-from shardwright.resolution.request import Request
+from shardwright.resolution.request import ShardingRequest
 from shardwright.resolution.resolver import explain_request
 from shardwright.resolution.rules import AxisRules
 from shardwright.vocabulary.modes import mode_name, parse_mode
@@ -228,7 +228,7 @@ class Manager:
         rules, mesh = fields.pop("rules", self.rules), fields.pop("mesh", self.mesh)
         return _built(type(self), rules, mesh, {**known, **fields})
 
-    def answer(self, request: Request, ambient: AbstractMesh | None = None) -> Resolution:
+    def answer(self, request: ShardingRequest, ambient: AbstractMesh | None = None) -> Resolution:
         """Resolve a request, and let the effect record it: the answer may change a trace.
 
         A spec that JAX cannot express on the mesh is a problem too.
@@ -242,7 +242,7 @@ class Manager:
             self.effect.record(request.under(self.mode), resolution)
         return resolution
 
-    def decide(self, request: Request, ambient: AbstractMesh | None = None) -> Resolution:
+    def decide(self, request: ShardingRequest, ambient: AbstractMesh | None = None) -> Resolution:
         """Resolve a request as `answer` does, but do not record it.
 
         For requests whose annotation stays in the trace of a plan, which resolves it again.

@@ -11,7 +11,7 @@ import jax
 from shardwright.manager import constraint
 from shardwright.manager.constraint import Placement
 from shardwright.resolution.decisions import Resolution
-from shardwright.resolution.request import Request
+from shardwright.resolution.request import ShardingRequest
 
 
 class Decided(NamedTuple):
@@ -24,7 +24,7 @@ class Decided(NamedTuple):
       strict: Whether a dim that does not fit is an error.
     """
 
-    request: Request
+    request: ShardingRequest
     placement: Placement | None
     manual: Resolution | None
     strict: bool
@@ -45,7 +45,7 @@ class Effect:
     place: Callable[[Any, Decided], Any]
     gather: Callable[[Any, Decided, Decided], Any]
     token: Hashable
-    record: Callable[[Request, Resolution], None] | None = None
+    record: Callable[[ShardingRequest, Resolution], None] | None = None
 
 
 def constrain(x: Any, decided: Decided) -> Any:

@@ -21,7 +21,7 @@ from shardwright.manager.constraint import Placement
 from shardwright.manager.core import Manager
 from shardwright.manager.place import check_varying, decide_array, place
 from shardwright.resolution.partition_specs import UNCONSTRAINED
-from shardwright.resolution.request import Request
+from shardwright.resolution.request import ShardingRequest
 from shardwright.vocabulary.annotations import read_annotation
 
 
@@ -136,7 +136,7 @@ def _sharded(matmul: _Contraction, operands: tuple[Any, ...], out: Any, mode: st
         return place(manager, matmul(*operands), (out,), mode)
     # The spec depends on the shape of the result. With P(), JAX accepts every matmul here.
     result = jax.eval_shape(functools.partial(matmul, out_sharding=PartitionSpec()), *operands)
-    decided = decide_array(manager, Request(read_annotation((out,)), result.shape, mode))
+    decided = decide_array(manager, ShardingRequest(read_annotation((out,)), result.shape, mode))
     placement = decided.placement
     if placement is None:  # an enclosing shard_map has made all mesh axes Manual
         y = matmul(*operands)

@@ -24,7 +24,7 @@ from shardwright.processes.compare import ProcessOptions
 from shardwright.resolution.decisions import Resolution
 from shardwright.resolution.partition_axis import PartitionAxis
 from shardwright.resolution.problems import suggest_for_missing_size
-from shardwright.resolution.request import Request
+from shardwright.resolution.request import ShardingRequest
 from shardwright.resolution.rules import AxisRules
 from shardwright.vocabulary.annotations import join_axes, read_annotation
 from shardwright.vocabulary.axes import Role
@@ -116,7 +116,7 @@ class PartitionManager(Manager):
           shape: Global shape, required if the spec depends on sizes.
           path: Path of the array, for `[[tensors]]` entries and for messages.
         """
-        return self.answer(Request(join_axes(axes), shape, mode, role, path))
+        return self.answer(ShardingRequest(join_axes(axes), shape, mode, role, path))
 
     def resolve(
         self,

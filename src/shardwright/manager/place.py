@@ -34,7 +34,7 @@ from shardwright.processes.host_data import (
 from shardwright.resolution import resolver
 from shardwright.resolution.decisions import Resolution
 from shardwright.resolution.problems import dim_problem, suggest_for_missing_size
-from shardwright.resolution.request import Request
+from shardwright.resolution.request import ShardingRequest
 from shardwright.vocabulary.annotations import read_annotation, tree_of_annotations
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.integers import as_integer
@@ -90,7 +90,7 @@ def place(
     except TypeError:  # an unhashable annotation, such as a list among the axes
         decided, key = None, None
     if decided is None:
-        request = Request(read_annotation(axes), shape, mode, role, path)
+        request = ShardingRequest(read_annotation(axes), shape, mode, role, path)
         decided = decide_array(manager, request, strict=strict)
         if key is not None:
             manager.cache.keep(key, decided)
@@ -106,7 +106,7 @@ def place(
     return constraint.put(x, decided.placement, compared=manager.options.agree)
 
 
-def decide_array(manager: Manager, request: Request, *, strict: bool = True) -> Decided:
+def decide_array(manager: Manager, request: ShardingRequest, *, strict: bool = True) -> Decided:
     """Decide how an array is sharded on the current mesh.
 
     The placement is None if all mesh axes are Manual: `shard_map` has applied them.
@@ -141,7 +141,7 @@ def global_array(
     local = read_local(local)
     if global_shape is not None:
         global_shape = _read_shape(global_shape, local)
-    resolution = manager.answer(Request(annotation, global_shape, mode))
+    resolution = manager.answer(ShardingRequest(annotation, global_shape, mode))
     if ShapeRequiredError in {problem.error for problem in resolution.problems}:
         problems = suggest_for_missing_size(resolution, "pass global_shape=")
         raise_problems(problems, resolution=resolution)
@@ -152,7 +152,7 @@ def global_array(
     if global_shape is None:
         global_shape = constraint.global_shape(sharding, local.shape)
     shape = tuple(global_shape)
-    manager.answer(Request(annotation, shape, mode)).require()
+    manager.answer(ShardingRequest(annotation, shape, mode)).require()
     if group is not None:
         compare_copies(group, sharding, local, shape)
     try:
@@ -188,7 +188,7 @@ def shard_map(
     def explain(annotation: Any, shape: Sequence[int] | None, path: str | None) -> Resolution:
         ambient = _jax.ambient_mesh()
         manual = manager.manual_axes(ambient)
-        return manager.answer(Request(annotation, shape, mode, None, path, manual), ambient)
+        return manager.answer(ShardingRequest(annotation, shape, mode, None, path, manual), ambient)
 
     return SemanticShardMap(
         f,

@@ -16,7 +16,7 @@ from shardwright.errors import Problem, ShardingError, StrategyError, raise_prob
 from shardwright.manager import constraint, jitted_step, trees
 from shardwright.manager.core import Manager
 from shardwright.resolution.problems import suggest_for_missing_size
-from shardwright.resolution.request import Request
+from shardwright.resolution.request import ShardingRequest
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.annotations import ArraySpec, is_annotation, is_tuple_of_annotations
 from shardwright.vocabulary.axes import Role
@@ -118,7 +118,7 @@ def jit_step(
     ]
 
     def check(annotation: Any, shape: tuple[int, ...], path: str) -> None:
-        manager.answer(Request(annotation, shape, path=path)).require()
+        manager.answer(ShardingRequest(annotation, shape, path=path)).require()
 
     return jitted_step.JittedStep(jitted, described, arguments, check, donate=donate)
 
@@ -147,7 +147,7 @@ def _argument_sharding(manager: Manager, leaf: Any, path: str) -> NamedSharding:
             fix="write one annotation for all arrays of the input, or pass arrays with shardings",
         )
     if is_annotation(leaf):
-        resolution = manager.answer(Request(leaf, path=path))
+        resolution = manager.answer(ShardingRequest(leaf, path=path))
         fix = 'pass arrays with shardings, or pm.abstract(batch, axes, role="activation")'
         raise_problems(suggest_for_missing_size(resolution, fix), resolution=resolution)
         return manager.sharding_of(resolution)

@@ -23,7 +23,7 @@ from shardwright.manager.core import Manager
 from shardwright.processes.compare import Fact, array_text, compare
 from shardwright.resolution.partition_specs import spec_text
 from shardwright.resolution.recent import Shardings
-from shardwright.resolution.request import Request
+from shardwright.resolution.request import ShardingRequest
 from shardwright.trees import annotated, initialize, paths
 from shardwright.vocabulary.annotations import ArraySpec, is_annotation, tree_of_annotations
 from shardwright.vocabulary.axes import Role
@@ -54,7 +54,7 @@ def shardings(
     def shard_leaf(leaf: annotated.Leaf) -> NamedSharding:
         shape = np.shape(leaf.value)
         return manager.sharding_of(
-            manager.answer(Request(leaf.annotation, shape, mode, role, leaf.path))
+            manager.answer(ShardingRequest(leaf.annotation, shape, mode, role, leaf.path))
         )
 
     return map_leaves(values, annotations, shard_leaf)
@@ -69,7 +69,9 @@ def _by_annotation(manager: Manager, mode: str | None, role: Role | str) -> Shar
         def make(annotation: Any, shape: tuple[int, ...]) -> NamedSharding:
             if not is_annotation(annotation):
                 raise TypeError
-            return manager.sharding_of(manager.answer(Request(annotation, shape, mode, role)))
+            return manager.sharding_of(
+                manager.answer(ShardingRequest(annotation, shape, mode, role))
+            )
 
         known = manager.cache.keep(key, Shardings(make))
     table: Shardings = known
@@ -100,7 +102,7 @@ def agree(
     facts: dict[str, Fact] = {}
 
     def add_fact(leaf: annotated.Leaf) -> None:
-        request = Request(leaf.annotation, np.shape(leaf.value), mode, role, leaf.path)
+        request = ShardingRequest(leaf.annotation, np.shape(leaf.value), mode, role, leaf.path)
         text, places = array_text(leaf.value), ""
         try:
             resolution = manager.answer(request)

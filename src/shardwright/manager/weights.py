@@ -14,7 +14,7 @@ from shardwright.manager.core import Manager
 from shardwright.manager.effect import Decided
 from shardwright.manager.trees import map_leaves
 from shardwright.manager.which_shard import Weight
-from shardwright.resolution.request import Request, lower_local
+from shardwright.resolution.request import ShardingRequest, lower_local
 from shardwright.resolution.rules import AxisRules
 from shardwright.trees import annotated
 from shardwright.vocabulary.annotations import (
@@ -38,19 +38,21 @@ def gather(
 ) -> Any:
     """Gather a stored weight, or a tree of them, into the sharding that computation uses."""
     if _jax.is_array(w):
-        return _gather(manager, w, Request(read_annotation(axes), shape, mode, None, path))
+        return _gather(manager, w, ShardingRequest(read_annotation(axes), shape, mode, None, path))
     prefix, shapes = f"{path}/" if path else "", iter(annotated.shapes_like(w, shape))
 
     def gather_leaf(leaf: annotated.Leaf) -> Any:
         leaf_path = None if path is None else prefix + leaf.path
         return _gather(
-            manager, leaf.value, Request(leaf.annotation, next(shapes), mode, None, leaf_path)
+            manager,
+            leaf.value,
+            ShardingRequest(leaf.annotation, next(shapes), mode, None, leaf_path),
         )
 
     return map_leaves(w, tree_of_annotations(axes), gather_leaf)
 
 
-def _gather(manager: Manager, w: Any, request: Request) -> Any:
+def _gather(manager: Manager, w: Any, request: ShardingRequest) -> Any:
     """Gather one weight. The shape of the request is the caller's `shape`, or None."""
     local, ambient = np.shape(w), jax.sharding.get_abstract_mesh()
     annotation, shape = request.annotation, request.shape
@@ -74,7 +76,7 @@ def _gather(manager: Manager, w: Any, request: Request) -> Any:
     return manager.effect.gather(w, *both)
 
 
-def _decide_weight(manager: Manager, request: Request) -> Decided:
+def _decide_weight(manager: Manager, request: ShardingRequest) -> Decided:
     ambient = _jax.ambient_mesh()
     manager.manual_axes(ambient)  # checks the ambient mesh
     request = request.under(manager.mode)
@@ -86,7 +88,7 @@ def _decide_weight(manager: Manager, request: Request) -> Decided:
     return Decided(request, placement, None, strict=True)
 
 
-def _gather_shard(manager: Manager, w: Any, request: Request, key: Any) -> Any:
+def _gather_shard(manager: Manager, w: Any, request: ShardingRequest, key: Any) -> Any:
     """Gather a value inside `shard_map`. The plan is cached for values of the same kind."""
     varying = _jax.varying_axes(w) if _jax.tracks_varying() else None
     key = (*key, varying, context.INPUTS.value)
@@ -97,7 +99,10 @@ def _gather_shard(manager: Manager, w: Any, request: Request, key: Any) -> Any:
 
 
 def _plan_gather(
-    manager: Manager, request: Request, local: tuple[int, ...], varying: frozenset[str] | None
+    manager: Manager,
+    request: ShardingRequest,
+    local: tuple[int, ...],
+    varying: frozenset[str] | None,
 ) -> manual_gather.ManualGather:
     manual = manager.manual_axes(_jax.ambient_mesh())
     dims = lower_local(request.annotation, local, manager.rules)
@@ -116,7 +121,7 @@ def _plan_gather(
 
 
 def path_required(
-    request: Request, rules: AxisRules, *, local: tuple[int, ...] | None = None
+    request: ShardingRequest, rules: AxisRules, *, local: tuple[int, ...] | None = None
 ) -> list[Problem]:
     """Return a problem if a `[[tensors]]` entry may match a weight whose path is not known.
 
@@ -149,7 +154,7 @@ def path_required(
     ]
 
 
-def _shape_problem(request: Request, local: tuple[int, ...]) -> Problem:
+def _shape_problem(request: ShardingRequest, local: tuple[int, ...]) -> Problem:
     return Problem(
         error=RankMismatchError,
         what=f"the weight has shape {local}, but shape= is {as_shape(request.shape)}",

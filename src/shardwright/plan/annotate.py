@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from shardwright.resolution.request import Request
+from shardwright.resolution.request import ShardingRequest
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +27,7 @@ class Annotation:
         is left to the compiler, as for `hint`.
     """
 
-    request: Request
+    request: ShardingRequest
     strict: bool = True
 
 

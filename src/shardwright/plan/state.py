@@ -19,7 +19,7 @@ from shardwright.errors import Problem, ShardingError, StrategyError, did_you_me
 from shardwright.manager.core import Manager
 from shardwright.plan.memory import LeafBytes, TreeBytes, leaf_bytes
 from shardwright.resolution.decisions import DimDecision, Reason, Resolution
-from shardwright.resolution.request import Request
+from shardwright.resolution.request import ShardingRequest
 from shardwright.trees.tensors import Tensor, is_dtype
 from shardwright.vocabulary.axes import Role
 
@@ -146,7 +146,7 @@ class Held:
 
     path: str
     value: Any
-    source: Request | NamedSharding | None
+    source: ShardingRequest | NamedSharding | None
     category: Category | None = None
 
 
@@ -204,7 +204,7 @@ def count_tensors(
     arrays: list[Held] = []
     missing: list[str] = []
     for tensor in tensors:
-        request = Request(tensor.axes, tensor.shape, manager.mode, tensor.role, tensor.path)
+        request = ShardingRequest(tensor.axes, tensor.shape, manager.mode, tensor.role, tensor.path)
         role = manager.answer(request).role
         reason = _reason_missing(tensor, role, cached=tensor.path in cached)
         if reason:
@@ -284,7 +284,7 @@ def read_holds(shapes: Sequence[Any], holds: Any) -> list[Category | None]:
 
 def _leaf(manager: Manager, array: Held) -> StateLeaf:
     source, resolution = array.source, None
-    if isinstance(source, Request):
+    if isinstance(source, ShardingRequest):
         resolution = manager.answer(source)
         sharding = NamedSharding(manager.mesh, resolution.require())
     else:

@@ -24,7 +24,7 @@ _EXCHANGE: Final = 0.25
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class SecondsRange:
     """A range of seconds."""
 
     low: float
@@ -42,9 +42,9 @@ class TimeRange:
       links: Mesh axes -> time of the collectives over them.
     """
 
-    matmuls: Span
-    memory: Span
-    links: dict[tuple[str, ...], Span]
+    matmuls: SecondsRange
+    memory: SecondsRange
+    links: dict[tuple[str, ...], SecondsRange]
 
     @property
     def low(self) -> float:
@@ -81,19 +81,19 @@ def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRa
     chip = layout.topology.chip
     least, most = walked.work.least_flops / chip.flops, walked.flops / chip.flops
     read = max(state_bytes, walked.matmul_bytes) / chip.hbm_rate
-    links: dict[tuple[str, ...], Span] = {}
+    links: dict[tuple[str, ...], SecondsRange] = {}
     for event in walked.events:
         span = _sending(event, layout)
-        known = links.get(event.mesh_axes, Span(low=0.0, high=0.0))
-        links[event.mesh_axes] = Span(low=known.low + span.low, high=known.high + span.high)
+        known = links.get(event.mesh_axes, SecondsRange(low=0.0, high=0.0))
+        links[event.mesh_axes] = SecondsRange(low=known.low + span.low, high=known.high + span.high)
     return TimeRange(
-        matmuls=Span(low=least, high=most / _LEAST_USE),
-        memory=Span(low=state_bytes / chip.hbm_rate, high=read),
+        matmuls=SecondsRange(low=least, high=most / _LEAST_USE),
+        memory=SecondsRange(low=state_bytes / chip.hbm_rate, high=read),
         links=links,
     )
 
 
-def _sending(event: Event, layout: Layout) -> Span:
+def _sending(event: Event, layout: Layout) -> SecondsRange:
     """Return the time of all runs of a collective: inside the slices, and between them."""
     parts = [part for axis in event.mesh_axes for part in layout.parts[axis]]
     slow, fast = layout.rates(event.mesh_axes)
@@ -108,7 +108,7 @@ def _sending(event: Event, layout: Layout) -> Span:
     inside = max(sent / slow, hops * _HOP) if sent else 0.0
     least_inside = least / fast if sent else 0.0
     low = 0.0 if event.maybe else event.runs * max(least_inside, between)
-    return Span(low=low, high=event.runs * (inside + between))
+    return SecondsRange(low=low, high=event.runs * (inside + between))
 
 
 def seconds_text(seconds: float) -> str:

@@ -24,10 +24,10 @@ from shardwright.plan.walk.equations import holds_shard_map
 from shardwright.plan.walk.events import Walked
 from shardwright.plan.walk.ledger import Ledger
 from shardwright.plan.walk.program import walk_jaxpr, written_target
-from shardwright.plan.walk.values import KEEP, Dims, Origin, Value, dims_of_spec
+from shardwright.plan.walk.values import KEEP, Dims, Origin, ShardedValue, dims_of_spec
 from shardwright.resolution import resolver
 from shardwright.resolution.decisions import DimDecision, Resolution, RuleRef
-from shardwright.resolution.request import Request
+from shardwright.resolution.request import ShardingRequest
 from shardwright.trees.annotated import Leaf, annotated_leaves
 from shardwright.vocabulary.annotations import ArraySpec, PartOf
 from shardwright.vocabulary.axes import Role
@@ -44,7 +44,7 @@ class TracedRequest:
       spec: Spec that the manager of the trace returned, or None if it does not resolve.
     """
 
-    request: Request
+    request: ShardingRequest
     spec: PartitionSpec | None
 
 
@@ -64,12 +64,12 @@ class Trace:
     """
 
     jaxpr: Any
-    inputs: tuple[Request | NamedSharding | None, ...]
-    outputs: tuple[Request | None, ...]
+    inputs: tuple[ShardingRequest | NamedSharding | None, ...]
+    outputs: tuple[ShardingRequest | None, ...]
     answers: tuple[TracedRequest, ...]
     mesh: Mapping[str, int]
     attention: tuple[tuple[str, RuleRef], ...]
-    unclear: tuple[tuple[Request, ...], ...] = ()
+    unclear: tuple[tuple[ShardingRequest, ...], ...] = ()
     attention_calls: tuple[AttentionCalls, ...] = ()
 
     @property
@@ -114,7 +114,7 @@ class Recorder:
 
     answers: dict[tuple[Any, ...], TracedRequest] = dataclasses.field(default_factory=dict)
 
-    def record(self, request: Request, resolution: Resolution) -> None:
+    def record(self, request: ShardingRequest, resolution: Resolution) -> None:
         """Record a request whose answer may change the trace."""
         shape = None if request.shape is None else tuple(request.shape)
         request = request._replace(shape=shape)
@@ -231,18 +231,20 @@ def _inputs(
     specs: Any,
     manager: Manager,
     roles: Sequence[Role | None] | None,
-) -> tuple[Request | NamedSharding | None, ...]:
-    inputs: list[Request | NamedSharding | None] = []
+) -> tuple[ShardingRequest | NamedSharding | None, ...]:
+    inputs: list[ShardingRequest | NamedSharding | None] = []
     for at, (tree, spec) in enumerate(zip(shapes, specs or [None] * len(shapes), strict=True)):
         if spec is None:
             inputs += [_own_sharding(leaf, manager.mesh) for leaf in jax.tree.leaves(tree)]
             continue
         inputs += [
-            Request(leaf.annotation, np.shape(leaf.value), manager.mode, None, leaf.path)
+            ShardingRequest(leaf.annotation, np.shape(leaf.value), manager.mode, None, leaf.path)
             for leaf in _annotated(tree, spec, f"specs[{at}]")
         ]
     return tuple(
-        given._replace(role=role) if isinstance(given, Request) and role is not None else given
+        given._replace(role=role)
+        if isinstance(given, ShardingRequest) and role is not None
+        else given
         for given, role in zip(inputs, roles or [None] * len(inputs), strict=True)
     )
 
@@ -262,18 +264,18 @@ def _own_sharding(leaf: Any, mesh: Any) -> NamedSharding | None:
     return sharding
 
 
-def _outputs(traced: Any, outputs: Any, mode: str | None) -> tuple[Request | None, ...]:
+def _outputs(traced: Any, outputs: Any, mode: str | None) -> tuple[ShardingRequest | None, ...]:
     if outputs is None:
         return (None,) * len(traced.jaxpr.jaxpr.outvars)
     return tuple(
-        Request(leaf.annotation, leaf.value.shape, mode, None, leaf.path)
+        ShardingRequest(leaf.annotation, leaf.value.shape, mode, None, leaf.path)
         for leaf in _annotated(traced.out_info, outputs, "outputs")
     )
 
 
 def _roles_by_arguments(
-    outputs: Sequence[Request | None],
-    inputs: Sequence[Request | NamedSharding | None],
+    outputs: Sequence[ShardingRequest | None],
+    inputs: Sequence[ShardingRequest | NamedSharding | None],
     manager: Manager,
 ) -> list[tuple[Any, ...]]:
     """Return each output with the role of the arguments that have its annotation and its shape.
@@ -283,17 +285,17 @@ def _roles_by_arguments(
     several entries, one per role.
     """
 
-    def own_role(request: Request) -> Role:
+    def own_role(request: ShardingRequest) -> Role:
         return manager.decide(request).role
 
-    def key(request: Request) -> tuple[str, tuple[int, ...]]:
+    def key(request: ShardingRequest) -> tuple[str, tuple[int, ...]]:
         annotation = request.annotation
         axes = annotation.axes if isinstance(annotation, ArraySpec) else annotation
         return repr(axes), tuple(request.shape or ())
 
     known: dict[Any, dict[Role, None]] = {}
     for given in inputs:
-        if isinstance(given, Request):
+        if isinstance(given, ShardingRequest):
             known.setdefault(key(given), {})[own_role(given)] = None
     found: list[tuple[Any, ...]] = []
     for goal in outputs:
@@ -359,7 +361,7 @@ def walk(
     sizes = {axis: size for axis, size in manager.mesh.shape.items() if size > 1}
     known: dict[int, tuple[Dims, dict[str, DimDecision], str]] = {}
 
-    def target(equation: Any, ledger: Ledger) -> Value | None:
+    def target(equation: Any, ledger: Ledger) -> ShardedValue | None:
         if equation.primitive is not annotate_axes_p:
             return written_target(equation, ledger)
         annotation: Annotation = equation.params["annotation"]
@@ -369,7 +371,7 @@ def walk(
             dims.insert(at, KEEP)
         return dataclasses.replace(value, dims=tuple(dims))
 
-    def resolved(request: Request, strict: bool, source: str) -> Value:
+    def resolved(request: ShardingRequest, strict: bool, source: str) -> ShardedValue:
         key = id(request)
         if key not in known:
             resolution = manager.answer(request)
@@ -385,13 +387,13 @@ def walk(
                 request.path or "",
             )
         dims, decisions, path = known[key]
-        return Value(dims=dims, origins=_origins(decisions, source, path))
+        return ShardedValue(dims=dims, origins=_origins(decisions, source, path))
 
-    def value_of(given: Request | NamedSharding | None, ndim: int) -> Value:
+    def value_of(given: ShardingRequest | NamedSharding | None, ndim: int) -> ShardedValue:
         if given is None:
-            return Value(dims=((),) * ndim)
+            return ShardedValue(dims=((),) * ndim)
         if isinstance(given, NamedSharding):
-            return Value(dims=dims_of_spec(given.spec.partitions, ndim, sizes))
+            return ShardedValue(dims=dims_of_spec(given.spec.partitions, ndim, sizes))
         return resolved(given, True, "")
 
     pairs = zip(traced.inputs, traced.jaxpr.invars, strict=True)

@@ -1,4 +1,4 @@
-"""`Request`: one question to the rules, as a frozen value."""
+"""`ShardingRequest`: one question to the rules, as a frozen value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwright.vocabulary.lowering import Dim, Lowered, as_shape, check_merged
 from shardwright.vocabulary.modes import parse_mode
 
 
-class Request(NamedTuple):
+class ShardingRequest(NamedTuple):
     """One question: how is an array with this annotation sharded?
 
     A request is a named tuple, because a frozen dataclass takes four times as long to create, and
@@ -42,17 +42,17 @@ class Request(NamedTuple):
     manual: frozenset[str] = frozenset()
     mode_from: ModeFrom = ModeFrom.CALL
 
-    def of(self, role: Role, shape: tuple[int, ...]) -> Request:
+    def of(self, role: Role, shape: tuple[int, ...]) -> ShardingRequest:
         """Return the same question for another role and shape."""
         return self._replace(role=role, shape=shape)
 
-    def under(self, mode: str | None) -> Request:
+    def under(self, mode: str | None) -> ShardingRequest:
         """Return the same question to a manager with a mode, which applies if this has none."""
         if self.mode is not None or mode is None:
             return self
         return self._replace(mode=mode, mode_from=ModeFrom.MANAGER)
 
-    def normalized(self) -> Request:
+    def normalized(self) -> ShardingRequest:
         """Return the same question with its values checked: equal questions are equal then.
 
         An `ArraySpec` has its own shape, and its role defaults to param.
@@ -69,7 +69,7 @@ class Request(NamedTuple):
             annotation, shape = annotation.axes, annotation.shape
         mode = None if mode is None else parse_mode(mode)
         role = None if role is None else as_role(role)
-        return Request(annotation, shape, mode, role, path, frozenset(manual), mode_from)
+        return ShardingRequest(annotation, shape, mode, role, path, frozenset(manual), mode_from)
 
     def lowered(self, rules: AxisRules) -> tuple[Lowered, tuple[str, ...]]:
         """Return the annotation lowered for the request's shape, and notes about that."""

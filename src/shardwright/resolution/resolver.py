@@ -23,7 +23,7 @@ from shardwright.mesh.build import MeshSizes, mesh_sizes
 from shardwright.resolution.decide import Decider
 from shardwright.resolution.decisions import DimDecision, ModeFrom, Outcome, Resolution
 from shardwright.resolution.parts import Derived, add_zero1, take_part
-from shardwright.resolution.request import Request, as_role
+from shardwright.resolution.request import ShardingRequest, as_role
 from shardwright.resolution.rule_order import decide_in_rule_order
 from shardwright.resolution.rules import AxisRules, Order
 from shardwright.vocabulary.annotations import PartOf, is_annotation
@@ -94,11 +94,11 @@ def explain(
         raise StrategyError(
             f"manual={manual!r} is one name, not a set of names", fix=f"manual={{{manual!r}}}"
         )
-    request = Request(axes, shape, mode, role, path, manual)
+    request = ShardingRequest(axes, shape, mode, role, path, manual)
     return explain_request(request, rules, mesh_sizes(mesh_shape))
 
 
-def explain_request(request: Request, rules: AxisRules, sizes: MeshSizes) -> Resolution:
+def explain_request(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Resolution:
     """Resolve a request. All resolutions of the project come from here.
 
     Args:
@@ -119,7 +119,7 @@ def explain_request(request: Request, rules: AxisRules, sizes: MeshSizes) -> Res
     return cast("Resolution", resolution)
 
 
-def _explain(request: Request, rules: AxisRules, sizes: MeshSizes) -> Resolution:
+def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Resolution:
     """Lower a normalized request once, decide its dims once, and derive parts and state once."""
     annotation, path = request.annotation, request.path
     shape = None if request.shape is None else tuple(request.shape)
@@ -142,7 +142,7 @@ def _explain(request: Request, rules: AxisRules, sizes: MeshSizes) -> Resolution
         # The whole array of a part resolves under its own shape and path.
         of_whole = Role.PARAM if role is Role.STATE else role
         whole = explain_request(
-            Request(
+            ShardingRequest(
                 annotation.annotation,
                 annotation.shape,
                 mode,
@@ -207,7 +207,7 @@ def marked_manual(
     )
 
 
-def _refused(request: Request, error: ShardingError) -> Resolution:
+def _refused(request: ShardingRequest, error: ShardingError) -> Resolution:
     """Return the resolution of a request whose annotation, mode or role is wrong.
 
     It has problems and no decisions.
@@ -227,7 +227,7 @@ def _refused(request: Request, error: ShardingError) -> Resolution:
     )
 
 
-def _mode(request: Request, lowered: Lowered) -> tuple[str, ModeFrom]:
+def _mode(request: ShardingRequest, lowered: Lowered) -> tuple[str, ModeFrom]:
     if request.mode is not None:
         return request.mode, request.mode_from
     if lowered.mode is not None:

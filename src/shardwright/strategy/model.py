@@ -109,7 +109,7 @@ def _lower_keys(table: Any) -> Any:
     return spelled
 
 
-class _Table(BaseModel):
+class _TableModel(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
     __pydantic_extra__: dict[str, str]
 
@@ -119,7 +119,7 @@ class _Table(BaseModel):
         return dict(self.__pydantic_extra__ or {})
 
 
-class ModeTable(_Table):
+class ModeTable(_TableModel):
     """Rules of one mode: for activations and caches, and under `params` for parameters."""
 
     params: Rules = Field(
@@ -129,7 +129,7 @@ class ModeTable(_Table):
     _lower = field_validator("params", mode="before")(_lower_keys)
 
 
-class TensorTable(_Table):
+class TensorTable(_TableModel):
     """Rules for the parameters whose path matches a pattern.
 
     For each axis, the first entry that matches the path and names the axis applies.

@@ -24,7 +24,7 @@ from shardwright.testing.placements import (
     wanted_by_sharding,
     wrong_placements,
 )
-from shardwright.testing.programs import Axis, Program, read_program
+from shardwright.testing.programs import Axis, CompiledCollectives, read_program
 from shardwright.vocabulary.axes import axis_label
 from shardwright.vocabulary.integers import as_integer
 
@@ -334,7 +334,10 @@ def _wrong_bytes(wanted: Count, collectives: Sequence[Collective]) -> list[str]:
 
 
 def _message(
-    program: Program, axis: Axis | None, over: Sequence[Collective], problems: Sequence[str]
+    program: CompiledCollectives,
+    axis: Axis | None,
+    over: Sequence[Collective],
+    problems: Sequence[str],
 ) -> str:
     sizes = ", ".join(f"{name}={size}" for name, size in program.sizes.items())
     over_axes = (

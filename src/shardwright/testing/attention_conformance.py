@@ -254,7 +254,7 @@ def _choose(cell: Cell, values: dict[str, Any]) -> tuple[AttentionCall, tuple[st
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Program:
+class _LoweredCase:
     """A lowered program and its arguments.
 
     Programs with equal text are compiled once: if no length is sharded, several implementations
@@ -276,7 +276,7 @@ def _program(
     *,
     mesh: str,
     gradients: bool,
-) -> _Program:
+) -> _LoweredCase:
     """Lower a function that returns the outputs by name.
 
     With `gradients` it also returns the gradients of a loss by each float input. The loss
@@ -305,11 +305,11 @@ def _program(
     args = (floats, rest, case.weights()) if gradients else (floats, rest)
     lowered = jax.jit(everything if gradients else outputs).lower(*args)
     text = hashlib.sha256(lowered.as_text().encode()).digest()
-    return _Program(text=text, inputs=(case.name, dtype), mesh=mesh, lowered=lowered, args=args)
+    return _LoweredCase(text=text, inputs=(case.name, dtype), mesh=mesh, lowered=lowered, args=args)
 
 
 @functools.lru_cache(maxsize=32)
-def _results(program: _Program) -> dict[str, Any]:
+def _results(program: _LoweredCase) -> dict[str, Any]:
     results = program.lowered.compile(compiler_options=QUICK)(*program.args)
     return {name: np.asarray(x, np.float32) for name, x in results.items()}
 

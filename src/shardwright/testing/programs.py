@@ -33,7 +33,7 @@ _ALL_CONVERSIONS: dict[str, str | bool] = {"xla_allow_excess_precision": False}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class CompiledCollectives:
     """The collectives of a compiled program.
 
     Attributes:
@@ -116,7 +116,7 @@ def read_program(
     manager: PartitionManager | None = None,
     trips: int | None = None,
     own_types: bool = False,
-) -> Program:
+) -> CompiledCollectives:
     """Compile what can be compiled, and read its collectives.
 
     Args:
@@ -144,7 +144,9 @@ def read_program(
         isinstance(entry, Collective) for entry in program
     ):
         sizes = {} if requested is None else mesh_sizes(requested)
-        return Program(name="the program", collectives=tuple(program), sizes=sizes, carried=carried)
+        return CompiledCollectives(
+            name="the program", collectives=tuple(program), sizes=sizes, carried=carried
+        )
     with manager if manager is not None else contextlib.nullcontext():
         name, lowered = (
             ("the program", program) if isinstance(program, str) else _lowered(program, args)
@@ -182,7 +184,7 @@ def read_program(
                 "have shardings"
             ),
         )
-    return Program(
+    return CompiledCollectives(
         name=name, collectives=collectives, sizes=mesh_sizes(program_mesh), carried=carried
     )
 

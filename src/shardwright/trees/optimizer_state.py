@@ -241,7 +241,7 @@ def annotate_state(
         compile_rule(at, pattern, annotation)
         for at, (pattern, annotation) in enumerate((overrides or {}).items())
     ]
-    searches = _Search.of(state, params, annotations)
+    searches = _StateIndex.of(state, params, annotations)
     followers: list[Follower] = []
     problems = _unused_overrides(
         [pattern for pattern, _ in patterns], [path_text(path) for path, _ in pairs]
@@ -282,7 +282,7 @@ def _unused_overrides(patterns: Sequence[re.Pattern[str]], paths: Sequence[str])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Search:
+class _StateIndex:
     """Tables for looking up the arrays of a state.
 
     Attributes:
@@ -298,7 +298,7 @@ class _Search:
     copies: Callable[[Path], bool]
 
     @classmethod
-    def of(cls, state: Any, params: Any, annotations: Any) -> list[_Search]:
+    def of(cls, state: Any, params: Any, annotations: Any) -> list[_StateIndex]:
         """Return the tables of the parameters, and of the fast ones of `optax.lookahead`."""
         by_path = _by_path(params, annotations)
         leaves, _ = jax.tree_util.tree_flatten_with_path(state)

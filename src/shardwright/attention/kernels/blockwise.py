@@ -202,7 +202,7 @@ def _join(by_block: jax.Array) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Rows:
+class _BackwardRows:
     """The arrays that a backward pass reads for each row of queries; see `backward`."""
 
     do: jax.Array
@@ -210,15 +210,15 @@ class _Rows:
     delta: jax.Array
     lse_error: jax.Array | None
 
-    def padded(self, rows: int) -> _Rows:
+    def padded(self, rows: int) -> _BackwardRows:
         return self._map(lambda array, dim: blocks.pad_dim(array, dim, rows))
 
-    def block(self, start: jax.Array, size: int) -> _Rows:
+    def block(self, start: jax.Array, size: int) -> _BackwardRows:
         return self._map(lambda array, dim: blocks.slice_dim(array, dim, start, size))
 
-    def _map(self, change: Any) -> _Rows:
+    def _map(self, change: Any) -> _BackwardRows:
         error = None if self.lse_error is None else change(self.lse_error, 2)
-        return _Rows(
+        return _BackwardRows(
             do=change(self.do, 1),
             lse=change(self.lse, 2),
             delta=change(self.delta, 2),
@@ -253,7 +253,7 @@ def backward(
     )
     grid = blocks.grid_of(operands, recipe)
     padded = blocks.pad_keys(blocks.pad_queries(operands, grid), grid)
-    rows = _Rows(do=do, lse=lse, delta=delta, lse_error=lse_error)
+    rows = _BackwardRows(do=do, lse=lse, delta=delta, lse_error=lse_error)
     rows = rows.padded(grid.q_count * grid.q_block)
 
     def add_columns(j: jax.Array, gradients: Gradients) -> Gradients:
@@ -321,7 +321,7 @@ def sinks_gradient(
 def _add_gradients(
     recipe: Recipe,
     grid: Grid,
-    rows: _Rows,
+    rows: _BackwardRows,
     i: jax.Array,
     j: jax.Array,
     block: Operands,
@@ -348,7 +348,9 @@ def _add_gradients(
     )
 
 
-def _logit_gradients(block: Operands, recipe: Recipe, rows: _Rows) -> tuple[jax.Array, jax.Array]:
+def _logit_gradients(
+    block: Operands, recipe: Recipe, rows: _BackwardRows
+) -> tuple[jax.Array, jax.Array]:
     """Return the cotangent of the biased logits, and the weights after dropout.
 
     Both are `[batch, heads, q_length, kv_length]`.

@@ -28,7 +28,7 @@ from shardwright.plan.collectives.instructions import (
     started_channels,
 )
 from shardwright.plan.collectives.replica_groups import (
-    Span,
+    GroupSpan,
     parse_groups,
     parse_pairs,
     span_of,
@@ -98,7 +98,7 @@ class _Reader:
     module: Module
     sizes: Mapping[str, int]
     positions: Sequence[int]
-    slices: Span | None
+    slices: GroupSpan | None
     trips: int | None
     dtypes: Mapping[str, str]
     holding: frozenset[str]
@@ -285,7 +285,7 @@ class _Reader:
 
     def _span_of(
         self, instruction: Instruction, attributes: Mapping[str, str], between: bool
-    ) -> Span:
+    ) -> GroupSpan:
         if between:
             if self.slices is None:
                 raise ProgramError(
@@ -327,7 +327,7 @@ def _op_name(metadata: str) -> str:
 
 def _device_positions(
     module: Module, mesh: Any, sizes: Mapping[str, int]
-) -> tuple[Sequence[int], Span | None]:
+) -> tuple[Sequence[int], GroupSpan | None]:
     """Return the position in the mesh of each device of the program, and the span between slices.
 
     The span is None unless the program is compiled for one of several slices.

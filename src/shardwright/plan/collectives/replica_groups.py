@@ -173,7 +173,7 @@ def _cut(parts: list[tuple[int, bool]], major: int, size: int, text: str) -> lis
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class GroupSpan:
     """The mesh axes that groups of devices span.
 
     Attributes:
@@ -189,7 +189,7 @@ class Span:
 
 def span_of(
     groups: Groups, sizes: Mapping[str, int], *, positions: Sequence[int] | None = None
-) -> Span:
+) -> GroupSpan:
     """Return the mesh axes that groups span.
 
     Args:
@@ -211,19 +211,19 @@ def span_of(
         differs |= (coordinates != coordinates[:, :1]).any(axis=1)
     axes = tuple(name for name, differing in zip(sizes, differs, strict=True) if differing)
     devices = max((len(group) for group in groups), default=1)
-    return Span(
+    return GroupSpan(
         mesh_axes=axes, devices=devices, partial=devices < math.prod(sizes[axis] for axis in axes)
     )
 
 
 def span_of_pairs(
     pairs: Groups, sizes: Mapping[str, int], *, positions: Sequence[int] | None = None
-) -> Span:
+) -> GroupSpan:
     """Return the mesh axes along which pairs send. `devices` is the size of the longest chain."""
     moving = tuple(pair for pair in pairs if pair[0] != pair[1])
     span = span_of(moving, sizes, positions=positions)
     longest = _longest_chain(moving)
-    return Span(
+    return GroupSpan(
         mesh_axes=span.mesh_axes,
         devices=longest,
         partial=longest < math.prod(sizes[axis] for axis in span.mesh_axes),

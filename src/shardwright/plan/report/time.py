@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwright.plan.layout import Layout
-from shardwright.plan.time import Span, TimeRange, seconds_text
+from shardwright.plan.time import SecondsRange, TimeRange, seconds_text
 from shardwright.resolution.tables import WIDTH, remarked_table
 
 _HEAD = ("time", "at least", "at most", "assumed")
@@ -34,7 +34,7 @@ def time_rows(time: TimeRange, layout: Layout) -> list[tuple[str, float, float, 
     ]
     for axes, span in time.links.items():
         parts.append(("+".join(axes), span, _rates_text(axes, layout)))
-    whole = Span(low=time.low, high=time.high)
+    whole = SecondsRange(low=time.low, high=time.high)
     parts.append(("all", whole, "from full overlap to none; not calibrated"))
     return [(name, span.low, span.high, assumed) for name, span, assumed in parts]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from shardwright.plan.report.text import bytes_text
 from shardwright.plan.verify.compiler import Compiled
-from shardwright.plan.verify.differences import Reason, Sent
+from shardwright.plan.verify.differences import DifferenceCause, Sent
 from shardwright.plan.verify.run import Verification
 from shardwright.resolution.tables import WIDTH, table
 
@@ -98,7 +98,7 @@ def reason_texts(sent: Sent) -> Iterator[str]:
         yield f"not explained ({_signed(sent.unexplained)})"
 
 
-def _places(reason: Reason) -> str:
+def _places(reason: DifferenceCause) -> str:
     if not reason.sources:
         return ""
     more = len(reason.sources) - _SHOWN

@@ -23,7 +23,7 @@ from shardwright.plan.trace import Trace
 from shardwright.plan.walk.equations import live_equations, nested_jaxprs
 from shardwright.plan.walk.values import KEEP, Dims, dims_of_spec
 from shardwright.resolution import resolver
-from shardwright.resolution.request import Request
+from shardwright.resolution.request import ShardingRequest
 from shardwright.vocabulary.axes import Role
 
 _USE: Final = 0.5  # share of the peak that matmuls reach, as at the upper end of the time
@@ -43,7 +43,7 @@ class AnnotationRequest:
       source: Line of the model, `model.py:12`; "" for arguments and results.
     """
 
-    request: Request
+    request: ShardingRequest
     number: int
     strict: bool
     bytes: int
@@ -62,7 +62,7 @@ class ResolvedAnnotation:
 
 def read_annotations(traced: Trace) -> tuple[AnnotationRequest, ...]:
     """Return the annotations of a trace: of its arguments, its results and its equations."""
-    ends = [each for each in (*traced.inputs, *traced.outputs) if isinstance(each, Request)]
+    ends = [each for each in (*traced.inputs, *traced.outputs) if isinstance(each, ShardingRequest)]
     entries = [*((request, True, 0, 0, "") for request in ends), *_inside(traced.jaxpr, 1)]
     numbers: dict[Any, int] = {}
     requests = []
@@ -77,7 +77,7 @@ def read_annotations(traced: Trace) -> tuple[AnnotationRequest, ...]:
     return tuple(requests)
 
 
-def _inside(jaxpr: Any, runs: int) -> Iterator[tuple[Request, bool, int, int, str]]:
+def _inside(jaxpr: Any, runs: int) -> Iterator[tuple[ShardingRequest, bool, int, int, str]]:
     """Yield request, strictness, bytes, runs and line of each annotation of a jaxpr."""
     for equation in live_equations(jaxpr):
         if equation.primitive is annotate_axes_p:

@@ -35,7 +35,7 @@ from shardwright.plan.search.settings import read_pins, read_vary
 from shardwright.plan.search.space import Point, Space
 from shardwright.plan.search.unused import UnusedAxes
 from shardwright.plan.trace import Trace
-from shardwright.resolution.request import Request
+from shardwright.resolution.request import ShardingRequest
 from shardwright.vocabulary.axes import BATCH, LENGTH, QUERY_LENGTH
 from shardwright.vocabulary.modes import MODE_TRAIN, parse_mode
 
@@ -58,7 +58,7 @@ def search(
     vary: Mapping[str, Sequence[str | None]] | None = None,
     orders: bool = False,
     walks: int = WALKS,
-    progress: Callable[[Progress], object] | None = None,
+    progress: Callable[[SearchProgress], object] | None = None,
 ) -> SearchReport:
     """Plan programs under every mesh of a slice and every strategy.
 
@@ -163,7 +163,7 @@ def search_variants(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class SearchProgress:
     """The progress of a search.
 
     Attributes:
@@ -238,7 +238,7 @@ class _Search:
     space: Space
     programs: Mapping[str, Program]
     topology: Topology
-    progress: Callable[[Progress], object] | None = None
+    progress: Callable[[SearchProgress], object] | None = None
     traces: dict[str, list[tuple[Trace, tuple[AnnotationRequest, ...]]]] = dataclasses.field(
         default_factory=dict
     )
@@ -295,7 +295,7 @@ class _Search:
 
     def _report(self, doing: str, done: int, of: int) -> None:
         if self.progress is not None:
-            answer = self.progress(Progress(doing=doing, done=done, all=of))
+            answer = self.progress(SearchProgress(doing=doing, done=done, all=of))
             self.stopped = self.stopped or answer is False
 
     def _resolve_all(self, points: Sequence[Point]) -> tuple[list[_Resolved], ShardingError | None]:
@@ -471,7 +471,7 @@ class _Search:
 
 def _tokens(given: Any) -> int:
     """Return the tokens of an argument: its size of BATCH times that of its length, or 0."""
-    if not isinstance(given, Request) or not isinstance(given.annotation, tuple):
+    if not isinstance(given, ShardingRequest) or not isinstance(given.annotation, tuple):
         return 0
     sizes: dict[Any, int] = dict(zip(given.annotation, given.shape or (), strict=False))
     lengths = (sizes.get(axis, 0) for axis in (LENGTH, QUERY_LENGTH))

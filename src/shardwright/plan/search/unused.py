@@ -19,7 +19,7 @@ from shardwright.plan.search.settings import MESH
 from shardwright.plan.search.space import Space
 from shardwright.plan.walk.equations import nested_jaxprs
 from shardwright.resolution.partition_specs import entry_names
-from shardwright.resolution.request import Request
+from shardwright.resolution.request import ShardingRequest
 from shardwright.resolution.rules import AxisRules, default_rule
 from shardwright.vocabulary.axes import Role
 
@@ -36,7 +36,7 @@ class UnusedAxes:
     def __init__(self, space: Space, programs: Mapping[str, Program]) -> None:
         self._space = space
         self._programs = programs
-        self._asked: dict[str, list[Request]] = {}
+        self._asked: dict[str, list[ShardingRequest]] = {}
         self._written: set[str] = set()
         self._known: dict[int, frozenset[str]] = {}
 
@@ -58,7 +58,7 @@ class UnusedAxes:
                 used |= _mesh_axes(request, rules, mode)
         return used | self._written
 
-    def _requests(self, strategy: Strategy, mode: str) -> list[Request]:
+    def _requests(self, strategy: Strategy, mode: str) -> list[ShardingRequest]:
         """Return the questions of a program. Keep the mesh axes that it names itself."""
         if mode not in self._asked:
             mesh = abstract_mesh(dict.fromkeys(strategy.mesh, 1))
@@ -84,7 +84,7 @@ def _specs(jaxpr: Any) -> Iterator[PartitionSpec]:
             yield from _specs(nested)
 
 
-def _mesh_axes(request: Request, rules: AxisRules, mode: str) -> set[str]:
+def _mesh_axes(request: ShardingRequest, rules: AxisRules, mode: str) -> set[str]:
     """Return the mesh axes that the rules name for an array, in any of its roles."""
     found: set[str] = set()
     for dim in request.dims(rules):

@@ -24,7 +24,7 @@ _FLOATS: Final = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Reason:
+class DifferenceCause:
     """A reason why a compiled program sends other bytes than planned.
 
     Attributes:
@@ -52,7 +52,7 @@ class Sent:
     mesh_axes: tuple[str, ...]
     planned: Mapping[Kind, int]
     compiled: Mapping[Kind, int]
-    reasons: tuple[Reason, ...]
+    reasons: tuple[DifferenceCause, ...]
 
     @property
     def difference(self) -> int:
@@ -154,7 +154,7 @@ def _wire(collective: Collective) -> int:
 
 def _known_reasons(
     row: Sent, events: Sequence[Event], collectives: Sequence[Collective]
-) -> Iterator[Reason]:
+) -> Iterator[DifferenceCause]:
     """Yield the reasons whose bytes follow from the collectives."""
     if gathers := [each for each in collectives if each.gathers and each.kind is Kind.ALL_REDUCE]:
         yield _reason(
@@ -248,13 +248,13 @@ def _line(collective: Collective) -> str:
 
 def _cpu_reasons(
     planned: Mapping[Kind, int], compiled: Mapping[Kind, int], events: Sequence[Event]
-) -> Iterator[Reason]:
+) -> Iterator[DifferenceCause]:
     scattered = planned.get(Kind.REDUCE_SCATTER, 0)
     if scattered and Kind.REDUCE_SCATTER not in compiled:
         sources = dict.fromkeys(
             event.source for event in events if event.kind is Kind.REDUCE_SCATTER
         )
-        yield Reason(
+        yield DifferenceCause(
             what="reduce-scatters are all-reduces on CPUs, which send twice the bytes",
             adds=scattered,
             sources=tuple(sources),
@@ -263,7 +263,7 @@ def _cpu_reasons(
 
 def _last_reasons(
     row: Sent, events: Sequence[Event], collectives: Sequence[Collective], cpu: bool
-) -> Iterator[Reason]:
+) -> Iterator[DifferenceCause]:
     """Yield a reason for all bytes that are not explained yet, if the program has its pattern."""
     unexplained = row.unexplained
     if unexplained <= _EQUAL * max(sum(row.planned.values()), 1):
@@ -283,6 +283,6 @@ def _last_reasons(
         yield _reason("several all-reduces that a compiler for TPUs merges", merged, adds)
 
 
-def _reason(what: str, collectives: Sequence[Collective], adds: int) -> Reason:
+def _reason(what: str, collectives: Sequence[Collective], adds: int) -> DifferenceCause:
     sources = tuple(dict.fromkeys(_line(each) for each in collectives if each.source))
-    return Reason(what=what, adds=adds, sources=sources)
+    return DifferenceCause(what=what, adds=adds, sources=sources)

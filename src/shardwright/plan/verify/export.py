@@ -16,7 +16,7 @@ from shardwright.manager.core import Manager
 from shardwright.plan.planner import Program
 from shardwright.plan.trace import Trace
 from shardwright.resolution.partition_specs import entry_names
-from shardwright.resolution.request import Request
+from shardwright.resolution.request import ShardingRequest
 
 # Chips that libtpu compiles for: the kind and the cores of a device, as JAX names them there.
 DEVICES: Final = {
@@ -75,7 +75,7 @@ def export_program(
     )
     abstract = manager.having(mesh=mesh)
 
-    def sharding(source: Request | NamedSharding | None) -> NamedSharding | None:
+    def sharding(source: ShardingRequest | NamedSharding | None) -> NamedSharding | None:
         if source is None:
             return None
         if isinstance(source, NamedSharding):

@@ -22,8 +22,8 @@ from shardwright.plan.walk.padding import (
     turned_copies,
     with_one_row,
 )
-from shardwright.plan.walk.step import Step
-from shardwright.plan.walk.values import Value, axes_of, local_elements
+from shardwright.plan.walk.step import PlanStep
+from shardwright.plan.walk.values import ShardedValue, axes_of, local_elements
 from shardwright.trees.tensors import whole_bytes
 
 # A compiler fuses these into all their uses.
@@ -50,7 +50,7 @@ _PARTS: Final = 8  # parts of a result that a collective matmul holds: four for 
 _ANGLES: Final = frozenset({"sin", "cos"})
 
 
-def with_buffers(step: Step, results: Iterable[Value]) -> list[Value]:
+def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[ShardedValue]:
     """Return the results of an equation with their buffers, and add it to the timeline."""
     values, ledger = list(results), step.ledger
     if ledger.timeline is None or step.name == "shard_map":
@@ -120,7 +120,7 @@ def _mark_reduced(name: str, operands: Iterable[Buffer]) -> None:
             operand.reduced = True
 
 
-def _is_one_hot(step: Step) -> bool:
+def _is_one_hot(step: PlanStep) -> bool:
     """Tell whether a scatter writes single elements into a constant, one for each row.
 
     XLA compares positions instead: the derivative of picking the logit of each label.
@@ -133,7 +133,7 @@ def _is_one_hot(step: Step) -> bool:
     return bool(update.size * step.avals[0].shape[-1] == step.avals[0].size)
 
 
-def _shard_sums(step: Step, births: Sequence[Buffer | None]) -> None:
+def _shard_sums(step: PlanStep, births: Sequence[Buffer | None]) -> None:
     """Note the least bytes of the carries of a scan.
 
     A carry that starts as a constant and is sharded after the loop may be so in the loop, as the
@@ -146,7 +146,7 @@ def _shard_sums(step: Step, births: Sequence[Buffer | None]) -> None:
             birth.least = min(birth.least, step.ledger.local_bytes(aval, later))
 
 
-def _parts(step: Step, results: Sequence[Value]) -> int:
+def _parts(step: PlanStep, results: Sequence[ShardedValue]) -> int:
     """Return the bytes of the parts of a result that a matmul adds up while it sends others.
 
     Compilers for TPUs run a matmul and the reduce-scatter of its result as one loop (collective
@@ -161,7 +161,9 @@ def _parts(step: Step, results: Sequence[Value]) -> int:
     return _PARTS * step.ledger.local_bytes(step.results[0], step.wanted[0])
 
 
-def _unadded(step: Step, results: Sequence[Value], births: Sequence[Buffer | None]) -> None:
+def _unadded(
+    step: PlanStep, results: Sequence[ShardedValue], births: Sequence[Buffer | None]
+) -> None:
     """Add the parts of what a reduce-scatter returns. A compiler adds them where it reads it."""
     if step.name not in CONSTRAINTS or births[0] is None:
         return
@@ -188,7 +190,7 @@ def _mark_row(equation: Any, result: Buffer | None, shapes: Sequence[tuple[int, 
     result.row = whole_bytes(size, equation.invars[at].aval.dtype)
 
 
-def _angle(step: Step, result: Value) -> Buffer | None:
+def _angle(step: PlanStep, result: ShardedValue) -> Buffer | None:
     """Return the buffer of a sine or cosine, or None if it takes no memory."""
     assert step.ledger.timeline is not None
     if result.free:
@@ -198,7 +200,7 @@ def _angle(step: Step, result: Value) -> Buffer | None:
     return step.ledger.timeline.angle(step.name, size, operands)
 
 
-def _copies(step: Step) -> list[Buffer]:
+def _copies(step: PlanStep) -> list[Buffer]:
     """Return the copies of stacked weights that a scan reads, and add new ones to the timeline.
 
     Compilers for TPUs copy such a stack to another layout before the first loop that multiplies by
@@ -220,7 +222,7 @@ def _copies(step: Step) -> list[Buffer]:
     return copies
 
 
-def _rows_of_table(step: Step) -> Buffer | None:
+def _rows_of_table(step: PlanStep) -> Buffer | None:
     """Return the table of a lookup, or its copy row by row if it is stored column by column.
 
     A copy is added to the timeline. Later lookups read the same copy.
@@ -258,7 +260,7 @@ def _split(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
     return found
 
 
-def _changes_nothing(step: Step, values: Sequence[Value]) -> bool:
+def _changes_nothing(step: PlanStep, values: Sequence[ShardedValue]) -> bool:
     if step.name in NAMES:
         return True
     if step.name not in CONSTRAINTS:

@@ -12,12 +12,12 @@ from shardwright.dims.bodies import bodies
 from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.walk.entries import TEMPORARY, Buffer, Peak
 from shardwright.plan.walk.equations import called_jaxpr, run_bodies
-from shardwright.plan.walk.events import Site, Work
+from shardwright.plan.walk.events import WalkLocation, Work
 from shardwright.plan.walk.liveness import Timeline
-from shardwright.plan.walk.step import Step
+from shardwright.plan.walk.step import PlanStep
 from shardwright.plan.walk.values import (
     Dims,
-    Value,
+    ShardedValue,
     axes_of,
     dims_of_spec,
     merged_origins,
@@ -35,7 +35,7 @@ _STACK: Final = "move the mesh axis to another dim with shard(...) before the sc
 UNKNOWN_RUNS: Final = "while (number of runs)"
 
 
-def scan(step: Step) -> list[Value]:
+def scan(step: PlanStep) -> list[ShardedValue]:
     """Follow a scan. Its body runs once per row, and each carry keeps one sharding."""
     (loop,) = bodies(step.equation)
     constants, carries, body = loop.fixed, loop.carried, loop.jaxpr
@@ -87,7 +87,7 @@ def scan(step: Step) -> list[Value]:
     ]
 
 
-def _with_slices(step: Step, values: list[Value], variables: Any) -> list[Value]:
+def _with_slices(step: PlanStep, values: list[ShardedValue], variables: Any) -> list[ShardedValue]:
     """Give each slice of a stacked operand its own buffer in the timeline of a loop's body."""
     if step.ledger.timeline is None:
         return values
@@ -107,7 +107,7 @@ def _with_slices(step: Step, values: list[Value], variables: Any) -> list[Value]
     return [dataclasses.replace(value, buffer=part) for value, part in pairs]
 
 
-def _unstacked(step: Step, at: int) -> Value:
+def _unstacked(step: PlanStep, at: int) -> ShardedValue:
     """Return one slice of a stacked operand. A sharded first dim is gathered before the loop."""
     value = step.values[at]
     if value.dims[0]:
@@ -117,8 +117,11 @@ def _unstacked(step: Step, at: int) -> Value:
 
 
 def _carried(
-    step: Step, body: Any, values: tuple[list[Value], list[Value], list[Value]], site: Site
-) -> list[Value]:
+    step: PlanStep,
+    body: Any,
+    values: tuple[list[ShardedValue], list[ShardedValue], list[ShardedValue]],
+    site: WalkLocation,
+) -> list[ShardedValue]:
     """Return the shardings that the carries of a scan keep.
 
     A carry has the sharding of its first value, unless the body returns it with more shards, or
@@ -138,13 +141,13 @@ def _carried(
     return carry
 
 
-def _turned(start: Value, end: Value) -> frozenset[str]:
+def _turned(start: ShardedValue, end: ShardedValue) -> frozenset[str]:
     """Return the mesh axes that are in other dims of a carry after the body than before it."""
     pairs = zip(start.dims, end.dims, strict=True)
     return frozenset(axis for old, new in pairs for axis in {*old} ^ {*new})
 
 
-def _takes(start: Value, end: Value) -> bool:
+def _takes(start: ShardedValue, end: ShardedValue) -> bool:
     if end.free:
         return False
     refined = all(
@@ -153,11 +156,11 @@ def _takes(start: Value, end: Value) -> bool:
     return start.free or (refined and start.dims != end.dims)
 
 
-def _settled(value: Value, *, runs: int) -> Value:
+def _settled(value: ShardedValue, *, runs: int) -> ShardedValue:
     return dataclasses.replace(value, owed=frozenset(), groups=(), runs=runs)
 
 
-def while_loop(step: Step) -> list[Value]:
+def while_loop(step: PlanStep) -> list[ShardedValue]:
     """Follow a while loop. Its number of runs is not known, so its collectives are not counted."""
     site = step.site
     loop, asked = bodies(step.equation)
@@ -188,7 +191,7 @@ def while_loop(step: Step) -> list[Value]:
     return carry
 
 
-def cond(step: Step) -> list[Value]:
+def cond(step: PlanStep) -> list[ShardedValue]:
     """Follow a `cond`. Every branch is walked, and its collectives are marked as `maybe`.
 
     The work of the cond is that of the branch with the most work. The least work of a branch is
@@ -214,7 +217,7 @@ def cond(step: Step) -> list[Value]:
         for end in ends:
             step.ledger.move(end, aval, goal.dims, site, origins=goal.origins)
         results.append(
-            Value(
+            ShardedValue(
                 dims=goal.dims,
                 free=goal.free,
                 runs=step.site.runs,
@@ -225,7 +228,7 @@ def cond(step: Step) -> list[Value]:
     return results
 
 
-def call(step: Step) -> list[Value] | None:
+def call(step: PlanStep) -> list[ShardedValue] | None:
     """Follow a primitive that runs a jaxpr (jit, remat, custom derivatives), or return None."""
     body = called_jaxpr(step.equation)
     if body is None:
@@ -251,7 +254,7 @@ def call(step: Step) -> list[Value] | None:
     ]
 
 
-def _own_dims(step: Step, key: str, avals: Sequence[Any]) -> list[Dims | None]:
+def _own_dims(step: PlanStep, key: str, avals: Sequence[Any]) -> list[Dims | None]:
     """Return the dims that the shardings of a `jit` require, or None where it has none."""
     shardings = step.parameters.get(key) or [None] * len(avals)
     return [
@@ -260,7 +263,7 @@ def _own_dims(step: Step, key: str, avals: Sequence[Any]) -> list[Dims | None]:
     ]
 
 
-def _dims_of(step: Step, sharding: Sharding, ndim: int) -> Dims | None:
+def _dims_of(step: PlanStep, sharding: Sharding, ndim: int) -> Dims | None:
     """Return the dims of a sharding. If it is not one of the mesh, the plan is incomplete."""
     sizes = step.ledger.sizes
     if isinstance(sharding, NamedSharding):

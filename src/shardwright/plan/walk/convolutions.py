@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from shardwright.plan.walk.matmuls import Labels, follow_matmul
-from shardwright.plan.walk.step import Step
-from shardwright.plan.walk.values import Value
+from shardwright.plan.walk.step import PlanStep
+from shardwright.plan.walk.values import ShardedValue
 
 
-def convolution(step: Step) -> list[Value]:
+def convolution(step: PlanStep) -> list[ShardedValue]:
     """Follow a convolution. A sharded spatial dim, or one of several groups, is gathered first.
 
     Compilers may exchange the edges of shards instead, so such a dim is a doubt.
@@ -47,14 +47,14 @@ def convolution(step: Step) -> list[Value]:
     return results
 
 
-def _windowed(step: Step, image: Value) -> frozenset[str]:
+def _windowed(step: PlanStep, image: ShardedValue) -> frozenset[str]:
     """Return the mesh axes of the spatial dims along which the window has several elements."""
     numbers, kernel = step.parameters["dimension_numbers"], step.avals[1].shape
     pairs = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)
     return frozenset(axis for at, of in pairs if kernel[of] > 1 for axis in image.dims[at])
 
 
-def _labels(step: Step) -> Labels:
+def _labels(step: PlanStep) -> Labels:
     """Label the dims as those of a matmul. Labels with `s` are for dims that must be whole."""
     numbers = step.parameters["dimension_numbers"]
     left, right, result = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec

@@ -11,14 +11,14 @@ from shardwright.dims.table import Correspondence, correspondence
 from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.walk.factors import Order, placed
 from shardwright.plan.walk.follow import follow, most_sharded
-from shardwright.plan.walk.step import Step
-from shardwright.plan.walk.values import Value, axes_of, local_elements, shards
+from shardwright.plan.walk.step import PlanStep
+from shardwright.plan.walk.values import ShardedValue, axes_of, local_elements, shards
 from shardwright.trees.tensors import whole_bytes
 
 _EXACT: Final = "biu"  # kinds of bools and integers, which are sent as they are reduced
 
 
-def elementwise(step: Step) -> list[Value]:
+def elementwise(step: PlanStep) -> list[ShardedValue]:
     """Follow an elementwise primitive: all operands move to the sharding of the result."""
     if step.name in NAMES:
         return step.values
@@ -41,7 +41,7 @@ def elementwise(step: Step) -> list[Value]:
     return results
 
 
-def bitcast(step: Step) -> list[Value]:
+def bitcast(step: PlanStep) -> list[ShardedValue]:
     """Follow a bitcast. Between types of different widths the rank changes: that has no rule."""
     if step.avals[0].ndim == step.results[0].ndim:
         return elementwise(step)
@@ -49,7 +49,7 @@ def bitcast(step: Step) -> list[Value]:
     return step.replicated()
 
 
-def _converted(step: Step, value: Value) -> Value:
+def _converted(step: PlanStep, value: ShardedValue) -> ShardedValue:
     """Return an operand after a conversion, and record the element type that it had before."""
     before, after = step.avals[0].dtype, step.results[0].dtype
     if before == after or value.widened_from == after:
@@ -60,14 +60,14 @@ def _converted(step: Step, value: Value) -> Value:
     return replace(value, widened_from=str(before) if wider else "")
 
 
-def _owe_alike(values: Sequence[Value]) -> bool:
+def _owe_alike(values: Sequence[ShardedValue]) -> bool:
     first = values[0]
     return bool(first.owed) and all(
         value.owed == first.owed and value.dims == first.dims and not value.free for value in values
     )
 
 
-def _agreed(step: Step, known: Correspondence, held: Mapping[int, Order]) -> Order:
+def _agreed(step: PlanStep, known: Correspondence, held: Mapping[int, Order]) -> Order:
     """Return the sharding of operands: that of a constraint, else that of the most sharded one.
 
     Mesh axes that it does not use shard the dims of other operands.
@@ -89,7 +89,7 @@ def _agreed(step: Step, known: Correspondence, held: Mapping[int, Order]) -> Ord
     return agreed
 
 
-def reduction(step: Step) -> list[Value]:
+def reduction(step: PlanStep) -> list[ShardedValue]:
     """Follow a reduction. Over a sharded dim, a sum stays partial. A maximum is completed."""
     known = correspondence(step.equation)
     assert known is not None
@@ -107,7 +107,7 @@ def reduction(step: Step) -> list[Value]:
     return [result for _ in step.results]
 
 
-def _best(step: Step, value: Value) -> Value:
+def _best(step: PlanStep, value: ShardedValue) -> ShardedValue:
     """Follow an argmax or argmin: the devices gather the best element of each shard."""
     index, element = step.results[0], step.avals[0].dtype
     count = shards(value.owed, step.ledger.sizes)

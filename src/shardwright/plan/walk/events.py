@@ -11,7 +11,7 @@ from shardwright.plan.walk.entries import Peak
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class WalkLocation:
     """The place in a program where the walk is.
 
     Attributes:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from shardwright.dims.table import Correspondence, Factors, Role
+from shardwright.dims.table import Correspondence, FactorRole, Factors
 from shardwright.plan.walk.values import Dims, shards
 
 # The mesh axes of each factor that is sharded.
@@ -69,7 +69,7 @@ def fitting(known: Correspondence, order: Order, sizes: Mapping[str, int]) -> Or
     """
     if order.keys() <= known.shardable:
         return order
-    kept = {f: axes for f, axes in order.items() if known.roles[f] is not Role.CHANGED}
+    kept = {f: axes for f, axes in order.items() if known.roles[f] is not FactorRole.CHANGED}
     while True:
         fixed = dict(kept)
         for side in (*known.operands, *known.results):

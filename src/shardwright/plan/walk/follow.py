@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from shardwright.dims.table import Correspondence, Role
+from shardwright.dims.table import Correspondence, FactorRole
 from shardwright.plan.walk.factors import Order, fitting, placed, spread
-from shardwright.plan.walk.step import Step
-from shardwright.plan.walk.values import Value, axes_of, merged_origins, shards
+from shardwright.plan.walk.step import PlanStep
+from shardwright.plan.walk.values import ShardedValue, axes_of, merged_origins, shards
 
 # Chooses between the shardings of the operands.
-Choose: TypeAlias = Callable[[Step, Correspondence, Mapping[int, Order]], Order]
+Choose: TypeAlias = Callable[[PlanStep, Correspondence, Mapping[int, Order]], Order]
 
 
-def most_sharded(step: Step, known: Correspondence, held: Mapping[int, Order]) -> Order:
+def most_sharded(step: PlanStep, known: Correspondence, held: Mapping[int, Order]) -> Order:
     """Return the sharding of the operand with the most shards. On a tie, return the first."""
     del known
     return max(
@@ -23,13 +23,13 @@ def most_sharded(step: Step, known: Correspondence, held: Mapping[int, Order]) -
 
 
 def follow(
-    step: Step,
+    step: PlanStep,
     known: Correspondence,
-    values: Sequence[Value],
+    values: Sequence[ShardedValue],
     *,
     choose: Choose = most_sharded,
     doubt: str = "",
-) -> list[Value]:
+) -> list[ShardedValue]:
     """Bring the operands to one sharding, and return the results. Sums stay partial.
 
     Args:
@@ -56,11 +56,13 @@ def follow(
     if known.adds and len(values) == 1:
         return [moved[0].with_dims(spread(known, each, order, sizes)) for each in known.results]
     groups = tuple(
-        frozenset(axes) for factor, axes in order.items() if known.roles[factor] is not Role.KEPT
+        frozenset(axes)
+        for factor, axes in order.items()
+        if known.roles[factor] is not FactorRole.KEPT
     )
     origins = merged_origins(values[at] for at in live)
     return [
-        Value(
+        ShardedValue(
             dims=spread(known, result, order, sizes),
             owed=frozenset().union(*groups),
             groups=groups,
@@ -71,7 +73,7 @@ def follow(
 
 
 def _lost(
-    step: Step, known: Correspondence, held: Mapping[int, Order], values: Sequence[Value]
+    step: PlanStep, known: Correspondence, held: Mapping[int, Order], values: Sequence[ShardedValue]
 ) -> Iterator[tuple[str, ...]]:
     """Yield the mesh axes of dims that cannot stay sharded."""
     sizes = step.ledger.sizes

@@ -11,8 +11,8 @@ from jax.extend.core import Literal
 from shardwright.dims.primitives import SCATTERS
 from shardwright.dims.table import correspondence
 from shardwright.plan.walk.lookups import Lookup, LookupMove, Name, partition, shared_axes
-from shardwright.plan.walk.step import Step
-from shardwright.plan.walk.values import Dims, Origin, Value, axes_of, most_runs, shards
+from shardwright.plan.walk.step import PlanStep
+from shardwright.plan.walk.values import Dims, Origin, ShardedValue, axes_of, most_runs, shards
 
 _ADDS: Final = frozenset({"scatter-add", "scatter_add"})
 _COMBINES: Final = SCATTERS - {"scatter"}
@@ -22,13 +22,13 @@ _TILE: Final = 512
 _WRITES: Final = "write to a sharded dim inside sw.shard_map"
 
 
-def dynamic_update_slice(step: Step) -> list[Value]:
+def dynamic_update_slice(step: PlanStep) -> list[ShardedValue]:
     """Follow a write at a computed position: the update moves to the operand's sharding."""
     value, update = step.whole(0), step.whole(1)
     shape, part = step.avals[0].shape, step.avals[1].shape
     if value.free:
         dims = step.wanted[0] or update.dims
-        value = Value(dims=dims, origins=update.origins)
+        value = ShardedValue(dims=dims, origins=update.origins)
     step.move(1, _kept(value.dims, shape, part))
     return [value]
 
@@ -39,7 +39,7 @@ def _kept(dims: Dims, shape: Any, part: Any) -> Dims:
     )
 
 
-def scatter(step: Step) -> list[Value]:
+def scatter(step: PlanStep) -> list[ShardedValue]:
     """Follow a scatter: updates move to the shards that they are written to.
 
     Batch dims of the operand stay sharded, so that appending to a cache sends nothing. Rows that
@@ -59,7 +59,7 @@ def scatter(step: Step) -> list[Value]:
     if made:
         update = _with_rows(step, update)
         dims = step.wanted[0] or _followed(value.dims, update.dims, pairs)
-        value = Value(dims=dims, origins=update.origins)
+        value = ShardedValue(dims=dims, origins=update.origins)
     held: dict[Name, Dims] = {
         "table": value.dims,
         "index": step.whole(1).dims,
@@ -74,7 +74,7 @@ def scatter(step: Step) -> list[Value]:
         for at in rows:
             targets[at] = tuple(axis for axis in update.dims[at] if axis in owed)
         step.move(2, tuple(targets))
-        result = Value(dims=value.dims, owed=owed, origins=update.origins)
+        result = ShardedValue(dims=value.dims, owed=owed, origins=update.origins)
         if step.name not in _ADDS:  # a largest element is not a sum, which may stay partial
             result = step.settle(result)
         return [result]
@@ -86,17 +86,17 @@ def scatter(step: Step) -> list[Value]:
     # XLA moves indices of several dims before it joins them, and only those that are sharded.
     if update.free or (not made and step.avals[1].shape[-1] == 1):
         _move_indices(step, targets)
-    return [Value(dims=value.dims, origins=value.origins)]
+    return [ShardedValue(dims=value.dims, origins=value.origins)]
 
 
-def _move_indices(step: Step, updates: Sequence[tuple[str, ...]]) -> None:
+def _move_indices(step: PlanStep, updates: Sequence[tuple[str, ...]]) -> None:
     """Move the indices to where their updates are."""
     if not step.whole(1).free:
         windows = step.parameters["dimension_numbers"].update_window_dims
         step.move(1, (*(axes for at, axes in enumerate(updates) if at not in windows), ()))
 
 
-def _with_rows(step: Step, update: Value) -> Value:
+def _with_rows(step: PlanStep, update: ShardedValue) -> ShardedValue:
     """Return updates that every device can make with the sharding of their indices."""
     index = step.whole(1)
     if not update.free or index.free:
@@ -106,7 +106,7 @@ def _with_rows(step: Step, update: Value) -> Value:
     dims = list(update.dims)
     for at, axes in zip(rows, index.dims[:-1], strict=False):
         dims[at] = axes
-    return Value(dims=tuple(dims), free=True, origins=index.origins)
+    return ShardedValue(dims=tuple(dims), free=True, origins=index.origins)
 
 
 def _update_dims(equation: Any) -> dict[int, int]:
@@ -130,7 +130,7 @@ def _targets(dims: Dims, update: Dims, pairs: dict[int, int]) -> Dims:
     return tuple(targets)
 
 
-def gather(step: Step) -> list[Value]:
+def gather(step: PlanStep) -> list[ShardedValue]:
     """Follow a gather. Along a sharded dim, devices look up their own rows, and add the results."""
     value, index, result = step.whole(0), step.whole(1), step.results[0]
     numbers, shape = step.parameters["dimension_numbers"], step.avals[0].shape
@@ -163,11 +163,13 @@ def gather(step: Step) -> list[Value]:
     if not index.free:
         # Every device along a sharded dim needs all indices, to find those of its own rows.
         step.move(1, tuple(kept))
-    looked_up = Value(dims=tuple(dims), owed=owed, origins={**index.origins, **value.origins})
+    looked_up = ShardedValue(
+        dims=tuple(dims), owed=owed, origins={**index.origins, **value.origins}
+    )
     return [step.settle(looked_up)]
 
 
-def _offsets(step: Step, window: Sequence[int]) -> dict[int, int]:
+def _offsets(step: PlanStep, window: Sequence[int]) -> dict[int, int]:
     """Return table dim -> result dim, for the dims of which a gather takes all elements."""
     numbers, sizes = step.parameters["dimension_numbers"], step.parameters["slice_sizes"]
     shape = step.avals[0].shape
@@ -175,7 +177,7 @@ def _offsets(step: Step, window: Sequence[int]) -> dict[int, int]:
     return {dim: at for dim, at in pairs if sizes[dim] == shape[dim]}
 
 
-def _lookup(step: Step, columns: Mapping[int, int], *, adds: bool) -> Lookup | None:
+def _lookup(step: PlanStep, columns: Mapping[int, int], *, adds: bool) -> Lookup | None:
     """Return a gather or scatter as `partition` takes it, or None if it has other kinds of dims."""
     numbers = step.parameters["dimension_numbers"]
     table, index = step.avals[0], step.avals[1]
@@ -199,7 +201,7 @@ def _lookup(step: Step, columns: Mapping[int, int], *, adds: bool) -> Lookup | N
     )
 
 
-def _entries(step: Step, *, adds: bool) -> tuple[int, ...]:
+def _entries(step: PlanStep, *, adds: bool) -> tuple[int, ...]:
     """Return the table dims that indices select single entries of.
 
     The rows have no such dim, or one of size 1: `vmap` of a slice or of `x[i]` keeps it.
@@ -232,8 +234,8 @@ def _natural(lookup: Lookup, table: Dims, index: Dims, rank: int) -> Dims:
 
 
 def _partitioned(
-    step: Step, lookup: Lookup, held: Mapping[Name, Dims], origins: Mapping[str, Origin]
-) -> Value:
+    step: PlanStep, lookup: Lookup, held: Mapping[Name, Dims], origins: Mapping[str, Origin]
+) -> ShardedValue:
     """Follow a lookup whose table and rows are sharded over the same mesh axes."""
     moves, sure = partition(lookup, held)
     if not sure:
@@ -251,13 +253,13 @@ def _partitioned(
                     value, step.avals[at], move.goal, step.site, origins=value.origins
                 )
             continue
-        value = Value(dims=move.held, owed=move.summed, runs=runs, origins=origins)
+        value = ShardedValue(dims=move.held, owed=move.summed, runs=runs, origins=origins)
         if not _scatters(lookup, move):
             value = step.ledger.move(value, aval, move.held, step.site, origins=origins)
         step.ledger.move(value, aval, move.goal, step.site, origins=origins)
     axes = frozenset(axis for dims in held.values() for axis in axes_of(dims))
     lookups = frozenset([(step.place, axes)]) if lookup.adds else frozenset()
-    return Value(dims=held[result], origins=origins, lookups=lookups)
+    return ShardedValue(dims=held[result], origins=origins, lookups=lookups)
 
 
 def _scatters(lookup: Lookup, move: LookupMove) -> bool:

@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec
 
 from shardwright.plan.collectives.collective import Kind, ring_bytes
 from shardwright.plan.walk.entries import Buffer, Peak
-from shardwright.plan.walk.events import CompilerChoice, Event, Idle, Site, Work
+from shardwright.plan.walk.events import CompilerChoice, Event, Idle, WalkLocation, Work
 from shardwright.plan.walk.liveness import Timeline
 from shardwright.plan.walk.moves import find_move
 from shardwright.plan.walk.values import (
     Dims,
     Origin,
-    Value,
+    ShardedValue,
     axes_of,
     dims_of_spec,
     local_elements,
@@ -91,8 +91,8 @@ class Ledger:
     def end_inner(
         self,
         outer: tuple[Timeline | None, int],
-        results: Iterable[Value],
-        stacked: Iterable[Value] = (),
+        results: Iterable[ShardedValue],
+        stacked: Iterable[ShardedValue] = (),
     ) -> Peak:
         """Continue the outer timeline, and return the peak of the body."""
         inner, (self.timeline, self.moved) = self.timeline, outer
@@ -112,8 +112,14 @@ class Ledger:
         return whole_bytes(local_elements(aval.shape, dims, self.sizes), aval.dtype)
 
     def move(
-        self, value: Value, aval: Any, dims: Dims, site: Site, *, origins: Mapping[str, Origin]
-    ) -> Value:
+        self,
+        value: ShardedValue,
+        aval: Any,
+        dims: Dims,
+        site: WalkLocation,
+        *,
+        origins: Mapping[str, Origin],
+    ) -> ShardedValue:
         """Move a value to other dims, and note the collectives of the move.
 
         The order is that of XLA's partitioner: reduce-scatters, slices (which send nothing),
@@ -126,7 +132,7 @@ class Ledger:
           site: The equation that needs the move.
           origins: Why each mesh axis of `dims` shards its dim.
         """
-        target = Value(
+        target = ShardedValue(
             dims=dims,
             runs=value.runs,
             origins={**value.origins, **origins},
@@ -167,7 +173,7 @@ class Ledger:
         return target
 
     def _is_summed_whole(
-        self, value: Value, aval: Any, dims: Dims, scattered: frozenset[str]
+        self, value: ShardedValue, aval: Any, dims: Dims, scattered: frozenset[str]
     ) -> bool:
         """Tell whether a TPU sums an array whole, because its parts are not whole tiles.
 
@@ -203,30 +209,34 @@ class Ledger:
         narrow = aval.shape[1] < _LANES and parts[0][1] and parts[0][0] % _LANES
         return bool(narrow) or any(part % _SUBLANES and cut for part, cut in parts)
 
-    def _transfer(self, value: Value, aval: Any, current: Dims, dims: Dims, site: Site) -> None:
+    def _transfer(
+        self, value: ShardedValue, aval: Any, current: Dims, dims: Dims, site: WalkLocation
+    ) -> None:
         """Note the collectives of a move between two shardings of a complete value."""
         move = find_move(current, dims, self.sizes)
         for each in move.transfers:
             self._note(each.kind, each.axes, value, aval, each.dims, site, devices=each.devices)
         self.doubt(move.doubtful, site, _IN_STEPS)
 
-    def doubt_kernel(self, mesh_axes: Iterable[str], site: Site) -> None:
+    def doubt_kernel(self, mesh_axes: Iterable[str], site: WalkLocation) -> None:
         """Note that TPUs lay kernels out unlike matrices, so their sums may be all-reduces."""
         self.doubt(mesh_axes, site, _KERNELS)
 
-    def doubt_lookups(self, terms: Sequence[Value], site: Site) -> None:
+    def doubt_lookups(self, terms: Sequence[ShardedValue], site: WalkLocation) -> None:
         """Note a sum of the gradients of several lookups in one table."""
         lookups = frozenset().union(*(term.lookups for term in terms))
         if len(lookups) > max(len(term.lookups) for term in terms):
             self.doubt(frozenset().union(*(axes for _, axes in lookups)), site, _TWICE)
 
-    def doubt(self, mesh_axes: Iterable[str], site: Site, fix: str) -> None:
+    def doubt(self, mesh_axes: Iterable[str], site: WalkLocation, fix: str) -> None:
         """Note that a compiler may handle mesh axes in another way, and what would settle it."""
         for axis in self.sizes:
             if axis in mesh_axes:
                 self.choices[CompilerChoice(mesh_axis=axis, source=site.source, fix=fix)] = None
 
-    def settle(self, value: Value, aval: Any, site: Site, *, wanted: Dims | None = None) -> Value:
+    def settle(
+        self, value: ShardedValue, aval: Any, site: WalkLocation, *, wanted: Dims | None = None
+    ) -> ShardedValue:
         """Complete a partial sum, by a reduce-scatter if `wanted` shards it, else by an all-reduce.
 
         Args:
@@ -248,10 +258,10 @@ class Ledger:
         self,
         kind: Kind,
         mesh_axes: Iterable[str],
-        value: Value,
+        value: ShardedValue,
         aval: Any,
         dims: Dims,
-        site: Site,
+        site: WalkLocation,
         *,
         devices: int | None = None,
     ) -> None:
@@ -272,7 +282,7 @@ class Ledger:
         kind: Kind,
         mesh_axes: Iterable[str],
         logical_bytes: int,
-        site: Site,
+        site: WalkLocation,
         *,
         dtype: str,
         origins: Mapping[str, Origin],
@@ -314,7 +324,7 @@ class Ledger:
         )
 
     def count_matmul(
-        self, elements: int, operands: Iterable[int], site: Site, *, copies: int = 1
+        self, elements: int, operands: Iterable[int], site: WalkLocation, *, copies: int = 1
     ) -> int:
         """Count the bytes and operations of one matmul on one device. Return the operations.
 

@@ -16,11 +16,11 @@ from shardwright.plan.walk.equations import (
     nested_jaxprs,
     run_bodies,
 )
-from shardwright.plan.walk.events import Site, Work
-from shardwright.plan.walk.step import Step
+from shardwright.plan.walk.events import WalkLocation, Work
+from shardwright.plan.walk.step import PlanStep
 from shardwright.plan.walk.values import (
     Origin,
-    Value,
+    ShardedValue,
     axes_of,
     merged_origins,
     shards,
@@ -48,7 +48,7 @@ _UNCOUNTED: Final = frozenset({"conv_general_dilated"})
 _SUMS: Final = frozenset({"psum", "psum2", "psum_invariant"})
 
 
-def shard_map(step: Step) -> list[Value]:
+def shard_map(step: PlanStep) -> list[ShardedValue]:
     """Follow a `shard_map`: operands move to its input specs, then its body runs."""
     parameters, sizes = step.parameters, step.ledger.sizes
     for at, (spec, aval) in enumerate(zip(parameters["in_specs"], step.avals, strict=True)):
@@ -66,12 +66,12 @@ def shard_map(step: Step) -> list[Value]:
         [None] * len(step.results) if timeline is None else add_local(body, operands, timeline)
     )
     return [
-        Value(dims=step.ledger.dims_of(spec, aval.ndim), origins=origins, buffer=buffer)
+        ShardedValue(dims=step.ledger.dims_of(spec, aval.ndim), origins=origins, buffer=buffer)
         for spec, aval, buffer in zip(parameters["out_specs"], step.results, buffers, strict=True)
     ]
 
 
-def _follow(jaxpr: Any, step: Step, site: Site, origins: dict[str, Origin]) -> None:
+def _follow(jaxpr: Any, step: PlanStep, site: WalkLocation, origins: dict[str, Origin]) -> None:
     """Note the collectives of a jaxpr whose shapes are local."""
     ledger = step.ledger
     for equation in live_equations(jaxpr):
@@ -106,7 +106,9 @@ def _follow(jaxpr: Any, step: Step, site: Site, origins: dict[str, Origin]) -> N
             ledger.unknown[name] += 1
 
 
-def _follow_branches(equation: Any, step: Step, site: Site, origins: dict[str, Origin]) -> None:
+def _follow_branches(
+    equation: Any, step: PlanStep, site: WalkLocation, origins: dict[str, Origin]
+) -> None:
     """Note the collectives of each branch, and the most work of a branch."""
     ledger, before, work = step.ledger, step.ledger.work, []
     for branch in run_bodies(equation):
@@ -116,7 +118,7 @@ def _follow_branches(equation: Any, step: Step, site: Site, origins: dict[str, O
     ledger.work = before + Work.either(work)
 
 
-def _is_scattered(equation: Any, jaxpr: Any, step: Step) -> bool:
+def _is_scattered(equation: Any, jaxpr: Any, step: PlanStep) -> bool:
     """Tell whether a later constraint keeps only a part of a sum that the `shard_map` returns.
 
     Compilers turn the all-reduce of such a sum into a reduce-scatter.
@@ -134,14 +136,19 @@ def _is_scattered(equation: Any, jaxpr: Any, step: Step) -> bool:
     return len(goals) == 1 and goals[0] is not None and axes_of(goals[0]) >= set(axes)
 
 
-def _mesh_axes(equation: Any, step: Step) -> tuple[str, ...]:
+def _mesh_axes(equation: Any, step: PlanStep) -> tuple[str, ...]:
     axes = equation.params.get("axes", equation.params.get("axis_name"))
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     return step.ledger.renamed(name for name in names if isinstance(name, str))
 
 
 def _note(
-    kind: Kind, aval: Any, equation: Any, step: Step, site: Site, origins: dict[str, Origin]
+    kind: Kind,
+    aval: Any,
+    equation: Any,
+    step: PlanStep,
+    site: WalkLocation,
+    origins: dict[str, Origin],
 ) -> None:
     mesh_axes = _mesh_axes(equation, step)
     local = whole_bytes(aval.size, aval.dtype)
@@ -158,7 +165,7 @@ def _note(
     )
 
 
-def _count(equation: Any, step: Step, site: Site) -> None:
+def _count(equation: Any, step: PlanStep, site: WalkLocation) -> None:
     """Count a matmul. In a ragged one, each row is multiplied by the matrix of its group."""
     left, right, *_ = (variable.aval for variable in equation.invars)
     result = equation.outvars[0].aval
@@ -174,7 +181,7 @@ def _count(equation: Any, step: Step, site: Site) -> None:
     step.ledger.count_matmul(result.size * inner, sizes, site)
 
 
-def _count_kernel(equation: Any, step: Step, site: Site) -> None:
+def _count_kernel(equation: Any, step: PlanStep, site: WalkLocation) -> None:
     """Count the matmuls of a Pallas kernel: those of one step of its grid, times the steps.
 
     A kernel skips blocks, or computes a block with or without a mask. So of the branches in its

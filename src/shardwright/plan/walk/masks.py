@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 from shardwright.dims.bodies import bodies
 from shardwright.plan.walk.demands import demands
 from shardwright.plan.walk.equations import called_jaxpr
-from shardwright.plan.walk.values import Dims, Origin, Value
+from shardwright.plan.walk.values import Dims, Origin, ShardedValue
 
 # An equation of a program: the ids of the equations that hold its jaxpr, and its own id.
 Place: TypeAlias = tuple[int, ...]
@@ -148,7 +148,7 @@ def _filled(dims: Dims, other: Dims) -> Dims:
     return tuple(filled)
 
 
-def shared_mask(value: Value, dims: Dims, origins: Mapping[str, Origin]) -> Value:
+def shared_mask(value: ShardedValue, dims: Dims, origins: Mapping[str, Origin]) -> ShardedValue:
     """Return a mask, sharded as the uses of an equal mask require.
 
     Args:

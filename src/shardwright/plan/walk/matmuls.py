@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwright.dims.table import Role, correspondence
+from shardwright.dims.table import FactorRole, correspondence
 from shardwright.plan.walk.events import Idle
-from shardwright.plan.walk.step import Step
-from shardwright.plan.walk.values import Dims, Value, merged_origins, shards
+from shardwright.plan.walk.step import PlanStep
+from shardwright.plan.walk.values import Dims, ShardedValue, merged_origins, shards
 from shardwright.trees.tensors import whole_bytes
 
 
@@ -40,7 +40,7 @@ class Labels:
 
         def label(factors: tuple[int, ...]) -> str:
             (factor,) = factors
-            if known.roles[factor] is Role.SUMMED:
+            if known.roles[factor] is FactorRole.SUMMED:
                 return f"c{factor}"
             sides = [letter for letter, side in (("l", left), ("r", right)) if factors in side]
             return f"{sides[0] if len(sides) == 1 else 'b'}{factor}"
@@ -54,13 +54,15 @@ class Labels:
         )
 
 
-def dot_general(step: Step) -> list[Value]:
+def dot_general(step: PlanStep) -> list[ShardedValue]:
     """Follow a `dot_general`."""
     labels = Labels.of(step.equation)
     return follow_matmul(step, [step.whole(0), step.whole(1)], labels)
 
 
-def follow_matmul(step: Step, values: Sequence[Value], labels: Labels) -> list[Value]:
+def follow_matmul(
+    step: PlanStep, values: Sequence[ShardedValue], labels: Labels
+) -> list[ShardedValue]:
     """Follow a matmul. A mesh axis shards one label. A contracted one leaves a partial sum.
 
     Args:
@@ -81,7 +83,7 @@ def follow_matmul(step: Step, values: Sequence[Value], labels: Labels) -> list[V
     # XLA adds over the mesh axes of one dim after the other.
     contracted = (label for label in order if label.startswith("c"))
     groups = tuple(frozenset(order[label]) for label in contracted if order[label])
-    result = Value(
+    result = ShardedValue(
         dims=dims(labels.result),
         owed=owed,
         groups=groups,
@@ -91,7 +93,9 @@ def follow_matmul(step: Step, values: Sequence[Value], labels: Labels) -> list[V
     return [result]
 
 
-def _use(step: Step, value: Value, names: Sequence[str], order: dict[str, list[str]]) -> object:
+def _use(
+    step: PlanStep, value: ShardedValue, names: Sequence[str], order: dict[str, list[str]]
+) -> object:
     """Return the key of a move. XLA merges two moves of one value only if their keys are equal.
 
     If a gather is over fewer devices than the dims that stay sharded, all matmuls share it. Else
@@ -105,7 +109,7 @@ def _use(step: Step, value: Value, names: Sequence[str], order: dict[str, list[s
     return tuple(name[0] for name in names if order.get(name)) or None
 
 
-def _places(step: Step, values: Sequence[Value], labels: Labels) -> dict[str, str]:
+def _places(step: PlanStep, values: Sequence[ShardedValue], labels: Labels) -> dict[str, str]:
     """Return the label that each mesh axis shards. Operands are gathered over other mesh axes.
 
     XLA decides in this way, as measured on compiled programs:
@@ -158,7 +162,9 @@ class _Claim:
     bytes: int = 0
 
 
-def _claims(step: Step, values: Sequence[Value], labels: Labels) -> dict[str, dict[str, _Claim]]:
+def _claims(
+    step: PlanStep, values: Sequence[ShardedValue], labels: Labels
+) -> dict[str, dict[str, _Claim]]:
     """Return, for each mesh axis, the labels that operands shard over it."""
     claims: dict[str, dict[str, _Claim]] = {}
     for side, (value, names) in enumerate(zip(values, labels.operands, strict=True)):
@@ -182,7 +188,7 @@ def _is_dispatched(claims: Mapping[str, _Claim], decided: str) -> bool:
     return decided in batch and any(label.startswith("c") for label in claims)
 
 
-def _sum_is_smaller(step: Step, labels: Labels, places: dict[str, str], side: int) -> bool:
+def _sum_is_smaller(step: PlanStep, labels: Labels, places: dict[str, str], side: int) -> bool:
     """Tell whether the result has fewer bytes on one device than the gathered operand."""
 
     def local_bytes(names: Sequence[str], aval: Any) -> int:
@@ -204,7 +210,9 @@ def _constrained_label(axis: str, labels: Labels, wanted: Dims | None) -> str | 
     return next((label for label, axes in pairs if axis in axes), None)
 
 
-def _order(values: Sequence[Value], labels: Labels, places: dict[str, str]) -> dict[str, list[str]]:
+def _order(
+    values: Sequence[ShardedValue], labels: Labels, places: dict[str, str]
+) -> dict[str, list[str]]:
     """Return the mesh axes of each label, major first."""
     order: dict[str, list[str]] = {}
     for value, names in zip(values, labels.operands, strict=True):
@@ -215,7 +223,7 @@ def _order(values: Sequence[Value], labels: Labels, places: dict[str, str]) -> d
     return order
 
 
-def _count(step: Step, labels: Labels, order: dict[str, list[str]]) -> None:
+def _count(step: PlanStep, labels: Labels, order: dict[str, list[str]]) -> None:
     """Count the operations and bytes of a matmul, and note the mesh axes that repeat it."""
     ledger = step.ledger
     elements = math.prod(

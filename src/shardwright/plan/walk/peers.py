@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 
 from shardwright.dims.primitives import ELEMENTWISE, SCATTERS
 from shardwright.plan.walk.equations import called_jaxpr
-from shardwright.plan.walk.values import Dims, Value
+from shardwright.plan.walk.values import Dims, ShardedValue
 
 # Largest number of elementwise equations that are followed until a value has a sharding.
 _DEPTH: Final = 16
@@ -29,7 +29,7 @@ class Peers:
         self._users: dict[Any, list[Any]] = {}
         self._seen: set[Any] = set()
 
-    def ask(self, variable: Any, asked: dict[Any, Dims], held: Mapping[Any, Value]) -> None:
+    def ask(self, variable: Any, asked: dict[Any, Dims], held: Mapping[Any, ShardedValue]) -> None:
         """Add the dims that `dims` finds for a variable to `asked`, unless it has some already.
 
         Args:
@@ -40,7 +40,9 @@ class Peers:
         if variable not in asked and (dims := self.dims(variable, held)) is not None:
             asked[variable] = dims
 
-    def dims(self, variable: Any, held: Mapping[Any, Value], *, depth: int = _DEPTH) -> Dims | None:
+    def dims(
+        self, variable: Any, held: Mapping[Any, ShardedValue], *, depth: int = _DEPTH
+    ) -> Dims | None:
         """Return the dims of a value that an elementwise equation combines with a variable.
 
         Args:
@@ -59,7 +61,7 @@ class Peers:
             for used in _variables(equation.invars):
                 self._users.setdefault(used, []).append(equation)
 
-    def _of_users(self, variable: Any, held: Mapping[Any, Value], depth: int) -> Dims | None:
+    def _of_users(self, variable: Any, held: Mapping[Any, ShardedValue], depth: int) -> Dims | None:
         for equation in self._users.get(variable, ()):
             if not depth:
                 return None
@@ -78,7 +80,7 @@ class Peers:
                     return dims
         return None
 
-    def _of(self, variable: Any, held: Mapping[Any, Value], depth: int) -> Dims | None:
+    def _of(self, variable: Any, held: Mapping[Any, ShardedValue], depth: int) -> Dims | None:
         value = held.get(variable)
         if value is not None:
             return value.dims if any(value.dims) else None
@@ -95,7 +97,7 @@ class Peers:
 
 
 def _inside(
-    equation: Any, body: Any, variable: Any, held: Mapping[Any, Value], depth: int
+    equation: Any, body: Any, variable: Any, held: Mapping[Any, ShardedValue], depth: int
 ) -> Dims | None:
     """Return the dims that a called jaxpr combines with one of its operands."""
     given = equation.invars[len(equation.invars) - len(body.invars) :]

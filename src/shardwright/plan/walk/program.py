@@ -31,18 +31,18 @@ from shardwright.plan.walk.equations import (
     live_equations,
     needed_whole,
 )
-from shardwright.plan.walk.events import Site, Walked
+from shardwright.plan.walk.events import Walked, WalkLocation
 from shardwright.plan.walk.ledger import Ledger
 from shardwright.plan.walk.manual import shard_map
 from shardwright.plan.walk.masks import Place, equal_masks, required_dims, shared_mask
 from shardwright.plan.walk.padding import is_across
 from shardwright.plan.walk.peers import Peers, is_scattered
-from shardwright.plan.walk.step import Rule, Scope, Step
+from shardwright.plan.walk.step import PlanStep, Rule, Scope
 from shardwright.plan.walk.values import (
     KEEP,
     Dims,
     Origin,
-    Value,
+    ShardedValue,
     anywhere,
     axes_of,
     merged_origins,
@@ -53,7 +53,7 @@ _RULES: Final[Mapping[str, Rule]] = {
     **dict.fromkeys(ELEMENTWISE, elementwise.elementwise),
     **dict.fromkeys(REDUCTIONS, elementwise.reduction),
     **dict.fromkeys(CONSTRAINTS, shapes.constraint),
-    **dict.fromkeys(SOURCES, Step.anywhere),
+    **dict.fromkeys(SOURCES, PlanStep.anywhere),
     "bitcast_convert_type": elementwise.bitcast,
     **dict.fromkeys(VIEWS, shapes.view),
     **dict.fromkeys((*CUTS, *CUMULATIVE), shapes.cut),
@@ -82,13 +82,13 @@ _MASKS: Final = "this mask is computed twice; annotate the results that are made
 _LOOPS: Final = frozenset({"scan", "while", "cond"})
 
 
-class Walker:
+class ShardingWalker:
     """Follows shardings through a jaxpr and through the jaxprs inside it."""
 
     def __init__(
         self,
         ledger: Ledger,
-        target: Callable[[Any, Ledger], Value | None],
+        target: Callable[[Any, Ledger], ShardedValue | None],
         *,
         masks: Mapping[Place, Dims] = MappingProxyType({}),
         mask_origins: Mapping[str, Origin] = MappingProxyType({}),
@@ -101,12 +101,12 @@ class Walker:
     def run(
         self,
         jaxpr: Any,
-        inputs: Sequence[Value],
+        inputs: Sequence[ShardedValue],
         *,
-        site: Site | None = None,
+        site: WalkLocation | None = None,
         wanted: Sequence[Dims | None] | None = None,
         ledger: Ledger | None = None,
-    ) -> list[Value]:
+    ) -> list[ShardedValue]:
         """Walk a jaxpr and return the values of its outputs.
 
         Args:
@@ -117,9 +117,9 @@ class Walker:
           ledger: Where events are noted. Defaults to the walker's.
         """
         notes = self.ledger if ledger is None else ledger
-        outer = site or Site()
+        outer = site or WalkLocation()
 
-        def target(equation: Any) -> Value | None:
+        def target(equation: Any) -> ShardedValue | None:
             return self._target(equation, notes)
 
         goals = wanted or [None] * len(jaxpr.outvars)
@@ -135,10 +135,10 @@ class Walker:
             masks=self._masks,
             mask_origins=self._mask_origins,
         )
-        held: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        held: dict[Any, ShardedValue] = dict(zip(jaxpr.invars, inputs, strict=True))
         held |= {variable: anywhere(_rank(variable)) for variable in jaxpr.constvars}
 
-        def value(variable: Any) -> Value:
+        def value(variable: Any) -> ShardedValue:
             return anywhere(_rank(variable)) if isinstance(variable, Literal) else held[variable]
 
         peers = Peers(equations)
@@ -146,7 +146,7 @@ class Walker:
             if is_scattered(equation):
                 peers.ask(equation.outvars[0], scope.asked, held)
             source = _jax.source_line(equation) or outer.source
-            step = Step(
+            step = PlanStep(
                 equation=equation,
                 values=[value(variable) for variable in equation.invars],
                 site=dataclasses.replace(
@@ -161,7 +161,7 @@ class Walker:
         return [value(variable) for variable in jaxpr.outvars]
 
 
-def _target_dims(target: Callable[[Any], Value | None]) -> Callable[[Any], Dims | None]:
+def _target_dims(target: Callable[[Any], ShardedValue | None]) -> Callable[[Any], Dims | None]:
     """Return a function that returns the dims of a constraint, or None if it keeps some dims."""
 
     def dims(equation: Any) -> Dims | None:
@@ -175,7 +175,7 @@ def _rank(variable: Any) -> int:
     return len(variable.aval.shape)
 
 
-def _follow(step: Step) -> Sequence[Value]:
+def _follow(step: PlanStep) -> Sequence[ShardedValue]:
     """Return the results of an equation, each with its buffer."""
     called = control.call(step)
     if called is not None:
@@ -193,7 +193,7 @@ def _follow(step: Step) -> Sequence[Value]:
     return with_buffers(step, step.replicated())
 
 
-def _as_equal_ones(step: Step, mask: Value) -> Value:
+def _as_equal_ones(step: PlanStep, mask: ShardedValue) -> ShardedValue:
     """Return a mask with the sharding that its uses and those of equal masks require."""
     shared = shared_mask(mask, step.scope.masks[step.place], step.scope.mask_origins)
     asked = step.wanted[0]
@@ -202,7 +202,7 @@ def _as_equal_ones(step: Step, mask: Value) -> Value:
     return shared
 
 
-def written_target(equation: Any, ledger: Ledger) -> Value | None:
+def written_target(equation: Any, ledger: Ledger) -> ShardedValue | None:
     """Return the sharding that a constraint with a PartitionSpec moves its operand to."""
     parameters = equation.params
     sharding = parameters.get("sharding", parameters.get("dst_sharding"))
@@ -213,12 +213,15 @@ def written_target(equation: Any, ledger: Ledger) -> Value | None:
     aval = equation.invars[0].aval
     dims = ledger.dims_of(sharding.spec, aval.ndim)
     origin = Origin(source=_jax.source_line(equation))
-    return Value(dims=dims, origins={axis: origin for dim in dims for axis in dim})
+    return ShardedValue(dims=dims, origins={axis: origin for dim in dims for axis in dim})
 
 
 def _with_memory(
-    ledger: Ledger, variables: Sequence[Any], inputs: Sequence[Value], kinds: Sequence[str] | None
-) -> list[Value]:
+    ledger: Ledger,
+    variables: Sequence[Any],
+    inputs: Sequence[ShardedValue],
+    kinds: Sequence[str] | None,
+) -> list[ShardedValue]:
     """Return the inputs of a program with their buffers."""
     assert ledger.timeline is not None
     buffers = [
@@ -255,16 +258,18 @@ def _with_constants(ledger: Ledger, jaxpr: Any) -> list[Buffer]:
     return buffers
 
 
-def _given_out(ledger: Ledger, value: Value, goal: Value | None, aval: Any) -> Value:
+def _given_out(
+    ledger: Ledger, value: ShardedValue, goal: ShardedValue | None, aval: Any
+) -> ShardedValue:
     """Move an output to its sharding, and return it with its buffer.
 
     A part of a value is taken as soon as the value is computed. A gathered copy is made at the end.
     """
     sent = len(ledger.events)
     if goal is None:
-        moved = ledger.settle(value, aval, Site())
+        moved = ledger.settle(value, aval, WalkLocation())
     else:
-        moved = ledger.move(value, aval, goal.dims, Site(), origins=goal.origins)
+        moved = ledger.move(value, aval, goal.dims, WalkLocation(), origins=goal.origins)
     before = value.buffer
     if moved.dims == value.dims and before is not None:
         return dataclasses.replace(moved, buffer=before)
@@ -282,7 +287,7 @@ def _given_out(ledger: Ledger, value: Value, goal: Value | None, aval: Any) -> V
     return dataclasses.replace(moved, buffer=buffer)
 
 
-def _peak(ledger: Ledger, results: Sequence[Value], kept: Sequence[Buffer]) -> Peak:
+def _peak(ledger: Ledger, results: Sequence[ShardedValue], kept: Sequence[Buffer]) -> Peak:
     """Return the peak of a program. Outputs count as results if they are not inputs."""
     assert ledger.timeline is not None
     buffers = [value.buffer for value in results if value.buffer is not None]
@@ -294,11 +299,11 @@ def _peak(ledger: Ledger, results: Sequence[Value], kept: Sequence[Buffer]) -> P
 
 def walk_jaxpr(
     jaxpr: Any,
-    inputs: Sequence[Value],
+    inputs: Sequence[ShardedValue],
     sizes: Mapping[str, int],
     *,
-    outputs: Sequence[Value | None] | None = None,
-    target: Callable[[Any, Ledger], Value | None] = written_target,
+    outputs: Sequence[ShardedValue | None] | None = None,
+    target: Callable[[Any, Ledger], ShardedValue | None] = written_target,
     kinds: Sequence[str] | None = None,
     donated: Sequence[bool] | None = None,
     renaming: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
@@ -329,7 +334,7 @@ def walk_jaxpr(
         target=_target_dims(lambda equation: target(equation, ledger)),
     )
     ends = [value for value in (*goals, *inputs) if value is not None]
-    walker = Walker(ledger, target, masks=masks, mask_origins=merged_origins(ends))
+    walker = ShardingWalker(ledger, target, masks=masks, mask_origins=merged_origins(ends))
     results = walker.run(jaxpr, inputs, wanted=wanted)
     results = [
         _given_out(ledger, value, goal, variable.aval)

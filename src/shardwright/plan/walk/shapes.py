@@ -9,10 +9,10 @@ from shardwright.dims.primitives import CUMULATIVE
 from shardwright.dims.table import correspondence
 from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.walk.follow import follow
-from shardwright.plan.walk.step import Step
+from shardwright.plan.walk.step import PlanStep
 from shardwright.plan.walk.values import (
     Dims,
-    Value,
+    ShardedValue,
     axes_of,
     merged_origins,
     shards,
@@ -24,7 +24,7 @@ _GATHER: Final = "gather the dim with shard(...) before this {}"
 _SURE: Final = CUMULATIVE | {"dynamic_slice"}
 
 
-def view(step: Step) -> list[Value]:
+def view(step: PlanStep) -> list[ShardedValue]:
     """Follow a transpose or a reshape. If no sharding of the result fits, the value is gathered.
 
     A broadcast is followed too. Its new dims are replicated.
@@ -37,7 +37,7 @@ def view(step: Step) -> list[Value]:
     return follow(step, known, [value], doubt=_GATHER.format(step.name))
 
 
-def cut(step: Step) -> list[Value]:
+def cut(step: PlanStep) -> list[ShardedValue]:
     """Follow a primitive that cuts, joins or sorts: such a dim must not be sharded.
 
     Compilers may exchange the edges of shards instead, so a sharded dim among them is a doubt.
@@ -52,7 +52,7 @@ def cut(step: Step) -> list[Value]:
     return follow(step, known, values, doubt=doubt)
 
 
-def callback(step: Step) -> list[Value]:
+def callback(step: PlanStep) -> list[ShardedValue]:
     """Follow `jax.debug.print` or `jax.debug.callback`, which have no results.
 
     One device calls the function, with whole arrays: each operand is gathered. With
@@ -66,7 +66,7 @@ def callback(step: Step) -> list[Value]:
     return []
 
 
-def slice_(step: Step) -> list[Value]:
+def slice_(step: PlanStep) -> list[ShardedValue]:
     """Follow a slice. One position of a sharded dim is a sum."""
     shape, result = step.avals[0].shape, step.results[0].shape
     changed = [at for at, size in enumerate(shape) if size != result[at]]
@@ -75,7 +75,7 @@ def slice_(step: Step) -> list[Value]:
     return cut(step)
 
 
-def _picked(step: Step, changed: Sequence[int]) -> Value:
+def _picked(step: PlanStep, changed: Sequence[int]) -> ShardedValue:
     """Follow a slice of size 1 of a sharded dim: a sum gives it to all devices.
 
     If it is not in the first shard, XLA sends it to the first device before the sum.
@@ -93,11 +93,11 @@ def _picked(step: Step, changed: Sequence[int]) -> Value:
             step.ledger.note(
                 Kind.PERMUTE, value.dims[at], size, step.site, dtype=dtype, origins=value.origins
             )
-    picked = Value(dims=dims, owed=owed, origins=value.origins)
+    picked = ShardedValue(dims=dims, owed=owed, origins=value.origins)
     return step.settle(picked, wanted=step.wanted[0])
 
 
-def stack(step: Step) -> list[Value]:
+def stack(step: PlanStep) -> list[ShardedValue]:
     """Follow a stack: the operands agree, and the new dim is replicated."""
     axis = step.parameters["axis"] % step.results[0].ndim
     values = [step.whole(at) for at in range(len(step.values))]
@@ -109,10 +109,10 @@ def stack(step: Step) -> list[Value]:
     for at in held:
         step.move(at, dims)
     origins = merged_origins(values[at] for at in held)
-    return [Value(dims=(*dims[:axis], (), *dims[axis:]), origins=origins)]
+    return [ShardedValue(dims=(*dims[:axis], (), *dims[axis:]), origins=origins)]
 
 
-def constraint(step: Step) -> list[Value]:
+def constraint(step: PlanStep) -> list[ShardedValue]:
     """Follow a constraint. Equal constraints on one variable share a move."""
     target = step.scope.target(step.equation)
     if target is None:
@@ -128,7 +128,7 @@ def constraint(step: Step) -> list[Value]:
     return [step.scope.moved[key]]
 
 
-def _scattered_later(step: Step, value: Value, dims: Dims) -> Dims:
+def _scattered_later(step: PlanStep, value: ShardedValue, dims: Dims) -> Dims:
     """Return the dims of a later constraint if it keeps only a part of a sum, else `dims`.
 
     Compilers then turn the all-reduce into a reduce-scatter, unless the sum has other uses.

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 
 from jax.extend.core import Literal
 
-from shardwright.plan.walk.events import CompilerChoice, Site
+from shardwright.plan.walk.events import CompilerChoice, WalkLocation
 from shardwright.plan.walk.ledger import Ledger
 from shardwright.plan.walk.masks import Place
-from shardwright.plan.walk.values import Dims, Origin, Value, anywhere, most_runs, replicated
+from shardwright.plan.walk.values import Dims, Origin, ShardedValue, anywhere, most_runs, replicated
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -36,17 +36,17 @@ class Scope:
     asked: dict[Any, Dims]
     uses: Mapping[Any, int]
     needed_whole: set[Any]
-    target: Callable[[Any], Value | None]
-    follow: Callable[..., list[Value]]
+    target: Callable[[Any], ShardedValue | None]
+    follow: Callable[..., list[ShardedValue]]
     known: Container[str]
     masks: Mapping[Place, Dims]
     mask_origins: Mapping[str, Origin]
-    settled: dict[Any, Value] = dataclasses.field(default_factory=dict)
-    moved: dict[tuple[Any, ...], Value] = dataclasses.field(default_factory=dict)
+    settled: dict[Any, ShardedValue] = dataclasses.field(default_factory=dict)
+    moved: dict[tuple[Any, ...], ShardedValue] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class PlanStep:
     """One equation and the values that enter it.
 
     Attributes:
@@ -57,8 +57,8 @@ class Step:
     """
 
     equation: Any
-    values: list[Value]
-    site: Site
+    values: list[ShardedValue]
+    site: WalkLocation
     scope: Scope
 
     @property
@@ -74,12 +74,12 @@ class Step:
     def walk(
         self,
         jaxpr: Any,
-        values: Sequence[Value],
+        values: Sequence[ShardedValue],
         *,
-        site: Site | None = None,
+        site: WalkLocation | None = None,
         wanted: Sequence[Dims | None] | None = None,
         ledger: Ledger | None = None,
-    ) -> list[Value]:
+    ) -> list[ShardedValue]:
         """Walk a jaxpr that the equation holds. The site defaults to that of the equation."""
         inner = dataclasses.replace(site or self.site, calls=self.place)
         return self.scope.follow(
@@ -112,7 +112,7 @@ class Step:
         """Shape and dtype of each result."""
         return [variable.aval for variable in self.equation.outvars]
 
-    def whole(self, at: int) -> Value:
+    def whole(self, at: int) -> ShardedValue:
         """Return an operand as a complete sum. A partial sum is completed once per variable."""
         variable, value = self.equation.invars[at], self.values[at]
         if isinstance(variable, Literal) or not value.owed:
@@ -123,19 +123,19 @@ class Step:
             )
         return self.scope.settled[variable]
 
-    def settle(self, result: Value, *, wanted: Dims | None = None) -> Value:
+    def settle(self, result: ShardedValue, *, wanted: Dims | None = None) -> ShardedValue:
         """Complete a partial sum that the equation returns. It runs as often as the equation."""
         value = dataclasses.replace(result, runs=most_runs(self.values))
         return self.ledger.settle(value, self.results[0], self.site, wanted=wanted)
 
-    def maybe_partial(self, at: int) -> Value:
+    def maybe_partial(self, at: int) -> ShardedValue:
         """Return an operand as it is, or as a complete sum if another use needs that."""
         variable = self.equation.invars[at]
         if not isinstance(variable, Literal) and variable in self.scope.needed_whole:
             return self.whole(at)
         return self.values[at]
 
-    def move(self, at: int, dims: Dims, *, use: object = None) -> Value:
+    def move(self, at: int, dims: Dims, *, use: object = None) -> ShardedValue:
         """Move an operand to other dims.
 
         Moves of one variable with equal dims and an equal use are merged, as in XLA.
@@ -168,13 +168,13 @@ class Step:
         """Note that a compiler may handle mesh axes in another way, and what would settle it."""
         self.ledger.doubt(mesh_axes, self.site, fix)
 
-    def anywhere(self) -> list[Value]:
+    def anywhere(self) -> list[ShardedValue]:
         """Return results that every device can compute by itself."""
         return [anywhere(aval.ndim) for aval in self.results]
 
-    def replicated(self) -> list[Value]:
+    def replicated(self) -> list[ShardedValue]:
         """Return results that are replicated."""
         return [replicated(aval.ndim) for aval in self.results]
 
 
-Rule: TypeAlias = Callable[[Step], "Iterable[Value]"]
+Rule: TypeAlias = Callable[[PlanStep], "Iterable[ShardedValue]"]

@@ -38,7 +38,7 @@ UNKNOWN_ORIGIN = Origin()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Value:
+class ShardedValue:
     """The sharding of one value of a program.
 
     Attributes:
@@ -77,11 +77,11 @@ class Value:
         """Mesh axes that shard some dim."""
         return axes_of(self.dims)
 
-    def with_dims(self, dims: Iterable[Iterable[str]]) -> Value:
+    def with_dims(self, dims: Iterable[Iterable[str]]) -> ShardedValue:
         """Return the value with other dims. All other fields stay."""
         return dataclasses.replace(self, dims=tuple(tuple(dim) for dim in dims))
 
-    def pruned(self) -> Value:
+    def pruned(self) -> ShardedValue:
         """Return the value without the origins of mesh axes that are not in `dims` or `owed`."""
         held = self.mesh_axes | self.owed
         if held >= self.origins.keys():
@@ -90,14 +90,14 @@ class Value:
         return dataclasses.replace(self, origins=origins)
 
 
-def replicated(ndim: int) -> Value:
+def replicated(ndim: int) -> ShardedValue:
     """Return a value that is replicated."""
-    return Value(dims=((),) * ndim)
+    return ShardedValue(dims=((),) * ndim)
 
 
-def anywhere(ndim: int) -> Value:
+def anywhere(ndim: int) -> ShardedValue:
     """Return a value that every device can compute by itself."""
-    return Value(dims=((),) * ndim, free=True)
+    return ShardedValue(dims=((),) * ndim, free=True)
 
 
 def dims_of_spec(spec: Sequence[Any], ndim: int, sizes: Mapping[str, int]) -> Dims:
@@ -151,12 +151,12 @@ def local_elements(shape: Sequence[int], dims: Dims, sizes: Mapping[str, int]) -
     )
 
 
-def most_runs(values: Iterable[Value]) -> int:
+def most_runs(values: Iterable[ShardedValue]) -> int:
     """Return how often a result of these values is computed."""
     return max((value.runs for value in values), default=1)
 
 
-def merged_origins(values: Iterable[Value]) -> dict[str, Origin]:
+def merged_origins(values: Iterable[ShardedValue]) -> dict[str, Origin]:
     """Merge the origins of values. For each mesh axis, prefer an origin with a semantic axis."""
     origins: dict[str, Origin] = {}
     for value in values:
