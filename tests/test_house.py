@@ -290,6 +290,20 @@ def nested_conditionals(files: Iterable[Path], root: Path) -> list[str]:
     ]
 
 
+def repeated_classes(src: Path) -> dict[str, list[str]]:
+    """Files of each class name that several files define. An underscore makes no other name.
+
+    `interop/` is left out: its classes have the names of other libraries.
+    """
+    files: dict[str, list[str]] = {}
+    for module, path in module_files(src).items():
+        for node in parsed(path).body:
+            if isinstance(node, ast.ClassDef) and unit(module) != "interop":
+                name = path.relative_to(src).as_posix()
+                files.setdefault(node.name.lstrip("_"), []).append(name)
+    return {name: where for name, where in files.items() if len(where) > 1}
+
+
 def test_imports_follow_the_order() -> None:
     problems = import_problems(ROOT / "src")
     assert not problems, "\n" + "\n".join(problems)
@@ -330,6 +344,10 @@ def test_every_room_says_what_belongs_there() -> None:
         if not ast.get_docstring(parsed(path))
     ]
     assert silent == []
+
+
+def test_a_class_name_is_defined_once() -> None:
+    assert repeated_classes(ROOT / "src") == {}
 
 
 def test_private_jax_and_pydantic_imports() -> None:
@@ -541,6 +559,18 @@ def test_a_foreign_import_is_reported(tmp_path: Path, files: dict[str, str], say
     problems = foreign_problems(write_tree(tmp_path, **files))
     assert len(problems) == 1
     assert says in problems[0]
+
+
+def test_a_repeated_class_name_is_reported(tmp_path: Path) -> None:
+    src = write_tree(
+        tmp_path,
+        plan__walk="class Step: ...\nclass Value: ...",
+        inference__step="class _Step: ...",
+        interop__nnx="class Value: ...",
+    )
+    assert repeated_classes(src) == {
+        "Step": ["shardwright/inference/step.py", "shardwright/plan/walk.py"]
+    }
 
 
 def test_allowed_foreign_imports(tmp_path: Path) -> None:
