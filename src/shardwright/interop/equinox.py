@@ -40,6 +40,7 @@ def annotate(model: Any, rules: Mapping[str, Any] | Iterable[tuple[str, Any]]) -
     >>> annotate(model, {"layers/0/weight": up, "layers/1/weight": down}).layers[0].weight
     ('__MLP_INTERMEDIATE__', '__EMBED__')
     """
+    # A mapping from TOML keeps the order of the file, in which the first match wins.
     pairs = rules.items() if isinstance(rules, Mapping) else rules
     matched = match_paths(arrays(model), pairs)
     if matched.unused:
@@ -87,6 +88,7 @@ def infer(
     """
     equinox = library("equinox")
     values = arrays(model)
+    # Functions and sizes are not traced: they join the arrays again inside the trace.
     rest = equinox.filter(model, _is_array, inverse=True)
 
     def forward(values: Any, *inputs: Any) -> Any:

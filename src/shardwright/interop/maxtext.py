@@ -121,13 +121,7 @@ def to_strategy(
         are reported at once.
     """
     notes: list[str] = []
-    if overrides is not None and not isinstance(overrides, Mapping):
-        what = f"overrides is {type(overrides).__name__}, not a mapping"
-        raise StrategyError(what, fix='write overrides={"ici_tensor_parallelism": 4}')
-    if not isinstance(config, (str, os.PathLike, Mapping)):
-        what = f"config is {type(config).__name__}, neither a path nor a mapping"
-        raise StrategyError(what, fix='pass "base.yml", or its content')
-    merged = _merged(config, dict(overrides or {}), notes)
+    merged = _merged(config, {**(overrides or {})}, notes)
     mesh, dcn = _mesh(merged.values, notes)
     mesh |= _absent(merged, mesh, notes)
     known = {rule[0] for rule in merged.rules if _name(rule) is not None}
@@ -157,6 +151,7 @@ def _merged(config: Any, overrides: dict[str, Any], notes: list[str]) -> _MaxTex
     """Merge the files in MaxText's order: bases, the model, the overrides, the custom file."""
     if isinstance(config, Mapping):
         _check_rules(config, "config")
+        # A mapping has no folder, so files that it names are not found.
         folder, base = None, _MaxTextConfig(values=config, places=_numbered("config", config))
     else:
         path = Path(config)
@@ -222,6 +217,7 @@ def _read_with_bases(path: Path) -> _MaxTextConfig:
             names = " -> ".join(each.name for each in [*chain, base])
             raise StrategyError(f"base_config forms a cycle: {names}", fix="remove one of them")
         chain.append(base.resolve())
+        # The oldest base is read last, and applied first.
         layers.insert(0, _read(base))
     values: dict[str, Any] = {}
     places: tuple[str, ...] = ()
@@ -250,6 +246,7 @@ def _check_keys(overrides: Mapping[str, Any], values: Mapping[str, Any]) -> None
 def _model_file(
     values: Mapping[str, Any], folder: Path | None, notes: list[str]
 ) -> _MaxTextConfig | None:
+    # MaxText has one file for a model and its instruct variant.
     name = str(values.get("model_name") or "default").replace("-Instruct", "")
     if name == "default":
         return None
@@ -269,6 +266,7 @@ def _over(base: _MaxTextConfig, layer: _MaxTextConfig) -> _MaxTextConfig:
     own = list(zip(layer.rules, layer.places, strict=True))
     if layer.values.get(_OVERRIDE):
         rules = []
+    # MaxText drops all rules of a name, of which the base may have several.
     replaced = {_name(rule) for rule, _ in own}
     merged = [pair for pair in rules if _name(pair[0]) not in replaced] + own
     values = {**base.values, **layer.values, _RULES: [rule for rule, _ in merged]}
@@ -331,6 +329,7 @@ def _mesh(values: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, int], 
         texts = [f"{[*_keys(axis)][1]}={size}" for axis, size in ignored.items()]
         notes.append(f"not imported, because num_slices is not more than 1: {', '.join(texts)}")
     across = _filled(across, slices)
+    # ICI and DCN sizes multiply, as in `create_hybrid_device_mesh`.
     mesh = {axis: -1 if size == -1 else size * across[axis] for axis, size in inside.items()}
     if len(free := [axis for axis, size in mesh.items() if size == -1]) > 1:
         what = f"the sizes of {', '.join(free)} are -1"
@@ -371,11 +370,13 @@ def _slices(values: Mapping[str, Any]) -> int:
     count = 1 if given is None else as_integer(given)
     if count is None:
         raise StrategyError(f"num_slices must be an integer, got {given!r}", fix="write 4, or -1")
+    # -1 lets MaxText count the slices of its devices, which are not known here.
     return max(count, 1)
 
 
 def _filled(across: Mapping[str, int], slices: int) -> dict[str, int]:
     """Return the sizes across slices, without -1. On one slice all are 1, as in MaxText."""
+    # MaxText builds no hybrid mesh for one slice, and ignores the dcn sizes.
     if slices == 1:
         return dict.fromkeys(across, 1)
     free = [axis for axis, size in across.items() if size == -1]

@@ -172,5 +172,5 @@ def test_update_collections() -> None:
     assert old == {"b": 3, "c": 4}
     frozen = nn.FrozenDict(old)
     assert te.update_collections(new, frozen) == nn.FrozenDict({"a": 1, "b": 2, "c": 4})
-    with pytest.raises(sw.ShardingError, match="new is a list"):
+    with pytest.raises(TypeError, match="not a mapping"):
         te.update_collections([], old)  # type: ignore[arg-type]

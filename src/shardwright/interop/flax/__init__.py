@@ -156,6 +156,7 @@ def _names_of(box: Any, place: str, rank: int, problems: list[Problem]) -> tuple
 def _unboxed(leaf: Any, meta: Any) -> Any:
     """Remove all boxes around a value, without applying flax's constraint."""
     while isinstance(leaf, meta.AxisMetadata):
+        # Only `Partitioned.unbox` has this option.
         is_named = isinstance(leaf, meta.Partitioned)
         leaf = leaf.unbox(apply_constraint=False) if is_named else leaf.unbox()
     return leaf

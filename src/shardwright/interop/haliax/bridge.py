@@ -256,6 +256,7 @@ def to_strategy(
             what = f"the mapping of {role}s is {type(table).__name__}, not a mapping"
             raise StrategyError(what, fix='write {"embed": "data"}')
     every = dict.fromkeys(name for table in tables.values() for name in table)
+    # A dict and not a set, so that every process builds the same strategy.
     every |= dict.fromkeys(replicated)
     own_axes = tuple(own_axes)
     given = read_names(names, own_axes, are_imported=True)
@@ -308,6 +309,7 @@ def _leaves(node: Any, path: tuple[Any, ...]) -> Iterator[_NamedLeaf]:
 
     is_module = isinstance(node, equinox.Module)
     fields = {field.name: field for field in dataclasses.fields(node)} if is_module else {}
+    # The array of a `NamedArray` may be a tree, in the state of an optimizer.
     if isinstance(node, named):
         names = tuple(axis.name for axis in node.axes)
         yield _NamedLeaf(path=path_text(path), value=node.array, names=names)
@@ -318,6 +320,7 @@ def _leaves(node: Any, path: tuple[Any, ...]) -> Iterator[_NamedLeaf]:
             continue
         field = fields.get(getattr(keys[0], "name", "")) if keys else None
         own = None if field is None else field.metadata.get("axis_names")
+        # `axis_names` of a field may have `Axis` values or names.
         text = None if own is None else tuple(getattr(name, "name", name) for name in own)
         yield _NamedLeaf(path=path_text((*path, *keys)), value=child, names=text)
 
@@ -344,6 +347,7 @@ def _mapping(
     targets: dict[str, tuple[str, Role]] = {}
     for name, target in names.items():
         axis, own = (target, role) if isinstance(target, str) else target
+        # haliax replicates a name without an entry, which is what EMPTY asks for.
         if own == role and axis != EMPTY:
             targets[name] = (axis, role)
     rules = one_rule_each(pm, targets, sizes=sizes)

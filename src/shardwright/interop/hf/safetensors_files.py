@@ -84,9 +84,6 @@ class SafetensorsTensor:
                 end = self.offset + math.prod(self.shape)
                 whole = self.content[self.offset : end].view(self.dtype).reshape(self.shape)
                 return np.array(whole[index])
-            if not bounds:
-                # A slice of a scalar is an error in safetensors.
-                return np.asarray(self.handle.get_tensor(self.name))
             return np.asarray(self.handle.get_slice(self.name)[index])
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path}: {error}", path=self.name, fix=_AGAIN) from error

@@ -146,6 +146,7 @@ class CheckedTable:
             axis, role = (target, Role.PARAM) if isinstance(target, str) else target
             annotation = [EMPTY] * len(shape)
             annotation[dim] = axis
+            # Its message names the rule and the file, which a table does not know.
             manager.resolve(*annotation, role=role, shape=shape)
 
 
@@ -180,7 +181,9 @@ def checked(
     if library != "nnx" and AxisType.Explicit in pm.mesh.axis_types:
         what = f"{library}'s constraints need Auto mesh axes, and the mesh has Explicit ones"
         raise StrategyError(what, fix='use axis_types = "auto"')
+    # Wrapped where it is first needed, since importing a bridge must not change flax.
     _INSTALL[library]()
+    # Both are parts of jit's cache key, unlike the table that the library keeps.
     with pm, context.RULES(entered):
         yield
 
@@ -188,6 +191,7 @@ def checked(
 def _wrap(module: Any, function: str, library: Library, check: Callable[..., None]) -> None:
     """Wrap a function of a library, once: `check` gets the table and the same arguments."""
     original: Any = getattr(module, function)
+    # An earlier call has wrapped it, perhaps before this module was reloaded.
     if getattr(original, "checks_shardwright_table", False):
         return
 
@@ -229,6 +233,7 @@ def _install_nnx() -> None:
     from flax.core import spmd
 
     def check(table: CheckedTable, value: Any, names: Any, own_rules: Any, mesh: Any) -> None:
+        # A model may enter rules of its own here too.
         if spmd.get_logical_axis_rules() != table.table or not isinstance(names, tuple):
             return
         shape = tuple(getattr(value, "shape", ()))

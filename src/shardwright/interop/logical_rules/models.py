@@ -102,6 +102,7 @@ def by_name(problems: Sequence[Problem]) -> list[Problem]:
     grouped: dict[str, Problem] = {}
     for at, problem in enumerate(problems):
         is_name, count = problem.error is UnknownAxisError, len(places[problem.what])
+        # A name that is missing is missing everywhere, and one line for it is enough.
         what = f"{problem.what}; {count} arrays have it" if is_name and count > 1 else problem.what
         key = problem.what if is_name else str(at)
         grouped.setdefault(key, dataclasses.replace(problem, what=what))

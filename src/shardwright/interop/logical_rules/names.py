@@ -119,8 +119,13 @@ def read_names(
     places = []
     for name, target in given.items():
         axis = canonical_axis(axis_in(target))
-        role = None if isinstance(target, str) else weight_or_activation(name, target[1])
-        targets[name] = axis if role is None else (axis, role)
+        targets[name] = axis
+        if not isinstance(target, str):
+            if (role := as_role(target[1])) not in (Role.ACTIVATION, Role.PARAM):
+                what = f"the name {name!r} is mapped to the role {target[1]!r}"
+                raise StrategyError(what, fix="map it as an activation or a param")
+            targets[name] = (axis, role)
+        # The names that an import gave, passed to another import.
         if not are_imported or axis != canonical_axis(f"logical_{plain_name(name)}"):
             places.append((f"names[{name!r}]", axis))
     check_axes(places, own_axes, declare=declare)
@@ -199,6 +204,7 @@ def names_of_metadata(metadata: Mapping[str, Any]) -> tuple[Any, ...]:
 def _choice(name: str) -> str:
     """Return an example with the axis that a name resembles, or the names of all axes."""
     axes = {file_name(axis): axis_label(axis) for axis in SEMANTIC_AXES}
+    # `mlp` is the start of `mlp_intermediate`, although spelling alone would not suggest it.
     begin = [other for other in axes if other.startswith(f"{name.lower()}_")]
     nearest = begin[0] if len(begin) == 1 else ""
     if similar := re.search("'(.+)'", did_you_mean(name, axes)):
@@ -208,15 +214,3 @@ def _choice(name: str) -> str:
     return (
         f" as {name!r}: (axis, role); axes are {', '.join(f'sw.{axis}' for axis in axes.values())}"
     )
-
-
-def weight_or_activation(name: str, role: Role | str) -> Role:
-    """Return the role of a name.
-
-    Raises:
-      StrategyError: The role is neither activation nor param.
-    """
-    if (known := as_role(role)) not in (Role.ACTIVATION, Role.PARAM):
-        fix = "map it as an activation or a param"
-        raise StrategyError(f"the name {name!r} is mapped to the role {role!r}", fix=fix)
-    return known

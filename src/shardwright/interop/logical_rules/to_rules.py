@@ -84,6 +84,7 @@ def _ranked_rules(
         size = None if sizes is None else sizes.get(name)
         chain, ranks = _chain(pm, axis, role, name, size)
         for at, axes in enumerate(chain):
+            # Rules keep their order; what the strategy adds, such as a fallback, comes last.
             rank = (0, *ranks[at]) if is_ordered and at < len(ranks) else (is_ordered, 0, 0, 0)
             ranked.append(((rank, place, at), (name, axes)))
     return tuple(pair for _, pair in sorted(ranked, key=lambda entry: entry[0]))
@@ -95,6 +96,7 @@ def _warn_of_conflicts(
     """Warn of names that share a mesh axis, and that one activation probably has."""
     first: dict[str, tuple[str, ...]] = {}
     for name, axes in exported:
+        # Sharing a mesh axis of size 1 changes nothing.
         live = tuple(axis for axis in entry_names(axes) if pm.mesh.shape[axis] > 1)
         first.setdefault(name, live)
     targets = read_names(names, pm.rules.user_axes)
@@ -149,6 +151,7 @@ def one_rule_each(
       UnknownAxisError: The strategy has no axis of this name; all are reported at once.
     """
     first: dict[str, MeshAxes] = {}
+    # The first rule of a name is the one that applies without a conflict.
     for name, axes in _ranked_rules(pm, names, sizes):
         first.setdefault(name, axes)
     for name, axes in first.items():
@@ -165,6 +168,7 @@ def _exported(pm: PartitionManager, name: str, target: Any) -> tuple[str, Role]:
         return axis, role
     axis = target
     roles = (Role.ACTIVATION, Role.PARAM)
+    # A list has one rule for a name, whichever role its arrays have.
     one, other = (_rule(pm, axis, role) for role in roles)
     if one != other:
         what = f"{axis_label(axis)} has different rules as an activation and as a param"
@@ -175,7 +179,7 @@ def _exported(pm: PartitionManager, name: str, target: Any) -> tuple[str, Role]:
 
 
 def _rule(pm: PartitionManager, axis: str, role: Role) -> Rule | None:
-    stated = pm.rules.stated(axis, mode=_mode_of(pm), role=role, path=None)
+    stated = pm.rules.stated(axis, mode=pm.mode or MODE_TRAIN, role=role, path=None)
     return stated or default_rule(axis)
 
 
@@ -193,7 +197,7 @@ def _chain(
     is_ordered = policy.order is Order.RULES
     places: list[Any] = []
     if is_ordered:
-        places = ranks_of(pm.rules, axis, mode=_mode_of(pm), role=role, path=None)
+        places = ranks_of(pm.rules, axis, mode=pm.mode or MODE_TRAIN, role=role, path=None)
     candidates = [
         (candidate, places[at] if places else None)
         for at, written in enumerate(rule.candidates)
@@ -238,10 +242,6 @@ def candidate_shards(pm: PartitionManager, name: str, target: Any) -> tuple[int,
     if policy.indivisible is Indivisible.PREFIX:
         lives = [live[:end] for live in lives for end in range(1, len(live) + 1)]
     return tuple(dict.fromkeys(_shards(pm, live) for live in lives))
-
-
-def _mode_of(pm: PartitionManager) -> str:
-    return pm.mode or MODE_TRAIN
 
 
 def _shards(pm: PartitionManager, live: Sequence[str]) -> int:

@@ -127,6 +127,7 @@ def to_strategy(
     problems = _disagreements(common, targets, notes, is_ordered=is_ordered)
     tables: dict[_Path, list[tuple[str, _Pair]]] = {}
     tables["rules",] = _table(common, targets, Role.ACTIVATION)
+    # A list without weights of its own needs one table.
     if (params := _table(common, targets, Role.PARAM)) != tables["rules",]:
         tables["params",] = params
     for mode in dict.fromkeys(mode for _, mode in replaced.values()):
@@ -211,6 +212,7 @@ def _read(rules: Any, sizes: Mapping[str, int], source: str | Sequence[str]) -> 
             problems.append(dataclasses.replace(fault, path=place))
             continue
         name, value = rule
+        # An empty rule ends the chain of its name in one of two ways.
         end = UNCONSTRAINED if value is PartitionSpec.UNCONSTRAINED else REPLICATED
         pairs.append(_Pair(name=name, axes=entry_names(value), source=place, end=end))
     raise_problems(problems)
@@ -247,6 +249,7 @@ def _until_replicated(pairs: Sequence[_Pair], notes: list[str]) -> list[_Pair]:
             notes.append(f"never applies, since an earlier rule {does}: {pair}")
             continue
         kept.append(pair)
+        # flax stops at the first rule that can be applied, and this one always can.
         if not pair.axes:
             ended[pair.name] = pair.end
     return kept
@@ -267,6 +270,7 @@ def _one_each(pairs: Sequence[_Pair], semantics: Semantics, notes: list[str]) ->
             notes.append(f"replaced by a later rule of the name: {earlier}")
         last[pair.name] = pair
     raise_problems(problems)
+    # nnx makes a dict of the rules (`flax.core.spmd`), so a later rule replaces an earlier one.
     return list(last.values())
 
 
@@ -326,6 +330,7 @@ def _targets(
     for name in own:
         axis = f"logical_{plain_name(name)}"
         count = 2
+        # Names that differ in punctuation or case would become one axis.
         while axis.lower() in taken:
             axis = f"{axis.rstrip('0123456789_')}_{count}"
             count += 1
@@ -379,6 +384,7 @@ def _between(
     """Return a rule of another axis that competes with one chain before the other, or None."""
     places = {id(pair): at for at, pair in enumerate(pairs)}
     for one, other in zip(first, second, strict=False):
+        # Only rules between the two can take a mesh axis before one and after the other.
         start, end = sorted((places[id(one)], places[id(other)]))
         for pair in pairs[start:end]:
             is_other = targets[pair.name] != targets[one.name]

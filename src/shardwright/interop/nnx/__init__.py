@@ -74,6 +74,7 @@ def bound(
             yield
     except duplicate_spec_errors() as error:
         texts = ", ".join(f"{name} = {axes}" for name, axes in table.items() if axes)
+        # JAX names the spec with the mesh axis twice, but not the names that led to it.
         error.add_note(
             f"nnx has one rule for each name, and no fallbacks: {texts}. Map one of the names of "
             "this variable to sw.EMPTY, or change the strategy."
@@ -175,6 +176,7 @@ def _factored_moments(model: Any, names: Names, params: Any) -> Mapping[str, Any
         what = "the optimizer has factored moments, whose dims are some of those of its parameters"
         raise StrategyError(what, fix=f"pass the model too: {_CREATE}")
     nnx = library("flax.nnx")
+    # `wrt` is what an `nnx.Optimizer` updates, and so what its moments belong to.
     own = nnx.state(params, getattr(model, "wrt", nnx.Param))
     values = jax.tree.map(_value, state, is_leaf=_is_variable)
     found = annotations_by_path(values, arrays(own), annotate(own, names))

@@ -82,6 +82,7 @@ def _forward(x: Any, kernel: Any, metas: Metas | None, call: Fp8Call) -> Any:
     if metas is None:
         return result.ys[0], (result.kept, None)
     form = call.recipe.forward
+    # The state of the gradient is stepped in the backward pass, where its amax is known.
     after = (
         _stepped(call, metas[0], result.amax_x, form),
         _stepped(call, metas[1], result.amax_kernels[0], form),
@@ -96,6 +97,7 @@ def _backward(call: Fp8Call, kept: Any, grad: Any) -> Any:
         grads = matmuls.backward(call, operands, (grad,), (None,))
         return grads.x, grads.kernels[0], None
     grads = matmuls.backward(call, operands, (grad,), (metas[2].scale[0],))
+    # The "gradient" of the state is the new state, and not a derivative.
     last = _stepped(call, metas[2], grads.amax[0], call.recipe.backward)
     return grads.x, grads.kernels[0], (*metas[:2], last)
 
@@ -126,15 +128,7 @@ def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> A
     Args:
       new: Its entries replace those of `original`.
       original: Its type is kept, a dict or flax's `FrozenDict`.
-
-    Raises:
-      LayerError: An argument is not a mapping.
     """
-    for name, value in (("new", new), ("original", original)):
-        if not isinstance(value, Mapping):
-            raise LayerError(
-                f"{name} is a {type(value).__name__}", path=name, fix="pass a dict of variables"
-            )
     merged: dict[str, Any] = {**original, **new}
     kind: Any = type(original)
     return merged if kind is dict else kind(merged)
@@ -213,10 +207,12 @@ def _row_scales(recipe: DelayedScaling, amax: Any, scale: Any, path: str) -> Any
             fix="give (input, kernel, gradient) of each matmul a row: [3 n, history] and [3 n, 1]",
         )
     amax = jnp.asarray(amax)
+    # The newest amax is the first one of the history.
     if recipe.algorithm == "most_recent":
         remembered = amax[:, :1]
     else:
         remembered = jnp.max(amax, axis=-1, keepdims=True)
+    # Rows come in threes: input, kernel and gradient of one matmul.
     forms = (recipe.forward, recipe.forward, recipe.backward)
     limits = jnp.tile(jnp.array([[largest(form)] for form in forms], jnp.float32), (rows // 3, 1))
     return scale_of(remembered, limits, margin=recipe.margin, old=jnp.asarray(scale))

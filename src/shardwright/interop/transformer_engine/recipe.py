@@ -110,6 +110,7 @@ def read_recipe(recipe: Any) -> fp8.Recipe:
     for name, value in _FIXED.items():
         if getattr(given, name, value) != value:
             raise _unsupported(given, name, f"leave it out; only {value!r} is supported")
+    # Gradients have a wider range than activations, and HYBRID gives them more exponent bits.
     formats = {Format.E4M3: (E4M3, E4M3), Format.HYBRID: (E4M3, E5M2)}.get(given.fp8_format)
     if formats is None:
         raise _unsupported(given, "fp8_format", "pass Format.HYBRID or Format.E4M3")
@@ -117,6 +118,7 @@ def read_recipe(recipe: Any) -> fp8.Recipe:
     if isinstance(given, Float8CurrentScaling):
         return fp8.CurrentScaling(forward=forward, backward=backward)
     if isinstance(given, MXFP8BlockScaling):
+        # TransformerEngine does not read this field either.
         if given.margin != 0:
             warnings.warn(
                 f"MXFP8BlockScaling(margin={given.margin!r}): the margin has no effect, as in "
@@ -168,6 +170,7 @@ def autocast(
     Raises:
       LayerError: The recipe is not supported.
     """
+    # A recipe that is not used may be any, as in TransformerEngine.
     own = read_recipe(recipe) if enabled else None
     resource = MeshResource() if mesh_resource is None else mesh_resource
     with settings_entered(AutocastSettings(resource=resource, recipe=own)):

@@ -171,7 +171,9 @@ def attend(
     dtype, groups = query.dtype, heads // kv_heads
     if config.float32_logits:
         query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+    # Query heads of one group are neighbors, so keys are not repeated.
     grouped = query.reshape(batch, q_length, kv_heads, groups, head_dim)
+    # The name is that of TransformerEngine, for policies of remat that save by names.
     logits = checkpoint_name(jnp.einsum("bqhgd,bkhd->bhgqk", grouped, key), "logits")
     logits = logits.reshape(batch, heads, q_length, kv_length)
     logits = constrain(logits, (BATCH_AXES, HEAD_AXES, None, None))
@@ -217,6 +219,7 @@ def hidden_pairs(
       is_cached: Whether the keys are those of a cache, which is causal for every mask type.
     """
     takes_mask, is_causal, is_at_end = MASK_TYPES[config.mask_type]
+    # At the bottom right the last query sees all keys.
     first: Any = kv_length - q_length if is_at_end else 0
     if start is not None:
         first = start
@@ -233,6 +236,7 @@ def hidden_pairs(
     for rule in rules:
         hidden = rule if hidden is None else hidden | rule
     hidden = None if hidden is None else hidden[None, None]
+    # TransformerEngine ignores the mask of "causal", unless a window makes it build one.
     if mask is not None and (takes_mask or (is_causal and config.window is not None)):
         own = jnp.asarray(mask) == 1
         hidden = own if hidden is None else hidden | own
@@ -288,6 +292,7 @@ def check_mask(mask: Any, pairs: tuple[int, ...]) -> None:
         return
     dtype = np.dtype(mask.dtype)
     is_flags = np.issubdtype(dtype, np.bool_) or np.issubdtype(dtype, np.integer)
+    # An integer mask of 0 and -10000, to be added to logits, would hide nothing here.
     if is_flags and (isinstance(mask, jax.core.Tracer) or np.isin(np.asarray(mask), (0, 1)).all()):
         return
     raise LayerError(
@@ -339,6 +344,7 @@ def rotate(
         raise RankMismatchError(
             f"head_dim={size} is odd", path="head_dim", fix="choose an even head_dim"
         )
+    # The time scales of `rotary_pos_emb`: a geometric series from the shortest to the longest.
     fraction = jnp.arange(0, size, 2) / size
     scales = windows[0] * (windows[1] / windows[0]) ** fraction
     positions = (jnp.arange(x.shape[1]) + start)[None, :, None, None]

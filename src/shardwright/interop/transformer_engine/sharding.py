@@ -191,15 +191,19 @@ def mesh_axes_of_names() -> dict[str, str | None]:
       MissingMeshAxisError: The `MeshResource` names an axis that the mesh lacks.
     """
     mesh = _jax.mesh_at_hand()
+    # Inside a `shard_map` over all axes there is nothing left to shard.
     if mesh is None or set(_manual_axes()) == set(mesh.axis_names):
         return {}
     resource = global_mesh_resource()
+    # Also the axes that no name uses: a misspelled one should not wait until it is used.
     for axis in dataclasses.astuple(resource):
         _size(mesh, axis)
     is_sharded = _size(mesh, resource.tpsp_resource) > 1
+    # `tpsp_resource` also shards what `tp_resource` shards; at most one of them is above 1.
     tensor = resource.tpsp_resource if is_sharded else resource.tp_resource
     is_fsdp = _size(mesh, resource.fsdp_resource) > 1
     return {
+        # FSDP replaces plain data parallelism, as in `get_sharding_map_logic_axis_to_mesh_axis`.
         BATCH_AXES: resource.fsdp_resource if is_fsdp else resource.dp_resource,
         SEQLEN_AXES: None,
         SEQLEN_TP_AXES: resource.tpsp_resource,
@@ -344,6 +348,7 @@ def _constrain_to_spec(x: jax.Array, spec: Any) -> jax.Array:
 
     def free(entry: Any) -> Any:
         axes = entry if isinstance(entry, tuple) else (entry,)
+        # JAX refuses Manual axes in a constraint: the array is already local along them.
         left = tuple(axis for axis in axes if axis is not None and axis not in manual)
         return left or None
 

@@ -184,7 +184,9 @@ class DotProductAttention(Module):  # type: ignore[misc]
         arrays = unpacked(layout, query, key, value)
         _check_dtypes(self.dtype, arrays)
         if self.transpose_batch_sequence:
+            # Scores are computed with the batch first, whatever the layout.
             arrays = tuple(each.swapaxes(0, 1) for each in arrays)
+        # As in TransformerEngine, the arrays decide, and not `num_attention_heads`.
         heads = arrays[0].shape[2]
         default_bias = "no_bias" if bias is None else "post_scale_bias"
         config = ScoreConfig(
@@ -209,6 +211,7 @@ class DotProductAttention(Module):  # type: ignore[misc]
 
     def _backend_name(self) -> str:
         """Return the name under which a checkpoint has the parameter of the softmax."""
+        # Checkpoints of TransformerEngine on a GPU have the name of its fused backend.
         fused = "_FusedDotProductAttention_0"
         is_fused = fused in self.variables.get("params", {})
         return fused if is_fused else "_UnfusedDotProductAttention_0"
@@ -296,6 +299,7 @@ def with_cache(module: Any, arrays: Any, mask: Any, bias: Any) -> tuple[list[Any
         key = _written(keys.value, key, start, dim)
         value = _written(values.value, value, start, dim)
         keys.value, values.value, index.value = key, value, start + count
+        # A traced program cannot raise, and `dynamic_update_slice` would overwrite earlier rows.
         value = jnp.where(is_full, jnp.nan, value)
     batch = query.shape[1 - dim]
     check_mask(mask, (batch, query.shape[2], count, key.shape[dim]))
@@ -309,6 +313,7 @@ def with_cache(module: Any, arrays: Any, mask: Any, bias: Any) -> tuple[list[Any
             is_cached=True,
         )
     )
+    # A bias for all positions: this call has the rows of its own tokens.
     if bias is not None and exists and bias.shape[2] == key.shape[dim]:
         bias = jax.lax.dynamic_slice_in_dim(bias, start, count, axis=2)
     return [query, key, value], mask, bias
@@ -318,6 +323,7 @@ def _written(stored: Any, rows: Any, start: Any, dim: int) -> Any:
     """Return the stored rows with new rows from a position on, sharded like the new rows."""
     sharding = jax.typeof(rows).sharding
     if AxisType.Explicit in sharding.mesh.axis_types:
+        # Over Explicit axes an update must have the sharding of what it updates.
         stored = jax.sharding.reshard(stored, sharding)
     return jax.lax.dynamic_update_slice_in_dim(stored, rows.astype(stored.dtype), start, dim)
 

@@ -163,6 +163,7 @@ def add(
     drop = Dropout(layer.hidden_dropout, layer.hidden_dropout_dims, stream)
     branch = drop(branch, deterministic)
     if drop_path > 0:
+        # One random number per sequence: stochastic depth (arXiv:1603.09382).
         inner = (0, 2) if layer.transpose_batch_sequence else (1, 2)
         branch = Dropout(drop_path, inner, stream)(branch, deterministic)
     return branch + residual
@@ -186,6 +187,7 @@ def bias_of_positions(layer: Any, length: int, *, is_encoder: bool) -> Any:
     embedding = layer.relative_embedding
     if embedding is None:
         embedding = RelativePositionBiases(
+            # The defaults of T5.
             num_buckets=32,
             max_distance=128,
             num_attention_heads=layer.num_attention_heads,
@@ -346,6 +348,7 @@ class TransformerLayer(Module):  # type: ignore[misc]
         check(self, inputs, encoded, decode)
         is_encoder = self.layer_type is TransformerLayerType.ENCODER
         length = inputs.shape[0 if self.transpose_batch_sequence else 1]
+        # The bias of positions needs all positions of the cache, and not only the new token.
         length = max_decode_length if decode and max_decode_length else length
         bias = bias_of_positions(self, length, is_encoder=is_encoder)
         names, keep_normed = residual_names(self), self.apply_residual_connection_post_layernorm
@@ -369,6 +372,7 @@ class TransformerLayer(Module):  # type: ignore[misc]
                 self, (x, encoded), encoder_decoder_mask, start=start
             )
             y, normed = attention(x, encoded, mask, deterministic=deterministic)
+            # TransformerEngine does not drop the path of cross-attention.
             x = add(self, y, normed if keep_normed else x, deterministic=deterministic)
         x = constrain(x, names)
         y, normed = mlp_of(self)(x, deterministic=deterministic)

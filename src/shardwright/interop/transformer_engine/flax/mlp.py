@@ -55,6 +55,7 @@ def activations_of(activations: Any) -> tuple[str | Callable[[Any], Any], ...]:
     for each in listed:
         if isinstance(each, str) and each not in ACTIVATIONS and not hasattr(nn, each):
             check_names((each,))
+    # TransformerEngine normalizes the order too, so that checkpoints fit either spelling.
     return listed[::-1] if listed[0] in ("linear", "clamped_linear") else listed
 
 
@@ -68,6 +69,7 @@ def exchanges_gradients(module: Any, activations: tuple[Any, ...]) -> bool:
     return (
         module.enable_layernorm
         and not module.return_layernorm_output
+        # The conditions under which TransformerEngine calls `layernorm_mlp`, its fused function.
         and module.intermediate_dropout_rate < 1e-3
         and (
             activations in _FUSED_PAIRS or activations in {(name,) for name, _ in _FUSED_PAIRS[1:]}

@@ -63,6 +63,7 @@ def split_init(init: Any, count: int, *, sequential: bool = False) -> Any:
     inits = init if isinstance(init, list) else [init] * count
 
     def stacked(key: Any, shape: Sequence[int], dtype: Any) -> Any:
+        # `LayerNormMLP` splits a key off for each kernel, and the projection of q, k and v at once.
         if sequential:
             keys = []
             for _ in range(count):
@@ -152,6 +153,7 @@ def matmul(
       postfix: Tells the matmuls of one module apart.
       grad_postfix: The same for the gradient of the result. Defaults to `postfix`.
     """
+    # Read in each call: a module is not bound to the recipe under which it was created.
     recipe = current_recipe()
     if recipe is None:
         return dense.dense(x, kernel, contract=contract)
@@ -164,6 +166,7 @@ def matmul(
             _scaling(module, f"grad{last}", recipe),
         )
     options: dict[str, Any] = {"contract": contract, "name": "/".join((*module.path, name))}
+    # Blocks of 32 must not cross devices, so the shards of contracted dims are checked.
     if isinstance(recipe, BlockScaling):
         options["shards"] = (
             shards_of(axes[0], x.shape, role="activation"),
@@ -371,6 +374,7 @@ def adapted(
         ).astype(x.dtype)
         for name, own_init, shape in (
             ("a", init, (*inputs, *inner, rank)),
+            # B starts at 0, so that training starts from the model without the adaptation.
             ("b", zeros, (*inner, rank, out)),
         )
     )
@@ -453,6 +457,7 @@ class DenseGeneral(Module):  # type: ignore[misc]
         shape = (*sizes, *features)
         kernel = parameter(self, "kernel", self.kernel_init, shape, self.kernel_axes)
         x = constrain(inputs, self.input_axes)
+        # The contracted dims last, as `layers.dense` takes them.
         order = [*(at for at in range(x.ndim) if at not in axis), *axis]
         names = tuple(self.input_axes[at] for at in order) if self.input_axes else None
         x = jnp.transpose(x, order)
@@ -543,6 +548,7 @@ class LayerNormDenseGeneral(Module):  # type: ignore[misc]
         y = matmul(self, x, kernel, axes=(self.dot_input_axes, self.kernel_axes))
         y = adapted(self, x, y, inputs=sizes, features=features, init=self.kernel_init)
         y = y + bias_of(self, features, y.dtype)
+        # After the bias, as in TransformerEngine.
         if self.depth_scaling is not None:
             y = y / self.depth_scaling
         return y, returned

@@ -67,6 +67,7 @@ def query_init_of(module: Any) -> Any:
     """Return the initializer of the kernel of the queries."""
 
     def init(key: Any, shape: Any, dtype: Any) -> Any:
+        # As in T5, where logits are not scaled: the initial queries are small instead.
         scale = jnp.sqrt(module.head_dim).astype(module.dtype) if module.scaled_query_init else 1.0
         return module.kernel_init(key, shape, dtype) / scale
 
@@ -149,21 +150,6 @@ def read_deprecated(module: Any) -> None:
         )
 
 
-def check_heads(module: Any) -> None:
-    """Check that each kv head serves the same number of query heads.
-
-    Raises:
-      AttentionError: `num_gqa_groups` do not divide `num_attention_heads`.
-    """
-    if module.num_gqa_groups < 1 or module.num_attention_heads % module.num_gqa_groups:
-        raise AttentionError(
-            f"num_gqa_groups={module.num_gqa_groups} do not divide "
-            f"num_attention_heads={module.num_attention_heads}",
-            path="num_gqa_groups",
-            fix="pass a divisor: each kv head serves the same number of query heads",
-        )
-
-
 def projected(module: Any, x: Any, x_kv: Any) -> tuple[Any, Any, Any, Any]:
     """Return query, key and value, `[..., heads * head_dim]`, and the output of the norm.
 
@@ -199,6 +185,7 @@ def projected(module: Any, x: Any, x_kv: Any) -> tuple[Any, Any, Any, Any]:
         qkv = checkpoint_name(qkv, "combined_qkv_proj")
         return qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :], normed
     if is_fused:
+        # Keys and values of self-attention are projections of the norm, too.
         norm["return_layernorm_output"] = module.return_layernorm_output or is_self
     query, normed = LayerNormDenseGeneral(
         sizes[0], kernel_init=query_init, name="query", **flat, **norm
@@ -227,7 +214,13 @@ def check_inputs_of(module: Any, x: Any, x_kv: Any, *given: Any) -> None:
     check_supported(module, *given)
     check_inputs("inputs_q", x, rank=3)
     check_inputs("inputs_kv", x_kv, rank=3)
-    check_heads(module)
+    if module.num_gqa_groups < 1 or module.num_attention_heads % module.num_gqa_groups:
+        raise AttentionError(
+            f"num_gqa_groups={module.num_gqa_groups} do not divide "
+            f"num_attention_heads={module.num_attention_heads}",
+            path="num_gqa_groups",
+            fix="pass a divisor: each kv head serves the same number of query heads",
+        )
     if x.dtype != x_kv.dtype:
         raise AttentionError(
             f"inputs_q are {x.dtype}, and inputs_kv {x_kv.dtype}", fix="cast one of them"
@@ -366,10 +359,12 @@ class MultiHeadAttention(Module):  # type: ignore[misc]
     ) -> tuple[Any, Any]:
         """Return the output, and the output of the norm or None."""
         check_inputs_of(self, inputs_q, inputs_kv, score_mod_tensors, score_mod_bprop_tensors)
+        # By identity, as in TransformerEngine: equal arrays are not self-attention.
         is_self = inputs_q is inputs_kv
         names = (*leading(self, is_sharded=self.enable_sequence_parallel), HIDDEN_AXES)
         x = constrain(inputs_q, names)
         *arrays, normed = projected(self, x, None if is_self else inputs_kv)
+        # Rotary positions go on where the cache ends.
         starts = (next_position(self),) * 2 if decode else (first_query(self), 0)
         arrays = split_heads(self, arrays, starts=starts)
         if decode:
