@@ -197,15 +197,15 @@ def described(call: Call, **options: Any) -> Any:
 
 def test_turns_that_a_mask_leaves() -> None:
     call = Call(mesh="sp:4")  # 12 rows each
-    assert ring.turns_of(described(call)) == (0, 1, 2, 3)
-    assert ring.turns_of(described(call, causal=True)) == (0, 1, 2, 3)
-    assert ring.turns_of(described(call, causal=True, window=(12, None))) == (0, 1)
-    assert ring.turns_of(described(call, causal=True, window=(13, None))) == (0, 1, 2)
-    assert ring.turns_of(described(call, causal=True, window=(0, None))) == (0,)
-    assert ring.turns_of(described(call, window=(1, 1))) == (0, 1, 3)
-    assert ring.turns_of(described(call, causal=True, chunk=24)) == (0, 1)
-    assert ring.turns_of(described(call, causal=True, chunk=12)) == (0,)
-    assert ring.turns_of(
+    assert ring.steps_of(described(call)) == (0, 1, 2, 3)
+    assert ring.steps_of(described(call, causal=True)) == (0, 1, 2, 3)
+    assert ring.steps_of(described(call, causal=True, window=(12, None))) == (0, 1)
+    assert ring.steps_of(described(call, causal=True, window=(13, None))) == (0, 1, 2)
+    assert ring.steps_of(described(call, causal=True, window=(0, None))) == (0,)
+    assert ring.steps_of(described(call, window=(1, 1))) == (0, 1, 3)
+    assert ring.steps_of(described(call, causal=True, chunk=24)) == (0, 1)
+    assert ring.steps_of(described(call, causal=True, chunk=12)) == (0,)
+    assert ring.steps_of(
         described(call, causal=True, window=(0, None), positions=jnp.arange(48))
     ) == (0, 1, 2, 3)
 

@@ -356,9 +356,12 @@ class TestWhatIsChecked:
             "HEAD+EMBED",
             "_",
         ]
-        assert [dim.means for dim in lower(sw.ColumnWise).dims] == [sw.EMBED, sw.MLP_INTERMEDIATE]
-        assert [dim.means for dim in lower((sw.BATCH, sw.EMPTY)).dims] == ["", ""]
-        assert {dim.means for dim in lower(sw.ExpertTensorParallel).dims} == {""}
+        assert [dim.semantic_axis for dim in lower(sw.ColumnWise).dims] == [
+            sw.EMBED,
+            sw.MLP_INTERMEDIATE,
+        ]
+        assert [dim.semantic_axis for dim in lower((sw.BATCH, sw.EMPTY)).dims] == ["", ""]
+        assert {dim.semantic_axis for dim in lower(sw.ExpertTensorParallel).dims} == {""}
 
     def test_a_wrong_entry_has_its_dim(self) -> None:
         with raises(sw.StrategyError, "__BATCH__", "__EMBED__", 3, "tuple", fix="BATCH") as caught:

@@ -31,7 +31,7 @@ def test_layout_whose_means_do_not_fit() -> None:
 
     class Wrong(sw.DynamicShardingAxes, role="param"):
         axes = (sw.TP, sw.FSDP)
-        means = (sw.MLP_INTERMEDIATE,)
+        semantic_axes = (sw.MLP_INTERMEDIATE,)
 
     with pytest.raises(ValueError, match="shorter"):
         lower(Wrong)

@@ -171,7 +171,7 @@ def test_subclass_of_a_weight_layout() -> None:
     class Wide(sw.ColumnWise):
         axes = (FSDP, TP)
 
-    assert Wide.means == ()
+    assert Wide.semantic_axes == ()
     assert Wide.role is Role.PARAM
     assert sw.ColumnWise.axes == [[FSDP, SP], TP]
 

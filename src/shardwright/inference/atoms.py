@@ -24,7 +24,7 @@ class Atom:
       evidence: Why it has this name.
       guess: Whether a default rule chose the name.
       whole: The dim that this atom is a slice of, or None.
-      learned: Whether it is a factor of a parameter's dim, or of a piece of such a dim.
+      learned: Whether it is a factor of a parameter's dim, or of a slice of such a dim.
       counts: Whether an iota counts along it.
       nonlinear: Whether an activation function was applied to it.
       residual: Whether an activation was added along it to one that it is computed from.
@@ -141,13 +141,13 @@ def size_of(dim: Iterable[Atom]) -> int:
     return size
 
 
-def unify(left: Dim, right: Dim, clash: Callable[[Atom, Atom], None]) -> None:
+def unify(left: Dim, right: Dim, on_conflict: Callable[[Atom, Atom], None]) -> None:
     """Record that two dims are the same.
 
     Args:
       left: A dim.
       right: Another dim. Nothing is recorded if the sizes differ.
-      clash: Called for two atoms with different names, which are not united.
+      on_conflict: Called for two atoms with different names, which are not united.
     """
     if left == right:
         return
@@ -165,13 +165,13 @@ def unify(left: Dim, right: Dim, clash: Callable[[Atom, Atom], None]) -> None:
             continue
         if first is not second:
             if first.name and second.name and first.name != second.name:
-                clash(first, second)
+                on_conflict(first, second)
                 return
             wholes = first.whole, second.whole
             first.absorb(second)
             if wholes[0] is not None and wholes[1] is not None:
                 # If two slices are one dim, the dims that they are cut from are one dim too.
-                unify(wholes[0], wholes[1], clash)
+                unify(wholes[0], wholes[1], on_conflict)
         lefts, rights = lefts[1:], rights[1:]
 
 

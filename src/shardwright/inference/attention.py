@@ -9,8 +9,8 @@ from typing import Final
 from shardwright.inference.atoms import Atom, Dim, finest
 from shardwright.inference.evidence import EquationLocation, Evidence
 from shardwright.inference.facts import Facts, Matmul
-from shardwright.inference.names import LENGTHS, Names, outputs_of, summed_over, with_pieces
-from shardwright.inference.roots import Root, nearest_matmuls
+from shardwright.inference.names import LENGTHS, Names, outputs_of, summed_over, with_slices
+from shardwright.inference.origins import ActivationOrigin, nearest_matmuls
 from shardwright.vocabulary.axes import HEAD, HEAD_DIM, KV_HEAD, LENGTH
 
 # The query heads that share one kv head. GROUP is not an axis: (KV_HEAD, GROUP) is spelled HEAD.
@@ -28,7 +28,7 @@ class Scores:
       sequence: Free factors that are positions.
       groups: Free factors of the queries that the keys do not have.
       is_confirmed: Whether another matmul sums over the positions of the keys.
-      site: The equation.
+      location: The equation.
     """
 
     batch: list[Atom]
@@ -36,7 +36,7 @@ class Scores:
     sequence: set[Atom]
     groups: list[Atom]
     is_confirmed: bool
-    site: EquationLocation | None
+    location: EquationLocation | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +44,16 @@ class Uses:
     """How matmuls use factors.
 
     Attributes:
-      made: Factors that weights make, and their pieces.
+      made: Factors that weights make, and their slices.
       summed: Factors that weights sum over.
       stacked: Factors along which weights are stacked: batch dims of matmuls with weights.
-      next: The matmuls of activations that use the result of each matmul, by its root.
+      next: The matmuls of activations that use the result of each matmul, by its origin.
     """
 
     made: set[Atom]
     summed: set[Atom]
     stacked: set[Atom]
-    next: dict[Root, list[Matmul]]
+    next: dict[ActivationOrigin, list[Matmul]]
 
 
 def name_attention(names: Names) -> None:
@@ -61,7 +61,7 @@ def name_attention(names: Names) -> None:
     all_scores: list[Scores] = []
     uses = _uses(names.facts)
     for matmul in names.facts.activations:
-        following = [] if matmul.root is None else uses.next.get(matmul.root, [])
+        following = [] if matmul.origin is None else uses.next.get(matmul.origin, [])
         scores = _scores(matmul, uses, following)
         if scores is not None:
             _name_scores(names, scores, uses)
@@ -71,14 +71,14 @@ def name_attention(names: Names) -> None:
 
 
 def _uses(facts: Facts) -> Uses:
-    following: dict[Root, list[Matmul]] = {}
+    following: dict[ActivationOrigin, list[Matmul]] = {}
     for matmul in facts.activations:
-        for root in set().union(*map(nearest_matmuls, matmul.operands)):
-            following.setdefault(root, []).append(matmul)
-    made = set(with_pieces(outputs_of(facts.projections), facts.pieces))
-    for piece in facts.pieces:  # a concatenation of such dims
-        if made.issuperset(finest(piece.dim)):
-            made.update(finest(piece.whole))
+        for origin in set().union(*map(nearest_matmuls, matmul.operands)):
+            following.setdefault(origin, []).append(matmul)
+    made = set(with_slices(outputs_of(facts.projections), facts.slices))
+    for dim_slice in facts.slices:  # a concatenation of such dims
+        if made.issuperset(finest(dim_slice.dim)):
+            made.update(finest(dim_slice.whole))
     batch = {atom for each in facts.projections for atom in _factors(each.batch)}
     return Uses(made=made, summed=summed_over(facts.projections), stacked=batch, next=following)
 
@@ -126,25 +126,25 @@ def _scores(matmul: Matmul, uses: Uses, following: Iterable[Matmul]) -> Scores |
         sequence=sequence,
         groups=groups[0] or groups[1],
         is_confirmed=is_confirmed,
-        site=matmul.site,
+        location=matmul.location,
     )
 
 
 def _name_scores(names: Names, scores: Scores, uses: Uses) -> None:
-    site = scores.site
+    location = scores.location
     heads, guess = _heads(scores.batch, uses)
     heads = _with_shards(heads, names.facts.shards)
     # Without heads or values, this may be another matmul of two activations.
     guess |= (not heads and not scores.groups) or (bool(scores.groups) and not scores.is_confirmed)
-    why = Evidence("queries times keys: summed over", site)
+    why = Evidence("queries times keys: summed over", location)
     names.give(scores.contracted, HEAD_DIM, why, guess=guess)
     for atom in scores.sequence:
         if atom.learned:
             # A dim of a parameter alone may be a number of learned latents.
-            why = Evidence("queries times keys: a position", site)
+            why = Evidence("queries times keys: a position", location)
             names.give((atom,), LENGTH, why, guess=not (atom.resized or atom.given))
-    shared = Evidence("queries times keys: heads that share keys", site)
-    batch = Evidence("queries times keys: a batch dim", site)
+    shared = Evidence("queries times keys: heads that share keys", location)
+    batch = Evidence("queries times keys: a batch dim", location)
     kv_heads, copies = _grouped(heads)
     if scores.groups and heads:
         kv_heads, copies = heads, scores.groups
@@ -213,9 +213,9 @@ def _name_states(names: Names, matmul: Matmul, uses: Uses, following: Iterable[M
     if not is_read:
         return False
     heads, guess = _heads(_factors(matmul.batch), uses)
-    why = Evidence("keys times values, which queries read: a batch dim", matmul.site)
+    why = Evidence("keys times values, which queries read: a batch dim", matmul.location)
     names.give(heads, HEAD, why, guess=guess)
-    why = Evidence("keys times values, which queries read", matmul.site)
+    why = Evidence("keys times values, which queries read", matmul.location)
     for side in sides:
         names.give(side, HEAD_DIM, why, guess=guess or not heads)
     return True
@@ -233,7 +233,7 @@ def _name_values(names: Names, matmul: Matmul, all_scores: Iterable[Scores], use
     )
     if not is_values:
         return
-    why = Evidence("scores times values: a dim of a weight", matmul.site)
+    why = Evidence("scores times values: a dim of a weight", matmul.location)
     for atom in free:
         if atom in uses.made:
             names.give((atom,), HEAD_DIM, why, guess=not has_heads)

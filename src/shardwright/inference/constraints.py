@@ -12,8 +12,8 @@ from shardwright.inference.atoms import finest
 from shardwright.inference.attention import GROUP
 from shardwright.inference.facts import DimSlice, Output
 from shardwright.inference.names import LENGTHS
-from shardwright.inference.pieces import Factors, named_factors
 from shardwright.inference.report import axis_text
+from shardwright.inference.slices import Factors, named_factors
 from shardwright.inference.step import ArrayFacts
 from shardwright.vocabulary.axes import (
     BATCH,
@@ -75,15 +75,17 @@ class Constraint:
 
 
 def choose(
-    outputs: Iterable[Output], pieces: Iterable[DimSlice]
+    outputs: Iterable[Output], slices: Iterable[DimSlice]
 ) -> tuple[tuple[Constraint, ...], Mapping[str, int]]:
     """Return the constraints of a program, and the number of other intermediates by reason.
 
     An intermediate gets one if every dim has a name that is not a guess, one of the dims is BATCH,
     and an axis of `KINDS` is among them. The result of fused projections gets none: one of its dims
-    holds the heads of all of them, and is then cut into pieces.
+    holds the heads of all of them, and is then cut into slices.
     """
-    cut = {atom for piece in pieces for atom in finest(piece.whole) if atom.name in _SHARDED}
+    cut = {
+        atom for dim_slice in slices for atom in finest(dim_slice.whole) if atom.name in _SHARDED
+    }
     chosen = []
     refused: dict[str, int] = {}
     for output in outputs:
@@ -163,7 +165,7 @@ def _constraint(output: Output, rows: list[Factors], kind: str) -> Constraint:
         shape=output.shape,
         kind=kind,
         primitive=output.primitive,
-        source=output.site.source,
+        source=output.location.source,
         place=output.place,
     )
 

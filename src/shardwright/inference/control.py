@@ -9,7 +9,7 @@ from typing import Any, Final
 from shardwright.dims.bodies import bodies
 from shardwright.inference.atoms import new_dim
 from shardwright.inference.facts import Scan
-from shardwright.inference.roots import new_root
+from shardwright.inference.origins import new_origin
 from shardwright.inference.step import ArrayFacts, InferenceStep
 
 # `constrained` rebuilds these calls. It leaves custom derivatives as they are.
@@ -49,7 +49,7 @@ def scan(step: InferenceStep) -> list[ArrayFacts]:
             dim=scanned[0].dims[0],
             is_of_layers=any((loop, "made") in end.loops for end in ends[:carries]),
             is_routed=any(value.data and value.learned for value in scanned),
-            site=step.site,
+            location=step.location,
         )
         step.facts.scans.append(recorded)
     ends = [
@@ -89,7 +89,7 @@ def cond(step: InferenceStep) -> list[ArrayFacts]:
             ends[0],
             data=any(end.data for end in ends),
             learned=any(end.learned for end in ends),
-            root=new_root([end.root for end in ends if end.root is not None])
+            origin=new_origin([end.origin for end in ends if end.origin is not None])
             if any(end.data for end in ends)
             else None,
             inputs=frozenset().union(*(end.inputs for end in ends)),
@@ -108,7 +108,7 @@ def call(step: InferenceStep) -> list[ArrayFacts] | None:
     (body,) = found
     values = body.of_operands(step.values)
     place = step.place if rebuilds(step.equation) else None
-    return step.walk(body.jaxpr, values, called_at=step.site.caller, place=place)
+    return step.walk(body.jaxpr, values, called_at=step.location.caller, place=place)
 
 
 def _carried(step: InferenceStep, starts: Sequence[ArrayFacts]) -> list[ArrayFacts]:
@@ -122,7 +122,7 @@ def _carried(step: InferenceStep, starts: Sequence[ArrayFacts]) -> list[ArrayFac
         dataclasses.replace(
             every,
             dims=start.dims,
-            root=step.new_root() if start.root is None else new_root([start.root]),
+            origin=step.new_origin() if start.origin is None else new_origin([start.origin]),
             loops=start.loops,
             leaf=None,
         )

@@ -8,7 +8,7 @@ from typing import Final
 from shardwright.dims import table
 from shardwright.inference.atoms import Dim, Dims, finest
 from shardwright.inference.facts import TableLookup
-from shardwright.inference.roots import is_residual
+from shardwright.inference.origins import is_residual
 from shardwright.inference.step import ArrayFacts, InferenceStep
 
 # Activation functions are made of these. Normalization (rsqrt, square) is not among them.
@@ -58,7 +58,7 @@ def _mark(step: InferenceStep, operands: list[ArrayFacts], dims: Dims) -> None:
     elif name in _ADDITIONS and len(operands) == 2:
         first, second = operands
         is_learned = first.learned and second.learned
-        if is_learned and is_residual(first.root, second.root):
+        if is_learned and is_residual(first.origin, second.origin):
             for dim in dims:
                 for atom in finest(dim):
                     atom.residual = True
@@ -77,7 +77,7 @@ def _record_selection(step: InferenceStep, operands: list[ArrayFacts]) -> None:
                 depends_on="inputs",
                 of_data=True,
                 inputs=labels.inputs,
-                site=step.site,
+                location=step.location,
             )
             step.facts.lookups.append(selection)
 

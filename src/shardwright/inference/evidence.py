@@ -38,21 +38,21 @@ class Evidence:
 
     Attributes:
       reason: What the program does with the dim.
-      site: The equation that does it, or None.
+      location: The equation that does it, or None.
     """
 
     reason: str
-    site: EquationLocation | None = None
+    location: EquationLocation | None = None
 
     @property
     def primitive(self) -> str:
         """Name of the JAX primitive, or empty."""
-        return "" if self.site is None else self.site.primitive
+        return "" if self.location is None else self.location.primitive
 
     @property
     def source(self) -> str:
         """Line of the model, such as `model.py:12`, or empty."""
-        return "" if self.site is None else self.site.source
+        return "" if self.location is None else self.location.source
 
     def __str__(self) -> str:
         place = ", ".join(part for part in (self.primitive, self.source) if part)

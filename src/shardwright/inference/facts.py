@@ -6,7 +6,7 @@ import dataclasses
 
 from shardwright.inference.atoms import Atom, Dim, Dims, unify
 from shardwright.inference.evidence import EquationLocation, Evidence
-from shardwright.inference.roots import Root
+from shardwright.inference.origins import ActivationOrigin
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class TableLookup:
         "neither".
       of_data: Whether the table itself depends on the inputs.
       inputs: Numbers of the inputs that the indices depend on.
-      site: The equation that looks up.
+      location: The equation that looks up.
     """
 
     key: Dim
@@ -30,7 +30,7 @@ class TableLookup:
     depends_on: str
     of_data: bool
     inputs: frozenset[int] = frozenset()
-    site: EquationLocation
+    location: EquationLocation
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +45,9 @@ class Matmul:
       groups: Whether the batch dims are the groups of a ragged matmul.
       reads_inputs: Whether an operand is an input, to which no parameter has been applied.
       leaf: The number of the parameter that is the weight, if it is one alone.
-      operands: The roots of the operands.
-      root: The root of the result.
-      site: The equation.
+      operands: The origins of the operands.
+      origin: The origin of the result.
+      location: The equation.
     """
 
     batch: Dims
@@ -57,9 +57,9 @@ class Matmul:
     groups: bool = False
     reads_inputs: bool = False
     leaf: int | None = None
-    operands: tuple[Root | None, ...] = ()
-    root: Root | None = None
-    site: EquationLocation
+    operands: tuple[ActivationOrigin | None, ...] = ()
+    origin: ActivationOrigin | None = None
+    location: EquationLocation
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class DimSlice:
     whole: Dim
     start: int
     dim: Dim
-    site: EquationLocation
+    location: EquationLocation
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class Use:
     """A dim, and the equation that uses it."""
 
     dim: Dim
-    site: EquationLocation
+    location: EquationLocation
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +88,13 @@ class Scan:
       dim: The dim that it runs along.
       is_of_layers: Whether its weights multiply the carry, and this matmul becomes the next carry.
       is_routed: Whether it also runs over an activation that is computed from parameters.
-      site: The equation.
+      location: The equation.
     """
 
     dim: Dim
     is_of_layers: bool
     is_routed: bool
-    site: EquationLocation
+    location: EquationLocation
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,23 +106,23 @@ class Output:
       dims: Its dims.
       shape: Its shape.
       is_lookup: Whether a one-hot operand makes the matmul a lookup in a table.
-      site: The equation.
+      location: The equation.
     """
 
     place: tuple[int, ...]
     dims: Dims
     shape: tuple[int, ...]
     is_lookup: bool
-    site: EquationLocation
+    location: EquationLocation
 
     @property
     def primitive(self) -> str:
         """Name of the JAX primitive."""
-        return self.site.primitive
+        return self.location.primitive
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Clash:
+class AtomConflict:
     """Two operations that name one dim differently.
 
     Attributes:
@@ -150,7 +150,7 @@ class Facts:
     lookups: list[TableLookup] = dataclasses.field(default_factory=list)
     activations: list[Matmul] = dataclasses.field(default_factory=list)
     projections: list[Matmul] = dataclasses.field(default_factory=list)
-    pieces: list[DimSlice] = dataclasses.field(default_factory=list)
+    slices: list[DimSlice] = dataclasses.field(default_factory=list)
     top_k: list[Use] = dataclasses.field(default_factory=list)
     largest: list[Use] = dataclasses.field(default_factory=list)
     scans: list[Scan] = dataclasses.field(default_factory=list)
@@ -158,19 +158,19 @@ class Facts:
     windows: list[Use] = dataclasses.field(default_factory=list)
     outputs: list[Output] = dataclasses.field(default_factory=list)
     shards: list[tuple[Dim, Dim]] = dataclasses.field(default_factory=list)
-    conflicts: list[Clash] = dataclasses.field(default_factory=list)
+    conflicts: list[AtomConflict] = dataclasses.field(default_factory=list)
     unknown: dict[str, Evidence] = dataclasses.field(default_factory=dict)
     loops: int = 0
 
-    def same(self, left: Dim, right: Dim, site: EquationLocation) -> None:
+    def same(self, left: Dim, right: Dim, location: EquationLocation) -> None:
         """Record that an equation makes two dims the same."""
 
-        def clash(first: Atom, second: Atom) -> None:
+        def add_conflict(first: Atom, second: Atom) -> None:
             assert first.evidence is not None
             assert second.evidence is not None
-            meeting = Evidence("used as one dim", site)
+            meeting = Evidence("used as one dim", location)
             self.conflicts.append(
-                Clash(
+                AtomConflict(
                     params=first.params | second.params,
                     first=(first.name, first.evidence),
                     second=(second.name, second.evidence),
@@ -178,4 +178,4 @@ class Facts:
                 )
             )
 
-        unify(left, right, clash)
+        unify(left, right, add_conflict)

@@ -26,8 +26,8 @@ def gather(step: InferenceStep) -> list[ArrayFacts]:
         if at not in gone and sizes[at] == step.operand_shapes[0][at]
     ]
     _record_lookup(step, tuple(row))
-    root = step.new_root() if index.data else None
-    return [step.result(dims, root=root)]
+    origin = step.new_origin() if index.data else None
+    return [step.result(dims, origin=origin)]
 
 
 def _record_lookup(step: InferenceStep, row: Dims) -> None:
@@ -37,7 +37,7 @@ def _record_lookup(step: InferenceStep, row: Dims) -> None:
     if len(keys) != 1 or not table.learned:
         return
     if not index.data and not any(map(finest, index.dims)):
-        step.facts.rows.append(Use(dim=table.dims[keys[0]], site=step.site))
+        step.facts.rows.append(Use(dim=table.dims[keys[0]], location=step.location))
         return
     depends_on = "neither"
     if index.data:
@@ -50,7 +50,7 @@ def _record_lookup(step: InferenceStep, row: Dims) -> None:
             depends_on=depends_on,
             of_data=table.data,
             inputs=index.inputs,
-            site=step.site,
+            location=step.location,
         )
     )
 
@@ -87,7 +87,7 @@ def top_k(step: InferenceStep) -> list[ArrayFacts]:
     """Keep all dims except the searched one, and record that one."""
     dims, known = step.values[0].dims, correspondence(step.equation)
     assert known is not None
-    step.facts.top_k.append(Use(dim=dims[step.parameters.get("axis", -1)], site=step.site))
+    step.facts.top_k.append(Use(dim=dims[step.parameters.get("axis", -1)], location=step.location))
     values, indices = map(step.result, step.aligned(known))
     return [values, dataclasses.replace(indices, loops=frozenset())]
 
@@ -95,7 +95,7 @@ def top_k(step: InferenceStep) -> list[ArrayFacts]:
 def arg_reduction(step: InferenceStep) -> list[ArrayFacts]:
     """Drop the searched dim."""
     axes, dims = step.parameters["axes"], step.values[0].dims
-    step.facts.largest += [Use(dim=dims[axis], site=step.site) for axis in axes]
+    step.facts.largest += [Use(dim=dims[axis], location=step.location) for axis in axes]
     (result,) = elementwise.reduction(step)
     return [dataclasses.replace(result, loops=frozenset())]
 

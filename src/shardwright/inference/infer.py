@@ -14,7 +14,7 @@ from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.inference.atoms import Atom, Dims, finest, new_dims
 from shardwright.inference.attention import name_attention
 from shardwright.inference.constraints import choose, operations
-from shardwright.inference.facts import Clash, Facts
+from shardwright.inference.facts import AtomConflict, Facts
 from shardwright.inference.inferred import Inferred, InferredDim, NameConflict
 from shardwright.inference.kernels import Kernels
 from shardwright.inference.names import (
@@ -25,9 +25,9 @@ from shardwright.inference.names import (
     name_rows,
     name_windows,
 )
-from shardwright.inference.pieces import name_pieces
 from shardwright.inference.seeds import read_seeds
 from shardwright.inference.sizes import GivenSizes, read_sizes
+from shardwright.inference.slices import name_slices
 from shardwright.inference.spelling import routers, spell
 from shardwright.inference.stacks import (
     guess_chosen,
@@ -130,7 +130,7 @@ def infer_axes(
         for at, (size, entry, dim) in enumerate(zip(shape, row, value.dims, strict=True))
     )
     annotations = [tuple(entry.axis for entry in row) for row in rows]
-    constraints, unconstrained = choose(walker.facts.outputs, walker.facts.pieces)
+    constraints, unconstrained = choose(walker.facts.outputs, walker.facts.slices)
     inferred = Inferred(
         annotations=jax.tree.unflatten(tree, annotations),
         evidence=evidence,
@@ -239,11 +239,11 @@ def _name_all(
     name_attention(names)
     name_experts(names)
     facts.projections += selected
-    name_pieces(names)
+    name_slices(names)
     name_residual(names)
     name_logits(names, results)
     name_hidden(names)
-    name_pieces(names)
+    name_slices(names)
     every = [dim for dims in params for dim in dims]
     sizes.name(names, params)
     guess_tables(names, results)
@@ -251,20 +251,20 @@ def _name_all(
     guess_scanned(names)
     guess_links(names)
     name_rows(names, every)
-    name_pieces(names)
+    name_slices(names)
 
 
-def _conflicts(clashes: Iterable[Clash], leaves: Sequence[Any]) -> tuple[NameConflict, ...]:
+def _conflicts(found: Iterable[AtomConflict], leaves: Sequence[Any]) -> tuple[NameConflict, ...]:
     """Return each conflict once, with the first dim of a parameter that it affects."""
     conflicts: dict[Any, NameConflict] = {}
-    for clash in clashes:
-        places = sorted(clash.params)
+    for each in found:
+        places = sorted(each.params)
         conflict = NameConflict(
             path=path_text(leaves[places[0][0]][0]) if places else "",
             dim=places[0][1] if places else None,
-            first=clash.first,
-            second=clash.second,
-            meeting=clash.meeting,
+            first=each.first,
+            second=each.second,
+            meeting=each.meeting,
         )
         conflicts.setdefault(conflict.text, conflict)
     return tuple(conflicts.values())

@@ -61,7 +61,7 @@ class Kernels:
                 path=f"kernels/{name}",
                 fix=_FIX,
             )
-        return step.walk(closed.jaxpr, step.values, called_at=step.site.caller)
+        return step.walk(closed.jaxpr, step.values, called_at=step.location.caller)
 
     def unused(self) -> list[Problem]:
         """Return a problem for each function whose kernel the program does not call."""

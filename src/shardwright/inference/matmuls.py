@@ -31,7 +31,7 @@ def dot_general(step: InferenceStep) -> list[ArrayFacts]:
 def _result(step: InferenceStep, dims: Sequence[Dim]) -> ArrayFacts:
     """Return the result of a matmul of the first two operands."""
     left, right = step.values[:2]
-    result = step.result(dims, root=step.new_root(is_matmul=True))
+    result = step.result(dims, origin=step.new_origin(is_matmul=True))
     made = {
         (loop, "made")
         for first, second in ((left, right), (right, left))
@@ -60,9 +60,9 @@ def _record(
             contracted=contracted,
             left=free[0],
             right=free[1],
-            operands=(left.root, right.root),
-            root=result.root,
-            site=step.site,
+            operands=(left.origin, right.origin),
+            origin=result.origin,
+            location=step.location,
         )
         step.facts.activations.append(matmul)
         return
@@ -79,7 +79,7 @@ def _record(
                 depends_on="both" if left.learned else "inputs",
                 of_data=False,
                 inputs=left.inputs,
-                site=step.site,
+                location=step.location,
             )
         )
         return
@@ -90,7 +90,7 @@ def _record(
         right=free[1],
         reads_inputs=not left.learned,
         leaf=right.leaf,
-        site=step.site,
+        location=step.location,
     )
     step.facts.projections.append(matmul)
 
@@ -119,7 +119,7 @@ def ragged_dot(step: InferenceStep) -> list[ArrayFacts]:
             right=right_free,
             groups=True,
             reads_inputs=not left.learned,
-            site=step.site,
+            location=step.location,
         )
         step.facts.projections.append(matmul)
     return [_result(step, [*batch, *left_free, *right_free])]
@@ -143,9 +143,9 @@ def convolution(step: InferenceStep) -> list[ArrayFacts]:
     elif is_depthwise:
         step.same(channels, outputs)  # each channel has a window of its own
     if kernel.is_weight:
-        step.facts.windows += [Use(dim=dim, site=step.site) for dim in window]
+        step.facts.windows += [Use(dim=dim, location=step.location) for dim in window]
         if groups > 1:
-            step.facts.windows.append(Use(dim=inputs, site=step.site))
+            step.facts.windows.append(Use(dim=inputs, location=step.location))
         if image.data and not is_depthwise:
             matmul = Matmul(
                 batch=(),
@@ -153,7 +153,7 @@ def convolution(step: InferenceStep) -> list[ArrayFacts]:
                 left=(batch,),
                 right=(outputs,),
                 reads_inputs=not image.learned,
-                site=step.site,
+                location=step.location,
             )
             step.facts.projections.append(matmul)
     dims = dict(zip(numbers.out_spec[:2], (batch, outputs), strict=True))

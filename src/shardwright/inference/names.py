@@ -11,7 +11,7 @@ from typing import Final
 
 from shardwright.inference.atoms import Atom, Dim, finest
 from shardwright.inference.evidence import EquationLocation, Evidence
-from shardwright.inference.facts import Clash, DimSlice, Facts, Matmul
+from shardwright.inference.facts import AtomConflict, DimSlice, Facts, Matmul
 from shardwright.vocabulary.axes import (
     BATCH,
     EMBED,
@@ -49,7 +49,7 @@ class Names:
             first = others[0]
             if options.get("sure") and not first.guess and first.evidence is not None:
                 self.facts.conflicts.append(
-                    Clash(
+                    AtomConflict(
                         params=first.params,
                         first=(first.name, first.evidence),
                         second=(axis, evidence),
@@ -78,7 +78,7 @@ def learned(dim: Iterable[Atom]) -> bool:
 def name_windows(names: Names) -> None:
     """Name the window dims of a convolution's kernel EMPTY, so that they are replicated."""
     for use in names.facts.windows:
-        names.give(use.dim, EMPTY, Evidence("window of a convolution", use.site))
+        names.give(use.dim, EMPTY, Evidence("window of a convolution", use.location))
 
 
 def name_residual(names: Names) -> None:
@@ -108,10 +108,10 @@ def name_hidden(names: Names) -> None:
         for matmul in projections
         if _has(matmul.right, EMBED) and len(finest(_joined(matmul.contracted))) == 1
     )
-    for atom, site in with_pieces(outputs, names.facts.pieces).items():
+    for atom, location in with_slices(outputs, names.facts.slices).items():
         if atom in summed and not atom.name and atom.nonlinear:
             reason = "from EMBED through an activation function to EMBED"
-            names.give((atom,), MLP_INTERMEDIATE, Evidence(reason, site))
+            names.give((atom,), MLP_INTERMEDIATE, Evidence(reason, location))
 
 
 def guess_links(names: Names) -> None:
@@ -128,7 +128,7 @@ def guess_links(names: Names) -> None:
     projections = names.facts.projections
     outputs, summed = outputs_of(projections), summed_over(projections)
     read_by_heads = summed_over(each for each in projections if _has(each.right, HEAD))
-    for atom, site in with_pieces(outputs, names.facts.pieces).items():
+    for atom, location in with_slices(outputs, names.facts.slices).items():
         if atom not in summed or atom.name:
             continue
         axis, what = EMPTY, "a low rank"
@@ -138,19 +138,19 @@ def guess_links(names: Names) -> None:
             axis, what = MLP_INTERMEDIATE, "with an activation function"
         elif atom.residual:
             axis, what = EMBED, "another residual stream"
-        why = Evidence(f"between two weights: {what}", site)
+        why = Evidence(f"between two weights: {what}", location)
         names.give((atom,), axis, why, guess=True)
 
 
-def with_pieces(
-    outputs: Mapping[Atom, EquationLocation], pieces: Iterable[DimSlice]
+def with_slices(
+    outputs: Mapping[Atom, EquationLocation], slices: Iterable[DimSlice]
 ) -> dict[Atom, EquationLocation]:
-    """Return the equation of each atom, and the same equation for the pieces cut from it."""
+    """Return the equation of each atom, and the same equation for the slices cut from it."""
     every = dict(outputs)
-    for piece in pieces:
-        for atom in finest(piece.whole):
+    for dim_slice in slices:
+        for atom in finest(dim_slice.whole):
             if atom in every:
-                every |= dict.fromkeys(finest(piece.dim), every[atom])
+                every |= dict.fromkeys(finest(dim_slice.dim), every[atom])
     return every
 
 
@@ -168,7 +168,7 @@ def outputs_of(projections: Iterable[Matmul]) -> dict[Atom, EquationLocation]:
     for matmul in projections:
         for dim in matmul.right:
             for atom in finest(dim):
-                outputs.setdefault(atom, matmul.site)
+                outputs.setdefault(atom, matmul.location)
     return outputs
 
 
@@ -193,5 +193,5 @@ def name_rows(names: Names, dims: Iterable[Dim]) -> None:
     for use in names.facts.rows:
         atoms = finest(use.dim)
         if unnamed(use.dim) and all(atom.params for atom in atoms):
-            why = Evidence("single rows are taken", use.site)
+            why = Evidence("single rows are taken", use.location)
             names.give(use.dim, EMPTY, why, guess=not factors.issuperset(atoms))

@@ -46,7 +46,7 @@ def table_text(inferred: Inferred, *, width: int = WIDTH, is_summary: bool = Fal
     lines = []
     for rule in rules:
         arrays = f"  ({rule.arrays} arrays)" if rule.arrays > 1 else ""
-        lines.append(f"{rule.label or '(root)'}{arrays}")
+        lines.append(f"{rule.label or '(origin)'}{arrays}")
         for dim in rule.dims:
             cell = cells.pop(0)
             padded = [text.ljust(size) for text, size in zip(cell, widths, strict=True)]

@@ -11,7 +11,7 @@ import numpy as np
 from shardwright.errors import RankMismatchError, StrategyError
 from shardwright.inference.atoms import Atom, Dim, new_dim
 from shardwright.inference.evidence import Evidence
-from shardwright.inference.roots import Root
+from shardwright.inference.origins import ActivationOrigin
 from shardwright.inference.step import ArrayFacts
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import canonical_axis
@@ -63,7 +63,7 @@ def _seeded(at: int, shape: tuple[int, ...], seed: Any) -> ArrayFacts:
     dims = tuple(_dim(at, *pair) for pair in zip(shape, entries, strict=True))
     for atom in _atoms(dims):
         atom.given = True
-    return ArrayFacts(dims=dims, data=True, root=Root(), inputs=frozenset({at}))
+    return ArrayFacts(dims=dims, data=True, origin=ActivationOrigin(), inputs=frozenset({at}))
 
 
 def _dim(at: int, size: int, axis: Any) -> Dim:

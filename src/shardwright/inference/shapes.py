@@ -38,7 +38,7 @@ def iota(step: InferenceStep) -> list[ArrayFacts]:
 
 
 def cut(step: InferenceStep) -> list[ArrayFacts]:
-    """Keep the dims that keep their size. A shorter dim is a piece of the old one."""
+    """Keep the dims that keep their size. A shorter dim is a slice of the old one."""
     value, old_shape = step.values[0], step.operand_shapes[0]
     starts = step.parameters.get("start_indices") or (0,) * len(old_shape)
     strides = step.parameters.get("strides") or (1,) * len(old_shape)
@@ -49,7 +49,7 @@ def cut(step: InferenceStep) -> list[ArrayFacts]:
         if new == old:
             dims.append(dim)
         elif stride == 1:
-            dims.append(piece(step, dim, new, start))
+            dims.append(dim_slice(step, dim, new, start))
         else:
             dims.append(_every(step, dim, new, stride))
     return [step.result(dims)]
@@ -58,27 +58,29 @@ def cut(step: InferenceStep) -> list[ArrayFacts]:
 def _every(step: InferenceStep, whole: Dim, size: int, stride: int) -> Dim:
     """Return the dim that has one of `stride` elements: the major factor of the whole dim."""
     if size * stride != size_of(finest(whole)):
-        return piece(step, whole, size)
+        return dim_slice(step, whole, size)
     major, minor = regroup([whole], [size, stride])
-    step.facts.rows.append(Use(dim=minor, site=step.site))
+    step.facts.rows.append(Use(dim=minor, location=step.location))
     return major
 
 
 def dynamic_slice(step: InferenceStep) -> list[ArrayFacts]:
-    """Keep the dims that keep their size. A shorter dim is a piece whose start is not known."""
+    """Keep the dims that keep their size. A shorter dim is a slice whose start is not known."""
     pairs = zip(step.values[0].dims, step.operand_shapes[0], step.shapes[0], strict=True)
-    return [step.result([dim if new == old else piece(step, dim, new) for dim, old, new in pairs])]
+    return [
+        step.result([dim if new == old else dim_slice(step, dim, new) for dim, old, new in pairs])
+    ]
 
 
 def split(step: InferenceStep) -> list[ArrayFacts]:
-    """Cut one dim into pieces."""
+    """Cut one dim into slices."""
     axis, dims = step.parameters["axis"], step.values[0].dims
     sizes = [int(size) for size in step.parameters["sizes"]]
     starts = [0, *itertools.accumulate(sizes)]
     return [
         step.result(
             [
-                dim if at != axis or len(sizes) == 1 else piece(step, dim, size, start)
+                dim if at != axis or len(sizes) == 1 else dim_slice(step, dim, size, start)
                 for at, dim in enumerate(dims)
             ]
         )
@@ -89,12 +91,12 @@ def split(step: InferenceStep) -> list[ArrayFacts]:
 def unstack(step: InferenceStep) -> list[ArrayFacts]:
     """Drop the dim along which the array is unstacked."""
     axis, dims = step.parameters["axis"], step.values[0].dims
-    step.facts.rows.append(Use(dim=dims[axis], site=step.site))
+    step.facts.rows.append(Use(dim=dims[axis], location=step.location))
     others = [dim for at, dim in enumerate(dims) if at != axis]
     return [step.result(others)] * len(step.shapes)
 
 
-def piece(step: InferenceStep, whole: Dim, size: int, start: int | None = None) -> Dim:
+def dim_slice(step: InferenceStep, whole: Dim, size: int, start: int | None = None) -> Dim:
     """Return a dim that is a slice of another one.
 
     Args:
@@ -106,12 +108,14 @@ def piece(step: InferenceStep, whole: Dim, size: int, start: int | None = None) 
     if size >= size_of(finest(whole)):
         return new_dim(size)  # padding
     if size == 1:
-        step.facts.rows.append(Use(dim=whole, site=step.site))
+        step.facts.rows.append(Use(dim=whole, location=step.location))
     atoms = finest(whole)
     is_learned, is_data = any(atom.learned for atom in atoms), step.values[0].data
     dim = (Atom(size, whole=whole, learned=is_learned, resized=is_data),)
     if start is not None:
-        step.facts.pieces.append(DimSlice(whole=whole, start=start, dim=dim, site=step.site))
+        step.facts.slices.append(
+            DimSlice(whole=whole, start=start, dim=dim, location=step.location)
+        )
     return dim
 
 
@@ -157,7 +161,7 @@ def windowed(step: InferenceStep, dim: Dim, size: int) -> Dim:
 
 
 def concatenate(step: InferenceStep) -> list[ArrayFacts]:
-    """Align the dims that are not joined. Pieces of one dim that are joined again are that dim."""
+    """Align the dims that are not joined. Slices of one dim that are joined again are that dim."""
     axis, size = step.parameters["dimension"], step.shapes[0][step.parameters["dimension"]]
     known = correspondence(step.equation)
     assert known is not None
@@ -187,6 +191,8 @@ def _joined(step: InferenceStep, parts: list[Dim], size: int) -> Dim:
     joined = (Atom(size, learned=is_learned, resized=is_data),)
     start = 0
     for part, shape in zip(parts, step.operand_shapes, strict=True):
-        step.facts.pieces.append(DimSlice(whole=joined, start=start, dim=part, site=step.site))
+        step.facts.slices.append(
+            DimSlice(whole=joined, start=start, dim=part, location=step.location)
+        )
         start += shape[step.parameters["dimension"]]
     return joined

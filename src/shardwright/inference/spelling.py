@@ -10,7 +10,7 @@ from shardwright.inference.atoms import Dim, Dims, finest
 from shardwright.inference.attention import GROUP
 from shardwright.inference.evidence import Evidence
 from shardwright.inference.facts import Facts
-from shardwright.inference.pieces import named_factors
+from shardwright.inference.slices import named_factors
 from shardwright.vocabulary.axes import (
     EMBED,
     EMPTY,
@@ -147,12 +147,14 @@ def _without_repeats(row: Sequence[Spelled]) -> list[Spelled]:
         names = {name for name in _members(entry.axis) if name != EMPTY}
         if entry.guess and names & _TENSOR and seen & _TENSOR and not names & seen:
             beside = "/".join(sorted(name.strip("_") for name in seen & _TENSOR))
-            evidence = Evidence(f"beside {beside}, over the same mesh axis", entry.evidence.site)
+            evidence = Evidence(
+                f"beside {beside}, over the same mesh axis", entry.evidence.location
+            )
             entries[at] = Spelled(EMPTY, evidence, guess=True)
             continue
         if names & seen:
             reason = f"{'/'.join(sorted(name.strip('_') for name in names & seen))} a second time"
-            evidence = Evidence(reason, entry.evidence.site)
+            evidence = Evidence(reason, entry.evidence.location)
             entries[at] = Spelled(EMPTY, evidence, guess=True)
         seen |= names
     return entries

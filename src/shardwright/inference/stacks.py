@@ -15,7 +15,7 @@ def name_layers(names: Names) -> None:
     """Name the dim of stacked layers: each layer of the stack computes the carry of a scan anew."""
     for scan in names.facts.scans:
         if scan.is_of_layers:
-            names.give(scan.dim, LAYERS, Evidence("scanned over", scan.site), sure=True)
+            names.give(scan.dim, LAYERS, Evidence("scanned over", scan.location), sure=True)
 
 
 def guess_scanned(names: Names) -> None:
@@ -25,7 +25,7 @@ def guess_scanned(names: Names) -> None:
     dim is EXPERT, else LAYERS.
     """
     for scan in names.facts.scans:
-        why = Evidence("scanned over, but not as layers", scan.site)
+        why = Evidence("scanned over, but not as layers", scan.location)
         names.give(scan.dim, EXPERT if scan.is_routed else LAYERS, why, guess=True)
 
 
@@ -44,7 +44,7 @@ def name_experts(names: Names) -> None:
     experts: list[Dim] = []
     for matmul in facts.projections:
         for dim in matmul.batch:
-            why = Evidence("every index has a weight of its own", matmul.site)
+            why = Evidence("every index has a weight of its own", matmul.location)
             atoms = finest(dim)
             is_routed = matmul.groups or any(atom.routed or atom in chosen for atom in atoms)
             blocks = [] if is_routed else _blocks(dim, matmul)
@@ -57,19 +57,19 @@ def name_experts(names: Names) -> None:
             experts += [dim] if is_routed else []
     for matmul in matmuls_of_selected(facts):
         (key,) = matmul.batch
-        names.give(key, EXPERT, Evidence("matrices are selected by a router", matmul.site))
+        names.give(key, EXPERT, Evidence("matrices are selected by a router", matmul.location))
         experts.append(key)
     sizes = {
         size_of(finest(dim)) for dim in experts if all(atom.name == EXPERT for atom in finest(dim))
     }
-    choices = [(use.dim, use.site, "top_k chooses along it") for use in facts.top_k]
-    choices += [(use.dim, use.site, "argmax chooses along it") for use in facts.largest]
+    choices = [(use.dim, use.location, "top_k chooses along it") for use in facts.top_k]
+    choices += [(use.dim, use.location, "argmax chooses along it") for use in facts.largest]
     choices += [
-        (lookup.key, lookup.site, "rows are selected by a router") for lookup in _routed(facts)
+        (lookup.key, lookup.location, "rows are selected by a router") for lookup in _routed(facts)
     ]
-    for dim, site, reason in choices:
+    for dim, location, reason in choices:
         if learned(dim) and unnamed(dim) and size_of(finest(dim)) in sizes:
-            names.give(dim, EXPERT, Evidence(reason, site))
+            names.give(dim, EXPERT, Evidence(reason, location))
 
 
 def _blocks(dim: Dim, matmul: Matmul) -> list[Dim]:
@@ -89,11 +89,11 @@ def guess_chosen(names: Names) -> None:
     tokens.
     """
     for lookup in _routed(names.facts):
-        why = Evidence("vectors are selected by activations", lookup.site)
+        why = Evidence("vectors are selected by activations", lookup.location)
         names.give(lookup.key, VOCAB, why, guess=True)
     for use in names.facts.top_k:
         if learned(use.dim) and unnamed(use.dim):
-            why = Evidence("top_k chooses along it", use.site)
+            why = Evidence("top_k chooses along it", use.location)
             names.give(use.dim, EXPERT, why, guess=True)
 
 
@@ -123,5 +123,5 @@ def matmuls_of_selected(facts: Facts) -> Iterator[Matmul]:
                     contracted=matmul.contracted,
                     left=tuple(dim for dim in free if dim not in made),
                     right=made,
-                    site=matmul.site,
+                    location=matmul.location,
                 )

@@ -10,7 +10,7 @@ from shardwright.dims.table import Correspondence
 from shardwright.inference.atoms import Dim, Dims, new_dim, new_dims
 from shardwright.inference.evidence import EquationLocation
 from shardwright.inference.facts import Facts
-from shardwright.inference.roots import Root, new_root
+from shardwright.inference.origins import ActivationOrigin, new_origin
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class ArrayFacts:
       data: Whether it depends on the inputs.
       learned: Whether it depends on parameters.
       one_hot: The dim along which each row has a single 1, selected by the inputs, or None.
-      root: Where it comes from, if it depends on the inputs.
+      origin: Where it comes from, if it depends on the inputs.
       inputs: Numbers of the inputs that it depends on.
       loops: What it is to the scans around it, as (scan, part): a "carry", a row of "scanned"
         weights, or a result "made" from both by a matmul.
@@ -34,7 +34,7 @@ class ArrayFacts:
     data: bool = False
     learned: bool = False
     one_hot: Dim | None = None
-    root: Root | None = None
+    origin: ActivationOrigin | None = None
     inputs: frozenset[int] = frozenset()
     loops: frozenset[tuple[int, str]] = frozenset()
     leaf: int | None = None
@@ -57,7 +57,7 @@ class InferenceStep:
 
     Attributes:
       equation: The equation.
-      site: Where it is in the model.
+      location: Where it is in the model.
       values: The operands.
       facts: What the walk has recorded.
       walk: Walks a jaxpr that the equation contains: `Walker.walk`.
@@ -66,7 +66,7 @@ class InferenceStep:
     """
 
     equation: Any
-    site: EquationLocation
+    location: EquationLocation
     values: Sequence[ArrayFacts]
     facts: Facts
     walk: Callable[..., list[ArrayFacts]]
@@ -89,7 +89,7 @@ class InferenceStep:
 
     def same(self, left: Dim, right: Dim) -> None:
         """Record that two dims are the same."""
-        self.facts.same(left, right, self.site)
+        self.facts.same(left, right, self.location)
 
     def aligned(self, known: Correspondence) -> list[Dims]:
         """Record that dims with equal factors are the same. Return the dims of each result.
@@ -111,19 +111,23 @@ class InferenceStep:
         return [tuple(dims[factor] for (factor,) in side) for side in known.results]
 
     def result(
-        self, dims: Iterable[Dim], one_hot: Dim | None = None, *, root: Root | None = None
+        self,
+        dims: Iterable[Dim],
+        one_hot: Dim | None = None,
+        *,
+        origin: ActivationOrigin | None = None,
     ) -> ArrayFacts:
         """Return a result that depends on all that the operands depend on.
 
         Args:
           dims: Its dims.
           one_hot: The dim along which each row has a single 1, or None.
-          root: Its root. By default it is that of the operands, or a new one if they have several.
+          origin: Its origin. By default that of the operands, or a new one if they have several.
         """
         first, *others = self.values or (ArrayFacts(dims=()),)
         data, learned, leaf = first.data, first.learned, first.leaf
         inputs, loops = first.inputs, first.loops
-        roots = [] if first.root is None else [first.root]
+        origins = [] if first.origin is None else [first.origin]
         for value in others:
             data |= value.data
             if value.learned:
@@ -133,28 +137,28 @@ class InferenceStep:
                 inputs |= value.inputs
             if value.loops:
                 loops |= value.loops
-            if value.root is not None and value.root not in roots:
-                roots.append(value.root)
-        if root is None and data:
-            root = roots[0] if len(roots) == 1 else new_root(roots)
+            if value.origin is not None and value.origin not in origins:
+                origins.append(value.origin)
+        if origin is None and data:
+            origin = origins[0] if len(origins) == 1 else new_origin(origins)
         return ArrayFacts(
             dims=tuple(dims),
             data=data,
             learned=learned,
             one_hot=one_hot,
-            root=root,
+            origin=origin,
             inputs=inputs,
             loops=loops,
             leaf=leaf,
             is_computed=not data and any(value.is_computed for value in self.values),
         )
 
-    def new_root(self, *, is_matmul: bool = False) -> Root | None:
-        """Return a root whose parents are those of the operands, or None without inputs."""
+    def new_origin(self, *, is_matmul: bool = False) -> ActivationOrigin | None:
+        """Return a origin whose parents are those of the operands, or None without inputs."""
         if not any(value.data for value in self.values):
             return None
-        roots = [value.root for value in self.values if value.root is not None]
-        return new_root(list(dict.fromkeys(roots)), is_matmul=is_matmul)
+        origins = [value.origin for value in self.values if value.origin is not None]
+        return new_origin(list(dict.fromkeys(origins)), is_matmul=is_matmul)
 
     def new_results(self) -> list[ArrayFacts]:
         """Return results with dims about which nothing is known."""

@@ -39,7 +39,7 @@ def name_tables(names: Names, results: Sequence[ArrayFacts]) -> None:
     """Name the dims of tables that are looked up by tokens."""
     for tables in _tables(names.facts, results):
         for lookup in tables.lookups if tables.is_tokens else ():
-            why = Evidence("a table looked up by the inputs", lookup.site)
+            why = Evidence("a table looked up by the inputs", lookup.location)
             names.give(lookup.key, VOCAB, why, sure=True)
             _name_row(names, lookup, guess=False)
 
@@ -52,7 +52,7 @@ def guess_tables(names: Names, results: Sequence[ArrayFacts]) -> None:
         is_small = tables.rows * _SMALL_TABLE <= largest
         for lookup in tables.lookups:
             size = "a smaller" if is_small else "a"
-            why = Evidence(f"{size} table, looked up by the inputs", lookup.site)
+            why = Evidence(f"{size} table, looked up by the inputs", lookup.location)
             names.give(lookup.key, EMPTY if is_small else VOCAB, why, guess=True)
             _name_row(names, lookup, guess=True)
 
@@ -68,7 +68,7 @@ def _name_row(names: Names, lookup: TableLookup, *, guess: bool) -> None:
     if len(dims) > 1 or (is_square and not _is_read(names.facts, dims[0])):
         guess = True
     for dim in dims:
-        why = Evidence("rows of a table looked up by the inputs", lookup.site)
+        why = Evidence("rows of a table looked up by the inputs", lookup.location)
         names.give(dim, EMBED, why, sure=not guess, guess=guess)
 
 
@@ -146,7 +146,7 @@ def _ends(
         yield results[0].dims[-1], _maker(facts, results[0].dims[-1])
     for lookup in facts.lookups:
         if lookup.of_data and lookup.depends_on == "inputs":
-            yield lookup.key, lookup.site
+            yield lookup.key, lookup.location
 
 
 def _maker(facts: Facts, dim: Dim) -> EquationLocation | None:
@@ -167,15 +167,15 @@ def name_logits(names: Names, results: Sequence[ArrayFacts]) -> None:
         for lookup in facts.lookups
         if any(atom.name == VOCAB and not atom.guess for atom in finest(lookup.key))
     }
-    chosen = [(use.dim, use.site) for use in (*facts.top_k, *facts.largest)]
+    chosen = [(use.dim, use.location) for use in (*facts.top_k, *facts.largest)]
     ends = list(_ends(facts, results))
-    for at, (dim, site) in enumerate((*chosen, *ends)):
+    for at, (dim, location) in enumerate((*chosen, *ends)):
         if learned(dim) and unnamed(dim):
             sizes = [atom.size for atom in finest(dim)]
             is_known = len(sizes) == 1 and sizes[0] in rows
             reason = "logits: as many as the table of tokens has rows" if is_known else "logits"
             if is_known or at >= len(chosen):
-                names.give(dim, VOCAB, Evidence(reason, site), guess=not is_known)
+                names.give(dim, VOCAB, Evidence(reason, location), guess=not is_known)
 
 
 def name_other_tables(names: Names) -> None:
@@ -188,9 +188,9 @@ def name_other_tables(names: Names) -> None:
 def _name_positions(names: Names, lookup: TableLookup) -> None:
     counted = [dim for dim in lookup.index if any(atom.counts for atom in finest(dim))]
     if len(counted) == 1:
-        why = Evidence("a table looked up by positions", lookup.site)
+        why = Evidence("a table looked up by positions", lookup.location)
         is_length = any(atom.name in LENGTHS for atom in finest(counted[0]))
         names.give(lookup.key, LENGTH, why, guess=not is_length)
     else:
-        why = Evidence("a table looked up by distances or constants", lookup.site)
+        why = Evidence("a table looked up by distances or constants", lookup.location)
         names.give(lookup.key, EMPTY, why)

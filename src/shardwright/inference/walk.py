@@ -117,7 +117,7 @@ class FactWalker:
         for at, equation in numbered(jaxpr):
             step = InferenceStep(
                 equation=equation,
-                site=EquationLocation(equation, equation if caller is None else caller),
+                location=EquationLocation(equation, equation if caller is None else caller),
                 values=[read(variable) for variable in equation.invars],
                 facts=self.facts,
                 walk=self.walk,
@@ -138,7 +138,7 @@ class FactWalker:
                 dims=results[0].dims,
                 shape=step.shapes[0],
                 is_lookup=any(value.one_hot is not None for value in step.values),
-                site=step.site,
+                location=step.location,
             )
             self.facts.outputs.append(output)
 
@@ -160,7 +160,7 @@ class FactWalker:
             return known
         if any(step.shapes):
             reason = "its results have new dims"
-            self.facts.unknown.setdefault(name, Evidence(reason, step.site))
+            self.facts.unknown.setdefault(name, Evidence(reason, step.location))
         return step.new_results()
 
 

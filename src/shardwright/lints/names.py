@@ -108,15 +108,15 @@ def _annotated_names(dim: Dim) -> Names | None:
     """Return the axes of an annotated dim, or None for composites and literal specs."""
     if dim.merged:
         return tuple(name for name, _ in dim.merged)
-    if dim.means:
-        return (dim.means,)
+    if dim.semantic_axis:
+        return (dim.semantic_axis,)
     if dim.literal is not None or len(dim.axes) > 1:
         return None
     return dim.axes
 
 
 def _is_composite(dim: Dim) -> bool:
-    return not dim.merged and not dim.means and dim.literal is None and len(dim.axes) > 1
+    return not dim.merged and not dim.semantic_axis and dim.literal is None and len(dim.axes) > 1
 
 
 def _same_names(

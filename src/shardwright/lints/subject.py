@@ -132,7 +132,7 @@ def axes_of(tensor: Tensor) -> frozenset[str]:
     named = [
         axis
         for dim in dims
-        for axis in (*dim.axes, dim.means, *(member for member, _ in dim.merged))
+        for axis in (*dim.axes, dim.semantic_axis, *(member for member, _ in dim.merged))
     ]
     return frozenset(axis for axis in named if axis)
 

@@ -32,7 +32,7 @@ from shardwright.manager.which_shard import Input, Inputs
 from shardwright.resolution.decisions import DimDecision, Outcome, Resolution
 from shardwright.resolution.partition_specs import canonical_spec, entry_names, entry_of
 from shardwright.resolution.rules import AxisRules
-from shardwright.resolution.unknown_axes import lost_entry_fix, unknown_axis
+from shardwright.resolution.unknown_axes import missing_entry_fix, unknown_axis
 from shardwright.trees import annotated, paths
 from shardwright.vocabulary.annotations import (
     as_annotation,
@@ -317,7 +317,7 @@ class SemanticShardMap:
                     fix="write None, or a mesh axis",
                 )
             if name not in self.mesh.shape:
-                fix = lost_entry_fix(name, self.mesh.shape)
+                fix = missing_entry_fix(name, self.mesh.shape)
                 raise MissingMeshAxisError(
                     f"mesh axis {name!r} is not in the mesh", path="output", dim=position, fix=fix
                 )

@@ -137,7 +137,7 @@ def path_required(
         dims = request.dims(rules)
     else:
         dims = lower_local(annotation, local, rules)
-    names = {name for dim in dims for name in (*dim.axes, dim.means)}
+    names = {name for dim in dims for name in (*dim.axes, dim.semantic_axis)}
     covering = [
         (entry, rule) for entry in rules.tensors for axis, rule in entry.rules if axis in names
     ]

@@ -283,7 +283,7 @@ def _is_unnamed(dim: Dim) -> bool:
 
 def _axes_of(dim: Dim) -> Any:
     """Return the axes of a dim, or the semantic axis that its parallelism axes stand for."""
-    return (dim.means,) if dim.means else dim.merged or dim.literal or dim.axes
+    return (dim.semantic_axis,) if dim.semantic_axis else dim.merged or dim.literal or dim.axes
 
 
 def _fitting(weight: Weight, axes: list[str]) -> list[Split]:

@@ -23,7 +23,14 @@ from shardwright.plan.report.fit import fit_lines
 from shardwright.plan.report.state import state_text
 from shardwright.plan.report.text import bytes_text
 from shardwright.plan.report.time import time_lines
-from shardwright.plan.state import ROLES, Category, Held, StateBytes, count_state, read_holds
+from shardwright.plan.state import (
+    ROLES,
+    Category,
+    CountedArray,
+    StateBytes,
+    count_state,
+    read_holds,
+)
 from shardwright.plan.time import TimeRange, estimate_time
 from shardwright.plan.trace import Trace, check_outputs, trace, walk
 from shardwright.plan.walk.entries import Peak
@@ -380,25 +387,27 @@ def program_state(manager: Manager, traced: Trace, program: Program) -> StateByt
       ShardingError: An annotation does not resolve.
     """
     categories = read_holds(program.shapes, program.holds)
-    return count_state(manager, _held(program.shapes, traced, categories))
+    return count_state(manager, _counted_arrays(program.shapes, traced, categories))
 
 
-def _held(
+def _counted_arrays(
     shapes: tuple[Any, ...], traced: Trace, categories: Sequence[Category | None]
-) -> list[Held]:
+) -> list[CountedArray]:
     """Return the arrays of the arguments, as `count_state` takes them."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(shapes)
-    held: list[Held] = []
+    arrays: list[CountedArray] = []
     bare: dict[tuple[int, Category], list[str]] = {}
     for (path, leaf), source, category in zip(leaves, traced.inputs, categories, strict=True):
         value = leaf if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) else jax.typeof(leaf)
         # The first key is the position of the argument.
-        array = Held(path=path_text(path[1:]), value=value, source=source, category=category)
-        held.append(array)
+        array = CountedArray(
+            path=path_text(path[1:]), value=value, source=source, category=category
+        )
+        arrays.append(array)
         if source is None and category not in (None, Category.INPUTS) and value.shape:
             bare.setdefault((path[0].idx, category), []).append(array.path)
     raise_problems([_bare(*key, paths) for key, paths in bare.items()])
-    return held
+    return arrays
 
 
 def _bare(argument: int, category: Category, paths: Sequence[str]) -> Problem:

@@ -134,7 +134,7 @@ class StateBytes:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class CountedArray:
     """One array to count.
 
     Attributes:
@@ -150,7 +150,7 @@ class Held:
     category: Category | None = None
 
 
-def count_state(manager: Manager, arrays: Iterable[Held]) -> StateBytes:
+def count_state(manager: Manager, arrays: Iterable[CountedArray]) -> StateBytes:
     """Count arrays under a manager. If one is optimizer state, add the gradients.
 
     A gradient has the sharding and the dtype of its parameter.
@@ -201,7 +201,7 @@ def count_tensors(
       ShardingError: Annotations do not resolve. The error lists all of them.
     """
     cached = set(caches)
-    arrays: list[Held] = []
+    arrays: list[CountedArray] = []
     missing: list[str] = []
     for tensor in tensors:
         request = ShardingRequest(tensor.axes, tensor.shape, manager.mode, tensor.role, tensor.path)
@@ -212,10 +212,12 @@ def count_tensors(
             continue
         value = jax.ShapeDtypeStruct(tensor.shape or (), tensor.dtype)
         category = _category(role, tensor.path in cached)
-        arrays.append(Held(path=tensor.path, value=value, source=request, category=category))
+        arrays.append(
+            CountedArray(path=tensor.path, value=value, source=request, category=category)
+        )
         if category is Category.PARAMETERS:
             arrays += [
-                Held(
+                CountedArray(
                     path=f"optimizer/{number}/{tensor.path}",
                     value=value,
                     # A [[tensors]] entry that matches the parameter matches its state too.
@@ -282,7 +284,7 @@ def read_holds(shapes: Sequence[Any], holds: Any) -> list[Category | None]:
     return categories
 
 
-def _leaf(manager: Manager, array: Held) -> StateLeaf:
+def _leaf(manager: Manager, array: CountedArray) -> StateLeaf:
     source, resolution = array.source, None
     if isinstance(source, ShardingRequest):
         resolution = manager.answer(source)

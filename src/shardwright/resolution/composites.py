@@ -29,43 +29,46 @@ class TriedCandidate:
       written: The mesh axes as the rule has them, or empty for `-`.
       live: Those of `written` that the mesh has. Mesh axes of size 1 are left out, except under
         `order = "rules"`.
-      passed: Records of what was skipped before this candidate: mesh axes, and candidates without
+      skipped: Records of what was skipped before this candidate: mesh axes, and candidates without
         any mesh axis left.
-      lost: Whether the candidate names a mesh axis that the mesh lacks, so that the policy
+      misses_axis: Whether the candidate names a mesh axis that the mesh lacks, so that the policy
         replicates the dim.
       parts: For a composite, the mesh axes that each member adds to `live`.
     """
 
     written: tuple[str, ...]
     live: tuple[str, ...]
-    passed: tuple[Skip, ...] = ()
-    lost: bool = False
+    skipped: tuple[Skip, ...] = ()
+    misses_axis: bool = False
     parts: tuple[tuple[str, ...], ...] = ()
 
 
 def reduced(
-    written: tuple[str, ...], sizes: Mapping[str, int], missing: Missing, least: int = 2
+    written: tuple[str, ...], sizes: Mapping[str, int], missing: Missing, min_size: int = 2
 ) -> TriedCandidate:
-    """Return a candidate without the mesh axes that are absent or smaller than `least`; record each
-    of them.
+    """Return a candidate without the mesh axes that are absent or smaller than `min_size`.
+
+    Each of them is recorded in `skipped`.
     """
     # Most candidates are single mesh axes that stay.
-    if len(written) == 1 and sizes.get(written[0], 0) >= least:
+    if len(written) == 1 and sizes.get(written[0], 0) >= min_size:
         return _single(written)
     live: list[str] = []
-    passed: list[Skip] = []
-    lost = False
+    skipped: list[Skip] = []
+    misses_axis = False
     for axis in written:
         size = sizes.get(axis)
-        if size is not None and size >= least:
+        if size is not None and size >= min_size:
             live.append(axis)
             continue
         reason = Reason.MISSING if size is None else Reason.SIZE_ONE
-        passed.append(Skip(reason=reason, candidate=written, mesh_axis=axis))
-        lost = lost or (size is None and missing is Missing.REPLICATE)
-    if not live and not lost:
-        passed.append(Skip(reason=Reason.EMPTY, candidate=written))
-    return TriedCandidate(written=written, live=tuple(live), passed=tuple(passed), lost=lost)
+        skipped.append(Skip(reason=reason, candidate=written, mesh_axis=axis))
+        misses_axis = misses_axis or (size is None and missing is Missing.REPLICATE)
+    if not live and not misses_axis:
+        skipped.append(Skip(reason=Reason.EMPTY, candidate=written))
+    return TriedCandidate(
+        written=written, live=tuple(live), skipped=tuple(skipped), misses_axis=misses_axis
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -109,16 +112,16 @@ class Composite:
         """
         reported: set[int] = set()
         for at, picks in enumerate(itertools.product(*self.chains)):
-            passed = [] if at else [*self.unruled]
+            skipped = [] if at else [*self.unruled]
             for pick in picks:
                 if id(pick) not in reported:
                     reported.add(id(pick))
-                    passed += pick.passed
+                    skipped += pick.skipped
             yield TriedCandidate(
                 written=tuple(axis for pick in picks for axis in pick.written),
                 live=tuple(axis for pick in picks for axis in pick.live),
-                passed=tuple(passed),
-                lost=any(pick.lost for pick in picks),
+                skipped=tuple(skipped),
+                misses_axis=any(pick.misses_axis for pick in picks),
                 parts=tuple(pick.live for pick in picks),
             )
 
@@ -152,7 +155,7 @@ def make_composite(
     rules: Sequence[Rule | None],
     sizes: Mapping[str, int],
     missing: Missing,
-    least: int = 2,
+    min_size: int = 2,
 ) -> Composite | Problem | None:
     """Return the candidates of a composite; None if no member has a rule, a problem if the rules do
     not combine.
@@ -175,7 +178,7 @@ def make_composite(
                 ),
             )
     members = tuple(rule for _, rule in stated)
-    chains = tuple(_chain(rule, sizes, missing, least) for rule in members)
+    chains = tuple(_chain(rule, sizes, missing, min_size) for rule in members)
     unruled = [axis_label(axis) for axis, rule in zip(axes, rules, strict=True) if rule is None]
     composite = Composite(
         members=members,
@@ -198,26 +201,27 @@ def make_composite(
 
 
 def _chain(
-    rule: Rule, sizes: Mapping[str, int], missing: Missing, least: int
+    rule: Rule, sizes: Mapping[str, int], missing: Missing, min_size: int
 ) -> tuple[TriedCandidate, ...]:
     """Return the candidates of a member in order, without repetitions and empty candidates.
 
     If the member may add no mesh axes, the last candidate is empty.
     """
     chain: list[TriedCandidate] = []
-    passed: tuple[Skip, ...] = ()
+    skipped: tuple[Skip, ...] = ()
     for written in rule.candidates:
-        candidate = reduced(written, sizes, missing, least)
-        passed += candidate.passed
-        if candidate.lost or (
+        candidate = reduced(written, sizes, missing, min_size)
+        skipped += candidate.skipped
+        if candidate.misses_axis or (
             candidate.live and candidate.live not in [other.live for other in chain]
         ):
-            chain.append(dataclasses.replace(candidate, passed=passed))
-            passed = ()
-        if candidate.lost:
-            return tuple(chain)  # a lost candidate replicates the dim, so no other one is tried
+            chain.append(dataclasses.replace(candidate, skipped=skipped))
+            skipped = ()
+        if candidate.misses_axis:
+            # The policy replicates the dim at this candidate, so no later one is tried.
+            return tuple(chain)
     if rule.fallback is Fallback.REPLICATED or not chain:
-        chain.append(TriedCandidate(written=(), live=(), passed=passed))
+        chain.append(TriedCandidate(written=(), live=(), skipped=skipped))
     return tuple(chain)
 
 

@@ -27,6 +27,7 @@ from shardwright.errors import (
     ShardingError,
     StrategyError,
 )
+from shardwright.resolution.attempts import Attempts, Chain, Failure, PendingDecision
 from shardwright.resolution.composites import Composite, TriedCandidate, make_composite, reduced
 from shardwright.resolution.decisions import (
     DimDecision,
@@ -36,7 +37,6 @@ from shardwright.resolution.decisions import (
     Skip,
     rule_text,
 )
-from shardwright.resolution.drafts import Chain, Draft, Failure, Trial
 from shardwright.resolution.rules import (
     AxisRules,
     Conflict,
@@ -46,7 +46,7 @@ from shardwright.resolution.rules import (
     Rule,
     default_rule,
 )
-from shardwright.resolution.unknown_axes import lost_entry_fix, unknown_axis
+from shardwright.resolution.unknown_axes import missing_entry_fix, unknown_axis
 from shardwright.vocabulary.axes import EXPERT, Role, axis_label
 from shardwright.vocabulary.lowering import Dim
 
@@ -67,8 +67,8 @@ class Decider:
       manual: Mesh axes that an enclosing `shard_map` has already applied.
       taken: Mesh axis -> position and label of the dim that holds it.
       problems: What went wrong so far.
-      stood_in: Dims that use the rule of the semantic axis named in `Dim.means`.
-      least: Smallest mesh axis that a dim takes. A mesh axis of size 1 shards nothing.
+      by_semantic_axis: Dims that use the rule of the semantic axis named in `Dim.semantic_axis`.
+      min_size: Smallest mesh axis that a dim takes. A mesh axis of size 1 shards nothing.
     """
 
     rules: AxisRules
@@ -80,26 +80,28 @@ class Decider:
     manual: frozenset[str]
     taken: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
     problems: list[Problem] = dataclasses.field(default_factory=list)
-    stood_in: set[int] = dataclasses.field(default_factory=set)
-    least: int = 2
+    by_semantic_axis: set[int] = dataclasses.field(default_factory=set)
+    min_size: int = 2
 
     def decide(self, position: int, dim: Dim) -> DimDecision:
         """Decide one dim and take its mesh axes."""
         size = None if self.shape is None else self.shape[position]
-        draft = Draft(dim=position, label=dim.label, size=dim.size if dim.merged else size)
+        pending = PendingDecision(
+            dim=position, label=dim.label, size=dim.size if dim.merged else size
+        )
         if dim.literal is not None:
-            decision = self._literal(draft, dim.literal)
+            decision = self._literal(pending, dim.literal)
         elif not dim.axes:
-            return draft.decided(Outcome.EMPTY)
+            return pending.decided(Outcome.EMPTY)
         elif self._unknown(dim, position):
-            return draft.decided(Outcome.FAILED)
+            return pending.decided(Outcome.FAILED)
         else:
-            rule, size = self.rule_and_size(draft, dim)
+            rule, size = self.rule_and_size(pending, dim)
             if rule is None:
-                return self.without_rule(draft)
-            decision = self._choose(draft, rule, size)
+                return self.without_rule(pending)
+            decision = self._choose(pending, rule, size)
         for axis in decision.mesh_axes:
-            self.taken[axis] = (position, draft.named)
+            self.taken[axis] = (position, pending.named)
         return decision
 
     def gathered(self, decision: DimDecision, dim: Dim) -> DimDecision:
@@ -110,7 +112,7 @@ class Decider:
         if not decision.mesh_axes:
             return decision
         kept: set[str] = set()
-        for axis in (dim.means,) if decision.dim in self.stood_in else dim.axes:
+        for axis in (dim.semantic_axis,) if decision.dim in self.by_semantic_axis else dim.axes:
             stated = self.rules.stated(axis, mode=self.mode, role=Role.ACTIVATION, path=None)
             rule = stated or default_rule(axis)
             kept.update(rule.mesh_axes if rule is not None else ())
@@ -137,12 +139,12 @@ class Decider:
             return self.sizes[live[0]]
         return math.prod([self.sizes[axis] for axis in live if axis not in self.manual])
 
-    def rule_and_size(self, draft: Draft, dim: Dim) -> tuple[Chain | None, int | None]:
+    def rule_and_size(self, pending: PendingDecision, dim: Dim) -> tuple[Chain | None, int | None]:
         """Return the rule of a dim, or None, and the size that must divide."""
-        rule = self.rule_for(dim, draft.dim)
-        size = draft.size
+        rule = self.rule_for(dim, pending.dim)
+        size = pending.size
         if dim.merged:
-            draft.judged_as = axis_label(dim.axes[0])
+            pending.judged_as = axis_label(dim.axes[0])
             size = dim.merged[0][1]
         if isinstance(rule, Rule) and rule.of_one is not None and self._is_one(size, rule):
             rule = rule.of_one
@@ -154,18 +156,18 @@ class Decider:
             return False
         return size == 1
 
-    def without_rule(self, draft: Draft) -> DimDecision:
+    def without_rule(self, pending: PendingDecision) -> DimDecision:
         """Decide a dim that has no rule, or whose composite's rules conflict."""
-        failed = bool(self.problems) and self.problems[-1].dim == draft.dim
-        return draft.decided(Outcome.FAILED if failed else Outcome.NO_RULE)
+        failed = bool(self.problems) and self.problems[-1].dim == pending.dim
+        return pending.decided(Outcome.FAILED if failed else Outcome.NO_RULE)
 
-    def _literal(self, draft: Draft, names: tuple[str, ...]) -> DimDecision:
+    def _literal(self, pending: PendingDecision, names: tuple[str, ...]) -> DimDecision:
         """Decide an entry of a literal spec like the candidate of a rule.
 
         Only a policy may remove a mesh axis that the mesh lacks.
         """
-        draft.literal = True
-        ref = RuleRef(key=f"dim {draft.dim}", text="+".join(names) or "-", source="literal spec")
+        pending.literal = True
+        ref = RuleRef(key=f"dim {pending.dim}", text="+".join(names) or "-", source="literal spec")
         fallback = Fallback.NONE if names else Fallback.REPLICATED
         if names == (Fallback.UNCONSTRAINED,):
             fallback = Fallback.UNCONSTRAINED
@@ -173,12 +175,12 @@ class Decider:
         absent = next((name for name in names if name not in known), None)
         if absent is not None and self.rules.policy.missing is Missing.SKIP:
             what = f"mesh axis {absent!r} is not in the mesh"
-            fix = lost_entry_fix(absent, self.sizes)
-            self.add_problem(MissingMeshAxisError, what, draft.dim, "", rule=ref, fix=fix)
-            draft.rule = ref
-            return draft.decided(Outcome.FAILED)
+            fix = missing_entry_fix(absent, self.sizes)
+            self.add_problem(MissingMeshAxisError, what, pending.dim, "", rule=ref, fix=fix)
+            pending.rule = ref
+            return pending.decided(Outcome.FAILED)
         rule = Rule(candidates=() if fallback else (names,), fallback=fallback, ref=ref)
-        return self._choose(draft, rule, draft.size)
+        return self._choose(pending, rule, pending.size)
 
     # Which rule applies.
 
@@ -203,24 +205,24 @@ class Decider:
         """Return the rule of a dim; None if it has none, or if a composite's rules conflict (then a
         problem is added).
         """
-        if dim.means and self.role is not Role.ACTIVATION:
-            rule = self._stand_in(dim)
+        if dim.semantic_axis and self.role is not Role.ACTIVATION:
+            rule = self._semantic_rule(dim)
             if rule is not None:
-                self.stood_in.add(position)
+                self.by_semantic_axis.add(position)
                 return rule
         if len(dim.axes) == 1:
             axis = dim.axes[0]
             return self._stated(axis) or default_rule(axis)
         rules = [self._stated(axis) or default_rule(axis) for axis in dim.axes]
         missing = self.rules.policy.missing
-        composite = make_composite(dim.axes, rules, self.sizes, missing, self.least)
+        composite = make_composite(dim.axes, rules, self.sizes, missing, self.min_size)
         if isinstance(composite, Problem):
             self._add(composite, dim, position)
             return None
         return composite
 
-    def _stand_in(self, dim: Dim) -> Rule | None:
-        """Return the rule of the semantic axis in `dim.means`, or None if the dim keeps its own.
+    def _semantic_rule(self, dim: Dim) -> Rule | None:
+        """Return the rule of `dim.semantic_axis`, or None if the dim keeps its own.
 
         Exceptions by path come before tables. On either level, a rule that is stated for the
         parallelism axis itself wins.
@@ -229,7 +231,7 @@ class Decider:
         for find in (self._tensor, self._stated) if self.rules.tensors else (self._stated,):
             if [axis for axis in dim.axes if find(axis) is not None]:
                 return None
-            rule = find(dim.means)
+            rule = find(dim.semantic_axis)
             if rule is not None:
                 return rule
         return None
@@ -239,78 +241,82 @@ class Decider:
 
     # Which candidate fits.
 
-    def _choose(self, draft: Draft, rule: Chain, size: int | None) -> DimDecision:
+    def _choose(self, pending: PendingDecision, rule: Chain, size: int | None) -> DimDecision:
         try:
-            return self._chosen(draft, rule, size)
+            return self._chosen(pending, rule, size)
         except _jax.Inconclusive:
             # Whether a symbolic size divides is unknown: decide as if no size were given.
-            return self._chosen(draft, rule, None)
+            return self._chosen(pending, rule, None)
 
-    def _chosen(self, draft: Draft, rule: Chain, size: int | None) -> DimDecision:
-        trial = self.attempt(self.candidates(rule), size)
-        draft.rule, draft.skipped = rule.ref, tuple(trial.skipped)
-        if trial.dropped_missing:
-            return draft.decided(Outcome.POLICY_MISSING)
-        if size is None and self.needs_shape(trial, rule):
-            return self.without_shape(draft, rule)
-        if trial.chosen is not None:
-            return draft.decided(Outcome.CHOSEN, mesh_axes=trial.chosen, unchecked=size is None)
-        return fall_back(self, draft, rule, trial, size)
+    def _chosen(self, pending: PendingDecision, rule: Chain, size: int | None) -> DimDecision:
+        attempts = self.attempt(self.candidates(rule), size)
+        pending.rule, pending.skipped = rule.ref, tuple(attempts.skipped)
+        if attempts.dropped_missing:
+            return pending.decided(Outcome.POLICY_MISSING)
+        if size is None and self.needs_shape(attempts, rule):
+            return self.without_shape(pending, rule)
+        if attempts.chosen is not None:
+            return pending.decided(
+                Outcome.CHOSEN, mesh_axes=attempts.chosen, unchecked=size is None
+            )
+        return fall_back(self, pending, rule, attempts, size)
 
-    def without_shape(self, draft: Draft, rule: Chain) -> DimDecision:
+    def without_shape(self, pending: PendingDecision, rule: Chain) -> DimDecision:
         """Refuse a dim whose candidate depends on its unknown size."""
         fix = "pass shape="
-        if draft.size is not None:
-            fix = f"write {draft.size} as a multiple, such as 8*b, or give the rule one candidate"
+        if pending.size is not None:
+            fix = f"write {pending.size} as a multiple, such as 8*b, or give the rule one candidate"
         what = "which candidate applies depends on the size"
-        self.add_problem(ShapeRequiredError, what, draft.dim, draft.label, rule=rule.ref, fix=fix)
-        return draft.decided(Outcome.FAILED)
+        self.add_problem(
+            ShapeRequiredError, what, pending.dim, pending.label, rule=rule.ref, fix=fix
+        )
+        return pending.decided(Outcome.FAILED)
 
-    def attempt(self, candidates: Iterable[TriedCandidate], size: int | None) -> Trial:
+    def attempt(self, candidates: Iterable[TriedCandidate], size: int | None) -> Attempts:
         """Try the candidates in order. Without a size, continue after the first that fits, to
         collect all mesh axes that may apply.
         """
-        trial = Trial()
+        attempts = Attempts()
         for candidate in candidates:
-            trial.skipped += candidate.passed
-            if candidate.lost and size is None and trial.lives:
+            attempts.skipped += candidate.skipped
+            if candidate.misses_axis and size is None and attempts.tried_axes:
                 # An earlier candidate applies to some sizes and this one to the others. Without a
                 # size, list both.
-                trial.lives.append(candidate.written)
-                return trial
-            if candidate.lost:
-                trial.dropped_missing = True
-                return trial
+                attempts.tried_axes.append(candidate.written)
+                return attempts
+            if candidate.misses_axis:
+                attempts.dropped_missing = True
+                return attempts
             live = candidate.live
             if not live:
                 continue
-            trial.lives.append(live)
+            attempts.tried_axes.append(live)
             blocked = self.blocked(live)
             if blocked and not self._dropped(size, live):
                 failure = Failure(candidate=candidate, reason=Reason.TAKEN, blocked_by=blocked)
-                self._fail(trial, failure)
+                self._fail(attempts, failure)
             elif size is not None and not self.fits(size, live):
                 failure = Failure(candidate=candidate, reason=Reason.INDIVISIBLE)
-                self._fail(trial, failure, size=size)
+                self._fail(attempts, failure, size=size)
                 if self.rules.policy.conflict is Conflict.NEXT:
                     # A size never leads to the next candidate: `indivisible` decides.
-                    trial.failure = failure
-                    return trial
+                    attempts.failure = failure
+                    return attempts
             elif size is None:
-                trial.chosen = trial.chosen or live
+                attempts.chosen = attempts.chosen or live
                 if self.rules.policy.conflict is Conflict.NEXT:
-                    return trial
+                    return attempts
             else:
-                trial.chosen = live
-                return trial
-        return trial
+                attempts.chosen = live
+                return attempts
+        return attempts
 
     def candidates(self, rule: Chain) -> Iterable[TriedCandidate]:
         """Return the candidates of a rule as they are tried."""
         if isinstance(rule, Composite):
             return rule.candidates()
         missing = self.rules.policy.missing
-        return [reduced(written, self.sizes, missing, self.least) for written in rule.candidates]
+        return [reduced(written, self.sizes, missing, self.min_size) for written in rule.candidates]
 
     def _dropped(self, size: int | None, live: tuple[str, ...]) -> bool:
         """Tell whether `indivisible = "drop"` replicates the dim, so that it cannot conflict with
@@ -327,22 +333,22 @@ class Decider:
             axis for at, axis in enumerate(live) if axis in self.taken or axis in live[:at]
         )
 
-    def _fail(self, trial: Trial, failure: Failure, *, size: int | None = None) -> None:
+    def _fail(self, attempts: Attempts, failure: Failure, *, size: int | None = None) -> None:
         if failure.reason is Reason.TAKEN:
             detail = ", ".join(self.holder(axis) for axis in dict.fromkeys(failure.blocked_by))
         else:
             assert size is not None
             detail = self.remainder(size, failure.live)
         written = failure.candidate.written
-        trial.skipped.append(Skip(reason=failure.reason, candidate=written, detail=detail))
-        trial.failure = trial.failure or failure
+        attempts.skipped.append(Skip(reason=failure.reason, candidate=written, detail=detail))
+        attempts.failure = attempts.failure or failure
 
-    def needs_shape(self, trial: Trial, rule: Chain) -> bool:
+    def needs_shape(self, attempts: Attempts, rule: Chain) -> bool:
         """Tell whether the decision depends on the size."""
         policy = self.rules.policy
-        if trial.lives and policy.indivisible is not Indivisible.ERROR:
+        if attempts.tried_axes and policy.indivisible is not Indivisible.ERROR:
             return True
-        answers = {*trial.lives, *([(rule.fallback.value,)] if rule.fallback else [])}
+        answers = {*attempts.tried_axes, *([(rule.fallback.value,)] if rule.fallback else [])}
         # Under `conflict = "next"` the size never selects a candidate.
         return len(answers) > 1 and policy.conflict is not Conflict.NEXT
 
@@ -383,80 +389,80 @@ class Decider:
 
 
 def fall_back(
-    decider: Decider, draft: Draft, rule: Chain, trial: Trial, size: int | None
+    decider: Decider, pending: PendingDecision, rule: Chain, attempts: Attempts, size: int | None
 ) -> DimDecision:
     """Decide a dim that no candidate fits."""
-    failure = trial.failure
+    failure = attempts.failure
     is_next = decider.rules.policy.conflict is Conflict.NEXT
     if is_next and failure is not None and failure.reason is Reason.INDIVISIBLE:
         # Under `conflict = "next"`, neither `-` nor `?` applies to sizes.
-        return _indivisible(decider, draft, rule, failure, failure.live, size)
+        return _indivisible(decider, pending, rule, failure, failure.live, size)
     if rule.fallback is Fallback.REPLICATED:
-        return draft.decided(Outcome.REPLICATED)
+        return pending.decided(Outcome.REPLICATED)
     if rule.fallback is Fallback.UNCONSTRAINED:
-        return _unconstrained(decider, draft, rule)
+        return _unconstrained(decider, pending, rule)
     if failure is None:
-        return draft.decided(Outcome.NO_MESH_AXIS)
+        return pending.decided(Outcome.NO_MESH_AXIS)
     if failure.reason is Reason.TAKEN:
-        return _conflict(decider, draft, rule, failure, size)
-    return _indivisible(decider, draft, rule, failure, failure.live, size)
+        return _conflict(decider, pending, rule, failure, size)
+    return _indivisible(decider, pending, rule, failure, failure.live, size)
 
 
-def _unconstrained(decider: Decider, draft: Draft, rule: Chain) -> DimDecision:
+def _unconstrained(decider: Decider, pending: PendingDecision, rule: Chain) -> DimDecision:
     if decider.role is Role.ACTIVATION:
-        return draft.decided(Outcome.UNCONSTRAINED)
+        return pending.decided(Outcome.UNCONSTRAINED)
     decider.add_problem(
         StrategyError,
         '"?" is for activations only: a parameter needs a sharding',
-        draft.dim,
-        draft.label,
+        pending.dim,
+        pending.label,
         rule=rule.ref,
         fix=f'give it a rule of its own, [params] {rule.ref.key} = "-"',
     )
-    return draft.decided(Outcome.FAILED)
+    return pending.decided(Outcome.FAILED)
 
 
 def _conflict(
-    decider: Decider, draft: Draft, rule: Chain, failure: Failure, size: int | None
+    decider: Decider, pending: PendingDecision, rule: Chain, failure: Failure, size: int | None
 ) -> DimDecision:
     if decider.rules.policy.conflict is Conflict.NEXT:
-        return draft.decided(Outcome.POLICY_NEXT)
+        return pending.decided(Outcome.POLICY_NEXT)
     if decider.rules.policy.conflict is Conflict.FIRST_DIM:
-        return _leave_to_first(decider, draft, rule, failure, size)
+        return _leave_to_first(decider, pending, rule, failure, size)
     decider.add_problem(
         AxisConflictError,
         "; ".join(decider.holder(axis) for axis in dict.fromkeys(failure.blocked_by)),
-        draft.dim,
-        draft.named,
+        pending.dim,
+        pending.named,
         rule=rule.ref,
         mesh_axes=failure.live,
-        fix=_conflict_fix(decider, draft, rule, failure, size),
+        fix=_conflict_fix(decider, pending, rule, failure, size),
     )
-    return draft.decided(Outcome.FAILED)
+    return pending.decided(Outcome.FAILED)
 
 
 def _leave_to_first(
-    decider: Decider, draft: Draft, rule: Chain, failure: Failure, size: int | None
+    decider: Decider, pending: PendingDecision, rule: Chain, failure: Failure, size: int | None
 ) -> DimDecision:
     """Apply `conflict = "first_dim"`: the dim takes only mesh axes that no earlier dim holds."""
     free = tuple(axis for axis in dict.fromkeys(failure.live) if axis not in decider.taken)
     if not free or size is None or decider.fits(size, free):
         unchecked = bool(free) and size is None
-        return draft.decided(Outcome.POLICY_FIRST_DIM, mesh_axes=free, unchecked=unchecked)
+        return pending.decided(Outcome.POLICY_FIRST_DIM, mesh_axes=free, unchecked=unchecked)
     remainder = decider.remainder(size, free)
     skip = Skip(reason=Reason.INDIVISIBLE, candidate=free, detail=remainder)
-    draft.skipped = (*draft.skipped, skip)
-    return _indivisible(decider, draft, rule, failure, free, size)
+    pending.skipped = (*pending.skipped, skip)
+    return _indivisible(decider, pending, rule, failure, free, size)
 
 
 def _conflict_fix(
-    decider: Decider, draft: Draft, rule: Chain, failure: Failure, size: int | None
+    decider: Decider, pending: PendingDecision, rule: Chain, failure: Failure, size: int | None
 ) -> str:
     holders = [decider.taken.get(axis, (0, ""))[1] for axis in failure.blocked_by]
-    if axis_label(EXPERT) in (draft.named, *holders):
+    if axis_label(EXPERT) in (pending.named, *holders):
         return _ROUTER
     once = "an array uses each mesh axis once: write "
-    if draft.literal:
+    if pending.literal:
         return once + "None or another mesh axis here"
     end = f', or end the rule in a fallback, "{rule.ref.text} | -"'
     if isinstance(rule, Composite):
@@ -467,7 +473,7 @@ def _conflict_fix(
 
 def _indivisible(
     decider: Decider,
-    draft: Draft,
+    pending: PendingDecision,
     rule: Chain,
     failure: Failure,
     live: tuple[str, ...],
@@ -476,20 +482,20 @@ def _indivisible(
     assert size is not None
     policy = decider.rules.policy.indivisible
     if policy is Indivisible.REPLICATE:
-        return draft.decided(Outcome.POLICY_REPLICATE)
+        return pending.decided(Outcome.POLICY_REPLICATE)
     if policy is Indivisible.DROP:
-        return draft.decided(Outcome.POLICY_DROP)
+        return pending.decided(Outcome.POLICY_DROP)
     if policy is Indivisible.PREFIX:
         ends = range(len(live) - 1, -1, -1)
         best = next(live[:end] for end in ends if decider.fits(size, live[:end]))
-        return draft.decided(Outcome.POLICY_PREFIX, mesh_axes=best)
-    _add_indivisible(decider, draft, rule, failure, live, size)
-    return draft.decided(Outcome.FAILED)
+        return pending.decided(Outcome.POLICY_PREFIX, mesh_axes=best)
+    _add_indivisible(decider, pending, rule, failure, live, size)
+    return pending.decided(Outcome.FAILED)
 
 
 def _add_indivisible(
     decider: Decider,
-    draft: Draft,
+    pending: PendingDecision,
     rule: Chain,
     failure: Failure,
     live: tuple[str, ...],
@@ -498,17 +504,17 @@ def _add_indivisible(
     shards = decider.shards(live)
     over = ", ".join(f"{axis}={decider.sizes[axis]}" for axis in live)
     count = f" ({shards} shards)" if len(live) > 1 else ""
-    judged = f"{draft.judged_as} of " if draft.judged_as else ""
+    judged = f"{pending.judged_as} of " if pending.judged_as else ""
     fallback = "write None there"
-    if not draft.literal and decider.rules.policy.conflict is Conflict.NEXT:
+    if not pending.literal and decider.rules.policy.conflict is Conflict.NEXT:
         fallback = 'under conflict = "next" a fallback is not for sizes: set [policy] indivisible'
-    elif not draft.literal:
+    elif not pending.literal:
         fallback = f"add a fallback, {_fallback_for(decider, rule, failure, live, size)}"
     decider.add_problem(
         IndivisibleError,
         f"{judged}size {size} does not divide over {over}{count}",
-        draft.dim,
-        draft.named,
+        pending.dim,
+        pending.named,
         rule=rule.ref,
         size=size,
         mesh_axes=live,

@@ -218,10 +218,8 @@ class DimDecision:
             Outcome.POLICY_MISSING: 'policy missing = "replicate"',
             Outcome.FAILED: "failed",
         }[self.outcome]
-        passed = dict.fromkeys(
-            str(skip) for skip in self.skipped if skip.reason is not Reason.EMPTY
-        )
-        parts = [*passed, *([outcome] if outcome else [])]
+        skips = dict.fromkeys(str(skip) for skip in self.skipped if skip.reason is not Reason.EMPTY)
+        parts = [*skips, *([outcome] if outcome else [])]
         if self.gathered:
             parts.append("gathered over " + "+".join(self.gathered))
         if self.zero1:

@@ -20,10 +20,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from shardwright import _jax
+from shardwright.resolution.attempts import Attempts, Chain, PendingDecision
 from shardwright.resolution.composites import Composite, TriedCandidate
 from shardwright.resolution.decide import Decider, fall_back
 from shardwright.resolution.decisions import DimDecision, Outcome, Reason, Skip
-from shardwright.resolution.drafts import Chain, Draft, Trial
 from shardwright.resolution.ranks import DEFAULT, Rank, ranks_of
 from shardwright.resolution.rules import Conflict
 from shardwright.vocabulary.lowering import Dim
@@ -34,26 +34,26 @@ class _Open:
     """A dim that is not decided yet.
 
     Attributes:
-      draft: The decision so far.
+      pending: The decision so far.
       rule: The rule of the dim.
       candidates: The candidates of the rule, in order.
       size: The size that must divide, or None if it is unknown.
-      trial: The result of the candidates that were tried.
+      attempts: The result of the candidates that were tried.
     """
 
-    draft: Draft
+    pending: PendingDecision
     rule: Chain
     candidates: tuple[TriedCandidate, ...]
     size: int | None
-    trial: Trial = dataclasses.field(default_factory=Trial)
+    attempts: Attempts = dataclasses.field(default_factory=Attempts)
 
 
 def decide_in_rule_order(decider: Decider, dims: Sequence[Dim]) -> list[DimDecision]:
     """Decide all dims of a request, in the order of their rules."""
-    decider.least = 1
+    decider.min_size = 1
     decisions: dict[int, DimDecision] = {}
     waiting: dict[int, _Open] = {}
-    turns: list[tuple[Rank, int, int]] = []
+    queue: list[tuple[Rank, int, int]] = []
     for position, dim in enumerate(dims):
         entry = _opened(decider, position, dim)
         if isinstance(entry, DimDecision):
@@ -61,8 +61,8 @@ def decide_in_rule_order(decider: Decider, dims: Sequence[Dim]) -> list[DimDecis
             continue
         waiting[position] = entry
         ranks = _ranks(decider, position, dim, entry)
-        turns += [(rank, position, at) for at, rank in enumerate(ranks)]
-    for _, position, at in sorted(turns):
+        queue += [(rank, position, at) for at, rank in enumerate(ranks)]
+    for _, position, at in sorted(queue):
         if position in decisions:
             continue
         entry = waiting[position]
@@ -70,7 +70,7 @@ def decide_in_rule_order(decider: Decider, dims: Sequence[Dim]) -> list[DimDecis
         if decision is not None:
             decisions[position] = decision
             for axis in decision.mesh_axes:
-                decider.taken[axis] = (position, entry.draft.named)
+                decider.taken[axis] = (position, entry.pending.named)
     decider.problems.sort(key=lambda problem: problem.dim or 0)
     return [_sharded(decisions[position], decider.sizes) for position in range(len(dims))]
 
@@ -81,27 +81,27 @@ def _opened(decider: Decider, position: int, dim: Dim) -> DimDecision | _Open:
     if dim.literal is not None or not names or not decider.rules.known_axes.issuperset(names):
         return decider.decide(position, dim)
     size = None if decider.shape is None else decider.shape[position]
-    draft = Draft(dim=position, label=dim.label, size=dim.size if dim.merged else size)
-    rule, size = decider.rule_and_size(draft, dim)
+    pending = PendingDecision(dim=position, label=dim.label, size=dim.size if dim.merged else size)
+    rule, size = decider.rule_and_size(pending, dim)
     if rule is None:
-        return decider.without_rule(draft)
-    draft.rule = rule.ref
-    entry = _Open(draft=draft, rule=rule, candidates=tuple(decider.candidates(rule)), size=size)
+        return decider.without_rule(pending)
+    pending.rule = rule.ref
+    entry = _Open(pending=pending, rule=rule, candidates=tuple(decider.candidates(rule)), size=size)
     if size is None and _needs_shape(decider, entry):
-        return decider.without_shape(draft, rule)
+        return decider.without_shape(pending, rule)
     if not entry.candidates:
-        return fall_back(decider, draft, rule, entry.trial, size)
+        return fall_back(decider, pending, rule, entry.attempts, size)
     return entry
 
 
 def _needs_shape(decider: Decider, entry: _Open) -> bool:
-    trial = decider.attempt(entry.candidates, None)
-    return not trial.dropped_missing and decider.needs_shape(trial, entry.rule)
+    attempts = decider.attempt(entry.candidates, None)
+    return not attempts.dropped_missing and decider.needs_shape(attempts, entry.rule)
 
 
 def _ranks(decider: Decider, position: int, dim: Dim, entry: _Open) -> Sequence[Rank]:
     """Return the rank of each candidate of a dim."""
-    axes = (dim.means,) if position in decider.stood_in else dim.axes
+    axes = (dim.semantic_axis,) if position in decider.by_semantic_axis else dim.axes
     ranks = [
         ranks_of(decider.rules, axis, mode=decider.mode, role=decider.role, path=decider.path)
         for axis in axes
@@ -114,42 +114,42 @@ def _ranks(decider: Decider, position: int, dim: Dim, entry: _Open) -> Sequence[
 
 def _settled(decider: Decider, entry: _Open, at: int) -> DimDecision | None:
     """Try one candidate of a dim. Return the decision, or None if the dim stays open."""
-    tried = dataclasses.replace(entry.trial, skipped=[*entry.trial.skipped])
+    tried = dataclasses.replace(entry.attempts, skipped=[*entry.attempts.skipped])
     try:
         return _tried(decider, entry, at)
     except _jax.Inconclusive:
         # Whether a symbolic size divides is unknown: decide as if no size were given.
-        entry.size, entry.trial = None, tried
+        entry.size, entry.attempts = None, tried
         if _needs_shape(decider, entry):
-            return decider.without_shape(entry.draft, entry.rule)
+            return decider.without_shape(entry.pending, entry.rule)
         return _tried(decider, entry, at)
 
 
 def _tried(decider: Decider, entry: _Open, at: int) -> DimDecision | None:
-    draft, trial = entry.draft, entry.trial
+    pending, attempts = entry.pending, entry.attempts
     attempt = decider.attempt((entry.candidates[at],), entry.size)
-    trial.skipped += attempt.skipped
-    draft.skipped = tuple(trial.skipped)
+    attempts.skipped += attempt.skipped
+    pending.skipped = tuple(attempts.skipped)
     failure = attempt.failure
     if attempt.dropped_missing:
-        return draft.decided(Outcome.POLICY_MISSING)
+        return pending.decided(Outcome.POLICY_MISSING)
     if attempt.chosen is not None:
         refs = () if isinstance(entry.rule, Composite) else entry.rule.refs
-        draft.rule = refs[at] if refs else entry.rule.ref
+        pending.rule = refs[at] if refs else entry.rule.ref
         unchecked = entry.size is None
-        return draft.decided(Outcome.CHOSEN, mesh_axes=attempt.chosen, unchecked=unchecked)
+        return pending.decided(Outcome.CHOSEN, mesh_axes=attempt.chosen, unchecked=unchecked)
     # Under `conflict = "next"` a size that does not divide ends the chain.
     is_next = decider.rules.policy.conflict is Conflict.NEXT
     is_last = is_next and failure is not None and failure.reason is Reason.INDIVISIBLE
-    trial.failure = failure if is_last else trial.failure or failure
+    attempts.failure = failure if is_last else attempts.failure or failure
     if not is_last and at + 1 < len(entry.candidates):
         return None
-    if trial.failure is not None:
+    if attempts.failure is not None:
         # Since this candidate failed, other dims may have taken its mesh axes. Try it again, so
         # that the reason of the failure is current.
-        candidates = (trial.failure.candidate,)
-        trial.failure = decider.attempt(candidates, entry.size).failure
-    return fall_back(decider, draft, entry.rule, trial, entry.size)
+        candidates = (attempts.failure.candidate,)
+        attempts.failure = decider.attempt(candidates, entry.size).failure
+    return fall_back(decider, pending, entry.rule, attempts, entry.size)
 
 
 def _sharded(decision: DimDecision, sizes: Mapping[str, int]) -> DimDecision:

@@ -122,7 +122,7 @@ def axis_hint(name: str, labels: Iterable[str]) -> str:
     return f"did you mean {' or '.join(map(repr, axes))}?"
 
 
-def lost_entry_fix(name: str, sizes: Iterable[str]) -> str:
+def missing_entry_fix(name: str, sizes: Iterable[str]) -> str:
     """Return how to fix an entry of a literal spec that is not a mesh axis.
 
     It is a typing error, or a logical name of flax.

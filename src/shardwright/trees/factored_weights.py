@@ -263,7 +263,7 @@ def low_rank(
     stacks = [
         at
         for at, dim in enumerate(lower(spec.axes, spec.shape).dims[:outputs_start])
-        if at >= leading and _STACKS & {*dim.axes, dim.means}
+        if at >= leading and _STACKS & {*dim.axes, dim.semantic_axis}
     ]
     if stacks:
         what = (

@@ -88,9 +88,9 @@ class DynamicShardingAxes(_Fields):
       mode: A runtime mode, or the index of a dim whose size decides the mode: decode if the size is
         1, else train.
       role: `Role.PARAM` for weight layouts, None if the call decides.
-      means: For weight layouts, the semantic axes that the parallelism axes stand for. In the role
-        `param` a dim follows the rule of that semantic axis, unless the strategy has a rule for the
-        parallelism axis itself.
+      semantic_axes: For weight layouts, the semantic axes that the parallelism axes stand for. In
+        the role `param` a dim follows the rule of that semantic axis, unless the strategy has a
+        rule for the parallelism axis itself.
 
     Raises:
       StrategyError: The mode is unknown, or the class of the layout defines other axes.
@@ -99,7 +99,7 @@ class DynamicShardingAxes(_Fields):
     default_axes: ClassVar[tuple[LayoutDim, ...]] = ()
     default_mode: ClassVar[str | int] = MODE_TRAIN
     role: ClassVar[Role | None] = None
-    means: ClassVar[tuple[str, ...]] = ()
+    semantic_axes: ClassVar[tuple[str, ...]] = ()
     any_rank: ClassVar[bool] = False
     bias: ClassVar[type[DynamicShardingAxes] | None] = None
     named: ClassVar[bool] = False
@@ -115,8 +115,8 @@ class DynamicShardingAxes(_Fields):
             cls.default_axes = _freeze_dims(cls.__dict__["axes"])
             cls.named = True
             cls.axes = _Axes()
-            if "means" not in cls.__dict__:
-                cls.means = ()
+            if "semantic_axes" not in cls.__dict__:
+                cls.semantic_axes = ()
         if "mode" in cls.__dict__:
             cls.default_mode = _freeze_mode(cls.__dict__["mode"])
             cls.mode = _Mode()
@@ -229,7 +229,7 @@ class ColumnWiseBias(DynamicShardingAxes, role=Role.PARAM):
     """Bias `[out]` of a `ColumnWise` weight."""
 
     axes = (TP,)
-    means = (MLP_INTERMEDIATE,)
+    semantic_axes = (MLP_INTERMEDIATE,)
 
 
 class RowWiseBias(DynamicShardingAxes, role=Role.PARAM):
@@ -242,21 +242,21 @@ class ExpertColumnWiseBias(DynamicShardingAxes, role=Role.PARAM):
     """Bias `[experts, intermediate]`."""
 
     axes = (EP, TP)
-    means = (EXPERT, MLP_INTERMEDIATE)
+    semantic_axes = (EXPERT, MLP_INTERMEDIATE)
 
 
 class ExpertRowWiseBias(DynamicShardingAxes, role=Role.PARAM):
     """Bias `[experts, hidden]`."""
 
     axes = (EP, EMPTY)
-    means = (EXPERT, EMPTY)
+    semantic_axes = (EXPERT, EMPTY)
 
 
 class ColumnWise(DynamicShardingAxes, role=Role.PARAM):
     """Weight `[in, out]` whose output is sharded: the first weight of a pair."""
 
     axes = ((FSDP, SP), TP)
-    means = (EMBED, MLP_INTERMEDIATE)
+    semantic_axes = (EMBED, MLP_INTERMEDIATE)
     bias = ColumnWiseBias
 
 
@@ -264,7 +264,7 @@ class RowWise(DynamicShardingAxes, role=Role.PARAM):
     """Weight `[in, out]` whose input is sharded: the second weight of a pair."""
 
     axes = (TP, (FSDP, SP))
-    means = (MLP_INTERMEDIATE, EMBED)
+    semantic_axes = (MLP_INTERMEDIATE, EMBED)
     bias = RowWiseBias
 
 
@@ -291,7 +291,7 @@ class ExpertColumnWiseAlt(DynamicShardingAxes, role=Role.PARAM):
     """Expert weight `[experts, hidden, intermediate]`, stored over fsdp and sp."""
 
     axes = (EP, (FSDP, SP), TP)
-    means = (EXPERT, EMBED, MLP_INTERMEDIATE)
+    semantic_axes = (EXPERT, EMBED, MLP_INTERMEDIATE)
     bias = ExpertColumnWiseBias
 
 
@@ -306,7 +306,7 @@ class ExpertRowWiseAlt(DynamicShardingAxes, role=Role.PARAM):
     """Expert weight `[experts, intermediate, hidden]`, stored over fsdp and sp."""
 
     axes = (EP, TP, (FSDP, SP))
-    means = (EXPERT, MLP_INTERMEDIATE, EMBED)
+    semantic_axes = (EXPERT, MLP_INTERMEDIATE, EMBED)
     bias = ExpertRowWiseBias
 
 

@@ -53,14 +53,14 @@ class Dim:
 
     Attributes:
       axes: Canonical axes: several for a composite, none for `EMPTY`.
-      means: The semantic axis that the parallelism axes of a weight layout stand for, or empty.
+      semantic_axis: The axis that the parallelism axes of a weight layout stand for, or empty.
       merged: The members of a merged dim, or empty.
       literal: The mesh axes of a literal spec's entry (`("?",)` if unconstrained), or None.
       label: The axes as messages show them.
     """
 
     axes: tuple[str, ...]
-    means: str = ""
+    semantic_axis: str = ""
     merged: tuple[tuple[str, int], ...] = ()
     literal: tuple[str, ...] | None = None
     label: str = dataclasses.field(init=False, compare=False)
@@ -72,7 +72,7 @@ class Dim:
             label = axis_label(self.axes[0])
         else:
             label = "+".join([axis_label(axis) for axis in self.axes]) or EMPTY
-        meaning = f" ({axis_label(self.means)})" if self.means else ""
+        meaning = f" ({axis_label(self.semantic_axis)})" if self.semantic_axis else ""
         object.__setattr__(self, "label", label + meaning)
 
     @property
@@ -132,13 +132,16 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
 
 
 @functools.lru_cache(maxsize=4096)
-def _lower_dim(entry: Any, means: str) -> Dim:
+def _lower_dim(entry: Any, semantic_axis: str) -> Dim:
     if isinstance(entry, MergedDim):
         return Dim(axes=(entry.members[0][0],), merged=entry.members)
     names = entry if isinstance(entry, tuple) else (entry,)
     if entry == EMPTY:
         names = ()
-    return Dim(axes=tuple(map(canonical_axis, names)), means="" if means == EMPTY else means)
+    return Dim(
+        axes=tuple(map(canonical_axis, names)),
+        semantic_axis="" if semantic_axis == EMPTY else semantic_axis,
+    )
 
 
 # The `Dim` of each axis. Most entries of annotations are a single axis.
@@ -154,8 +157,8 @@ def _lower_layout(annotation: Any, rank: int | None) -> Lowered:
         dims, mode = layout.default_axes, layout.default_mode
     if layout.any_rank:
         return Lowered(dims=(Dim(axes=()),) * (rank or 0), mode=mode, role=layout.role)
-    means = layout.means or (EMPTY,) * len(dims)
-    lowered = tuple(_lower_dim(dim, mean) for dim, mean in zip(dims, means, strict=True))
+    semantic_axes = layout.semantic_axes or (EMPTY,) * len(dims)
+    lowered = tuple(_lower_dim(dim, axis) for dim, axis in zip(dims, semantic_axes, strict=True))
     # A weight layout also fits a stack of such weights, which `jax.lax.scan` over layers needs.
     if is_stacked or (layout.role is Role.PARAM and rank == len(dims) + 1):
         lowered = (Dim(axes=(LAYERS,)), *lowered)

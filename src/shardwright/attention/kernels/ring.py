@@ -36,24 +36,24 @@ class _Ring:
       recipe: The arithmetic.
       axes: The mesh axes of the ring, major first.
       size: Number of ranks.
-      turns: The shards that a rank reads, each as its distance back in ranks. The rank's own shard,
+      steps: The shards that a rank reads, each as its distance back in ranks. The rank's own shard,
         0, is first.
-      loop: Whether the turns are a `lax.scan`.
+      loop: Whether the steps are a `lax.scan`.
       kernel: `blockwise`, or a value with the same functions.
     """
 
     recipe: Recipe
     axes: tuple[str, ...]
     size: int
-    turns: tuple[int, ...]
+    steps: tuple[int, ...]
     loop: bool
     kernel: Any
 
     @property
     def hops(self) -> tuple[int, ...]:
-        """How many ranks the keys move between one turn and the next."""
+        """How many ranks the keys move between one step and the next."""
         return tuple(
-            after - before for before, after in zip(self.turns, self.turns[1:], strict=False)
+            after - before for before, after in zip(self.steps, self.steps[1:], strict=False)
         )
 
     def send(self, arrays: Any, hop: int) -> Any:
@@ -63,21 +63,21 @@ class _Ring:
         pairs = [(rank, (rank + hop) % self.size) for rank in range(self.size)]
         return jax.tree.map(lambda array: jax.lax.ppermute(array, self.axes, pairs), arrays)
 
-    def start(self, operands: Operands, turn: Any) -> Any:
-        """Return the row of the whole sequence where the keys of a turn start."""
-        return (jax.lax.axis_index(self.axes) - turn) % self.size * operands.k.shape[1]
+    def start(self, operands: Operands, step: Any) -> Any:
+        """Return the row of the whole sequence where the keys of a step start."""
+        return (jax.lax.axis_index(self.axes) - step) % self.size * operands.k.shape[1]
 
-    def read(self, operands: Operands, kv: KV, turn: Any) -> Operands:
-        """Return the operands of a turn."""
+    def read(self, operands: Operands, kv: KV, step: Any) -> Operands:
+        """Return the operands of a step."""
         k, v = sequence.unpack(kv, head_dim=operands.q.shape[-1])
-        return sequence.keys_at(operands, self.start(operands, turn), k=k, v=v)
+        return sequence.keys_at(operands, self.start(operands, step), k=k, v=v)
 
 
-def turns_of(call: AttentionCall) -> tuple[int, ...]:
+def steps_of(call: AttentionCall) -> tuple[int, ...]:
     """Return which shards of keys some rank must read, each as its distance back in ranks.
 
     If positions are arrays, every shard is read. If they count from an offset, a causal window of w
-    tokens over shards of s rows leaves `1 + ceil((w - 1) / s)` turns.
+    tokens over shards of s rows leaves `1 + ceil((w - 1) / s)` steps.
     """
     ranks = call.shards(call.specs.kv_length)
     if call.q_offset is None:
@@ -85,14 +85,14 @@ def turns_of(call: AttentionCall) -> tuple[int, ...]:
     q_rows, kv_rows = call.q_length // ranks, call.kv_length // ranks
     q_starts = [call.q_offset + rank * q_rows for rank in range(ranks)]
 
-    def is_unread(turn: int) -> bool:
-        pairs = ((q, (rank - turn) % ranks * kv_rows) for rank, q in enumerate(q_starts))
+    def is_unread(step: int) -> bool:
+        pairs = ((q, (rank - step) % ranks * kv_rows) for rank, q in enumerate(q_starts))
         return all(
             block_is_empty(call.recipe.mask, (q, q + q_rows - 1), (kv, kv + kv_rows - 1))
             for q, kv in pairs
         )
 
-    return (0, *(turn for turn in range(1, ranks) if not is_unread(turn)))
+    return (0, *(step for step in range(1, ranks) if not is_unread(step)))
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
@@ -124,7 +124,7 @@ def _run(shard: Operands, *, call: AttentionCall, inner: inner_kernel.Inner) -> 
             recipe=inner_kernel.recipe_of(inner, shard, call),
             axes=axes,
             size=call.shards(axes),
-            turns=turns_of(call),
+            steps=steps_of(call),
             loop=call.loop,
             kernel=inner_kernel.blocks_of(inner, call),
         )
@@ -150,19 +150,19 @@ def _values(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     operands = others.replace(**floats)
 
-    def add(state: Running, kv: KV, turn: Any) -> Running:
-        keys = ring.read(operands, kv, turn)
+    def add(state: Running, kv: KV, step: Any) -> Running:
+        keys = ring.read(operands, kv, step)
         added: Running = ring.kernel.forward(keys, ring.recipe, state=state)
         return added
 
-    def turn_and_send(carry: tuple[Running, KV], turn: Any, hop: int) -> tuple[Running, KV]:
+    def attend_and_send(carry: tuple[Running, KV], step: Any, hop: int) -> tuple[Running, KV]:
         state, kv = carry
         arriving = ring.send(kv, hop)  # first, so that it overlaps with the work
-        return add(state, kv, turn), arriving
+        return add(state, kv, step), arriving
 
     carry = (online_softmax.start(operands.q, operands.v), sequence.pack(operands.k, operands.v))
-    state, kv = _turn(ring, turn_and_send, carry)
-    state = add(state, kv, ring.turns[-1])
+    state, kv = _scan_steps(ring, attend_and_send, carry)
+    state = add(state, kv, ring.steps[-1])
     o, lse, lse_error = ring.kernel.finish(state, operands)
     return o.astype(operands.q.dtype), lse, lse_error
 
@@ -173,21 +173,21 @@ def _backward_pass(ring: _Ring, residuals: Any, cotangents: Any) -> dict[str, An
     operands, do = sequence.sent_again(others.replace(**floats), do)
     delta = blockwise.delta(o, do, dlse)
 
-    def add(grads: _Grads, kv: KV, turn: Any) -> _Grads:
-        read = ring.read(operands, kv, turn)
+    def add(grads: _Grads, kv: KV, step: Any) -> _Grads:
+        read = ring.read(operands, kv, step)
         dk, dv = sequence.unpack(grads.kv, head_dim=operands.q.shape[-1])
         bias = None if read.bias is None else jnp.zeros_like(read.bias, dtype=jnp.float32)
         onto = blockwise.Gradients(q=grads.q, k=dk, v=dv, bias=bias)
         added = ring.kernel.backward(
             read, ring.recipe, lse=lse, do=do, delta=delta, onto=onto, lse_error=lse_error
         )
-        bias = sequence.add_columns(grads.bias, added.bias, ring.start(operands, turn))
+        bias = sequence.add_columns(grads.bias, added.bias, ring.start(operands, step))
         return _Grads(q=added.q, bias=bias, kv=sequence.pack(added.k, added.v))
 
-    def turn_and_send(carry: tuple[_Grads, KV], turn: Any, hop: int) -> tuple[_Grads, KV]:
+    def attend_and_send(carry: tuple[_Grads, KV], step: Any, hop: int) -> tuple[_Grads, KV]:
         grads, kv = carry
         arriving = ring.send(kv, hop)
-        grads = add(grads, kv, turn)
+        grads = add(grads, kv, step)
         return dataclasses.replace(grads, kv=ring.send(grads.kv, hop)), arriving
 
     zeros = functools.partial(jnp.zeros_like, dtype=jnp.float32)
@@ -195,11 +195,11 @@ def _backward_pass(ring: _Ring, residuals: Any, cotangents: Any) -> dict[str, An
     start = _Grads(
         q=zeros(operands.q), bias=bias, kv=sequence.pack(zeros(operands.k), zeros(operands.v))
     )
-    grads, kv = _turn(ring, turn_and_send, (start, sequence.pack(operands.k, operands.v)))
-    grads = add(grads, kv, ring.turns[-1])
+    grads, kv = _scan_steps(ring, attend_and_send, (start, sequence.pack(operands.k, operands.v)))
+    grads = add(grads, kv, ring.steps[-1])
     dk, dv = sequence.unpack(grads.kv, head_dim=operands.q.shape[-1])
     complete = sequence.pack(dk.astype(operands.k.dtype), dv.astype(operands.v.dtype))
-    returned = ring.send(complete, -ring.turns[-1])
+    returned = ring.send(complete, -ring.steps[-1])
     dk, dv = sequence.unpack(returned, head_dim=operands.q.shape[-1])
     sinks = (
         None
@@ -212,12 +212,12 @@ def _backward_pass(ring: _Ring, residuals: Any, cotangents: Any) -> dict[str, An
 _attend = differentiable(_values, _backward_pass)
 
 
-def _turn(ring: _Ring, step: Any, carry: Any) -> Any:
-    """Return the carry after `step(carry, turn, hop)` for all turns but the last."""
+def _scan_steps(ring: _Ring, function: Any, carry: Any) -> Any:
+    """Return the carry after `function(carry, step, hop)` for all steps but the last."""
     hops = ring.hops
     if not ring.loop or len(hops) < 2 or len(set(hops)) > 1:
-        for turn, hop in zip(ring.turns, hops, strict=False):
-            carry = step(carry, turn, hop)
+        for step, hop in zip(ring.steps, hops, strict=False):
+            carry = function(carry, step, hop)
         return carry
-    turns = jnp.asarray(ring.turns[:-1], dtype=jnp.int32)
-    return jax.lax.scan(lambda carry, turn: (step(carry, turn, hops[0]), None), carry, turns)[0]
+    steps = jnp.asarray(ring.steps[:-1], dtype=jnp.int32)
+    return jax.lax.scan(lambda carry, step: (function(carry, step, hops[0]), None), carry, steps)[0]

@@ -359,7 +359,7 @@ def _arranged(
 def _members(spec: ArraySpec) -> Iterator[list[tuple[str, int]]]:
     """Yield the axes of each dim with their sizes: several of a merged dim."""
     for dim, size in zip(lower(spec.axes, spec.shape).dims, spec.shape, strict=True):
-        yield list(dim.merged) or [(dim.means or next(iter(dim.axes), EMPTY), size)]
+        yield list(dim.merged) or [(dim.semantic_axis or next(iter(dim.axes), EMPTY), size)]
 
 
 def _is_left_out(name: str, sizes: Sizes, layers: str) -> bool:

@@ -202,7 +202,7 @@ def _chain(
         (candidate, places[at] if places else None)
         for at, written in enumerate(rule.candidates)
         for candidate in [reduced(written, pm.mesh.shape, policy.missing, 1 if is_ordered else 2)]
-        if candidate.live or candidate.lost
+        if candidate.live or candidate.misses_axis
     ]
     if size is None:
         _check_shape(rule, [candidate.live for candidate, _ in candidates], policy, name)
@@ -210,7 +210,7 @@ def _chain(
     ranks: list[Any] = []
     failed: tuple[str, ...] = ()
     for candidate, rank in candidates:
-        if candidate.lost:
+        if candidate.misses_axis:
             return [*chain, None], ranks
         if size is not None and size % _shards(pm, candidate.live):
             failed = failed or candidate.live
@@ -235,13 +235,13 @@ def candidate_shards(pm: PartitionManager, name: str, target: Any) -> tuple[int,
     Two sizes have the same mesh axes if both or neither are multiples of each of these numbers.
     """
     rule, policy = _rule(pm, *_exported(pm, name, target)), pm.rules.policy
-    lives = [
+    tried_axes = [
         reduced(written, pm.mesh.shape, policy.missing, 1).live
         for written in (() if rule is None else rule.candidates)
     ]
     if policy.indivisible is Indivisible.PREFIX:
-        lives = [live[:end] for live in lives for end in range(1, len(live) + 1)]
-    return tuple(dict.fromkeys(_shards(pm, live) for live in lives))
+        tried_axes = [live[:end] for live in tried_axes for end in range(1, len(live) + 1)]
+    return tuple(dict.fromkeys(_shards(pm, live) for live in tried_axes))
 
 
 def _shards(pm: PartitionManager, live: Sequence[str]) -> int:
@@ -252,10 +252,12 @@ def _entry(live: tuple[str, ...]) -> MeshAxes:
     return live[0] if len(live) == 1 else live or None
 
 
-def _check_shape(rule: Rule, lives: Sequence[tuple[str, ...]], policy: Policy, name: str) -> None:
+def _check_shape(
+    rule: Rule, tried_axes: Sequence[tuple[str, ...]], policy: Policy, name: str
+) -> None:
     """Check that a rule does not depend on a size."""
-    is_lenient = policy.indivisible is not Indivisible.ERROR and bool(lives)
-    answers = len({*lives}) + bool(rule.fallback)
+    is_lenient = policy.indivisible is not Indivisible.ERROR and bool(tried_axes)
+    answers = len({*tried_axes}) + bool(rule.fallback)
     if is_lenient or (answers > 1 and policy.conflict is not Conflict.NEXT):
         what = f"the mesh axes of {name!r} depend on its size"
         fix = f"pass sizes={{{name!r}: ...}}"

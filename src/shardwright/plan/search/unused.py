@@ -89,7 +89,11 @@ def _mesh_axes(request: ShardingRequest, rules: AxisRules, mode: str) -> set[str
     found: set[str] = set()
     for dim in request.dims(rules):
         found.update(dim.literal or ())
-        for axis in (*dim.axes, *(name for name, _ in dim.merged), *filter(None, [dim.means])):
+        for axis in (
+            *dim.axes,
+            *(name for name, _ in dim.merged),
+            *filter(None, [dim.semantic_axis]),
+        ):
             for role in Role:
                 rule = rules.stated(axis, mode=mode, role=role, path=request.path)
                 rule = rule or default_rule(axis)

@@ -80,7 +80,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
             ),
             aval.dtype,
             ledger.local_shape(aval, value.dims),
-            step.site.source,
+            step.location.source,
         )
         for value, aval in zip(values, step.results, strict=True)
     ]

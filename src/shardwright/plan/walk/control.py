@@ -40,22 +40,22 @@ def scan(step: PlanStep) -> list[ShardedValue]:
     (loop,) = bodies(step.equation)
     constants, carries, body = loop.fixed, loop.carried, loop.jaxpr
     avals, split = step.avals, constants + carries
-    site = dataclasses.replace(step.site, runs=step.site.runs * (loop.rounds or 0))
+    location = dataclasses.replace(step.location, runs=step.location.runs * (loop.rounds or 0))
     inputs = [
-        dataclasses.replace(_unstacked(step, at), runs=site.runs)
+        dataclasses.replace(_unstacked(step, at), runs=location.runs)
         for at in range(split, len(step.values))
     ]
     fixed, starts = step.values[:constants], step.values[constants:split]
-    carry = _carried(step, body, (fixed, starts, inputs), site)
+    carry = _carried(step, body, (fixed, starts, inputs), location)
     for value, aval, goal in zip(starts, avals[constants:split], carry, strict=True):
-        step.ledger.move(value, aval, goal.dims, step.site, origins=goal.origins)
+        step.ledger.move(value, aval, goal.dims, step.location, origins=goal.origins)
     wanted = [value.dims for value in carry] + [None] * (len(body.outvars) - carries)
     outer = step.ledger.begin_inner()
     # A carry is in memory during the whole scan. It is counted outside, with the scan's results.
     held = [dataclasses.replace(value, buffer=None) for value in carry]
     sliced = _with_slices(step, inputs, body.invars[split:])
     before = len(step.ledger.events)
-    ends = step.walk(body, [*fixed, *held, *sliced], site=site, wanted=wanted)
+    ends = step.walk(body, [*fixed, *held, *sliced], location=location, wanted=wanted)
     summed = {
         axis
         for event in step.ledger.events[before:]
@@ -72,16 +72,16 @@ def scan(step: PlanStep) -> list[ShardedValue]:
     for start, end, variable in zip(carry, ends, body.outvars, strict=False):
         if not start.free:
             step.doubt(_turned(start, end), _CARRY)
-            step.ledger.move(end, variable.aval, start.dims, site, origins=start.origins)
+            step.ledger.move(end, variable.aval, start.dims, location, origins=start.origins)
     stacked = [
-        step.ledger.settle(end, variable.aval, site)
+        step.ledger.settle(end, variable.aval, location)
         for end, variable in zip(ends[carries:], body.outvars[carries:], strict=True)
     ]
     step.ledger.inner = step.ledger.end_inner(outer, ends[:carries], ends[carries:])
     return [
-        *(_settled(value, runs=step.site.runs) for value in carry),
+        *(_settled(value, runs=step.location.runs) for value in carry),
         *(
-            dataclasses.replace(value, dims=((), *value.dims), runs=step.site.runs)
+            dataclasses.replace(value, dims=((), *value.dims), runs=step.location.runs)
             for value in stacked
         ),
     ]
@@ -120,7 +120,7 @@ def _carried(
     step: PlanStep,
     body: Any,
     values: tuple[list[ShardedValue], list[ShardedValue], list[ShardedValue]],
-    site: WalkLocation,
+    location: WalkLocation,
 ) -> list[ShardedValue]:
     """Return the shardings that the carries of a scan keep.
 
@@ -128,14 +128,14 @@ def _carried(
     every device can make the first value by itself.
     """
     fixed, starts, inputs = values
-    carry = [_settled(value, runs=site.runs) for value in starts]
+    carry = [_settled(value, runs=location.runs) for value in starts]
     for _ in range(_ROUNDS):
         ends = step.walk(body, [*fixed, *carry, *inputs], ledger=step.ledger.blank())
         taken = [_takes(start, end) for start, end in zip(carry, ends, strict=False)]
         if not any(taken):
             break
         carry = [
-            _settled(end, runs=site.runs) if takes else start
+            _settled(end, runs=location.runs) if takes else start
             for start, end, takes in zip(carry, ends, taken, strict=False)
         ]
     return carry
@@ -162,14 +162,14 @@ def _settled(value: ShardedValue, *, runs: int) -> ShardedValue:
 
 def while_loop(step: PlanStep) -> list[ShardedValue]:
     """Follow a while loop. Its number of runs is not known, so its collectives are not counted."""
-    site = step.site
+    location = step.location
     loop, asked = bodies(step.equation)
     body, condition = loop.jaxpr, asked.jaxpr
     values = loop.of_operands(step.values)
     fixed, starts = values[: loop.fixed], values[loop.fixed :]
-    carry = _carried(step, body, (fixed, starts, []), site)
+    carry = _carried(step, body, (fixed, starts, []), location)
     for value, aval, goal in zip(starts, step.avals[-len(starts) :], carry, strict=True):
-        step.ledger.move(value, aval, goal.dims, site, origins=goal.origins)
+        step.ledger.move(value, aval, goal.dims, location, origins=goal.origins)
     inner = step.ledger.blank()
     inner.timeline = None if step.ledger.timeline is None else Timeline()
     # As in a scan, the carry is counted outside.
@@ -177,14 +177,14 @@ def while_loop(step: PlanStep) -> list[ShardedValue]:
     ends = step.walk(body, [*fixed, *held], ledger=inner)
     for first, end, variable in zip(carry, ends, body.outvars, strict=True):
         if not first.free:
-            inner.move(end, variable.aval, first.dims, site, origins=first.origins)
+            inner.move(end, variable.aval, first.dims, location, origins=first.origins)
     if inner.timeline is not None:
         buffers = [end.buffer for end in ends if end.buffer is not None]
         step.ledger.inner = inner.timeline.peak(buffers, within=True)
         inner.timeline = None
     shared = asked.of_operands(step.values)[: -len(carry)]
     [again] = step.walk(condition, [*shared, *carry], ledger=inner)
-    inner.move(again, condition.outvars[0].aval, (), site, origins=again.origins)
+    inner.move(again, condition.outvars[0].aval, (), location, origins=again.origins)
     if inner.events or inner.work.flops:
         step.ledger.unknown[UNKNOWN_RUNS] += 1
     step.ledger.unknown.update(inner.unknown)
@@ -197,14 +197,14 @@ def cond(step: PlanStep) -> list[ShardedValue]:
     The work of the cond is that of the branch with the most work. The least work of a branch is
     kept beside it, for the lower end of the time.
     """
-    site = dataclasses.replace(step.site, maybe=True)
+    location = dataclasses.replace(step.location, maybe=True)
     values = [step.whole(at) for at in range(1, len(step.values))]
     branches, peaks, work = [], [], []
     before = step.ledger.work
     for branch in run_bodies(step.equation):
         outer = step.ledger.begin_inner()
         step.ledger.work = Work()
-        branches.append(step.walk(branch.jaxpr, values, site=site, wanted=step.wanted))
+        branches.append(step.walk(branch.jaxpr, values, location=location, wanted=step.wanted))
         work.append(step.ledger.work)
         peaks.append(step.ledger.end_inner(outer, branches[-1]))
     step.ledger.work = before + Work.either(work)
@@ -215,12 +215,12 @@ def cond(step: PlanStep) -> list[ShardedValue]:
         # another branch returns.
         goal = next((end for end in ends if not end.free), ends[0])
         for end in ends:
-            step.ledger.move(end, aval, goal.dims, site, origins=goal.origins)
+            step.ledger.move(end, aval, goal.dims, location, origins=goal.origins)
         results.append(
             ShardedValue(
                 dims=goal.dims,
                 free=goal.free,
-                runs=step.site.runs,
+                runs=step.location.runs,
                 origins=merged_origins(ends),
             )
         )
@@ -236,7 +236,7 @@ def call(step: PlanStep) -> list[ShardedValue] | None:
     values = step.values[len(step.values) - len(body.invars) :]
     if step.parameters.get("differentiated") and step.parameters.get("prevent_cse"):
         # An optimization barrier keeps XLA from moving the recomputation out of its loop.
-        values = [dataclasses.replace(value, runs=step.site.runs) for value in values]
+        values = [dataclasses.replace(value, runs=step.location.runs) for value in values]
         for value in values:
             if value.buffer is not None:
                 value.buffer.operands = None
@@ -249,7 +249,9 @@ def call(step: PlanStep) -> list[ShardedValue] | None:
     return [
         end
         if dims is None
-        else step.ledger.move(end, aval, with_kept(dims, end.dims), step.site, origins=end.origins)
+        else step.ledger.move(
+            end, aval, with_kept(dims, end.dims), step.location, origins=end.origins
+        )
         for end, dims, aval in zip(ends, exits, step.results, strict=True)
     ]
 

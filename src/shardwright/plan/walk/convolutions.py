@@ -43,7 +43,7 @@ def convolution(step: PlanStep) -> list[ShardedValue]:
     else:
         step.doubt(lost, "gather the dim with shard(...) before this convolution")
     results = follow_matmul(step, values, labels)
-    step.ledger.doubt_kernel(results[0].owed, step.site)
+    step.ledger.doubt_kernel(results[0].owed, step.location)
     return results
 
 

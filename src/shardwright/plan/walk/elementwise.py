@@ -35,7 +35,7 @@ def elementwise(step: PlanStep) -> list[ShardedValue]:
         return step.anywhere() if all(value.free for value in values) else step.replicated()
     results = follow(step, known, values, choose=_agreed)
     if step.name in ADDITIONS:
-        step.ledger.doubt_lookups(values, step.site)
+        step.ledger.doubt_lookups(values, step.location)
         lookups = frozenset().union(*(value.lookups for value in values))
         results = [replace(value, lookups=lookups) for value in results]
     return results
@@ -117,7 +117,7 @@ def _best(step: PlanStep, value: ShardedValue) -> ShardedValue:
             Kind.ALL_GATHER,
             value.owed,
             whole_bytes(elements, dtype),
-            step.site,
+            step.location,
             dtype=str(dtype),
             origins=value.origins,
         )

@@ -250,13 +250,13 @@ def _partitioned(
             if key not in step.scope.moved:
                 value = replace(step.whole(at), dims=move.held)
                 step.scope.moved[key] = step.ledger.move(
-                    value, step.avals[at], move.goal, step.site, origins=value.origins
+                    value, step.avals[at], move.goal, step.location, origins=value.origins
                 )
             continue
         value = ShardedValue(dims=move.held, owed=move.summed, runs=runs, origins=origins)
         if not _scatters(lookup, move):
-            value = step.ledger.move(value, aval, move.held, step.site, origins=origins)
-        step.ledger.move(value, aval, move.goal, step.site, origins=origins)
+            value = step.ledger.move(value, aval, move.held, step.location, origins=origins)
+        step.ledger.move(value, aval, move.goal, step.location, origins=origins)
     axes = frozenset(axis for dims in held.values() for axis in axes_of(dims))
     lookups = frozenset([(step.place, axes)]) if lookup.adds else frozenset()
     return ShardedValue(dims=held[result], origins=origins, lookups=lookups)

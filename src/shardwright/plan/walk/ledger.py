@@ -116,7 +116,7 @@ class Ledger:
         value: ShardedValue,
         aval: Any,
         dims: Dims,
-        site: WalkLocation,
+        location: WalkLocation,
         *,
         origins: Mapping[str, Origin],
     ) -> ShardedValue:
@@ -129,7 +129,7 @@ class Ledger:
           value: The value before the move.
           aval: Its shape and dtype.
           dims: Mesh axes of each dim after the move.
-          site: The equation that needs the move.
+          location: The equation that needs the move.
           origins: Why each mesh axis of `dims` shards its dim.
         """
         target = ShardedValue(
@@ -147,9 +147,9 @@ class Ledger:
         if scattered and self._is_summed_whole(value, aval, dims, scattered):
             scattered = frozenset()
         if scattered:
-            self._note(Kind.REDUCE_SCATTER, scattered, value, aval, _frozen(current), site)
+            self._note(Kind.REDUCE_SCATTER, scattered, value, aval, _frozen(current), location)
             if self._is_padded(aval, dims, scattered):
-                self.doubt(scattered, site, _WHOLE_TILES)
+                self.doubt(scattered, location, _WHOLE_TILES)
             current = [
                 [axis for axis in goal if axis in dim or axis in scattered]
                 if {*dim, *scattered} >= set(goal)
@@ -165,8 +165,8 @@ class Ledger:
         for group in value.groups or (value.owed,):
             if group - scattered:
                 rest = group - scattered
-                self._note(Kind.ALL_REDUCE, rest, value, aval, _frozen(current), site)
-        self._transfer(value, aval, _frozen(current) if value.owed else value.dims, dims, site)
+                self._note(Kind.ALL_REDUCE, rest, value, aval, _frozen(current), location)
+        self._transfer(value, aval, _frozen(current) if value.owed else value.dims, dims, location)
         if target.dims != value.dims and len(self.events) > sent:
             # A move that sends nothing is a slice, which is fused into its use.
             self.moved += self.local_bytes(aval, target.dims)
@@ -210,39 +210,39 @@ class Ledger:
         return bool(narrow) or any(part % _SUBLANES and cut for part, cut in parts)
 
     def _transfer(
-        self, value: ShardedValue, aval: Any, current: Dims, dims: Dims, site: WalkLocation
+        self, value: ShardedValue, aval: Any, current: Dims, dims: Dims, location: WalkLocation
     ) -> None:
         """Note the collectives of a move between two shardings of a complete value."""
         move = find_move(current, dims, self.sizes)
         for each in move.transfers:
-            self._note(each.kind, each.axes, value, aval, each.dims, site, devices=each.devices)
-        self.doubt(move.doubtful, site, _IN_STEPS)
+            self._note(each.kind, each.axes, value, aval, each.dims, location, devices=each.devices)
+        self.doubt(move.doubtful, location, _IN_STEPS)
 
-    def doubt_kernel(self, mesh_axes: Iterable[str], site: WalkLocation) -> None:
+    def doubt_kernel(self, mesh_axes: Iterable[str], location: WalkLocation) -> None:
         """Note that TPUs lay kernels out unlike matrices, so their sums may be all-reduces."""
-        self.doubt(mesh_axes, site, _KERNELS)
+        self.doubt(mesh_axes, location, _KERNELS)
 
-    def doubt_lookups(self, terms: Sequence[ShardedValue], site: WalkLocation) -> None:
+    def doubt_lookups(self, terms: Sequence[ShardedValue], location: WalkLocation) -> None:
         """Note a sum of the gradients of several lookups in one table."""
         lookups = frozenset().union(*(term.lookups for term in terms))
         if len(lookups) > max(len(term.lookups) for term in terms):
-            self.doubt(frozenset().union(*(axes for _, axes in lookups)), site, _TWICE)
+            self.doubt(frozenset().union(*(axes for _, axes in lookups)), location, _TWICE)
 
-    def doubt(self, mesh_axes: Iterable[str], site: WalkLocation, fix: str) -> None:
+    def doubt(self, mesh_axes: Iterable[str], location: WalkLocation, fix: str) -> None:
         """Note that a compiler may handle mesh axes in another way, and what would settle it."""
         for axis in self.sizes:
             if axis in mesh_axes:
-                self.choices[CompilerChoice(mesh_axis=axis, source=site.source, fix=fix)] = None
+                self.choices[CompilerChoice(mesh_axis=axis, source=location.source, fix=fix)] = None
 
     def settle(
-        self, value: ShardedValue, aval: Any, site: WalkLocation, *, wanted: Dims | None = None
+        self, value: ShardedValue, aval: Any, location: WalkLocation, *, wanted: Dims | None = None
     ) -> ShardedValue:
         """Complete a partial sum, by a reduce-scatter if `wanted` shards it, else by an all-reduce.
 
         Args:
           value: The value, maybe a partial sum.
           aval: Its shape and dtype.
-          site: The equation that needs the complete sum.
+          location: The equation that needs the complete sum.
           wanted: The dims that a later constraint gives the value.
         """
         if not value.owed:
@@ -252,7 +252,7 @@ class Ledger:
             axes = axes_of(wanted)
             if value.owed & axes and value.mesh_axes <= axes:
                 dims = wanted
-        return self.move(value, aval, dims, site, origins=value.origins)
+        return self.move(value, aval, dims, location, origins=value.origins)
 
     def _note(
         self,
@@ -261,7 +261,7 @@ class Ledger:
         value: ShardedValue,
         aval: Any,
         dims: Dims,
-        site: WalkLocation,
+        location: WalkLocation,
         *,
         devices: int | None = None,
     ) -> None:
@@ -271,7 +271,7 @@ class Ledger:
             kind,
             mesh_axes,
             whole_bytes(local_elements(aval.shape, dims, self.sizes), dtype),
-            dataclasses.replace(site, runs=min(site.runs, value.runs)),
+            dataclasses.replace(location, runs=min(location.runs, value.runs)),
             dtype=str(dtype),
             origins=value.origins,
             devices=devices,
@@ -282,7 +282,7 @@ class Ledger:
         kind: Kind,
         mesh_axes: Iterable[str],
         logical_bytes: int,
-        site: WalkLocation,
+        location: WalkLocation,
         *,
         dtype: str,
         origins: Mapping[str, Origin],
@@ -294,7 +294,7 @@ class Ledger:
           kind: Kind of collective.
           mesh_axes: Mesh axes that it runs over.
           logical_bytes: Bytes of the result of an all-gather, else of the operand.
-          site: The equation that needs it.
+          location: The equation that needs it.
           dtype: Element type.
           origins: Why each mesh axis shards its dim.
           devices: Devices of one group. Defaults to all devices along the mesh axes.
@@ -303,7 +303,7 @@ class Ledger:
         axes = tuple(axis for axis in self.sizes if axis in chosen)
         if devices is None:
             devices = shards(axes, self.sizes)
-        if devices < 2 or not logical_bytes or not site.runs:
+        if devices < 2 or not logical_bytes or not location.runs:
             return
         causes = [origins[axis] for axis in axes if axis in origins]
         paths = [cause.path for cause in causes if cause.path]
@@ -316,30 +316,30 @@ class Ledger:
                 dtype=dtype,
                 logical_bytes=logical_bytes,
                 wire_bytes=ring_bytes(kind, logical_bytes, devices),
-                runs=site.runs,
-                maybe=site.maybe,
-                source=site.source,
+                runs=location.runs,
+                maybe=location.maybe,
+                source=location.source,
                 path=paths[0] if paths else "",
             )
         )
 
     def count_matmul(
-        self, elements: int, operands: Iterable[int], site: WalkLocation, *, copies: int = 1
+        self, elements: int, operands: Iterable[int], location: WalkLocation, *, copies: int = 1
     ) -> int:
         """Count the bytes and operations of one matmul on one device. Return the operations.
 
         Args:
           elements: Multiplications of one run.
           operands: Bytes of each operand and of the result.
-          site: The equation.
+          location: The equation.
           copies: Number of devices that all compute the same.
         """
-        flops = 2 * elements * site.runs
+        flops = 2 * elements * location.runs
         self.work += Work(
             flops=flops,
             least_flops=flops,
-            matmul_bytes=sum(operands) * site.runs,
-            repeated_flops=flops if site.recomputed else flops - flops // copies,
+            matmul_bytes=sum(operands) * location.runs,
+            repeated_flops=flops if location.recomputed else flops - flops // copies,
         )
         return flops
 

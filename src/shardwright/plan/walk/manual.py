@@ -53,13 +53,15 @@ def shard_map(step: PlanStep) -> list[ShardedValue]:
     parameters, sizes = step.parameters, step.ledger.sizes
     for at, (spec, aval) in enumerate(zip(parameters["in_specs"], step.avals, strict=True)):
         dims = step.ledger.dims_of(spec, aval.ndim)
-        step.ledger.move(step.values[at], aval, dims, step.site, origins=step.values[at].origins)
+        step.ledger.move(
+            step.values[at], aval, dims, step.location, origins=step.values[at].origins
+        )
     if set(sizes).difference(step.ledger.renamed(_jax.newly_manual_axes(parameters))):
         # The partitioner shards the body over the other mesh axes. The walk does not follow it.
         step.ledger.unknown["shard_map (over some mesh axes only)"] += 1
     origins = merged_origins(step.values)
     body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
-    _follow(body, step, step.site, origins)
+    _follow(body, step, step.location, origins)
     timeline = step.ledger.timeline
     operands = [value.buffer for value in step.values]
     buffers = (
@@ -71,7 +73,7 @@ def shard_map(step: PlanStep) -> list[ShardedValue]:
     ]
 
 
-def _follow(jaxpr: Any, step: PlanStep, site: WalkLocation, origins: dict[str, Origin]) -> None:
+def _follow(jaxpr: Any, step: PlanStep, location: WalkLocation, origins: dict[str, Origin]) -> None:
     """Note the collectives of a jaxpr whose shapes are local."""
     ledger = step.ledger
     for equation in live_equations(jaxpr):
@@ -81,39 +83,39 @@ def _follow(jaxpr: Any, step: PlanStep, site: WalkLocation, origins: dict[str, O
             kind = Kind.REDUCE_SCATTER
         if kind is not None:
             for variable in equation.invars:
-                _note(kind, variable.aval, equation, step, site, origins)
+                _note(kind, variable.aval, equation, step, location, origins)
             if parameters.get("axis_index_groups") is not None:
                 ledger.unknown[f"{name} (in groups)"] += 1
         elif name in ("dot_general", "ragged_dot_general"):
-            _count(equation, step, site)
+            _count(equation, step, location)
         elif name == "pallas_call" and not _moves_data(equation.params["jaxpr"]):
-            _count_kernel(equation, step, site)
+            _count_kernel(equation, step, location)
         elif name == "while":
             before = len(ledger.events), ledger.work
             for loop in reversed(run_bodies(equation)):
-                _follow(loop.jaxpr, step, site, origins)
+                _follow(loop.jaxpr, step, location, origins)
             if (len(ledger.events), ledger.work) != before:
                 ledger.unknown[UNKNOWN_RUNS] += 1
         elif name == "scan":
             (loop,) = run_bodies(equation)
-            inner = dataclasses.replace(site, runs=site.runs * (loop.rounds or 0))
+            inner = dataclasses.replace(location, runs=location.runs * (loop.rounds or 0))
             _follow(loop.jaxpr, step, inner, origins)
         elif (body := called_jaxpr(equation)) is not None:
-            _follow(body, step, site, origins)
+            _follow(body, step, location, origins)
         elif name == "cond":
-            _follow_branches(equation, step, site, origins)
+            _follow_branches(equation, step, location, origins)
         elif name in _UNCOUNTED or (name not in step.scope.known and name not in _LOCAL):
             ledger.unknown[name] += 1
 
 
 def _follow_branches(
-    equation: Any, step: PlanStep, site: WalkLocation, origins: dict[str, Origin]
+    equation: Any, step: PlanStep, location: WalkLocation, origins: dict[str, Origin]
 ) -> None:
     """Note the collectives of each branch, and the most work of a branch."""
     ledger, before, work = step.ledger, step.ledger.work, []
     for branch in run_bodies(equation):
         ledger.work = Work()
-        _follow(branch.jaxpr, step, dataclasses.replace(site, maybe=True), origins)
+        _follow(branch.jaxpr, step, dataclasses.replace(location, maybe=True), origins)
         work.append(ledger.work)
     ledger.work = before + Work.either(work)
 
@@ -147,7 +149,7 @@ def _note(
     aval: Any,
     equation: Any,
     step: PlanStep,
-    site: WalkLocation,
+    location: WalkLocation,
     origins: dict[str, Origin],
 ) -> None:
     mesh_axes = _mesh_axes(equation, step)
@@ -159,13 +161,13 @@ def _note(
         kind,
         mesh_axes,
         gathered if kind is Kind.ALL_GATHER else local,
-        site,
+        location,
         dtype=str(aval.dtype),
         origins=origins,
     )
 
 
-def _count(equation: Any, step: PlanStep, site: WalkLocation) -> None:
+def _count(equation: Any, step: PlanStep, location: WalkLocation) -> None:
     """Count a matmul. In a ragged one, each row is multiplied by the matrix of its group."""
     left, right, *_ = (variable.aval for variable in equation.invars)
     result = equation.outvars[0].aval
@@ -178,10 +180,10 @@ def _count(equation: Any, step: PlanStep, site: WalkLocation) -> None:
     if ragged is not None and set(ragged.lhs_ragged_dimensions) & set(contracted):
         inner = -(-inner // result.shape[0])  # the rows of all groups together are contracted once
     sizes = [whole_bytes(aval.size, aval.dtype) for aval in (left, right, result)]
-    step.ledger.count_matmul(result.size * inner, sizes, site)
+    step.ledger.count_matmul(result.size * inner, sizes, location)
 
 
-def _count_kernel(equation: Any, step: PlanStep, site: WalkLocation) -> None:
+def _count_kernel(equation: Any, step: PlanStep, location: WalkLocation) -> None:
     """Count the matmuls of a Pallas kernel: those of one step of its grid, times the steps.
 
     A kernel skips blocks, or computes a block with or without a mask. So of the branches in its
@@ -191,11 +193,11 @@ def _count_kernel(equation: Any, step: PlanStep, site: WalkLocation) -> None:
     steps = math.prod(size for size in parameters["grid_mapping"].grid if isinstance(size, int))
     always, most = _matmuls_of(parameters["jaxpr"])
     sizes = [whole_bytes(each.aval.size, each.aval.dtype) for each in variables]
-    runs = 2 * steps * site.runs
+    runs = 2 * steps * location.runs
     step.ledger.work += Work(
         flops=(always + most) * runs,
         least_flops=always * runs,
-        matmul_bytes=sum(sizes) * site.runs,
+        matmul_bytes=sum(sizes) * location.runs,
     )
 
 

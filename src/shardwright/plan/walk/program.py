@@ -103,7 +103,7 @@ class ShardingWalker:
         jaxpr: Any,
         inputs: Sequence[ShardedValue],
         *,
-        site: WalkLocation | None = None,
+        location: WalkLocation | None = None,
         wanted: Sequence[Dims | None] | None = None,
         ledger: Ledger | None = None,
     ) -> list[ShardedValue]:
@@ -112,12 +112,12 @@ class ShardingWalker:
         Args:
           jaxpr: The equations.
           inputs: One value per input.
-          site: Where the jaxpr runs. Defaults to the start of the program.
+          location: Where the jaxpr runs. Defaults to the start of the program.
           wanted: Per output, the dims that its consumer requires, or None.
           ledger: Where events are noted. Defaults to the walker's.
         """
         notes = self.ledger if ledger is None else ledger
-        outer = site or WalkLocation()
+        outer = location or WalkLocation()
 
         def target(equation: Any) -> ShardedValue | None:
             return self._target(equation, notes)
@@ -149,7 +149,7 @@ class ShardingWalker:
             step = PlanStep(
                 equation=equation,
                 values=[value(variable) for variable in equation.invars],
-                site=dataclasses.replace(
+                location=dataclasses.replace(
                     outer,
                     source=source,
                     recomputed=outer.recomputed or _jax.is_recomputed(equation),

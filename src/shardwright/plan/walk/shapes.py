@@ -91,7 +91,12 @@ def _picked(step: PlanStep, changed: Sequence[int]) -> ShardedValue:
     for at in changed:
         if starts[at] >= step.avals[0].shape[at] // shards(value.dims[at], sizes):
             step.ledger.note(
-                Kind.PERMUTE, value.dims[at], size, step.site, dtype=dtype, origins=value.origins
+                Kind.PERMUTE,
+                value.dims[at],
+                size,
+                step.location,
+                dtype=dtype,
+                origins=value.origins,
             )
     picked = ShardedValue(dims=dims, owed=owed, origins=value.origins)
     return step.settle(picked, wanted=step.wanted[0])
@@ -123,7 +128,7 @@ def constraint(step: PlanStep) -> list[ShardedValue]:
         dims = _scattered_later(step, value, dims)
     key = (variable, dims, None)
     if key not in step.scope.moved:
-        moved = step.ledger.move(value, step.avals[0], dims, step.site, origins=target.origins)
+        moved = step.ledger.move(value, step.avals[0], dims, step.location, origins=target.origins)
         step.scope.moved[key] = moved
     return [step.scope.moved[key]]
 

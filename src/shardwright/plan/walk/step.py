@@ -52,13 +52,13 @@ class PlanStep:
     Attributes:
       equation: The equation of the jaxpr.
       values: One value per operand.
-      site: The place of the equation in the program.
+      location: The place of the equation in the program.
       scope: The state that the equations of its jaxpr share.
     """
 
     equation: Any
     values: list[ShardedValue]
-    site: WalkLocation
+    location: WalkLocation
     scope: Scope
 
     @property
@@ -76,20 +76,20 @@ class PlanStep:
         jaxpr: Any,
         values: Sequence[ShardedValue],
         *,
-        site: WalkLocation | None = None,
+        location: WalkLocation | None = None,
         wanted: Sequence[Dims | None] | None = None,
         ledger: Ledger | None = None,
     ) -> list[ShardedValue]:
-        """Walk a jaxpr that the equation holds. The site defaults to that of the equation."""
-        inner = dataclasses.replace(site or self.site, calls=self.place)
+        """Walk a jaxpr that the equation holds. The location defaults to that of the equation."""
+        inner = dataclasses.replace(location or self.location, calls=self.place)
         return self.scope.follow(
-            jaxpr, values, site=inner, wanted=wanted, ledger=ledger or self.ledger
+            jaxpr, values, location=inner, wanted=wanted, ledger=ledger or self.ledger
         )
 
     @property
     def place(self) -> Place:
         """The equation, by its id and those of the equations that hold its jaxpr."""
-        return (*self.site.calls, id(self.equation))
+        return (*self.location.calls, id(self.equation))
 
     @property
     def name(self) -> str:
@@ -119,14 +119,14 @@ class PlanStep:
             return value
         if variable not in self.scope.settled:
             self.scope.settled[variable] = self.ledger.settle(
-                value, variable.aval, self.site, wanted=self.scope.asked.get(variable)
+                value, variable.aval, self.location, wanted=self.scope.asked.get(variable)
             )
         return self.scope.settled[variable]
 
     def settle(self, result: ShardedValue, *, wanted: Dims | None = None) -> ShardedValue:
         """Complete a partial sum that the equation returns. It runs as often as the equation."""
         value = dataclasses.replace(result, runs=most_runs(self.values))
-        return self.ledger.settle(value, self.results[0], self.site, wanted=wanted)
+        return self.ledger.settle(value, self.results[0], self.location, wanted=wanted)
 
     def maybe_partial(self, at: int) -> ShardedValue:
         """Return an operand as it is, or as a complete sum if another use needs that."""
@@ -151,7 +151,7 @@ class PlanStep:
         key = (variable, dims, use)
         if key not in self.scope.moved:
             self.scope.moved[key] = self.ledger.move(
-                value, variable.aval, dims, self.site, origins=value.origins
+                value, variable.aval, dims, self.location, origins=value.origins
             )
         return self.scope.moved[key]
 
@@ -159,14 +159,14 @@ class PlanStep:
         """Note that dims compete for a mesh axis, and that no constraint decides between them."""
         choice = CompilerChoice(
             mesh_axis=mesh_axis,
-            source=self.site.source,
+            source=self.location.source,
             fix=f"annotate the result of this {self.name} with shard(...)",
         )
         self.ledger.choices[choice] = None
 
     def doubt(self, mesh_axes: Iterable[str], fix: str) -> None:
         """Note that a compiler may handle mesh axes in another way, and what would settle it."""
-        self.ledger.doubt(mesh_axes, self.site, fix)
+        self.ledger.doubt(mesh_axes, self.location, fix)
 
     def anywhere(self) -> list[ShardedValue]:
         """Return results that every device can compute by itself."""

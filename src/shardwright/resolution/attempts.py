@@ -26,14 +26,14 @@ class Failure:
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class Trial:
+class Attempts:
     """The result of trying a dim's candidates in order.
 
     Attributes:
       chosen: Mesh axes of the first candidate that fits, or None.
       skipped: Mesh axes and candidates that were skipped.
       failure: The first candidate that did not fit, or None.
-      lives: Mesh axes of every candidate that was tried.
+      tried_axes: Mesh axes of every candidate that was tried.
       dropped_missing: Whether a candidate names an absent mesh axis, so that the policy replicates
         the dim.
     """
@@ -41,12 +41,12 @@ class Trial:
     chosen: tuple[str, ...] | None = None
     skipped: list[Skip] = dataclasses.field(default_factory=list)
     failure: Failure | None = None
-    lives: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
+    tried_axes: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
     dropped_missing: bool = False
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class Draft:
+class PendingDecision:
     """A dim's decision before its outcome is known.
 
     Attributes:

@@ -7,27 +7,27 @@ from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Root:
-    """The origin of an activation. What is computed elementwise from one activation keeps its root.
+class ActivationOrigin:
+    """The origin of an activation. What is computed elementwise from it keeps its origin.
 
     Attributes:
-      parents: The roots of the operands that it is computed from.
+      parents: The origins of the operands that it is computed from.
       is_matmul: Whether a matmul returns it.
-      depth: Number of roots on the longest way to an input.
+      depth: Number of origins on the longest way to an input.
     """
 
-    parents: tuple[Root, ...] = ()
+    parents: tuple[ActivationOrigin, ...] = ()
     is_matmul: bool = False
     depth: int = 0
 
 
-def new_root(parents: Sequence[Root], *, is_matmul: bool = False) -> Root:
-    """Return the root of a value that is computed from others."""
+def new_origin(parents: Sequence[ActivationOrigin], *, is_matmul: bool = False) -> ActivationOrigin:
+    """Return the origin of a value that is computed from others."""
     depth = 1 + max((parent.depth for parent in parents), default=0)
-    return Root(tuple(parents), is_matmul, depth)
+    return ActivationOrigin(tuple(parents), is_matmul, depth)
 
 
-def is_residual(first: Root | None, second: Root | None) -> bool:
+def is_residual(first: ActivationOrigin | None, second: ActivationOrigin | None) -> bool:
     """Tell whether one of two summands is computed from the other, by more than its elements."""
     if first is None or second is None or first is second:
         return False
@@ -43,10 +43,10 @@ def is_residual(first: Root | None, second: Root | None) -> bool:
     return False
 
 
-def nearest_matmuls(root: Root | None) -> set[Root]:
+def nearest_matmuls(origin: ActivationOrigin | None) -> set[ActivationOrigin]:
     """Return the matmuls that a value is computed from without another matmul in between."""
-    found: set[Root] = set()
-    seen, waiting = set(), [] if root is None else [root]
+    found: set[ActivationOrigin] = set()
+    seen, waiting = set(), [] if origin is None else [origin]
     while waiting:
         each = waiting.pop()
         if each in seen:

@@ -1,4 +1,4 @@
-"""Pass names between a dim and its pieces, as in fused projections and concatenations."""
+"""Pass names between a dim and its slices, as in fused projections and concatenations."""
 
 from __future__ import annotations
 
@@ -20,62 +20,64 @@ from shardwright.vocabulary.axes import (
     VOCAB,
 )
 
-# A piece of a dim with one of these names has the same name.
+# A slice of a dim with one of these names has the same name.
 _INHERITED = (EMBED, HEAD_DIM, MLP_INTERMEDIATE, VOCAB)
-# Number of rounds. Each round passes names by one level, from a dim to its pieces and back.
+# Number of rounds. Each round passes names by one level, from a dim to its slices and back.
 _ROUNDS = 3
 
 Factors = tuple[tuple[str, int], ...]
 
 
-def name_pieces(names: Names) -> None:
-    """Name pieces by their whole, and wholes by their pieces."""
+def name_slices(names: Names) -> None:
+    """Name slices by their whole, and wholes by their slices."""
     for _ in range(_ROUNDS):
-        for piece in names.facts.pieces:
-            _name_piece(names, piece)
-        for pieces in _by_whole(names.facts.pieces):
-            _name_whole(names, pieces)
+        for dim_slice in names.facts.slices:
+            _name_slice(names, dim_slice)
+        for slices in _by_whole(names.facts.slices):
+            _name_whole(names, slices)
 
 
-def _name_piece(names: Names, piece: DimSlice) -> None:
-    wholes = finest(piece.whole)
+def _name_slice(names: Names, dim_slice: DimSlice) -> None:
+    wholes = finest(dim_slice.whole)
     if len(wholes) == 1 and wholes[0].name in _INHERITED:
-        why = Evidence(f"a piece of {wholes[0].name.strip('_')}", piece.site)
-        names.give(piece.dim, wholes[0].name, why, guess=wholes[0].guess)
+        why = Evidence(f"a slice of {wholes[0].name.strip('_')}", dim_slice.location)
+        names.give(dim_slice.dim, wholes[0].name, why, guess=wholes[0].guess)
 
 
-def _by_whole(pieces: Sequence[DimSlice]) -> list[list[DimSlice]]:
+def _by_whole(slices: Sequence[DimSlice]) -> list[list[DimSlice]]:
     grouped: dict[tuple[Atom, ...], list[DimSlice]] = {}
-    for piece in pieces:
-        grouped.setdefault(tuple(finest(piece.whole)), []).append(piece)
+    for dim_slice in slices:
+        grouped.setdefault(tuple(finest(dim_slice.whole)), []).append(dim_slice)
     return list(grouped.values())
 
 
-def _name_whole(names: Names, pieces: Sequence[DimSlice]) -> None:
-    """Name a dim whose pieces have names: `3 * heads * head_dim` is HEAD times HEAD_DIM."""
-    whole = finest(pieces[0].whole)
+def _name_whole(names: Names, slices: Sequence[DimSlice]) -> None:
+    """Name a dim whose slices have names: `3 * heads * head_dim` is HEAD times HEAD_DIM."""
+    whole = finest(slices[0].whole)
     if len(whole) != 1 or whole[0].name:
         return
     atom = whole[0]
-    first = min(pieces, key=lambda piece: piece.start)
+    first = min(slices, key=lambda dim_slice: dim_slice.start)
     if [part.name for part in finest(first.dim)] == [LENGTH] and first.start == 0:
-        names.give((atom,), LENGTH, Evidence("cut to the length", first.site))
+        names.give((atom,), LENGTH, Evidence("cut to the length", first.location))
         return
-    covering = _covering(pieces, atom.size)
-    factors = [named_factors(piece.dim) for piece in covering]
+    covering = _covering(slices, atom.size)
+    factors = [named_factors(dim_slice.dim) for dim_slice in covering]
     if not factors or any(not part or not part[0][0] for part in factors):
         return
     leads = {part[0][0] for part in factors}
     tails = {part[1:] for part in factors}
     if len(tails) != 1 or (len(leads) > 1 and leads != {HEAD, KV_HEAD}):
-        why = Evidence("parts of different axes", first.site)
+        why = Evidence("parts of different axes", first.location)
         names.give((atom,), EMPTY, why, guess=True)
         return
     (tail,) = tails
     lead = HEAD if len(leads) > 1 else leads.pop()
     # Several parts of EMBED are not EMBED: they may be scales and shifts of a normalization.
-    guess = lead == EMBED or any(part.guess for piece in covering for part in finest(piece.dim))
-    why = Evidence(f"{len(covering)} parts that have this name", first.site)
+    guess = lead == EMBED or any(
+        part.guess for dim_slice in covering for part in finest(dim_slice.dim)
+    )
+    why = Evidence(f"{len(covering)} parts that have this name", first.location)
     rest: list[Atom] = [atom]
     for size in (sum(part[0][1] for part in factors), *(size for _, size in tail[:-1])):
         last = rest.pop()
@@ -86,20 +88,20 @@ def _name_whole(names: Names, pieces: Sequence[DimSlice]) -> None:
         names.give((part,), axis, why, guess=guess)
 
 
-def _covering(pieces: Sequence[DimSlice], size: int) -> list[DimSlice]:
-    """Return the pieces that cover a whole dim without overlap, or nothing."""
+def _covering(slices: Sequence[DimSlice], size: int) -> list[DimSlice]:
+    """Return the slices that cover a whole dim without overlap, or nothing."""
     covering: list[DimSlice] = []
     end = 0
-    for piece in sorted(pieces, key=lambda piece: piece.start):
-        if piece.start == end:
-            covering.append(piece)
-            end += _size(piece)
+    for dim_slice in sorted(slices, key=lambda dim_slice: dim_slice.start):
+        if dim_slice.start == end:
+            covering.append(dim_slice)
+            end += _size(dim_slice)
     return covering if end == size and len(covering) > 1 else []
 
 
-def _size(piece: DimSlice) -> int:
+def _size(dim_slice: DimSlice) -> int:
     size = 1
-    for atom in finest(piece.dim):
+    for atom in finest(dim_slice.dim):
         size *= atom.size
     return size
 
