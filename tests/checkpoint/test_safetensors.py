@@ -19,6 +19,7 @@ import shardwright as sw
 from shardwright import checkpoint
 from shardwright.errors import CheckpointError
 from shardwright.testing.meshes import cpu_mesh
+from tests.raising import facts, raises
 
 safetensors = pytest.importorskip("safetensors")
 
@@ -89,13 +90,15 @@ def test_invalid_exports(tmp_path: Path) -> None:
     assert "2. b: int is not an array" in text
     assert "3. c: the safetensors format has no dtype key<fry>" in text
     for call, says in {
-        lambda: checkpoint.export_safetensors(tmp_path, {"a": jnp.ones(3)}): "exists",
-        lambda: checkpoint.export_safetensors(tmp_path / "o", {}): "no parameters to export",
+        lambda: checkpoint.export_safetensors(tmp_path, {"a": jnp.ones(3)}): facts(
+            "test_invalid_exports0", path="folder"
+        ),
+        lambda: checkpoint.export_safetensors(tmp_path / "o", {}): facts("parameters", "export"),
         lambda: checkpoint.export_safetensors(
             tmp_path / "o", {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}
-        ): "two tensors have one name",
+        ): facts("tensors"),
     }.items():
-        with pytest.raises(CheckpointError, match=says):
+        with raises(CheckpointError, says):
             call()
     assert list(tmp_path.iterdir()) == []
 
@@ -110,7 +113,7 @@ def test_failure_leaves_nothing(
 ) -> None:
     """The space is taken before the file is mapped: a full disk would end the process later."""
     monkeypatch.setattr(module, name, no_space)
-    with pytest.raises(CheckpointError, match="out could not be written: No space left") as caught:
+    with raises(CheckpointError, "could", "written", path="folder") as caught:
         checkpoint.export_safetensors(tmp_path / "out", {"a": jnp.ones(3)})
     assert "the export takes 12 bytes" in caught.value.fix
     assert list(tmp_path.iterdir()) == []
@@ -131,7 +134,7 @@ def test_fix_of_a_failed_write(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(np, "memmap", refuse)
-    with pytest.raises(CheckpointError, match=os.strerror(number)) as caught:
+    with raises(CheckpointError, os.strerror(number), path="folder") as caught:
         checkpoint.export_safetensors(tmp_path / "out", {"a": jnp.ones(3)})
     assert caught.value.fix.startswith(fix)
 

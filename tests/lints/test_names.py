@@ -16,6 +16,7 @@ from shardwright.vocabulary.annotations import is_annotation
 from tests.inference import models
 from tests.inference.models import GPT2, LLAMA, MODELS, Model, is_leaf
 from tests.inference.more_models import EVERY_MODEL
+from tests.raising import raises
 
 SYNONYMS = {"NORM": "EMBED", "KV_HEAD_DIM": "HEAD_DIM"}
 
@@ -204,7 +205,7 @@ def test_conflicts_are_findings() -> None:
 
 def test_unlike_trees_and_ranks() -> None:
     inferred = infer(GPT2)
-    with pytest.raises(sw.StrategyError, match="the array has no annotation"):
+    with raises(sw.StrategyError, "annotation", path="h/0/down"):
         lint_names({"wte": ("VOCAB", "EMBED")}, inferred)
     with pytest.raises(sw.RankMismatchError):
         lint_names(changed(GPT2, ("VOCAB",), "wte"), inferred)

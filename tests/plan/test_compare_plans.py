@@ -16,6 +16,7 @@ from shardwright.plan.moved_lines import moved_lines
 from shardwright.plan.walk.events import Event
 from tests.cli.test_plan import MODEL
 from tests.plan.test_walk import manager, mlp, plan
+from tests.raising import raises
 
 BEFORE, AFTER = manager("fsdp_tp", "fsdp:2,tp:4"), manager("fsdp_tp", "fsdp:4,tp:2")
 
@@ -105,7 +106,7 @@ def test_a_line_that_is_gone_is_not_paired_with_a_moved_one() -> None:
 
 @pytest.mark.parametrize("data", [{}, {"state": 3}, {"state": {"by_category": {}}, "events": [{}]}])
 def test_other_data_is_refused(data: dict[str, Any]) -> None:
-    with pytest.raises(sw.StrategyError, match="not that of a plan"):
+    with raises(sw.StrategyError, "data", fix="MODEL"):
         compare_plans(data, data)
 
 

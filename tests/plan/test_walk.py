@@ -15,6 +15,7 @@ import shardwright as sw
 from shardwright import attention
 from shardwright.plan.planner import PlanReport
 from shardwright.plan.trace import trace, walk
+from tests.raising import raises
 
 BATCH, LENGTH, EMBED, INNER, HEADS, DIM = 8, 16, 64, 128, 8, 16
 F32 = 4
@@ -363,11 +364,11 @@ def test_python_scalar_keeps_its_weak_type() -> None:
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
     pm = manager("fsdp_tp", "fsdp:2,tp:4")
-    with pytest.raises(sw.StrategyError, match="one entry for each of the 2 arguments"):
+    with raises(sw.StrategyError, "tuple", 2):
         pm.plan(lambda a, b: a, X, X, specs=(HIDDEN,))
     other = jax.sharding.NamedSharding(sw.abstract_mesh("dp:8"), PartitionSpec("dp"))
     elsewhere = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=other)
-    with pytest.raises(sw.MeshMismatchError, match="sharded on the mesh"):
+    with raises(sw.MeshMismatchError, "dp", 8, "fsdp", 2, fix="pm.abstract"):
         pm.plan(lambda a: a, elsewhere)
 
 

@@ -21,6 +21,7 @@ from shardwright.vocabulary.modes import MODE_TRAIN
 from tests.plan.against_xla import FOLDED, planned_bytes
 from tests.plan.test_walk import HIDDEN, SPECS, X, gradient, shapes
 from tests.plan.tpu_programs import train_program
+from tests.raising import raises
 from tests.tpu_compile import MARKS
 
 ADAM = optax.adamw(1e-3)
@@ -91,7 +92,9 @@ def test_moments_of_equal_annotations_are_refused() -> None:
     """The outputs of a step with plain momentum: weights and moments have the same `ArraySpec`s."""
     pm = sw.PartitionManager(with_zero1("ddp"), mesh=sw.abstract_mesh("dp:8"), mode="train")
     same = {"specs": (SPECS, SPECS, HIDDEN), "outputs": (SPECS, SPECS)}
-    with pytest.raises(sw.StrategyError, match="the role of the output decides") as caught:
+    with raises(
+        sw.StrategyError, "role", "dp", path="outputs/0/down", fix="sw.annotate_state"
+    ) as caught:
         planned(pm, momentum, **same)
     (problem, *_) = caught.value.problems
     assert problem.path == "outputs/0/down"

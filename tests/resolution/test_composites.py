@@ -16,6 +16,7 @@ from shardwright.resolution.composites import MOST_CANDIDATES
 from shardwright.resolution.decisions import Outcome, Reason, row
 from shardwright.resolution.resolver import explain, resolve
 from shardwright.resolution.rules import Conflict, Indivisible, Missing, Policy
+from tests.raising import raises
 from tests.resolving import make_rules, spec
 
 B, Q, L, E, H, K, D, M = (
@@ -138,15 +139,15 @@ class TestNoShape:
         ("batch", "length"), [("dp | -", "sp"), ("dp", "sp | -"), ("dp | -", "-")]
     )
     def test_refused_where_the_size_picks(self, batch: str, length: str) -> None:
-        with pytest.raises(
-            sw.ShapeRequiredError, match=r"dim 0 BATCH\+QUERY_LENGTH: which candidate applies"
+        with raises(
+            sw.ShapeRequiredError, "candidate", "applies", dim=0, axis="BATCH+QUERY_LENGTH"
         ):
             resolve(((B, Q),), make_rules(rules={B: batch, Q: length}), MESH)
 
     def test_a_policy_needs_the_size(self) -> None:
         rules = make_rules(Policy(indivisible=Indivisible.PREFIX), rules={B: "dp", Q: "sp"})
-        with pytest.raises(
-            sw.ShapeRequiredError, match="which candidate applies depends on the size"
+        with raises(
+            sw.ShapeRequiredError, "candidate", "applies", dim=0, axis="BATCH+QUERY_LENGTH"
         ):
             resolve(((B, Q),), rules, MESH)
 
@@ -154,9 +155,7 @@ class TestNoShape:
 class TestRefusals:
     @pytest.mark.parametrize("rule", ["?", "tp | ?"])
     def test_unconstrained_member(self, rule: str) -> None:
-        with pytest.raises(
-            sw.StrategyError, match=r'the rule of KV_HEAD has "\?", so it cannot be a member'
-        ) as caught:
+        with raises(sw.StrategyError, "KV_HEAD", "?", fix="KV_HEAD") as caught:
             resolve(((B, K),), make_rules(rules={B: "dp", K: rule}), MESH, shape=(8,))
         assert "kv_head" in caught.value.rule
         assert 'without "?"' in caught.value.fix
@@ -167,9 +166,7 @@ class TestRefusals:
         assert MOST_CANDIDATES == 4**3
         assert explain(((B, Q, M),), three, MESH, shape=(3,)).spec == P()
         more = make_rules(rules={B: four, Q: four, M: four, E: "tp | -"})
-        with pytest.raises(
-            sw.StrategyError, match="128 candidates, at most 64 are tried"
-        ) as caught:
+        with raises(sw.StrategyError, 4, 2, 128, 64) as caught:
             resolve(((B, Q, M, E),), more, MESH, shape=(1024,))
         assert "fewer candidates" in caught.value.fix
 
@@ -190,18 +187,15 @@ class TestRefusals:
     def test_head_and_head_dim_in_a_composite(self, axes: Any) -> None:
         """A flat dim that is cut in equal parts cuts heads where the parts are not whole heads."""
         for rules in (make_rules(rules={H: "tp"}), make_rules()):
-            with pytest.raises(
-                sw.StrategyError, match=r"dim 1 .*: a composite of .* could be split within a head"
-            ) as caught:
+            with raises(sw.StrategyError, "composite", "within", dim=1, fix="head_dim") as caught:
                 resolve((E, axes), rules, MESH, shape=(8, 768))
             assert "merged((" in caught.value.fix
             assert caught.value.dim == 1
 
     def test_message_names_head_and_dim(self) -> None:
         """The message names the first head and the head dim; other members do not matter."""
-        with pytest.raises(
-            sw.StrategyError,
-            match=r"^dim 0 EMBED\+HEAD_DIM\+KV_HEAD\+HEAD: a composite of KV_HEAD and HEAD_DIM",
+        with raises(
+            sw.StrategyError, "composite", dim=0, axis="EMBED+HEAD_DIM+KV_HEAD+HEAD", fix="KV_HEAD"
         ) as caught:
             resolve(((E, sw.HEAD_DIM, sw.KV_HEAD, H),), make_rules(), MESH, shape=(8,))
         assert (
@@ -213,7 +207,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("axes", [((H, sw.EMPTY),), ((sw.EMPTY,),), (B, (sw.EMPTY, Q))])
     def test_empty_in_a_composite(self, axes: Any) -> None:
-        with pytest.raises(sw.StrategyError, match="a composite may not contain EMPTY") as caught:
+        with raises(sw.StrategyError, "EMPTY", fix="EMPTY") as caught:
             resolve(axes, make_rules(rules={H: "tp"}), MESH)
         assert caught.value.dim == len(axes) - 1
         assert caught.value.axis
@@ -225,23 +219,21 @@ class TestRefusals:
 class TestPolicies:
     def test_indivisible_names_a_fallback_that_helps(self) -> None:
         rules = make_rules(rules={B: "dp", H: "tp"})
-        with pytest.raises(
-            sw.IndivisibleError, match=r"size 6 does not divide over dp=2, tp=4 \(8 shards\)"
-        ) as caught:
+        with raises(sw.IndivisibleError, "dp=2", "tp=4", 8, size=6, fix="tp | -") as caught:
             resolve(((B, H),), rules, MESH, shape=(6,))
         assert 'head = "tp | -"' in caught.value.fix
         assert "batch" not in caught.value.fix
         assert spec(((B, H),), make_rules(rules={B: "dp", H: "tp | -"}), MESH, shape=(6,)) == P(
             "dp"
         )
-        with pytest.raises(sw.IndivisibleError, match="size 3 does not divide") as caught:
+        with raises(sw.IndivisibleError, "dp=2", "tp=4", 8, size=3, fix="dp | -") as caught:
             resolve(((B, H),), rules, MESH, shape=(3,))
         assert 'batch = "dp | -" and head = "tp | -"' in caught.value.fix
 
     def test_conflict_names_a_fallback_that_helps(self) -> None:
         rules = make_rules(rules={E: "dp", B: "dp", H: "tp"})
-        with pytest.raises(
-            sw.AxisConflictError, match=r"dim 1 BATCH\+HEAD: dp is taken by dim 0 EMBED"
+        with raises(
+            sw.AxisConflictError, "dp", 0, "EMBED", dim=1, axis="BATCH+HEAD", fix="EMPTY"
         ) as caught:
             resolve((E, (B, H)), rules, MESH, shape=(8, 8))
         assert 'batch = "dp | -"' in caught.value.fix

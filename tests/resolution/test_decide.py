@@ -9,6 +9,7 @@ import shardwright as sw
 from shardwright.resolution.decisions import Outcome, RuleRef, rule_text
 from shardwright.resolution.resolver import explain
 from shardwright.resolution.rules import Conflict, Indivisible, Missing, Policy
+from tests.raising import raises
 from tests.resolving import make_rules, spec
 
 B, L, E, H, D, M = sw.BATCH, sw.LENGTH, sw.EMBED, sw.HEAD, sw.HEAD_DIM, sw.MLP_INTERMEDIATE
@@ -222,7 +223,7 @@ def test_a_conflict_with_experts_suggests_the_gate(axes: tuple[str, ...]) -> Non
 )
 def test_an_unknown_axis_of_the_wrong_rank(axis: str, label: str, fix: str) -> None:
     """The unknown name explains more than the rank does: the error is about the name."""
-    with pytest.raises(sw.UnknownAxisError, match="unknown axis") as caught:
+    with raises(sw.UnknownAxisError, "axis") as caught:
         explain((axis,), make_rules(), {"dp": 2}, shape=(4, 4)).require()
     assert caught.value.axis == label
     assert fix in caught.value.fix
@@ -301,5 +302,5 @@ def test_next_needs_no_shape() -> None:
     assert outcomes(resolution)[2] is Outcome.REPLICATED
     lenient = Policy(conflict=Conflict.NEXT, indivisible=Indivisible.PREFIX)
     rules = make_rules(lenient, rules={E: "dp | tp"})
-    with pytest.raises(sw.ShapeRequiredError, match="depends on the size"):
+    with raises(sw.ShapeRequiredError, "depends", dim=0, axis="EMBED"):
         spec((E,), rules, {"dp": 2, "tp": 2})

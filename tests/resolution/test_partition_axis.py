@@ -10,6 +10,7 @@ import pytest
 import shardwright as sw
 from shardwright.errors import StrategyError
 from shardwright.vocabulary.modes import MODES
+from tests.raising import raises
 
 P = jax.P
 MESH = {"dp": 2, "fsdp": 2, "ep": 2, "tp": 2, "sp": 2}
@@ -110,10 +111,10 @@ def test_one_new_token_follows_the_query_length() -> None:
         assert sw.resolve(residual, rules, MESH, mode=mode, shape=(8, 4, 8)).spec == P(
             ("fsdp", "dp"), "sp", "tp"
         )
-        with pytest.raises(sw.IndivisibleError, match="LENGTH: size 3 does not divide over sp=2"):
+        with raises(sw.IndivisibleError, "sp=2", axis="LENGTH", size=3, fix="sequence_axis"):
             sw.resolve(residual, rules, MESH, mode=mode, shape=(8, 3, 8))
     for mode in ("train", "prefill"):
-        with pytest.raises(sw.IndivisibleError, match="LENGTH: size 1 does not divide over sp=2"):
+        with raises(sw.IndivisibleError, "sp=2", axis="LENGTH", size=1, fix="sequence_axis"):
             sw.resolve(residual, rules, MESH, mode=mode, shape=(8, 1, 8))
     # Inside a shard_map over sp, a local length of 1 is a shard of a longer sequence.
     local = sw.explain(
@@ -121,7 +122,9 @@ def test_one_new_token_follows_the_query_length() -> None:
     )
     assert local.decisions[1].manual == ("sp",)
     own = sw.PartitionAxis(decode_query_sequence_axis="sp").compile()
-    with pytest.raises(sw.IndivisibleError, match="LENGTH: size 1 does not divide over sp=2"):
+    with raises(
+        sw.IndivisibleError, "sp=2", axis="LENGTH", size=1, fix="decode_query_sequence_axis"
+    ):
         sw.resolve(residual, own, MESH, mode="decode", shape=(8, 1, 8))
 
 
@@ -209,7 +212,7 @@ def test_policy_of_the_caller() -> None:
     policy = sw.Policy(indivisible="replicate")
     rules = sw.PartitionAxis().compile(policy=policy)
     assert sw.resolve((sw.HEAD,), rules, MESH, shape=(3,)).spec == P()
-    with pytest.raises(sw.IndivisibleError, match="dim 0 HEAD: size 3 does not divide over tp=2"):
+    with raises(sw.IndivisibleError, "tp=2", dim=0, axis="HEAD", size=3, fix="head_axis"):
         sw.resolve((sw.HEAD,), sw.PartitionAxis().compile(), MESH, shape=(3,))
 
 
@@ -225,7 +228,7 @@ def test_rule_source_names_the_attribute() -> None:
 
 
 def test_bad_values_are_named_all_at_once() -> None:
-    with pytest.raises(StrategyError, match=r"^4 problems") as caught:
+    with raises(StrategyError, "dp", fix="+", count=4) as caught:
         sw.PartitionAxis(
             head_axis=3, batch_axis=("dp", "dp"), vocab_axis=(), decode_head_axis="tp |"
         ).compile()

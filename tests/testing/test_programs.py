@@ -16,13 +16,11 @@ import shardwright as sw
 from shardwright.errors import ProgramError
 from shardwright.plan import read_collectives
 from shardwright.testing import assert_collectives, assert_no_collectives, cpu_mesh
+from tests.raising import facts, raises
 
 P = jax.P
 WHOLE = np.ones((8, 8), np.float32)
-ONE_DEVICE = (
-    r"the program runs on one device, but the mesh .* has 8: nothing is sharded.*\n"
-    r"  fix   shard the arguments"
-)
+ONE_DEVICE = facts("tp", 8, fix="pm.shard")
 
 
 def matmul(x: Any, w: Any) -> Any:
@@ -43,19 +41,16 @@ def summing(axes: Any, mesh: Mesh) -> tuple[Callable[[Any], Any], Any]:
 )
 def test_program_on_one_device_is_refused(w: Any) -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=cpu_mesh("tp:8"))
-    with pytest.raises(ProgramError, match=ONE_DEVICE):
+    with raises(ProgramError, ONE_DEVICE):
         assert_no_collectives(matmul, w, w, mesh=pm.mesh)
     # A manager's mesh is ambient, so an array without a sharding is on all of its devices.
-    with pytest.raises(
-        ProgramError,
-        match=r"matmul does the same on each of 8 devices: nothing is sharded.*\n  fix   shard",
-    ):
+    with raises(ProgramError, 8, "devices", fix="pm.shard"):
         assert_no_collectives(matmul, w, w, manager=pm)
-    with pytest.raises(ProgramError, match=ONE_DEVICE):
+    with raises(ProgramError, ONE_DEVICE):
         assert_collectives(matmul, w, w, all_reduce=0, only=True, mesh=pm.mesh)
-    with pm, pytest.raises(ProgramError, match="matmul does the same on each of 8 devices"):
+    with pm, raises(ProgramError, 8, "devices", fix="pm.shard"):
         assert_collectives(matmul, w, w, all_reduce=0, only=True)
-    with pytest.raises(ProgramError, match=ONE_DEVICE):
+    with raises(ProgramError, ONE_DEVICE):
         read_collectives(jax.jit(matmul).lower(WHOLE, WHOLE).compile(), pm.mesh)
 
 
