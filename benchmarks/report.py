@@ -12,7 +12,7 @@ from typing import Any
 
 import shardwright
 from benchmarks.timing import Row
-from shardwright.resolution.tables import table
+from shardwright.show.tables import table
 
 HEAD = (
     "subject",

@@ -24,7 +24,7 @@ from benchmarks.inference.names import rows_of
 from benchmarks.inference.seconds import ratios
 from benchmarks.models.__main__ import commits
 from benchmarks.models.cases import CASES
-from shardwright.resolution.tables import table
+from shardwright.show.tables import table
 from shardwright.testing import virtual_devices
 
 SHARE: Final = 0.98

@@ -13,7 +13,7 @@ import shardwright as sw
 from benchmarks.inference.right_axes import GROUPED, RIGHT, Rules, is_same, right
 from benchmarks.models.case import SEEDS, TOKENS, Case
 from benchmarks.models.cases import CASES
-from shardwright.inference.report import axis_text
+from shardwright.vocabulary.merged_dims import axis_text
 
 
 def rows_of(name: str, checkouts: Path) -> Iterator[Mapping[str, Any]]:

@@ -25,7 +25,7 @@ import optax
 import shardwright as sw
 from benchmarks.models.case import MESHES, TOKENS, Case, Sharded, bytes_by, held
 from benchmarks.models.cases import CASES
-from shardwright.resolution.tables import table
+from shardwright.show.tables import table
 from shardwright.testing import virtual_devices
 
 STEPS: Final = 20

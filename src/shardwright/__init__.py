@@ -109,6 +109,7 @@ from shardwright.vocabulary.modes import MODE_INSERT as MODE_INSERT
 from shardwright.vocabulary.modes import MODE_PREFILL as MODE_PREFILL
 from shardwright.vocabulary.modes import MODE_TRAIN as MODE_TRAIN
 from shardwright.vocabulary.modes import RUNTIME_MODE_TYPES as RUNTIME_MODE_TYPES
+from shardwright.vocabulary.shown import shown_by as _shown_by
 
 if TYPE_CHECKING:
     from shardwright.inference.constrained import constrained as constrained
@@ -131,6 +132,36 @@ _ON_DEMAND = {
     "annotate_state": "shardwright.trees.optimizer_state",
     "Strategy": "shardwright.strategy.model",
 }
+
+# What shows the values of each class. A file is imported when the first of them is shown.
+_shown_by(
+    {
+        "Candidate": "shardwright.show.search",
+        "Checkpoint": "shardwright.show.hf",
+        "Compiled": "shardwright.show.verification",
+        "Constrained": "shardwright.show.inference",
+        "DimDecision": "shardwright.show.resolution",
+        "Finding": "shardwright.show.lints",
+        "Inferred": "shardwright.show.inference",
+        "Layout": "shardwright.show.plan",
+        "PartitionManager": "shardwright.show.manager",
+        "PlanComparison": "shardwright.show.changes",
+        "PlanReport": "shardwright.show.plan",
+        "Relayout": "shardwright.show.caches",
+        "Report": "shardwright.show.serving",
+        "ReshardPlan": "shardwright.show.reshard",
+        "Resolution": "shardwright.show.resolution",
+        "RuleRef": "shardwright.show.resolution",
+        "SearchReport": "shardwright.show.search",
+        "Sent": "shardwright.show.verification",
+        "StateBytes": "shardwright.show.plan",
+        "TimeRange": "shardwright.show.plan",
+        "TreeBytes": "shardwright.show.plan",
+        "Update": "shardwright.show.serving",
+        "Verification": "shardwright.show.verification",
+        "VerifiedCandidate": "shardwright.show.search",
+    }
+)
 
 if not TYPE_CHECKING:  # so that a type checker still reports a misspelled name, such as sw.BACTH
 

@@ -11,7 +11,7 @@ import pytest
 import shardwright as sw
 from shardwright.cli.main import main
 from shardwright.errors import visible
-from shardwright.resolution.html import html_text
+from shardwright.show.html import html_text
 
 # Sets the title of the window, clears the screen, reverses the text, pretends to be another line.
 EVIL = "w\x1b]0;t\x07\x1b[2J\u202ex\nevil.toml: ok"

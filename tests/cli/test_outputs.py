@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.resolution.tables import WIDTH
 from shardwright.testing.golden import Golden
+from shardwright.vocabulary.shown import WIDTH
 from tests.cli.cases import CASES, OTHERS, shown
 
 # A line of an error, which the terminal wraps.

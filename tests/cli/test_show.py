@@ -14,7 +14,7 @@ import pytest
 
 from shardwright.cli import show
 from shardwright.cli.main import COMMANDS
-from shardwright.resolution.tables import WIDTH
+from shardwright.vocabulary.shown import WIDTH
 from tests.cli.cases import FILES
 
 SRC = Path(__file__).resolve().parents[2] / "src"

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from benchmarks.compiled import TARGETS, Row, judge
-from shardwright.plan.report.text import bytes_text
+from shardwright.vocabulary.units import bytes_text
 
 _PLACE = re.compile(r"(<!-- compiled: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

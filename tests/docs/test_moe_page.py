@@ -16,9 +16,9 @@ import pytest
 from benchmarks import moe as benchmark
 from benchmarks import moe_by_hand
 from shardwright.layers import mlp_block, moe
-from shardwright.plan.report.text import bytes_text
 from shardwright.testing import cpu_mesh
 from shardwright.testing.golden import Golden
+from shardwright.vocabulary.units import bytes_text
 from tests.docs.snippets import ROOT
 from tests.layers import blocks
 from tests.layers.moe.reference import config, parameters, tokens

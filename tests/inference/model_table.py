@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import shardwright as sw
-from shardwright.inference.report import axis_text
+from shardwright.vocabulary.merged_dims import axis_text
 from tests.docs.snippets import ROOT
 from tests.inference.models import Model
 from tests.inference.more_models import EVERY_MODEL

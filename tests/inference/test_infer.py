@@ -15,8 +15,8 @@ import pytest
 import shardwright as sw
 from shardwright.inference import infer as infer_module
 from shardwright.inference.atoms import new_dims, regroup, size_of
-from shardwright.inference.report import axis_text
 from shardwright.testing import cpu_mesh
+from shardwright.vocabulary.merged_dims import axis_text
 from tests.inference import models
 from tests.inference.models import LLAMA, MODELS, Model
 from tests.raising import Facts, facts, raises

@@ -31,7 +31,7 @@ def annotations(model: Model) -> list[str]:
 
 
 def sw_text(axis: Any) -> str:
-    from shardwright.inference.report import axis_text
+    from shardwright.vocabulary.merged_dims import axis_text
 
     return axis_text(axis)
 

@@ -12,7 +12,7 @@ from jax.experimental import compute_on
 
 import shardwright as sw
 from shardwright.inference.inferred import Inferred
-from shardwright.inference.report import axis_text
+from shardwright.vocabulary.merged_dims import axis_text
 from tests.inference.models import attend
 
 BATCH, LENGTH, EMBED, HEADS, HEAD_DIM = 8, 32, 64, 4, 16

@@ -16,7 +16,7 @@ import shardwright as sw
 from shardwright.errors import MeshMismatchError, ProgramError
 from shardwright.plan import Collective, read_collectives
 from shardwright.plan.collectives.collective import Kind, total
-from shardwright.plan.report.collectives import collectives_text
+from shardwright.show.collectives import collectives_text
 from shardwright.testing import cpu_mesh
 from tests.plan.programs import (
     FIXTURES,

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 import shardwright as sw
 from shardwright.plan import bytes_by_path
-from shardwright.plan.report.memory import memory_text
+from shardwright.show.memory import memory_text
 from shardwright.testing import cpu_mesh
 from tests.raising import raises
 

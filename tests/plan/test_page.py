@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from shardwright.cli.main import main
-from shardwright.plan import plan_html
 from shardwright.plan.collectives.collective import Collective
 from shardwright.plan.verify.compiler import Compiled, Target
 from shardwright.plan.verify.differences import compare_traffic
 from shardwright.plan.verify.run import Verification
+from shardwright.show.page import plan_html
 from tests.cli.test_plan import MODEL
 from tests.plan.test_verify import collective
 from tests.plan.test_walk import HIDDEN, SPECS, X, gradient, manager, mlp, plan, shapes

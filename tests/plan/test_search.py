@@ -19,11 +19,11 @@ from shardwright.cli.show import ProgressLine
 from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import parse_topology, read_hardware
 from shardwright.plan.planner import Program
-from shardwright.plan.report.page import search_html
-from shardwright.plan.report.search import search_text
 from shardwright.plan.search import SearchReport
 from shardwright.plan.search.result import utilization
 from shardwright.plan.search.run import SearchProgress
+from shardwright.show.page import search_html
+from shardwright.show.search import search_text
 from tests.raising import Facts, facts, raises
 
 HIDDEN = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)

@@ -19,13 +19,13 @@ from shardwright.errors import ProgramError
 from shardwright.plan import Program
 from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.fit import Verdict
-from shardwright.plan.report.search import search_text, verified_text
-from shardwright.plan.report.text import bytes_text
 from shardwright.plan.search import SearchReport, search_variants, verify_front
 from shardwright.plan.search.defaults import default_strategies
 from shardwright.plan.verify.compiler import Compiled, Target
 from shardwright.plan.verify.differences import Sent
 from shardwright.plan.verify.run import Verification
+from shardwright.show.search import search_text, verified_text
+from shardwright.vocabulary.units import bytes_text
 from tests.plan.decoder import Decoder
 from tests.plan.test_search import program
 from tests.raising import Facts, facts, raises

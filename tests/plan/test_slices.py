@@ -17,11 +17,11 @@ from shardwright.plan.collectives.collective import Collective, Kind
 from shardwright.plan.hardware import parse_topology, read_hardware
 from shardwright.plan.layout import lay_out
 from shardwright.plan.planner import PlanReport
-from shardwright.plan.report.search import search_text
 from shardwright.plan.search.verify import compiled_seconds
 from shardwright.plan.verify.compiler import Compiled, Target
 from shardwright.plan.verify.differences import compare_traffic
 from shardwright.plan.verify.run import Verification
+from shardwright.show.search import search_text
 from tests.plan.test_search import program
 from tests.raising import raises
 

@@ -11,8 +11,8 @@ import pytest
 
 import shardwright as sw
 from shardwright import caches
-from shardwright.plan.report.state import state_text
 from shardwright.plan.state import Category, StateBytes, count_tensors
+from shardwright.show.plan import state_text
 from shardwright.testing import cpu_mesh
 from shardwright.trees.tensors import Tensor
 from tests.raising import Facts, facts, raises

@@ -19,7 +19,6 @@ from shardwright.plan.collectives.collective import Collective, Kind
 from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import parse_topology, read_hardware
 from shardwright.plan.planner import trace_program
-from shardwright.plan.report.verification import memory_rows, verification_text
 from shardwright.plan.verify import compiler
 from shardwright.plan.verify.compiler import Compiled, Target
 from shardwright.plan.verify.differences import compare_traffic
@@ -27,6 +26,7 @@ from shardwright.plan.verify.export import export_program
 from shardwright.plan.verify.run import Verification, verify_plan
 from shardwright.plan.walk.entries import Peak
 from shardwright.plan.walk.events import Event
+from shardwright.show.verification import memory_rows, verification_text
 from tests.cli.test_plan import MODEL
 from tests.plan.test_walk import HIDDEN, SPECS, X, gradient, manager, shapes
 from tests.raising import raises

@@ -23,7 +23,8 @@ from shardwright.resolution.decisions import (
 from shardwright.resolution.partition_specs import canonical_spec
 from shardwright.resolution.resolver import explain
 from shardwright.resolution.rules import Policy
-from shardwright.resolution.tables import WIDTH, remarked_table, table
+from shardwright.show.tables import remarked_table, table
+from shardwright.vocabulary.shown import WIDTH
 from tests.resolving import make_rules
 
 RULES = make_rules(

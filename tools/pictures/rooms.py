@@ -8,6 +8,7 @@ from tools.pictures.svg import Box, Picture
 ROOMS = (
     ("cli", "commands: explain, check, diff, plan"),
     ("testing", "virtual devices, assertions, golden files"),
+    ("show", "text, tables, pages and data of all values"),
     ("interop", "names of other libraries, one package each"),
     ("serving", "engine, scheduler, sampling"),
     ("layers", "norms, attention, MLP, experts, loss"),

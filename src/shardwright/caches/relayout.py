@@ -20,8 +20,9 @@ from shardwright.manager.shards import call_on_shards
 from shardwright.reshard.move import move_tree
 from shardwright.reshard.plan import Move, MoveKind, plan_moves
 from shardwright.reshard.run import run_moves
-from shardwright.resolution.partition_specs import entry_names, spec_of, spec_text
-from shardwright.vocabulary.modes import mode_name, parse_mode
+from shardwright.resolution.partition_specs import entry_names, spec_of
+from shardwright.vocabulary.modes import parse_mode
+from shardwright.vocabulary.shown import text_of
 
 C = TypeVar("C", bound=KVCache)
 
@@ -66,15 +67,7 @@ class Relayout:
         return sum(move.kind is not MoveKind.SLICE for array in self.arrays for move in array.moves)
 
     def __str__(self) -> str:
-        count = f"{self.collectives} collective{'' if self.collectives == 1 else 's'}"
-        lines = [f"to {mode_name(self.mode)}: {count}, {self.bytes:,} B sent by each device"]
-        for array in self.arrays:
-            stays = "" if array.moves else "  stays"
-            lines.append(
-                f"  {array.name}  {spec_text(array.source)} -> {spec_text(array.target)}{stays}"
-            )
-            lines += [f"    {move}" for move in array.moves]
-        return "\n".join(lines)
+        return text_of(self)
 
 
 def plan_reshard(

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from shardwright.cli.inputs import read_count
 from shardwright.cli.show import LEAST_WIDTH
-from shardwright.resolution.tables import WIDTH
+from shardwright.vocabulary.shown import WIDTH
 
 STRATEGY_HELP = 'a preset, or a .toml or .json file; "base | overlay" combines two'
 EXIT_CODES = "2 the question is invalid (command line, file or mesh)"

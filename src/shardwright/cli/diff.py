@@ -19,11 +19,11 @@ from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
 from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
 from shardwright.plan.compare import Comparison, Placed, Row, Total, compare
-from shardwright.plan.report.text import bytes_text
-from shardwright.resolution.tables import table
+from shardwright.show.tables import table
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.lowering import describe
 from shardwright.vocabulary.modes import MODE_NAMES, mode_name
+from shardwright.vocabulary.units import bytes_text
 
 _GROWS = {r"\+[0-9][0-9,]*(?: \(.*\))?$": "red", r"-[0-9][0-9,]*(?: \(.*\))?$": "green"}
 _EPILOG = f"""\

@@ -14,7 +14,7 @@ from shardwright.errors import StrategyError
 from shardwright.plan.compare_plans import PLAN_FIX, PlanComparison, compare_plans
 from shardwright.plan.hardware import parse_topology, read_hardware
 from shardwright.plan.planner import PlanReport
-from shardwright.plan.report.changes import changes_text
+from shardwright.show.changes import changes_text
 from shardwright.strategy.foreign_files import read_json
 from shardwright.vocabulary.modes import mode_name, parse_mode
 

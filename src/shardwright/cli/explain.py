@@ -19,21 +19,15 @@ from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
 from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
 from shardwright.plan.compare import bytes_on_device
-from shardwright.plan.report.text import bytes_text
-from shardwright.resolution.decisions import (
-    HEAD,
-    DimDecision,
-    Outcome,
-    Resolution,
-    mesh_axes_text,
-    row,
-)
+from shardwright.resolution.decisions import DimDecision, Outcome, Resolution
 from shardwright.resolution.partition_specs import spec_text
-from shardwright.resolution.tables import remarked_table, table
+from shardwright.show.resolution import HEAD, mesh_axes_text, row
+from shardwright.show.tables import remarked_table, table
 from shardwright.trees.tensors import Tensor
 from shardwright.vocabulary.axes import Role, axis_label
 from shardwright.vocabulary.lowering import describe
 from shardwright.vocabulary.modes import MODE_NAMES, MODES, mode_name
+from shardwright.vocabulary.units import bytes_text
 
 _EPILOG = f"""\
 axes: one word per dim, or the name of a layout such as ColumnWise. A word is an axis (BATCH or

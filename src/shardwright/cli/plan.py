@@ -18,9 +18,9 @@ from shardwright.errors import StrategyError
 from shardwright.manager.manager import PartitionManager
 from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.plan.layout import lay_out
-from shardwright.plan.report.state import state_text
 from shardwright.plan.state import StateBytes, count_tensors
 from shardwright.resolution.patterns import compile_pattern
+from shardwright.show.plan import state_text
 from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
 
 _EPILOG = f"""\

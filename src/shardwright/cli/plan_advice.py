@@ -12,10 +12,10 @@ from shardwright.plan.fitting_mesh import FittingMesh, find_larger_mesh, find_ot
 from shardwright.plan.fitting_rules import find_smaller_rules
 from shardwright.plan.hardware import Topology
 from shardwright.plan.planner import PlanReport, Program, price, trace_program
-from shardwright.plan.report.text import bytes_text
 from shardwright.plan.state import StateBytes
 from shardwright.plan.verify.run import Verification
 from shardwright.vocabulary.modes import MODE_TRAIN, MODES, mode_name
+from shardwright.vocabulary.units import bytes_text
 
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy

@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from shardwright.errors import ShardingError, StrategyError, did_you_mean
 from shardwright.plan.collectives.collective import Collective, Kind
 from shardwright.plan.hardware import Topology, smallest_slice
-from shardwright.plan.report.text import bytes_text
 from shardwright.plan.state import StateBytes
 from shardwright.plan.walk.events import Event
 from shardwright.vocabulary.modes import mode_name, parse_mode
+from shardwright.vocabulary.units import BYTES, bytes_text
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(B|KiB|MiB|GiB|TiB|%)")
 _FORBID = re.compile(r"([a-z_*]+)(?:@([a-z]+))?(?:>([0-9]+(?:\.[0-9]+)?)\s*(B|KiB|MiB|GiB|TiB))?")
-_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,7 @@ def read_forbidden(text: str) -> Forbidden:
         text=text,
         kind=None if kind == "*" else Kind(kind),
         mode=parsed,
-        more_than=0 if number is None else int(float(number) * _UNITS[unit]),
+        more_than=0 if number is None else int(float(number) * BYTES[unit]),
     )
 
 
@@ -99,7 +98,7 @@ def read_limit(text: str) -> Limit:
     number, unit = float(match[1]), match[2]
     if unit == "%":
         return Limit(text=text, share=number / 100)
-    return Limit(text=text, bytes=int(number * _UNITS[unit]))
+    return Limit(text=text, bytes=int(number * BYTES[unit]))
 
 
 def copies_breach(limit: Limit, state: StateBytes) -> str:

@@ -18,12 +18,12 @@ from shardwright.plan.collectives.collective import Collective
 from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology
 from shardwright.plan.planner import PlanReport, Program
-from shardwright.plan.report.page import plan_html
-from shardwright.plan.report.text import bytes_text
-from shardwright.plan.report.verification import verification_text
 from shardwright.plan.verify.run import Verification
 from shardwright.plan.walk.events import Event
+from shardwright.show.page import plan_html
+from shardwright.show.verification import verification_text
 from shardwright.vocabulary.modes import mode_name
+from shardwright.vocabulary.units import bytes_text
 
 Breach = tuple[str, Event | Collective]
 _NAMED: Final = 3  # tensors that a line about forbidden collectives names

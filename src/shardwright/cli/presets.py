@@ -12,7 +12,7 @@ from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
 from shardwright.cli.inputs import unreadable
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.errors import StrategyError, did_you_mean
-from shardwright.resolution.tables import table
+from shardwright.show.tables import table
 from shardwright.strategy import files
 
 _ACTIONS = ("list", "show", "copy")

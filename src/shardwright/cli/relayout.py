@@ -12,10 +12,10 @@ from shardwright.errors import ShardingError
 from shardwright.manager.manager import PartitionManager
 from shardwright.mesh.build import abstract_mesh
 from shardwright.plan.planner import Program
-from shardwright.plan.report.text import bytes_text
 from shardwright.plan.search.result import Candidate
 from shardwright.plan.state import Category, read_holds
 from shardwright.reshard.tree import plan_reshard
+from shardwright.vocabulary.units import bytes_text
 
 
 def relayout_lines(

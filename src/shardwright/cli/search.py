@@ -24,13 +24,13 @@ from shardwright.cli.verify import add_compiler_options, cache_folder, check_ver
 from shardwright.errors import ShardingError, StrategyError
 from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.plan.planner import Program
-from shardwright.plan.report.page import search_html
-from shardwright.plan.report.search import search_text, verified_text
 from shardwright.plan.search.result import STOPPED, Candidate, SearchReport
 from shardwright.plan.search.run import WALKS, search_variants
 from shardwright.plan.search.settings import parse_alternatives, read_vary
 from shardwright.plan.search.verify import VerifiedCandidate, verify_front
 from shardwright.plan.verify.compiler import TIMEOUT
+from shardwright.show.page import search_html
+from shardwright.show.search import search_text, verified_text
 from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardwright.errors import visible
-from shardwright.resolution.tables import WIDTH
+from shardwright.vocabulary.shown import WIDTH
 
 LEAST_WIDTH = 40
 SEVERITIES: Mapping[str, str] = {

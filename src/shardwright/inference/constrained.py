@@ -18,10 +18,9 @@ from shardwright.errors import ShardingError, StrategyError, raise_problems
 from shardwright.inference.constraints import RESHARD, Constraint, numbered, operations
 from shardwright.inference.control import CALLS, REMATS, rebuilds
 from shardwright.inference.inferred import Inferred
-from shardwright.inference.report import axis_text
 from shardwright.manager.ambient import current_manager, shard
 from shardwright.manager.manager import PartitionManager
-from shardwright.resolution.tables import WIDTH, table
+from shardwright.vocabulary.shown import WIDTH, text_of
 
 _Place = tuple[int, ...]
 _Table = Mapping[_Place, Constraint]
@@ -75,11 +74,7 @@ class Constrained:
         return jax.tree.unflatten(jax.tree.structure(result), outputs)
 
     def __str__(self) -> str:
-        lines = dict.fromkeys(map(str, self.inferred.constraints), 0)
-        for each in self.inferred.constraints:
-            lines[str(each)] += 1
-        counted = [f"{line}, {count} times" if count > 1 else line for line, count in lines.items()]
-        return "\n".join([*counted, f"{len(self.inferred.constraints)} constraints"])
+        return text_of(self)
 
     def explain(self, pm: PartitionManager, *, width: int = WIDTH) -> str:
         """Return a line per constraint, with the spec that a manager resolves.
@@ -87,14 +82,11 @@ class Constrained:
         Raises:
           ShardingError: An intermediate does not fit the rules or the mesh.
         """
-        rows = [("written in", "what", "axes", "shape", "spec")]
+        rows = []
         for each in self.inferred.constraints:
             with _explained(each):
-                spec = pm.resolve(*each.axes, shape=each.shape)
-            axes = " ".join(axis_text(axis) for axis in each.axes)
-            shape = "x".join(map(str, each.shape))
-            rows.append((each.source, each.kind, axes, shape, str(spec)))
-        return "\n".join(table(list(dict.fromkeys(rows)), width=width))
+                rows.append((each, pm.resolve(*each.axes, shape=each.shape)))
+        return text_of(self, specs=rows, width=width)
 
 
 def constrained(forward: Callable[..., Any], inferred: Inferred) -> Constrained:

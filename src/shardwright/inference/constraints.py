@@ -12,7 +12,6 @@ from shardwright.inference.atoms import finest
 from shardwright.inference.attention import GROUP
 from shardwright.inference.facts import DimSlice, Output
 from shardwright.inference.names import LENGTHS
-from shardwright.inference.report import axis_text
 from shardwright.inference.slices import Factors, named_factors
 from shardwright.inference.step import ArrayFacts
 from shardwright.vocabulary.axes import (
@@ -29,7 +28,7 @@ from shardwright.vocabulary.axes import (
     QUERY_LENGTH,
     VOCAB,
 )
-from shardwright.vocabulary.merged_dims import merged
+from shardwright.vocabulary.merged_dims import axis_text, merged
 
 # What an intermediate is. The first of these axes that it has decides.
 KINDS: Final = {

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwright.errors import Problem, StrategyError, raise_problems
-from shardwright.inference import report
 from shardwright.inference.constraints import Constraint
 from shardwright.inference.evidence import Evidence
-from shardwright.resolution.tables import WIDTH
 from shardwright.vocabulary.axes import axis_label
+from shardwright.vocabulary.merged_dims import axis_text
+from shardwright.vocabulary.shown import WIDTH, data_of, text_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,15 +112,15 @@ class Inferred:
         return tuple(dim for dim in self.evidence if dim.guess)
 
     def __str__(self) -> str:
-        return report.table_text(self)
+        return text_of(self)
 
     def text(self, *, width: int = WIDTH) -> str:
         """Return the table at a width, in characters per line."""
-        return report.table_text(self, width=width)
+        return text_of(self, width=width)
 
     def summary(self, *, width: int = WIDTH) -> str:
         """Return the part of the table that has guesses and open dims, and the totals."""
-        return report.table_text(self, width=width, is_summary=True)
+        return text_of(self, form="summary", width=width)
 
     def toml(self) -> str:
         """Return path rules as TOML, for a person to review and commit.
@@ -131,11 +131,11 @@ class Inferred:
           StrategyError: Two operations name one dim differently.
         """
         raise_problems([conflict.problem() for conflict in self.conflicts])
-        return report.toml_text(self)
+        return text_of(self, form="toml")
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as data for JSON."""
-        return report.to_json(self)
+        return data_of(self)
 
     def problems(self) -> list[Problem]:
         """Return a problem for each conflict, open dim and guess."""
@@ -155,7 +155,7 @@ class Inferred:
 
 
 def _name(dim: InferredDim) -> str:
-    return "?" if dim.is_open else report.axis_text(dim.axis)
+    return "?" if dim.is_open else axis_text(dim.axis)
 
 
 def _fix(dim: InferredDim, names: Sequence[str]) -> str:

@@ -11,10 +11,10 @@ from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.inference.atoms import Dims, finest, size_of
 from shardwright.inference.evidence import Evidence
 from shardwright.inference.names import Names
-from shardwright.inference.report import axis_text
 from shardwright.inference.spelling import Spelled
 from shardwright.vocabulary.axes import canonical_axis
 from shardwright.vocabulary.integers import read_integer
+from shardwright.vocabulary.merged_dims import axis_text
 
 _FIX: Final = 'write sizes={11008: "MLP_INTERMEDIATE"} or {"layers/*/gate dim 0": "HEAD"}'
 

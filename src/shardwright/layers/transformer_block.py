@@ -22,8 +22,10 @@ from shardwright.errors import LayerError, did_you_mean
 from shardwright.layers import attention_block, mlp_block, moe, moe_block
 from shardwright.layers.attention_block import AttentionConfig, AttentionState, check_theta
 from shardwright.layers.dropout import check_rate, dropout
+from shardwright.layers.fp8 import DenseUse
 from shardwright.layers.inputs import (
     check_fields,
+    check_params,
     check_type,
     check_valid,
     read_keys,
@@ -33,16 +35,6 @@ from shardwright.layers.moe import MoEState
 from shardwright.layers.moe_block import MoEBlockConfig
 from shardwright.layers.placement import RESIDUAL, check_residual, place
 from shardwright.layers.rope import RopeFrequencies
-from shardwright.layers.stack_inputs import (
-    check_caches,
-    check_encoded,
-    check_moe_states,
-    check_rings,
-    check_scaling,
-    check_trees,
-    is_scanned,
-    trees_of,
-)
 from shardwright.trees.initialize import stack_specs
 from shardwright.vocabulary.integers import read_integer
 
@@ -216,13 +208,13 @@ def specs(config: TransformerConfig) -> list[Any]:
     layer after the scan. Without `scan` there is one tree per layer. Each tree is
     `{"attention": ..., "mlp": ...}`, with `cross` if the config has it.
     """
-    count = trees_of(config)
+    count = _trees_of(config)
     shared = {"attention": attention_block.specs(config.attention)}
     if config.cross is not None:
         shared["cross"] = attention_block.specs(config.cross)
     layers = [{**shared, "mlp": _specs_of(config.mlp_of(number))} for number in range(count)]
     return [
-        stack_specs(layer, config.trips) if is_scanned(config, number) else layer
+        stack_specs(layer, config.trips) if _is_scanned(config, number) else layer
         for number, layer in enumerate(layers)
     ]
 
@@ -239,8 +231,8 @@ def init_scaling(config: TransformerConfig) -> list[Any] | None:
     None if no block has this recipe. MoE layers have no scaling.
     """
     trees = []
-    for number in range(trees_of(config)):
-        layers = config.trips if is_scanned(config, number) else None
+    for number in range(_trees_of(config)):
+        layers = config.trips if _is_scanned(config, number) else None
         mlp, own = config.mlp_of(number), None
         if not isinstance(mlp, MoEBlockConfig):
             own = mlp_block.init_scaling(mlp, layers=layers)
@@ -259,7 +251,7 @@ def unstack(
     Raises:
       LayerError: The parameters are not those that `specs` describes.
     """
-    check_trees(specs(config), params, None)
+    _check_trees(specs(config), params, None)
     if not config.scan:
         return config, list(params)
     layers = [_of_layer(config, params, number) for number in range(config.layers)]
@@ -324,7 +316,7 @@ def init_caches(
         )
         for _ in range(config.layers)
     ]
-    check_rings(config, caches)
+    _check_rings(config, caches)
     return caches
 
 
@@ -380,8 +372,8 @@ def apply(
     check_residual(x, config.attention.embed)
     state = StackState() if state is None else state
     _check_state(config, state)
-    check_encoded(config, encoded, encoded_segment_ids)
-    check_trees(specs(config), params, path)
+    _check_encoded(config, encoded, encoded_segment_ids)
+    _check_trees(specs(config), params, path)
     given = {
         "attention": {"positions": positions, **_padding(x, segment_ids, valid, state)},
         "cross": {
@@ -550,5 +542,141 @@ def _check_state(config: TransformerConfig, state: Any) -> None:
             fix="pass transformer_block.StackState(caches=...)",
         )
     check_moe_states(config, state.moe)
-    check_scaling(config, state.scaling)
-    check_caches(config, state.caches)
+    _check_scaling(config, state.scaling)
+    _check_caches(config, state.caches)
+
+
+def _trees_of(config: TransformerConfig) -> int:
+    """Return the number of trees of parameters."""
+    if not config.scan:
+        return config.layers
+    return config.period + config.layers % config.period
+
+
+def _is_scanned(config: TransformerConfig, tree: int) -> bool:
+    """Return whether the arrays of a tree have a leading dim of layers."""
+    return config.scan and tree < config.period
+
+
+def _check_trees(specs: Sequence[Any], params: Any, path: str | None) -> None:
+    """Check the number of trees of parameters, and each tree."""
+    trees, create = len(specs), "transformer_block.specs(config)"
+    if not isinstance(params, Sequence) or len(params) != trees:
+        is_list = isinstance(params, Sequence)
+        has = f"{len(params)} trees" if is_list else f"is a {type(params).__name__}"
+        raise LayerError(
+            f"params {'has ' if is_list else ''}{has}, and the config describes {trees} trees",
+            path="params",
+            fix=f"pass the list that {create} describes",
+        )
+    for number, (own, tree) in enumerate(zip(specs, params, strict=True)):
+        place = f"params[{number}]" if path is None else f"{path}/{number}"
+        check_params(own, tree, path=place, create=create)
+
+
+def _check_encoded(config: TransformerConfig, encoded: Any, segment_ids: Any) -> None:
+    """Check that the output of an encoder is given if, and only if, the layers read one."""
+    if config.cross is not None and encoded is None:
+        raise LayerError(
+            "the layers have cross-attention, and encoded is not given",
+            path="encoded",
+            fix="pass the output of an encoder, [batch, encoded length, embed]",
+        )
+    if config.cross is None and not (encoded is None and segment_ids is None):
+        raise LayerError(
+            "encoded is given, and the layers have no cross-attention",
+            path="encoded",
+            fix="TransformerConfig(cross=AttentionConfig(causal=False, rope_theta=None, ...))",
+        )
+
+
+def check_moe_states(config: TransformerConfig, moe_states: Any) -> None:
+    """Check that there is a state per tree of parameters, and None for an MLP."""
+    trees = _trees_of(config)
+    if moe_states is not None and len(moe_states) != trees:
+        raise LayerError(
+            f"state has {len(moe_states)} MoE states for {trees} trees of parameters",
+            path="state",
+            fix="pass one MoEState per tree, and None where a layer has an MLP; that of a scan "
+            "becomes that of its layers by transformer_block.unstack_state(config, state), or by "
+            "init_caches(state=state) of an nnx Transformer",
+        )
+    for number, moe_state in enumerate(moe_states or ()):
+        if moe_state is None:
+            continue
+        if not isinstance(config.mlp_of(number), MoEBlockConfig):
+            raise LayerError(
+                f"moe[{number}] is a {type(moe_state).__name__}, and layer {number} has an MLP",
+                path="state",
+                fix="pass None there",
+            )
+        _check_layers(config, number, f"moe[{number}].bias", moe_state.bias, own_rank=1)
+
+
+def _check_scaling(config: TransformerConfig, scaling: Any) -> None:
+    """Check that scaling has a tree per tree of parameters; each block checks its own part."""
+    if scaling is None:
+        return
+    trees, fix = _trees_of(config), "pass fp8.uses(transformer_block.init_scaling(config))"
+    if not isinstance(scaling, Sequence) or len(scaling) != trees:
+        has = f"{len(scaling)} trees" if isinstance(scaling, Sequence) else type(scaling).__name__
+        raise LayerError(f"scaling has {has} for {trees} trees", path="state", fix=fix)
+    for number, tree in enumerate(scaling):
+        if not isinstance(tree, Mapping) or set(tree) != {"attention", "mlp"}:
+            has = ", ".join(map(str, tree)) if isinstance(tree, Mapping) else type(tree).__name__
+            raise LayerError(
+                f"scaling[{number}] has {has}, not attention and mlp", path="state", fix=fix
+            )
+        for use in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, DenseUse)):
+            scale = use.x if isinstance(use, DenseUse) else None
+            _check_layers(config, number, f"the scales of scaling[{number}]", scale, own_rank=0)
+
+
+def _check_layers(
+    config: TransformerConfig, tree: int, name: str, value: Any, *, own_rank: int
+) -> None:
+    """Check that an array of the state has a leading dim of layers with `scan`, and else none."""
+    shape = getattr(value, "shape", None)
+    scanned = _is_scanned(config, tree)
+    wanted = (config.trips,) if scanned else ()
+    if shape is None or shape[: len(shape) - own_rank] == wanted:
+        return
+    fix = "pass the state of one layer per tree: transformer_block.unstack_state(config, state)"
+    if scanned:
+        fix = f"stack the layers of a tree in the leading dim, whose size is {config.trips}"
+    raise LayerError(
+        f"{name} have shape {shape}" if own_rank == 0 else f"{name} has shape {shape}",
+        path="state",
+        fix=fix,
+    )
+
+
+def _check_caches(config: TransformerConfig, caches: Any) -> None:
+    """Check that there is a cache per layer, and no scan."""
+    if caches is None:
+        return
+    if config.scan:
+        raise LayerError(
+            "caches cannot be used with scan=True",
+            path="state",
+            fix="config, params = transformer_block.unstack(config, params)",
+        )
+    if len(caches) != config.layers:
+        raise LayerError(
+            f"state has {len(caches)} caches for {config.layers} layers",
+            path="state",
+            fix="pass transformer_block.init_caches(config, batch=..., capacity=...)",
+        )
+    _check_rings(config, caches)
+
+
+def _check_rings(config: TransformerConfig, caches: list[KVCache]) -> None:
+    """Refuse a cache that keeps a window for a layer that `windows` says attends to all tokens."""
+    for number, cache in enumerate(caches if config.windows else ()):
+        if isinstance(cache, KVCache) and cache.spec.window and config.window(number) is None:
+            raise LayerError(
+                f"layer {number} attends to all tokens, and its cache keeps {cache.spec.window}",
+                path="caches",
+                fix='create its cache with attention_block.init_cache(config.attention, "dense", '
+                "batch=..., capacity=...)",
+            )

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from shardwright.errors import MissingMeshAxisError, Problem, UnknownAxisError
+from shardwright.vocabulary.shown import data_of
 
 
 class Severity(enum.StrEnum):
@@ -70,17 +71,7 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """Return the finding as plain data; the line is a number, or None."""
-        file, _, line = self.source.rpartition(":")
-        known = line.isdecimal() and bool(file)
-        return {
-            "code": str(self.code),
-            "severity": str(self.severity),
-            "file": (file if known else self.source) or None,
-            "line": int(line) if known else None,
-            "key": self.key or None,
-            "message": self.message,
-            "fix": self.fix,
-        }
+        return data_of(self)
 
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""

@@ -9,7 +9,6 @@ import jax
 
 from shardwright.errors import StrategyError
 from shardwright.inference.inferred import Inferred, InferredDim
-from shardwright.inference.report import axis_text
 from shardwright.lints.finding import Code, Finding, Severity, dim_key
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.annotations import is_annotation
@@ -28,7 +27,7 @@ from shardwright.vocabulary.axes import (
     axis_label,
 )
 from shardwright.vocabulary.lowering import Dim, lower
-from shardwright.vocabulary.merged_dims import MergedDim
+from shardwright.vocabulary.merged_dims import MergedDim, axis_text
 
 # Names that one dim may have, depending on the kind of array.
 _SYNONYMS: Final[tuple[frozenset[str], ...]] = (

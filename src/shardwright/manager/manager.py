@@ -29,6 +29,7 @@ from shardwright.resolution.rules import AxisRules
 from shardwright.vocabulary.annotations import join_axes, read_annotation
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.modes import parse_mode
+from shardwright.vocabulary.shown import html_of
 
 if TYPE_CHECKING:
     from shardwright.plan.hardware import Topology
@@ -89,9 +90,7 @@ class PartitionManager(Manager):
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
-        from shardwright.manager.html import manager_html
-
-        return manager_html(self)
+        return html_of(self)
 
     # Questions.
 

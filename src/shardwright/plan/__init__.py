@@ -12,5 +12,4 @@ from shardwright.plan.compare_plans import compare_plans as compare_plans
 from shardwright.plan.memory import bytes_by_path as bytes_by_path
 from shardwright.plan.planner import PlanReport as PlanReport
 from shardwright.plan.planner import Program as Program
-from shardwright.plan.report.page import plan_html as plan_html
 from shardwright.plan.verify.run import verify_plan as verify_plan

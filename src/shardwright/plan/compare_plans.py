@@ -12,6 +12,7 @@ from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.moved_lines import moved_lines
 from shardwright.plan.planner import PlanReport
 from shardwright.plan.walk.events import Event
+from shardwright.vocabulary.shown import data_of
 
 PLAN_FIX: Final = "write it with: shardwright plan MODEL --strategy F --mesh M --json > FILE"
 
@@ -65,16 +66,6 @@ class Traffic:
         """Whether the values of both plans differ."""
         return self.before != self.after
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the row as plain data."""
-        sides = {
-            side: dict(zip(("runs", "sent_bytes"), pair, strict=True))
-            for side, pair in (("before", self.before), ("after", self.after))
-        }
-        axes = {"mesh_axes": list(self.mesh_axes), "axes": list(self.axes)}
-        lines = {"source": self.source, "moved_from": self.moved_from}
-        return {"kind": str(self.kind), **axes, **lines, **sides}
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanComparison:
@@ -107,15 +98,7 @@ class PlanComparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as plain data."""
-        return {
-            "before": self.before,
-            "after": self.after,
-            "changes": [dataclasses.asdict(change) for change in self.changes],
-            "traffic": [row.to_json() for row in self.traffic],
-            "unsure": {"before": list(self.gone), "after": list(self.new)},
-            "moved": dict(self.moved),
-            "changed": self.changed,
-        }
+        return data_of(self)
 
 
 def compare_plans(

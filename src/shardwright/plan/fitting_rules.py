@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 from shardwright.errors import ShardingError
 from shardwright.manager.manager import PartitionManager
-from shardwright.plan.report.text import bytes_text
 from shardwright.plan.search.settings import with_settings
 from shardwright.plan.state import Category, StateBytes
+from shardwright.vocabulary.units import bytes_text
 
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy

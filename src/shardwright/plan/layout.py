@@ -19,6 +19,7 @@ from shardwright.mesh.build import default_dcn
 from shardwright.mesh.text import MeshSpec
 from shardwright.plan.collectives.collective import Kind, ring_bytes
 from shardwright.plan.hardware import Topology
+from shardwright.vocabulary.shown import data_of
 
 _SHARED: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
 
@@ -102,14 +103,7 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """Return the layout as plain data."""
-        return {
-            "topology": str(self.topology),
-            "crossing": dict(self.crossing),
-            "parts": {
-                axis: [dataclasses.asdict(part) for part in parts]
-                for axis, parts in self.parts.items()
-            },
-        }
+        return data_of(self)
 
     def __str__(self) -> str:
         axes = []

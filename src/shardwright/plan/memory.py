@@ -18,6 +18,7 @@ from shardwright.resolution.partition_specs import UNCONSTRAINED, entry_names
 from shardwright.resolution.patterns import compile_pattern
 from shardwright.trees.paths import path_text
 from shardwright.trees.tensors import whole_bytes
+from shardwright.vocabulary.shown import data_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,17 +58,6 @@ class LeafBytes:
     def replicated(self) -> int:
         """Bytes on all devices beyond the first copy. Full sharding would save them."""
         return self.per_device * (self.devices - self.devices // self.copies)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the counts as plain data. The spec is one list of mesh axes per dim."""
-        spec = (
-            None
-            if self.spec is None
-            else [list(entry_names(entry)) for entry in self.spec.partitions]
-        )
-        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        lists = {"shape": list(self.shape), "replicated_over": list(self.replicated_over)}
-        return {**data, **lists, "spec": spec, "held": self.held, "replicated": self.replicated}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +109,7 @@ class TreeBytes:
 
     def to_json(self) -> dict[str, Any]:
         """Return sums and arrays as plain data."""
-        names = ("total", "per_device", "held", "replicated", "replicated_share")
-        return {
-            **{name: getattr(self, name) for name in names},
-            "leaves": [leaf.to_json() for leaf in self.leaves],
-        }
+        return data_of(self)
 
 
 def bytes_by_path(tree: Any, shardings: Any = None) -> TreeBytes:

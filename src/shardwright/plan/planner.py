@@ -18,11 +18,6 @@ from shardwright.plan.fit import Verdict, judge
 from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.plan.layout import Layout, lay_out
 from shardwright.plan.renaming import Renaming
-from shardwright.plan.report.events import event_lines
-from shardwright.plan.report.fit import fit_lines
-from shardwright.plan.report.state import state_text
-from shardwright.plan.report.text import bytes_text
-from shardwright.plan.report.time import time_lines
 from shardwright.plan.state import (
     ROLES,
     Category,
@@ -37,8 +32,8 @@ from shardwright.plan.walk.entries import Peak
 from shardwright.plan.walk.events import CompilerChoice, Event, Walked
 from shardwright.plan.walk.ledger import LAYOUT_FIXES
 from shardwright.resolution.partition_specs import entry_names
-from shardwright.resolution.tables import WIDTH
 from shardwright.trees.paths import path_text
+from shardwright.vocabulary.shown import WIDTH, data_of, text_of
 
 _NAMED: Final = 3  # arrays that an error names
 # How to annotate an argument, by what it holds.
@@ -185,25 +180,7 @@ class PlanReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain data."""
-        return {
-            "strategy": self.strategy,
-            "mesh": self.mesh,
-            "layout": None if self.layout is None else self.layout.to_json(),
-            "state": self.state.to_json(),
-            "memory": dataclasses.asdict(self.memory),
-            "verdict": self.verdict,
-            "time": None if self.time is None else self.time.to_json(),
-            "complete": self.walked.complete,
-            "unknown": dict(self.walked.unknown),
-            "attention": [dataclasses.asdict(calls) for calls in self.attention],
-            "events": [event.to_json() for event in self.events],
-            "choices": [dataclasses.asdict(choice) for choice in self.walked.choices],
-            "idle": [dataclasses.asdict(idle) for idle in self.walked.idle],
-            "flops": self.walked.flops,
-            "matmul_bytes": self.walked.matmul_bytes,
-            "sent_bytes": self.sent_bytes,
-            "slice_bytes": self.slice_bytes,
-        }
+        return data_of(self)
 
     def text(self, *, rows: int | None = None, width: int = WIDTH) -> str:
         """Return the plan as text: state, memory, collectives, time, and where it is unsure.
@@ -213,44 +190,10 @@ class PlanReport:
             all collectives and five rules.
           width: Characters per line.
         """
-        lines = [f"strategy {self.strategy or '-'} on {self.mesh}"]
-        lines += ["" if self.layout is None else f"{self.layout}\n"]
-        if self.state.leaves:
-            lines += [state_text(self.state, rows=rows, width=width)]
-            if Category.GRADIENTS in self.state.categories:
-                lines.append("gradients exist only during the step; below, they are temporary")
-            lines.append("")
-        chip = None if self.layout is None else self.layout.topology.chip
-        lines += [*fit_lines(self.memory, chip, complete=self.walked.complete), ""]
-        lines += event_lines(self.events, rows=rows, width=width)
-        if self.layout is not None and self.layout.crossing:
-            lines.append(f"of these to other slices: {bytes_text(self.slice_bytes)}")
-        lines += map(str, self.attention)
-        if self.time is not None and self.layout is not None:
-            lines += ["", *time_lines(self.time, self.layout, width=width)]
-        lines += self.unsure_lines()
-        return "\n".join(lines)
+        return text_of(self, rows=rows, width=width)
 
     def __str__(self) -> str:
-        return self.text()
-
-    def unsure_lines(self) -> list[str]:
-        """Return the places where the plan is unsure, with the fix of each if there is one."""
-        walked = self.walked
-        unknown = sorted(walked.unknown.items())
-        idle = {(item.source, "+".join(item.mesh_axes)) for item in walked.idle}
-        return [
-            *(
-                f"incomplete: no rule for {name} ({count})\n"
-                "  fix   compile the program to count the rest: --verify, or verify_plan"
-                for name, count in unknown
-            ),
-            *(
-                f"chosen: {choice.mesh_axis} at {choice.source}\n  fix   {choice.fix}"
-                for choice in walked.choices
-            ),
-            *(f"idle: {axes} at {source}" for source, axes in sorted(idle)),
-        ]
+        return text_of(self)
 
 
 def plan(

@@ -22,6 +22,7 @@ from shardwright.resolution.decisions import DimDecision, Reason, Resolution
 from shardwright.resolution.request import ShardingRequest
 from shardwright.trees.tensors import Tensor, is_dtype
 from shardwright.vocabulary.axes import Role
+from shardwright.vocabulary.shown import data_of
 
 
 class Category(enum.StrEnum):
@@ -79,11 +80,6 @@ class StateLeaf:
     bytes: LeafBytes
     causes: tuple[Cause, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the array as plain data."""
-        causes = [dataclasses.asdict(cause) for cause in self.causes]
-        return {"category": str(self.category), **self.bytes.to_json(), "causes": causes}
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
@@ -120,17 +116,7 @@ class StateBytes:
 
     def to_json(self) -> dict[str, Any]:
         """Return sums by category and all arrays as plain data."""
-        names = ("total", "per_device", "held", "replicated", "replicated_share")
-        sums = {str(category): self.of(category) for category in self.categories}
-        return {
-            "by_category": {
-                category: {name: getattr(tree, name) for name in names}
-                for category, tree in sums.items()
-            },
-            "replicated_share": self.stored.replicated_share,
-            "missing": list(self.missing),
-            "leaves": [leaf.to_json() for leaf in self.leaves],
-        }
+        return data_of(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import Any, Final
 from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.layout import Layout
 from shardwright.plan.walk.events import Event, Walked
+from shardwright.vocabulary.shown import data_of
 
 # Share of the peak that matmuls reach at the upper end of the range.
 _LEAST_USE: Final = 0.5
@@ -60,14 +61,7 @@ class TimeRange:
 
     def to_json(self) -> dict[str, Any]:
         """Return the range and its parts as plain data, in seconds."""
-        links = {"+".join(axes): dataclasses.asdict(span) for axes, span in self.links.items()}
-        return {
-            "low": self.low,
-            "high": self.high,
-            "matmuls": dataclasses.asdict(self.matmuls),
-            "memory": dataclasses.asdict(self.memory),
-            "links": links,
-        }
+        return data_of(self)
 
 
 def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRange:
@@ -109,15 +103,3 @@ def _sending(event: Event, layout: Layout) -> SecondsRange:
     least_inside = least / fast if sent else 0.0
     low = 0.0 if event.maybe else event.runs * max(least_inside, between)
     return SecondsRange(low=low, high=event.runs * (inside + between))
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a time in s, ms or µs.
-
-    >>> seconds_text(0.00123), seconds_text(2.5)
-    ('1.23 ms', '2.50 s')
-    """
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.2f} {unit}"
-    return f"{seconds / 1e-6:.2f} µs"

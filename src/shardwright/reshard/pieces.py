@@ -8,8 +8,10 @@ import re
 from collections.abc import Sequence
 
 from shardwright.errors import ShardingError
+from shardwright.vocabulary.units import BYTES
 
-_UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+# Units are read in upper and lower case.
+_UNITS = {unit.upper(): size for unit, size in BYTES.items()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,11 +19,11 @@ from shardwright.manager import trees
 from shardwright.manager.core import Manager
 from shardwright.reshard import checks
 from shardwright.reshard.pieces import parse_bytes
-from shardwright.reshard.report import collective_rows, leaf_json, plan_text
 from shardwright.reshard.route import Route, Way, find_route, local_dtype
 from shardwright.resolution.partition_specs import spec_text
 from shardwright.trees.paths import is_array_spec, path_text
 from shardwright.vocabulary.annotations import ArraySpec
+from shardwright.vocabulary.shown import data_of, text_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,25 +132,10 @@ class ReshardPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain data."""
-        totals = (
-            "bytes_sent",
-            "least_bytes",
-            "source_bytes",
-            "target_bytes",
-            "peak_growth",
-            "peak_per_device",
-            "host_bytes",
-        )
-        return {
-            "piece": self.piece,
-            "donate": self.donate,
-            **{name: getattr(self, name) for name in totals},
-            "collectives": [row.to_json() for row in collective_rows(self.leaves)],
-            "leaves": [leaf_json(self.leaves[index]) for index in self.order],
-        }
+        return data_of(self)
 
     def __str__(self) -> str:
-        return plan_text(self)
+        return text_of(self)
 
 
 def _devices(route: Route) -> tuple[int, ...]:

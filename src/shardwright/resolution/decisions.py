@@ -1,4 +1,4 @@
-"""Decisions: why each dim has its mesh axes, as data and as a table of text.
+"""Decisions: why each dim has its mesh axes, as data.
 
 The spec is computed from the decisions, so an explanation always agrees with the applied spec.
 """
@@ -15,13 +15,11 @@ from shardwright.errors import Problem, raise_problems
 from shardwright.resolution.partition_specs import (
     UNCONSTRAINED,
     canonical_spec,
-    entry_names,
     entry_of,
-    spec_text,
 )
-from shardwright.resolution.tables import remarked_table
-from shardwright.vocabulary.axes import EMPTY, Role
+from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.modes import mode_name
+from shardwright.vocabulary.shown import data_of, html_of, text_of
 
 
 class Reason(enum.StrEnum):
@@ -108,15 +106,7 @@ class RuleRef:
 
     def to_json(self) -> dict[str, Any]:
         """Return the rule as plain data. Only a composite has `members`."""
-        data: dict[str, Any] = {
-            "key": self.key,
-            "text": self.text,
-            "table": self.table,
-            "source": self.source,
-        }
-        if self.members:
-            data["members"] = [ref.to_json() for ref in self.members]
-        return data
+        return data_of(self)
 
 
 def rule_text(rule: RuleRef, mode: str) -> str:
@@ -233,22 +223,7 @@ class DimDecision:
 
     def to_json(self) -> dict[str, Any]:
         """Return the decision as plain data."""
-        return {
-            "dim": self.dim,
-            "axis": self.label,
-            "size": self.size if self.size is None or type(self.size) is int else str(self.size),
-            "mesh_axes": list(self.mesh_axes),
-            "outcome": str(self.outcome),
-            "rule": None if self.rule is None else self.rule.to_json(),
-            "skipped": [
-                {**dataclasses.asdict(skip), "candidate": list(skip.candidate)}
-                for skip in self.skipped
-            ],
-            "gathered": list(self.gathered),
-            "zero1": list(self.zero1),
-            "manual": list(self.manual),
-            "unchecked": self.unchecked,
-        }
+        return data_of(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,80 +277,11 @@ class Resolution:
 
     def to_json(self) -> dict[str, Any]:
         """Return the resolution as plain data. The spec is one list of mesh axes per dim."""
-        return {
-            "annotation": self.annotation,
-            "path": self.path,
-            "mode": mode_name(self.mode),
-            "mode_from": str(self.mode_from),
-            "role": str(self.role),
-            "ok": self.ok,
-            "spec": None
-            if self.spec is None
-            else [_entry_json(decision.entry) for decision in self.decisions],
-            "dims": [decision.to_json() for decision in self.decisions],
-            "problems": [_problem_json(problem) for problem in self.problems],
-            "notes": list(self.notes),
-        }
+        return data_of(self)
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
-        from shardwright.resolution.html import resolution_html
-
-        return resolution_html(self, HEAD, map(row, self.decisions))
+        return html_of(self)
 
     def __str__(self) -> str:
-        name = f"{self.path}  " if self.path else ""
-        head = f"{name}{self.annotation} as {self.role} in {mode_name(self.mode)}"
-        spec = f"  ->  {spec_text(self.spec)}" if self.spec is not None else "  ->  failed"
-        lines = [head + spec]
-        lines += remarked_table([HEAD, *map(row, self.decisions)], indent="  ")
-        lines += [f"  note: {note}" for note in self.notes]
-        for problem in self.problems:
-            lines += [f"  {line}" for line in str(problem).splitlines()]
-        return "\n".join(lines)
-
-
-def _problem_json(problem: Problem) -> dict[str, Any]:
-    fields = {
-        name: getattr(problem, name)
-        for name in ("what", "path", "dim", "axis", "size", "shards", "rule", "fix")
-    }
-    return {
-        "error": problem.error.__name__,
-        "message": str(problem),
-        **fields,
-        "mesh_axes": list(problem.mesh_axes),
-    }
-
-
-def _entry_json(entry: Any) -> Any:
-    return "?" if entry is UNCONSTRAINED else list(entry_names(entry))
-
-
-HEAD = ("dim", "axis", "size", "mesh axes", "rule", "written in", "why")
-
-
-def row(decision: DimDecision) -> tuple[str, ...]:
-    """Return a decision as cells under `HEAD`."""
-    ref = decision.rule
-    rule = "" if ref is None else ref.written
-    place = "" if ref is None else ref.place
-    size = "" if decision.size is None else str(decision.size)
-    return (
-        str(decision.dim),
-        decision.label or EMPTY,
-        size,
-        mesh_axes_text(decision),
-        rule,
-        place,
-        decision.why,
-    )
-
-
-def mesh_axes_text(decision: DimDecision) -> str:
-    """Return the mesh axes of a dim as text: `-` is replicated, `?` unconstrained, `!` failed."""
-    if decision.outcome is Outcome.FAILED:
-        return "!"
-    if decision.outcome is Outcome.UNCONSTRAINED:
-        return "?"
-    return "+".join(decision.mesh_axes) or "-"
+        return text_of(self)

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardwright.resolution.tables import table
 from shardwright.serving.request import Finish
+from shardwright.vocabulary.shown import data_of, text_of
 
 # Number of samples that are kept of each time: the latest ones. An engine may run for months.
 KEPT = 10_000
@@ -64,29 +64,10 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain data."""
-        return dataclasses.asdict(self)
+        return data_of(self)
 
     def __str__(self) -> str:
-        ended = (
-            ", ".join(f"{count} {reason}" for reason, count in self.finished.items() if count)
-            or "none"
-        )
-        steps = (
-            f"{self.prefill_steps} chunks, {self.new_tokens} written in {self.decode_steps} steps"
-        )
-        rows = [
-            ("requests", f"{self.requests} accepted, {self.refused} refused"),
-            ("ended", ended),
-            ("tokens", f"{self.prompt_tokens} read in {steps}"),
-            ("slots in use", f"{self.slots_in_use:.1f} of {self.slots}"),
-            ("speed", f"{self.tokens_per_second:.0f} tokens/s over {self.busy:.2f} s"),
-            ("first token", _percentiles_text(self.first_token)),
-            ("per token", _percentiles_text(self.per_token)),
-        ]
-        if self.shared_pages or self.preempted:
-            pages = f"{self.shared_pages} shared, requests preempted {self.preempted} times"
-            rows.insert(3, ("pages", pages))
-        return "\n".join(table(rows))
+        return text_of(self)
 
 
 class Meter:
@@ -164,11 +145,3 @@ def percentiles(samples: Sequence[float]) -> Percentiles | None:
     ordered = sorted(samples)
     p50, p90, p99 = (ordered[-(-len(ordered) * percent // 100) - 1] for percent in (50, 90, 99))
     return Percentiles(p50=p50, p90=p90, p99=p99)
-
-
-def _percentiles_text(times: Percentiles | None) -> str:
-    if times is None:
-        return "none"
-    return ", ".join(
-        f"{name} {getattr(times, name) * 1e3:.1f} ms" for name in ("p50", "p90", "p99")
-    )

@@ -14,15 +14,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from shardwright.errors import MoveError, Problem, ServingError, raise_problems
-from shardwright.plan.report.text import bytes_text
 from shardwright.processes.host_data import compare_data
 from shardwright.reshard import checks
 from shardwright.reshard.move import move_tree
 from shardwright.reshard.programs import flat_mesh
-from shardwright.reshard.report import sent_text
 from shardwright.reshard.tree import ReshardPlan, plan_moves_of
 from shardwright.serving.setup import Setup
 from shardwright.trees.paths import path_text
+from shardwright.vocabulary.shown import text_of
 
 Version = int | str
 
@@ -49,9 +48,7 @@ class Update:
         return sum(plan.bytes_sent for plan in self.plans) + self.placed_bytes
 
     def __str__(self) -> str:
-        heads = [sent_text(plan) for plan in self.plans]
-        heads += [f"{bytes_text(self.placed_bytes)} without a plan"] * (self.placed_bytes > 0)
-        return "\n".join([f"version {self.version}", *(f"  {head}" for head in heads)])
+        return text_of(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

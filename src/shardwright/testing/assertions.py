@@ -15,9 +15,8 @@ from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.plan.collectives.collective import Collective, Kind, total
 from shardwright.plan.memory import bytes_by_path
-from shardwright.plan.report.collectives import collectives_text
-from shardwright.plan.report.memory import memory_text
-from shardwright.plan.report.text import bytes_text
+from shardwright.show.collectives import collectives_text
+from shardwright.show.memory import memory_text
 from shardwright.testing.placements import (
     Wanted,
     wanted_by_annotation,
@@ -27,6 +26,7 @@ from shardwright.testing.placements import (
 from shardwright.testing.programs import Axis, CompiledCollectives, read_program
 from shardwright.vocabulary.axes import axis_label
 from shardwright.vocabulary.integers import as_integer
+from shardwright.vocabulary.units import bytes_text
 
 _ROWS = 20  # the most rows of a table in a message
 _NOTHING = "the tree has no arrays, so there is nothing to check"

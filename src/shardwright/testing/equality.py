@@ -16,11 +16,11 @@ from shardwright.errors import MeshSpecError, ProgramError, ShardingError
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.plan.memory import leaf_bytes
-from shardwright.plan.report.text import bytes_text
-from shardwright.resolution.tables import table
+from shardwright.show.tables import table
 from shardwright.testing.placements import sharding_text
 from shardwright.testing.programs import function_name, is_same_everywhere
 from shardwright.trees.paths import path_text
+from shardwright.vocabulary.units import bytes_text
 
 # Relative to the largest value of an array. Only the order of summation may differ.
 _RTOL = {"float64": 1e-11, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}

@@ -25,7 +25,7 @@ from shardwright.resolution.partition_specs import (
     entry_of,
     spec_text,
 )
-from shardwright.resolution.tables import table
+from shardwright.show.tables import table
 from shardwright.trees.paths import path_text
 
 _NAME = re.compile(r"[\w.,=+-]+")

@@ -22,16 +22,16 @@ from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.mesh.build import mesh_sizes
 from shardwright.plan.memory import leaf_bytes
-from shardwright.plan.report.text import bytes_text
 from shardwright.resolution import resolver
 from shardwright.resolution.decisions import DimDecision
 from shardwright.resolution.partition_specs import entry_names, spec_text
 from shardwright.resolution.rules import build_rules
-from shardwright.resolution.tables import table
+from shardwright.show.tables import table
 from shardwright.trees.annotated import annotated_leaves
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.annotations import is_annotation, tree_of_annotations
 from shardwright.vocabulary.axes import EMPTY
+from shardwright.vocabulary.units import bytes_text
 
 _SHOWN = 5  # names in a hint
 _DEVICES = 16  # ids of devices in a message

@@ -12,11 +12,11 @@ from shardwright._jax import Compilations, watch_compilations
 from shardwright.errors import ShardingError
 from shardwright.manager import context
 from shardwright.plan.memory import leaf_bytes
-from shardwright.plan.report.text import bytes_text
-from shardwright.resolution.tables import table
+from shardwright.show.tables import table
 from shardwright.testing.placements import sharding_text
 from shardwright.testing.programs import function_name
 from shardwright.trees.paths import path_text
+from shardwright.vocabulary.units import bytes_text
 
 _HEAD = ("argument", "in the first call", "per device", "now", "per device")
 

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from shardwright.errors import StrategyError
-from shardwright.vocabulary.axes import canonical_axis
+from shardwright.vocabulary.axes import axis_label, canonical_axis
 from shardwright.vocabulary.integers import as_integer
 
 _EXAMPLE = "merged((KV_HEAD, 8), (KV_HEAD_DIM, 128))"
@@ -52,3 +52,10 @@ def _checked(member: Any) -> tuple[str, int]:
         what = "is not (axis, size)" if size is None else "has no positive size"
         raise StrategyError(f"merged: {member!r} {what}", fix=f"write {_EXAMPLE}")
     return canonical_axis(member[0]), size
+
+
+def axis_text(axis: Any) -> str:
+    """Return an entry of an annotation as people write it: `HEAD`, `KV_HEAD:8*KV_HEAD_DIM:128`."""
+    if isinstance(axis, MergedDim):
+        return "*".join(f"{axis_label(name)}:{size}" for name, size in axis.members)
+    return axis_label(axis)

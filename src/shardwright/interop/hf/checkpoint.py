@@ -22,7 +22,6 @@ from shardwright.errors import (
 from shardwright.interop.hf.config import fault
 from shardwright.interop.hf.families import tensors_of
 from shardwright.interop.hf.names import axes_of, check_mappings, missing
-from shardwright.interop.hf.report import checkpoint_text, shardings_text
 from shardwright.interop.hf.safetensors_files import safetensors_of
 from shardwright.interop.hf.source import PaddedSource, Source, StackedSource, place
 from shardwright.interop.hf.stacks import check_experts
@@ -34,6 +33,7 @@ from shardwright.strategy.foreign_files import read_json
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import VOCAB
 from shardwright.vocabulary.integers import read_integer
+from shardwright.vocabulary.shown import text_of
 
 _OTHERWISE: Final = (
     "axes= of hf.read and hf.load places a tensor otherwise: "
@@ -98,10 +98,10 @@ class Checkpoint:
           mode: Runtime mode. Defaults to the manager's.
         """
         check_manager(pm)
-        return shardings_text(self.specs, pm, mode)
+        return text_of(self, shardings=pm.shardings(self.specs, mode=mode))
 
     def __str__(self) -> str:
-        return checkpoint_text(self.config, self.specs, self.notes)
+        return text_of(self)
 
 
 def load(

@@ -10,7 +10,7 @@ from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology
 from shardwright.plan.planner import PlanReport
 from shardwright.plan.search.space import mesh_text
-from shardwright.vocabulary.modes import mode_name
+from shardwright.vocabulary.shown import data_of
 
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
@@ -112,31 +112,7 @@ class Candidate:
 
     def to_json(self) -> dict[str, Any]:
         """Return the candidate as plain data."""
-        return {
-            "variant": self.variant,
-            "strategy": self.name,
-            "mesh": dict(self.sizes),
-            "settings": dict(self.settings),
-            "seconds": [self.least_seconds, self.seconds],
-            "memory": [
-                max(report.memory.low for report in self.reports.values()),
-                self.most_bytes,
-            ],
-            "verdict": self.verdict,
-            "sent_bytes": self.sent_bytes,
-            "slice_bytes": self.slice_bytes,
-            "complete": self.complete,
-            "modes": {
-                mode_name(mode): {
-                    "seconds": seconds_of(report),
-                    "memory": report.memory.high,
-                    "sent_bytes": report.sent_bytes,
-                    "tokens": self.tokens.get(mode),
-                    "mfu": list(utilization(report)),
-                }
-                for mode, report in self.reports.items()
-            },
-        }
+        return data_of(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,17 +186,7 @@ class SearchReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data."""
-        return {
-            "topology": str(self.topology),
-            "judged": self.judged,
-            "walked": self.walked,
-            "exhaustive": self.exhaustive,
-            "dropped": dict(self.dropped),
-            "examples": dict(self.examples),
-            "fixed_axes": list(self.fixed_axes),
-            "front": [candidate.to_json() for candidate in self.front],
-            "candidates": [candidate.to_json() for candidate in self.candidates],
-        }
+        return data_of(self)
 
 
 def seconds_of(report: PlanReport) -> float:

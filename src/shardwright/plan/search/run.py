@@ -21,7 +21,6 @@ from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.plan.layout import Layout, lay_out
 from shardwright.plan.planner import PlanReport, Program, price, program_state, trace_program
 from shardwright.plan.renaming import Renaming
-from shardwright.plan.report.text import bytes_text
 from shardwright.plan.search.defaults import default_strategies
 from shardwright.plan.search.rank import (
     AnnotationRequest,
@@ -38,6 +37,7 @@ from shardwright.plan.trace import Trace
 from shardwright.resolution.request import ShardingRequest
 from shardwright.vocabulary.axes import BATCH, LENGTH, QUERY_LENGTH
 from shardwright.vocabulary.modes import MODE_TRAIN, parse_mode
+from shardwright.vocabulary.units import bytes_text
 
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy

@@ -16,6 +16,7 @@ from shardwright.plan.search.result import Candidate, SearchReport, seconds_of
 from shardwright.plan.verify.compiler import TIMEOUT, Effort, Platform
 from shardwright.plan.verify.run import Verification, verify_plan
 from shardwright.vocabulary.modes import mode_name
+from shardwright.vocabulary.shown import data_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +61,7 @@ class VerifiedCandidate:
 
     def to_json(self) -> dict[str, Any]:
         """Return the candidate and its compiled numbers as plain data."""
-        return {
-            **self.candidate.to_json(),
-            "compiled": {
-                "seconds": self.seconds,
-                "memory": self.most_bytes,
-                "sent_bytes": self.sent_bytes,
-                "fits": self.fits,
-                "failures": list(self.failures),
-            },
-        }
+        return data_of(self)
 
 
 def compiled_seconds(verification: Verification) -> float:

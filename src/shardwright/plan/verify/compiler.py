@@ -21,6 +21,7 @@ from shardwright.errors import ProgramError, StrategyError
 from shardwright.plan.collectives.collective import Collective
 from shardwright.plan.hardware import Topology
 from shardwright.plan.verify.export import DEVICES, Exported
+from shardwright.vocabulary.shown import data_of
 
 Platform = Literal["tpu", "cpu"]
 Effort = Literal["low", "full"]
@@ -116,14 +117,7 @@ class Compiled:
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data."""
-        return {
-            **self.target.to_json(),
-            "compiler": self.target.compiler,
-            "collectives": [collective.to_json() for collective in self.collectives],
-            "memory": dict(self.memory),
-            "peak": self.peak,
-            "refused": self.refused,
-        }
+        return data_of(self)
 
 
 def make_target(

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 from shardwright.plan.collectives.collective import Collective, Kind
 from shardwright.plan.collectives.hlo import bytes_of
 from shardwright.plan.walk.events import Event
+from shardwright.vocabulary.shown import data_of
 
 _EQUAL: Final = 0.02  # a difference up to this share needs no reason
 _SMALL: Final = 0.01  # reasons for less than this share are left out
@@ -71,17 +72,7 @@ class Sent:
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as plain data."""
-        return {
-            "mesh_axes": list(self.mesh_axes),
-            "planned": {str(kind): size for kind, size in self.planned.items()},
-            "compiled": {str(kind): size for kind, size in self.compiled.items()},
-            "difference": self.difference,
-            "reasons": [
-                {"what": reason.what, "adds": reason.adds, "sources": list(reason.sources)}
-                for reason in self.reasons
-            ],
-            "unexplained": self.unexplained,
-        }
+        return data_of(self)
 
 
 def compare_traffic(

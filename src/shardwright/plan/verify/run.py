@@ -22,6 +22,7 @@ from shardwright.plan.verify.compiler import (
 )
 from shardwright.plan.verify.differences import Sent, compare_traffic
 from shardwright.plan.verify.export import export_program
+from shardwright.vocabulary.shown import data_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +66,7 @@ class Verification:
 
     def to_json(self) -> dict[str, Any]:
         """Return the compiled numbers and the differences as plain data, without the plan."""
-        return {
-            "compiled": self.compiled.to_json(),
-            "verdict": self.verdict,
-            "slice_bytes": self.slice_bytes,
-            "traffic": [row.to_json() for row in self.traffic],
-        }
+        return data_of(self)
 
 
 def verify_plan(

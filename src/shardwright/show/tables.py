@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Sequence
 
 from shardwright.errors import LONGEST_TEXT, shortened, visible
+from shardwright.vocabulary.shown import WIDTH
 
-WIDTH = 90  # characters per line that a page of the documentation shows without scrolling
 _GAP = 2
 _PROSE = 24  # characters: prose in a narrower column is hard to read
 

@@ -1,29 +1,48 @@
-"""Show the result of inference as a table, as a file of path rules, and as JSON."""
+"""Show what inference found: as a table, as a file of path rules, and as plain data."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import json
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
-from shardwright.resolution.tables import WIDTH
+from jax.sharding import PartitionSpec
+
+from shardwright.inference.constrained import Constrained
+from shardwright.inference.constraints import Constraint
+from shardwright.inference.inferred import Inferred, InferredDim
+from shardwright.show.tables import table
 from shardwright.vocabulary.axes import axis_label
-from shardwright.vocabulary.merged_dims import MergedDim
+from shardwright.vocabulary.merged_dims import MergedDim, axis_text
+from shardwright.vocabulary.shown import WIDTH, data_of, text_of
 
-if TYPE_CHECKING:
-    from shardwright.inference.inferred import Inferred, InferredDim
-
-Row = tuple["InferredDim", ...]
+Form = Literal["table", "summary", "toml"]
+Row = tuple[InferredDim, ...]
 # Least width of a column of prose, in characters.
 _LEAST_ROOM = 24
 _NUMBER = re.compile(r"\d+")
 
 
-def table_text(inferred: Inferred, *, width: int = WIDTH, is_summary: bool = False) -> str:
+@text_of.register(Inferred)
+def inferred_text(inferred: Inferred, *, form: Form = "table", width: int = WIDTH) -> str:
+    """Return the axes of parameters as text.
+
+    Args:
+      inferred: The result.
+      form: `table`; `summary`, which leaves out what is sure; or `toml`, the path rules.
+      width: Characters per line of a table.
+    """
+    if form == "toml":
+        return toml_text(inferred)
+    return table_text(inferred, width=width, is_summary=form == "summary")
+
+
+def table_text(inferred: Inferred, *, width: int, is_summary: bool) -> str:
     """Return a line per dim below the path of its array, the conflicts, and a line of totals.
 
     Arrays of one shape and of the same axes whose paths differ only in a number, such as those of
@@ -46,7 +65,7 @@ def table_text(inferred: Inferred, *, width: int = WIDTH, is_summary: bool = Fal
     lines = []
     for rule in rules:
         arrays = f"  ({rule.arrays} arrays)" if rule.arrays > 1 else ""
-        lines.append(f"{rule.label or '(origin)'}{arrays}")
+        lines.append(f"{rule.label or '(root)'}{arrays}")
         for dim in rule.dims:
             cell = cells.pop(0)
             padded = [text.ljust(size) for text, size in zip(cell, widths, strict=True)]
@@ -83,13 +102,6 @@ def by_path(inferred: Inferred) -> dict[str, Row]:
     for dim in inferred.evidence:
         rows.setdefault(dim.path, []).append(dim)
     return {path: tuple(row) for path, row in rows.items()}
-
-
-def axis_text(axis: Any) -> str:
-    """Return an entry of an annotation as people write it."""
-    if isinstance(axis, MergedDim):
-        return "*".join(f"{axis_label(name)}:{size}" for name, size in axis.members)
-    return axis_label(axis)
 
 
 def toml_text(inferred: Inferred) -> str:
@@ -192,8 +204,9 @@ def _pattern(path: str, counting: frozenset[int]) -> str:
     return f"^{''.join(escaped)}$"
 
 
-def to_json(inferred: Inferred) -> dict[str, Any]:
-    """Return everything as data for JSON."""
+@data_of.register(Inferred)
+def inferred_data(inferred: Inferred) -> dict[str, Any]:
+    """Return everything as plain data."""
     return {
         "dims": [
             {
@@ -213,3 +226,24 @@ def to_json(inferred: Inferred) -> dict[str, Any]:
         "open": len(inferred.open),
         "guesses": len(inferred.guesses),
     }
+
+
+@text_of.register(Constrained)
+def constrained_text(
+    constrained: Constrained,
+    *,
+    specs: Sequence[tuple[Constraint, PartitionSpec]] | None = None,
+    width: int = WIDTH,
+) -> str:
+    """Return a line per constraint, or a table if their specs are known."""
+    constraints = constrained.inferred.constraints
+    if specs is None:
+        counts = collections.Counter(map(str, constraints))
+        lines = [f"{line}, {count} times" if count > 1 else line for line, count in counts.items()]
+        return "\n".join([*lines, f"{len(constraints)} constraints"])
+    rows = [("written in", "what", "axes", "shape", "spec")]
+    for each, spec in specs:
+        axes = " ".join(axis_text(axis) for axis in each.axes)
+        shape = "x".join(map(str, each.shape))
+        rows.append((each.source, each.kind, axes, shape, str(spec)))
+    return "\n".join(table(list(dict.fromkeys(rows)), width=width))

@@ -1,24 +1,24 @@
-"""HTML for notebooks: a manager's mesh, and the mesh axes that its rules give each axis."""
+"""Show managers in notebooks: the mesh, and the mesh axes that the rules give each axis."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from jax.sharding import Mesh
 
-from shardwright.resolution.decisions import mesh_axes_text
-from shardwright.resolution.html import MOST_CELLS, MOST_DEVICES, grid, html_text, table
+from shardwright.manager.manager import PartitionManager
+from shardwright.show.html import MOST_CELLS, MOST_DEVICES, grid, html_table, html_text
+from shardwright.show.resolution import mesh_axes_text
 from shardwright.vocabulary.axes import SEMANTIC_AXES, Role, axis_label
-
-if TYPE_CHECKING:
-    from shardwright.manager.manager import PartitionManager
+from shardwright.vocabulary.shown import html_of
 
 # Axes beyond these are left out of the table.
 _MOST_ROWS: Final = 100
 
 
+@html_of.register(PartitionManager)
 def manager_html(manager: PartitionManager) -> str:
     """Return a manager as HTML: a picture of its mesh, if it is small, and a table of its axes."""
     axes = [*SEMANTIC_AXES, *manager.rules.user_axes][:_MOST_ROWS]
@@ -26,7 +26,7 @@ def manager_html(manager: PartitionManager) -> str:
     rows = [(axis_label(axis), *(_cell(manager, axis, role) for role in roles)) for axis in axes]
     return (
         f"<div><div><b>{html_text(repr(manager))}</b></div>{_mesh_picture(manager)}"
-        f"{table(('axis', *map(str, roles)), rows)}</div>"
+        f"{html_table(('axis', *map(str, roles)), rows, inline=True)}</div>"
     )
 
 

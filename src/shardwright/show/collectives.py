@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardwright.plan.collectives.collective import Collective
-from shardwright.plan.report.text import bytes_text
-from shardwright.resolution.tables import WIDTH, remarked_table
+from shardwright.show.tables import remarked_table
 from shardwright.vocabulary.axes import axis_label
+from shardwright.vocabulary.shown import WIDTH
+from shardwright.vocabulary.units import bytes_text
 
 _HEAD = ("times", "collective", "over", "dtype", "bytes", "all times", "where")
 _LONG = 40  # characters that are shown of an operation's name, counted from its end

@@ -1,24 +1,24 @@
-"""Show the plan of a move as a table and as plain data."""
+"""Show the plan of a move."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final
 
 import jax
 import numpy as np
 
-from shardwright.plan.report.text import bytes_text
 from shardwright.reshard.plan import MoveKind
 from shardwright.reshard.route import Route, Way, sent_bytes
-from shardwright.resolution.tables import WIDTH, table
+from shardwright.reshard.tree import LeafMove, ReshardPlan
+from shardwright.show.plain import fields_of, named
+from shardwright.show.tables import table
+from shardwright.vocabulary.shown import WIDTH, data_of, text_of
+from shardwright.vocabulary.units import bytes_text
 
-if TYPE_CHECKING:
-    from shardwright.reshard.tree import LeafMove, ReshardPlan
-
-_HEAD = ("path", "shape", "from", "to", "how", "pieces", "sent")
+_HEAD: Final = ("path", "shape", "from", "to", "how", "pieces", "sent")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +36,6 @@ class CollectiveRow:
     mesh_axes: tuple[str, ...]
     count: int
     bytes: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the row as plain data."""
-        return {**dataclasses.asdict(self), "mesh_axes": list(self.mesh_axes)}
 
 
 def collective_rows(leaves: Iterable[LeafMove]) -> tuple[CollectiveRow, ...]:
@@ -83,7 +79,8 @@ def _whole_axes(axes: Iterable[str], sizes: Iterable[str]) -> tuple[str, ...]:
     return tuple(shown)
 
 
-def plan_text(plan: ReshardPlan) -> str:
+@text_of.register(ReshardPlan)
+def reshard_text(plan: ReshardPlan) -> str:
     """Return the table of a plan: a row per leaf, then the collectives, bytes and peak."""
     rows = [_row(plan.leaves[index]) for index in plan.order]
     lines = table([_HEAD, *rows], width=WIDTH, whole=[2, 3, 6])
@@ -147,7 +144,23 @@ def _how(route: Route) -> str:
     return f"{cast}{route.way}"
 
 
-def leaf_json(leaf: LeafMove) -> dict[str, Any]:
+@data_of.register(ReshardPlan)
+def reshard_data(plan: ReshardPlan) -> dict[str, Any]:
+    """Return the plan of a move as plain data."""
+    totals = (
+        *("bytes_sent", "least_bytes", "source_bytes", "target_bytes"),
+        *("peak_growth", "peak_per_device", "host_bytes"),
+    )
+    return {
+        "piece": plan.piece,
+        "donate": plan.donate,
+        **named(plan, *totals),
+        "collectives": [fields_of(row) for row in collective_rows(plan.leaves)],
+        "leaves": [_leaf_data(plan.leaves[index]) for index in plan.order],
+    }
+
+
+def _leaf_data(leaf: LeafMove) -> dict[str, Any]:
     """Return one leaf of a plan as plain data."""
     route = leaf.route
     return {

@@ -7,14 +7,25 @@ from collections.abc import Iterator, Mapping
 
 from shardwright.plan.fit import Verdict
 from shardwright.plan.planner import PlanReport
-from shardwright.plan.report.charts import bars, html_table, key, spans, stacked_bar
-from shardwright.plan.report.events import EVENT_HEAD, event_row, grouped_events
-from shardwright.plan.report.fit import LIVE_HEAD, live_rows
-from shardwright.plan.report.search import advice_lines, candidate_rows, count_lines
-from shardwright.plan.report.state import CAUSE_HEAD, STATE_HEAD, cause_rows, state_row
-from shardwright.plan.report.text import bytes_text
-from shardwright.plan.report.time import time_rows
-from shardwright.plan.report.verification import (
+from shardwright.plan.search.result import SearchReport
+from shardwright.plan.verify.run import Verification
+from shardwright.show.charts import bars, key, spans, stacked_bar
+from shardwright.show.html import html_table, html_text
+from shardwright.show.plan import (
+    CAUSE_HEAD,
+    EVENT_HEAD,
+    LIVE_HEAD,
+    STATE_HEAD,
+    cause_rows,
+    event_row,
+    grouped_events,
+    live_rows,
+    state_row,
+    time_rows,
+    unsure_lines,
+)
+from shardwright.show.search import advice_lines, candidate_rows, count_lines
+from shardwright.show.verification import (
     MEMORY_HEAD,
     SENT_HEAD,
     memory_rows,
@@ -22,12 +33,9 @@ from shardwright.plan.report.verification import (
     refusal_text,
     sent_rows,
 )
-from shardwright.plan.search.result import SearchReport
-from shardwright.plan.time import seconds_text
-from shardwright.plan.verify.run import Verification
-from shardwright.resolution.html import html_text
 from shardwright.vocabulary.axes import axis_label
 from shardwright.vocabulary.modes import mode_name
+from shardwright.vocabulary.units import bytes_text, seconds_text
 
 _WORDS = {
     Verdict.FITS: ("fits", "good"),
@@ -89,7 +97,7 @@ def search_html(searches: Mapping[str, SearchReport], *, title: str = "Search") 
 
 
 def _page(title: str, body: str) -> str:
-    style = importlib.resources.files("shardwright.plan.report") / "page.css"
+    style = importlib.resources.files("shardwright.show") / "page.css"
     name = html_text(title)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -111,7 +119,7 @@ def _section(report: PlanReport, verification: Verification | None) -> Iterator[
     yield from _state(report)
     if verification is not None:
         yield from _verification(verification)
-    unsure = report.unsure_lines()
+    unsure = unsure_lines(report)
     if unsure:
         items = "".join(f"<li>{html_text(line)}</li>" for line in unsure)
         yield "<h3>Where the plan is unsure</h3><p>In these places a compiler may decide otherwise."

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from shardwright.plan.fit import Verdict
 from shardwright.plan.planner import PlanReport
-from shardwright.plan.report.text import bytes_text
-from shardwright.plan.search.result import STOPPED, Candidate, SearchReport, utilization
+from shardwright.plan.search.result import STOPPED, Candidate, SearchReport, seconds_of, utilization
 from shardwright.plan.search.verify import VerifiedCandidate
-from shardwright.plan.time import seconds_text
-from shardwright.resolution.tables import WIDTH, table
+from shardwright.show.plain import named, plain
+from shardwright.show.tables import table
 from shardwright.vocabulary.modes import mode_name
+from shardwright.vocabulary.shown import WIDTH, data_of
+from shardwright.vocabulary.units import bytes_text, seconds_text
 
 
 def search_text(found: SearchReport, *, rows: int | None = None, width: int = WIDTH) -> str:
@@ -164,3 +166,46 @@ def _row(candidate: Candidate) -> list[str]:
 def _time_text(report: PlanReport) -> str:
     assert report.time is not None
     return f"{seconds_text(report.time.low)} to {seconds_text(report.time.high)}"
+
+
+@data_of.register(SearchReport)
+def _search(found: SearchReport) -> dict[str, Any]:
+    names = ("judged", "walked", "exhaustive", "dropped", "examples", "fixed_axes")
+    return {"topology": str(found.topology), **named(found, *names, "front", "candidates")}
+
+
+@data_of.register(Candidate)
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    reports = candidate.reports
+    return {
+        "variant": candidate.variant,
+        "strategy": candidate.name,
+        "mesh": dict(candidate.sizes),
+        "settings": dict(candidate.settings),
+        "seconds": [candidate.least_seconds, candidate.seconds],
+        "memory": [
+            max(report.memory.low for report in reports.values()),
+            candidate.most_bytes,
+        ],
+        **named(candidate, "verdict", "sent_bytes", "slice_bytes", "complete"),
+        "modes": {
+            mode_name(mode): {
+                "seconds": seconds_of(report),
+                "memory": report.memory.high,
+                "sent_bytes": report.sent_bytes,
+                "tokens": candidate.tokens.get(mode),
+                "mfu": list(utilization(report)),
+            }
+            for mode, report in reports.items()
+        },
+    }
+
+
+@data_of.register(VerifiedCandidate)
+def _verified_candidate(verified: VerifiedCandidate) -> dict[str, Any]:
+    compiled = {
+        **named(verified, "seconds"),
+        "memory": verified.most_bytes,
+        **named(verified, "sent_bytes", "fits", "failures"),
+    }
+    return {**plain(verified.candidate), "compiled": compiled}

@@ -1,12 +1,12 @@
-"""Bars and tables as HTML, without scripts and without anything from the network."""
+"""Bars as HTML, without scripts and without anything from the network."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final
 
-from shardwright.resolution.html import html_text
+from shardwright.show.html import html_text
 
 # Colors of the page, by position.
 COLORS: Final = ("--a", "--b", "--c", "--d", "--e", "--f")
@@ -76,35 +76,6 @@ def spans(values: Mapping[str, tuple[float, float, str]], *, label: str) -> str:
             f"{html_text(text)}</text>"
         )
     return _picture(max(len(values) * _ROW, 1), "".join(drawn), label)
-
-
-def html_table(
-    head: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    numbers: Sequence[int] = (),
-    code: Sequence[int] = (),
-) -> str:
-    """Return a table.
-
-    Args:
-      head: Titles of the columns.
-      rows: Cells as plain text.
-      numbers: Columns that are aligned to the right.
-      code: Columns in the typeface of code.
-    """
-
-    def cell(tag: str, at: int, text: str) -> str:
-        inner = html_text(text)
-        if tag == "td" and at in code and text:
-            inner = f"<code>{inner}</code>"
-        style = ' class="number"' if at in numbers else ""
-        return f"<{tag}{style}>{inner}</{tag}>"
-
-    lines = ["".join(cell("th", at, text) for at, text in enumerate(head))]
-    lines += ["".join(cell("td", at, text) for at, text in enumerate(row)) for row in rows]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="wide"><table>{body}</table></div>'
 
 
 def key(names: Mapping[str, str]) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shardwright.plan.compare_plans import PlanComparison, QuantityChange, Traffic
-from shardwright.plan.report.text import bytes_text
-from shardwright.plan.time import seconds_text
-from shardwright.resolution.tables import WIDTH, remarked_table, table
+from shardwright.show.plain import named
+from shardwright.show.tables import remarked_table, table
 from shardwright.vocabulary.axes import axis_label
+from shardwright.vocabulary.shown import WIDTH, data_of
+from shardwright.vocabulary.units import bytes_text, seconds_text
 
 _HEAD = ("on each device", "before", "after", "change")
 _TRAFFIC = ("collective", "over", "axis", "times", "sent before", "sent after", "where")
@@ -96,3 +99,19 @@ def _traffic_row(row: Traffic) -> tuple[str, ...]:
         bytes_text(sent_after),
         _place_text(row.moved_from, row.source) if row.moved_from else row.source,
     )
+
+
+@data_of.register(PlanComparison)
+def _comparison(comparison: PlanComparison) -> dict[str, Any]:
+    unsure = {"before": list(comparison.gone), "after": list(comparison.new)}
+    sides = named(comparison, "before", "after", "changes", "traffic")
+    return {**sides, "unsure": unsure, **named(comparison, "moved", "changed")}
+
+
+@data_of.register(Traffic)
+def _traffic(row: Traffic) -> dict[str, Any]:
+    sides = {
+        side: dict(zip(("runs", "sent_bytes"), pair, strict=True))
+        for side, pair in (("before", row.before), ("after", row.after))
+    }
+    return {**named(row, "kind", "mesh_axes", "axes", "source", "moved_from"), **sides}

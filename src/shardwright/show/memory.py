@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from shardwright.plan.memory import LeafBytes, TreeBytes
-from shardwright.plan.report.text import bytes_text
 from shardwright.resolution.partition_specs import spec_text
-from shardwright.resolution.tables import WIDTH, table
+from shardwright.show.tables import table
+from shardwright.vocabulary.shown import WIDTH
+from shardwright.vocabulary.units import bytes_text
 
 _HEAD = ("path", "shape", "dtype", "spec", "bytes", "per device", "replicated", "over")
 

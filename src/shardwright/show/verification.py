@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
-from shardwright.plan.report.text import bytes_text
 from shardwright.plan.verify.compiler import Compiled
 from shardwright.plan.verify.differences import DifferenceCause, Sent
 from shardwright.plan.verify.run import Verification
-from shardwright.resolution.tables import WIDTH, table
+from shardwright.show.plain import named
+from shardwright.show.tables import table
+from shardwright.vocabulary.shown import WIDTH, data_of
+from shardwright.vocabulary.units import bytes_text
 
 MEMORY_HEAD = ("on each device", "planned", "compiled", "")
 SENT_HEAD = ("over", "collective", "planned", "compiled", "")
@@ -108,3 +111,21 @@ def _places(reason: DifferenceCause) -> str:
 
 def _signed(count: int) -> str:
     return f"{'-' if count < 0 else '+'}{bytes_text(abs(count))}"
+
+
+@data_of.register(Verification)
+def _verification(verification: Verification) -> dict[str, Any]:
+    """Return the compiled numbers and the differences, without the plan."""
+    return named(verification, "compiled", "verdict", "slice_bytes", "traffic")
+
+
+@data_of.register(Compiled)
+def _compiled(compiled: Compiled) -> dict[str, Any]:
+    target = {**compiled.target.to_json(), "compiler": compiled.target.compiler}
+    return {**target, **named(compiled, "collectives", "memory", "peak", "refused")}
+
+
+@data_of.register(Sent)
+def _sent(sent: Sent) -> dict[str, Any]:
+    names = ("mesh_axes", "planned", "compiled", "difference", "reasons", "unexplained")
+    return named(sent, *names)

@@ -1,0 +1,84 @@
+"""Tables and pictures as HTML.
+
+Colors are translucent, and lines have the color of the page's text. So one picture suits light and
+dark pages. Everything that comes from a user is escaped.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from shardwright.errors import visible
+
+# A picture has at most this many cells in each direction. A larger mesh has only a table.
+MOST_CELLS: Final = 16
+MOST_DEVICES: Final = 64
+_WIDTH, _HEIGHT = 76, 30
+
+_TABLE: Final = 'style="border-collapse: collapse; color: inherit; font-size: 0.9em"'
+_CELL: Final = 'style="padding: 2px 10px; text-align: left; border-bottom: 1px solid #8884"'
+
+
+def html_table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    numbers: Sequence[int] = (),
+    code: Sequence[int] = (),
+    inline: bool = False,
+) -> str:
+    """Return a table with escaped cells.
+
+    Args:
+      head: Titles of the columns.
+      rows: Cells as plain text.
+      numbers: Columns that are aligned to the right on a page.
+      code: Columns in the typeface of code.
+      inline: Whether each cell carries its style, because a notebook does not have `page.css`.
+    """
+    usual = f" {_CELL}" if inline else ""
+    aligned = usual if inline else ' class="number"'
+
+    def line(tag: str, row: Sequence[str]) -> str:
+        cells = []
+        for at, text in enumerate(row):
+            inner = html_text(text)
+            if tag == "td" and at in code and text:
+                inner = f"<code>{inner}</code>"
+            cells.append(f"<{tag}{aligned if at in numbers else usual}>{inner}</{tag}>")
+        return f"<tr>{''.join(cells)}</tr>"
+
+    body = "".join(line("td", row) for row in rows)
+    table = f"<thead>{line('th', head)}</thead><tbody>{body}</tbody></table>"
+    # On a page, a table that is wider than the window scrolls by itself.
+    return f"<table {_TABLE}>{table}" if inline else f'<div class="wide"><table>{table}</div>'
+
+
+def grid(cells: Sequence[Sequence[str]], caption: str) -> str:
+    """Return an SVG of cells of text with a caption under it."""
+    rows, columns = len(cells), len(cells[0])
+    width, height = columns * _WIDTH + 2, rows * _HEIGHT + 2
+    shapes = []
+    for row, column in itertools.product(range(rows), range(columns)):
+        x, y = column * _WIDTH + 1, row * _HEIGHT + 1
+        hue = 360 * (row * columns + column) // (rows * columns)
+        shapes.append(
+            f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" stroke="currentColor" '
+            f'stroke-opacity="0.4" fill="hsl({hue}, 70%, 50%)" fill-opacity="0.25"/>'
+            f'<text x="{x + _WIDTH // 2}" y="{y + _HEIGHT // 2 + 4}" text-anchor="middle" '
+            f'font-size="11" fill="currentColor">{html_text(cells[row][column])}</text>'
+        )
+    return (
+        f'<figure style="margin: 6px 0"><svg role="img" aria-label="{html_text(caption)}" '
+        f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'style="max-width: 100%" font-family="sans-serif">{"".join(shapes)}</svg>'
+        f'<figcaption style="font-size: 0.9em">{html_text(caption)}</figcaption></figure>'
+    )
+
+
+def html_text(value: object) -> str:
+    """Return a value as text in HTML. Escape what is HTML, and what is not printable."""
+    return html.escape(visible(str(value)))

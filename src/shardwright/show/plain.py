@@ -1,0 +1,38 @@
+"""Return values as plain data: what JSON has."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+from shardwright.vocabulary.shown import data_of
+
+
+def plain(value: Any) -> Any:
+    """Return a value as plain data.
+
+    Tuples are lists, and members of enumerations are text. A dataclass has the data of its function
+    in this room, or of its `to_json` if a `from_json` reads it back; else it has all of its fields.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if hasattr(type(value), "from_json"):
+            return value.to_json()  # type: ignore[attr-defined]
+        own = data_of.dispatch(type(value))
+        return fields_of(value) if own is data_of.dispatch(object) else own(value)
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, enum.StrEnum) else value
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """Return all fields of a dataclass as plain data."""
+    return named(value, *(field.name for field in dataclasses.fields(value)))
+
+
+def named(value: Any, *names: str) -> dict[str, Any]:
+    """Return some attributes of a value as plain data."""
+    return {name: plain(getattr(value, name)) for name in names}

@@ -1,0 +1,209 @@
+"""Show resolutions: a table of decisions, and a picture of which device holds which part."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+from shardwright.errors import Problem
+from shardwright.resolution.decisions import DimDecision, Outcome, Resolution, RuleRef
+from shardwright.resolution.partition_specs import UNCONSTRAINED, entry_names, spec_text
+from shardwright.show.html import MOST_CELLS, MOST_DEVICES, grid, html_table, html_text
+from shardwright.show.plain import named
+from shardwright.show.tables import remarked_table
+from shardwright.vocabulary.axes import EMPTY
+from shardwright.vocabulary.modes import mode_name
+from shardwright.vocabulary.shown import data_of, html_of, text_of
+
+# A cell of the picture lists at most this many device numbers.
+_MOST_NUMBERS: Final = 4
+HEAD: Final = ("dim", "axis", "size", "mesh axes", "rule", "written in", "why")
+
+
+def row(decision: DimDecision) -> tuple[str, ...]:
+    """Return a decision as cells under `HEAD`."""
+    ref = decision.rule
+    rule = "" if ref is None else ref.written
+    place = "" if ref is None else ref.place
+    size = "" if decision.size is None else str(decision.size)
+    return (
+        str(decision.dim),
+        decision.label or EMPTY,
+        size,
+        mesh_axes_text(decision),
+        rule,
+        place,
+        decision.why,
+    )
+
+
+def mesh_axes_text(decision: DimDecision) -> str:
+    """Return the mesh axes of a dim as text: `-` is replicated, `?` unconstrained, `!` failed."""
+    if decision.outcome is Outcome.FAILED:
+        return "!"
+    if decision.outcome is Outcome.UNCONSTRAINED:
+        return "?"
+    return "+".join(decision.mesh_axes) or "-"
+
+
+@text_of.register(Resolution)
+def resolution_text(resolution: Resolution) -> str:
+    """Return a resolution as text: its spec, and a row per dim."""
+    spec = "failed" if resolution.spec is None else spec_text(resolution.spec)
+    lines = [f"{_title(resolution, '  ')}  ->  {spec}"]
+    lines += remarked_table([HEAD, *map(row, resolution.decisions)], indent="  ")
+    lines += [f"  note: {note}" for note in resolution.notes]
+    for problem in resolution.problems:
+        lines += [f"  {line}" for line in str(problem).splitlines()]
+    return "\n".join(lines)
+
+
+@html_of.register(Resolution)
+def resolution_html(resolution: Resolution) -> str:
+    """Return a resolution as HTML: its spec, the picture if it is small enough, and the table."""
+    spec = "failed" if resolution.spec is None else spec_text(resolution.spec)
+    title = _title(resolution, ": ")
+    parts = [f"<div><b>{html_text(title)}</b> → <code>{html_text(spec)}</code></div>"]
+    rows = map(row, resolution.decisions)
+    parts += [picture(resolution), html_table(HEAD, rows, inline=True)]
+    parts += [f"<div>note: {html_text(note)}</div>" for note in resolution.notes]
+    parts += [f"<pre>{html.escape(str(problem))}</pre>" for problem in resolution.problems]
+    return f"<div>{''.join(parts)}</div>"
+
+
+def _title(resolution: Resolution, gap: str) -> str:
+    title = f"{resolution.annotation} as {resolution.role} in {mode_name(resolution.mode)}"
+    return f"{resolution.path}{gap}{title}" if resolution.path else title
+
+
+def picture(resolution: Resolution) -> str:
+    """Return an SVG with the numbers of the devices that hold each part, or an empty string.
+
+    Devices are numbered in the order of the mesh, the last mesh axis fastest. There is no picture
+    of a failed resolution, of a mesh with more than 64 devices, or of more than two sharded dims.
+    """
+    sizes = dict(resolution.mesh)
+    if resolution.spec is None or not sizes or math.prod(sizes.values()) > MOST_DEVICES:
+        return ""
+    sharded = [
+        decision
+        for decision in resolution.decisions
+        if math.prod(sizes.get(axis, 1) for axis in decision.mesh_axes) > 1
+    ]
+    if len(sharded) > 2:
+        return ""
+    directions: list[DimDecision | None] = [*[None] * (2 - len(sharded)), *sharded]
+    rows, columns = directions
+    holders = _holders(sizes, rows, columns)
+    counts = _parts(sizes, rows), _parts(sizes, columns)
+    if max(counts) > MOST_CELLS:
+        return ""
+    cells = [
+        [_numbers(holders[row, column]) for column in range(counts[1])] for row in range(counts[0])
+    ]
+    captions = [
+        f"{name}: {decision.label or f'dim {decision.dim}'}"
+        f"{'' if decision.size is None else f' {decision.size}'}"
+        f" over {'+'.join(decision.mesh_axes)}"
+        for name, decision in (("Rows", rows), ("Columns", columns))
+        if decision is not None
+    ]
+    caption = ". ".join(captions) or "Every device holds all of it"
+    return grid(cells, f"Devices by the part that they hold. {caption}")
+
+
+def _parts(sizes: dict[str, int], decision: DimDecision | None) -> int:
+    axes = () if decision is None else decision.mesh_axes
+    return math.prod(sizes.get(axis, 1) for axis in axes)
+
+
+def _holders(
+    sizes: dict[str, int], rows: DimDecision | None, columns: DimDecision | None
+) -> dict[tuple[int, int], list[int]]:
+    """Return the numbers of the devices that hold each part, by its row and column."""
+    holders: dict[tuple[int, int], list[int]] = {}
+    positions = itertools.product(*map(range, sizes.values()))
+    for number, position in enumerate(positions):
+        at = dict(zip(sizes, position, strict=True))
+        part = (_part(at, sizes, rows), _part(at, sizes, columns))
+        holders.setdefault(part, []).append(number)
+    return holders
+
+
+def _part(at: dict[str, int], sizes: dict[str, int], decision: DimDecision | None) -> int:
+    """Return the number of the part of a dim that a device holds. The first mesh axis is major."""
+    index = 0
+    for axis in () if decision is None else decision.mesh_axes:
+        index = index * sizes.get(axis, 1) + at.get(axis, 0)
+    return index
+
+
+def _numbers(devices: Sequence[int]) -> str:
+    """Return numbers of devices in one short line."""
+    if len(devices) <= _MOST_NUMBERS:
+        return ", ".join(map(str, devices))
+    first, last = devices[0], devices[-1]
+    if last - first + 1 == len(devices):
+        return f"{first} to {last}"
+    return f"{first}, {devices[1]}, … {last}"
+
+
+@data_of.register(Resolution)
+def resolution_data(resolution: Resolution) -> dict[str, Any]:
+    """Return a resolution as plain data. The spec is one list of mesh axes per dim."""
+    return {
+        "annotation": resolution.annotation,
+        "path": resolution.path,
+        "mode": mode_name(resolution.mode),
+        "mode_from": str(resolution.mode_from),
+        "role": str(resolution.role),
+        "ok": resolution.ok,
+        "spec": None
+        if resolution.spec is None
+        else [_entry_data(decision.entry) for decision in resolution.decisions],
+        "dims": [decision_data(decision) for decision in resolution.decisions],
+        "problems": [_problem_data(problem) for problem in resolution.problems],
+        "notes": list(resolution.notes),
+    }
+
+
+@data_of.register(DimDecision)
+def decision_data(decision: DimDecision) -> dict[str, Any]:
+    """Return the decision of a dim as plain data."""
+    size = decision.size
+    return {
+        "dim": decision.dim,
+        "axis": decision.label,
+        "size": size if size is None or type(size) is int else str(size),
+        "mesh_axes": list(decision.mesh_axes),
+        **named(decision, "outcome", "rule"),
+        **named(decision, "skipped", "gathered", "zero1", "manual", "unchecked"),
+    }
+
+
+@data_of.register(RuleRef)
+def rule_data(rule: RuleRef) -> dict[str, Any]:
+    """Return a rule as plain data. Only a composite has `members`."""
+    names = ("key", "text", "table", "source")
+    members = {"members": list(map(rule_data, rule.members))} if rule.members else {}
+    return {**{name: getattr(rule, name) for name in names}, **members}
+
+
+def _problem_data(problem: Problem) -> dict[str, Any]:
+    fields = {
+        name: getattr(problem, name)
+        for name in ("what", "path", "dim", "axis", "size", "shards", "rule", "fix")
+    }
+    return {
+        "error": problem.error.__name__,
+        "message": str(problem),
+        **fields,
+        "mesh_axes": list(problem.mesh_axes),
+    }
+
+
+def _entry_data(entry: Any) -> Any:
+    return "?" if entry is UNCONSTRAINED else list(entry_names(entry))
