@@ -65,7 +65,9 @@ class Problem:
         dim = "" if self.dim is None else f"dim {self.dim}"
         place = " ".join(visible(part) for part in (self.path, dim, self.axis) if part)
         what = _visible_lines(self.what)
-        lines = [f"{place}: {what}" if place else what]
+        # `heads must be a positive integer` says where it is. A leaf may have the name `a`.
+        is_said = what.startswith((f"{place} ", f"{place}=")) and place != "a"
+        lines = [what if is_said or not place else f"{place}: {what}"]
         # One space per character, so that the caret stays under its column.
         lines += [f"  {_blanked(line)}" for line in self.snippet.split("\n") if self.snippet]
         for mark, text in (("rule", self.rule), ("fix", self.fix)):

@@ -408,7 +408,7 @@ def test_invalid_saves(tmp_path: Path) -> None:
         lambda: checkpoint.save(folder, x, step=-1): "step must be a non-negative integer, got -1",
         lambda: checkpoint.save(folder, x, step=2.5): "step must be a non-negative integer",
         lambda: checkpoint.save(folder, x, step=2, keep=0): "keep must be a positive integer",
-        lambda: checkpoint.save(3, x, step=2): "folder: folder is int",
+        lambda: checkpoint.save(3, x, step=2): "folder is int",
         lambda: jax.jit(lambda x: checkpoint.save(folder, x, step=2))(x): "only outside of jit",
         lambda: checkpoint.save(folder, Twice(), step=2): "a: two leaves have this path",
     }.items():

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from shardwright.caches.spec import CacheSpec
-from shardwright.errors import CacheError, Problem, raise_problems
-from shardwright.vocabulary.integers import read_integer
+from shardwright.errors import CacheError
+from shardwright.vocabulary.read import array, integer, read_all, read_value, refuse
 
 _LARGEST_INT32 = 2**31 - 1
+_GROUP: Final = integer(
+    fix="pass a Python int, the number of beams per sequence; the value is static"
+)
+_KEYS: Final = (
+    "keys are [batch, q_length, kv_heads, head_dim], with the sizes of the cache and a q_length of "
+    "at least 1"
+)
+_VALUES: Final = (
+    "values are [batch, q_length, kv_heads, v_dim], with the sizes of the cache and the q_length "
+    "of k"
+)
+_TOKENS: Final = "pass one bool per token: [batch, q_length]"
+_CAST: Final = "if the cast is intended, pass {name}.astype({dtype!r})"
+_CREATE: Final = '; or create the cache (in an engine: CacheShape(...)) with dtype="{own}"'
 
 
 def check_append(spec: CacheSpec, k: Any, v: Any, valid: Any) -> None:
@@ -21,14 +35,13 @@ def check_append(spec: CacheSpec, k: Any, v: Any, valid: Any) -> None:
     Raises:
       CacheError: Shapes or dtypes do not fit the cache; all problems at once.
     """
-    q_length = _dim(k, 1) or _dim(v, 1) or 1
-    problems = [
-        *_array_problems("k", k, (spec.batch, q_length, spec.kv_heads, spec.head_dim), spec.dtype),
-        *_array_problems("v", v, (spec.batch, q_length, spec.kv_heads, spec.v_dim), spec.dtype),
-    ]
+    rows = (spec.batch, _dim(k, 1) or _dim(v, 1) or 1, spec.kv_heads)
+    keys = array((*rows, spec.head_dim), spec.dtype, layout=_KEYS, cast=_CAST + _CREATE)
+    values = array((*rows, spec.v_dim), spec.dtype, layout=_VALUES, cast=_CAST + _CREATE)
+    given = [("k", k, keys), ("v", v, values)]
     if valid is not None:
-        problems += _array_problems("valid", valid, (spec.batch, q_length), "bool")
-    raise_problems(problems)
+        given.append(("valid", valid, array(rows[:2], "bool", layout=_TOKENS, cast=_CAST)))
+    read_all(given, error=CacheError)
 
 
 def check_source(spec: CacheSpec, source: CacheSpec) -> None:
@@ -37,19 +50,20 @@ def check_source(spec: CacheSpec, source: CacheSpec) -> None:
     Raises:
       CacheError: Sizes or dtypes differ; all problems at once.
     """
-    problems = []
-    for name in ("kv_heads", "head_dim", "v_dim", "dtype"):
-        actual, expected = getattr(source, name), getattr(spec, name)
-        if actual != expected:
-            problems.append(
-                Problem(
-                    error=CacheError,
-                    what=f"{name} is {actual}, and that of the cache is {expected}",
-                    path="source",
-                    fix=f"create both with the same {name}",
-                )
+    names = ("kv_heads", "head_dim", "v_dim", "dtype")
+    pairs = [(name, getattr(source, name), getattr(spec, name)) for name in names]
+    refuse(
+        CacheError,
+        *(
+            (
+                actual != expected,
+                "source",
+                f"{name} is {actual}, and that of the cache is {expected}",
+                f"create both with the same {name}",
             )
-    raise_problems(problems)
+            for name, actual, expected in pairs
+        ),
+    )
 
 
 def read_group(spec: CacheSpec, group: int | None) -> int:
@@ -60,15 +74,14 @@ def read_group(spec: CacheSpec, group: int | None) -> int:
     """
     if group is None:
         return spec.batch
-    fix = "pass a Python int, the number of beams per sequence; the value is static"
-    group = read_integer("group", group, error=CacheError, fix=fix)
-    if spec.batch % group:
+    size: int = read_value("group", group, _GROUP, error=CacheError)
+    if spec.batch % size:
         raise CacheError(
-            f"{spec.batch} slots do not divide into groups of {group}",
+            f"{spec.batch} slots do not divide into groups of {size}",
             path="group",
             fix="pass the number of beams per sequence, which divides the number of slots",
         )
-    return group
+    return size
 
 
 def integers(name: str, values: Any, *, size: int | None = None, per: str = "slot") -> Any:
@@ -121,33 +134,3 @@ def _array_of(name: str, values: Any) -> Any:
 def _dim(array: Any, dim: int) -> int:
     shape = getattr(array, "shape", ())
     return int(shape[dim]) if len(shape) > dim else 0
-
-
-_LAYOUTS = {
-    "k": "keys are [batch, q_length, kv_heads, head_dim], with the sizes of the cache and a "
-    "q_length of at least 1",
-    "v": "values are [batch, q_length, kv_heads, v_dim], with the sizes of the cache and the "
-    "q_length of k",
-    "valid": "pass one bool per token: [batch, q_length]",
-}
-
-
-def _array_problems(name: str, array: Any, shape: tuple[int, ...], dtype: str) -> list[Problem]:
-    actual = getattr(array, "shape", None)
-    if actual is None:
-        what = f"it is {type(array).__name__}, not an array"
-        fix = f"pass {dtype} of shape {shape}"
-        return [Problem(error=CacheError, what=what, path=name, fix=fix)]
-    problems = []
-    if tuple(actual) != shape:
-        what = f"shape {tuple(actual)}, not {shape}"
-        problems.append(Problem(error=CacheError, what=what, path=name, fix=_LAYOUTS[name]))
-    if jnp.dtype(array.dtype) != jnp.dtype(dtype):
-        what = f"dtype {array.dtype}, not {dtype}"
-        fix = f"if the cast is intended, pass {name}.astype({dtype!r})"
-        if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-            fix += (
-                f'; or create the cache (in an engine: CacheShape(...)) with dtype="{array.dtype}"'
-            )
-        problems.append(Problem(error=CacheError, what=what, path=name, fix=fix))
-    return problems

@@ -1,80 +1,80 @@
-"""Check the arguments of an engine, before anything is put on a device."""
+"""Read the arguments of an engine, before anything is put on a device."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
-from shardwright.errors import Problem, ServingError, raise_problems
+from shardwright.errors import ServingError
 from shardwright.manager.manager import PartitionManager
 from shardwright.serving.steps import CacheShape
-from shardwright.vocabulary.integers import integer_problem
+from shardwright.vocabulary.read import instance, integer, passes, read_all, read_value, refuse
 
 
-def check_kinds(given: Mapping[str, Any]) -> None:
-    """Check the types of the arguments, which are given by name.
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+_COUNT: Final = integer()
+_MANAGER: Final = instance(PartitionManager, type(None), fix="pass a PartitionManager")
+_KINDS: Final = {
+    "model": passes(
+        lambda value: callable(value) and _is_hashable(value),
+        "is not a hashable function",
+        fix="pass a function of (params, tokens, caches, valid), or a frozen dataclass with such a "
+        "`__call__`: it is a key of jit's cache; see serving.Model",
+    ),
+    "shape": instance(
+        CacheShape, fix="pass serving.CacheShape(layers=..., kv_heads=..., head_dim=...)"
+    ),
+    "cache_options": instance(Mapping, fix='pass a mapping, such as {"page_size": 16}'),
+    "clock": passes(
+        callable,
+        "is not a function",
+        fix="pass a function that returns seconds, such as time.perf_counter",
+    ),
+    "ahead": instance(bool),
+    "manager": _MANAGER,
+    "prefill_manager": _MANAGER,
+    **dict.fromkeys(("slots", "prefill_rows", "prefill_chunk", "decode_steps", "queue"), _COUNT),
+}
+# The engine sets these options of a cache.
+_RESERVED: Final = {"batch", "capacity", "mode"} | {
+    field.name for field in dataclasses.fields(CacheShape) if field.name != "layers"
+}
+
+
+def read_arguments(**given: Any) -> dict[str, Any]:
+    """Return the arguments by name, with counts as Python ints.
 
     Raises:
-      ServingError: All problems at once.
+      ServingError: All problems of single arguments at once, or else all of several together.
     """
-    model, cache_options = given["model"], given["cache_options"]
-    sizes = [field.name for field in dataclasses.fields(CacheShape) if field.name != "layers"]
-    is_mapping = isinstance(cache_options, Mapping)
-    reserved = [
-        name
-        for name in ("batch", "capacity", "mode", *sizes)
-        if is_mapping and name in cache_options
-    ]
-    checks = (
+    values = read_all([(name, given[name], _KINDS[name]) for name in given], error=ServingError)
+    read = dict(zip(given, values, strict=True))
+    read_value("layers", read["shape"].layers, _COUNT, error=ServingError)
+    reserved = [name for name in read["cache_options"] if name in _RESERVED]
+    refuse(
+        ServingError,
         (
-            "model",
-            model,
-            callable(model),
-            "pass a function of (params, tokens, caches, valid); see serving.Model",
-        ),
-        (
-            "model",
-            model,
-            _is_hashable(model),
-            "pass a hashable model (a key of jit's cache): a function, or a frozen dataclass",
-        ),
-        (
-            "shape",
-            given["shape"],
-            isinstance(given["shape"], CacheShape),
-            "pass serving.CacheShape(layers=..., kv_heads=..., head_dim=...)",
-        ),
-        ("cache_options", cache_options, is_mapping, 'pass a mapping, such as {"page_size": 16}'),
-        (
-            "cache_options",
             reserved,
-            not reserved,
+            "cache_options",
+            f"cache_options={reserved}",
             "leave them out: slots, capacity and shape set them, and the engine sets the modes",
         ),
         (
-            "clock",
-            given["clock"],
-            callable(given["clock"]),
-            "pass a function that returns seconds, such as time.perf_counter",
-        ),
-        ("ahead", given["ahead"], isinstance(given["ahead"], bool), "pass True or False"),
-        *(
-            (name, given[name], _is_manager(given[name]), "pass a PartitionManager")
-            for name in ("manager", "prefill_manager")
+            read["prefill_manager"] is not None and read["manager"] is None,
+            "manager",
+            "prefill has a manager, but decode has none",
+            "pass manager= too",
         ),
     )
-    raise_problems(
-        [
-            Problem(error=ServingError, what=f"{name}={value!r}", path=name, fix=fix)
-            for name, value, is_valid, fix in checks
-            if not is_valid
-        ]
-    )
-
-
-def _is_manager(manager: Any) -> bool:
-    return manager is None or isinstance(manager, PartitionManager)
+    return read
 
 
 def deleted_weights() -> ServingError:
@@ -85,38 +85,3 @@ def deleted_weights() -> ServingError:
         fix="keep the arrays while the engine is in use: donate a copy to the training step, or "
         "create another engine with the new weights",
     )
-
-
-def _is_hashable(model: Any) -> bool:
-    try:
-        hash(model)
-    except TypeError:
-        return False
-    return True
-
-
-def read_counts(
-    counts: Mapping[str, Any],
-    *,
-    manager: PartitionManager | None,
-    prefill_manager: PartitionManager | None,
-) -> dict[str, int]:
-    """Return sizes by name as Python ints.
-
-    If prefill has a manager, decode must have a manager too.
-
-    Raises:
-      ServingError: All problems at once.
-    """
-    problems = [
-        problem
-        for name, count in counts.items()
-        if (problem := integer_problem(name, count, error=ServingError))
-    ]
-    if prefill_manager is not None and manager is None:
-        what = "prefill has a manager, but decode has none"
-        problems.append(
-            Problem(error=ServingError, what=what, path="manager", fix="pass manager= too")
-        )
-    raise_problems(problems)
-    return {name: int(count) for name, count in counts.items()}

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from shardwright.errors import ServingError
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
-from shardwright.serving.arguments import check_kinds, read_counts
+from shardwright.serving.arguments import read_arguments
 from shardwright.serving.arrays import CacheUsage
 from shardwright.serving.create import make_loop
 from shardwright.serving.jobs import Job, Phase
@@ -173,18 +173,20 @@ class Engine:
           CacheError: The cache does not support the sizes or options.
           ShardingError: The rules do not fit the sizes.
         """
-        kinds = {"model": model, "shape": shape, "cache_options": cache_options, "clock": clock}
-        managers = {"manager": manager, "prefill_manager": prefill_manager}
-        check_kinds({**kinds, "ahead": ahead, **managers})
-        counts = {
-            "slots": slots,
-            "prefill_rows": prefill_rows,
-            "prefill_chunk": prefill_chunk,
-            "decode_steps": decode_steps,
-            "queue": queue,
-            "layers": shape.layers,
-        }
-        counts = read_counts(counts, **managers)
+        read = read_arguments(
+            model=model,
+            shape=shape,
+            cache_options=cache_options,
+            clock=clock,
+            ahead=ahead,
+            manager=manager,
+            prefill_manager=prefill_manager,
+            slots=slots,
+            prefill_rows=prefill_rows,
+            prefill_chunk=prefill_chunk,
+            decode_steps=decode_steps,
+            queue=queue,
+        )
         manager = context.current() if manager is None else manager
         params, prefill_params, device = placed(params, prefill_params, manager)
         setup = Setup(
@@ -196,15 +198,15 @@ class Engine:
             shape=shape,
             kind=cache,
             options=cache_options,
-            slots=counts["slots"],
+            slots=read["slots"],
             capacity=capacity,
-            prefill_rows=counts["prefill_rows"],
-            chunk=counts["prefill_chunk"],
-            decode_steps=counts["decode_steps"],
+            prefill_rows=read["prefill_rows"],
+            chunk=read["prefill_chunk"],
+            decode_steps=read["decode_steps"],
             device=device,
         )
         self._meter = Meter(clock)
-        self._loop = make_loop(setup, self._meter, queue=counts["queue"], ahead=ahead)
+        self._loop = make_loop(setup, self._meter, queue=read["queue"], ahead=ahead)
         self._arrays, self._scheduler = self._loop.arrays, self._loop.scheduler
         self.vocabulary: int = self._arrays.vocabulary()
         self._numbers = itertools.count()

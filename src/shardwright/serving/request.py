@@ -7,18 +7,37 @@ import enum
 import numbers
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any, Final
 
 import jax
 import numpy as np
 
-from shardwright.errors import Problem, ServingError, raise_problems
-from shardwright.vocabulary.integers import integer_problem
+from shardwright.errors import ServingError
+from shardwright.vocabulary.integers import quoted
+from shardwright.vocabulary.read import Faults, Kind, instance, integer, passes, read_fields
 
-MOST_SEED = 2**32 - 1
 # The smallest normal and the largest number of float32. Tokens are drawn in float32.
-LEAST_FLOAT, MOST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+_LEAST_FLOAT, _MOST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 MOST_TOKEN = 2**31 - 1
+_TOKENS_FIX = "pass token numbers, which are non-negative integers, as the tokenizer returns them"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+TEMPERATURE: Final = passes(
+    lambda value: _is_number(value) and (value == 0 or _LEAST_FLOAT <= value <= _MOST_FLOAT),
+    "is neither 0 nor a positive float32",
+    fix="pass 0 for the most likely token, or a float in the range of float32, from "
+    f"{_LEAST_FLOAT:.3g} to {_MOST_FLOAT:.3g}",
+)
+TOP_K: Final = integer(most=MOST_TOKEN, fix="pass a number of tokens, or None for all")
+PROBABILITY: Final = passes(
+    lambda value: _is_number(value) and 0 < value <= 1,
+    "is not a probability above 0",
+    fix="pass a probability above 0 and up to 1",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,29 +56,49 @@ class Sampling:
       seed: Seed of the request, from 0 to 2**32 - 1.
     """
 
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    seed: int = 0
+    temperature: Annotated[float, TEMPERATURE] = 0.0
+    top_k: Annotated[int, TOP_K] | None = None
+    top_p: Annotated[float, PROBABILITY] = 1.0
+    seed: Annotated[int, integer(0, 2**32 - 1)] = 0
 
     def __post_init__(self) -> None:
-        problems = []
-        if not _number(self.temperature) or not (
-            self.temperature == 0 or LEAST_FLOAT <= self.temperature <= MOST_FLOAT
-        ):
-            fix = (
-                "pass 0 for the most likely token, or a float in the range of float32, from "
-                f"{LEAST_FLOAT:.3g} to {MOST_FLOAT:.3g}"
-            )
-            problems.append(_problem("temperature", self.temperature, fix))
-        if self.top_k is not None:
-            problems += _read(
-                self, "top_k", most=MOST_TOKEN, fix="pass a number of tokens, or None for all"
-            )
-        if not _number(self.top_p) or not 0 < self.top_p <= 1:
-            problems.append(_problem("top_p", self.top_p, "pass a probability above 0 and up to 1"))
-        problems += _read(self, "seed", least=0, most=MOST_SEED)
-        raise_problems(problems)
+        read_fields(self, error=ServingError)
+
+
+SAMPLING: Final = instance(Sampling, fix="pass serving.Sampling(temperature=..., seed=...)")
+ON_TOKEN: Final = passes(callable, "is not a function", fix="pass a function of one token, or None")
+
+
+def _read_tokens(name: str, given: Any) -> tuple[tuple[int, ...], Faults]:
+    """Return token numbers as a tuple of ints."""
+    faults = [(f"{name}={quoted(given)} is not a list of tokens", _TOKENS_FIX)]
+    if isinstance(given, (str, dict, set)):
+        return (), faults
+    try:
+        values = list(given)
+        # Unlike a size, a token may also be a 0-d array, because programs compute tokens.
+        tokens = tuple(-1 if isinstance(token, bool) else operator.index(token) for token in values)
+    except TypeError:
+        return (), faults
+    if not tokens:
+        return (), [("no tokens", "pass at least one token")]
+    wrong = (at for at, token in enumerate(tokens) if not 0 <= token <= MOST_TOKEN)
+    return tokens, [(f"token {at} is {values[at]!r}", _TOKENS_FIX) for at in wrong][:1]
+
+
+def _read_stop(name: str, stop: Any) -> tuple[tuple[tuple[int, ...], ...], Faults]:
+    """Return tokens, and sequences of tokens, as sequences."""
+    # Tokens that a program computes are arrays.
+    is_array = isinstance(stop, (np.ndarray, jax.Array)) and stop.ndim
+    if isinstance(stop, (str, bytes)) or not (is_array or isinstance(stop, Sequence)):
+        what = f"{name}={quoted(stop)} is not a list"
+        return (), [(what, "pass a list of tokens, or of lists of tokens")]
+    read = [_read_tokens(name, (entry,) if _is_token(entry) else entry) for entry in stop]
+    return tuple(tokens for tokens, _ in read), [fault for _, faults in read for fault in faults]
+
+
+def _is_token(entry: Any) -> bool:
+    return isinstance(entry, numbers.Integral) or getattr(entry, "ndim", None) == 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,38 +114,14 @@ class Request:
         sequence. An exception that it raises fails only this request.
     """
 
-    prompt: Sequence[int]
-    max_new_tokens: int
-    sampling: Sampling = dataclasses.field(default_factory=Sampling)
-    stop: Sequence[int | Sequence[int]] = ()
-    on_token: Callable[[int], object] | None = None
+    prompt: Annotated[Sequence[int], Kind(_read_tokens)]
+    max_new_tokens: Annotated[int, integer()]
+    sampling: Annotated[Sampling, SAMPLING] = dataclasses.field(default_factory=Sampling)
+    stop: Annotated[Sequence[int | Sequence[int]], Kind(_read_stop)] = ()
+    on_token: Annotated[Callable[[int], object], ON_TOKEN] | None = None
 
     def __post_init__(self) -> None:
-        problems: list[Problem] = []
-        object.__setattr__(self, "prompt", _tokens("prompt", self.prompt, problems))
-        stop = self.stop
-        # Tokens that a program computes are arrays.
-        is_array = isinstance(stop, (np.ndarray, jax.Array)) and stop.ndim
-        if isinstance(stop, (str, bytes)) or not (is_array or isinstance(stop, Sequence)):
-            problems.append(_problem("stop", stop, "pass a list of tokens, or of lists of tokens"))
-        else:
-            entries = (
-                _tokens("stop", (entry,) if _is_single(entry) else entry, problems)
-                for entry in stop
-            )
-            object.__setattr__(self, "stop", tuple(entries))
-        problems += _read(self, "max_new_tokens")
-        if not isinstance(self.sampling, Sampling):
-            problems.append(
-                _problem(
-                    "sampling", self.sampling, "pass serving.Sampling(temperature=..., seed=...)"
-                )
-            )
-        if self.on_token is not None and not callable(self.on_token):
-            problems.append(
-                _problem("on_token", self.on_token, "pass a function of one token, or None")
-            )
-        raise_problems(problems)
+        read_fields(self, error=ServingError)
 
     @property
     def rows(self) -> int:
@@ -149,50 +164,3 @@ class Completion:
     error: Exception | None = None
     versions: tuple[int | str, ...] = ()
     logprobs: tuple[float, ...] = ()
-
-
-def _tokens(name: str, given: Any, problems: list[Problem]) -> tuple[int, ...]:
-    """Return token numbers as a tuple of ints, and add their problems to `problems`."""
-    fix = "pass token numbers, which are non-negative integers, as the tokenizer returns them"
-    if isinstance(given, (str, dict, set)):
-        problems.append(_problem(name, given, fix))
-        return ()
-    try:
-        values = list(given)
-        # Unlike a size, a token may also be a 0-d array, because programs compute tokens.
-        tokens = tuple(-1 if isinstance(token, bool) else operator.index(token) for token in values)
-    except TypeError:
-        problems.append(_problem(name, given, fix))
-        return ()
-    index = next((at for at, token in enumerate(tokens) if not 0 <= token <= MOST_TOKEN), None)
-    if index is not None:
-        what = f"token {index} is {values[index]!r}"
-        problems.append(Problem(error=ServingError, what=what, path=name, fix=fix))
-    if not tokens:
-        problems.append(
-            Problem(error=ServingError, what="no tokens", path=name, fix="pass at least one token")
-        )
-    return tokens
-
-
-def _is_single(entry: Any) -> bool:
-    """Tell whether an entry of `stop` is one token."""
-    return isinstance(entry, numbers.Integral) or getattr(entry, "ndim", None) == 0
-
-
-def _read(value: Any, name: str, **limits: Any) -> list[Problem]:
-    """Store an integer field of a frozen dataclass as an int. Return its problems."""
-    given = getattr(value, name)
-    problem = integer_problem(name, given, error=ServingError, **limits)
-    if problem is not None:
-        return [problem]
-    object.__setattr__(value, name, int(given))
-    return []
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _problem(name: str, value: Any, fix: str) -> Problem:
-    return Problem(error=ServingError, what=f"{name}={value!r}", path=name, fix=fix)

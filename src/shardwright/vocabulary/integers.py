@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.errors import Problem, ShardingError
+from shardwright.errors import ShardingError
 
 
 def as_integer(value: Any) -> int | None:
@@ -54,33 +54,31 @@ def read_integer(
     >>> read_integer("batch", np.int32(2), error=ShardingError)
     2
     """
-    problem = integer_problem(name, value, error=error, least=least, most=most, fix=fix)
-    if problem is not None:
-        raise error(problems=[problem])
+    for what, wanted in integer_faults(name, value, least=least, most=most, fix=fix):
+        raise error(what, path=name, fix=wanted)
     return int(value)
 
 
-def integer_problem(
-    name: str,
-    value: Any,
-    *,
-    error: type[ShardingError],
-    least: int = 1,
-    most: int | None = None,
-    fix: str = "",
-) -> Problem | None:
-    """Return what is wrong with the integer argument `name`, or None if nothing is wrong.
-
-    The arguments are those of `read_integer`.
-    """
+def integer_faults(
+    name: str, value: Any, *, least: int, most: int | None, fix: str
+) -> list[tuple[str, str]]:
+    """Return what is wrong with the integer `name`, and its fix; nothing if nothing is wrong."""
     integer = as_integer(value)
     if integer is not None and least <= integer and (most is None or integer <= most):
-        return None
-    return Problem(
-        error=error,
-        what=f"{name} must be {_range(least, most)}, got {textwrap.shorten(repr(value), 80)}",
-        fix=fix or f"pass {name}={_nearest(value, least, most)}",
-    )
+        return []
+    what = f"{name} must be {_range(least, most)}, got {quoted(value)}"
+    return [(what, fix or f"pass {name}={_nearest(value, least, most)}")]
+
+
+def quoted(value: Any) -> str:
+    """Return a value as a message quotes it, in at most 80 characters."""
+    return textwrap.shorten(repr(value), 80)
+
+
+def with_article(cls: type) -> str:
+    """Return `an int` or `a str`."""
+    name = cls.__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def _range(least: int, most: int | None) -> str:

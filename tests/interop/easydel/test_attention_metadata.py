@@ -135,7 +135,7 @@ def test_ambient_manager_is_the_default() -> None:
 
 
 def test_missing_mesh_is_named() -> None:
-    with pytest.raises(ValueError, match="mesh: mesh is not given, and none is ambient"):
+    with pytest.raises(ValueError, match="mesh is not given, and none is ambient"):
         AttentionMetadata(jnp.float32)
 
 

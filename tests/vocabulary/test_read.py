@@ -1,0 +1,103 @@
+"""The one reader of arguments: what a declaration allows, and what it says of other values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pytest
+
+from shardwright.errors import LayerError, ShardingError
+from shardwright.vocabulary import read
+from shardwright.vocabulary.read import array, instance, integer, number, one_of, passes
+
+ARRAY = array((2, 3), "float32", layout="pass [batch, length]", cast="pass {name}.astype({dtype})")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    size: Annotated[int, integer(fix="give a size")]
+    window: Annotated[int, integer(0)] | None = None
+    scale: Annotated[float, number("positive", fix="write scale=1.0")] = 1.0
+    order: Literal["rows", "columns"] = "rows"
+    mode: Literal["fast"] | None = None
+    causal: bool = True
+    names: tuple[str, ...] = ()
+    init: Callable[..., Any] | None = None
+    dtype: Any = None
+
+    def __post_init__(self) -> None:
+        read.read_fields(self, error=LayerError)
+
+
+def test_a_declaration_allows_what_it_names() -> None:
+    read_options = Options(size=np.int64(3), window=np.uint8(0), scale=2, mode="fast", init=print)
+    assert read_options == Options(size=3, window=0, scale=2, mode="fast", init=print)
+    assert type(read_options.size) is int
+    assert type(read_options.window) is int
+
+
+REFUSED: list[tuple[str, Any, str, str]] = [
+    ("size", 2.5, "must be a positive integer, got 2.5", "give a size"),
+    ("size", True, "got True", "give a size"),
+    ("window", -1, "must be a non-negative integer, got -1", "pass window=0"),
+    ("scale", float("nan"), "is not a finite Python number above 0", "write scale=1.0"),
+    ("scale", 10**400, "is not a finite Python number", "write scale=1.0"),
+    ("scale", 0, "is not a finite Python number above 0", "write scale=1.0"),
+    ("scale", np.ones(()), "is not a finite Python number", "write scale=1.0"),
+    ("order", "row", "order='row' is unknown", "did you mean 'rows'? write one of rows, col"),
+    ("order", None, "order=None is unknown", "write one of rows, columns"),
+    ("order", [], "order=[] is unknown", "write one of rows, columns"),
+    ("mode", "slow", "mode='slow' is unknown", "write one of fast"),
+    ("causal", 1, "causal=1 is not True or False", "pass True or False"),
+    ("names", ["a"], "names=['a'] is not a tuple", "pass a tuple"),
+    ("init", 3, "init=3 is not a function or None", "pass a function or None"),
+]
+
+
+def test_other_values_are_refused() -> None:
+    for field, value, what, fix in REFUSED:
+        with pytest.raises(LayerError) as caught:
+            Options(**{"size": 1, field: value})
+        (problem,) = caught.value.problems
+        assert problem.path == field
+        assert what in problem.what
+        assert fix in problem.fix
+
+
+def test_all_problems_are_raised_at_once() -> None:
+    with pytest.raises(LayerError) as caught:
+        Options(size=0, scale=-1, causal=None)
+    assert [problem.path for problem in caught.value.problems] == ["size", "scale", "causal"]
+    assert str(caught.value).startswith("3 problems\n 1. size must be a positive integer, got 0\n")
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (np.ones((2, 3), np.float32), []),
+        (np.ones((3, 2), np.float32), [("shape (3, 2), not (2, 3)", "pass [batch, length]")]),
+        (np.ones((2, 3), int), [("dtype int64, not float32", "pass x.astype(float32)")]),
+        ([[1]], [("it is list, not an array", "pass float32 of shape (2, 3)")]),
+    ],
+)
+def test_arrays_have_a_shape_and_a_dtype(value: Any, found: list[Any]) -> None:
+    assert ARRAY.read("x", value)[1] == found
+
+
+def test_arguments_are_read_in_order() -> None:
+    even = passes(lambda value: value % 2 == 0, "is odd", fix="pass an even one")
+    given = [("n", np.int32(4), integer()), ("name", "a", one_of("ab")), ("even", 2, even)]
+    assert read.read_all(given, error=ShardingError) == [4, "a", 2]
+    with pytest.raises(LayerError, match=r"^x=3 is not a str or a float\n"):
+        read.read_value("x", 3, instance(str, float), error=LayerError)
+
+
+def test_broken_rules_are_raised_together() -> None:
+    rules = [(size > 1, "x", f"{size} is above 1", "pass 1") for size in (1, 2, 3)]
+    read.refuse(LayerError, *rules[:1])
+    with pytest.raises(LayerError) as caught:
+        read.refuse(LayerError, *rules)
+    assert [problem.what for problem in caught.value.problems] == ["2 is above 1", "3 is above 1"]
