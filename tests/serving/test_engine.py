@@ -266,12 +266,12 @@ def test_report_counts() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"slots": 0}, facts("slots", 0, fix="slots")),
+        ({"slots": 0}, facts(0, path="slots", fix="slots")),
         (
             {"slots": True, "queue": 1.5},
-            (facts("slots", "True", fix=("slots", "1")), facts("queue", "1.5", fix=("queue", "1"))),
+            (facts("True", path="slots", fix="1"), facts("1.5", path="queue", fix="1")),
         ),
-        ({"prefill_chunk": -1}, facts("prefill_chunk", -1, fix="prefill_chunk")),
+        ({"prefill_chunk": -1}, facts(-1, path="prefill_chunk", fix="prefill_chunk")),
         (
             {"cache_options": {"overflow": "error"}},
             facts("overflow", "error", "step", path="cache_options"),

@@ -24,9 +24,9 @@ from tests.raising import Facts, facts, raises
         ({"prompt": [True]}, facts(0, "True", path="prompt")),
         (
             {"max_new_tokens": 0},
-            facts("max_new_tokens", 0, fix=("max_new_tokens", "1")),
+            facts(0, path="max_new_tokens", fix=("max_new_tokens", "1")),
         ),
-        ({"max_new_tokens": True}, facts("max_new_tokens", "True", fix="max_new_tokens")),
+        ({"max_new_tokens": True}, facts("True", path="max_new_tokens", fix="max_new_tokens")),
         ({"stop": "END"}, facts("END", path="stop")),
         ({"stop": [[]]}, facts("tokens", path="stop")),
         ({"stop": ["END"]}, facts("END", path="stop")),
@@ -37,7 +37,7 @@ from tests.raising import Facts, facts, raises
             {"prompt": [], "max_new_tokens": -2},
             (
                 facts("tokens", path="prompt", fix="token"),
-                facts("max_new_tokens", -2, fix="max_new_tokens"),
+                facts(-2, path="max_new_tokens", fix="max_new_tokens"),
             ),
         ),
     ],
@@ -55,16 +55,16 @@ def test_invalid_requests(fields: dict[str, Any], says: Facts) -> None:
         ({"temperature": float("inf")}, facts("inf", path="temperature", fix="float32")),
         (
             {"top_k": 0},
-            facts("top_k", 1, 2147483647, 0, fix="None"),
+            facts(1, 2147483647, 0, path="top_k", fix="None"),
         ),
         ({"top_p": 0.0}, facts("0.0", path="top_p")),
         ({"top_p": 1.1}, facts("1.1", path="top_p")),
-        ({"seed": 2**32}, facts(0, 4294967295, 4294967296, fix="seed")),
+        ({"seed": 2**32}, facts(0, 4294967295, 4294967296, path="seed", fix="seed")),
         (
             {"seed": -1, "top_k": 1.5},
             (
-                facts("top_k", 1, 2147483647, "1.5", fix="None"),
-                facts(0, 4294967295, -1, fix=("seed", "0")),
+                facts(1, 2147483647, "1.5", path="top_k", fix="None"),
+                facts(0, 4294967295, -1, path="seed", fix=("seed", "0")),
             ),
         ),
     ],

@@ -26,8 +26,8 @@ _KINDS: Final = {
     "model": passes(
         lambda value: callable(value) and _is_hashable(value),
         "is not a hashable function",
-        fix="pass a function of (params, tokens, caches, valid), or a frozen dataclass with such a "
-        "`__call__`: it is a key of jit's cache; see serving.Model",
+        fix="pass a hashable function of (params, tokens, caches, valid), or a frozen dataclass "
+        "with such a `__call__`: it is a key of jit's cache; see serving.Model",
     ),
     "shape": instance(
         CacheShape, fix="pass serving.CacheShape(layers=..., kv_heads=..., head_dim=...)"

@@ -55,7 +55,7 @@ def read_integer(
     2
     """
     for what, wanted in integer_faults(name, value, least=least, most=most, fix=fix):
-        raise error(what, path=name, fix=wanted)
+        raise error(what, fix=wanted)
     return int(value)
 
 
