@@ -137,19 +137,19 @@ NUMBERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "group of a fraction": (
         lambda cache: cache.reorder([0, 0], group=2.0),
-        facts("group", "2.0"),
+        facts("2.0", path="group"),
     ),
     "group of truth": (
         lambda cache: cache.reorder([0, 0], group=True),
-        facts("group", "True"),
+        facts("True", path="group"),
     ),
     "group as text": (
         lambda cache: cache.reorder([0, 0], group="2"),
-        facts("group", 2),
+        facts(2, path="group"),
     ),
     "group of the program's": (
         lambda cache: cache.reorder([0, 0], group=cache.length[0]),
-        facts("group", "int32", fix="int"),
+        facts("group", "int32", path="group", fix="int"),
     ),
 }
 
