@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwright.errors import ServingError
 from shardwright.vocabulary.integers import quoted
-from shardwright.vocabulary.read import Faults, Kind, instance, integer, passes, read_fields
+from shardwright.vocabulary.read import Faults, FieldKind, instance, integer, passes, read_fields
 
 # The smallest normal and the largest number of float32. Tokens are drawn in float32.
 _LEAST_FLOAT, _MOST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
@@ -114,10 +114,10 @@ class Request:
         sequence. An exception that it raises fails only this request.
     """
 
-    prompt: Annotated[Sequence[int], Kind(_read_tokens)]
+    prompt: Annotated[Sequence[int], FieldKind(_read_tokens)]
     max_new_tokens: Annotated[int, integer()]
     sampling: Annotated[Sampling, SAMPLING] = dataclasses.field(default_factory=Sampling)
-    stop: Annotated[Sequence[int | Sequence[int]], Kind(_read_stop)] = ()
+    stop: Annotated[Sequence[int | Sequence[int]], FieldKind(_read_stop)] = ()
     on_token: Annotated[Callable[[int], object], ON_TOKEN] | None = None
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
     scale: Annotated[float, number("positive", fix="write scale=1.0")] = 1.0
 
-`Literal`, classes and unions of classes need no `Kind`. A field whose type is `Any` is not read.
+`Literal`, classes and unions of classes need no `FieldKind`. An `Any` without one is not read.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ Faults = Sequence[tuple[str, str]]  # what is wrong, and the fix
 _WORDS: Final = {bool: "True or False", Callable: "a function", type(None): "None"}
 
 
-class Kind(NamedTuple):
+class FieldKind(NamedTuple):
     """What a value may be. `read` returns the value as the program reads it, and its faults."""
 
     read: Callable[[str, Any], tuple[Any, Faults]]
 
 
-def passes(test: Callable[[Any], object], what: str, *, fix: str) -> Kind:
+def passes(test: Callable[[Any], object], what: str, *, fix: str) -> FieldKind:
     """Return the kind of values for which `test` is true; `what` continues `scale=-1`."""
-    return Kind(
+    return FieldKind(
         lambda name, value: (
             (value, [] if test(value) else [(f"{name}={quoted(value)} {what}", fix)])
         )
     )
 
 
-def instance(*classes: Any, fix: str = "") -> Kind:
+def instance(*classes: Any, fix: str = "") -> FieldKind:
     """Return the kind of instances of one of the classes."""
     words = " or ".join(_WORDS.get(each) or with_article(each) for each in classes)
     fix = fix or f"pass {words}"
     return passes(lambda value: isinstance(value, classes), f"is not {words}", fix=fix)
 
 
-def one_of(names: Collection[str]) -> Kind:
+def one_of(names: Collection[str]) -> FieldKind:
     """Return the kind of names that are listed."""
 
     def read(name: str, value: Any) -> tuple[Any, Faults]:
@@ -57,19 +57,19 @@ def one_of(names: Collection[str]) -> Kind:
         fix = f"{did_you_mean(str(value), names)} write one of {', '.join(names)}"
         return value, [(f"{name}={quoted(value)} is unknown", fix.strip())]
 
-    return Kind(read)
+    return FieldKind(read)
 
 
-def integer(least: int = 1, most: int | None = None, fix: str = "") -> Kind:
+def integer(least: int = 1, most: int | None = None, fix: str = "") -> FieldKind:
     """Return the kind of integers of Python and NumPy in a range; the usual fix is the nearest."""
-    return Kind(
+    return FieldKind(
         lambda name, value: (
             (as_integer(value), integer_faults(name, value, least=least, most=most, fix=fix))
         )
     )
 
 
-def number(sign: Literal["any", "positive", "not negative"] = "any", *, fix: str) -> Kind:
+def number(sign: Literal["any", "positive", "not negative"] = "any", *, fix: str) -> FieldKind:
     """Return the kind of finite Python numbers. An array cannot be compiled into a program."""
     lowest = {"any": -math.inf, "positive": math.ulp(0.0), "not negative": 0}[sign]
     words = {"any": "", "positive": " above 0", "not negative": " of at least 0"}[sign]
@@ -81,7 +81,7 @@ def number(sign: Literal["any", "positive", "not negative"] = "any", *, fix: str
     return passes(fits, f"is not a finite Python number{words}", fix=fix)
 
 
-def array(shape: tuple[int, ...], dtype: Any, *, layout: str, cast: str) -> Kind:
+def array(shape: tuple[int, ...], dtype: Any, *, layout: str, cast: str) -> FieldKind:
     """Return the kind of arrays of a shape and a dtype, with the fix of a wrong one of each."""
 
     def read(name: str, value: Any) -> tuple[Any, Faults]:
@@ -96,15 +96,17 @@ def array(shape: tuple[int, ...], dtype: Any, *, layout: str, cast: str) -> Kind
             faults.append((f"dtype {value.dtype}, not {dtype}", fix))
         return value, faults
 
-    return Kind(read)
+    return FieldKind(read)
 
 
-def read_value(name: str, value: Any, kind: Kind, *, error: type[ShardingError]) -> Any:
+def read_value(name: str, value: Any, kind: FieldKind, *, error: type[ShardingError]) -> Any:
     """Return one argument as the program reads it, or raise what is wrong with it."""
     return read_all([(name, value, kind)], error=error)[0]
 
 
-def read_all(given: Iterable[tuple[str, Any, Kind]], *, error: type[ShardingError]) -> list[Any]:
+def read_all(
+    given: Iterable[tuple[str, Any, FieldKind]], *, error: type[ShardingError]
+) -> list[Any]:
     """Return named values as the program reads them. Raise all that is wrong with them at once."""
     read = [(name, *kind.read(name, value)) for name, value, kind in given]
     refuse(error, *((True, name, *fault) for name, _, faults in read for fault in faults))
@@ -126,23 +128,25 @@ def read_fields(config: Any, *, error: type[ShardingError]) -> None:
 
 
 @functools.cache
-def _kinds(cls: Any) -> list[tuple[str, Kind]]:
+def _kinds(cls: Any) -> list[tuple[str, FieldKind]]:
     # At the first construction and not at import: annotations may name what is defined later.
     hints = typing.get_type_hints(cls, include_extras=True)
     kinds = [(field.name, _kind(hints[field.name])) for field in dataclasses.fields(cls)]
     return [(name, kind) for name, kind in kinds if kind]
 
 
-def _kind(hint: Any) -> Kind | None:
+def _kind(hint: Any) -> FieldKind | None:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return next(each for each in args if isinstance(each, Kind))
+        return next(each for each in args if isinstance(each, FieldKind))
     if origin is Literal:
         return one_of(args)
     members = args if origin in (typing.Union, types.UnionType) else (hint,)
     special = [each for each in members if typing.get_origin(each) in (Annotated, Literal)]
     if special:  # with None
         kind = _kind(special[0])
-        return kind and Kind(lambda name, it: (None, []) if it is None else kind.read(name, it))
+        return kind and FieldKind(
+            lambda name, it: (None, []) if it is None else kind.read(name, it)
+        )
     classes = [typing.get_origin(each) or each for each in members]
     return None if Any in classes else instance(*classes)
