@@ -293,17 +293,24 @@ def nested_conditionals(files: Iterable[Path], root: Path) -> list[str]:
     ]
 
 
-def repeated_classes(src: Path) -> dict[str, list[str]]:
-    """Files of each class name that several files define. An underscore makes no other name.
+def repeated_types(src: Path) -> dict[str, list[str]]:
+    """Files of each class or type alias that several files define. An underscore is no difference.
 
     `interop/` is left out: its classes have the names of other libraries.
     """
     files: dict[str, list[str]] = {}
     for module, path in module_files(src).items():
+        if unit(module) == "interop":
+            continue
         for node in parsed(path).body:
-            if isinstance(node, ast.ClassDef) and unit(module) != "interop":
-                name = path.relative_to(src).as_posix()
-                files.setdefault(node.name.lstrip("_"), []).append(name)
+            names = [node.name] if isinstance(node, ast.ClassDef) else []
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [target.id for target in targets if isinstance(target, ast.Name)]
+            for name in (name.lstrip("_") for name in names):
+                # A constant has no lowercase letter, a variable no capital.
+                if name[:1].isupper() and not name.isupper():
+                    files.setdefault(name, []).append(path.relative_to(src).as_posix())
     return {name: where for name, where in files.items() if len(where) > 1}
 
 
@@ -349,8 +356,8 @@ def test_every_room_says_what_belongs_there() -> None:
     assert silent == []
 
 
-def test_a_class_name_is_defined_once() -> None:
-    assert repeated_classes(ROOT / "src") == {}
+def test_the_name_of_a_type_is_defined_once() -> None:
+    assert repeated_types(ROOT / "src") == {}
 
 
 def test_private_jax_and_pydantic_imports() -> None:
@@ -571,16 +578,15 @@ def test_a_foreign_import_is_reported(tmp_path: Path, files: dict[str, str], say
     assert says in problems[0]
 
 
-def test_a_repeated_class_name_is_reported(tmp_path: Path) -> None:
+def test_a_repeated_type_is_reported(tmp_path: Path) -> None:
     src = write_tree(
         tmp_path,
-        plan__walk="class Step: ...\nclass Value: ...",
-        inference__step="class _Step: ...",
+        plan__walk="class Step: ...\nclass Value: ...\nDims = tuple[int, ...]\nMOST = 1",
+        inference__step="class _Step: ...\nDims: TypeAlias = tuple[str, ...]\nMOST = 2",
         interop__nnx="class Value: ...",
     )
-    assert repeated_classes(src) == {
-        "Step": ["shardwright/inference/step.py", "shardwright/plan/walk.py"]
-    }
+    files = ["shardwright/inference/step.py", "shardwright/plan/walk.py"]
+    assert repeated_types(src) == {"Step": files, "Dims": files}
 
 
 def test_allowed_foreign_imports(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardwright.attention.call import Operands, Recipe
+from shardwright.attention.call import Arithmetic, Operands
 from shardwright.attention.kernels import blockwise, vanilla
 from shardwright.attention.masks import MaskRules
 from shardwright.attention.parts import online_softmax
@@ -22,14 +22,14 @@ from tests.attention.operands import floats, make_operands, without
 pytestmark = pytest.mark.full
 
 RECIPES = {
-    "full": Recipe(scale=0.3, q_block=4, kv_block=8),
-    "causal window capped": Recipe(
+    "full": Arithmetic(scale=0.3, q_block=4, kv_block=8),
+    "causal window capped": Arithmetic(
         scale=0.3, softcap=2.0, mask=MaskRules(causal=True, window=(5, None)), q_block=4, kv_block=8
     ),
-    "causal dropped": Recipe(
+    "causal dropped": Arithmetic(
         scale=0.3, dropout=0.3, mask=MaskRules(causal=True), q_block=4, kv_block=8
     ),
-    "chunks in one block": Recipe(scale=0.3, mask=MaskRules(chunk=5)),
+    "chunks in one block": Arithmetic(scale=0.3, mask=MaskRules(chunk=5)),
 }
 LEFT_OUT = {
     "everything": (),
@@ -56,7 +56,7 @@ def value_and_grads(attend: Callable[[Operands], Any], operands: Operands) -> An
     return {"o": o, "lse": lse}, grads
 
 
-def oracle(operands: Operands, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
+def oracle(operands: Operands, recipe: Arithmetic) -> tuple[jax.Array, jax.Array]:
     output = vanilla.attend(operands, recipe)
     return output.o, output.lse
 
@@ -155,7 +155,7 @@ def test_keys_in_pieces() -> None:
 def test_empty_blocks_are_not_read(mask: MaskRules) -> None:
     operands, recipe = (
         make_operands(q_length=32, kv_length=32),
-        Recipe(scale=0.3, mask=mask, q_block=8, kv_block=8),
+        Arithmetic(scale=0.3, mask=mask, q_block=8, kv_block=8),
     )
     operands = without(operands, *LEFT_OUT["bare"])
     first = operands.replace(q=operands.q[:, :8], q_positions=operands.q_positions[:, :8])
@@ -177,7 +177,7 @@ def temporaries(attend: Callable[[Operands], Any], length: int) -> int:
 
 @pytest.mark.full
 def test_memory_is_linear_in_length() -> None:
-    recipe = Recipe(scale=0.3, q_block=64, kv_block=64, mask=MaskRules(causal=True))
+    recipe = Arithmetic(scale=0.3, q_block=64, kv_block=64, mask=MaskRules(causal=True))
     blocks = functools.partial(blockwise.attend, recipe=recipe)
     assert temporaries(blocks, 2048) < 2.5 * temporaries(blocks, 1024)
     assert temporaries(lambda x: oracle(x, recipe), 2048) > 3.5 * temporaries(

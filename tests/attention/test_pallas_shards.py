@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardwright.attention.call import AttentionCall, JointSpecs, KVHeads, Operands, Recipe, Result
+from shardwright.attention.call import (
+    Arithmetic,
+    AttentionCall,
+    JointSpecs,
+    KVHeads,
+    Operands,
+    Result,
+)
 from shardwright.attention.kernels import blockwise, vanilla
 from shardwright.attention.masks import MaskRules
 from shardwright.attention.parts.shards import run_opaque
@@ -20,7 +27,7 @@ from tests.attention.operands import floats, make_operands, without
 # Minutes of compiling: the conformance table has a few cells of every implementation by default.
 pytestmark = pytest.mark.full
 
-RECIPE = Recipe(scale=0.3, mask=MaskRules(causal=True), q_block=8, kv_block=8)
+RECIPE = Arithmetic(scale=0.3, mask=MaskRules(causal=True), q_block=8, kv_block=8)
 SIZES: dict[str, Any] = {"batch": 4, "q_length": 16, "kv_length": 16, "head_dim": 8, "v_dim": 6}
 SPLITS = {
     "same": ("dp:2,tp:4", (8, 4), JointSpecs(batch=("dp",), heads=("tp",), kv_heads=("tp",))),

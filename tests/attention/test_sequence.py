@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from shardwright.attention.call import AttentionCall, Operands, Recipe
+from shardwright.attention.call import Arithmetic, AttentionCall, Operands
 from shardwright.attention.inputs import read, read_options
 from shardwright.attention.kernels import ring
 from shardwright.attention.masks import MaskRules
 from shardwright.attention.parts import sequence
 from shardwright.testing import cpu_mesh
 
-CAUSAL = Recipe(scale=1.0, mask=MaskRules(causal=True), q_block=512, kv_block=1024)
+CAUSAL = Arithmetic(scale=1.0, mask=MaskRules(causal=True), q_block=512, kv_block=1024)
 
 
-def call_of(recipe: Recipe, *, q_offset: int | None) -> AttentionCall:
+def call_of(recipe: Arithmetic, *, q_offset: int | None) -> AttentionCall:
     sizes = {
         "batch": 1,
         "q_length": 8,
@@ -40,7 +40,7 @@ def shard_of(*, rows: int, heads: int, dim: int) -> Operands:
 
 
 def blocks(
-    shard: Operands, recipe: Recipe = CAUSAL, *, q_offset: int | None = 0
+    shard: Operands, recipe: Arithmetic = CAUSAL, *, q_offset: int | None = 0
 ) -> tuple[int, int]:
     actual = sequence.blocks(recipe, shard, call_of(recipe, q_offset=q_offset))
     return actual.q_block, actual.kv_block

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shardwright.attention import dot_product_attention
-from shardwright.attention.call import Operands, Recipe
+from shardwright.attention.call import Arithmetic, Operands
 from shardwright.attention.kernels import vanilla
 from shardwright.attention.kernels.splash_blocks import SplashBlocks
 from shardwright.attention.masks import MaskRules
@@ -20,7 +20,7 @@ from tests.attention.conformance import QUICK
 EDGES = (1, 127, 128, 129)
 
 
-RECIPE = Recipe(scale=0.3, mask=MaskRules(causal=True), q_block=128, kv_block=128)
+RECIPE = Arithmetic(scale=0.3, mask=MaskRules(causal=True), q_block=128, kv_block=128)
 
 
 @pytest.mark.full(but=["1-1", "129-127"])
@@ -72,7 +72,7 @@ def test_gradient_of_one_query() -> None:
 @pytest.mark.parametrize("q_length", EDGES)
 def test_state_at_block_edges(q_length: int) -> None:
     """Keys in two sets, as ring attention adds them: the state is padded and cut again."""
-    recipe = Recipe(scale=0.3, mask=MaskRules(), q_block=128, kv_block=128)
+    recipe = Arithmetic(scale=0.3, mask=MaskRules(), q_block=128, kv_block=128)
     draw = np.random.default_rng(0).standard_normal
     q, k, v = (jnp.float32(draw((1, length, 2, 8))) for length in (q_length, 129, 129))
     positions = {"q_positions": jnp.arange(q_length)[None]}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from shardwright.dims.table import Correspondence, FactorRole, Factors, correspondence
+from shardwright.dims.table import Correspondence, FactorRole, FactorsByDim, correspondence
 
 ROWS = lax.GatherDimensionNumbers((1,), (0,), (0,))
 BATCHES = lax.GatherDimensionNumbers((2,), (1,), (1,), (0,), (0,))
@@ -115,7 +115,7 @@ def known_of(name: str) -> tuple[Correspondence, Any, list[Any]]:
     return known, function, arrays
 
 
-def slices(shape: tuple[int, ...], side: Factors, known: Correspondence, factor: int) -> Any:
+def slices(shape: tuple[int, ...], side: FactorsByDim, known: Correspondence, factor: int) -> Any:
     """Return the numbers of the elements at each index of a factor, or None if it has no dim."""
     axes = [(each, known.sizes[each]) for factors in side for each in factors or (-1,)]
     if factor not in (each for each, _ in axes):

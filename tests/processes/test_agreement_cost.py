@@ -159,7 +159,7 @@ def test_the_last_process_ends_before_its_verdict(
 ) -> None:
     """All have arrived, so none is absent, and none compiles. Each closes the meeting once."""
 
-    def decide(self: Meeting, verdict: meeting.Verdict) -> None:
+    def decide(self: Meeting, verdict: meeting.MeetingVerdict) -> None:
         raise AgreementError("killed")
 
     monkeypatch.setattr(Meeting, "decide", decide)

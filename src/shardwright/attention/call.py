@@ -160,7 +160,7 @@ def dims_along(length: str) -> dict[str, int]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class Arithmetic:
     """The static part of the arithmetic.
 
     Logits are `softcap(scale * q.k + bias)`. They are masked, then softmax and dropout follow. With
@@ -325,7 +325,7 @@ class AttentionCall:
     v_dim: int
     dtype: str
     mode: str
-    recipe: Recipe
+    recipe: Arithmetic
     layout: DimOrder = DimOrder.BTHD
     kv_dtype: str | None = None
     q_offset: int | None = None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardwright import _jax
-from shardwright.attention.call import DimOrder, Options, Recipe
+from shardwright.attention.call import Arithmetic, DimOrder, Options
 from shardwright.attention.masks import Mask
 from shardwright.errors import AttentionError
 
@@ -264,7 +264,7 @@ def check_range(name: str, array: Any, low: int, high: int, fix: str) -> None:
         raise AttentionError(f"{name} has {worst}, outside {low} to {high}", path=name, fix=fix)
 
 
-def check_dropout(recipe: Recipe, q: Any, key: Any) -> None:
+def check_dropout(recipe: Arithmetic, q: Any, key: Any) -> None:
     """Refuse dropout inside a `shard_map` of the caller, unless each shard has its own key.
 
     Rows and heads have local numbers there, so with one key every shard would drop the same

@@ -16,12 +16,12 @@ import numpy as np
 
 from shardwright.attention import checks, masks
 from shardwright.attention.call import (
+    Arithmetic,
     AttentionCall,
     DimOrder,
     JointSpecs,
     Operands,
     Options,
-    Recipe,
     default_positions,
 )
 from shardwright.attention.checks import CallSizes
@@ -344,7 +344,7 @@ def _rows(positions: Any) -> jax.Array:
 
 def _read_recipe(
     options: Options, mask: Mask, sizes: CallSizes, platform: str, cached: bool
-) -> Recipe:
+) -> Arithmetic:
     scale = 1.0 / math.sqrt(sizes.head_dim)
     if options.scale is not None:
         scale = checks.read_number("scale", options.scale)
@@ -376,7 +376,7 @@ def _read_recipe(
             raise AttentionError(what, path=name, fix="pass the number of rows per block")
         blocks[name] = rows or default
     explicit = options.positions is not None or options.kv_positions is not None
-    return Recipe(
+    return Arithmetic(
         mask=mask.rules,
         scale=scale,
         softcap=softcap,

@@ -35,12 +35,18 @@ QUERY_AXES = (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM)
 KEY_AXES = (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM)
 REPEATED_KEY_AXES = (BATCH, KV_LENGTH, HEAD, HEAD_DIM)
 PAGE_AXES = (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM)
-Dims = tuple[int, int, int, int]
+ArrayShape = tuple[int, int, int, int]
 MeshAxes = tuple[str, ...]
 
 
 def resolve_joint(
-    manager: PartitionManager, *, q: Dims, k: Dims, v: Dims, mode: str, repeated: bool = False
+    manager: PartitionManager,
+    *,
+    q: ArrayShape,
+    k: ArrayShape,
+    v: ArrayShape,
+    mode: str,
+    repeated: bool = False,
 ) -> JointSpecs:
     """Return the sharding of a call's arrays under a manager.
 
@@ -69,9 +75,9 @@ def resolve_joint(
 
 def _resolve_joint(
     manager: PartitionManager,
-    q: Dims,
-    k: Dims,
-    v: Dims,
+    q: ArrayShape,
+    k: ArrayShape,
+    v: ArrayShape,
     mode: str,
     repeated: bool,
     ambient: AbstractMesh | None,
@@ -98,7 +104,9 @@ def _resolve_joint(
     )
 
 
-def resolve_pages(manager: PartitionManager, *, q: Dims, k: Dims, v: Dims, mode: str) -> JointSpecs:
+def resolve_pages(
+    manager: PartitionManager, *, q: ArrayShape, k: ArrayShape, v: ArrayShape, mode: str
+) -> JointSpecs:
     """Return the sharding of queries and pages of keys under a manager; see `resolve_joint`.
 
     `kv_length` of the result holds the mesh axes of the pages.
@@ -190,7 +198,7 @@ def _resolve(
     manual: frozenset[str],
     name: str,
     axes: tuple[str, ...],
-    shape: Dims,
+    shape: ArrayShape,
 ) -> Resolution:
     """Resolve one array, and refuse shardings that no kernel can serve."""
     resolution = manager.answer(ShardingRequest(axes, shape, mode, None, name, manual))

@@ -25,10 +25,10 @@ import jax.numpy as jnp
 from shardwright.caches import arguments
 from shardwright.caches.change import Change
 from shardwright.caches.operate import check_arrays, operate
-from shardwright.caches.sharding import Axes, CacheSharding, PlacedArrays, ambient_sharding
+from shardwright.caches.sharding import CacheSharding, PlacedArrays, ambient_sharding
 from shardwright.caches.spec import CacheSpec
 from shardwright.errors import CacheError
-from shardwright.vocabulary.axes import BATCH
+from shardwright.vocabulary.axes import BATCH, AxisNames
 
 C = TypeVar("C")
 STATIC: Mapping[str, Any] = {"static": True}
@@ -99,7 +99,7 @@ class KVCache(abc.ABC):
         return self.spec.batch
 
     @property
-    def array_axes(self) -> dict[str, Axes]:
+    def array_axes(self) -> dict[str, AxisNames]:
         """The annotation of every array, by field."""
         return {
             field.name: field.metadata["axes"]
@@ -108,7 +108,7 @@ class KVCache(abc.ABC):
         }
 
     @property
-    def buffer_axes(self) -> dict[str, Axes]:
+    def buffer_axes(self) -> dict[str, AxisNames]:
         """The annotations of `buffers`, by field."""
         return {
             field.name: field.metadata["axes"]

@@ -35,7 +35,7 @@ _CLASSES: Mapping[str, Any] = MappingProxyType(
     {kind.cache.__name__: kind.cache for kind in KINDS.values()}
 )
 # Arrays by field of the cache: `jax.Array`s, or `jax.ShapeDtypeStruct`s for orbax to read.
-Arrays = dict[str, Any]
+ArraysByField = dict[str, Any]
 
 
 def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
@@ -79,7 +79,7 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
         raise CacheError(what, path="path", fix=fix) from error
 
 
-def _check_saveable(cache: KVCache) -> Arrays:
+def _check_saveable(cache: KVCache) -> ArraysByField:
     """Return the arrays of a cache that can be saved."""
     if _jax.in_trace():
         raise CacheError(
@@ -164,9 +164,11 @@ def _assemble(cls: Any, spec: CacheSpec, arrays: Mapping[str, Any]) -> Any:
     return cls(**{**absent, "spec": spec, **arrays})
 
 
-def _read_arrays(orbax: Any, checkpointer: Any, directory: str, targets: Arrays) -> Arrays:
+def _read_arrays(
+    orbax: Any, checkpointer: Any, directory: str, targets: ArraysByField
+) -> ArraysByField:
     try:
-        arrays: Arrays = checkpointer.restore(
+        arrays: ArraysByField = checkpointer.restore(
             directory,
             args=orbax.args.Composite(
                 arrays=orbax.args.PyTreeRestore(
@@ -192,7 +194,7 @@ def _staging(path: str) -> contextlib.AbstractContextManager[str]:
     return staged(path)
 
 
-def _arrays(cache: KVCache) -> Arrays:
+def _arrays(cache: KVCache) -> ArraysByField:
     return {name: getattr(cache, name) for name in cache.array_axes}
 
 

@@ -47,10 +47,10 @@ _MEANINGS = {
 }
 
 # A condition per entry or slot, and the code where it holds.
-Reason = tuple[jax.Array, Refusal]
+ConditionalRefusal = tuple[jax.Array, Refusal]
 
 
-def first_refusal(*reasons: Reason) -> jax.Array:
+def first_refusal(*reasons: ConditionalRefusal) -> jax.Array:
     """Return int8 codes: the first reason whose condition holds, 0 where none does."""
     codes = jnp.zeros(reasons[0][0].shape, jnp.int8)
     for condition, refusal in reversed(reasons):
@@ -91,7 +91,7 @@ def set_named(
     return jnp.where(new < 0, old, new)
 
 
-def invalid_names(named: jax.Array) -> tuple[Reason, Reason]:
+def invalid_names(named: jax.Array) -> tuple[ConditionalRefusal, ConditionalRefusal]:
     """Return the reasons to refuse names: out of range, or named by several entries."""
     twice = jnp.sum(named, axis=0) > 1
     return (
@@ -105,7 +105,7 @@ def refuse_free(named: jax.Array, length: jax.Array) -> jax.Array:
     return first_refusal(*invalid_names(named), (at_named(named, length == 0), Refusal.SLOT_EMPTY))
 
 
-def invalid_length(wanted: jax.Array, held: jax.Array) -> Reason:
+def invalid_length(wanted: jax.Array, held: jax.Array) -> ConditionalRefusal:
     """Return the reason to refuse lengths: negative, or more than the slot holds."""
     return (wanted < 0) | (wanted > held), Refusal.LENGTH_OUT_OF_RANGE
 

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardwright import _jax
 from shardwright.caches.base import KVCache
-from shardwright.caches.sharding import Axes, CacheSharding, axes_by_dim
+from shardwright.caches.sharding import CacheSharding, axes_by_dim
 from shardwright.errors import CacheError
 from shardwright.manager import constraint, context
 from shardwright.manager.manager import PartitionManager
@@ -21,6 +21,7 @@ from shardwright.reshard.move import move_tree
 from shardwright.reshard.plan import Move, MoveKind, plan_moves
 from shardwright.reshard.run import run_moves
 from shardwright.resolution.partition_specs import entry_names, spec_of
+from shardwright.vocabulary.axes import AxisNames
 from shardwright.vocabulary.modes import parse_mode
 from shardwright.vocabulary.shown import text_of
 
@@ -198,7 +199,7 @@ def _sources(cache: KVCache, manager: PartitionManager) -> dict[str, PartitionSp
 
 
 def _source(
-    array: Any, axes: Axes, mode: str | None, manager: PartitionManager
+    array: Any, axes: AxisNames, mode: str | None, manager: PartitionManager
 ) -> PartitionSpec | None:
     sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
     if sharding is not None:

@@ -18,9 +18,7 @@ from shardwright.manager import constraint, context
 from shardwright.manager.manager import PartitionManager
 from shardwright.manager.shards import call_on_shards
 from shardwright.resolution.partition_specs import entry_names
-from shardwright.vocabulary.axes import KV_LENGTH, Role
-
-Axes = tuple[str, ...]
+from shardwright.vocabulary.axes import KV_LENGTH, AxisNames, Role
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +33,9 @@ class CacheSharding:
     manager: PartitionManager | None
     mode: str | None
 
-    def spec(self, axes: Axes, shape: Sequence[int], *, name: str | None = None) -> PartitionSpec:
+    def spec(
+        self, axes: AxisNames, shape: Sequence[int], *, name: str | None = None
+    ) -> PartitionSpec:
         """Return the spec of an array.
 
         Args:
@@ -63,7 +63,7 @@ class CacheSharding:
             )
         return spec
 
-    def check_order(self, order: RowOrder, axes: Axes, shape: Sequence[int]) -> None:
+    def check_order(self, order: RowOrder, axes: AxisNames, shape: Sequence[int]) -> None:
         """Check that a row order gives every shard the same number of rows.
 
         Otherwise some shards would fill before others.
@@ -91,7 +91,7 @@ class CacheSharding:
                 f"shards={math.lcm(order.shards, parts)})",
             )
 
-    def place(self, x: jax.Array, axes: Axes) -> jax.Array:
+    def place(self, x: jax.Array, axes: AxisNames) -> jax.Array:
         """Return an array with the sharding that its annotation resolves to."""
         return self.place_as(x, self.spec(axes, x.shape))
 
@@ -104,7 +104,9 @@ class CacheSharding:
         )
         return placed
 
-    def with_specs(self, arrays: Mapping[str, jax.Array], axes: Mapping[str, Axes]) -> PlacedArrays:
+    def with_specs(
+        self, arrays: Mapping[str, jax.Array], axes: Mapping[str, AxisNames]
+    ) -> PlacedArrays:
         """Return arrays together with their specs.
 
         Args:

@@ -17,7 +17,7 @@ from shardwright.errors import Problem, ShardingError, StrategyError, did_you_me
 from shardwright.strategy import files
 from shardwright.strategy.foreign_files import LONGEST_JSON, read_text
 from shardwright.strategy.limits import first_problems, has_too_many_elements
-from shardwright.strategy.origin import KeyPath, Origin, source_of, where
+from shardwright.strategy.origin import KeyPath, KeySources, source_of, where
 from shardwright.trees.tensors import Tensor, is_dtype
 from shardwright.vocabulary.axes import Role
 
@@ -89,7 +89,7 @@ def _walk(
     table: Mapping[str, Any],
     path: KeyPath,
     shared: Mapping[str, Any],
-    origin: Origin,
+    origin: KeySources,
     problems: list[Problem],
 ) -> Iterator[Tensor]:
     shared = {
@@ -122,7 +122,7 @@ def _walk(
             )
 
 
-def _listed(path: KeyPath, entries: Sequence[Mapping[str, Any]], origin: Origin) -> Problem:
+def _listed(path: KeyPath, entries: Sequence[Mapping[str, Any]], origin: KeySources) -> Problem:
     """Return the problem of a list of tables, such as `[[tensors]]`: a tensor is a named table."""
     first = entries[0]
     name = next(
@@ -161,7 +161,7 @@ def _header(parts: Sequence[str]) -> str:
 
 
 def _tensor(
-    table: Mapping[str, Any], path: KeyPath, origin: Origin, problems: list[Problem]
+    table: Mapping[str, Any], path: KeyPath, origin: KeySources, problems: list[Problem]
 ) -> Tensor | None:
     """Return the tensor of a table. If it has problems, append them and return None."""
     before = len(problems)
@@ -203,7 +203,7 @@ def _is_shape(value: Any) -> bool:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
-def _axes(value: Any, path: KeyPath, origin: Origin, problems: list[Problem]) -> Any:
+def _axes(value: Any, path: KeyPath, origin: KeySources, problems: list[Problem]) -> Any:
     words = [value] if isinstance(value, str) else value
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         problems.append(
@@ -224,5 +224,5 @@ def _axes(value: Any, path: KeyPath, origin: Origin, problems: list[Problem]) ->
         return None
 
 
-def _problem(path: KeyPath, origin: Origin, what: str, fix: str) -> Problem:
+def _problem(path: KeyPath, origin: KeySources, what: str, fix: str) -> Problem:
     return Problem(error=StrategyError, what=what, path=where(path, origin), fix=fix)

@@ -21,9 +21,9 @@ from shardwright.dims.primitives import (
 )
 from shardwright.dims.reshapes import equal_products
 
-Shape: TypeAlias = tuple[int, ...]
+DimSizes: TypeAlias = tuple[int, ...]
 # The factors of each dim of an array, major first. A dim that nothing corresponds to has none.
-Factors: TypeAlias = tuple[tuple[int, ...], ...]
+FactorsByDim: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class FactorRole(enum.Enum):
@@ -56,8 +56,8 @@ class Correspondence:
 
     sizes: tuple[int, ...]
     roles: tuple[FactorRole, ...]
-    operands: tuple[Factors, ...]
-    results: tuple[Factors, ...]
+    operands: tuple[FactorsByDim, ...]
+    results: tuple[FactorsByDim, ...]
     shardable: frozenset[int]
     adds: bool = False
 
@@ -75,7 +75,7 @@ def correspondence(equation: Any) -> Correspondence | None:
 # The rules below are cached, because a program has many equations of the same shapes.
 @functools.lru_cache(maxsize=4096)
 def elementwise(
-    operands: tuple[Shape, ...], results: tuple[Shape, ...], *, adds: bool = False
+    operands: tuple[DimSizes, ...], results: tuple[DimSizes, ...], *, adds: bool = False
 ) -> Correspondence | None:
     """Return how dims correspond if operands are broadcast to one shape, that of all results.
 
@@ -98,7 +98,7 @@ def elementwise(
     return _made(shape, sides, [every] * len(results), adds=adds)
 
 
-def broadcasts(own: Shape, shape: Shape) -> bool:
+def broadcasts(own: DimSizes, shape: DimSizes) -> bool:
     """Return whether an array has the rank of a result, and each dim its size or size 1."""
     return len(own) == len(shape) and all(
         size in (1, whole) for size, whole in zip(own, shape, strict=True)
@@ -106,14 +106,14 @@ def broadcasts(own: Shape, shape: Shape) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def transpose(shape: Shape, permutation: tuple[int, ...]) -> Correspondence:
+def transpose(shape: DimSizes, permutation: tuple[int, ...]) -> Correspondence:
     """Return how the dims of a transpose correspond."""
     every = [(dim,) for dim in range(len(shape))]
     return _made(shape, [every], [[every[dim] for dim in permutation]], adds=True)
 
 
 @functools.lru_cache(maxsize=4096)
-def broadcast(old: Shape, new: Shape, places: tuple[int, ...]) -> Correspondence:
+def broadcast(old: DimSizes, new: DimSizes, places: tuple[int, ...]) -> Correspondence:
     """Return how the dims of a `broadcast_in_dim` correspond. `places` has the new dim of each."""
     operand = [(to,) if old[dim] == new[to] else () for dim, to in enumerate(places)]
     adds = math.prod(old) == math.prod(new)  # it only adds dims of size 1
@@ -121,7 +121,7 @@ def broadcast(old: Shape, new: Shape, places: tuple[int, ...]) -> Correspondence
 
 
 @functools.lru_cache(maxsize=4096)
-def reshape(old: Shape, new: Shape) -> Correspondence:
+def reshape(old: DimSizes, new: DimSizes) -> Correspondence:
     """Return how the dims of a reshape correspond: by the largest factors that both shapes have.
 
     Where the boundaries of the dims do not match, factors are `CHANGED` up to the next one.
@@ -155,7 +155,7 @@ def reshape(old: Shape, new: Shape) -> Correspondence:
 
 @functools.lru_cache(maxsize=4096)
 def reduction(
-    operands: tuple[Shape, ...], results: int, gone: tuple[int, ...], role: FactorRole
+    operands: tuple[DimSizes, ...], results: int, gone: tuple[int, ...], role: FactorRole
 ) -> Correspondence:
     """Return how the dims of a reduction correspond. Operands after the first are scalars."""
     every = [(dim,) for dim in range(len(operands[0]))]
@@ -170,7 +170,7 @@ def reduction(
 
 
 @functools.lru_cache(maxsize=4096)
-def along(shapes: tuple[Shape, ...], results: int, dims: tuple[int, ...]) -> Correspondence:
+def along(shapes: tuple[DimSizes, ...], results: int, dims: tuple[int, ...]) -> Correspondence:
     """Return how dims correspond if shapes stay and each element needs others along some dims."""
     every = [(dim,) for dim in range(len(shapes[0]))]
     roles = dict.fromkeys(dims, FactorRole.CHANGED)
@@ -179,7 +179,7 @@ def along(shapes: tuple[Shape, ...], results: int, dims: tuple[int, ...]) -> Cor
 
 @functools.lru_cache(maxsize=4096)
 def cut(
-    operands: tuple[Shape, ...], results: tuple[Shape, ...], dims: tuple[int, ...] = ()
+    operands: tuple[DimSizes, ...], results: tuple[DimSizes, ...], dims: tuple[int, ...] = ()
 ) -> Correspondence:
     """Return how dims correspond if arrays are cut, joined or padded along some dims.
 
@@ -195,7 +195,7 @@ def cut(
     sizes = list(results[0])
     roles = dict.fromkeys(changed, FactorRole.CHANGED)
 
-    def side(shape: Shape) -> list[tuple[int, ...]]:
+    def side(shape: DimSizes) -> list[tuple[int, ...]]:
         if len(shape) != rank:
             return [()] * len(shape)
         own: list[tuple[int, ...]] = []
@@ -210,7 +210,7 @@ def cut(
 
 
 @functools.lru_cache(maxsize=4096)
-def dot_general(left: Shape, right: Shape, numbers: Any) -> Correspondence:
+def dot_general(left: DimSizes, right: DimSizes, numbers: Any) -> Correspondence:
     """Return how the dims of a matmul correspond. Contracted dims are summed."""
     (left_sum, right_sum), (left_batch, right_batch) = numbers
     lefts = [(dim,) for dim in range(len(left))]
@@ -226,7 +226,7 @@ def dot_general(left: Shape, right: Shape, numbers: Any) -> Correspondence:
 
 @functools.lru_cache(maxsize=4096)
 def gather(
-    table: Shape, index: Shape, result: Shape, numbers: Any, slices: tuple[int, ...]
+    table: DimSizes, index: DimSizes, result: DimSizes, numbers: Any, slices: tuple[int, ...]
 ) -> Correspondence:
     """Return how the dims of a gather correspond: those read whole, and those of the indices."""
     sizes = [*table, *index, *result]
@@ -255,7 +255,7 @@ def gather(
 
 @functools.lru_cache(maxsize=4096)
 def scatter(
-    table: Shape, index: Shape, update: Shape, numbers: Any, role: FactorRole
+    table: DimSizes, index: DimSizes, update: DimSizes, numbers: Any, role: FactorRole
 ) -> Correspondence:
     """Return how the dims of a scatter correspond: dims that are written whole, and indices.
 
@@ -315,14 +315,14 @@ def _made(
     )
 
 
-_Rule: TypeAlias = Callable[
-    [tuple[Shape, ...], tuple[Shape, ...], Mapping[str, Any]], Correspondence | None
+_CorrespondenceRule: TypeAlias = Callable[
+    [tuple[DimSizes, ...], tuple[DimSizes, ...], Mapping[str, Any]], Correspondence | None
 ]
 
 
-def _reduced(role: FactorRole) -> _Rule:
+def _reduced(role: FactorRole) -> _CorrespondenceRule:
     def rule(
-        operands: tuple[Shape, ...], results: tuple[Shape, ...], parameters: Mapping[str, Any]
+        operands: tuple[DimSizes, ...], results: tuple[DimSizes, ...], parameters: Mapping[str, Any]
     ) -> Correspondence:
         gone = parameters.get("axes", parameters.get("dimensions", ()))
         return reduction(operands, len(results), tuple(gone), role)
@@ -330,9 +330,9 @@ def _reduced(role: FactorRole) -> _Rule:
     return rule
 
 
-def _scattered(role: FactorRole) -> _Rule:
+def _scattered(role: FactorRole) -> _CorrespondenceRule:
     def rule(
-        operands: tuple[Shape, ...], results: tuple[Shape, ...], parameters: Mapping[str, Any]
+        operands: tuple[DimSizes, ...], results: tuple[DimSizes, ...], parameters: Mapping[str, Any]
     ) -> Correspondence:
         del results
         return scatter(operands[0], operands[1], operands[2], parameters["dimension_numbers"], role)
@@ -346,7 +346,7 @@ def _windowed(parameters: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(dim for dim, (size, edges) in enumerate(pairs) if size > 1 or any(edges))
 
 
-_RULES: Final[Mapping[str, _Rule]] = {
+_RULES: Final[Mapping[str, _CorrespondenceRule]] = {
     **dict.fromkeys(ELEMENTWISE, lambda old, new, _: elementwise(old, new)),
     "bitcast_convert_type": lambda old, new, _: elementwise(old, new),
     **dict.fromkeys(KEEPS_SUM | ADDITIONS, lambda old, new, _: elementwise(old, new, adds=True)),

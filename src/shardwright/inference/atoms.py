@@ -44,7 +44,7 @@ class Atom:
     name: str = ""
     evidence: Evidence | None = None
     guess: bool = False
-    whole: Dim | None = None
+    whole: AtomDim | None = None
     learned: bool = False
     counts: bool = False
     nonlinear: bool = False
@@ -102,16 +102,16 @@ class Atom:
         other.same = self
 
 
-Dim = tuple[Atom, ...]
-Dims = tuple[Dim, ...]
+AtomDim = tuple[Atom, ...]
+AtomDims = tuple[AtomDim, ...]
 
 
-def new_dim(size: int) -> Dim:
+def new_dim(size: int) -> AtomDim:
     """Return a dim about which nothing is known."""
     return (Atom(size),)
 
 
-def new_dims(shape: Iterable[int]) -> Dims:
+def new_dims(shape: Iterable[int]) -> AtomDims:
     """Return the dims of an array about which nothing is known."""
     return tuple(new_dim(size) for size in shape)
 
@@ -141,7 +141,7 @@ def size_of(dim: Iterable[Atom]) -> int:
     return size
 
 
-def unify(left: Dim, right: Dim, on_conflict: Callable[[Atom, Atom], None]) -> None:
+def unify(left: AtomDim, right: AtomDim, on_conflict: Callable[[Atom, Atom], None]) -> None:
     """Record that two dims are the same.
 
     Args:
@@ -175,22 +175,22 @@ def unify(left: Dim, right: Dim, on_conflict: Callable[[Atom, Atom], None]) -> N
         lefts, rights = lefts[1:], rights[1:]
 
 
-def regroup(dims: Sequence[Dim], shape: Sequence[int]) -> Dims:
+def regroup(dims: Sequence[AtomDim], shape: Sequence[int]) -> AtomDims:
     """Return the dims of an array after a reshape, which keeps the order of all factors.
 
     A factor that belongs to two of the new dims is split. If it cannot be split, the dims that
     belong together there are new.
     """
-    regrouped: list[Dim] = []
+    regrouped: list[AtomDim] = []
     for before, after in equal_products([size_of(dim) for dim in dims], shape):
         factors = finest([atom for at in before for atom in dims[at]])
         regrouped += _cut(factors, [shape[at] for at in after])
     return tuple(regrouped)
 
 
-def _cut(factors: list[Atom], shape: Sequence[int]) -> Sequence[Dim]:
+def _cut(factors: list[Atom], shape: Sequence[int]) -> Sequence[AtomDim]:
     """Return dims of these sizes, made of factors in order. They are new if no cut fits."""
-    cut: list[Dim] = []
+    cut: list[AtomDim] = []
     for size in shape:
         members: list[Atom] = []
         while (missing := size // size_of(members)) > 1:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Final
 
-from shardwright.inference.atoms import Atom, Dim, finest
+from shardwright.inference.atoms import Atom, AtomDim, finest
 from shardwright.inference.evidence import EquationLocation, Evidence
 from shardwright.inference.facts import Facts, Matmul
 from shardwright.inference.names import LENGTHS, Names, outputs_of, summed_over, with_slices
@@ -83,7 +83,7 @@ def _uses(facts: Facts) -> Uses:
     return Uses(made=made, summed=summed_over(facts.projections), stacked=batch, next=following)
 
 
-def _factors(dims: Iterable[Dim]) -> list[Atom]:
+def _factors(dims: Iterable[AtomDim]) -> list[Atom]:
     return [atom for dim in dims for atom in finest(dim)]
 
 
@@ -171,7 +171,7 @@ def _heads(batch: Iterable[Atom], uses: Uses) -> tuple[list[Atom], bool]:
     return (plain, False) if plain else (heads, bool(heads))
 
 
-def _with_shards(heads: list[Atom], shards: Iterable[tuple[Dim, Dim]]) -> list[Atom]:
+def _with_shards(heads: list[Atom], shards: Iterable[tuple[AtomDim, AtomDim]]) -> list[Atom]:
     """Inside a `shard_map`, return heads with the factor of their shards in front."""
     for major, part in shards:
         extra = [atom for atom in finest(major) if not atom.name and atom not in heads]

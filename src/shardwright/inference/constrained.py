@@ -22,8 +22,8 @@ from shardwright.manager.ambient import current_manager, shard
 from shardwright.manager.manager import PartitionManager
 from shardwright.vocabulary.shown import WIDTH, text_of
 
-_Place = tuple[int, ...]
-_Table = Mapping[_Place, Constraint]
+_EquationPath = tuple[int, ...]
+_ConstraintsByEquation = Mapping[_EquationPath, Constraint]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -196,7 +196,10 @@ def _explained(constraint: Constraint) -> Iterator[None]:
 
 
 def _evaluate(
-    jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any], constraints: _Table
+    jaxpr: Any,
+    constants: Sequence[Any],
+    arguments: Sequence[Any],
+    constraints: _ConstraintsByEquation,
 ) -> list[Any]:
     """Evaluate a jaxpr, and shard the results that have a constraint."""
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
@@ -205,7 +208,7 @@ def _evaluate(
     def read(variable: Any) -> Any:
         return variable.val if isinstance(variable, core.Literal) else known[variable]
 
-    inside: dict[int, dict[_Place, Constraint]] = {}
+    inside: dict[int, dict[_EquationPath, Constraint]] = {}
     for place, constraint in constraints.items():
         inside.setdefault(place[0], {})[place[1:]] = constraint
     for at, equation in numbered(jaxpr):
@@ -222,7 +225,9 @@ def _evaluate(
     return [read(variable) for variable in jaxpr.outvars]
 
 
-def _rebuilt(equation: Any, values: Sequence[Any], constraints: _Table) -> list[Any]:
+def _rebuilt(
+    equation: Any, values: Sequence[Any], constraints: _ConstraintsByEquation
+) -> list[Any]:
     """Evaluate a loop or a call with constraints inside."""
     parameters, name = equation.params, equation.primitive.name
     if name == "scan":
@@ -248,7 +253,7 @@ def _opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return (jaxpr.jaxpr, jaxpr.consts) if is_closed else (jaxpr, ())
 
 
-def _scan(parameters: Any, values: Sequence[Any], constraints: _Table) -> list[Any]:
+def _scan(parameters: Any, values: Sequence[Any], constraints: _ConstraintsByEquation) -> list[Any]:
     fixed, carries, _ = _jax.scan_parts(parameters)
     body, constants = _opened(parameters["jaxpr"])
     shared, starts, rows = (

@@ -12,7 +12,7 @@ from shardwright.inference.atoms import finest
 from shardwright.inference.attention import GROUP
 from shardwright.inference.facts import DimSlice, Output
 from shardwright.inference.names import LENGTHS
-from shardwright.inference.slices import Factors, named_factors
+from shardwright.inference.slices import NamedFactors, named_factors
 from shardwright.inference.step import ArrayFacts
 from shardwright.vocabulary.axes import (
     BATCH,
@@ -116,7 +116,7 @@ def is_candidate(primitive: str, operands: Iterable[ArrayFacts]) -> bool:
     return primitive in _MATMULS or primitive == "gather"
 
 
-def _is_fused(row: Factors) -> bool:
+def _is_fused(row: NamedFactors) -> bool:
     """Tell whether a dim has a factor that is not sharded, such as the 3 of fused projections."""
     return len(row) > 1 and any(name in (EMPTY, GROUP) for name, _ in row)
 
@@ -139,7 +139,7 @@ def _kind(names: list[str], output: Output) -> str:
     return next((kind for axis, kind in KINDS.items() if axis in own), "")
 
 
-def _constraint(output: Output, rows: list[Factors], kind: str) -> Constraint:
+def _constraint(output: Output, rows: list[NamedFactors], kind: str) -> Constraint:
     """Spell the dims of an intermediate as an annotation.
 
     The sequence is LENGTH in the residual stream, KV_LENGTH in keys and values, and QUERY_LENGTH in

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Final
 
 from shardwright.dims import table
-from shardwright.inference.atoms import Dim, Dims, finest
+from shardwright.inference.atoms import AtomDim, AtomDims, finest
 from shardwright.inference.facts import TableLookup
 from shardwright.inference.origins import is_residual
 from shardwright.inference.step import ArrayFacts, InferenceStep
@@ -48,7 +48,7 @@ def _is_matrix(value: ArrayFacts) -> bool:
     )
 
 
-def _mark(step: InferenceStep, operands: list[ArrayFacts], dims: Dims) -> None:
+def _mark(step: InferenceStep, operands: list[ArrayFacts], dims: AtomDims) -> None:
     """Mark the atoms of an activation function, or of a residual addition."""
     name = step.equation.primitive.name
     if name in _NONLINEAR:
@@ -82,7 +82,7 @@ def _record_selection(step: InferenceStep, operands: list[ArrayFacts]) -> None:
             step.facts.lookups.append(selection)
 
 
-def _one_hot(step: InferenceStep, operands: list[ArrayFacts]) -> Dim | None:
+def _one_hot(step: InferenceStep, operands: list[ArrayFacts]) -> AtomDim | None:
     """Return the dim along which each row of a result is one-hot, or None."""
     if len(operands) == 1:
         return operands[0].one_hot

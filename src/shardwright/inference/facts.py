@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from shardwright.inference.atoms import Atom, Dim, Dims, unify
+from shardwright.inference.atoms import Atom, AtomDim, AtomDims, unify
 from shardwright.inference.evidence import EquationLocation, Evidence
 from shardwright.inference.origins import ActivationOrigin
 
@@ -24,9 +24,9 @@ class TableLookup:
       location: The equation that looks up.
     """
 
-    key: Dim
-    row: Dims
-    index: Dims
+    key: AtomDim
+    row: AtomDims
+    index: AtomDims
     depends_on: str
     of_data: bool
     inputs: frozenset[int] = frozenset()
@@ -50,10 +50,10 @@ class Matmul:
       location: The equation.
     """
 
-    batch: Dims
-    contracted: Dims
-    left: Dims
-    right: Dims
+    batch: AtomDims
+    contracted: AtomDims
+    left: AtomDims
+    right: AtomDims
     groups: bool = False
     reads_inputs: bool = False
     leaf: int | None = None
@@ -66,9 +66,9 @@ class Matmul:
 class DimSlice:
     """A dim that is part of another: a slice of it, or one operand of a concatenation."""
 
-    whole: Dim
+    whole: AtomDim
     start: int
-    dim: Dim
+    dim: AtomDim
     location: EquationLocation
 
 
@@ -76,7 +76,7 @@ class DimSlice:
 class Use:
     """A dim, and the equation that uses it."""
 
-    dim: Dim
+    dim: AtomDim
     location: EquationLocation
 
 
@@ -91,7 +91,7 @@ class Scan:
       location: The equation.
     """
 
-    dim: Dim
+    dim: AtomDim
     is_of_layers: bool
     is_routed: bool
     location: EquationLocation
@@ -110,7 +110,7 @@ class Output:
     """
 
     place: tuple[int, ...]
-    dims: Dims
+    dims: AtomDims
     shape: tuple[int, ...]
     is_lookup: bool
     location: EquationLocation
@@ -157,12 +157,12 @@ class Facts:
     rows: list[Use] = dataclasses.field(default_factory=list)
     windows: list[Use] = dataclasses.field(default_factory=list)
     outputs: list[Output] = dataclasses.field(default_factory=list)
-    shards: list[tuple[Dim, Dim]] = dataclasses.field(default_factory=list)
+    shards: list[tuple[AtomDim, AtomDim]] = dataclasses.field(default_factory=list)
     conflicts: list[AtomConflict] = dataclasses.field(default_factory=list)
     unknown: dict[str, Evidence] = dataclasses.field(default_factory=dict)
     loops: int = 0
 
-    def same(self, left: Dim, right: Dim, location: EquationLocation) -> None:
+    def same(self, left: AtomDim, right: AtomDim, location: EquationLocation) -> None:
         """Record that an equation makes two dims the same."""
 
         def add_conflict(first: Atom, second: Atom) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from shardwright.dims.table import correspondence
 from shardwright.inference import elementwise
-from shardwright.inference.atoms import Dim, Dims, finest, new_dims
+from shardwright.inference.atoms import AtomDim, AtomDims, finest, new_dims
 from shardwright.inference.facts import TableLookup, Use
 from shardwright.inference.step import ArrayFacts, InferenceStep
 
@@ -30,7 +30,7 @@ def gather(step: InferenceStep) -> list[ArrayFacts]:
     return [step.result(dims, origin=origin)]
 
 
-def _record_lookup(step: InferenceStep, row: Dims) -> None:
+def _record_lookup(step: InferenceStep, row: AtomDims) -> None:
     table, index = step.values[:2]
     numbers, sizes = step.parameters["dimension_numbers"], step.parameters["slice_sizes"]
     keys = [at for at in numbers.start_index_map if sizes[at] == 1 < step.operand_shapes[0][at]]
@@ -66,7 +66,7 @@ def scatter(step: InferenceStep) -> list[ArrayFacts]:
     return [step.result(old.dims)]
 
 
-def _mark_routed(dims: Iterable[Dim]) -> None:
+def _mark_routed(dims: Iterable[AtomDim]) -> None:
     """Mark dims along which activations choose, such as the dim of experts."""
     for dim in dims:
         for atom in finest(dim):

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from shardwright.errors import Problem, StrategyError, raise_problems
-from shardwright.inference.atoms import Atom, Dims, finest, new_dims
+from shardwright.inference.atoms import Atom, AtomDims, finest, new_dims
 from shardwright.inference.attention import name_attention
 from shardwright.inference.constraints import choose, operations
 from shardwright.inference.facts import AtomConflict, Facts
@@ -228,7 +228,7 @@ def _check_axes(
 
 
 def _name_all(
-    facts: Facts, params: Sequence[Dims], results: Sequence[ArrayFacts], sizes: GivenSizes
+    facts: Facts, params: Sequence[AtomDims], results: Sequence[ArrayFacts], sizes: GivenSizes
 ) -> None:
     selected = list(matmuls_of_selected(facts))
     names = Names(facts)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardwright import _jax
-from shardwright.inference.atoms import Atom, Dim, finest, new_dim, size_of
+from shardwright.inference.atoms import Atom, AtomDim, finest, new_dim, size_of
 from shardwright.inference.step import ArrayFacts, InferenceStep
 
 
@@ -51,7 +51,7 @@ def _shards(spec: Any, rank: int, sizes: Mapping[str, int]) -> list[int]:
     return [math.prod([sizes.get(name, 1) for name in axes]) for axes in names]
 
 
-def _local(dim: Dim, shards: int) -> Dim:
+def _local(dim: AtomDim, shards: int) -> AtomDim:
     """Return the part of a dim that each shard has, and split its first factor if necessary."""
     factors = finest(dim)
     while shards > 1 and factors:
@@ -68,7 +68,7 @@ def _local(dim: Dim, shards: int) -> Dim:
     return tuple(factors)
 
 
-def _known_whole(dim: Dim, shards: int, sharded: Iterable[tuple[Dim, Dim]]) -> Dim:
+def _known_whole(dim: AtomDim, shards: int, sharded: Iterable[tuple[AtomDim, AtomDim]]) -> AtomDim:
     """Return the whole dim whose local part is `dim`, or nothing if no operand has this part."""
     for major, part in sharded:
         if finest(part) == finest(dim) and size_of(finest(major)) == shards:
@@ -76,7 +76,7 @@ def _known_whole(dim: Dim, shards: int, sharded: Iterable[tuple[Dim, Dim]]) -> D
     return ()
 
 
-def _whole(dim: Dim, shards: int) -> Dim:
+def _whole(dim: AtomDim, shards: int) -> AtomDim:
     if shards == 1:
         return dim
     return (Atom(shards, is_shards=True), *dim)
@@ -102,7 +102,7 @@ def resized(step: InferenceStep) -> list[ArrayFacts]:
     return results
 
 
-def _resized(dim: Dim, old: int, new: int) -> Dim:
+def _resized(dim: AtomDim, old: int, new: int) -> AtomDim:
     if new >= old:
         return _whole(dim, new // old) if new % old == 0 else new_dim(new)
     return _local(dim, old // new) if old % new == 0 else new_dim(new)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from shardwright.dims.table import correspondence
-from shardwright.inference.atoms import Dim, Dims, finest
+from shardwright.inference.atoms import AtomDim, AtomDims, finest
 from shardwright.inference.facts import Matmul, TableLookup, Use
 from shardwright.inference.shapes import windowed
 from shardwright.inference.step import ArrayFacts, InferenceStep
@@ -28,7 +28,7 @@ def dot_general(step: InferenceStep) -> list[ArrayFacts]:
     return [result]
 
 
-def _result(step: InferenceStep, dims: Sequence[Dim]) -> ArrayFacts:
+def _result(step: InferenceStep, dims: Sequence[AtomDim]) -> ArrayFacts:
     """Return the result of a matmul of the first two operands."""
     left, right = step.values[:2]
     result = step.result(dims, origin=step.new_origin(is_matmul=True))
@@ -45,12 +45,16 @@ def _result(step: InferenceStep, dims: Sequence[Dim]) -> ArrayFacts:
     )
 
 
-def _others(dims: Dims, excluded: Sequence[int]) -> Dims:
+def _others(dims: AtomDims, excluded: Sequence[int]) -> AtomDims:
     return tuple(dim for at, dim in enumerate(dims) if at not in excluded)
 
 
 def _record(
-    step: InferenceStep, result: ArrayFacts, batch: Dims, contracted: Dims, free: tuple[Dims, Dims]
+    step: InferenceStep,
+    result: ArrayFacts,
+    batch: AtomDims,
+    contracted: AtomDims,
+    free: tuple[AtomDims, AtomDims],
 ) -> None:
     """Record a matmul of two activations, or of an activation and a weight."""
     left, right = step.values[:2]

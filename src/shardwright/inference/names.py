@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from shardwright.inference.atoms import Atom, Dim, finest
+from shardwright.inference.atoms import Atom, AtomDim, finest
 from shardwright.inference.evidence import EquationLocation, Evidence
 from shardwright.inference.facts import AtomConflict, DimSlice, Facts, Matmul
 from shardwright.vocabulary.axes import (
@@ -154,11 +154,11 @@ def with_slices(
     return every
 
 
-def _joined(dims: Iterable[Dim]) -> Dim:
+def _joined(dims: Iterable[AtomDim]) -> AtomDim:
     return tuple(atom for dim in dims for atom in dim)
 
 
-def _has(dims: Iterable[Dim], axis: str) -> bool:
+def _has(dims: Iterable[AtomDim], axis: str) -> bool:
     return any(atom.name == axis for dim in dims for atom in finest(dim))
 
 
@@ -183,7 +183,7 @@ def summed_over(projections: Iterable[Matmul]) -> set[Atom]:
     }
 
 
-def name_rows(names: Names, dims: Iterable[Dim]) -> None:
+def name_rows(names: Names, dims: Iterable[AtomDim]) -> None:
     """Name dims of parameters EMPTY if single rows are taken from them.
 
     If it is a whole dim, the name is a guess, because it may be the dim of layers. If it is a

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from shardwright.errors import RankMismatchError, StrategyError
-from shardwright.inference.atoms import Atom, Dim, new_dim
+from shardwright.inference.atoms import Atom, AtomDim, new_dim
 from shardwright.inference.evidence import Evidence
 from shardwright.inference.origins import ActivationOrigin
 from shardwright.inference.step import ArrayFacts
@@ -66,7 +66,7 @@ def _seeded(at: int, shape: tuple[int, ...], seed: Any) -> ArrayFacts:
     return ArrayFacts(dims=dims, data=True, origin=ActivationOrigin(), inputs=frozenset({at}))
 
 
-def _dim(at: int, size: int, axis: Any) -> Dim:
+def _dim(at: int, size: int, axis: Any) -> AtomDim:
     if axis is None:
         return new_dim(size)
     why = Evidence(f"seed of input {at}")
@@ -86,5 +86,5 @@ def _dim(at: int, size: int, axis: Any) -> Dim:
     return tuple(Atom(count, name=name, evidence=why) for name, count in axis.members)
 
 
-def _atoms(dims: Iterable[Dim]) -> list[Atom]:
+def _atoms(dims: Iterable[AtomDim]) -> list[Atom]:
     return [atom for dim in dims for atom in dim]

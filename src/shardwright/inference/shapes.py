@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from shardwright.dims.table import correspondence
-from shardwright.inference.atoms import Atom, Dim, finest, new_dim, regroup, size_of
+from shardwright.inference.atoms import Atom, AtomDim, finest, new_dim, regroup, size_of
 from shardwright.inference.facts import DimSlice, Use
 from shardwright.inference.step import ArrayFacts, InferenceStep
 
@@ -55,7 +55,7 @@ def cut(step: InferenceStep) -> list[ArrayFacts]:
     return [step.result(dims)]
 
 
-def _every(step: InferenceStep, whole: Dim, size: int, stride: int) -> Dim:
+def _every(step: InferenceStep, whole: AtomDim, size: int, stride: int) -> AtomDim:
     """Return the dim that has one of `stride` elements: the major factor of the whole dim."""
     if size * stride != size_of(finest(whole)):
         return dim_slice(step, whole, size)
@@ -96,7 +96,7 @@ def unstack(step: InferenceStep) -> list[ArrayFacts]:
     return [step.result(others)] * len(step.shapes)
 
 
-def dim_slice(step: InferenceStep, whole: Dim, size: int, start: int | None = None) -> Dim:
+def dim_slice(step: InferenceStep, whole: AtomDim, size: int, start: int | None = None) -> AtomDim:
     """Return a dim that is a slice of another one.
 
     Args:
@@ -144,7 +144,7 @@ def pool(step: InferenceStep) -> list[ArrayFacts]:
     return [step.result([windowed(step, dim, size) for dim, size in pairs])] * len(step.shapes)
 
 
-def windowed(step: InferenceStep, dim: Dim, size: int) -> Dim:
+def windowed(step: InferenceStep, dim: AtomDim, size: int) -> AtomDim:
     """Return the dim of windows along a dim. If their number differs, it has the name of a seed.
 
     Rows of an image are its rows before and after a stride, and the mesh axis of the one fits the
@@ -170,7 +170,7 @@ def concatenate(step: InferenceStep) -> list[ArrayFacts]:
     return [step.result([*dims[:axis], joined, *dims[axis + 1 :]])]
 
 
-def _joined(step: InferenceStep, parts: list[Dim], size: int) -> Dim:
+def _joined(step: InferenceStep, parts: list[AtomDim], size: int) -> AtomDim:
     atoms = [atom for part in parts for atom in finest(part)]
     wholes = [atom.whole for atom in atoms]
     if (

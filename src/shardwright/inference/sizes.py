@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from shardwright.errors import Problem, StrategyError, raise_problems
-from shardwright.inference.atoms import Dims, finest, size_of
+from shardwright.inference.atoms import AtomDims, finest, size_of
 from shardwright.inference.evidence import Evidence
 from shardwright.inference.names import Names
 from shardwright.inference.spelling import Spelled
@@ -26,7 +26,7 @@ class GivenSizes:
     by_size: Mapping[int, str]
     by_place: Mapping[tuple[int, int], str]
 
-    def name(self, names: Names, params: Sequence[Dims]) -> None:
+    def name(self, names: Names, params: Sequence[AtomDims]) -> None:
         """Name the factors of dims that are open or guesses.
 
         Raises:

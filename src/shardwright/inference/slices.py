@@ -25,7 +25,7 @@ _INHERITED = (EMBED, HEAD_DIM, MLP_INTERMEDIATE, VOCAB)
 # Number of rounds. Each round passes names by one level, from a dim to its slices and back.
 _ROUNDS = 3
 
-Factors = tuple[tuple[str, int], ...]
+NamedFactors = tuple[tuple[str, int], ...]
 
 
 def name_slices(names: Names) -> None:
@@ -106,7 +106,7 @@ def _size(dim_slice: DimSlice) -> int:
     return size
 
 
-def named_factors(dim: Sequence[Atom]) -> Factors:
+def named_factors(dim: Sequence[Atom]) -> NamedFactors:
     """Return the named factors of a dim. Neighbors of the same axis are one factor.
 
     KV_HEAD and GROUP together are HEAD. Shards belong to the next factor.

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
 
-from shardwright.inference.atoms import Dim, Dims, finest
+from shardwright.inference.atoms import AtomDim, AtomDims, finest
 from shardwright.inference.attention import GROUP
 from shardwright.inference.evidence import Evidence
 from shardwright.inference.facts import Facts
@@ -59,11 +59,11 @@ def routers(facts: Facts) -> frozenset[int]:
     )
 
 
-def _names(dims: Dims) -> set[str]:
+def _names(dims: AtomDims) -> set[str]:
     return {atom.name for dim in dims for atom in finest(dim)}
 
 
-def spell(dims: Dims, *, is_router: bool = False) -> list[Spelled]:
+def spell(dims: AtomDims, *, is_router: bool = False) -> list[Spelled]:
     """Return the entries of an annotation.
 
     The entry of a dim depends on the other dims: a head dim beside KV_HEAD is KV_HEAD_DIM, and a
@@ -87,7 +87,7 @@ def spell(dims: Dims, *, is_router: bool = False) -> list[Spelled]:
     return row
 
 
-def _spell_dim(dim: Dim) -> Spelled:
+def _spell_dim(dim: AtomDim) -> Spelled:
     atoms = finest(dim)
     if not atoms:
         return Spelled(EMPTY, Evidence("size 1"))

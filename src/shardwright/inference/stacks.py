@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from shardwright.inference.atoms import Dim, finest, size_of
+from shardwright.inference.atoms import AtomDim, finest, size_of
 from shardwright.inference.evidence import Evidence
 from shardwright.inference.facts import Facts, Matmul, TableLookup
 from shardwright.inference.names import Names, learned, unnamed
@@ -41,7 +41,7 @@ def name_experts(names: Names) -> None:
     """
     facts = names.facts
     chosen = {atom for use in facts.top_k if learned(use.dim) for atom in finest(use.dim)}
-    experts: list[Dim] = []
+    experts: list[AtomDim] = []
     for matmul in facts.projections:
         for dim in matmul.batch:
             why = Evidence("every index has a weight of its own", matmul.location)
@@ -72,7 +72,7 @@ def name_experts(names: Names) -> None:
             names.give(dim, EXPERT, Evidence(reason, location))
 
 
-def _blocks(dim: Dim, matmul: Matmul) -> list[Dim]:
+def _blocks(dim: AtomDim, matmul: Matmul) -> list[AtomDim]:
     """Return the dims that are summed over and that one parameter joins with a batch dim."""
     places = {place for atom in finest(dim) for place in atom.params}
     return [
@@ -97,7 +97,7 @@ def guess_chosen(names: Names) -> None:
             names.give(use.dim, EXPERT, why, guess=True)
 
 
-def _joined(dims: Iterable[Dim]) -> Dim:
+def _joined(dims: Iterable[AtomDim]) -> AtomDim:
     return tuple(atom for dim in dims for atom in dim)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from shardwright.dims.table import Correspondence
-from shardwright.inference.atoms import Dim, Dims, new_dim, new_dims
+from shardwright.inference.atoms import AtomDim, AtomDims, new_dim, new_dims
 from shardwright.inference.evidence import EquationLocation
 from shardwright.inference.facts import Facts
 from shardwright.inference.origins import ActivationOrigin, new_origin
@@ -30,10 +30,10 @@ class ArrayFacts:
       is_computed: Whether it is the matmul of parameters, such as queries of learned latents.
     """
 
-    dims: Dims
+    dims: AtomDims
     data: bool = False
     learned: bool = False
-    one_hot: Dim | None = None
+    one_hot: AtomDim | None = None
     origin: ActivationOrigin | None = None
     inputs: frozenset[int] = frozenset()
     loops: frozenset[tuple[int, str]] = frozenset()
@@ -87,17 +87,17 @@ class InferenceStep:
         """The shapes of the results."""
         return [getattr(variable.aval, "shape", ()) for variable in self.equation.outvars]
 
-    def same(self, left: Dim, right: Dim) -> None:
+    def same(self, left: AtomDim, right: AtomDim) -> None:
         """Record that two dims are the same."""
         self.facts.same(left, right, self.location)
 
-    def aligned(self, known: Correspondence) -> list[Dims]:
+    def aligned(self, known: Correspondence) -> list[AtomDims]:
         """Record that dims with equal factors are the same. Return the dims of each result.
 
         Args:
           known: How dims correspond. Each dim has at most one factor.
         """
-        dims: dict[int, Dim] = {}
+        dims: dict[int, AtomDim] = {}
         for value, side in zip(self.values, known.operands, strict=True):
             for dim, factors in zip(value.dims, side, strict=True):
                 for factor in factors:
@@ -112,8 +112,8 @@ class InferenceStep:
 
     def result(
         self,
-        dims: Iterable[Dim],
-        one_hot: Dim | None = None,
+        dims: Iterable[AtomDim],
+        one_hot: AtomDim | None = None,
         *,
         origin: ActivationOrigin | None = None,
     ) -> ArrayFacts:

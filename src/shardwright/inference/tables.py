@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from shardwright.inference.atoms import Dim, finest, size_of
+from shardwright.inference.atoms import AtomDim, finest, size_of
 from shardwright.inference.evidence import EquationLocation, Evidence
 from shardwright.inference.facts import Facts, TableLookup
 from shardwright.inference.names import LENGTHS, Names, learned, outputs_of, summed_over, unnamed
@@ -72,7 +72,7 @@ def _name_row(names: Names, lookup: TableLookup, *, guess: bool) -> None:
         names.give(dim, EMBED, why, sure=not guess, guess=guess)
 
 
-def _is_read(facts: Facts, dim: Dim) -> bool:
+def _is_read(facts: Facts, dim: AtomDim) -> bool:
     return not summed_over(facts.projections).isdisjoint(finest(dim))
 
 
@@ -140,7 +140,7 @@ def _rows(lookup: TableLookup) -> int:
 
 def _ends(
     facts: Facts, results: Sequence[ArrayFacts]
-) -> Iterator[tuple[Dim, EquationLocation | None]]:
+) -> Iterator[tuple[AtomDim, EquationLocation | None]]:
     """Yield the last dim of the first result, and the dims that labels select from."""
     if results and results[0].dims:
         yield results[0].dims[-1], _maker(facts, results[0].dims[-1])
@@ -149,7 +149,7 @@ def _ends(
             yield lookup.key, lookup.location
 
 
-def _maker(facts: Facts, dim: Dim) -> EquationLocation | None:
+def _maker(facts: Facts, dim: AtomDim) -> EquationLocation | None:
     """Return the last matmul with a weight that has a dim, or None."""
     outputs = outputs_of(reversed(facts.projections))
     return next((outputs[atom] for atom in finest(dim) if atom in outputs), None)

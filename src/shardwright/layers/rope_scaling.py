@@ -108,18 +108,18 @@ class _Values:
         return self.number("factor")
 
 
-_Result = tuple[Any, float]
+_ScaledRope = tuple[Any, float]
 
 
-def _default(f: Any, theta: float, values: _Values) -> _Result:
+def _default(f: Any, theta: float, values: _Values) -> _ScaledRope:
     return f, 1.0
 
 
-def _linear(f: Any, theta: float, values: _Values) -> _Result:
+def _linear(f: Any, theta: float, values: _Values) -> _ScaledRope:
     return f / values.number("factor"), 1.0
 
 
-def _llama3(f: Any, theta: float, values: _Values) -> _Result:
+def _llama3(f: Any, theta: float, values: _Values) -> _ScaledRope:
     factor, first = values.number("factor"), values.number(_FIRST)
     low, high = values.number("low_freq_factor"), values.number("high_freq_factor")
     rotations = first * f / (2 * math.pi)  # of each point in the first context
@@ -127,7 +127,7 @@ def _llama3(f: Any, theta: float, values: _Values) -> _Result:
     return kept * f + (1 - kept) * f / factor, 1.0
 
 
-def _yarn(f: Any, theta: float, values: _Values) -> _Result:
+def _yarn(f: Any, theta: float, values: _Values) -> _ScaledRope:
     if theta <= 1:
         raise LayerError(
             f"theta={theta!r}, and yarn takes its logarithm", fix="pass theta=10_000.0"
@@ -154,7 +154,7 @@ def _yarn(f: Any, theta: float, values: _Values) -> _Result:
     return f / factor * slower + f * (1 - slower), values.number("attention_factor", scale)
 
 
-def _longrope(f: Any, theta: float, values: _Values) -> _Result:
+def _longrope(f: Any, theta: float, values: _Values) -> _ScaledRope:
     first = values.number(_FIRST)
     lists = {key: values.pop(key, None) for key in ("short_factor", "long_factor")}
     if values.length is None:
@@ -177,7 +177,7 @@ def _longrope(f: Any, theta: float, values: _Values) -> _Result:
     return f / np.asarray(lists[name]), values.number("attention_factor", scale)
 
 
-_TYPES: Final[Mapping[str, Callable[[Any, float, _Values], _Result]]] = MappingProxyType(
+_TYPES: Final[Mapping[str, Callable[[Any, float, _Values], _ScaledRope]]] = MappingProxyType(
     {
         "default": _default,
         "linear": _linear,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardwright.lints.finding import Code, Finding, Severity
-from shardwright.lints.subject import NO_PARAMETER_HAS, KeyPath, Subject, axes_of, role_of
+from shardwright.lints.subject import NO_PARAMETER_HAS, Subject, axes_of, role_of
 from shardwright.resolution.rules import Missing, Order, Rule, default_rule
+from shardwright.strategy.origin import KeyPath
 from shardwright.vocabulary.axes import Role, axis_label
 from shardwright.vocabulary.modes import MODES, mode_name
 

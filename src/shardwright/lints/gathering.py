@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwright.lints.finding import Code, Finding, Severity
-from shardwright.lints.subject import NO_PARAMETER_HAS, KeyPath, Subject
+from shardwright.lints.subject import NO_PARAMETER_HAS, Subject
 from shardwright.resolution.rules import Rule, default_rule
+from shardwright.strategy.origin import KeyPath
 from shardwright.vocabulary.axes import (
     BATCH,
     CAPACITY,

@@ -38,7 +38,7 @@ _SYNONYMS: Final[tuple[frozenset[str], ...]] = (
 # Without grouped heads, keys have as many heads as queries.
 _EQUAL_HEADS: Final = frozenset({HEAD, KV_HEAD})
 
-Names = tuple[str, ...]
+DimNames = tuple[str, ...]
 
 
 def lint_names(annotations: Any, inferred: Inferred) -> tuple[Finding, ...]:
@@ -97,13 +97,13 @@ def _synonyms(inferred: Inferred) -> tuple[frozenset[str], ...]:
     return _SYNONYMS if KV_HEAD in names else (*_SYNONYMS, _EQUAL_HEADS)
 
 
-def _inferred_names(dim: InferredDim) -> Names:
+def _inferred_names(dim: InferredDim) -> DimNames:
     if isinstance(dim.axis, MergedDim):
         return tuple(name for name, _ in dim.axis.members)
     return () if dim.axis == EMPTY else (dim.axis,)
 
 
-def _annotated_names(dim: Dim) -> Names | None:
+def _annotated_names(dim: Dim) -> DimNames | None:
     """Return the axes of an annotated dim, or None for composites and literal specs."""
     if dim.merged:
         return tuple(name for name, _ in dim.merged)
@@ -119,7 +119,7 @@ def _is_composite(dim: Dim) -> bool:
 
 
 def _same_names(
-    annotated: Dim, names: Names, dim: InferredDim, synonyms: tuple[frozenset[str], ...]
+    annotated: Dim, names: DimNames, dim: InferredDim, synonyms: tuple[frozenset[str], ...]
 ) -> bool:
     """Tell whether an annotation has the axes of the program, in the same order and sizes."""
     actual = _inferred_names(dim)

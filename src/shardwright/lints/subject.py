@@ -12,6 +12,7 @@ from shardwright.mesh.build import INFER, MeshSpec
 from shardwright.resolution.decisions import Resolution
 from shardwright.resolution.resolver import explain
 from shardwright.resolution.rules import AxisRules, Rule
+from shardwright.strategy.origin import KeyPath
 from shardwright.trees.tensors import Tensor
 from shardwright.vocabulary.axes import (
     BATCH,
@@ -26,7 +27,6 @@ from shardwright.vocabulary.axes import (
 from shardwright.vocabulary.lowering import lower
 from shardwright.vocabulary.modes import MODES
 
-KeyPath = tuple[str, ...]
 # Axes of activations and caches only. Weights do not use their rules.
 NO_PARAMETER_HAS = frozenset(
     {BATCH, QUERY_LENGTH, KV_LENGTH, CAPACITY, BIAS_HEAD_SEQ, BIAS_KV_SEQ, PAGE}

@@ -45,7 +45,7 @@ from shardwright.vocabulary.lowering import Dim, as_shape, lower
 from shardwright.vocabulary.merged_dims import MergedDim
 
 # The mesh axes of each dim of the inputs. The key is the axes of the dim: several for a composite.
-_MeshAxes = dict[tuple[str, ...], tuple[str, ...]]
+_AxesByName = dict[tuple[str, ...], tuple[str, ...]]
 
 
 @dataclasses.dataclass(slots=True)
@@ -59,7 +59,7 @@ class _ResolvedInputs:
       problems: Problems of all arrays.
     """
 
-    mesh_axes: _MeshAxes = dataclasses.field(default_factory=dict)
+    mesh_axes: _AxesByName = dataclasses.field(default_factory=dict)
     owners: dict[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
     dims: list[tuple[Dim, ...]] = dataclasses.field(default_factory=list)
     problems: list[Problem] = dataclasses.field(default_factory=list)
@@ -284,7 +284,7 @@ class SemanticShardMap:
                 resolved.owners.setdefault(dim.axes, path)
         return problems
 
-    def _out_spec(self, annotation: Any, mesh_axes: _MeshAxes) -> PartitionSpec:
+    def _out_spec(self, annotation: Any, mesh_axes: _AxesByName) -> PartitionSpec:
         entries: list[Any] = []
         used: set[str] = set()
         for position, dim in enumerate(lower(annotation).dims):
@@ -323,7 +323,7 @@ class SemanticShardMap:
                 )
         return names
 
-    def _out_dim(self, dim: Dim, mesh_axes: _MeshAxes) -> tuple[str, ...]:
+    def _out_dim(self, dim: Dim, mesh_axes: _AxesByName) -> tuple[str, ...]:
         """Return the mesh axes of an output's dim.
 
         They are those of an input's dim with the same axes, else those of each axis by itself.

@@ -18,7 +18,7 @@ from shardwright.vocabulary.axes import STANDARD_MESH_AXES
 
 _TRIES: Final = 6  # largest number of meshes that are planned, each in about a second
 
-_Mesh = tuple[Topology, dict[str, int]]
+_MeshOnSlice = tuple[Topology, dict[str, int]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ def find_larger_mesh(
 
 
 def _first_fitting(
-    program: Program, manager: Manager, meshes: Iterable[_Mesh]
+    program: Program, manager: Manager, meshes: Iterable[_MeshOnSlice]
 ) -> FittingMesh | None:
     """Plan a program on meshes. Return the first on which it fits, else the first close one."""
     close: FittingMesh | None = None
@@ -126,7 +126,7 @@ def _exchanged(sizes: Mapping[str, int], manager: Manager) -> Iterator[dict[str,
                     yield {**every, giver: size // factor, taker: own * factor}
 
 
-def _larger(sizes: Mapping[str, int], topology: Topology, held: int) -> Iterator[_Mesh]:
+def _larger(sizes: Mapping[str, int], topology: Topology, held: int) -> Iterator[_MeshOnSlice]:
     """Yield slices with enough memory, smallest first, each with the mesh that fills it."""
     chip = topology.chip
     largest = max(sizes, key=lambda axis: sizes[axis])

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from shardwright.errors import MeshSpecError, Problem, StrategyError, did_you_mean, raise_problems
 
-Shape = tuple[int, ...]
+SliceShape = tuple[int, ...]
 
 _CELLS: Final = ("bf16_tflops", "hbm_gib", "hbm_gbps", "link_gbps")
 _NUMBERS: Final = ("dims", "devices_per_chip", "cube", "longest", "most_chips", "wraps")
@@ -60,7 +60,7 @@ class Chip:
     name: str
     dims: int
     devices: int
-    shapes: tuple[Shape, ...]
+    shapes: tuple[SliceShape, ...]
     cube: int
     longest: int
     most_chips: int
@@ -72,7 +72,7 @@ class Chip:
     dcn_rate: float
     sources: Mapping[str, str]
 
-    def slices(self) -> Iterator[Shape]:
+    def slices(self) -> Iterator[SliceShape]:
         """Yield the shapes of all slices."""
         yield from self.shapes
         if not self.cube:
@@ -96,7 +96,7 @@ class Topology:
     """
 
     chip: Chip
-    shape: Shape
+    shape: SliceShape
     slices: int = 1
     crossing: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
@@ -237,7 +237,7 @@ def _chip(name: str, cells: Mapping[str, Any]) -> Chip:
     )
 
 
-def _sides(text: str) -> Shape:
+def _sides(text: str) -> SliceShape:
     return tuple(int(side) for side in text.split("x"))
 
 
@@ -304,7 +304,7 @@ def smallest_slice(chip: Chip, needed: int) -> Topology | None:
     return min(large, key=lambda each: (each.devices, each.shape), default=None)
 
 
-def _distance(known: Shape, wanted: Shape) -> tuple[float, int]:
+def _distance(known: SliceShape, wanted: SliceShape) -> tuple[float, int]:
     """Return a distance between two slices: first by the number of chips, then by the sides."""
     chips = math.prod(known) / max(1, math.prod(wanted))
     pairs = itertools.zip_longest(sorted(known), sorted(wanted), fillvalue=1)

@@ -16,8 +16,15 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardwright.errors import AgreementError
 from shardwright.processes import compare, watchdog
-from shardwright.processes.compare import Facts, ProcessGroup, ProcessOptions
-from shardwright.processes.meeting import ROOT, Meeting, Verdict, any_late, collect, unanswered
+from shardwright.processes.compare import ProcessFacts, ProcessGroup, ProcessOptions
+from shardwright.processes.meeting import (
+    ROOT,
+    Meeting,
+    MeetingVerdict,
+    any_late,
+    collect,
+    unanswered,
+)
 
 # Seconds in which another thread may still enter the manager that another process has entered.
 GRACE_S: Final = 1.0
@@ -34,7 +41,7 @@ _ABSENT: Final = (
 
 
 def meet(
-    mesh: Mesh | AbstractMesh, options: ProcessOptions, name: str, facts: Callable[[], Facts]
+    mesh: Mesh | AbstractMesh, options: ProcessOptions, name: str, facts: Callable[[], ProcessFacts]
 ) -> None:
     """Wait until every process of a mesh has entered an equal manager. Then start the watchdog.
 
@@ -56,7 +63,7 @@ def meet(
         watchdog.watch(group, options.watchdog)
 
 
-def agree_on_manager(group: ProcessGroup, name: str, facts: Facts) -> None:
+def agree_on_manager(group: ProcessGroup, name: str, facts: ProcessFacts) -> None:
     """Wait until every process of a group has entered a manager with equal facts.
 
     Raises:
@@ -82,7 +89,7 @@ class _Entering:
     The first process that enters it reads what the others have entered.
     """
 
-    def __init__(self, group: ProcessGroup, name: str, facts: Facts) -> None:
+    def __init__(self, group: ProcessGroup, name: str, facts: ProcessFacts) -> None:
         self._group, self._store, self._text, self._facts = group, group.store, name, facts
         self._digest = compare.facts_digest(self._facts)
         # The n-th of several equal managers is compared with the n-th one in the other processes.
@@ -106,7 +113,7 @@ class _Entering:
         }
         self._store.set(self._own, json.dumps(entry).encode())
 
-    def look(self, waited: float) -> Verdict | None:
+    def look(self, waited: float) -> MeetingVerdict | None:
         """Look, as the first process, for absent ones that have entered another manager."""
         if not self.meeting.is_first:
             return None
@@ -120,7 +127,7 @@ class _Entering:
             return None
         return _differing(others)
 
-    def failure(self) -> Verdict:
+    def failure(self) -> MeetingVerdict:
         """Return the verdict if a process has not entered the manager, and no other one."""
         absent = self.absent()
         if self.meeting.is_complete or not absent:
@@ -147,7 +154,7 @@ class _Entering:
         """Return the processes that have not entered the manager."""
         return self._absent(self._entered())
 
-    def error(self, verdict: Verdict) -> AgreementError:
+    def error(self, verdict: MeetingVerdict) -> AgreementError:
         """Return the error of a verdict, and say that this process has left the manager."""
         self._store.count(self._times, -1)
         if "error" in verdict:
@@ -201,7 +208,7 @@ class _Entering:
         return others
 
 
-def _differing(others: dict[int, str]) -> Verdict:
+def _differing(others: dict[int, str]) -> MeetingVerdict:
     """Return the verdict if absent processes have entered managers with other digests."""
     rank, digest = min(others.items())
     return {"rank": rank, "digest": digest, "same": sum(d == digest for d in others.values())}

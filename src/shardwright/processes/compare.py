@@ -26,7 +26,7 @@ from shardwright.errors import AgreementError, Problem, StrategyError
 from shardwright.processes.meeting import (
     ROOT,
     Meeting,
-    Verdict,
+    MeetingVerdict,
     any_late,
     busy_compiling,
     collect,
@@ -64,7 +64,7 @@ class Fact(NamedTuple):
     kind: str = ""
 
 
-Facts = Mapping[str, Fact]
+ProcessFacts = Mapping[str, Fact]
 NOTHING: Final = Fact("nothing")
 
 
@@ -139,12 +139,12 @@ def digest_of(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def facts_digest(facts: Facts) -> str:
+def facts_digest(facts: ProcessFacts) -> str:
     """Return a digest of the values. Their places do not change it."""
     return digest_of(json.dumps([(key, fact.text) for key, fact in sorted(facts.items())]))
 
 
-def packed(facts: Facts) -> bytes:
+def packed(facts: ProcessFacts) -> bytes:
     """Return facts as bytes for the store."""
     return zlib.compress(json.dumps(facts).encode())
 
@@ -157,7 +157,7 @@ def unpacked(data: bytes) -> dict[str, Fact]:
 def compare(
     group: ProcessGroup,
     topic: str,
-    facts: Facts,
+    facts: ProcessFacts,
     *,
     what: str,
     fix: str,
@@ -224,7 +224,7 @@ def compare(
     raise disagreement(((group.rank, facts), (other, unpacked(theirs))), what, fix)
 
 
-def _compared(group: ProcessGroup, meeting: Meeting) -> Verdict:
+def _compared(group: ProcessGroup, meeting: Meeting) -> MeetingVerdict:
     """Return the first two processes whose digests differ, or nothing."""
     digests = ranks_in(group.store, f"{meeting.folder}/digests")
     first, *others = group.ranks
@@ -255,7 +255,7 @@ class Waiting:
         self._is_main = threading.current_thread() is threading.main_thread()
         self._published = self._reported = False
 
-    def look(self, waited: float) -> Verdict | None:
+    def look(self, waited: float) -> MeetingVerdict | None:
         """Say where this process waits. If it is the first one, look for whom it waits."""
         self._publish()
         if not self._meeting.is_first:
@@ -269,7 +269,7 @@ class Waiting:
             )
         return self._crossing(absent)
 
-    def failure(self) -> Verdict:
+    def failure(self) -> MeetingVerdict:
         """Return the verdict of a call that a process has not made in time."""
         absent = self.absent()
         if self._meeting.is_complete or not absent:
@@ -309,7 +309,7 @@ class Waiting:
         text = processes_text(ranks)
         return f"{text} ({processes_text(compiling)}: compiling)" if compiling else text
 
-    def _crossing(self, absent: Sequence[int]) -> Verdict | None:
+    def _crossing(self, absent: Sequence[int]) -> MeetingVerdict | None:
         """Return what is wrong if an absent process waits for this call's processes in another."""
         store, own = self._group.store, (self._meeting.room, self._meeting.attempt)
         waits = {
@@ -349,7 +349,7 @@ def ranks_of(group: ProcessGroup, name: str) -> Sequence[int]:
 
 
 def disagreement(
-    sides: Sequence[tuple[int, Facts]], what: str, fix: str, *, suffix: str = ""
+    sides: Sequence[tuple[int, ProcessFacts]], what: str, fix: str, *, suffix: str = ""
 ) -> AgreementError:
     """Return the error that names each value that differs between two processes.
 

@@ -107,13 +107,13 @@ def compare_copies(
         compare(pair, topic, facts, what="pm.global_array", fix=fix, patience=PATIENCE_S)
 
 
-Cut = tuple[slice, ...]
-Box = tuple[tuple[int, int], ...]
+LocalSlices = tuple[slice, ...]
+Bounds = tuple[tuple[int, int], ...]
 
 
-def _holders(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Box, set[int]]:
+def _holders(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Bounds, set[int]]:
     """Return the processes whose devices hold each shard, by the bounds of the shard."""
-    holders: dict[Box, set[int]] = {}
+    holders: dict[Bounds, set[int]] = {}
     indices: dict[Any, Any] = dict(sharding.devices_indices_map(shape))
     for device, index in indices.items():
         bounds = (cut.indices(size) for cut, size in zip(index, shape, strict=True))
@@ -122,7 +122,7 @@ def _holders(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Box, set[i
     return holders
 
 
-def _sides(holders: dict[Box, set[int]], rank: int, dims: int) -> list[list[tuple[int, int]]]:
+def _sides(holders: dict[Bounds, set[int]], rank: int, dims: int) -> list[list[tuple[int, int]]]:
     """Return the bounds of the shards of a process along each dim, in order."""
     own = [box for box, ranks in holders.items() if rank in ranks]
     return [sorted({box[dim] for box in own}) for dim in range(dims)]
@@ -157,7 +157,7 @@ def _given_whole(
 @functools.lru_cache(maxsize=256)
 def _shared_shards(
     sharding: NamedSharding, shape: tuple[int, ...], local: tuple[int, ...], rank: int
-) -> dict[tuple[int, ...], tuple[tuple[str, Cut], ...]]:
+) -> dict[tuple[int, ...], tuple[tuple[str, LocalSlices], ...]]:
     """Return the shards of a process that others hold too, by the ranks of all that hold them.
 
     Each is the text of its place, which is empty if it is all that the process holds, and the
@@ -166,7 +166,7 @@ def _shared_shards(
     holders = _holders(sharding, shape)
     sides = _sides(holders, rank, len(shape))
     own = [box for box, ranks in holders.items() if rank in ranks]
-    shared: dict[tuple[int, ...], list[tuple[str, Cut]]] = {}
+    shared: dict[tuple[int, ...], list[tuple[str, LocalSlices]]] = {}
     for box in own:
         if len(holders[box]) > 1:
             # The part of a process has its shards in order, without those of other processes

@@ -29,7 +29,7 @@ _VERDICT_S: Final = 5.0
 # for 32,767 processes, of which each fails.
 _CLOSED: Final = 2**16
 
-Verdict = dict[str, Any]
+MeetingVerdict = dict[str, Any]
 
 
 class Meeting:
@@ -67,11 +67,11 @@ class Meeting:
         """Whether this process looks after the others."""
         return self.place == 1
 
-    def decide(self, verdict: Verdict) -> None:
+    def decide(self, verdict: MeetingVerdict) -> None:
         """Write the verdict."""
         self._store.set(f"{self.folder}/verdict", json.dumps(verdict).encode())
 
-    def close(self, verdict: Callable[[], Verdict]) -> None:
+    def close(self, verdict: Callable[[], MeetingVerdict]) -> None:
         """Fail for all processes, unless all have arrived or another one has closed it."""
         value = self._store.count(f"{self.folder}/arrived", _CLOSED)
         self.is_complete = value % _CLOSED >= self._count
@@ -79,7 +79,7 @@ class Meeting:
             self._store.count(f"{self.room}/attempt")  # before a process can call again
             self.decide(verdict())
 
-    def wait(self, seconds: float) -> Verdict | None:
+    def wait(self, seconds: float) -> MeetingVerdict | None:
         """Return the verdict, or None after some seconds."""
         data = self._store.wait(f"{self.folder}/verdict", seconds)
         return None if data is None else json.loads(data)
@@ -105,13 +105,13 @@ class Meeting:
 def collect(
     meeting: Meeting,
     *,
-    decide: Callable[[], Verdict],
-    look: Callable[[float], Verdict | None],
-    fail: Callable[[], Verdict],
+    decide: Callable[[], MeetingVerdict],
+    look: Callable[[float], MeetingVerdict | None],
+    fail: Callable[[], MeetingVerdict],
     is_late: Callable[[], bool],
     patience: float,
     first_look: float,
-) -> Verdict:
+) -> MeetingVerdict:
     """Wait for the verdict of a meeting.
 
     The watchdog knows this function: a process in it waits for others.
@@ -161,7 +161,7 @@ def any_late(store: _jax.CoordinationStore, absent: Sequence[int]) -> bool:
     return not absent or len(busy_compiling(store, absent)) < len(absent)
 
 
-def unanswered(what: str) -> Verdict:
+def unanswered(what: str) -> MeetingVerdict:
     """Return the verdict if all processes have arrived, and the last one has not decided."""
     return {
         "error": f"all processes have reached {what}, but the last one has not compared them",

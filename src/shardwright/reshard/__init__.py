@@ -7,7 +7,7 @@ inside `jit`. Reading and writing files does not belong here.
 
 from shardwright.reshard.move import Progress as Progress
 from shardwright.reshard.move import reshard as reshard
-from shardwright.reshard.plan import Dims as Dims
+from shardwright.reshard.plan import AxesByDim as AxesByDim
 from shardwright.reshard.plan import Move as Move
 from shardwright.reshard.plan import MoveKind as MoveKind
 from shardwright.reshard.plan import plan_moves as plan_moves

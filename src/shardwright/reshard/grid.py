@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from shardwright.errors import ShardingError
-from shardwright.reshard.plan import Dims, shard_count
+from shardwright.reshard.plan import AxesByDim, shard_count
 from shardwright.resolution.partition_specs import entry_names
 
 Block = tuple[int, ...]
@@ -33,7 +33,7 @@ class DeviceGrid:
     counts: tuple[int, ...]
     blocks: tuple[Block, ...]
     axes: tuple[tuple[str, int], ...] = ()
-    dims: Dims = ()
+    dims: AxesByDim = ()
 
     @property
     def copies(self) -> int:
@@ -71,7 +71,7 @@ def grid_of(sharding: Sharding, shape: Sequence[int]) -> DeviceGrid:
     return _grid_of_slices(sharding, shape)
 
 
-def mesh_grid(mesh: Mesh | AbstractMesh, dims: Dims) -> DeviceGrid:
+def mesh_grid(mesh: Mesh | AbstractMesh, dims: AxesByDim) -> DeviceGrid:
     """Return the grid of an array whose dimensions are sharded over mesh axes."""
     sizes = dict(mesh.shape)
     ids = (
@@ -88,7 +88,7 @@ def mesh_grid(mesh: Mesh | AbstractMesh, dims: Dims) -> DeviceGrid:
     )
 
 
-def blocks_of(dims: Dims, sizes: dict[str, int]) -> tuple[Block, ...]:
+def blocks_of(dims: AxesByDim, sizes: dict[str, int]) -> tuple[Block, ...]:
     """Return the block of each device of a mesh, in mesh order."""
     strides = {}
     stride = 1

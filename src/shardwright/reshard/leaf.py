@@ -26,14 +26,14 @@ from shardwright.reshard.route import Route, Way
 
 # Called with the number of pieces that have moved, and the number of all pieces.
 Tick = Callable[[int, int], None]
-Box = tuple[slice, ...]
+ShardIndex = tuple[slice, ...]
 
 
 @runtime_checkable
 class ArrayInParts(Protocol):
     """An array that is not in memory, such as one in a file."""
 
-    def read(self, boxes: Sequence[Box]) -> list[np.ndarray]:
+    def read(self, boxes: Sequence[ShardIndex]) -> list[np.ndarray]:
         """Return the parts of the array in these boxes."""
 
 
@@ -257,7 +257,9 @@ def send(blocks: Sequence[Any], devices: Sequence[jax.Device]) -> list[jax.Array
 # Blocks of arrays in the memory of the host.
 
 
-def host_blocks(value: Any, boxes: Sequence[Box], route: Route, start: int) -> list[np.ndarray]:
+def host_blocks(
+    value: Any, boxes: Sequence[ShardIndex], route: Route, start: int
+) -> list[np.ndarray]:
     """Copy one piece of each block into a contiguous array of the dtype after the move.
 
     Args:
@@ -276,7 +278,7 @@ def host_blocks(value: Any, boxes: Sequence[Box], route: Route, start: int) -> l
     return blocks if route.pieces.dim is None else [wire_view(block, route) for block in blocks]
 
 
-def _rows_of(box: Box, route: Route, start: int) -> Box:
+def _rows_of(box: ShardIndex, route: Route, start: int) -> ShardIndex:
     """Return the rows of a piece. A block is one group of rows, as no other step cuts it."""
     dim = route.pieces.dim
     if dim is None:
@@ -285,7 +287,7 @@ def _rows_of(box: Box, route: Route, start: int) -> Box:
     return (*box[:dim], slice(first, first + route.pieces.size), *box[dim + 1 :])
 
 
-def _read(value: Any, box: Box) -> np.ndarray:
+def _read(value: Any, box: ShardIndex) -> np.ndarray:
     if not isinstance(value, jax.Array):
         return np.asarray(value)[box]
     parts = [(_overlap(shard.index, box, value.shape), shard) for shard in value.addressable_shards]
@@ -307,11 +309,13 @@ def _read(value: Any, box: Box) -> np.ndarray:
     return block
 
 
-def _bounds(box: Box, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+def _bounds(box: ShardIndex, shape: tuple[int, ...]) -> list[tuple[int, int]]:
     return [cut.indices(size)[:2] for cut, size in zip(box, shape, strict=True)]
 
 
-def _overlap(own: Box, box: Box, shape: tuple[int, ...]) -> tuple[Box, Box] | None:
+def _overlap(
+    own: ShardIndex, box: ShardIndex, shape: tuple[int, ...]
+) -> tuple[ShardIndex, ShardIndex] | None:
     """Return where a shard and a block overlap, as slices of the block and of the shard."""
     in_block, in_shard = [], []
     for (low, high), (start, stop) in zip(_bounds(own, shape), _bounds(box, shape), strict=True):

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from shardwright.resolution.partition_specs import spec_of, spec_text
 
 # The mesh axes of every dimension.
-Dims = tuple[tuple[str, ...], ...]
+AxesByDim = tuple[tuple[str, ...], ...]
 
 
 class MoveKind(enum.StrEnum):
@@ -53,8 +53,8 @@ class Move:
     mesh_axes: tuple[str, ...]
     source: int | None = None
     target: int | None = None
-    before: Dims
-    after: Dims
+    before: AxesByDim
+    after: AxesByDim
     bytes: int = 0
 
     def __str__(self) -> str:
@@ -71,7 +71,12 @@ class Move:
 
 
 def plan_moves(
-    source: Dims, target: Dims, *, shape: Sequence[int], itemsize: int, mesh: Mapping[str, int]
+    source: AxesByDim,
+    target: AxesByDim,
+    *,
+    shape: Sequence[int],
+    itemsize: int,
+    mesh: Mapping[str, int],
 ) -> tuple[Move, ...]:
     """Return the steps that send the fewest bytes. Of several such plans, return a shortest one.
 
@@ -86,10 +91,10 @@ def plan_moves(
     """
     usable = [name for name in mesh if any(name in axes for axes in (*source, *target))]
     total = math.prod(shape) * itemsize
-    best: dict[Dims, tuple[int, int]] = {source: (0, 0)}
-    last_move: dict[Dims, Move] = {}
+    best: dict[AxesByDim, tuple[int, int]] = {source: (0, 0)}
+    last_move: dict[AxesByDim, Move] = {}
     # Of equal plans, the one that was found first is taken. Its order is the same on every host.
-    queue: list[tuple[int, int, int, Dims]] = [(0, 0, 0, source)]
+    queue: list[tuple[int, int, int, AxesByDim]] = [(0, 0, 0, source)]
     discovered = 0
     while queue:
         sent, count, _, place = heapq.heappop(queue)
@@ -113,7 +118,9 @@ def shard_count(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
     return math.prod(mesh[name] for name in axes)
 
 
-def _path(last_move: Mapping[Dims, Move], source: Dims, target: Dims) -> tuple[Move, ...]:
+def _path(
+    last_move: Mapping[AxesByDim, Move], source: AxesByDim, target: AxesByDim
+) -> tuple[Move, ...]:
     moves: list[Move] = []
     while target != source:
         moves.append(last_move[target])
@@ -122,8 +129,8 @@ def _path(last_move: Mapping[Dims, Move], source: Dims, target: Dims) -> tuple[M
 
 
 def _next_moves(
-    place: Dims,
-    target: Dims,
+    place: AxesByDim,
+    target: AxesByDim,
     *,
     shape: Sequence[int],
     local: int,
@@ -173,8 +180,8 @@ def _next_moves(
 
 
 def _permuted(
-    place: Dims, target: Dims, mesh: Mapping[str, int], usable: Sequence[str]
-) -> Iterator[Dims]:
+    place: AxesByDim, target: AxesByDim, mesh: Mapping[str, int], usable: Sequence[str]
+) -> Iterator[AxesByDim]:
     """Yield shardings in which the same shards are on other devices.
 
     There are two kinds. One changes the order of the mesh axes of one dimension. The other moves
@@ -203,7 +210,7 @@ def _permuted(
             yield after
 
 
-def _with_axes(place: Dims, dim: int, axes: tuple[str, ...]) -> Dims:
+def _with_axes(place: AxesByDim, dim: int, axes: tuple[str, ...]) -> AxesByDim:
     return (*place[:dim], axes, *place[dim + 1 :])
 
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, Sharding
 from shardwright.reshard.exchange import Send, rounds_of, sends_of, units_of
 from shardwright.reshard.grid import DeviceGrid, grid_of, missing_bytes, same_blocks
 from shardwright.reshard.pieces import Pieces, cut
-from shardwright.reshard.plan import Dims, Move, MoveKind, plan_moves, shard_count
+from shardwright.reshard.plan import AxesByDim, Move, MoveKind, plan_moves, shard_count
 from shardwright.reshard.run import permutation
 
 # The search for collectives visits all specs over the mesh axes in use. With more mesh axes than
@@ -59,8 +59,8 @@ class CommonAxes:
     """
 
     sizes: tuple[tuple[str, int], ...]
-    source: Dims
-    target: Dims
+    source: AxesByDim
+    target: AxesByDim
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,8 +210,8 @@ def _steps(common: CommonAxes, shape: tuple[int, ...], wire: np.dtype) -> tuple[
 
 @functools.lru_cache(maxsize=4096)
 def _plan_moves(
-    source: Dims,
-    target: Dims,
+    source: AxesByDim,
+    target: AxesByDim,
     shape: tuple[int, ...],
     itemsize: int,
     sizes: tuple[tuple[str, int], ...],
@@ -328,7 +328,7 @@ def _split(
     strides: dict[str, int],
     parts: Sequence[tuple[int, int]],
     names: dict[tuple[int, int], str],
-) -> Dims:
+) -> AxesByDim:
     sizes = dict(grid.axes)
     return tuple(
         tuple(names[part] for name in axes for part in _inside(strides[name], sizes[name], parts))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from shardwright.reshard.plan import Dims, Move, MoveKind, shard_count
+from shardwright.reshard.plan import AxesByDim, Move, MoveKind, shard_count
 
 
 def run_moves(x: jax.Array, moves: Sequence[Move], mesh: Mapping[str, int]) -> jax.Array:
@@ -58,7 +58,7 @@ def permutation(move: Move, mesh: Mapping[str, int]) -> list[tuple[int, int]]:
 
 
 def _devices_by_block(
-    dims: Dims, mesh_axes: Sequence[str], mesh: Mapping[str, int]
+    dims: AxesByDim, mesh_axes: Sequence[str], mesh: Mapping[str, int]
 ) -> dict[tuple[int, ...], int]:
     """Return the device of each block. A block is given by its number along every dimension."""
     sizes = [mesh[name] for name in mesh_axes]

@@ -8,11 +8,13 @@ from shardwright.vocabulary.modes import MODES
 
 # The level of the rule, then two numbers that order it on that level: entry and line for TENSORS,
 # position in the order and 0 for TABLES.
-Rank = tuple[int, int, int]
+RuleRank = tuple[int, int, int]
 TENSORS, TABLES, DEFAULT = range(3)
 
 
-def ranks_of(rules: AxisRules, axis: str, *, mode: str, role: Role, path: str | None) -> list[Rank]:
+def ranks_of(
+    rules: AxisRules, axis: str, *, mode: str, role: Role, path: str | None
+) -> list[RuleRank]:
     """Return the rank of each candidate of the rule of an axis, in order; one for a rule "-"."""
     is_weight = role is not Role.ACTIVATION
     for number, entry in enumerate(rules.tensors if is_weight and path is not None else ()):

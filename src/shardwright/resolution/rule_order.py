@@ -24,7 +24,7 @@ from shardwright.resolution.attempts import Attempts, Chain, PendingDecision
 from shardwright.resolution.composites import Composite, TriedCandidate
 from shardwright.resolution.decide import Decider, fall_back
 from shardwright.resolution.decisions import DimDecision, Outcome, Reason, Skip
-from shardwright.resolution.ranks import DEFAULT, Rank, ranks_of
+from shardwright.resolution.ranks import DEFAULT, RuleRank, ranks_of
 from shardwright.resolution.rules import Conflict
 from shardwright.vocabulary.lowering import Dim
 
@@ -53,7 +53,7 @@ def decide_in_rule_order(decider: Decider, dims: Sequence[Dim]) -> list[DimDecis
     decider.min_size = 1
     decisions: dict[int, DimDecision] = {}
     waiting: dict[int, _Open] = {}
-    queue: list[tuple[Rank, int, int]] = []
+    queue: list[tuple[RuleRank, int, int]] = []
     for position, dim in enumerate(dims):
         entry = _opened(decider, position, dim)
         if isinstance(entry, DimDecision):
@@ -99,7 +99,7 @@ def _needs_shape(decider: Decider, entry: _Open) -> bool:
     return not attempts.dropped_missing and decider.needs_shape(attempts, entry.rule)
 
 
-def _ranks(decider: Decider, position: int, dim: Dim, entry: _Open) -> Sequence[Rank]:
+def _ranks(decider: Decider, position: int, dim: Dim, entry: _Open) -> Sequence[RuleRank]:
     """Return the rank of each candidate of a dim."""
     axes = (dim.semantic_axis,) if position in decider.by_semantic_axis else dim.axes
     ranks = [

@@ -322,7 +322,7 @@ class TensorRules:
         return rule if rule is not None and self.matches(path) else None
 
 
-Table = tuple[tuple[str, Rule], ...]
+RuleTable = tuple[tuple[str, Rule], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -342,8 +342,8 @@ class AxisRules:
       known_axes: Every axis that an annotation may use.
     """
 
-    activations: tuple[Table, ...]
-    params: tuple[Table, ...]
+    activations: tuple[RuleTable, ...]
+    params: tuple[RuleTable, ...]
     tensors: tuple[TensorRules, ...] = ()
     user_axes: tuple[str, ...] = ()
     policy: Policy = Policy()
@@ -463,7 +463,7 @@ def _plain_values(rules: AxisRules) -> tuple[Any, ...]:
     written: dict[Any, int] = {}
     numbers: dict[int, int] = {}
 
-    def table(entries: Table) -> list[tuple[str, int]]:
+    def table(entries: RuleTable) -> list[tuple[str, int]]:
         numbered = []
         for axis, rule in entries:
             number = numbers.get(id(rule))
@@ -555,7 +555,7 @@ def build_rules(
         the table. Defaults to the order of the table. Only `policy.order = "rules"` needs it.
     """
 
-    def layer(*names: str) -> Table:
+    def layer(*names: str) -> RuleTable:
         effective: dict[str, Rule] = {}
         for name in names:
             effective.update(tables.get(name, {}))

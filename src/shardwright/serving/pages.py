@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 # The number in a table in place of a page that was given back.
 NO_PAGE = -1
-Key = tuple[int, ...]
+PageKey = tuple[int, ...]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -172,8 +172,8 @@ class Node:
 
     page: int = -1
     parent: Node | None = None
-    key: Key = ()
-    children: dict[Key, Node] = dataclasses.field(default_factory=dict)
+    key: PageKey = ()
+    children: dict[PageKey, Node] = dataclasses.field(default_factory=dict)
     is_linked: bool = True
 
 
@@ -193,7 +193,7 @@ class Prefixes:
     def __contains__(self, page: int) -> bool:
         return page in self._nodes
 
-    def add(self, parent: Node, key: Key, page: int) -> Node | None:
+    def add(self, parent: Node, key: PageKey, page: int) -> Node | None:
         """Add a page in use. Return its node, or None if another page has this content."""
         if key in parent.children:
             return None

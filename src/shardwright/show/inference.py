@@ -22,7 +22,7 @@ from shardwright.vocabulary.merged_dims import MergedDim, axis_text
 from shardwright.vocabulary.shown import WIDTH, data_of, text_of
 
 Form = Literal["table", "summary", "toml"]
-Row = tuple[InferredDim, ...]
+ReportRow = tuple[InferredDim, ...]
 # Least width of a column of prose, in characters.
 _LEAST_ROOM = 24
 _NUMBER = re.compile(r"\d+")
@@ -96,7 +96,7 @@ def counts_text(inferred: Inferred) -> str:
     )
 
 
-def by_path(inferred: Inferred) -> dict[str, Row]:
+def by_path(inferred: Inferred) -> dict[str, ReportRow]:
     """Return the dims of each array."""
     rows: dict[str, list[InferredDim]] = {}
     for dim in inferred.evidence:
@@ -150,7 +150,7 @@ class PathRule:
 
     pattern: str
     label: str
-    dims: Row
+    dims: ReportRow
     arrays: int
 
 
@@ -175,7 +175,7 @@ def path_rules(inferred: Inferred) -> Iterator[PathRule]:
             )
 
 
-def _counting(paths: Sequence[str], rows: Mapping[str, Row]) -> frozenset[int]:
+def _counting(paths: Sequence[str], rows: Mapping[str, ReportRow]) -> frozenset[int]:
     """Return the positions of the numbers in similar paths that change neither shape nor axes."""
     every = frozenset(range(len(_NUMBER.findall(paths[0]))))
     for candidate in (every, *(every - {at} for at in sorted(every, reverse=True))):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from shardwright.errors import Problem, StrategyError
-from shardwright.strategy.origin import KeyPath, Origin, source_of, where
+from shardwright.strategy.origin import KeyPath, KeySources, source_of, where
 from shardwright.vocabulary.axes import canonical_axis, file_name
 
 ARRAYS: Final = ("rules", "params")
@@ -60,8 +60,8 @@ class InterleavedRules(Mapping[str, str]):
 
 
 def normalized(
-    data: Mapping[str, Any], origin: Origin
-) -> tuple[dict[str, Any], Origin, list[Problem]]:
+    data: Mapping[str, Any], origin: KeySources
+) -> tuple[dict[str, Any], KeySources, list[Problem]]:
     """Return the data with its arrays of rules simplified, its origin, and the arrays' problems.
 
     An array whose chains do not interleave becomes one table. A malformed array becomes an empty
@@ -83,7 +83,7 @@ def normalized(
     return changed, sources, problems
 
 
-def _array_problems(name: str, value: Sequence[Any], origin: Origin) -> list[Problem]:
+def _array_problems(name: str, value: Sequence[Any], origin: KeySources) -> list[Problem]:
     """Return the problems of an array: values of wrong types, and keys written in two spellings."""
     problems = []
 
@@ -106,7 +106,7 @@ def _array_problems(name: str, value: Sequence[Any], origin: Origin) -> list[Pro
     return problems
 
 
-def pieces(name: str, value: Any, origin: Origin) -> list[TableCandidates]:
+def pieces(name: str, value: Any, origin: KeySources) -> list[TableCandidates]:
     """Return the pieces of a table of rules, or of an array of such tables, in their order."""
     tables: list[tuple[KeyPath, Any]] = [((name,), value)]
     if not isinstance(value, Mapping):
@@ -132,8 +132,8 @@ def _joined(parts: Sequence[TableCandidates]) -> TableCandidates:
 
 
 def _simplified(
-    name: str, parts: Sequence[TableCandidates], origin: Origin
-) -> tuple[dict[str, str] | list[dict[str, str]], Origin]:
+    name: str, parts: Sequence[TableCandidates], origin: KeySources
+) -> tuple[dict[str, str] | list[dict[str, str]], KeySources]:
     """Return the pieces as one table, or as an array if chains interleave, and the new origin."""
     runs: list[list[TableCandidates]] = []
     for part in parts:
@@ -163,7 +163,7 @@ def _simplified(
 
 
 def overlaid(
-    name: str, base: Any, over: Any, *, below: Origin, above: Origin
+    name: str, base: Any, over: Any, *, below: KeySources, above: KeySources
 ) -> tuple[list[dict[str, str]], list[str]]:
     """Overlay tables of rules, of which at least one is an array.
 

@@ -19,7 +19,7 @@ from shardwright.resolution.patterns import compile_pattern
 from shardwright.resolution.rules import foreign_mesh_axes
 from shardwright.resolution.unknown_axes import axis_hint
 from shardwright.strategy.limits import LONGEST_PATTERN
-from shardwright.strategy.origin import Origin, where
+from shardwright.strategy.origin import KeySources, where
 from shardwright.strategy.tables import ParsedTables, at_path, parse_rules, rule_tables
 from shardwright.vocabulary.axes import (
     KNOWN_AXES,
@@ -35,7 +35,7 @@ _AXIS_NAME: Final = re.compile(
 )
 
 
-def data_problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
+def data_problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[Problem]:
     """Yield every problem of a strategy's data that pydantic does not check.
 
     Data without `[mesh]` is meant as an overlay, and may use names that the strategy below it
@@ -59,7 +59,7 @@ def data_problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
 
 
 def name_problems(
-    data: Mapping[str, Any], parsed: ParsedTables, *, origin: Origin
+    data: Mapping[str, Any], parsed: ParsedTables, *, origin: KeySources
 ) -> Iterator[Problem]:
     """Yield a problem for each axis and each mesh axis that nothing declares."""
     user_axes = data.get("axes")
@@ -95,7 +95,7 @@ def name_problems(
 
 
 def _mesh_name_problems(
-    data: Mapping[str, Any], parsed: ParsedTables, origin: Origin
+    data: Mapping[str, Any], parsed: ParsedTables, origin: KeySources
 ) -> Iterator[Problem]:
     mesh = tuple(data.get("mesh") or ()) if isinstance(data.get("mesh"), Mapping) else ()
     rules = [(path, rule) for path, table in parsed.tables.items() for rule in table.values()]
@@ -142,7 +142,7 @@ def _fix_for_unknown(name: str, known: Sequence[str]) -> str:
     )
 
 
-def _pattern_problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
+def _pattern_problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[Problem]:
     tensors = data.get("tensors")
     for at, entry in enumerate(tensors if isinstance(tensors, list) else ()):
         pattern = entry.get("match") if isinstance(entry, Mapping) else None
@@ -172,7 +172,7 @@ def _pattern_problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Probl
                 )
 
 
-def _user_axis_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
+def _user_axis_problems(data: Mapping[str, Any], origin: KeySources) -> list[Problem]:
     user_axes = data.get("axes")
     problems = []
     for name in user_axes if isinstance(user_axes, Mapping) else ():
@@ -200,7 +200,7 @@ def _user_axis_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem
     return problems
 
 
-def _mesh_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
+def _mesh_problems(data: Mapping[str, Any], origin: KeySources) -> list[Problem]:
     mesh, dcn, types = data.get("mesh"), data.get("dcn") or {}, data.get("axis_types")
     has_sizes = isinstance(mesh, Mapping) and all(type(size) is int for size in mesh.values())
     if not (

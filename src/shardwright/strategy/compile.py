@@ -22,12 +22,12 @@ from shardwright.resolution.rules import (
 )
 from shardwright.strategy.check import name_problems
 from shardwright.strategy.limits import first_problems
-from shardwright.strategy.origin import Origin, source_of
+from shardwright.strategy.origin import KeySources, source_of
 from shardwright.strategy.tables import ParsedTables, parse_rules
 from shardwright.vocabulary.axes import canonical_axis
 
 
-def compile_rules(data: Mapping[str, Any], origin: Origin, policy: Any) -> AxisRules:
+def compile_rules(data: Mapping[str, Any], origin: KeySources, policy: Any) -> AxisRules:
     """Compile a strategy's data.
 
     Raises:

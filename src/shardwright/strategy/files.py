@@ -16,10 +16,10 @@ from typing import Any
 from shardwright.errors import LONGEST_LINE, StrategyError, did_you_mean
 from shardwright.strategy.key_lines import json_lines, toml_lines
 from shardwright.strategy.limits import LONGEST_FILE, check_limits
-from shardwright.strategy.origin import Origin
+from shardwright.strategy.origin import KeySources
 from shardwright.vocabulary.axes import canonical_axis, file_name
 
-Parsed = tuple[dict[str, Any], Origin]
+Parsed = tuple[dict[str, Any], KeySources]
 
 
 def read(path: Path) -> Parsed:
@@ -172,7 +172,7 @@ def parse(text: str, *, format: str, source: str) -> Parsed:
             fix='start from {"version": 1}',
         )
     lines = toml_lines(text) if format == "toml" else json_lines(text)
-    origin: Origin = {(): source}
+    origin: KeySources = {(): source}
     for path, line in lines:
         # Store the line under the key as written, and under the canonical spelling of an axis.
         origin[path] = origin[(*path[:-1], file_name(canonical_axis(path[-1])))] = (

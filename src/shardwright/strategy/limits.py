@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.mesh.check import MOST_MESH_AXES
-from shardwright.strategy.origin import KeyPath, Origin, source_of, where
+from shardwright.strategy.origin import KeyPath, KeySources, source_of, where
 
 DEEPEST = 64
 # The largest size of a dim in JAX and XLA. An array with more elements cannot be addressed.
@@ -32,7 +32,7 @@ MOST_ENTRIES = {
 }
 
 
-def check_limits(data: Mapping[str, Any], origin: Origin) -> None:
+def check_limits(data: Mapping[str, Any], origin: KeySources) -> None:
     """Check data from a file.
 
     Raises:
@@ -51,7 +51,7 @@ def first_problems(problems: Iterable[Problem]) -> list[Problem]:
     return first
 
 
-def check_entries(data: Mapping[str, Any], origin: Origin) -> None:
+def check_entries(data: Mapping[str, Any], origin: KeySources) -> None:
     """Check how many entries the tables of a strategy have.
 
     Raises:
@@ -71,7 +71,7 @@ def check_entries(data: Mapping[str, Any], origin: Origin) -> None:
     )
 
 
-def _problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
+def _problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[Problem]:
     waiting: list[tuple[KeyPath, Any]] = [((), data)]
     while waiting:
         path, value = waiting.pop()

@@ -28,13 +28,13 @@ from pydantic import (
 )
 
 from shardwright.errors import StrategyError, raise_problems
-from shardwright.mesh.build import create_mesh
+from shardwright.mesh.build import AxisTypeName, create_mesh
 from shardwright.resolution.rules import OWN_ATTENTION, AxisRules, Rule
 from shardwright.strategy import check, files, overlay
 from shardwright.strategy.chains import SCHEMA, InterleavedRules, normalized
 from shardwright.strategy.compile import compile_rules
 from shardwright.strategy.limits import check_entries, first_problems
-from shardwright.strategy.origin import KeyPath, Origin, source_of, where
+from shardwright.strategy.origin import KeyPath, KeySources, source_of, where
 from shardwright.strategy.pydantic_errors import problems_of
 from shardwright.strategy.tables import parse_rules, rule_tables
 from shardwright.vocabulary.axes import Mesh, canonical_axis, file_name
@@ -44,7 +44,6 @@ RULE = (
     'Candidates of mesh axes in order: "dp+fsdp | dp | -". '
     '"+" joins mesh axes, "-" replicated, "?" unconstrained.'
 )
-AxisTypeName = Literal["auto", "explicit"]
 _T = TypeVar("_T")
 # pydantic freezes the attributes of a model, but not the dicts and lists in them. The hash of a
 # strategy covers their content, so validation turns them into read-only views, and dumping turns
@@ -256,7 +255,7 @@ class Strategy(BaseModel):
         default_factory=_no_entries, description="Exceptions by path, for stored and used weights."
     )
 
-    _origin: Origin = PrivateAttr(default_factory=dict)
+    _origin: KeySources = PrivateAttr(default_factory=dict)
 
     _lower = field_validator("axes", "rules", "params", mode="before")(_lower_keys)
 
@@ -282,7 +281,7 @@ class Strategy(BaseModel):
                 data[table] = _python_integers(data[table])
         self._build(data, {})
 
-    def _build(self, data: Mapping[str, Any], origin: Origin) -> None:
+    def _build(self, data: Mapping[str, Any], origin: KeySources) -> None:
         check_entries(data, origin)
         data, origin, problems = normalized(data, origin)
         try:
@@ -293,7 +292,7 @@ class Strategy(BaseModel):
         self._origin = origin
 
     @classmethod
-    def _from_data(cls, data: Mapping[str, Any], origin: Origin) -> Strategy:
+    def _from_data(cls, data: Mapping[str, Any], origin: KeySources) -> Strategy:
         strategy = cls.__new__(cls)
         strategy._build(data, origin)
         return strategy
@@ -316,7 +315,7 @@ class Strategy(BaseModel):
 
     @classmethod
     def _on_base(
-        cls, data: dict[str, Any], origin: Origin, root: Path, inside: tuple[Path, ...] = ()
+        cls, data: dict[str, Any], origin: KeySources, root: Path, inside: tuple[Path, ...] = ()
     ) -> Strategy:
         base = data.pop("base", "")
         own = cls._from_data(data, {key: at for key, at in origin.items() if key != ("base",)})
@@ -517,6 +516,6 @@ class Strategy(BaseModel):
         )
 
 
-def _restore(data: Mapping[str, Any], origin: Origin) -> Strategy:
+def _restore(data: Mapping[str, Any], origin: KeySources) -> Strategy:
     """Rebuild a strategy that was pickled."""
     return Strategy._from_data(data, origin)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 KeyPath = tuple[str, ...]
 # Source by key path. The empty path has the name of the file.
-Origin = dict[KeyPath, str]
+KeySources = dict[KeyPath, str]
 
 
 def source_of(path: KeyPath, origin: Mapping[KeyPath, str]) -> str:

@@ -7,11 +7,11 @@ from typing import Any
 
 from shardwright.errors import Problem, StrategyError
 from shardwright.strategy import chains
-from shardwright.strategy.origin import KeyPath, Origin, source_of, where
+from shardwright.strategy.origin import KeyPath, KeySources, source_of, where
 
 
 def overlay_problems(
-    base: Mapping[str, Any], other: Mapping[str, Any], *, below: Origin, above: Origin
+    base: Mapping[str, Any], other: Mapping[str, Any], *, below: KeySources, above: KeySources
 ) -> list[Problem]:
     """Return a problem if one strategy has `axis_types` as a word and the other as a table.
 
@@ -40,8 +40,8 @@ def overlay_problems(
 
 
 def overlay(
-    base: Mapping[str, Any], other: Mapping[str, Any], *, below: Origin, above: Origin
-) -> tuple[dict[str, Any], Origin]:
+    base: Mapping[str, Any], other: Mapping[str, Any], *, below: KeySources, above: KeySources
+) -> tuple[dict[str, Any], KeySources]:
     """Overlay `other` on `base`; return the data and the origin of each key."""
     data, origin = merge(base, other), merge_origin(below, above, other)
     for name in chains.ARRAYS:
@@ -69,7 +69,7 @@ def merge(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def merge_origin(base: Origin, other: Origin, data: Mapping[str, Any]) -> Origin:
+def merge_origin(base: KeySources, other: KeySources, data: Mapping[str, Any]) -> KeySources:
     """Overlay origins as `merge` overlays data.
 
     The `[[tensors]]` of `base` move behind those of `other`. A key that `other` sets without an

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardwright.errors import Problem, StrategyError, did_you_mean
 from shardwright.resolution.rules import OWN_ATTENTION
 from shardwright.strategy.limits import MOST_PROBLEMS
-from shardwright.strategy.origin import KeyPath, Origin, where
+from shardwright.strategy.origin import KeyPath, KeySources, where
 from shardwright.vocabulary.axes import REPLICATED, UNCONSTRAINED
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ _EXPECTED = {
 _AXIS_SETS = (("policy", "gather"), ("policy", "idle"))
 
 
-def problems_of(error: ValidationError, model: type[BaseModel], origin: Origin) -> list[Problem]:
+def problems_of(
+    error: ValidationError, model: type[BaseModel], origin: KeySources
+) -> list[Problem]:
     """Return the problems of a pydantic error, each with a key path and a fix."""
     problems: dict[Problem, None] = {}
     for entry in error.errors():

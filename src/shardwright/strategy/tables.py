@@ -10,7 +10,7 @@ from shardwright.errors import Problem, ShardingError, StrategyError
 from shardwright.resolution.decisions import RuleRef
 from shardwright.resolution.rules import MOST_CANDIDATES, Fallback, Rule, parse_rule
 from shardwright.strategy.chains import ARRAYS
-from shardwright.strategy.origin import KeyPath, Origin, source_of, where
+from shardwright.strategy.origin import KeyPath, KeySources, source_of, where
 from shardwright.vocabulary.axes import REPLICATED, Role, canonical_axis, file_name
 
 
@@ -63,7 +63,7 @@ def rule_tables(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Mapping[str,
             )
 
 
-def parse_rules(data: Mapping[str, Any], origin: Origin) -> ParsedTables:
+def parse_rules(data: Mapping[str, Any], origin: KeySources) -> ParsedTables:
     """Parse the rules of every table and of `[policy]`, and collect the problems of their texts."""
     tables: dict[KeyPath, dict[str, Rule]] = {}
     orders: dict[KeyPath, list[str]] = {}
@@ -146,7 +146,7 @@ def _continued(first: Rule, rest: Rule) -> Rule:
 def _parse(
     text: str,
     path: KeyPath,
-    origin: Origin,
+    origin: KeySources,
     problems: list[Problem],
     *,
     key: str,
@@ -164,7 +164,7 @@ def _parse(
 
 
 def _policy_rule(
-    key: str, data: Mapping[str, Any], origin: Origin, problems: list[Problem]
+    key: str, data: Mapping[str, Any], origin: KeySources, problems: list[Problem]
 ) -> Rule | None:
     """Parse the rule of a key of `[policy]`. An absent key counts as "-".
 
@@ -195,6 +195,6 @@ def _policy_rule(
     return rule
 
 
-def at_path(problem: Problem, path: KeyPath, origin: Origin) -> Problem:
+def at_path(problem: Problem, path: KeyPath, origin: KeySources) -> Problem:
     """Return a copy of a problem, located at a key of the file."""
     return dataclasses.replace(problem, path=where(path, origin), axis="")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.attention.call import Operands, Recipe
+from shardwright.attention.call import Arithmetic, Operands
 from shardwright.attention.parts.dropout import keep_factors
 
 # Repeated here, so that the oracle does not depend on `masks`.
@@ -35,7 +35,7 @@ class _Softmax:
     keep: Any
 
 
-def forward(operands: Operands, recipe: Recipe) -> dict[str, Any]:
+def forward(operands: Operands, recipe: Arithmetic) -> dict[str, Any]:
     """Return the output `o` and the logsumexp `lse`, by name.
 
     Args:
@@ -50,7 +50,7 @@ def forward(operands: Operands, recipe: Recipe) -> dict[str, Any]:
     return {"o": np.einsum("bhts,bshd->bthd", softmax.p * softmax.keep, v), "lse": softmax.lse}
 
 
-def backward(operands: Operands, recipe: Recipe, *, do: Any, dlse: Any) -> dict[str, Any]:
+def backward(operands: Operands, recipe: Arithmetic, *, do: Any, dlse: Any) -> dict[str, Any]:
     """Return the cotangents of q, k, v, and of the bias and the sinks if there are any.
 
     Args:
@@ -81,7 +81,7 @@ def backward(operands: Operands, recipe: Recipe, *, do: Any, dlse: Any) -> dict[
     return grads
 
 
-def _softmax(operands: Operands, recipe: Recipe) -> _Softmax:
+def _softmax(operands: Operands, recipe: Arithmetic) -> _Softmax:
     k, _ = _keys_and_values(operands)
     seen = _seen(operands, recipe)
     logits = np.einsum("bthd,bshd->bhts", np.asarray(operands.q, np.float64), k) * recipe.scale
@@ -111,7 +111,7 @@ def _softmax(operands: Operands, recipe: Recipe) -> _Softmax:
     )
 
 
-def _seen(operands: Operands, recipe: Recipe) -> Any:
+def _seen(operands: Operands, recipe: Arithmetic) -> Any:
     """Return which pairs attend, by the definitions in the docstring of `masks`."""
     q = np.asarray(operands.q_positions)[:, None, :, None]
     kv = np.asarray(operands.kv_positions)[:, None, None, :]

@@ -31,7 +31,7 @@ from shardwright.vocabulary.axes import EMPTY
 from shardwright.vocabulary.lowering import describe
 
 Path = tuple[Any, ...]
-Dims = tuple[int | None, ...]
+DimsOfParam = tuple[int | None, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,20 +60,20 @@ class _Place:
         return tuple(np.shape(self.param.value))
 
 
-def _copy(place: _Place) -> Dims | None:
+def _copy(place: _Place) -> DimsOfParam | None:
     if place.below or place.shape != place.whole:
         return None
     return tuple(range(len(place.shape)))
 
 
-def _history(place: _Place) -> Dims | None:
+def _history(place: _Place) -> DimsOfParam | None:
     """Dims of a stack of the parameter's past values."""
     if place.below or place.shape[1:] != place.whole:
         return None
     return (None, *range(len(place.whole)))
 
 
-def _one_dim(place: _Place) -> Dims | None:
+def _one_dim(place: _Place) -> DimsOfParam | None:
     """Dims of one entry in a list with one accumulator per dim of the parameter."""
     if len(place.below) != 1 or not isinstance(place.below[0], jax.tree_util.SequenceKey):
         return None
@@ -81,7 +81,7 @@ def _one_dim(place: _Place) -> Dims | None:
     return (dim,) if dim < len(place.whole) and place.shape == (place.whole[dim],) else None
 
 
-def _factored(field: str, place: _Place) -> Dims | None:
+def _factored(field: str, place: _Place) -> DimsOfParam | None:
     """Dims of Adafactor's moments (`optax.scale_by_factored_rms`).
 
     For a factored parameter, `v_row` holds sums over its largest dim and `v_col` sums over the
@@ -103,7 +103,7 @@ def _factored(field: str, place: _Place) -> Dims | None:
 
 
 # Fields of optax states that are not copies of the parameters. Other fields are treated as copies.
-_DIMS_BY_FIELD: Final[Mapping[str, Mapping[str, Callable[[_Place], Dims | None]]]] = {
+_DIMS_BY_FIELD: Final[Mapping[str, Mapping[str, Callable[[_Place], DimsOfParam | None]]]] = {
     "FactoredState": {
         field: functools.partial(_factored, field) for field in ("v_row", "v_col", "v")
     },
@@ -177,7 +177,7 @@ class Follower:
 
     path: str
     param: Leaf | None = None
-    dims: Dims = ()
+    dims: DimsOfParam = ()
     override: Any = None
 
     def annotation(self, *, by_path: bool) -> Any:

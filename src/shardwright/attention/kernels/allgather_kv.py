@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwright import _jax
-from shardwright.attention.call import AttentionCall, Operands, Recipe, Result
+from shardwright.attention.call import Arithmetic, AttentionCall, Operands, Result
 from shardwright.attention.kernels import blockwise
 from shardwright.attention.parts import inner_kernel, sequence, shards
 from shardwright.attention.parts.derivatives import differentiable
@@ -31,7 +31,7 @@ class _Gathering:
       kernel: `blockwise`, or a value with the same functions.
     """
 
-    recipe: Recipe
+    recipe: Arithmetic
     axes: tuple[str, ...]
     ranks: int
     kernel: Any

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwright import _jax
-from shardwright.attention.call import AttentionCall, Operands, Recipe, Result
+from shardwright.attention.call import Arithmetic, AttentionCall, Operands, Result
 from shardwright.attention.parts import blocks, online_softmax
 from shardwright.attention.parts.blocks import Grid
 from shardwright.attention.parts.derivatives import differentiable
@@ -70,7 +70,7 @@ def _attend_shard(call: AttentionCall, shard: Operands) -> Result:
 
 
 def attend(
-    operands: Operands, recipe: Recipe, *, dtype: str | None = None
+    operands: Operands, recipe: Arithmetic, *, dtype: str | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Return the output, the logsumexp and, with a bias, its rounding error. Differentiable.
 
@@ -92,14 +92,16 @@ def attend(
 
 
 def _values(
-    static: tuple[Recipe, str], floats: dict[str, Any], others: Operands
+    static: tuple[Arithmetic, str], floats: dict[str, Any], others: Operands
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     (recipe, dtype), operands = static, others.replace(**floats)
     o, lse, lse_error = finish(forward(operands, recipe), operands)
     return o.astype(dtype), lse, lse_error
 
 
-def _backward_pass(static: tuple[Recipe, str], residuals: Any, cotangents: Any) -> dict[str, Any]:
+def _backward_pass(
+    static: tuple[Arithmetic, str], residuals: Any, cotangents: Any
+) -> dict[str, Any]:
     recipe, _ = static
     floats, others, (o, lse, lse_error) = residuals
     do, dlse, _ = cotangents
@@ -122,7 +124,7 @@ _attend = differentiable(_values, _backward_pass)
 # Forward.
 
 
-def forward(operands: Operands, recipe: Recipe, *, state: Running | None = None) -> Running:
+def forward(operands: Operands, recipe: Arithmetic, *, state: Running | None = None) -> Running:
     """Return the running state after the operands' keys.
 
     Args:
@@ -174,7 +176,7 @@ def finish(state: Running, operands: Operands) -> tuple[jax.Array, jax.Array, ja
     return o, lse, None if operands.bias is None else online_softmax.lse_error_of(state, lse)
 
 
-def _add(recipe: Recipe, block: Operands, state: Running) -> Running:
+def _add(recipe: Arithmetic, block: Operands, state: Running) -> Running:
     """Return the state after a block of keys."""
     if block.k_scale is not None:
         # Weights times the scales of values can be too small for float16.
@@ -228,7 +230,7 @@ class _BackwardRows:
 
 def backward(
     operands: Operands,
-    recipe: Recipe,
+    recipe: Arithmetic,
     *,
     lse: jax.Array,
     do: jax.Array,
@@ -319,7 +321,7 @@ def sinks_gradient(
 
 
 def _add_gradients(
-    recipe: Recipe,
+    recipe: Arithmetic,
     grid: Grid,
     rows: _BackwardRows,
     i: jax.Array,
@@ -349,7 +351,7 @@ def _add_gradients(
 
 
 def _logit_gradients(
-    block: Operands, recipe: Recipe, rows: _BackwardRows
+    block: Operands, recipe: Arithmetic, rows: _BackwardRows
 ) -> tuple[jax.Array, jax.Array]:
     """Return the cotangent of the biased logits, and the weights after dropout.
 

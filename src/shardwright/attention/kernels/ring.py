@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwright import _jax
-from shardwright.attention.call import AttentionCall, Operands, Recipe, Result
+from shardwright.attention.call import Arithmetic, AttentionCall, Operands, Result
 from shardwright.attention.kernels import blockwise
 from shardwright.attention.masks import block_is_empty
 from shardwright.attention.parts import inner_kernel, online_softmax, sequence, shards
@@ -42,7 +42,7 @@ class _Ring:
       kernel: `blockwise`, or a value with the same functions.
     """
 
-    recipe: Recipe
+    recipe: Arithmetic
     axes: tuple[str, ...]
     size: int
     steps: tuple[int, ...]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardwright.attention.call import Operands, Recipe
+from shardwright.attention.call import Arithmetic, Operands
 from shardwright.attention.kernels import blockwise, splash_kernel
 from shardwright.attention.kernels.blockwise import Gradients
 from shardwright.attention.kernels.splash_kernel import EMPTY, FULL, KINDS, PARTLY, Plan, Rows
@@ -41,7 +41,7 @@ class SplashBlocks:
     first_rows: tuple[int, ...] | None = None
 
     def forward(
-        self, operands: Operands, recipe: Recipe, *, state: Running | None = None
+        self, operands: Operands, recipe: Arithmetic, *, state: Running | None = None
     ) -> Running:
         """Return the running state after the operands' keys; see `blockwise.forward`."""
         block = _Local.of(operands, recipe, self)
@@ -64,7 +64,7 @@ class SplashBlocks:
     def backward(
         self,
         operands: Operands,
-        recipe: Recipe,
+        recipe: Arithmetic,
         *,
         lse: jax.Array,
         do: jax.Array,
@@ -119,7 +119,7 @@ class SplashBlocks:
         o, lse, _ = blockwise.finish(state, operands)
         return o, lse, None
 
-    def attend(self, operands: Operands, recipe: Recipe) -> tuple[jax.Array, jax.Array, None]:
+    def attend(self, operands: Operands, recipe: Arithmetic) -> tuple[jax.Array, jax.Array, None]:
         """Return the output and the logsumexp; see `blockwise.attend`. Differentiable."""
         floats = {name: getattr(operands, name) for name in ("q", "k", "v", "sinks")}
         o, lse = _attend((self, recipe), floats, operands.replace(**dict.fromkeys(floats)))
@@ -127,7 +127,7 @@ class SplashBlocks:
 
 
 def _values(
-    static: tuple[SplashBlocks, Recipe], floats: dict[str, Any], rest: Operands
+    static: tuple[SplashBlocks, Arithmetic], floats: dict[str, Any], rest: Operands
 ) -> tuple[jax.Array, jax.Array]:
     splash, recipe = static
     block = _Local.of(rest.replace(**floats), recipe, splash)
@@ -140,7 +140,7 @@ def _values(
 
 
 def _backward_pass(
-    static: tuple[SplashBlocks, Recipe], residuals: Any, cotangents: Any
+    static: tuple[SplashBlocks, Arithmetic], residuals: Any, cotangents: Any
 ) -> dict[str, Any]:
     splash, recipe = static
     floats, rest, (o, lse) = residuals
@@ -173,7 +173,7 @@ class _Local:
     first_rows: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, operands: Operands, recipe: Recipe, splash: SplashBlocks) -> _Local:
+    def of(cls, operands: Operands, recipe: Arithmetic, splash: SplashBlocks) -> _Local:
         operands = online_softmax.without_remains(operands, recipe)
         lengths = operands.q.shape[1], operands.k.shape[1]
         q_rows, kv_rows = (whole_lanes(length) for length in lengths)

@@ -13,9 +13,9 @@ from jax.sharding import AxisType
 from shardwright.attention.call import (
     LSE_NAME,
     OUTPUT_NAME,
+    Arithmetic,
     AttentionCall,
     Operands,
-    Recipe,
     Result,
 )
 from shardwright.attention.parts import online_softmax
@@ -39,7 +39,7 @@ def run(operands: Operands, call: AttentionCall) -> Result:
     return attend(operands, call.recipe)
 
 
-def attend(operands: Operands, recipe: Recipe) -> Result:
+def attend(operands: Operands, recipe: Arithmetic) -> Result:
     """Return the output, the logsumexp and the weights of whole arrays. Differentiable."""
     dtype = operands.q.dtype
     wide = {name: getattr(operands, name).astype(jnp.float32) for name in ("q", "k", "v")}

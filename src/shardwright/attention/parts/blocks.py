@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import layout as layouts
 
-from shardwright.attention.call import DimOrder, Operands, Recipe, dims_along
+from shardwright.attention.call import Arithmetic, DimOrder, Operands, dims_along
 from shardwright.attention.masks import block_is_empty
 from shardwright.attention.parts import online_softmax
 
@@ -36,7 +36,7 @@ class Grid:
     kv_count: int
 
 
-def grid_of(operands: Operands, recipe: Recipe) -> Grid:
+def grid_of(operands: Operands, recipe: Arithmetic) -> Grid:
     """Return the blocks of local operands."""
     q_length, kv_length = operands.q.shape[1], operands.k.shape[1]
     q_block = max(1, min(recipe.q_block, q_length))
@@ -54,13 +54,13 @@ def repeat(count: int, step: Callable[[Any, Any], Any], init: Any) -> Any:
     return jax.lax.scan(lambda carry, i: (step(i, carry), None), init, numbers)[0]
 
 
-def may_be_empty(operands: Operands, recipe: Recipe) -> bool:
+def may_be_empty(operands: Operands, recipe: Arithmetic) -> bool:
     """Tell whether a mask may hide all pairs of a block, so that `is_empty` is worth calling."""
     arrays = operands.lengths is not None or operands.q_segment_ids is not None
     return recipe.mask.positional or arrays
 
 
-def is_empty(block: Operands, recipe: Recipe) -> jax.Array:
+def is_empty(block: Operands, recipe: Arithmetic) -> jax.Array:
     """Tell whether no pair of a block attends. False may be wrong; see `masks.block_is_empty`."""
     q, kv = block.q_positions, block.kv_positions
     kv_low, kv_high = jnp.min(jnp.where(kv < 0, jnp.iinfo(jnp.int32).max, kv)), jnp.max(kv)
@@ -143,7 +143,7 @@ def padded_key_block(operands: Operands, j: Any, grid: Grid) -> Operands:
     return _slice_side(operands, _KV_DIM, j * grid.kv_block, grid.kv_block)
 
 
-def key_block(operands: Operands, j: Any, recipe: Recipe, grid: Grid) -> Operands:
+def key_block(operands: Operands, j: Any, recipe: Arithmetic, grid: Grid) -> Operands:
     """Return block `j` of the keys without padding, with all queries."""
     block = operands
     if grid.kv_count > 1:

@@ -13,13 +13,13 @@ import jax
 
 from shardwright.errors import AttentionError
 
-Values = Callable[[Any, dict[str, Any], Any], Any]
+ValuesFunction = Callable[[Any, dict[str, Any], Any], Any]
 # `(static, residuals, cotangents of the results) -> cotangents of the floats by name`, with None
 # for an absent float. The residuals are the operands and results.
 Backward = Callable[[Any, Any, Any], dict[str, Any]]
 
 
-def differentiable(values: Values, backward: Backward) -> Values:
+def differentiable(values: ValuesFunction, backward: Backward) -> ValuesFunction:
     """Return `values` with a backward pass of its own.
 
     JAX differentiates the forward and the backward pass if derivatives nest, so `jax.hessian` and

@@ -12,12 +12,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from shardwright.attention.call import AttentionCall, Operands, Recipe, Result
+from shardwright.attention.call import Arithmetic, AttentionCall, Operands, Result
 from shardwright.attention.kernels import blockwise, cudnn
 from shardwright.attention.kernels.splash import not_in_splash
 from shardwright.attention.parts import sequence, shards
-
-Kernel = Callable[[Operands], Result]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +82,7 @@ def explained(inner: Inner, call: AttentionCall) -> str:
     return "" if call.platform == "cpu" else str(inner)
 
 
-def recipe_of(inner: Inner, shard: Operands, call: AttentionCall) -> Recipe:
+def recipe_of(inner: Inner, shard: Operands, call: AttentionCall) -> Arithmetic:
     """Return the recipe with block sizes for a shard.
 
     `blockwise` gets smaller blocks, to hold few logits. Logits of splash never leave the chip.

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardwright.attention.call import Operands, Recipe
+from shardwright.attention.call import Arithmetic, Operands
 from shardwright.attention.masks import MaskRules, allowed
 from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
 
@@ -146,7 +146,7 @@ def lse_error_of(state: Running, lse: jax.Array) -> jax.Array:
     return jax.lax.stop_gradient(jnp.where(no_keys, 0.0, lost))
 
 
-def without_remains(operands: Operands, recipe: Recipe) -> Operands:
+def without_remains(operands: Operands, recipe: Arithmetic) -> Operands:
     """Return operands whose values are 0 in rows that hold no key.
 
     Those rows may hold NaN from an earlier sequence, and 0 times NaN is not 0.

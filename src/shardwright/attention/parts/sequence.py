@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardwright.attention.call import AttentionCall, Operands, Recipe, default_positions
+from shardwright.attention.call import Arithmetic, AttentionCall, Operands, default_positions
 
 # The operands that have gradients.
 FLOATS = ("q", "k", "v", "bias", "sinks")
@@ -80,7 +80,7 @@ def unpack(packed: Sequence[jax.Array], *, head_dim: int) -> tuple[jax.Array, ja
     return (kv[0], kv[1]) if kv.ndim == 5 else (kv[..., :head_dim], kv[..., head_dim:])
 
 
-def blocks(recipe: Recipe, shard: Operands, call: AttentionCall) -> Recipe:
+def blocks(recipe: Arithmetic, shard: Operands, call: AttentionCall) -> Arithmetic:
     """Return a recipe whose logits of a block are no larger than the shard's keys and values."""
     limit = shard.k.nbytes + shard.v.nbytes
     q_block, kv_block = (
@@ -98,7 +98,7 @@ def blocks(recipe: Recipe, shard: Operands, call: AttentionCall) -> Recipe:
     )
 
 
-def within_halves(recipe: Recipe, shard: Operands, call: AttentionCall) -> Recipe:
+def within_halves(recipe: Arithmetic, shard: Operands, call: AttentionCall) -> Arithmetic:
     """Return a recipe whose blocks do not cross the middle of a shard, if positions are arrays.
 
     In zigzag order the positions of the two halves are far apart, and a block with rows of both

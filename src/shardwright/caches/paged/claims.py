@@ -34,10 +34,10 @@ class PageClaim:
     shared: jax.Array
 
 
-Tokens = TypeVar("Tokens", int, jax.Array)
+TokenCount = TypeVar("TokenCount", int, jax.Array)
 
 
-def count_pages(tokens: Tokens, page_size: int) -> Tokens:
+def count_pages(tokens: TokenCount, page_size: int) -> TokenCount:
     """Return how many pages tokens fill, including a last page that is only partly filled."""
     return (tokens + page_size - 1) // page_size
 

@@ -54,7 +54,7 @@ BITS: Mapping[str, int] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class HloShape:
     """One array of a result: its element type in HLO, and its shape on one device."""
 
     dtype: str
@@ -115,7 +115,7 @@ class Instruction:
 
     name: str
     opcode: str
-    shapes: tuple[Shape, ...]
+    shapes: tuple[HloShape, ...]
     is_tuple: bool
     operands: tuple[str, ...]
     literal: str
@@ -273,10 +273,10 @@ def _unreadable(line: str, number: int) -> ProgramError:
     )
 
 
-def _shapes(text: str) -> Iterator[Shape]:
+def _shapes(text: str) -> Iterator[HloShape]:
     for match in _SHAPE.finditer(text):
         # HLO writes a dynamic dim with its bound, as <=8.
-        yield Shape(
+        yield HloShape(
             dtype=match[1], dims=tuple(int(dim.lstrip("<=")) for dim in match[2].split(",") if dim)
         )
 

@@ -182,7 +182,7 @@ class SearchProgress:
 
 # The sizes of the mesh and, for each mode, the number of its trace, the answers that shape it and
 # the mesh axes of each annotation. Equal programs have equal specs.
-_Specs = tuple[Any, ...]
+_ProgramKey = tuple[Any, ...]
 
 
 class _Shared(NamedTuple):
@@ -210,7 +210,7 @@ class _Resolved:
     point: Point
     strategy: Strategy
     layout: Layout
-    specs: _Specs
+    specs: _ProgramKey
     rank: float
     held: int
 
@@ -243,7 +243,7 @@ class _Search:
         default_factory=dict
     )
     shared: set[str] = dataclasses.field(default_factory=set)
-    walks: dict[_Specs, dict[str, PlanReport]] = dataclasses.field(default_factory=dict)
+    walks: dict[_ProgramKey, dict[str, PlanReport]] = dataclasses.field(default_factory=dict)
     flops: dict[str, float] = dataclasses.field(default_factory=dict)
     tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     dropped: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -423,9 +423,9 @@ class _Search:
             return traced.renaming(manager)
         return {} if traced.fits(manager) else None
 
-    def _choose(self, resolved: Sequence[_Resolved], most: int) -> set[_Specs]:
+    def _choose(self, resolved: Sequence[_Resolved], most: int) -> set[_ProgramKey]:
         """Return what to walk: three quarters by the closed form, the others by their state."""
-        best: dict[_Specs, tuple[float, int]] = {}
+        best: dict[_ProgramKey, tuple[float, int]] = {}
         for each in resolved:
             rank, held = best.get(each.specs, (each.rank, each.held))
             best[each.specs] = min(rank, each.rank), min(held, each.held)

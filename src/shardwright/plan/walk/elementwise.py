@@ -9,7 +9,7 @@ from typing import Final
 from shardwright.dims.primitives import ADDITIONS, KEEPS_SUM, NAMES
 from shardwright.dims.table import Correspondence, correspondence
 from shardwright.plan.collectives.collective import Kind
-from shardwright.plan.walk.factors import Order, placed
+from shardwright.plan.walk.factors import AxesByFactor, placed
 from shardwright.plan.walk.follow import follow, most_sharded
 from shardwright.plan.walk.step import PlanStep
 from shardwright.plan.walk.values import ShardedValue, axes_of, local_elements, shards
@@ -67,7 +67,9 @@ def _owe_alike(values: Sequence[ShardedValue]) -> bool:
     )
 
 
-def _agreed(step: PlanStep, known: Correspondence, held: Mapping[int, Order]) -> Order:
+def _agreed(
+    step: PlanStep, known: Correspondence, held: Mapping[int, AxesByFactor]
+) -> AxesByFactor:
     """Return the sharding of operands: that of a constraint, else that of the most sharded one.
 
     Mesh axes that it does not use shard the dims of other operands.

@@ -6,15 +6,15 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from shardwright.dims.table import Correspondence, FactorRole, Factors
+from shardwright.dims.table import Correspondence, FactorRole, FactorsByDim
 from shardwright.plan.walk.values import Dims, shards
 
 # The mesh axes of each factor that is sharded.
-Order: TypeAlias = Mapping[int, tuple[str, ...]]
+AxesByFactor: TypeAlias = Mapping[int, tuple[str, ...]]
 
 
 def placed(
-    known: Correspondence, side: Factors, dims: Dims, sizes: Mapping[str, int]
+    known: Correspondence, side: FactorsByDim, dims: Dims, sizes: Mapping[str, int]
 ) -> dict[int, tuple[str, ...]]:
     """Return the factors that the mesh axes of each dim shard, from the major one on.
 
@@ -49,7 +49,9 @@ def _shared_out(
     return {}
 
 
-def spread(known: Correspondence, side: Factors, order: Order, sizes: Mapping[str, int]) -> Dims:
+def spread(
+    known: Correspondence, side: FactorsByDim, order: AxesByFactor, sizes: Mapping[str, int]
+) -> Dims:
     """Return the dims of an array whose factors are sharded so."""
     dims = []
     for factors in side:
@@ -62,7 +64,7 @@ def spread(known: Correspondence, side: Factors, order: Order, sizes: Mapping[st
     return tuple(dims)
 
 
-def fitting(known: Correspondence, order: Order, sizes: Mapping[str, int]) -> Order:
+def fitting(known: Correspondence, order: AxesByFactor, sizes: Mapping[str, int]) -> AxesByFactor:
     """Return the part of an order that may stay.
 
     A minor factor of a dim may stay if those before it have a device for each element.

@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from shardwright.dims.table import Correspondence, FactorRole
-from shardwright.plan.walk.factors import Order, fitting, placed, spread
+from shardwright.plan.walk.factors import AxesByFactor, fitting, placed, spread
 from shardwright.plan.walk.step import PlanStep
 from shardwright.plan.walk.values import ShardedValue, axes_of, merged_origins, shards
 
 # Chooses between the shardings of the operands.
-Choose: TypeAlias = Callable[[PlanStep, Correspondence, Mapping[int, Order]], Order]
+Choose: TypeAlias = Callable[[PlanStep, Correspondence, Mapping[int, AxesByFactor]], AxesByFactor]
 
 
-def most_sharded(step: PlanStep, known: Correspondence, held: Mapping[int, Order]) -> Order:
+def most_sharded(
+    step: PlanStep, known: Correspondence, held: Mapping[int, AxesByFactor]
+) -> AxesByFactor:
     """Return the sharding of the operand with the most shards. On a tie, return the first."""
     del known
     return max(
@@ -73,7 +75,10 @@ def follow(
 
 
 def _lost(
-    step: PlanStep, known: Correspondence, held: Mapping[int, Order], values: Sequence[ShardedValue]
+    step: PlanStep,
+    known: Correspondence,
+    held: Mapping[int, AxesByFactor],
+    values: Sequence[ShardedValue],
 ) -> Iterator[tuple[str, ...]]:
     """Yield the mesh axes of dims that cannot stay sharded."""
     sizes = step.ledger.sizes

@@ -19,21 +19,23 @@ from shardwright.plan.walk.equations import called_jaxpr
 from shardwright.plan.walk.values import Dims, Origin, ShardedValue
 
 # An equation of a program: the ids of the equations that hold its jaxpr, and its own id.
-Place: TypeAlias = tuple[int, ...]
+EquationIds: TypeAlias = tuple[int, ...]
 _COMPARISONS: Final = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _SHAPES: Final = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
 
 
-def equal_masks(jaxpr: Any) -> list[list[Place]]:
+def equal_masks(jaxpr: Any) -> list[list[EquationIds]]:
     """Return the groups of comparisons that compute the same mask, two or more in each."""
-    groups: dict[Any, list[Place]] = {}
+    groups: dict[Any, list[EquationIds]] = {}
     given = {variable: ("input", at) for at, variable in enumerate(jaxpr.invars)}
     for key, place in _masks(jaxpr, given, ()):
         groups.setdefault(key, []).append(place)
     return [places for places in groups.values() if len(places) > 1]
 
 
-def _masks(jaxpr: Any, given: Mapping[Any, Any], at: Place) -> Iterator[tuple[Any, Place]]:
+def _masks(
+    jaxpr: Any, given: Mapping[Any, Any], at: EquationIds
+) -> Iterator[tuple[Any, EquationIds]]:
     """Yield the key and the place of each mask. Equal masks have equal keys.
 
     Args:
@@ -90,12 +92,12 @@ def _long(shape: Iterable[int]) -> tuple[int, ...]:
 
 def required_dims(
     jaxpr: Any,
-    groups: Sequence[Sequence[Place]],
+    groups: Sequence[Sequence[EquationIds]],
     outputs: Sequence[Dims | None],
     *,
     sizes: Mapping[str, int],
     target: Callable[[Any], Dims | None],
-) -> dict[Place, Dims]:
+) -> dict[EquationIds, Dims]:
     """Return the dims that later constraints require of each mask of `groups`, or of an equal one.
 
     Args:
@@ -107,10 +109,10 @@ def required_dims(
     """
     if not groups:
         return {}
-    required: dict[Place, Dims] = {}
+    required: dict[EquationIds, Dims] = {}
     holders = {place[:end] for group in groups for place in group for end in range(len(place) + 1)}
 
-    def read(inner: Any, goals: Sequence[Dims | None], at: Place) -> None:
+    def read(inner: Any, goals: Sequence[Dims | None], at: EquationIds) -> None:
         asked = demands(inner, goals, sizes=sizes, target=target)
         for equation in inner.eqns:
             place = (*at, id(equation))
@@ -126,7 +128,7 @@ def required_dims(
                 required[place] = goals[0]
 
     read(jaxpr, outputs, ())
-    merged: dict[Place, Dims] = {}
+    merged: dict[EquationIds, Dims] = {}
     for group in groups:
         found = [required[place] for place in group if place in required]
         if found:

@@ -34,10 +34,10 @@ from shardwright.plan.walk.equations import (
 from shardwright.plan.walk.events import Walked, WalkLocation
 from shardwright.plan.walk.ledger import Ledger
 from shardwright.plan.walk.manual import shard_map
-from shardwright.plan.walk.masks import Place, equal_masks, required_dims, shared_mask
+from shardwright.plan.walk.masks import EquationIds, equal_masks, required_dims, shared_mask
 from shardwright.plan.walk.padding import is_across
 from shardwright.plan.walk.peers import Peers, is_scattered
-from shardwright.plan.walk.step import PlanStep, Rule, Scope
+from shardwright.plan.walk.step import PlanRule, PlanStep, Scope
 from shardwright.plan.walk.values import (
     KEEP,
     Dims,
@@ -49,7 +49,7 @@ from shardwright.plan.walk.values import (
     most_runs,
 )
 
-_RULES: Final[Mapping[str, Rule]] = {
+_RULES: Final[Mapping[str, PlanRule]] = {
     **dict.fromkeys(ELEMENTWISE, elementwise.elementwise),
     **dict.fromkeys(REDUCTIONS, elementwise.reduction),
     **dict.fromkeys(CONSTRAINTS, shapes.constraint),
@@ -90,7 +90,7 @@ class ShardingWalker:
         ledger: Ledger,
         target: Callable[[Any, Ledger], ShardedValue | None],
         *,
-        masks: Mapping[Place, Dims] = MappingProxyType({}),
+        masks: Mapping[EquationIds, Dims] = MappingProxyType({}),
         mask_origins: Mapping[str, Origin] = MappingProxyType({}),
     ) -> None:
         self.ledger = ledger

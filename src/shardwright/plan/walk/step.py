@@ -10,7 +10,7 @@ from jax.extend.core import Literal
 
 from shardwright.plan.walk.events import CompilerChoice, WalkLocation
 from shardwright.plan.walk.ledger import Ledger
-from shardwright.plan.walk.masks import Place
+from shardwright.plan.walk.masks import EquationIds
 from shardwright.plan.walk.values import Dims, Origin, ShardedValue, anywhere, most_runs, replicated
 
 
@@ -39,7 +39,7 @@ class Scope:
     target: Callable[[Any], ShardedValue | None]
     follow: Callable[..., list[ShardedValue]]
     known: Container[str]
-    masks: Mapping[Place, Dims]
+    masks: Mapping[EquationIds, Dims]
     mask_origins: Mapping[str, Origin]
     settled: dict[Any, ShardedValue] = dataclasses.field(default_factory=dict)
     moved: dict[tuple[Any, ...], ShardedValue] = dataclasses.field(default_factory=dict)
@@ -87,7 +87,7 @@ class PlanStep:
         )
 
     @property
-    def place(self) -> Place:
+    def place(self) -> EquationIds:
         """The equation, by its id and those of the equations that hold its jaxpr."""
         return (*self.location.calls, id(self.equation))
 
@@ -177,4 +177,4 @@ class PlanStep:
         return [replicated(aval.ndim) for aval in self.results]
 
 
-Rule: TypeAlias = Callable[[PlanStep], "Iterable[ShardedValue]"]
+PlanRule: TypeAlias = Callable[[PlanStep], "Iterable[ShardedValue]"]
