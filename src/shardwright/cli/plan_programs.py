@@ -76,7 +76,10 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
         print_json(
             {
                 "modes": {
-                    mode_name(mode): _mode_json(report, verified.get(mode))
+                    mode_name(mode): {
+                        **report.to_json(),
+                        **({"verified": verified[mode].to_json()} if mode in verified else {}),
+                    }
                     for mode, report in reports.items()
                 },
                 "notes": notes,
@@ -130,12 +133,6 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
                 fix=f"write --set {name}={values[0]}; shardwright search compares several values",
             )
     return {name: values[0] for name, values in options.items()}
-
-
-def _mode_json(report: PlanReport, verification: Verification | None) -> dict[str, Any]:
-    if verification is None:
-        return report.to_json()
-    return {**report.to_json(), "verified": verification.to_json()}
 
 
 def _write_page(

@@ -34,7 +34,7 @@ from shardwright.show.search import search_text, verified_text
 from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
 
 if TYPE_CHECKING:
-    from shardwright.strategy.model import Strategy
+    pass
 
 _EPILOG = f"""\
 MODEL is file.py:function or a config.json, as for `shardwright plan`. A candidate is a strategy on
@@ -197,7 +197,9 @@ def _search_all(
         "orders": arguments.orders,
         "walks": arguments.walks,
     }
-    strategies = _read_strategies(arguments)
+    strategies = None  # presets that suit the modes
+    if arguments.strategy is not None:
+        strategies = {label: strategy for strategy, label in map(read_strategy, arguments.strategy)}
     reports: dict[str, SearchReport] = {}
     errors: dict[str, ShardingError] = {}
     with _stoppable(progress) as shown:
@@ -278,13 +280,6 @@ def _read_variants(
             notes=notes,
         )
     return variants
-
-
-def _read_strategies(arguments: argparse.Namespace) -> dict[str, Strategy] | None:
-    """Return the strategies by label, or None for presets that suit the modes."""
-    if arguments.strategy is None:
-        return None
-    return {label: strategy for strategy, label in map(read_strategy, arguments.strategy)}
 
 
 def _groups(arguments: argparse.Namespace, programs: Mapping[str, Program]) -> dict[str, list[str]]:

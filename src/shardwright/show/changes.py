@@ -30,6 +30,7 @@ def changes_text(comparison: PlanComparison, *, rows: int | None = None, width: 
     changes = [change for change in comparison.changes if change.changed]
     if changes:
         lines += table([_HEAD, *map(_change_row, changes)], width=width)
+    # Equal rows are counted below the table, so that it shows the change alone.
     traffic = [row for row in comparison.traffic if row.changed]
     shown = traffic if rows is None else traffic[:rows]
     if shown:

@@ -39,9 +39,10 @@ def stacked_bar(
         at += size * scale
     marks = [("at least", low), ("compiled", peak), ("usable", usable)]
     placed = sorted((size, name) for name, size in marks if size is not None)
+    # The texts are above and below the bar in turn, because marks may be close to each other.
     for level, (size, name) in enumerate(placed):
         x = 1 + size * scale
-        anchor = "end" if x > _WIDTH / 2 else "start"
+        anchor = "end" if x > _WIDTH / 2 else "start"  # the text stays inside the picture
         y = 14 if level % 2 == 0 else 62
         drawn.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="17" y2="49" stroke="var(--text)"/>'
@@ -68,7 +69,7 @@ def spans(values: Mapping[str, tuple[float, float, str]], *, label: str) -> str:
     for row, (name, (low, high, text)) in enumerate(values.items()):
         y = row * _ROW
         start = _LABEL + room * low / most
-        width = max(room * (high - low) / most, 1.5)
+        width = max(room * (high - low) / most, 1.5)  # a range of one value is a visible line
         drawn.append(
             f'<text x="0" y="{y + 16}">{html_text(_shortened(name))}</text>'
             f"{_rect(start, y + 5, width, 14, '--a')}"

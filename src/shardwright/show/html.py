@@ -64,7 +64,7 @@ def grid(cells: Sequence[Sequence[str]], caption: str) -> str:
     shapes = []
     for row, column in itertools.product(range(rows), range(columns)):
         x, y = column * _WIDTH + 1, row * _HEIGHT + 1
-        hue = 360 * (row * columns + column) // (rows * columns)
+        hue = 360 * (row * columns + column) // (rows * columns)  # spread over the whole circle
         shapes.append(
             f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" stroke="currentColor" '
             f'stroke-opacity="0.4" fill="hsl({hue}, 70%, 50%)" fill-opacity="0.25"/>'

@@ -70,20 +70,20 @@ def table_text(inferred: Inferred, *, width: int, is_summary: bool) -> str:
             cell = cells.pop(0)
             padded = [text.ljust(size) for text, size in zip(cell, widths, strict=True)]
             evidence = f"guess: {dim.evidence}" if dim.guess else str(dim.evidence)
-            lines += _hanging(f"  {'  '.join(padded)}  ", evidence, width)
+            head = f"  {'  '.join(padded)}  "
+            # The next lines of the evidence are below its first one.
+            lines += textwrap.wrap(
+                evidence,
+                len(head) + max(width - len(head), _LEAST_ROOM),
+                initial_indent=head,
+                subsequent_indent=" " * len(head),
+                break_long_words=False,
+                break_on_hyphens=False,
+            ) or [head]
     lines += [conflict.text for conflict in inferred.conflicts]
     if inferred.unknown:
         lines.append(f"not understood: {', '.join(inferred.unknown)}")
     return "\n".join([*lines, counts_text(inferred)])
-
-
-def _hanging(head: str, text: str, width: int) -> list[str]:
-    """Return a text after its head, with the next lines indented by the width of the head."""
-    room = max(width - len(head), _LEAST_ROOM)
-    first, *others = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [
-        ""
-    ]
-    return [head + first, *(" " * len(head) + line for line in others)]
 
 
 def counts_text(inferred: Inferred) -> str:
@@ -133,6 +133,7 @@ def _toml_axis(axis: Any) -> str:
 
 
 def _toml_key(pattern: str) -> str:
+    # A literal string of TOML has no escapes, so the backslashes of a pattern stay as they are.
     is_literal = "'" not in pattern and pattern.isprintable()
     return f"'{pattern}'" if is_literal else json.dumps(pattern)
 
@@ -158,6 +159,7 @@ def path_rules(inferred: Inferred) -> Iterator[PathRule]:
     """Yield the rules that annotate the parameters. One rule may cover all layers."""
     rows = by_path(inferred)
     groups: dict[str, list[str]] = {}
+    # Paths that differ in their numbers only may belong to the layers of one stack.
     for path in rows:
         groups.setdefault(_NUMBER.sub("0", path), []).append(path)
     for paths in groups.values():
@@ -178,6 +180,8 @@ def path_rules(inferred: Inferred) -> Iterator[PathRule]:
 def _counting(paths: Sequence[str], rows: Mapping[str, ReportRow]) -> frozenset[int]:
     """Return the positions of the numbers in similar paths that change neither shape nor axes."""
     every = frozenset(range(len(_NUMBER.findall(paths[0]))))
+    # First all numbers, then all but one, the last one first. In `layers/3/heads/0/w` the layers
+    # usually agree, and the parts of a layer may differ.
     for candidate in (every, *(every - {at} for at in sorted(every, reverse=True))):
         meanings: dict[str, set[Any]] = {}
         for path in paths:

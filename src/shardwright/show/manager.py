@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, Final
+from typing import Final
 
 from jax.sharding import Mesh
 
@@ -33,11 +33,12 @@ def manager_html(manager: PartitionManager) -> str:
 def _cell(manager: PartitionManager, axis: str, role: Role) -> str:
     """Return the mesh axes of an axis, or its rule if they depend on the size."""
     resolution = manager.explain((axis,), role=role)
-    decision = resolution.decisions[0] if resolution.decisions else None
-    if decision is None:
+    if not resolution.decisions:
         return "!"
+    decision = resolution.decisions[0]
     if resolution.ok:
         return mesh_axes_text(decision)
+    # No size is given here, so a rule with several candidates cannot be decided.
     return decision.rule.text if decision.rule is not None else "!"
 
 
@@ -48,14 +49,11 @@ def _mesh_picture(manager: PartitionManager) -> str:
     columns = list(sizes.values())[-1] if sizes else 1
     if count > MOST_DEVICES or max(columns, count // columns) > MOST_CELLS:
         return ""
-    names = iter(_device_names(manager.mesh))
+    # The devices of an abstract mesh have no ids: they are numbered in mesh order.
+    mesh = manager.mesh
+    ids = [device.id for device in mesh.devices.flat] if isinstance(mesh, Mesh) else range(count)
+    names = map(str, ids)
     cells = [list(itertools.islice(names, columns)) for _ in range(count // columns)]
     *major, last = [f"{axis}={size}" for axis, size in sizes.items()] or ["one device"]
     caption = f"Rows: {', '.join(major)}. Columns: {last}" if major else f"Columns: {last}"
     return grid(cells, f"Devices by mesh axis. {caption}")
-
-
-def _device_names(mesh: Any) -> list[str]:
-    if isinstance(mesh, Mesh):
-        return [str(device.id) for device in mesh.devices.flat]
-    return [str(number) for number in range(math.prod(mesh.shape.values()))]

@@ -198,6 +198,7 @@ def grouped_events(events: Sequence[Event]) -> list[list[Event]]:
     """Return groups of collectives with equal kind, axes, bytes and line, most bytes sent first."""
     groups: dict[tuple[Any, ...], list[Event]] = {}
     for event in events:
+        # What may not run has a row of its own, because "≤" is for the whole row.
         key = (
             *(event.kind, event.mesh_axes, event.axes, event.logical_bytes, event.source),
             event.maybe,
@@ -240,6 +241,7 @@ def time_rows(time: TimeRange, layout: Layout) -> list[tuple[str, float, float, 
     for axes, span in time.links.items():
         parts.append(("+".join(axes), span, _rates_text(axes, layout)))
     whole = SecondsRange(low=time.low, high=time.high)
+    # Not the sum of the parts: at best all of them overlap.
     parts.append(("all", whole, "from full overlap to none; not calibrated"))
     return [(name, span.low, span.high, assumed) for name, span, assumed in parts]
 
@@ -247,7 +249,7 @@ def time_rows(time: TimeRange, layout: Layout) -> list[tuple[str, float, float, 
 def _rates_text(axes: tuple[str, ...], layout: Layout) -> str:
     slow, fast = layout.rates(axes)
     texts = []
-    if fast:
+    if fast:  # 0 for mesh axes that only cross slices
         rates = f"{slow / 1e9:g}" if slow == fast else f"{slow / 1e9:g} to {fast / 1e9:g}"
         texts.append(f"{rates} GB/s one way, 1 µs per hop at most")
     if layout.slices_of(axes) > 1:

@@ -42,6 +42,7 @@ def collective_rows(leaves: Iterable[LeafMove]) -> tuple[CollectiveRow, ...]:
     """Return the bytes that leaves send, by kind and mesh axes."""
     sums: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(lambda: [0, 0])
     for leaf in leaves:
+        # A tied leaf does not move: the first leaf of the same array does.
         for kind, axes, count, sent in _sent(leaf.route) if leaf.moves else ():
             sums[kind, axes][0] += count
             sums[kind, axes][1] += sent
@@ -57,7 +58,7 @@ def _sent(route: Route) -> Iterable[tuple[str, tuple[str, ...], int, int]]:
         assert route.common is not None
         sizes = dict(route.common.sizes)
         for step in route.steps:
-            if step.kind is not MoveKind.SLICE:
+            if step.kind is not MoveKind.SLICE:  # a slice is local
                 sent = route.pieces.of_all(sent_bytes(step, sizes))
                 yield str(step.kind), _whole_axes(step.mesh_axes, sizes), count, sent
     elif route.way is Way.EXCHANGE:
@@ -83,6 +84,7 @@ def _whole_axes(axes: Iterable[str], sizes: Iterable[str]) -> tuple[str, ...]:
 def reshard_text(plan: ReshardPlan) -> str:
     """Return the table of a plan: a row per leaf, then the collectives, bytes and peak."""
     rows = [_row(plan.leaves[index]) for index in plan.order]
+    # Specs and bytes never wrap, since they are compared between rows.
     lines = table([_HEAD, *rows], width=WIDTH, whole=[2, 3, 6])
     for row in collective_rows(plan.leaves):
         over = f" over {'+'.join(row.mesh_axes)}" if row.mesh_axes else ""
@@ -94,17 +96,19 @@ def reshard_text(plan: ReshardPlan) -> str:
         f"one device holds at most {bytes_text(plan.peak_per_device)}"
         + (f", the host {bytes_text(plan.host_bytes)}" if plan.host_bytes else "")
     )
-    narrow = sorted({str(leaf.route.dtype) for leaf in plan.leaves if _is_narrow(leaf.route.dtype)})
+    # Bytes are those of NumPy's element size, which is 1 for int4 too.
+    dtypes = {leaf.route.dtype for leaf in plan.leaves}
+    narrow = sorted(
+        str(dtype)
+        for dtype in dtypes
+        if int(jax.dtypes.itemsize_bits(dtype)) < 8 and dtype != np.bool_
+    )
     if narrow:
         lines.append(f"an element of {', '.join(narrow)} counts as a byte")
     if any(leaf.moves for leaf in plan.leaves):
         after = "is then deleted" if plan.donate else "is kept"
         lines.append(f"source and target of a leaf exist at the same time; the source {after}")
     return "\n".join(lines)
-
-
-def _is_narrow(dtype: np.dtype) -> bool:
-    return int(jax.dtypes.itemsize_bits(dtype)) < 8 and dtype != np.bool_
 
 
 def sent_text(plan: ReshardPlan) -> str:

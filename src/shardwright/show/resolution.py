@@ -95,6 +95,7 @@ def picture(resolution: Resolution) -> str:
     ]
     if len(sharded) > 2:
         return ""
+    # A single sharded dim is drawn as columns.
     directions: list[DimDecision | None] = [*[None] * (2 - len(sharded)), *sharded]
     rows, columns = directions
     holders = _holders(sizes, rows, columns)
@@ -163,7 +164,10 @@ def resolution_data(resolution: Resolution) -> dict[str, Any]:
         "ok": resolution.ok,
         "spec": None
         if resolution.spec is None
-        else [_entry_data(decision.entry) for decision in resolution.decisions],
+        else [
+            "?" if decision.entry is UNCONSTRAINED else list(entry_names(decision.entry))
+            for decision in resolution.decisions
+        ],
         "dims": [decision_data(decision) for decision in resolution.decisions],
         "problems": [_problem_data(problem) for problem in resolution.problems],
         "notes": list(resolution.notes),
@@ -177,6 +181,7 @@ def decision_data(decision: DimDecision) -> dict[str, Any]:
     return {
         "dim": decision.dim,
         "axis": decision.label,
+        # JSON has no symbolic sizes of `jax.export`, such as `2*b`.
         "size": size if size is None or type(size) is int else str(size),
         "mesh_axes": list(decision.mesh_axes),
         **named(decision, "outcome", "rule"),
@@ -203,7 +208,3 @@ def _problem_data(problem: Problem) -> dict[str, Any]:
         **fields,
         "mesh_axes": list(problem.mesh_axes),
     }
-
-
-def _entry_data(entry: Any) -> Any:
-    return "?" if entry is UNCONSTRAINED else list(entry_names(entry))

@@ -76,9 +76,11 @@ def advice_lines(found: SearchReport, *, width: int = WIDTH) -> list[str]:
         for mode in best.reports
     ]
     end = "it fits"
+    # A plan without a rule for a primitive may leave out some of its memory.
     if best.verdict is not Verdict.FITS or not best.complete:
         end = "it may not fit: --verify 1 compiles it"
     text = f"use {best.name} on {best.mesh}{settings}{variant}: {', '.join(rates)}; {end}"
+    # Names of strategies and of options have hyphens.
     return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
 
 

@@ -122,6 +122,7 @@ def _fit(
 
 
 def _wrap(cell: str, width: int) -> list[str]:
+    # Paths, specs and rules are long words that a reader copies, so they stay whole.
     return textwrap.wrap(cell, max(width, 1), break_long_words=False, break_on_hyphens=False) or [
         ""
     ]

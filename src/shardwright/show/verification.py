@@ -76,6 +76,7 @@ def memory_rows(verification: Verification) -> Iterator[tuple[str, ...]]:
     elif below >= _VISIBLE:
         remark = f"{below:.1%} below the range"
     else:
+        # A range of one value is a prediction, and the compiler meets it.
         equal = high - low < _VISIBLE * high
         remark = "equal" if equal else "inside the range"
     yield "memory", f"{bytes_text(low)} to {bytes_text(high)}", bytes_text(compiled.peak), remark
@@ -97,6 +98,7 @@ def reason_texts(sent: Sent) -> Iterator[str]:
     for reason in sent.reasons:
         share = f" ({_signed(reason.adds)})" if reason.adds else ""
         yield f"{reason.what}{share}{_places(reason)}"
+    # A remainder of up to 5% of the difference needs no reason.
     if not sent.equal and abs(sent.unexplained) > abs(sent.difference) // 20:
         yield f"not explained ({_signed(sent.unexplained)})"
 

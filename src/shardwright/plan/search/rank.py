@@ -142,10 +142,13 @@ def closed_form(
     inner = [each for each in resolved if each.annotation.runs]
     activations = [each for each in inner if each.role is Role.ACTIVATION]
     used = [_axes(each.dims) for each in activations]
+    # Matmuls are taken to be divided as far as the most sharded activation.
     widest = max((_ways(axes, sizes) for axes in used), default=1)
     seconds = flops / widest / (_USE * layout.topology.chip.flops)
     every = frozenset().union(*used)
     for each, axes in zip(activations, used, strict=True):
+        # An activation that is whole along a mesh axis of another one is taken to be a sum over
+        # that axis, such as the residual stream after a matmul whose hidden dim is over tp.
         missing = every - axes
         if missing:
             local = each.annotation.bytes // _ways(axes, sizes)

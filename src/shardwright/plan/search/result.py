@@ -167,7 +167,10 @@ class SearchReport:
             costs = candidate.costs
             # Candidates are sorted by whether they fit and by time, so only earlier ones can beat
             # this one.
-            if not any(_at_most(other.costs, costs) for other in front):
+            if not any(
+                all(cost <= own for cost, own in zip(other.costs, costs, strict=True))
+                for other in front
+            ):
                 front.append(candidate)
         return tuple(front)
 
@@ -205,7 +208,3 @@ def utilization(report: PlanReport) -> tuple[float, float]:
     assert report.layout is not None
     seconds = report.walked.useful_flops / report.layout.topology.chip.flops
     return seconds / report.time.high, seconds / report.time.low
-
-
-def _at_most(costs: tuple[float, ...], others: tuple[float, ...]) -> bool:
-    return all(cost <= other for cost, other in zip(costs, others, strict=True))

@@ -24,7 +24,6 @@ from shardwright.plan.renaming import Renaming
 from shardwright.plan.search.defaults import default_strategies
 from shardwright.plan.search.rank import (
     AnnotationRequest,
-    ResolvedAnnotation,
     closed_form,
     read_annotations,
     resolve_all,
@@ -231,7 +230,7 @@ class _Search:
       tokens: Tokens of one run, by mode; 0 if no argument says so.
       dropped: Reason -> number of candidates.
       examples: Reason -> a candidate that was dropped for it, with its error.
-      least: Bytes of the dropped candidate that needs least of those that do not fit.
+      smallest: Bytes of the candidate that needs least of those that do not fit.
       stopped: Whether `progress` has ended the search.
     """
 
@@ -248,12 +247,13 @@ class _Search:
     tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     dropped: Counter[str] = dataclasses.field(default_factory=Counter)
     examples: dict[str, str] = dataclasses.field(default_factory=dict)
-    least: float = math.inf
+    smallest: float = math.inf
     stopped: bool = False
 
     def run(self, most: int) -> SearchReport:
         """Judge every candidate, walk the best, and return the result."""
         points = self.space.points()
+        # A pin that no strategy accepts would drop every candidate for the same reason.
         self.space.check_settings()
         resolved, first_error = self._resolve_all(points)
         if first_error is not None and not resolved and _TOO_LARGE not in self.dropped:
@@ -268,8 +268,8 @@ class _Search:
             candidate = self._walk(each)
             self._report("planned", number, len(walked))
             if candidate.verdict is Verdict.DOES_NOT_FIT:
-                least = max(report.memory.low for report in candidate.reports.values())
-                self._drop_large(each.point, least)
+                needed = max(report.memory.low for report in candidate.reports.values())
+                self._drop_large(each.point, needed)
             else:
                 candidates.append(candidate)
         skipped = len(resolved) - len(walked)
@@ -288,8 +288,8 @@ class _Search:
     def _drop_large(self, point: Point, needed: int) -> None:
         """Count a candidate that does not fit. Keep the one that needs least as the example."""
         self.dropped[_TOO_LARGE] += 1
-        if needed < self.least:
-            self.least = needed
+        if needed < self.smallest:
+            self.smallest = needed
             usable = bytes_text(self.topology.chip.hbm_bytes)
             self.examples[_TOO_LARGE] = f"{point}: at least {bytes_text(needed)} of {usable}"
 
@@ -365,13 +365,15 @@ class _Search:
             resolved = resolve_all(in_mode, shared.requests, sizes)
             answers: tuple[Any, ...] = ()
             if not shared.trace.fits_all:
+                # The program itself asked for specs or sizes while it was traced. Equal answers
+                # are part of the key, because its equations depend on them.
                 asked = (known.request for known in shared.trace.answers)
                 answers = (
                     tuple(sorted(point.sizes.items())),
                     *(in_mode.answer(each).spec for each in asked),
                 )
             specs.append((mode, shared.number, answers, tuple(each.dims for each in resolved)))
-            rank += self._rank(in_mode, mode, resolved, layout)
+            rank += closed_form(resolved, in_mode, layout, flops=self.flops[mode])
         return _Resolved(
             point=point,
             strategy=strategy,
@@ -380,15 +382,6 @@ class _Search:
             rank=rank,
             held=held,
         )
-
-    def _rank(
-        self,
-        manager: PartitionManager,
-        mode: str,
-        resolved: Sequence[ResolvedAnnotation],
-        layout: Layout,
-    ) -> float:
-        return closed_form(resolved, manager, layout, flops=self.flops[mode])
 
     def _held(self, manager: PartitionManager, mode: str) -> int:
         """Return the bytes of the arguments on one device. Any trace of the mode has them."""
@@ -447,11 +440,13 @@ class _Search:
         if each.specs not in self.walks:
             reports = {}
             for mode, program in self.programs.items():
-                shared = self._trace(manager.for_mode(mode), mode)
                 in_mode = manager.for_mode(mode)
+                shared = self._trace(in_mode, mode)
                 reports[mode] = price(in_mode, shared.trace, program, renaming=shared.renaming)
             self.walks[each.specs] = reports
         mesh = ",".join(f"{axis}:{size}" for axis, size in each.point.sizes.items())
+        # The order of the axes decides their links, which are in the layout. What is sent is the
+        # same, so only the layout of a shared walk is replaced.
         reports = {
             mode: dataclasses.replace(
                 report, strategy=each.strategy.name, mesh=mesh, layout=each.layout

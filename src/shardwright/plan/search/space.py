@@ -87,6 +87,7 @@ class Space:
         meshes = {
             name: list(self._meshes(name, strategy)) for name, strategy in self.strategies.items()
         }
+        # The product is counted before it is built: it may have millions of points.
         count = sum(map(len, meshes.values())) * len(chosen)
         if not count:
             raise StrategyError(

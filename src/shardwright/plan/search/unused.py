@@ -46,6 +46,7 @@ class UnusedAxes:
             return frozenset()
         if id(strategy) not in self._known:
             used = self._used(strategy)
+            # A pinned axis is wanted, even where no rule names it.
             used |= {key.removeprefix(MESH) for key in self._space.pins}
             self._known[id(strategy)] = frozenset(strategy.mesh) - used
         return self._known[id(strategy)]
