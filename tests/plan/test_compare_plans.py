@@ -11,8 +11,7 @@ import pytest
 
 import shardwright as sw
 from shardwright.cli.main import main
-from shardwright.plan.compare_plans import compare_plans
-from shardwright.plan.moved_lines import moved_lines
+from shardwright.plan.compare_plans import compare_plans, moved_lines
 from shardwright.plan.walk.events import Event
 from tests.cli.test_plan import MODEL
 from tests.plan.test_walk import manager, mlp, plan

@@ -20,7 +20,7 @@ from shardwright.plan import Program
 from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.fit import Verdict
 from shardwright.plan.search import SearchReport, search_variants, verify_front
-from shardwright.plan.search.defaults import default_strategies
+from shardwright.plan.search.space import default_strategies
 from shardwright.plan.verify.compiler import Compiled, Target
 from shardwright.plan.verify.differences import Sent
 from shardwright.plan.verify.run import Verification

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from shardwright.errors import StrategyError
 from shardwright.plan.collectives.collective import Kind
-from shardwright.plan.moved_lines import moved_lines
 from shardwright.plan.planner import PlanReport
 from shardwright.plan.walk.events import Event
 from shardwright.vocabulary.shown import data_of
+
+# Line of a model, `model.py:12` -> what a plan says about this line.
+SaysByLine = Mapping[str, frozenset[Hashable]]
 
 PLAN_FIX: Final = "write it with: shardwright plan MODEL --strategy F --mesh M --json > FILE"
 
@@ -277,3 +280,38 @@ def _totals(
         runs, sent = totals.get(key, (0, 0))
         totals[key] = runs + event.runs, sent + event.total_wire_bytes
     return totals
+
+
+def moved_lines(before: SaysByLine, after: SaysByLine) -> dict[str, str]:
+    """Return the new place of each line that moved within its file.
+
+    Two lines are the same line if a plan says the same about both. Of equal lines, the order within
+    the file decides.
+
+    Args:
+      before: The lines of the left plan.
+      after: The lines of the right plan.
+
+    >>> moved_lines({"a.py:3": frozenset({"x"})}, {"a.py:4": frozenset({"x"})})
+    {'a.py:3': 'a.py:4'}
+    """
+    moved: dict[str, str] = {}
+    for file in dict.fromkeys(source.rpartition(":")[0] for source in before):
+        left, right = (
+            [each for each in _lines_of(file, lines) if before.get(each) != after.get(each)]
+            for lines in (before, after)
+        )
+        matcher = difflib.SequenceMatcher(
+            None, [before[each] for each in left], [after[each] for each in right], autojunk=False
+        )
+        for start, other, size in matcher.get_matching_blocks():
+            moved.update(zip(left[start : start + size], right[other : other + size], strict=True))
+    return moved
+
+
+def _lines_of(file: str, lines: SaysByLine) -> list[str]:
+    """Return the lines of a file in the order of their numbers."""
+    numbered = [source for source in lines if source.rpartition(":")[0] == file]
+    numbers = {source: source.rpartition(":")[2] for source in numbered}
+    # A collective without a line, such as the sum of a gradient, has an empty source.
+    return sorted(numbered, key=lambda each: int(numbers[each]) if numbers[each].isdecimal() else 0)

@@ -21,7 +21,6 @@ from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.plan.layout import Layout, lay_out
 from shardwright.plan.planner import PlanReport, Program, price, program_state, trace_program
 from shardwright.plan.renaming import Renaming
-from shardwright.plan.search.defaults import default_strategies
 from shardwright.plan.search.rank import (
     AnnotationRequest,
     closed_form,
@@ -30,7 +29,7 @@ from shardwright.plan.search.rank import (
 )
 from shardwright.plan.search.result import STOPPED, Candidate, SearchReport
 from shardwright.plan.search.settings import read_pins, read_vary
-from shardwright.plan.search.space import Point, Space
+from shardwright.plan.search.space import Point, Space, default_strategies
 from shardwright.plan.search.unused import UnusedAxes
 from shardwright.plan.trace import Trace
 from shardwright.resolution.request import ShardingRequest
