@@ -151,6 +151,7 @@ def _on_one_device(
         )
     if plain:
         return _OneDevice(scope=contextlib.nullcontext, place=whole.devices.flat[0])
+    # The same axes with one device each, so that specs and axis names in the function stay valid.
     grid = np.asarray(whole.devices).reshape(-1)[:1].reshape((1,) * whole.devices.ndim)
     single_mesh = Mesh(grid, whole.axis_names, axis_types=whole.axis_types)
 
@@ -206,6 +207,7 @@ def _run(f: Callable[..., Any], grad: bool) -> Callable[..., Any]:
 
 def _direction(array: Any) -> Any:
     """Return distinct numbers between -1 and 1 in the shape, dtype and sharding of an array."""
+    # Equal weights would not show that two elements have changed places.
     # On Explicit meshes the type of a cotangent includes the sharding of its result.
     ones = jnp.ones_like(array)
     for dim in range(array.ndim):
@@ -301,12 +303,14 @@ def _row(
         return None
     allowed = atol
     if jnp.issubdtype(array.dtype, jnp.inexact):
+        # Errors of a sum grow with its summands, not with its result, which may be near zero. So
+        # the limit is relative to the largest value, not to each.
         finite = np.abs(b[np.isfinite(b)])
         allowed += (_rtol(array.dtype) if rtol is None else rtol) * float(finite.max(initial=0.0))
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
         apart = np.where(same, 0.0, np.abs(a - b))
-    apart = np.where(np.isnan(apart), np.inf, apart)
+    apart = np.where(np.isnan(apart), np.inf, apart)  # NaN on one side only is the worst
     worst = np.unravel_index(int(apart.argmax()), a.shape)
     if apart[worst] <= allowed:
         return None

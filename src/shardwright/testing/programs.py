@@ -220,6 +220,7 @@ def _may_hide_bfloat16(lowered: Any, compiled: Any, collectives: Sequence[Collec
 
 
 def _signature(collective: Collective) -> tuple[Any, ...]:
+    # Without the element type of the program, which is what the second compilation is for.
     return (
         collective.kind,
         collective.mesh_axes,
@@ -233,6 +234,8 @@ def _signature(collective: Collective) -> tuple[Any, ...]:
 def is_same_everywhere(compiled: Any) -> bool:
     """Tell whether each device runs the whole program: nothing is sharded and nothing is sent."""
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    # A program that reads the number of its device, as `lax.axis_index` does, may work on a part of
+    # its operands although all of them are replicated.
     return (
         all(sharding.is_fully_replicated for sharding in shardings)
         and "partition-id()" not in compiled.as_text()
