@@ -144,7 +144,7 @@ def test_branches_count_the_most_work_and_the_least() -> None:
     shapes = (SQUARE, SQUARE, jax.ShapeDtypeStruct((), jnp.int32))
     work = plan(switched, *shapes, specs=(None, None, None)).walked.work
     once = 2 * 64**3
-    assert (work.least_flops, work.flops) == (once, 2 * once)
+    assert (work.min_flops, work.flops) == (once, 2 * once)
     assert work.matmul_bytes == 2 * 3 * 64**2 * 4
 
 
@@ -160,7 +160,7 @@ def test_work_before_branches_counts_once(mapped: bool) -> None:
     shapes = (SQUARE, SQUARE, jax.ShapeDtypeStruct((), jnp.int32))
     work = plan(inside if mapped else run, *shapes, specs=(None, None, None)).walked.work
     once = 2 * 64**3
-    assert (work.least_flops, work.flops) == (2 * once, 3 * once)
+    assert (work.min_flops, work.flops) == (2 * once, 3 * once)
     assert work.matmul_bytes == 3 * 3 * 64**2 * 4
 
 
@@ -174,7 +174,7 @@ def test_branches_inside_shard_map_count_the_most_work() -> None:
 
     shapes = (SQUARE, SQUARE, jax.ShapeDtypeStruct((), jnp.int32))
     work = plan(switched, *shapes, specs=(None, None, None)).walked.work
-    assert (work.least_flops, work.flops) == (2 * 64**3, 4 * 64**3)
+    assert (work.min_flops, work.flops) == (2 * 64**3, 4 * 64**3)
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -189,7 +189,7 @@ def test_branch_by_platform_is_that_of_tpus(mapped: bool) -> None:
         return jax.shard_map(square, in_specs=specs, out_specs=specs, check_vma=False)(x)
 
     work = plan(run if mapped else square, SQUARE, specs=(None,)).walked.work
-    assert (work.least_flops, work.flops) == (2 * 64**3, 2 * 64**3)
+    assert (work.min_flops, work.flops) == (2 * 64**3, 2 * 64**3)
 
 
 def test_bytes_of_a_branch_are_an_upper_bound() -> None:

@@ -59,7 +59,7 @@ def test_results_without_a_donated_argument_count_from_the_start() -> None:
 
 
 def buffer(size: int, *operands: Buffer, **options: Any) -> Buffer:
-    return Buffer(size=size, kind=TEMPORARY, operands=operands or None, least=size, **options)
+    return Buffer(size=size, kind=TEMPORARY, operands=operands or None, min_bytes=size, **options)
 
 
 def entry(uses: tuple[Buffer, ...], birth: Buffer, *, matmul: bool = False) -> Entry:
@@ -93,7 +93,7 @@ def test_exponentials_are_held_where_a_kernel_has_whole_rows(row: int, held: boo
 
 def test_matmul_with_one_elementwise_use_is_not_held_at_best() -> None:
     x = buffer(8)
-    matmul = Buffer(size=32, kind=TEMPORARY, least=32)
+    matmul = Buffer(size=32, kind=TEMPORARY, min_bytes=32)
     other, total = buffer(32), buffer(4)
     summed = buffer(32, other, matmul)
     timeline = Timeline()

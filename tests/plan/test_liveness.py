@@ -32,7 +32,7 @@ HELD = BATCH * LENGTH * EMBED * F32 // 8
 
 
 def buffer(size: int, *operands: Buffer, fused: bool = False) -> Buffer:
-    return Buffer(size=size, kind=TEMPORARY, operands=operands if fused else None, least=size)
+    return Buffer(size=size, kind=TEMPORARY, operands=operands if fused else None, min_bytes=size)
 
 
 def shape(spec: sw.ArraySpec) -> Any:
@@ -117,7 +117,7 @@ def test_chain_of_fused_values_overwrites_its_start_at_best() -> None:
 
 
 def test_part_by_part_value_is_not_whole_at_best() -> None:
-    gathered, result = Buffer(size=80, kind=TEMPORARY, least=10), buffer(5)
+    gathered, result = Buffer(size=80, kind=TEMPORARY, min_bytes=10), buffer(5)
     timeline = Timeline()
     timeline.add(births=[gathered])
     timeline.add([gathered], [result])

@@ -294,7 +294,7 @@ def test_least_candidate_that_does_not_fit_is_named() -> None:
 def test_overlapping_times_are_counted() -> None:
     found = search()
     first = found.front[0].seconds
-    assert found.undecided == sum(one.least_seconds < first for one in found.front)
+    assert found.undecided == sum(one.min_seconds < first for one in found.front)
     says = f"the times of {found.undecided} of them overlap"
     assert (says in search_text(found)) == (found.undecided > 1)
 

@@ -38,7 +38,7 @@ def walked(*events: Event, flops: int = 0, matmul_bytes: int = 0) -> Walked:
         choices=(),
         idle=(),
         unknown={},
-        work=Work(flops=flops, least_flops=flops, matmul_bytes=matmul_bytes),
+        work=Work(flops=flops, min_flops=flops, matmul_bytes=matmul_bytes),
         memory=Peak(),
     )
 

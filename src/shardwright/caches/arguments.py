@@ -111,9 +111,9 @@ def integers(name: str, values: Any, *, size: int | None = None, per: str = "slo
     if array.dtype.itemsize < 4 or array.dtype == np.int32:
         return array.astype(np.int32)
     # A plain cast would turn 2**32 into 0, which is a slot.
-    least = 0 if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else -_LARGEST_INT32
+    smallest = 0 if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else -_LARGEST_INT32
     numpy = np if isinstance(array, np.ndarray) else jnp
-    return numpy.clip(array, least, _LARGEST_INT32).astype(np.int32)
+    return numpy.clip(array, smallest, _LARGEST_INT32).astype(np.int32)
 
 
 def _array_of(name: str, values: Any) -> Any:

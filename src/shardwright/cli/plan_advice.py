@@ -91,8 +91,8 @@ def _fixes(
         return price(other, trace_program(other, program, topology), program).memory.low
 
     if strategy is not None:
-        least = report.memory.low - _LARGE * usable
-        rules = find_smaller_rules(strategy, manager, report.state, needed, below=least)
+        below = report.memory.low - _LARGE * usable
+        rules = find_smaller_rules(strategy, manager, report.state, needed, below=below)
         yield from [] if rules is None else [str(rules)]
     if report.memory.low - state.per_device > state.per_device:
         yield _smaller(manager)

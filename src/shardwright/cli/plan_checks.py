@@ -176,7 +176,7 @@ def what_holds(state: StateBytes, topology: Topology | None) -> str:
     needed = state.of().total
     slice_ = smallest_slice(topology.chip, needed)
     if slice_:
-        least = f"the smallest slice that can hold it is {slice_}"
+        smallest = f"the smallest slice that can hold it is {slice_}"
     else:
-        least = f"no slice of {topology.chip.name} can hold it"
-    return f": one copy of the state is {bytes_text(needed)}, and {least}"
+        smallest = f"no slice of {topology.chip.name} can hold it"
+    return f": one copy of the state is {bytes_text(needed)}, and {smallest}"

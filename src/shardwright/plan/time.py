@@ -73,7 +73,7 @@ def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRa
       state_bytes: Bytes of the arguments on one device. Each argument is read at least once.
     """
     chip = layout.topology.chip
-    least, most = walked.work.least_flops / chip.flops, walked.flops / chip.flops
+    low, high = walked.work.min_flops / chip.flops, walked.flops / chip.flops
     read = max(state_bytes, walked.matmul_bytes) / chip.hbm_rate
     links: dict[tuple[str, ...], SecondsRange] = {}
     for event in walked.events:
@@ -81,7 +81,7 @@ def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRa
         known = links.get(event.mesh_axes, SecondsRange(low=0.0, high=0.0))
         links[event.mesh_axes] = SecondsRange(low=known.low + span.low, high=known.high + span.high)
     return TimeRange(
-        matmuls=SecondsRange(low=least, high=most / _LEAST_USE),
+        matmuls=SecondsRange(low=low, high=high / _LEAST_USE),
         memory=SecondsRange(low=state_bytes / chip.hbm_rate, high=read),
         links=links,
     )
@@ -93,13 +93,13 @@ def _sending(event: Event, layout: Layout) -> SecondsRange:
     slow, fast = layout.rates(event.mesh_axes)
     # Over mesh axes that only cross slices, nothing is sent inside a slice.
     sent = event.wire_bytes if parts else 0
-    least = sent * _EXCHANGE if event.kind is Kind.ALL_TO_ALL else sent
+    exchanged = sent * _EXCHANGE if event.kind is Kind.ALL_TO_ALL else sent
     hops = sum(part.hops for part in parts)
     if event.kind is Kind.PERMUTE:
         # A neighbor is one hop away, over one link.
         slow, hops = layout.topology.chip.link_rates[0], min(1, len(parts))
     between = layout.seconds_between_slices(event.kind, event.mesh_axes, event.logical_bytes)
     inside = max(sent / slow, hops * _HOP) if sent else 0.0
-    least_inside = least / fast if sent else 0.0
-    low = 0.0 if event.maybe else event.runs * max(least_inside, between)
+    fastest_inside = exchanged / fast if sent else 0.0
+    low = 0.0 if event.maybe else event.runs * max(fastest_inside, between)
     return SecondsRange(low=low, high=event.runs * (inside + between))

@@ -156,7 +156,7 @@ def find_route(
     )
     if source is None:
         sent = base.target_bytes
-        return _with_pieces(base, [after.counts], sent=sent, least=sent, limit=limit)
+        return _with_pieces(base, [after.counts], sent=sent, missing=sent, limit=limit)
     before = grid_of(source, shape)
     base = dataclasses.replace(
         base, source=before, source_bytes=elements * dtype.itemsize * before.copies
@@ -166,11 +166,11 @@ def find_route(
         stays = isinstance(source, NamedSharding) and source.mesh == target.mesh
         stays = stays and before.dims == after.dims
         return dataclasses.replace(base, way=Way.STAYS if stays else Way.RELABEL)
-    least = missing_bytes(before, after, elements * wire.itemsize)
+    missing = missing_bytes(before, after, elements * wire.itemsize)
     ends = [before.counts, after.counts]
     if set(before.devices) != set(after.devices):
         base = dataclasses.replace(base, way=Way.TRANSFER)
-        return _with_pieces(base, ends, sent=least, least=least, limit=limit)
+        return _with_pieces(base, ends, sent=missing, missing=missing, limit=limit)
     common = common_axes(before, after)
     steps = None if common is None else _steps(common, shape, wire)
     if common is not None and steps is not None:
@@ -179,17 +179,17 @@ def find_route(
         places = [common.source, *(step.after for step in steps)]
         counts = [[shard_count(axes, sizes) for axes in place] for place in places]
         route = dataclasses.replace(base, way=Way.COLLECTIVES, common=common, steps=steps)
-        route = _with_pieces(route, counts, sent=sent, least=least, limit=limit)
+        route = _with_pieces(route, counts, sent=sent, missing=missing, limit=limit)
         # Collectives need fewer steps, so they may send up to 1.5 times the least bytes.
-        if 2 * route.bytes_sent <= 3 * least:
+        if 2 * route.bytes_sent <= 3 * missing:
             return route
     rounds = sum(not sends[0].stays for sends in schedule(before, after))
     base = dataclasses.replace(base, way=Way.EXCHANGE, rounds=rounds)
-    return _with_pieces(base, ends, sent=least, least=least, limit=limit)
+    return _with_pieces(base, ends, sent=missing, missing=missing, limit=limit)
 
 
 def _with_pieces(
-    base: Route, counts: Sequence[Sequence[int]], *, sent: int, least: int, limit: int
+    base: Route, counts: Sequence[Sequence[int]], *, sent: int, missing: int, limit: int
 ) -> Route:
     devices = max(len(base.target.devices), len(base.source.devices) if base.source else 1)
     itemsize = max(base.dtype.itemsize, base.to_dtype.itemsize)
@@ -197,7 +197,7 @@ def _with_pieces(
     largest = max(elements // math.prod(each) for each in counts) * devices * itemsize
     pieces = cut(base.shape, counts, largest=largest, limit=limit) if elements else _ONE_PIECE
     return dataclasses.replace(
-        base, pieces=pieces, bytes_sent=pieces.of_all(sent), least_bytes=least
+        base, pieces=pieces, bytes_sent=pieces.of_all(sent), least_bytes=missing
     )
 
 

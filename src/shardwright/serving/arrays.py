@@ -59,7 +59,7 @@ class SequenceState:
       last: Its latest token, or ON_DEVICE if a call in flight draws it.
       index: Number of tokens that it has written, after the calls in flight.
       limit: Largest number of tokens that it may write.
-      sampling: How its next token is drawn.
+      sampling: How its next token is sampled.
     """
 
     slot: int
@@ -264,7 +264,7 @@ class SlotArrays(Arrays):
 
         Args:
           sequences: Sequences by row. If `last` is ON_DEVICE, the first token is the one that the
-            latest `prefill` has drawn, which the host need not know.
+            latest `prefill` has sampled, which the host need not know.
         """
         setup, rows = self._setup, self._setup.prefill_rows
         entries = np.stack(
@@ -377,7 +377,7 @@ class SlotArrays(Arrays):
         return _moved(self.rows, setup.manager.for_mode(MODE_PREFILL))
 
     def _following_for_insert(self) -> Sampled:
-        """Return what the latest `prefill` has drawn on the mesh of the slots."""
+        """Return what the latest `prefill` has sampled on the mesh of the slots."""
         setup, following = self._setup, self._following
         assert following is not None
         if setup.shares_mesh:

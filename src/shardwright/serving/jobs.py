@@ -86,7 +86,7 @@ class Job:
       chunks_in_row: Number of chunks that it has read since it got its row.
       in_flight: Number of tokens that calls in flight will give it. These calls have begun, but the
         host has not read their results.
-      written: All tokens that were drawn and read, including those of stop sequences.
+      written: All tokens that were sampled and read, including those of stop sequences.
       logprobs: The logarithms of the probabilities of the tokens in `written`.
       text: The tokens that may be handed out.
       versions: Versions of the weights that it was computed with, in order.
@@ -109,7 +109,7 @@ class Job:
 
     @property
     def reading(self) -> Sequence[int]:
-        """The tokens that the cache must hold before the next one is drawn.
+        """The tokens that the cache must hold before the next one is sampled.
 
         These are all tokens except the last one that was written. For a request that has written
         nothing, they are its prompt.

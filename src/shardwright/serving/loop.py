@@ -281,15 +281,15 @@ class Loop:
             sampling=job.request.sampling,
         )
 
-    def _take_read(self, chunks: Sequence[Chunk], first: Collection[int], drawn: Tokens) -> None:
+    def _take_read(self, chunks: Sequence[Chunk], first: Collection[int], sampled: Tokens) -> None:
         """Take the tokens that follow chunks, in the rows where they are the first of a text."""
         now = self.meter.now()
         for chunk in chunks:
             job, row, is_first = chunk.job, chunk.row, chunk.row in first
             job.in_flight -= is_first
             # A code fails the job after every chunk.
-            if job.completion is None and (is_first or drawn.tokens[row] < 0):
-                self._take(job, drawn.tokens[row], drawn.logprobs[row], now)
+            if job.completion is None and (is_first or sampled.tokens[row] < 0):
+                self._take(job, sampled.tokens[row], sampled.logprobs[row], now)
 
     def _fill(self) -> None:
         """Move the prompts that are completely read into their slots."""
@@ -362,7 +362,7 @@ class Loop:
             self._begin(part, [job for job, _ in jobs.values()], sampled.fetch, take)
 
     def _take_decoded(
-        self, jobs: dict[int, tuple[Job, int]], version: int | str, drawn: Tokens
+        self, jobs: dict[int, tuple[Job, int]], version: int | str, sampled: Tokens
     ) -> None:
         """Add the tokens of a call to its jobs, except to those that have ended."""
         now, counts = self.meter.now(), []
@@ -375,7 +375,7 @@ class Loop:
             for at in range(count):
                 # A stop sequence or an error may end it.
                 if job.completion is None:
-                    self._take(job, drawn.tokens[at][slot], drawn.logprobs[at][slot], now)
+                    self._take(job, sampled.tokens[at][slot], sampled.logprobs[at][slot], now)
             self.scheduler.wrote(job)
         self.meter.decode_steps += max(counts)
         self.meter.slot_steps += sum(counts)

@@ -16,7 +16,7 @@ from shardwright.errors import ServingError
 from shardwright.vocabulary.integers import quoted
 from shardwright.vocabulary.read import Faults, FieldKind, instance, integer, passes, read_fields
 
-# The smallest normal and the largest number of float32. Tokens are drawn in float32.
+# The smallest normal and the largest number of float32. Tokens are sampled in float32.
 _LEAST_FLOAT, _MOST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 MOST_TOKEN = 2**31 - 1
 _TOKENS_FIX = "pass token numbers, which are non-negative integers, as the tokenizer returns them"
@@ -42,7 +42,7 @@ PROBABILITY: Final = passes(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn. Defaults to the most likely token.
+    """How the next token is sampled. Defaults to the most likely token.
 
     A draw depends only on the logits, the seed and the number of tokens that the request has
     written.
@@ -108,7 +108,7 @@ class Request:
     Attributes:
       prompt: Token numbers. There is at least one.
       max_new_tokens: Maximum number of tokens to write, including those of a stop sequence.
-      sampling: How tokens are drawn.
+      sampling: How tokens are sampled.
       stop: Tokens, or sequences of tokens, that end the text. They are not part of it.
       on_token: Called with each token, as soon as the token can no longer become part of a stop
         sequence. An exception that it raises fails only this request.

@@ -38,7 +38,7 @@ class Draw:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sampled:
-    """Tokens that were drawn and their log-probabilities, in one array, which is one transfer.
+    """Tokens that were sampled and their log-probabilities, in one array, which is one transfer.
 
     Attributes:
       packed: `[..., 2]` int32: a token, or a negative number, which is the code of an error; and
@@ -174,10 +174,10 @@ def sample(logits: jax.Array, draw: Draw, *, is_greedy: jax.Array | None = None)
     if is_greedy is None:
         is_greedy = jnp.all(draw.temperature == 0)
 
-    def drawn() -> jax.Array:
+    def sampled() -> jax.Array:
         return jnp.where(draw.temperature > 0, jax.vmap(_draw)(logits, draw), most_likely)
 
-    tokens = jax.lax.cond(is_greedy, lambda: most_likely, drawn)
+    tokens = jax.lax.cond(is_greedy, lambda: most_likely, sampled)
     return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), tokens, -1)
 
 
@@ -192,7 +192,7 @@ def _draw(logits: jax.Array, draw: Draw) -> jax.Array:
 
 
 def keep(chances: jax.Array, *, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Return `[vocab]` bool: which tokens may be drawn. The first token is always among them.
+    """Return `[vocab]` bool: which tokens may be sampled. The first token is always among them.
 
     Args:
       chances: `[vocab]` probabilities, in descending order.

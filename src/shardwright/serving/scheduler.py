@@ -190,8 +190,8 @@ class Scheduler:
         if job.phase is not Phase.DECODING:
             return job.read
         # The last token of a text is not cached. A prompt that was just read has no text yet.
-        drawn = len(job.written) + job.in_flight
-        return len(job.request.prompt) + max(drawn - 1, 0)
+        sampled = len(job.written) + job.in_flight
+        return len(job.request.prompt) + max(sampled - 1, 0)
 
     def wrote(self, job: Job) -> None:
         """Record that the tokens of a decoding job were written to its cache."""

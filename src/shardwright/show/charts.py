@@ -33,9 +33,9 @@ def stacked_bar(
     usable = None if usable is None or usable > _FAR * whole else usable
     whole = max(whole, usable or 0)
     scale = (_WIDTH - 2) / whole
-    at, drawn = 1.0, []
+    at, shapes = 1.0, []
     for position, size in enumerate(parts.values()):
-        drawn.append(_rect(at, 22, size * scale, 22, COLORS[position % len(COLORS)]))
+        shapes.append(_rect(at, 22, size * scale, 22, COLORS[position % len(COLORS)]))
         at += size * scale
     marks = [("at least", low), ("compiled", peak), ("usable", usable)]
     placed = sorted((size, name) for name, size in marks if size is not None)
@@ -44,11 +44,11 @@ def stacked_bar(
         x = 1 + size * scale
         anchor = "end" if x > _WIDTH / 2 else "start"  # the text stays inside the picture
         y = 14 if level % 2 == 0 else 62
-        drawn.append(
+        shapes.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="17" y2="49" stroke="var(--text)"/>'
             f'<text class="quiet" x="{x:.1f}" y="{y}" text-anchor="{anchor}">{name}</text>'
         )
-    return _picture(66, "".join(drawn), "memory of one device")
+    return _picture(66, "".join(shapes), "memory of one device")
 
 
 def bars(values: Mapping[str, float], text: Callable[[float], str], *, label: str) -> str:
@@ -65,18 +65,18 @@ def spans(values: Mapping[str, tuple[float, float, str]], *, label: str) -> str:
     """
     most = max((high for _, high, _ in values.values()), default=0.0) or 1.0
     room = _WIDTH - _LABEL - _VALUE
-    drawn = []
+    shapes = []
     for row, (name, (low, high, text)) in enumerate(values.items()):
         y = row * _ROW
         start = _LABEL + room * low / most
         width = max(room * (high - low) / most, 1.5)  # a range of one value is a visible line
-        drawn.append(
+        shapes.append(
             f'<text x="0" y="{y + 16}">{html_text(_shortened(name))}</text>'
             f"{_rect(start, y + 5, width, 14, '--a')}"
             f'<text class="quiet" x="{start + width + 8:.1f}" y="{y + 16}">'
             f"{html_text(text)}</text>"
         )
-    return _picture(max(len(values) * _ROW, 1), "".join(drawn), label)
+    return _picture(max(len(values) * _ROW, 1), "".join(shapes), label)
 
 
 def key(names: Mapping[str, str]) -> str:

@@ -184,7 +184,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "strategy": candidate.name,
         "mesh": dict(candidate.sizes),
         "settings": dict(candidate.settings),
-        "seconds": [candidate.least_seconds, candidate.seconds],
+        "seconds": [candidate.min_seconds, candidate.seconds],
         "memory": [
             max(report.memory.low for report in reports.values()),
             candidate.most_bytes,

@@ -98,18 +98,19 @@ def _fit(
 ) -> list[int]:
     """Return the width of each column: that of its longest cell, reduced until the row fits."""
     widths = [max(map(len, column)) for column in columns]
-    least = [
+    min_widths = [
         max((len(word) for cell in column for word in cell.split()), default=0)
         for column in columns
     ]
-    least = [widths[at] if at in whole else each for at, each in enumerate(least)]
+    min_widths = [widths[at] if at in whole else each for at, each in enumerate(min_widths)]
     over = sum(widths) + _GAP * (len(widths) - 1) - width
     if prose is not None and over > 0:
-        reduction = min(over, max(0, widths[prose] - max(least[prose], _PROSE)))
+        reduction = min(over, max(0, widths[prose] - max(min_widths[prose], _PROSE)))
         widths[prose], over = widths[prose] - reduction, over - reduction
-    while over > 0 and widths != least:
+    while over > 0 and widths != min_widths:
         widest = max(
-            (at for at in range(len(widths)) if widths[at] > least[at]), key=lambda at: widths[at]
+            (at for at in range(len(widths)) if widths[at] > min_widths[at]),
+            key=lambda at: widths[at],
         )
         # One character less may move a whole word to the next line. The column can then be
         # narrower still.

@@ -58,7 +58,7 @@ class Candidate:
         return sum(seconds_of(report) for report in self.reports.values())
 
     @property
-    def least_seconds(self) -> float:
+    def min_seconds(self) -> float:
         """Lower end of the estimated time of one run of each mode, all runs together."""
         times = [report.time for report in self.reports.values()]
         return sum(time.low for time in times if time is not None)
@@ -180,7 +180,7 @@ class SearchReport:
 
         They may take less than the upper end of the first one.
         """
-        return sum(each.least_seconds < self.front[0].seconds for each in self.front)
+        return sum(each.min_seconds < self.front[0].seconds for each in self.front)
 
     @property
     def best(self) -> Candidate | None:

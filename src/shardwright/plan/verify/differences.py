@@ -134,8 +134,8 @@ def _sent(
     if unknown and others and unexplained > 0:
         what = f"not planned: no rule for {', '.join(sorted(unknown))}"
         reasons.append(_reason(what, others, min(unexplained, sum(map(_wire, others)))))
-    least = _SMALL * max(sum(planned.values()), sum(compiled.values()))
-    large = tuple(reason for reason in reasons if abs(reason.adds) > least)
+    threshold = _SMALL * max(sum(planned.values()), sum(compiled.values()))
+    large = tuple(reason for reason in reasons if abs(reason.adds) > threshold)
     return dataclasses.replace(row, reasons=large)
 
 

@@ -143,7 +143,7 @@ def _shard_sums(step: PlanStep, births: Sequence[Buffer | None]) -> None:
     starts = step.values[constants : constants + carries]
     for start, later, aval, birth in zip(starts, step.wanted, step.results, births, strict=False):
         if start.free and later is not None and birth is not None:
-            birth.least = min(birth.least, step.ledger.local_bytes(aval, later))
+            birth.min_bytes = min(birth.min_bytes, step.ledger.local_bytes(aval, later))
 
 
 def _parts(step: PlanStep, results: Sequence[ShardedValue]) -> int:
@@ -232,7 +232,7 @@ def _rows_of_table(step: PlanStep) -> Buffer | None:
     if table is None or not table.across:
         return table
     if table not in ledger.copies:
-        ledger.copies[table] = Buffer(size=table.size, kind=TEMPORARY, least=table.size)
+        ledger.copies[table] = Buffer(size=table.size, kind=TEMPORARY, min_bytes=table.size)
         ledger.timeline.add([table], [ledger.copies[table]])
     return ledger.copies[table]
 
@@ -292,7 +292,7 @@ def _born(
         kind=LOOPS if name in _LOOPS else TEMPORARY,
         operands=operands if fused else None,
         cheap=name in _CHEAP,
-        least=0 if owed else size,
+        min_bytes=0 if owed else size,
         across=name in CONSTRAINTS and any(each.across for each in operands),
         costly=name in _COSTLY or (fused and any(each.costly for each in operands)),
     )

@@ -68,7 +68,7 @@ def scan(step: PlanStep) -> list[ShardedValue]:
             step.doubt(summed & axes_of(later) - end.mesh_axes, _SUMMED)
             if end.buffer is not None:
                 part = step.ledger.local_bytes(variable.aval, later)
-                end.buffer.least = min(end.buffer.least, part)
+                end.buffer.min_bytes = min(end.buffer.min_bytes, part)
     for start, end, variable in zip(carry, ends, body.outvars, strict=False):
         if not start.free:
             step.doubt(_turned(start, end), _CARRY)

@@ -22,7 +22,7 @@ class Buffer:
       operands: The buffers from which a compiler computes it in each use, if it may fuse it. None
         if it may not.
       cheap: Whether it is fused even if it has several uses, such as a conversion or a reshape.
-      least: Bytes of it that are in memory at one time at least. They are less than `size` if a
+      min_bytes: Bytes of it that are in memory at one time at least. They are less than `size` if a
         compiler may send or sum the value part by part.
       costly: Whether it takes an exponential, a logarithm or the like to compute it again.
       reduced: Whether a reduction reads it.
@@ -37,7 +37,7 @@ class Buffer:
     kind: str
     operands: tuple[Buffer, ...] | None = None
     cheap: bool = False
-    least: int = 0
+    min_bytes: int = 0
     costly: bool = False
     reduced: bool = False
     row: int = 0

@@ -120,14 +120,14 @@ class Work:
 
     Attributes:
       flops: Floating-point operations; of the branches of a `cond`, those of the largest.
-      least_flops: The same with the smallest branch.
+      min_flops: The same with the smallest branch.
       matmul_bytes: Bytes that the matmuls read and write; of a `cond`, those of the largest.
       repeated_flops: The part of `flops` that repeats others: those of the forward pass, or those
         of the devices along an idle mesh axis.
     """
 
     flops: int = 0
-    least_flops: int = 0
+    min_flops: int = 0
     matmul_bytes: int = 0
     repeated_flops: int = 0
 
@@ -135,7 +135,7 @@ class Work:
         """Return the work of both."""
         return Work(
             flops=self.flops + other.flops,
-            least_flops=self.least_flops + other.least_flops,
+            min_flops=self.min_flops + other.min_flops,
             matmul_bytes=self.matmul_bytes + other.matmul_bytes,
             repeated_flops=self.repeated_flops + other.repeated_flops,
         )
@@ -145,7 +145,7 @@ class Work:
         """Return the work of branches of which one runs."""
         return Work(
             flops=max(branch.flops for branch in branches),
-            least_flops=min(branch.least_flops for branch in branches),
+            min_flops=min(branch.min_flops for branch in branches),
             matmul_bytes=max(branch.matmul_bytes for branch in branches),
             repeated_flops=max(branch.repeated_flops for branch in branches),
         )

@@ -57,7 +57,7 @@ def fused_buffers(
             return False
         if fusion is Fusion.WIDE and buffer.reduced:
             # A softmax holds its scores or their exponentials, and not both.
-            return not buffer.costly and _in_one_kernel(buffer, least=1)
+            return not buffer.costly and _in_one_kernel(buffer, min_row_bytes=1)
         if fusion is not Fusion.NARROW or not buffer.costly:
             return True
         kept = buffer.reduced and _in_one_kernel(buffer)
@@ -145,7 +145,7 @@ def _is_at_hand(buffer: Buffer, fused: set[Buffer], reach: Mapping[Buffer, int])
     return reach.get(large[0], 0) > reach.get(buffer, 0)
 
 
-def _in_one_kernel(buffer: Buffer, *, least: int = 0) -> bool:
+def _in_one_kernel(buffer: Buffer, *, min_row_bytes: int = 0) -> bool:
     """Tell whether a TPU may compute a value in the kernel of the matmul that it starts with.
 
     The kernel then has whole rows of the matmul, as for a softmax. It holds the operand that makes
@@ -153,9 +153,9 @@ def _in_one_kernel(buffer: Buffer, *, least: int = 0) -> bool:
 
     Args:
       buffer: The value.
-      least: Least bytes of that operand. With 0, the value need not start with a matmul.
+      min_row_bytes: Least bytes of that operand. With 0, the value need not start with a matmul.
     """
-    return all(least <= 2 * root.row < _KERNEL for root in roots(buffer))
+    return all(min_row_bytes <= 2 * root.row < _KERNEL for root in roots(buffer))
 
 
 def roots(buffer: Buffer) -> list[Buffer]:

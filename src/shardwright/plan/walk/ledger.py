@@ -337,7 +337,7 @@ class Ledger:
         flops = 2 * elements * location.runs
         self.work += Work(
             flops=flops,
-            least_flops=flops,
+            min_flops=flops,
             matmul_bytes=sum(operands) * location.runs,
             repeated_flops=flops if location.recomputed else flops - flops // copies,
         )

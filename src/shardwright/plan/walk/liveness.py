@@ -121,22 +121,22 @@ class Timeline:
 
         def sure(buffer: Buffer) -> int:
             if buffer.kind == LOOPS and buffer not in results:
-                return buffer.least
+                return buffer.min_bytes
             return buffer.size if unavoidable(buffer) else 0
 
-        def least(last: Mapping[Buffer, int], fused: set[Buffer]) -> int:
+        def lowest(last: Mapping[Buffer, int], fused: set[Buffer]) -> int:
             skipped = stacked | inside_kernels(self._entries, fused)
 
             def best(buffer: Buffer) -> int:
                 if unavoidable(buffer) and buffer not in stacked:
                     return buffer.size
-                return 0 if buffer in skipped else buffer.least
+                return 0 if buffer in skipped else buffer.min_bytes
 
-            return self._least(last, fused, best, lambda inner: inner.low)
+            return self._lowest_peak(last, fused, best, lambda inner: inner.low)
 
         return Peak(
-            sure=self._least(*ways[Fusion.NARROW], sure, lambda inner: inner.sure),
-            low=min(least(*way) for way in ways.values()),
+            sure=self._lowest_peak(*ways[Fusion.NARROW], sure, lambda inner: inner.sure),
+            low=min(lowest(*way) for way in ways.values()),
             high=high,
             kinds=_by_kind(live),
             live=live,
@@ -213,7 +213,7 @@ class Timeline:
             alive.end(at)
         return most, () if peak_entry is None else _live(present, peak_entry, kinds)
 
-    def _least(
+    def _lowest_peak(
         self,
         last: Mapping[Buffer, int],
         fused: set[Buffer],
@@ -229,7 +229,7 @@ class Timeline:
           weigh_inner: Returns the bytes to count for the jaxpr that an equation runs.
         """
         alive = _Alive(last, fused, weigh)
-        least = 0
+        peak = 0
         for at, entry in enumerate(self._entries):
             # A chain of elementwise values may overwrite a value that it starts with.
             starts = [
@@ -241,9 +241,9 @@ class Timeline:
             ]
             alive.drop(buffer for buffer in (*entry.in_place, *starts) if last.get(buffer) == at)
             alive.add(entry.births)
-            least = max(least, alive.total + weigh_inner(entry.inner))
+            peak = max(peak, alive.total + weigh_inner(entry.inner))
             alive.end(at)
-        return least
+        return peak
 
 
 class _Alive:

@@ -196,7 +196,7 @@ def _count_kernel(equation: Any, step: PlanStep, location: WalkLocation) -> None
     runs = 2 * steps * location.runs
     step.ledger.work += Work(
         flops=(always + most) * runs,
-        least_flops=always * runs,
+        min_flops=always * runs,
         matmul_bytes=sum(sizes) * location.runs,
     )
 

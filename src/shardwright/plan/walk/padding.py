@@ -82,7 +82,7 @@ def turned_copies(name: str, births: Iterable[Buffer | None]) -> list[Buffer]:
     ]
     sizes = [_tiled_bytes(birth) for birth in short]
     return [
-        Buffer(size=size, kind=TEMPORARY, least=least)
+        Buffer(size=size, kind=TEMPORARY, min_bytes=least)
         for size in sizes
         if size
         for least in (size, 0)
