@@ -365,7 +365,7 @@ def test_auto_choice_for_sharded_keys_in_decode() -> None:
     call = Call()
     with call.manager:
         choice = explain(*call.abstract(), causal=True)
-    assert (choice.name, choice.passed_over) == ("flash_decode", ("vanilla",))
+    assert (choice.name, choice.alternatives) == ("flash_decode", ("vanilla",))
     assert choice.why == "the keys are sharded over sp: partial softmaxes are combined"
 
 

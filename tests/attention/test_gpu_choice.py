@@ -27,7 +27,7 @@ def chosen(length: int, *, batch: int = 1, heads: int = 16, mesh: str = "dp:1") 
 
 def test_many_logits_take_blocks() -> None:
     choice = chosen(16384)
-    assert (choice.name, choice.passed_over[0]) == ("blockwise", "sdpa")
+    assert (choice.name, choice.alternatives[0]) == ("blockwise", "sdpa")
     assert choice.why == (
         "memory linear in length: all logits at once would take 16384.0 MiB per device, more "
         "than 64"
@@ -36,7 +36,7 @@ def test_many_logits_take_blocks() -> None:
 
 def test_few_logits_take_sdpa() -> None:
     choice = chosen(1024)  # 16 heads of 4 MiB
-    assert (choice.name, choice.passed_over[0]) == ("sdpa", "blockwise")
+    assert (choice.name, choice.alternatives[0]) == ("sdpa", "blockwise")
     assert choice.why == "JAX's attention by XLA: all 64.0 MiB of logits per device at once"
 
 

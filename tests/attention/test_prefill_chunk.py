@@ -125,7 +125,7 @@ def test_auto_choice_sends_fewer_bytes() -> None:
         "flash_decode",
         "0.0483 MiB of queries and results are fewer than 0.75 MiB of keys and values",
     )
-    assert many_keys.passed_over[0] == "allgather_kv"
+    assert many_keys.alternatives[0] == "allgather_kv"
 
 
 def _longer(keys: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -18,7 +18,7 @@ from shardwright.processes.compare import ProcessGroup
 from shardwright.processes.watchdog import Watchdog, _Beat, _State
 from tests.processes.simulated_store import SimulatedStore
 
-LOST = {"state": _State.RAISED, "text": "JaxRuntimeError: closed by peer", "lost": True}
+LOST = {"state": _State.RAISED, "text": "JaxRuntimeError: closed by peer", "jax_error": True}
 
 
 class Clock:

@@ -38,7 +38,7 @@ class Choice:
       name: Name of the implementation, or empty if none can serve the call.
       why: The deciding reason.
       refusals: The implementations that cannot serve the call, each with all its reasons.
-      passed_over: Names of the less preferred ones that could serve it, best first. An
+      alternatives: Names of the less preferred ones that could serve it, best first. An
         implementation that is never preferred, such as a registered one, is not listed.
       call: The call.
       instead: If a named implementation refuses, the choice that "auto" makes for the call.
@@ -51,7 +51,7 @@ class Choice:
     name: str
     why: str
     refusals: tuple[RefusedImplementation, ...]
-    passed_over: tuple[str, ...]
+    alternatives: tuple[str, ...]
     call: AttentionCall
     instead: Choice | None = None
     line: RuleRef | None = None
@@ -68,7 +68,7 @@ class Choice:
         if call.mesh is not None:
             lines.append(f"  mesh  {_sharding(call)}; {call.specs.why}")
         lines += [f"  runs  {self.inner}"] if self.inner else []
-        lines += [f"  also  {', '.join(self.passed_over)}"] if self.passed_over else []
+        lines += [f"  also  {', '.join(self.alternatives)}"] if self.alternatives else []
         lines += [
             f"  not   {refusal.name}: {reason}"
             for refusal in self.refusals
@@ -148,7 +148,7 @@ def _choose(
             name="",
             why=why,
             refusals=refusals,
-            passed_over=(),
+            alternatives=(),
             call=call,
             instead=instead,
             line=line,
@@ -157,7 +157,7 @@ def _choose(
         name=named.name,
         why=why,
         refusals=(),
-        passed_over=(),
+        alternatives=(),
         call=call,
         line=line,
         inner=named.inner(call),
@@ -179,14 +179,14 @@ def _choose_best(call: AttentionCall, known: tuple[Implementation, ...]) -> Choi
             able.append(name)
     if not able:
         return Choice(
-            name="", why="all refuse", refusals=tuple(refusals), passed_over=(), call=call
+            name="", why="all refuse", refusals=tuple(refusals), alternatives=(), call=call
         )
     best = by_name[able[0]]
     return Choice(
         name=best.name,
         why=preferred[best.name],
         refusals=tuple(refusals),
-        passed_over=tuple(able[1:]),
+        alternatives=tuple(able[1:]),
         call=call,
         inner=best.inner(call),
         implementation=best,

@@ -16,7 +16,7 @@ __all__ = ["LINTS", "Code", "Finding", "Severity", "lint"]
 
 # A new lint is a line here, a code in `lints/finding.py` and a section in docs/lints.md.
 LINTS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
-    mesh_use.lost_mesh_axes,
+    mesh_use.unknown_mesh_axes,
     mesh_use.swapped_letters,
     trees.unresolved,
     trees.cut_heads,

@@ -15,7 +15,7 @@ from shardwright.resolution.rules import Rule
 from shardwright.vocabulary.axes import PARALLELISM_AXES, STANDARD_MESH_AXES, Role
 
 
-def lost_mesh_axes(subject: Subject) -> Iterator[Finding]:
+def unknown_mesh_axes(subject: Subject) -> Iterator[Finding]:
     """Yield mesh axes of rules and of the policy that are neither standard nor in the mesh."""
     if not subject.sizes:
         return

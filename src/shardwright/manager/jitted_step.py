@@ -279,8 +279,8 @@ class JittedStep:
         if keywords:
             what = f"the call passes {', '.join(keywords)} by keyword"
         elif arguments:
-            passed = len(arguments) - 1
-            what = f"the call passes {passed} inputs, jit_step was given annotations of {expected}"
+            count = len(arguments) - 1
+            what = f"the call passes {count} inputs, jit_step was given annotations of {expected}"
         else:
             what = "the call passes no state"
         order = ", ".join(argument.name for argument in self._arguments)

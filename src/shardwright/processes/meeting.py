@@ -141,15 +141,15 @@ def collect(
             return found
         now = time.monotonic()
         pause = min(first_look, 1.0) if meeting.is_first and now - begun < 10 else _SLICE_S
-        lost = None if closed else look(now - begun)
-        if lost is None and now < deadline:
+        failed = None if closed else look(now - begun)
+        if failed is None and now < deadline:
             continue
         if closed:
             return fail()  # the process that decides, or another one that closed it, has ended
-        if lost is None and meeting.extends(is_late):
+        if failed is None and meeting.extends(is_late):
             deadline = now + patience
             continue
-        meeting.close(fail if lost is None else functools.partial(dict, lost))
+        meeting.close(fail if failed is None else functools.partial(dict, failed))
         closed, deadline = True, now + _VERDICT_S
 
 

@@ -57,7 +57,7 @@ class _Beat:
       number: Number of the beat.
       state: State of the process.
       text: The error that it raised, or empty.
-      lost: Whether it raised an error of JAX, which another process may have caused.
+      jax_error: Whether it raised an error of JAX, which another process may have caused.
       place: Lines of the program that its main thread is in, the innermost first.
       waits_s: Seconds for which its main thread has run no Python code and used no processor.
       compiles: Whether its main thread traces, lowers or compiles a program.
@@ -66,7 +66,7 @@ class _Beat:
     number: int = 0
     state: str = _State.RUNS
     text: str = ""
-    lost: bool = False
+    jax_error: bool = False
     place: str = ""
     waits_s: float = 0.0
     compiles: bool = False
@@ -101,7 +101,7 @@ class Watchdog(threading.Thread):
         self._apart: dict[int, float] = {}
         self._own = _Beat()
         self._exit: dict[str, Any] = {}  # fields of the next beats, after this process ends
-        self._lost_since = 0.0
+        self._only_jax_errors_since = 0.0
         atexit.register(self._leave)
 
     def widen(self, group: ProcessGroup, seconds: float) -> None:
@@ -232,11 +232,11 @@ class Watchdog(threading.Thread):
         texts = {rank: f"process {rank} raised {beat.text}" for rank, beat in raised.items()}
         missing = {**self._elsewhere(beats), **silent}
         missing = {rank: text for rank, text in missing.items() if rank not in raised}
-        missing |= {rank: text for rank, text in texts.items() if not raised[rank].lost}
+        missing |= {rank: text for rank, text in texts.items() if not raised[rank].jax_error}
         if missing or not raised:
             return missing
-        self._lost_since = self._lost_since or time.monotonic()
-        if time.monotonic() - self._lost_since < self._seconds - self._interval:
+        self._only_jax_errors_since = self._only_jax_errors_since or time.monotonic()
+        if time.monotonic() - self._only_jax_errors_since < self._seconds - self._interval:
             return {}
         silent = self._silent(beats, self._seconds / 2)
         return {rank: text for rank, text in silent.items() if rank not in raised} or texts
@@ -312,8 +312,8 @@ class Watchdog(threading.Thread):
             self.join()
             return
         text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        lost = isinstance(error, jax.errors.JaxRuntimeError)
-        self._exit = {"state": _State.RAISED, "text": text, "lost": lost}
+        jax_error = isinstance(error, jax.errors.JaxRuntimeError)
+        self._exit = {"state": _State.RAISED, "text": text, "jax_error": jax_error}
         # JAX would wait here for the others, and they wait for this process. The thread ends it.
         self.join(self._seconds + 4 * self._interval)
         os._exit(1)
@@ -322,7 +322,7 @@ class Watchdog(threading.Thread):
         """Print which processes are missing, tell the others, and end this process."""
         own = self._own
         # A process that raised an error has the same exit code as without a watchdog.
-        code = 1 if own.state == _State.RAISED and not own.lost else EXIT_CODE
+        code = 1 if own.state == _State.RAISED and not own.jax_error else EXIT_CODE
         _write(f"shardwright watchdog in process {self._rank}: {text}\n")
         place = f" It was at {own.place}." if own.state == _State.RUNS else ""
         _write(f"  process {self._rank} ends with exit code {code}.{place}\n")
@@ -387,10 +387,10 @@ class _MainThread:
     def look(self) -> tuple[str, float]:
         """Return the lines that the thread is in, and for how many seconds it has waited."""
         now, main, process = time.monotonic(), _cpu_seconds(self._thread), time.process_time()
-        passed = now - self._before
+        elapsed = now - self._before
         busy = (
-            main - self._main_cpu > _MAIN_BUSY * passed
-            or process - self._process_cpu > _PROCESS_BUSY * passed
+            main - self._main_cpu > _MAIN_BUSY * elapsed
+            or process - self._process_cpu > _PROCESS_BUSY * elapsed
         )
         if self._ran or busy:
             self._since = now

@@ -205,7 +205,7 @@ def add_zero1(
         live = tuple(axis for axis in candidate if sizes.get(axis, 1) > 1)
         free = tuple(axis for axis in live if axis not in taken)
         if not free:
-            param = _noted(param, _passed_over(rule, candidate, live))
+            param = _noted(param, _why_skipped(rule, candidate, live))
             continue
         chosen = _first_fitting(able, free, rule, dims=dims, fits=fits)
         if isinstance(chosen, Problem):
@@ -222,7 +222,7 @@ def add_zero1(
     return dataclasses.replace(param, problems=(problem,))
 
 
-def _passed_over(rule: Rule, candidate: tuple[str, ...], live: tuple[str, ...]) -> str:
+def _why_skipped(rule: Rule, candidate: tuple[str, ...], live: tuple[str, ...]) -> str:
     if live:
         return f"{rule.ref}: the parameter is already sharded over {'+'.join(live)}"
     return f"{rule.ref}: in the mesh, no axis of {'+'.join(candidate)} has more than one device"

@@ -463,9 +463,9 @@ class Loop:
           cause: The error.
           jobs: More jobs that fail.
         """
-        lost = [call for call in self._in_flight if call.part == part]
+        failed = [call for call in self._in_flight if call.part == part]
         self._in_flight = collections.deque(call for call in self._in_flight if call.part != part)
-        waiting = [job for call in lost for job in call.jobs]
+        waiting = [job for call in failed for job in call.jobs]
         for job in (*self.scheduler.holding(part), *jobs, *waiting):
             error = ServingError(
                 f"the cached tokens of request {job.number} were lost, because a step failed",

@@ -142,8 +142,8 @@ def lse_error_of(state: Running, lse: jax.Array) -> jax.Array:
       lse: The logsumexp that `finish` returned for this state.
     """
     no_keys = state.l == 0.0
-    lost = (state.m - jnp.where(no_keys, 0.0, lse)) + jnp.log(jnp.where(no_keys, 1.0, state.l))
-    return jax.lax.stop_gradient(jnp.where(no_keys, 0.0, lost))
+    error = (state.m - jnp.where(no_keys, 0.0, lse)) + jnp.log(jnp.where(no_keys, 1.0, state.l))
+    return jax.lax.stop_gradient(jnp.where(no_keys, 0.0, error))
 
 
 def without_remains(operands: Operands, recipe: Arithmetic) -> Operands:

@@ -120,12 +120,12 @@ def axes_of(
     found = {name: of(name) for name in shapes}
     raise_problems(limited([place for place in found.values() if isinstance(place, Problem)]))
     # A pattern after the first one that fits is used too.
-    if lost := [
+    if unmatched := [
         written
         for written, (pattern, _) in zip(given, rules, strict=True)
         if written in unused and not any(map(pattern.search, shapes))
     ]:
-        what = f"patterns of axes= that match no tensor: {', '.join(map(repr, lost))}"
+        what = f"patterns of axes= that match no tensor: {', '.join(map(repr, unmatched))}"
         raise StrategyError(what, fix="correct them, or remove them")
     return found
 

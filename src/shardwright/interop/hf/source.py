@@ -157,8 +157,8 @@ def cast(name: str, piece: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, 
     is_infinite = any(
         np.isinf(flat[start : start + _CHUNK]).any() for start in range(0, flat.size, _CHUNK)
     )
-    if is_infinite and (lost := np.isinf(result) & ~np.isinf(piece)).any():
-        largest = np.abs(piece[lost].astype(np.float64)).max()
+    if is_infinite and (overflowed := np.isinf(result) & ~np.isinf(piece)).any():
+        largest = np.abs(piece[overflowed].astype(np.float64)).max()
         what = f"the value {largest:.4g} does not fit {np.dtype(dtype).name}"
         raise CheckpointError(what, path=name, fix="pass dtype=jnp.bfloat16, or jnp.float32")
     return result

@@ -23,7 +23,7 @@ def convolution(step: PlanStep) -> list[ShardedValue]:
         )
         for value, names in zip(whole, labels.operands, strict=True)
     ]
-    lost = {
+    unsharded = {
         axis
         for before, after in zip(whole, values, strict=True)
         for axis in before.mesh_axes - after.mesh_axes
@@ -41,7 +41,7 @@ def convolution(step: PlanStep) -> list[ShardedValue]:
             "(spatial_and_channel)",
         )
     else:
-        step.doubt(lost, "gather the dim with shard(...) before this convolution")
+        step.doubt(unsharded, "gather the dim with shard(...) before this convolution")
     results = follow_matmul(step, values, labels)
     step.ledger.doubt_kernel(results[0].owed, step.location)
     return results

@@ -52,14 +52,16 @@ def demands(
         elif (
             equation.outvars and (dims := demands_by_variable.get(equation.outvars[0])) is not None
         ):
-            for variable, passed in zip(
-                equation.invars, _passed_on(equation, dims, sizes), strict=False
+            for variable, wanted in zip(
+                equation.invars, _demands_of_operands(equation, dims, sizes), strict=False
             ):
-                ask(variable, passed)
+                ask(variable, wanted)
     return demands_by_variable
 
 
-def _passed_on(equation: Any, dims: Dims, sizes: Mapping[str, int]) -> Sequence[Dims | None]:
+def _demands_of_operands(
+    equation: Any, dims: Dims, sizes: Mapping[str, int]
+) -> Sequence[Dims | None]:
     """Return the dims required of each operand, if `dims` are required of the result."""
     name = equation.primitive.name
     known = correspondence(equation) if name in _PASSED_ON else None

@@ -50,7 +50,7 @@ def follow(
     held = {at: placed(known, known.operands[at], values[at].dims, sizes) for at in live}
     order = fitting(known, choose(step, known, held), sizes)
     if doubt:
-        step.doubt(axes_of(tuple(_lost(step, known, held, values))), doubt)
+        step.doubt(axes_of(tuple(_axes_given_up(step, known, held, values))), doubt)
     moved = {}
     for at in live:
         dims = spread(known, known.operands[at], order, sizes)
@@ -74,7 +74,7 @@ def follow(
     ]
 
 
-def _lost(
+def _axes_given_up(
     step: PlanStep,
     known: Correspondence,
     held: Mapping[int, AxesByFactor],

@@ -138,9 +138,9 @@ def _gathered(
             continue
         if dims[at][: len(kept)] != kept:
             transfers.append(_transfer(Kind.PERMUTE, dims[at], tuple(dims), sizes))
-        lost = set(dims[at]) - set(kept)
+        gathered = set(dims[at]) - set(kept)
         dims[at] = kept
-        transfers.append(_transfer(Kind.ALL_GATHER, lost, tuple(dims), sizes))
+        transfers.append(_transfer(Kind.ALL_GATHER, gathered, tuple(dims), sizes))
     return transfers, tuple(dims)
 
 
