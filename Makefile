@@ -24,9 +24,10 @@ ready = sh tools/environment.sh
 bin = $(VENV)/bin
 pytest = -m pytest -q -n $(WORKERS) --dist worksteal
 # Compiling is most of what the tests do, and each program runs once or twice. The workers of one run,
-# and the processes that tests start, share what they compile.
-unoptimized = programs=`mktemp -d` && trap 'rm -rf "$$programs"' EXIT && trap 'exit 130' INT TERM && \
-  XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0" JAX_COMPILATION_CACHE_DIR="$$programs" \
+# and the processes that tests start, share what they compile. $(1) has the interpreter.
+unoptimized = flags=`$(1)/python tools/xla_flags.py` && programs=`mktemp -d` && \
+  trap 'rm -rf "$$programs"' EXIT && trap 'exit 130' INT TERM && \
+  XLA_FLAGS="$$XLA_FLAGS $$flags" JAX_COMPILATION_CACHE_DIR="$$programs" \
   JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 rooms = $(addprefix tests/,resolution strategy trees manager processes)
 
@@ -46,21 +47,21 @@ quick: ## lint, types, and the tests of resolution, strategy, trees and manager:
 	@$(bin)/ruff format --quiet --check .
 	@$(bin)/ruff check --quiet .
 	@$(bin)/python -m mypy & types=$$!; \
-	  $(unoptimized) $(bin)/python $(pytest) $(rooms) $(ARGS); tests=$$?; \
+	  $(call unoptimized,$(bin)) $(bin)/python $(pytest) $(rooms) $(ARGS); tests=$$?; \
 	  wait $$types && exit $$tests
 
 test: ## run the tests of every behavior
 	@$(ready) $(VENV) test
-	@$(unoptimized) $(bin)/python $(pytest) $(ARGS)
+	@$(call unoptimized,$(bin)) $(bin)/python $(pytest) $(ARGS)
 
 test-full: ## run all tests: every mesh, dtype, cache and page, for an hour
 	@$(ready) $(VENV) test
-	@$(unoptimized) $(bin)/python $(pytest) -m "not product" $(ARGS)
+	@$(call unoptimized,$(bin)) $(bin)/python $(pytest) -m "not product" $(ARGS)
 
 test-latest: ## run the tests on the newest JAX (Python 3.12 or newer); looks for a newer one once a day
 	@$(ready) $(VENV_LATEST) test 3.12 `date +%Y-%m-%d`
 	@$(VENV_LATEST)/bin/python -c 'import jax, sys; print("JAX", jax.__version__, "on Python", sys.version.split()[0])'
-	@$(unoptimized) $(VENV_LATEST)/bin/python $(pytest) $(ARGS)
+	@$(call unoptimized,$(VENV_LATEST)/bin) $(VENV_LATEST)/bin/python $(pytest) $(ARGS)
 
 test-tpu: ## compile for eight TPUs that are not there: kernels, memory, what is sent; libtpu has 200 MB
 	@$(ready) $(VENV_TPU) test,tpu-aot

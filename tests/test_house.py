@@ -73,21 +73,21 @@ def imports(node: ast.AST, *, types: bool = False) -> Iterator[Import]:
 
     With `types`, imports that only a type checker sees are included.
     """
-    if isinstance(node, ast.Import):
-        yield from (Import(line=node.lineno, module=alias.name) for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-        module = node.module or ""
-        yield from (
-            Import(line=node.lineno, module=module, name=alias.name, level=node.level)
-            for alias in node.names
-        )
-    children = (
-        node.orelse
-        if isinstance(node, ast.If) and is_type_checking(node) and not types
-        else ast.iter_child_nodes(node)
-    )
-    for child in children:
-        yield from imports(child, types=types)
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            yield from (Import(line=node.lineno, module=alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            yield from (
+                Import(line=node.lineno, module=module, name=alias.name, level=node.level)
+                for alias in node.names
+            )
+        elif isinstance(node, ast.If) and is_type_checking(node) and not types:
+            waiting += reversed(node.orelse)
+        elif not isinstance(node, ast.expr):  # no expression contains an import
+            waiting += reversed([*ast.iter_child_nodes(node)])
 
 
 def module_files(src: Path) -> dict[str, Path]:
@@ -112,6 +112,17 @@ def parsed(path: Path) -> ast.Module:
 @functools.cache
 def _parsed(path: Path, _modified: int) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def nodes(tree: ast.Module) -> list[ast.AST]:
+    return [*ast.walk(tree)]
+
+
+def teardown_module() -> None:
+    """Forget 200 MB of syntax trees."""
+    _parsed.cache_clear()
+    nodes.cache_clear()
 
 
 def import_problems(src: Path) -> list[str]:
@@ -236,9 +247,10 @@ def private_jax(tree: ast.AST) -> list[int]:
         for imported in imports(tree, types=True)
         if f"{imported.module}.{imported.name}.".startswith("jax._src.")
     ]
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute):
-            lines += [node.lineno] * (ast.unparse(node) == "jax._src")
+            is_private = node.attr == "_src" and ast.unparse(node) == "jax._src"
+            lines += [node.lineno] * is_private
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             lines += [node.lineno] * node.value.startswith("jax._src")
     return sorted(set(lines))
@@ -261,7 +273,7 @@ def size_problems(files: Iterable[Path], root: Path) -> list[str]:
             problems.append(f"{where}: {count} lines, at most {MAX_FILE_LINES}; split it by reader")
         functions = [
             node
-            for node in ast.walk(parsed(path))
+            for node in nodes(parsed(path))
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         ]
         problems += [
@@ -287,7 +299,7 @@ def nested_conditionals(files: Iterable[Path], root: Path) -> list[str]:
         f"{path.relative_to(root).as_posix()}:{node.lineno}: nested conditional expression; "
         "write an if statement"
         for path in files
-        for node in ast.walk(parsed(path))
+        for node in nodes(parsed(path))
         if isinstance(node, ast.IfExp)
         and any(isinstance(part, ast.IfExp) for part in (node.body, node.test, node.orelse))
     ]
@@ -392,7 +404,7 @@ def test_no_file_compiles_with_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", SyntaxWarning)
         for path in code_files():
-            compile(path.read_text(encoding="utf-8"), str(path), "exec")
+            compile(parsed(path), str(path), "exec")
 
 
 def test_no_nested_conditional_expression() -> None:

@@ -236,7 +236,8 @@ def test_layers_after_the_scan(remat: str) -> None:
     blocks.assert_close(y, looped_with_rest()[0][1])
 
 
-@blocks.cases()
+@pytest.mark.full
+@pytest.mark.parametrize(("preset", "kind"), blocks.CASES)
 def test_layers_after_the_scan_sharded(preset: str, kind: str) -> None:
     specs = transformer_block.specs(REST)
     with blocks.make_manager(preset, kind) as pm:

@@ -379,7 +379,7 @@ def test_changes_of_structure_are_paths(change: Any, path: str, says: Facts) -> 
     assert "PyTreeDef" not in str(caught.value)
 
 
-@pytest.mark.parametrize("optimizer", ["lbfgs", "zoom"])
+@pytest.mark.parametrize("optimizer", [pytest.param("lbfgs", marks=pytest.mark.full), "zoom"])
 def test_line_searches_of_optax(optimizer: str) -> None:
     """They start with weakly typed scalars, and their updates are strongly typed."""
     optax = pytest.importorskip("optax")

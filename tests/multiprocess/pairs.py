@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -33,7 +34,8 @@ def start(module: str, arguments: Sequence[object], output: Path) -> subprocess.
     """Start `python -m module arguments` with the repository on its path, on CPU devices."""
     paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "JAX_PLATFORMS": "cpu"}
-    env.pop("XLA_FLAGS", None)  # a number of devices there would win over the workers'
+    # A number of devices there would win over that of the workers.
+    env["XLA_FLAGS"] = re.sub(r"--xla_force_host\S+", "", os.environ.get("XLA_FLAGS", ""))
     with output.open("w") as stream:
         return subprocess.Popen(
             [sys.executable, "-m", module, *map(str, arguments)],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import re
+import signal
 import types
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ def test_every_survivor_says_who_is_missing(how: str, count: int, tmp_path: Path
     for rank, process in enumerate(survivors):
         says = SAYS[how].format(last=count - 1)
         assert re.search(rf"watchdog in process {rank}: .*{says}", process.text), output
-        assert process.code == EXIT_CODE, output
+        # Process 0 has JAX's store. When it ends, JAX aborts another one that is still about to end.
+        assert process.code in ((EXIT_CODE, -signal.SIGABRT) if rank else (EXIT_CODE,)), output
         assert process.at - failed_at < LIMIT_S, output
     if how == "raise":  # as Python exits
         assert culprit.code == 1, output

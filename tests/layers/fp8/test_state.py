@@ -176,7 +176,7 @@ def test_layer_skipped_in_one_microbatch() -> None:
         updated(sent, {"up": seen})
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_partly_frozen_stack(scan: bool) -> None:
     """The lower half of a stack has no backward pass, in a scan and layer by layer."""
     config = transformer_block.TransformerConfig(

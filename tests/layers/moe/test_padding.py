@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -22,18 +23,20 @@ X = tokens(8, 4, 16)
 TARGET = np.random.default_rng(3).standard_normal(X.shape).astype(np.float32)
 
 
+@functools.partial(jax.jit, static_argnums=4)
 def evaluate(params: Any, x: Any, target: Any, valid: Any, moe_config: Any = MOE) -> Any:
     def loss(params: Any, x: Any) -> Any:
         y, state = moe.apply(moe_config, params, x, valid=valid)
         return (y * target).sum() + state.stats.aux, (y, state.stats)
 
-    return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(params, x)
+    return jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
 
 
 def padded_with(value: float) -> np.ndarray:
     return np.where(VALID[..., None], X, np.float32(value))
 
 
+@functools.cache
 def tokens_alone() -> Any:
     """What the tokens give without any padding: the oracle."""
     return evaluate(parameters(MOE), X[VALID], TARGET[VALID], None)
@@ -83,9 +86,8 @@ def test_padding_takes_no_slot() -> None:
     """Whatever the padding holds, the same tokens are dropped: those that NumPy counts."""
     moe_config = config(per_token=1, capacity=moe.Factor(0.75))
     params, valid = parameters(moe_config), jnp.asarray(VALID)
-    results = [
-        moe.apply(moe_config, params, padded_with(value), valid=valid) for value in (0, 1, np.nan)
-    ]
+    run = jax.jit(functools.partial(moe.apply, moe_config))
+    results = [run(params, padded_with(value), valid=valid) for value in (0, 1, np.nan)]
     slots = moe_config.capacity.slots(VALID.size, 1, 8)
     load = np.bincount((X[VALID] @ params["router"]).argmax(-1), minlength=8)
     for y, state in results:
@@ -95,7 +97,8 @@ def test_padding_takes_no_slot() -> None:
 
 
 def test_nothing_but_padding() -> None:
-    y, state = moe.apply(MOE, parameters(MOE), X, valid=jnp.zeros((8, 4), bool))
+    run = jax.jit(functools.partial(moe.apply, MOE))
+    y, state = run(parameters(MOE), X, valid=jnp.zeros((8, 4), bool))
     assert not y.any()
     assert not state.stats.load.any()
     assert state.stats.aux == 0
@@ -120,10 +123,10 @@ PARAMS = blocks.random_params(transformer_block.specs(STACK))
 @pytest.mark.parametrize("segments", [None, np.zeros((8, 4), np.int32)], ids=["none", "zeros"])
 def test_stack_without_caches(segments: Any) -> None:
     valid = jnp.asarray(VALID)
-    (y, state), (other, after) = (
-        transformer_block.apply(STACK, PARAMS, padded_with(v), valid=valid, segment_ids=segments)
-        for v in (0.5, -3.0)
+    run = jax.jit(
+        functools.partial(transformer_block.apply, STACK, valid=valid, segment_ids=segments)
     )
+    (y, state), (other, after) = (run(PARAMS, padded_with(v)) for v in (0.5, -3.0))
     np.testing.assert_array_equal(y[VALID], other[VALID])
     np.testing.assert_array_equal(state.moe[0].stats.load, after.moe[0].stats.load)
     assert state.moe[0].stats.load.sum(-1).tolist() == [VALID.sum() * 2] * 2
