@@ -54,7 +54,7 @@ def test_every_survivor_says_who_is_missing(how: str, count: int, tmp_path: Path
     for rank, process in enumerate(survivors):
         says = SAYS[how].format(last=count - 1)
         assert re.search(rf"watchdog in process {rank}: .*{says}", process.text), output
-        # Process 0 has JAX's store. When it ends, JAX aborts another one that is still about to end.
+        # Process 0 has JAX's store. When it ends, JAX aborts others that are about to end.
         assert process.code in ((EXIT_CODE, -signal.SIGABRT) if rank else (EXIT_CODE,)), output
         assert process.at - failed_at < LIMIT_S, output
     if how == "raise":  # as Python exits

@@ -58,6 +58,28 @@ def test_cpu_compile_is_compared_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     assert again.to_json() == json.loads(json.dumps(found.to_json()))
 
 
+@pytest.mark.full
+def test_lines_are_those_of_this_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX's cache of compiled programs has an equal program, which stands in another line."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+    equal = [
+        lambda params, x: (x @ params["up"]).sum(),
+        lambda params, x: (x @ params["up"]).sum(),
+    ]
+    first, second = (
+        verify_plan(PM, Program(each, (shapes(SPECS), X), (SPECS, HIDDEN)), cache=None)
+        for each in equal
+    )
+    lines = [
+        {each.source for each in found.compiled.collectives if each.source}
+        for found in (first, second)
+    ]
+    assert all(lines)
+    assert not lines[0] & lines[1]
+
+
 def test_unused_arguments_keep_their_shardings() -> None:
     def unused(params: Any, x: Any) -> Any:
         return x * 2
