@@ -1,28 +1,19 @@
-"""Print flags of XLA with which tests compile in half of the time. Their programs run slower.
-
-XLA ends a process that passes a flag that it does not know, and versions differ. So the flags are
-looked up in the library.
-"""
+"""Print flags of XLA with which tests compile in half of the time. Their programs run slower."""
 
 from __future__ import annotations
 
-import mmap
-import pathlib
+import importlib.metadata
 
-import jaxlib
-
-ALWAYS = "--xla_backend_optimization_level=0"
-# XLA's newer emitter builds a module of LLVM for each fusion, and each part of a program is
-# compiled apart to use more cores. Programs of tests are small, and the cores have other tests.
-IF_KNOWN = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+# Programs of tests are small and run once, so optimizing one costs more than it gives, and so does
+# compiling one in parts, for cores that have other tests.
+FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+# This emitter makes a module of LLVM for each fusion. JAX 0.11 has another one, and no such flag.
+BEFORE_JAX_0_11 = "--xla_cpu_use_fusion_emitters=false"
 
 
 def main() -> None:
-    (library,) = pathlib.Path(jaxlib.__file__).parent.glob("libjax_common.*")
-    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        names = (flag.removeprefix("--").partition("=")[0] for flag in IF_KNOWN.split())
-        knows_all = all(text.find(b"\0" + name.encode() + b"\0") >= 0 for name in names)
-    print(ALWAYS, IF_KNOWN if knows_all else "")
+    version = importlib.metadata.version("jaxlib").split(".")[:2]
+    print(FLAGS, BEFORE_JAX_0_11 if [*map(int, version)] < [0, 11] else "")
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def chunk_program(
         )
 
 
-@pytest.mark.full(but=["8192"])
+@pytest.mark.full
 @pytest.mark.parametrize("capacity", [1024, 8192])
 def test_bytes_do_not_depend_on_capacity(capacity: int) -> None:
     strategy = sw.Strategy.preset("serve_long_context")

@@ -26,6 +26,8 @@ LONG = {
     for name in (
         "attention",
         "equinox",
+        "haliax",
+        "hugging-face",
         "nnx",
         "transformer-engine",
         "caches",

@@ -125,18 +125,19 @@ def linear() -> Any:
     return nnx.Linear(32, 64, kernel_init=kernel("embed", "mlp"), rngs=nnx.Rngs(0))
 
 
-def test_variables_are_created_sharded() -> None:
-    for mesh in MESHES:
-        pm = manager(mesh)
-        with bridge.bound(pm, NAMES):
-            models = [linear(), nnx.jit(linear)()]
-        values, axes = bridge.arrays(models[0]), bridge.annotate(models[0], NAMES)
-        expected = pm.shardings(values, axes)
-        for model in models:
-            found = jax.tree.map(lambda leaf: leaf.sharding, nnx.state(model))
-            triples = zip(*map(jax.tree.leaves, (found, expected, values)), strict=True)
-            for one, other, value in triples:
-                assert one.shard_shape(value.shape) == other.shard_shape(value.shape), mesh
+@pytest.mark.full(but=["fsdp:4,tp:2"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_variables_are_created_sharded(mesh: str) -> None:
+    pm = manager(mesh)
+    with bridge.bound(pm, NAMES):
+        models = [linear(), nnx.jit(linear)()]
+    values, axes = bridge.arrays(models[0]), bridge.annotate(models[0], NAMES)
+    expected = pm.shardings(values, axes)
+    for model in models:
+        found = jax.tree.map(lambda leaf: leaf.sharding, nnx.state(model))
+        triples = zip(*map(jax.tree.leaves, (found, expected, values)), strict=True)
+        for one, other, value in triples:
+            assert one.shard_shape(value.shape) == other.shard_shape(value.shape)
 
 
 def test_explicit_mesh() -> None:

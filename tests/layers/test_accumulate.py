@@ -240,6 +240,7 @@ def test_each_microbatch_drops_others() -> None:
     assert "pass key=jax.random.key(0)" in str(caught.value)
 
 
+@pytest.mark.full
 def test_dropout_of_blocks() -> None:
     """Attention, MLP and residual drop by the key of the microbatch."""
     config = dataclasses.replace(
