@@ -1,7 +1,8 @@
-"""Names and signatures of other libraries, one package for each library.
+"""Names and signatures of other libraries, one package or module for each library.
 
 Code belongs here if other code calls it by that name and signature. Each package is complete by
-itself. The core imports nothing from here, and nothing here is imported until a program imports it.
+itself, but may use `logical_rules`. The core imports nothing from here, and nothing here is
+imported until a program imports it.
 
 eformer, fjformer, easydel and transformer_engine have the names of those libraries. The others are
 bridges, which share their verbs, as far as a library gives them:

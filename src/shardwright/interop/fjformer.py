@@ -201,6 +201,7 @@ def _spec_of(path: str, shape: tuple[int, ...], matched: Any, problems: list[Pro
     """Return the spec of a matched rule, or append the problems."""
     if not isinstance(matched, PartitionSpec):
         manager = context.require("match_partition_rules with semantic axes", method=False)
+        # `explain` and not `resolve`, so that the problems of all leaves are in one error.
         resolution = manager.explain(matched, role="param", shape=shape, path=path)
         problems += resolution.problems
         return resolution.spec
@@ -317,6 +318,7 @@ def _shard_fn(
         if isinstance(spec, NamedSharding):
             mesh: Any = spec.mesh
         else:
+            # An abstract mesh, as inside jit, has no devices to place on.
             mesh = mesh_at_creation if isinstance(mesh_at_creation, Mesh) else current_mesh()
         if not isinstance(mesh, Mesh):
             raise NoManagerError(

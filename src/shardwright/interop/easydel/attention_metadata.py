@@ -272,6 +272,7 @@ class AttentionMetadata:
         if not BTHD:
             query = spec_of(joint.batch, joint.heads, joint.q_length)
             key = spec_of(joint.batch, joint.kv_heads, joint.kv_length)
+        # Values are sharded like keys, and the output like the queries.
         return AttentionSpecs(query, key, key, bias, mask, query)
 
     def joint(
@@ -378,6 +379,7 @@ class AttentionMetadata:
         Raises:
           AttentionError: The manager does not come from `partition_axis`.
         """
+        # A strategy of a file has more than attributes, and would be lost in JSON.
         if self.partition_manager != PartitionManager(self.partition_axis, mesh=self.mesh):
             what = "JSON holds only partition_axis, and the manager has other rules"
             raise AttentionError(
@@ -507,6 +509,7 @@ def get_mode(q: Any, BTHD: bool = True, *, mode: str | None = None) -> str:  # n
     """Return `mode` if it is given. Otherwise return decode for a single query, else train."""
     if mode is not None:
         return parse_mode(mode)
+    # As EasyDeL tells them apart: a decode step has one query.
     return MODE_DECODE if q.shape[1 if BTHD else 2] == 1 else MODE_TRAIN
 
 

@@ -153,6 +153,7 @@ def _append(
 def _cache_of(variables: dict[str, Any], key: Any, mode: str | None) -> Any:
     k, v, index = (variables[name].value for name in ("cached_key", "cached_value", "cache_index"))
     batch, capacity, heads, dim = k.shape
+    # Of a quantized cache the dtype that its rows are read as.
     dtype = str(key.dtype if "cached_key_scale" in variables else k.dtype)
     spec = CacheSpec(
         batch=batch,
@@ -163,6 +164,7 @@ def _cache_of(variables: dict[str, Any], key: Any, mode: str | None) -> Any:
         dtype=dtype,
         mode=mode,
     )
+    # EasyDeL has one index for all sequences, and our caches a length for each.
     length = ambient_sharding(mode).place(jnp.full((batch,), index, jnp.int32), (BATCH,))
     if "cached_key_scale" not in variables:
         return DenseCache(spec=spec, length=length, start=None, k=k, v=v)
@@ -204,6 +206,7 @@ def _mask(mask: Any, *, batch: int, q_length: int, capacity: int) -> Any:
     """
     if mask is None:
         return None
+    # [batch, capacity] says which keys are padding.
     four = mask[:, None, None] if mask.ndim == 2 else mask
     full = (batch, None, q_length, capacity)
     fits = four.ndim == 4 and all(
@@ -230,6 +233,7 @@ def _manager(config: Any) -> Iterator[str | None]:
         return
     manager = context.current()
     if manager is not None:
+        # A cache exists to generate, whatever mode the program around it has.
         yield manager.mode if manager.mode in GENERATION_MODES else MODE_DECODE
         return
     axes = getattr(config, "partition_axis", None)

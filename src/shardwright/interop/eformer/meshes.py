@@ -192,4 +192,5 @@ def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
 
 def get_submesh_device_index(axis_names: str | Sequence[str]) -> Any:
     """Return the index of this device along mesh axes, major first. Call it inside `shard_map`."""
+    # Of a tuple JAX takes the first axis as the slowest, as eformer does.
     return jax.lax.axis_index(axis_names)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,16 +19,43 @@ from shardwright.interop.logical_rules import Imported, read_yaml_tree, resized
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.integers import as_integer
 
-# The keys of `trainer` that concern sharding, and the values that they have by default.
-_DEFAULTS: Final[Mapping[str, Any]] = {
-    "batch_axis": "batch",
-    "fsdp_axis": "embed",
-    "tensor_parallel_axes": None,
-    "axis_resources": None,
-    "parameter_axis_resources": None,
-    "replica_ici_axis_size": 1,
-    "model_axis_size": 1,
-    "replica_dcn_axis_size": 1,
+# What a value must be, as text and as a function. None leaves a key of names out.
+_Kind = tuple[str, Callable[[Any], bool]]
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
+
+
+_NAME: Final[_Kind] = ("a name", lambda value: value is None or isinstance(value, str))
+_NAMES: Final[_Kind] = ("a list of names", lambda value: value is None or _are_names(value))
+_NAME_OR_NAMES: Final[_Kind] = (
+    "a name, or a list of names",
+    lambda value: _NAME[1](value) or _are_names(value),
+)
+_TABLE: Final[_Kind] = (
+    "a mapping of names",
+    lambda value: not value or (isinstance(value, Mapping) and _are_names([*value])),
+)
+_COUNT: Final[_Kind] = ("a positive integer", lambda value: (as_integer(value) or 0) > 0)
+_SIZE: Final[_Kind] = (
+    "an integer: positive, or -1",
+    lambda value: (as_integer(value) or 0) > 0 or as_integer(value) == -1,
+)
+_MESH_AXES: Final[_Kind] = (
+    "a mesh axis, or a list of them",
+    lambda value: bool(value) and _are_names([value] if isinstance(value, str) else value),
+)
+# The keys of `trainer` that concern sharding: their values by default, and what they may be.
+_DEFAULTS: Final[Mapping[str, tuple[Any, _Kind]]] = {
+    "batch_axis": ("batch", _NAME),
+    "fsdp_axis": ("embed", _NAME_OR_NAMES),
+    "tensor_parallel_axes": (None, _NAMES),
+    "axis_resources": (None, _TABLE),
+    "parameter_axis_resources": (None, _TABLE),
+    "replica_ici_axis_size": (1, _COUNT),
+    "model_axis_size": (1, _COUNT),
+    "replica_dcn_axis_size": (1, _COUNT),
 }
 # The mesh axes of a slice and across slices, before those that `trainer.mesh` adds.
 _AXES: Final = {"data": -1, "replica": 1, "model": 1}
@@ -163,9 +190,11 @@ def _read_trainer(
     given: Mapping[str, Any], overrides: Mapping[str, Any], places: _Places, source: str
 ) -> _Settings:
     """Return what the keys of a trainer of older versions say."""
-    values = {**_DEFAULTS, **{key: given[key] for key in given if key in _DEFAULTS}, **overrides}
+    values = {key: default for key, (default, _) in _DEFAULTS.items()}
+    values |= {**{key: given[key] for key in given if key in _DEFAULTS}, **overrides}
     at: _Places = {**places, **{(key,): "overrides" for key in overrides}}
-    raise_problems(_problems(values, at, source))
+    rows = [((key,), value, _DEFAULTS[key][1]) for key, value in values.items()]
+    raise_problems(_wrong("trainer", rows, at, source, "TrainerConfig"))
 
     def listed(key: str, mesh_axes: Any = None) -> dict[str, _Entry]:
         """Return the entries of a key that has names, or a table of names and mesh axes."""
@@ -224,36 +253,23 @@ def _given(overrides: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
     return {keys: overrides[key] for keys, key in given.items()}
 
 
-def _problems(values: Mapping[str, Any], places: _Places, source: str) -> list[Problem]:
-    """Return a problem for each key with a value of a wrong kind."""
-
-    def is_names(value: Any) -> bool:
-        return isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
-
-    def is_table(value: Any) -> bool:
-        return isinstance(value, Mapping) and is_names([*value])
-
-    checks: dict[str, tuple[bool, str]] = {}
-    for key in ("replica_ici_axis_size", "model_axis_size", "replica_dcn_axis_size"):
-        size = as_integer(values[key])
-        checks[key] = (size is not None and size > 0, "a positive integer")
-    for key in ("axis_resources", "parameter_axis_resources"):
-        checks[key] = (values[key] is None or is_table(values[key]), "a mapping of names")
-    tensor, fsdp = values["tensor_parallel_axes"], values["fsdp_axis"]
-    checks["tensor_parallel_axes"] = (tensor is None or is_names(tensor), "a list of names")
-    is_fsdp = fsdp is None or isinstance(fsdp, str) or is_names(fsdp)
-    checks["fsdp_axis"] = (is_fsdp, "a name, or a list of names")
-    batch = values["batch_axis"]
-    checks["batch_axis"] = (batch is None or isinstance(batch, str), "a name")
+def _wrong(
+    prefix: str,
+    rows: Iterable[tuple[tuple[str, ...], Any, _Kind]],
+    places: _Places,
+    source: str,
+    config: str,
+) -> list[Problem]:
+    """Return a problem for each value, by its path of keys, that is not what it must be."""
     return [
         Problem(
             error=StrategyError,
-            what=f"trainer.{key} must be {kind}, got {values[key]!r}",
-            path=places.get((key,), source),
-            fix="write it as levanter's TrainerConfig has it",
+            what=f"{'.'.join(map(str, (prefix, *keys)))} must be {text}, got {value!r}",
+            path=places.get(keys) or places.get(keys[:1], source),
+            fix=f"write it as levanter's {config} has it",
         )
-        for key, (is_right, kind) in checks.items()
-        if not is_right
+        for keys, value, (text, is_right) in rows
+        if not is_right(value)
     ]
 
 
@@ -274,15 +290,16 @@ def _read_mesh(
     Raises:
       StrategyError: A key is unknown or has a wrong value; all keys are reported at once.
     """
-    table = dict(given) if isinstance(given, Mapping) else {}
-    problems = [] if isinstance(given, Mapping) else [_wrong("must be a mapping", given, source)]
+    is_mapping: _Kind = ("a mapping", lambda value: isinstance(value, Mapping))
+    raise_problems(_wrong("trainer.mesh", [((), given, is_mapping)], places, source, "MeshConfig"))
+    table = dict(given)
     for (key, *names), value in overrides.items():
         if not names:
             table[key] = value
         elif isinstance(old := table.get(key, {}), Mapping):
             table[key] = {**old, names[0]: value}
     at = {**places, **dict.fromkeys(overrides, "overrides")}
-    raise_problems(problems + _mesh_problems(table, at, source))
+    raise_problems(_mesh_problems(table, at, source))
 
     def entries(key: str, default: Mapping[str, Any]) -> dict[str, _Entry]:
         return {
@@ -354,47 +371,17 @@ def _absorbed(default: Mapping[str, int], given: Mapping[str, int], name: str) -
 
 def _mesh_problems(table: Mapping[str, Any], places: _Places, source: str) -> list[Problem]:
     problems = []
+    rows: list[tuple[tuple[str, ...], Any, _Kind]] = []
     for key, value in table.items():
-        path = places.get((key,), source)
         if key not in _MESH_KEYS:
-            hint = did_you_mean(str(key), _MESH_KEYS)
-            fix = f"{hint} remove it".strip()
+            fix = f"{did_you_mean(str(key), _MESH_KEYS)} remove it".strip()
             if key == "tensor_parallel_axes":
                 fix = "write shared_mapping: {mlp: model}; this key is of an older version"
-            what = f"trainer.mesh.{key} is unknown"
+            what, path = f"trainer.mesh.{key} is unknown", places.get((key,), source)
             problems.append(Problem(error=StrategyError, what=what, path=path, fix=fix))
-        elif key == "batch_axis_name":
-            if value is not None and not isinstance(value, str):
-                problems.append(_wrong("must be a name", value, path, key))
-        elif not isinstance(value or {}, Mapping):
-            problems.append(_wrong("must be a mapping of names", value, path, key))
-        else:
-            is_right, kind = _is_axes, "a mesh axis, or a list of them"
-            if key in _SIZES:
-                is_right, kind = _is_size, "an integer: positive, or -1"
-            problems += [
-                _wrong(f"must be {kind}", entry, places.get((key, name), path), f"{key}.{name}")
-                for name, entry in (value or {}).items()
-                if not (isinstance(name, str) and is_right(entry))
-            ]
-    return problems
-
-
-def _wrong(what: str, value: Any, path: str, key: str = "") -> Problem:
-    name = f"trainer.mesh.{key}" if key else "trainer.mesh"
-    return Problem(
-        error=StrategyError,
-        what=f"{name} {what}, got {value!r}",
-        path=path,
-        fix="write it as levanter's MeshConfig has it",
-    )
-
-
-def _is_size(value: Any) -> bool:
-    size = as_integer(value)
-    return size is not None and (size > 0 or size == -1)
-
-
-def _is_axes(value: Any) -> bool:
-    # A text is a sequence of texts too.
-    return isinstance(value, Sequence) and bool(value) and all(isinstance(x, str) for x in value)
+            continue
+        rows.append(((key,), value, _NAME if key == "batch_axis_name" else _TABLE))
+        if isinstance(value, Mapping):
+            kind = _SIZE if key in _SIZES else _MESH_AXES
+            rows += [((key, name), entry, kind) for name, entry in value.items()]
+    return problems + _wrong("trainer.mesh", rows, places, source, "MeshConfig")

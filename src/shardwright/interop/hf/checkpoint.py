@@ -212,10 +212,12 @@ def _checkpoint(
 ) -> Checkpoint:
     floats = _float_dtype(dtype)
     stacked = _stack_experts(sources) if experts else sources
+    # A stack checks this itself.
     if not experts:
         check_experts(sources, config)
     shapes = {name: source.shape for name, source in stacked.items()}
     annotations = axes_of(shapes, config, axes=axes)
+    # After the unknown ones: with a wrong `model_type` nearly all are both.
     raise_problems(missing(stacked, config))
     if len(stacked) < len(sources):
         count = sum(isinstance(source, StackedSource) for source in stacked.values())

@@ -98,6 +98,7 @@ class LoadedDecoder:
             for stack in stacks
             for number in range(stack.period)
         }
+        # Layers of different windows: the engine has one kind of cache, which keeps everything.
         window: Any = next(iter(windows)) if len(windows) == 1 else None
         return CacheShape(
             layers=sum(stack.layers for stack in stacks),
@@ -127,6 +128,7 @@ class LoadedDecoder:
         return Decoder(self.config, remat="none").logits(params, tokens, caches, valid)
 
     def _check_served(self) -> None:
+        # Plans may differ from the model in what they note. Served tokens may not.
         reasons = list(self.config.differs)
         if any(isinstance(stack.attention, LatentConfig) for stack in self.config.stacks):
             reasons.append("attention needs a cache of latents, and no kind of cache is one")
@@ -157,6 +159,7 @@ def decoder(
     """
     checkpoint: Checkpoint = read(folder)
     sizes = sizes_of(checkpoint.config, "config.json", param=param, capacity=None)
+    # Layer by layer: serving has a cache per layer, and does not scan.
     specs = decoder_specs(sizes, stacked=False)
     pairs, _ = jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_array_spec)
     sources = arrange(checkpoint, sizes, {path_text(path): spec for path, spec in pairs})
@@ -344,6 +347,7 @@ def _arranged(
     axes = wanted if len(flat) == 1 else [axis for axis, _ in flat]
     if sorted(axes) != sorted(wanted):
         raise AssertionError(f"{path} has the axes {wanted}, and {names} have {axes}")
+    # An axis occurs once in a tensor, so the axes alone say how to transpose.
     order = tuple(axes.index(axis) for axis in wanted)
     starts = [0] * len(flat)
     starts[order[-1]] = start

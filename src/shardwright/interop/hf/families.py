@@ -100,6 +100,7 @@ def sizes_of(values: Any, source: str, *, param: str | None, capacity: float | N
     config = Config(values, source, _dtypes(values, param, source), capacity)
     sizes = readers[kind](config)
     method = config.mapping("quantization_config").get("quant_method")
+    # Logits differ by the rounding of the weights.
     quantized = (f"weights are planned unquantized; the model's are {method}",) if method else ()
     return dataclasses.replace(
         sizes,

@@ -44,12 +44,14 @@ class Tensors:
         rows = dict(self.whole)
         for part in (self.layer, *itertools.chain(*self.choices)):
             rows |= {f"{self.layers}{name}": dims for name, dims in part.items()}
+        # The stack of the experts of a layer has no expert number.
         stacked = {
             name.replace("experts.#.", "experts."): f"experts {dims}"
             for name, dims in rows.items()
             if "experts.#." in name
         }
         rows |= stacked
+        # The stack of a tensor of all layers has no number.
         layers = {
             name.replace("#.", "", 1): f"layers {dims}"
             for name, dims in rows.items()
@@ -60,6 +62,7 @@ class Tensors:
 
 def _linear(name: str, dims: str) -> dict[str, str]:
     """Return the rows of a linear layer. Its bias follows its output."""
+    # [out, in]: the first dim is the output.
     output = dims.partition(" ")[0]
     return {f"{name}.weight": dims, f"{name}.bias": f"{output} ?"}
 
@@ -186,6 +189,7 @@ def _decoder(
 
 LLAMA = _decoder("llama")
 QWEN = _decoder("qwen", {**_DECODER, **_HEAD_NORMS})
+# A layer is dense, or has experts, or experts and a gated shared one.
 QWEN_MOE = _decoder(
     "qwen",
     {**_DECODER, **_HEAD_NORMS},
@@ -209,6 +213,7 @@ GEMMA = _decoder(
     },
 )
 GEMMA_2 = dataclasses.replace(GEMMA, parameters={**_PARAMETERS, **_NORMS_AFTER})
+# w1, w2 and w3 are gate, down and up.
 MIXTRAL = _decoder(
     "mixtral",
     _DECODER,
@@ -222,6 +227,7 @@ MIXTRAL = _decoder(
     ),
     parameters=_MIXTRAL_EXPERTS,
 )
+# Latent attention; queries of the small model have no latent.
 DEEPSEEK = _decoder(
     "deepseek",
     {

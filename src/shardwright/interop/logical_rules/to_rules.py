@@ -17,7 +17,6 @@ from shardwright.resolution.rules import (
     Fallback,
     Indivisible,
     Order,
-    Policy,
     Rule,
     default_rule,
 )
@@ -97,8 +96,8 @@ def _warn_of_conflicts(
     first: dict[str, tuple[str, ...]] = {}
     for name, axes in exported:
         # Sharing a mesh axis of size 1 changes nothing.
-        live = tuple(axis for axis in entry_names(axes) if pm.mesh.shape[axis] > 1)
-        first.setdefault(name, live)
+        sharded = tuple(axis for axis in entry_names(axes) if pm.mesh.shape[axis] > 1)
+        first.setdefault(name, sharded)
     targets = read_names(names, pm.rules.user_axes)
     own = {name: _exported(pm, name, target) for name, target in targets.items()}
     own = {name: pair for name, pair in own.items() if pair[1] is Role.ACTIVATION}
@@ -205,15 +204,24 @@ def _chain(
         if candidate.live or candidate.misses_axis
     ]
     if size is None:
-        _check_shape(rule, [candidate.live for candidate, _ in candidates], policy, name)
+        # The answers that other sizes would get.
+        answers = len({candidate.live for candidate, _ in candidates}) + bool(rule.fallback)
+        is_lenient = policy.indivisible is not Indivisible.ERROR and bool(candidates)
+        if is_lenient or (answers > 1 and policy.conflict is not Conflict.NEXT):
+            what = f"the mesh axes of {name!r} depend on its size"
+            fix = f"pass sizes={{{name!r}: ...}}"
+            raise ShapeRequiredError(what, rule=str(rule.ref), fix=fix)
     chain: list[MeshAxes] = []
     ranks: list[Any] = []
     failed: tuple[str, ...] = ()
     for candidate, rank in candidates:
         if candidate.misses_axis:
+            # The mesh lacks an axis of the candidate, and the policy replicates the dim then.
             return [*chain, None], ranks
+        # A list has no sizes, so this candidate could be taken where it does not divide.
         if size is not None and size % _shards(pm, candidate.live):
             failed = failed or candidate.live
+            # Only a conflict moves on to the next rule, as in flax. A size does not.
             if policy.conflict is Conflict.NEXT:
                 return [*chain, _by_policy(pm, rule, name, size, candidate.live)], [*ranks, rank]
             continue
@@ -235,45 +243,34 @@ def candidate_shards(pm: PartitionManager, name: str, target: Any) -> tuple[int,
     Two sizes have the same mesh axes if both or neither are multiples of each of these numbers.
     """
     rule, policy = _rule(pm, *_exported(pm, name, target)), pm.rules.policy
-    tried_axes = [
+    candidates = [
         reduced(written, pm.mesh.shape, policy.missing, 1).live
         for written in (() if rule is None else rule.candidates)
     ]
     if policy.indivisible is Indivisible.PREFIX:
-        tried_axes = [live[:end] for live in tried_axes for end in range(1, len(live) + 1)]
-    return tuple(dict.fromkeys(_shards(pm, live) for live in tried_axes))
+        # A dim may get the first mesh axes of a candidate.
+        candidates = [axes[:end] for axes in candidates for end in range(1, len(axes) + 1)]
+    return tuple(dict.fromkeys(_shards(pm, axes) for axes in candidates))
 
 
-def _shards(pm: PartitionManager, live: Sequence[str]) -> int:
-    return math.prod(pm.mesh.shape[axis] for axis in live)
+def _shards(pm: PartitionManager, axes: Sequence[str]) -> int:
+    return math.prod(pm.mesh.shape[axis] for axis in axes)
 
 
-def _entry(live: tuple[str, ...]) -> MeshAxes:
-    return live[0] if len(live) == 1 else live or None
-
-
-def _check_shape(
-    rule: Rule, tried_axes: Sequence[tuple[str, ...]], policy: Policy, name: str
-) -> None:
-    """Check that a rule does not depend on a size."""
-    is_lenient = policy.indivisible is not Indivisible.ERROR and bool(tried_axes)
-    answers = len({*tried_axes}) + bool(rule.fallback)
-    if is_lenient or (answers > 1 and policy.conflict is not Conflict.NEXT):
-        what = f"the mesh axes of {name!r} depend on its size"
-        fix = f"pass sizes={{{name!r}: ...}}"
-        raise ShapeRequiredError(what, rule=str(rule.ref), fix=fix)
+def _entry(axes: tuple[str, ...]) -> MeshAxes:
+    return axes[0] if len(axes) == 1 else axes or None
 
 
 def _by_policy(
-    pm: PartitionManager, rule: Rule, name: str, size: int, live: tuple[str, ...]
+    pm: PartitionManager, rule: Rule, name: str, size: int, axes: tuple[str, ...]
 ) -> MeshAxes:
     """Return the mesh axes that the policy gives a dim with an indivisible size."""
     policy = pm.rules.policy.indivisible
     if policy is Indivisible.PREFIX:
-        ends = range(len(live) - 1, -1, -1)
-        return _entry(next(live[:end] for end in ends if size % _shards(pm, live[:end]) == 0))
+        ends = range(len(axes) - 1, -1, -1)
+        return _entry(next(axes[:end] for end in ends if size % _shards(pm, axes[:end]) == 0))
     if policy is not Indivisible.ERROR:
         return None
-    what = f"size {size} of {name!r} does not divide over {'+'.join(live)}"
+    what = f"size {size} of {name!r} does not divide over {'+'.join(axes)}"
     fix = "give the rule a fallback, or choose a size and a mesh that divide"
     raise IndivisibleError(what, rule=str(rule.ref), fix=fix)

@@ -160,6 +160,7 @@ def _written(
     origin: dict[_Path, str] = {}
     for path, table in tables.items():
         if len(path) == 1:
+            # An array of tables with one rule each keeps the order of all rules.
             data[path[0]] = [{axis: pair.text} for axis, pair in table]
             for at, (axis, pair) in enumerate(table):
                 origin[(*path, str(at), axis)] = pair.source
@@ -171,6 +172,7 @@ def _written(
             axis: " | ".join(pair.text for pair in chain) for axis, chain in chains.items()
         }
         for axis, chain in chains.items():
+            # Several rules became the candidates of one, which were written in several places.
             origin[(*path, axis)] = ", ".join(pair.source for pair in chain)
     return data, origin
 

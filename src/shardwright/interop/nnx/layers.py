@@ -73,6 +73,7 @@ class _Block(_Parameters):
     def __init__(self, specs: Any, rngs: Any, path: str | None, *, drops: bool = False) -> None:
         stream = _stream(rngs, "params")
         nested, parts = specs, path.split("/") if path else []
+        # Created under their path, so that `[[tensors]]` entries of a strategy match it.
         for part in reversed(parts):
             nested = {part: nested}
         manager, key = context.current(), stream()
@@ -81,6 +82,7 @@ class _Block(_Parameters):
             arrays = arrays[part]
         super().__init__(specs, arrays)
         self.path = path
+        # A stream of its own, as `nnx.Dropout` has: modules do not share a counter.
         self.rngs: Any = _stream(rngs, "dropout").fork() if drops else None
         self.deterministic = False
 
@@ -292,6 +294,7 @@ class Attention(_Block):
         params = _read(self, attention_block.specs(self.config))
         has_scaling = isinstance(state, attention_block.AttentionState)
         cache = state.cache if has_scaling else state
+        # Serving drops nothing, also while the module is not in eval mode.
         keys = self._keys() if cache is None else None
         return attention_block.apply(
             self.config, params, x, keys=keys, state=state, path=self.path, **options

@@ -100,6 +100,7 @@ def self_attention_of(layer: Any, name: str) -> MultiHeadAttention:
     return attention_of(
         layer,
         name,
+        # Norm before the layer, or after it: not both.
         input_layernorm=not layer.output_layernorm,
         attn_mask_type=layer.self_attn_mask_type,
         attn_bias_type=layer.self_attn_bias_type,
@@ -176,6 +177,7 @@ def residual_names(layer: Any) -> tuple[str, str, str]:
 
 def position_of(layer: Any) -> Any:
     """Return the position of the first token that a layer decodes, which its cache counts."""
+    # Read before the attention creates or moves it.
     cache = layer.variables.get("cache", {}).get("self_attention", {})
     return cache.get("cache_index", 0)
 

@@ -207,6 +207,7 @@ class LayerNormMLP(Module):  # type: ignore[misc]
             bias_1 = parameter(self, "wi_bias", self.bias_init, inner, self.bias_axes_1)
             bias_2 = parameter(self, "wo_bias", self.bias_init, (embed,), self.bias_axes_2)
         grads = ("_1", "_0") if exchanges_gradients(self, activations) else ("_0", "_1")
+        # After the norm: over `tpsp_resource` the sequence is gathered here.
         x = constrain(x, self.dot_1_input_axes)
         axes = self.dot_1_input_axes, self.kernel_axes_1
         y = matmul(self, x, wi, axes=axes, name="wi_kernel", postfix="_0", grad_postfix=grads[0])
