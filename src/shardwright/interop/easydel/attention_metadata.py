@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from shardwright import _jax
 from shardwright.attention.call import JointSpecs, Options
@@ -178,7 +178,9 @@ class AttentionMetadata:
         )
         self.set_attrs_carefully("partition_axis", PartitionAxis())
         manager = self.partition_manager
-        self.set_attrs_carefully("mesh", manager.mesh if manager is not NOT_GIVEN else _ambient())
+        self.set_attrs_carefully(
+            "mesh", manager.mesh if manager is not NOT_GIVEN else _jax.mesh_at_hand() or NOT_GIVEN
+        )
         if self.mesh is NOT_GIVEN or self.mesh is None:
             raise AttentionError(
                 "mesh is not given, and none is ambient",
@@ -284,20 +286,12 @@ class AttentionMetadata:
         query = tuple(
             self._size(axis, known, mode) for axis in (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM)
         )
-        if qkv_mni_sharding:
-            length = self._size(KV_LENGTH, known, mode)
-            return resolve_joint(
-                self.partition_manager,
-                q=query,
-                k=(query[0], length, *query[2:]),
-                v=(query[0], length, *query[2:]),
-                mode=mode,
-                repeated=True,
-            )
-        key = tuple(
-            self._size(axis, known, mode) for axis in (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM)
+        # Keys that are repeated already have the heads of the queries.
+        heads = (HEAD, HEAD_DIM) if qkv_mni_sharding else (KV_HEAD, KV_HEAD_DIM)
+        key = tuple(self._size(axis, known, mode) for axis in (BATCH, KV_LENGTH, *heads))
+        return resolve_joint(
+            self.partition_manager, q=query, k=key, v=key, mode=mode, repeated=qkv_mni_sharding
         )
-        return resolve_joint(self.partition_manager, q=query, k=key, v=key, mode=mode)
 
     def _sizes(self, sizes: Mapping[str, int] | None) -> dict[str, int]:
         config = {
@@ -511,13 +505,6 @@ def get_mode(q: Any, BTHD: bool = True, *, mode: str | None = None) -> str:  # n
         return parse_mode(mode)
     # As EasyDeL tells them apart: a decode step has one query.
     return MODE_DECODE if q.shape[1 if BTHD else 2] == 1 else MODE_TRAIN
-
-
-def _ambient() -> Mesh | AbstractMesh | EMPTY_VAL:
-    if not _jax.in_trace():
-        mesh = jax.sharding.get_mesh()
-        return NOT_GIVEN if mesh.empty else mesh
-    return _jax.ambient_mesh() or NOT_GIVEN
 
 
 def _array_to_plain(value: Any) -> Any:
