@@ -23,7 +23,6 @@ from shardwright.resolution.decisions import (
 from shardwright.resolution.partition_specs import canonical_spec
 from shardwright.resolution.resolver import explain
 from shardwright.resolution.rules import Policy
-from shardwright.show.tables import remarked_table, table
 from shardwright.vocabulary.shown import WIDTH
 from tests.resolving import make_rules
 
@@ -234,30 +233,3 @@ def test_a_skip_says_what_was_passed_over() -> None:
         == "a+b: a is taken by dim 0 X"
     )
     assert str(Skip(reason=Reason.EMPTY, candidate=("a",))) == "a: no mesh axis left"
-
-
-def test_remarks_in_the_last_column() -> None:
-    rows = [("dim", "rule", "why"), ("0", "dp", "dp has size 1, and sp is not in the mesh")]
-    assert remarked_table(rows, width=36) == [
-        "dim  rule  why",
-        "0    dp    dp has size 1, and sp is",
-        "           not in the mesh",
-    ]
-    assert remarked_table(rows, width=32) == [
-        "dim  rule",
-        "     why",
-        "0    dp",
-        "     dp has size 1, and sp is",
-        "     not in the mesh",
-    ]
-
-
-def test_a_column_that_wraps_is_as_wide_as_its_words() -> None:
-    rows = [("place", "why"), ("fsdp_tp.toml:35 [params]", "first candidate fits")]
-    head, *lines = table(rows, width=40)
-    assert lines == ["fsdp_tp.toml:35  first candidate fits", "[params]"]
-    assert head == "place            why"
-
-
-def test_table_pads_columns_and_strips_ends() -> None:
-    assert table([("a", "bb"), ("ccc", "")], indent="  ") == ["  a    bb", "  ccc"]

@@ -18,7 +18,7 @@ from shardwright.resolution.partition_specs import UNCONSTRAINED, entry_names
 from shardwright.resolution.patterns import compile_pattern
 from shardwright.trees.paths import path_text
 from shardwright.trees.tensors import whole_bytes
-from shardwright.vocabulary.shown import data_of
+from shardwright.vocabulary.shown import data_of, text_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class LeafBytes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TreeBytes:
-    """Bytes of a tree: one entry per array, in flattening order, and their sums."""
+    """Bytes of a tree: one entry per array, in flattening order, and their sums. Print it."""
 
     leaves: tuple[LeafBytes, ...]
 
@@ -110,6 +110,9 @@ class TreeBytes:
     def to_json(self) -> dict[str, Any]:
         """Return sums and arrays as plain data."""
         return data_of(self)
+
+    def __str__(self) -> str:
+        return text_of(self)
 
 
 def bytes_by_path(tree: Any, shardings: Any = None) -> TreeBytes:

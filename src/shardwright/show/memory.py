@@ -1,16 +1,21 @@
-"""Show bytes by path as a table."""
+"""Show bytes by path."""
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 from shardwright.plan.memory import LeafBytes, TreeBytes
-from shardwright.resolution.partition_specs import spec_text
+from shardwright.resolution.partition_specs import entry_names, spec_text
+from shardwright.show.plain import fields_of, named
 from shardwright.show.tables import table
-from shardwright.vocabulary.shown import WIDTH
+from shardwright.vocabulary.shown import WIDTH, data_of, text_of
 from shardwright.vocabulary.units import bytes_text
 
-_HEAD = ("path", "shape", "dtype", "spec", "bytes", "per device", "replicated", "over")
+SUMS: Final = ("total", "per_device", "held", "replicated", "replicated_share")
+_HEAD: Final = ("path", "shape", "dtype", "spec", "bytes", "per device", "replicated", "over")
 
 
+@text_of.register(TreeBytes)
 def memory_text(found: TreeBytes, *, rows: int | None = None, width: int = WIDTH) -> str:
     """Return a table of bytes by path, with sums below.
 
@@ -53,3 +58,16 @@ def _sums(tree: TreeBytes) -> str:
         f"are copies ({tree.replicated_share:.1%})"
     )
     return f"{arrays}, {bytes_text(tree.total)}; {bytes_text(tree.per_device)} per device; {held}"
+
+
+@data_of.register(TreeBytes)
+def _tree_bytes(tree: TreeBytes) -> dict[str, Any]:
+    return named(tree, *SUMS, "leaves")
+
+
+@data_of.register(LeafBytes)
+def _leaf_bytes(leaf: LeafBytes) -> dict[str, Any]:
+    """Return counts. The spec is one list of mesh axes per dim."""
+    entries = None if leaf.spec is None else leaf.spec.partitions
+    spec = None if entries is None else [list(entry_names(entry)) for entry in entries]
+    return {**fields_of(leaf), "spec": spec, **named(leaf, "held", "replicated")}

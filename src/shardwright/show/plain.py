@@ -7,7 +7,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright.vocabulary.shown import data_of
+from shardwright.vocabulary.shown import data_of, shower_of
 
 
 def plain(value: Any) -> Any:
@@ -19,8 +19,8 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if hasattr(type(value), "from_json"):
             return value.to_json()  # type: ignore[attr-defined]
-        own = data_of.dispatch(type(value))
-        return fields_of(value) if own is data_of.dispatch(object) else own(value)
+        own = shower_of(data_of, value)
+        return fields_of(value) if own is None else own(value)
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):

@@ -8,14 +8,13 @@ from typing import Any, Final
 from shardwright.plan.fit import Verdict, judge
 from shardwright.plan.hardware import Chip
 from shardwright.plan.layout import Layout
-from shardwright.plan.memory import LeafBytes, TreeBytes
 from shardwright.plan.planner import PlanReport
 from shardwright.plan.state import Category, StateBytes, StateLeaf
 from shardwright.plan.time import SecondsRange, TimeRange
 from shardwright.plan.walk.entries import CONSTANTS, LOOPS, RESULTS, TEMPORARY, Live, Peak
 from shardwright.plan.walk.events import Event
-from shardwright.resolution.partition_specs import entry_names
-from shardwright.show.plain import fields_of, named, plain
+from shardwright.show.memory import SUMS
+from shardwright.show.plain import named, plain
 from shardwright.show.tables import remarked_table, table
 from shardwright.vocabulary.axes import axis_label
 from shardwright.vocabulary.shown import WIDTH, data_of, text_of
@@ -26,7 +25,6 @@ LIVE_HEAD: Final = ("at the peak", "values", "of each", "for", "where")
 STATE_HEAD: Final = ("state", "arrays", "per device", "on all devices", "copies")
 CAUSE_HEAD: Final = ("replicated over", "could save", "arrays", "rule", "why")
 _TIME_HEAD: Final = ("time", "at least", "at most", "assumed")
-_SUMS: Final = ("total", "per_device", "held", "replicated", "replicated_share")
 _CAUSES: Final = 5  # rules that replicate state and are shown
 _VERDICTS: Final = {
     Verdict.FITS: "fits",
@@ -273,7 +271,7 @@ def plan_data(report: PlanReport) -> dict[str, Any]:
 @data_of.register(StateBytes)
 def _state_bytes(state: StateBytes) -> dict[str, Any]:
     """Return sums by category, and all arrays."""
-    sums = {str(each): named(state.of(each), *_SUMS) for each in state.categories}
+    sums = {str(each): named(state.of(each), *SUMS) for each in state.categories}
     share = named(state.stored, "replicated_share")
     return {"by_category": sums, **share, **named(state, "missing", "leaves")}
 
@@ -281,19 +279,6 @@ def _state_bytes(state: StateBytes) -> dict[str, Any]:
 @data_of.register(StateLeaf)
 def _state_leaf(leaf: StateLeaf) -> dict[str, Any]:
     return {**named(leaf, "category"), **plain(leaf.bytes), **named(leaf, "causes")}
-
-
-@data_of.register(TreeBytes)
-def _tree_bytes(tree: TreeBytes) -> dict[str, Any]:
-    return named(tree, *_SUMS, "leaves")
-
-
-@data_of.register(LeafBytes)
-def _leaf_bytes(leaf: LeafBytes) -> dict[str, Any]:
-    """Return counts. The spec is one list of mesh axes per dim."""
-    entries = None if leaf.spec is None else leaf.spec.partitions
-    spec = None if entries is None else [list(entry_names(entry)) for entry in entries]
-    return {**fields_of(leaf), "spec": spec, **named(leaf, "held", "replicated")}
 
 
 @data_of.register(Layout)

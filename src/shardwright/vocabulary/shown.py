@@ -25,30 +25,35 @@ def shown_by(files: Mapping[str, str]) -> None:
 @functools.singledispatch
 def text_of(value: Any, **options: Any) -> str:
     """Return a value as text for people. Options depend on its class."""
-    text: str = _registered(text_of, value)(value, **options)
+    text: str = _show(text_of, value, **options)
     return text
 
 
 @functools.singledispatch
 def html_of(value: Any) -> str:
     """Return a value as HTML for a notebook."""
-    html: str = _registered(html_of, value)(value)
+    html: str = _show(html_of, value)
     return html
 
 
 @functools.singledispatch
 def data_of(value: Any) -> dict[str, Any]:
     """Return a value as plain data: what JSON has."""
-    data: dict[str, Any] = _registered(data_of, value)(value)
+    data: dict[str, Any] = _show(data_of, value)
     return data
 
 
-def _registered(form: Any, value: Any) -> Any:
-    """Return the function of a value's class, or of its base, after the import of its file."""
+def shower_of(form: Any, value: Any) -> Any:
+    """Return the function of a form for the class of a value, or for a base of it; None if none."""
     for base in type(value).__mro__:
         if base.__name__ in _FILES:
             importlib.import_module(_FILES[base.__name__])
     function = form.dispatch(type(value))
-    if function is form.dispatch(object):  # else this function would call itself forever
+    return None if function is form.dispatch(object) else function
+
+
+def _show(form: Any, value: Any, **options: Any) -> Any:
+    function = shower_of(form, value)
+    if function is None:
         raise AssertionError(f"shardwright/show has no function for {type(value).__name__}")
-    return function
+    return function(value, **options)

@@ -1,0 +1,58 @@
+"""Every value that asks `show` for a form has a function for it there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+import shardwright
+from shardwright.vocabulary import shown
+from shardwright.vocabulary.shown import data_of, html_of, text_of
+
+SRC = Path(shardwright.__file__).parent
+FORMS = {"text_of": text_of, "html_of": html_of, "data_of": data_of}
+
+
+def asked() -> set[tuple[str, str, str]]:
+    """(module, class, form) of each class whose methods ask for one of its forms."""
+    found = set()
+    for path in SRC.rglob("*.py"):
+        module = ".".join(("shardwright", *path.relative_to(SRC).with_suffix("").parts))
+        classes = [
+            node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
+        ]
+        found |= {
+            (module, each.name, call.func.id)
+            for each in classes
+            for call in ast.walk(each)
+            if isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Name)
+            and call.func.id in FORMS
+        }
+    return found
+
+
+def test_every_form_that_a_value_asks_for_is_registered() -> None:
+    pairs = asked()
+    assert ("shardwright.resolution.decisions", "Resolution", "html_of") in pairs
+    missing = []
+    for module, name, form in sorted(pairs):
+        cls = getattr(importlib.import_module(module), name)
+        importlib.import_module(shown._FILES[name])
+        if cls not in FORMS[form].registry:
+            missing.append((name, form))
+    assert missing == []
+
+
+def test_every_class_of_the_table_asks() -> None:
+    """But for parts of others, whose data their whole asks for."""
+    parts = {"LeafBytes"}
+    assert set(shown._FILES) == {name for _, name, _ in asked()} | parts
+
+
+def test_a_class_without_a_function_is_named() -> None:
+    with pytest.raises(AssertionError, match="no function for object"):
+        text_of(object())
