@@ -246,6 +246,7 @@ def _groups(modes: Mapping[str, Resolution]) -> list[tuple[list[str], Resolution
 
 
 def _same(left: Resolution, right: Resolution) -> bool:
+    # Decisions contain their rules, so modes with equal specs by other rules are shown apart.
     problems = [
         [(problem.error, problem.what, problem.dim) for problem in resolution.problems]
         for resolution in (left, right)

@@ -159,7 +159,9 @@ def unify(left: AtomDim, right: AtomDim, on_conflict: Callable[[Atom, Atom], Non
         if first is not second and first.size != second.size:
             larger, smaller = (first, second) if first.size > second.size else (second, first)
             if larger.size % smaller.size or (larger.name and not smaller.is_shards):
-                return  # the factors differ, so nothing is known about the rest
+                # A named factor is whole, such as HEAD_DIM; only a `shard_map` cuts it. The factors
+                # differ, so nothing is known about the rest.
+                return
             larger.split(smaller.size, keep_name=smaller.is_shards)
             lefts, rights = finest(lefts), finest(rights)
             continue
@@ -201,7 +203,7 @@ def _cut(factors: list[Atom], shape: Sequence[int]) -> Sequence[AtomDim]:
                 members.append(first)
                 factors = factors[1:]
             elif first.size % missing or first.name:
-                return new_dims(shape)
+                return new_dims(shape)  # a named factor is whole
             else:
                 first.split(missing)
                 factors = finest(factors)

@@ -47,11 +47,13 @@ def scan(step: InferenceStep) -> list[ArrayFacts]:
     if any(value.is_weight for value in scanned):
         recorded = Scan(
             dim=scanned[0].dims[0],
+            # A layer makes the next carry from the last one, by a matmul with its own weights.
             is_of_layers=any((loop, "made") in end.loops for end in ends[:carries]),
             is_routed=any(value.data and value.learned for value in scanned),
             location=step.location,
         )
         step.facts.scans.append(recorded)
+    # Outside of the loop, nothing is its carry or a row of its weights.
     ends = [
         dataclasses.replace(end, loops=frozenset(pair for pair in end.loops if pair[0] != loop))
         for end in ends
@@ -107,6 +109,7 @@ def call(step: InferenceStep) -> list[ArrayFacts] | None:
         return None
     (body,) = found
     values = body.of_operands(step.values)
+    # Without a place, nothing inside gets a constraint that `constrained` could not place.
     place = step.place if rebuilds(step.equation) else None
     return step.walk(body.jaxpr, values, called_at=step.location.caller, place=place)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 
 from shardwright.dims.table import correspondence
 from shardwright.inference import elementwise
-from shardwright.inference.atoms import AtomDim, AtomDims, finest, new_dims
+from shardwright.inference.atoms import AtomDims, finest, new_dims
 from shardwright.inference.facts import TableLookup, Use
 from shardwright.inference.step import ArrayFacts, InferenceStep
 
@@ -36,6 +35,7 @@ def _record_lookup(step: InferenceStep, row: AtomDims) -> None:
     keys = [at for at in numbers.start_index_map if sizes[at] == 1 < step.operand_shapes[0][at]]
     if len(keys) != 1 or not table.learned:
         return
+    # A single index that the model itself writes, as in `w[0]`, is no lookup.
     if not index.data and not any(map(finest, index.dims)):
         step.facts.rows.append(Use(dim=table.dims[keys[0]], location=step.location))
         return
@@ -62,15 +62,11 @@ def scatter(step: InferenceStep) -> list[ArrayFacts]:
     assert known is not None
     step.aligned(known)
     if index.data and index.learned:
-        _mark_routed(old.dims[at] for at in numbers.scatter_dims_to_operand_dims)
+        # Activations choose along these dims, such as that of experts.
+        for at in numbers.scatter_dims_to_operand_dims:
+            for atom in finest(old.dims[at]):
+                atom.routed = True
     return [step.result(old.dims)]
-
-
-def _mark_routed(dims: Iterable[AtomDim]) -> None:
-    """Mark dims along which activations choose, such as the dim of experts."""
-    for dim in dims:
-        for atom in finest(dim):
-            atom.routed = True
 
 
 def update_slice(step: InferenceStep) -> list[ArrayFacts]:

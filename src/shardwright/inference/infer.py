@@ -230,6 +230,9 @@ def _check_axes(
 def _name_all(
     facts: Facts, params: Sequence[AtomDims], results: Sequence[ArrayFacts], sizes: GivenSizes
 ) -> None:
+    # The first rule that names a dim decides. So the rules whose evidence cannot mean anything else
+    # come first, then those that read the names of the others, then the sizes of the caller, and
+    # the guesses last.
     selected = list(matmuls_of_selected(facts))
     names = Names(facts)
     name_tables(names, results)
@@ -238,12 +241,13 @@ def _name_all(
     name_windows(names)
     name_attention(names)
     name_experts(names)
+    # `name_experts` reads these by itself. For the rules below they are projections like others.
     facts.projections += selected
     name_slices(names)
     name_residual(names)
     name_logits(names, results)
     name_hidden(names)
-    name_slices(names)
+    name_slices(names)  # again, because parts of fused weights have names now
     every = [dim for dims in params for dim in dims]
     sizes.name(names, params)
     guess_tables(names, results)

@@ -29,6 +29,7 @@ def shard_map(step: InferenceStep) -> list[ArrayFacts]:
         local.append(dataclasses.replace(value, dims=tuple(dims), one_hot=None))
     body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
     results = step.walk(body, local)
+    # Operands whose local parts are one dim in the body are parts of one dim outside.
     for (major, part), (other_major, other_part) in itertools.combinations(sharded, 2):
         if finest(part) == finest(other_part):
             step.same(major, other_major)

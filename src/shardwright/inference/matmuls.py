@@ -32,6 +32,7 @@ def _result(step: InferenceStep, dims: Sequence[AtomDim]) -> ArrayFacts:
     """Return the result of a matmul of the first two operands."""
     left, right = step.values[:2]
     result = step.result(dims, origin=step.new_origin(is_matmul=True))
+    # A matmul of the carry of a scan and of a row of its weights is what a layer computes.
     made = {
         (loop, "made")
         for first, second in ((left, right), (right, left))
@@ -74,6 +75,7 @@ def _record(
         left, right, free = right, left, (free[1], free[0])
     if not (left.data and right.is_weight):
         return
+    # One-hot rows times a table read rows of the table, as a gather does.
     if left.one_hot is not None and [finest(dim) for dim in contracted] == [finest(left.one_hot)]:
         step.facts.lookups.append(
             TableLookup(
@@ -111,6 +113,7 @@ def ragged_dot(step: InferenceStep) -> list[ArrayFacts]:
         step.same(left.dims[i], right.dims[j])
     groups = tuple(numbers.rhs_group_dimensions)
     if not groups:
+        # The ragged dim is contracted, as in the gradient of the weights, or a batch dim.
         return step.new_results()
     batch = tuple(left.dims[i] for i in left_batch)
     left_free = _others(left.dims, [*left_sum, *left_batch])
