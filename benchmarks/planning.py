@@ -18,7 +18,7 @@ import jax
 
 import shardwright as sw
 from shardwright.interop.hf import Sizes, programs, read_config
-from shardwright.plan.state import Category, Held, StateBytes, count_state
+from shardwright.plan.state import Category, CountedArray, StateBytes, count_state
 from shardwright.resolution.request import ShardingRequest
 from shardwright.trees.annotated import annotated_leaves
 from shardwright.vocabulary.axes import Role
@@ -47,7 +47,7 @@ def count(sizes: Sizes) -> tuple[StateBytes, float]:
                 request = ShardingRequest(leaf.annotation, shape, pm.mode, role, leaf.path)
                 copies = 2 if category is None else 1
                 kind = category or Category.OPTIMIZER
-                each = Held(path=leaf.path, value=leaf.value, source=request, category=kind)
+                each = CountedArray(path=leaf.path, value=leaf.value, source=request, category=kind)
                 held += [each] * copies
     return count_state(pm, held), time.process_time() - start
 

@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
 from shardwright.resolution.composites import MOST_CANDIDATES
-from shardwright.resolution.decisions import Outcome, Reason, row
+from shardwright.resolution.decisions import Outcome, Reason
 from shardwright.resolution.resolver import explain, resolve
 from shardwright.resolution.rules import Conflict, Indivisible, Missing, Policy
+from shardwright.show.resolution import row
 from tests.raising import raises
 from tests.resolving import make_rules, spec
 
