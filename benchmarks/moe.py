@@ -40,7 +40,7 @@ CONFIG: Final = moe.MoEConfig(
     hidden=HIDDEN,
     experts=EXPERTS,
     per_token=PER_TOKEN,
-    capacity=moe.Factor(2.0),
+    capacity=moe.CapacityFactor(2.0),
     exchange="slots",
     matmul="padded",
 )

@@ -112,7 +112,7 @@ class Lists:
         valid: np.ndarray | None = None,
         refused: Any = (),
     ) -> np.ndarray:
-        """The output; exactly 0 for rows that are not tokens, and for slots that refused."""
+        """The output; exactly 0 for padding rows, and for slots that refused."""
         is_token = np.ones(q.shape[:2], bool) if valid is None else valid
         positions = np.full(q.shape[:2], -1, np.int32)
         k, v = self.rows(k), self.rows(v)

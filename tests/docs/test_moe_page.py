@@ -70,7 +70,7 @@ def test_results_meet_the_targets() -> None:
 @pytest.mark.full
 def test_layers_by_hand_are_the_same_layers() -> None:
     """Otherwise their trace times could not be compared."""
-    small = config(capacity=moe.Factor(4.0))
+    small = config(capacity=moe.CapacityFactor(4.0))
     params, x = parameters(small), tokens(8, 4, 16)
     mesh = cpu_mesh("fsdp:2,ep:4")
     wanted, state = moe.apply(small, params, x)

@@ -106,7 +106,7 @@ def sharded_cache_decode() -> tuple[PlanReport, list[Row]]:
 def expert_dispatch_and_return() -> tuple[PlanReport, list[Row]]:
     experts, per_token = 16, 2
     config = moe.MoEConfig(
-        embed=E, hidden=I, experts=experts, per_token=per_token, capacity=moe.Factor(1.0)
+        embed=E, hidden=I, experts=experts, per_token=per_token, capacity=moe.CapacityFactor(1.0)
     )
     specs = moe.specs(config)
     pm = manager("moe_ep", "ep:8").for_mode("train")

@@ -13,7 +13,7 @@ ROOMS = (
     ("serving", "engine, scheduler, sampling"),
     ("layers", "norms, attention, MLP, experts, loss"),
     ("attention", "one call, many kernels"),
-    ("caches", "dense, sliding, 8 bits, paged"),
+    ("caches", "dense, sliding, quantized, paged"),
     ("checkpoint", "training states in files"),
     ("reshard", "arrays from one sharding to another"),
     ("plan", "memory, collectives, time, search"),

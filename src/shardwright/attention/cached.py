@@ -34,7 +34,7 @@ class CachedAttention(Generic[C]):
     """The result of attention to a cache.
 
     Attributes:
-      o: `[batch, q_length, heads, v_dim]`. Exactly 0 for rows that are not tokens, and for slots
+      o: `[batch, q_length, heads, v_dim]`. Exactly 0 for padding rows, and for slots
         that refused their tokens.
       change: The cache after the append, the refusals, and the positions of the tokens.
     """
@@ -123,7 +123,7 @@ def append_and_attend(
                 cache, jnp.asarray(k), jnp.asarray(v), positions
             )
         o = _attend_to_rows(q, view, positions, options, implementation)
-    # Zero the rows that are not tokens, even in a call that is not causal.
+    # Zero the padding rows, even in a call that is not causal.
     return CachedAttention(o=jnp.where(positions[:, :, None, None] >= 0, o, 0), change=change)
 
 
@@ -136,7 +136,7 @@ def next_positions(cache: KVCache, *, q_length: int = 1, valid: Any = None) -> j
       valid: `[batch, q_length]` bool, which rows are tokens. Defaults to all.
 
     Returns:
-      `[batch, q_length]` int32, -1 for rows that are not tokens.
+      `[batch, q_length]` int32, -1 for padding.
 
     Raises:
       AttentionError: `valid` has another shape, `q_length` is not a number of rows, or `cache` is

@@ -80,7 +80,7 @@ def paged_attention(
       lengths: `[batch]` int, the number of keys of each sequence, those of its queries included.
       q_lengths: `[batch]` int, the number of queries of each sequence. Defaults to `q_length`.
       positions: `[batch, q_length]` int, in place of `q_lengths`: the position of each row of the
-        queries, negative for a row that is not a token.
+        queries, negative for padding.
       k_scale_pages: `[pages, page_size, kv_heads]` float32 for int8 or float8 pages; see `k_scale`
         of `dot_product_attention`.
       v_scale_pages: Likewise for the values.
@@ -457,7 +457,7 @@ def _check_positions(positions: Any, q_lengths: Any, sizes: _PageSizes) -> None:
         positions,
         -(2**31),
         2**31 - 1,
-        "pass int32 positions; negative for a row that is not a token",
+        "pass int32 positions; negative for padding",
     )
 
 
@@ -477,7 +477,7 @@ def _integers(array: Any) -> jax.Array:
 
 
 def _positions(lengths: Any, q_lengths: Any, sizes: _PageSizes) -> jax.Array:
-    """Return `[batch, q_length]` positions of the queries, -1 for a row that is not a token."""
+    """Return `[batch, q_length]` positions of the queries, -1 for padding."""
     counts = (
         jnp.full((sizes.batch,), sizes.q_length, jnp.int32)
         if q_lengths is None

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits, with float32 scales: about half the bytes of bfloat16.
+"""Keys and values in int8 or fp8, with float32 scales: about half the bytes of bfloat16.
 
 There is one scale per token and head. A row is quantized once, when it is written: later tokens do
 not change it. Attention reads the rows as they are and multiplies its logits and weights by the
@@ -27,7 +27,7 @@ STORED = ("int8", "float8_e4m3fn", "float8_e5m2")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class QuantizedRows:
-    """Rows in 8 bits and their scales. A row is `values * scale[..., None]`.
+    """Rows in int8 or fp8, and their scales. A row is `values * scale[..., None]`.
 
     Attributes:
       values: `[..., dim]`, int8 or float8.
@@ -39,7 +39,7 @@ class QuantizedRows:
 
 
 def quantize(x: jax.Array, dtype: Any = "int8") -> QuantizedRows:
-    """Round rows to 8 bits, with a float32 scale for each row.
+    """Round rows to int8 or fp8, with a float32 scale for each row.
 
     The scale is the row's largest magnitude divided by the largest number of the dtype.
 
@@ -74,7 +74,7 @@ def quantize(x: jax.Array, dtype: Any = "int8") -> QuantizedRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class QuantizedCache(RowCache):
-    """A `DenseCache` that stores keys and values in 8 bits.
+    """A `DenseCache` that stores keys and values in int8 or fp8.
 
     Attributes:
       spec: The static part. Its dtype is that of the keys and values that are appended.
@@ -92,7 +92,7 @@ class QuantizedCache(RowCache):
     v_scale: jax.Array = dataclasses.field(metadata=buffer(*SCALE_AXES))
 
     def encode(self, k: jax.Array, v: jax.Array) -> Buffers:
-        """Return keys and values in 8 bits, and their scales."""
+        """Return keys and values in int8 or fp8, and their scales."""
         keys, values = quantize(k, self.k.dtype), quantize(v, self.v.dtype)
         return {
             "k": keys.values,

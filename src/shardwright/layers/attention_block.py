@@ -151,8 +151,9 @@ class AttentionState:
 
     Attributes:
       cache: A KV cache, or None.
-      scaling: `fp8.uses(scaling, channel)` as an argument. In a result, what was seen; with
-        a cache, the argument again, so that the result is the state of the next call.
+      scaling: `fp8.uses(scaling, channel)` as an argument. In a result, the amaxes of its inputs
+        and kernels; with a cache, the argument again, so that the result is the state of the next
+        call.
     """
 
     cache: Any = None
@@ -330,8 +331,8 @@ def _project(
     positions: Any,
     state: Any,
 ) -> tuple[list[Any], Any]:
-    """Return queries, keys and values, and what was seen. Queries and keys are normalized and
-    rotated.
+    """Return queries, keys and values, and their fp8 amaxes. Queries and keys are normalized
+    and rotated.
 
     Args:
       config: Sizes and options.

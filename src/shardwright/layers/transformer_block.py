@@ -48,7 +48,7 @@ REMAT: Final[Mapping[str, Callable[..., Any] | None]] = MappingProxyType(
     }
 )
 
-_NO_SEGMENT: Final = -(2**31)  # of rows that are not tokens; no caller's segment has it
+_NO_SEGMENT: Final = -(2**31)  # of padding rows; no caller's segment has it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,8 +173,9 @@ class StackState:
       moe: One `MoEState` per tree of parameters, or None for an MLP. With `scan`, its arrays
         have a leading dim of the layers of that tree. None as a whole before the first call.
       scaling: With delayed scaling, one tree per tree of parameters:
-        `fp8.uses(scaling, channel)` as an argument. In a result, what was seen; with caches,
-        the argument again, so that the result is the state of the next call. Else None.
+        `fp8.uses(scaling, channel)` as an argument. In a result, the amaxes of inputs and kernels;
+        with caches, the argument again, so that the result is the state of the next call. Else
+        None.
     """
 
     caches: list[KVCache] | None = None

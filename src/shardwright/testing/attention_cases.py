@@ -203,7 +203,7 @@ def _rows_of_biases(
 
 
 def quantize_arrays(name: str, x: Any, dtype: str) -> dict[str, Any]:
-    """Return keys or values in a dtype of 8 bits, and their scales."""
+    """Return keys or values in int8 or fp8, and their scales."""
     scale = np.abs(x.astype(np.float32)).max(axis=-1) / 100
     return {
         name: np.round(x.astype(np.float32) / scale[..., None]).astype(dtype),

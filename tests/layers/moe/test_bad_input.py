@@ -34,16 +34,16 @@ from tests.raising import facts, raises
         (lambda: config(activation="swish2"), "activation 'swish2' is unknown"),
         (lambda: config(matmul="grouped"), "give one of auto, padded, ragged"),
         (lambda: config(matmul="ragged", activation="sigmoid"), 'write matmul="padded"'),
-        (lambda: config(capacity=1.25), "write capacity=Factor(1.25)"),
+        (lambda: config(capacity=1.25), "write capacity=CapacityFactor(1.25)"),
         (lambda: config(exchange="rows"), "give one of auto, slots, ragged"),
         (
-            lambda: config(exchange="ragged", capacity=moe.Factor(2.0)),
+            lambda: config(exchange="ragged", capacity=moe.CapacityFactor(2.0)),
             'write capacity=Dropless(), or exchange="slots"',
         ),
         (lambda: config(exchange="ragged", matmul="padded"), 'or write exchange="slots"'),
         (lambda: config(recipe="delayed"), "experts of an MoE layer are not computed in fp8"),
-        (lambda: moe.Factor(0), "write Factor(1.25)"),
-        (lambda: moe.Factor(float("nan")), "write Factor(1.25)"),
+        (lambda: moe.CapacityFactor(0), "write CapacityFactor(1.25)"),
+        (lambda: moe.CapacityFactor(float("nan")), "write CapacityFactor(1.25)"),
     ],
 )
 def test_invalid_config(build: Callable[[], Any], text: str) -> None:

@@ -33,7 +33,7 @@ def loss_of(moe_config: moe.MoEConfig) -> Callable[[Any, Any], Any]:
     return lambda params, x: jnp.square(moe.apply(moe_config, params, x)[0]).sum()
 
 
-@pytest.mark.parametrize("capacity", [moe.Dropless(), moe.Factor(2.0)], ids=str)
+@pytest.mark.parametrize("capacity", [moe.Dropless(), moe.CapacityFactor(2.0)], ids=str)
 def test_forward_is_two_all_to_alls(pm: sw.PartitionManager, capacity: Any) -> None:
     moe_config = config(capacity=capacity)
     with pm:
@@ -65,7 +65,7 @@ def test_gradient_is_four_all_to_alls_and_two_sums(pm: sw.PartitionManager) -> N
 
 
 @pytest.mark.full(but=["Dropless()"])
-@pytest.mark.parametrize("capacity", [moe.Dropless(), moe.Factor(1.5)], ids=str)
+@pytest.mark.parametrize("capacity", [moe.Dropless(), moe.CapacityFactor(1.5)], ids=str)
 def test_no_array_has_the_tokens_of_all_devices(capacity: Any) -> None:
     """8 sequences of 7 tokens, one sequence per device: no array has 8 x 7 or 56 of anything."""
     moe_config = config(experts=12, capacity=capacity)

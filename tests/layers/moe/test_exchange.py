@@ -159,7 +159,9 @@ def test_choice_of_exchange() -> None:
     assert chosen() == "ragged, 256 rows: a device fills 64 of 256 slots"
     assert chosen("cpu") == "slots, 256 rows: XLA for CPU has no ragged all-to-all"
     assert chosen(experts=16) == "ragged, 256 rows: a device fills 64 of 512 slots"
-    assert chosen(capacity=moe.Factor(2.0)) == "slots, 256 rows: the capacity limits the slots"
+    assert chosen(capacity=moe.CapacityFactor(2.0)) == (
+        "slots, 256 rows: the capacity limits the slots"
+    )
     assert chosen(matmul="padded") == "slots, 256 rows: the padded matmul needs slots"
     assert chosen(per_token=8) == "slots, 256 rows: all slots are filled"
     assert chosen(exchange="slots") == "slots, 256 rows: the config names it"

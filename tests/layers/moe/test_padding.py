@@ -1,4 +1,4 @@
-"""Rows that are not tokens: no slot, no statistics, no loss, and nothing of what they hold."""
+"""Padding: no slot, no statistics, no loss, and nothing of what they hold."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_sharded_equals_tokens_alone(preset: str, mesh: str, exchange: str) -> N
 
 def test_padding_takes_no_slot() -> None:
     """Whatever the padding holds, the same tokens are dropped: those that NumPy counts."""
-    moe_config = config(per_token=1, capacity=moe.Factor(0.75))
+    moe_config = config(per_token=1, capacity=moe.CapacityFactor(0.75))
     params, valid = parameters(moe_config), jnp.asarray(VALID)
     run = jax.jit(functools.partial(moe.apply, moe_config))
     results = [run(params, padded_with(value), valid=valid) for value in (0, 1, np.nan)]
@@ -115,7 +115,7 @@ def test_refused(valid: Any) -> None:
 STACK = transformer_block.TransformerConfig(
     layers=2,
     attention=attention_block.AttentionConfig(embed=16, heads=4, kv_heads=2, head_dim=4),
-    mlp=moe_block.MoEBlockConfig(moe=config(capacity=moe.Factor(0.75), balance_loss=0.1)),
+    mlp=moe_block.MoEBlockConfig(moe=config(capacity=moe.CapacityFactor(0.75), balance_loss=0.1)),
 )
 PARAMS = blocks.random_params(transformer_block.specs(STACK))
 

@@ -140,7 +140,7 @@ def test_losses_are_global_means() -> None:
 
 
 def test_dropped_equals_a_numpy_count() -> None:
-    moe_config = config(capacity=moe.Factor(0.75))
+    moe_config = config(capacity=moe.CapacityFactor(0.75))
     params, x = parameters(moe_config), tokens(8, 4, 16)
     with manager("moe_ep", "fsdp:2,ep:4"):
         dispatch = moe.explain(moe_config, x.shape)

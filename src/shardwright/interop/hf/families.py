@@ -73,8 +73,8 @@ def read_config(path: str, *, param: str | None = None, capacity: float | None =
       path: The file, `config.json`.
       param: Dtype of stored parameters, with matmuls in bfloat16. Defaults to the configuration's
         dtype for both.
-      capacity: Slots of an expert, divided by its tokens at an even load. None: no token is
-        dropped.
+      capacity: Capacity factor: capacity of an expert ÷ its tokens under an even load. None: no
+        token is dropped.
 
     Raises:
       StrategyError: The file cannot be read, its family is not known, or a size is not valid.

@@ -16,8 +16,8 @@ from shardwright.layers.moe.block import MoEStats as MoEStats
 from shardwright.layers.moe.block import apply as apply
 from shardwright.layers.moe.block import explain as explain
 from shardwright.layers.moe.block import init_state as init_state
+from shardwright.layers.moe.config import CapacityFactor as CapacityFactor
 from shardwright.layers.moe.config import Dropless as Dropless
-from shardwright.layers.moe.config import Factor as Factor
 from shardwright.layers.moe.config import MoEConfig as MoEConfig
 from shardwright.layers.moe.config import specs as specs
 from shardwright.layers.moe.routing import update_bias as update_bias

@@ -170,7 +170,7 @@ def apply(
       state: State of the router. Defaults to a state without a bias.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
       mode: Runtime mode. Defaults to the manager's.
-      valid: bool of the shape of x without EMBED, False where a row is not a token. Such a row
+      valid: bool of the shape of x without EMBED, False for padding. Such a row
         takes no slot, is in no statistics and no loss, and its y is 0. None: all are tokens.
 
     Returns:

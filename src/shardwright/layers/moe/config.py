@@ -42,20 +42,20 @@ class Dropless:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Factor:
-    """Each expert has `factor` times the slots that an even load needs.
+class CapacityFactor:
+    """A capacity factor: each expert has `factor` times the slots that an even load needs.
 
     Tokens without a slot are dropped, and counted in `MoEStats.dropped`. The slots of an expert are
     divided among the devices that send tokens, so the mesh decides which are dropped.
 
     Attributes:
-      factor: Slots of an expert, divided by the tokens that an even load gives it, such as 1.25.
+      factor: Capacity of an expert ÷ its tokens under an even load, such as 1.25.
     """
 
     factor: float
 
     def __post_init__(self) -> None:
-        check_number("factor", self.factor, sign="positive", fix="write Factor(1.25)")
+        check_number("factor", self.factor, sign="positive", fix="write CapacityFactor(1.25)")
 
     def slots(self, tokens: int, per_token: int, experts: int) -> int:
         """Return the number of slots that each expert has for the tokens of one device."""
@@ -71,7 +71,7 @@ class MoEConfig:
       hidden: Hidden size of each expert.
       experts: Number of experts.
       per_token: How many experts each token goes to; at most `experts`.
-      capacity: `Dropless()` or `Factor(1.25)`.
+      capacity: `Dropless()` or `CapacityFactor(1.25)`.
       score: How the router scores experts: "softmax" over all of them, or "sigmoid" of each.
       normalize: Whether the weights of a token's experts are divided by their sum.
       scale: Factor of the weights of the routed experts.
@@ -96,7 +96,7 @@ class MoEConfig:
     hidden: int
     experts: int
     per_token: int
-    capacity: Dropless | Factor = Dropless()
+    capacity: Dropless | CapacityFactor = Dropless()
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = True
     scale: float = 1.0
@@ -135,10 +135,10 @@ class MoEConfig:
                 "free slot would differ from a token of zeros",
                 fix='write matmul="padded"',
             )
-        if not isinstance(self.capacity, Dropless | Factor):
+        if not isinstance(self.capacity, Dropless | CapacityFactor):
             raise LayerError(
                 f"capacity={self.capacity!r} is neither Dropless() nor a Factor",
-                fix="write capacity=Factor(1.25), or Dropless()",
+                fix="write capacity=CapacityFactor(1.25), or Dropless()",
             )
         if self.exchange == "ragged" and not isinstance(self.capacity, Dropless):
             raise LayerError(

@@ -21,8 +21,8 @@ class ExpertSlots:
     """The slot of each copy of a token. A token has one copy per expert that it picked.
 
     Attributes:
-      places: [tokens * per_token] int32, expert * slots + slot; at least `total` if dropped, or if
-        the row is not a token.
+      places: [tokens * per_token] int32, expert * slots + slot; at least `total` if dropped or
+        padding.
       load: [experts] int32, how many tokens picked each expert, the dropped ones included.
       dropped: int32, how many copies found no slot.
       total: Number of slots of all experts.

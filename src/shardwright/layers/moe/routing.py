@@ -17,11 +17,11 @@ class Routes:
     """The experts of each token.
 
     Attributes:
-      experts: [tokens, per_token] int32, best first. For a row that is not a token, it is
-        `config.experts`, an index after the last expert.
+      experts: [tokens, per_token] int32, best first. For padding it is `config.experts`, an
+        index after the last expert.
       weights: [tokens, per_token] float32.
-      probabilities: [tokens, experts] float32, which sum to 1, for the balance loss; 0 for a row
-        that is not a token.
+      probabilities: [tokens, experts] float32, which sum to 1, for the balance loss; 0 for
+        padding.
       squares: [tokens] float32, log(sum(exp(logits))) ** 2, for the z-loss; likewise.
     """
 

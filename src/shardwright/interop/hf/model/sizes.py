@@ -15,7 +15,7 @@ from shardwright.interop.hf.model.latent import LatentConfig
 from shardwright.layers.attention_block import AttentionConfig
 from shardwright.layers.dtypes import Dtypes
 from shardwright.layers.mlp_block import MlpConfig
-from shardwright.layers.moe import Dropless, Factor, MoEConfig
+from shardwright.layers.moe import CapacityFactor, Dropless, MoEConfig
 from shardwright.layers.moe_block import MoEBlockConfig
 from shardwright.layers.norm import RMS, NormConfig
 from shardwright.layers.rope import RopeFrequencies
@@ -231,7 +231,7 @@ def _moe_block(
         hidden=config.number(hidden),
         experts=config.number(experts),
         per_token=config.number("num_experts_per_tok"),
-        capacity=Dropless() if config.capacity is None else Factor(config.capacity),
+        capacity=Dropless() if config.capacity is None else CapacityFactor(config.capacity),
         activation=_activations(config)[0],
         dtypes=config.dtypes,
         **options,
