@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,16 @@ def test_every_class_of_the_table_asks() -> None:
     """But for parts of others, whose data their whole asks for."""
     parts = {"LeafBytes"}
     assert set(shown._FILES) == {name for _, name, _ in asked()} | parts
+
+
+def test_options_pass_on_the_first_call() -> None:
+    """The first call of a class imports its file; the next ones go to its function directly."""
+    code = (
+        "import shardwright as sw; from shardwright.inference.inferred import Inferred; "
+        "empty = Inferred(annotations=(), evidence=(), conflicts=(), unknown=()); "
+        "first = empty.toml(); assert first == empty.toml() and 'Review' in first"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_a_class_without_a_function_is_named() -> None:

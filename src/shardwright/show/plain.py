@@ -7,7 +7,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright.vocabulary.shown import data_of, shower_of
+from shardwright.vocabulary.shown import data_of, function_for
 
 
 def plain(value: Any) -> Any:
@@ -19,7 +19,7 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if hasattr(type(value), "from_json"):
             return value.to_json()  # type: ignore[attr-defined]
-        own = shower_of(data_of, value)
+        own = function_for(data_of, value)
         return fields_of(value) if own is None else own(value)
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}

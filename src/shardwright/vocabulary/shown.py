@@ -25,25 +25,25 @@ def shown_by(files: Mapping[str, str]) -> None:
 @functools.singledispatch
 def text_of(value: Any, **options: Any) -> str:
     """Return a value as text for people. Options depend on its class."""
-    text: str = _show(text_of, value, **options)
+    text: str = _required(text_of, value)(value, **options)
     return text
 
 
 @functools.singledispatch
 def html_of(value: Any) -> str:
     """Return a value as HTML for a notebook."""
-    html: str = _show(html_of, value)
+    html: str = _required(html_of, value)(value)
     return html
 
 
 @functools.singledispatch
 def data_of(value: Any) -> dict[str, Any]:
     """Return a value as plain data: what JSON has."""
-    data: dict[str, Any] = _show(data_of, value)
+    data: dict[str, Any] = _required(data_of, value)(value)
     return data
 
 
-def shower_of(form: Any, value: Any) -> Any:
+def function_for(form: Any, value: Any) -> Any:
     """Return the function of a form for the class of a value, or for a base of it; None if none."""
     for base in type(value).__mro__:
         if base.__name__ in _FILES:
@@ -52,8 +52,8 @@ def shower_of(form: Any, value: Any) -> Any:
     return None if function is form.dispatch(object) else function
 
 
-def _show(form: Any, value: Any, **options: Any) -> Any:
-    function = shower_of(form, value)
-    if function is None:
+def _required(form: Any, value: Any) -> Any:
+    function = function_for(form, value)
+    if function is None:  # calling the form again would call this function again, without end
         raise AssertionError(f"shardwright/show has no function for {type(value).__name__}")
-    return function(value, **options)
+    return function
