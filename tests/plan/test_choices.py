@@ -107,6 +107,27 @@ def test_smaller_of_a_sum_and_a_gather(x: Operand, w: Operand, kind: str) -> Non
     assert check(lambda x, w: x @ w, x, w) == [kind]
 
 
+@pytest.mark.parametrize(
+    ("function", "operands"),
+    [
+        # XLA gathers `x`, since `a` repeats the product. The plan sums, which has fewer bytes.
+        (lambda x, w: x @ w, [((16, 64), (None, "b")), ((64, 32), (None, None))]),
+        # XLA carries the constraint back through both products, and gathers `w` over `a`.
+        (
+            lambda x, w, v: lax.with_sharding_constraint((x @ w) @ v, on(SIZES, "a")),
+            [
+                ((64, 128), (None, None)),
+                ((128, 256), ("a", "b")),
+                ((256, 64), ("b", "a")),
+            ],
+        ),
+    ],
+)
+def test_product_that_xla_may_gather_is_marked(function: Any, operands: Any) -> None:
+    walked = planned(function, operands, SIZES)
+    assert {"dot_general" in each.fix for each in walked.choices} == {True}
+
+
 def test_sum_is_not_scattered_if_its_dims_are_gathered() -> None:
     """The constraint shards the sum over `b`, and no dim over `a`, which shards the sum now."""
 

@@ -59,6 +59,39 @@ def demands(
     return demands_by_variable
 
 
+def far_demands(jaxpr: Any, near: Demands, sizes: Mapping[str, int]) -> Demands:
+    """Return the dims that constraints behind matmuls suggest for variables without a demand.
+
+    XLA's sharding propagation carries a sharding back through a matmul, if nothing else decides
+    first. The plan does not follow it, and only marks the matmuls where it may matter.
+
+    Args:
+      jaxpr: The equations.
+      near: What `demands` returned.
+      sizes: Size of each mesh axis.
+    """
+    far: Demands = {}
+    for equation in reversed(jaxpr.eqns):
+        if equation.primitive.name in CONSTRAINTS or not equation.outvars:
+            continue
+        result = equation.outvars[0]
+        dims = far.get(result, near.get(result))
+        if dims is None:
+            continue
+        passed = _demands_of_operands(equation, dims, sizes)
+        if equation.primitive.name == "dot_general" and any(dims):
+            known = correspondence(equation)
+            assert known is not None
+            order = placed(known, known.results[0], dims, sizes)
+            passed = [spread(known, side, order, sizes) for side in known.operands]
+        for variable, goal in zip(equation.invars, passed, strict=False):
+            if goal is None or not any(goal) or isinstance(variable, Literal):
+                continue
+            if variable not in near and len(goal) == len(variable.aval.shape):
+                far.setdefault(variable, goal)
+    return far
+
+
 def _demands_of_operands(
     equation: Any, dims: Dims, sizes: Mapping[str, int]
 ) -> Sequence[Dims | None]:

@@ -148,9 +148,14 @@ def _places(step: PlanStep, values: Sequence[ShardedValue], labels: Labels) -> d
                 claims, key=lambda label: (claims[label].bytes, not label.startswith("c"))
             )
             step.note_choice(axis)
+    unused = step.ledger.sizes.keys() - places.keys() - one_sided.keys()
     for axis, (label, side) in one_sided.items():
         if _sum_is_smaller(step, labels, places, side):
             places[axis] = label
+            # Seen on CPUs: XLA gathers if another mesh axis repeats the matmul, or if a constraint
+            # behind a later matmul shards another dim of the result over this one.
+            if unused or _constrained_label(axis, labels, step.suggested) is not None:
+                step.note_choice(axis)
     return places
 
 

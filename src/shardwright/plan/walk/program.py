@@ -23,7 +23,7 @@ from shardwright.dims.primitives import (
 )
 from shardwright.plan.walk import control, convolutions, elementwise, indexing, matmuls, shapes
 from shardwright.plan.walk.buffers import with_buffers
-from shardwright.plan.walk.demands import demands
+from shardwright.plan.walk.demands import demands, far_demands
 from shardwright.plan.walk.entries import CONSTANTS, RESULTS, TEMPORARY, Buffer, Peak
 from shardwright.plan.walk.equations import (
     constants,
@@ -124,9 +124,11 @@ class ShardingWalker:
 
         goals = wanted or [None] * len(jaxpr.outvars)
         equations = list(live_equations(jaxpr))
+        asked = demands(jaxpr, goals, sizes=notes.sizes, target=_target_dims(target))
         scope = Scope(
             ledger=notes,
-            asked=demands(jaxpr, goals, sizes=notes.sizes, target=_target_dims(target)),
+            asked=asked,
+            suggested=far_demands(jaxpr, asked, notes.sizes),
             uses=count_uses(equations, jaxpr.outvars),
             needed_whole=needed_whole(equations),
             target=target,

@@ -21,6 +21,7 @@ class Scope:
     Attributes:
       ledger: Where events are noted.
       asked: Variable -> the dims that a later constraint requires.
+      suggested: Variable -> the dims that a constraint behind a later matmul suggests.
       uses: Variable -> number of uses, results of the jaxpr included.
       needed_whole: Variables with several uses where at least one use needs the complete sum.
       target: Returns the dims and origins that a constraint equation requires.
@@ -34,6 +35,7 @@ class Scope:
 
     ledger: Ledger
     asked: dict[Any, Dims]
+    suggested: Mapping[Any, Dims]
     uses: Mapping[Any, int]
     needed_whole: set[Any]
     target: Callable[[Any], ShardedValue | None]
@@ -70,6 +72,11 @@ class PlanStep:
     def wanted(self) -> list[Dims | None]:
         """Per result, the dims that a later constraint requires, or None."""
         return [self.scope.asked.get(variable) for variable in self.equation.outvars]
+
+    @property
+    def suggested(self) -> Dims | None:
+        """Dims of the first result that a constraint behind a later matmul suggests, or None."""
+        return self.scope.suggested.get(self.equation.outvars[0])
 
     def walk(
         self,
