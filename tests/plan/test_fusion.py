@@ -11,7 +11,7 @@ import pytest
 
 import shardwright as sw
 from shardwright.plan.walk.entries import TEMPORARY, Buffer, Entry, Peak
-from shardwright.plan.walk.fusion import Fusion, fused_buffers
+from shardwright.plan.walk.fusion import Fusion, find_reads, fused_buffers
 from shardwright.plan.walk.liveness import Timeline
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -71,6 +71,7 @@ def entry(uses: tuple[Buffer, ...], birth: Buffer, *, matmul: bool = False) -> E
         loop=False,
         matmul=matmul,
         moved=0,
+        parts=0,
         early=False,
     )
 
@@ -87,8 +88,40 @@ def test_exponentials_are_held_where_a_kernel_has_whole_rows(row: int, held: boo
         entry((weights,), total),
         entry((weights, total), result),
     ]
-    fused = fused_buffers(entries, [result], (), Fusion.NARROW)
-    assert (weights not in fused) == held
+    reads = find_reads(entries, [result], ())
+    assert (weights not in fused_buffers(entries, reads, Fusion.NARROW)) == held
+    assert (weights not in fused_buffers(entries, reads, Fusion.MOST)) == held
+
+
+def test_softmax_of_grouped_queries_is_not_held() -> None:
+    """The transpose of their scores moves the dim that the softmax adds up."""
+
+    def gradient(q: Any, k: Any) -> Any:
+        scores = jax.nn.softmax(jnp.einsum("bqgrk,bsgk->bgrqs", q, k).astype(F32))
+        return jnp.einsum("bgrqs,bsgk->bqgrk", scores.astype(BF16), k).astype(F32).sum()
+
+    q, k = shape(8, 512, 2, 4, 128, dtype=BF16), shape(8, 512, 2, 128, dtype=BF16)
+    specs = ((sw.BATCH, *[sw.EMPTY] * 4), (sw.BATCH, *[sw.EMPTY] * 3))
+    scores = 2 * 4 * 512 * 512 * 2
+    assert memory(jax.grad(gradient), q, k, specs=specs).low < 2 * scores + scores
+
+
+def test_value_joins_a_kernel_that_has_all_its_uses() -> None:
+    start, end = Buffer(size=32, kind=TEMPORARY), buffer(1)
+    twice = buffer(32, start)
+    one, other = buffer(32, twice), buffer(32, twice)
+    summed = buffer(32, one, other)
+    entries = [
+        entry((), start, matmul=True),
+        entry((start,), twice),
+        entry((twice,), one),
+        entry((twice,), other),
+        entry((one, other), summed),
+        entry((summed,), end, matmul=True),
+    ]
+    reads = find_reads(entries, [end], ())
+    assert {twice, one, other, summed} == reads.joined
+    assert twice in fused_buffers(entries, reads, Fusion.NARROW)
 
 
 def test_matmul_with_one_elementwise_use_is_not_held_at_best() -> None:

@@ -15,6 +15,7 @@ from shardwright.dims.bodies import Runs, bodies
 from shardwright.dims.primitives import CONSTRAINTS, ELEMENTWISE, NAMES, REDUCTIONS, SCATTERS
 from shardwright.plan.walk.entries import LOOPS, TEMPORARY, Buffer, Padded, Peak
 from shardwright.plan.walk.equations import called_jaxpr, live_equations, run_bodies
+from shardwright.plan.walk.fusion import roots
 from shardwright.plan.walk.liveness import Timeline
 from shardwright.plan.walk.padding import (
     keep_copies,
@@ -47,6 +48,7 @@ _WRITES: Final = SCATTERS | {"dynamic_update_slice"}
 _LOOPS: Final = frozenset({"scan", "while"})
 _READ_FROM_MEMORY: Final = _LOOPS | {"pallas_call"}  # no operand is fused into these
 _PARTS: Final = 8  # parts of a result that a collective matmul holds: four for each direction
+_HELD: Final = 4  # of these parts, those that are in memory at least
 _ANGLES: Final = frozenset({"sin", "cos"})
 
 
@@ -65,6 +67,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
         given[0] = _rows_of_table(step)
     operands = tuple(each for each in given if each is not None)
     _mark_reduced(step.name, operands)
+    _mark_turned(step.equation, operands)
     if step.name == "scan":
         operands += tuple(_copies(step))
     births: list[Buffer | None] = [
@@ -75,14 +78,15 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
                 step.name,
                 ledger.local_bytes(aval, value.dims),
                 operands,
-                owed=bool(value.owed),
+                # An all-reduce returns the whole sum, so that is in memory.
+                owed=bool(value.owed and (later is None or value.owed & axes_of(later))),
                 fused=_is_one_hot(step),
             ),
             aval.dtype,
             ledger.local_shape(aval, value.dims),
             step.location.source,
         )
-        for value, aval in zip(values, step.results, strict=True)
+        for value, aval, later in zip(values, step.results, step.wanted, strict=True)
     ]
     if step.name == "dot_general":
         single = with_one_row(step.equation, [{0}, {1}])
@@ -92,6 +96,15 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
         _mark_row(step.equation, births[0], shapes)
     copies = padded_copies(step.equation, births, ledger.timeline)
     copies += turned_copies(step.name, births)
+    parts = _parts(step, values)
+    part, held = parts // _PARTS, 0
+    if parts and births[0] is not None:
+        # The parts stand in for the sum, of which a device never holds more than a few. Measured:
+        # four parts around a ring of eight devices, three around one of four.
+        held = (_HELD if births[0].size > _HELD * part else _HELD - 1) * part
+        births[0].size = max(births[0].size - parts, min(births[0].size, held))
+    if step.name == "dot_general" and step.location.recomputed:
+        ledger.timeline.recomputes = True
     if step.name == "scan":
         _shard_sums(step, births)
     _unadded(step, values, births)
@@ -103,7 +116,8 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
         loop=step.name in _LOOPS,
         matmul=step.name == "dot_general",
         # The result of a constraint is the moved operand, which must not count twice.
-        moved=0 if step.name in CONSTRAINTS else ledger.moved + _parts(step, values),
+        moved=0 if step.name in CONSTRAINTS else ledger.moved + parts,
+        parts=held,
     )
     pairs_of = zip(values, births, strict=True)
     return [dataclasses.replace(value, buffer=birth) for value, birth in pairs_of]
@@ -118,6 +132,18 @@ def _mark_reduced(name: str, operands: Iterable[Buffer]) -> None:
     if name in REDUCTIONS:
         for operand in operands:
             operand.reduced = True
+
+
+def _mark_turned(equation: Any, operands: Iterable[Buffer]) -> None:
+    """Note the matmuls whose last dim a transpose moves: no kernel has whole rows of the result.
+
+    Grouped queries are an example: `bqgrk,bsgk->bgrqs` is a matmul `[b, g, s, q, r]`, transposed.
+    """
+    if equation.primitive.name == "transpose":
+        order = equation.params["permutation"]
+        if order and order[-1] != len(order) - 1:
+            for root in (each for operand in operands for each in roots(operand)):
+                root.turned = root.row > 0
 
 
 def _is_one_hot(step: PlanStep) -> bool:

@@ -27,6 +27,7 @@ class Buffer:
       costly: Whether it takes an exponential, a logarithm or the like to compute it again.
       reduced: Whether a reduction reads it.
       row: Bytes of the operand that makes a row of it, if it is a matmul.
+      turned: Whether it is a matmul of which a transpose moves the last dim.
       across: Whether its first dim is along the lanes of a TPU, since its last one is short.
       dtype: Element type, or "" if it is not known.
       shape: Shape on one device.
@@ -41,6 +42,7 @@ class Buffer:
     costly: bool = False
     reduced: bool = False
     row: int = 0
+    turned: bool = False
     across: bool = False
     dtype: str = ""
     shape: tuple[int, ...] = ()
@@ -123,6 +125,7 @@ class Entry:
       loop: Whether it is a loop. Its operands are not fused into it.
       matmul: Whether it is a matmul.
       moved: Bytes of the copies of its operands that are in another sharding.
+      parts: Bytes of the parts of its result that a collective matmul holds at least.
       early: Whether its results are computed at the start of the program.
     """
 
@@ -133,4 +136,5 @@ class Entry:
     loop: bool
     matmul: bool
     moved: int
+    parts: int
     early: bool

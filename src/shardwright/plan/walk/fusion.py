@@ -5,6 +5,7 @@ A fused value keeps its operands in memory instead.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -34,49 +35,123 @@ class Fusion(enum.Enum):
     EAGER = enum.auto()
 
 
-def fused_buffers(
-    entries: Sequence[Entry], results: Iterable[Buffer], stacked: Container[Buffer], fusion: Fusion
-) -> set[Buffer]:
-    """Return the buffers that are fused into their uses.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Reads:
+    """Who reads each buffer of a program. It is the same for all ways of fusing.
+
+    Attributes:
+      counts: Buffer -> equations that read it.
+      matmuls: Buffer -> matmuls that read it.
+      needed: Buffers that must be in memory: results, and operands of loops.
+      stacked: Buffers that are written to the stacks of a loop.
+      joined: Values of which all uses are in one kernel, from `_joined`.
+      reach: Last equation that reads each buffer, from `_reach`.
+    """
+
+    counts: Mapping[Buffer, int]
+    matmuls: Mapping[Buffer, int]
+    needed: frozenset[Buffer]
+    stacked: frozenset[Buffer]
+    joined: frozenset[Buffer]
+    reach: Mapping[Buffer, int]
+
+
+def find_reads(
+    entries: Sequence[Entry], results: Iterable[Buffer], stacked: Iterable[Buffer]
+) -> Reads:
+    """Find who reads each buffer.
 
     Args:
       entries: The equations, in order.
       results: Buffers that are alive at the end.
       stacked: Buffers that are written to the stacks of a loop.
-      fusion: Which values are fused.
     """
-    uses = Counter(buffer for entry in entries for buffer in set(entry.uses))
-    matmuls = Counter(buffer for entry in entries if entry.matmul for buffer in set(entry.uses))
-    needed = set(results).union(*(entry.uses for entry in entries if entry.loop))
-    reach = _reach(entries) if fusion is Fusion.NARROW else {}
+    needed = frozenset(results).union(*(entry.uses for entry in entries if entry.loop))
+    matmuls = (entry for entry in entries if entry.matmul)
+    return Reads(
+        counts=Counter(buffer for entry in entries for buffer in set(entry.uses)),
+        matmuls=Counter(buffer for entry in matmuls for buffer in set(entry.uses)),
+        needed=needed,
+        stacked=frozenset(stacked),
+        joined=frozenset(_joined(entries, needed)),
+        reach=_reach(entries),
+    )
+
+
+def fused_buffers(
+    entries: Sequence[Entry], reads: Reads, fusion: Fusion, *, join: bool = True
+) -> set[Buffer]:
+    """Return the buffers that are fused into their uses.
+
+    Args:
+      entries: The equations, in order.
+      reads: Who reads each buffer.
+      fusion: Which values are fused.
+      join: Whether values join a kernel that has all their uses.
+    """
     fused: set[Buffer] = set()
-
-    def again(buffer: Buffer) -> bool:
-        """Tell whether the value is computed again for each use."""
-        if not _saves_memory(buffer, fused):
-            return False
-        if fusion is Fusion.WIDE and buffer.reduced:
-            # A softmax holds its scores or their exponentials, and not both.
-            return not buffer.costly and _in_one_kernel(buffer, min_row_bytes=1)
-        if fusion is not Fusion.NARROW or not buffer.costly:
-            return True
-        kept = buffer.reduced and _in_one_kernel(buffer)
-        return matmuls[buffer] <= 1 and not kept
-
-    def fuses(buffer: Buffer) -> bool:
-        if fusion is not Fusion.EAGER and uses[buffer] <= 1:
-            return True
-        if fusion is not Fusion.NARROW:
-            return buffer.cheap or again(buffer)
-        return _is_copy(buffer, fused) or _is_at_hand(buffer, fused, reach) or again(buffer)
-
     for entry in entries:
+        # In order, since a value is computed again from operands that may be fused themselves.
         for buffer in entry.births:
-            written = buffer in stacked and not uses[buffer]
-            may_fuse = buffer.operands is not None and buffer not in needed
-            if written or (may_fuse and fuses(buffer)):
+            written = buffer in reads.stacked and not reads.counts.get(buffer)
+            may_fuse = buffer.operands is not None and buffer not in reads.needed
+            joins = join and fusion is not Fusion.EAGER and buffer in reads.joined
+            if written or (may_fuse and (joins or _fuses(buffer, reads, fusion, fused))):
                 fused.add(buffer)
     return fused
+
+
+def _fuses(buffer: Buffer, reads: Reads, fusion: Fusion, fused: set[Buffer]) -> bool:
+    if fusion is not Fusion.EAGER and reads.counts.get(buffer, 0) <= 1:
+        return True
+    again = _is_repeated(buffer, reads, fusion, fused)
+    if fusion is not Fusion.NARROW:
+        return buffer.cheap or again
+    return again or _is_copy(buffer, fused) or _is_at_hand(buffer, fused, reads.reach)
+
+
+def _is_repeated(buffer: Buffer, reads: Reads, fusion: Fusion, fused: set[Buffer]) -> bool:
+    """Tell whether a value with several uses is computed again for each of them."""
+    if not _saves_memory(buffer, fused, fusion):
+        return False
+    if buffer.reduced:
+        starts = roots(buffer)
+        if any(start.turned for start in starts):
+            # Seen for grouped queries: the scores are in memory, and no value of the softmax.
+            return True
+        if buffer.costly and _in_one_kernel(buffer) and any(start.row for start in starts):
+            # Seen for a softmax over scores of four dims, in each program and mesh: the kernel of
+            # the scores also computes `scores - max`, which is in memory in float32.
+            return False
+        if fusion is Fusion.WIDE:
+            # A softmax over a vocabulary holds its logits, and not their exponentials.
+            return buffer.costly or _in_one_kernel(buffer, min_row_bytes=1)
+    if fusion is not Fusion.NARROW or not buffer.costly:
+        return True
+    return reads.matmuls.get(buffer, 0) <= 1 and not (buffer.reduced and _in_one_kernel(buffer))
+
+
+def _joined(entries: Sequence[Entry], needed: Container[Buffer]) -> set[Buffer]:
+    """Return the elementwise values of which all uses are in one kernel.
+
+    XLA's instruction fusion visits users first. A value of which all users are already in one
+    fusion joins it, however often it is read there: the inner values of the derivative of a GELU.
+    """
+    readers: dict[Buffer, set[int]] = {}
+    joined = set[Buffer]()
+    for at in range(len(entries) - 1, -1, -1):
+        entry = entries[at]
+        kernel = at
+        if len(entry.births) == 1:
+            (birth,) = entry.births
+            if birth.operands is not None and birth not in needed:
+                found = readers.get(birth, set())
+                if len(found) == 1:
+                    (kernel,) = found
+                    joined.add(birth)
+        for use in entry.uses:
+            readers.setdefault(use, set()).add(kernel)
+    return joined
 
 
 def _reach(entries: Sequence[Entry]) -> dict[Buffer, int]:
@@ -113,18 +188,19 @@ def inside_kernels(entries: Sequence[Entry], fused: set[Buffer]) -> set[Buffer]:
             continue
         [reader] = readers[buffer]
         elementwise = any(birth.operands is not None for birth in reader.births)
-        if elementwise or (reader.matmul and 2 * buffer.row < _KERNEL):
+        if elementwise or (reader.matmul and not reader.parts and 2 * buffer.row < _KERNEL):
             inside.add(buffer)
     return inside
 
 
-def _saves_memory(buffer: Buffer, fused: set[Buffer]) -> bool:
+def _saves_memory(buffer: Buffer, fused: set[Buffer], fusion: Fusion) -> bool:
     """Tell whether the operands of a value together take no more memory than the value.
 
     A compiler then holds the operands, and computes the value again for each use.
     """
     operands = {each for operand in buffer.operands or () for each in held(operand, fused)}
-    return sum(operand.size for operand in operands) <= buffer.size
+    small = buffer.size // _SMALL if fusion is Fusion.MOST else 0
+    return sum(each.size for each in operands if each.size > small) <= buffer.size
 
 
 def _is_copy(buffer: Buffer, fused: set[Buffer]) -> bool:
@@ -155,7 +231,8 @@ def _in_one_kernel(buffer: Buffer, *, min_row_bytes: int = 0) -> bool:
       buffer: The value.
       min_row_bytes: Least bytes of that operand. With 0, the value need not start with a matmul.
     """
-    return all(min_row_bytes <= 2 * root.row < _KERNEL for root in roots(buffer))
+    starts = roots(buffer)
+    return all(min_row_bytes <= 2 * each.row < _KERNEL and not each.turned for each in starts)
 
 
 def roots(buffer: Buffer) -> list[Buffer]:
