@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 from pathlib import Path
 
 import pytest
 
 import shardwright as sw
+from shardwright import errors
 from shardwright.errors import did_you_mean
 from tests.bad_input.slips import router
 from tests.cli.cases import run
@@ -70,6 +74,29 @@ def test_control_characters_are_escaped() -> None:
 
 
 # How tests assert an error.
+
+OURS = {
+    name
+    for name, value in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(value, sw.ShardingError)
+}
+# Texts that hold for any error; and one that a test makes itself.
+ANY = {"'.'", r"'\\S'", "re.escape(str(error))"}
+
+
+def test_prose_stands_in_golden_files_only() -> None:
+    """Tests use `raises` of `tests/raising.py` for errors of ours: a new wording breaks none."""
+    wrong = []
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "pytest.raises" in text else ():
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) != "pytest.raises":
+                continue
+            names = set(re.findall(r"\w+", ast.unparse(node.args[0])))
+            prose = [each for each in node.keywords if each.arg == "match"]
+            if names & OURS and prose and ast.unparse(prose[0].value) not in ANY:
+                wrong.append(f"{path.name}:{node.lineno}")
+    assert wrong == []
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import shardwright as sw
 from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.collectives.read import read_collectives
 from shardwright.testing import cpu_mesh
+from tests.raising import facts, raises
 
 TEXT = (
     'version = 1\n[axes]\nopen = "left to the compiler"\n'
@@ -116,10 +117,7 @@ def test_invariant_manual_axis() -> None:
         strict = jax.shard_map(
             lambda x: sw.shard(x, sw.BATCH, sw.HEAD), in_specs=P("dp"), out_specs=P("dp")
         )
-        with pytest.raises(
-            sw.ManualAxisError,
-            match="dim 1 HEAD: tp is Manual here, and the value does not vary over it",
-        ):
+        with raises(sw.ManualAxisError, "tp", dim=1, axis="HEAD", fix="tp"):
             jax.jit(strict)(numbers(4, 8))
         hinted = jax.shard_map(
             lambda x: sw.hint(2 * x, sw.BATCH, sw.HEAD), in_specs=P("dp"), out_specs=P("dp")
@@ -149,8 +147,10 @@ def test_numpy_leaves_and_all_errors() -> None:
     pm = manager()
     placed = pm.shard({"a": numbers(4, 8), "b": [jnp.ones((2, 4))]}, (sw.BATCH, sw.HEAD))
     assert {x.sharding.spec for x in jax.tree.leaves(placed)} == {P("dp", "tp")}
-    with pytest.raises(
-        sw.IndivisibleError, match=r"(?s)2 problems.*a dim 0 BATCH: size 3.*b/0 dim 1 HEAD: size 6"
+    with raises(
+        sw.IndivisibleError,
+        facts("dp=2", path="a", dim=0, axis="BATCH", size=3, fix="dp | -"),
+        facts("tp=4", path="b/0", dim=1, axis="HEAD", size=6, fix="tp | -"),
     ):
         pm.shard({"a": numbers(3, 8), "b": [numbers(2, 6)]}, (sw.BATCH, sw.HEAD))
 
@@ -185,7 +185,7 @@ def test_thread_has_its_own_manager() -> None:
     pm, texts = manager(), []
 
     def bare() -> None:
-        with pytest.raises(sw.NoManagerError, match="none is entered in this thread"):
+        with raises(sw.NoManagerError, "PartitionManager", fix="pm.shard"):
             sw.shard(numbers(4, 8), sw.BATCH, sw.HEAD)
         with pm:
             texts.append(sw.shard(numbers(4, 8), sw.BATCH, sw.HEAD).sharding.spec)

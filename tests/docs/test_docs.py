@@ -18,6 +18,7 @@ from shardwright.testing.golden import Golden
 from shardwright.vocabulary.axes import PARALLELISM_AXES, SEMANTIC_AXES, axis_label, file_name
 from tests.docs import snippets
 from tests.docs.snippets import PAGES, ROOT
+from tests.raising import raises
 
 ids = [page.relative_to(ROOT).as_posix() for page in PAGES]
 # Pages whose programs take seconds to compile. `make docs` and `make test-full` run them.
@@ -205,5 +206,5 @@ def test_wrong_output_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(AssertionError, match="cannot be run here"):
         list(snippets.run_page(page))
     page.write_text('```toml\n[rules]\nbathc = "dp |"\n```\n', encoding="utf-8")
-    with pytest.raises(sw.StrategyError, match="a mesh axis is missing here"):
+    with raises(sw.StrategyError, "mesh", "axis", path="page.md:2:2 rules.bathc", fix="+"):
         list(snippets.run_page(page))

@@ -14,6 +14,7 @@ import shardwright as sw
 from shardwright.interop import fjformer
 from shardwright.interop.easydel import get_dot_general_by_bits, quantize, quantized_dot_general
 from shardwright.testing import cpu_mesh
+from tests.raising import Facts, facts, raises
 
 MATMUL = (((1,), (0,)), ((), ()))
 
@@ -66,18 +67,18 @@ def test_dot_general_of_an_einsum() -> None:
 @pytest.mark.parametrize(
     ("bits", "mode", "says"),
     [
-        (8, "sevre", r"unknown mode 'sevre'\n  fix   write train, serve"),
+        (8, "sevre", facts("mode", "sevre", fix="train")),
         (
             None,
             "decode",
-            "unknown mode 'decode'",
+            facts("mode", "decode"),
         ),
-        (16, "train", "bits must be an integer from 4 to 8, got 16"),
-        (2, "serve", "bits must be an integer from 4 to 8, got 2"),
+        (16, "train", facts(4, 8, 16)),
+        (2, "serve", facts(4, 8, 2)),
     ],
 )
-def test_invalid_bits_and_modes(bits: Any, mode: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says) as caught:
+def test_invalid_bits_and_modes(bits: Any, mode: Any, says: Facts) -> None:
+    with raises(ValueError, says) as caught:
         get_dot_general_by_bits(bits, mode)
     assert isinstance(caught.value, sw.LayerError)
 
@@ -85,10 +86,7 @@ def test_invalid_bits_and_modes(bits: Any, mode: Any, says: str) -> None:
 def test_serve_without_flax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flax.linen", None)
     monkeypatch.delitem(sys.modules, "shardwright.interop.easydel.quantized_module", raising=False)
-    with pytest.raises(
-        sw.LayerError,
-        match=r"flax is not installed\n  fix   pip install flax; or, without flax, call quantize",
-    ):
+    with raises(sw.LayerError, "serve", fix="quantized_dot_general"):
         get_dot_general_by_bits(8, "serve")["dot_general_cls"]()
 
 
@@ -231,22 +229,18 @@ def test_init_in_serve_mode() -> None:
 @pytest.mark.full
 def test_serve_without_stored_kernels() -> None:
     variables, stored, _ = converted()
-    with pytest.raises(
-        sw.LayerError,
-        match=r"layers_0/QuantizedDotGeneral_0: no quantized weights in the collection 'quantized'",
-    ):
+    with raises(sw.LayerError, "quantized", path="layers_0/QuantizedDotGeneral_0", fix="convert"):
         model(8, "serve").apply(variables, X)
-    with pytest.raises(
+    with raises(
         sw.LayerError,
-        match=(
-            r"the collection 'quantized' is not mutable, and convert stores weights in it\n"
-            r"  fix   model.apply\(variables, x, "
-            r"mutable=\[.quantized.\]\)"
-        ),
+        "quantized",
+        "mutable",
+        path="layers_0/QuantizedDotGeneral_0",
+        fix=("model.apply", "quantized"),
     ):
         model(8, "convert").apply(variables, X)
     small = model(None).init(jax.random.key(0), X[:, :4])
-    with pytest.raises(
-        sw.LayerError, match=r"the stored weights have shape \(8, 32\), the operand \(4, 32\)"
+    with raises(
+        sw.LayerError, "(8, 32)", "(4, 32)", path="layers_0/QuantizedDotGeneral_0", fix="model"
     ):
         model(8, "serve").apply({**small, **stored}, X[:, :4])

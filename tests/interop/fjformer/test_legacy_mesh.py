@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import shardwright as sw
 from shardwright.interop import fjformer
 from shardwright.testing import cpu_mesh
+from tests.raising import raises
 
 X = np.arange(64.0, dtype=np.float32).reshape(8, 8)
 
@@ -91,7 +92,7 @@ def test_names_under_a_legacy_mesh() -> None:
 def test_misfits_under_a_legacy_mesh() -> None:
     with (
         cpu_mesh("dp:2,tp:4"),
-        pytest.raises(sw.IndivisibleError, match="size 7 does not divide over dp=2"),
+        raises(sw.IndivisibleError, "dp=2", size=7),
     ):
         constrained(np.ones((7, 8)))
 

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.raising import Facts, facts, raises
+
 pytest.importorskip("flax.linen")
 
 import flax.linen as nn
@@ -50,44 +52,44 @@ CASES: dict[str, tuple[Any, Any, str, str]] = {
     "rank": (
         lambda: heads(X[0], X[0]),
         lambda: attention_block.apply(ATTENTION, {}, X[0]),
-        r"inputs_q have shape \(7, 8\)",
-        r"x has shape \(7, 8\)",
+        facts("(7, 8)", path="inputs_q"),
+        facts("(7, 8)", path="x"),
     ),
     "rank-of-keys": (
         lambda: heads(X, X[0]),
         lambda: attention_block.apply(ATTENTION, {}, X[..., 0]),
-        r"inputs_kv have shape \(7, 8\)",
-        r"x has shape \(2, 7\)",
+        facts("(7, 8)", path="inputs_kv"),
+        facts("(2, 7)", path="x"),
     ),
     "rank-of-mlp": (
         lambda: init(te.LayerNormMLP(12), X[0, 0, 0]),
         lambda: mlp_block.apply(mlp_block.MlpConfig(embed=8, hidden=12), {}, X[0]),
-        r"inputs have shape \(\)",
-        r"x has shape \(7, 8\)",
+        facts(path="inputs"),
+        facts("(7, 8)", path="x"),
     ),
     "axis": (
         lambda: init(te.DenseGeneral(3, axis=5)),
         lambda: norm.rms_norm(X, jnp.ones(7)),
-        "axis=5 does not name different dims",
-        r"scale has shape \(7,\)",
+        facts(5, "(2, 7, 8)", path="axis"),
+        facts("(7,)", "(2, 7, 8)", path="scale"),
     ),
     "heads": (
         lambda: heads(X, X, count=4, num_gqa_groups=3),
         lambda: attention_block.AttentionConfig(embed=8, heads=4, kv_heads=3),
-        "num_gqa_groups=3 do not divide num_attention_heads=4",
-        "kv_heads=3 do not divide heads=4",
+        facts(3, "num_attention_heads", 4, path="num_gqa_groups"),
+        facts("kv_heads", 3, "heads", 4),
     ),
     "hidden-size": (
         lambda: init(te.TransformerLayer(hidden_size=9)),
         lambda: attention_block.AttentionConfig(embed=9, heads=8),
-        "num_attention_heads=8 do not divide hidden_size=9",
-        "heads=8 do not divide embed=9",
+        facts("num_attention_heads", 8, 9, path="hidden_size"),
+        facts("heads", 8, "embed", 9, fix="head_dim"),
     ),
     "activation": (
         lambda: init(te.LayerNormMLP(12, activations=("gelo",))),
         lambda: mlp_block.MlpConfig(embed=8, hidden=12, activations=("gelo",)),
-        "activation 'gelo' is unknown",
-        "activation 'gelo' is unknown",
+        facts("activation", "gelo", fix="gelu"),
+        facts("activation", "gelo", fix="gelu"),
     ),
 }
 
@@ -96,7 +98,7 @@ CASES: dict[str, tuple[Any, Any, str, str]] = {
 def test_error_of_module_and_block(name: str) -> None:
     module, block, *messages = CASES[name]
     for call, message in zip((module, block), messages, strict=True):
-        with pytest.raises(sw.ShardingError, match=message) as caught:
+        with raises(sw.ShardingError, message) as caught:
             call()
         assert "fix  " in str(caught.value)
 
@@ -104,7 +106,7 @@ def test_error_of_module_and_block(name: str) -> None:
 @pytest.mark.full
 def test_append_past_the_cache_of_a_block() -> None:
     """`test_decode.py` has the same for the module."""
-    with pytest.raises(CacheError, match="entry 0 was refused") as caught:
+    with raises(CacheError, 0, 1, 2) as caught:
         past_the_cache()
     assert "fix  " in str(caught.value)
     # A compiled program cannot raise: the cache does not grow, and the tokens add nothing.
@@ -120,33 +122,48 @@ ONES = jnp.ones((1, 1, 3, 3))
 @pytest.mark.parametrize(
     ("mask", "says"),
     [
-        (ONES[:, 0], r"the mask has shape \(1, 3, 3\)"),
-        (ONES[..., :2].astype(jnp.uint8), r"the mask has shape \(1, 1, 3, 2\)"),
-        (ONES * -1e9, "the mask is float32"),
-        (2 * ONES.astype(jnp.int32), "the mask has values other than 0 and 1"),
+        (ONES[:, 0], facts("(1, 3, 3)", "(1, 2, 3, 3)", path="mask", fix="q_length")),
+        (
+            ONES[..., :2].astype(jnp.uint8),
+            facts("(1, 1, 3, 2)", "(1, 2, 3, 3)", path="mask", fix="q_length"),
+        ),
+        (ONES * -1e9, facts("float32", path="mask")),
+        (2 * ONES.astype(jnp.int32), facts(0, 1, path="mask")),
     ],
 )
-def test_masks_of_modules(mask: Any, says: str) -> None:
+def test_masks_of_modules(mask: Any, says: Facts) -> None:
     module = te.DotProductAttention(4, 2, attn_mask_type="padding", **BATCH_FIRST)
-    with pytest.raises(sw.ShardingError, match=says):
+    with raises(sw.ShardingError, says):
         module.apply({}, Q, Q, Q, mask)
 
 
 # Module, size of its input -> what the error says. Every size but one is a multiple of 32.
 ODD_SIZES: dict[str, tuple[Any, int, str]] = {
-    "dense-inputs": (te.DenseGeneral(32), 40, r"kernel dim 2: x has shape \(1, 32, 40\)"),
-    "dense-outputs": (te.DenseGeneral(40), 32, r"the kernel kernel has shape \(32, 40\)"),
-    "norm-dense": (te.LayerNormDenseGeneral((2, 40)), 32, r"kernel has shape \(32, 2, 40\)"),
-    "mlp": (te.LayerNormMLP(40), 32, r"wo_kernel dim 2: x has shape \(1, 32, 40\)"),
+    "dense-inputs": (
+        te.DenseGeneral(32),
+        40,
+        facts("(1, 32, 40)", 32, 40, path="kernel", dim=2, fix="current"),
+    ),
+    "dense-outputs": (te.DenseGeneral(40), 32, facts("(32, 40)", 32, 40, fix="current")),
+    "norm-dense": (
+        te.LayerNormDenseGeneral((2, 40)),
+        32,
+        facts("(32, 2, 40)", 32, 40, fix="current"),
+    ),
+    "mlp": (
+        te.LayerNormMLP(40),
+        32,
+        facts("(1, 32, 40)", 32, 40, path="wo_kernel", dim=2, fix="current"),
+    ),
     "heads": (
         te.MultiHeadAttention(20, 2, **BATCH_FIRST),
         32,
-        r"out/kernel dim 2: x has shape \(1, 32, 40\)",
+        facts("(1, 32, 40)", 32, 40, path="out/kernel", dim=2, fix="current"),
     ),
     "layer": (
         te.TransformerLayer(32, 48, 1, hidden_dropout=0.0, attention_dropout=0.0),
         32,
-        r"mlp/wo_kernel dim 2: x has shape \(1, 32, 48\).* the size is 48, not a multiple of 32",
+        facts("(1, 32, 48)", 32, 48, path="mlp/wo_kernel", dim=2, fix="current"),
     ),
 }
 
@@ -167,7 +184,7 @@ def test_sizes_without_whole_blocks(name: str) -> None:
     recipe = recipes.recipe.MXFP8BlockScaling()
     with (
         recipes.autocast(enabled=True, recipe=recipe),
-        pytest.raises(sw.ShardingError, match=message) as caught,
+        raises(sw.LayerError, message) as caught,
     ):
         jax.eval_shape(loss, jax.random.key(0))
     assert "multiples of 32" in str(caught.value)
@@ -175,7 +192,7 @@ def test_sizes_without_whole_blocks(name: str) -> None:
 
 def test_a_mask_is_never_of_both_kinds() -> None:
     """Attention of this library refuses integers, and a bool mask of a module hides where True."""
-    with pytest.raises(sw.ShardingError, match="mask is uint8, not bool"):
+    with raises(sw.AttentionError, "uint8", "bool", path="mask"):
         sw.attention.dot_product_attention(Q, Q, Q, mask=ONES.astype(jnp.uint8), mode=sw.MODE_TRAIN)
     q = jnp.asarray(np.random.default_rng(1).standard_normal(Q.shape), jnp.float32)
     hidden = np.zeros((1, 1, 3, 3), bool)

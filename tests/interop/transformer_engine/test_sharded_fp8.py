@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.raising import facts, raises
+
 pytest.importorskip("flax.linen")
 
 import flax.linen as nn
@@ -159,33 +161,33 @@ PARTS: dict[str, tuple[Any, Any, str]] = {
     "outputs": (
         te.flax.DenseGeneral(64, kernel_axes=(AXES.W_FSDP_AXES, AXES.W_TP_AXES)),
         ON_TP,
-        r"dim 1: the kernel kernel .* part over tp=4 is 16",
+        facts("(64, 64)", 32, "tp=4", 16, dim=1, fix="current"),
     ),
     "inputs": (
         te.flax.DenseGeneral(32, kernel_axes=(AXES.W_TP_AXES, None)),
         ON_TP,
-        r"dim 0: the kernel kernel .* part over tp=4 is 16",
+        facts("(64, 32)", 32, "tp=4", 16, dim=0, fix="current"),
     ),
     "tokens": (
         te.flax.DenseGeneral(
             32, input_axes=(AXES.BATCH_AXES, AXES.SEQLEN_TP_AXES, AXES.HIDDEN_AXES)
         ),
         SEQUENCE,
-        r"kernel dim 1: x has shape .* part over tp=4 is 16",
+        facts("(8, 64, 64)", 32, "tp=4", 16, path="kernel", dim=1, fix="current"),
     ),
     "other-dims": (
         te.flax.DenseGeneral(
             32, axis=1, input_axes=(AXES.BATCH_AXES, AXES.HIDDEN_TP_AXES, AXES.HIDDEN_AXES)
         ),
         ON_TP,
-        r"kernel dim 2: x has shape .* part over tp=4 is 16",
+        facts("(8, 64, 64)", 32, "tp=4", 16, path="kernel", dim=2, fix="current"),
     ),
     "norm": (
         te.flax.LayerNormDenseGeneral(
             32, dot_input_axes=(AXES.BATCH_AXES, AXES.HIDDEN_TP_AXES, None)
         ),
         ON_TP,
-        r"kernel dim 1: x has shape .* part over tp=4 is 16",
+        facts("(8, 64, 64)", 32, "tp=4", 16, path="kernel", dim=1, fix="current"),
     ),
     "mlp": (
         te.flax.LayerNormMLP(
@@ -195,7 +197,7 @@ PARTS: dict[str, tuple[Any, Any, str]] = {
             dot_2_input_axes=(AXES.BATCH_AXES, AXES.HIDDEN_TP_AXES, None),
         ),
         ON_TP,
-        r"wo_kernel dim 1: x has shape .* part over tp=4 is 16",
+        facts("(8, 64, 128)", 32, "tp=4", 16, path="wo_kernel", dim=1, fix="current"),
     ),
     "layer": (
         te.flax.TransformerLayer(
@@ -206,7 +208,7 @@ PARTS: dict[str, tuple[Any, Any, str]] = {
             attention_dropout=0.0,
         ),
         ON_TP,
-        r"attention/out/kernel dim 2: x has shape .* part over tp=4 is 16",
+        facts("(8, 64, 64)", 32, "tp=4", 16, path="attention/out/kernel", dim=2, fix="current"),
     ),
 }
 
@@ -234,7 +236,7 @@ def test_blocks_of_shards_over_auto_axes(case: str, by: str) -> None:
         stack.enter_context(te.autocast(True, RECIPES["mxfp8"], resource))
         if by == "rules":
             stack.enter_context(nn.logical_axis_rules(te.extend_logical_axis_rules(())))
-        caught = stack.enter_context(pytest.raises(sw.ShardingError, match=message))
+        caught = stack.enter_context(raises(sw.LayerError, message))
         jax.eval_shape(train)
     assert caught.value.mesh_axes == ("tp",)
 
@@ -246,6 +248,6 @@ def test_blocks_of_shards() -> None:
     mesh = cpu_mesh("fsdp:4", axis_types="explicit")
     with jax.set_mesh(mesh), te.autocast(True, RECIPES["mxfp8"], te.MeshResource()):
         kernel = jax.device_put(kernel, jax.NamedSharding(mesh, jax.P("fsdp")))
-        message = r"dim 0: the kernel kernel .* over fsdp=4 is 16, not a multiple of 32"
-        with pytest.raises(sw.ShardingError, match=message):
+        message = facts("(64, 32)", 32, "fsdp=4", 16, dim=0, fix="current")
+        with raises(sw.LayerError, message):
             jax.eval_shape(module.apply, {"params": {"kernel": kernel}}, x)
