@@ -11,7 +11,6 @@ from shardwright.lints.subject import Subject, role_of
 from shardwright.mesh.build import INFER
 from shardwright.resolution.decisions import Resolution
 from shardwright.resolution.resolver import explain
-from shardwright.resolution.rules import Rule
 from shardwright.vocabulary.axes import PARALLELISM_AXES, STANDARD_MESH_AXES, Role
 
 
@@ -114,7 +113,8 @@ def _idle(
         return f"shards nothing: {what}, {repeated}", Severity.WARNING
     if axis in named:
         return None
-    stated = _parallelism_rules(subject, axis)
+    # Rules of the parallelism axis whose default is this mesh axis: of TP for tp.
+    stated = [rule for _, key, rule in subject.written() if PARALLELISM_AXES.get(key) == axis]
     if any(rule.candidates and axis not in rule.mesh_axes for rule in stated):
         what = f"no rule names it, and {_parallelism(axis)} means another mesh axis"
         return f"shards nothing: {what}, {repeated}", Severity.WARNING
@@ -196,11 +196,6 @@ def _parallelism(axis: str) -> str:
     return next(label[2:-2].lower() for label, name in PARALLELISM_AXES.items() if name == axis)
 
 
-def _parallelism_rules(subject: Subject, axis: str) -> list[Rule]:
-    """Return the written rules of the parallelism axis whose default is a mesh axis."""
-    return [rule for _, key, rule in subject.written() if PARALLELISM_AXES.get(key) == axis]
-
-
 def _used(subject: Subject) -> set[str]:
     """Return the mesh axes over which a tensor is sharded, or would be without its problem.
 
@@ -239,13 +234,14 @@ def dcn_order(subject: Subject) -> Iterator[Finding]:
         for candidate in rule.candidates:
             pair = _minor(subject, candidate)
             if pair:
+                major = sorted(candidate, key=lambda axis: axis not in subject.crossing)
                 yield subject.finding(
                     Code.DCN_MINOR,
                     Severity.WARNING,
                     path,
                     message=f'in "{"+".join(candidate)}", {pair[1]} crosses slices but comes '
                     f"after {pair[0]}, which does not cross them",
-                    fix=f'write the crossing axis first: "{"+".join(_sorted(subject, candidate))}"',
+                    fix=f'write the crossing axis first: "{"+".join(major)}"',
                 )
     seen: set[tuple[str, int]] = set()
     for answer in subject.answers:
@@ -275,7 +271,3 @@ def _minor(subject: Subject, candidate: tuple[str, ...]) -> tuple[str, ...]:
         if axis in subject.crossing and inside:
             return inside[-1], axis
     return ()
-
-
-def _sorted(subject: Subject, candidate: tuple[str, ...]) -> list[str]:
-    return sorted(candidate, key=lambda axis: axis not in subject.crossing)

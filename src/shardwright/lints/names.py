@@ -66,7 +66,9 @@ def lint_names(annotations: Any, inferred: Inferred) -> tuple[Finding, ...]:
         )
         for conflict in inferred.conflicts
     ]
-    synonyms = _synonyms(inferred)
+    # A program that has KV heads tells them apart. Without any, HEAD and KV_HEAD are one axis.
+    named = {name for dim in inferred.evidence for name in _inferred_names(dim)}
+    synonyms = _SYNONYMS if KV_HEAD in named else (*_SYNONYMS, _EQUAL_HEADS)
     for dim in inferred.evidence:
         finding = _compare(dim, rows[dim.path][dim.dim], synonyms)
         if finding is not None:
@@ -90,11 +92,6 @@ def _annotated(annotations: Any, inferred: Inferred) -> dict[str, tuple[Dim, ...
             fix="pass a tree of annotations with the structure of the parameters",
         )
     return {path: lower(annotated[path], tuple(shape)).dims for path, shape in shapes.items()}
-
-
-def _synonyms(inferred: Inferred) -> tuple[frozenset[str], ...]:
-    names = {name for dim in inferred.evidence for name in _inferred_names(dim)}
-    return _SYNONYMS if KV_HEAD in names else (*_SYNONYMS, _EQUAL_HEADS)
 
 
 def _inferred_names(dim: InferredDim) -> DimNames:

@@ -248,11 +248,14 @@ def unused_rules(subject: Subject) -> Iterator[Finding]:
     for path, axis, rule in subject.written():
         if complete and axis in SEMANTIC_AXES:
             continue
-        roles = _roles(path)
+        # The tables of parameters inherit from [rules], so its rules are for both roles.
+        roles = {Role.PARAM if "params" in path[:-1] else Role.ACTIVATION}
+        if path[0] == "rules":
+            roles = {Role.ACTIVATION, Role.PARAM}
         if (
             not rule.candidates
             or path[0] in ("tensors", "policy")
-            or not set(roles) <= subject.roles()
+            or not roles <= subject.roles()
             or axis in subject.axes_of(*roles)
         ):
             continue
@@ -261,12 +264,6 @@ def unused_rules(subject: Subject) -> Iterator[Finding]:
         for name in subject.axes:
             if canonical_axis(name) not in everything:
                 yield _unused(subject, ("axes", name), name, canonical_axis(name))
-
-
-def _roles(path: tuple[str, ...]) -> tuple[Role, ...]:
-    if path[0] == "rules":
-        return (Role.ACTIVATION, Role.PARAM)
-    return (Role.PARAM,) if "params" in path[:-1] else (Role.ACTIVATION,)
 
 
 def _unused(subject: Subject, path: tuple[str, ...], what: str, axis: str) -> Finding:

@@ -71,6 +71,7 @@ def create_mesh(
       MeshSpecError: The mesh cannot be read, or the sizes do not fit the devices or the slices.
     """
     spec = parse_mesh(axis_dims, axis_names, dcn=dcn)
+    # Names and types are checked before the devices are read, which starts the backend.
     types = resolve_axis_types(spec.names, axis_types)
     chosen = _devices(devices, backend)
     spec = resolve_sizes(spec, len(chosen), hint=_more_devices(spec, chosen))

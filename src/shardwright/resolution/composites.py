@@ -110,6 +110,7 @@ class Composite:
 
         What a member skipped is recorded once, in the first candidate after it.
         """
+        # By identity, since equal candidates of two members both report what they skipped.
         reported: set[int] = set()
         for at, picks in enumerate(itertools.product(*self.chains)):
             skipped = [] if at else [*self.unruled]

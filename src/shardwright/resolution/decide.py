@@ -303,6 +303,8 @@ class Decider:
                     attempts.failure = failure
                     return attempts
             elif size is None:
+                # Assume that the first free candidate divides. `needs_shape` refuses the dim if the
+                # size could lead to another answer.
                 attempts.chosen = attempts.chosen or live
                 if self.rules.policy.conflict is Conflict.NEXT:
                     return attempts
@@ -348,6 +350,7 @@ class Decider:
         policy = self.rules.policy
         if attempts.tried_axes and policy.indivisible is not Indivisible.ERROR:
             return True
+        # A single candidate without a fallback has one answer: it divides, or it is an error.
         answers = {*attempts.tried_axes, *([(rule.fallback.value,)] if rule.fallback else [])}
         # Under `conflict = "next"` the size never selects a candidate.
         return len(answers) > 1 and policy.conflict is not Conflict.NEXT
@@ -486,6 +489,7 @@ def _indivisible(
     if policy is Indivisible.DROP:
         return pending.decided(Outcome.POLICY_DROP)
     if policy is Indivisible.PREFIX:
+        # The last prefix is empty and has one shard, so one always fits.
         ends = range(len(live) - 1, -1, -1)
         best = next(live[:end] for end in ends if decider.fits(size, live[:end]))
         return pending.decided(Outcome.POLICY_PREFIX, mesh_axes=best)

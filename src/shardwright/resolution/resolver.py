@@ -112,6 +112,7 @@ def explain_request(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes
         normal = request.normalized()
     except ShardingError as error:
         return _refused(request, error)
+    # Equal questions that are written differently, such as a list and a tuple, share one entry.
     key = (normal, sizes.pairs)
     resolution: Resolution | None = rules._cache[key]
     if resolution is None:
@@ -140,6 +141,7 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
     )
     if isinstance(annotation, PartOf):
         # The whole array of a part resolves under its own shape and path.
+        # State follows the stored parameter. What only state has, zero1 adds below.
         of_whole = Role.PARAM if role is Role.STATE else role
         whole = explain_request(
             ShardingRequest(
@@ -187,6 +189,8 @@ def _decide_all(decider: Decider, dims: Sequence[Dim]) -> tuple[DimDecision, ...
     else:
         decisions = [decider.decide(position, dim) for position, dim in enumerate(dims)]
     if decider.role is Role.USE:
+        # Only now: a mesh axis that is gathered is still taken for the dims after it. So the spec
+        # in use is the stored spec without some mesh axes, and gathering moves nothing else.
         decisions = [
             decider.gathered(decision, dim) for decision, dim in zip(decisions, dims, strict=True)
         ]

@@ -90,6 +90,8 @@ def _factored(field: str, place: _Place) -> DimsOfParam | None:
     if place.below:
         return None
     unfactored = place.sibling("v") == place.whole
+    # optax keeps a placeholder of one element in the fields that a parameter does not use: `v_row`
+    # and `v_col` of an unfactored one, `v` of a factored one.
     if unfactored == (field != "v"):
         return (None,) if place.shape == (1,) else None
     if unfactored:
@@ -324,6 +326,7 @@ class _StateIndex:
         projected = self._projected(path, shape, owner)
         if projected is not None:
             return projected
+        # The innermost node of a known type decides, since a wrapper holds the state that it wraps.
         for at in range(len(path) - 1, -1, -1):
             kind = self.kinds.get(path[:at])
             if kind is None:

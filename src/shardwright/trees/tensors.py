@@ -85,12 +85,10 @@ def as_tensors(values: Any) -> tuple[Tensor, ...]:
     """
     if isinstance(values, (tuple, list)) and not values:
         return ()
-    leaves, _ = jax.tree_util.tree_flatten_with_path(values, is_leaf=_is_leaf)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
+        values, is_leaf=lambda value: isinstance(value, Tensor) or is_annotation(value)
+    )
     return tuple(_tensor(path_text(path), leaf) for path, leaf in leaves)
-
-
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, Tensor) or is_annotation(value)
 
 
 def _tensor(path: str, leaf: Any) -> Tensor:
