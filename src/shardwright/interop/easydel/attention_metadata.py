@@ -234,8 +234,6 @@ class AttentionMetadata:
             NOT_GIVEN, base_config=config, softmax_scale=softmax_scale, dropout_prob=dropout_prob
         )
 
-    # Specs.
-
     def get_shardings(
         self,
         mode: str,
@@ -318,8 +316,6 @@ class AttentionMetadata:
         spec: PartitionSpec = self.partition_manager.resolve(named, mode=mode, shape=shape)
         return spec
 
-    # Calls.
-
     def options(self, keywords: Mapping[str, Any]) -> Options:
         """Return the options of a call. The metadata has those that the call does not give."""
         options = read_options(keywords)
@@ -345,8 +341,6 @@ class AttentionMetadata:
             options,
             **{name: value for name, value in defaults.items() if getattr(options, name) is None},
         )
-
-    # Values.
 
     def replace(self, **changes: Any) -> AttentionMetadata:
         """Return a copy with some attributes changed.

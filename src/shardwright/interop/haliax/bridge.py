@@ -269,6 +269,7 @@ def to_strategy(
         for name in every:
             # The mapping of parameters comes second; its names must differ from those of the first.
             entry = name if role is Role.ACTIVATION else f"{name} as param"
+            # A name that one of the mappings lacks is replicated in that role.
             pairs.append((entry, table.get(name)))
             targets[entry] = (axes[name], role)
             table_name = "compute" if role is Role.ACTIVATION else "parameter"
@@ -277,12 +278,13 @@ def to_strategy(
         pairs,
         mesh=mesh,
         names=targets,
+        # As in JAX, two dims of an array with one mesh axis are an error.
         semantics="strict",
         source=places,
         own_axes=[*own_axes, *axes.values()],
     )
     own = [name for name in every if name not in given]
-    notes = [note for note in imported.notes if not note.startswith("names that became")]
+    notes = [*imported.notes]
     if own and given:
         notes.append(f"names that became axes of their own: {', '.join(own)}")
     by_name = {name: imported.names[name][0] for name in every}

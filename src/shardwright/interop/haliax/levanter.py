@@ -142,6 +142,7 @@ def to_strategy(
     imported = from_mappings(
         {name: entry.mesh_axes for name, entry in settings.compute.items()},
         {name: entry.mesh_axes for name, entry in settings.parameter.items()},
+        # The rules do not depend on sizes, and -1 is not a size. `resized` sets the sizes.
         mesh=dict.fromkeys(settings.mesh, 1),
         names=names,
         replicated=replicated,

@@ -46,6 +46,7 @@ class _Parameters(Module):  # type: ignore[misc]
                 child = nnx.Param(array, axes=spec.axes)
             else:
                 child = _Parameters(spec, array)
+            # nnx finds children by attribute, so those of a list are named "0", "1" and so on.
             setattr(self, str(name), child)
 
 

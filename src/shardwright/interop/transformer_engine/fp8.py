@@ -179,19 +179,19 @@ def _updated(recipe: DelayedScaling, node: Any, path: str) -> tuple[Any, int]:
         new[name], count = _updated(recipe, value, f"{path}/{name}".strip("/"))
         updated += count
     for name, amax in node.items():
-        match = _AMAX.fullmatch(name)
+        match, own = _AMAX.fullmatch(name), f"{path}/{name}".strip("/")
         if match is None or isinstance(amax, Mapping):
             continue
         if name.endswith("_amax_history"):
             raise LayerError(
                 "the state has the layout of TransformerEngine 2, in which its gradient is already "
                 "the new state",
-                path=f"{path}/{name}".strip("/"),
+                path=own,
                 fix='variables["fp8_metas"] = grads["fp8_metas"], without update_fp8_metas',
             )
         scale, inverse = (f"{match[1]}{part}{match[2]}" for part in ("scale", "scale_inv"))
         if scale in node and inverse in node:
-            new[scale] = _row_scales(recipe, amax, node[scale], f"{path}/{name}".strip("/"))
+            new[scale] = _row_scales(recipe, amax, node[scale], own)
             new[inverse] = 1 / new[scale]
             updated += 1
     kind: Any = type(node)

@@ -238,6 +238,7 @@ def extend_logical_axis_rules(
     known = mesh_axes_of_names()
     for name, axis in known.items():
         given = [value for own, value in pairs if own == name]
+        # TransformerEngine asserts that a rule for one of its names agrees, too.
         if given not in ([], [axis]):
             raise AxisConflictError(
                 f"the rules map {name!r} to {', '.join(map(repr, given))}, and the MeshResource to "

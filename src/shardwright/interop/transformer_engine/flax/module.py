@@ -459,6 +459,7 @@ class DenseGeneral(Module):  # type: ignore[misc]
         x = constrain(inputs, self.input_axes)
         # The contracted dims last, as `layers.dense` takes them.
         order = [*(at for at in range(x.ndim) if at not in axis), *axis]
+        # The names move with the dims.
         names = tuple(self.input_axes[at] for at in order) if self.input_axes else None
         x = jnp.transpose(x, order)
         # Parameters are created in TransformerEngine's order, because keys depend on it.

@@ -176,12 +176,14 @@ def projected(module: Any, x: Any, x_kv: Any) -> tuple[Any, Any, Any, Any]:
         **shared,
     }
     norm = norm_fields_of(module)
+    # One kernel needs equal sizes. With fewer kv heads only keys and values share one.
     if is_fused and is_self and sizes[0] == sizes[1]:
         init = split_init([query_init, kernel, kernel], 3)
         norm["return_layernorm_output"] = module.return_layernorm_output
         qkv, normed = LayerNormDenseGeneral(
             (3, sizes[0]), kernel_init=init, name="qkv", **joined, **norm
         )(x)
+        # The names of TransformerEngine, for policies of remat that save by names.
         qkv = checkpoint_name(qkv, "combined_qkv_proj")
         return qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :], normed
     if is_fused:

@@ -386,6 +386,7 @@ def get_partition_spec(tree: Any) -> Any:
     unplaced = [
         (path, leaf)
         for path, leaf in pairs
+        # As in eformer, a Python number has the spec of a replicated array.
         if not isinstance(leaf, int | float) and not _named(leaf)
     ]
     raise_problems(
