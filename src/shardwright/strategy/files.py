@@ -187,6 +187,7 @@ class _DuplicateKeyError(ValueError):
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # `json` keeps the last of equal keys, without a word. `tomllib` refuses them itself.
     table: dict[str, Any] = {}
     for key, value in pairs:
         if key in table:
@@ -240,6 +241,7 @@ def _toml_position(message: str, text: str) -> tuple[int, int]:
     match = re.search(r"at line (\d+), column (\d+)", message)
     if match:
         return int(match[1]), int(match[2])
+    # `tomllib` gives no numbers for an error "at end of document".
     lines = text.rstrip("\n").split("\n")
     return len(lines), len(lines[-1]) + 1
 

@@ -157,6 +157,7 @@ def scale_axes(
             fix="keep a dim of size 1 for a single scale (keepdims=True); "
             "every other size is the number of blocks",
         )
+    # A shard of the values needs every scale of a dim that has only one, so that is replicated.
     dims = tuple(None if scale == 1 else at for at, scale in enumerate(scales))
     return PartOf(annotation=axes, shape=values, dims=dims, path=path)
 

@@ -123,6 +123,7 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
     else:
         dims = [_DIMS.get(entry) or _lower_dim(entry, "") for entry in annotation]
         lowered = Lowered(dims=tuple(dims))
+        # Different single axes form no composite and repeat nothing, so only the rank can be wrong.
         if _are_different_axes(annotation) and (shape is None or len(shape) == len(dims)):
             return lowered
     _check_composites(lowered.dims)
@@ -134,6 +135,7 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
 @functools.lru_cache(maxsize=4096)
 def _lower_dim(entry: Any, semantic_axis: str) -> Dim:
     if isinstance(entry, MergedDim):
+        # The first member is major: sharded over it, a shard has whole blocks of the others.
         return Dim(axes=(entry.members[0][0],), merged=entry.members)
     names = entry if isinstance(entry, tuple) else (entry,)
     if entry == EMPTY:
@@ -173,6 +175,7 @@ def _lower_spec(spec: PartitionSpec, shape: Sequence[int] | None) -> tuple[Dim, 
             f"shape {tuple(shape)}",
             fix="write at most one entry per dim",
         )
+    # As in JAX, a spec may be shorter than the array. The other dims are replicated.
     entries += [None] * (len(shape or ()) - len(entries))
     return tuple(Dim(axes=(), literal=_literal(entry)) for entry in entries)
 
