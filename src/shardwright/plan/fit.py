@@ -8,7 +8,7 @@ from typing import Final
 from shardwright.plan.walk.entries import Peak
 
 # Largest upper end that fits, as a share of the usable memory. The margin is for programs that need
-# more than their upper end. In `benchmarks.fits`, the upper end is at least 0.98 of the need.
+# more than their upper end. In `benchmarks.fits`, the upper end is at least 0.95 of the need.
 _SAFE: Final = 0.95
 # Largest lower end that may fit. The lower end is no proof: of 79 compiled programs, one needs 0.92
 # of it (`tests.plan.test_tpu_memory`), and each decoder of `benchmarks.fits` at least 0.95. What

