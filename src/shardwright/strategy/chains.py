@@ -79,7 +79,7 @@ def normalized(
             changed[name] = {}
             problems += faults
             continue
-        changed[name], sources = _simplified(name, pieces(name, value, origin), sources)
+        changed[name], sources = _simplified(name, entries_of(name, value, origin), sources)
     return changed, sources, problems
 
 
@@ -106,8 +106,8 @@ def _array_problems(name: str, value: Sequence[Any], origin: KeySources) -> list
     return problems
 
 
-def pieces(name: str, value: Any, origin: KeySources) -> list[TableCandidates]:
-    """Return the pieces of a table of rules, or of an array of such tables, in their order."""
+def entries_of(name: str, value: Any, origin: KeySources) -> list[TableCandidates]:
+    """Return the entries of a table of rules, or of an array of such tables, in their order."""
     tables: list[tuple[KeyPath, Any]] = [((name,), value)]
     if not isinstance(value, Mapping):
         tables = [((name, str(at)), table) for at, table in enumerate(value or ())]
@@ -121,7 +121,7 @@ def pieces(name: str, value: Any, origin: KeySources) -> list[TableCandidates]:
 
 
 def _joined(parts: Sequence[TableCandidates]) -> TableCandidates:
-    """Join the pieces of one name into one piece."""
+    """Join the entries of one name into one."""
     if len(parts) == 1:
         return parts[0]
     return TableCandidates(
@@ -134,7 +134,7 @@ def _joined(parts: Sequence[TableCandidates]) -> TableCandidates:
 def _simplified(
     name: str, parts: Sequence[TableCandidates], origin: KeySources
 ) -> tuple[dict[str, str] | list[dict[str, str]], KeySources]:
-    """Return the pieces as one table, or as an array if chains interleave, and the new origin."""
+    """Return the entries as one table, or as an array if chains interleave, and the new origin."""
     runs: list[list[TableCandidates]] = []
     for part in parts:
         if runs and runs[-1][0].name == part.name:
@@ -142,24 +142,24 @@ def _simplified(
         else:
             runs.append([part])
     tables: list[list[TableCandidates]] = [[]]
-    for piece in map(_joined, runs):
-        if piece.name in [other.name for other in tables[-1]]:
+    for entry in map(_joined, runs):
+        if entry.name in [other.name for other in tables[-1]]:
             tables.append([])
-        tables[-1].append(piece)
+        tables[-1].append(entry)
     sources = {path: source for path, source in origin.items() if path[:1] != (name,)}
     if (name,) in origin or (name, "0") in origin:
         sources[(name,)] = origin.get((name,), origin.get((name, "0"), ""))
-    # The source of a whole chain lists the lines of all its pieces.
-    for axis in {piece.name: None for piece in parts}:
-        whole = _joined([piece for piece in parts if piece.name == axis])
+    # The source of a whole chain lists the lines of all its entries.
+    for axis in {entry.name: None for entry in parts}:
+        whole = _joined([entry for entry in parts if entry.name == axis])
         sources[name, axis] = whole.source
     if len(tables) == 1:
-        return {piece.name: piece.text for piece in tables[0]}, sources
+        return {entry.name: entry.text for entry in tables[0]}, sources
     for at, table in enumerate(tables):
         sources[name, str(at)] = table[0].source
-        for piece in table:
-            sources[name, str(at), piece.name] = piece.source
-    return [{piece.name: piece.text for piece in table} for table in tables], sources
+        for entry in table:
+            sources[name, str(at), entry.name] = entry.source
+    return [{entry.name: entry.text for entry in table} for table in tables], sources
 
 
 def overlaid(
@@ -168,20 +168,20 @@ def overlaid(
     """Overlay tables of rules, of which at least one is an array.
 
     The chain of a name in `over` replaces its whole chain in `base`, at the place of its first
-    piece. Names that `base` does not have come last.
+    entry. Names that `base` does not have come last.
 
     Returns:
-      The pieces as an array, and the source of each.
+      The entries as an array, and the source of each.
     """
-    upper = pieces(name, over, above)
-    names = {piece.name for piece in upper}
+    upper = entries_of(name, over, above)
+    names = {entry.name for entry in upper}
     result: list[TableCandidates] = []
     replaced: set[str] = set()
-    for piece in pieces(name, base, below):
-        if piece.name not in names:
-            result.append(piece)
-        elif piece.name not in replaced:
-            replaced.add(piece.name)
-            result.append(_joined([part for part in upper if part.name == piece.name]))
-    result += [piece for piece in upper if piece.name not in replaced]
-    return [{piece.name: piece.text} for piece in result], [piece.source for piece in result]
+    for entry in entries_of(name, base, below):
+        if entry.name not in names:
+            result.append(entry)
+        elif entry.name not in replaced:
+            replaced.add(entry.name)
+            result.append(_joined([each for each in upper if each.name == entry.name]))
+    result += [entry for entry in upper if entry.name not in replaced]
+    return [{entry.name: entry.text} for entry in result], [entry.source for entry in result]
