@@ -157,7 +157,7 @@ def test_bad_input() -> None:
     cases: list[tuple[Any, str]] = [
         (lambda: make(embed=16, heads=3), facts("heads", 3, "embed", 16, fix="head_dim")),
         (lambda: make(embed=16, heads=4, kv_heads=3), facts("kv_heads", 3, "heads", 4)),
-        (lambda: make(embed=16, heads=0), facts("heads", 0, fix="heads")),
+        (lambda: make(embed=16, heads=0), facts(0, path="heads", fix="heads")),
         (lambda: make(embed=16, heads=4, dropout=2), facts(2, "[0, 1)", path="dropout")),
         (lambda: attention_block.apply(CONFIG, {}, X[..., :4]), facts("(8, 8, 4)", path="x")),
         (

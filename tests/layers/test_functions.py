@@ -150,11 +150,11 @@ def test_dropout_mask() -> None:
 
 def test_bad_input() -> None:
     cases: list[tuple[Any, str]] = [
-        (lambda: NormConfig(kind="rsm"), facts("rsm", fix="rms")),
+        (lambda: NormConfig(kind="rsm"), facts("rsm", path="kind", fix="rms")),
         (lambda: NormConfig(epsilon=0), facts(0, path="epsilon")),
         (lambda: rms_norm(X, SCALE[:3]), facts("(3,)", "(4, 6, 16)", path="scale")),
         (lambda: layer_norm(X, SCALE, BIAS[:3]), facts("(3,)", "(4, 6, 16)", path="bias")),
-        (lambda: activation("siluu", X), facts("siluu", fix="silu")),
+        (lambda: activation("siluu", X), facts("siluu", path="name", fix="silu")),
         (lambda: gated((), X), facts("tuple", fix="silu")),
         (lambda: gated(("silu", "linear"), X), facts("(4, 6, 16)", 6, -2, 2, path="x")),
         (lambda: dropout(X, None, 1), facts(1, "[0, 1)", path="rate")),

@@ -184,7 +184,7 @@ SCALING = [{"attention": None, "mlp": None}]
 OPTIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: attention(norm="rms"), "norm: 'rms' is a str\n  fix   pass a NormConfig or None"),
     (lambda: attention(qk_norm="rms"), "qk_norm: 'rms' is a str"),
-    (lambda: attention(lora=4), "lora: 4 is an int\n  fix   pass a LoraConfig or None for none"),
+    (lambda: attention(lora=4), "lora: 4 is an int\n  fix   pass a LoraConfig or None"),
     (lambda: attention(dtypes="bfloat16"), "dtypes: 'bfloat16' is a str\n  fix   pass a Dtypes"),
     (lambda: attention(bias="no"), "bias: 'no' is a str\n  fix   pass True or False"),
     (lambda: attention(causal=None), "causal: None is None"),
@@ -192,14 +192,17 @@ OPTIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: attention(window=7), "window=7 is not a pair of lengths"),
     (lambda: attention(softcap="30"), "softcap='30' is not a finite Python number"),
     (lambda: attention(scale=float("nan")), "scale=nan is not a finite Python number"),
-    (lambda: attention(rope_theta=-1), "rope_theta=-1 is not positive"),
+    (lambda: attention(rope_theta=-1), "rope_theta=-1 is not a finite Python number above 0"),
     (lambda: mlp(norm="rms"), "norm: 'rms' is a str"),
     (lambda: mlp(clamp=7.0), "clamp: 7.0 is a float"),
     (lambda: mlp(dropout_shared=1), "dropout_shared: 1 is an int\n  fix   pass a tuple"),
     (lambda: experts(dtypes="bfloat16"), "dtypes: 'bfloat16' is a str"),
     (lambda: experts(normalize="no"), "normalize: 'no' is a str"),
     (lambda: experts(scale="2"), "scale='2' is not a finite Python number"),
-    (lambda: experts(balance_loss=-1.0), "balance_loss=-1.0 is negative"),
+    (
+        lambda: experts(balance_loss=-1.0),
+        "balance_loss=-1.0 is not a finite Python number of at least 0",
+    ),
     (lambda: experts(z_loss=None), "z_loss=None is not a finite Python number"),
     (lambda: moe_block.MoEBlockConfig(moe={}), "moe: {} is a dict"),
     (lambda: moe_block.MoEBlockConfig(moe=experts(), norm="rms"), "norm: 'rms' is a str"),
@@ -302,10 +305,16 @@ def test_arguments_of_embedding_and_loss() -> None:
         x, head, labels = (given.pop(name) for name in ("x", "head", "labels"))
         return lambda: loss.cross_entropy(x, head, labels, **given).mean
 
-    not_a_number = "is not a finite Python number\n  fix   "
+    not_a_number = "is not a finite Python number "
     cases: list[tuple[Callable[[], Any], str]] = [
-        (entropy(softcap="30"), f"softcap='30' {not_a_number}leave it out for none"),
-        (entropy(z_loss="1e-4"), f"z_loss='1e-4' {not_a_number}pass 1e-4, or 0 for none"),
+        (
+            entropy(softcap="30"),
+            f"softcap='30' {not_a_number}above 0\n  fix   leave it out for none",
+        ),
+        (
+            entropy(z_loss="1e-4"),
+            f"z_loss='1e-4' {not_a_number}of at least 0\n  fix   pass 1e-4, or 0 for none",
+        ),
         (entropy(z_loss=float("nan")), f"z_loss=nan {not_a_number}"),
         (entropy(z_loss=None), f"z_loss=None {not_a_number}"),
         (entropy(head=None), "head is None, not an array"),

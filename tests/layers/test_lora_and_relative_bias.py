@@ -182,7 +182,7 @@ def test_bias_of_heads_and_positions() -> None:
 def test_bad_input() -> None:
     config = RelativeBiasConfig(heads=2)
     cases: list[tuple[Any, str]] = [
-        (lambda: LoraConfig(rank=0), facts("rank", 0, fix="rank")),
+        (lambda: LoraConfig(rank=0), facts(0, path="rank", fix="rank")),
         (lambda: LoraConfig(alpha=-1), facts(-1, path="alpha")),
         (
             lambda: lora.apply(
@@ -190,7 +190,7 @@ def test_bad_input() -> None:
             ),
             facts("(16, 4)", "(4, 16)", 3),
         ),
-        (lambda: RelativeBiasConfig(heads=0), facts("heads", 0, fix="heads")),
+        (lambda: RelativeBiasConfig(heads=0), facts(0, path="heads", fix="heads")),
         (
             lambda: RelativeBiasConfig(heads=2, buckets=1),
             facts("buckets", 1, "max_distance", 128, fix="max_distance"),

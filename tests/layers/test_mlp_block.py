@@ -121,14 +121,14 @@ def test_state_passes_through_and_path_is_used() -> None:
 
 def test_bad_input() -> None:
     cases: list[tuple[Any, str]] = [
-        (lambda: mlp_block.MlpConfig(embed=0, hidden=4), facts("embed", 0, fix="embed")),
+        (lambda: mlp_block.MlpConfig(embed=0, hidden=4), facts(0, path="embed", fix="embed")),
         (
             lambda: mlp_block.MlpConfig(embed=4, hidden=4, activations=("siloo",)),
-            facts("siloo", fix="silu"),
+            facts("siloo", path="activations", fix="silu"),
         ),
         (
             lambda: mlp_block.MlpConfig(embed=4, hidden=4, activations=cast("Any", "silu")),
-            facts("silu", "tuple", fix="silu"),
+            facts("silu", "tuple", path="activations", fix="silu"),
         ),
         (
             lambda: mlp_block.MlpConfig(embed=4, hidden=4, dropout=1.0),

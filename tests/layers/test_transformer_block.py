@@ -300,9 +300,9 @@ def test_bad_input() -> None:
         return dataclasses.replace(CONFIG, **given)
 
     cases: list[tuple[Any, str]] = [
-        (lambda: change(layers=0), facts("layers", 0, fix="layers")),
+        (lambda: change(layers=0), facts(0, path="layers", fix="layers")),
         (lambda: change(mlp=small), facts("mlp.embed", 8, "attention.embed", 16)),
-        (lambda: change(remat="all"), facts("remat", "all")),
+        (lambda: change(remat="all"), facts("all", path="remat")),
         (lambda: change(windows=(None,) * 5), facts(5, 4)),
         (lambda: change(dropout=-1), facts(-1, "[0, 1)", path="dropout")),
         (lambda: stack(PARAMS[:1], X), facts(1, 2, path="params", fix="transformer_block.specs")),

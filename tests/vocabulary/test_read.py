@@ -52,9 +52,9 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("order", None, "order=None is unknown", "write one of rows, columns"),
     ("order", [], "order=[] is unknown", "write one of rows, columns"),
     ("mode", "slow", "mode='slow' is unknown", "write one of fast"),
-    ("causal", 1, "causal=1 is not True or False", "pass True or False"),
-    ("names", ["a"], "names=['a'] is not a tuple", "pass a tuple"),
-    ("init", 3, "init=3 is not a function or None", "pass a function or None"),
+    ("causal", 1, "1 is an int", "pass True or False"),
+    ("names", ["a"], "['a'] is a list", "pass a tuple"),
+    ("init", 3, "3 is an int", "pass a function or None"),
 ]
 
 
@@ -92,7 +92,7 @@ def test_arguments_are_read_in_order() -> None:
     even = passes(lambda value: value % 2 == 0, "is odd", fix="pass an even one")
     given = [("n", np.int32(4), integer()), ("name", "a", one_of("ab")), ("even", 2, even)]
     assert read.read_all(given, error=ShardingError) == [4, "a", 2]
-    with raises(LayerError, 3, "str", "float", path="x"):
+    with raises(LayerError, 3, path="x", fix=("str", "float")):
         read.read_value("x", 3, instance(str, float), error=LayerError)
 
 

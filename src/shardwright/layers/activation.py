@@ -6,13 +6,15 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import jax
 import jax.numpy as jnp
 
-from shardwright.errors import LayerError, RankMismatchError, did_you_mean
-from shardwright.layers.inputs import check_number
+from shardwright.errors import LayerError, RankMismatchError
+from shardwright.vocabulary.read import Faults, FieldKind, number, one_of, read_fields, read_value
+
+_CONSTANT: Final = number(fix="write {name}=1.0")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +30,12 @@ class Clamp:
       LayerError: A constant is not a finite number.
     """
 
-    limit: float = 7.0
-    alpha: float = 1.702
-    offset: float = 1.0
+    limit: Annotated[float, _CONSTANT] = 7.0
+    alpha: Annotated[float, _CONSTANT] = 1.702
+    offset: Annotated[float, _CONSTANT] = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("limit", "alpha", "offset"):
-            check_number(name, getattr(self, name), fix=f"write {name}=1.0")
+        read_fields(self, error=LayerError)
 
 
 CLAMP: Final = Clamp()
@@ -78,7 +79,7 @@ def activation(name: str, x: Any, *, clamp: Clamp = CLAMP) -> Any:
     Raises:
       LayerError: The name is unknown.
     """
-    return ACTIVATIONS[check_names((name,))[0]](x, clamp)
+    return ACTIVATIONS[read_value("name", name, ACTIVATION, error=LayerError)](x, clamp)
 
 
 def gated(names: Sequence[str], x: Any, *, axis: int = -2, clamp: Clamp = CLAMP) -> Any:
@@ -112,22 +113,28 @@ def gated(names: Sequence[str], x: Any, *, axis: int = -2, clamp: Clamp = CLAMP)
     return math.prod(parts[1:], start=parts[0])
 
 
+def _read_name(name: str, value: Any) -> tuple[Any, Faults]:
+    return _KNOWN.read(name, value.lower() if isinstance(value, str) else value)
+
+
+def _read_names(name: str, values: Any) -> tuple[Any, Faults]:
+    if isinstance(values, str) or not values:
+        return values, [(f"{name}={values!r} is not a tuple of names", 'write ("silu", "linear")')]
+    read = [_read_name(name, value) for value in values]
+    return tuple(value for value, _ in read), [fault for _, faults in read for fault in faults]
+
+
+# A name in upper or lower case, and several.
+_KNOWN: Final = one_of(ACTIVATIONS)
+ACTIVATION: Final = FieldKind(_read_name)
+NAMES: Final = FieldKind(_read_names)
+
+
 def check_names(names: Sequence[str]) -> tuple[str, ...]:
     """Return names of activations in lower case.
 
     Raises:
       LayerError: A name is unknown, or there are none.
     """
-    if isinstance(names, str) or not names:
-        raise LayerError(
-            f"activations={names!r} is not a tuple of names", fix='write ("silu", "linear")'
-        )
-    lower = tuple(str(name).lower() for name in names)
-    for name in lower:
-        if name not in ACTIVATIONS:
-            hint = did_you_mean(name, ACTIVATIONS)
-            known = ", ".join(ACTIVATIONS)
-            raise LayerError(
-                f"activation {name!r} is unknown", fix=f"{hint} write one of {known}".strip()
-            )
+    lower: tuple[str, ...] = read_value("activations", names, NAMES, error=LayerError)
     return lower

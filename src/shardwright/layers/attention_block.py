@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,15 @@ from shardwright.caches import create
 from shardwright.caches.base import KVCache
 from shardwright.errors import LayerError, RankMismatchError
 from shardwright.layers import fp8, norm, projection
-from shardwright.layers.dropout import check_rate
+from shardwright.layers.dropout import RATE
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.layers.fp8 import Recipe, read_recipe
-from shardwright.layers.inputs import check_fields, check_number, check_params, read_keys
+from shardwright.layers.fp8.recipe import RECIPE
+from shardwright.layers.inputs import check_params, read_keys
 from shardwright.layers.lora import LoraConfig
 from shardwright.layers.norm import RMS, NormConfig
 from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, place
-from shardwright.layers.projection import check_options, gather_weights, parts_of, project
+from shardwright.layers.projection import gather_weights, parts_of, project
 from shardwright.layers.rope import RopeFrequencies, rope
 from shardwright.manager import context
 from shardwright.vocabulary.annotations import ArraySpec
@@ -38,11 +39,30 @@ from shardwright.vocabulary.axes import (
     KV_HEAD_DIM,
     QUERY_LENGTH,
 )
-from shardwright.vocabulary.integers import read_integer
 from shardwright.vocabulary.modes import MODE_TRAIN
+from shardwright.vocabulary.read import Faults, FieldKind, integer, number, read_fields, read_value
 
 QUERIES = (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM)
 NEW_ROWS = (BATCH, QUERY_LENGTH, KV_HEAD, KV_HEAD_DIM)
+
+
+def _read_window(_: str, window: Any) -> tuple[Any, Faults]:
+    MaskRules(window=window)  # refuses what is not a window
+    return window, []
+
+
+def _read_theta(name: str, theta: Any) -> tuple[Any, Faults]:
+    has_base = theta is not None and not isinstance(theta, RopeFrequencies)
+    return BASE.read(name, theta) if has_base else (theta, [])
+
+
+SIZE: Final = integer(fix="pass a positive integer, such as {name}=8")
+FACTOR: Final = number("positive", fix="pass a number, or leave {name} out for the default")
+WINDOW: Final = FieldKind(_read_window)
+BASE: Final = number(
+    "positive", fix="pass a number, rope_frequencies(...), or None for no rotary positions"
+)
+THETA: Final = FieldKind(_read_theta)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,28 +96,27 @@ class AttentionConfig:
       LayerError: A size, rate or option is not valid, or the sizes do not fit each other.
     """
 
-    embed: int
-    heads: int
-    kv_heads: int | None = None
-    head_dim: int | None = None
+    embed: Annotated[int, SIZE]
+    heads: Annotated[int, SIZE]
+    kv_heads: Annotated[int, SIZE] | None = None
+    head_dim: Annotated[int, SIZE] | None = None
     causal: bool = True
-    window: Window | None = None
-    softcap: float | None = None
-    scale: float | None = None
-    rope_theta: float | RopeFrequencies | None = 10_000.0
+    window: Annotated[Window | None, WINDOW] = None
+    softcap: Annotated[float, FACTOR] | None = None
+    scale: Annotated[float, FACTOR] | None = None
+    rope_theta: Annotated[float | RopeFrequencies | None, THETA] = 10_000.0
     sinks: bool = False
     norm: NormConfig | None = RMS
     qk_norm: NormConfig | None = None
     bias: bool = False
-    dropout: float = 0.0
-    init: Any = None
+    dropout: Annotated[float, RATE] = 0.0
+    init: Callable[..., Any] | None = None
     dtypes: Dtypes = FLOAT32
-    recipe: Recipe | str | None = None
+    recipe: Annotated[Recipe | str | None, RECIPE] = None
     lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
-        self._check("embed", self.embed)
-        self._check("heads", self.heads)
+        read_fields(self, error=LayerError)
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.head_dim is None:
@@ -107,29 +126,12 @@ class AttentionConfig:
                     fix="pass head_dim=, or a number of heads that divides embed",
                 )
             object.__setattr__(self, "head_dim", self.embed // self.heads)
-        self._check("kv_heads", self.kv_heads)
-        self._check("head_dim", self.head_dim)
         if self.heads % self.key_heads:
             raise LayerError(
                 f"kv_heads={self.kv_heads} do not divide heads={self.heads}",
                 fix="pass a divisor of heads: each kv head serves the same number of query heads",
             )
-        check_rate("dropout", self.dropout)
-        check_options(self)
-        kinds: dict[str, Any] = {"qk_norm": NormConfig | None, "causal": bool, "sinks": bool}
-        check_fields(self, **kinds)
-        MaskRules(window=self.window)  # refuses what is not a window
-        for name in ("softcap", "scale"):
-            if getattr(self, name) is not None:
-                fix = f"pass a number, or leave {name} out for the default"
-                check_number(name, getattr(self, name), sign="positive", fix=fix)
         check_theta("rope_theta", self.rope_theta, self.size)
-        object.__setattr__(self, "recipe", read_recipe(self.recipe))
-
-    def _check(self, name: str, value: Any) -> None:
-        read_integer(
-            name, value, error=LayerError, fix=f"pass a positive integer, such as {name}=8"
-        )
 
     @property
     def key_heads(self) -> int:
@@ -454,11 +456,8 @@ def check_theta(name: str, theta: Any, head_dim: int) -> None:
     Raises:
       LayerError: It is not a positive number, or a head has fewer points than frequencies.
     """
-    if not isinstance(theta, RopeFrequencies):
-        if theta is not None:
-            fix = "pass a number, rope_frequencies(...), or None for no rotary positions"
-            check_number(name, theta, sign="positive", fix=fix)
-    elif 2 * len(theta.values) > head_dim:
+    read_value(name, theta, THETA, error=LayerError)
+    if isinstance(theta, RopeFrequencies) and 2 * len(theta.values) > head_dim:
         raise LayerError(
             f"{name} has {len(theta.values)} frequencies, and head_dim is {head_dim}",
             path=name,

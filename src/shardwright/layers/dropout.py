@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 
 from shardwright import _jax
 from shardwright.errors import LayerError
+from shardwright.vocabulary.read import passes, read_value
+
+RATE: Final = passes(
+    lambda rate: isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 <= rate < 1,
+    "is not in [0, 1)",
+    fix="write 0.1, or 0",
+)
 
 
 def dropout(x: Any, key: Any, rate: float, *, shared: Sequence[int] = ()) -> Any:
@@ -65,5 +72,4 @@ def check_rate(name: str, rate: Any) -> None:
     Raises:
       LayerError: It is not a number from 0 up to, but not including, 1.
     """
-    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
-        raise LayerError(f"{name}={rate!r} is not in [0, 1)", path=name, fix="write 0.1, or 0")
+    read_value(name, rate, RATE, error=LayerError)

@@ -8,6 +8,7 @@ from typing import Any, Final
 import jax.numpy as jnp
 
 from shardwright.errors import LayerError
+from shardwright.vocabulary.read import instance
 
 _FIX: Final = 'write one such as "bfloat16"'
 
@@ -53,3 +54,4 @@ class Dtypes:
 
 
 FLOAT32: Final = Dtypes()
+DTYPES: Final = instance(Dtypes)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from shardwright.errors import LayerError, RankMismatchError
-from shardwright.layers.dtypes import FLOAT32, Dtypes
-from shardwright.layers.inputs import check_type, read_array
+from shardwright.layers.dtypes import DTYPES, FLOAT32, Dtypes
+from shardwright.layers.inputs import read_array
 from shardwright.layers.placement import (
     RESIDUAL,
     check_vocabulary,
@@ -22,6 +22,7 @@ from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import BATCH, EMBED, EMPTY, QUERY_LENGTH, VOCAB, axis_label
+from shardwright.vocabulary.read import read_value
 
 TOKENS = (BATCH, QUERY_LENGTH)
 
@@ -63,7 +64,7 @@ def apply(
     """
     table, tokens = read_array("table", table), read_array("tokens", tokens)
     _check(table, tokens)
-    check_type("dtypes", dtypes, Dtypes)
+    read_value("dtypes", dtypes, DTYPES, error=LayerError)
     if tokens.dtype.itemsize < 4:
         tokens = tokens.astype(jnp.int32)  # 256 rows compared with uint8 tokens would be 0 rows
     vocab = table.shape[0]

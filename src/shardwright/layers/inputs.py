@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import numbers
-import textwrap
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
-from typing import Any, Final, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -147,72 +143,11 @@ def read_key(name: str, value: Any, *, fix: str) -> jax.Array:
     return key
 
 
-def check_fields(config: Any, **kinds: Any) -> None:
-    """Check the types of fields of a config.
-
-    Args:
-      config: The config.
-      **kinds: By the name of a field, a class, or a union such as `NormConfig | None`.
-
-    Raises:
-      LayerError: A field has a value of another type. The error lists all of them.
-    """
-    raise_problems(
-        [
-            _wrong_type(name, getattr(config, name), kind)
-            for name, kind in kinds.items()
-            if not isinstance(getattr(config, name), kind)
-        ]
-    )
-
-
-def check_type(name: str, value: Any, kind: Any) -> None:
-    """Check the type of one argument; see `check_fields`."""
-    if not isinstance(value, kind):
-        raise_problems([_wrong_type(name, value, kind)])
-
-
-def _wrong_type(name: str, value: Any, kind: Any) -> Problem:
-    members = getattr(kind, "__args__", (kind,))
-    classes = [_WORDS.get(each, f"a {each.__name__}") for each in members]
-    return Problem(
-        error=LayerError,
-        what=f"{textwrap.shorten(repr(value), 80)} is {_kind(value)}",
-        path=name,
-        fix=f"pass {' or '.join(classes)}",
-    )
-
-
-_WORDS: Final[Mapping[Any, str]] = MappingProxyType(
-    {bool: "True or False", Callable: "a function", tuple: "a tuple", type(None): "None for none"}
-)
-
-
 def _kind(value: Any) -> str:
     if value is None:
         return "None"
     name = type(value).__name__
     return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
-
-
-def check_number(
-    name: str, value: Any, *, fix: str, sign: Literal["any", "positive", "not negative"] = "any"
-) -> None:
-    """Check that an option is a finite number, and has a sign.
-
-    Raises:
-      LayerError: It is not. Arrays are refused too: the number is compiled into the program.
-    """
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value):
-        what = "is not a finite Python number"
-    elif sign == "positive" and value <= 0:
-        what = "is not positive"
-    elif sign == "not negative" and value < 0:
-        what = "is negative"
-    else:
-        return
-    raise LayerError(f"{name}={value!r} {what}", path=name, fix=fix)
 
 
 def read_array(name: str, value: Any) -> jax.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,10 @@ from shardwright.errors import LayerError, RankMismatchError
 from shardwright.layers import dense
 from shardwright.layers.dense import NamedSizes
 from shardwright.layers.dtypes import FLOAT32, Dtypes
-from shardwright.layers.inputs import check_names, check_number
+from shardwright.layers.inputs import check_names
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import EMPTY
-from shardwright.vocabulary.integers import read_integer
+from shardwright.vocabulary.read import integer, number, read_fields
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +31,11 @@ class LoraConfig:
       LayerError: The rank is not a positive integer, or alpha is not positive.
     """
 
-    rank: int = 32
-    alpha: float | None = None
+    rank: Annotated[int, integer(fix="pass a positive integer, rank=32")] = 32
+    alpha: Annotated[float, number("positive", fix="leave it out for a factor of 1")] | None = None
 
     def __post_init__(self) -> None:
-        read_integer("rank", self.rank, error=LayerError, fix="pass a positive integer, rank=32")
-        if self.alpha is not None:
-            fix = "leave it out for a factor of 1"
-            check_number("alpha", self.alpha, sign="positive", fix=fix)
+        read_fields(self, error=LayerError)
 
     @property
     def scale(self) -> float:

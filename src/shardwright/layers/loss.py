@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ import numpy as np
 from shardwright import _jax
 from shardwright.errors import LayerError, RankMismatchError, raise_problems
 from shardwright.layers.accumulate import Weighted
-from shardwright.layers.dtypes import FLOAT32, Dtypes
-from shardwright.layers.inputs import as_concrete, check_number, check_type, read_array
+from shardwright.layers.dtypes import DTYPES, FLOAT32, Dtypes
+from shardwright.layers.inputs import as_concrete, read_array
 from shardwright.layers.placement import (
     OPERAND,
     check_vocabulary,
@@ -27,6 +27,11 @@ from shardwright.manager.einsum import einsum
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import BATCH, EMBED, QUERY_LENGTH, VOCAB, Role
 from shardwright.vocabulary.integers import read_integer
+from shardwright.vocabulary.read import instance, number, read_value
+
+Z_LOSS: Final = number("not negative", fix="pass 1e-4, or 0 for none")
+SOFTCAP: Final = number("positive", fix="leave it out for none")
+TIED: Final = instance(bool)
 
 LOGITS = (BATCH, QUERY_LENGTH, VOCAB)
 _TOKENS = (BATCH, QUERY_LENGTH)
@@ -98,7 +103,7 @@ def logits(
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
     x, head = read_array("x", x), read_array("head", head)
-    check_type("dtypes", dtypes, Dtypes)
+    read_value("dtypes", dtypes, DTYPES, error=LayerError)
     weight = _use_head(x, head, tied, path).astype(dtypes.compute)
     _check_padding(weight, tied, vocab)
     if vocab is not None:
@@ -156,7 +161,7 @@ def cross_entropy(
     labels = read_array("labels", labels)
     _check_half(x, dtypes)
     _check_labels(x, labels, chunks)
-    check_number("z_loss", z_loss, sign="not negative", fix="pass 1e-4, or 0 for none")
+    read_value("z_loss", z_loss, Z_LOSS, error=LayerError)
     weight = _use_head(x, head, tied, path).astype(dtypes.compute)
     axes = (VOCAB, EMBED) if tied else (EMBED, VOCAB)
     check_vocabulary(weight, axes, labels, name="head", path=path)
@@ -187,7 +192,7 @@ def _use_head(x: Any, head: Any, tied: bool, path: str | None) -> Any:
     Raises:
       LayerError: A `shard_map` has split EMBED.
     """
-    check_type("tied", tied, bool)
+    read_value("tied", tied, TIED, error=LayerError)
     axes = (VOCAB, EMBED) if tied else (EMBED, VOCAB)
     weight = use(head, axes, path=path) if np.ndim(head) == 2 else head
     _check_head(x, weight, tied)
@@ -254,13 +259,13 @@ def _by_chunks(sums: Any, x: Any, labels: Any, weight: Any, chunks: int) -> Any:
 
 def _cap(softcap: float | None) -> float | None:
     if softcap is not None:
-        check_number("softcap", softcap, sign="positive", fix="leave it out for none")
+        read_value("softcap", softcap, SOFTCAP, error=LayerError)
     return softcap
 
 
 def _check_half(x: Any, dtypes: Dtypes) -> None:
     """Refuse float16: its gradients underflow without loss scaling, which is not built."""
-    check_type("dtypes", dtypes, Dtypes)
+    read_value("dtypes", dtypes, DTYPES, error=LayerError)
     if jnp.float16 in (x.dtype, dtypes.compute):
         raise LayerError(
             "float16 needs loss scaling, which does not exist here: small gradients would become 0",

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from shardwright.errors import LayerError
 from shardwright.layers import fp8, norm, projection
-from shardwright.layers.activation import CLAMP, Clamp, check_names, gated
-from shardwright.layers.dropout import check_rate, dropout
+from shardwright.layers.activation import CLAMP, NAMES, Clamp, gated
+from shardwright.layers.dropout import RATE, dropout
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.layers.fp8 import Recipe, read_recipe
-from shardwright.layers.inputs import check_fields, check_params, read_keys
+from shardwright.layers.fp8.recipe import RECIPE
+from shardwright.layers.inputs import check_params, read_keys
 from shardwright.layers.lora import LoraConfig
 from shardwright.layers.norm import RMS, NormConfig
 from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, place
-from shardwright.layers.projection import check_options, gather_weights, parts_of, project
+from shardwright.layers.projection import gather_weights, parts_of, project
 from shardwright.vocabulary.axes import (
     BATCH,
     EMBED,
@@ -27,8 +28,9 @@ from shardwright.vocabulary.axes import (
     MLP_INTERMEDIATE,
     QUERY_LENGTH,
 )
-from shardwright.vocabulary.integers import read_integer
+from shardwright.vocabulary.read import integer, read_fields
 
+SIZE: Final = integer(fix="pass a positive integer, {name}=512")
 HIDDEN = (BATCH, QUERY_LENGTH, MLP_INTERMEDIATE)
 
 
@@ -55,28 +57,21 @@ class MlpConfig:
       LayerError: A size, name, rate or option is not valid.
     """
 
-    embed: int
-    hidden: int
-    activations: tuple[str, ...] = ("silu", "linear")
+    embed: Annotated[int, SIZE]
+    hidden: Annotated[int, SIZE]
+    activations: Annotated[tuple[str, ...], NAMES] = ("silu", "linear")
     clamp: Clamp = CLAMP
     norm: NormConfig | None = RMS
     bias: bool = False
-    dropout: float = 0.0
+    dropout: Annotated[float, RATE] = 0.0
     dropout_shared: tuple[int, ...] = ()
-    init: Any = None
+    init: Callable[..., Any] | None = None
     dtypes: Dtypes = FLOAT32
-    recipe: Recipe | str | None = None
+    recipe: Annotated[Recipe | str | None, RECIPE] = None
     lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in ("embed", "hidden"):
-            fix = f"pass a positive integer, {name}=512"
-            read_integer(name, getattr(self, name), error=LayerError, fix=fix)
-        object.__setattr__(self, "activations", check_names(self.activations))
-        check_rate("dropout", self.dropout)
-        check_options(self)
-        check_fields(self, clamp=Clamp, dropout_shared=tuple)
-        object.__setattr__(self, "recipe", read_recipe(self.recipe))
+        read_fields(self, error=LayerError)
 
 
 def specs(config: MlpConfig) -> dict[str, Any]:

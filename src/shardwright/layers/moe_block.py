@@ -8,11 +8,13 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from shardwright.errors import LayerError
 from shardwright.layers import moe, norm
-from shardwright.layers.inputs import check_fields, check_params, read_keys
+from shardwright.layers.inputs import check_params, read_keys
 from shardwright.layers.moe import MoEConfig, MoEState
 from shardwright.layers.norm import RMS, NormConfig
 from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, place, use
+from shardwright.vocabulary.read import read_fields
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +33,7 @@ class MoEBlockConfig:
     norm: NormConfig | None = RMS
 
     def __post_init__(self) -> None:
-        kinds: dict[str, Any] = {"moe": MoEConfig, "norm": NormConfig | None}
-        check_fields(self, **kinds)
+        read_fields(self, error=LayerError)
 
     @property
     def embed(self) -> int:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from shardwright import _jax
-from shardwright.errors import LayerError, RankMismatchError, did_you_mean
+from shardwright.errors import LayerError, RankMismatchError
 from shardwright.layers.dtypes import FLOAT32, Dtypes
-from shardwright.layers.inputs import check_fields, check_names, check_number
+from shardwright.layers.inputs import check_names
 from shardwright.layers.placement import split_over
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import EMBED, NORM
-
-KINDS = ("layer", "rms")
+from shardwright.vocabulary.read import number, one_of, read_fields
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,18 +32,12 @@ class NormConfig:
       LayerError: The kind is unknown, or epsilon is not a positive number.
     """
 
-    kind: str = "rms"
-    epsilon: float = 1e-6
+    kind: Annotated[str, one_of(("layer", "rms"))] = "rms"
+    epsilon: Annotated[float, number("positive", fix="write 1e-6")] = 1e-6
     zero_centered: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            hint = did_you_mean(str(self.kind), KINDS)
-            raise LayerError(
-                f"norm kind {self.kind!r} is unknown", fix=f'{hint} write "layer" or "rms"'.strip()
-            )
-        check_number("epsilon", self.epsilon, sign="positive", fix="write 1e-6")
-        check_fields(self, zero_centered=bool)
+        read_fields(self, error=LayerError)
 
 
 RMS: Final = NormConfig()

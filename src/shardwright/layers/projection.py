@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,35 +11,16 @@ import jax
 from shardwright.errors import LayerError, raise_problems
 from shardwright.layers import dense, lora
 from shardwright.layers.dense import NamedSizes
-from shardwright.layers.dtypes import Dtypes
 from shardwright.layers.fp8.dense import DenseResult
 from shardwright.layers.fp8.dense import dense as quantized_dense
 from shardwright.layers.fp8.recipe import Recipe
 from shardwright.layers.fp8.state import USES_FIX
 from shardwright.layers.fp8.weights import stored
-from shardwright.layers.inputs import check_fields
 from shardwright.layers.lora import LoraConfig
-from shardwright.layers.norm import NormConfig
 from shardwright.layers.placement import is_inside_shard_map, split_problems, use
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.annotations import is_annotation
 from shardwright.vocabulary.axes import EMPTY
-
-
-def check_options(config: Any) -> None:
-    """Check the types of the options that attention and MLP both have.
-
-    Raises:
-      LayerError: An option has another type.
-    """
-    kinds: dict[str, Any] = {
-        "norm": NormConfig | None,
-        "bias": bool,
-        "init": Callable | None,
-        "dtypes": Dtypes,
-        "lora": LoraConfig | None,
-    }
-    check_fields(config, **kinds)
 
 
 def specs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,9 @@ from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.layers.placement import is_inside_shard_map, place
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import BIAS_HEAD_SEQ, BIAS_KV_SEQ, EMPTY, HEAD, QUERY_LENGTH
-from shardwright.vocabulary.integers import read_integer
+from shardwright.vocabulary.read import integer, read_fields
+
+SIZE: Final = integer(fix="pass a positive integer, such as {name}=32")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,15 +35,13 @@ class RelativeBiasConfig:
       LayerError: A value is not valid, or there are too few buckets.
     """
 
-    heads: int
-    buckets: int = 32
-    max_distance: int = 128
+    heads: Annotated[int, SIZE]
+    buckets: Annotated[int, SIZE] = 32
+    max_distance: Annotated[int, SIZE] = 128
     bidirectional: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("heads", "buckets", "max_distance"):
-            fix = f"pass a positive integer, such as {name}=32"
-            read_integer(name, getattr(self, name), error=LayerError, fix=fix)
+        read_fields(self, error=LayerError)
         exact = self.buckets // (4 if self.bidirectional else 2)
         if not exact or self.max_distance <= exact:
             raise LayerError(

@@ -16,10 +16,11 @@ from typing import Any, Final
 import numpy as np
 
 from shardwright.errors import LayerError, did_you_mean
-from shardwright.layers.inputs import check_number
 from shardwright.layers.rope import RopeFrequencies
 from shardwright.vocabulary.integers import read_integer
+from shardwright.vocabulary.read import number, read_value
 
+_POSITIVE: Final = number("positive", fix="write {name} as config.json of the model has it")
 _FIRST: Final = "original_max_position_embeddings"
 
 
@@ -67,7 +68,7 @@ def rope_frequencies(
     if None not in (own, theta) and own != theta:
         raise LayerError(f"theta={theta!r}, and scaling has rope_theta={own!r}", fix="pass one")
     base: float = next((each for each in (own, theta) if each is not None), 10_000.0)
-    check_number("theta", base, sign="positive", fix="pass theta=10_000.0")
+    read_value("theta", base, number("positive", fix="pass theta=10_000.0"), error=LayerError)
     rotated = int(head_dim * values.number("partial_rotary_factor", 1.0))
     if not 0 < rotated <= head_dim or rotated % 2:
         raise LayerError(
@@ -98,7 +99,7 @@ class _Values:
         fix = f"write {key} as config.json of the model has it"
         if value is None:
             raise LayerError(f"scaling has no {key}", path="scaling", fix=fix)
-        check_number(key, value, sign="positive", fix=fix)
+        read_value(key, value, _POSITIVE, error=LayerError)
         return float(value)
 
     def factor(self, first: float) -> float:
@@ -168,10 +169,8 @@ def _longrope(f: Any, theta: float, values: _Values) -> _ScaledRope:
             path="scaling",
             fix=f"write a list of {f.size} numbers",
         )
-    for number in lists[name]:
-        check_number(
-            name, number, sign="positive", fix="write it as config.json of the model has it"
-        )
+    for each in lists[name]:
+        read_value(name, each, _POSITIVE, error=LayerError)
     factor = values.factor(first)
     scale = math.sqrt(1 + math.log(factor) / math.log(first)) if factor > 1 else 1.0
     return f / np.asarray(lists[name]), values.number("attention_factor", scale)

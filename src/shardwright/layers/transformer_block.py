@@ -11,22 +11,20 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import jax
 import jax.numpy as jnp
 
 from shardwright.attention.masks import MaskRules, Window
 from shardwright.caches.base import KVCache
-from shardwright.errors import LayerError, did_you_mean
+from shardwright.errors import LayerError
 from shardwright.layers import attention_block, mlp_block, moe, moe_block
 from shardwright.layers.attention_block import AttentionConfig, AttentionState, check_theta
-from shardwright.layers.dropout import check_rate, dropout
+from shardwright.layers.dropout import RATE, dropout
 from shardwright.layers.fp8 import DenseUse
 from shardwright.layers.inputs import (
-    check_fields,
     check_params,
-    check_type,
     check_valid,
     read_keys,
 )
@@ -36,7 +34,7 @@ from shardwright.layers.moe_block import MoEBlockConfig
 from shardwright.layers.placement import RESIDUAL, check_residual, place
 from shardwright.layers.rope import RopeFrequencies
 from shardwright.trees.initialize import stack_specs
-from shardwright.vocabulary.integers import read_integer
+from shardwright.vocabulary.read import instance, integer, one_of, read_all, read_fields
 
 # What the forward pass keeps of each layer. The rest is computed again in the backward pass.
 REMAT: Final[Mapping[str, Callable[..., Any] | None]] = MappingProxyType(
@@ -48,6 +46,7 @@ REMAT: Final[Mapping[str, Callable[..., Any] | None]] = MappingProxyType(
     }
 )
 
+MLP: Final = instance(MlpConfig, MoEBlockConfig)
 _NO_SEGMENT: Final = -(2**31)  # of padding rows; no caller's segment has it
 
 
@@ -76,24 +75,19 @@ class TransformerConfig:
       LayerError: The sizes do not fit each other, or a value is not valid.
     """
 
-    layers: int
+    layers: Annotated[int, integer(fix="pass layers=12")]
     attention: AttentionConfig
     mlp: MlpConfig | MoEBlockConfig | tuple[MlpConfig | MoEBlockConfig, ...]
     cross: AttentionConfig | None = None
     windows: tuple[Window | None, ...] = ()
     thetas: tuple[float | RopeFrequencies | None, ...] = ()
-    dropout: float = 0.0
-    remat: str = "none"
+    dropout: Annotated[float, RATE] = 0.0
+    remat: Annotated[str, one_of(REMAT)] = "none"
     scan: bool = True
 
     def __post_init__(self) -> None:
-        read_integer("layers", self.layers, error=LayerError, fix="pass layers=12")
-        check_rate("dropout", self.dropout)
-        kinds: dict[str, Any] = {"cross": AttentionConfig | None, "windows": tuple, "scan": bool}
-        check_fields(self, attention=AttentionConfig, thetas=tuple, **kinds)
-        check_type("mlp", self.mlp, MlpConfig | MoEBlockConfig | tuple)
-        for mlp in self.mlps:
-            check_type("mlp", mlp, MlpConfig | MoEBlockConfig)
+        read_fields(self, error=LayerError)
+        read_all((("mlp", mlp, MLP) for mlp in self.mlps), error=LayerError)
         for window in self.windows:
             MaskRules(window=window)  # refuses what is not a window
         for theta in self.thetas:
@@ -108,12 +102,6 @@ class TransformerConfig:
                     f"{name}.embed={embed} differs from attention.embed={self.attention.embed}",
                     fix="give both the size of the residual",
                 )
-        if self.remat not in REMAT:
-            hint = did_you_mean(str(self.remat), REMAT)
-            raise LayerError(
-                f"remat={self.remat!r} is unknown",
-                fix=f"{hint} write one of {', '.join(REMAT)}".strip(),
-            )
         patterns = {"windows": self.windows, "thetas": self.thetas, "mlp": self.mlps}
         for name, pattern in patterns.items():
             if len(pattern) > self.layers:

@@ -3,6 +3,7 @@
     scale: Annotated[float, number("positive", fix="write scale=1.0")] = 1.0
 
 `Literal`, classes and unions of classes need no `FieldKind`. An `Any` without one is not read.
+A fix may contain `{name}`, the name of the field.
 """
 
 from __future__ import annotations
@@ -44,8 +45,14 @@ def passes(test: Callable[[Any], object], what: str, *, fix: str) -> FieldKind:
 def instance(*classes: Any, fix: str = "") -> FieldKind:
     """Return the kind of instances of one of the classes."""
     words = " or ".join(_WORDS.get(each) or with_article(each) for each in classes)
-    fix = fix or f"pass {words}"
-    return passes(lambda value: isinstance(value, classes), f"is not {words}", fix=fix)
+
+    def read(name: str, value: Any) -> tuple[Any, Faults]:
+        if isinstance(value, classes):
+            return value, []
+        what = f"{quoted(value)} is {'None' if value is None else with_article(type(value))}"
+        return value, [(what, fix or f"pass {words}")]
+
+    return FieldKind(read)
 
 
 def one_of(names: Collection[str]) -> FieldKind:
@@ -109,7 +116,8 @@ def read_all(
 ) -> list[Any]:
     """Return named values as the program reads them. Raise all that is wrong with them at once."""
     read = [(name, *kind.read(name, value)) for name, value, kind in given]
-    refuse(error, *((True, name, *fault) for name, _, faults in read for fault in faults))
+    faults = [(name, *fault) for name, _, each in read for fault in each]
+    refuse(error, *((True, name, what, fix.replace("{name}", name)) for name, what, fix in faults))
     return [value for _, value, _ in read]
 
 

@@ -120,10 +120,13 @@ def test_recipes_by_name() -> None:
         (lambda: fp8.read_recipe(8), facts("int", path="recipe", fix="mxfp8")),
         (
             lambda: fp8.DelayedScaling(algorithm="mean"),
-            facts("algorithm", "mean", fix="most_recent"),
+            facts("mean", path="algorithm", fix="most_recent"),
         ),
-        (lambda: fp8.DelayedScaling(history=0), facts("history", 0, fix="history")),
-        (lambda: fp8.CurrentScaling(forward="int8"), facts("int8", "fp8", fix="float8_e4m3fn")),
+        (lambda: fp8.DelayedScaling(history=0), facts(0, path="history", fix="history")),
+        (
+            lambda: fp8.CurrentScaling(forward="int8"),
+            facts("int8", path="forward", fix="float8_e4m3fn"),
+        ),
     ],
 )
 def test_invalid_recipes(make: Any, match: Facts) -> None:

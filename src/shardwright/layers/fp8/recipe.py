@@ -5,28 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import jax.numpy as jnp
 
-from shardwright.errors import LayerError, did_you_mean
-from shardwright.vocabulary.integers import read_integer
+from shardwright.errors import LayerError
+from shardwright.vocabulary.read import Faults, FieldKind, integer, one_of, read_fields, read_value
 
 E4M3: Final = "float8_e4m3fn"  # largest value 448
 E5M2: Final = "float8_e5m2"  # largest value 57,344
 BLOCK: Final = 32
 
-_FORMATS: Final = (E4M3, E5M2)
-_ALGORITHMS: Final = ("max", "most_recent")
-
-
-def _check_formats(recipe: Any) -> None:
-    for name in ("forward", "backward"):
-        if getattr(recipe, name) not in _FORMATS:
-            raise LayerError(
-                f"{name}={getattr(recipe, name)!r} is not an fp8 format",
-                fix=f"write one of {', '.join(_FORMATS)}",
-            )
+FORMAT: Final = one_of((E4M3, E5M2))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,21 +35,14 @@ class DelayedScaling:
       LayerError: A value is not valid.
     """
 
-    margin: int = 0
-    history: int = 1024
-    algorithm: str = "max"
-    forward: str = E4M3
-    backward: str = E5M2
+    margin: Annotated[int, integer(0, fix="pass margin=0")] = 0
+    history: Annotated[int, integer(fix="pass history=1024")] = 1024
+    algorithm: Annotated[str, one_of(("max", "most_recent"))] = "max"
+    forward: Annotated[str, FORMAT] = E4M3
+    backward: Annotated[str, FORMAT] = E5M2
 
     def __post_init__(self) -> None:
-        read_integer("history", self.history, error=LayerError, fix="pass history=1024")
-        read_integer("margin", self.margin, error=LayerError, least=0, fix="pass margin=0")
-        _check_formats(self)
-        if self.algorithm not in _ALGORITHMS:
-            raise LayerError(
-                f"algorithm={self.algorithm!r} is unknown",
-                fix=f"write one of {', '.join(_ALGORITHMS)}",
-            )
+        read_fields(self, error=LayerError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +57,11 @@ class CurrentScaling:
       LayerError: A format is unknown.
     """
 
-    forward: str = E4M3
-    backward: str = E5M2
+    forward: Annotated[str, FORMAT] = E4M3
+    backward: Annotated[str, FORMAT] = E5M2
 
     def __post_init__(self) -> None:
-        _check_formats(self)
+        read_fields(self, error=LayerError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +76,11 @@ class BlockScaling:
       LayerError: A format is unknown.
     """
 
-    forward: str = E4M3
-    backward: str = E4M3
+    forward: Annotated[str, FORMAT] = E4M3
+    backward: Annotated[str, FORMAT] = E4M3
 
     def __post_init__(self) -> None:
-        _check_formats(self)
+        read_fields(self, error=LayerError)
 
 
 Recipe = DelayedScaling | CurrentScaling | BlockScaling
@@ -105,6 +88,22 @@ Recipe = DelayedScaling | CurrentScaling | BlockScaling
 RECIPES: Final[Mapping[str, Recipe]] = MappingProxyType(
     {"delayed": DelayedScaling(), "current": CurrentScaling(), "mxfp8": BlockScaling()}
 )
+
+
+def _read(name: str, value: Any) -> tuple[Any, Faults]:
+    if value is None or isinstance(value, Recipe):
+        return value, []
+    if not isinstance(value, str):
+        what = f"{name} is a {type(value).__name__}"
+        return value, [(what, f"pass one of {', '.join(RECIPES)}")]
+    if value.lower() not in RECIPES and "fp4" in value.lower():
+        raise refuse_four_bits(value)
+    _, faults = one_of(RECIPES).read(name, value.lower())
+    return RECIPES.get(value.lower()), faults
+
+
+# A recipe, its name, or None.
+RECIPE: Final = FieldKind(_read)
 
 
 def read_recipe(value: Any) -> Recipe | None:
@@ -116,21 +115,8 @@ def read_recipe(value: Any) -> Recipe | None:
     Raises:
       LayerError: The name is unknown. Or it is NVFP4, which has four bits.
     """
-    if value is None or isinstance(value, Recipe):
-        return value
-    known = ", ".join(RECIPES)
-    if not isinstance(value, str):
-        raise LayerError(
-            f"recipe is a {type(value).__name__}", path="recipe", fix=f"pass one of {known}"
-        )
-    if value.lower() in RECIPES:
-        return RECIPES[value.lower()]
-    if "fp4" in value.lower():
-        raise refuse_four_bits(value)
-    hint = did_you_mean(value, RECIPES)
-    raise LayerError(
-        f"recipe={value!r} is unknown", path="recipe", fix=f"{hint} write one of {known}".strip()
-    )
+    recipe: Recipe | None = read_value("recipe", value, RECIPE, error=LayerError)
+    return recipe
 
 
 def refuse_four_bits(name: str) -> LayerError:

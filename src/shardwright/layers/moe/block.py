@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from shardwright.errors import LayerError, RankMismatchError, StrategyError
 from shardwright.layers.activation import activation
-from shardwright.layers.inputs import check_params, check_type, check_valid, read_keys
+from shardwright.layers.inputs import check_params, check_valid, read_keys
 from shardwright.layers.moe.config import MoEConfig, specs
 from shardwright.layers.moe.dispatch import (
     ExpertSlots,
@@ -46,6 +46,7 @@ from shardwright.vocabulary.axes import (
     MLP_INTERMEDIATE,
     QUERY_LENGTH,
 )
+from shardwright.vocabulary.read import instance, read_value
 
 NOTHING_SENT = Exchange(name="none", why="nothing is sent", rows=0, most=0, native=False)
 _UP = (EXPERT, EMBED, MLP_INTERMEDIATE)
@@ -364,7 +365,7 @@ def _check(config: MoEConfig, params: Any, x: Any, state: MoEState, path: str | 
             fix=f"pass (BATCH, QUERY_LENGTH, EMBED) or (BATCH, EMBED) with EMBED {config.embed}",
         )
     check_params(specs(config), params, path=path, create="moe.specs(config)")
-    check_type("state", state, MoEState)
+    read_value("state", state, instance(MoEState), error=LayerError)
     if state.bias is not None and state.bias.shape != (config.experts,):
         raise LayerError(
             f"the router's bias has shape {state.bias.shape}, not ({config.experts},)",

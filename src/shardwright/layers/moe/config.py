@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
 
 from shardwright.errors import LayerError
-from shardwright.layers.activation import check_names
+from shardwright.layers.activation import ACTIVATION
 from shardwright.layers.dtypes import FLOAT32, Dtypes
-from shardwright.layers.inputs import check_fields, check_number
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import EMBED, EXPERT_GATE
-from shardwright.vocabulary.integers import read_integer
 from shardwright.vocabulary.layouts import (
     ColumnWise,
     ExpertColumnWiseAlt,
     ExpertRowWiseAlt,
     RowWise,
 )
+from shardwright.vocabulary.read import instance, integer, number, passes, read_fields, refuse
 
+SIZE: Final = integer(fix="give an integer of at least 1")
+LOSS: Final = number("not negative", fix="write {name}=0.01, or 0 for none")
+NO_RECIPE: Final = passes(
+    lambda recipe: recipe is None,
+    "is given, and experts are not computed in fp8",
+    fix="leave it out here; attention and MLPs of the same stack can have it",
+)
 # For these activations f(0) is not 0. A token of zeros then has other gradients than a free slot.
 NOT_ZERO_AT_ZERO: Final = ("sigmoid", "clamped_linear")
 
@@ -52,14 +58,17 @@ class CapacityFactor:
       factor: Capacity of an expert ÷ its tokens under an even load, such as 1.25.
     """
 
-    factor: float
+    factor: Annotated[float, number("positive", fix="write CapacityFactor(1.25)")]
 
     def __post_init__(self) -> None:
-        check_number("factor", self.factor, sign="positive", fix="write CapacityFactor(1.25)")
+        read_fields(self, error=LayerError)
 
     def slots(self, tokens: int, per_token: int, experts: int) -> int:
         """Return the number of slots that each expert has for the tokens of one device."""
         return math.ceil(tokens * per_token / experts * self.factor)
+
+
+CAPACITY: Final = instance(Dropless, CapacityFactor, fix="write capacity=CapacityFactor(1.25), or Dropless()")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +83,13 @@ class MoEConfig:
       capacity: `Dropless()` or `CapacityFactor(1.25)`.
       score: How the router scores experts: "softmax" over all of them, or "sigmoid" of each.
       normalize: Whether the weights of a token's experts are divided by their sum.
-      scale: Factor of the weights of the routed experts.
+      scale: CapacityFactor of the weights of the routed experts.
       groups: Number of groups of experts. A token picks only from its best groups.
       top_groups: How many groups a token picks from; at most `groups`.
       shared: Number of shared experts, which every token goes to.
       activation: Name of the gate's activation; see `shardwright.layers.activation`.
-      balance_loss: Factor of the loss for an even load (Fedus et al., arXiv:2101.03961, eq. 4).
-      z_loss: Factor of the loss for small router logits (Zoph et al., arXiv:2202.08906, eq. 5).
+      balance_loss: CapacityFactor of the loss for an even load (Fedus et al., arXiv:2101.03961, eq. 4).
+      z_loss: CapacityFactor of the loss for small router logits (Zoph et al., arXiv:2202.08906, eq. 5).
       exchange: How tokens are sent: "slots" sends all slots of the experts, "ragged" only the rows
         that tokens fill. "auto" chooses; `moe.explain` says which one and why.
       matmul: How the experts multiply their slots: "padded" multiplies all of them, "ragged" only
@@ -92,80 +101,71 @@ class MoEConfig:
       LayerError: An option is not valid.
     """
 
-    embed: int
-    hidden: int
-    experts: int
-    per_token: int
-    capacity: Dropless | CapacityFactor = Dropless()
+    embed: Annotated[int, SIZE]
+    hidden: Annotated[int, SIZE]
+    experts: Annotated[int, SIZE]
+    per_token: Annotated[int, SIZE]
+    capacity: Annotated[Dropless | CapacityFactor, CAPACITY] = Dropless()
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = True
-    scale: float = 1.0
-    groups: int = 1
-    top_groups: int = 1
-    shared: int = 0
-    activation: str = "silu"
-    balance_loss: float = 0.0
-    z_loss: float = 0.0
+    scale: Annotated[float, number("positive", fix="write scale=1.0")] = 1.0
+    groups: Annotated[int, SIZE] = 1
+    top_groups: Annotated[int, SIZE] = 1
+    shared: Annotated[int, integer(0, fix="give an integer of at least 0")] = 0
+    activation: Annotated[str, ACTIVATION] = "silu"
+    balance_loss: Annotated[float, LOSS] = 0.0
+    z_loss: Annotated[float, LOSS] = 0.0
     exchange: Literal["auto", "slots", "ragged"] = "auto"
     matmul: Literal["auto", "padded", "ragged"] = "auto"
     dtypes: Dtypes = FLOAT32
-    recipe: None = None
+    recipe: Annotated[None, NO_RECIPE] = None
 
     def __post_init__(self) -> None:
-        if self.recipe is not None:
-            raise LayerError(
-                f"recipe={self.recipe!r}: experts of an MoE layer are not computed in fp8",
-                fix="leave it out here; attention and MLPs of the same stack can have it",
-            )
-        for name in ("embed", "hidden", "experts", "per_token", "groups", "top_groups"):
-            _check_size(name, getattr(self, name), least=1)
-        _check_size("shared", self.shared, least=0)
-        _check_choice("score", self.score, ("softmax", "sigmoid"))
-        _check_choice("exchange", self.exchange, ("auto", "slots", "ragged"))
-        _check_choice("matmul", self.matmul, ("auto", "padded", "ragged"))
-        check_names((self.activation,))
-        check_fields(self, normalize=bool, dtypes=Dtypes)
-        check_number("scale", self.scale, sign="positive", fix="write scale=1.0")
-        for name in ("balance_loss", "z_loss"):
-            fix = f"write {name}=0.01, or 0 for none"
-            check_number(name, getattr(self, name), sign="not negative", fix=fix)
-        if self.matmul == "ragged" and self.activation in NOT_ZERO_AT_ZERO:
-            raise LayerError(
-                f'matmul="ragged" with the activation {self.activation}, which is not 0 at 0: a '
-                "free slot would differ from a token of zeros",
-                fix='write matmul="padded"',
-            )
-        if not isinstance(self.capacity, Dropless | CapacityFactor):
-            raise LayerError(
-                f"capacity={self.capacity!r} is neither Dropless() nor a Factor",
-                fix="write capacity=CapacityFactor(1.25), or Dropless()",
-            )
-        if self.exchange == "ragged" and not isinstance(self.capacity, Dropless):
-            raise LayerError(
+        read_fields(self, error=LayerError)
+        where = "" if self.groups == 1 else f" in the {self.top_groups} best groups"
+        ragged = self.exchange == "ragged"
+        refuse(
+            LayerError,
+            (
+                self.matmul == "ragged" and self.activation in NOT_ZERO_AT_ZERO,
+                "",
+                (
+                    f'matmul="ragged" with the activation {self.activation}, which is not 0 at 0: '
+                    "a free slot would differ from a token of zeros"
+                ),
+                'write matmul="padded"',
+            ),
+            (
+                ragged and not isinstance(self.capacity, Dropless),
+                "",
                 'exchange="ragged" has no slots, and a capacity limits slots',
-                fix='write capacity=Dropless(), or exchange="slots"',
-            )
-        if self.exchange == "ragged" and self.matmul == "padded":
-            raise LayerError(
+                'write capacity=Dropless(), or exchange="slots"',
+            ),
+            (
+                ragged and self.matmul == "padded",
+                "",
                 'exchange="ragged" has no slots, and matmul="padded" multiplies slots',
-                fix='leave matmul out, or write exchange="slots"',
-            )
-        if self.experts % self.groups:
-            raise LayerError(
+                'leave matmul out, or write exchange="slots"',
+            ),
+            (
+                self.experts % self.groups,
+                "",
                 f"{self.experts} experts do not divide into {self.groups} groups",
-                fix="give a number of groups that divides the number of experts",
-            )
-        if self.top_groups > self.groups:
-            raise LayerError(
+                "give a number of groups that divides the number of experts",
+            ),
+            (
+                self.top_groups > self.groups,
+                "",
                 f"top_groups={self.top_groups} is more than the {self.groups} groups",
-                fix=f"give at most {self.groups}",
-            )
-        if self.per_token > self.pickable:
-            where = "" if self.groups == 1 else f" in the {self.top_groups} best groups"
-            raise LayerError(
+                f"give at most {self.groups}",
+            ),
+            (
+                self.per_token > self.pickable,
+                "",
                 f"per_token={self.per_token} is more than the {self.pickable} experts{where}",
-                fix=f"give at most {self.pickable}",
-            )
+                f"give at most {self.pickable}",
+            ),
+        )
 
     @property
     def pickable(self) -> int:
@@ -176,16 +176,6 @@ class MoEConfig:
     def has_loss(self) -> bool:
         """Whether the router has a loss of its own."""
         return bool(self.balance_loss or self.z_loss)
-
-
-def _check_size(name: str, value: object, *, least: int) -> None:
-    fix = f"give an integer of at least {least}"
-    read_integer(name, value, error=LayerError, least=least, fix=fix)
-
-
-def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise LayerError(f"{name}={value!r} is unknown", fix=f"give one of {', '.join(known)}")
 
 
 def specs(config: MoEConfig) -> dict[str, ArraySpec]:
