@@ -155,7 +155,7 @@ def test_bad_input() -> None:
         (lambda: rms_norm(X, SCALE[:3]), facts("(3,)", "(4, 6, 16)", path="scale")),
         (lambda: layer_norm(X, SCALE, BIAS[:3]), facts("(3,)", "(4, 6, 16)", path="bias")),
         (lambda: activation("siluu", X), facts("siluu", path="name", fix="silu")),
-        (lambda: gated((), X), facts("tuple", fix="silu")),
+        (lambda: gated((), X), facts("tuple", path="names", fix="silu")),
         (lambda: gated(("silu", "linear"), X), facts("(4, 6, 16)", 6, -2, 2, path="x")),
         (lambda: dropout(X, None, 1), facts(1, "[0, 1)", path="rate")),
         (

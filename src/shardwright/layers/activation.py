@@ -98,7 +98,7 @@ def gated(names: Sequence[str], x: Any, *, axis: int = -2, clamp: Clamp = CLAMP)
       LayerError: A name is unknown, or there are none.
       RankMismatchError: The number of slices is not the number of names.
     """
-    names = check_names(names)
+    names = read_value("names", names, NAMES, error=LayerError)
     if x.shape[axis] != len(names):
         raise RankMismatchError(
             f"x has shape {x.shape}: {x.shape[axis]} slices in dim {axis} for {len(names)} "

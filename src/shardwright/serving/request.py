@@ -71,15 +71,14 @@ ON_TOKEN: Final = passes(callable, "is not a function", fix="pass a function of 
 
 def _read_tokens(name: str, given: Any) -> tuple[tuple[int, ...], Faults]:
     """Return token numbers as a tuple of ints."""
-    faults = [(f"{name}={quoted(given)} is not a list of tokens", _TOKENS_FIX)]
-    if isinstance(given, (str, dict, set)):
-        return (), faults
     try:
+        if isinstance(given, (str, dict, set)):
+            raise TypeError
         values = list(given)
         # Unlike a size, a token may also be a 0-d array, because programs compute tokens.
         tokens = tuple(-1 if isinstance(token, bool) else operator.index(token) for token in values)
     except TypeError:
-        return (), faults
+        return (), [(f"{name}={quoted(given)} is not a list of tokens", _TOKENS_FIX)]
     if not tokens:
         return (), [("no tokens", "pass at least one token")]
     wrong = (at for at, token in enumerate(tokens) if not 0 <= token <= MOST_TOKEN)

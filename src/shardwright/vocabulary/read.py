@@ -115,10 +115,14 @@ def read_all(
     given: Iterable[tuple[str, Any, FieldKind]], *, error: type[ShardingError]
 ) -> list[Any]:
     """Return named values as the program reads them. Raise all that is wrong with them at once."""
-    read = [(name, *kind.read(name, value)) for name, value, kind in given]
-    faults = [(name, *fault) for name, _, each in read for fault in each]
-    refuse(error, *((True, name, what, fix.replace("{name}", name)) for name, what, fix in faults))
-    return [value for _, value, _ in read]
+    values, broken = [], []
+    for name, value, kind in given:
+        read, faults = kind.read(name, value)
+        values.append(read)
+        broken += [(True, name, what, fix.replace("{name}", name)) for what, fix in faults]
+    if broken:
+        refuse(error, *broken)
+    return values
 
 
 def refuse(error: type[ShardingError], *rules: tuple[object, str, str, str]) -> None:
@@ -129,10 +133,10 @@ def refuse(error: type[ShardingError], *rules: tuple[object, str, str, str]) -> 
 
 def read_fields(config: Any, *, error: type[ShardingError]) -> None:
     """Read the fields of a frozen dataclass by their annotations; call it in `__post_init__`."""
-    kinds = _kinds(config.__class__)
-    given = [(name, getattr(config, name), kind) for name, kind in kinds]
-    for (name, _), value in zip(kinds, read_all(given, error=error), strict=True):
-        object.__setattr__(config, name, value)
+    given = [(name, getattr(config, name), kind) for name, kind in _kinds(config.__class__)]
+    for (name, value, _), read in zip(given, read_all(given, error=error), strict=True):
+        if read is not value:
+            object.__setattr__(config, name, read)
 
 
 @functools.cache
