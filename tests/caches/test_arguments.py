@@ -108,13 +108,13 @@ def test_operations(name: str) -> None:
 
 
 MAKING: dict[str, tuple[dict[str, Any], str]] = {
-    "kind": ({"kind": "dens"}, facts("dens", "cache", path="kind", fix="dense")),
+    "kind": ({"kind": "dens"}, facts("dens", path="kind", fix="dense")),
     "size": (
         {"kv_heads": 0},
-        facts("kv_heads", 0, fix=("kv_heads", "1")),
+        facts(0, path="kv_heads", fix=("kv_heads", "1")),
     ),
     "no capacity": ({"capacity": None}, facts("window", path="capacity")),
-    "truth": ({"batch": True}, facts("batch", "True", fix="batch")),
+    "truth": ({"batch": True}, facts("True", path="batch", fix="batch")),
     "window": (
         {"kind": "sliding", "window": 5},
         facts(5, 4, path="window"),

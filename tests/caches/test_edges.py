@@ -44,7 +44,7 @@ def manager_of(mesh: str) -> sw.PartitionManager:
 
 
 MAKING: dict[str, tuple[dict[str, Any], str]] = {
-    "no kind": ({"kind": None}, facts("cache", path="kind", fix="dense")),
+    "no kind": ({"kind": None}, facts("None", path="kind", fix="dense")),
     "order": (
         {"order": "interleaved"},
         facts("interleaved", "RowOrder", path="order", fix="caches.RowOrder"),

@@ -187,7 +187,7 @@ OPTIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: attention(lora=4), "lora: 4 is an int\n  fix   pass a LoraConfig or None"),
     (lambda: attention(dtypes="bfloat16"), "dtypes: 'bfloat16' is a str\n  fix   pass a Dtypes"),
     (lambda: attention(bias="no"), "bias: 'no' is a str\n  fix   pass True or False"),
-    (lambda: attention(causal=None), "causal: None is None"),
+    (lambda: attention(causal=None), "causal: it is None"),
     (lambda: attention(init="normal"), "init: 'normal' is a str\n  fix   pass a function or None"),
     (lambda: attention(window=7), "window=7 is not a pair of lengths"),
     (lambda: attention(softcap="30"), "softcap='30' is not a finite Python number"),

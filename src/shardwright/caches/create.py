@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,12 @@ from shardwright.caches.spec import CacheSpec, Overflow
 from shardwright.errors import CacheError, did_you_mean
 from shardwright.manager import constraint, context
 from shardwright.manager.manager import PartitionManager
-from shardwright.vocabulary.integers import read_integer
 from shardwright.vocabulary.modes import parse_mode
+from shardwright.vocabulary.read import integer, one_of, read_all, read_value
+
+_SIZE: Final = integer()
+_KIND: Final = one_of(KINDS)
+_OVERFLOW: Final = one_of([str(policy) for policy in Overflow])
 
 
 def init(
@@ -70,7 +74,7 @@ def init(
       CacheError: Invalid sizes or options.
       ShardingError: The rules do not fit the sizes.
     """
-    cache_kind = _find_kind(kind)
+    cache_kind = KINDS[read_value("kind", kind, _KIND, error=CacheError)]
     _check_options(kind, cache_kind, options)
     manager = context.current()
     if capacity is None and window is None:
@@ -134,13 +138,6 @@ def _mode(mode: str | None, manager: PartitionManager | None) -> str | None:
     return parse_mode(mode)
 
 
-def _find_kind(kind: str) -> CacheKind:
-    if not isinstance(kind, str) or kind not in KINDS:
-        fix = did_you_mean(str(kind), KINDS) or f"kinds are {', '.join(KINDS)}"
-        raise CacheError(f"{kind!r} is not a kind of cache", path="kind", fix=fix)
-    return KINDS[kind]
-
-
 _COMMON = ("capacity", "v_dim", "dtype", "overflow", "window", "order", "mode")
 # Names that other libraries give to arguments of `init`, and the fix for each.
 _OTHER_NAMES = MappingProxyType(
@@ -199,21 +196,15 @@ def _parse_dtype(dtype: Any) -> str:
 def _parse_overflow(overflow: str | None, default: Overflow) -> Overflow:
     if overflow is None:
         return default
-    policies = [str(policy) for policy in Overflow]
-    if overflow not in policies:
-        fix = did_you_mean(str(overflow), policies) or f"pass one of {', '.join(policies)}"
-        raise CacheError(f"{overflow!r} is not an overflow policy", path="overflow", fix=fix)
-    return Overflow(overflow)
+    return Overflow(read_value("overflow", overflow, _OVERFLOW, error=CacheError))
 
 
 def _checked_spec(spec: CacheSpec) -> CacheSpec:
     """Return the spec with its sizes as Python ints, after checking that they fit each other."""
     names = ["batch", "capacity", "kv_heads", "head_dim", "v_dim"]
     names += [] if spec.window is None else ["window"]
-    sizes: dict[str, Any] = {
-        name: read_integer(name, getattr(spec, name), error=CacheError) for name in names
-    }
-    spec = dataclasses.replace(spec, **sizes)
+    sizes = read_all([(name, getattr(spec, name), _SIZE) for name in names], error=CacheError)
+    spec = dataclasses.replace(spec, **dict(zip(names, sizes, strict=True)))
     if spec.is_ring and spec.window is not None and spec.window > spec.capacity:
         raise CacheError(
             f"a window of {spec.window} positions needs as many rows, and capacity is "

@@ -49,7 +49,8 @@ def instance(*classes: Any, fix: str = "") -> FieldKind:
     def read(name: str, value: Any) -> tuple[Any, Faults]:
         if isinstance(value, classes):
             return value, []
-        what = f"{quoted(value)} is {'None' if value is None else with_article(type(value))}"
+        own = f"{quoted(value)} is {with_article(type(value))}"
+        what = "it is None" if value is None else own
         return value, [(what, fix or f"pass {words}")]
 
     return FieldKind(read)
