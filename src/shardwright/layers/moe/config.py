@@ -68,7 +68,9 @@ class CapacityFactor:
         return math.ceil(tokens * per_token / experts * self.factor)
 
 
-CAPACITY: Final = instance(Dropless, CapacityFactor, fix="write capacity=CapacityFactor(1.25), or Dropless()")
+CAPACITY: Final = instance(
+    Dropless, CapacityFactor, fix="write capacity=CapacityFactor(1.25), or Dropless()"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +85,13 @@ class MoEConfig:
       capacity: `Dropless()` or `CapacityFactor(1.25)`.
       score: How the router scores experts: "softmax" over all of them, or "sigmoid" of each.
       normalize: Whether the weights of a token's experts are divided by their sum.
-      scale: CapacityFactor of the weights of the routed experts.
+      scale: Factor of the weights of the routed experts.
       groups: Number of groups of experts. A token picks only from its best groups.
       top_groups: How many groups a token picks from; at most `groups`.
       shared: Number of shared experts, which every token goes to.
       activation: Name of the gate's activation; see `shardwright.layers.activation`.
-      balance_loss: CapacityFactor of the loss for an even load (Fedus et al., arXiv:2101.03961, eq. 4).
-      z_loss: CapacityFactor of the loss for small router logits (Zoph et al., arXiv:2202.08906, eq. 5).
+      balance_loss: Factor of the loss for an even load (Fedus et al., arXiv:2101.03961, eq. 4).
+      z_loss: Factor of the loss for small router logits (Zoph et al., arXiv:2202.08906, eq. 5).
       exchange: How tokens are sent: "slots" sends all slots of the experts, "ragged" only the rows
         that tokens fill. "auto" chooses; `moe.explain` says which one and why.
       matmul: How the experts multiply their slots: "padded" multiplies all of them, "ragged" only
