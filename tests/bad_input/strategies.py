@@ -42,6 +42,7 @@ CASES: dict[str, Call] = {
     "a list for a file's text": file('version = 1\nname = ["x"]\n'),
     "a mesh axis in capitals": file(HEAD + '[rules]\nbatch = "DP"\n'),
     "a star for a plus": file(HEAD + '[rules]\nbatch = "dp*tp"\n'),
+    "a star and a name that is no mesh axis": file(HEAD + '[rules]\nbatch = "dp*banana"\n'),
     "an unknown axis type": file('version = 1\naxis_types = "manual"\n'),
     "axis types as a word and as a table": lambda scene: (
         sw.Strategy(mesh={"dp": 2, "tp": 4}, axis_types="explicit")

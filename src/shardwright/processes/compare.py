@@ -131,7 +131,7 @@ def process_group(mesh: Mesh | AbstractMesh) -> ProcessGroup | None:
     # Meshes of compile-only devices name processes that do not exist.
     if store is None or store.rank not in ranks or ranks[-1] >= jax.process_count():
         return None
-    return ProcessGroup(store=store, ranks=ranks) if len(ranks) > 1 else None
+    return ProcessGroup(store=store, ranks=ranks)
 
 
 def digest_of(text: str) -> str:
