@@ -182,8 +182,6 @@ class Decider:
         rule = Rule(candidates=() if fallback else (names,), fallback=fallback, ref=ref)
         return self._choose(pending, rule, pending.size)
 
-    # Which rule applies.
-
     def _unknown(self, dim: Dim, position: int) -> bool:
         """Tell whether a dim names unknown axes. Add a problem for each of them."""
         names = [axis for axis, _ in dim.merged] if dim.merged else dim.axes
@@ -238,8 +236,6 @@ class Decider:
 
     def _tensor(self, axis: str) -> Rule | None:
         return self.rules.tensor_rule(axis, role=self.role, path=self.path)
-
-    # Which candidate fits.
 
     def _choose(self, pending: PendingDecision, rule: Chain, size: int | None) -> DimDecision:
         try:
@@ -354,8 +350,6 @@ class Decider:
         answers = {*attempts.tried_axes, *([(rule.fallback.value,)] if rule.fallback else [])}
         # Under `conflict = "next"` the size never selects a candidate.
         return len(answers) > 1 and policy.conflict is not Conflict.NEXT
-
-    # Texts for problems.
 
     def remainder(self, size: int, live: tuple[str, ...]) -> str:
         """Return why a size does not divide: `6 % 4 != 0`."""

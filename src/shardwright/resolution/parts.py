@@ -39,9 +39,6 @@ def _failed(error: type[ShardingError], what: str, *, path: str | None, fix: str
     return Derived(decisions=(), problems=(problem,))
 
 
-# Parts of a weight.
-
-
 def take_part(
     whole: Resolution,
     part: PartOf,
@@ -168,9 +165,6 @@ def _split_block(decision: DimDecision, whole: int) -> Problem:
     )
 
 
-# Optimizer state.
-
-
 def add_zero1(
     param: Derived,
     rule: Rule | None,
@@ -274,6 +268,7 @@ def _noted(derived: Derived, *notes: str) -> Derived:
 
 
 def _widened(param: Derived, chosen: DimDecision, free: tuple[str, ...], rule: Rule) -> Derived:
+    # As minor axes, so that the state of a device belongs to its own shard of the parameter.
     wider = dataclasses.replace(chosen, mesh_axes=(*chosen.mesh_axes, *free), zero1=free)
     decisions = tuple(
         wider if decision.dim == chosen.dim else decision for decision in param.decisions

@@ -1,4 +1,4 @@
-"""Prompts take turns too if prefill has its own mesh or its own weights."""
+"""Prefill interleaves the chunks of prompts, also on its own mesh or with its own weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def apart(kind: str, own: str, **options: Any) -> serving.Engine:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "own"), CASES)
-def test_a_short_prompt_waits_for_one_turn_of_each_long_one(kind: str, own: str) -> None:
+def test_a_short_prompt_waits_for_one_chunk_of_each_long_one(kind: str, own: str) -> None:
     running = apart(kind, own, prefill_chunk=1)
     running.compile()
     long = [Request(prompt=[at + 1] * 40, max_new_tokens=2) for at in range(2)]
