@@ -64,6 +64,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
         return [dataclasses.replace(value, buffer=old.buffer) for value, old in pairs]
     given = [value.buffer for value in step.values]
     if step.name == "gather":
+        # Before the operands are read: a copied table takes the place of the stored one.
         given[0] = _rows_of_table(step)
     operands = tuple(each for each in given if each is not None)
     _mark_reduced(step.name, operands)
@@ -99,11 +100,12 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
     parts = _parts(step, values)
     part, held = parts // _PARTS, 0
     if parts and births[0] is not None:
-        # The parts stand in for the sum, of which a device never holds more than a few. Measured:
-        # four parts around a ring of eight devices, three around one of four.
+        # A collective matmul has parts in memory in place of the sum. At the least, these were four
+        # around a ring of eight devices, and three around one of four.
         held = (_HELD if births[0].size > _HELD * part else _HELD - 1) * part
         births[0].size = max(births[0].size - parts, min(births[0].size, held))
     if step.name == "dot_general" and step.location.recomputed:
+        # The backward pass may then run in another order, see `_REMAT` of `liveness`.
         ledger.timeline.recomputes = True
     if step.name == "scan":
         _shard_sums(step, births)
@@ -234,7 +236,7 @@ def _copies(step: PlanStep) -> list[Buffer]:
     """
     ledger = step.ledger
     assert ledger.timeline is not None
-    copied = _split_weights(bodies(step.equation)[0].jaxpr)
+    copied = _matmul_inputs(bodies(step.equation)[0].jaxpr, _split)
     copies = []
     for at, value in enumerate(step.values):
         weight = value.buffer
@@ -261,11 +263,6 @@ def _rows_of_table(step: PlanStep) -> Buffer | None:
         ledger.copies[table] = Buffer(size=table.size, kind=TEMPORARY, min_bytes=table.size)
         ledger.timeline.add([table], [ledger.copies[table]])
     return ledger.copies[table]
-
-
-def _split_weights(jaxpr: Any) -> set[int]:
-    """Return the positions of the inputs of which a matmul keeps the last dim and another one."""
-    return _matmul_inputs(jaxpr, _split)
 
 
 def _split(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
@@ -355,7 +352,7 @@ def add_local(
     Returns:
       The buffer of each result, or None if it takes no memory.
     """
-    batched = _batched(jaxpr)
+    batched = _matmul_inputs(jaxpr, _relaid)
     keep_copies((operands[at] for at in _matmul_inputs(jaxpr, with_one_row)), timeline)
     inputs = list(operands)
     for at, variable in enumerate(jaxpr.invars):
@@ -364,11 +361,6 @@ def add_local(
             timeline.add([each for each in [operands[at]] if each is not None], [copy])
             inputs[at] = copy
     return _add_local(jaxpr, inputs, timeline)
-
-
-def _batched(jaxpr: Any) -> set[int]:
-    """Return the positions of the inputs of matmuls whose batch dims do not come first."""
-    return _matmul_inputs(jaxpr, _relaid)
 
 
 def _matmul_inputs(
