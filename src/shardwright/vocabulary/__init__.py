@@ -1,8 +1,8 @@
 """The words of an annotation: axes, modes and layouts, and the code that reads them.
 
 Constants that name a dimension, a mode or a layout belong here, and so do annotations, their
-lowering to dims, and the readers of integers and of PRNG keys. Rules, which map names to mesh axes,
-do not: they are in `resolution`.
+lowering to dims, and the readers of arguments and of PRNG keys. Rules, which map names to mesh
+axes, do not: they are in `resolution`.
 """
 
 from shardwright.vocabulary.annotations import ArraySpec as ArraySpec

@@ -88,8 +88,8 @@ CASES: dict[str, tuple[Any, Any, str, str]] = {
     "activation": (
         lambda: init(te.LayerNormMLP(12, activations=("gelo",))),
         lambda: mlp_block.MlpConfig(embed=8, hidden=12, activations=("gelo",)),
-        facts("activation", "gelo", fix="gelu"),
-        facts("activation", "gelo", fix="gelu"),
+        facts("gelo", path="activations", fix="gelu"),
+        facts("gelo", path="activations", fix="gelu"),
     ),
 }
 

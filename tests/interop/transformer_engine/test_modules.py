@@ -222,7 +222,7 @@ def test_errors_of_attention(fields: Any, arrays: Any, says: Facts) -> None:
 @pytest.mark.parametrize(
     ("module", "says"),
     [
-        (te.LayerNormMLP(activations=("gelo",)), facts("gelo", fix="gelu")),
+        (te.LayerNormMLP(activations=("gelo",)), facts("gelo", path="activations", fix="gelu")),
         (
             te.LayerNormMLP(activation_params={"beta": 1.0}),
             facts("beta", path="activation_params", fix="glu_linear_offset"),
