@@ -34,6 +34,7 @@ from shardwright.serving.weights import Update, Version, next_version, update_we
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_INSERT, MODE_PREFILL
 
 # Engines with the same model and the same sizes share these compiled functions.
+# The caches are donated. Otherwise the old and the new ones would be in memory together.
 _prefill = jax.jit(steps.prefill, static_argnums=0, donate_argnums=1)
 _decode = jax.jit(steps.decode, static_argnums=(0, 1), donate_argnums=(2, 3))
 _insert = jax.jit(steps.insert, donate_argnums=0)
@@ -103,6 +104,7 @@ class RefusalCodes:
 
     def fetch(self) -> Any:
         """Return `[rows]` codes; 0 if no copy was refused. Wait for them."""
+        # 0 means that nothing was refused, so the maximum keeps every refusal.
         return functools.reduce(np.maximum, map(np.asarray, self.parts))
 
 
@@ -156,6 +158,51 @@ class Arrays(abc.ABC):
 
         Args:
           sequences: Returns the sequences by slot, if the devices do not know them.
+        """
+
+    @abc.abstractmethod
+    def insert(self, sequences: Mapping[int, SequenceState]) -> RefusalCodes | None:
+        """Move prompts that are completely read from the prefill batch to their slots.
+
+        Args:
+          sequences: Sequences by row. If `last` is ON_DEVICE, the first token is the one that the
+            latest `prefill` has sampled, which the host need not know.
+
+        Returns:
+          `[rows]` codes. None if prompts are read where they stay, so that nothing moves.
+        """
+
+    @abc.abstractmethod
+    def park(self, into: Mapping[int, int]) -> RefusalCodes | None:
+        """Move partly read prompts to their slots; see `insert`.
+
+        Args:
+          into: Slot by row.
+        """
+
+    @abc.abstractmethod
+    def resume(self, taken: Mapping[int, int]) -> RefusalCodes | None:
+        """Move partly read prompts from their slots to the prefill batch; see `insert`.
+
+        Args:
+          taken: Slot by row.
+        """
+
+    @abc.abstractmethod
+    def clear_rows(self, rows: collections.abc.Sequence[int]) -> None:
+        """Empty rows of the prefill batch, if it has caches of its own."""
+
+    @abc.abstractmethod
+    def clear_slots(self, slots: collections.abc.Sequence[int]) -> None:
+        """Empty slots, if they have caches of their own."""
+
+    @abc.abstractmethod
+    def usage(self, slot_lengths: collections.abc.Sequence[int], free_pages: int) -> CacheUsage:
+        """Return what the caches hold, from the devices if they know it.
+
+        Args:
+          slot_lengths: Tokens of each slot, as the host has recorded them.
+          free_pages: Pages that no request uses, as the host has recorded them.
         """
 
     @abc.abstractmethod
@@ -230,6 +277,7 @@ class SlotArrays(Arrays):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
+        # What the latest prefill has sampled. `insert` reads it on the devices, before the host does.
         self._following: Sampled | None = None
         self.rows = setup.create_rows()
         self.slots = setup.create_slots()
@@ -260,12 +308,7 @@ class SlotArrays(Arrays):
         return self._following.readable()
 
     def insert(self, sequences: Mapping[int, SequenceState]) -> RefusalCodes:
-        """Copy rows of the prefill batch into their slots. Return `[rows]` codes.
-
-        Args:
-          sequences: Sequences by row. If `last` is ON_DEVICE, the first token is the one that the
-            latest `prefill` has sampled, which the host need not know.
-        """
+        """Copy rows of the prefill batch into their slots; see `Arrays.insert`."""
         setup, rows = self._setup, self._setup.prefill_rows
         entries = np.stack(
             [
@@ -284,11 +327,7 @@ class SlotArrays(Arrays):
         return RefusalCodes.of(refused)
 
     def park(self, into: Mapping[int, int]) -> RefusalCodes:
-        """Copy partly read prompts into their slots. Return `[rows]` codes.
-
-        Args:
-          into: Slot by row.
-        """
+        """Copy partly read prompts into their slots; see `Arrays.park`."""
         setup = self._setup
         slots = _targets(into, setup.prefill_rows, setup.slots)
         source = self._rows_for_insert()
@@ -297,11 +336,7 @@ class SlotArrays(Arrays):
         return RefusalCodes.of(refused)
 
     def resume(self, taken: Mapping[int, int]) -> RefusalCodes:
-        """Copy prompts from their slots into the prefill batch. Return `[rows]` codes.
-
-        Args:
-          taken: Slot by row.
-        """
+        """Copy prompts from their slots into the prefill batch; see `Arrays.resume`."""
         setup, rows = self._setup, self._setup.prefill_rows
         slots = _targets(taken, rows, setup.slots)
         source, refused_before = self.slots.caches, list[jax.Array]()
@@ -315,6 +350,7 @@ class SlotArrays(Arrays):
     def decode(self, sequences: Callable[[], Mapping[int, SequenceState]]) -> Sampled:
         """Give active slots their next tokens; see `Arrays.decode`."""
         del sequences
+        # `rules` is not donated, because it would have to be returned, and decode only reads it.
         setup, slots = self._setup, self.slots
         with setup.under(MODE_DECODE):
             caches, ends, sampled = _decode(
@@ -334,8 +370,9 @@ class SlotArrays(Arrays):
         with self._setup.under(MODE_DECODE):
             self.slots = _clear_slots(self.slots, _padded(slots, self._setup.slots))
 
-    def usage(self) -> CacheUsage:
-        """Read the content of the caches from the devices."""
+    def usage(self, slot_lengths: collections.abc.Sequence[int], free_pages: int) -> CacheUsage:
+        """Read the content of the caches from the devices; see `Arrays.usage`."""
+        del slot_lengths, free_pages
         paged = [cache for cache in self.slots.caches if isinstance(cache, PagedCache)]
         pages = [np.count_nonzero(np.asarray(readable(cache.references))) for cache in paged]
         return CacheUsage(
@@ -467,6 +504,29 @@ class PageArrays(Arrays):
         readable_tokens: Sampled = sampled.readable()
         return readable_tokens
 
+    def insert(self, sequences: Mapping[int, SequenceState]) -> None:
+        """Do nothing: a prompt is read in the pages in which it decodes."""
+
+    def park(self, into: Mapping[int, int]) -> None:
+        """Do nothing; see `insert`."""
+
+    def resume(self, taken: Mapping[int, int]) -> None:
+        """Do nothing; see `insert`."""
+
+    def clear_rows(self, rows: collections.abc.Sequence[int]) -> None:
+        """Do nothing: the tables of a call name the pages that it reads."""
+
+    def clear_slots(self, slots: collections.abc.Sequence[int]) -> None:
+        """Do nothing; see `clear_rows`."""
+
+    def usage(self, slot_lengths: collections.abc.Sequence[int], free_pages: int) -> CacheUsage:
+        """Return what the host has recorded, because the devices do not know who uses a page."""
+        return CacheUsage(
+            row_lengths=(0,) * self._setup.prefill_rows,
+            slot_lengths=tuple(slot_lengths),
+            pages=self.pages - free_pages,
+        )
+
     def compile(self) -> None:
         """Run every compiled function once, on no sequences, so that nothing changes."""
         self.prefill({}, {})
@@ -493,6 +553,7 @@ class PageArrays(Arrays):
             return on_device(last, self._setup.device)
 
     def _batch(self, count: int, sequences: Mapping[int, SequenceState]) -> PagedBatch:
+        # The number of pages means "no page".
         tables = np.full((count, self._columns), self.pages, np.int32)
         state = np.zeros((3, count), np.int32)
         for at, each in sequences.items():

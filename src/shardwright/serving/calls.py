@@ -31,6 +31,7 @@ class Calls:
         self._group: ProcessGroup | None = None if manager is None else manager.group()
         self._lock, self._texts = threading.Lock(), [sizes]
         if self._group is not None:
+            # The n-th engine of each process is compared with the n-th of the others.
             number = self._group.store.count(f"{ROOT}/engines/{self._group.rank}")
             self._topic = f"engine/{number}"
 
@@ -43,6 +44,8 @@ class Calls:
         """Record that a request was submitted."""
         if self._group is not None:
             asked = (request.prompt, request.max_new_tokens, request.sampling)
+            # Prompts may be long. A digest tells whether they are equal, and its first 8 digits fit
+            # a message.
             digest = digest_of(f"{asked} {request.stop_sequences}")[:8]
             self._add(
                 f"submit(request {number}: prompt of {len(request.prompt)}, "

@@ -208,6 +208,7 @@ class Engine:
         self._meter = Meter(clock)
         self._loop = make_loop(setup, self._meter, queue=read["queue"], ahead=ahead)
         self._arrays, self._scheduler = self._loop.arrays, self._loop.scheduler
+        # This traces the model, so a wrong one is refused here and not in the first step.
         self.vocabulary: int = self._arrays.vocabulary()
         self._numbers = itertools.count()
         self._lock = StepLock(self._loop, self._loop.calls)

@@ -25,11 +25,10 @@ from shardwright.errors import ServingError
 from shardwright.serving.arguments import deleted_weights
 from shardwright.serving.arrays import (
     ON_DEVICE,
+    Arrays,
     CacheUsage,
-    PageArrays,
     RefusalCodes,
     SequenceState,
-    SlotArrays,
 )
 from shardwright.serving.calls import Calls
 from shardwright.serving.jobs import Chunk, Job, RowMove
@@ -75,7 +74,7 @@ class Loop:
     def __init__(
         self,
         scheduler: Scheduler,
-        arrays: SlotArrays | PageArrays,
+        arrays: Arrays,
         meter: Meter,
         calls: Calls,
         *,
@@ -108,9 +107,12 @@ class Loop:
             self._end_unless_shared()
             self.clean()
             self.scheduler.admit()
+            # In this order, a prompt whose last chunk is read now also decodes in this step.
             self._read()
             self._fill()
             self._decode()
+            # With `ahead`, the calls of this step stay in flight. Those of the step before are read
+            # now, while the devices compute.
             self._settle(before=self._step)
             self._end_unless_shared()
             self._drop_settled()
@@ -160,40 +162,30 @@ class Loop:
         )
 
     def usage(self) -> CacheUsage:
-        """Return the number of tokens and pages that the caches hold.
-
-        It is read from the devices, or for pages that the host assigns, from its records.
-        """
+        """Return the number of tokens and pages that the caches hold; see `Arrays.usage`."""
         self._settle()
-        scheduler, arrays = self.scheduler, self.arrays
-        if isinstance(arrays, SlotArrays):
-            if not self.stepping:
-                self.clean()
-                self._clean_rows(arrays)
-            return arrays.usage()
-        slots, limits = scheduler.slots, scheduler.limits
-        lengths = (
-            scheduler.cached(slots[slot]) if slot in slots else 0 for slot in range(limits.slots)
-        )
-        return CacheUsage(
-            row_lengths=(0,) * limits.prefill_rows,
-            slot_lengths=tuple(lengths),
-            pages=arrays.pages - scheduler.space.free_pages,
-        )
+        scheduler, slots = self.scheduler, self.scheduler.slots
+        if not self.stepping:
+            self.clean()
+            self._clean_rows()
+        lengths = [
+            scheduler.cached(slots[slot]) if slot in slots else 0
+            for slot in range(scheduler.limits.slots)
+        ]
+        return self.arrays.usage(lengths, scheduler.space.free_pages)
 
-    def _clean_rows(self, arrays: SlotArrays) -> None:
+    def _clean_rows(self) -> None:
         """Empty the rows whose tokens no job needs. Otherwise, the next prefill empties them."""
         new = [row for row, job in self.scheduler.rows.items() if not job.read]
         if rows := sorted({*self.scheduler.dirty_rows, *new}):
-            with self._changing("rows"):
-                arrays.clear_rows(rows)
+            with self._changing(self.arrays.read_part):
+                self.arrays.clear_rows(rows)
                 self.scheduler.clean(rows=rows)
 
     def clean(self) -> None:
         """Empty the slots that requests have left."""
-        slots = sorted(self.scheduler.dirty_slots)
-        if slots and isinstance(self.arrays, SlotArrays):
-            with self._changing("slots"):
+        if slots := sorted(self.scheduler.dirty_slots):
+            with self._changing(self.arrays.slot_part):
                 self.arrays.clear_slots(slots)
                 self.scheduler.clean(slots=slots)
         self._count_ended()
@@ -242,6 +234,7 @@ class Loop:
         chunks = self.scheduler.chunks()
         if not chunks:
             return
+        # The other rows may hold tokens of an earlier prompt. Prefill empties them.
         kept = [row for row, job in self.scheduler.rows.items() if job.read]
         # A job that was preempted has written the token after its text already.
         first = {
@@ -299,9 +292,9 @@ class Loop:
         # A prompt whose only token is in flight needs no slot any more.
         filled = [move for move in moves if self.scheduler.left(move.job, 1)]
         with self._changing(self.arrays.slot_part):
-            if filled and isinstance(self.arrays, SlotArrays):
+            if filled:
                 codes = self.arrays.insert({move.row: self._sequence(move.job) for move in filled})
-                self._begin_move("slots", filled, codes)
+                self._begin_move(self.arrays.slot_part, filled, codes)
             self.scheduler.move([move.job for move in moves])
 
     def _rotate(self) -> None:
@@ -309,22 +302,21 @@ class Loop:
         moves = self.scheduler.expired()
         if moves:
             with self._changing(self.arrays.slot_part):
-                codes = None
-                if isinstance(self.arrays, SlotArrays):
-                    codes = self.arrays.park({move.row: move.slot for move in moves})
+                codes = self.arrays.park({move.row: move.slot for move in moves})
                 self.scheduler.park([move.job for move in moves])
-                if codes is not None:
-                    self._begin_move("slots", moves, codes)
+                self._begin_move(self.arrays.slot_part, moves, codes)
         moves = self.scheduler.next_rows()
         if moves:
             begun = [move for move in moves if move.job.read]
             with self._changing(self.arrays.read_part):
-                if begun and isinstance(self.arrays, SlotArrays):
+                if begun:
                     codes = self.arrays.resume({move.row: move.slot for move in begun})
-                    self._begin_move("rows", begun, codes)
+                    self._begin_move(self.arrays.read_part, begun, codes)
                 self.scheduler.take(moves)
 
-    def _begin_move(self, part: str, moves: Sequence[RowMove], codes: RefusalCodes) -> None:
+    def _begin_move(self, part: str, moves: Sequence[RowMove], codes: RefusalCodes | None) -> None:
+        if codes is None:
+            return
         jobs = [move.job for move in moves]
         self._begin(part, jobs, codes.fetch, functools.partial(self._fail_refused, moves))
 
@@ -350,6 +342,7 @@ class Loop:
         if not jobs:
             return
 
+        # Slots keep this on the devices, so it is only computed for pages.
         def sequences() -> Mapping[int, SequenceState]:
             return {slot: self._sequence(job) for slot, (job, _) in jobs.items()}
 
@@ -376,7 +369,9 @@ class Loop:
                 # A stop sequence or an error may end it.
                 if job.completion is None:
                     self._take(job, sampled.tokens[at][slot], sampled.logprobs[at][slot], now)
+            # Its new full pages may be shared now, because their tokens are known.
             self.scheduler.wrote(job)
+        # Not empty: `_settle` reads a call only if one of its jobs has not ended.
         self.meter.decode_steps += max(counts)
         self.meter.slot_steps += sum(counts)
 
@@ -409,7 +404,11 @@ class Loop:
         """Call `on_token` of the requests that have new tokens."""
         while self._outbox:
             job, token = self._outbox.popleft()
+            # A request that ended by itself gets its last tokens. One that was canceled or has
+            # failed does not.
             wanted = job.completion is None or job.completion.finish in (Finish.LENGTH, Finish.STOP)
+            # A job whose callback has failed gets no more tokens, even if it ends in the next step
+            # only.
             failed = any(job is each for each, _ in self._failed)
             if job.request.on_token is None or not wanted or failed:
                 continue
@@ -439,6 +438,8 @@ class Loop:
         If that fails after the arrays have changed, fail the requests in them. In any case, read
         the calls that are in flight: what failed does not affect them, because they began before.
         """
+        # A call replaces the part, or raises before that. If it raises later, the part was replaced
+        # or its arrays were donated.
         before = getattr(self.arrays, part)
         try:
             yield
@@ -463,6 +464,7 @@ class Loop:
           cause: The error.
           jobs: More jobs that fail.
         """
+        # These calls computed with arrays that are lost, so their results are not read.
         failed = [call for call in self._in_flight if call.part == part]
         self._in_flight = collections.deque(call for call in self._in_flight if call.part != part)
         waiting = [job for call in failed for job in call.jobs]

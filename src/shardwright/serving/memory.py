@@ -47,6 +47,7 @@ def with_pages(setup: Setup) -> Setup:
         raise ServingError(f"pages={pages!r}", path="cache_options", fix=_FIX)
     free = _free_bytes(setup, int(share[1]), memory)
     shards, page_bytes = _page_shards(setup)
+    # Per shard: a page is on one shard of the pool, with the kv heads of that device.
     count = free // page_bytes
     if count < 1:
         raise ServingError(

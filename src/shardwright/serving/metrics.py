@@ -143,5 +143,6 @@ def percentiles(samples: Sequence[float]) -> Percentiles | None:
     if not samples:
         return None
     ordered = sorted(samples)
+    # Nearest rank: the smallest sample that at least this share of the samples does not exceed.
     p50, p90, p99 = (ordered[-(-len(ordered) * percent // 100) - 1] for percent in (50, 90, 99))
     return Percentiles(p50=p50, p90=p90, p99=p99)

@@ -77,6 +77,8 @@ class Pages:
         if count > self.available:
             return False
         for _ in range(count):
+            # Pages with a prefix that may be shared are used last, the least recently used ones
+            # first.
             if not self._free:
                 self._free += self.prefixes.drop_oldest()
             page = self._free.pop()
@@ -119,6 +121,7 @@ class Pages:
         """
         while table.node.is_linked and (table.shared + 1) * self.size <= len(tokens):
             first, page = table.shared * self.size, table.pages[table.shared]
+            # A page before the window was given back, so the prefix cannot be complete.
             if page == NO_PAGE:
                 return
             key = tuple(tokens[first : first + self.size])

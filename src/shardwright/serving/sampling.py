@@ -51,6 +51,7 @@ class Sampled:
     @classmethod
     def of(cls, tokens: jax.Array, logprobs: jax.Array) -> Sampled:
         """Return int32 tokens and float32 log-probabilities of the same shape as one value."""
+        # The bits as integers: a float32 cannot hold every int32.
         bits = jax.lax.bitcast_convert_type(logprobs, jnp.int32)
         return cls(packed=jnp.stack([tokens, bits], axis=-1))
 
@@ -121,6 +122,7 @@ def rules_of(
       float32 numbers. `limits_of` and `draw_of` read them.
     """
     rules = np.zeros((5, batch), np.uint32)
+    # The same memory: a float written here is read as bits there.
     floats = rules.view(np.float32)
     for at, each in sampling.items():
         rules[0, at] = limits.get(at, 0)
@@ -177,13 +179,16 @@ def sample(logits: jax.Array, draw: Draw, *, is_greedy: jax.Array | None = None)
     def sampled() -> jax.Array:
         return jnp.where(draw.temperature > 0, jax.vmap(_draw)(logits, draw), most_likely)
 
+    # A mixed batch draws for all sequences, and `sampled` keeps the greedy ones as they are.
     tokens = jax.lax.cond(is_greedy, lambda: most_likely, sampled)
+    # The maximum is NaN if a logit is NaN, inf if one is inf, and -inf if all are.
     return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), tokens, -1)
 
 
 def _draw(logits: jax.Array, draw: Draw) -> jax.Array:
     # Subtract the largest logit, so that dividing by a small temperature cannot overflow.
     scaled = (logits - jnp.max(logits)) / jnp.where(draw.temperature > 0, draw.temperature, 1.0)
+    # Stable: of equal logits, the lower token comes first, as in `argmax`.
     order = jnp.argsort(-scaled, stable=True)
     kept = keep(jax.nn.softmax(scaled[order]), top_k=draw.top_k, top_p=draw.top_p)
     masked = jnp.where(jnp.zeros(order.size, bool).at[order].set(kept), scaled, -jnp.inf)

@@ -86,6 +86,7 @@ class Scheduler:
         admitted = []
         while self.queue:
             slot, job = self._free_slot(), self.queue[0]
+            # A smaller request further back might fit, but then a large one might wait forever.
             if slot is None or not self.space.fits(job, self.slots.values()):
                 break
             self.queue.popleft()
@@ -106,6 +107,7 @@ class Scheduler:
             for row, job in self.rows.items()
             if job.read < len(job.reading) and job.chunks_in_row >= self.limits.quantum
         ]
+        # Those that have had their rows for longest leave first.
         long.sort(key=lambda pair: -pair[1].chunks_in_row)
         return [RowMove.of(job, row) for row, job in long[:wanted]]
 
@@ -269,6 +271,7 @@ class Scheduler:
             return list(self.rows.values())
         if part == "pools":
             return list(self.slots.values())
+        # The part of a prompt that was read waits in the slot, while the prompt waits for a row.
         return [*self.decoding().values(), *(job for job in self.rowless if job.read)]
 
     def take_ended(self) -> list[tuple[Job, Finish]]:
@@ -297,11 +300,13 @@ class Scheduler:
             if any(each.in_flight for each in self.slots.values()):
                 self.settle()
             else:
+                # The youngest. It may be `job` itself, which then has no slot, and the loop ends.
                 self._preempt(max(self.slots.values(), key=lambda each: each.number))
 
     def _preempt(self, job: Job) -> None:
         self._leave(job)
         job.phase, job.read = Phase.QUEUED, 0
+        # In order of arrival, so the requests behind it do not overtake it.
         at = sum(each.number < job.number for each in self.queue)
         self.queue.insert(at, job)
         self.preempted += 1
@@ -347,6 +352,7 @@ def stopped_by(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int:
 
 def may_begin(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int:
     """Return how many of the last tokens are the beginning of a stop sequence."""
+    # A whole stop sequence was found by `stopped_by`, so at most one token less can begin one.
     most = max((len(sequence) for sequence in stop), default=1) - 1
     for count in range(min(most, len(tokens)), 0, -1):
         end = tuple(tokens[-count:])

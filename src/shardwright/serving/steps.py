@@ -174,6 +174,7 @@ def _check_caches(new: Any, old: Caches) -> None:
             "the model returned other caches than it was given", path="model", fix=_RETURN
         )
     for layer, (after, before) in enumerate(zip(new, old, strict=True)):
+        # An append makes a new length in any case, even if it appends only padding.
         if after.length is before.length:
             raise ServingError(
                 f"the model returned the cache of layer {layer} unchanged, without the tokens",
@@ -201,7 +202,9 @@ def prefill(
       of a row without tokens.
     """
     count = tokens.shape[0]
+    # `count` is out of range: a row that continues a prompt is not emptied.
     empty = jnp.where(entries[1] > 0, count, jnp.arange(count, dtype=jnp.int32))
+    # Empty rows in the same program, so that a new prompt takes no call of its own.
     return _read_chunk(model, clear(rows, empty), params, tokens, entries[0], rules)
 
 
@@ -210,6 +213,8 @@ def _read_chunk(
 ) -> tuple[Caches, Sampled]:
     valid = jnp.arange(tokens.shape[1], dtype=jnp.int32) < counts[:, None]
     logits, new = read(model, params, tokens, rows, valid)
+    # The logits of the last token of each row. A row without tokens has none; its result is
+    # ignored.
     last = jnp.take_along_axis(logits, jnp.maximum(counts, 1)[:, None, None] - 1, axis=1)[:, 0]
     return new, next_tokens(last, rows, new, counts, rules, jnp.zeros_like(counts))
 
@@ -236,6 +241,7 @@ def insert(
     first = jnp.maximum(jnp.where(first < 0, replicated(following.tokens, mode), first), 0)
     caches, codes = _replaced(slots.caches, source, into)
     refused = replicated(codes, mode)
+    # A slot that refused its prompt must not become active.
     into = jnp.where(refused == 0, into, slots.ends.shape[0])
     # Every device knows all new tokens and sets those of its slots, so no slot is sent.
     named = into[:, None] == jnp.arange(slots.ends.shape[0], dtype=jnp.int32)
@@ -279,6 +285,8 @@ def resume(rows: Caches, source: Caches, slots: jax.Array) -> tuple[Caches, jax.
         # Other slots are not read, because a copy of all slots' rows may not fit.
         named = tuple(cache.only(slots) for cache in source if isinstance(cache, PagedCache))
         return _replaced(rows, named, jnp.where(slots < batch, own, count))
+    # `insert` names the target of each row of the source, so invert the map. Other slots go
+    # nowhere.
     into = jnp.full(batch, count, jnp.int32).at[slots].set(own, mode="drop")
     rows, codes = _replaced(rows, source, into)
     codes = replicated(codes, rows[0].spec.mode)
@@ -288,6 +296,8 @@ def resume(rows: Caches, source: Caches, slots: jax.Array) -> tuple[Caches, jax.
 def _replaced(caches: Caches, source: Caches, into: jax.Array) -> tuple[Caches, jax.Array]:
     """Replace sequences in the caches by copies. Return the caches, and codes of `Refusal`."""
     changes = [
+        # An insert refuses a slot that holds a sequence, so it is emptied first. A refusal to empty
+        # an empty slot is dropped here.
         cache.free(into).cache.insert(filled, into)
         for cache, filled in zip(caches, source, strict=True)
     ]
@@ -319,6 +329,7 @@ def decode(
         last, index = by_slot(ends[:, 0], mode), by_slot(ends[:, 1], mode)
         active = index < by_slot(limits_of(rules), mode)
         caches, sampled = _decode_one(model, params, caches, last, active, rules, index)
+        # A code in place of a token must not be looked up as one. The host ends that request.
         ends = jnp.stack([jnp.maximum(sampled.tokens, 0), index + active], axis=1)
         return (caches, rows_by_slot(ends, mode)), sampled
 
@@ -345,6 +356,7 @@ def _repeat(count: int, step: Callable[[S], tuple[S, Sampled]], state: S) -> tup
     if count == 1:
         state, sampled = step(state)
         return state, jax.tree.map(lambda x: x[None], sampled)
+    # A slot may reach its limit in the middle: `active` is computed anew in each step.
     return jax.lax.scan(lambda state, _: step(state), state, length=count)
 
 
@@ -488,6 +500,7 @@ def clear_slots(slots: SlotState, cleared: jax.Array) -> SlotState:
       slots: All slots.
       cleared: `[n]` int32. Numbers past the last slot are ignored.
     """
+    # A limit of 0 makes a slot inactive.
     rules = slots.rules.at[0, cleared].set(0, mode="drop")
     return _placed(dataclasses.replace(slots, caches=clear(slots.caches, cleared), rules=rules))
 

@@ -96,6 +96,7 @@ class StepLock:
     def _next_step(self) -> concurrent.futures.Future[None]:
         with self.order:
             if self._pool is None:
+                # One thread: the tasks of an event loop share a step instead of running one each.
                 self._pool = concurrent.futures.ThreadPoolExecutor(1, "shardwright-engine")
             if self._running is None or self._running.done():
                 self._running = self._pool.submit(self._step_alone)

@@ -214,6 +214,7 @@ def _target(old: Any) -> NamedSharding | None:
     sharding = old.sharding if isinstance(old, jax.Array) else None
     if isinstance(sharding, SingleDeviceSharding) and old.committed:
         (device,) = sharding.device_set
+        # A plan needs a mesh. One device is a mesh of one; `_as_served` takes it away again.
         mesh = flat_mesh([device])
         return NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
     return sharding if isinstance(sharding, NamedSharding) else None
@@ -243,6 +244,7 @@ def _without_shared(moved: Any, plan: ReshardPlan) -> Any:
     leaves, structure = jax.tree.flatten(moved)
     copies: dict[int, Any] = {}
     for at, (leaf, leaf_plan) in enumerate(zip(leaves, plan.leaves, strict=True)):
+        # A leaf that has moved is a new array already.
         if not leaf_plan.route.moves:
             # Tied leaves, which are the same array, share one copy.
             leaves[at] = copies.setdefault(id(leaf), jnp.copy(leaf))
