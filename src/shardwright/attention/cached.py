@@ -233,6 +233,8 @@ def _overwrites_visible_keys(cache: KVCache, q_length: int, window: Window | Non
     """Tell whether an append may overwrite keys that its own queries see."""
     if not cache.spec.is_ring or window is None or window[0] is None:
         return False
+    # The first of the new queries sees `window[0]` positions before its own. The last of the new
+    # rows overwrites the position `capacity` before its own.
     return q_length > cache.spec.capacity - window[0]
 
 
@@ -289,6 +291,7 @@ def _join(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> V
     old = {**cache.buffers, "positions": ring.positions}
     new = {**cache.encode(k, v), "positions": positions}
     placed = sharding.with_specs(old, {**cache.buffer_axes, "positions": (BATCH, KV_LENGTH)})
+    # Each shard gets the same number of new rows. Padding is at position -1, which no query sees.
     padding = -positions.shape[1] % _row_shards(placed)
     new = {name: _pad_rows(x, padding, -1 if name == "positions" else 0) for name, x in new.items()}
 

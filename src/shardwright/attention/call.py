@@ -265,6 +265,7 @@ class JointSpecs:
         return _spec_of(self, OPERAND_DIMS["mask"], ())
 
 
+# Every call asks for some ten specs, and the layers of a model for the same ones.
 @functools.lru_cache(maxsize=4096)
 def _spec_of(specs: JointSpecs, dims: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
     """Return the spec of an array. If a shape is given, a dim of size 1 is not sharded.

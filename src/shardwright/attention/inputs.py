@@ -187,6 +187,7 @@ def _operands(
     }
     if call.recipe.dropout:
         others["seed"] = _seed(options.dropout_key)
+        # Global numbers: the shards of a mesh then drop the same weights as one device would.
         integers["batch_index"] = jnp.arange(call.batch)
         integers["head_index"] = jnp.arange(call.heads)
     return Operands(
@@ -305,8 +306,11 @@ def _read_offset(options: Options, mask: Mask, mode: str, sizes: CallSizes) -> i
                 fix="pass the positions of the queries too",
             )
         return None
+    # Without positions, the last query is at the position of the last key, as in decode.
     if mask.lengths is None or not mask.rules.positional:
         return sizes.kv_length - sizes.q_length
+    # The last query is then at the last key of its own sequence: `_positions` counts back from the
+    # lengths.
     if mode == MODE_DECODE:
         return None
     if sizes.q_length != sizes.kv_length:
@@ -375,6 +379,8 @@ def _read_recipe(
             what = f"{name}={rows} is not a positive number"
             raise AttentionError(what, path=name, fix="pass the number of rows per block")
         blocks[name] = rows or default
+    # Positions and lengths may come from a cache, whose unused rows hold what an earlier sequence
+    # left.
     explicit = options.positions is not None or options.kv_positions is not None
     return Arithmetic(
         mask=mask.rules,

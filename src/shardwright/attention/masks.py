@@ -341,12 +341,15 @@ def block_is_full(rules: MaskRules, q: tuple[T, T], kv: tuple[T, T]) -> Any:
     """
     (q_low, q_high), (kv_low, kv_high) = q, kv
     left, right = rules.bounds
+    # The extreme pairs decide: the last query with the first key, and the first query with the last
+    # key.
     full = kv_low >= 0
     if left is not None:
         full = full & (kv_low >= q_high - left)
     if right is not None:
         full = full & (kv_high <= q_low + right)
     if rules.chunk is not None:
+        # All queries in one chunk, all keys in one chunk, and the same chunk.
         same = (q_low // rules.chunk == q_high // rules.chunk) & (
             kv_low // rules.chunk == kv_high // rules.chunk
         )

@@ -85,11 +85,14 @@ def _resolve_joint(
     resolve = functools.partial(_resolve, manager, mode, manager.manual_axes(ambient))
     key_axes = REPEATED_KEY_AXES if repeated else KEY_AXES
     queries, keys = resolve("q", QUERY_AXES, q), resolve("k", key_axes, k)
+    # v is resolved for its refusals. Its first three dims are those of k, so its mesh axes are too.
     resolve("v", key_axes, v)
     batch, q_length, heads, _ = _mesh_axes(queries)
     kv_batch, kv_length, kv_heads, _ = _mesh_axes(keys)
     if batch != kv_batch:
         raise _mismatch("batch", batch, kv_batch, keys.decisions[0], dim=0)
+    # Leading axes of a dim give contiguous groups of shards, as `h * kv_heads // heads` needs. Over
+    # a trailing axis, neighbouring shards would have other kv heads.
     if kv_heads != heads[: len(kv_heads)]:
         raise _mismatch("heads", heads, kv_heads, keys.decisions[2], dim=2)
     grouping, why = _grouping(heads, kv_heads, kv_length, keys.decisions[2].why)

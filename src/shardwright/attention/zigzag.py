@@ -55,6 +55,8 @@ def positions(length: int, *, shards: int) -> np.ndarray:
             f"a length of {length} does not divide into 2 * {shards} chunks, two per shard", fix=fix
         )
     chunks = np.arange(length, dtype=np.int32).reshape(2 * shards, -1)
+    # With a causal mask, chunk c attends to c + 1 chunks, so the two of a shard attend to 2 *
+    # shards + 1 together, on every shard.
     order = [chunk for rank in range(shards) for chunk in (rank, 2 * shards - 1 - rank)]
     return chunks[order].reshape(-1)
 

@@ -239,4 +239,6 @@ class KVCache(abc.ABC):
         self, operation: Callable[..., Change[C]], *arrays: Any, **static: Any
     ) -> Change[C]:
         check_arrays("cache", self)
+        # A function of the class and not a bound method: `jit` then finds the program of another
+        # cache of the same type.
         return operate(operation, self, *arrays, overflow=self.spec.overflow, **static)

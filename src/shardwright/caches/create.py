@@ -182,6 +182,7 @@ def _parse_dtype(dtype: Any) -> str:
             fix='pass the dtype of the keys and values, such as "bfloat16"; '
             'use init("quantized", ...) to store fewer bits',
         )
+    # JAX itself would only warn, and store fewer bits.
     canonical = jax.dtypes.canonicalize_dtype(parsed)
     if canonical != parsed:
         raise CacheError(

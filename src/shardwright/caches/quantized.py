@@ -63,7 +63,9 @@ def quantize(x: jax.Array, dtype: Any = "int8") -> QuantizedRows:
     largest = float(jnp.iinfo(stored).max if is_integer else jnp.finfo(stored).max)
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1) / largest
+    # XLA may flush a subnormal number to 0, and x / 0 would be NaN or infinity.
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
+    # A cast to an integer cuts off the fraction, so round first. A cast to float8 rounds by itself.
     ratio = x / scale[..., None]
     return QuantizedRows(
         values=(jnp.round(ratio) if is_integer else ratio).astype(stored), scale=scale

@@ -53,6 +53,7 @@ ConditionalRefusal = tuple[jax.Array, Refusal]
 def first_refusal(*reasons: ConditionalRefusal) -> jax.Array:
     """Return int8 codes: the first reason whose condition holds, 0 where none does."""
     codes = jnp.zeros(reasons[0][0].shape, jnp.int8)
+    # The first reason is written last, over the others.
     for condition, refusal in reversed(reasons):
         codes = jnp.where(condition, jnp.int8(refusal), codes)
     return codes
@@ -87,6 +88,7 @@ def set_named(
     entry_values = jnp.where(
         named & done[:, None], jnp.reshape(jnp.asarray(values, jnp.int32), (-1, 1)), -1
     )
+    # At most one accepted entry names a slot. The maximum is its value, or -1.
     new = jnp.max(entry_values, axis=0)
     return jnp.where(new < 0, old, new)
 

@@ -104,6 +104,7 @@ def plan_reshard(
     for name, target in specs.items():
         array, source = getattr(cache, name), sources[name]
         assert source is not None
+        # An axis of size 1 shards nothing, but would count as a difference between the specs.
         before, after = (
             axes_by_dim(_without_ones(spec, sizes), len(array.shape)) for spec in (source, target)
         )
@@ -226,6 +227,7 @@ def _target_specs(cache: KVCache, manager: PartitionManager, mode: str) -> dict[
 def _same_mesh(a: Mesh | AbstractMesh, b: Mesh | AbstractMesh) -> bool:
     if isinstance(a, Mesh) and isinstance(b, Mesh):
         return a == b
+    # An abstract mesh has no devices to compare.
     return dict(a.shape) == dict(b.shape)
 
 
@@ -271,6 +273,7 @@ def _move(
     """Return the arrays, moved by the steps of a plan."""
     if _jax.in_trace():
         return _run(plan, mesh, arrays)
+    # The plan is static, so `jit` compiles once per plan.
     run = _run_donating if donate else _run_jitted
     moved: dict[str, jax.Array] = run(plan, mesh, arrays)
     if not donate:

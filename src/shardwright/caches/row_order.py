@@ -64,6 +64,8 @@ class RowOrder:
         """
         if self.block is None:
             return place
+        # Shard by shard in memory: block b is on shard b % shards, as block b // shards of that
+        # shard.
         block, inner = place // self.block, place % self.block
         return (
             (block % self.shards) * (rows // self.shards)

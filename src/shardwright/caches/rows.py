@@ -71,6 +71,7 @@ class RowCache(KVCache):
         k, v = jnp.asarray(k), jnp.asarray(v)
         is_token = jnp.ones(k.shape[:2], bool) if valid is None else jnp.asarray(valid)
         is_token = sharding.place(is_token, (BATCH, EMPTY))
+        # Padding gets no position of its own, so tokens after padding continue without a gap.
         token_positions = self.length[:, None] + jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - 1
         after = self.length + jnp.sum(is_token, axis=1, dtype=jnp.int32)
         # A ring takes any number of tokens, until positions exceed 32 bits and would wrap.
@@ -171,12 +172,14 @@ class RowCache(KVCache):
 
     def _rewind(self, lengths: jax.Array) -> Change[Self]:
         lengths, start = self._sharding.place(jnp.asarray(lengths), (BATCH,)), self.start
+        # Rows are left as they are: a row past the length of its slot holds no key.
         reasons = [refusals.invalid_length(lengths, self.length)]
         if start is not None:
             needed = positions.first_needed(self.spec, lengths)
             reasons.append((needed < jnp.minimum(start, lengths), Refusal.OVERWRITTEN))
         refused = refusals.first_refusal(*reasons)
         length = jnp.where(refused == Refusal.NONE, lengths, self.length)
+        # An emptied slot begins again at position 0.
         start = None if start is None else jnp.minimum(start, length)
         return self._changed(refused, length=length, start=start)
 

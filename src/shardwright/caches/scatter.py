@@ -92,6 +92,7 @@ def take_slots(buffers: PlacedArrays, parents: jax.Array, *, group: int) -> Buff
 
     def local(old: Buffers, parents: jax.Array) -> Buffers:
         size = parents.shape[0]
+        # Whole groups are on this shard, so parents are too, and local numbers find them.
         if axes and size % group == 0:
             parents = parents - jax.lax.axis_index(axes) * size
         elif axes:

@@ -277,7 +277,8 @@ class SlotArrays(Arrays):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        # What the latest prefill has sampled. `insert` reads it on the devices, before the host does.
+        # What the latest prefill has sampled. `insert` reads it on the devices, before the host
+        # does.
         self._following: Sampled | None = None
         self.rows = setup.create_rows()
         self.slots = setup.create_slots()

@@ -162,6 +162,7 @@ def _values(
 
     carry = (online_softmax.start(operands.q, operands.v), sequence.pack(operands.k, operands.v))
     state, kv = _scan_steps(ring, attend_and_send, carry)
+    # The last step is outside of the loop, because its keys are sent no further.
     state = add(state, kv, ring.steps[-1])
     o, lse, lse_error = ring.kernel.finish(state, operands)
     return o.astype(operands.q.dtype), lse, lse_error
@@ -198,6 +199,8 @@ def _backward_pass(ring: _Ring, residuals: Any, cotangents: Any) -> dict[str, An
     grads, kv = _scan_steps(ring, attend_and_send, (start, sequence.pack(operands.k, operands.v)))
     grads = add(grads, kv, ring.steps[-1])
     dk, dv = sequence.unpack(grads.kv, head_dim=operands.q.shape[-1])
+    # Gradients travel in float32 while they grow. The last hop sends complete ones in their own
+    # dtype, for bfloat16 half of the bytes.
     complete = sequence.pack(dk.astype(operands.k.dtype), dv.astype(operands.v.dtype))
     returned = ring.send(complete, -ring.steps[-1])
     dk, dv = sequence.unpack(returned, head_dim=operands.q.shape[-1])
@@ -215,6 +218,7 @@ _attend = differentiable(_values, _backward_pass)
 def _scan_steps(ring: _Ring, function: Any, carry: Any) -> Any:
     """Return the carry after `function(carry, step, hop)` for all steps but the last."""
     hops = ring.hops
+    # The pairs of a `ppermute` are static, so a loop serves only turns that are equally far apart.
     if not ring.loop or len(hops) < 2 or len(set(hops)) > 1:
         for step, hop in zip(ring.steps, hops, strict=False):
             carry = function(carry, step, hop)

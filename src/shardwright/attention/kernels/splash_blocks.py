@@ -222,11 +222,13 @@ class _Local:
         kinds = _kinds(self.plan, self.rows)
         kinds = jnp.swapaxes(kinds, 1, 2) if keys_outside else kinds
         empty = kinds == EMPTY
+        # False sorts before True: blocks to visit come first, in their own order.
         order = jnp.argsort(empty, axis=2, stable=True).astype(jnp.int32)
         last = jnp.maximum(jnp.sum(~empty, axis=2, keepdims=True, dtype=jnp.int32) - 1, 0)
         visits = jnp.minimum(jnp.arange(kinds.shape[2], dtype=jnp.int32), last)
         visited = jnp.take_along_axis(order, visits, axis=2)
         table = visited * KINDS + jnp.take_along_axis(kinds, order, axis=2)
+        # Cut the steps that are EMPTY for every row: the grid of a kernel is static.
         return table[:, :, : self._most_visits(keys_outside=keys_outside)]
 
     def _most_visits(self, *, keys_outside: bool) -> int:
@@ -258,6 +260,7 @@ def _ranges(first: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray
 def _rows(operands: Operands, q_rows: int, kv_rows: int) -> Rows:
     kv_positions = operands.kv_positions
     if operands.lengths is not None:
+        # Keys past the length of their sequence become absent ones, so the kernels need no lengths.
         kv_positions = jnp.where(kv_positions < operands.lengths[:, None], kv_positions, -1)
     padded = (
         _pad(operands.q_positions, 1, q_rows, "edge"),
@@ -281,6 +284,8 @@ def _kinds(plan: Plan, rows: Rows) -> jax.Array:
     kv_low = _low_and_high(
         jnp.where(rows.kv_positions < 0, _HIGHEST, rows.kv_positions), plan.kv_block, -2
     )[0]
+    # Keys that are absent have negative positions. They are left out of `kv_low`, to find empty
+    # blocks, and are in `any_low`, because a block that has some is not full.
     any_low, kv_high = _low_and_high(rows.kv_positions, plan.kv_block, -2)
     empty = block_is_empty(plan.rules, q, (kv_low, kv_high))
     full = block_is_full(plan.rules, q, (any_low, kv_high))

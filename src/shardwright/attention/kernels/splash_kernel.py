@@ -28,6 +28,8 @@ from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
 
 # The kinds of a block in the table: no pair attends, some pairs do, all pairs do.
 EMPTY, PARTLY, FULL = 0, 1, 2
+# An entry of the table is one int32, block * KINDS + kind, to save scalar memory. KINDS is a power
+# of two.
 KINDS = 4
 
 # The dims of a matmul's operands that are contracted.
@@ -139,7 +141,10 @@ def run_forward(
         in_specs=[*in_specs, *out_specs[: len(before)]],
         out_specs=out_specs,
         outs=outs,
+        # A TPU pads the last dim to 128 lanes in any case, so m and l repeat their numbers along a
+        # lane dim instead of being columns.
         scratch=[(plan.q_block, v.shape[3]), (plan.q_block, LANES), (plan.q_block, LANES)],
+        # The state is updated in place. The numbers of inputs count the prefetched scalars.
         aliases={first + at: at for at in range(len(before))},
         name="splash_forward",
     )
@@ -192,6 +197,7 @@ def run_queries(
         out_specs=[specs.q(dims[0])],
         outs=[jax.ShapeDtypeStruct(q.shape, dtype)],
         scratch=[(plan.q_block, dims[0])],
+        # Seven inputs come before those of the mask: the table, q, k, v, do, lse and delta.
         aliases={7 + len(rows.arrays): 0} if before else {},
         name="splash_queries",
     )
@@ -223,6 +229,7 @@ def run_keys(
     dims = [array.shape[3] for array in qkv]
     call = _Call(
         body=_with_grouped_refs(body, scalars=1, before=len(before)),
+        # All query heads of a group add to the same keys, so these heads are a sequential dim.
         grid=(*k.shape[:2], k.shape[2] // plan.kv_block, group, table.shape[2]),
         scalars=1,
         in_specs=[
@@ -270,6 +277,8 @@ class _Call:
         results = pl.pallas_call(
             self.body,
             out_shape=self.outs,
+            # The functions that choose blocks read the table before the blocks arrive, so it must
+            # be in scalar memory before the kernel starts.
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=self.scalars,
                 grid=self.grid,
@@ -312,6 +321,8 @@ class _Specs:
             batch, head, block = self._at("q", *at)
             return batch, head, 0, block
 
+        # The last two dims of a block must be multiples of (8, 128) or those of the array. A dim of
+        # 1 meets that, and keeps the numbers of a row along the lanes.
         return pl.BlockSpec((None, None, 1, self.plan.q_block), index)
 
     def kv(self, dim: int) -> Any:
@@ -384,6 +395,8 @@ def _forward_body(
             acc_ref[...] = start[0][...]
             m_ref[...], l_ref[...] = (_column(running[0], lanes=LANES) for running in start[1:])
         else:
+            # A sink is a key with the logit `sink` and the value 0: m = sink and l = exp(sink - m)
+            # = 1.
             sink = scalars[1][head] if len(scalars) > 1 else DEFAULT_MASK_VALUE
             acc_ref[...] = jnp.zeros_like(acc_ref)
             m_ref[...] = jnp.full_like(m_ref, sink)
@@ -396,6 +409,8 @@ def _forward_body(
         hidden = logits if seen is None else jnp.where(seen, logits, DEFAULT_MASK_VALUE)
         top = jnp.maximum(old, jnp.max(hidden, axis=1, keepdims=True))
         p = jnp.exp(hidden - top[:, :1])
+        # In a row that has seen no key yet, `top` is the value of hidden logits, and exp(0) would
+        # count them.
         p = p if seen is None else jnp.where(seen, p, 0.0)
         shrink = jnp.exp(old - top)
         m_ref[...] = top
@@ -438,6 +453,7 @@ def _queries_body(
         p = jnp.exp(logits - _column(lse_ref[0]))
         if masked:
             p = jnp.where(_attending_pairs(ints, plan.rules, rows="q"), p, 0.0)
+        # FlashAttention-2 (Dao 2023, algorithm 2): dS = P * (dP - D).
         dp = _matmul(do_ref[...], v_ref[...], _ROWS_BY_ROWS)
         ds = p * (dp - _column(delta_ref[0]))
         ds = ds if slope is None else ds * slope
@@ -447,6 +463,7 @@ def _queries_body(
 
     @pl.when(step == steps - 1)
     def _finish() -> None:
+        # The scale is a factor of the whole sum, so it is applied once, in float32.
         dq = acc_ref[...] * plan.scale
         dq_ref[...] = (start[0][...] + dq if start else dq).astype(dq_ref.dtype)
 

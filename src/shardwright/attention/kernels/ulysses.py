@@ -80,6 +80,7 @@ def _with_some_heads(shard: Operands, call: AttentionCall) -> Operands:
     """Return the operands with all rows of this rank's heads."""
     axes = call.specs.kv_length
     ranks, rank = call.shards(axes), jax.lax.axis_index(axes)
+    # The least number of kv heads that divides over the ranks and keeps the groups of query heads.
     kv_heads = math.lcm(shard.k.shape[2], ranks)
     swap = functools.partial(_swap, axes=axes, split=2, join=1)
     changed = {

@@ -54,11 +54,13 @@ def attend(operands: Operands, recipe: Arithmetic) -> Result:
     if x.sinks is not None:
         sinks = x.sinks.astype(jnp.float32)[None, :, None, None]
         top = jnp.maximum(top, sinks)
+    # The result does not depend on `top`, which only prevents overflow.
     top = jax.lax.stop_gradient(top)
     p = jnp.where(seen, jnp.exp(logits - top), 0.0)
     total = jnp.sum(p, axis=-1, keepdims=True)
     if x.sinks is not None:
         total = total + jnp.exp(sinks - top)
+    # A row without keys: 0 / 1 instead of 0 / 0.
     no_keys = total == 0.0
     total = jnp.where(no_keys, 1.0, total)
     weights = p / total

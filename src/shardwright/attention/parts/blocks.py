@@ -63,6 +63,8 @@ def may_be_empty(operands: Operands, recipe: Arithmetic) -> bool:
 def is_empty(block: Operands, recipe: Arithmetic) -> jax.Array:
     """Tell whether no pair of a block attends. False may be wrong; see `masks.block_is_empty`."""
     q, kv = block.q_positions, block.kv_positions
+    # A row without a key has the position -1. It must not lower the smallest position, or no block
+    # of a partly filled ring would be skipped.
     kv_low, kv_high = jnp.min(jnp.where(kv < 0, jnp.iinfo(jnp.int32).max, kv)), jnp.max(kv)
     empty: jax.Array = block_is_empty(recipe.mask, (jnp.min(q), jnp.max(q)), (kv_low, kv_high))
     if block.lengths is not None:
@@ -97,6 +99,8 @@ def _pad_side(operands: Operands, dims: dict[str, int], length: int, size: int) 
         if name == "kv_positions":
             padded[name] = pad_dim(array, dim, size, -1)
         else:
+            # A repeated last position or id does not widen the range of its block, which `is_empty`
+            # compares.
             padded[name] = pad_dim(array, dim, size, "edge" if array.dtype == jnp.int32 else 0)
     return operands.replace(**padded)
 
@@ -148,6 +152,8 @@ def key_block(operands: Operands, j: Any, recipe: Arithmetic, grid: Grid) -> Ope
     block = operands
     if grid.kv_count > 1:
         first = j * grid.kv_block
+        # The last block starts early and repeats rows of the block before it. They are hidden, or
+        # their keys would count twice.
         start = jnp.minimum(first, grid.kv_length - grid.kv_block)
         block = _slice_side(operands, _KV_DIM, start, grid.kv_block)
         if grid.kv_length % grid.kv_block:

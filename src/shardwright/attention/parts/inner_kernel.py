@@ -52,6 +52,7 @@ def inner_kernel(
     if call.platform == "tpu":
         platform_kernel = "splash"
         reasons = not_in_splash(call, q_shards=q_shards, kv_shards=kv_shards)
+    # cuDNN takes no running state, so it cannot continue with the keys of the next shard.
     elif call.platform == "gpu" and whole:
         platform_kernel, reasons = "cudnn", cudnn.not_in_cudnn(call)
     if platform_kernel and not reasons:

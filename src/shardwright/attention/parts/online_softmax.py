@@ -83,8 +83,12 @@ def update(
         state.m,
         jnp.max(jnp.where(seen, logits, DEFAULT_MASK_VALUE), axis=-1, initial=DEFAULT_MASK_VALUE),
     )
+    # Mask the exponent and not the exponential: a hidden logit may be far above `top`, and the
+    # derivative of an overflow would be NaN.
     p = jnp.exp(jnp.where(seen, logits - top[..., None], -jnp.inf))
+    # At most 1, because `top` is at least `state.m`. The same holds in `merge` and `add_sinks`.
     shrink = jnp.exp(state.m - top)
+    # Dropout follows the softmax: the sum `l` counts the dropped weights too.
     dropped = p if keep is None else p * keep
     return Running(
         o=state.o * shrink[..., None] + weighted_sum(dropped, v, v_scale=v_scale),
@@ -157,6 +161,7 @@ def without_remains(operands: Operands, recipe: Arithmetic) -> Operands:
     holds_key = positions >= 0
     if lengths is not None:
         holds_key = holds_key & (positions < lengths[:, None])
+    # Keys may hold NaN too, but a hidden logit is replaced, not multiplied by 0.
     v, v_scale = operands.v, operands.v_scale
     return operands.replace(
         v=jnp.where(holds_key[:, :, None, None], v, jnp.zeros((), v.dtype)),
@@ -208,6 +213,7 @@ def logits_of(
       bias: Broadcastable to the logits, or None.
       k_scale: `[batch, kv_length, kv_heads]`, or None. A key is `k * k_scale`.
     """
+    # The order of tokamax and of JAX's splash kernel: scale, bias, softcap, and the mask last.
     logits = scores * scale
     if k_scale is not None:
         logits = logits * by_head(k_scale, scores.shape[1])
@@ -228,6 +234,8 @@ def scores_of(q: jax.Array, k: jax.Array) -> jax.Array:
     """
     batch, q_length, heads, dim = q.shape
     kv_length, kv_heads = k.shape[1:3]
+    # The query heads of a group are a dim of the product. If keys were repeated instead, a decode
+    # step compiled for a TPU would read 4.8 times the bytes (32 heads, 8 kv heads).
     grouped = q.reshape(batch, q_length, kv_heads, heads // kv_heads, dim)
     return _einsum("btkgd,bskd->bkgts", grouped, k).reshape(batch, heads, q_length, kv_length)
 
@@ -281,6 +289,8 @@ def keys_of(ds: jax.Array, q: jax.Array, kv_heads: int) -> jax.Array:
 
 def _by_kv_head(p: jax.Array, k: jax.Array) -> jax.Array:
     batch, heads, q_length, kv_length = p.shape
+    # Weights are rounded to the dtype of the values, as in FlashAttention: an accelerator
+    # multiplies two bfloat16 faster than bfloat16 and float32. The sum stays float32.
     return p.astype(k.dtype).reshape(batch, k.shape[2], heads // k.shape[2], q_length, kv_length)
 
 

@@ -89,6 +89,8 @@ def blocks(recipe: Arithmetic, shard: Operands, call: AttentionCall) -> Arithmet
     )
     rows = 4 * shard.q.shape[0] * shard.q.shape[2]
     while rows * q_block * kv_block > limit and max(q_block, kv_block) > _SMALL:
+        # Halve the larger side: of all blocks with as many logits, a square one reads the fewest
+        # rows.
         if q_block > kv_block:
             q_block = -(-q_block // 2)
         else:

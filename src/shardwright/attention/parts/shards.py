@@ -224,6 +224,8 @@ def _forward(job: _ShardedKernel, floats: dict[str, Any], others: Any) -> Any:
         result, pull_back, kept = _pull_back(job, floats, others)
         residuals, structure = jax.tree.flatten(() if job.runs_again else pull_back)
         known = {id(x): at for at, x in enumerate(jax.tree.leaves((floats, others, result)))}
+        # An operand or a result is not returned a second time: it would leave the `shard_map` as a
+        # new array, and both would be kept for the backward pass.
         where[:] = [known.get(id(x)) for x in residuals]
         arrays = [x for x, at in zip(residuals, where, strict=True) if at is None]
         names = set(map(id, kept))
@@ -379,5 +381,7 @@ def pick_kv_heads(
         elif local % group == 0:  # they form whole groups
             changed[name] = jax.lax.dynamic_slice_in_dim(array, read[0], local // group, 2)
         else:
+            # A group is split between shards, such as groups of 4 over shards of 6: copy a kv head
+            # for each query head.
             changed[name] = jnp.take(array, read, axis=2)
     return shard.replace(**changed)

@@ -81,6 +81,7 @@ class AssignedPages(KVCache):
         pages = jnp.take_along_axis(tables, columns, axis=1)
         after = length + jnp.sum(is_token, axis=1, dtype=jnp.int32)
         over = after > self.spec.capacity
+        # The number of pages in a table means that the caller assigned none.
         lacks_page = jnp.any(is_token & (pages >= count), axis=1)
         accepted = ~(over | lacks_page)
         positions = jnp.where(is_token & accepted[:, None], positions, -1)

@@ -86,6 +86,7 @@ class PagedCache(KVCache):
         return dataclasses.replace(
             self,
             spec=dataclasses.replace(self.spec, batch=slots.shape[0]),
+            # Without `fill`, JAX would read the last slot in place of one that does not exist.
             length=length.at[slots].get(mode="fill", fill_value=0),
             tables=tables.at[slots].get(mode="fill", fill_value=self.references.shape[0]),
         )

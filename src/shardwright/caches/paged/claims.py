@@ -69,6 +69,7 @@ def claim_pages(
     numbers = jnp.arange(batch, dtype=jnp.int32)
     partial = (lengths % page_size > 0) & (counts > 0)
     holders = jnp.where(partial, references.at[last].get(mode="fill", fill_value=0), 0)
+    # before[i, j]: slot j comes before slot i, and writes to the page that is the last one of both.
     before = (
         partial[None, :] & (last[:, None] == last[None, :]) & (numbers[:, None] > numbers[None, :])
     )
@@ -96,10 +97,14 @@ def claim_pages(
         at = jnp.argmax(need > left)
         return asking & ~((numbers >= at) & (need > left[at]))
 
+    # Every turn refuses at least one slot, so there are at most `batch` turns; none if pages
+    # suffice.
     served = jax.lax.while_loop(lacks, refuse, counts > 0)
     need, first, copies = needs(served)
+    # `size` makes the shape static: no call needs more pages than this.
     free_pages = jnp.nonzero(references == 0, size=min(batch * most, pages), fill_value=pages)[0]
     steps = jnp.arange(most, dtype=jnp.int32)[None, :]
+    # Slot i gets the free pages after those of the slots before it, in order.
     ordinals = jnp.where(steps < need[:, None], (jnp.cumsum(need) - need)[:, None] + steps, pages)
     return PageClaim(
         served=served,

@@ -45,6 +45,7 @@ class Ownership:
 
     def take(self, claim: PageClaim, slots: jax.Array) -> Ownership:
         """Return the ownership after slots took a claim, whose i-th row belongs to `slots[i]`."""
+        # A slot that gets a copy of a shared page gives up its reference to that page.
         references = refer(refer(self.references, claim.pages, 1), claim.shared, -1)
         return dataclasses.replace(
             self,
@@ -103,6 +104,7 @@ def append(owned: Ownership, is_token: jax.Array, *, capacity: int, page_size: i
     most = min(count_pages(is_token.shape[1] - 1, page_size) + 1, owned.tables.shape[1])
     claim = claims.claim_pages(
         owned.references,
+        # The page of the next position. It is in use only if that position is inside a page.
         owned.at(owned.length[:, None] // page_size)[:, 0],
         lengths=owned.length,
         counts=jnp.where(over, 0, counts),
