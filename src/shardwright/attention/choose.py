@@ -60,10 +60,13 @@ class Choice:
 
     def __str__(self) -> str:
         call = self.call
+        dtypes = call.dtype
+        if call.kv_dtype is not None:
+            dtypes += f" with {call.kv_dtype} keys"
         none = "no implementation" if self.instead is None else "refused"
         lines = [
             f"{self.name or none}   {self.why}",
-            f"  call  {_shape(call)}, {_dtypes(call)}, {mode_name(call.mode)}, {call.platform}",
+            f"  call  {_shape(call)}, {dtypes}, {mode_name(call.mode)}, {call.platform}",
         ]
         if call.mesh is not None:
             lines.append(f"  mesh  {_sharding(call)}; {call.specs.why}")
@@ -240,6 +243,8 @@ def _sequence_parallel(call: AttentionCall) -> list[tuple[str, str]]:
     gathered = _gathered_bytes(call)
     few = _few_queries(call, gathered * (shards - 1) // shards)
     # A ring sends keys and values n - 1 times; all-to-alls send queries and outputs too, but once.
+    # Per row a ring sends (n - 1) * 2 * kv_heads vectors, and all-to-alls (n - 1) / n * 2 * (heads
+    # + kv_heads).
     even = 1 + call.heads / call.kv_heads
     limit = f"1 + heads / kv_heads = {even:g}"
     many_shards = f"{shards} shards are more than {limit}: all-to-alls send fewer bytes than a ring"
@@ -291,10 +296,6 @@ def _shape(call: AttentionCall) -> str:
     dims = str(call.head_dim) if call.head_dim == call.v_dim else f"{call.head_dim}/{call.v_dim}"
     lengths, heads = f"{call.q_length} x {call.kv_length}", f"{call.heads}/{call.kv_heads}"
     return f"batch {call.batch}, {lengths}, heads {heads}, head_dim {dims}"
-
-
-def _dtypes(call: AttentionCall) -> str:
-    return call.dtype if call.kv_dtype is None else f"{call.dtype} with {call.kv_dtype} keys"
 
 
 def _sharding(call: AttentionCall) -> str:

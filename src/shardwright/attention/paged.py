@@ -264,6 +264,7 @@ def _attend(
         block = shards.pick_kv_heads(_read(operands, entries), call, head_index, kv_head_index)
         return blockwise.forward(block, recipe, state=state)
 
+    # The number of steps depends on the longest sequence, not on the width of the tables.
     count = jnp.max(jnp.sum(table.here, axis=1, dtype=jnp.int32))
     state = jax.lax.fori_loop(
         0, (count + at_once - 1) // at_once, add, online_softmax.start(operands.q, operands.v)
@@ -310,6 +311,7 @@ def _sequences(call: AttentionCall, gathered: tuple[str, ...]) -> jax.Array:
     """Return the numbers of this shard's sequences, gathered over some mesh axes of the batch."""
     sizes = [call.shards((axis,)) for axis in call.specs.batch]
     numbers = jnp.arange(call.batch, dtype=jnp.int32).reshape(*sizes, -1)
+    # From the last dim on, because each step removes a dim.
     for dim, axis in reversed(list(enumerate(call.specs.batch))):
         if axis not in gathered:
             at = jax.lax.axis_index(axis)
@@ -321,6 +323,8 @@ def _compact(pages: jax.Array, shard: Operands, at_once: int) -> _ShardPages:
     count, page_size = shard.k.shape[:2]
     ordinals = jnp.broadcast_to(jnp.arange(pages.shape[1], dtype=jnp.int32)[None], pages.shape)
     here = (pages >= 0) & (pages < count) & (ordinals * page_size < shard.lengths[:, None])
+    # Put the used pages first, so that the loop ends after the last one. A shard has a part of
+    # them, anywhere in the row.
     order = jnp.argsort(~here, axis=1, stable=True)
     table = (jnp.take_along_axis(column, order, axis=1) for column in (pages, ordinals, here))
     padding = ((0, 0), (0, -pages.shape[1] % at_once))
@@ -335,16 +339,13 @@ def _read(operands: Operands, entries: _ShardPages) -> Operands:
         entries.ordinals[:, :, None] * page_size
         + jnp.arange(page_size, dtype=jnp.int32)[None, None]
     )
+    # An entry that is not here reads page 0, whose rows are hidden by the position -1.
     positions = jnp.where(entries.here[:, :, None], positions, -1).reshape(positions.shape[0], -1)
-    names = [
-        name for name in ("k", "v", "k_scale", "v_scale") if getattr(operands, name) is not None
-    ]
-    rows = {name: _rows_of(getattr(operands, name), entries.pages) for name in names}
+    rows = {}
+    for name in ("k", "v", "k_scale", "v_scale"):
+        if (pages := getattr(operands, name)) is not None:
+            rows[name] = pages[entries.pages].reshape(*positions.shape, *pages.shape[2:])
     return operands.replace(kv_positions=positions, **rows)
-
-
-def _rows_of(array: jax.Array, pages: jax.Array) -> jax.Array:
-    return array[pages].reshape(pages.shape[0], -1, *array.shape[2:])
 
 
 # Arguments.

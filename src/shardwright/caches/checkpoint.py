@@ -26,6 +26,7 @@ from shardwright.manager import constraint, context
 from shardwright.manager.manager import PartitionManager
 from shardwright.vocabulary.modes import parse_mode
 
+# Raise it if an older version could not read what this one writes.
 _FORMAT = 1
 _WHAT = "saving and restoring caches"
 _BROKEN = (
@@ -155,7 +156,10 @@ def restore(
             manager = context.current() if manager is None else manager
             spec = dataclasses.replace(spec, mode=_restored_mode(spec, manager, mode))
             shardings = _shardings(_assemble(cls, spec, shapes), manager)
-        targets = {name: _with_sharding(shapes[name], shardings[name]) for name in shardings}
+        targets = {
+            name: jax.ShapeDtypeStruct(shapes[name].shape, shapes[name].dtype, sharding=sharding)
+            for name, sharding in shardings.items()
+        }
         return _assemble(cls, spec, _read_arrays(orbax, checkpointer, directory, targets))
 
 
@@ -245,6 +249,7 @@ def _check_like(
     problems = []
     for field in dataclasses.fields(CacheSpec):
         saved, like_value = getattr(spec, field.name), getattr(like.spec, field.name)
+        # The mode only decides the sharding, and that is to be that of `like`.
         if saved != like_value and field.name != "mode":
             what = f"{field.name} was saved as {_text(saved)}, and like has {_text(like_value)}"
             fix = f"create like with {field.name}={_text(saved)}"
@@ -293,7 +298,7 @@ def _restored_mode(
 def _shardings(cache: KVCache, manager: PartitionManager | None) -> dict[str, Any]:
     """Return the shardings of a cache's arrays under a manager. The arrays may be shapes."""
     if manager is None:
-        return dict.fromkeys(cache.array_axes)
+        return dict.fromkeys(cache.array_axes, SingleDeviceSharding(jax.devices()[0]))
     if isinstance(manager.mesh, AbstractMesh):
         raise constraint.no_devices()
     sharding = CacheSharding(manager=manager, mode=cache.spec.mode)
@@ -304,9 +309,3 @@ def _shardings(cache: KVCache, manager: PartitionManager | None) -> dict[str, An
             sharding.check_order(cache.spec.order, axes, shape)
             shardings[name] = NamedSharding(manager.mesh, sharding.spec(axes, shape))
     return shardings
-
-
-def _with_sharding(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
-    if sharding is None:
-        sharding = SingleDeviceSharding(jax.devices()[0])
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

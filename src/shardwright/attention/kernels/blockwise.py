@@ -34,6 +34,8 @@ from shardwright.attention.parts.dropout import keep_factors
 from shardwright.attention.parts.online_softmax import Running
 from shardwright.attention.parts.shards import lengths_are_whole, no_weights, run_on_shards
 
+# The operands that have gradients. `custom_vjp` takes them apart from the integers, whose
+# cotangents would have the dtype float0.
 _FLOATS = ("q", "k", "v", "bias", "sinks")
 _NO_FLOATS = dict.fromkeys(_FLOATS)
 
@@ -104,6 +106,7 @@ def _backward_pass(
 ) -> dict[str, Any]:
     recipe, _ = static
     floats, others, (o, lse, lse_error) = residuals
+    # The rounding error of the logsumexp is behind `stop_gradient`, so its cotangent is 0.
     do, dlse, _ = cotangents
     operands = others.replace(**floats)
     rows = delta(o, do, dlse)
@@ -149,13 +152,17 @@ def forward(operands: Operands, recipe: Arithmetic, *, state: Running | None = N
 
         def add_keys(state: Running, j: Any) -> tuple[Running, None]:
             block = blocks.key_block(row, j, recipe, grid)
+            # If no mask can hide the whole block, a conditional only costs.
             if not blocks.may_be_empty(block, recipe):
                 return _add(recipe, block, state), None
+            # XLA runs one branch, so a hidden block costs no product and no read of its values.
             empty, add = blocks.is_empty(block, recipe), functools.partial(_add, recipe, block)
             return jax.lax.cond(empty, lambda state: state, add, state), None
 
         if grid.kv_count == 1:
             return None, add_keys(state, 0)[0]
+        # `scan`, because a `while_loop` has no reverse-mode derivative, which derivatives of
+        # gradients need.
         return None, jax.lax.scan(add_keys, state, jnp.arange(grid.kv_count, dtype=jnp.int32))[0]
 
     if grid.q_count == 1:
@@ -182,6 +189,7 @@ def _add(recipe: Arithmetic, block: Operands, state: Running) -> Running:
         # Weights times the scales of values can be too small for float16.
         wide = jnp.float32 if block.q.dtype == jnp.float16 else block.q.dtype
         block = block.replace(k=block.k.astype(block.q.dtype), v=block.v.astype(wide))
+    # A step of the inner loop of FlashAttention-2 (Dao 2023, algorithm 1).
     seen, bias = online_softmax.visible(block, recipe.mask)
     logits = online_softmax.logits_of(
         online_softmax.scores_of(block.q, block.k),
@@ -258,6 +266,8 @@ def backward(
     rows = _BackwardRows(do=do, lse=lse, delta=delta, lse_error=lse_error)
     rows = rows.padded(grid.q_count * grid.q_block)
 
+    # As in FlashAttention-2 (Dao 2023, algorithm 2), keys are the outer loop: dk and dv of a block
+    # are the carry of the inner loop, and only dq is read and written in every step.
     def add_columns(j: jax.Array, gradients: Gradients) -> Gradients:
         column, first = blocks.padded_key_block(padded, j, grid), j * grid.kv_block
 
@@ -307,6 +317,8 @@ def delta(o: jax.Array, do: jax.Array, dlse: jax.Array | None = None) -> jax.Arr
     Returns:
       `[batch, heads, q_length]` float32.
     """
+    # D of FlashAttention (Dao et al. 2022, algorithm 4). The derivative of the logsumexp by the
+    # logits is the weights, so its cotangent is added to `dp`, that is, subtracted here.
     rows: jax.Array = jnp.einsum("bthd,bthd->bht", o.astype(jnp.float32), do.astype(jnp.float32))
     return rows if dlse is None else rows - dlse
 
@@ -315,6 +327,7 @@ def sinks_gradient(
     sinks: jax.Array, *, lse: jax.Array, delta: jax.Array, lse_error: jax.Array | None = None
 ) -> jax.Array:
     """Return the gradient of the sinks, `[heads]` float32; see `backward`."""
+    # A sink is a logit whose value is 0, so its dp is 0 and ds is -p * delta.
     above = sinks.astype(jnp.float32)[None, :, None] - lse
     share = jnp.exp(above if lse_error is None else above - lse_error)
     return -jnp.sum(share * delta, axis=(0, 2))
@@ -338,6 +351,7 @@ def _add_gradients(
     ds, weights = _logit_gradients(block, recipe, rows)
     if dbias is not None:
         dbias = _add_bias(dbias, ds, block.bias, first, j * grid.kv_block)
+    # The bias is added to scaled products, so its gradient is `ds` without the scale.
     scaled = ds * recipe.scale
     own = blocks.slice_dim(dq, 1, first, grid.q_block)
     own = own + online_softmax.queries_of(scaled, block.k)
@@ -368,10 +382,12 @@ def _logit_gradients(
         above = above - rows.lse_error[..., None]
     # Mask the exponent and not the exponential: the derivative of an overflow would be NaN.
     p = jnp.exp(jnp.where(seen, above, -jnp.inf))
+    # The backward pass stores no weights: it computes them again from the logsumexp.
     dp = online_softmax.scores_of(rows.do, block.v)
     keep = keep_factors(block, recipe.dropout) if recipe.dropout else None
     ds = p * ((dp if keep is None else dp * keep) - delta_rows[..., None])
     if recipe.softcap is not None:
+        # The derivative of c tanh(x / c) is 1 - tanh(x / c)^2, and these logits are capped already.
         ds = ds * (1.0 - jnp.square(logits / recipe.softcap))
     return ds, p if keep is None else p * keep
 
@@ -381,6 +397,7 @@ def _add_bias(
 ) -> Any:
     """Return the gradient of the bias with that of a block added, summed over broadcast dims."""
     shared = tuple(dim for dim in range(4) if bias.shape[dim] == 1 and ds.shape[dim] != 1)
+    # A dim of size 1 was broadcast, and the transpose of a broadcast is a sum.
     part = jnp.sum(ds, axis=shared, keepdims=True) if shared else ds
     at = (0, 0, q_start if dbias.shape[2] > 1 else 0, kv_start if dbias.shape[3] > 1 else 0)
     old = jax.lax.dynamic_slice(dbias, at, part.shape)

@@ -77,9 +77,11 @@ class Combination:
         if not self.head_axes:
             return shard
         q = sequence.gather(shard.q, self.head_axes, dim=2)
-        changed = {
-            name: _gather_heads(getattr(shard, name), self.head_axes) for name in ("mask", "bias")
-        }
+        changed = {}
+        for name in ("mask", "bias"):
+            array = getattr(shard, name)
+            if array is not None and array.shape[1] > 1:
+                changed[name] = sequence.gather(array, self.head_axes, dim=1)
         first = (
             None
             if shard.head_index is None
@@ -124,6 +126,8 @@ class Combination:
         if self.head_axes:
             return False
         output = partial.size // partial.shape[-1] * v_dim * jnp.dtype(dtype).itemsize
+        # A gather sends (n - 1) * partial. Two collectives send (n - 1) / n of the partial results,
+        # and as much of the output.
         parts = self.shards - 1
         two_collectives = parts * (partial.nbytes + output) // self.shards
         return parts * partial.nbytes - two_collectives <= _FEW_BYTES
@@ -168,6 +172,7 @@ class Combination:
         self, partial: jax.Array, v_dim: int, sinks: jax.Array | None, dtype: str
     ) -> Result:
         o, lse = partial[..., :v_dim], partial[..., v_dim]
+        # Weights relative to the largest logsumexp are at most 1, so the sum cannot overflow.
         top = _top(jax.lax.pmax(jax.lax.stop_gradient(lse), self.axes))
         weights = _weights(partial, top, v_dim)[..., None]
         total = jax.lax.psum(jnp.concatenate([o * weights, weights], axis=-1), self.axes)
@@ -298,6 +303,7 @@ def _combined(pieces: jax.Array, v_dim: int) -> Running:
     """
     o = pieces[..., :v_dim]
     top = _top(jnp.max(pieces[..., v_dim], axis=0))
+    # A normalized output and its logsumexp are the running state o, m = lse, l = 1.
     weights = _weights(pieces, top, v_dim)
     return Running(o=jnp.sum(o * weights[..., None], axis=0), m=top, l=jnp.sum(weights, axis=0))
 
@@ -323,7 +329,3 @@ def _local_part(array: jax.Array, axes: tuple[str, ...], size: int, *, dim: int 
 def _gather(array: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
     whole: jax.Array = jax.lax.all_gather(array, axes, axis=dim, tiled=True, to="invarying")
     return whole
-
-
-def _gather_heads(array: jax.Array | None, axes: tuple[str, ...]) -> jax.Array | None:
-    return array if array is None or array.shape[1] == 1 else sequence.gather(array, axes, dim=1)

@@ -218,7 +218,7 @@ _attend = differentiable(_values, _backward_pass)
 def _scan_steps(ring: _Ring, function: Any, carry: Any) -> Any:
     """Return the carry after `function(carry, step, hop)` for all steps but the last."""
     hops = ring.hops
-    # The pairs of a `ppermute` are static, so a loop serves only turns that are equally far apart.
+    # The pairs of a `ppermute` are static, so a loop serves only steps that are equally far apart.
     if not ring.loop or len(hops) < 2 or len(set(hops)) > 1:
         for step, hop in zip(ring.steps, hops, strict=False):
             carry = function(carry, step, hop)
