@@ -89,10 +89,10 @@ def train_steps(
     )
     opt = trainer.pm.abstract_state(optimizer, decoder_specs(config))
     arguments = ({"params": params, "opt": opt}, {"inputs": tokens, "targets": tokens})
-    ours = trainer.step.lower(*arguments).compile()
+    ours = trainer.step.lower(*arguments).compile(programs.OPTIONS)
     theirs = by_hand(config, mesh=mesh, specs=specs, **fields).train_step(optimizer)
     with trainer.pm:  # for the library's attention
-        return ours, theirs.lower(*arguments).compile()
+        return ours, theirs.lower(*arguments).compile(programs.OPTIONS)
 
 
 @pytest.mark.full(but=["serve_tp"])
@@ -125,8 +125,13 @@ def test_decode_step_equals_hand_written(name: str, config: DecoderConfig) -> No
         sharding = decoding.sharding(sw.BATCH, shape=(8,))
         last = jax.ShapeDtypeStruct((8,), jnp.int32, sharding=sharding)
         arguments = (decoding.abstract(decoder_specs(config)), caches, last)
-        ours = server.decode.lower(*arguments).compile()
-    theirs = by_hand(config, mesh=mesh, specs=specs).decode_step().lower(*arguments).compile()
+        ours = server.decode.lower(*arguments).compile(programs.OPTIONS)
+    theirs = (
+        by_hand(config, mesh=mesh, specs=specs)
+        .decode_step()
+        .lower(*arguments)
+        .compile(programs.OPTIONS)
+    )
     programs.assert_same(ours, theirs)
 
 
@@ -145,7 +150,7 @@ def test_changed_spec_changes_program() -> None:
         return programs.text_of(
             jax.jit(model.loss)
             .lower(pm.abstract(decoder_specs(TINY)), {"inputs": tokens, "targets": tokens})
-            .compile()
+            .compile(programs.OPTIONS)
         )
 
     good = loss(hand_written.FSDP2_TP4)

@@ -61,7 +61,7 @@ def program_of_blocks(preset: str, *, scan: bool) -> tuple[Any, Any]:
     axes = (sw.BATCH, sw.LENGTH)
     tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32, sharding=pm.sharding(*axes, shape=(8, 16)))
     arguments = (state, {"inputs": tokens, "targets": tokens})
-    return pm.jit_step(step, state, axes).lower(*arguments).compile(), arguments
+    return pm.jit_step(step, state, axes).lower(*arguments).compile(programs.OPTIONS), arguments
 
 
 def program_by_hand(preset: str, arguments: Any, *, scan: bool, **changed: Any) -> Any:
@@ -71,7 +71,7 @@ def program_by_hand(preset: str, arguments: Any, *, scan: bool, **changed: Any) 
         layers=CONFIG.layers,
         scan=scan,
     )
-    return model.train_step(OPTIMIZER).lower(*arguments).compile()
+    return model.train_step(OPTIMIZER).lower(*arguments).compile(programs.OPTIONS)
 
 
 @pytest.mark.full(but=["True-fsdp_tp"])
