@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import jax
@@ -121,6 +122,11 @@ def test_cast_before_sending(piece: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     np.testing.assert_array_equal(back, np.asarray(moved["w"], np.float32))
 
 
+@pytest.mark.skipif(
+    "--xla_cpu_use_fusion_emitters=false" in os.environ.get("XLA_FLAGS", ""),
+    reason="without this emitter XLA copies bfloat16 as float32, which makes each NaN quiet; "
+    "make test-latest has it",
+)
 def test_nan_payload_is_kept() -> None:
     bits = np.arange(0x7F80, 0x7F80 + 128, dtype=np.uint16).reshape(16, 8)
     x = train().reshard(bits.view(jnp.bfloat16), AXES)
