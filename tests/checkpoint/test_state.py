@@ -170,6 +170,15 @@ def test_leaves_are_read_in_pieces(
     assert min(ticks) > 1
 
 
+def test_a_read_above_the_usual_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """orbax refuses a read that is larger than its limit, so a large read raises the limit."""
+    monkeypatch.setattr(chunks, "AT_ONCE", 1)
+    pm = manager("fsdp", "fsdp:4")
+    state = {"x": pm.shard(jnp.arange(64.0).reshape(8, 8), sw.EMBED, sw.VOCAB)}
+    checkpoint.save(tmp_path, state, step=1)
+    assert_equal_bits(checkpoint.restore(tmp_path, state), state)
+
+
 def test_parts_that_fill_a_box_are_one_read() -> None:
     file = FakeFile(np.arange(24).reshape(4, 6))
     array = StoredArray(file)

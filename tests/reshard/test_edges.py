@@ -16,6 +16,7 @@ import shardwright as sw
 from shardwright.errors import MoveError, ShardingError
 from shardwright.reshard.exchange import sends_of
 from shardwright.reshard.grid import grid_of
+from shardwright.reshard.pieces import cut
 from shardwright.testing import cpu_mesh
 from tests.raising import Facts, facts, raises
 
@@ -182,3 +183,15 @@ def test_targets_may_be_arrays_with_shardings() -> None:
             np.testing.assert_array_equal(moved[name], numbers(seed))
     plan = pm.plan_reshard(structs, structs, source=tree)
     assert plan.bytes_sent == pm.plan_reshard(tree, AXES).bytes_sent
+
+
+def test_pieces_cover_a_leaf_within_the_limit() -> None:
+    """A piece is at most `limit` bytes, if more than one row fits, and no row is left out."""
+    for rows in (*range(2, 40), 97, 128):
+        for limit in (1, 7, 16, 50):
+            piece = cut((rows, 3), [(1, 1)], largest=rows * 3, limit=limit)
+            assert piece.bytes <= max(limit, 3 if piece.dim == 0 else rows)
+            if piece.dim is not None:
+                starts = [piece.start(number) for number in range(piece.count)]
+                covered = {start + at for start in starts for at in range(piece.size)}
+                assert covered == set(range((rows, 3)[piece.dim]))

@@ -392,7 +392,7 @@ class _StateIndex:
             )
         what, fix = f"state of shape {shape} follows no parameter", _fix_by_override(path)
         elements = sum(math.prod(np.shape(leaf.value)) for leaf in self.params.values())
-        if len(self.params) > 1 and shape == (elements,):
+        if shape == (elements,):
             what += (
                 ": it has as many elements as all parameters, so optax.flatten may have joined them"
             )
