@@ -38,13 +38,13 @@ def shown(seconds: float) -> str:
     ("row", "case", "ours", "peers"),
     [
         (
-            "specs of 45,456 weights",
+            "time: specs of 45,456 weights",
             "DeepSeek-V3, 45,456 leaves, 8 CPU devices",
             "first",
             {"flax (linen)": "flax logical_to_mesh_sharding", "eformer": "eformer, sizes checked"},
         ),
         (
-            "1,000 constraints, traced",
+            "time: trace 1,000 constraints",
             "1,000 constraints, 8 CPU devices",
             "shard",
             {
