@@ -39,7 +39,7 @@ demo-processes: ## train in two and in four local processes, kill one, go on wit
 	@$(ready) $(VENV) test
 	@$(bin)/python examples/several_processes.py $(ARGS)
 
-quick: ## lint, types, and the tests of resolution, strategy, trees and manager: under a minute
+quick: ## lint, types, and the tests of five rooms, such as resolution: under a minute
 	@$(ready) $(VENV) dev
 	@$(bin)/ruff format --quiet --check .
 	@$(bin)/ruff check --quiet .
@@ -47,11 +47,11 @@ quick: ## lint, types, and the tests of resolution, strategy, trees and manager:
 	  $(call unoptimized,$(bin)) $(bin)/python $(pytest) $(rooms) $(ARGS); tests=$$?; \
 	  wait $$types && exit $$tests
 
-test: ## run the tests of every behavior
+test: ## run the tests: each behavior at least once
 	@$(ready) $(VENV) test
 	@$(call unoptimized,$(bin)) $(bin)/python $(pytest) $(ARGS)
 
-test-full: ## run all tests: every mesh, dtype, cache and page, for an hour
+test-full: ## run all tests but those marked product: every mesh, dtype, cache and page, for an hour
 	@$(ready) $(VENV) test
 	@$(call unoptimized,$(bin)) $(bin)/python $(pytest) -m "not product" $(ARGS)
 
