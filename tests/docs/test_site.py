@@ -1,4 +1,4 @@
-"""The site's navigation has every page, and its API pages have every public name."""
+"""The navigation has every page, the API pages have every public name, and pages stay short."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import importlib.util
 import inspect
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from tests.docs.snippets import PAGES, ROOT
 
 DOCS = ROOT / "docs"
+WORDS_FOR_USERS, WORDS_FOR_MAINTAINERS = 46_000, 13_000
 # What users import from.
 PACKAGES = (
     "shardwright",
@@ -110,3 +112,23 @@ def test_api_pages_show_each_name_once() -> None:
             if not last[0].isupper()
             else hasattr(importlib.import_module(home), last)
         ), name
+
+
+def words(pages: Iterable[Path]) -> int:
+    """Return the number of words of pages, as `wc -w` counts them."""
+    return sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
+
+
+def test_pages_stay_within_their_budget_of_words() -> None:
+    maintainers = DOCS / "development"
+    users = [
+        ROOT / "README.md",
+        *(
+            page
+            for page in DOCS.rglob("*.md")
+            if not page.is_relative_to(maintainers) and not page.is_relative_to(DOCS / "api")
+        ),
+    ]
+    assert len(users) > 30
+    assert words(users) <= WORDS_FOR_USERS, "shorten a page of docs/, or the README"
+    assert words(maintainers.rglob("*.md")) <= WORDS_FOR_MAINTAINERS, "shorten docs/development"
