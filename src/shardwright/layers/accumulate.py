@@ -129,6 +129,7 @@ def accumulate(
         step = _make_step(loss, n, manager, size, mean_over=mean_over)
         if manager is None:
             return step.run(params, batch, channel, key)
+        # Gathered outside of the scan. Inside of it, every microbatch would gather them again.
         weights = manager.gather(params, specs)
         result = _on_shards(step, manager)(weights, batch, channel, key)
         return dataclasses.replace(result, grads=manager.shard(result.grads, specs, role="param"))
@@ -183,6 +184,8 @@ class _AccumulationStep:
         """Return a key for each microbatch of this device."""
         if key is None:
             return None
+        # Device d has the numbers from d * n on, so no two microbatches of the step fold in the
+        # same one.
         first = jax.lax.axis_index(self.axes) * self.n if self.axes else 0
         return jax.vmap(functools.partial(jax.random.fold_in, key))(first + jnp.arange(self.n))
 
@@ -240,6 +243,8 @@ def _shape_text(value: Any) -> str:
 
 def _zeros(weight: Any) -> Any:
     """Return zeros that gradients are added to; bfloat16 would lose those of later microbatches."""
+    # The accumulator has the varying mesh axes of the weight, since a scan's carry cannot change
+    # its type.
     return jnp.zeros_like(weight, dtype=jnp.promote_types(weight.dtype, jnp.float32))
 
 

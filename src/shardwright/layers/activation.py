@@ -53,10 +53,13 @@ def _clamped_linear(x: Any, clamp: Clamp) -> Any:
 # Each is a function of an array and the constants of clamping.
 ACTIVATIONS: Final[Mapping[str, Callable[[Any, Clamp], Any]]] = MappingProxyType(
     {
+        # The default of JAX, TransformerEngine and GPT-2. Hugging Face calls it "gelu_new" or
+        # "gelu_pytorch_tanh", and its "gelu" is the exact one.
         "gelu": lambda x, _: jax.nn.gelu(x, approximate=True),
         "gelu_exact": lambda x, _: jax.nn.gelu(x, approximate=False),
         "silu": lambda x, _: jax.nn.silu(x),
         "relu": lambda x, _: jax.nn.relu(x),
+        # Hendrycks and Gimpel, arXiv:1606.08415, section 2.
         "quick_gelu": lambda x, _: x * jax.nn.sigmoid(1.702 * x),
         "squared_relu": lambda x, _: jnp.square(jax.nn.relu(x)),
         "sigmoid": lambda x, _: jax.nn.sigmoid(x),
@@ -106,6 +109,7 @@ def gated(names: Sequence[str], x: Any, *, axis: int = -2, clamp: Clamp = CLAMP)
             path="x",
             fix="pass one slice per activation",
         )
+    # An index and not `jnp.split`: the slices lose the dim, so that the product has one dim less.
     parts = [
         ACTIVATIONS[name](jax.lax.index_in_dim(x, at, axis, keepdims=False), clamp)
         for at, name in enumerate(names)

@@ -118,6 +118,8 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         read_fields(self, error=LayerError)
         if self.kv_heads is None:
+            # The class is frozen, because a config is a static argument and part of the keys of
+            # caches.
             object.__setattr__(self, "kv_heads", self.heads)
         if self.head_dim is None:
             if self.embed % self.heads:
@@ -173,6 +175,8 @@ def specs(config: AttentionConfig) -> dict[str, Any]:
     embed = [(EMBED, config.embed)]
     heads = [(HEAD, config.heads), (HEAD_DIM, config.size)]
     rows = [(KV_HEAD, config.key_heads), (KV_HEAD_DIM, config.size)]
+    # The projections are apart, not one fused kernel: kv heads may be sharded over other mesh axes
+    # than query heads.
     tree: dict[str, Any] = {
         "query": projection.specs(embed, heads, **options),
         "key": projection.specs(embed, rows, **options),
@@ -199,6 +203,7 @@ def init_scaling(config: AttentionConfig, *, layers: int | None = None) -> dict[
     """
     if not isinstance(config.recipe, fp8.DelayedScaling):
         return None
+    # One input is quantized once for all kernels that it meets, so scalings go by inputs.
     groups = {"qkv": ("query", "key", "value"), "out": ("out",)}
     return {group: fp8.init(config.recipe, names, layers=layers) for group, names in groups.items()}
 
@@ -299,6 +304,7 @@ def apply(
         context_rows = _attend(config, rows, given | {"sinks": sinks}, key)
     else:
         context_rows, cache = _attend_to_cache(config, rows, cache, valid, sinks)
+    # The policy of a remat can keep the context by this name, as in TransformerEngine.
     context_rows = checkpoint_name(place(context_rows, QUERIES), "context")
     # With sequence parallelism this matmul ends in a reduce-scatter.
     outs = project(
@@ -351,6 +357,7 @@ def _project(
         result = project(x, weights, out=query | pair, state=state, **options)
         ys, seen = result.ys, result.seen
     else:
+        # The block's norm is for `x` alone. An encoder ends with a norm of its own, as in T5.
         encoded = place(jnp.asarray(encoded).astype(config.dtypes.compute), OPERAND)
         ys = project(x, weights, out=query, **options).ys
         ys |= project(encoded, weights, out=pair, **options).ys
@@ -359,6 +366,7 @@ def _project(
     for name in (*query, *pair):
         y = ys[name]
         if name != "value" and config.qk_norm is not None:
+            # Before the rotation, as in Qwen 3 and Gemma 3.
             y = norm.apply(config.qk_norm, weights[f"{name}_norm"], y)
         if name != "value" and config.rope_theta is not None:
             y = _rotate(config.rope_theta, y, positions)
@@ -405,6 +413,8 @@ def _attend_to_cache(
         softcap=config.softcap,
         scale=config.scale,
     )
+    # A tracer has no value, and shards of other processes cannot be read. Then the cache drops the
+    # tokens.
     refused = result.change.refused
     if not isinstance(refused, jax.core.Tracer) and refused.is_fully_addressable:
         result.change.check(fix="create the cache with a larger capacity=, or free the slot first")
@@ -519,5 +529,6 @@ def _segments(x: Any, segment_ids: Any, encoded_segment_ids: Any) -> dict[str, A
     """Return the ids of queries and keys; nothing if all rows see each other."""
     if encoded_segment_ids is None:
         return {}
+    # Without ids of their own, all tokens see the rows of `encoded` that have the id 1.
     own = jnp.ones(x.shape[:2], jnp.int32) if segment_ids is None else segment_ids
     return {"segment_ids": own, "kv_segment_ids": encoded_segment_ids}

@@ -35,8 +35,10 @@ def closed_over_keys(function: Callable[..., Any]) -> list[str]:
         part = inspect.unwrap(part)
         part = getattr(part, "__func__", part)  # of a method
         if isinstance(part, types.FunctionType) and id(part) not in known:
+            # Functions may name each other in a circle.
             known.add(id(part))
             home = part.__globals__ if home is None else home
+            # Functions of other modules, such as those of a library, are not searched.
             if part.__globals__ is home:
                 named.update(_captured(part))
         for name, value in named.items():

@@ -126,6 +126,7 @@ def _matmul(x: Any, kernel: Any, contract: int) -> Any:
     rank = x.ndim
     dims = (tuple(range(rank - contract, rank)), tuple(range(contract)))
     left, right = jax.typeof(x).sharding, jax.typeof(kernel).sharding
+    # The type of an array without a sharding has an empty mesh, such as that of a constant.
     mesh = right.mesh if left.mesh.empty else left.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return jax.lax.dot_general(x, kernel, (dims, ((), ())))
@@ -151,6 +152,7 @@ def entries_of_matmul(
       contract: Number of dims that are contracted.
     """
     rows = len(x) - contract
+    # JAX allows a mesh axis once in a spec, so an axis that shards x cannot shard an output too.
     used = {axis for entry in x for axis in entry_names(entry)}
     free = [
         entry_of(tuple(axis for axis in entry_names(entry) if axis not in used))

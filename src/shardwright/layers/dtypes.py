@@ -38,6 +38,7 @@ class Dtypes:
     def __post_init__(self) -> None:
         inherited: Any = None
         for name in ("param", "compute", "output"):
+            # The chain of defaults is param, compute, output. A cache follows compute, not output.
             inherited = self._parse(name, inherited)
         self._parse("cache", self.compute)
 

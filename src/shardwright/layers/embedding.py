@@ -92,6 +92,7 @@ def _on_shards(manager: PartitionManager, vocab: int, tokens: Any) -> Any:
             path="tokens",
             fix=f"give VOCAB or {' and '.join(map(axis_label, TOKENS))} a rule without {both[0]}",
         )
+    # A `shard_map`, because JAX refuses an index into a dim that Explicit axes shard.
     return manager.remember(
         ("embedding", names),
         lambda: manager.shard_map(
@@ -105,10 +106,14 @@ def _on_shards(manager: PartitionManager, vocab: int, tokens: Any) -> Any:
 def _lookup(table: Any, tokens: Any, names: tuple[str, ...]) -> Any:
     """Look up tokens in one shard of the table. `names` are the mesh axes that shard VOCAB."""
     rows = table.shape[0]
+    # The shards of the vocabulary follow each other in the order of `names`, the first one major.
     local = tokens - jax.lax.axis_index(names) * rows if names else tokens
     is_here = (local >= 0) & (local < rows)
+    # Row 0 stands in for tokens of other shards, so all indices are in bounds. The select below
+    # makes its result 0, and its gradient too.
     found = table.at[jnp.where(is_here, local, 0)].get(mode="promise_in_bounds")
     found = jnp.where(is_here[..., None], found, jnp.zeros((), found.dtype))
+    # One shard has the row of a token and the others add 0, so the sum is exact in every dtype.
     return jax.lax.psum(found, names) if names else found
 
 

@@ -179,6 +179,7 @@ def cross_entropy(
         entropy, square, count = sums(x, labels)
     else:
         entropy, square, count = _by_chunks(sums, x, labels, weight, chunks)
+    # Where all tokens are ignored, the loss is 0 and not 0 / 0.
     tokens = jnp.maximum(count, 1).astype(jnp.float32)
     entropy = entropy / tokens
     # Without the branch, a loss without z-loss would still compute it.
@@ -194,6 +195,8 @@ def _use_head(x: Any, head: Any, tied: bool, path: str | None) -> Any:
     """
     read_value("tied", tied, TIED, error=LayerError)
     axes = (VOCAB, EMBED) if tied else (EMBED, VOCAB)
+    # A head of another rank goes to `_check_head`, whose message is about the head. The resolver's
+    # would be about two axes for another number of dims.
     weight = use(head, axes, path=path) if np.ndim(head) == 2 else head
     _check_head(x, weight, tied)
     problems = split_problems(x.shape, OPERAND, (EMBED,), name="x", role=Role.ACTIVATION)
@@ -216,6 +219,7 @@ def _logits(
         values = cap * jnp.tanh(values / cap)
     if vocab is None:
         return values
+    # After the softcap, whose tanh would turn -inf into -c.
     number = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2)
     return jnp.where(number < vocab, values, -jnp.inf)
 
@@ -226,6 +230,8 @@ def _sums(values: Any, labels: Any, ignore: int) -> tuple[jax.Array, jax.Array, 
     total = jax.nn.logsumexp(values, axis=-1)
     # A comparison, not an index: an index into a sharded vocabulary would gather the logits.
     is_label = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2) == labels[..., None]
+    # A select and not a product with 0 and 1: the logits of padded rows are -inf, and 0 * -inf is
+    # NaN.
     chosen = jnp.sum(jnp.where(is_label, values, 0), axis=-1)
     entropy = jnp.sum(jnp.where(counts, total - chosen, 0))
     square = jnp.sum(jnp.where(counts, jnp.square(total), 0))
@@ -242,8 +248,11 @@ def _by_chunks(sums: Any, x: Any, labels: Any, weight: Any, chunks: int) -> Any:
     x = x.reshape(batch, length // chunks, chunks, embed)
     labels = labels.reshape(batch, length // chunks, chunks)
 
+    # Without it, the scan would keep the logits of every chunk for the backward pass.
     @jax.checkpoint
     def step(carry: Any, at: Any) -> tuple[Any, None]:
+        # As `xs` of the scan, the chunks would have to be in dim 0, and x would be copied in that
+        # order.
         part = sums(
             jax.lax.dynamic_index_in_dim(x, at, 2, keepdims=False),
             jax.lax.dynamic_index_in_dim(labels, at, 2, keepdims=False),

@@ -99,4 +99,5 @@ def apply(
     y, state = moe.apply(
         config.moe, params["moe"], x, keys=keys, state=state, path=part("moe"), valid=valid
     )
+    # The name of an MLP's result, so that the remat policy "blocks" keeps both.
     return checkpoint_name(place(y, RESIDUAL), "mlp_down"), state

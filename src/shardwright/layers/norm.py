@@ -106,6 +106,7 @@ def layer_norm(
     _check(x, scale=scale, bias=bias)
     wide = jnp.asarray(x).astype(jnp.float32)
     mean = jnp.mean(wide, axis=-1, keepdims=True)
+    # Two passes: E[x^2] - mean^2 loses all digits if the mean is large beside the deviation.
     variance = jnp.mean(jnp.square(wide - mean), axis=-1, keepdims=True)
     scale = jnp.asarray(scale).astype(jnp.float32) + (1 if zero_centered else 0)
     y = (wide - mean) * jax.lax.rsqrt(variance + epsilon) * scale
@@ -134,6 +135,7 @@ def rms_norm(
     wide = jnp.asarray(x).astype(jnp.float32)
     mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     scale = jnp.asarray(scale).astype(jnp.float32)
+    # In bfloat16, 1 + scale would round a small scale away.
     y = wide * jax.lax.rsqrt(mean + epsilon) * (scale + 1 if zero_centered else scale)
     return y.astype(x.dtype if dtype is None else dtype)
 

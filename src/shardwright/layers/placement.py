@@ -102,6 +102,8 @@ def check_vocabulary(weight: Any, axes: Any, tokens: Any, *, name: str, path: st
     if not is_inside_shard_map():
         return
     raise_problems(split_problems(weight.shape, axes, (VOCAB,), name=name, path=path))
+    # A device with a part of the vocabulary has other rows than the devices beside it, but the same
+    # tokens. So its weight varies over an axis that the tokens do not.
     unknown = sorted(_jax.varying_axes(weight) - _jax.varying_axes(tokens))
     if context.current() is None and unknown:
         raise LayerError(
@@ -126,6 +128,7 @@ def use(params: Any, specs: Any, *, path: str | None = None) -> Any:
       specs: The `ArraySpec`s of `params`.
       path: Path of the tree in the model, required if the strategy has `[[tensors]]` entries.
     """
+    # A weight is used by another spec than it is stored by: rules with FSDP gather it here.
     manager = context.current()
     return params if manager is None else manager.gather(params, specs, path=path)
 

@@ -36,6 +36,7 @@ def specs(
     """
     tree: dict[str, Any] = {**dense.specs(inputs, outputs, **options)}
     if adaptation is not None:
+        # B starts at 0, so an adapted matmul starts as the one without adaptation.
         given = {"init": options.get("init"), "dtypes": options["dtypes"]}
         tree["lora"] = lora.specs(adaptation, inputs, outputs, **given)
     return tree
@@ -75,6 +76,8 @@ def gather_weights(
         place = None if path is None else f"{path}/{name}"
         kernel = part.get("kernel")
         rest = {key: spec for key, spec in part.items() if key != "kernel"}
+        # Biases and norms are gathered as usual. The kernel stays as stored, so that FSDP sends
+        # fp8.
         weights[name] = use({key: params[name][key] for key in rest}, rest, path=place)
         if kernel is not None:
             place = None if place is None else f"{place}/kernel"
@@ -127,6 +130,7 @@ def project(
         )
     if adaptation is None:
         return result
+    # The result of A has the dims of x that are not contracted, and the rank, which is replicated.
     inner = (*axes[: len(axes) - contract], EMPTY)
     adapted = {
         name: y

@@ -98,6 +98,7 @@ def apply(
             path="table",
             fix=f"pass shape {(config.heads, config.buckets)}, [heads, buckets]",
         )
+    # Lengths are Python integers, so the buckets are constants of the program.
     queries, positions = np.arange(q_length) + q_start, np.arange(kv_length)
     chosen = bucket(config, positions[None] - queries[:, None])
     bias = jnp.asarray(table)[:, chosen][None]
@@ -120,11 +121,14 @@ def bucket(config: RelativeBiasConfig, distance: Any) -> np.ndarray:
     start = np.zeros_like(before)
     if config.bidirectional:
         count //= 2
+        # The second half of the buckets is for keys after the query.
         start = np.where(before < 0, count, 0)
         before = np.abs(before)
     before = np.maximum(before, 0)
     exact = count // 2
     # Use float32, as T5 does, so that a distance on the border of two buckets gets the same bucket.
+    # Epsilon keeps the logarithm of distance 0 finite. `before < exact` selects another bucket for
+    # it.
     share = np.log(before.astype(np.float32) / exact + np.finfo(np.float32).eps)
     steps = share / np.log(config.max_distance / exact) * (count - exact)
     far = np.minimum(exact + steps.astype(np.int32), count - 1)

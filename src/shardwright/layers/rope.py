@@ -75,17 +75,21 @@ def rope(
     raise_problems(_problems(x, positions, theta, frequencies, scale))
     if frequencies is None:
         half = x.shape[-1] // 2
+        # NumPy computes the powers in float64. They are rounded to float32 once.
         frequencies = (10_000.0 if theta is None else theta) ** (-np.arange(half) / half)
     if not isinstance(frequencies, jax.Array):
         frequencies = np.asarray(frequencies)
     frequencies = frequencies.astype(np.float32).reshape(1, 1, 1, -1)
     half = frequencies.size
+    # bfloat16 holds integers only up to 256, so positions are multiplied in float32.
     angles = (
         jnp.maximum(jnp.asarray(positions), 0).astype(jnp.float32)[:, :, None, None] * frequencies
     )
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     if scale != 1:
         sin, cos = sin * scale, cos * scale
+    # Points of two halves, as in GPT-NeoX and in the checkpoints of Hugging Face. Su et al. pair
+    # neighbors, which is the same up to a permutation of head_dim.
     first, second = (x[..., at : at + half].astype(jnp.float32) for at in (0, half))
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     rotated = rotated.astype(x.dtype)

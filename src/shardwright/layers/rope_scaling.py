@@ -124,6 +124,8 @@ def _llama3(f: Any, theta: float, values: _Values) -> _ScaledRope:
     factor, first = values.number("factor"), values.number(_FIRST)
     low, high = values.number("low_freq_factor"), values.number("high_freq_factor")
     rotations = first * f / (2 * math.pi)  # of each point in the first context
+    # The clip has the outer branches of Meta's code: more than `high` rotations keep f, fewer than
+    # `low` divide it by the factor.
     kept = np.clip((rotations - low) / (high - low), 0, 1)
     return kept * f + (1 - kept) * f / factor, 1.0
 
@@ -144,12 +146,16 @@ def _yarn(f: Any, theta: float, values: _Values) -> _ScaledRope:
     low, high = point(fast), point(slow)
     if values.pop("truncate", True):
         low, high = math.floor(low), math.ceil(high)
+    # The upper bound is head_dim - 1, as in `transformers`, although there are half as many points.
     low, high = max(low, 0), min(high, 2 * points - 1)
+    # `transformers` divides by 0.001 too if both bounds are equal.
     slower = np.clip((np.arange(points) - low) / (high - low or 0.001), 0, 1)
 
     def of_logits(weight: float) -> float:
+        # The temperature of the logits in YaRN: sqrt(1 / t) = 0.1 ln(factor) + 1.
         return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
+    # DeepSeek's configurations have these two weights.
     weights = values.pop("mscale", 0), values.pop("mscale_all_dim", 0)
     scale = of_logits(weights[0]) / of_logits(weights[1]) if all(weights) else of_logits(1)
     return f / factor * slower + f * (1 - slower), values.number("attention_factor", scale)

@@ -41,7 +41,10 @@ REMAT: Final[Mapping[str, Callable[..., Any] | None]] = MappingProxyType(
     {
         "none": None,
         "full": jax.checkpoint_policies.nothing_saveable,
+        # A matmul with a weight has no batch dims. That of queries and keys has, so it is computed
+        # again.
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        # The names that the blocks give to their results by `checkpoint_name`.
         "blocks": jax.checkpoint_policies.save_only_these_names("attention_out", "mlp_down"),
     }
 )
@@ -92,6 +95,7 @@ class TransformerConfig:
             MaskRules(window=window)  # refuses what is not a window
         for theta in self.thetas:
             check_theta("thetas", theta, self.attention.size)
+        # Every block reads the residual and adds to it, so all have its size.
         sizes = [("mlp", mlp.embed) for mlp in self.mlps]
         if self.cross is not None:
             attention_block.check_cross(self.cross, "cross")
@@ -249,6 +253,7 @@ def unstack(
 
 def _of_layer(config: TransformerConfig, trees: Sequence[Any], number: int) -> Any:
     """Return what trees of parameters or of states have for one layer."""
+    # Tree t of the scan has the layers t, t + period, t + 2 * period and so on.
     trip, tree = divmod(number, config.period)
     if not config.scan:
         return trees[number]
@@ -382,11 +387,14 @@ def apply(
         x, moe_states, seen = _scan(config, params, x, key, (biases, scalings), path, given)
     caches = []
     for at in range(first, len(params)):
+        # The trees that are not scanned are those of the last layers.
         number = config.layers - len(params) + at
         cache = None if state.caches is None else state.caches[number]
         # A cache is for inference, so nothing is computed again. And remat traces the layer, where
         # a full cache cannot raise an error.
         remat = config.remat if cache is None else "none"
+        # These layers are outside of the scan, so `_layer` must keep XLA from merging their
+        # recomputation.
         own_config = dataclasses.replace(config, remat=remat, scan=False)
         run = _layer(own_config, number, None if path is None else f"{path}/{at}", given)
         own = (biases[at], scalings[at])
@@ -397,6 +405,7 @@ def apply(
     return x, StackState(
         caches=None if state.caches is None else caches,
         moe=_if_any(moe_states),
+        # In inference no scale is updated, so the scales go through for the next call.
         scaling=_if_any(seen) if state.caches is None else state.scaling,
     )
 
@@ -420,6 +429,8 @@ def _scan(
         trees, *states, number = trip
         after = []
         for at, (run, tree, *own) in enumerate(zip(runs, trees, *states, strict=True)):
+            # The number is that of the layer and is traced, so a layer has the same keys as without
+            # `scan`.
             x, _, state = run(tree, x, _keys(config, key, number * count + at), None, tuple(own))
             after.append(state)
         return x, ([moe_state for moe_state, _ in after], [seen for _, seen in after])
@@ -501,11 +512,13 @@ def _padding(x: Any, segment_ids: Any, valid: Any, state: StackState) -> dict[st
     check_valid(valid, x.shape[:2])
     if valid is None or state.caches is not None:
         return {"segment_ids": segment_ids, "valid": valid}
+    # Rows of padding get a segment that no token has. Attention across segments is masked.
     ids = 1 if segment_ids is None else segment_ids
     return {"segment_ids": jnp.where(valid, ids, _NO_SEGMENT), "valid": None}
 
 
 def _add(x: Any, added: Any) -> Any:
+    # The residual keeps its dtype: it is the carry of a scan, whose type cannot change.
     return place(x + added.astype(x.dtype), RESIDUAL)
 
 
@@ -515,6 +528,7 @@ def _keys(config: TransformerConfig, key: Any, number: Any) -> LayerKeys:
         return LayerKeys()
     crossing = () if config.cross is None else ("cross", "after_cross")
     names = ("attention", "after_attention", "mlp", "after_mlp", *crossing)
+    # A key per use: equal keys would drop the same elements of attention and of the MLP.
     keys = jax.random.split(jax.random.fold_in(key, number), len(names))
     return LayerKeys(**dict(zip(names, keys, strict=True)))
 

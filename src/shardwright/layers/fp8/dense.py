@@ -103,6 +103,8 @@ def dense(
             ys[name] = add_bias(ys[name], bias)
     if use is None:
         return DenseResult(ys=ys, seen=None)
+    # `_backward` reads only the cotangents of `ys`, so a loss cannot get a gradient through the
+    # amaxes.
     seen = DenseSeen(x=amax_x, kernels=dict(zip(kernels, amaxes, strict=True)))
     return DenseResult(ys=ys, seen=jax.lax.stop_gradient(seen))
 
@@ -134,6 +136,8 @@ def static_call(
             out=own_out,
             weight=kernel.weight if is_stored else None,
             dtype=jnp.dtype(value.dtype),
+            # The backward pass keeps the quantized kernel alone, so what it needs of the kernel's
+            # type is read here.
             varying=_jax.varying_axes(value),
             gathered=gathered,
             out_entries=entries,

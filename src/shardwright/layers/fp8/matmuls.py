@@ -172,6 +172,7 @@ def forward(call: Fp8Call, x: Any, kernels: tuple[Any, ...], scales: Any, *, kee
     _check_dims(call, x, kernels, keep=keep)
     x_scale, kernel_scales = scales
     amax_x, x_scale = _scale(call, x, x_scale, form)
+    # Blocks lie along the last contracted dim. With one scale per tensor, the dim is not read.
     left = _quantized(call, x, x_scale, x.ndim - 1, form)
     ys, amaxes, kept = [], [], []
     for kernel, static, given in zip(kernels, call.kernels, kernel_scales, strict=True):
@@ -183,9 +184,11 @@ def forward(call: Fp8Call, x: Any, kernels: tuple[Any, ...], scales: Any, *, kee
         ys.append(y)
         amaxes.append(amax)
         if keep and call.blocks:
+            # dx contracts the outputs of the kernel, so it needs blocks along the last of these.
             own = _stored(call, static, _quantized(call, kernel, scale, kernel.ndim - 1, form))
         kept.append(own)
     if keep and call.blocks:
+        # dw contracts the tokens.
         left = _quantized(call, x, x_scale, rows - 1, form)
     return Forward(
         ys=tuple(ys),
@@ -216,11 +219,13 @@ def backward(
         later, left = jax.lax.optimization_barrier((own, left))
         right = _gathered(call, static, later)
         outputs = tuple(range(call.contract, own.value.ndim))
+        # dx = g Q(w)': all outputs are contracted.
         dims = (tuple(range(rows, grad.ndim)), outputs)
         part = _multiply(call, left, right, dims, entries=call.x_entries)
         dx = part if dx is None else dx + part
         if call.blocks:
             left = _quantized(call, grad, scale, rows - 1, form)
+        # dw = Q(x)' g: all dims of tokens are contracted.
         dims = (tuple(range(rows)), tuple(range(rows)))
         dw = _multiply(call, kept.x, left, dims, entries=explicit_entries(right.value))
         if static.weight is not None:
@@ -241,6 +246,8 @@ def _scale(call: Fp8Call, x: Any, given: Any, form: str) -> tuple[Any, Any]:
     """Return the largest absolute value of an array, and its scale; Nones for blocks."""
     if call.blocks:
         return None, None
+    # The amax is that of the array before it saturates, also if an older scale is used. So the
+    # scales of later steps can follow values that this one clips.
     amax = largest_absolute(x, pipeline=call.pipeline)
     return amax, scale_of(amax, form) if given is None else given
 
@@ -284,6 +291,8 @@ def _multiply(
     # Operands go up to 448 or 57,344, so sums of their products leave the range of float16.
     dtype = jnp.dtype(jnp.float32) if call.dtype == jnp.float16 else call.dtype
     numbers = (dims, ((), ()))
+    # Each block of the contracted dim has a scale of its own, so the scales cannot be taken out of
+    # the sum.
     a, b = (dequantize(x, dtype) if call.blocks else x.value for x in (left, right))
     if out is not None:
         y = dot_general(a, b, numbers, out=out, mode=call.mode, preferred_element_type=dtype)
@@ -303,6 +312,8 @@ def _summed(grad: Any, varying: frozenset[str]) -> Any:
     mesh = _jax.ambient_mesh()
     if mesh is None or not _jax.tracks_varying():
         return grad
+    # Autodiff would insert this sum. A custom VJP must do it itself: JAX checks that a gradient
+    # varies over the same mesh axes as its primal.
     extra = _jax.varying_axes(grad) - varying
     axes = tuple(axis for axis in mesh.axis_names if axis in extra)
     return jax.lax.psum(grad, axes) if axes else grad
@@ -330,6 +341,7 @@ def _check_dims(call: Fp8Call, x: Any, kernels: tuple[Any, ...], *, keep: bool) 
             **without_annotation,
         )
 
+    # The forward pass contracts the inputs, the backward pass the tokens.
     for dim in [x.ndim - 1, *([rows - 1] if keep else [])]:
         check(call.x_axes, x.shape, dim, "x", array=x, shards=call.x_shards)
     for kernel, static in zip(kernels, call.kernels, strict=True):
@@ -346,6 +358,8 @@ def _check_dims(call: Fp8Call, x: Any, kernels: tuple[Any, ...], *, keep: bool) 
                 array=kernel,
                 shards=static.shards,
             )
+        # The gradient of the result is an operand too: its outputs are contracted for dx, its
+        # tokens for dw.
         if keep and static.out is not None:
             shape = (*x.shape[:rows], *kernel.shape[call.contract :])
             for dim in (rows - 1, len(shape) - 1):

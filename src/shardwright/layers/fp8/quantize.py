@@ -60,6 +60,7 @@ def largest_absolute(x: Any, *, pipeline: tuple[str, ...] | None = None) -> jax.
     # The maximum of no elements is 0.
     amax = (jnp.max(jnp.abs(x)) if x.size else jnp.zeros_like(x, shape=())).astype(jnp.float32)
     varying = _jax.varying_axes(amax)
+    # Outside of `shard_map` the shape is global, and XLA adds the all-reduce.
     if not varying:
         return amax
     mesh = _jax.ambient_mesh()
@@ -67,6 +68,7 @@ def largest_absolute(x: Any, *, pipeline: tuple[str, ...] | None = None) -> jax.
     skipped = pipeline_axes() if pipeline is None else pipeline
     # In the order of the mesh, so that every process builds the same program.
     axes = tuple(axis for axis in mesh.axis_names if axis in varying and axis not in skipped)
+    # JAX cannot differentiate `pmax`. All callers are inside of custom VJPs.
     whole: jax.Array = jax.lax.pmax(amax, axes) if axes else amax
     return whole
 
@@ -137,7 +139,11 @@ def _round_up(scale: Any) -> jax.Array:
     0 means 2^-127, the smallest scale.
     """
     bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
+    # float32 has 8 bits of exponent and 23 of mantissa. The next power of two has the next
+    # exponent.
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    # A subnormal number is mantissa * 2^-149, so 0x400000 is 2^-127. What is above it, but has
+    # exponent 0, becomes 2^-126.
     small = (exponent == 0) & (mantissa <= 0x400000)
     up = (mantissa > 0) & (exponent < _NAN) & ~small
     return exponent + up.astype(jnp.uint32)
@@ -151,6 +157,7 @@ def _split(x: Any, dim: int) -> jax.Array:
     """Return an array with a dim of blocks and a dim of 32 in place of `dim`."""
     sizes = (*x.shape[:dim], x.shape[dim] // BLOCK, BLOCK, *x.shape[dim + 1 :])
     entries = explicit_entries(x)
+    # A block stays on one device: the mesh axes of `dim` go to the dim of blocks.
     return _reshape(x, sizes, entries and (*entries[: dim + 1], None, *entries[dim + 1 :]))
 
 

@@ -14,6 +14,7 @@ from shardwright.vocabulary.read import Faults, FieldKind, integer, one_of, read
 
 E4M3: Final = "float8_e4m3fn"  # largest value 448
 E5M2: Final = "float8_e5m2"  # largest value 57,344
+# The block of MXFP8, by OCP Microscaling Formats 1.0.
 BLOCK: Final = 32
 
 FORMAT: Final = one_of((E4M3, E5M2))
@@ -35,6 +36,8 @@ class DelayedScaling:
       LayerError: A value is not valid.
     """
 
+    # The defaults are those of TransformerEngine. Gradients spread over more powers of two than
+    # activations, and E5M2 has one more bit of exponent.
     margin: Annotated[int, integer(0, fix="pass margin=0")] = 0
     history: Annotated[int, integer(fix="pass history=1024")] = 1024
     algorithm: Annotated[str, one_of(("max", "most_recent"))] = "max"
@@ -76,6 +79,7 @@ class BlockScaling:
       LayerError: A format is unknown.
     """
 
+    # E4M3 for gradients too: with a scale for 32 elements, the bit of mantissa is worth more.
     forward: Annotated[str, FORMAT] = E4M3
     backward: Annotated[str, FORMAT] = E4M3
 

@@ -136,6 +136,7 @@ def init(recipe: Any, names: Iterable[str], *, layers: int | None = None) -> Den
 
     def tensor() -> TensorScaling:
         return TensorScaling(
+            # As in TransformerEngine. The first step clips what the format cannot hold.
             scale=jnp.ones(shape, jnp.float32),
             history=jnp.zeros((*shape, recipe.history), jnp.float32),
         )
@@ -235,6 +236,8 @@ def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
         return {name: _worst(own.count, state.counts[name]) for name, own in sent.items()}
 
     leaves = jax.tree.leaves(_map(counters, scaling, sent))
+    # If all counters are 0, the caller did not differentiate by the channel. They stay 0 then, and
+    # `check` refuses them.
     trained = jnp.stack([jnp.max(count) for count in leaves]).max() > 0 if leaves else True
 
     def of(state: DenseScaling, seen: DenseSeen, sent: dict[str, Channel]) -> DenseScaling:
@@ -247,6 +250,7 @@ def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
         valid = jnp.stack([count == 1 for count in counts.values()]).all(axis=0)
 
         def tensor(old: TensorScaling, amax: Any, dtype: str) -> TensorScaling:
+            # The maximum of all uses: one scale must fit each microbatch and each example.
             amax = _over_uses(jnp.max, amax, old.scale)
             stays = unused & (amax == 0)
             new = step(recipe, old, amax, dtype)
@@ -307,6 +311,8 @@ def check(scaling: Any, *, traced: bool = False) -> None:
     nodes = jax.tree_util.tree_flatten_with_path(scaling, is_leaf=_is_scaling)[0]
     for path, state in nodes:
         for name, count in state.counts.items():
+            # A tracer has no value to compare. The state keeps the counter for a check outside
+            # of `jit`.
             if traced and isinstance(count, jax.core.Tracer):
                 continue
             wrong = np.asarray(count)[np.asarray(count) != 1]

@@ -89,6 +89,7 @@ def gather(manager: Any, x: Scaled, weight: StoredKernel) -> Scaled:
     def bits(value: Any) -> Any:
         return gathered(value, weight.shape)
 
+    # The exponents are an array of their own: one per block along `dim`, sharded as the weight is.
     blocks = weight.shape
     if x.dim is not None:
         blocks = (*blocks[: x.dim], blocks[x.dim] // BLOCK, *blocks[x.dim + 1 :])
@@ -114,6 +115,8 @@ def scatter(manager: Any, grad: Any, like: Any, weight: StoredKernel) -> Any:
     def gathered(value: Any) -> Any:
         return manager.gather(value, weight.axes, path=weight.path, shape=weight.shape)
 
+    # The transpose of the gather itself, so that both follow the same rules. The forward value is
+    # not used, and XLA removes it.
     (scattered,) = jax.vjp(gathered, like.astype(grad.dtype))[1](grad)
     return scattered
 
@@ -166,6 +169,7 @@ def check_blocks(
         sizes = {axis: manager.mesh.shape[axis] for axis in axes}
     else:
         sizes = _sizes_of_dim(array, dim, shards)
+    # Inside a `shard_map` the shape is already that of a device's part.
     count = 1 if is_inside_shard_map() else math.prod(sizes.values())
     if not shape[dim] % (count * BLOCK):
         return

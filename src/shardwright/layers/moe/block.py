@@ -195,6 +195,8 @@ def apply(
         y, sums = _on_shard(config, _unsharded_dispatch(config, x), params, state.bias, x, valid)
     else:
         dispatch = explain(config, x.shape, mode=mode)
+        # This takes FSDP's axes off the weights. The axes that are left, such as those of EXPERT,
+        # enter the `shard_map` by `_USED_AS`.
         params = manager.gather(params, specs(config), path=path, mode=mode)
         y, sums = _over_shards(config, dispatch, manager, params, state.bias, x, valid, mode)
     stats = _stats(config, sums, tokens=None if valid is not None else x.size // config.embed)
@@ -230,6 +232,7 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
             "the strategy shards EMBED of activations, and a router needs whole tokens",
             fix='write embed = "-" under [rules]',
         )
+    # Over a mesh axis of size 1 there is nothing to send or to sum, so it does not choose the way.
     token_axes = tuple(axis for dim in token_dims for axis in dim.mesh_axes if sizes[axis] > 1)
     expert_axes = tuple(axis for axis in experts.decisions[0].mesh_axes if sizes[axis] > 1)
     hidden_axes = tuple(axis for axis in experts.decisions[2].mesh_axes if sizes[axis] > 1)
@@ -238,6 +241,7 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
     _check_shared(config, manager, mode, hidden_axes)
     senders = math.prod(sizes[axis] for axis in token_axes)
     own_tokens = math.prod(shape[:-1]) // senders
+    # The capacity is per sender: C slots at each expert for the tokens of this device alone.
     slots = config.capacity.slots(own_tokens, config.per_token, config.experts)
     shards = math.prod(sizes[axis] for axis in expert_axes)
     exchange, matmul = _choose(
@@ -293,12 +297,14 @@ def _check_axes(
     both: tuple[str, ...],
 ) -> None:
     """Check the mesh axes that tokens share with experts (`both`) and with their hidden dims."""
+    # `_serve` either sends tokens over all mesh axes of the experts, or over none of them.
     if both and both != expert_axes:
         raise StrategyError(
             f"the experts are sharded over {'+'.join(expert_axes)}, but the tokens only over "
             f"{'+'.join(both)} of these",
             fix="shard BATCH over all mesh axes of EXPERT, or over none of them",
         )
+    # The all-reduce over the hidden axes would add results of different tokens.
     if shared := [axis for axis in hidden_axes if axis in token_axes]:
         raise StrategyError(
             f"{'+'.join(shared)} shards both the tokens and MLP_INTERMEDIATE of the experts",
@@ -426,6 +432,8 @@ def _on_shard(
     y = combine(results, slots, routes.weights)
     if config.shared:
         y = y + _shared(config, dispatch, params, tokens)
+    # The sum of a token's copies is float32. The cast halves the bytes of the all-reduce for
+    # bfloat16.
     y = y.astype(x.dtype)
     if dispatch.summed:
         y = jax.lax.psum(y, dispatch.summed)
@@ -441,6 +449,7 @@ def _serve(
     """
     rows = filled.reshape(config.experts, dispatch.slots, config.embed)
     if dispatch.sent:
+        # [X, C, E] becomes [X / ep, ep * C, E]: an expert has C slots of each sender, in order.
         rows = jax.lax.all_to_all(rows, dispatch.sent, split_axis=0, concat_axis=1, tiled=True)
         results = run_experts(config, dispatch.matmul, params, rows)
         results = jax.lax.all_to_all(
@@ -483,6 +492,7 @@ def _sums(
         sums["losses"] = jnp.append(routes.probabilities.sum(0), routes.squares.sum())
     if not dispatch.token_axes:
         return sums
+    # Devices that replicate tokens have equal sums, so their mesh axes are left out.
     return {name: jax.lax.psum(value, dispatch.token_axes) for name, value in sums.items()}
 
 
@@ -495,6 +505,8 @@ def _stats(config: MoEConfig, sums: dict[str, Any], *, tokens: int | None) -> Mo
         if tokens is None:
             # Each token picked `per_token` experts.
             count = jnp.maximum(load.sum() // config.per_token, 1)
+        # Equation 4 of Switch Transformers: X * sum(f * P). The f of all experts sum to 1 here,
+        # also with several experts per token, so an even load has the loss 1.
         picked = load.astype(jnp.float32) / (count * config.per_token)
         mean = sums["losses"][:-1] / count
         balance = config.experts * jnp.sum(picked * mean)

@@ -65,6 +65,8 @@ class CapacityFactor:
 
     def slots(self, tokens: int, per_token: int, experts: int) -> int:
         """Return the number of slots that each expert has for the tokens of one device."""
+        # Rounded up, so an expert has a slot even if a device has fewer tokens than there are
+        # experts.
         return math.ceil(tokens * per_token / experts * self.factor)
 
 
@@ -189,6 +191,8 @@ def specs(config: MoEConfig) -> dict[str, ArraySpec]:
     """
     init = jax.nn.initializers.lecun_normal
     embed, hidden, experts = config.embed, config.hidden, config.experts
+    # Without `batch_axis`, the initializer would count the experts as inputs, and scale by their
+    # number.
     into = init(in_axis=-2, out_axis=-1, batch_axis=0)
 
     def expert(shape: tuple[int, ...], axes: Any) -> ArraySpec:

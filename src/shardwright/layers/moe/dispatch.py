@@ -44,6 +44,7 @@ def assign_slots(picked: Any, *, experts: int, slots: int) -> ExpertSlots:
     """
     flat = picked.reshape(-1)
     load, rank = _rank(flat, experts)
+    # Padding picks the expert `experts`, which has no load below. `is_kept` hides its slot.
     is_copy = flat < experts
     # A copy's slot is its distance from the first copy of its expert.
     slot = rank - (jnp.cumsum(load) - load)[flat]
@@ -78,8 +79,12 @@ def _outside(total: int, flat: Any) -> Any:
 def _rank(flat: Any, experts: int) -> tuple[Any, Any]:
     """Return the load of each expert, and the place of each copy among those sorted by expert."""
     load = jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop")
+    # A stable sort keeps the order of the tokens, so a full expert drops the last ones, in every
+    # run.
     order = jnp.argsort(flat, stable=True)
     place = jnp.arange(flat.size, dtype=jnp.int32)
+    # The scatter inverts the permutation `order`: from "which copy is at this place" to "which
+    # place has this copy".
     return load, jnp.zeros_like(flat).at[order].set(place)
 
 
@@ -90,6 +95,8 @@ def fill_slots(x: Any, assigned: ExpertSlots) -> Any:
       x: [tokens, embed].
       assigned: The slots of the tokens.
     """
+    # The copies of a token are next to each other, as `places` has them. A device may have no
+    # tokens.
     copies = jnp.repeat(x, assigned.places.size // max(x.shape[0], 1), axis=0)
     empty = jnp.zeros((assigned.total, x.shape[1]), x.dtype)
     return empty.at[assigned.places].set(copies, mode="drop", unique_indices=True)

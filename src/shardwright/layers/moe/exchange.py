@@ -20,6 +20,7 @@ from shardwright.layers.moe.config import Dropless, MoEConfig
 from shardwright.layers.moe.experts import run_sorted
 
 # Platforms whose compiler has `ragged_all_to_all`.
+# XLA for CPU answers UNIMPLEMENTED with JAX 0.10, 0.11 and 0.12.
 NATIVE: Final = ("tpu", "gpu")
 
 
@@ -55,6 +56,8 @@ def choose_exchange(
       platform: "cpu", "gpu" or "tpu".
     """
     own = config.experts // shards
+    # A token picks an expert at most once, so at most min(per_token, own) of its copies go to one
+    # device.
     most, native = tokens * min(config.per_token, own), platform in NATIVE
     ragged = functools.partial(
         Exchange, name="ragged", rows=shards * most, most=most, native=native
@@ -114,6 +117,8 @@ def plan_routes(loads: Any, device: Any) -> tuple[ExpertRoute, ExpertRoute]:
     sizes = loads.reshape(devices, devices, experts // devices).sum(-1)
     in_sender = jnp.cumsum(sizes, axis=1) - sizes
     in_receiver = jnp.cumsum(sizes, axis=0) - sizes
+    # `output_offsets` are places in the buffers of the receivers, as `jax.lax.ragged_all_to_all`
+    # wants them. So a sender must know the loads of all others.
     forth = ExpertRoute(
         input_offsets=in_sender[device],
         send_sizes=sizes[device],
@@ -121,6 +126,7 @@ def plan_routes(loads: Any, device: Any) -> tuple[ExpertRoute, ExpertRoute]:
         recv_sizes=sizes[:, device],
         recv_offsets=in_receiver[:, device],
     )
+    # The way back swaps senders and receivers: the same sizes and places, transposed.
     back = ExpertRoute(
         input_offsets=in_receiver[:, device],
         send_sizes=sizes[:, device],
@@ -149,9 +155,12 @@ def serve_ragged(
     routes = plan_routes(loads, device)
     received = send(rows, routes, exchange.rows, exchange, axes)
     own = config.experts // loads.shape[0]
+    # [senders, own experts].
     counts = jax.lax.dynamic_slice_in_dim(loads, device * own, own, axis=1)
+    # The buffer is sorted by sender, and `ragged_dot` needs the rows of an expert together.
     order = by_expert(counts, exchange.rows)
     results = run_sorted(config, params, received[order], counts.sum(0))
+    # `order` is a permutation of all rows, so no two updates of the scatter have one target.
     unsorted = jnp.zeros_like(results).at[order].set(results, unique_indices=True)
     return send(unsorted, routes[::-1], rows.shape[0], exchange, axes)
 
@@ -166,11 +175,14 @@ def by_expert(counts: Any, rows: int) -> Any:
     """
     senders, experts = counts.shape
     ends = jnp.cumsum(counts.reshape(-1))
+    # The side "right" skips groups without rows: their end is that of the group before them.
     group = jnp.searchsorted(ends, jnp.arange(rows), side="right")
     expert = jnp.where(group < senders * experts, group % experts, experts)
     return jnp.argsort(expert, stable=True)
 
 
+# JAX has a transpose of this collective, but it sends both offsets by all-to-alls of their own. The
+# way back is planned already, so the gradient sends nothing but rows.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def send(
     rows: Any,
@@ -210,6 +222,7 @@ def _send(rows: Any, routes: Any, size: int, exchange: Exchange, axes: Any) -> A
 
 def _send_back(size: int, exchange: Exchange, axes: Any, kept: Any, gradient: Any) -> Any:
     routes, rows = kept
+    # Routes are integers, which have no gradient.
     return send(gradient, routes[::-1], rows, exchange, axes), None
 
 
@@ -227,8 +240,10 @@ def padded_all_to_all(rows: Any, empty: Any, route: ExpertRoute, axes: Any, *, m
       most: Most rows for one receiver.
     """
     step = jnp.arange(most, dtype=jnp.int32)
+    # [receivers, most].
     is_sent = step < route.send_sizes[:, None]
     places = jnp.where(is_sent, route.input_offsets[:, None] + step, rows.shape[0])
+    # [receivers, most, embed]; the index `rows.shape[0]` is outside, so `get` fills with 0.
     chunks = rows.at[places].get(mode="fill", fill_value=0)
     chunks = jax.lax.all_to_all(chunks, axes, split_axis=0, concat_axis=0, tiled=True)
     # A place of its own for each row that is not received: the indices of the scatter are unique.

@@ -51,6 +51,7 @@ def choose_matmul(
       platform: "cpu", "gpu" or "tpu".
     """
     padded = experts * slots
+    # A token picks an expert at most once.
     most = min(padded, tokens * min(config.per_token, experts))
     if config.matmul != "auto":
         rows = padded if config.matmul == "padded" else most
@@ -59,6 +60,7 @@ def choose_matmul(
         why = f"{config.activation}(0) is not 0, so free slots must be multiplied"
     elif most == padded:
         why = f"all {padded} slots may be filled"
+    # XLA for CPU lowers `ragged_dot` to a dense matmul of every row with every expert.
     elif platform == "cpu":
         why = "XLA for CPU has no fast grouped matmul"
     else:
@@ -92,6 +94,7 @@ def run_experts(config: MoEConfig, matmul: ExpertMatmul, params: Any, rows: Any)
 
 def _padded(config: MoEConfig, weights: list[Any], rows: Any, most: int) -> Any:
     del most
+    # x: expert, r: row, e: embed, f: hidden.
     gate, up, down = weights
     hidden = activation(config.activation, jnp.einsum("xre,xef->xrf", rows, gate))
     hidden = hidden * jnp.einsum("xre,xef->xrf", rows, up)

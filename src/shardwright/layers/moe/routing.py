@@ -41,6 +41,7 @@ def route(config: MoEConfig, router: Any, bias: Any, x: Any, is_token: Any = Non
       x: [tokens, embed].
       is_token: [tokens] bool, False where a row of `x` is padding. None: all are tokens.
     """
+    # By default a TPU multiplies float32 as bfloat16, and rounded logits would pick other experts.
     logits = jnp.einsum(
         "te,ex->tx",
         x.astype(jnp.float32),
@@ -103,7 +104,9 @@ def _in_best_groups(config: MoEConfig, preferred: Any) -> Any:
     grouped = preferred.reshape(-1, config.groups, members)
     best, _ = jax.lax.top_k(grouped, min(2, members))
     _, groups = jax.lax.top_k(best.sum(-1), config.top_groups)
+    # [tokens, top_groups, groups] becomes [tokens, groups].
     is_best = (jnp.arange(config.groups) == groups[..., None]).any(-2)
+    # -inf and not 0, because a bias can make the scores of the best groups negative.
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(preferred.shape)
 
 
