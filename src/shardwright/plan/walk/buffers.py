@@ -73,6 +73,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
         operands += tuple(_copies(step))
     births: list[Buffer | None] = [
         None
+        # Kernels compute constants and iotas themselves, so these have no buffer.
         if value.free
         else _labeled(
             _born(
@@ -145,6 +146,7 @@ def _mark_turned(equation: Any, operands: Iterable[Buffer]) -> None:
         order = equation.params["permutation"]
         if order and order[-1] != len(order) - 1:
             for root in (each for operand in operands for each in roots(operand)):
+                # Only matmuls have a row (`_mark_row`). Arguments among the roots stay as they are.
                 root.turned = root.row > 0
 
 
@@ -198,6 +200,7 @@ def _unadded(
     before, result, birth = step.values[0], results[0], births[0]
     if not before.owed & result.mesh_axes:
         return
+    # If the sum is converted to a wider type, its parts are still of the narrower one.
     dtype = before.widened_from or step.results[0].dtype
     elements = local_elements(step.results[0].shape, result.dims, step.ledger.sizes)
     extra = _PARTS // 2 * whole_bytes(elements, np.dtype(dtype)) - birth.size
@@ -212,6 +215,8 @@ def _mark_row(equation: Any, result: Buffer | None, shapes: Sequence[tuple[int, 
     if result is None:
         return
     contracted, batch = (dims[1] for dims in equation.params["dimension_numbers"])
+    # The result of a `dot_general` ends with the free dims of the right operand. If that has none,
+    # the last dim is of the left one.
     at = 1 if len(shapes[1]) > len(contracted) + len(batch) else 0
     batch = equation.params["dimension_numbers"][1][at]
     size = math.prod(size for dim, size in enumerate(shapes[at]) if dim not in batch)
@@ -240,6 +245,7 @@ def _copies(step: PlanStep) -> list[Buffer]:
     copies = []
     for at, value in enumerate(step.values):
         weight = value.buffer
+        # Only arguments have a fixed layout. XLA lays other arrays out as their readers need.
         if weight is None or weight.kind in (TEMPORARY, LOOPS):
             continue
         if at in copied and weight not in ledger.copies:
@@ -289,6 +295,7 @@ def _changes_nothing(step: PlanStep, values: Sequence[ShardedValue]) -> bool:
     if step.name not in CONSTRAINTS:
         return False
     before = step.values[0]
+    # A free value has no buffer that the result could take over.
     return before.dims == values[0].dims and not before.free
 
 
@@ -317,6 +324,7 @@ def _born(
         cheap=name in _CHEAP,
         min_bytes=0 if owed else size,
         across=name in CONSTRAINTS and any(each.across for each in operands),
+        # To compute a fused chain again repeats the exponential inside it.
         costly=name in _COSTLY or (fused and any(each.costly for each in operands)),
     )
 
@@ -331,6 +339,7 @@ def _overwritten(equation: Any, operands: Sequence[Buffer | None]) -> list[Buffe
         chosen = operands[:1]
     elif name == "scan":
         (loop,) = bodies(equation)
+        # A loop updates its carries in place, beginning with their first values.
         chosen = operands[loop.fixed : loop.fixed + loop.carried]
     elif name == "pallas_call":
         chosen = [operands[at] for at, _ in equation.params["input_output_aliases"]]
@@ -388,6 +397,7 @@ def _matmul_inputs(
             # A `cond` has one operand more than its branches: the index of the branch.
             given = read[len(read) - len(body.invars) :]
             found.update(*(given[at] for at in _matmul_inputs(body, choose)))
+        # A loop returns new arrays, so no matmul behind it reads an input itself.
         if name in _FUSED or name in CONSTRAINTS or (bodies and name not in _LOOPS):
             sources.update(dict.fromkeys(equation.outvars, _of_size(equation, read)))
     return found
@@ -398,6 +408,7 @@ def _relaid(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
     batch = equation.params["dimension_numbers"][1]
     found = []
     for each, variable, dims in zip(read, equation.invars, batch, strict=True):
+        # Dims of size 1 do not change the order of elements in memory.
         long = [at for at, size in enumerate(variable.aval.shape) if size > 1]
         own = {at for at in dims if at in long}
         if own != set(long[: len(own)]):
@@ -461,6 +472,7 @@ def _dtype(aval: Any) -> Any:
 
 
 def _bytes(aval: Any) -> int:
+    # A token, which orders effects, has no element type.
     return whole_bytes(aval.size, aval.dtype) if hasattr(aval, "dtype") else 0
 
 

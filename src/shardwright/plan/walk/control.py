@@ -71,6 +71,7 @@ def scan(step: PlanStep) -> list[ShardedValue]:
                 end.buffer.min_bytes = min(end.buffer.min_bytes, part)
     for start, end, variable in zip(carry, ends, body.outvars, strict=False):
         if not start.free:
+            # A `while` of XLA has one sharding per carry: a round ends as the next one begins.
             step.doubt(_turned(start, end), _CARRY)
             step.ledger.move(end, variable.aval, start.dims, location, origins=start.origins)
     stacked = [
@@ -239,6 +240,7 @@ def call(step: PlanStep) -> list[ShardedValue] | None:
         values = [dataclasses.replace(value, runs=step.location.runs) for value in values]
         for value in values:
             if value.buffer is not None:
+                # Nothing is fused across the barrier, so the operand is in memory.
                 value.buffer.operands = None
     for at, dims in enumerate(_own_dims(step, "in_shardings", step.avals)):
         if dims is not None:

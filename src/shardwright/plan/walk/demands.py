@@ -39,6 +39,7 @@ def demands(
     demands_by_variable: Demands = {}
 
     def ask(variable: Any, dims: Dims | None) -> None:
+        # Equations are read from the end, so the demand of the last use stays.
         if dims is None or isinstance(variable, Literal) or variable in demands_by_variable:
             return
         if len(dims) == len(variable.aval.shape):
@@ -72,6 +73,7 @@ def far_demands(jaxpr: Any, near: Demands, sizes: Mapping[str, int]) -> Demands:
     """
     far: Demands = {}
     for equation in reversed(jaxpr.eqns):
+        # Propagation ends at a constraint. What it requires of its operand is in `near`.
         if equation.primitive.name in CONSTRAINTS or not equation.outvars:
             continue
         result = equation.outvars[0]
@@ -107,4 +109,5 @@ def _demands_of_operands(
     sides = [spread(known, side, order, sizes) for side in known.operands]
     if name in ELEMENTWISE:  # a scalar operand has no dims to shard
         return [side if len(side) == len(dims) else None for side in sides]
+    # Further operands of `broadcast_in_dim` are the sizes of a dynamic shape.
     return sides[:1]

@@ -26,6 +26,7 @@ def elementwise(step: PlanStep) -> list[ShardedValue]:
         return [_converted(step, step.maybe_partial(0))]
     if step.name in ADDITIONS:
         operands = [step.maybe_partial(at) for at in range(len(step.values))]
+        # XLA's AllReduceReassociate: the sum of two all-reduces is one all-reduce of a sum.
         if _owe_alike(operands):
             alike = len({value.sum_dtype for value in operands}) == 1
             return [operands[0] if alike else replace(operands[0], sum_dtype="")]
@@ -52,6 +53,8 @@ def bitcast(step: PlanStep) -> list[ShardedValue]:
 def _converted(step: PlanStep, value: ShardedValue) -> ShardedValue:
     """Return an operand after a conversion, and record the element type that it had before."""
     before, after = step.avals[0].dtype, step.results[0].dtype
+    # JAX adds bfloat16 in float32 and converts the result back. Compilers send the bfloat16 sums of
+    # the shards, so a pair of conversions leaves no trace.
     if before == after or value.widened_from == after:
         return replace(value, widened_from="")
     if value.owed:

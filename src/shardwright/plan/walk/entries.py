@@ -12,6 +12,7 @@ TEMPORARY: Final = "temporary"
 RESULTS: Final = "results"
 
 
+# By identity: two values with equal fields are two places in memory, and both are keys of dicts.
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
 class Buffer:
     """The memory of one value on one device.
@@ -97,6 +98,7 @@ class Peak:
         highest = max(peaks, key=lambda peak: peak.high)
         low = max(peak.low for peak in peaks)
         sure = max(peak.sure for peak in peaks)
+        # The ends may be of different programs. `kinds` and `live` belong to `high`.
         return dataclasses.replace(highest, sure=sure, low=low)
 
 

@@ -85,12 +85,14 @@ def run_bodies(equation: Any) -> Sequence[Body]:
         return found
     named = [at for at, names in enumerate(platforms) if names is not None and _PLATFORM in names]
     others = [at for at, names in enumerate(platforms) if names is None]
+    # A branch without names is the default. If no branch is for TPUs, all of them may run.
     return [found[at] for at in [*named, *others][:1]] or found
 
 
 def nested_jaxprs(equation: Any) -> Iterator[Any]:
     """Yield the jaxprs that an equation holds."""
     for value in equation.params.values():
+        # The branches of a `cond` are a tuple. A closed jaxpr holds an open one.
         for held in value if isinstance(value, (tuple, list)) else (value,):
             jaxpr = getattr(held, "jaxpr", held)
             if hasattr(jaxpr, "eqns"):

@@ -58,6 +58,8 @@ def spread(
         axes: tuple[str, ...] = ()
         for factor in factors:
             axes += order.get(factor, ())
+            # Behind a factor of which a device has several elements, a shard would be scattered
+            # pieces of the dim. A spec cannot say that.
             if shards(order.get(factor, ()), sizes) != known.sizes[factor]:
                 break
         dims.append(axes)
@@ -73,6 +75,7 @@ def fitting(known: Correspondence, order: AxesByFactor, sizes: Mapping[str, int]
         return order
     kept = {f: axes for f, axes in order.items() if known.roles[f] is not FactorRole.CHANGED}
     while True:
+        # A factor that is dropped here may be the major one of a dim of another operand.
         fixed = dict(kept)
         for side in (*known.operands, *known.results):
             for factors in side:

@@ -55,6 +55,7 @@ def follow(
     for at in live:
         dims = spread(known, known.operands[at], order, sizes)
         moved[at] = values[at] if values[at].dims == dims else step.move(at, dims)
+    # `with_dims` keeps `owed`, so a partial sum passes without being completed.
     if known.adds and len(values) == 1:
         return [moved[0].with_dims(spread(known, each, order, sizes)) for each in known.results]
     groups = tuple(

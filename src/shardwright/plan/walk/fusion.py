@@ -66,9 +66,11 @@ def find_reads(
       results: Buffers that are alive at the end.
       stacked: Buffers that are written to the stacks of a loop.
     """
+    # A loop and a kernel read their operands from memory: XLA fuses nothing across their boundary.
     needed = frozenset(results).union(*(entry.uses for entry in entries if entry.loop))
     matmuls = (entry for entry in entries if entry.matmul)
     return Reads(
+        # A set, because an equation that reads a value twice, as `x * x`, is one use.
         counts=Counter(buffer for entry in entries for buffer in set(entry.uses)),
         matmuls=Counter(buffer for entry in matmuls for buffer in set(entry.uses)),
         needed=needed,
@@ -93,6 +95,7 @@ def fused_buffers(
     for entry in entries:
         # In order, since a value is computed again from operands that may be fused themselves.
         for buffer in entry.births:
+            # The equation writes such a value into the stack of the loop, which is counted outside.
             written = buffer in reads.stacked and not reads.counts.get(buffer)
             may_fuse = buffer.operands is not None and buffer not in reads.needed
             joins = join and fusion is not Fusion.EAGER and buffer in reads.joined
@@ -102,6 +105,7 @@ def fused_buffers(
 
 
 def _fuses(buffer: Buffer, reads: Reads, fusion: Fusion, fused: set[Buffer]) -> bool:
+    # With one use, fusion computes nothing twice.
     if fusion is not Fusion.EAGER and reads.counts.get(buffer, 0) <= 1:
         return True
     again = _is_repeated(buffer, reads, fusion, fused)
@@ -181,6 +185,7 @@ def inside_kernels(entries: Sequence[Entry], fused: set[Buffer]) -> set[Buffer]:
     """
     readers: dict[Buffer, list[Entry]] = {}
     for entry in entries:
+        # A fused equation is part of its reader, which reads its operands: `held` returns them.
         if entry.births and fused.issuperset(entry.births):
             continue
         for buffer in {each for use in entry.uses for each in held(use, fused)}:
@@ -215,6 +220,7 @@ def _is_copy(buffer: Buffer, fused: set[Buffer]) -> bool:
         (buffer,) = buffer.operands or ()
         if buffer not in fused:
             return True
+    # Without operands, it is made of constants, or is a slice that a loop reads in place.
     return buffer.cheap and not buffer.operands
 
 
@@ -254,6 +260,7 @@ def held(buffer: Buffer, fused: set[Buffer]) -> list[Buffer]:
 def _closest(buffer: Buffer, ends: Callable[[Buffer], bool]) -> list[Buffer]:
     """Return the first buffers for which `ends` holds, from a buffer back through its operands."""
     found: dict[Buffer, None] = {}
+    # A GELU and the like reach one operand on several paths. Each operand is followed once.
     seen = {buffer}
     waiting = [buffer]
     while waiting:

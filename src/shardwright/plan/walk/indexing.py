@@ -29,6 +29,8 @@ def dynamic_update_slice(step: PlanStep) -> list[ShardedValue]:
     if value.free:
         dims = step.wanted[0] or update.dims
         value = ShardedValue(dims=dims, origins=update.origins)
+    # Along a dim that is written in part, each device gets the whole update, and writes what falls
+    # into its shard.
     step.move(1, _kept(value.dims, shape, part))
     return [value]
 
@@ -248,10 +250,12 @@ def _partitioned(
                 )
             continue
         value = ShardedValue(dims=move.held, owed=move.summed, runs=runs, origins=origins)
+        # An all-reduce then completes the sum, and the move to the goal slices it.
         if not _scatters(lookup, move):
             value = step.ledger.move(value, aval, move.held, step.location, origins=origins)
         step.ledger.move(value, aval, move.goal, step.location, origins=origins)
     axes = frozenset(axis for dims in held.values() for axis in axes_of(dims))
+    # Read by `Ledger.doubt_lookups`, where the gradients of two lookups in one table are added.
     lookups = frozenset([(step.place, axes)]) if lookup.adds else frozenset()
     return ShardedValue(dims=held[result], origins=origins, lookups=lookups)
 

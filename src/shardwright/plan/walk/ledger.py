@@ -52,8 +52,10 @@ class Ledger:
         renaming: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     ) -> None:
         self._renaming = renaming
+        # `Dims` never has mesh axes of size 1, so they are left out of the sizes too.
         self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
         self.events: list[Event] = []
+        # A dict keeps the order of the program. That of a set of texts differs between processes.
         self.choices: dict[CompilerChoice, None] = {}
         self.idle: list[Idle] = []
         self.unknown: Counter[str] = Counter()
@@ -152,11 +154,14 @@ class Ledger:
                 self.doubt(scattered, location, _WHOLE_TILES)
             current = [
                 [axis for axis in goal if axis in dim or axis in scattered]
+                # A dim that also waits for a mesh axis of another dim, or for a new one, gets its
+                # order later.
                 if {*dim, *scattered} >= set(goal)
                 else list(dim)
                 for dim, goal in zip(current, dims, strict=True)
             ]
         for dim, goal in zip(current, dims, strict=True):
+            # The slices come before the all-reduce, which then adds up less.
             dim += [
                 axis
                 for axis in goal
@@ -166,6 +171,8 @@ class Ledger:
             if group - scattered:
                 rest = group - scattered
                 self._note(Kind.ALL_REDUCE, rest, value, aval, _frozen(current), location)
+        # `find_move` slices a complete value itself: it must see which mesh axes are new to find
+        # the permutes that replace one by another.
         self._transfer(value, aval, _frozen(current) if value.owed else value.dims, dims, location)
         if target.dims != value.dims and len(self.events) > sent:
             # A move that sends nothing is a slice, which is fused into its use.
@@ -182,9 +189,11 @@ class Ledger:
         dim is not a multiple of 128, so that the scattered dim is along the lanes. A part then
         needs 128 numbers of 32 bits.
         """
+        # Dims of size 1 take no part in tiles.
         pairs = [pair for pair in zip(aval.shape, dims, strict=True) if pair[0] > 1][-2:]
         if len(pairs) < len(_MATRIX):
             return True
+        # A lane has 32 bits. So a row of a tile has 128 numbers of float32, or 256 of bfloat16.
         tile = _LANES * 4 // aval.dtype.itemsize
         for at, (size, axes) in enumerate(pairs):
             other = pairs[1 - at][0]
@@ -250,6 +259,7 @@ class Ledger:
         dims = value.dims
         if wanted is not None:
             axes = axes_of(wanted)
+            # If `wanted` drops a mesh axis of the value, it needs a gather too.
             if value.owed & axes and value.mesh_axes <= axes:
                 dims = wanted
         return self.move(value, aval, dims, location, origins=value.origins)
@@ -271,6 +281,7 @@ class Ledger:
             kind,
             mesh_axes,
             whole_bytes(local_elements(aval.shape, dims, self.sizes), dtype),
+            # XLA moves loop-invariant code out of a loop, so earlier values are sent once.
             dataclasses.replace(location, runs=min(location.runs, value.runs)),
             dtype=str(dtype),
             origins=value.origins,
@@ -339,6 +350,7 @@ class Ledger:
             flops=flops,
             min_flops=flops,
             matmul_bytes=sum(operands) * location.runs,
+            # Of the devices that compute the same, one does useful work.
             repeated_flops=flops if location.recomputed else flops - flops // copies,
         )
         return flops

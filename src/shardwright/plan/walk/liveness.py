@@ -120,13 +120,16 @@ class Timeline:
             value writes it to the stack, so it takes memory of its own only for other uses.
           within: Whether the program is the body of a loop. Then its results are temporary.
         """
+        # From here, the position of an equation is its time, in `_last` and `_Alive` too.
         self._entries, self._after = self._in_order(), {}
+        # A value that is also the next carry has memory beside the stack.
         stacked = frozenset(written) - frozenset(results)
         reads = find_reads(self._entries, results, stacked)
         ways = {
             each: self._way(fused_buffers(self._entries, reads, each), results, kept)
             for each in Fusion
         }
+        # The body of a loop writes to carries and stacks, which the outer timeline counts.
         reserved = () if within else self._own_results(results, kept)
         most = []
         for each in (Fusion.NARROW, Fusion.WIDE):
@@ -134,11 +137,13 @@ class Timeline:
             apart = fused_buffers(self._entries, reads, each, join=False)
             both = (self._way(apart, results, kept), ways[each])
             most.append(min((self._most(way, reserved) for way in both), key=lambda end: end[0]))
+        # Compiled programs show both ways, so the upper end covers the larger.
         high, live = max(most, key=lambda end: end[0])
         outputs = frozenset() if within else frozenset(results)
         sure = self._sure(ways[Fusion.NARROW], results, outputs)
         low = min(self._at_best(way, outputs, stacked) for way in ways.values())
         if self.recomputes:
+            # Another order of matmuls cannot save what every compiler keeps.
             low -= max(low - sure, 0) // _REMAT
         return Peak(sure=sure, low=low, high=high, kinds=_by_kind(live), live=live)
 
@@ -147,6 +152,7 @@ class Timeline:
 
         def size(buffer: Buffer) -> int:
             if buffer.kind == LOOPS and buffer not in results:
+                # A carry may be in memory as a shard only, see `_shard_sums` of `buffers`.
                 return buffer.min_bytes
             return buffer.size if _is_kept(buffer, outputs) else 0
 
@@ -187,10 +193,12 @@ class Timeline:
         self, results: Sequence[Buffer], kept: Sequence[Buffer], fused: set[Buffer]
     ) -> dict[Buffer, int]:
         """Return the last use of each buffer."""
+        # No equation is at this position, so `_Alive.end` never drops what is alive at the end.
         end = len(self._entries)
         last: dict[Buffer, int] = {}
         for at, entry in enumerate(self._entries):
             for buffer in entry.births:
+                # A result that nothing reads still takes memory while its equation writes it.
                 last.setdefault(buffer, at)
             for use in entry.uses:
                 for buffer in held(use, fused):
@@ -234,12 +242,14 @@ class Timeline:
         alive.add(reserved)
         kinds: dict[Buffer, str] = {}  # of values that overwrite a donated argument
         for entry in self._entries:
+            # XLA computes the sines of all layers first, see `angle`.
             if entry.early:
                 alive.add(entry.births)
         most, present, peak_entry, sent = 0, list[Buffer](), None, 0
         for at, entry in enumerate(self._entries):
             ended = [buffer for buffer in entry.in_place if way.last.get(buffer) == at]
             kinds.update(_kept_kinds(ended, entry.births, kinds))
+            # Dropped before the results are added, so that memory that is reused counts once.
             alive.drop(ended)
             alive.add(entry.births)
             # What is sent is in memory until the next matmul is done: compilers overlap the two.
@@ -263,6 +273,7 @@ class Timeline:
           weigh: Returns the bytes to count for a buffer.
           extra: Returns the bytes to count for an equation while it runs.
         """
+        # Unlike at the upper end, sines are computed at their uses, and no result is reserved.
         alive = _Alive(way, weigh)
         peak = 0
         for at, entry in enumerate(self._entries):
@@ -351,6 +362,7 @@ def _live(present: Iterable[Buffer], entry: Entry, kinds: Mapping[Buffer, str]) 
         groups.setdefault(key, []).append(buffer.size)
     for each in entry.inner.live:
         key = each.kind, each.dtype, each.shape, each.source
+        # The values of a group have one shape and dtype, so all have this size.
         groups.setdefault(key, []).extend([each.size // each.count] * each.count)
     if entry.moved:
         groups.setdefault((TEMPORARY, "", (), ""), []).append(entry.moved)

@@ -129,6 +129,7 @@ def _partition(lookup: Lookup, level: _Level, moves: list[LookupMove]) -> bool:
         moves += [each for n in operands for each in _route(n, level.dims[n], whole[n])]
         moves.append(LookupMove(name=result, held=whole[result], goal=level.dims[result]))
         return True
+    # Of equal options, `min` keeps the first one, as XLA does: `_options` has XLA's order.
     chosen = min(options, key=lambda option: _cost(lookup, level, option))
     after = chosen.after
     changed = [name for name in _NAMES if name != result]
@@ -172,6 +173,8 @@ def _by_entries(lookup: Lookup, level: _Level, group: frozenset[str]) -> _Option
         return None
     index, sure = _freed(lookup, level, "index", group)
     rows, also = _freed(lookup, level, "rows", group)
+    # The indices and rows of one device must be of the same tokens. The array that is still sharded
+    # gives its sharding to the other.
     pairs = lookup.tokens.items()
     if any(index) and not any(rows):
         where = {to: index[at] for at, to in pairs}
@@ -265,11 +268,13 @@ def _cost(lookup: Lookup, level: _Level, option: _Option) -> tuple[float, float]
         pairs.append((result, option.after.dims[result], level.dims[result]))
     if option.summed:
         memory.append(lookup.bytes(result, whole[result]))
+        # An all-reduce sends twice the bytes of its operand.
         sent += 2 * lookup.bytes(result, whole[result])
     for name, held, goal in pairs:
         for move in _route(name, held, goal):
             for each in find_move(move.held, move.goal, lookup.sizes).transfers:
                 size = lookup.bytes(name, each.dims)
+                # Operand and result are in memory. Of a gather, `size` is that of the result.
                 read = size // each.devices if each.kind is Kind.ALL_GATHER else size
                 memory.append(size + read)
                 sent += size

@@ -88,6 +88,7 @@ def _follow(jaxpr: Any, step: PlanStep, location: WalkLocation, origins: dict[st
                 ledger.unknown[f"{name} (in groups)"] += 1
         elif name in ("dot_general", "ragged_dot_general"):
             _count(equation, step, location)
+        # A kernel with a DMA may send bytes that no equation shows, so it is unknown.
         elif name == "pallas_call" and not _moves_data(equation.params["jaxpr"]):
             _count_kernel(equation, step, location)
         elif name == "while":
@@ -127,6 +128,7 @@ def _is_scattered(equation: Any, jaxpr: Any, step: PlanStep) -> bool:
     """
     body = step.parameters["jaxpr"]
     results = equation.outvars
+    # Inside a loop or a branch, the sum is used there and not returned.
     if jaxpr is not getattr(body, "jaxpr", body) or len(results) != 1:
         return False
     axes = _mesh_axes(equation, step)
@@ -141,6 +143,7 @@ def _is_scattered(equation: Any, jaxpr: Any, step: PlanStep) -> bool:
 def _mesh_axes(equation: Any, step: PlanStep) -> tuple[str, ...]:
     axes = equation.params.get("axes", equation.params.get("axis_name"))
     names = (axes,) if isinstance(axes, str) else tuple(axes)
+    # An integer stands for a dim that `vmap` made of an axis: it is on one device.
     return step.ledger.renamed(name for name in names if isinstance(name, str))
 
 
@@ -190,6 +193,7 @@ def _count_kernel(equation: Any, step: PlanStep, location: WalkLocation) -> None
     body at most one runs in a step, the one with the most operations.
     """
     parameters, variables = equation.params, (*equation.invars, *equation.outvars)
+    # A dynamic size of a grid is not known before the program runs. It counts as one step.
     steps = math.prod(size for size in parameters["grid_mapping"].grid if isinstance(size, int))
     always, most = _matmuls_of(parameters["jaxpr"])
     sizes = [whole_bytes(each.aval.size, each.aval.dtype) for each in variables]

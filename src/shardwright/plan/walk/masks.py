@@ -58,6 +58,7 @@ def _masks(
             inner = dict(zip(body.invars, map(key_of, operands), strict=True))
             yield from _masks(body, inner, place)
         elif equation.primitive.name == "scan":
+            # XLA merges values of one computation only: no input of a loop's body is an outer one.
             yield from _masks(bodies(equation)[0].jaxpr, {}, place)
         elif (key := _key(equation, key_of)) is not None:
             keys[equation.outvars[0]] = key
@@ -72,6 +73,7 @@ def _key(equation: Any, key_of: Callable[[Any], Any]) -> Any:
     name, parameters, result = equation.primitive.name, equation.params, equation.outvars[0].aval
     if name == "iota":
         length = result.shape[parameters["dimension"]]
+        # With one long dim, it is the iota of one dim, reshaped. Programs write both forms.
         if length == result.size:
             return "shape", result.shape, ("iota", str(result.dtype), length)
         return name, str(result), parameters["dimension"]
@@ -110,6 +112,7 @@ def required_dims(
     if not groups:
         return {}
     required: dict[EquationIds, Dims] = {}
+    # With all prefixes, so that jaxprs without such a mask are not read.
     holders = {place[:end] for group in groups for place in group for end in range(len(place) + 1)}
 
     def read(inner: Any, goals: Sequence[Dims | None], at: EquationIds) -> None:

@@ -39,6 +39,7 @@ class Labels:
         left, right = known.operands
 
         def label(factors: tuple[int, ...]) -> str:
+            # A matmul neither splits nor joins dims, so each dim is one factor.
             (factor,) = factors
             if known.roles[factor] is FactorRole.SUMMED:
                 return f"c{factor}"
@@ -144,11 +145,13 @@ def _places(step: PlanStep, values: Sequence[ShardedValue], labels: Labels) -> d
         elif len(claims) == 1:
             places[axis] = next(iter(claims))
         elif step.wanted[0] is None:
+            # If bytes are equal, a dim of the result wins over a contracted one.
             places[axis] = max(
                 claims, key=lambda label: (claims[label].bytes, not label.startswith("c"))
             )
             step.note_choice(axis)
     unused = step.ledger.sizes.keys() - places.keys() - one_sided.keys()
+    # Last, because bytes on one device depend on where all other mesh axes are.
     for axis, (label, side) in one_sided.items():
         if _sum_is_smaller(step, labels, places, side):
             places[axis] = label
@@ -219,6 +222,7 @@ def _order(
     values: Sequence[ShardedValue], labels: Labels, places: dict[str, str]
 ) -> dict[str, list[str]]:
     """Return the mesh axes of each label, major first."""
+    # Where both operands shard a label, the left one gives the order, and the right one moves.
     order: dict[str, list[str]] = {}
     for value, names in zip(values, labels.operands, strict=True):
         for label, axes in zip(names, value.dims, strict=True):
@@ -232,6 +236,7 @@ def _count(step: PlanStep, labels: Labels, order: dict[str, list[str]]) -> None:
     """Count the operations and bytes of a matmul, and note the mesh axes that repeat it."""
     ledger = step.ledger
     elements = math.prod(
+        # Devices multiply the padding of a dim that does not divide, too.
         -(-size // shards(order.get(label, ()), ledger.sizes))
         for label, size in labels.sizes.items()
     )

@@ -41,6 +41,7 @@ class ValueMove:
     doubtful: frozenset[str] = frozenset()
 
 
+# An all-to-all is between two dims: it cuts one and joins the other.
 _PAIR: Final = 2
 
 
@@ -65,10 +66,14 @@ def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> ValueMove:
         return ValueMove(transfers=tuple(replaced))
     if moved and gone:
         return _with_both(held, goal, sizes, moved, gone)
+    # Slices send nothing, so they come first: what follows sends smaller shards.
     current = _sliced(held, goal)
     changed = [at for at, (have, want) in enumerate(zip(held, goal, strict=True)) if have != want]
     left, entered = ({place[axis] for axis in moved} for place in (before, after))
+    # A dim that loses one mesh axis and gets another one is not gathered. The next case exchanges
+    # it, with a doubt.
     if len(left | entered) > _PAIR and len(moved) > 1 and not left & entered:
+        # The mesh axes cut their new dims only after the gathers, so the bytes are those of `held`.
         return ValueMove(transfers=tuple(_gathered(held, moved, sizes)[0]))
     if moved and len(changed) > _PAIR:  # a third dim gets a new mesh axis
         exchange = _exchanged(held, current, goal, sizes, moved)
@@ -115,8 +120,11 @@ def _replaced(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> list[Transfer
         return None
     old, new = shards(have, sizes), shards(want, sizes)
     axes = {*have, *want}
+    # A shard is cut to its final size before it travels.
     if new % old == 0:
         return [_transfer(Kind.PERMUTE, axes, goal, sizes)]
+    # The permute brings parts of one final shard next to each other. Groups of `old // new` devices
+    # then join them.
     if old % new == 0:
         return [
             _transfer(Kind.PERMUTE, axes, held, sizes),
@@ -136,6 +144,8 @@ def _gathered(
         kept = tuple(axis for axis in dims[at] if axis not in going)
         if kept == dims[at]:
             continue
+        # An all-gather joins neighboring blocks. Those of a major mesh axis are apart, as long as a
+        # minor one stays.
         if dims[at][: len(kept)] != kept:
             transfers.append(_transfer(Kind.PERMUTE, dims[at], tuple(dims), sizes))
         gathered = set(dims[at]) - set(kept)
@@ -159,7 +169,10 @@ def _exchanged(
         at, to = _places(current)[axis], _places(goal)[axis]
         ends[at] = tuple(each for each in ends[at] if each != axis)
         ends[to] = (*ends[to], axis)
+    # XLA cuts off the last mesh axes, whatever their names. The collective may so run over others
+    # than `moved`.
     cut = frozenset(axis for at in changed for axis in _last(current[at], moved, sizes))
+    # `cut` may have more devices than what moves, and does not give the size of a group.
     devices = shards(moved, sizes)
     transfers = [_transfer(Kind.ALL_TO_ALL, cut, current, sizes, devices=devices)]
     if tuple(ends) != goal or cut != moved:
@@ -192,8 +205,10 @@ def _entered(
             return None
         if have and want:
             pairs.append((have[0], want[0]))
+    # Two dims trade their mesh axes.
     if len(pairs) == 2 and pairs[0] == pairs[1][::-1]:
         return pairs[0]
+    # The mesh axis that moves on leaves its dim to one that was in no dim.
     return pairs[0] if len(pairs) == 1 == len(moved) and len(changed) == 2 else None
 
 
@@ -207,6 +222,8 @@ def _traded(
     if sizes[left] == sizes[entered] or (not swapped and sizes[left] < sizes[entered]):
         return ValueMove(transfers=(permute,))
     smaller, larger = sorted(both, key=sizes.__getitem__)
+    # XLA takes the larger mesh axis for two factors: that of `ratio` devices needs the all-to-all,
+    # and the other one trades with the smaller mesh axis.
     ratio, rest = divmod(sizes[larger], sizes[smaller])
     exchange = _transfer(Kind.ALL_TO_ALL, [larger], current, sizes, devices=ratio)
     doubt = rest or not swapped
@@ -235,11 +252,14 @@ def _with_both(
         alone = all(len(dim) < 2 for dim in (*current, *goal))
         return ValueMove(transfers=(permute, gather), doubtful=frozenset() if alone else doubtful)
     if losing & ends:
+        # The dim that a mesh axis enters also loses one. XLA gathers it before the exchange.
         transfers, kept = _gathered(current, gone, sizes)
         smaller = shards(gone, sizes) <= shards(moved, sizes)
         rest = _exchanged(kept, kept, goal, sizes, moved)
+        # Exact if what goes has no more devices than what moves, and they leave different dims.
         doubt = doubtful if not smaller or losing & origins else rest.doubtful
         return ValueMove(transfers=(*transfers, *rest.transfers), doubtful=doubt)
+    # The exchange comes first: the array is still cut over `gone`, so fewer bytes move.
     middle = tuple(
         (*(axis for axis in have if axis in gone), *want)
         for have, want in zip(current, goal, strict=True)

@@ -24,6 +24,7 @@ from shardwright.plan.walk.entries import TEMPORARY, Buffer, Padded
 from shardwright.plan.walk.fusion import roots
 from shardwright.plan.walk.liveness import Timeline
 
+# A tile of a TPU has 8 sublanes by 128 lanes, of 32 bits each.
 _LANES: Final = 128
 _SUBLANES: Final = 8
 _MATRIX: Final = 2

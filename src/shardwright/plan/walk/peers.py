@@ -27,6 +27,7 @@ class Peers:
         self._equations = equations
         self._makers: dict[Any, Any] = {}
         self._users: dict[Any, list[Any]] = {}
+        # Paths between elementwise values split and meet. A value without a result is asked once.
         self._seen: set[Any] = set()
 
     def ask(self, variable: Any, asked: dict[Any, Dims], held: Mapping[Any, ShardedValue]) -> None:
@@ -51,6 +52,7 @@ class Peers:
           depth: Largest number of equations that are followed.
         """
         if not self._makers:
+            # Most jaxprs have no scatter, so the index is made for the first one.
             self._index()
         self._seen = set()
         return self._of_users(variable, held, depth)
@@ -100,6 +102,7 @@ def _inside(
     equation: Any, body: Any, variable: Any, held: Mapping[Any, ShardedValue], depth: int
 ) -> Dims | None:
     """Return the dims that a called jaxpr combines with one of its operands."""
+    # A `cond` by platform has one operand more than its branch: the index of the branch.
     given = equation.invars[len(equation.invars) - len(body.invars) :]
     pairs = list(zip(body.invars, given, strict=True))
     known = {

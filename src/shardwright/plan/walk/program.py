@@ -138,6 +138,7 @@ class ShardingWalker:
             mask_origins=self._mask_origins,
         )
         held: dict[Any, ShardedValue] = dict(zip(jaxpr.invars, inputs, strict=True))
+        # Each device has the whole arrays that a program closes over, so it has any part of them.
         held |= {variable: anywhere(_rank(variable)) for variable in jaxpr.constvars}
 
         def value(variable: Any) -> ShardedValue:
@@ -158,6 +159,7 @@ class ShardingWalker:
                 ),
                 scope=scope,
             )
+            # The rule of the equation sets both, and `with_buffers` reads them.
             notes.moved, notes.inner = 0, Peak()
             held.update(zip(equation.outvars, _follow(step), strict=True))
         return [value(variable) for variable in jaxpr.outvars]
@@ -186,6 +188,8 @@ def _follow(step: PlanStep) -> Sequence[ShardedValue]:
     if rule is not None:
         results = [value.pruned() for value in rule(step)]
         if step.name not in _LOOPS:
+            # XLA moves loop-invariant code out of loops: only operands of a loop make a result run
+            # again.
             runs = most_runs(step.values)
             results = [dataclasses.replace(value, runs=runs) for value in results]
         if step.place in step.scope.masks:
@@ -335,6 +339,7 @@ def walk_jaxpr(
         sizes=ledger.sizes,
         target=_target_dims(lambda equation: target(equation, ledger)),
     )
+    # `required_dims` knows no origins. Each mesh axis takes one from the outputs and inputs.
     ends = [value for value in (*goals, *inputs) if value is not None]
     walker = ShardingWalker(ledger, target, masks=masks, mask_origins=merged_origins(ends))
     results = walker.run(jaxpr, inputs, wanted=wanted)

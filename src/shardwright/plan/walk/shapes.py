@@ -126,6 +126,7 @@ def constraint(step: PlanStep) -> list[ShardedValue]:
     dims = with_kept(target.dims, value.dims)
     if value.owed and not value.owed & axes_of(dims):
         dims = _scattered_later(step, value, dims)
+    # The key of `PlanStep.move` without a use, so that later gathers to these dims share this one.
     key = (variable, dims, None)
     if key not in step.scope.moved:
         moved = step.ledger.move(value, step.avals[0], dims, step.location, origins=target.origins)
@@ -141,5 +142,6 @@ def _scattered_later(step: PlanStep, value: ShardedValue, dims: Dims) -> Dims:
     later, variable = step.wanted[0], step.equation.outvars[0]
     if later is None or step.scope.uses[variable] != 1 or not value.owed <= axes_of(later):
         return dims
+    # The later constraint then only cuts further, and the sum needs no other move.
     refines = all(axes == part[: len(axes)] for axes, part in zip(dims, later, strict=True))
     return later if refines else dims

@@ -96,6 +96,7 @@ class PlanStep:
     @property
     def place(self) -> EquationIds:
         """The equation, by its id and those of the equations that hold its jaxpr."""
+        # JAX shares a jaxpr between equal calls, so an inner equation's id may stand for several.
         return (*self.location.calls, id(self.equation))
 
     @property

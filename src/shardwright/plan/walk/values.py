@@ -123,6 +123,7 @@ def with_kept(dims: Dims, current: Dims) -> Dims:
         return dims
     used = axes_of(dims)
     return tuple(
+        # A mesh axis may shard only one dim. The dims that the constraint names take theirs first.
         tuple(axis for axis in held if axis not in used) if axes == KEEP else axes
         for axes, held in zip(dims, current, strict=True)
     )
