@@ -47,6 +47,7 @@ def check_value(path: str, value: Any) -> list[Problem]:
     """Return a problem if a leaf of the host is no number, or JAX would cut it to 32 bits."""
     if hasattr(value, "dtype") and not isinstance(value, (np.ndarray, np.generic)):
         return []
+    # JAX arrays and abstract leaves have a dtype that JAX has accepted; these have not.
     host = np.asarray(value)
     if not _is_number(host.dtype):
         what = f"{_short(value)} is not an array or a number that JAX can hold"
@@ -95,6 +96,7 @@ def _is_number(dtype: np.dtype) -> bool:
     """Tell whether JAX has arrays of a dtype, perhaps cut to 32 bits."""
     if not (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number)):
         return False
+    # NumPy's longdouble and clongdouble are wider, and JAX has no such dtypes.
     return dtype.itemsize <= (16 if dtype.kind == "c" else 8)
 
 

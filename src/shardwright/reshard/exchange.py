@@ -56,6 +56,7 @@ def sends_of(source: DeviceGrid, target: DeviceGrid) -> tuple[Send, ...]:
     for receiver, (device, block) in enumerate(zip(target.devices, target.blocks, strict=True)):
         own = place.get(device)
         for unit, offset in _units_in(block, target.counts, units):
+            # The lcm is a multiple of the source counts, so no unit lies in two source blocks.
             holder = tuple(
                 number * count // total
                 for number, count, total in zip(unit, source.counts, units, strict=True)
@@ -72,6 +73,7 @@ def sends_of(source: DeviceGrid, target: DeviceGrid) -> tuple[Send, ...]:
                     key=lambda at: (sent[at], (at - receiver) % len(source.devices)),
                 )
             )
+            # Only what crosses a link counts as load.
             sent[sender] += not stays
             sends.append(
                 Send(
@@ -90,6 +92,8 @@ def rounds_of(sends: Sequence[Send], devices: int) -> tuple[tuple[Send, ...], ..
 
     Blocks that stay on their device come first, in separate rounds.
     """
+    # Sends of one ring distance can share a round: each device then sends to one device, and
+    # receives from one. So first fit by distance fills the rounds well.
     order = sorted(
         sends,
         key=lambda send: (not send.stays, (send.sender - send.receiver) % devices, send.receiver),

@@ -92,6 +92,7 @@ def blocks_of(dims: AxesByDim, sizes: dict[str, int]) -> tuple[Block, ...]:
     """Return the block of each device of a mesh, in mesh order."""
     strides = {}
     stride = 1
+    # Devices of a mesh are in row-major order: the last axis has stride 1.
     for name in reversed(sizes):
         strides[name] = stride
         stride *= sizes[name]
@@ -100,6 +101,7 @@ def blocks_of(dims: AxesByDim, sizes: dict[str, int]) -> tuple[Block, ...]:
         block = []
         for axes in dims:
             number = 0
+            # The first mesh axis of a dim is its major axis.
             for name in axes:
                 number = number * sizes[name] + device // strides[name] % sizes[name]
             block.append(number)
@@ -111,6 +113,7 @@ def _grid_of_slices(sharding: Sharding, shape: Sequence[int]) -> DeviceGrid:
     """Return the grid of a sharding without mesh axes, such as that of a single device."""
     slices: dict[Any, Any] = dict(sharding.devices_indices_map(tuple(shape)))
     local = sharding.shard_shape(tuple(shape))
+    # A dim of size 0 has empty shards, and one block.
     counts = tuple(size // part if part else 1 for size, part in zip(shape, local, strict=True))
     blocks = tuple(
         tuple(
@@ -118,6 +121,7 @@ def _grid_of_slices(sharding: Sharding, shape: Sequence[int]) -> DeviceGrid:
         )
         for cuts in slices.values()
     )
+    # JAX refuses arrays of unequal shards for a NamedSharding, but not for every other sharding.
     if any(size != part * count for size, part, count in zip(shape, local, counts, strict=True)):
         raise ShardingError(
             f"{sharding} cuts the shape {tuple(shape)} into unequal blocks",
@@ -140,6 +144,7 @@ def missing_bytes(source: DeviceGrid, target: DeviceGrid, bytes_of_array: int) -
     whole = bytes_of_array // math.prod(target.counts)
     total = 0
     for device, block in zip(target.devices, target.blocks, strict=True):
+        # A fraction of integers stays exact; a float would lose bytes of arrays above 2**53 bytes.
         held = shared_part(own.get(device), source.counts, block, target.counts)
         total += whole - bytes_of_array * held[0] // held[1]
     return total
@@ -156,6 +161,7 @@ def shared_part(
     if a is None:
         return 0, 1
     for i, m, j, n in zip(a, a_counts, b, b_counts, strict=True):
+        # Both blocks are intervals of whole units if the dim has lcm(m, n) units.
         units = math.lcm(m, n)
         start = max(i * (units // m), j * (units // n))
         stop = min((i + 1) * (units // m), (j + 1) * (units // n))

@@ -153,6 +153,7 @@ def _transfer(
     sends = sends_of(route.source, route.target)
     units = len(sends) // len(receivers)
     per_sender = _units_of_sender(route)
+    # Each target shard is one whole source shard: neither a split nor a join has work to do.
     whole = len(per_sender) == units == 1 and route.dtype == route.to_dtype
     whole = whole and route.pieces.dim is None
     source = _flat(_shards(value), source_mesh)
@@ -164,6 +165,7 @@ def _transfer(
         chosen = [blocks[per_sender[send.source_offset]][senders[send.sender]] for send in sends]
         goals = [receivers[send.receiver] for send in sends]
         copies = _send_missing(chosen, goals, [send.stays for send in sends])
+        # device_put of an array to its own device aliases the buffer, unless may_alias is False.
         if whole and donate:
             # The caller deletes the source, so copy the shards that stay on their device.
             copies = [
@@ -171,6 +173,8 @@ def _transfer(
                 for copy, goal, send in zip(copies, goals, sends, strict=True)
             ]
         # Sends are in the order of receivers, and then of their units.
+        # A program of a mesh takes one block per device in each argument, so unit k of every
+        # receiver forms one flat array.
         columns = [copies[unit::units] for unit in range(units)]
         arrived = [
             _flat(dict(zip(receivers, column, strict=True)), target_mesh) for column in columns
@@ -190,6 +194,7 @@ def _units_of_sender(route: Route) -> dict[tuple[int, ...], int]:
             map(np.lcm, route.source.counts, route.target.counts), route.source.counts, strict=True
         )
     ]
+    # split_program returns its units in this order too, from np.ndindex over the same counts.
     return {tuple(index): number for number, index in enumerate(np.ndindex(*units))}
 
 
@@ -234,6 +239,7 @@ def _upload(value: Any, target: NamedSharding, route: Route, tick: Tick) -> jax.
     result = None if whole else _zeros(mesh, route)
     for number in range(route.pieces.count):
         start = route.pieces.start(number)
+        # Each process reads and sends only the boxes of its own devices.
         blocks = host_blocks(value, list(boxes.values()), route, start)
         sent = send(blocks, list(boxes))
         arrived = [_flat(dict(zip(boxes, sent, strict=True)), mesh)]
@@ -254,9 +260,6 @@ def send(blocks: Sequence[Any], devices: Sequence[jax.Device]) -> list[jax.Array
     return sent
 
 
-# Blocks of arrays in the memory of the host.
-
-
 def host_blocks(
     value: Any, boxes: Sequence[ShardIndex], route: Route, start: int
 ) -> list[np.ndarray]:
@@ -275,6 +278,8 @@ def host_blocks(
         parts = [_read(value, box) for box in cut]
     # Copy, because JAX on the CPU may use NumPy's memory directly.
     blocks = [np.array(part, dtype=route.to_dtype, order="C") for part in parts]
+    # Without pieces, no program runs on the blocks, so nothing would turn integers back into
+    # floats.
     return blocks if route.pieces.dim is None else [wire_view(block, route) for block in blocks]
 
 
@@ -292,6 +297,7 @@ def _read(value: Any, box: ShardIndex) -> np.ndarray:
         return np.asarray(value)[box]
     parts = [(_overlap(shard.index, box, value.shape), shard) for shard in value.addressable_shards]
     shape = tuple(stop - start for start, stop in _bounds(box, value.shape))
+    # Fast path: one shard covers the box, so no second buffer of that size is needed.
     for overlap, shard in parts:
         if overlap is not None and overlap[0] == tuple(slice(0, size) for size in shape):
             return np.asarray(shard.data)[overlap[1]]

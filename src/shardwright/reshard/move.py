@@ -62,6 +62,7 @@ def reshard(
     if isinstance(manager.mesh, AbstractMesh):
         raise constraint.no_devices()
     targets = target_shardings(manager, tree, specs)
+    # Processes that move different trees would wait in different collectives forever.
     if (group := manager.group()) is not None:
         compare_data(group, tree, "pm.reshard")
     return move_tree(tree, targets, piece=piece, donate=donate, dtype=dtype, progress=progress)
@@ -77,6 +78,7 @@ def move_tree(
     progress: Callable[[Progress], object] | None = None,
 ) -> Any:
     """Move a tree to a tree of shardings. For the other arguments, see `reshard`."""
+    # The plan raises all problems before the first leaf moves, so none leaves a tree half moved.
     plan = plan_moves_of(tree, targets, piece=piece, donate=donate, dtype=dtype)
     values, structure = jax.tree.flatten(tree, is_leaf=is_array_spec)
     shardings: list[NamedSharding] = structure.flatten_up_to(targets)  # type: ignore[attr-defined]
@@ -121,6 +123,7 @@ class _Moving:
     def run(self) -> None:
         """Move the leaves in the order of the plan."""
         values, donate = self._values, self._plan.donate
+        # Counted by identity, because equal arrays have memory of their own.
         uses = Counter(map(id, values))
         # Results that are, or share the memory of, their sources.
         kept = {
@@ -147,6 +150,7 @@ class _Moving:
 
     def failure(self, structure: Any, error: BaseException) -> MoveError:
         """Return the error with the tree, from which the move can be resumed."""
+        # The source of a tied leaf may be deleted already, so take what its first place has.
         for index, leaf in enumerate(self._plan.leaves):
             if leaf.tied_to:
                 self.results[index] = self.results[self._places[leaf.tied_to]]

@@ -40,10 +40,13 @@ class Pieces:
 
     def of_all(self, whole: int) -> int:
         """Return the bytes of all pieces, overlaps included, for a leaf of `whole` bytes."""
+        # Rows of an overlap are sent twice.
         return whole // self.rows * self.size * self.count
 
     def start(self, number: int) -> int:
         """Return the first row of a piece, in each group."""
+        # The last piece moves back instead of shrinking: all pieces have one shape, and one
+        # program.
         return min(number * self.size, self.rows - self.size)
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -66,6 +69,7 @@ def cut(
       largest: Bytes of the leaf over all devices, at the step with the most bytes.
       limit: Largest number of bytes of a piece. A piece of one row of each group may be larger.
     """
+    # The lcm over all steps: a shard boundary of any step is also a boundary of a group.
     groups = [math.lcm(*each) for each in zip(*counts, strict=True)]
     rows = [size // group for size, group in zip(shape, groups, strict=True)]
     if largest <= limit or max(rows, default=1) <= 1:

@@ -89,6 +89,7 @@ def plan_moves(
       itemsize: Bytes of an element.
       mesh: Sizes of the mesh axes.
     """
+    # A mesh axis that neither spec has can only replicate, so leave it out of the search.
     usable = [name for name in mesh if any(name in axes for axes in (*source, *target))]
     total = math.prod(shape) * itemsize
     best: dict[AxesByDim, tuple[int, int]] = {source: (0, 0)}
@@ -100,6 +101,7 @@ def plan_moves(
         sent, count, _, place = heapq.heappop(queue)
         if place == target:
             return _path(last_move, source, target)
+        # heapq cannot decrease a key, so entries that were overtaken stay in the queue.
         if (sent, count) > best[place]:
             continue
         local = total // math.prod(shard_count(axes, mesh) for axes in place)
@@ -139,6 +141,8 @@ def _next_moves(
 ) -> Iterator[Move]:
     """Yield every step from a sharding. `local` is the number of bytes of one of its shards."""
     for dim, axes in enumerate(place):
+        # Only the minor axes can leave: the blocks of a tiled all-gather over them are adjacent in
+        # the array, and those over a major axis are not.
         for count in range(1, len(axes) + 1):
             last = axes[-count:]
             parts = shard_count(last, mesh)
@@ -149,6 +153,7 @@ def _next_moves(
                 source=dim,
                 before=place,
                 after=rest,
+                # In a ring, each device passes on every block of its group but one.
                 bytes=local * (parts - 1),
             )
             for to in range(len(place)):
@@ -161,6 +166,7 @@ def _next_moves(
                         target=to,
                         before=place,
                         after=after,
+                        # Each device keeps one of its `parts` blocks.
                         bytes=local // parts * (parts - 1),
                     )
     used = [name for axes in place for name in axes]
@@ -203,6 +209,7 @@ def _permuted(
     else:
         candidates.append(as_target)
     for after in candidates:
+        # A permute sends whole shards, so the shards before and after must have one shape.
         same_shape = all(
             shard_count(a, mesh) == shard_count(b, mesh) for a, b in zip(place, after, strict=True)
         )

@@ -63,6 +63,7 @@ class MoveProgram:
             with jax.set_mesh(self.mesh):
                 return self._jitted(*arguments)
         if self.compiled is None:
+            # The mesh of the context is part of the trace, and must be that of the shard_map.
             with jax.set_mesh(self.mesh):
                 self.compiled = self._jitted.lower(*arguments).compile()
         return self.compiled(*arguments)
@@ -298,6 +299,7 @@ def _exchange(route: Route, mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     rounds = schedule(route.source, route.target)
 
     def exchange(piece: jax.Array) -> jax.Array:
+        # Over all axes, in mesh order: the position of this device in the list of receivers.
         own = jax.lax.axis_index(mesh.axis_names)
         result = jnp.zeros(local, piece.dtype)
         for sends in rounds:
@@ -307,6 +309,7 @@ def _exchange(route: Route, mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     def _send(
         piece: jax.Array, result: jax.Array, sends: Sequence[Send], own: jax.Array
     ) -> jax.Array:
+        # All devices run one program, so each finds its own corners in a table of constants.
         source_corners = np.zeros((mesh.size, len(unit)), np.int32)
         target_corners, receives = source_corners.copy(), np.zeros(mesh.size, bool)
         for send in sends:

@@ -155,12 +155,14 @@ def find_route(
         target_bytes=elements * to_dtype.itemsize * after.copies,
     )
     if source is None:
+        # The host sends each copy of a replicated block by itself.
         sent = base.target_bytes
         return _with_pieces(base, [after.counts], sent=sent, missing=sent, limit=limit)
     before = grid_of(source, shape)
     base = dataclasses.replace(
         base, source=before, source_bytes=elements * dtype.itemsize * before.copies
     )
+    # Equal blocks on equal devices need no program, whatever the names of the mesh axes are.
     if dtype == to_dtype and same_blocks(before, after):
         # An axis of size 1 changes the sharding of the result, but no shard.
         stays = isinstance(source, NamedSharding) and source.mesh == target.mesh
@@ -168,6 +170,7 @@ def find_route(
         return dataclasses.replace(base, way=Way.STAYS if stays else Way.RELABEL)
     missing = missing_bytes(before, after, elements * wire.itemsize)
     ends = [before.counts, after.counts]
+    # A program of JAX runs on one set of devices, so collectives cannot connect two sets.
     if set(before.devices) != set(after.devices):
         base = dataclasses.replace(base, way=Way.TRANSFER)
         return _with_pieces(base, ends, sent=missing, missing=missing, limit=limit)
@@ -176,6 +179,7 @@ def find_route(
     if common is not None and steps is not None:
         sizes = dict(common.sizes)
         sent = sum(sent_bytes(step, sizes) for step in steps)
+        # No step may cut a group of rows, so every step counts, not only both ends.
         places = [common.source, *(step.after for step in steps)]
         counts = [[shard_count(axes, sizes) for axes in place] for place in places]
         route = dataclasses.replace(base, way=Way.COLLECTIVES, common=common, steps=steps)
@@ -183,6 +187,7 @@ def find_route(
         # Collectives need fewer steps, so they may send up to 1.5 times the least bytes.
         if 2 * route.bytes_sent <= 3 * missing:
             return route
+    # A round of blocks that stay is a local copy, so it counts as no permute.
     rounds = sum(not sends[0].stays for sends in schedule(before, after))
     base = dataclasses.replace(base, way=Way.EXCHANGE, rounds=rounds)
     return _with_pieces(base, ends, sent=missing, missing=missing, limit=limit)
@@ -194,6 +199,7 @@ def _with_pieces(
     devices = max(len(base.target.devices), len(base.source.devices) if base.source else 1)
     itemsize = max(base.dtype.itemsize, base.to_dtype.itemsize)
     elements = math.prod(base.shape)
+    # The shards are largest at the step with the fewest of them, such as after an all-gather.
     largest = max(elements // math.prod(each) for each in counts) * devices * itemsize
     pieces = cut(base.shape, counts, largest=largest, limit=limit) if elements else _ONE_PIECE
     return dataclasses.replace(
@@ -208,6 +214,7 @@ def _steps(common: CommonAxes, shape: tuple[int, ...], wire: np.dtype) -> tuple[
     return _plan_moves(common.source, common.target, shape, wire.itemsize, common.sizes)
 
 
+# The key has no device ids and no dtype, so all layers of a model share one search.
 @functools.lru_cache(maxsize=4096)
 def _plan_moves(
     source: AxesByDim,
@@ -227,6 +234,7 @@ def sent_bytes(step: Move, sizes: dict[str, int]) -> int:
     devices = math.prod(sizes.values())
     if step.kind is not MoveKind.PERMUTE:
         return step.bytes * devices
+    # The pairs number the devices of one group; each group over the other mesh axes repeats them.
     pairs = permutation(step, sizes)
     groups = devices // len(pairs)
     return step.bytes * groups * sum(sender != receiver for sender, receiver in pairs)
@@ -267,6 +275,8 @@ def common_axes(source: DeviceGrid, target: DeviceGrid) -> CommonAxes | None:
     if source_strides is None:
         return None
     spans = [*_spans(source.axes, source_strides), *_spans(target.axes, target_strides)]
+    # The strides at which an axis begins or ends. They are the prefix products of a common
+    # factorization only if each divides the next: 1,3,6 and 1,2,6 give 2 and 3, which fails.
     cuts = sorted({1, len(target.devices), *(cut for span in spans for cut in span)})
     if any(upper % lower for lower, upper in pairwise(cuts)):
         return None
@@ -293,9 +303,11 @@ def _strides_in(grid: DeviceGrid, devices: Sequence[int]) -> dict[str, int] | No
     place = {device: at for at, device in enumerate(devices)}
     own = _own_strides(grid.axes)
     first = place[grid.devices[0]]
+    # The device at the own stride of an axis is the neighbor of the first device along that axis.
     strides = {
         name: place[grid.devices[own[name]]] - first if size > 1 else 1 for name, size in grid.axes
     }
+    # Neighbors of the first device do not suffice: a ring order may swap devices further on.
     for at, device in enumerate(grid.devices):
         expected = sum(at // own[name] % size * strides[name] for name, size in grid.axes)
         if place[device] != expected:

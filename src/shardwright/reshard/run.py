@@ -27,12 +27,14 @@ def _run(x: jax.Array, move: Move, mesh: Mapping[str, int]) -> jax.Array:
     if move.kind is MoveKind.ALL_TO_ALL:
         assert move.source is not None
         assert move.target is not None
+        # JAX splits the first dim (`target`) and concatenates along the second one (`source`).
         swapped: jax.Array = jax.lax.all_to_all(
             x, move.mesh_axes, move.target, move.source, tiled=True
         )
         return swapped
     if move.kind is MoveKind.ALL_GATHER:
         assert move.source is not None
+        # By default JAX types a gathered array as varying, and a replicated output spec is refused.
         gathered: jax.Array = jax.lax.all_gather(
             x, move.mesh_axes, axis=move.source, tiled=True, to="invarying"
         )

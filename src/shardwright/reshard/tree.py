@@ -216,6 +216,7 @@ def plan_moves_of(
     before = [None] * len(pairs) if sources is None else _flattened(structure, sources, "source")
     leaves: list[LeafMove] = []
     problems: list[Problem] = []
+    # The target is part of the key: one array may move to two shardings.
     first: dict[tuple[int, Sharding], str] = {}
     for (key_path, value), target, source in zip(pairs, after, before, strict=True):
         path = path_text(key_path)
@@ -227,6 +228,7 @@ def plan_moves_of(
                 for problem in error.problems
             ]
             continue
+        # Python shares small integers, so equal ids of two numbers do not mean a tied leaf.
         if isinstance(value, jax.Array | np.ndarray):
             tied = first.setdefault((id(value), target), path)
             leaf = leaf if tied == path else dataclasses.replace(leaf, tied_to=tied)
@@ -244,6 +246,7 @@ def _order(leaves: Sequence[LeafMove], *, donate: bool) -> tuple[int, ...]:
     return tuple(
         sorted(
             range(len(leaves)),
+            # A leaf that frees memory early makes room for the copies of those that grow.
             key=lambda at: leaves[at].route.target_bytes - leaves[at].route.source_bytes,
         )
     )
@@ -262,6 +265,7 @@ def _plan_leaf(
         raise_problems(checks.check_alive(path, value))
     where = source if source is not None else where_is(value, target)
     shape, own = plain_type(value)
+    # Step counters, token ids and the like keep their dtype.
     is_cast = dtype is not None and jnp.issubdtype(own, jnp.floating)
     route = find_route(shape, own, dtype if is_cast else own, where, target, limit)
     raise_problems(checks.check_width(path, own) if route.moves else [])
