@@ -108,6 +108,7 @@ def integers(name: str, values: Any, *, size: int | None = None, per: str = "slo
             path=name,
             fix=f"pass one integer per {per}",
         )
+    # uint32 is not among these: its large values would turn negative.
     if array.dtype.itemsize < 4 or array.dtype == np.int32:
         return array.astype(np.int32)
     # A plain cast would turn 2**32 into 0, which is a slot.

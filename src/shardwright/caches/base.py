@@ -75,6 +75,7 @@ class View:
 
 
 def _dequantize(x: jax.Array, scale: jax.Array | None, dtype: str) -> jax.Array:
+    # The scales are float32, so multiply there and round once.
     return x if scale is None else (x.astype(jnp.float32) * scale[..., None]).astype(dtype)
 
 

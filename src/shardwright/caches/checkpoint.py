@@ -60,8 +60,11 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
         )
     description = {
         "format": _FORMAT,
+        # The class and not the kind: "dense" and "sliding" differ in their specs only.
         "kind": type(cache).__name__,
         "spec": dataclasses.asdict(cache.spec),
+        # `restore` needs the shapes first: orbax reads arrays into targets that have shapes and
+        # shardings.
         "arrays": {name: [list(x.shape), str(x.dtype)] for name, x in arrays.items()},
     }
     items = {"cache": orbax.args.JsonSave(description), "arrays": orbax.args.PyTreeSave(arrays)}
@@ -164,6 +167,7 @@ def restore(
 
 
 def _assemble(cls: Any, spec: CacheSpec, arrays: Mapping[str, Any]) -> Any:
+    # A cache that is no ring has no `start`.
     absent = {field.name: None for field in dataclasses.fields(cls)}
     return cls(**{**absent, "spec": spec, **arrays})
 

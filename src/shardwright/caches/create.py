@@ -102,6 +102,7 @@ def init(
         if isinstance(manager.mesh, AbstractMesh) and not _jax.in_trace():
             raise constraint.no_devices()
     create = _create if _jax.in_trace() else _create_jitted
+    # The options are part of the key of `jit`: hashable, and in one order.
     cache: KVCache = create(cache_kind.make, spec, tuple(sorted(options.items())))
     return cache
 
@@ -149,6 +150,7 @@ _OTHER_NAMES = MappingProxyType(
 
 
 def _check_options(name: str, kind: CacheKind, options: Mapping[str, Any]) -> None:
+    # The first parameter is the spec.
     known = list(inspect.signature(kind.make).parameters)[1:]
     for option, value in options.items():
         if option not in known:

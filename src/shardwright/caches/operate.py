@@ -46,11 +46,14 @@ def operate(
         change = operation(cache, *arrays, **static)
     else:
         # Compile outside jit too: an eager call would trace and compile every shard_map again.
+        # The static values are part of the key of `jit`, so their order must not depend on the
+        # caller.
         change = _jitted(operation, tuple(sorted(static.items())), cache, *arrays)
     if overflow is not Overflow.ERROR:
         return change
     if traced:
         meanings = ", ".join(f"{code} {code.meaning}" for code in Refusal if code)
+        # JAX refuses a program with this check unless `checkify.checkify` transforms it.
         checkify.check(
             jnp.all(change.ok),
             f"a cache refused entries, by these codes: {{codes}} ({meanings})",

@@ -306,6 +306,7 @@ def _move_array(x: jax.Array, array: ArrayMoves, mesh: Mesh | AbstractMesh) -> j
             out_specs=array.target,
             mesh=mesh,
         )
+    # Even without moves, the target may differ by mesh axes of size 1.
     placement = constraint.make_placement(array.target, mesh, _jax.ambient_mesh())
     placed: jax.Array = constraint.place(x, placement)
     return placed

@@ -48,6 +48,7 @@ class RowOrder:
                     fix=f"pass RowOrder(block=1, shards={self.shards}), or a larger block",
                 )
             return
+        # Otherwise blocks would be cut at the ends of shards, and two positions would share a row.
         if rows % (self.block * self.shards):
             raise CacheError(
                 f"{rows} rows do not divide into blocks of {self.block} on {self.shards} shards",

@@ -83,6 +83,7 @@ class RowCache(KVCache):
         rows = jnp.where(stored, positions.row_of(spec, token_positions), spec.capacity)
         buffers = scatter.append_rows(self._placed_buffers, self.encode(k, v), rows)
         length = jnp.where(overflows, self.length, after)
+        # Positions before this one are overwritten.
         start = None if self.start is None else jnp.maximum(self.start, length - spec.capacity)
         return self._changed(
             refusals.first_refusal((overflows, Refusal.OVERFLOW)),

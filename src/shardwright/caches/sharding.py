@@ -52,6 +52,8 @@ class CacheSharding:
         spec: PartitionSpec = self.manager.sharding(
             axes, mode=self.mode, role=Role.ACTIVATION, shape=tuple(shape), path=name
         ).spec
+        # Inside a shard_map, an array has the size of a shard along its manual axes, and the
+        # numbers of slots and rows would need an offset.
         manual = self.manager.manual_axes(_jax.ambient_mesh())
         split = [name for entry in spec.partitions for name in entry_names(entry) if name in manual]
         if split:

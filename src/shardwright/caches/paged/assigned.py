@@ -77,6 +77,8 @@ class AssignedPages(KVCache):
         """Return lengths and refusals after an append, and the positions and pages of its rows."""
         count = self.k_pages.shape[0]
         positions = length[:, None] + jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - 1
+        # Padding has the position of the token before it, which is -1 in an empty slot. A position
+        # past the capacity may have no column. Both are dropped below.
         columns = jnp.clip(positions // self.page_size, 0, tables.shape[1] - 1)
         pages = jnp.take_along_axis(tables, columns, axis=1)
         after = length + jnp.sum(is_token, axis=1, dtype=jnp.int32)

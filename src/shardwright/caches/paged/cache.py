@@ -160,6 +160,7 @@ class PagedCache(KVCache):
 
     def _write(self, rows: SlotRows, k: jax.Array, v: jax.Array) -> Buffers:
         pages = self._placed_buffers
+        # Copy before the write, so that the other slots of a shared page keep its rows.
         if rows.shared is not None and rows.copies is not None:
             copied = pool.copy_pages(pages, rows.shared, rows.copies)
             pages = dataclasses.replace(pages, arrays=copied)

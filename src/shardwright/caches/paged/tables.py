@@ -123,6 +123,7 @@ def append(owned: Ownership, is_token: jax.Array, *, capacity: int, page_size: i
             positions=positions,
             pages=jnp.where(positions < 0, owned.pages, owned.at(positions // page_size)),
             shared=claim.shared,
+            # The page to copy is the partly filled one, so its copy is the first new page.
             copies=claim.pages[:, 0],
         ),
     )
