@@ -341,6 +341,8 @@ class SlotArrays(Arrays):
         setup, rows = self._setup, self._setup.prefill_rows
         slots = _targets(taken, rows, setup.slots)
         source, refused_before = self.slots.caches, list[jax.Array]()
+        # A jitted function takes arrays of one set of devices, so the prompts cross to the other
+        # mesh by device_put, as a whole prefill batch.
         if not setup.shares_mesh:
             source, *refused_before = self._in_transit(slots)
             slots = _targets({row: row for row in taken}, rows, rows)
@@ -460,6 +462,7 @@ class PageArrays(Arrays):
         super().__init__(setup)
         caches = setup.create_slots().caches
         self.spec: CacheSpec = caches[0].spec
+        # Only the pages are kept: the host passes tables and lengths in every call.
         self.pools: Pools = steps.pools_of(caches)
         self.last = self._no_tokens()
         self.pages, self.page_size = self.pools[0][0].shape[:2]
@@ -559,6 +562,7 @@ class PageArrays(Arrays):
         state = np.zeros((3, count), np.int32)
         for at, each in sequences.items():
             pages = np.asarray(each.pages, np.int32)
+            # JAX wraps negative numbers, so NO_PAGE must not reach the devices.
             tables[at, : len(pages)] = np.where(pages == NO_PAGE, self.pages, pages)
             state[:, at] = each.length, each.last, each.index
         rules = rules_of(

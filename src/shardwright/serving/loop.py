@@ -481,6 +481,7 @@ class Loop:
             self.scheduler.clean(rows=numbers)
         else:
             self.scheduler.clean(slots=numbers)
+            # The new pages are empty, so none holds what the tree of prefixes says.
             self.scheduler.space.forget()
 
     def _check_weights(self, cause: BaseException) -> None:

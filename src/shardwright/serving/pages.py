@@ -119,6 +119,8 @@ class Pages:
           table: The table of the request that wrote them.
           tokens: All tokens of its text whose keys and values are written.
         """
+        # After `forget`, pages of this table may hold what old weights computed, so no more of them
+        # are shared.
         while table.node.is_linked and (table.shared + 1) * self.size <= len(tokens):
             first, page = table.shared * self.size, table.pages[table.shared]
             # A page before the window was given back, so the prefix cannot be complete.

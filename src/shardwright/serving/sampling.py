@@ -144,6 +144,7 @@ def draw_of(rules: jax.Array, index: jax.Array) -> Draw:
       rules: As `rules_of` returns them.
       index: As in `Draw`.
     """
+    # Rows 0, 2 and 4 hold integers. Their bits mean nothing as floats, and are not read.
     floats = jax.lax.bitcast_convert_type(rules, jnp.float32)
     return Draw(
         temperature=floats[1],
@@ -191,6 +192,8 @@ def _draw(logits: jax.Array, draw: Draw) -> jax.Array:
     # Stable: of equal logits, the lower token comes first, as in `argmax`.
     order = jnp.argsort(-scaled, stable=True)
     kept = keep(jax.nn.softmax(scaled[order]), top_k=draw.top_k, top_p=draw.top_p)
+    # `kept` is in descending order of the chances; the scatter by `order` brings it into the order
+    # of the tokens.
     masked = jnp.where(jnp.zeros(order.size, bool).at[order].set(kept), scaled, -jnp.inf)
     key = jax.random.fold_in(jax.random.key(draw.seed), draw.index)
     return jnp.argmax(masked + jax.random.gumbel(key, masked.shape), axis=-1).astype(jnp.int32)

@@ -104,6 +104,7 @@ class Scheduler:
             return []
         long = [
             (row, job)
+            # A prompt that is completely read leaves its row in this step anyway.
             for row, job in self.rows.items()
             if job.read < len(job.reading) and job.chunks_in_row >= self.limits.quantum
         ]

@@ -440,6 +440,7 @@ def decode_pages(
     mode = spec.mode
     # The lengths and numbers are replicated, like the tables, so that no layer gathers them. The
     # latest tokens stay with their slots: every device has those that it drew.
+    # Rows 0 and 2 of `state`: the length, and the number of written tokens.
     counters, rules = replicated((batch.state[::2], batch.rules), mode)
     given = by_slot(batch.state[1], mode)
     last = by_slot(jnp.where(given < 0, last, given), mode)
@@ -452,6 +453,7 @@ def decode_pages(
         active = replicated(index < limits_of(rules), mode)
         caches = layers(spec, pools, batch.tables, lengths)
         caches, sampled = _decode_one(model, params, caches, last, active, rules, index)
+        # As in `decode`, a code in place of a token must not be looked up.
         last = by_slot(jnp.maximum(sampled.tokens, 0), mode)
         return (pools_of(caches), last, replicated(counters + active, mode)), sampled
 
@@ -518,6 +520,7 @@ def next_tokens(
     rules = replicated(rules, mode)
     # Every device has the temperatures of all slots. To reduce those of its own takes a collective,
     # so `draw` is made anew: the partitioner would shard both uses of one array by slot.
+    # The rules of empty slots are zeros, so such slots count as greedy.
     is_greedy = jnp.all(draw_of(rules, index).temperature == 0)
     draw = jax.tree.map(lambda leaf: by_slot(leaf, mode), draw_of(rules, index))
     logits = rows_by_slot(logits, mode)

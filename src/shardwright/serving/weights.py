@@ -147,6 +147,7 @@ def _move_both(
     first = donate and not both
     with resumable(lambda tree: {"params": params, "prefill_params": tree}):
         prefill = move(prefill_params, setup.prefill_params, name="prefill_params", donate=first)
+    # A first move that donates deletes what was given, so only its results can be moved again.
     kept = prefill.params if first else prefill_params
     with resumable(lambda tree: {"params": tree, "prefill_params": kept}):
         return [move(params, setup.params, name="params", donate=donate), prefill]
