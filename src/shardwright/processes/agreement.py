@@ -99,6 +99,7 @@ class _Entering:
         room = f"{_ROOM}/meetings/{group.name}/{self._name}"
         self.meeting = Meeting(self._store, room, len(group.ranks))
         self._own = f"{_ROOM}/entered/{group.rank}/{self._name}"
+        # Announce before counting: the process that arrives last reads what all have announced.
         self._enter(failed=False)
         self.meeting.arrive()
         self._differs_since = 0.0
@@ -156,6 +157,7 @@ class _Entering:
 
     def error(self, verdict: MeetingVerdict) -> AgreementError:
         """Return the error of a verdict, and say that this process has left the manager."""
+        # The next attempt is compared under the same number.
         self._store.count(self._times, -1)
         if "error" in verdict:
             self._store.delete(self._own)
@@ -180,6 +182,7 @@ class _Entering:
         return entered
 
     def _absent(self, entered: dict[int, dict[str, Any]]) -> list[int]:
+        # An entry of an attempt that failed may still be in the store.
         def is_there(rank: int) -> bool:
             entry = entered.get(rank, {}).get(self._name)
             return entry is not None and entry["attempt"] == self.meeting.attempt

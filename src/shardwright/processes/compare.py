@@ -189,6 +189,7 @@ def compare(
     number = store.count(calls)
     meeting = Meeting(store, f"{room}/{number}", len(group.ranks))
     digest = facts_digest(facts)
+    # Announce before counting: the process that arrives last reads all digests.
     store.set(f"{meeting.folder}/digests/{group.rank}", digest.encode())
     meeting.arrive()
     if meeting.is_first and number > _KEPT:
@@ -217,6 +218,7 @@ def compare(
     pair = verdict["differ"]
     if group.rank in pair:
         store.set(f"{meeting.folder}/facts/{group.rank}", packed(facts))
+    # A bool as an index: whoever agrees with the first process reads the values of the second one.
     other = pair[digest == verdict["first"]]
     theirs = store.wait(f"{meeting.folder}/facts/{other}", _FACTS_S)
     if theirs is None:

@@ -94,6 +94,7 @@ def compare_copies(
         shared = {whole: (("", (slice(None),) * local.ndim),)}
         advice = "since global_shape has the size of the local array"
         alternative = "or leave global_shape out, to join the parts"
+    # All processes make their comparisons in one order, as each waits for the others.
     for ranks in sorted(shared):
         facts = {
             f"the local array at {text}" if text else "the local array": Fact(
@@ -141,6 +142,7 @@ def _given_whole(
     dims = [
         dim
         for dim, (size, whole) in enumerate(zip(local, shape, strict=True))
+        # The process passes the whole dim, and its devices hold a part of it.
         if size == whole and sum(high - low for low, high in sides[dim]) < whole
     ]
     if not dims:

@@ -73,6 +73,7 @@ class Meeting:
 
     def close(self, verdict: Callable[[], MeetingVerdict]) -> None:
         """Fail for all processes, unless all have arrived or another one has closed it."""
+        # The low 16 bits count the arrivals, and the others count who has closed it.
         value = self._store.count(f"{self.folder}/arrived", _CLOSED)
         self.is_complete = value % _CLOSED >= self._count
         if value // _CLOSED == 1 and not self.is_complete:
@@ -140,6 +141,8 @@ def collect(
         if found is not None:
             return found
         now = time.monotonic()
+        # Each look reads the store. So it is frequent only in the first 10 seconds, within which a
+        # difference is to be reported.
         pause = min(first_look, 1.0) if meeting.is_first and now - begun < 10 else _SLICE_S
         failed = None if closed else look(now - begun)
         if failed is None and now < deadline:

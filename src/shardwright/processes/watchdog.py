@@ -29,6 +29,7 @@ from shardwright.processes.meeting import ROOT, collect
 # EX_TEMPFAIL of sysexits.h: the program may succeed if it is started again.
 EXIT_CODE: Final = 75
 _ROOM: Final = f"{ROOT}/watchdog"
+# Share of a processor above which the main thread counts as busy.
 _MAIN_BUSY: Final = 0.005
 # Share of a processor above which the process counts as busy. Compilers work in other threads.
 _PROCESS_BUSY: Final = 0.05
@@ -184,6 +185,7 @@ class Watchdog(threading.Thread):
         if summary["verdict"]:
             self._end(summary["verdict"])
         silent = self._silent_since(leader, summary["number"])
+        # A last beat may be up to one interval older than when it was seen.
         if silent >= self._seconds - self._interval and not summary["all_ended"]:
             self._end(_no_sign(leader, silent))
         return bool(summary["all_ended"])
@@ -396,6 +398,7 @@ class _MainThread:
             self._since = now
         self._ran, self._before = False, now
         self._main_cpu, self._process_cpu = main, process
+        # CPython's queue of pending calls is short, so there is at most one call of this in it.
         if not self._pending:
             self._pending = True
             ctypes.pythonapi.Py_AddPendingCall(self._call, None)
@@ -403,6 +406,7 @@ class _MainThread:
 
 
 def _cpu_seconds(thread: threading.Thread) -> float:
+    # Not every platform has a clock per thread; macOS has none.
     clock: Any = getattr(time, "pthread_getcpuclockid", None)
     return 0.0 if clock is None else time.clock_gettime(clock(thread.ident))
 
