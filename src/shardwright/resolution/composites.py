@@ -18,6 +18,8 @@ from shardwright.resolution.decisions import Reason, RuleRef, Skip
 from shardwright.resolution.rules import Fallback, Missing, Rule
 from shardwright.vocabulary.axes import REPLICATED, axis_label
 
+# Three members of four candidates each reach this bound. The product is walked lazily, but a dim
+# that fits nowhere tries all of it.
 MOST_CANDIDATES: Final = 64
 
 
@@ -71,6 +73,8 @@ def reduced(
     )
 
 
+# The result does not depend on the mesh: the caller has checked that it has this axis. So all rules
+# and meshes share these values.
 @functools.lru_cache(maxsize=1024)
 def _single(written: tuple[str, ...]) -> TriedCandidate:
     return TriedCandidate(written=written, live=written)
@@ -97,6 +101,8 @@ class Composite:
     def fallback(self) -> Fallback:
         """`-` if every member may add no mesh axes and at least one rule ends in `-`, else none."""
         may_be_empty = all(not chain[-1].written for chain in self.chains)
+        # A chain also ends in an empty candidate if the mesh has none of its axes. That alone is
+        # not a fallback that a person has written.
         is_stated = any(rule.fallback is Fallback.REPLICATED for rule in self.members)
         return Fallback.REPLICATED if may_be_empty and is_stated else Fallback.NONE
 
@@ -213,6 +219,8 @@ def _chain(
     for written in rule.candidates:
         candidate = reduced(written, sizes, missing, min_size)
         skipped += candidate.skipped
+        # Different candidates may have equal mesh axes left: "dp+fsdp | dp" on a mesh with fsdp=1.
+        # The product would try each of them.
         if candidate.misses_axis or (
             candidate.live and candidate.live not in [other.live for other in chain]
         ):
@@ -221,6 +229,8 @@ def _chain(
         if candidate.misses_axis:
             # The policy replicates the dim at this candidate, so no later one is tried.
             return tuple(chain)
+    # `itertools.product` of an empty chain yields nothing, so a member without a mesh axis left has
+    # one empty candidate.
     if rule.fallback is Fallback.REPLICATED or not chain:
         chain.append(TriedCandidate(written=(), live=(), skipped=skipped))
     return tuple(chain)

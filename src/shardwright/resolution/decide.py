@@ -100,6 +100,9 @@ class Decider:
             if rule is None:
                 return self.without_rule(pending)
             decision = self._choose(pending, rule, size)
+        # JAX refuses a spec that names a mesh axis twice (`DuplicateSpecError`), so a mesh axis
+        # that shards this dim is closed to the dims that follow. The entry of a literal spec takes
+        # its axes too.
         for axis in decision.mesh_axes:
             self.taken[axis] = (position, pending.named)
         return decision
@@ -112,9 +115,14 @@ class Decider:
         if not decision.mesh_axes:
             return decision
         kept: set[str] = set()
+        # Activations have no path, so the rule comes from the tables. If it names a gathered mesh
+        # axis, weight and activation are sharded alike along this axis, and the weight stays
+        # sharded over it.
         for axis in (dim.semantic_axis,) if decision.dim in self.by_semantic_axis else dim.axes:
             stated = self.rules.stated(axis, mode=self.mode, role=Role.ACTIVATION, path=None)
             rule = stated or default_rule(axis)
+            # The activation may have another size than the weight, so all candidates of its rule
+            # count.
             kept.update(rule.mesh_axes if rule is not None else ())
         dropped = set(self.rules.policy.gather) - kept
         gathered = tuple(axis for axis in decision.mesh_axes if axis in dropped)
@@ -145,7 +153,11 @@ class Decider:
         size = pending.size
         if dim.merged:
             pending.judged_as = axis_label(dim.axes[0])
+            # A merged dim is sharded over its first member only. If the size of that member
+            # divides, each shard has whole blocks of the other members, such as whole heads.
             size = dim.merged[0][1]
+        # Only a `PartitionAxis` sets `of_one`: in decode, a LENGTH of size 1 has the rule of
+        # QUERY_LENGTH.
         if isinstance(rule, Rule) and rule.of_one is not None and self._is_one(size, rule):
             rule = rule.of_one
         return rule, size
@@ -158,6 +170,7 @@ class Decider:
 
     def without_rule(self, pending: PendingDecision) -> DimDecision:
         """Decide a dim that has no rule, or whose composite's rules conflict."""
+        # `rule_for` returns None in both cases. It adds a problem only if the rules do not combine.
         failed = bool(self.problems) and self.problems[-1].dim == pending.dim
         return pending.decided(Outcome.FAILED if failed else Outcome.NO_RULE)
 
@@ -168,11 +181,15 @@ class Decider:
         """
         pending.literal = True
         ref = RuleRef(key=f"dim {pending.dim}", text="+".join(names) or "-", source="literal spec")
+        # An entry None of a spec means replicated, which a rule writes as "-".
         fallback = Fallback.NONE if names else Fallback.REPLICATED
+        # Lowering writes `PartitionSpec.UNCONSTRAINED` as the name "?", which is no mesh axis.
         if names == (Fallback.UNCONSTRAINED,):
             fallback = Fallback.UNCONSTRAINED
         known = {*self.sizes, Fallback.UNCONSTRAINED.value}
         absent = next((name for name in names if name not in known), None)
+        # A rule serves many meshes, so a mesh axis that it lacks is skipped. A literal spec is
+        # written for one mesh, so an absent name is a typing error or a logical name of flax.
         if absent is not None and self.rules.policy.missing is Missing.SKIP:
             what = f"mesh axis {absent!r} is not in the mesh"
             fix = missing_entry_fix(absent, self.sizes)
@@ -203,6 +220,8 @@ class Decider:
         """Return the rule of a dim; None if it has none, or if a composite's rules conflict (then a
         problem is added).
         """
+        # A weight layout such as `ColumnWise` stands for semantic axes only where a weight is
+        # meant. For an activation its parallelism axes are taken literally.
         if dim.semantic_axis and self.role is not Role.ACTIVATION:
             rule = self._semantic_rule(dim)
             if rule is not None:
@@ -227,6 +246,7 @@ class Decider:
         """
         # Without `[[tensors]]` entries, there is only the level of the tables.
         for find in (self._tensor, self._stated) if self.rules.tensors else (self._stated,):
+            # A file that states `tensor_parallel = "-"` under [params] still governs the layouts.
             if [axis for axis in dim.axes if find(axis) is not None]:
                 return None
             rule = find(dim.semantic_axis)
@@ -247,6 +267,8 @@ class Decider:
     def _chosen(self, pending: PendingDecision, rule: Chain, size: int | None) -> DimDecision:
         attempts = self.attempt(self.candidates(rule), size)
         pending.rule, pending.skipped = rule.ref, tuple(attempts.skipped)
+        # This needs no size: without one, `attempt` sets the flag only if no earlier candidate can
+        # apply.
         if attempts.dropped_missing:
             return pending.decided(Outcome.POLICY_MISSING)
         if size is None and self.needs_shape(attempts, rule):
@@ -286,8 +308,12 @@ class Decider:
             live = candidate.live
             if not live:
                 continue
+            # `tried_axes` has candidates that fail too, because `needs_shape` asks how many answers
+            # exist.
             attempts.tried_axes.append(live)
             blocked = self.blocked(live)
+            # A conflict comes before a size that does not divide. Otherwise a strategy in which two
+            # dims claim one mesh axis would be accepted for the sizes that happen not to divide.
             if blocked and not self._dropped(size, live):
                 failure = Failure(candidate=candidate, reason=Reason.TAKEN, blocked_by=blocked)
                 self._fail(attempts, failure)
@@ -320,6 +346,7 @@ class Decider:
         """Tell whether `indivisible = "drop"` replicates the dim, so that it cannot conflict with
         another dim.
         """
+        # eformer drops such a dim before it looks for conflicts, so a dropped dim claims nothing.
         is_drop = self.rules.policy.indivisible is Indivisible.DROP
         return is_drop and size is not None and not self.fits(size, live)
 
@@ -327,6 +354,7 @@ class Decider:
         """Return the mesh axes of a candidate that an earlier dim or an earlier member holds."""
         if len(live) == 1:
             return live if live[0] in self.taken else ()
+        # Two members of a composite may name the same mesh axis, so `live` may have an axis twice.
         return tuple(
             axis for at, axis in enumerate(live) if axis in self.taken or axis in live[:at]
         )
@@ -344,6 +372,7 @@ class Decider:
     def needs_shape(self, attempts: Attempts, rule: Chain) -> bool:
         """Tell whether the decision depends on the size."""
         policy = self.rules.policy
+        # Under these policies a size that does not divide gives another spec, and not an error.
         if attempts.tried_axes and policy.indivisible is not Indivisible.ERROR:
             return True
         # A single candidate without a fallback has one answer: it divides, or it is an error.
@@ -398,6 +427,7 @@ def fall_back(
         return pending.decided(Outcome.REPLICATED)
     if rule.fallback is Fallback.UNCONSTRAINED:
         return _unconstrained(decider, pending, rule)
+    # Each candidate is empty: the mesh lacks its axes, or they have size 1. That is no failure.
     if failure is None:
         return pending.decided(Outcome.NO_MESH_AXIS)
     if failure.reason is Reason.TAKEN:
@@ -442,6 +472,7 @@ def _leave_to_first(
     decider: Decider, pending: PendingDecision, rule: Chain, failure: Failure, size: int | None
 ) -> DimDecision:
     """Apply `conflict = "first_dim"`: the dim takes only mesh axes that no earlier dim holds."""
+    # A composite may name one mesh axis twice, but a spec may not.
     free = tuple(axis for axis in dict.fromkeys(failure.live) if axis not in decider.taken)
     if not free or size is None or decider.fits(size, free):
         unchecked = bool(free) and size is None
@@ -530,6 +561,7 @@ def _fallback_for(
     parts = [
         part
         for end in range(1, len(live))
+        # Prefixes and suffixes of the candidate keep the order of its mesh axes, major first.
         for part in (live[:-end], live[end:])
         if decider.fits(size, part)
     ]

@@ -208,6 +208,7 @@ class DimDecision:
             Outcome.POLICY_MISSING: 'policy missing = "replicate"',
             Outcome.FAILED: "failed",
         }[self.outcome]
+        # An EMPTY skip follows the skips of all its mesh axes, which give the reason already.
         skips = dict.fromkeys(str(skip) for skip in self.skipped if skip.reason is not Reason.EMPTY)
         parts = [*skips, *([outcome] if outcome else [])]
         if self.gathered:

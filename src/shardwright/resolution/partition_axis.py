@@ -151,6 +151,8 @@ def joined_names(
     joined: list[Any] = []
     for name in names:
         own = mesh_axes_of(name)
+        # If both are equal, the user wrote this mesh axis and not a parallelism axis that stands
+        # for it.
         known = [] if own == name else [*joined]
         joined += [axis for axis in flat_names((own,)) or () if axis not in known]
     return tuple(joined) or None
@@ -193,6 +195,7 @@ class PartitionAxis(Attributes):
         problems: list[Problem] = []
         values = {name: self._value(name) for name in _AXES}
         decode = {name: getattr(self, _DECODE + name) for name in DECODE_ATTRIBUTES}
+        # A stored hidden dim is (fsdp, sp), as in the layout `ColumnWise`, [[FSDP, SP], TP].
         stored = joined_names(
             ("fully_sharded_data_parallel_axis", "sequence_parallel_axis"),
             functools.partial(getattr, self),

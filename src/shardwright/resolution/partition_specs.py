@@ -27,6 +27,7 @@ def entry_names(entry: Any) -> tuple[str, ...]:
 def canonical_spec(entries: Iterable[Any]) -> PartitionSpec:
     """Return the spec of entries, without trailing Nones, so that equivalent specs are equal."""
     canonical = list(entries)
+    # JAX compares specs as written: P("x") and P("x", None) are unequal, though they shard alike.
     while canonical and canonical[-1] is None:
         canonical.pop()
     return PartitionSpec(*canonical)
@@ -41,6 +42,7 @@ def spec_text(spec: PartitionSpec) -> str:
     """Return a spec as text, for instance `P('dp', None, ('fsdp', 'sp'))` or
     `P('dp', unreduced={'tp'})`.
     """
+    # `partitions` and not iteration, which JAX refuses for a spec with unreduced axes.
     entries = [
         "UNCONSTRAINED" if entry is UNCONSTRAINED else repr(entry) for entry in spec.partitions
     ]

@@ -110,6 +110,7 @@ def _followed(
     size: Any = decision.size
     failed = dataclasses.replace(decision, outcome=Outcome.FAILED, mesh_axes=())
     try:
+        # A dim of the same size has been judged with the whole, perhaps by its policy.
         if size == whole or fits(size, decision.mesh_axes):
             return decision, None
     except _jax.Inconclusive:
@@ -192,6 +193,8 @@ def add_zero1(
     """
     if rule is None or param.problems:
         return param
+    # ZeRO stage 1 (arXiv:1910.02054) partitions a flat buffer of all states. Here a dim of each
+    # state is sharded, so that the state keeps its shape and has a spec.
     taken = {axis for decision in param.decisions for axis in decision.mesh_axes}
     able = [decision for decision in param.decisions if decision.outcome is not Outcome.EMPTY]
     tried = []
@@ -208,6 +211,7 @@ def add_zero1(
         if chosen is not None:
             return _widened(param, chosen, free, rule)
         tried.append(free)
+    # If no candidate had free mesh axes, no size is at fault, and that is no error.
     if not tried or rule.fallback is Fallback.REPLICATED:
         notes = [f"{rule.ref}: no dim also divides over {'+'.join(free)}" for free in tried]
         return _noted(param, *notes)
@@ -234,6 +238,7 @@ def _first_fitting(
 
     Return a problem if a size is unknown or symbolic, so that the dim cannot be determined.
     """
+    # With one size unknown, an earlier or a later dim may be the first that divides.
     if any(_judged(decision, dims) is None for decision in able):
         return Problem(
             error=ShapeRequiredError,

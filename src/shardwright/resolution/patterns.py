@@ -19,6 +19,8 @@ def compile_pattern(text: str, *, where: str = "") -> re.Pattern[str]:
         )
     try:
         return re.compile(text)
+    # `re` raises OverflowError for a repetition such as a{99999999999}, and RecursionError for
+    # groups that are nested thousands deep.
     except (re.error, OverflowError, RecursionError) as error:
         message, at = (
             (error.msg, error.pos or 0) if isinstance(error, re.error) else (str(error), 0)

@@ -25,6 +25,8 @@ class Recent(dict[Any, Any]):
 
     def __missing__(self, key: Any) -> Any:
         """Return an older value, which then counts as used again, or None."""
+        # Two generations stand in for an order by last use: a hit in the newer one is a plain
+        # lookup of `dict`, without a lock and without a call of Python code.
         value = self._older.get(key) if self._older else None
         return None if value is None else self.keep(key, value)
 
@@ -38,10 +40,13 @@ class Recent(dict[Any, Any]):
         with self._lock:
             if not self._older and len(self) < KEPT:
                 return self.setdefault(key, value)
+            # Another thread may have added the key since the caller missed it.
             current = self.get(key, self._older.get(key))
             if current is None:
                 current = value
             if len(self) >= KEPT:
+                # The former `_older` is dropped here. What was used of it since the last turn is in
+                # this dict too.
                 self._older = dict(self)
                 self.clear()
             self[key] = current

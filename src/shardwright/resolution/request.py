@@ -64,6 +64,8 @@ class ShardingRequest(NamedTuple):
         annotation = as_annotation(annotation)
         shape = None if shape is None else as_shape(shape)
         if isinstance(annotation, ArraySpec):
+            # For its error: the shape of the call must be that of the spec, which replaces it
+            # below.
             lower(annotation, shape)
             role = Role.PARAM if role is None else role
             annotation, shape = annotation.axes, annotation.shape
@@ -122,6 +124,7 @@ def _lower_fitted(
             )
             raise
     fitted = (*lowered.dims, *[Dim(axes=())] * len(shape))[: len(shape)]
+    # `lower` has no shape above, so it could not check the sizes of merged dims.
     check_merged(fitted, shape)
     note = f'policy rank = "fit": {len(lowered.dims)} dims fitted to the array\'s {len(shape)}'
     return dataclasses.replace(lowered, dims=fitted), (note,)

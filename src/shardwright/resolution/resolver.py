@@ -36,6 +36,8 @@ from shardwright.vocabulary.lowering import (
 )
 from shardwright.vocabulary.modes import MODE_TRAIN, is_mode, parse_mode
 
+# What a shape or a mesh can cause. Other problems, such as an unknown axis, are mistakes of the
+# program, which `hint` reports too.
 _LEFT_OPEN = (IndivisibleError, AxisConflictError, ManualAxisError)
 
 
@@ -113,6 +115,7 @@ def explain_request(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes
     except ShardingError as error:
         return _refused(request, error)
     # Equal questions that are written differently, such as a list and a tuple, share one entry.
+    # Managers on different meshes may share the rules, so the sizes are part of the key.
     key = (normal, sizes.pairs)
     resolution: Resolution | None = rules._cache[key]
     if resolution is None:
@@ -143,6 +146,8 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
         # The whole array of a part resolves under its own shape and path.
         # State follows the stored parameter. What only state has, zero1 adds below.
         of_whole = Role.PARAM if role is Role.STATE else role
+        # Factors, scales and moments of one parameter ask for the same whole, which the call
+        # caches.
         whole = explain_request(
             ShardingRequest(
                 annotation.annotation,
@@ -165,6 +170,8 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
             problems=tuple(decider.problems),
             notes=notes,
         )
+    # zero1 sees the decisions of the parameter before Manual mesh axes are marked, since it adds to
+    # the mesh axes that shard the stored parameter.
     if role is Role.STATE:
         zero1 = rules.policy.zero1
         derived = add_zero1(
@@ -254,6 +261,7 @@ def left_open(resolution: Resolution) -> Resolution:
     if not dims:
         return resolution
     decisions = tuple(
+        # To JAX, None in a constraint means replicated. UNCONSTRAINED leaves the dim alone.
         dataclasses.replace(decision, outcome=Outcome.UNCONSTRAINED, mesh_axes=(), manual=())
         if decision.dim in dims
         else decision

@@ -50,6 +50,9 @@ class _Open:
 
 def decide_in_rule_order(decider: Decider, dims: Sequence[Dim]) -> list[DimDecision]:
     """Decide all dims of a request, in the order of their rules."""
+    # A mesh axis of size 1 stays in the candidates, so that it is taken like any other. Otherwise
+    # the spec would depend on whether a mesh axis that shards nothing has one device or two.
+    # `_sharded` removes it at the end.
     decider.min_size = 1
     decisions: dict[int, DimDecision] = {}
     waiting: dict[int, _Open] = {}
@@ -62,6 +65,8 @@ def decide_in_rule_order(decider: Decider, dims: Sequence[Dim]) -> list[DimDecis
         waiting[position] = entry
         ranks = _ranks(decider, position, dim, entry)
         queue += [(rank, position, at) for at, rank in enumerate(ranks)]
+    # All candidates of a composite have one rank, and so have all default rules. The dim and then
+    # the number of the candidate break these ties.
     for _, position, at in sorted(queue):
         if position in decisions:
             continue
@@ -71,6 +76,7 @@ def decide_in_rule_order(decider: Decider, dims: Sequence[Dim]) -> list[DimDecis
             decisions[position] = decision
             for axis in decision.mesh_axes:
                 decider.taken[axis] = (position, entry.pending.named)
+    # The first problem gives the error its class, so its dim must not depend on the order of rules.
     decider.problems.sort(key=lambda problem: problem.dim or 0)
     return [_sharded(decisions[position], decider.sizes) for position in range(len(dims))]
 
@@ -79,6 +85,8 @@ def _opened(decider: Decider, position: int, dim: Dim) -> DimDecision | _Open:
     """Return a dim as `_Open`, or its decision if no candidate must be tried."""
     names = [axis for axis, _ in dim.merged] if dim.merged else dim.axes
     if dim.literal is not None or not names or not decider.rules.known_axes.issuperset(names):
+        # These dims have no place among the rules. A literal entry takes its mesh axes before all
+        # rules.
         return decider.decide(position, dim)
     size = None if decider.shape is None else decider.shape[position]
     pending = PendingDecision(dim=position, label=dim.label, size=dim.size if dim.merged else size)
@@ -106,6 +114,8 @@ def _ranks(decider: Decider, position: int, dim: Dim, entry: _Open) -> Sequence[
         ranks_of(decider.rules, axis, mode=decider.mode, role=decider.role, path=decider.path)
         for axis in axes
     ]
+    # The ranks are those of the stated rule. A rule for size 1 may have another number of
+    # candidates.
     if not isinstance(entry.rule, Composite) and len(ranks[0]) == len(entry.candidates):
         return ranks[0]
     lowest = min((rank for member in ranks for rank in member), default=(DEFAULT, 0, 0))
@@ -114,6 +124,8 @@ def _ranks(decider: Decider, position: int, dim: Dim, entry: _Open) -> Sequence[
 
 def _settled(decider: Decider, entry: _Open, at: int) -> DimDecision | None:
     """Try one candidate of a dim. Return the decision, or None if the dim stays open."""
+    # `_tried` adds to `skipped` before a size may turn out to be symbolic. The copy lets the
+    # candidate be tried again from the same state.
     tried = dataclasses.replace(entry.attempts, skipped=[*entry.attempts.skipped])
     try:
         return _tried(decider, entry, at)

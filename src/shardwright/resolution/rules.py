@@ -35,6 +35,7 @@ from shardwright.vocabulary.modes import MODE_NAMES, MODES, parse_mode
 class Fallback(enum.StrEnum):
     """The end of a rule, which applies if no candidate fits."""
 
+    # The empty text is false, so `if rule.fallback` tells whether a rule states one.
     NONE = ""
     REPLICATED = REPLICATED
     UNCONSTRAINED = UNCONSTRAINED
@@ -206,6 +207,7 @@ class Rule:
 
     candidates: tuple[tuple[str, ...], ...]
     fallback: Fallback = Fallback.NONE
+    # Equal rules on other lines or in other files must be one key of JAX's caches.
     ref: RuleRef = dataclasses.field(compare=False)
     refs: tuple[RuleRef, ...] = dataclasses.field(default=(), compare=False, repr=False)
     of_one: Rule | None = None
@@ -365,6 +367,8 @@ class AxisRules:
             for mode, table in zip(MODES, self.activations, strict=True)
         }
         for mode, table in zip(MODES, self.params, strict=True):
+            # All roles of a weight have one table. They differ after the decision: `use` drops the
+            # gathered mesh axes, `state` adds those of zero1.
             tables[mode, Role.PARAM] = tables[mode, Role.USE] = tables[mode, Role.STATE] = dict(
                 table
             )
@@ -406,6 +410,8 @@ class AxisRules:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # The last value has the texts of `attention` only. A pickle keeps the lines too, for
+        # messages.
         return _rebuild, (*self._values[:-1], self.attention)
 
     def fingerprint(self) -> bytes:
@@ -421,6 +427,7 @@ class AxisRules:
 
         For weights, `[[tensors]]` entries come before tables.
         """
+        # Most strategies have no exceptions by path, and a model asks for thousands of rules.
         rule = self.tensor_rule(axis, role=role, path=path) if self.tensors else None
         return rule or self._tables[mode, role].get(axis)
 
@@ -460,6 +467,7 @@ def _plain_values(rules: AxisRules) -> tuple[Any, ...]:
     Unequal rules give unequal text. Each rule appears once, because tables share rules. Tables
     refer to it by a number: rules are numbered in the order in which they first appear.
     """
+    # An `id` is safe as a key here, because `rules` keeps every rule alive.
     written: dict[Any, int] = {}
     numbers: dict[int, int] = {}
 
@@ -559,8 +567,10 @@ def build_rules(
         effective: dict[str, Rule] = {}
         for name in names:
             effective.update(tables.get(name, {}))
+        # Sorted, so that rules in another order are equal. The order as written is in `order`.
         return tuple(sorted(effective.items()))
 
+    # In `layer`, the last table wins. In `_rank_orders`, the first one does, so it has the reverse.
     chains = {mode: ("decode", "insert") if mode == "insert" else (mode,) for mode in MODE_NAMES}
     activations = tuple(
         layer("rules", *(f"modes.{mode}" for mode in chains[name])) for name in MODE_NAMES
@@ -605,6 +615,8 @@ def _rank_orders(
         for name in names:
             table = tables.get(name, {})
             axes = [axis for axis, rule in table.items() for _ in rule.candidates or [None]]
+            # An axis that an earlier table states is not read from the later ones, nor are its
+            # candidates.
             order += [axis for axis in written.get(name, axes) if axis not in known]
             known.update(table)
         return tuple(order)
@@ -630,6 +642,7 @@ def _attention_by_mode(named: Mapping[str, RuleRef]) -> tuple[tuple[str, RuleRef
     return tuple(
         (mode, line)
         for mode, line in sorted(lines.items(), key=lambda item: item[0])
+        # AUTO is the default. Rules that name it equal rules that name nothing.
         if line is not None and line.text != Attention.AUTO
     )
 
