@@ -59,6 +59,7 @@ def mesh_for(strategy: Any, mesh: Any) -> Mesh | AbstractMesh:
         )
     if not isinstance(strategy, (AxisRules, PartitionAxis)):
         return strategy.make_mesh()  # type: ignore[no-any-return]
+    # `get_mesh` raises an error inside a trace.
     ambient = None if _jax.in_trace() else jax.sharding.get_mesh()
     if ambient is None or ambient.empty:
         raise MeshSpecError("rules alone have no mesh", fix='pass mesh=create_mesh("dp:2,tp:4")')
@@ -78,6 +79,7 @@ def check_rules_on_mesh(rules: AxisRules, sizes: Mapping[str, int]) -> None:
     if rules.policy.missing is Missing.REPLICATE:
         return  # A dim is replicated over a missing axis, and each resolution records that.
     names = (*rules.named_mesh_axes(), *rules.policy.idle)
+    # Presets name standard mesh axes that many meshes lack, so these are no error.
     raise_problems([_missing_mesh_axis(axis, sizes) for axis in foreign_mesh_axes(names, sizes)])
     raise_problems(
         [_idle_mesh_axis(axis, sizes, rules) for axis in unnamed_mesh_axes(rules, sizes)]

@@ -99,6 +99,7 @@ def mesh_here(mesh: Mesh | AbstractMesh, ambient: AbstractMesh | None) -> Mesh |
         or ambient.manual_axes
     ):
         return mesh
+    # JAX interns meshes, so equal arguments give the identical mesh, and nothing is traced again.
     return Mesh(mesh.devices, mesh.axis_names, axis_types=ambient.axis_types)
 
 
@@ -158,6 +159,7 @@ def check_kept(x: Any, *, path: str = "") -> None:
     wide: bool = jax.config.jax_enable_x64  # type: ignore[attr-defined]
     if wide or isinstance(x, (jax.Array, jax.core.Tracer)):
         return
+    # By the exact type, because a bool is an int too, and is not cast.
     plain = _PYTHON.get(type(x))
     dtype = getattr(x, "dtype", None) if plain is None else np.dtype(plain)
     if not isinstance(dtype, np.dtype) or dtype.name not in _HALVES or not np.size(x):
@@ -189,10 +191,12 @@ def _fits(x: Any, half: np.dtype[Any]) -> bool:
         return int(np.min(x)) >= limits.min and int(np.max(x)) <= limits.max
     for part in (np.real(x), np.imag(x)) if half.kind == "c" else (x,):
         # These are two passes without a copy. Copy the finite values only if one is not finite.
+        # `fmin` and `fmax` skip NaNs, so a NaN does not hide a number that is too large.
         ends = [np.fmin.reduce(part, axis=None), np.fmax.reduce(part, axis=None)]
         if not np.isfinite(ends).all():
             finite = np.asarray(part)[np.isfinite(part)]
             ends = [finite.min(), finite.max()] if finite.size else []
+        # The two parts of a complex64 are float32 too, so one cast serves all kinds.
         with np.errstate(over="ignore"):
             if not np.isfinite(np.asarray(ends).astype(np.float32)).all():
                 return False
@@ -214,6 +218,8 @@ def constrain(x: Any, placement: Placement) -> Any:
 def _constrain_auto(x: Any, placement: Placement) -> Any:
     if placement.ambient or isinstance(placement.mesh, Mesh):
         return jax.lax.with_sharding_constraint(x, placement.sharding)
+    # A bare spec requires an ambient mesh, and a `NamedSharding` on an abstract mesh is silently
+    # ignored by JAX if no mesh is ambient and the inputs are uncommitted.
     with jax.sharding.use_abstract_mesh(placement.mesh):
         return jax.lax.with_sharding_constraint(x, placement.sharding)
 
@@ -238,6 +244,8 @@ def _fill_unconstrained(spec: Any, current: PartitionSpec) -> PartitionSpec:
     """Replace each UNCONSTRAINED by the dim's current mesh axes that the spec does not use."""
     if UNCONSTRAINED not in spec.partitions:
         return spec  # type: ignore[no-any-return]
+    # Only `with_sharding_constraint` takes UNCONSTRAINED. A mesh axis may be in a spec once, so a
+    # dim gives up those of its mesh axes that the new spec uses elsewhere.
     used = {axis for entry in spec.partitions for axis in entry_names(entry)}
     current_entries = (*current.partitions, *[None] * len(spec.partitions))
     entries = []
@@ -290,6 +298,8 @@ def put(x: Any, placement: Placement, *, compared: bool = False) -> Any:
     sharding = NamedSharding(
         placement.mesh, _fill_unconstrained(placement.spec, current_spec), memory_kind=kind
     )
+    # For an array that is in place, `device_put` takes about 20 µs, 0.2 s for a tree of 10,000. An
+    # uncommitted array has no placement that JAX keeps, so it goes through `device_put`.
     if current is not None and current.is_equivalent_to(sharding, x.ndim) and x.committed:
         return x
     if compared and isinstance(x, np.ndarray) and not sharding.is_fully_addressable:
@@ -314,6 +324,8 @@ def gather(w: Any, use: Placement, stored: Placement) -> Any:
     return _gather_mixed(w, use, stored)
 
 
+# A plain constraint is transposed to the same constraint, which would request the gradient
+# gathered, and not reduced into shards. A custom VJP refuses `jax.jvp` and `jax.hessian`.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _gather_auto(w: Any, use: Placement, stored: Placement) -> Any:
     return place(w, use)

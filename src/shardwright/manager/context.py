@@ -24,7 +24,8 @@ from shardwright.errors import NoManagerError
 from shardwright.resolution.recent import Recent
 
 # Values of a thread that are part of JAX's cache keys. `with RULES(value):` sets one, and
-# `RULES.value` reads it; None outside.
+# `RULES.value` reads it; None outside. All are created at import: a later context would add an
+# entry to the keys of programs that are already cached, and JAX would trace them again.
 APART: Final = jax.make_user_context(default_value=None)  # a new object makes JAX trace again
 INPUTS: Final = jax.make_user_context(default_value=None)  # the inputs of a `pm.shard_map`
 SETTINGS: Final = jax.make_user_context(default_value=None)  # what a bridge sets for its modules
@@ -87,6 +88,7 @@ class Key(frozenset[Hashable]):
 
 
 # The keys of the managers that were entered last.
+# A key that this dict forgets is created again, which costs JAX one comparison by `__eq__`.
 _KEYS = Recent()
 
 
@@ -144,6 +146,8 @@ def enter(manager: Any, mesh: Any, key: Key) -> None:
     """Make a manager ambient. Make its mesh ambient too, except in a trace."""
     thread, task = _ENTERED, _current_task()
     if task is not None:
+        # Another task may run in this thread before the manager is left. Under a new object JAX has
+        # to call `__eq__`, which looks at the manager that applies.
         key = key.fresh()
     # An ExitStack alone would take longer than both contexts.
     ambient = _AMBIENT(key)
@@ -153,6 +157,8 @@ def enter(manager: Any, mesh: Any, key: Key) -> None:
     except BaseException:
         ambient.__exit__(None, None, None)
         raise
+    # Tasks leave in any order, so contexts are not unwound one by one: `_undo` enters the key of
+    # the last entry that remains, and exits only this first context.
     if not thread.stack:
         thread.below = ambient
     entry = _EnteredManager(manager, key, within, task, _FLOW.get())
@@ -173,6 +179,8 @@ def leave(manager: Any) -> None:
     if stack and stack[-1] is entry and entry.manager is manager:
         _undo(entry)
         return
+    # The context variable may hold an entry of another thread, because `asyncio.to_thread` copies
+    # the context. Then the last entry of this manager in this thread is the one to leave.
     if entry is None or entry.manager is not manager or entry not in stack:
         own = (each for each in reversed(stack) if not _is_of_another_task(each))
         entry = next((each for each in own if each.manager is manager), None)
@@ -205,6 +213,7 @@ def _undo(entry: _EnteredManager) -> None:
     if _FLOW.get() is entry:
         _FLOW.set(entry.outer)
     entry.is_left, entry.outer = True, None
+    # The innermost entry still applies, so the ambient mesh and the key stay as they are.
     if not was_last:
         return
     try:
@@ -233,6 +242,7 @@ def depth() -> int:
 
 
 def _current_task() -> Any:
+    # `asyncio.current_task` raises an error if no loop runs in this thread.
     return None if asyncio._get_running_loop() is None else asyncio.current_task()
 
 
@@ -258,6 +268,8 @@ def _applying() -> _EnteredManager | NoManagerError | None:
     others = (entry for entry in reversed(stack) if entry is flow or not _is_of_another_task(entry))
     last = next(others, None)
     if flow is None:
+        # The manager was entered outside of this context, for instance in an earlier cell of a
+        # notebook. It applies, unless a task that still runs has entered another one after it.
         if not stack or last is stack[-1]:
             return last
         return NoManagerError(
@@ -283,20 +295,28 @@ def current() -> Any:
         manager.
     """
     entry, key = _FLOW.get(), _AMBIENT.value
+    # Nearly always the entry of this context is the one whose key JAX has, and nothing is searched.
     if entry is None or entry.key is not key or entry.is_left:
         found = _applying()
         if isinstance(found, NoManagerError):
             raise found
+        # Outside of a trace no program is being cached that reads the manager, so a wrong key is
+        # harmless.
         if found is not None and found.key.values != key.values and _jax.in_trace():
             raise _unknown_to_jax(found, key)
         entry = found
     if entry is None:
         if not key.asked and _jax.in_trace():
             key.asked = True
+            # The program that is being traced depends on the absence of a manager. A fresh key
+            # makes JAX compare before it runs this program again.
             _replace_default(key.fresh())
         return None
     if (entry.task is not None or not key.asked) and _jax.in_trace():
         key.asked = True
+        # The program that is being traced is cached under the old key. The next look-up has the
+        # fresh key, so it finds the program only by `__eq__`, which checks the manager that
+        # applies.
         last = _ENTERED.stack[-1]
         if last.task is not None:
             last.key = key.fresh()

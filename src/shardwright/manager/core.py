@@ -132,6 +132,7 @@ class Manager:
             and self.mode == other.mode
             and self.effect == other.effect
             and self.mesh == other.mesh
+            # The rules come last, because their tables take longest to compare.
             and self.rules == other.rules
         )
 
@@ -171,6 +172,7 @@ class Manager:
         context.leave(self)
         if error is None or not _jax.is_sharding_type_error(error):
             return
+        # The error passes through each `with pm:` that encloses it.
         if _EXPLICIT_NOTE not in getattr(error, "__notes__", ()):
             error.add_note(_EXPLICIT_NOTE)
 
@@ -183,6 +185,7 @@ class Manager:
         mesh, this_entry = self.mesh, object()
         if isinstance(mesh, Mesh) and mesh.is_multi_process and _jax.in_trace():
             return
+        # `setdefault` of a dict is atomic, so one thread alone gets its own object back.
         if self._once.setdefault("met", this_entry) is not this_entry:
             return
         try:
@@ -198,6 +201,8 @@ class Manager:
 
     def _make_key(self) -> context.Key:
         """Return the manager's part of JAX's cache keys. Equal managers have equal keys."""
+        # JAX never frees a key. The digest of the rules keeps neither them nor their resolutions
+        # alive.
         values = (self.rules.fingerprint(), self.mesh, self.mode, self.effect.token)
         key: context.Key = self._once.setdefault("key", context.key_of(values, repr(self)))
         return key
@@ -248,6 +253,8 @@ class Manager:
         For requests whose annotation stays in the trace of a plan, which resolves it again.
         """
         resolution = explain_request(request.under(self.mode), self.rules, self.sizes)
+        # Only a mix of axis types has specs that JAX cannot express: Auto before Explicit in one
+        # dim, or Manual after an axis that is not Manual.
         if resolution.spec is None or (ambient is None and self._uniform):
             return resolution
         mesh = self.mesh if ambient is None else ambient
@@ -310,6 +317,9 @@ class Manager:
         """
         if ambient is None:
             return frozenset()
+        # Equality of abstract meshes also covers their devices, so that the abstract mesh that a
+        # user builds may differ from `mesh.abstract_mesh`. Names and sizes are what specs depend
+        # on.
         if ambient.shape_tuple != self.mesh.shape_tuple:
             raise MeshMismatchError(
                 f"the ambient mesh is {dict(ambient.shape_tuple)}, "

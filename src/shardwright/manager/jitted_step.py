@@ -95,6 +95,7 @@ class Argument:
     def placement_problems(self, value: Any) -> list[Problem]:
         """Return a problem for each array that is placed in another way than the argument says."""
         problems: list[Problem] = []
+        # One annotation may cover a subtree of the input, so each part is a tree of arrays.
         parts = self.structure.flatten_up_to(value)
         for part, path, leaf, sharding in zip(
             parts, self.paths, self.leaves, self.shardings, strict=True
@@ -129,6 +130,8 @@ class Argument:
                 continue
             for below, array in jax.tree_util.tree_flatten_with_path(part)[0]:
                 try:
+                    # An array or a `ShapeDtypeStruct` in place of an annotation has only a sharding
+                    # to check.
                     if is_annotation(leaf):
                         # Pass the path of the annotation, because `[[tensors]]` entries match it.
                         check(leaf, np.shape(array), self.path(path))
@@ -261,6 +264,8 @@ class JittedStep:
         try:
             return function(*arguments)
         except ShardingError:
+            # A ShardingError is a ValueError, and one of the step itself already says what is
+            # wrong.
             raise
         except ValueError as error:
             # JAX compares the shardings before it runs anything.
@@ -428,6 +433,7 @@ def _structure_changes(before: Any, after: Any, path: tuple[Any, ...] = ()) -> I
 
 def _children(node: Any) -> dict[Any, Any] | None:
     """Return the children of a node of a tree by their keys. None for a leaf."""
+    # `is_leaf` stops below the node itself, so this flattens a single level.
     children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     if any(not path for path, _ in children):
         return None

@@ -653,4 +653,6 @@ class PartitionManager(Manager):
         )
 
 
+# As an argument of a jitted function, a manager is part of the tree's structure, and so of the key
+# of JAX's cache.
 jax.tree_util.register_static(PartitionManager)

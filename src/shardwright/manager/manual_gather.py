@@ -55,6 +55,8 @@ class AllGather:
 
 
 def _all_gather(w: Any, job: AllGather) -> Any:
+    # To JAX, the result still varies over the gathered axes. Marked as invariant, it would have an
+    # all-reduce as its transpose, and not a reduce-scatter.
     return jax.lax.all_gather(w, job.axes, axis=job.dim, tiled=True)
 
 
@@ -80,10 +82,12 @@ def _sum_of_padded(x: Any, job: AllGather) -> Any:
     axes.
     """
     zeros = jnp.concatenate([jnp.zeros_like(x)] * math.prod(job.sizes), axis=job.dim)
+    # `axis_index` of several mesh axes counts the first as major, as a tiled all-gather does.
     start = jax.lax.axis_index(job.axes) * x.shape[job.dim]
     summed = jax.lax.psum(
         jax.lax.dynamic_update_slice_in_dim(zeros, x, start, axis=job.dim), job.axes
     )
+    # A psum makes its result invariant, and the tangent must have the type of the all-gather.
     return jax.lax.pcast(summed, job.axes, to="varying") if _jax.tracks_varying() else summed
 
 
@@ -147,6 +151,7 @@ def plan_gather(
     )
     ambient = _jax.ambient_mesh()
     kinds = set(() if ambient is None else ambient.axis_types)
+    # JAX accepts only the constraint P() if all mesh axes are Manual, so no placement is made.
     if kinds == {AxisType.Manual}:
         return ManualGather(
             gathers=gathers, stored=None, between=None, use=None, beside_explicit=False

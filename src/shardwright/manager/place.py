@@ -63,6 +63,7 @@ def place(
     # A trace calls this function thousands of times, nearly always with a tracer. So test for a
     # tracer once, and build a request only if its decision is not in the cache.
     traced = isinstance(x, jax.core.Tracer)
+    # A leaf has a path, and its data was compared between processes together with its tree.
     if not traced and path is None:
         group = manager.group()
         if group is not None and not _jax.in_trace():
@@ -95,6 +96,7 @@ def place(
         if key is not None:
             manager.cache.keep(key, decided)
     if strict and decided.manual is not None:
+        # The check reads the type of this value, so its result is not part of the cached decision.
         check_varying(x, decided.manual, path)
     if traced:
         return manager.effect.place(x, decided)
@@ -103,6 +105,7 @@ def place(
     constraint.check_kept(x)
     if _jax.in_trace():
         return manager.effect.place(x, decided)
+    # `compare_data` above has compared the data, so that JAX need not do it by a collective.
     return constraint.put(x, decided.placement, compared=manager.options.agree)
 
 
@@ -152,8 +155,11 @@ def global_array(
     if global_shape is None:
         global_shape = constraint.global_shape(sharding, local.shape)
     shape = tuple(global_shape)
+    # Without `global_shape=`, the sizes are known only here, and may not divide.
     manager.answer(ShardingRequest(annotation, shape, mode)).require()
     if group is not None:
+        # `make_array_from_process_local_data` does not compare the copies of a shard. Replicas that
+        # differ would be wrong silently.
         compare_copies(group, sharding, local, shape)
     try:
         array: jax.Array = jax.make_array_from_process_local_data(sharding, local, shape)

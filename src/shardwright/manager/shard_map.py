@@ -65,6 +65,7 @@ class _ResolvedInputs:
     problems: list[Problem] = dataclasses.field(default_factory=list)
 
 
+# `jax.jit` of this object takes a weak reference to it, and hashes it by identity.
 @dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class SemanticShardMap:
     """The function of global arrays that `PartitionManager.shard_map` returns.
@@ -111,6 +112,7 @@ class SemanticShardMap:
         out_specs = jax.tree.map(
             lambda output: self._out_spec(output.annotation, mesh_axes), outputs
         )
+        # `dims` too, because `_with_inputs` puts them into the function that is cached.
         key = (
             jax.tree.structure((in_specs, out_specs)),
             tuple(jax.tree.leaves((in_specs, out_specs))),
@@ -137,12 +139,15 @@ class SemanticShardMap:
 
         @functools.wraps(self.f)
         def with_inputs(*local: Any) -> Any:
+            # The specs are leaves of a tree of the arguments' structure, so the three orders agree.
             leaves = zip(dims, jax.tree.leaves(local), specs, strict=True)
             inputs = [
                 entry
                 for leaf, value, spec in leaves
                 for entry in _inputs(leaf, jnp.shape(value), spec)
             ]
+            # INPUTS is part of JAX's cache keys, so a function that is jitted inside `f` is traced
+            # again for other inputs.
             with context.INPUTS(
                 Inputs(mesh=_jax.ambient_mesh(), leaves=tuple(dict.fromkeys(inputs)))
             ):
@@ -181,6 +186,7 @@ class SemanticShardMap:
         ):
             return self.out_axes
         leaves, structure = jax.tree.flatten(
+            # `ShapeDtypeStruct`s can be hashed, which arrays cannot.
             (jax.eval_shape(lambda *arrays: arrays, *args), in_specs)
         )
         key = ("outputs", structure, mesh, *leaves)
@@ -272,6 +278,8 @@ class SemanticShardMap:
             if decision.outcome is Outcome.UNCONSTRAINED:
                 problems.append(_open(path, decision))
             elif dim.axes:
+                # `sizes` has the global sizes of single axes. A dim that an outer `shard_map` has
+                # split has a local size, and a composite has a product of sizes.
                 local = decision.manual or len(dim.axes) > 1
                 size = None if local else self.sizes.get(dim.axes[0])
                 if size is not None and size != decision.size:
@@ -378,6 +386,7 @@ def _inputs(dims: tuple[Dim, ...], shape: tuple[int, ...], spec: PartitionSpec) 
         or (dims[0].literal is None and dims[0].axes not in ((LAYERS,), ()))
     ):
         return [whole]
+    # `jax.lax.scan` over the layers gives `gather` one layer at a time.
     return [whole, Input(dims=dims[1:], shape=shape[1:], split=whole.split[1:])]
 
 

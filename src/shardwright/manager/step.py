@@ -95,6 +95,7 @@ def jit_step(
 
     @functools.wraps(step)
     def run(state: Any, *inputs: Any) -> tuple[Any, Any]:
+        # Inside the traced function, so that `step`, `lower` and `trace` need no `with pm:`.
         with manager:
             result = step(state, *inputs)
         if not (isinstance(result, tuple) and len(result) == 2):
@@ -107,6 +108,8 @@ def jit_step(
     jitted = jax.jit(
         run,
         in_shardings=(state_shardings, *input_shardings),
+        # XLA reuses the memory of a donated array only for a result of the same sharding. Otherwise
+        # JAX keeps the old array and warns.
         out_shardings=(state_shardings, None),
         donate_argnums=(0,) if donate else (),
     )
@@ -154,6 +157,7 @@ def _argument_sharding(manager: Manager, leaf: Any, path: str) -> NamedSharding:
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding) and _same_devices(sharding.mesh, manager.mesh):
         return sharding
+    # An uncommitted array has a sharding too, on the default device, from which JAX may move it.
     is_placed = sharding is not None and getattr(leaf, "committed", True)
     if not is_placed and _is_scalar_or_key(leaf):
         return NamedSharding(manager.mesh, PartitionSpec())

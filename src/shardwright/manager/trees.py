@@ -67,6 +67,8 @@ def _by_annotation(manager: Manager, mode: str | None, role: Role | str) -> Shar
     if known is None:
 
         def make(annotation: Any, shape: tuple[int, ...]) -> NamedSharding:
+            # `shardings` suppresses this error, and its loop over the leaves reports the path of
+            # this one.
             if not is_annotation(annotation):
                 raise TypeError
             return manager.sharding_of(
@@ -109,6 +111,7 @@ def agree(
             rules = [str(part.rule) for part in resolution.decisions if part.rule is not None]
             text, places = f"{text} as {spec_text(resolution.require())}", "; ".join(rules)
         finally:
+            # Also for a leaf that does not resolve, so that its process does not seem to lack it.
             facts[leaf.path or "the array"] = Fact(text, places)
 
     failure: ShardingError | None = None

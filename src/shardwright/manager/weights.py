@@ -58,9 +58,12 @@ def _gather(manager: Manager, w: Any, request: ShardingRequest) -> Any:
     annotation, shape = request.annotation, request.shape
     if isinstance(annotation, ArraySpec):
         shape = annotation.shape if shape is None else shape
+        # For its error: the shape must be that of the spec. Inside `shard_map` the value is a
+        # shard, so only the shape that the caller passes can be compared.
         lower(annotation, as_shape(shape) if ambient.manual_axes else local)
         annotation = annotation.axes
     shape = None if shape is None else as_shape(shape)
+    # Without rules by path, all layers of a model share one entry.
     path = request.path if request.path is not None and manager.reads_paths else None
     key: Any = ("gather", annotation, local, shape, request.mode, path, ambient)
     if ambient.manual_axes:
@@ -91,6 +94,7 @@ def _decide_weight(manager: Manager, request: ShardingRequest) -> Decided:
 def _gather_shard(manager: Manager, w: Any, request: ShardingRequest, key: Any) -> Any:
     """Gather a value inside `shard_map`. The plan is cached for values of the same kind."""
     varying = _jax.varying_axes(w) if _jax.tracks_varying() else None
+    # `find_split` reads both, and neither follows from the local shape.
     key = (*key, varying, context.INPUTS.value)
     plan = manager.cache[key]
     if plan is None:
@@ -114,6 +118,7 @@ def _plan_gather(
         local=local,
         shape=None if request.shape is None else tuple(request.shape),
         varying=varying,
+        # A mesh axis of size 1 splits nothing, and would multiply the trials of `find_split`.
         manual={axis: size for axis, size in manager.sizes.items() if axis in manual and size > 1},
         path=request.path or "",
     )
@@ -137,6 +142,8 @@ def path_required(
         dims = request.dims(rules)
     else:
         dims = lower_local(annotation, local, rules)
+    # `pm.init` and `pm.shardings` know the path of each leaf and apply such an entry. Here it would
+    # be ignored, and the weight would be gathered from another sharding than its own.
     names = {name for dim in dims for name in (*dim.axes, dim.semantic_axis)}
     covering = [
         (entry, rule) for entry in rules.tensors for axis, rule in entry.rules if axis in names

@@ -39,6 +39,7 @@ from shardwright.vocabulary.lowering import Dim
 Split = tuple[tuple[str, ...], ...]
 
 # The most ways to split one value that are tried.
+# Each trial resolves one shape. Six Manual mesh axes and a weight of rank 3 give 4**6 trials.
 _MAX_TRIALS: Final = 4096
 
 
@@ -134,6 +135,8 @@ def find_split(weight: Weight, inputs: Inputs | None) -> Split:
     if weight.varying is None:
         return _split_untracked(weight, inputs)
     fitting = _fitting(weight, [axis for axis in weight.manual if axis in weight.varying])
+    # A value may vary over a mesh axis for another reason than its split, for instance because it
+    # was added to an `axis_index`. The split that explains most of the varying axes is preferred.
     most = max(map(_count, fitting))
     best = [split for split in fitting if _count(split) == most]
     return best[0] if len(best) == 1 else _split_of_input(weight, inputs, among=best)
@@ -174,6 +177,8 @@ def _split_of_shape(weight: Weight, shape: tuple[int, ...]) -> Split:
                 for part in itertools.combinations(over, count)
             ]
         else:
+            # A gathered value still varies over the axes it was gathered over, so () remains
+            # possible.
             parts = [tuple(axis for axis in over if axis in weight.varying), ()]
         fits = [part for part in dict.fromkeys(parts) if local * weight.shards(part) == size]
         if len(fits) == 1:
@@ -294,6 +299,8 @@ def _fitting(weight: Weight, axes: list[str]) -> list[Split]:
     Raises:
       ShardingError: No global shape resolves.
     """
+    # EMPTY does not depend on sizes, so the local shape tells which dims are never split. Problems
+    # of that resolution do not matter.
     decisions = weight.stored(weight.local).decisions
     dims = [
         dim
@@ -318,10 +325,13 @@ def _fitting(weight: Weight, axes: list[str]) -> list[Split]:
         )
         if resolution.problems:
             failed.append(resolution)
+        # A trial has the mesh axes in the order of the mesh, and `split` in that of the rule, major
+        # first. So compare them without order, and keep the one with the order of the rule.
         elif list(map(sorted, split)) == list(map(sorted, trial)):
             fitting.append(split)
     if fitting:
         return fitting
+    # The shape that is closest to a resolution has the most useful messages.
     best = min(failed, key=lambda resolution: len(resolution.problems), default=None)
     problems = [_unknown_shard(weight)] if best is None else best.problems
     raise_problems(problems, resolution=best)
