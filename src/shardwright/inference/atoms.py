@@ -14,6 +14,7 @@ from shardwright.dims.reshapes import equal_products
 from shardwright.inference.evidence import Evidence
 
 
+# Compared and hashed by identity: two dims of one size are not the same dim.
 @dataclasses.dataclass(slots=True, eq=False)
 class Atom:
     """One factor of a dim.
@@ -124,6 +125,7 @@ def finest(dim: Iterable[Atom]) -> list[Atom]:
     factors: list[Atom] = []
     for member in dim:
         atom = member
+        # Only the representative is split, so parts are looked for there and not on the way.
         while atom.same is not None:
             atom = atom.same
         if atom.parts is not None:
@@ -162,13 +164,16 @@ def unify(left: AtomDim, right: AtomDim, on_conflict: Callable[[Atom, Atom], Non
                 # A named factor is whole, such as HEAD_DIM; only a `shard_map` cuts it. The factors
                 # differ, so nothing is known about the rest.
                 return
+            # Factors are major first, so the larger atom begins with the smaller one.
             larger.split(smaller.size, keep_name=smaller.is_shards)
+            # Either side may have the atom that was split, also further to the right.
             lefts, rights = finest(lefts), finest(rights)
             continue
         if first is not second:
             if first.name and second.name and first.name != second.name:
                 on_conflict(first, second)
                 return
+            # Read before the union, which keeps one of the two.
             wholes = first.whole, second.whole
             first.absorb(second)
             if wholes[0] is not None and wholes[1] is not None:
@@ -185,6 +190,7 @@ def regroup(dims: Sequence[AtomDim], shape: Sequence[int]) -> AtomDims:
     """
     regrouped: list[AtomDim] = []
     for before, after in equal_products([size_of(dim) for dim in dims], shape):
+        # A reshape mixes factors only between neighboring dims with equal products.
         factors = finest([atom for at in before for atom in dims[at]])
         regrouped += _cut(factors, [shape[at] for at in after])
     return tuple(regrouped)

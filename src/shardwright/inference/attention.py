@@ -60,6 +60,7 @@ def name_attention(names: Names) -> None:
     """Find matmuls of queries and keys, and matmuls of scores and values; name their dims."""
     all_scores: list[Scores] = []
     uses = _uses(names.facts)
+    # In the order of the program, so scores are known before the matmul of their values.
     for matmul in names.facts.activations:
         following = [] if matmul.origin is None else uses.next.get(matmul.origin, [])
         scores = _scores(matmul, uses, following)
@@ -95,6 +96,8 @@ def _scores(matmul: Matmul, uses: Uses, following: Iterable[Matmul]) -> Scores |
     """
     left, right = _factors(matmul.left), _factors(matmul.right)
     contracted = _factors(matmul.contracted)
+    # A head dim comes from a weight. So a matmul of scores and values, which sums over positions,
+    # ends here.
     if not contracted or any(
         not atom.learned or atom.name not in ("", HEAD_DIM) for atom in contracted
     ):
@@ -118,6 +121,7 @@ def _scores(matmul: Matmul, uses: Uses, following: Iterable[Matmul]) -> Scores |
         [atom for atom in side if not is_position(atom) and atom.name in ("", *_HEADS)]
         for side in (left, right)
     ]
+    # Keys have no groups. If both sides have other dims, this is no matmul of queries and keys.
     if all(groups):
         return None
     return Scores(
@@ -226,6 +230,7 @@ def _name_values(names: Names, matmul: Matmul, all_scores: Iterable[Scores], use
     contracted = set(_factors(matmul.contracted))
     batch = set(_factors(matmul.batch))
     free = _factors((*matmul.left, *matmul.right))
+    # Without heads, the batch dims alone must tell that these are the scores of that matmul.
     has_heads = any(atom.name in _HEADS for atom in (*batch, *free))
     is_values = any(
         contracted and contracted <= scores.sequence and (has_heads or batch == set(scores.batch))

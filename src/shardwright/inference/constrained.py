@@ -67,6 +67,7 @@ class Constrained:
             params, inputs = jax.tree.unflatten(tree, whole)
             return self.forward(params, *inputs)
 
+        # Traced in each call, since the place of a constraint is an index into this very program.
         closed, result = jax.make_jaxpr(run, return_shape=True)(*arrays)
         _compare(tuple(operations(closed.jaxpr)), self.inferred.program)
         constraints = {each.place: each for each in self.inferred.constraints}
@@ -213,7 +214,9 @@ def _evaluate(
         inside.setdefault(place[0], {})[place[1:]] = constraint
     for at, equation in numbered(jaxpr):
         values = [read(variable) for variable in equation.invars]
+        # A `reshard` has the index of the equation after it, and that one has the constraint.
         own = {} if equation.primitive.name == RESHARD else inside.get(at, {})
+        # The key () is the result of the equation itself. Longer keys are inside of its jaxpr.
         if own and () not in own:
             results = _rebuilt(equation, values, own)
         else:
@@ -233,6 +236,7 @@ def _rebuilt(
     if name == "scan":
         return _scan(parameters, values, constraints)
     assert rebuilds(equation), name
+    # `closed_call` has a call_jaxpr, jit and remat have a jaxpr.
     inner = next(parameters[key] for key in ("jaxpr", "call_jaxpr") if key in parameters)
     body, constants = _opened(inner)
 
@@ -265,6 +269,7 @@ def _scan(parameters: Any, values: Sequence[Any], constraints: _ConstraintsByEqu
         ends = _evaluate(body, constants, [*shared, *carry, *row], constraints)
         return tuple(ends[:carries]), ends[carries:]
 
+    # The length is passed too: a scan over no arrays has no other.
     options = {key: parameters[key] for key in ("length", "reverse", "unroll")}
     ends, stacked = jax.lax.scan(step, starts, rows, **options)
     return [*ends, *stacked]

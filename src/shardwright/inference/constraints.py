@@ -112,6 +112,8 @@ def choose(
 def is_candidate(primitive: str, operands: Iterable[ArrayFacts]) -> bool:
     """Tell whether the result of a primitive may get a constraint."""
     if primitive in _ADDITIONS:
+        # Both summands of a residual addition depend on inputs and on parameters. A bias or a mask
+        # does not.
         return sum(operand.data and operand.learned for operand in operands) > 1
     return primitive in _MATMULS or primitive == "gather"
 
@@ -125,6 +127,8 @@ def _kind(names: list[str], output: Output) -> str:
     """Return what an intermediate is, or nothing if it gets no constraint."""
     own = [name for name in names if name not in (BATCH, EMPTY, *LENGTHS)]
     lengths = [name for name in names if name in LENGTHS]
+    # An annotation has an axis once, and `_constraint` spells all lengths alike. So scores, which
+    # have the lengths of queries and keys, get no constraint.
     if names.count(BATCH) > 1 or len(lengths) > 1 or len({*own}) < len(own):
         return ""
     is_sum = output.primitive in _ADDITIONS or output.primitive == "gather"
@@ -187,11 +191,15 @@ def operations(jaxpr: Any) -> Iterator[str]:
     for _, equation in numbered(jaxpr):
         if equation.primitive.name == RESHARD:
             continue
+        # Ranks and not shapes, so that a call may have another batch size than the trace of
+        # inference.
         ranks = [str(len(getattr(v.aval, "shape", ()))) for v in equation.outvars]
         yield f"{equation.primitive.name} {' '.join(ranks)}"
         for value in equation.params.values():
             for each in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(each, _JAXPRS):
+                    # Without brackets, an equation that moves out of a loop would leave the same
+                    # text.
                     yield "("
                     yield from operations(getattr(each, "jaxpr", each))
                     yield ")"

@@ -20,6 +20,7 @@ REMATS: Final = frozenset({"checkpoint", "remat", "remat2"})
 def rebuilds(equation: Any) -> bool:
     """Tell whether `constrained` can place constraints inside an equation."""
     name = equation.primitive.name
+    # JAX sets `differentiated` on the part of a remat that the backward pass computes again.
     return name in CALLS or (name in REMATS and not equation.params["differentiated"])
 
 
@@ -32,6 +33,7 @@ def scan(step: InferenceStep) -> list[ArrayFacts]:
     constants, carries = loop_body.fixed, loop_body.carried
     split = constants + carries
     scanned = step.values[split:]
+    # A value inside nested scans may be the carry of one and a row of another.
     step.facts.loops += 1
     loop = step.facts.loops
     for value in scanned[1:]:
@@ -58,6 +60,7 @@ def scan(step: InferenceStep) -> list[ArrayFacts]:
         dataclasses.replace(end, loops=frozenset(pair for pair in end.loops if pair[0] != loop))
         for end in ends
     ]
+    # Without a scanned array, the results are stacked along a dim that nothing else has.
     lead = scanned[0].dims[0] if scanned else new_dim(loop_body.rounds or 0)
     stacked = [dataclasses.replace(end, dims=(lead, *end.dims)) for end in ends[carries:]]
     return [*ends[:carries], *stacked]
@@ -74,6 +77,7 @@ def while_loop(step: InferenceStep) -> list[ArrayFacts]:
     body, _ = bodies(step.equation)
     values = body.of_operands(step.values)
     starts = _carried(step, values[body.fixed :])
+    # No place is given, because `constrained` does not rebuild this loop.
     ends = step.walk(body.jaxpr, [*values[: body.fixed], *starts])
     _align(step, starts, ends)
     return ends
@@ -136,6 +140,7 @@ def _carried(step: InferenceStep, starts: Sequence[ArrayFacts]) -> list[ArrayFac
 
 
 def _align(step: InferenceStep, before: Sequence[ArrayFacts], after: Sequence[ArrayFacts]) -> None:
+    # After the carries, `after` has the stacked results of a scan, which have no start.
     for first, second in zip(before, after, strict=False):
         for left, right in zip(first.dims, second.dims, strict=True):
             step.same(left, right)

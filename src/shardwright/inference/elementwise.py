@@ -27,6 +27,8 @@ def elementwise(step: InferenceStep) -> list[ArrayFacts] | None:
         return None
     pairs = zip(step.values, step.operand_shapes, strict=True)
     operands = [value for value, own in pairs if table.broadcasts(own, shapes[0])]
+    # Queries of learned latents are computed by a matmul, and a bias or a scale does not change
+    # that. A whole matrix that is added does: the sum is a parameter again.
     is_computed = any(value.is_computed for value in operands) and not any(
         map(_is_matrix, operands)
     )
@@ -88,6 +90,8 @@ def _one_hot(step: InferenceStep, operands: list[ArrayFacts]) -> AtomDim | None:
         return operands[0].one_hot
     if step.equation.primitive.name != "eq" or len(operands) != 2:
         return None
+    # `jax.nn.one_hot` compares indices with an iota, which depends on neither inputs nor
+    # parameters.
     counts = [value for value in operands if not value.data and not value.learned]
     selects = [value for value in operands if value.data]
     if len(counts) != 1 or len(selects) != 1:

@@ -25,6 +25,7 @@ def gather(step: InferenceStep) -> list[ArrayFacts]:
         if at not in gone and sizes[at] == step.operand_shapes[0][at]
     ]
     _record_lookup(step, tuple(row))
+    # Rows that the inputs select are no elementwise function of the table.
     origin = step.new_origin() if index.data else None
     return [step.result(dims, origin=origin)]
 
@@ -32,6 +33,8 @@ def gather(step: InferenceStep) -> list[ArrayFacts]:
 def _record_lookup(step: InferenceStep, row: AtomDims) -> None:
     table, index = step.values[:2]
     numbers, sizes = step.parameters["dimension_numbers"], step.parameters["slice_sizes"]
+    # A dim of which one element is read at a time is looked up. In a dim of size 1 nothing is
+    # selected.
     keys = [at for at in numbers.start_index_map if sizes[at] == 1 < step.operand_shapes[0][at]]
     if len(keys) != 1 or not table.learned:
         return
@@ -93,6 +96,8 @@ def arg_reduction(step: InferenceStep) -> list[ArrayFacts]:
     axes, dims = step.parameters["axes"], step.values[0].dims
     step.facts.largest += [Use(dim=dims[axis], location=step.location) for axis in axes]
     (result,) = elementwise.reduction(step)
+    # An index is neither the carry of a scan nor a matmul of it. Else each codebook of a residual
+    # quantizer, which chooses an index by a matmul, would count as a layer.
     return [dataclasses.replace(result, loops=frozenset())]
 
 

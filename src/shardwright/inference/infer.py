@@ -114,6 +114,7 @@ def infer_axes(
         given.spell(at, spell(value.dims, is_router=at in gates), shapes[at])
         for at, value in enumerate(values)
     ]
+    # Classes are numbered as they appear, so two runs over one program print equal numbers.
     numbers: dict[Atom, int] = {}
     evidence = tuple(
         InferredDim(
@@ -161,6 +162,7 @@ def _trace(
     except TypeError as error:
         every = [*leaves, *jax.tree_util.tree_flatten_with_path(tuple(inputs))[0]]
         wrong = [(path, leaf) for path, leaf in every if not _is_array(leaf)]
+        # Every leaf is an array, so the error is one of the model.
         if not wrong:
             raise
         problems = [
@@ -262,6 +264,7 @@ def _conflicts(found: Iterable[AtomConflict], leaves: Sequence[Any]) -> tuple[Na
     """Return each conflict once, with the first dim of a parameter that it affects."""
     conflicts: dict[Any, NameConflict] = {}
     for each in found:
+        # The parameters are a frozenset. In order, the same conflict is reported in every run.
         places = sorted(each.params)
         conflict = NameConflict(
             path=path_text(leaves[places[0][0]][0]) if places else "",

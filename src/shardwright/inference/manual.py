@@ -23,6 +23,8 @@ def shard_map(step: InferenceStep) -> list[ArrayFacts]:
         dims = []
         for dim, shards in zip(value.dims, _shards(spec, len(value.dims), sizes), strict=True):
             dims.append(_local(dim, shards))
+            # `_local` may have split the dim by now. Its shards are the factors before the local
+            # part.
             major = tuple(finest(dim)[: len(finest(dim)) - len(dims[-1])])
             if major and dims[-1]:
                 sharded.append((major, dims[-1]))
@@ -85,6 +87,7 @@ def _whole(dim: AtomDim, shards: int) -> AtomDim:
 
 def collective(step: InferenceStep) -> list[ArrayFacts]:
     """Return the operands, because sums over shards and permutations of shards keep all dims."""
+    # A shard of one-hot rows may lack the 1, and a sum over shards may have several.
     return [dataclasses.replace(value, one_hot=None) for value in step.values]
 
 
@@ -93,6 +96,7 @@ def resized(step: InferenceStep) -> list[ArrayFacts]:
     results = []
     pairs = zip(step.values, step.operand_shapes, step.shapes, strict=True)
     for value, old_shape, new_shape in pairs:
+        # all_gather and all_to_all without tiled=True add or drop a dim.
         if len(old_shape) != len(new_shape):
             return step.new_results()
         dims = [

@@ -71,6 +71,7 @@ def _record(
         )
         step.facts.activations.append(matmul)
         return
+    # The rules read a weight on the right. As `w.T @ x`, it is the left operand.
     if left.is_weight:
         left, right, free = right, left, (free[1], free[0])
     if not (left.data and right.is_weight):
@@ -94,6 +95,7 @@ def _record(
         contracted=contracted,
         left=free[0],
         right=free[1],
+        # Features that are read beside a table make it less certain that its indices are tokens.
         reads_inputs=not left.learned,
         leaf=right.leaf,
         location=step.location,
@@ -139,6 +141,7 @@ def convolution(step: InferenceStep) -> list[ArrayFacts]:
     too.
     """
     numbers, groups = step.parameters["dimension_numbers"], step.parameters["feature_group_count"]
+    # Batch groups are what JAX writes in the gradient of a grouped convolution.
     if step.parameters["batch_group_count"] > 1:
         return step.new_results()
     image, kernel = step.values

@@ -44,6 +44,7 @@ class Names:
             another name that is not a guess.
         """
         atoms = finest(dim)
+        # Rules run from the most certain to guesses, so the name that is there is the better one.
         others = [atom for atom in atoms if atom.name not in ("", axis)]
         if others:
             first = others[0]
@@ -89,6 +90,8 @@ def name_residual(names: Names) -> None:
     links = [atom for atom in outputs if atom in summed and not atom.name]
     streams = [atom for atom in links if atom.residual]
     if streams or links:
+        # A latent or a low rank also links two weights, but few of them. All blocks read the
+        # residual.
         stream = max(streams or links, key=lambda atom: len(atom.params))
         why = Evidence("the residual stream: most weights read or write it", outputs[stream])
         names.give((stream,), EMBED, why, guess=not streams)
@@ -147,6 +150,8 @@ def with_slices(
 ) -> dict[Atom, EquationLocation]:
     """Return the equation of each atom, and the same equation for the slices cut from it."""
     every = dict(outputs)
+    # Slices are in the order of the program, so those of a slice come after it, and one pass is
+    # enough.
     for dim_slice in slices:
         for atom in finest(dim_slice.whole):
             if atom in every:

@@ -37,6 +37,8 @@ def is_residual(first: ActivationOrigin | None, second: ActivationOrigin | None)
         for parent in waiting.pop().parents:
             if parent is older:
                 return True
+            # A parent is less deep than its child, so nothing at this depth or below comes from
+            # `older`.
             if parent.depth > older.depth and parent not in seen:
                 seen.add(parent)
                 waiting.append(parent)

@@ -31,6 +31,8 @@ def broadcast(step: InferenceStep) -> list[ArrayFacts]:
 
 def iota(step: InferenceStep) -> list[ArrayFacts]:
     """Mark the dim that is counted along."""
+    # An iota that is compared with indices makes one-hot rows. One that is an index makes
+    # positions.
     at = step.parameters["dimension"]
     return [
         step.result([(Atom(size, counts=at == axis),) for axis, size in enumerate(step.shapes[0])])
@@ -59,6 +61,7 @@ def _every(step: InferenceStep, whole: AtomDim, size: int, stride: int) -> AtomD
     """Return the dim that has one of `stride` elements: the major factor of the whole dim."""
     if size * stride != size_of(finest(whole)):
         return dim_slice(step, whole, size)
+    # Interleaved gate and up are a dim (elements, 2), and a stride of 2 takes one row of the 2.
     major, minor = regroup([whole], [size, stride])
     step.facts.rows.append(Use(dim=minor, location=step.location))
     return major
@@ -107,11 +110,14 @@ def dim_slice(step: InferenceStep, whole: AtomDim, size: int, start: int | None 
     """
     if size >= size_of(finest(whole)):
         return new_dim(size)  # padding
+    # See `names.name_rows`: a dim of which single rows are taken is guessed to be replicated.
     if size == 1:
         step.facts.rows.append(Use(dim=whole, location=step.location))
     atoms = finest(whole)
+    # A slice has an atom of its own, because dims are united only if their sizes are equal.
     is_learned, is_data = any(atom.learned for atom in atoms), step.values[0].data
     dim = (Atom(size, whole=whole, learned=is_learned, resized=is_data),)
+    # Only slices with known starts can be put together to a whole, as in `slices._covering`.
     if start is not None:
         step.facts.slices.append(
             DimSlice(whole=whole, start=start, dim=dim, location=step.location)
@@ -185,6 +191,7 @@ def _joined(step: InferenceStep, parts: list[AtomDim], size: int) -> AtomDim:
             assert other is not None
             step.same(first, other)
         return first
+    # Parts of size 1 have no factors: this is a stack, written as a concatenation.
     is_stack = not atoms and any(value.learned for value in step.values)
     is_learned = is_stack or any(atom.learned for atom in atoms)
     is_data = any(value.data for value in step.values)

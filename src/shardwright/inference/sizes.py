@@ -42,6 +42,8 @@ class GivenSizes:
                     axis = whole or self.by_size.get(atom.size)
                     if axis is None:
                         continue
+                    # `give` names only what has no name, and the caller knows better than a default
+                    # rule.
                     if atom.guess:
                         atom.name, atom.guess = "", False
                     names.give((atom,), axis, Evidence(_reason(atom.size)))

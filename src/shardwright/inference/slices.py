@@ -67,6 +67,8 @@ def _name_whole(names: Names, slices: Sequence[DimSlice]) -> None:
         return
     leads = {part[0][0] for part in factors}
     tails = {part[1:] for part in factors}
+    # Queries, keys and values in one weight, with fewer kv heads, are a row of HEAD and KV_HEAD
+    # with one head dim. It is spelled HEAD.
     if len(tails) != 1 or (len(leads) > 1 and leads != {HEAD, KV_HEAD}):
         why = Evidence("parts of different axes", first.location)
         names.give((atom,), EMPTY, why, guess=True)
@@ -79,6 +81,7 @@ def _name_whole(names: Names, slices: Sequence[DimSlice]) -> None:
     )
     why = Evidence(f"{len(covering)} parts that have this name", first.location)
     rest: list[Atom] = [atom]
+    # The lead has the heads of all parts together. The other factors are those that every part has.
     for size in (sum(part[0][1] for part in factors), *(size for _, size in tail[:-1])):
         last = rest.pop()
         if tail and last.size != size:
@@ -93,6 +96,7 @@ def _covering(slices: Sequence[DimSlice], size: int) -> list[DimSlice]:
     covering: list[DimSlice] = []
     end = 0
     for dim_slice in sorted(slices, key=lambda dim_slice: dim_slice.start):
+        # A program may cut one dim in two ways. Slices that overlap those before them are left out.
         if dim_slice.start == end:
             covering.append(dim_slice)
             end += _size(dim_slice)

@@ -76,6 +76,7 @@ def spell(dims: AtomDims, *, is_router: bool = False) -> list[Spelled]:
     row = [_spell_dim(dim) for dim in dims]
     row = _without_repeats(row)
     axes = [entry.axis for entry in row]
+    # Rules name HEAD_DIM and KV_HEAD_DIM apart, as HEAD and KV_HEAD.
     if any(_has(axis, KV_HEAD) for axis in axes):
         row = [_renamed(entry, HEAD_DIM, KV_HEAD_DIM) for entry in row]
     others = [axis for axis in axes if axis != LAYERS]
@@ -142,6 +143,7 @@ def _without_repeats(row: Sequence[Spelled]) -> list[Spelled]:
     """
     seen: set[str] = set()
     entries = list(row)
+    # False sorts before True, so certain dims take their axis first, and guesses after them.
     for at in sorted(range(len(row)), key=lambda at: row[at].guess):
         entry = row[at]
         names = {name for name in _members(entry.axis) if name != EMPTY}

@@ -59,6 +59,8 @@ def name_experts(names: Names) -> None:
         (key,) = matmul.batch
         names.give(key, EXPERT, Evidence("matrices are selected by a router", matmul.location))
         experts.append(key)
+    # The dim of the router's scores may never meet that of the weights, as where a scatter sends
+    # the tokens. There the size has to do.
     sizes = {
         size_of(finest(dim)) for dim in experts if all(atom.name == EXPERT for atom in finest(dim))
     }
@@ -117,6 +119,8 @@ def matmuls_of_selected(facts: Facts) -> Iterator[Matmul]:
         for matmul in facts.activations:
             free = (*matmul.left, *matmul.right)
             made = tuple(dim for dim in free if finest(dim) and row.issuperset(finest(dim)))
+            # The selected row is a matrix: one of its dims is summed over, another one is in the
+            # result.
             if made and not row.isdisjoint(finest(_joined(matmul.contracted))):
                 yield Matmul(
                     batch=(lookup.key,),

@@ -124,6 +124,8 @@ class InferenceStep:
           one_hot: The dim along which each row has a single 1, or None.
           origin: Its origin. By default that of the operands, or a new one if they have several.
         """
+        # One pass without comprehensions: this runs for each equation, and most operands add
+        # nothing new.
         first, *others = self.values or (ArrayFacts(dims=()),)
         data, learned, leaf = first.data, first.learned, first.leaf
         inputs, loops = first.inputs, first.loops
@@ -131,6 +133,8 @@ class InferenceStep:
         for value in others:
             data |= value.data
             if value.learned:
+                # A bias that is added to a weight makes a value of two parameters, which is no
+                # leaf.
                 leaf = value.leaf if not learned or leaf == value.leaf else None
                 learned = True
             if value.inputs != inputs:

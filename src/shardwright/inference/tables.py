@@ -92,6 +92,7 @@ def _tables(facts: Facts, results: Sequence[ArrayFacts]) -> list[Tables]:
     counts = {
         size_of(finest(dim)) for dim in ends if learned(dim) and summed.isdisjoint(finest(dim))
     }
+    # The output projection is the table itself, as in a tied model.
     is_tied = [any(not tied.isdisjoint(finest(each.key)) for each in group) for group in groups]
     fitting = [_rows(group[0]) in counts and _has_length(group) for group in groups]
     is_alone = len(groups) == 1 and _has_length(groups[0]) and not _reads_others(facts, groups[0])
@@ -151,6 +152,7 @@ def _ends(
 
 def _maker(facts: Facts, dim: AtomDim) -> EquationLocation | None:
     """Return the last matmul with a weight that has a dim, or None."""
+    # `outputs_of` keeps the first matmul of a dim, so in reverse order it keeps the last.
     outputs = outputs_of(reversed(facts.projections))
     return next((outputs[atom] for atom in finest(dim) if atom in outputs), None)
 
@@ -167,6 +169,8 @@ def name_logits(names: Names, results: Sequence[ArrayFacts]) -> None:
         for lookup in facts.lookups
         if any(atom.name == VOCAB and not atom.guess for atom in finest(lookup.key))
     }
+    # A sampler chooses among tokens, but a router also chooses along a dim by `top_k`. So these
+    # dims need the size of a table of tokens.
     chosen = [(use.dim, use.location) for use in (*facts.top_k, *facts.largest)]
     ends = list(_ends(facts, results))
     for at, (dim, location) in enumerate((*chosen, *ends)):
@@ -186,6 +190,7 @@ def name_other_tables(names: Names) -> None:
 
 
 def _name_positions(names: Names, lookup: TableLookup) -> None:
+    # Positions count along one dim. Distances, as in T5, count along two: queries and keys.
     counted = [dim for dim in lookup.index if any(atom.counts for atom in finest(dim))]
     if len(counted) == 1:
         why = Evidence("a table looked up by positions", lookup.location)

@@ -45,6 +45,8 @@ RULES: Final[dict[str, Callable[[InferenceStep], list[ArrayFacts]]]] = {
         indexing.scatter,
     ),
     **dict.fromkeys(
+        # psum_invariant is the psum of a `shard_map` that tracks varying axes. Older versions call
+        # it psum2.
         ["psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "pvary", "pbroadcast"],
         manual.collective,
     ),
@@ -149,15 +151,19 @@ class FactWalker:
         name = step.equation.primitive.name
         if name in RULES:
             return RULES[name](step)
+        # Before calls: a Pallas kernel has a jaxpr too, but that is about blocks of memory.
         kernel = _jax.kernel_name(step.equation)
         if kernel:
             known, name = self.kernels.walk(step, kernel), f"{name} {kernel}"
         else:
             known = control.call(step)
+            # An equation that holds a jaxpr no rule reads is not elementwise, even if all shapes
+            # are equal.
             if known is None and not list(core.jaxprs_in_params(step.equation.params)):
                 known = elementwise.elementwise(step)
         if known is not None:
             return known
+        # A scalar has no dims, so nothing is lost.
         if any(step.shapes):
             reason = "its results have new dims"
             self.facts.unknown.setdefault(name, Evidence(reason, step.location))
