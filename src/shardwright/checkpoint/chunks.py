@@ -88,6 +88,7 @@ def _read_with_orbax(orbax: Any, folder: str, targets: Sequence[TargetLeaf]) -> 
     request = orbax.args.PyTreeRestore(
         item=wanted,
         restore_args=orbax.checkpoint_utils.construct_restore_args(wanted),
+        # The target may leave out leaves, and those that are read in pieces are not among these.
         partial_restore=True,
     )
     path = epath.Path(folder)
@@ -111,6 +112,8 @@ def _reads(leaf: TargetLeaf, stored: dict[str, Any]) -> Iterator[int]:
     if leaf.sharding is not None:
         boxes = list(leaf.sharding.addressable_devices_indices_map(shape).values())
     for box in boxes:
+        # In each dim, from the border of the first chunk that the box touches to that of the last
+        # one.
         sides = []
         for cut, size, step in zip(box, shape, chunk, strict=True):
             start, stop, _ = cut.indices(size)

@@ -66,6 +66,7 @@ class SavedLeaf:
 
     def number(self) -> Any:
         """Return the value of a number."""
+        # bool("False") is True.
         if self.dtype == "bool":
             return self.value == "True"
         return _NUMBERS[self.dtype](self.value)
@@ -141,6 +142,8 @@ def _refusal(value: Any) -> tuple[str, str] | None:
         dtype = value.dtype
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             return None
+        # Objects, texts and dates. bfloat16 and the kinds of float8 have the kind V, as NumPy sees
+        # them.
         if dtype.kind not in "OSUMm" and str(dtype) not in _NOT_WRITTEN:
             return None
         return f"the dtype {dtype} cannot be saved", "save numbers, bools and PRNG keys"
@@ -170,6 +173,7 @@ def _saved_leaf(path: tuple[str, ...], value: Any) -> SavedLeaf:
 
 def _number_type(value: Any) -> str:
     """Return the name of the Python type of a number, which may be of a subclass."""
+    # bool is the first entry of `_NUMBERS`, because True is an int too.
     return next(name for name, kind in _NUMBERS.items() if isinstance(value, kind))
 
 
@@ -183,6 +187,7 @@ def _kind_and_dtype(value: Any) -> tuple[LeafKind, str]:
 
 def put(tree: _NESTED, path: tuple[str, ...], value: Any) -> None:
     """Put a value into a tree of dicts."""
+    # A state that is a single leaf has the empty path.
     *parents, last = map(_escaped, path or ("",))
     for name in parents:
         tree = tree.setdefault(name, {})
@@ -204,6 +209,7 @@ def file_name(path: tuple[str, ...]) -> str:
 
 def _escaped(name: str) -> str:
     """Return a name that orbax can join with others by "." and "/"."""
+    # An escape has two digits after the %, so a lone % stands for the empty name.
     return re.sub(r"[%./]", lambda match: f"%{ord(match[0]):02X}", name) or "%"
 
 
@@ -225,6 +231,8 @@ class TargetLeaf:
     @property
     def sharding(self) -> Sharding | None:
         """Sharding of the restored leaf. None for NumPy, and for JAX's default device."""
+        # An uncommitted array goes where the next operation is, so the restored one is not bound to
+        # a device.
         if isinstance(self.target, jax.Array) and not self.target.committed:
             return None
         sharding: Sharding | None = getattr(self.target, "sharding", None)
@@ -245,6 +253,7 @@ class TargetLeaf:
         shape, dtype = self.saved.shape, self.saved.dtype
         if self.saved.kind is not LeafKind.KEY:
             return shape, dtype
+        # A key has two words of 32 bits with threefry and four with rbg.
         bits = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=_impl(dtype))))
         return (*shape, *bits.shape), str(bits.dtype)
 
@@ -255,6 +264,7 @@ class TargetLeaf:
             return type(self.target)(number) if isinstance(self.target, enum.Enum) else number
         if not self.saved.is_stored:
             shape, dtype = self._stored()
+            # Nothing is stored for an array without elements, so it is made from its shape.
             value = np.zeros(shape, _dtype(dtype))
             value = value if self.sharding is None else jax.device_put(value, self.sharding)
         if self.saved.kind is LeafKind.KEY:
@@ -331,6 +341,8 @@ def _misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
             f"saved as {leaf}, and the target is {asked}",
             "restore it as it was saved, then convert it",
         )
+    # Only a description can ask for 64 bits while JAX has 32. The array itself could not be
+    # created.
     if isinstance(target, jax.ShapeDtypeStruct) and _is_narrowed(dtype):
         return (
             f"saved as {leaf}, and JAX has no 64 bits here, so it would be cut to 32",
@@ -392,6 +404,7 @@ def _is_narrowed(dtype: str) -> bool:
 
 def _impl(dtype: str) -> str:
     """Return the implementation of a key from the name of its dtype, `key<fry>`."""
+    # JAX has no public function from the name of a key's dtype to its implementation.
     names = {str(jax.random.key(0, impl=impl).dtype): impl for impl in _IMPLEMENTATIONS}
     if dtype not in names:
         raise CheckpointError(

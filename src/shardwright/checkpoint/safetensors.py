@@ -117,6 +117,7 @@ def export_safetensors(
             for file, names in files.items():
                 _write(folder / file, {name: tensors[name] for name in names}, text_by_name)
             if len(files) > 1:
+                # `transformers` finds the tensors of several files by this index.
                 index = {"metadata": {"total_size": total}, "weight_map": weight_map}
                 text = json.dumps(index, indent=2) + "\n"
                 (folder / "model.safetensors.index.json").write_text(text)
@@ -251,6 +252,7 @@ def _write(file: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) 
         dtype = _DTYPES[str(value.dtype)]
         header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Spaces after the JSON are allowed. They align the tensors to 8 bytes, as the library does.
     text += b" " * (-len(text) % 8)
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
@@ -272,6 +274,7 @@ def _reserve(stream: BinaryIO, size: int) -> None:
 
     The file is mapped, so if the disk were full later, a write would end the process by SIGBUS.
     """
+    # macOS has no posix_fallocate. There, and on ZFS, zeros are written.
     allocate: Callable[[int, int, int], None] | None = getattr(os, "posix_fallocate", None)
     if allocate is not None and size:
         try:
@@ -301,5 +304,6 @@ def _shards(value: Any) -> Iterator[tuple[Any, np.ndarray[Any, Any]]]:
         yield (), value
         return
     for shard in value.addressable_shards:
+        # Replicated shards are equal, so one of them is copied to the host.
         if shard.replica_id == 0 and math.prod(shard.data.shape):
             yield shard.index, np.asarray(shard.data)

@@ -27,8 +27,11 @@ def staged(path: str) -> Iterator[str]:
     os.makedirs(parent or ".", exist_ok=True)
     folder = tempfile.mkdtemp(prefix=f"{name}.saving-", dir=parent or ".")
     try:
+        # Inside of the new folder, because writers such as orbax create their folder themselves.
         new = os.path.join(folder, name)
         yield new
+        # The operating system refuses to replace a folder with files, so one that appeared since
+        # stays.
         os.rename(new, path)
     finally:
         _remove(folder)

@@ -56,6 +56,8 @@ class Saving:
           CheckpointError: It could not be written. Older checkpoints stay as they are.
         """
         with self._lock:
+            # Of two threads that wait, the first one takes the manager, and the second one gets its
+            # error.
             manager, self._manager = self._manager, None
             if manager is None:
                 if self._error is not None:
@@ -143,6 +145,8 @@ def save(
         keep = read_integer("keep", keep, error=CheckpointError)
     pairs, _ = leaves.flatten(state)
     saved, arrays = leaves.written(pairs)
+    # orbax may still write here in the background, and its manager must be closed before the next
+    # one.
     if path in _PENDING:
         _PENDING[path].wait()
     _delete_old(path)
@@ -159,6 +163,7 @@ def save(
         items["state"] = chunks.write_request(orbax, arrays)
     size = sum(array.nbytes for array in jax.tree.leaves(arrays))
     try:
+        # Without `force`, orbax skips a step that is not above the newest one.
         manager.save(step, args=orbax.args.Composite(**items), force=True)
     except Exception as error:
         manager.close()
@@ -211,6 +216,7 @@ def restore(
     try:
         arrays = chunks.read(orbax, os.path.join(path, str(number), "state"), matched)
     except (KeyError, ValueError, OSError) as error:
+        # TensorStore tells what the file system refused by a ValueError with this text.
         if isinstance(error, PermissionError) or "PERMISSION_DENIED" in str(error):
             raise _no_permission(path, number) from error
         raise _damaged(path, number) from error

@@ -38,6 +38,7 @@ class StoredArray:
             (min(low for low, _ in sides), max(high for _, high in sides))
             for sides in zip(*bounds, strict=True)
         )
+        # Boxes of a sharding are equal or apart, so their sizes add up to the hull if they fill it.
         if sum(map(_size, set(bounds))) == _size(hull):
             whole = self._read(hull)
             return [whole[_inside(each, hull)] for each in bounds]
@@ -63,6 +64,8 @@ def open_array(folder: str, path: tuple[str, ...]) -> StoredArray:
 
     base = folder if "://" in folder else f"file://{folder}"
     spec: Mapping[str, Any] = {
+        # TensorStore reads from the files whether they are zarr or zarr3. orbax puts all arrays of
+        # a state into one OCDBT store.
         "driver": "auto",
         "kvstore": {
             "driver": "ocdbt",
