@@ -26,6 +26,7 @@ def source_lines(lines: list[str]) -> dict[str, str]:
     for line in lines[1:]:
         if line in tables:
             current = tables[line]
+        # The tables stand before the first computation.
         elif line.startswith(("%", "ENTRY")):
             break
         elif current is not None and line:
@@ -44,6 +45,7 @@ def source_lines(lines: list[str]) -> dict[str, str]:
 def _callers(frame: str, parents: Mapping[str, str]) -> Iterator[str]:
     """Yield a frame, its caller, and so on."""
     yield frame
+    # XLA writes a caller before its callees. Any other order ends the chain: it may be a circle.
     while int(parents[frame]) in range(1, int(frame)):
         frame = parents[frame]
         yield frame

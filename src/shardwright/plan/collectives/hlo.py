@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from shardwright.errors import ProgramError
 from shardwright.plan.collectives.frames import source_lines
 
+# XLA numbers the elements of long tuples with such comments.
 _COMMENT = re.compile(r"/\*index=\d+\*/")
 # Metadata of a Pallas kernel: the only attribute that XLA prints on several lines.
 _BROKEN = re.compile(r'kernel_metadata=\{\n(?:"[^\n]*\n)*\}\}[^\n]*\n')
@@ -213,6 +214,7 @@ def _join_lines(broken: re.Match[str]) -> str:
 
 def _number(head: str, key: str) -> int:
     match = re.search(rf"\b{key}=(\d+)", head)
+    # XLA leaves out counts of 1.
     return int(match[1]) if match else 1
 
 
@@ -229,6 +231,7 @@ def _computation(name: str, lines: list[str], start: int) -> Computation:
         instruction = _instruction(line, number + 1)
         instructions[instruction.name] = instruction
         root = instruction if instruction.is_root else root
+        # An instruction that reads an operand twice is one user: `is_scattered` counts users.
         for operand in dict.fromkeys(instruction.operands):
             users.setdefault(operand, []).append(instruction)
     if root is None:
@@ -243,6 +246,7 @@ def _instruction(line: str, number: int) -> Instruction:
     if match is None:
         raise _unreadable(line, number)
     at = match.end()
+    # The type of a tuple contains spaces, that of an array does not.
     end = _closing(line, at) + 1 if line.startswith("(", at) else line.find(" ", at)
     is_tuple, shapes = line.startswith("(", at), tuple(_shapes(line[at:end]))
     at = end + 1

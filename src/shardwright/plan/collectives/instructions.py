@@ -64,6 +64,7 @@ def kind_of(instruction: Instruction) -> Kind | None:
                 )
             return _BETWEEN_SLICES[match[1]]
         return Kind.PERMUTE if SEND_PAIRS.search(instruction.rest) else None
+    # Of an async pair only the start counts. The check below still knows `-update` and `-done`.
     kind = _OPCODES.get(instruction.opcode.removesuffix("-start"))
     if (
         kind is None
@@ -92,8 +93,10 @@ def calls_of(instruction: Instruction) -> Iterator[tuple[str, tuple[str, ...]]]:
             attributes.get("false_computation", ""),
         ]
         callees = [name.strip().lstrip("%") for name in names if name]
+        # The first operand is the predicate, or the index of the branch.
         yield from zip(callees, ((operand,) for operand in instruction.operands[1:]), strict=True)
         return
+    # Of other instructions, `to_apply` is a scalar function that a reduction applies.
     for key in ("to_apply",) if instruction.opcode == "call" else ("calls", "called_computations"):
         for name in attributes.get(key, "").strip("{}").split(","):
             if name:
@@ -174,6 +177,8 @@ def is_gather(
         return False
     base = inner.instructions[update.operands[0]]
     if base.opcode == "parameter" and operand.opcode == "fusion":
+        # The array of zeros may be made outside of the fusion that fills it.
         base = computation.instructions[operand.operands[int(base.literal)]]
     part = inner.instructions[update.operands[1]].shapes[0]
+    # XLA makes an array of zeros by the broadcast of a scalar. The scalar itself is not read.
     return base.opcode == "broadcast" and part.elements * devices == update.shapes[0].elements

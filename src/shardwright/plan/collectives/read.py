@@ -155,6 +155,7 @@ class _Reader:
     ) -> Iterator[Collective]:
         attributes = instruction.attributes()
         body, condition = attributes["body"].lstrip("%"), attributes["condition"].lstrip("%")
+        # Counting trips may take thousands of steps, so loops that send nothing are left out first.
         if not {body, condition} & self.holding:
             return
         trips = trip_count(self.module, frame, instruction)
@@ -164,6 +165,7 @@ class _Reader:
                 body_frame(self.module, frame, instruction), _product(times, trips), maybe
             )
         if condition in self.holding:
+            # The condition runs once more than the body: it also ends the loop.
             inside = Frame(computation=self.module.computations[condition])
             yield from self.visit(
                 inside, _product(times, None if trips is None else trips + 1), maybe
@@ -229,11 +231,13 @@ class _Reader:
         attributes = instruction.attributes()
         between = instruction.opcode == "send" and MEGASCALE.search(instruction.rest) is not None
         span = self._span_of(instruction, attributes, between)
+        # The other operands are the token of a send, or the offsets and sizes of a ragged exchange.
         payload = (
             instruction.operands[:1]
             if instruction.opcode == "send" or kind is Kind.RAGGED_ALL_TO_ALL
             else instruction.operands
         )
+        # A permute with `slice_sizes` sends less than the shapes of its operands say.
         if "slice_sizes" in attributes or not payload:
             raise ProgramError(
                 f"{instruction.opcode} {instruction.name} (line {instruction.line}) "
@@ -245,6 +249,7 @@ class _Reader:
         own = [
             self._program_dtype(computation, instruction, at, wire) for at, wire in enumerate(wires)
         ]
+        # The operand of an all-gather is one shard, and its bytes are those of the result.
         times_over = span.devices if kind is Kind.ALL_GATHER else 1
         logical = sum(
             times_over * bytes_of(dtype, shape.elements)
@@ -335,6 +340,8 @@ def _device_positions(
     size = math.prod(sizes.values())
     if module.partitions == size:
         return range(size), None
+    # With several slices, XLA compiles one program per slice, whose groups number the devices of
+    # one slice. Devices of a single slice have no `slice_index`.
     slices: dict[int, list[int]] = {}
     for position, device in enumerate(mesh.devices.flat if isinstance(mesh, Mesh) else ()):
         slices.setdefault(getattr(device, "slice_index", 0) or 0, []).append(position)

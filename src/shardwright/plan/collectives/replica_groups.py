@@ -139,6 +139,7 @@ def _by_axes(match: re.Match[str], text: str) -> Groups:
             shape.append(size)
             major *= size
     rest = [dim for dim in range(len(shape)) if dim not in member]
+    # Members follow the order in which the text names the axes, which may differ from mesh order.
     order = [where[key] for key in taken]
     group = math.prod(shape[dim] for dim in order)
     return _rows(positions.reshape(shape).transpose([*rest, *order]).reshape(-1, group))
@@ -207,6 +208,7 @@ def span_of(
         ids = np.array(
             group if positions is None else [positions[differing] for differing in group]
         )
+        # Shape [mesh axes, members]: the position of each member along each mesh axis.
         coordinates = np.stack(np.unravel_index(ids, shape))
         differs |= (coordinates != coordinates[:, :1]).any(axis=1)
     axes = tuple(name for name, differing in zip(sizes, differs, strict=True) if differing)
@@ -220,6 +222,7 @@ def span_of_pairs(
     pairs: Groups, sizes: Mapping[str, int], *, positions: Sequence[int] | None = None
 ) -> GroupSpan:
     """Return the mesh axes along which pairs send. `devices` is the size of the longest chain."""
+    # A device that sends to itself copies within its memory.
     moving = tuple(pair for pair in pairs if pair[0] != pair[1])
     span = span_of(moving, sizes, positions=positions)
     longest = _longest_chain(moving)
@@ -236,6 +239,7 @@ def _longest_chain(pairs: Groups) -> int:
     for source, target in pairs:
         near.setdefault(source, []).append(target)
         near.setdefault(target, []).append(source)
+    # No recursion: a ring of a large slice is longer than Python's stack.
     longest, seen = 1, set[int]()
     for start in near:
         size, waiting = 0, [start]

@@ -94,6 +94,7 @@ def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
     body = module.computations[attributes["body"].lstrip("%")]
     try:
         return _run(module, condition, body, _start(module, frame, loop))
+    # Values are read recursively, so a very long chain of instructions counts as data.
     except RecursionError:
         return None
 
@@ -109,6 +110,7 @@ def body_frame(module: Module, frame: Frame, loop: Instruction) -> Frame:
 def _start(module: Module, frame: Frame, loop: Instruction) -> tuple[int | None, ...]:
     """Return the integers of a loop's start values; empty if the state is not a flat tuple."""
     body = module.computations[loop.attributes()["body"].lstrip("%")]
+    # Shapes of nested tuples are flattened. Their positions are then not those of elements.
     nested = body.root.opcode == "tuple" and len(body.root.operands) != len(loop.shapes)
     if nested or not loop.is_tuple:
         return ()
@@ -133,6 +135,7 @@ def _run(
             return trips
         inside = Frame(computation=body, arguments=(state,))
         following = tuple(
+            # An element that is no integer at the start, such as an array, is never computed.
             None if value is None else _element(module, inside, body.root.name, index)
             for index, value in enumerate(state)
         )
@@ -204,6 +207,7 @@ def _computed(module: Module, frame: Frame, instruction: Instruction) -> int | N
             module, frame, instruction.operands[0], int(instruction.attributes()["index"])
         )
     if instruction.opcode == "parameter":
+        # The state of a loop is a tuple, which `_element` reads, so it is no operand here.
         argument: Any = (
             frame.arguments[int(instruction.literal)]
             if int(instruction.literal) < len(frame.arguments)
@@ -235,6 +239,7 @@ def _arithmetic(instruction: Instruction, operands: list[int | None]) -> int | N
             return None
         return _BINARY[instruction.opcode](values[0], values[1])
     if instruction.opcode == "shift-right-logical":
+        # Python's `>>` keeps the sign, so the bits of the type are cut out first.
         return (values[0] & ((1 << BITS[instruction.shapes[0].dtype]) - 1)) >> values[1]
     if instruction.opcode == "compare":
         return int(_COMPARE[instruction.attributes()["direction"]](values[0], values[1]))
