@@ -37,6 +37,8 @@ _TPU_SETTINGS: Final = {
 }
 # Without this option, libtpu counts the two cores of a v4 chip as two devices.
 _TPU_OPTIONS: Final = {"v4": {"chip_config_name": "megacore"}}
+# libtpu refuses a program with one of two messages: "Used 17.5G of 15.75G hbm", or "memory required
+# for HLO temporaries (18.25G) exceeds available HBM".
 _USED = re.compile(
     r"(?:[Uu]sed |memory required for HLO temporaries \()([0-9.]+)([KMGT]?)"
     r"(?: of |\) exceeds available HBM \()[0-9.]+[KMGT]?"
@@ -238,6 +240,7 @@ def _compile(
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         (folder / "program.bin").write_bytes(program)
+        # A file, because a pipe that nobody reads would stop a worker that writes much.
         with (folder / "messages").open("w+", encoding="utf-8", errors="replace") as messages:
             code = _run_worker(folder, messages, target, timeout)
             messages.seek(0)
@@ -255,6 +258,7 @@ def _compile(
 
 def _run_worker(folder: Path, messages: Any, target: Target, timeout: float) -> int:
     """Run the worker and return its exit status. It is killed if it runs out of time."""
+    # The worker imports this shardwright, even if it is not installed.
     paths = os.pathsep.join(filter(None, sys.path))
     settings = _TPU_SETTINGS if target.platform == "tpu" else {"JAX_PLATFORMS": "cpu"}
     # The request has the number of devices, so the worker must not take it from XLA_FLAGS.
@@ -269,6 +273,7 @@ def _run_worker(folder: Path, messages: Any, target: Target, timeout: float) -> 
         stdin=subprocess.DEVNULL,
         stdout=messages,
         stderr=messages,
+        # A group of its own, so that `killpg` also ends what the compiler starts.
         start_new_session=True,
     )
     try:
@@ -287,6 +292,7 @@ def _run_worker(folder: Path, messages: Any, target: Target, timeout: float) -> 
 
 def _no_result(code: int, last: str, target: Target) -> ProgramError:
     """Return the error for a worker that left no result."""
+    # `subprocess` returns the number of a signal as a negative status.
     if code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
         fix = "the machine may be out of memory: free some, or scan over layers"

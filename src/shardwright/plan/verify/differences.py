@@ -245,6 +245,7 @@ def _cpu_reasons(
         sources = dict.fromkeys(
             event.source for event in events if event.kind is Kind.REDUCE_SCATTER
         )
+        # An all-reduce sends twice as much as a reduce-scatter, so it adds what was planned.
         yield DifferenceCause(
             what="reduce-scatters are all-reduces on CPUs, which send twice the bytes",
             adds=scattered,

@@ -93,6 +93,7 @@ def export_program(
         for _ in jax.tree.leaves(tree)
     ]
 
+    # Lists of arrays: `jax.export` serializes only those classes that are registered with it.
     def flat(*arrays: Any) -> list[Any]:
         return jax.tree.leaves(program.function(*jax.tree.unflatten(structure, arrays)))
 
@@ -107,6 +108,7 @@ def export_program(
             exported = jax.export.export(step, platforms=[platform], disabled_checks=_CALLS)(
                 *arguments
             )
+    # `ShardingError` is a ValueError, and already names the annotation.
     except ShardingError:
         raise
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -143,5 +145,6 @@ def _axes_of(sharding: NamedSharding) -> tuple[tuple[str, ...], ...]:
 
 def _argument(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    # A Python scalar is weakly typed. Without the mark, it would widen the results.
     weak = getattr(aval, "weak_type", False)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)

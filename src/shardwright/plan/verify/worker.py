@@ -51,6 +51,8 @@ def compile_program(program: bytes, request: Mapping[str, Any]) -> dict[str, Any
     """
     exported = jax.export.deserialize(bytearray(program))
     mesh = make_mesh(request)
+    # The shardings are given anew: the serialized program lacks those of unused arguments, which
+    # would be compiled replicated.
     arguments = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, _spec(entries)))
         for aval, entries in zip(exported.in_avals, request["specs"], strict=True)
@@ -84,6 +86,7 @@ def make_mesh(request: Mapping[str, Any]) -> Mesh:
     shape = tuple(sizes.values())
     auto = (AxisType.Auto,) * len(shape)
     if request["platform"] == "cpu":
+        # Before the first use of a backend, which fixes the number of its devices.
         jax.config.update("jax_num_cpu_devices", math.prod(shape))
         return Mesh(np.array(jax.devices("cpu")).reshape(shape), tuple(sizes), axis_types=auto)
     count = request.get("slices", 1)
