@@ -67,6 +67,7 @@ def read_annotations(traced: Trace) -> tuple[AnnotationRequest, ...]:
     numbers: dict[Any, int] = {}
     requests = []
     for request, strict, size, runs, source in entries:
+        # Without the source, since equal requests of several lines resolve alike.
         key = (repr(request.annotation), tuple(request.shape or ()), *request[2:], strict)
         number = numbers.setdefault(key, len(numbers))
         requests.append(
@@ -86,6 +87,7 @@ def _inside(jaxpr: Any, runs: int) -> Iterator[tuple[ShardingRequest, bool, int,
             size = aval.size * aval.dtype.itemsize
             source = _jax.source_line(equation)
             yield annotation.request, annotation.strict, size, runs, source
+        # The runs of a `while` are not known, so its body counts once.
         inner = runs * equation.params["length"] if equation.primitive.name == "scan" else runs
         for nested in nested_jaxprs(equation):
             yield from _inside(nested, inner)
@@ -166,6 +168,7 @@ def closed_form(
             continue
         ndim = len(request.shape or ())
         pair = _axes(each.dims), _axes(dims_of_spec(spec.partitions, ndim, sizes))
+        # FSDP stores a weight over mesh axes that its use lacks. Axes of both divide the bytes.
         moved, kept = pair[0] ^ pair[1], pair[0] & pair[1]
         if moved:
             local = each.annotation.bytes // _ways(kept, sizes)

@@ -206,5 +206,6 @@ def utilization(report: PlanReport) -> tuple[float, float]:
     """
     assert report.time is not None
     assert report.layout is not None
+    # The time at peak, so that its share of the estimated time is the MFU.
     seconds = report.walked.useful_flops / report.layout.topology.chip.flops
     return seconds / report.time.high, seconds / report.time.low

@@ -131,6 +131,7 @@ def search_variants(
       ShardingError: `search` raises for every variant. This is the first error.
     """
     reports: dict[str, SearchReport] = {}
+    # A variant that fails, such as a batch that does not divide, does not end the search of others.
     errors: list[ShardingError] = []
     for label, program in variants.items():
         try:
@@ -255,6 +256,7 @@ class _Search:
         # A pin that no strategy accepts would drop every candidate for the same reason.
         self.space.check_settings()
         resolved, first_error = self._resolve_all(points)
+        # A candidate that is too large has resolved, so the settings as such are valid.
         if first_error is not None and not resolved and _TOO_LARGE not in self.dropped:
             raise first_error
         chosen = self._choose(resolved, most)
@@ -340,6 +342,7 @@ class _Search:
             try:
                 known[key] = self.space.strategy(point.name, point.settings)
             except ShardingError as error:
+                # The error is kept too: each mesh of the strategy would raise it again.
                 known[key] = error
         result = known[key]
         if isinstance(result, ShardingError):
@@ -352,7 +355,9 @@ class _Search:
         strategy = base | type(base)(mesh=dict(point.sizes), dcn=dict(layout.crossing))
         manager = PartitionManager(strategy, mesh=abstract_mesh(dict(point.sizes)))
         sizes = {axis: size for axis, size in point.sizes.items() if size > 1}
+        # Specs name mesh axes without sizes, so the sizes are part of the key.
         specs: list[Any] = [tuple(sorted(sizes.items()))]
+        # The state needs no trace of its own, while the annotations below may need one per mesh.
         held = max(self._held(manager.for_mode(mode), mode) for mode in self.programs)
         if held > self.topology.chip.hbm_bytes:
             self._drop_large(point, held)
@@ -409,6 +414,7 @@ class _Search:
 
     def _renaming(self, traced: Trace, manager: PartitionManager, mode: str) -> Renaming | None:
         """Return how the axes of a trace are renamed for a candidate, or None if it differs."""
+        # Nothing in such a trace depends on the manager, so there are no mesh axes to rename.
         if mode in self.shared:
             return {}
         if self.programs[mode].any_mesh:
@@ -417,6 +423,7 @@ class _Search:
 
     def _choose(self, resolved: Sequence[_Resolved], most: int) -> set[_ProgramKey]:
         """Return what to walk: three quarters by the closed form, the others by their state."""
+        # Candidates with equal specs differ in their links. The best one ranks their walk.
         best: dict[_ProgramKey, tuple[float, int]] = {}
         for each in resolved:
             rank, held = best.get(each.specs, (each.rank, each.held))

@@ -30,6 +30,7 @@ def parse_setting(text: str) -> tuple[str, str]:
     ('params.embed', 'fsdp+sp')
     """
     key, equals, value = text.partition("=")
+    # Quotes may be written as in a strategy file, or left out.
     key, value = key.strip(), value.strip().strip("\"'").strip()
     if not equals or not key or not value:
         raise StrategyError(
@@ -159,6 +160,7 @@ def check_overrides(
         own = {
             table: rule
             for table, rule in own.items()
+            # A setting that names the mode replaces the mode's own rule, and is then meant.
             if _words(rule) != _words(text) and f"modes.{table}.{inner}{axis}" not in settings
         }
         if own:

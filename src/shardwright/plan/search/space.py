@@ -154,6 +154,7 @@ class Space:
             raise errors[0]
 
     def _alternatives(self, keys: Sequence[str]) -> Iterator[tuple[str | None, ...]]:
+        # An alternative that is written twice would give equal candidates.
         return itertools.product(*(tuple(dict.fromkeys(self.vary[key])) for key in keys))
 
     def _check_axes(self) -> None:
@@ -191,6 +192,7 @@ def _orders(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
     large = [axis for axis, size in sizes.items() if size > 1]
     for order in itertools.permutations(large):
         places = iter(order)
+        # Axes of size 1 stay in place. They use no links, so moving them would repeat a candidate.
         names = [next(places) if size > 1 else axis for axis, size in sizes.items()]
         yield {axis: sizes[axis] for axis in names}
 

@@ -44,6 +44,7 @@ class UnusedAxes:
         """Return the unused mesh axes; none if the caller says which axes may vary."""
         if self._space.axes is not None:
             return frozenset()
+        # The search keeps its strategies, so an id is never used again.
         if id(strategy) not in self._known:
             used = self._used(strategy)
             # A pinned axis is wanted, even where no rule names it.
@@ -53,6 +54,7 @@ class UnusedAxes:
 
     def _used(self, strategy: Strategy) -> set[str]:
         rules = strategy.compile()
+        # `zero1` shards optimizer state over mesh axes that no rule has to name.
         used = set(rules.policy.zero1.mesh_axes if rules.policy.zero1 is not None else ())
         for mode in self._programs:
             for request in self._requests(strategy, mode):

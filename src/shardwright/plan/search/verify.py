@@ -72,15 +72,18 @@ def compiled_seconds(verification: Verification) -> float:
     report = verification.report
     assert report.time is not None
     assert report.layout is not None
+    # A refused program has no collectives to count.
     if verification.compiled.refused:
         return seconds_of(report)
     planned = sum(span.high for span in report.time.links.values())
     sending = 0.0
     for sent in verification.traffic:
+        # The lowest rate, as at the upper end of a plan's time. Only between slices, it is 0.
         rate = report.layout.rates(sent.mesh_axes)[0]
         sending += sum(sent.compiled.values()) / rate if rate else 0.0
     for each in verification.compiled.collectives:
         if each.between_slices:
+            # A loop of unknown length counts as one run.
             sending += (each.count or 1) * report.layout.seconds_between_slices(
                 each.kind, each.mesh_axes, each.logical_bytes
             )
