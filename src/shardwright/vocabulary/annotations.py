@@ -70,6 +70,7 @@ class ArraySpec(SizedAnnotation):
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", as_shape(self.shape))
         try:
+            # JAX decides what is a dtype. `jnp.dtype` would refuse those of PRNG keys.
             jax.ShapeDtypeStruct(self.shape, self.dtype)
         except TypeError as error:
             raise StrategyError(
@@ -224,6 +225,7 @@ def as_annotation(value: Any) -> Any:
     """
     if type(value) is tuple and is_annotation(value):
         return value
+    # An instance of a layout is a tuple too.
     if isinstance(value, (list, tuple)) and not is_layout(value):
         return _frozen(value)
     if is_annotation(value):
@@ -334,6 +336,7 @@ def stacked(annotation: Any, layers: int | None = None, *, axis: str = LAYERS) -
         _count(layers)
         return dataclasses.replace(single, dims=(None, *single.dims))
     if isinstance(single, PartOf):
+        # The whole is stacked too, so each of its dims moves by one.
         dims = (0, *(None if of is None else of + 1 for of in single.dims))
         shape = (_count(layers), *single.shape)
         whole = stacked(single.annotation, axis=axis)
@@ -366,6 +369,8 @@ def _count(layers: Any) -> int:
 class _StackedInit:
     """Initialize every layer of a stack with a key of its own."""
 
+    # A class and not a closure, so that equal specs have equal initializers: `pm.init` compares
+    # specs before it compiles again.
     init: Initializer
 
     def __call__(self, key: Any, shape: Sequence[int], dtype: Any) -> Any:

@@ -75,6 +75,8 @@ PARALLELISM_AXES: dict[str, str] = {DP: "dp", FSDP: "fsdp", TP: "tp", EP: "ep", 
 STANDARD_MESH_AXES: tuple[str, ...] = tuple(PARALLELISM_AXES.values())
 KNOWN_AXES: frozenset[str] = frozenset({*SEMANTIC_AXES, *PARALLELISM_AXES})
 
+# The mask value of JAX's Pallas attention kernels. It is finite, because -inf minus the maximum
+# -inf of a row that is fully masked would be NaN.
 DEFAULT_MASK_VALUE: float = -0.7 * float(np.finfo(np.float32).max)
 
 Array = jax.Array
@@ -100,8 +102,7 @@ class Role(enum.StrEnum):
     USE = "use"
     STATE = "state"
 
-    # A role equals its text, so it must have the hash of the text. Every lookup of a rule hashes a
-    # role, and `str.__hash__` is faster than the method of `Enum`.
+    # A role equals its text, so lookups by either need the same hash.
     __hash__ = str.__hash__
 
 
@@ -142,6 +143,7 @@ def canonical_axis(name: str) -> str:
     >>> canonical_axis("kv_head")
     '__KV_HEAD__'
     """
+    # "____" has no name between its underscores, and neither has "___".
     if name == EMPTY or (name.startswith("__") and name.endswith("__") and len(name) > 4):
         return name
     return f"__{name.upper()}__" if name.upper() not in _SHORT else _SHORT[name.upper()]

@@ -95,6 +95,7 @@ def _nearest(value: Any, least: int, most: int | None) -> int:
     For any other value return `least`.
     """
     is_number = isinstance(value, numbers.Real) and math.isfinite(value)
+    # `int` raises an error for text of more than 4,300 digits.
     is_digits = isinstance(value, str) and value.isdecimal() and len(value) < 20
     integer = int(value) if is_number or is_digits else least
     return max(least, integer if most is None else min(integer, most))

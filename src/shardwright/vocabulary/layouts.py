@@ -50,6 +50,9 @@ class _Axes:
     """The attribute `axes` of a layout class and of its instances, read as a new list."""
 
     def __get__(self, instance: Any, owner: type[DynamicShardingAxes]) -> list[str | list[str]]:
+        # By position, because `instance.axes` would call this descriptor again. The list is new at
+        # each read, so that a caller who changes it does not change the layout, which is a key of
+        # caches.
         dims = owner.default_axes if instance is None else instance[0]
         return [list(dim) if isinstance(dim, tuple) else dim for dim in dims]
 
@@ -114,7 +117,9 @@ class DynamicShardingAxes(_Fields):
         if "axes" in cls.__dict__:
             cls.default_axes = _freeze_dims(cls.__dict__["axes"])
             cls.named = True
+            # The body of the class has put its own value in place of the descriptor.
             cls.axes = _Axes()
+            # Inherited semantic axes belong to the axes of the base class, and would not fit these.
             if "semantic_axes" not in cls.__dict__:
                 cls.semantic_axes = ()
         if "mode" in cls.__dict__:
@@ -147,15 +152,19 @@ class DynamicShardingAxes(_Fields):
         Raises:
           StrategyError: There are not two values, or the constructor refuses them.
         """
+        # The `_make` of a named tuple calls `tuple.__new__`, which would skip the checks.
         values = tuple(iterable)
         if len(values) != 2:
             fix = "write DynamicShardingAxes(axes, mode), or layout._replace(mode=...)"
             raise StrategyError(f"_make takes axes and a mode, got {len(values)} values", fix=fix)
         return cls(*values)
 
+    # A named tuple equals every tuple with the same entries. So two layouts of different classes
+    # with equal axes would be equal, and share an entry in caches.
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and tuple(self) == tuple(other)
 
+    # `tuple` has a `__ne__` of its own, which does not call `__eq__`.
     def __ne__(self, other: object) -> bool:
         return not self == other
 

@@ -43,6 +43,8 @@ from shardwright.vocabulary.layouts import DynamicShardingAxes, StackedLayout, i
 from shardwright.vocabulary.merged_dims import MergedDim
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_TRAIN
 
+# A flat dim over both of a pair is row-major. A number of shards that does not divide the number of
+# heads would split a head.
 _HEAD_DIM_OF = {HEAD: HEAD_DIM, KV_HEAD: KV_HEAD_DIM}
 _HEAD_DIMS = frozenset(_HEAD_DIM_OF.values())
 
@@ -126,6 +128,8 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
         # Different single axes form no composite and repeat nothing, so only the rank can be wrong.
         if _are_different_axes(annotation) and (shape is None or len(shape) == len(dims)):
             return lowered
+    # First, because several annotations that were passed as one have a wrong rank too, and the
+    # message about the rank would not name the mistake.
     _check_composites(lowered.dims)
     _check_rank(annotation, lowered.dims, shape)
     _check_repeats(lowered.dims)
@@ -157,8 +161,11 @@ def _lower_layout(annotation: Any, rank: int | None) -> Lowered:
         dims, mode = layout[0], layout[1]
     else:
         dims, mode = layout.default_axes, layout.default_mode
+    # Without a shape the rank is unknown. The spec of no dims, P(), replicates an array of any
+    # rank.
     if layout.any_rank:
         return Lowered(dims=(Dim(axes=()),) * (rank or 0), mode=mode, role=layout.role)
+    # EMPTY in place of a semantic axis means that the dim stands for none.
     semantic_axes = layout.semantic_axes or (EMPTY,) * len(dims)
     lowered = tuple(_lower_dim(dim, axis) for dim, axis in zip(dims, semantic_axes, strict=True))
     # A weight layout also fits a stack of such weights, which `jax.lax.scan` over layers needs.
@@ -201,6 +208,7 @@ def spec_entries(spec: PartitionSpec) -> list[Any]:
 
 def _literal(entry: Any) -> tuple[str, ...]:
     if entry is PartitionSpec.UNCONSTRAINED:
+        # No mesh axis has this name: it is a word of the grammar of rules.
         return (UNCONSTRAINED,)
     if entry is None:
         return ()
@@ -239,9 +247,12 @@ def as_shape(shape: Any) -> tuple[int, ...]:
       RankMismatchError: The value is not a shape, or has a negative size.
     """
     try:
+        # `operator.index` refuses floats, which `int` would cut, and symbolic sizes.
         sizes = static = tuple(map(operator.index, shape))
     except TypeError as error:
         sizes = _symbolic_shape(shape, error)
+        # It may be unknown whether a symbolic size is negative. The comparison would raise an
+        # error.
         static = tuple(size for size in sizes if type(size) is int)
     if min(static, default=0) < 0:
         raise RankMismatchError(f"{sizes} has a negative size", fix=_SHAPE_FIX)
@@ -279,6 +290,7 @@ def _rank_fix(annotation: Any, dims: tuple[Dim, ...], rank: int) -> str:
     layout = annotation.layout if isinstance(annotation, StackedLayout) else annotation
     bias = layout.bias if is_layout(layout) else None
     name = describe(layout)
+    # The bias of a layer is often given the layout of its weight.
     if bias is not None and rank == len(dims) - 1:
         return f"for its bias use {name}.bias; for a bias stacked over layers, stacked({name}.bias)"
     if rank == len(dims) + 1:
@@ -366,8 +378,11 @@ _SCORES = ": attention scores, for instance, are (BATCH, HEAD, QUERY_LENGTH, BIA
 def _check_repeats(dims: tuple[Dim, ...]) -> None:
     seen: dict[str, int] = {}
     for position, dim in enumerate(dims):
+        # The `axes` of a merged dim have its first member only.
         for axis in (axis for axis, _ in dim.merged) if dim.merged else dim.axes:
             if axis in seen:
+                # Both dims would have one rule, so the second would claim mesh axes that the first
+                # one holds.
                 raise AxisConflictError(
                     f"the axis occurs twice in one annotation, at dim {seen[axis]} and dim "
                     f"{position}",
@@ -400,6 +415,7 @@ def mode_of_layout(mode: str | int, shape: Sequence[int] | None) -> str:
         )
     size = shape[mode]
     try:
+        # `size == 1` is False for a symbolic size of unknown value. The comparisons raise an error.
         return MODE_TRAIN if size >= 2 or size < 1 else MODE_DECODE
     except _jax.Inconclusive as error:
         what = (

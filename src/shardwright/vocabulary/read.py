@@ -79,11 +79,14 @@ def integer(least: int = 1, most: int | None = None, fix: str = "") -> FieldKind
 
 def number(sign: Literal["any", "positive", "not negative"] = "any", *, fix: str) -> FieldKind:
     """Return the kind of finite Python numbers. An array cannot be compiled into a program."""
+    # `math.ulp(0.0)` is the smallest positive float, so `>= lowest` means above 0.
     lowest = {"any": -math.inf, "positive": math.ulp(0.0), "not negative": 0}[sign]
     words = {"any": "", "positive": " above 0", "not negative": " of at least 0"}[sign]
 
     def fits(value: Any) -> bool:
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        # The comparison with the largest float is false for NaN and infinity, and for an integer
+        # that no float can hold.
         return is_number and abs(value) <= sys.float_info.max and value >= lowest
 
     return passes(fits, f"is not a finite Python number{words}", fix=fix)
@@ -120,6 +123,7 @@ def read_all(
     for name, value, kind in given:
         read, faults = kind.read(name, value)
         values.append(read)
+        # `replace` and not `format`, because a fix may contain other braces.
         broken += [(True, name, what, fix.replace("{name}", name)) for what, fix in faults]
     if broken:
         refuse(error, *broken)

@@ -45,8 +45,10 @@ def data_of(value: Any) -> dict[str, Any]:
 
 def function_for(form: Any, value: Any) -> Any:
     """Return the function of a form for the class of a value, or for a base of it; None if none."""
+    # A base too, because a class of another room may derive from one that is shown.
     for base in type(value).__mro__:
         if base.__name__ in _FILES:
+            # The import registers the functions of the class with `form`.
             importlib.import_module(_FILES[base.__name__])
     function = form.dispatch(type(value))
     return None if function is form.dispatch(object) else function
