@@ -28,6 +28,7 @@ def isolated() -> Iterator[None]:
     try:
         yield
     except BaseException:
+        # What was left set is probably a result of the error, so the error of the block stays.
         _take_back(depth, mesh, legacy)
         raise
     if leftovers := _take_back(depth, mesh, legacy):
@@ -42,6 +43,7 @@ def _take_back(depth: int, mesh: Mesh, legacy: int) -> list[str]:
             f"{context.take_back()!r} is entered\n"
             f"  fix   write `with manager:` around what needs it"
         )
+    # `with mesh:` has a stack of its own, which neither get_mesh nor set_mesh knows.
     for entered in reversed(legacy_meshes()[legacy:]):
         entered.__exit__(None, None, None)
         leftovers.append(
@@ -49,6 +51,7 @@ def _take_back(depth: int, mesh: Mesh, legacy: int) -> list[str]:
             f"  fix   write `with jax.set_mesh(mesh):` around what needs it"
         )
     now, abstract = jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()
+    # An abstract mesh that is set does not show in get_mesh.
     if now != mesh or (mesh.empty and not abstract.empty):
         what = "the mesh is unset" if abstract.empty else f"the mesh {_sizes(abstract)} is set"
         leftovers.append(

@@ -218,6 +218,7 @@ def assert_collectives(
         broadcast,
         ragged_all_to_all,
     )
+    # The counts are in the order of `Kind`.
     wanted = {kind: count for kind, count in zip(Kind, counts, strict=True) if count is not None}
     if not wanted and bytes is None:
         raise TypeError(
@@ -225,6 +226,7 @@ def assert_collectives(
             "or use assert_no_collectives"
         )
     _check_counts({**{str(kind): count for kind, count in wanted.items()}, "bytes": bytes})
+    # Only the bytes depend on element types, and these may take a second compilation.
     compiled = read_program(
         program, args, mesh=mesh, manager=manager, trips=trips, own_types=bytes is not None
     )
@@ -270,6 +272,7 @@ def assert_no_collectives(
     """
     __tracebackhide__ = True
     compiled = read_program(program, args, mesh=mesh, manager=manager)
+    # No collective over an axis: also none over that axis and others together.
     over = compiled.over(axis, exactly=False)
     if over:
         problems = [
@@ -294,6 +297,7 @@ def _kinds(collectives: Sequence[Collective]) -> list[Kind]:
 
 def _runs(kind: Kind, collectives: Sequence[Collective]) -> int | None:
     counts = [collective.count for collective in collectives if collective.kind is kind]
+    # One loop of unknown length makes the sum unknown.
     return None if None in counts else sum(count for count in counts if count is not None)
 
 

@@ -56,6 +56,7 @@ class Case:
     name: str
     mode: str = "train"
     batch: int = 4
+    # 24 divides over 1, 2, 3 and 4 shards of the sequence, and into the six chunks of `positions`.
     q_length: int = 24
     kv_length: int = 24
     heads: int = 4
@@ -95,12 +96,14 @@ class Case:
         shuffled = np.arange(s, dtype=np.int32).reshape(6, -1)[[0, 5, 1, 4, 2, 3]].reshape(-1)
         rows = np.arange(s, dtype=np.int32)
         known: dict[str, Callable[[], Any]] = {
+            # Sorted, as packing makes them: each segment is one run of tokens.
             "segment_ids": lambda: np.sort(random.integers(0, 3, (b, t), np.int32)),
             "kv_segment_ids": lambda: np.sort(random.integers(0, 3, (b, s), np.int32)),
             "lengths": lambda: np.resize(
                 np.array([s - 3, s, 5, 9 if self.mode == "decode" else 0], np.int32), (b,)
             ),
             "positions": lambda: s - t + rows[:t] if self.mode == "decode" else shuffled,
+            # In decode, the rows of a ring: rotated, and some of them empty.
             "kv_positions": lambda: (
                 np.where(rows % 5 == 3, -1, (rows + 7) % s) if self.mode == "decode" else shuffled
             ),
@@ -123,6 +126,7 @@ class Case:
                 for name in ("k", "v")
                 for key, x in quantize_arrays(name, arrays[name], self.stored).items()
             }
+        # The call has one argument `bias` and one `mask`, whatever the values are.
         arrays |= {
             "bias" if name.endswith("bias") else name.removeprefix("row_"): known[name]()
             for name in self.arrays
@@ -140,6 +144,7 @@ class Case:
         held = positions >= 0
         if "lengths" in arrays:
             held = held & (positions < arrays["lengths"][:, None])
+        # int8 has no NaN, so the scale of the row has it.
         for name in ("k_scale", "v_scale") if self.stored is not None else ("k", "v"):
             x = arrays[name].copy()
             rows = np.swapaxes(x, 1, 2) if self.options.get("layout") == "BHTD" else x
@@ -177,6 +182,7 @@ _HIDING_ROWS: tuple[Callable[[Any], Any], ...] = (
 # Rows with large numbers. Unlike -inf, these hide nothing: softmax is the same if one number is
 # added to a whole row.
 _LARGE_ROWS: tuple[Callable[[Any], Any], ...] = (
+    # -65504 is the least number of float16, and -1.9e38 is just above the bound of -2e38.
     lambda column: np.full(column.shape, -1e9),
     lambda column: np.full(column.shape, -65504.0),
     lambda column: np.full(column.shape, -1.9e38),

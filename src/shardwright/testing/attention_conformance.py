@@ -144,6 +144,8 @@ class AttentionConformance:
         cells = []
         for number, case in enumerate(CASES):
             for which in range(2):
+                # 7 meshes and 4 combinations have no common factor, so every pair of them occurs in
+                # the first 28 cases.
                 at = (2 * number + which + 1) % len(names)
                 dtype, axis_types = COMBINATIONS[(number + 3 * which) % len(COMBINATIONS)]
                 cells.append(
@@ -213,7 +215,9 @@ def check(
     expected = _expected(case, cell.dtype)
     names = {name for name in expected if cell.mode == "train" or name in OUTPUTS}
     _must(set(results) == names, f"{cell}: it returns {sorted(results)}, not {sorted(names)}")
+    # Outputs first: if an output is wrong, so are the gradients, and the message names the output.
     for name in sorted(results, key=lambda name: (name not in OUTPUTS, name)):
+        # In a bfloat16 cell, the gradient of a float32 bias has bfloat16 errors too.
         dtypes = {
             cell.dtype,
             cell.dtype if name in OUTPUTS else str(values[name.removeprefix("d")].dtype),
@@ -295,6 +299,8 @@ def _program(
         result = outputs(floats, rest)
         weighed = jnp.sum(result["o"].astype(jnp.float32) * weights)
         if "lse" in result:
+            # The derivative of sin differs from row to row, so a factor that is wrong in one row
+            # shows.
             weighed += jnp.sum(jnp.where(jnp.isneginf(result["lse"]), 0.0, jnp.sin(result["lse"])))
         return weighed, result
 
@@ -303,6 +309,7 @@ def _program(
         return {**result, **{f"d{name}": grad for name, grad in grads.items()}}
 
     args = (floats, rest, case.weights()) if gradients else (floats, rest)
+    # The caller has entered the manager of the cell, which the trace reads.
     lowered = jax.jit(everything if gradients else outputs).lower(*args)
     text = hashlib.sha256(lowered.as_text().encode()).digest()
     return _LoweredCase(text=text, inputs=(case.name, dtype), mesh=mesh, lowered=lowered, args=args)
@@ -325,6 +332,7 @@ def _expected(case: Case, dtype: str) -> dict[str, Any]:
     )
     options = read_options({**arrays, **case.options, "mode": case.mode})
     operands, call = read(q, k, v, options)
+    # The oracle is BTHD only.
     turned = (
         functools.partial(np.swapaxes, axis1=1, axis2=2) if call.layout == "BHTD" else np.asarray
     )
@@ -347,6 +355,7 @@ def _compare(what: str, actual: Any, want: Any, tolerances: Tolerances, dtype: s
     np.testing.assert_array_equal(np.isneginf(actual), np.isneginf(want), err_msg=what)
     actual, want = (np.where(np.isneginf(want), 0.0, x) for x in (actual, want))
     _must(bool(np.isfinite(actual).all()), f"{what}: NaN or infinite")
+    # `what` ends with the name of the array, and the names of gradients begin with d.
     gradient = what.rpartition(" ")[2].startswith("d")
     if not gradient:  # rows without keys must be exactly 0
         np.testing.assert_array_equal(actual[want == 0.0], 0.0, err_msg=what)
@@ -354,6 +363,8 @@ def _compare(what: str, actual: Any, want: Any, tolerances: Tolerances, dtype: s
         tolerance = tolerances.backward if gradient else tolerances.forward
         error = np.abs(actual - want).max() / max(1.0, np.abs(want).max())
     else:
+        # The rounding of a single bfloat16 element may be large beside its value; the norm over all
+        # elements is stable.
         tolerance, error = (
             tolerances.relative,
             np.linalg.norm(actual - want) / max(float(np.linalg.norm(want)), 1e-6),

@@ -62,10 +62,14 @@ def backward(operands: Operands, recipe: Arithmetic, *, do: Any, dlse: Any) -> d
     softmax = _softmax(operands, recipe)
     q, (k, v) = np.asarray(operands.q, np.float64), _keys_and_values(operands)
     dp = np.einsum("bthd,bshd->bhts", do, v) * softmax.keep
+    # Softmax: dlogits = p * (dp - sum(p * dp)). The logsumexp adds p * dlse, since its derivative
+    # by a logit is p.
     delta = np.sum(softmax.p * dp, axis=-1) - dlse
     dlogits = softmax.p * (dp - delta[..., None])
     if recipe.softcap is not None:
+        # The derivative of tanh is 1 - tanh**2, and tanh is `logits / softcap`.
         dlogits = dlogits * (1.0 - np.square(softmax.logits / recipe.softcap))
+    # The scale comes before the bias and the softcap, so only the scores get it.
     dscores = dlogits * recipe.scale
     grads = {
         "q": np.einsum("bhts,bshd->bthd", dscores, k),
@@ -73,9 +77,11 @@ def backward(operands: Operands, recipe: Arithmetic, *, do: Any, dlse: Any) -> d
         "v": _by_kv_head(np.einsum("bhts,bthd->bshd", softmax.p * softmax.keep, do), operands),
     }
     if operands.bias is not None:
+        # The bias was broadcast over dims of size 1, so their gradient is a sum.
         shared = tuple(dim for dim, size in enumerate(operands.bias.shape) if size == 1)
         grads["bias"] = np.sum(dlogits, axis=shared, keepdims=True)
     if operands.sinks is not None:
+        # A sink is a logit without a value: its dp is 0, and its weight is exp(sink - lse).
         share = np.exp(np.asarray(operands.sinks, np.float64)[None, :, None] - softmax.lse)
         grads["sinks"] = -np.sum(share * delta, axis=(0, 2))
     return grads
@@ -95,6 +101,7 @@ def _softmax(operands: Operands, recipe: Arithmetic) -> _Softmax:
     top = np.max(np.where(seen, logits, -np.inf), axis=-1)
     if operands.sinks is not None:
         top = np.maximum(top, np.asarray(operands.sinks, np.float64)[None, :, None])
+    # In a row without keys, -inf - (-inf) would be NaN.
     top = np.where(np.isneginf(top), 0.0, top)
     p = np.exp(np.where(seen, logits, -np.inf) - top[..., None])
     total = np.sum(p, axis=-1)
@@ -102,6 +109,8 @@ def _softmax(operands: Operands, recipe: Arithmetic) -> _Softmax:
         total = total + np.exp(np.asarray(operands.sinks, np.float64)[None, :, None] - top)
     has_keys = total > 0.0
     total = np.where(has_keys, total, 1.0)
+    # The same random bits as in the implementations, so that dropout is compared element by
+    # element.
     keep = np.asarray(keep_factors(operands, recipe.dropout), np.float64) if recipe.dropout else 1.0
     return _Softmax(
         logits=logits,
@@ -146,8 +155,11 @@ def _keys_and_values(operands: Operands) -> tuple[Any, Any]:
     for name in ("k", "v"):
         x = np.asarray(getattr(operands, name), np.float64)
         scale = getattr(operands, f"{name}_scale")
+        # Stored rows are dequantized in float64, so only the rounding of the rows themselves
+        # remains.
         x = x if scale is None else x * np.asarray(scale, np.float64)[..., None]
         x = np.where(held[:, :, None, None], x, 0.0)
+        # Query head h reads kv head h // group, so the copies of a kv head are next to each other.
         repeated.append(np.repeat(x, operands.q.shape[2] // x.shape[2], axis=2))
     return repeated[0], repeated[1]
 
@@ -155,4 +167,5 @@ def _keys_and_values(operands: Operands) -> tuple[Any, Any]:
 def _by_kv_head(grad: Any, operands: Operands) -> Any:
     batch, length, heads, dim = grad.shape
     kv_heads = operands.k.shape[2]
+    # The transpose of the repeat in `_keys_and_values` is a sum over each group.
     return np.sum(grad.reshape(batch, length, kv_heads, heads // kv_heads, dim), axis=3)

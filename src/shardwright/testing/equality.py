@@ -77,6 +77,7 @@ def assert_same_as_unsharded(
     mesh = _mesh_of(args) if active is None and mesh is None else mesh
     single_device = _on_one_device(active, mesh, plain=reference is not None)
     with active if active is not None else jax.set_mesh(mesh):
+        # Compiled before the call, so that a program that shards nothing is refused without a run.
         compiled = jax.jit(_run(f, grad)).lower(*args).compile()
         _check_sharded(compiled, f)
         sharded = compiled(*args)
@@ -176,6 +177,7 @@ def _run(f: Callable[..., Any], grad: bool) -> Callable[..., Any]:
         differentiated = [
             at
             for at, leaf in enumerate(leaves)
+            # `result_type` also takes Python numbers, which have no dtype.
             if grad and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
         ]
 
@@ -193,6 +195,7 @@ def _run(f: Callable[..., Any], grad: bool) -> Callable[..., Any]:
         if not grad:
             return results_of([])[1], None
         values = [leaves[at] for at in differentiated]
+        # The whole result goes along as aux, because only its floats can have a cotangent.
         floats, pull_back, result = jax.vjp(results_of, values, has_aux=True)
         if not floats or not differentiated:
             raise ProgramError(
@@ -308,6 +311,7 @@ def _row(
         finite = np.abs(b[np.isfinite(b)])
         allowed += (_rtol(array.dtype) if rtol is None else rtol) * float(finite.max(initial=0.0))
     same = (a == b) | (np.isnan(a) & np.isnan(b))
+    # The difference of two infinities is NaN, and NumPy warns of it.
     with np.errstate(invalid="ignore"):
         apart = np.where(same, 0.0, np.abs(a - b))
     apart = np.where(np.isnan(apart), np.inf, apart)  # NaN on one side only is the worst
@@ -319,6 +323,7 @@ def _row(
 
 
 def _rtol(dtype: Any) -> float:
+    # A complex number rounds like its two parts.
     name = str(np.finfo(dtype).dtype) if str(dtype).startswith("complex") else str(dtype)
     return _RTOL.get(name, 0.1)  # smaller types have at most three bits of mantissa
 

@@ -147,6 +147,7 @@ class Golden:
             f"  fix   the cases of this test share the file: if their texts differ, put "
             f"[{shared}] into the name\n"
         )
+        # A file that was edited by hand may not be UTF-8.
         changed = difference(kept.decode(errors="backslashreplace"), text)
         raise GoldenError(
             f"{_shown(path)} differs (- golden, + now)\n"
@@ -181,10 +182,13 @@ def write(path: Path, text: str) -> None:
     """Write a file in one step, so that another process reads either the old or the new text."""
     data = _encoded(text)
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, because a rename is atomic only within one file system. The name does not
+    # end in .txt, so a leftover is no golden file.
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".golden.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
+        # mkstemp makes files that only their owner can read.
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
@@ -205,11 +209,13 @@ def difference(golden: str, now: str) -> str:
     if golden.rstrip("\n") == now.rstrip("\n"):
         return "  only the end of the last line differs"
     if old == new:
+        # All lines are equal, so their ends differ, which `repr` shows.
         before, after = (
             [repr(line) for line in text.splitlines(keepends=True)] for text in (golden, now)
         )
         old, new = before, after
     shown = []
+    # With autojunk, difflib ignores lines that are frequent in a text of 200 lines or more.
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     for group in matcher.get_grouped_opcodes(_CONTEXT):
         shown.append(f"  line {group[0][1] + 1}")
@@ -247,6 +253,7 @@ def spec_table(tree: Any) -> str:
         rows = [row[:-1] for row in rows]
     # A column that is empty for every leaf is left out.
     kept = [at for at in range(len(rows[0])) if any(row[at] for row in rows[1:])]
+    # Wide enough for every table: golden text must not depend on where it is cut.
     lines = table([tuple(row[at] for at in kept) for row in rows], width=10_000)
     head = [f"mesh {meshes[0]}", ""] if len(meshes) == 1 else []
     return "\n".join([*head, *lines]) + "\n"
@@ -297,6 +304,7 @@ def _canonical(spec: PartitionSpec, sizes: dict[str, int]) -> PartitionSpec:
     """Return the shortest spec of the same meaning."""
     entries: list[Any] = []
     for entry in spec.partitions:
+        # A spec without a mesh has no sizes, and keeps all of its axes.
         kept = tuple(axis for axis in entry_names(entry) if sizes.get(axis, 0) != 1)
         entries.append(entry if entry is UNCONSTRAINED else entry_of(kept))
     return PartitionSpec(

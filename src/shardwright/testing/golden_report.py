@@ -52,6 +52,7 @@ def _name(item: pytest.Item) -> str:
 def _rivals(item: pytest.Item) -> tuple[str, ...]:
     """Return the tests of the module with the same default file; empty if there is only one."""
     modules = item.config.stash.setdefault(_NAMES, {})
+    # Once for each module: to search all of its tests for each test takes quadratic time.
     if str(item.path) not in modules:
         names = modules[str(item.path)] = {}
         for user in _reports(item).users.get(str(item.path), []):
@@ -89,6 +90,7 @@ def attach(item: pytest.Item, report: pytest.TestReport) -> None:
     partial = partial or any(
         _names_part_of(item.path, argument, config) for argument in config.args
     )
+    # pytest-xdist sends the attributes of a report to the main process, if they are plain data.
     report.golden_use = {  # type: ignore[attr-defined]
         "test": item.nodeid,
         "module": module,
@@ -138,6 +140,7 @@ def judge(
             f"no module {path.name}.py beside {_shown(path, root)}; remove the folder"
             for path in _orphans(folder.parent)
         ]
+    # A run that failed, or that was interrupted, keeps its own exit code.
     if problems and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     return [*lines, *dict.fromkeys(problems)]

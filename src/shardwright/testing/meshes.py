@@ -52,12 +52,14 @@ def cpu_mesh(
     """
     spec = parse_mesh(axis_dims, axis_names)
     needed = math.prod(size for size in spec.sizes if size != INFER)
+    # The number is fixed as soon as the backend starts, so take enough for later meshes too.
     devices = _ensure(wanted=max(USUAL, needed), needed=needed)
     return create_mesh(axis_dims, axis_names, devices=devices, axis_types=axis_types)
 
 
 def requested_devices() -> int:
     """Return the number of CPU devices requested so far. Defaults to 1."""
+    # JAX's own default is -1, which means that XLA_FLAGS decides.
     option = int(getattr(jax.config, _OPTION, -1))
     return option if option > 0 else flagged_devices()
 

@@ -67,11 +67,13 @@ def wanted_by_sharding(x: Any, expected: Any) -> list[Wanted]:
     try:
         parts = structure.flatten_up_to(x)  # type: ignore[attr-defined]
     except ValueError as error:
+        # If the paths agree, only the containers differ, and JAX's own message says how.
         raise_problems(_unpaired(x, expected))
         what = f"the tree of expected shardings does not fit the tree: {str(error).splitlines()[0]}"
         raise StrategyError(
             what, fix="pass a tree of the same structure, or one sharding for a whole subtree"
         ) from error
+    # One entry of `expected` for each leaf that it covers.
     each = [
         sharding
         for sharding, part in zip(shardings, parts, strict=True)
@@ -252,6 +254,7 @@ def wrong_placements(wanted: Sequence[Wanted], *, rows: int) -> str:
     lines += [
         "",
         *table(
+            # Wrong ones first, because the table has room for a few rows only.
             [_HEAD, *map(_row, [*wrong, *(pair for pair in wanted if _as_expected(pair))][:rows])],
             whole=_SPECS,
         ),
@@ -282,11 +285,14 @@ def _as_expected(pair: Wanted) -> bool:
     if (
         isinstance(own, NamedSharding)
         and isinstance(pair.sharding, NamedSharding)
+        # Not the meshes themselves: axis types do not change a sharding, and an abstract mesh
+        # equals no concrete one.
         and own.mesh.shape_tuple == pair.sharding.mesh.shape_tuple
     ):
         dims = _entries(own, rank) == _entries(pair.sharding, rank) and _unreduced(
             own
         ) == _unreduced(pair.sharding)
+        # A sharding on an abstract mesh has no memory kind, and matches every kind.
         memory = own.memory_kind in (None, pair.sharding.memory_kind or own.memory_kind)
         return dims and memory and not _other_devices(own, pair.sharding)
     try:

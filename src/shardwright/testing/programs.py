@@ -66,6 +66,7 @@ class CompiledCollectives:
                 f"all, or name one"
             )
         wanted = frozenset().union(*map(self._mesh_axes, [axis] if isinstance(axis, str) else axis))
+        # XLA sends nothing along an axis of one device, so no collective names it.
         wanted = frozenset(name for name in wanted if self.sizes.get(name) != 1)
         if exactly and not isinstance(axis, str):
             return tuple(
@@ -78,6 +79,7 @@ class CompiledCollectives:
         )
 
     def _mesh_axes(self, axis: str) -> frozenset[str]:
+        # Not a set: the message lists the axes in the same order in every run.
         known = dict.fromkeys(
             [
                 *self.sizes,
@@ -147,6 +149,7 @@ def read_program(
         return CompiledCollectives(
             name="the program", collectives=tuple(program), sizes=sizes, carried=carried
         )
+    # Lowering traces the function, and `sw.shard` reads the ambient manager then.
     with manager if manager is not None else contextlib.nullcontext():
         name, lowered = (
             ("the program", program) if isinstance(program, str) else _lowered(program, args)
@@ -211,6 +214,8 @@ def _lowered(program: Any, args: Sequence[Any]) -> tuple[str, Any]:
 def _may_hide_bfloat16(lowered: Any, compiled: Any, collectives: Sequence[Collective]) -> bool:
     """Tell whether XLA for CPU may have dropped the conversions that show bfloat16 collectives."""
     if (
+        # A widened collective shows bf16 as its dtype. If XLA dropped the conversions, both types
+        # are f32.
         not any(collective.dtype == collective.wire_dtype == "f32" for collective in collectives)
         or "bf16" not in lowered.as_text()
     ):

@@ -107,6 +107,7 @@ def _nearest_markers(definition: Any) -> list[pytest.Mark]:
     Only the nearest of these that has markers counts.
     """
     marked = list(definition.iter_markers_with_node("mesh"))
+    # pytest yields the nearest node first.
     nearest = [mark for node, mark in marked if node is marked[0][0]]
     # Decorators apply from the bottom up. The `pytestmark` of a module is in order already.
     return nearest if marked and isinstance(marked[0][0], pytest.Module) else nearest[::-1]
@@ -137,6 +138,7 @@ def cases_of(marker: pytest.Mark) -> list[MeshCase]:
     specs: list[MeshSpec | None] = [parse_mesh(text) for text in marker.args] or [None]
     axis_types = _several(marker.kwargs.get("axis_types", "auto"))
     for spec, types in itertools.product(specs, axis_types):
+        # Wrong axis types fail here, when tests are collected, and not in each test.
         resolve_axis_types(spec.names if spec else (), types if spec else "auto")
     if not marker.args and "axis_types" in marker.kwargs:
         raise MeshSpecError(
@@ -166,6 +168,7 @@ def prepare(requested: int | None) -> None:
     if requested:
         count = max(requested, already)
     else:
+        # JAX has one CPU device by default, so 1 is no request.
         count = already if already > 1 else USUAL
     try_for_devices(count)
 
@@ -203,6 +206,7 @@ def managed(case: MeshCase, mesh: Mesh, *, root: Path) -> Iterator[PartitionMana
         manager = PartitionManager(_strategy(case.strategy, root), mesh=mesh, mode=case.mode)
     except ShardingError as error:
         raise _failure(str(error)) from None
+    # In this order, so that the manager of the fixture does not count as left behind.
     with manager, nothing_left():
         yield manager
 

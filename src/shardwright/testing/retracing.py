@@ -66,6 +66,7 @@ def _check_jitted(f: Callable[..., Any], compilations: Compilations) -> None:
     """Check that the first call ran something jitted; otherwise there is nothing to count."""
     __tracebackhide__ = True
     # JAX jits its own operations too, but gives reasons only for functions that users jit.
+    # Only jitted functions have `clear_cache`.
     if hasattr(f, "clear_cache") or (
         compilations.reasons
         if compilations.explained
