@@ -54,6 +54,7 @@ def _moved_lines(comparison: PlanComparison) -> list[str]:
 
 
 def _place_text(old: str, new: str) -> str:
+    # Both are lines of one file, so the number of the second one is enough.
     return f"{old} -> {new.rpartition(':')[2]}"
 
 

@@ -28,10 +28,12 @@ def stacked_bar(
       usable: Bytes that a program may use on the chip, or None.
       peak: Bytes that the compiled program needs, or None.
     """
+    # The 1 keeps the scale finite for a program without bytes.
     whole = max(sum(parts.values()), peak or 0, 1)
     # If a limit were far to the right, the parts would be too small to read.
     usable = None if usable is None or usable > _FAR * whole else usable
     whole = max(whole, usable or 0)
+    # A unit is free at each end, so that a mark on the edge is not cut off.
     scale = (_WIDTH - 2) / whole
     at, shapes = 1.0, []
     for position, size in enumerate(parts.values()):
@@ -63,6 +65,7 @@ def spans(values: Mapping[str, tuple[float, float, str]], *, label: str) -> str:
       values: Name -> low, high and the text beside the bar.
       label: What the picture shows, for readers who cannot see it.
     """
+    # All values may be 0, and `room * low / most` divides by this.
     most = max((high for _, high, _ in values.values()), default=0.0) or 1.0
     room = _WIDTH - _LABEL - _VALUE
     shapes = []
@@ -76,6 +79,7 @@ def spans(values: Mapping[str, tuple[float, float, str]], *, label: str) -> str:
             f'<text class="quiet" x="{start + width + 8:.1f}" y="{y + 16}">'
             f"{html_text(text)}</text>"
         )
+    # Browsers do not draw a viewBox of height 0.
     return _picture(max(len(values) * _ROW, 1), "".join(shapes), label)
 
 

@@ -40,6 +40,7 @@ def collectives_text(
     lines = remarked_table([_HEAD, *map(_row, visible)], width=width)
     if len(visible) < len(ordered):
         lines.append(f"and {len(ordered) - len(visible)} more")
+    # Only the axes of rows that are shown need an explanation.
     over = {axis for group in visible for collective in group for axis in collective.mesh_axes}
     for axis, names in (carried or {}).items():
         if axis in over:
@@ -65,6 +66,7 @@ def _row_key(collective: Collective) -> tuple[str, ...]:
         if collective.dtype == collective.wire_dtype
         else f"{collective.dtype} (as {collective.wire_dtype})"
     )
+    # Part of the key: a sure number of runs and a bound do not add up to either.
     if collective.count is None:
         unsure = "?"
     else:
@@ -80,6 +82,7 @@ def _row_key(collective: Collective) -> tuple[str, ...]:
 
 
 def _weight(group: Sequence[Collective]) -> int:
+    # A loop whose end depends on data counts as one run, so that it has a place in the order.
     return sum(
         collective.logical_bytes if collective.total_bytes is None else collective.total_bytes
         for collective in group
@@ -97,5 +100,6 @@ def _row(group: Sequence[Collective]) -> tuple[str, ...]:
 
 def _place(collective: Collective) -> str:
     name = collective.op_name or collective.name
+    # The end of an operation's name is the most specific scope; the ellipsis is one character.
     name = name if len(name) <= _LONG else "…" + name[1 - _LONG :]
     return f"{name} {collective.source.rpartition('/')[2]}".strip()

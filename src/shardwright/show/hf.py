@@ -17,6 +17,7 @@ from shardwright.vocabulary.lowering import describe
 from shardwright.vocabulary.shown import text_of
 from shardwright.vocabulary.units import bytes_text
 
+# A whole part of a name, as in `layers.12.mlp`: `w1` and `conv1d` keep their digits.
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 
 

@@ -60,6 +60,7 @@ def html_table(
 def grid(cells: Sequence[Sequence[str]], caption: str) -> str:
     """Return an SVG of cells of text with a caption under it."""
     rows, columns = len(cells), len(cells[0])
+    # One more unit on each side, for half of the width of a line.
     width, height = columns * _WIDTH + 2, rows * _HEIGHT + 2
     shapes = []
     for row, column in itertools.product(range(rows), range(columns)):

@@ -61,6 +61,7 @@ def table_text(inferred: Inferred, *, width: int, is_summary: bool) -> str:
         for rule in rules
         for dim in rule.dims
     ]
+    # Over all entries, so that the columns of different arrays are aligned.
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for rule in rules:
@@ -200,11 +201,13 @@ def _with_wildcards(path: str, counting: frozenset[int], wildcard: str) -> str:
 
 def _pattern(path: str, counting: frozenset[int]) -> str:
     numbers = itertools.count()
+    # With a group in the pattern, `split` also returns the numbers themselves.
     parts = re.split(r"(\d+)", path)
     escaped = [
         "[0-9]+" if part.isdigit() and next(numbers) in counting else re.escape(part)
         for part in parts
     ]
+    # `match_paths` searches, so `w` would match `w_out` too without the anchors.
     return f"^{''.join(escaped)}$"
 
 
@@ -250,4 +253,5 @@ def constrained_text(
         axes = " ".join(axis_text(axis) for axis in each.axes)
         shape = "x".join(map(str, each.shape))
         rows.append((each.source, each.kind, axes, shape, str(spec)))
+    # The layers of a model share their lines, and give equal rows.
     return "\n".join(table(list(dict.fromkeys(rows)), width=width))

@@ -97,6 +97,7 @@ def search_html(searches: Mapping[str, SearchReport], *, title: str = "Search") 
 
 
 def _page(title: str, body: str) -> str:
+    # The page has its style inside, so that one file can be sent to somebody.
     style = importlib.resources.files("shardwright.show") / "page.css"
     name = html_text(title)
     return (

@@ -17,6 +17,7 @@ def plain(value: Any) -> Any:
     in this room, or of its `to_json` if a `from_json` reads it back; else it has all of its fields.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # Another format would break the reader, so the class itself decides on it.
         if hasattr(type(value), "from_json"):
             return value.to_json()  # type: ignore[attr-defined]
         own = function_for(data_of, value)

@@ -65,6 +65,7 @@ def unsure_lines(report: PlanReport) -> list[str]:
     """Return the places where a plan is unsure, with the fix of each if there is one."""
     walked = report.walked
     unknown = sorted(walked.unknown.items())
+    # A set, because an unrolled model reaches the same line once for each layer.
     idle = {(item.source, "+".join(item.mesh_axes)) for item in walked.idle}
     return [
         *(
@@ -142,6 +143,7 @@ def live_rows(live: Sequence[Live], *, rows: int = 5) -> list[tuple[str, ...]]:
         (
             bytes_text(each.size),
             str(each.count),
+            # An entry without a dtype stands for operands of collectives, of several types.
             f"{each.dtype}[{','.join(map(str, each.shape))}]" if each.dtype else "moved operands",
             each.kind,
             each.source or "-",
@@ -188,6 +190,7 @@ def event_lines(
     table = remarked_table([EVENT_HEAD, *map(event_row, shown)], width=width)
     if len(shown) < len(groups):
         table.append(f"and {len(groups) - len(shown)} more")
+    # One collective that may not run makes the sum an upper bound.
     most = "at most " if any(event.maybe for event in events) else ""
     return [*table, f"sent per device: {most}{bytes_text(sent_bytes(events))}"]
 
@@ -260,6 +263,7 @@ def plan_data(report: PlanReport) -> dict[str, Any]:
     """Return a plan as plain data."""
     walked = report.walked
     return {
+        # The order of these calls is the order of the keys in the JSON.
         **named(report, "strategy", "mesh", "layout", "state", "memory", "verdict", "time"),
         **named(walked, "complete", "unknown"),
         **named(report, "attention", "events"),

@@ -62,8 +62,10 @@ def _sent(route: Route) -> Iterable[tuple[str, tuple[str, ...], int, int]]:
                 sent = route.pieces.of_all(sent_bytes(step, sizes))
                 yield str(step.kind), _whole_axes(step.mesh_axes, sizes), count, sent
     elif route.way is Way.EXCHANGE:
+        # An exchange numbers all devices in one list, so its permutes belong to no mesh axis.
         yield str(MoveKind.PERMUTE), (), count * route.rounds, route.bytes_sent
     else:
+        # A leaf that moves is here a transfer or an upload, whose ways have these names.
         yield str(route.way), (), count, route.bytes_sent
 
 
@@ -73,6 +75,8 @@ def _whole_axes(axes: Iterable[str], sizes: Iterable[str]) -> tuple[str, ...]:
     shown: list[str] = []
     for name in names:
         whole = name.partition(".")[0]
+        # A part is named after its axis and a number: `fsdp.0`. The name of a whole axis has no
+        # dot.
         parts = {part for part in sizes if part.partition(".")[0] == whole}
         label = whole if parts <= set(names) else name
         if label not in shown:

@@ -70,6 +70,7 @@ def resolution_html(resolution: Resolution) -> str:
     rows = map(row, resolution.decisions)
     parts += [picture(resolution), html_table(HEAD, rows, inline=True)]
     parts += [f"<div>note: {html_text(note)}</div>" for note in resolution.notes]
+    # Not `html_text`, which would turn the line breaks of a problem into escapes.
     parts += [f"<pre>{html.escape(str(problem))}</pre>" for problem in resolution.problems]
     return f"<div>{''.join(parts)}</div>"
 
@@ -91,6 +92,7 @@ def picture(resolution: Resolution) -> str:
     sharded = [
         decision
         for decision in resolution.decisions
+        # Mesh axes of size 1 cut nothing, so a dim over them alone is drawn whole.
         if math.prod(sizes.get(axis, 1) for axis in decision.mesh_axes) > 1
     ]
     if len(sharded) > 2:
@@ -126,6 +128,7 @@ def _holders(
 ) -> dict[tuple[int, int], list[int]]:
     """Return the numbers of the devices that hold each part, by its row and column."""
     holders: dict[tuple[int, int], list[int]] = {}
+    # The last mesh axis varies fastest, as in `Mesh.devices.flat`.
     positions = itertools.product(*map(range, sizes.values()))
     for number, position in enumerate(positions):
         at = dict(zip(sizes, position, strict=True))

@@ -92,12 +92,14 @@ def _rate_text(candidate: Candidate, mode: str) -> str:
     used = f"MFU {low:.0%} to {high:.0%}"
     if mode not in candidate.tokens:
         return f"{_time_text(report)} per run, {used}"
+    # The longest time gives the lowest rate.
     slow, fast = (candidate.tokens[mode] / time for time in (report.time.high, report.time.low))
     return f"{_count_text(slow)} to {_count_text(fast)} tokens/s, {used}"
 
 
 def _count_text(count: float) -> str:
     """Return a number with three digits: 1,230,000."""
+    # A negative number of digits rounds to tens, hundreds and so on.
     digits = max(0, len(str(round(count))) - 3)
     return f"{round(count, -digits):,.0f}"
 
@@ -141,6 +143,8 @@ def candidate_rows(shown: Sequence[Candidate]) -> list[list[str]]:
     head = ["variant", "strategy", "mesh", "settings", *times, "memory per device", "sent"]
     head += ["between slices", "fits"]
     rows = [_row(candidate) for candidate in shown]
+    # By position in `head`: 0 is the variant, 3 the settings, and the last but one what slices send
+    # to each other.
     absent = {0} if not any(candidate.variant for candidate in shown) else set()
     if not any(candidate.slice_bytes for candidate in shown):
         absent.add(len(head) - 2)
@@ -150,6 +154,7 @@ def candidate_rows(shown: Sequence[Candidate]) -> list[list[str]]:
 
 def _row(candidate: Candidate) -> list[str]:
     reports = candidate.reports.values()
+    # All modes share the mesh, so the mode that needs most memory decides.
     low = max(report.memory.low for report in reports)
     fits = "yes" if candidate.verdict is Verdict.FITS else "close"
     return [
@@ -184,6 +189,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "strategy": candidate.name,
         "mesh": dict(candidate.sizes),
         "settings": dict(candidate.settings),
+        # At least, and at most.
         "seconds": [candidate.min_seconds, candidate.seconds],
         "memory": [
             max(report.memory.low for report in reports.values()),

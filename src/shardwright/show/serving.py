@@ -30,6 +30,7 @@ def report_text(report: Report) -> str:
         ("first token", _percentiles_text(report.first_token)),
         ("per token", _percentiles_text(report.per_token)),
     ]
+    # Only a paged engine shares pages or preempts requests.
     if report.shared_pages or report.preempted:
         pages = f"{report.shared_pages} shared, requests preempted {report.preempted} times"
         rows.insert(3, ("pages", pages))

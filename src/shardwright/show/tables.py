@@ -60,6 +60,7 @@ def remarked_table(
     *others, remarks = [max(map(len, column)) for column in _columns(rows)]
     room = width - len(indent) - sum(others) - _GAP * len(others)
     words = [word for row in rows for word in row[-1].split()]
+    # The remarks fit whole, or they wrap between words in a column that is still readable.
     if room >= min(remarks, max(_PROSE, *map(len, words))):
         return table(rows, indent=indent, width=width, prose=len(others))
     widths = _fit(_columns([row[:-1] for row in rows]), width - len(indent), None, ())
@@ -98,6 +99,7 @@ def _fit(
 ) -> list[int]:
     """Return the width of each column: that of its longest cell, reduced until the row fits."""
     widths = [max(map(len, column)) for column in columns]
+    # Words stay whole, so a column is at least as wide as its longest word.
     min_widths = [
         max((len(word) for cell in column for word in cell.split()), default=0)
         for column in columns

@@ -49,6 +49,7 @@ def verification_text(verification: Verification, *, width: int = WIDTH) -> str:
         for text in reason_texts(sent):
             line = f"{'+'.join(sent.mesh_axes)}: {text}"
             lines += textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False)
+    # A loop whose end depends on data has no count, so its bytes are in no sum above.
     unknown = sum(each.count is None for each in compiled.collectives)
     if unknown:
         lines.append(f"{unknown} collectives are not counted: their number of runs is unknown")
@@ -58,6 +59,7 @@ def verification_text(verification: Verification, *, width: int = WIDTH) -> str:
 def refusal_text(compiled: Compiled) -> str:
     """Return the line of the compiler's message that says how much memory the program needs."""
     lines = [line.strip() for line in compiled.refused.splitlines()]
+    # XLA for TPU writes `Used 17.2G of 15.75G hbm`. Without the first letter, `used` is found too.
     return next((line for line in lines if "sed " in line and " of " in line), lines[0])
 
 
@@ -70,6 +72,7 @@ def memory_rows(verification: Verification) -> Iterator[tuple[str, ...]]:
     if compiled.peak is None:
         return
     low, high = report.memory.low, report.memory.high
+    # An upper end is not 0: a program holds its arguments. A lower end may be.
     above, below = compiled.peak / high - 1, 1 - compiled.peak / max(low, 1)
     if above >= _VISIBLE:
         remark = f"{above:.1%} above the range"
