@@ -35,6 +35,7 @@ def make_parser(name: str, what: str, *, epilog: str) -> argparse.ArgumentParser
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
             prog, width=width, max_help_position=24
         ),
+        # An abbreviation in a script would become ambiguous with the next option.
         allow_abbrev=False,
     )
 
@@ -51,6 +52,7 @@ def wrapped(text: str, width: int) -> str:
     """
     lines: list[str] = []
     paragraph: list[str] = []
+    # The empty line ends the last paragraph, and is dropped again.
     for line in [*text.split("\n"), ""]:
         if line and not line.startswith(" "):
             paragraph.append(line)

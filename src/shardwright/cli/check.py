@@ -89,6 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         *([arguments.strategy] if arguments.strategy else []),
     ]
     if not strategies:
+        # argparse cannot require this: either the words or --strategy will do.
         parser().error("the following arguments are required: STRATEGY")
     tensors = None if arguments.tensors is None else read_tensors(arguments.tensors)
     own_axes = _own_axes(strategies) if any(map(is_model, strategies)) else frozenset()
@@ -112,6 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(text: str, tensors: Any, mesh: str | None, devices: int | None) -> Checked:
+    # A file that cannot be read has no label of its own, so make one first.
     label = " | ".join(map(os.path.basename, strategy_names(text)))
     try:
         strategy, label = read_strategy(text)

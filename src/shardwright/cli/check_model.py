@@ -157,6 +157,7 @@ def _check_program(
     if True not in is_params:
         what = f"no argument of {label} holds parameters"
         raise StrategyError(what, fix='write holds=("parameters", "inputs"), or pass ArraySpecs')
+    # Inference takes one tree of parameters, so arguments are named by their positions.
     own = {str(at): shapes[at] for at, each in enumerate(is_params) if each}
     others = {str(at): shapes[at] for at, each in enumerate(is_params) if not each}
     annotations = {name: specs[int(name)] for name in own}

@@ -170,9 +170,6 @@ def _two(name: str, values: Sequence[Any] | None) -> tuple[Any, Any]:
     return values[0], values[-1]
 
 
-# Plain data.
-
-
 def _json(comparison: Comparison, left: Side, right: Side) -> dict[str, Any]:
     return {
         "before": left.to_json(),
@@ -316,6 +313,7 @@ def _problems(comparison: Comparison) -> list[Problem]:
         for side in (row.before, row.after)
         for problem in side.found.problems
     ]
+    # Reversed twice, so that the first of equal problems stays, in the order of the tensors.
     return list(
         {(problem.path, problem.dim, problem.what): problem for problem in reversed(every)}.values()
     )[::-1]

@@ -155,6 +155,7 @@ def _read_plans(name: str) -> dict[str, Any]:
     if isinstance(data, dict) and isinstance(data.get("modes"), dict) and data["modes"]:
         plans: dict[str, Any] = data["modes"]
     elif isinstance(data, dict) and "state" in data:
+        # A plan alone does not say its mode. Two such files are compared under this name.
         plans = {"any": data}
     else:
         plans = {}

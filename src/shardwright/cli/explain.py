@@ -154,6 +154,7 @@ class ExplainedTensor:
     @property
     def role(self) -> Role:
         """Role under which the tensor was resolved."""
+        # The default role depends on the annotation and not on the mode, so any mode will do.
         resolved = next(
             (resolution.role for resolution in self.modes.values() if resolution.decisions), None
         )
@@ -224,6 +225,7 @@ def imported_lines(answer: ExplainedTensor, setting: Setting) -> list[str]:
         decision.label
         for resolution in answer.modes.values()
         for decision in resolution.decisions
+        # Imports declare a name that they do not know as an axis LOGICAL_NAME.
         if decision.outcome is Outcome.NO_RULE and f"LOGICAL_{decision.label}" in declared
     )
     return [
@@ -257,6 +259,7 @@ def _same(left: Resolution, right: Resolution) -> bool:
 
 
 def _modes_text(names: Sequence[str], modes: Mapping[str, Any]) -> str:
+    # `all modes` only if all were asked for, not if the one that was asked for agrees with itself.
     is_all = len(names) == len(MODE_NAMES) == len(modes)
     return "all modes" if is_all else ", ".join(names)
 
@@ -264,6 +267,7 @@ def _modes_text(names: Sequence[str], modes: Mapping[str, Any]) -> str:
 def _dims(decisions: Sequence[DimDecision], *, width: int) -> list[str]:
     rows = [HEAD, *map(row, decisions)]
     if all(decision.size is None for decision in decisions):
+        # The third cell of `HEAD` is the size.
         rows = [(*cells[:2], *cells[3:]) for cells in rows]
     return remarked_table(rows, indent="  ", width=width)
 
@@ -293,6 +297,8 @@ def tree_lines(answers: Sequence[ExplainedTensor], *, width: int) -> list[str]:
         for problem in resolution.problems
     ]
     # Modes with the same rule have the same problem, which is shown once.
+    # Of equal keys, a dict keeps the last value. Reversed twice, the first problem stays, and the
+    # order too.
     unique = {
         (problem.path, problem.dim, problem.what, problem.fix): problem
         for problem in reversed(problems)

@@ -130,6 +130,7 @@ def _next_steps(imported: Imported, arguments: argparse.Namespace) -> list[str]:
         if _axis_of(target) == canonical_axis(f"logical_{name}")
     ]
     if own:
+        # One example is enough, and the shortest one is easiest to read.
         name = min(own, key=len)
         steps.append(f"next  or annotate by hand: {name} is LOGICAL_{name.upper()}")
     return steps
@@ -161,6 +162,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 
 def _imported(arguments: argparse.Namespace) -> Imported:
+    # No other command needs the bridges.
     from shardwright.interop import haliax, maxtext
     from shardwright.interop.logical_rules import read_rules, resized, to_strategy
 
@@ -196,6 +198,7 @@ def _imported(arguments: argparse.Namespace) -> Imported:
         what = f"{os.path.basename(arguments.file)} has no rules"
         raise StrategyError(what, fix="write [[embed, fsdp]], for instance")
     spec = parse_mesh(arguments.mesh)
+    # The sizes come afterwards, because one of them may be -1.
     imported = to_strategy(
         rules,
         mesh=dict.fromkeys(spec.names, 1),
@@ -269,6 +272,7 @@ def _with_places(imported: Imported) -> Iterator[str]:
     for line in imported.strategy.dumps().rstrip("\n").split("\n"):
         if line.startswith("[["):
             name = line.strip("[]")
+            # Entries of a list of tables have numbers in the places: `tensors.0`.
             counts[name] = counts.get(name, -1) + 1
             section = (name, str(counts[name]))
         elif line.startswith("["):
@@ -282,6 +286,7 @@ def _with_places(imported: Imported) -> Iterator[str]:
 
 
 def _filled(text: str, width: int) -> list[str]:
+    # A wrapped line is indented two columns more than its first one.
     indent = " " * (len(text) - len(text.lstrip()) + 2)
     return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False)
 

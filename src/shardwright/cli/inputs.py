@@ -31,6 +31,7 @@ from shardwright.vocabulary.layouts import LAYOUTS
 from shardwright.vocabulary.merged_dims import merged
 
 _AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# `(?(1)\))` requires the closing parenthesis exactly if `stacked(` opened one.
 _LAYOUT = re.compile(r"(stacked\()?([A-Za-z]+)(\.bias)?(?(1)\))")
 _FIX = (
     "write axes such as BATCH QUERY_LENGTH EMBED, _ for a dim that is not sharded, "
@@ -128,6 +129,7 @@ def read_shape(text: str) -> tuple[int, ...]:
 
 def _whole(text: str) -> int | None:
     """Return an integer that can be a size, or None. (`int` raises an error for very long text.)"""
+    # 2**63 has 19 digits.
     if not re.fullmatch(r"[0-9]{1,19}", text) or int(text) > MOST_ELEMENTS:
         return None
     return int(text)
@@ -186,11 +188,13 @@ def read_setting(strategy: str, *, mesh: str | None, devices: int | None) -> Set
         manager=PartitionManager(combined, mesh=read_mesh(combined, label, mesh, devices)),
         strategy=label,
         combined=combined,
+        # A mesh on the command line replaces that of the strategy, with its parts between slices.
         dcn=dict(combined.dcn) if mesh is None else _dcn(parse_mesh(mesh)),
     )
 
 
 def _dcn(spec: MeshSpec) -> dict[str, int]:
+    # Not strict: a mesh of one slice has no `dcn`.
     return dict(zip(spec.names, spec.dcn, strict=False))
 
 
@@ -216,6 +220,7 @@ def _strategy(name: str) -> Any:
     from shardwright.strategy.model import Strategy
 
     if not is_file_name(name):
+        # A mesh written with a space becomes two words: `--mesh dp:2 tp:4`.
         if re.fullmatch(r"\w+:-?\d+", name):
             raise StrategyError(
                 f"{name!r} is not a strategy",
@@ -227,6 +232,7 @@ def _strategy(name: str) -> Any:
             raise StrategyError(f"no preset {name!r}", fix=f"{hint} {known}".strip())
         return Strategy.preset(name)
     stem = os.path.splitext(name)[0]
+    # A copy of a preset may have its name, so the file comes first.
     if stem in Strategy.presets() and not os.path.exists(name):
         raise StrategyError(f"no file {name!r}", fix=f"for the preset, write {stem}")
     try:
@@ -291,6 +297,7 @@ def read_mesh(strategy: Any, label: str, text: str | None, devices: int | None) 
     try:
         built = abstract_mesh(source, devices=devices)
     except MeshSpecError as error:
+        # The mesh is on the command line, so the fix names options in place of arguments.
         if text is not None and devices is None and "needs a number of devices" in str(error):
             raise MeshSpecError(
                 error.problems[0].what, fix="add --devices 8, or give the size"

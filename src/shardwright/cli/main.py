@@ -55,12 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if sys.stdout is None:  # the shell closed it (`>&-`); the exit code is still useful
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  open until exit
+    # A test that passes `argv` has a stdout of its own, which stays as it is.
     if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
         # File names may not be UTF-8, and terminals may be ASCII only. Print escapes instead of
         # failing.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _run(words)
+        # Here and not at exit, so that a full disk or a closed pipe has an exit code.
         sys.stdout.flush()
         return code
     except SystemExit as error:  # argparse has printed its message
@@ -95,11 +97,13 @@ def parser() -> argparse.ArgumentParser:
         for action in command._actions:
             if action.metavar in ("FILE", "STRATEGY"):
                 action.complete = _FILES
+        # The parent has `-h` already, and argparse refuses an option twice.
         commands.add_parser(name, help=what, parents=[command], add_help=False)
     return parent
 
 
 def _module(command: str) -> Any:
+    # Only the module of one command is imported, so a command does not load what others need.
     return importlib.import_module(f"shardwright.cli.{_MODULES.get(command, command)}")
 
 
@@ -137,6 +141,8 @@ def _run(words: list[str]) -> int:
         )
         return USAGE
     command = _module(words[0])
+    # `parse_args` refuses positional words after an option, as in `explain BATCH --mesh tp:4
+    # EMBED`.
     arguments = command.parser().parse_intermixed_args(words[1:])
     return int(command.run(arguments))
 

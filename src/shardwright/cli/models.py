@@ -92,6 +92,7 @@ def read_model(name: str, params: str, inputs: Sequence[str]) -> NamedModel:
         raise
     except Exception as error:
         raise raised_error(f"{file}:{params}", error) from error
+    # `eval_shape` traces the function once, so it puts one value into the list.
     (found,) = result
     _check_inputs(name, forward, pairs)
     return NamedModel(
@@ -106,6 +107,7 @@ def read_model(name: str, params: str, inputs: Sequence[str]) -> NamedModel:
 def _check_inputs(name: str, forward: Callable[..., Any], inputs: Sequence[Any]) -> None:
     """Raise an error if a function cannot be called with the parameters and these inputs."""
     try:
+        # None stands for the parameters.
         inspect.signature(forward).bind(None, *inputs)
     except TypeError as error:
         given = f"{len(inputs)} --input" if inputs else "no --input"
@@ -194,6 +196,8 @@ def infer_model(
     ]
     places += [(f"--size {size}", axis) for size, axis in sizes.items()]
     check_axes(places, own_axes, declare=_OWN)
+    # Shapes alone: `check` compares the annotations with what is inferred, so they must not take
+    # part.
     params = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
         model.params,
@@ -229,6 +233,7 @@ def with_manager(
     names = [file_name(axis) for axis in own_axes]
     own = {"axes": dict.fromkeys(names, "own"), "rules": dict.fromkeys(names, "-")}
     strategy = Strategy.preset("fsdp_tp") | Strategy.model_validate(own)
+    # Sizes of 1, so that no rule fails on an indivisible dim while the model is traced.
     mesh = abstract_mesh(",".join(f"{axis}:1" for axis in strategy.mesh))
     return PartitionManager(strategy, mesh=mesh, mode=mode)
 
@@ -237,6 +242,7 @@ def _keys(init: Any) -> Sequence[Any]:
     """Return one PRNG key if a function has required arguments, else nothing."""
     required = [
         argument
+        # Optional arguments keep their defaults: one of them may be a dtype and not a key.
         for argument in inspect.signature(init).parameters.values()
         if argument.default is argument.empty
         and argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)

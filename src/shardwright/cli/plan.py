@@ -143,6 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
     devices = arguments.devices if topology is None else topology.devices
     setting = read_setting(arguments.strategy, mesh=arguments.mesh, devices=devices)
     topology = None if topology is None else setting.on(topology)
+    # A .json file is a configuration, or a file of tensors.
     if arguments.model.endswith((".toml", ".json")) and not is_config(arguments.model):
         return _run_tensors(arguments, setting, topology)
     for option in ("optimizer_copies", "cache"):
@@ -182,6 +183,7 @@ def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topo
     pattern = None if arguments.cache is None else compile_pattern(arguments.cache)
     manager = setting.manager.for_mode(mode)
 
+    # A function, because the advice counts the state under other rules too.
     def count(manager: PartitionManager) -> StateBytes:
         return count_tensors(
             manager,
@@ -195,6 +197,7 @@ def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topo
     layout = None if topology is None else lay_out(topology, setting.sizes)
     needed = state.of().per_device
     failures = limit_failures(arguments, {mode: state}, {mode: needed}, topology)
+    # Without activations this is a lower bound, so the verdict is sure.
     if topology is not None and needed > topology.chip.hbm_bytes:
         why = too_large_state(state, topology, setting.combined, manager, count)
         failures.append(f"mode {mode_name(mode)} does not fit{why}")

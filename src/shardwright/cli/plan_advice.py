@@ -53,10 +53,12 @@ def _why(report: PlanReport, verification: Verification | None) -> str:
     if report.layout is None:
         return ""
     topology, state = report.layout.topology, report.state.of()
+    # More than all devices hold together: no mesh and no rule of this slice helps.
     if state.total > topology.devices * topology.chip.hbm_bytes:
         return what_holds(report.state, topology)
     held = f"the state takes {bytes_text(state.per_device)}"
     usable = f"{bytes_text(topology.chip.hbm_bytes)} per device"
+    # By the plan it may fit, so only the numbers of the compiler explain the verdict.
     if verification is not None and report.verdict is not Verdict.DOES_NOT_FIT:
         needed = f"the compiled program needs {bytes_text(verification.most_bytes)} of {usable}"
         return f": {needed}, though the plan has at most {bytes_text(report.memory.high)}"
@@ -77,6 +79,7 @@ def _fixes(
     topology, state = report.layout.topology, report.state.of()
     usable = topology.chip.hbm_bytes
     mesh: FittingMesh | None = None
+    # If not even one copy of the state fits into the slice, none of its meshes can.
     if report.verdict is Verdict.DOES_NOT_FIT and state.total <= topology.devices * usable:
         mesh = find_other_mesh(program, manager, topology)
     mesh = mesh or find_larger_mesh(program, manager, topology, held=state.total)
@@ -94,6 +97,7 @@ def _fixes(
         below = report.memory.low - _LARGE * usable
         rules = find_smaller_rules(strategy, manager, report.state, needed, below=below)
         yield from [] if rules is None else [str(rules)]
+    # What the step makes takes more than the state, so sharding the state further helps little.
     if report.memory.low - state.per_device > state.per_device:
         yield _smaller(manager)
     elif mesh is None:

@@ -67,6 +67,7 @@ def read_forbidden(text: str) -> Forbidden:
         text=text,
         kind=None if kind == "*" else Kind(kind),
         mode=parsed,
+        # Without a number of bytes, every collective of the kind is forbidden.
         more_than=0 if number is None else int(float(number) * BYTES[unit]),
     )
 

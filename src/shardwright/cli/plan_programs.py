@@ -156,6 +156,7 @@ def _breaches(
     """Yield each forbidden collective of the compiled programs, or of plans if not compiled."""
     for mode, report in reports.items():
         collectives: tuple[Event | Collective, ...] = report.events
+        # A program that the compiler refuses has no collectives to check, so the plan stands in.
         if mode in verified and not verified[mode].compiled.refused:
             collectives = verified[mode].compiled.collectives
         for event in collectives:
@@ -169,6 +170,7 @@ def _breach_lines(breaches: Iterable[Breach]) -> list[str]:
     tensors: dict[str, list[str]] = {}
     for breach in breaches:
         event = breach[1]
+        # A compiled collective does not know the path of a tensor.
         tensors.setdefault(_breach_text(breach), []).append(getattr(event, "path", ""))
     lines = []
     for text, paths in tensors.items():

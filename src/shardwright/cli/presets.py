@@ -118,6 +118,7 @@ def _mesh(strategy: Any) -> str:
 def _what(name: str) -> str:
     """Return the first sentence of the file of a preset, which says what the preset is for."""
     lines = files.preset_text(name).splitlines()
+    # Every preset begins with a comment that says what it is for.
     comment = []
     for line in lines:
         if not line.startswith("#"):
@@ -165,5 +166,7 @@ def _copy(preset: str, path: Path, *, name: str | None, force: bool) -> Path:
 
 def _renamed(text: str, name: str) -> str:
     """Return the text of a preset with another name."""
+    # Rendered, because a name may have quotes or backslashes.
     line = files.render({"name": name}, format="toml").rstrip("\n")
+    # A function, because `sub` would read backslashes in a replacement text.
     return re.sub(r"^name = .*$", lambda _: line, text, count=1, flags=re.MULTILINE)

@@ -78,6 +78,7 @@ def read_programs(
     else:
         programs = _call(model, options or {})
     by_mode = {parse_mode(key): program for key, program in programs.items()}
+    # `decode` and `__autoregressive__` may be keys of one dict, and are one mode.
     if len(by_mode) < max(1, len(programs)):
         what = "names one mode twice" if programs else "returned no program"
         raise StrategyError(f"{model} {what}", fix="return one Program for each mode")
@@ -105,6 +106,7 @@ def _call(model: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
         example="model.py:programs",
         fix="define it; it returns a shardwright.plan.Program, or a dict of them by mode",
     )
+    # Before the call, because a TypeError of the call may come from inside the function.
     _check_options(model, function, options)
     try:
         returned = function(**options)
@@ -141,6 +143,7 @@ def _parse_option(text: str) -> tuple[str, list[Any]]:
     name = name.strip()
     if not equals or not name.isidentifier() or not all(values.split(",")):
         raise StrategyError(f"--set {text!r:.80} is not NAME=A,B", fix="--set remat=none,full")
+    # Values are integers or words; the function of the model reads the words.
     return name, [
         int(value) if value.strip().isdecimal() else value.strip() for value in values.split(",")
     ]

@@ -48,6 +48,7 @@ def read_module(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # As if Python ran the file: its folder comes first.
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules[path.stem] = module  # where dataclasses look up the module of their class
     try:
@@ -57,6 +58,7 @@ def read_module(path: Path) -> ModuleType:
     except SyntaxError as error:
         what = f"{path}:{error.lineno} is not Python: {error.msg}"
         raise StrategyError(what, fix="correct the file") from error
+    # A script may call `sys.exit` when it is imported.
     except (Exception, SystemExit) as error:
         raise raised_error(str(path), error) from error
     finally:
@@ -67,6 +69,7 @@ def read_module(path: Path) -> ModuleType:
 def raised_error(what: str, error: BaseException) -> StrategyError:
     """Return an error that says what user code raised, and at which line of the user's file."""
     frames = traceback.extract_tb(error.__traceback__)
+    # The innermost line outside of installed packages is where the user can act.
     inside = [frame for frame in frames if "site-packages" not in frame.filename]
     place = f" at {Path(inside[-1].filename).name}:{inside[-1].lineno}" if inside else ""
     return StrategyError(

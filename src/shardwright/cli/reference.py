@@ -68,6 +68,7 @@ def read_reference(
         capacity=float(options.get("capacity", 1)),
     )
     batch = options.get("batch", devices)
+    # 4,096 at most, because a model may state a length of a million.
     length = options.get("length", min(sizes.longest, _LENGTH))
     try:
         by_mode = programs(sizes, batch=batch, length=length, **keywords)
@@ -76,6 +77,7 @@ def read_reference(
     except Exception as error:
         what = f"the reference decoder of {model} cannot be built: {error}"
         raise StrategyError(what, fix="pass file.py:function") from error
+    # Only shapes: nothing of the decoder is computed.
     leaves = jax.tree.leaves(by_mode["train"].shapes[0])
     count = sum(math.prod(leaf.shape) for leaf in leaves)
     remat = keywords.get("remat", "full")

@@ -142,6 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
       ShardingError: The question is invalid.
     """
     topology = parse_topology(arguments.topology, read_hardware(arguments.hardware))
+    # Before the search, which may take minutes.
     if arguments.out is not None:
         _make_folder(arguments.out)
     notes: list[str] = []
@@ -228,6 +229,7 @@ def _stoppable(show: ProgressLine) -> Iterator[Callable[[object], bool]]:
 
     def stop(number: int, _: object) -> None:
         stopped.append(number)
+        # With the old handler back, a second Ctrl-C raises KeyboardInterrupt.
         signal.signal(signal.SIGINT, before)
 
     def shown(state: object) -> bool:
@@ -269,6 +271,7 @@ def _read_variants(
     options = read_options(arguments)
     several = [name for name, values in options.items() if len(values) > 1]
     variants = {}
+    # Without options the product has one empty combination, whose label is empty.
     for chosen in itertools.product(*options.values()):
         settings = dict(zip(options, chosen, strict=True))
         label = ", ".join(f"{name}={settings[name]}" for name in several)
@@ -306,6 +309,7 @@ def _relayout(
 
     It goes from the fastest candidate for train to the fastest one for the other modes.
     """
+    # The front is sorted: those that fit first, and then by time.
     best = [report.front[0] for report in reports.values() if report.front]
     if len(best) < 2:
         return []
@@ -328,6 +332,7 @@ def _print_json(
         }
         for name, report in reports.items()
     ]
+    # A single search is printed without a list around it.
     print_json(data[0] if len(data) == 1 else {"searches": data})
 
 
@@ -381,7 +386,9 @@ def _file_names(candidates: Sequence[Candidate], group: str) -> Iterator[tuple[s
     """
     for number, candidate in enumerate(candidates, 1):
         parts = (group, candidate.name, candidate.mesh, candidate.variant)
+        # The names of meshes have colons and commas, which not every file system takes.
         words = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(part for part in parts if part))
         name = f"{number:02}-{words}"
+        # Errors and reports show the name of a strategy, so it must be that of its file.
         strategy = candidate.strategy | type(candidate.strategy)(name=name)
         yield f"{name}.toml", dataclasses.replace(candidate, strategy=strategy)

@@ -97,9 +97,11 @@ def _walk(
         **{
             key: table[key]
             for key in _SHARED
+            # A table with one of these names is a level of the tree.
             if key in table and not isinstance(table[key], Mapping)
         },
     }
+    # As above: a table named `axes` is a level of the tree.
     if "axes" in table and not isinstance(table["axes"], Mapping):
         tensor = _tensor({**shared, **table}, path, origin, problems)
         if tensor is not None:
@@ -156,6 +158,7 @@ def _listed(path: KeyPath, entries: Sequence[Mapping[str, Any]], origin: KeySour
 def _header(parts: Sequence[str]) -> str:
     """Return the header of a TOML table."""
     bare = re.compile(r"[A-Za-z0-9_-]+")
+    # JSON escapes are valid in a basic string of TOML.
     names = [part if bare.fullmatch(part) else json.dumps(part) for part in parts]
     return f"[{'.'.join(names)}]"
 
@@ -200,6 +203,7 @@ def _problems_of(table: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _is_shape(value: Any) -> bool:
+    # `bool` is a subclass of `int`, so `isinstance` would take `true` for a size.
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
