@@ -106,9 +106,6 @@ def flatten(state: Any) -> tuple[list[tuple[tuple[str, ...], Any]], Any]:
     return leaves, structure
 
 
-# Save.
-
-
 def written(leaves: Sequence[tuple[tuple[str, ...], Any]]) -> tuple[list[SavedLeaf], _NESTED]:
     """Return the description of each leaf that is written, and the arrays as a tree of dicts.
 
@@ -211,9 +208,6 @@ def _escaped(name: str) -> str:
     """Return a name that orbax can join with others by "." and "/"."""
     # An escape has two digits after the %, so a lone % stands for the empty name.
     return re.sub(r"[%./]", lambda match: f"%{ord(match[0]):02X}", name) or "%"
-
-
-# Restore.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

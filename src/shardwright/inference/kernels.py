@@ -61,6 +61,8 @@ class Kernels:
                 path=f"kernels/{name}",
                 fix=_FIX,
             )
+        # Arrays that the function closes over are constants of its jaxpr. Nothing is known about
+        # them.
         return step.walk(closed.jaxpr, step.values, called_at=step.location.caller)
 
     def unused(self) -> list[Problem]:

@@ -23,7 +23,7 @@ from shardwright.vocabulary.axes import (
     QUERY_LENGTH,
 )
 
-# The names of positions.
+# The lengths of the residual, of queries and of keys. Seeds may use any, so rules treat them alike.
 LENGTHS: Final = frozenset({LENGTH, QUERY_LENGTH, KV_LENGTH})
 
 

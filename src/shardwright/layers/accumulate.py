@@ -322,6 +322,7 @@ def _make_step(
 def _on_shards(step: _AccumulationStep, manager: PartitionManager) -> Callable[..., Accumulated]:
     """Return a function of (weights, batch, channel, key) on the examples of each device."""
     whole = PartitionSpec()
+    # What leaves is a sum or a maximum over the devices, so all of them return equal values.
     on_shards: Callable[..., Accumulated] = jax.shard_map(
         step.run,
         mesh=manager.mesh,

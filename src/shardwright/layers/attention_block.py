@@ -118,8 +118,7 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         read_fields(self, error=LayerError)
         if self.kv_heads is None:
-            # The class is frozen, because a config is a static argument and part of the keys of
-            # caches.
+            # The class is frozen, because a config is hashed as a static value under `jit`.
             object.__setattr__(self, "kv_heads", self.heads)
         if self.head_dim is None:
             if self.embed % self.heads:

@@ -38,7 +38,8 @@ class Dtypes:
     def __post_init__(self) -> None:
         inherited: Any = None
         for name in ("param", "compute", "output"):
-            # The chain of defaults is param, compute, output. A cache follows compute, not output.
+            # A cache follows compute and not output, because attention computes in the dtype of the
+            # cache.
             inherited = self._parse(name, inherited)
         self._parse("cache", self.compute)
 

@@ -208,6 +208,7 @@ def _use_head(x: Any, head: Any, tied: bool, path: str | None) -> Any:
 def _logits(
     x: Any, weight: Any, tied: bool, cap: float | None, vocab: int | None = None
 ) -> jax.Array:
+    # The loss is a logsumexp minus a logit, and bfloat16 has two or three digits of each.
     values: jax.Array = einsum(
         "ble,ve->blv" if tied else "ble,ev->blv",
         x,

@@ -130,7 +130,7 @@ def project(
         )
     if adaptation is None:
         return result
-    # The result of A has the dims of x that are not contracted, and the rank, which is replicated.
+    # A rank that is sharded would need an all-reduce after B, so it is replicated.
     inner = (*axes[: len(axes) - contract], EMPTY)
     adapted = {
         name: y

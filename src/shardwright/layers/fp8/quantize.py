@@ -57,7 +57,7 @@ def largest_absolute(x: Any, *, pipeline: tuple[str, ...] | None = None) -> jax.
       pipeline: Mesh axes of the pipeline. Defaults to those of the ambient manager's rules, or to
         `pp` without one.
     """
-    # The maximum of no elements is 0.
+    # `jnp.max` refuses an array without elements.
     amax = (jnp.max(jnp.abs(x)) if x.size else jnp.zeros_like(x, shape=())).astype(jnp.float32)
     varying = _jax.varying_axes(amax)
     # Outside of `shard_map` the shape is global, and XLA adds the all-reduce.

@@ -355,6 +355,8 @@ def _over_uses(reduce: Callable[..., Any], values: Any, like: Any) -> Any:
 
 def _worst(counts: Any, like: Any) -> Any:
     """Return the counter of all uses: 0 or 1, or the largest that is neither."""
+    # A maximum alone would hide 1/2, which an average of gradients makes, behind the 1 of another
+    # use.
     wrong = jnp.where((counts != 0) & (counts != 1), counts, 0.0)
     worst = _over_uses(jnp.max, wrong, like)
     return jnp.where(worst > 0, worst, _over_uses(jnp.max, counts, like))
