@@ -120,6 +120,7 @@ def enter_mesh(mesh: Mesh | AbstractMesh) -> Any:
             raise
     if in_trace():
         return None
+    # JAX allows this inside a trace too, where the mesh of the enclosing jit must stay.
     entered = jax.sharding.use_abstract_mesh(mesh)
     entered.__enter__()
     return entered
@@ -176,6 +177,7 @@ def untracked(values: Any) -> Any:
     def drop(leaf: Any) -> Any:
         if not jax.typeof(leaf).manual_axis_type.varying:
             return leaf
+        # Any operation drops them. XLA removes this pair of reshapes.
         return jax.lax.squeeze(jax.lax.expand_dims(leaf, (0,)), (0,))
 
     return jax.tree.map(drop, values)
@@ -188,6 +190,8 @@ def _varying_of(values: Any) -> frozenset[str]:
 
 def _vary(leaf: Any, axes: frozenset[str]) -> Any:
     missing = axes - jax.typeof(leaf).manual_axis_type.varying
+    # Sorted, because the order of a set of strings differs between processes, and their programs
+    # must be equal.
     return jax.lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
 
 
@@ -256,6 +260,7 @@ def watch_compilations() -> Iterator[Compilations]:
     log.addHandler(handler)
     try:
         with jax.explain_cache_misses(True):
+            # A new function is always traced and compiled, so each event must occur.
             jax.jit(lambda: 0)()
             if not (watched.traced and watched.compiled):
                 raise RuntimeError(

@@ -122,11 +122,14 @@ class ShardingError(ValueError):
         self.resolution = resolution
 
     def __getattr__(self, name: str) -> Any:
+        # `copy` and `pickle` read attributes before `__init__` has run. Without the second test,
+        # reading `problems` would call this method again without end.
         if name in _PROBLEM_FIELDS and "problems" in self.__dict__:
             return getattr(self.problems[0], name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # By default, an exception is rebuilt from its message alone.
         return _rebuild, (type(self), self.problems, self.resolution)
 
 
@@ -318,7 +321,9 @@ def same_spelling(name: str, known: Iterable[str]) -> str:
 
 
 def _closest(name: str, names: Sequence[str]) -> str:
+    # The matcher keeps what it computes about `b`, so the fixed name is `b`.
     matcher = difflib.SequenceMatcher(b=name)
+    # The cutoff of `difflib.get_close_matches` by default.
     best = (0.6, 0, "")
     for other in names:
         matcher.set_seq1(other)

@@ -75,6 +75,7 @@ def create_mesh(
     types = resolve_axis_types(spec.names, axis_types)
     chosen = _devices(devices, backend)
     spec = resolve_sizes(spec, len(chosen), hint=_more_devices(spec, chosen))
+    # As in `jax.make_mesh`, a mesh of fewer devices takes the first ones.
     grid = arrange_devices(spec, chosen[: math.prod(spec.sizes)])
     return Mesh(grid, spec.names, axis_types=types)
 
@@ -190,6 +191,8 @@ def abstract_mesh(
             fix="pass devices=8, or give the size",
             mesh_axes=(name,),
         )
+    # The types are passed always: by default the axes of an `AbstractMesh` are Auto in JAX 0.10,
+    # and Explicit in JAX 0.11 and 0.12.
     return AbstractMesh(spec.sizes, spec.names, axis_types=types)
 
 
@@ -223,6 +226,7 @@ def mesh_sizes(
     >>> mesh_sizes([("dp", 2), ("tp", 4)])
     {'dp': 2, 'tp': 4}
     """
+    # It was checked when it was built, and each request to the rules comes here.
     if isinstance(mesh, MeshSizes):
         return mesh
     if isinstance(mesh, Mesh | AbstractMesh):
@@ -285,6 +289,8 @@ def arrange_devices(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
     dcn = _dcn(spec, slices)
     inner = tuple(size // part for size, part in zip(spec.sizes, dcn, strict=True))
     blocks = np.stack([_arrange_slice(spec, inner, members) for members in slices.values()])
+    # The dims of `blocks` are the parts across slices, then the parts inside. Each axis joins its
+    # two parts with the one across slices as major, so they must be neighbors before the reshape.
     paired = [axis for dim in range(len(inner)) for axis in (dim, len(inner) + dim)]
     return blocks.reshape(dcn + inner).transpose(paired).reshape(spec.sizes)
 
@@ -383,6 +389,7 @@ def default_dcn(spec: MeshSpec, count: int) -> tuple[int, ...]:
 def _arrange_slice(spec: MeshSpec, shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
     """Arrange the devices of one slice in an array of shape `shape`."""
     if spec.contiguous or devices[0].platform != "tpu":
+        # `np.array` would guess a shape from the devices. Assignment keeps each as one element.
         grid = np.empty(len(devices), dtype=object)
         grid[:] = devices
         return grid.reshape(shape)
@@ -464,6 +471,7 @@ def _more_devices(spec: MeshSpec, devices: Sequence[Any]) -> str:
 
 
 def _axis_type(value: object, place: str) -> AxisType:
+    # Not Manual: only `shard_map` makes mesh axes Manual.
     if value in (AxisType.Auto, AxisType.Explicit):
         return AxisType(value)
     if isinstance(value, str) and value in _AXIS_TYPES:

@@ -57,6 +57,8 @@ class MeshSpec:
             for name, size in zip(self.names, self.dcn, strict=False)
             if size > 1
         ]
+        # Parts that are all 1 differ from no parts: without any, the slices split a default axis.
+        # The text must keep this.
         if self.dcn and not crossing:
             crossing = [f"{DCN}{self.names[0]}:1"]
         return (CONTIGUOUS if self.contiguous else "") + ",".join(crossing + parts)
@@ -151,6 +153,7 @@ def resolve_sizes(spec: MeshSpec, count: int, *, hint: str = "") -> MeshSpec:
     filled = dataclasses.replace(
         spec, sizes=tuple(int(count) // needed if size == INFER else size for size in spec.sizes)
     )
+    # The part of the axis that was -1 could not be compared with its size before.
     axes = zip(spec.names, filled.sizes, spec.dcn, strict=False)
     raise_problems([problem for axis in axes for problem in dcn_divides(*axis)])
     return filled
@@ -195,6 +198,7 @@ def _parse_text(
         crossing or _dcn_parts(dcn),
         contiguous=contiguous,
         text=text,
+        # If the parts are given by dcn=, their columns are not columns of the text.
         dcn_text=text if crossing else "",
     )
 
@@ -237,6 +241,7 @@ def _read_part(word: str, column: int) -> Part:
 def _read_size(word: str) -> int | str:
     if not _INTEGER.fullmatch(word):
         return word
+    # Python refuses to convert text of more than 4,300 digits. MOST_SIZE is refused as too large.
     return int(word) if len(word) < 1000 else MOST_SIZE
 
 

@@ -55,6 +55,8 @@ def pair(tree: Any, annotations: Any = None) -> Paired | None:
     if annotations is None:
         return Paired(structure=structure, leaves=leaves, annotations=leaves)
     try:
+        # `flatten_up_to` stops where the tree has an array, so the annotation there stays whole,
+        # although it is a tuple.
         values = structure.flatten_up_to(annotations)  # type: ignore[attr-defined]
     except ValueError:
         return None
@@ -124,6 +126,8 @@ def annotated_leaves(tree: Any, annotations: Any = None) -> list[Leaf]:
 def _with_dicts(tree: Any) -> Any:
     """Return a tree with a dict for each FrozenDict of flax, which has the same keys and order."""
 
+    # To JAX the two are different nodes, so a tree with one does not fit annotations with the
+    # other.
     def is_frozen(node: Any) -> bool:
         # Compare the type by name, so that flax is not imported.
         cls = type(node)
@@ -183,6 +187,7 @@ def _spread(
     many children as annotations, and their ranks fit one to one, both readings are possible. Then a
     problem is added.
     """
+    # A named tuple counts as another container, although it is a tuple too.
     counts = [_count(child) for child in part] if type(part) is tuple else []
     if len(counts) == len(several):
         return [
@@ -273,6 +278,7 @@ def _children(node: Any) -> dict[Any, Any] | None:
     children, structure = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda child: child is not node
     )
+    # To JAX, None and () are nodes without children. Only a leaf has this structure.
     leaf: Any = jax.tree.structure(0)
     return None if leaf == structure else {path[0]: child for path, child in children}
 

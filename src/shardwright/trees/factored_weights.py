@@ -82,6 +82,8 @@ def quantized(
     counts = _block_counts(spec, tuple(blocks) if isinstance(blocks, Iterable) else (blocks,), path)
     axes = scale_axes(spec.axes, spec.shape, scale_shape=counts, path=path)
     value = (
+        # In the tree, the values are at `path/value`. Only a PartOf has the path of the weight,
+        # which `[[tensors]]` entries match.
         PartOf(annotation=spec.axes, shape=spec.shape, dims=tuple(range(spec.ndim)), path=path)
         if path
         else spec.axes
@@ -197,6 +199,8 @@ def annotate_parts(
             )
             fix = "give each array names of its own, or annotate the arrays by their paths"
             problems.append(Problem(error=RankMismatchError, what=what, path=path, fix=fix))
+            # The caller raises the problem. Until then, each array has some annotation to pair
+            # with.
             found.append((EMPTY,) * len(shape))
     return found
 
@@ -290,6 +294,8 @@ def low_rank(
         axes = PartOf(annotation=spec.axes, shape=spec.shape, dims=dims, path=path)
         return ArraySpec(shape, pair_dtype, axes, init)
 
+    # Hu et al. 2021, section 4.1: one matrix is Gaussian and the other is zero. Leading dims stack
+    # several weights, so they do not count as inputs.
     normal = jax.nn.initializers.variance_scaling(
         1.0, "fan_in", "normal", in_axis=ins, out_axis=-1, batch_axis=lead
     )

@@ -98,6 +98,7 @@ def _factored(field: str, place: _Place) -> DimsOfParam | None:
         return _copy(place)
     if len(place.whole) < 2:
         return None
+    # optax sorts by `np.argsort` too, so that dims of equal size have the same order here.
     second, largest = (int(dim) for dim in np.argsort(place.whole)[-2:])
     summed = largest if field == "v_row" else second
     dims = tuple(dim for dim in range(len(place.whole)) if dim != summed)
@@ -346,6 +347,8 @@ class _StateIndex:
 
     def _owner(self, path: Path) -> Leaf | None:
         """Return the parameter at an array's path in a copy of the parameters, or None."""
+        # The longest end of the path comes first: the path of a parameter `w` also ends that of
+        # `a/w`.
         return next(
             (
                 self.params[path[at:]]
@@ -433,6 +436,7 @@ def _copies_of(known: set[Path], params: Any, state: Any) -> Callable[[Path], bo
         }
         if not all(path in places or (masked and path in inner) for path, masked in below.items()):
             return False
+        # Each parameter needs an entry: its own, or that of a masked subtree around it.
         return all(any(place[:end] in below for end in range(len(place) + 1)) for place in known)
 
     return copies

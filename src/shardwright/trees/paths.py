@@ -18,6 +18,7 @@ from shardwright.vocabulary.layouts import Replicated
 
 def path_text(path: Sequence[Any]) -> str:
     """Return a key path as text, such as `blocks/0/attn/q`."""
+    # JAX does not escape a "/" in a key, so two paths may have the same text.
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 

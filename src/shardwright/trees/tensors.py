@@ -83,6 +83,7 @@ def as_tensors(values: Any) -> tuple[Tensor, ...]:
       StrategyError: A leaf is none of these, or is a tuple of tuples of axes, which can be read as
         one annotation of composites or as several annotations.
     """
+    # `()` is also the annotation of a scalar, and would become one tensor.
     if isinstance(values, (tuple, list)) and not values:
         return ()
     leaves, _ = jax.tree_util.tree_flatten_with_path(
@@ -113,6 +114,7 @@ def _tensor(path: str, leaf: Any) -> Tensor:
         )
     if not isinstance(leaf, ArraySpec):
         return Tensor(path=path, axes=leaf)
+    # NumPy has no dtype for PRNG keys, so the bytes of such a tensor stay unknown.
     name = np.dtype(leaf.dtype).name if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else ""
     return Tensor(path=path, axes=leaf.axes, shape=leaf.shape, role=Role.PARAM, dtype=name)
 
@@ -125,6 +127,7 @@ def is_dtype(name: object) -> bool:
         dtype = jnp.dtype(name)
     except (TypeError, ValueError):
         return False
+    # `jnp.dtype` accepts these dtypes of NumPy, but no JAX array has them.
     if dtype in (np.dtype(np.longdouble), np.dtype(np.clongdouble)) or dtype.kind == "m":
         return False
     return bool(jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_))
