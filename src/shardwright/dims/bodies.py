@@ -83,6 +83,7 @@ def bodies(equation: Any) -> tuple[Body, ...]:
     if name == "while":
         return _of_while(parameters, count)
     if name == "cond":
+        # The first operand is the index of the branch.
         return tuple(
             Body(jaxpr=_open(branch), operands=range(1, count)) for branch in parameters["branches"]
         )
@@ -90,6 +91,7 @@ def bodies(equation: Any) -> tuple[Body, ...]:
 
 
 def _of_while(parameters: Any, count: int) -> tuple[Body, Body]:
+    # Operands are the constants of the condition, those of the body, and the carry.
     start = parameters["cond_nconsts"]
     fixed = parameters["body_nconsts"]
     body = Body(

@@ -148,6 +148,7 @@ def reshape(old: DimSizes, new: DimSizes) -> Correspondence:
             sides[0][dim].append(len(sizes))
             sides[1][to].append(len(sizes))
             sizes.append(common)
+            # What is left of a dim is its minor part, and meets the next dim of the other side.
             left[:0] = [(dim, size // common)] if size > common else []
             right[:0] = [(to, other // common)] if other > common else []
     return _made(sizes, [sides[0]], [sides[1]], roles=roles, adds=True)
@@ -200,6 +201,7 @@ def cut(
             return [()] * len(shape)
         own: list[tuple[int, ...]] = []
         for dim, size in enumerate(shape):
+            # Shards of a changed dim do not correspond, so each array has its own factor.
             own.append((len(sizes),) if dim in changed else (dim,))
             if dim in changed:
                 roles[len(sizes)] = FactorRole.CHANGED
@@ -217,6 +219,7 @@ def dot_general(left: DimSizes, right: DimSizes, numbers: Any) -> Correspondence
     rights = [(len(left) + dim,) for dim in range(len(right))]
     for dim, other in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
         rights[other] = lefts[dim]
+    # The result of a `dot_general` has the batch dims first, then those of the left operand.
     result = [lefts[dim] for dim in left_batch]
     result += [own for dim, own in enumerate(lefts) if dim not in (*left_sum, *left_batch)]
     result += [own for dim, own in enumerate(rights) if dim not in (*right_sum, *right_batch)]
@@ -238,6 +241,7 @@ def gather(
     gone = (*numbers.collapsed_slice_dims, *batching)
     windows = [dim for dim in range(len(table)) if dim not in gone]
     sources = dict(zip(numbers.offset_dims, windows, strict=True))
+    # The dims of the result outside of windows are those of the indices, in order, but the last.
     rows = iter(indices)
     results = [
         (len(table) + len(index) + dim,) if dim in sources else next(rows)
@@ -286,6 +290,7 @@ def scatter(
     rows = [dim for dim in range(len(update)) if dim not in numbers.update_window_dims]
     for dim, own in zip(rows, indices, strict=False):
         updates[dim] = own
+        # Along a batching dim, each row is written into its own part of the table.
         if own not in tables:
             roles |= dict.fromkeys(own, role)
     return _made(sizes, [tables, indices, updates], [tables], roles=roles)
