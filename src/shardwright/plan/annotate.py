@@ -32,6 +32,7 @@ class Annotation:
 
 
 annotate_axes_p = Primitive("annotate_axes")
+# The implementation and the lowering drop the annotation: only a walk reads it.
 annotate_axes_p.def_impl(lambda x, **_: x)
 annotate_axes_p.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(annotate_axes_p, lambda _, x, **__: [x])
@@ -45,6 +46,7 @@ ad.deflinear2(
 def _batch(args: Any, dims: Any, *, annotation: Annotation, added: tuple[int, ...]) -> Any:
     """Batch an annotation: it says nothing about the dim that `vmap` adds."""
     (x,), (dim,) = args, dims
+    # The new dim moves those that earlier `vmap`s added, from its place on.
     shifted = tuple(at + (at >= dim) for at in added)
     return annotate_axes_p.bind(x, annotation=annotation, added=(*shifted, dim)), dim
 
@@ -66,6 +68,8 @@ def annotate_weight(w: Any, use: Annotation, stored: Annotation) -> Any:
 
     @gathered.defjvp
     def _tangent(primals: tuple[Any], tangents: tuple[Any]) -> Any:
+        # Transposed, the annotation of the tangent is that of the gradient. A custom VJP would do
+        # without the tangent, but refuses forward mode.
         (primal,), (tangent,) = primals, tangents
         return gathered(primal), annotate(tangent, stored)
 

@@ -62,6 +62,7 @@ class Row:
     @property
     def changed(self) -> bool:
         """Whether a dim is sharded over other mesh axes, or has another number of shards."""
+        # Two meshes may give one mesh axis different sizes.
         return self.moved or self.before.shards != self.after.shards
 
     @property

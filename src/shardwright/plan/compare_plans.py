@@ -219,6 +219,7 @@ def _lines(plan: Mapping[str, Any]) -> dict[str, frozenset[Hashable]]:
         lines.setdefault(event.source, Counter())[says] += 1
     for source, mark in _marks(plan):
         lines.setdefault(source, Counter())[mark] += 1
+    # `SequenceMatcher` compares lines by their hashes.
     return {source: frozenset(says.items()) for source, says in lines.items()}
 
 
@@ -298,9 +299,11 @@ def moved_lines(before: SaysByLine, after: SaysByLine) -> dict[str, str]:
     moved: dict[str, str] = {}
     for file in dict.fromkeys(source.rpartition(":")[0] for source in before):
         left, right = (
+            # A number under which both plans say the same is a line that did not move.
             [each for each in _lines_of(file, lines) if before.get(each) != after.get(each)]
             for lines in (before, after)
         )
+        # `autojunk` would pass over what many lines have in common, in files of 200 lines or more.
         matcher = difflib.SequenceMatcher(
             None, [before[each] for each in left], [after[each] for each in right], autojunk=False
         )

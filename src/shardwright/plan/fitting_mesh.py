@@ -66,6 +66,7 @@ def find_other_mesh(program: Program, manager: Manager, topology: Topology) -> F
             continue
         if held <= topology.chip.hbm_bytes:
             meshes.append((held, sizes))
+    # Without a key, meshes with equal state would be compared, and dicts have no order.
     meshes.sort(key=lambda each: each[0])
     return _first_fitting(program, manager, ((topology, sizes) for _, sizes in meshes[:_TRIES]))
 
@@ -133,6 +134,7 @@ def _larger(sizes: Mapping[str, int], topology: Topology, held: int) -> Iterator
     others = math.prod(size for axis, size in sizes.items() if axis != largest)
     slices = sorted(
         (Topology(chip=chip, shape=shape) for shape in chip.slices()),
+        # Of slices with as many devices, the most compact one is tried.
         key=lambda each: (each.devices, max(each.shape), each.shape),
     )
     seen: set[int] = set()

@@ -92,6 +92,7 @@ def _changes(
         first = own.partition("|")[0].strip()
         rest = f" | {own}" if "|" in own else ""  # the fallbacks stay
         wider = axis if first == "-" else f"{first}+{axis}{rest}"
+        # A weight that is used as stored keeps the mesh axis in matmuls, where the batch competes.
         gather = "+".join(dict.fromkeys([*policy.gather, axis]))
         yield {f"params.{name}": wider, "policy.gather": gather}
         if policy.zero1 is None and Category.OPTIMIZER in state.categories:

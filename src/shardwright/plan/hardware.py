@@ -78,6 +78,7 @@ class Chip:
         if not self.cube:
             return
         sides = range(self.cube, self.longest + 1, self.cube)
+        # Sides in ascending order, as slices are sold: 4x4x8, and not 8x4x4.
         for shape in itertools.combinations_with_replacement(sides, self.dims):
             if math.prod(shape) <= self.most_chips:
                 yield shape
@@ -118,6 +119,7 @@ class Topology:
 
     def is_ring(self, side: str) -> bool:
         """Tell whether the links along a side wrap around. In a 3D slice, all sides do or none."""
+        # Optical switches join the faces of 4x4x4 cubes. Smaller 3D slices have no rings.
         lengths = self.shape if len(self.shape) > 2 else (self.sides[side],)
         return side != "core" and all(length % self.chip.wraps == 0 for length in lengths)
 
@@ -142,6 +144,7 @@ def read_hardware(overlay: str | None = None) -> dict[str, Chip]:
     if overlay is not None:
         source = Path(overlay).name
         for name, cells in _read_overlay(overlay).items():
+            # Key by key, so that the file of a user may name only what differs.
             data[name] = {**data.get(name, {}), **cells}
     problems: list[Problem] = []
     for name, cells in data.items():
@@ -185,6 +188,7 @@ def _faults(cells: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "", f"lacks {', '.join(missing)}", fix
     for key in _NUMBERS:
         value = cells.get(key, 1)
+        # `isinstance` would take True for an integer. `cube` may be 0, if all slices are listed.
         if type(value) is not int or value < (key != "cube"):
             yield key, f"{value!r} is not a positive integer", f"write {key} = 4"
     shapes = cells.get("shapes", [])
@@ -195,6 +199,7 @@ def _faults(cells: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             continue
         numbers = ("low", "high") if key == "link_gbps" else ("value",)
         cell = cells[key]
+        # A number without source and date is refused, because nobody could check it.
         if not isinstance(cell, dict) or set(cell) != {*numbers, "source", "date"}:
             example = ", ".join(f"{number} = 100" for number in numbers)
             fix = f'write {key} = {{ {example}, source = "where", date = "2026-01-31" }}'
@@ -224,6 +229,7 @@ def _chip(name: str, cells: Mapping[str, Any]) -> Chip:
         longest=cells["longest"],
         most_chips=cells["most_chips"],
         wraps=cells["wraps"],
+        # The file has the rates of a chip, and the memory of a device.
         flops=cells["bf16_tflops"]["value"] * 1e12 / devices,
         hbm_bytes=int(cells["hbm_gib"]["value"] * 2**30),
         hbm_rate=cells["hbm_gbps"]["value"] * 1e9 / devices,
@@ -308,4 +314,5 @@ def _distance(known: SliceShape, wanted: SliceShape) -> tuple[float, int]:
     """Return a distance between two slices: first by the number of chips, then by the sides."""
     chips = math.prod(known) / max(1, math.prod(wanted))
     pairs = itertools.zip_longest(sorted(known), sorted(wanted), fillvalue=1)
+    # Half as many chips are as far away as twice as many.
     return abs(math.log(chips)), sum(abs(a - b) for a, b in pairs)

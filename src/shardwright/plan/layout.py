@@ -21,6 +21,7 @@ from shardwright.plan.collectives.collective import Kind, ring_bytes
 from shardwright.plan.hardware import Topology
 from shardwright.vocabulary.shown import data_of
 
+# XLA runs these in two legs: inside each slice, and between slices for the part of each device.
 _SHARED: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
 
 
@@ -138,6 +139,7 @@ def lay_out(topology: Topology, sizes: Mapping[str, int]) -> Layout:
             fix="give one mesh axis the size -1, or change the slice",
         )
     crossing = _crossing(topology, sizes)
+    # From here, sizes are those inside one slice. All slices are laid out alike.
     sizes = {axis: size // crossing.get(axis, 1) for axis, size in sizes.items()}
     sides = {side: length for side, length in topology.sides.items() if length > 1}
     taken = _whole_sides(sides, sizes) or _parts_of_sides(sides, sizes)
@@ -181,6 +183,8 @@ def _whole_sides(
     sides: Mapping[str, int], sizes: Mapping[str, int]
 ) -> dict[str, dict[str, int]] | None:
     """Assign as many whole sides as possible to each mesh axis, or return None if one has none."""
+    # `mesh_utils._create_device_mesh_for_nd_torus`: the last mesh axis chooses first, and more
+    # sides are tried before fewer, since they have more links.
     free, taken = dict(sides), {}
     for axis, size in reversed(list(sizes.items())):
         chosen = next(
@@ -210,6 +214,8 @@ def _parts_of_sides(
 
     def rank(lengths: Mapping[str, int]) -> tuple[int, int, int, tuple[int, ...]]:
         whole = [side for side, length in lengths.items() if length == sides[side]]
+        # JAX's own comment prefers sides that no other mesh axis has. Its code does the opposite,
+        # in 0.10.2, and this follows the code.
         shared = [side for side in lengths if free[side] < sides[side]]
         return (
             math.prod(lengths[side] for side in whole),
@@ -219,6 +225,7 @@ def _parts_of_sides(
         )
 
     for axis, size in reversed(list(sizes.items())):
+        # `mesh_utils._prefer_first_logical_axis_assignment` has the same order.
         best = max(_splits(free, size), key=rank)
         taken[axis] = {side: length for side, length in best.items() if length > 1}
         for side, length in best.items():

@@ -57,6 +57,7 @@ class LeafBytes:
     @property
     def replicated(self) -> int:
         """Bytes on all devices beyond the first copy. Full sharding would save them."""
+        # `devices // copies` devices together hold one copy.
         return self.per_device * (self.devices - self.devices // self.copies)
 
 
@@ -229,6 +230,7 @@ def _replicated_over(sharding: Sharding) -> tuple[str, ...] | None:
 
 
 def _copy_count(sharding: Sharding, shape: tuple[int, ...]) -> int:
+    # As text, because slices have no hash before Python 3.12.
     places = {str(index) for index in sharding.devices_indices_map(shape).values()}
     return sharding.num_devices // len(places)
 
@@ -246,5 +248,6 @@ def _shard_shape(sharding: Sharding, shape: tuple[int, ...], path: str) -> tuple
 
 def _dtype_text(dtype: Any) -> str:
     return str(
+        # The dtype of typed random keys is none of NumPy's.
         dtype if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else jax.numpy.dtype(dtype)
     )

@@ -88,6 +88,7 @@ def _positions(donated: Any, arguments: int) -> tuple[int, ...]:
     """
     positions = donated if isinstance(donated, (tuple, list)) else (donated,)
     for at in positions:
+        # `isinstance` would take True for the position 1.
         if type(at) is not int or not -arguments <= at < arguments:
             raise StrategyError(
                 f"donated has {at!r}, but the positions of the arguments are 0 to {arguments - 1}"
@@ -310,6 +311,7 @@ def _with_gather(
         for entry in leaf.bytes.spec
         for axis in entry_names(entry)
     }
+    # Other mesh axes stay in matmuls on purpose, as in tensor parallelism.
     gathered = stored.intersection(manager.rules.policy.gather)
     return tuple(
         dataclasses.replace(
@@ -347,6 +349,7 @@ def _counted_arrays(
             path=path_text(path[1:]), value=value, source=source, category=category
         )
         arrays.append(array)
+        # A scalar, such as the step of an optimizer, is replicated without an annotation.
         if source is None and category not in (None, Category.INPUTS) and value.shape:
             bare.setdefault((path[0].idx, category), []).append(array.path)
     raise_problems([_bare(*key, paths) for key, paths in bare.items()])

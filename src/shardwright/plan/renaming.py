@@ -31,6 +31,7 @@ def find_renaming(
       old: Mesh axis -> size, of the mesh of the trace.
       new: The same of the other mesh.
     """
+    # An axis of one device may be in any spec without a change of shapes.
     renaming: dict[str, tuple[str, ...]] = {axis: () for axis, size in old.items() if size == 1}
     for before, after in pairs:
         if before is None or after is None:
@@ -41,6 +42,7 @@ def find_renaming(
             if not _extend(renaming, held, goal, old, new):
                 return None
     used = {axis for axes in renaming.values() for axis in axes}
+    # Mesh axes that no answer names may still be in a `shard_map`, so they need partners too.
     left = [axis for axis, size in old.items() if size > 1 and axis not in renaming]
     free = [axis for axis, size in new.items() if size > 1 and axis not in used]
     return renaming if _extend(renaming, left, free, old, new) else None
@@ -71,6 +73,7 @@ def _extend(
     for axis in held:
         if axis not in renaming:
             taken = {other for axes in renaming.values() for other in axes}
+            # The first new axes with as many devices: `fsdp:4` may stand for `dp:2` and `fsdp:2`.
             part = next(
                 (
                     tuple(rest[:end])

@@ -213,6 +213,7 @@ def count_tensors(
                 for number in range(copies)
             ]
     counted = count_state(manager, arrays)
+    # `count_state` adds gradients only beside optimizer state, and does so in every mode.
     leaves = counted.leaves
     if train and Category.GRADIENTS not in counted.categories:
         leaves += tuple(gradients(leaves))
@@ -254,6 +255,7 @@ def read_holds(shapes: Sequence[Any], holds: Any) -> list[Category | None]:
     known = {str(category) for category in Category if category is not Category.GRADIENTS}
     categories: list[Category | None] = []
     for tree, names in zip(shapes, holds, strict=True):
+        # For JAX, None is a tree without leaves. Here, it leaves the category of a subtree open.
         covers, structure = jax.tree.flatten(names, is_leaf=lambda name: name is None)
         try:
             parts = structure.flatten_up_to(tree)  # type: ignore[attr-defined]
@@ -281,6 +283,7 @@ def _leaf(manager: Manager, array: CountedArray) -> StateLeaf:
     causes = tuple(
         _cause(resolution, counted, axis, manager.mesh.shape) for axis in counted.replicated_over
     )
+    # The role that the annotation resolves to tells weights from inputs.
     category = array.category
     if category is None:
         stored = resolution is not None and resolution.role is Role.PARAM

@@ -74,6 +74,7 @@ def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRa
     """
     chip = layout.topology.chip
     low, high = walked.work.min_flops / chip.flops, walked.flops / chip.flops
+    # Matmuls may read an argument several times or, as a table of embeddings, not at all.
     read = max(state_bytes, walked.matmul_bytes) / chip.hbm_rate
     links: dict[tuple[str, ...], SecondsRange] = {}
     for event in walked.events:
@@ -99,7 +100,9 @@ def _sending(event: Event, layout: Layout) -> SecondsRange:
         # A neighbor is one hop away, over one link.
         slow, hops = layout.topology.chip.link_rates[0], min(1, len(parts))
     between = layout.seconds_between_slices(event.kind, event.mesh_axes, event.logical_bytes)
+    # Bytes and latency overlap, so the longer one counts, as in the scaling book.
     inside = max(sent / slow, hops * _HOP) if sent else 0.0
     fastest_inside = exchanged / fast if sent else 0.0
+    # At best, a branch is not taken, and links and the network between slices send at once.
     low = 0.0 if event.maybe else event.runs * max(fastest_inside, between)
     return SecondsRange(low=low, high=event.runs * (inside + between))

@@ -85,6 +85,7 @@ class Trace:
         """
         if self.fits_all:
             return {}
+        # Such a sharding names mesh axes, and `find_renaming` does not see it.
         own = any(isinstance(given, NamedSharding) for given in self.inputs)
         if own or self.attention != manager.rules.attention:
             return {} if self.fits(manager) else None
@@ -183,6 +184,7 @@ def trace(
         )
     # All plans of a manager share one planning manager, so that JAX's caches do not grow.
     planning, recorder = manager.remember(("planning",), lambda: planning_manager(manager))
+    # Shardings of the arguments would become part of the trace, which many strategies share.
     bare = jax.tree.map(_bare, tuple(shapes))
 
     def traced_once(*arguments: Any) -> Any:
@@ -198,6 +200,7 @@ def trace(
     # A loop may compute values that nothing uses. JAX keeps them and compilers remove them, so they
     # are removed before the walk.
     whole = traced.jaxpr.jaxpr
+    # `instantiate` keeps unused inputs, because `inputs` has an entry for each argument.
     jaxpr, _ = dce_jaxpr(whole, [True] * len(whole.outvars), instantiate=True)
     if len(inputs) != len(jaxpr.invars):
         raise StrategyError(
@@ -293,6 +296,7 @@ def _roles_by_arguments(
         axes = annotation.axes if isinstance(annotation, ArraySpec) else annotation
         return repr(axes), tuple(request.shape or ())
 
+    # A dict in place of a set, so that roles stand in the order of the arguments.
     known: dict[Any, dict[Role, None]] = {}
     for given in inputs:
         if isinstance(given, ShardingRequest):
@@ -367,11 +371,13 @@ def walk(
         annotation: Annotation = equation.params["annotation"]
         value = resolved(annotation.request, annotation.strict, _jax.source_line(equation))
         dims = list(value.dims)
+        # In ascending order, because an insertion shifts all later dims.
         for at in sorted(equation.params["added"]):
             dims.insert(at, KEEP)
         return dataclasses.replace(value, dims=tuple(dims))
 
     def resolved(request: ShardingRequest, strict: bool, source: str) -> ShardedValue:
+        # The trace holds its requests, so no id is used twice.
         key = id(request)
         if key not in known:
             resolution = manager.answer(request)

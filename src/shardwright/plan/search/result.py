@@ -94,6 +94,7 @@ class Candidate:
     def costs(self) -> tuple[float, ...]:
         """Whether it may not fit, times, memory, and bytes between slices, to be compared."""
         times = map(seconds_of, self.reports.values())
+        # False is less than True: a candidate that may not fit never beats one that fits.
         return (self.verdict is not Verdict.FITS, *times, self.most_bytes, self.slice_bytes)
 
     @property

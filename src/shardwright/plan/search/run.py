@@ -433,6 +433,7 @@ class _Search:
         # Sorting is stable, so equal ranks keep the order of the space.
         fastest = sorted(best, key=lambda specs: best[specs][0])
         smallest = sorted(best, key=lambda specs: (best[specs][1], best[specs][0]))
+        # The closed form counts no memory, so a quarter of the walks goes to small states.
         chosen = dict.fromkeys(fastest[: most - most // 4])
         for specs in smallest:
             if len(chosen) >= most:

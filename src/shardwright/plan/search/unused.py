@@ -63,6 +63,7 @@ class UnusedAxes:
 
     def _requests(self, strategy: Strategy, mode: str) -> list[ShardingRequest]:
         """Return the questions of a program. Keep the mesh axes that it names itself."""
+        # The annotations of a program do not depend on the strategy, so the first one traces it.
         if mode not in self._asked:
             mesh = abstract_mesh(dict.fromkeys(strategy.mesh, 1))
             manager = PartitionManager(strategy, mesh=mesh).for_mode(mode)

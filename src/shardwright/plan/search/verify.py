@@ -81,6 +81,7 @@ def compiled_seconds(verification: Verification) -> float:
         # The lowest rate, as at the upper end of a plan's time. Only between slices, it is 0.
         rate = report.layout.rates(sent.mesh_axes)[0]
         sending += sum(sent.compiled.values()) / rate if rate else 0.0
+    # What crosses slices has no rate of links, and takes the time of the network between them.
     for each in verification.compiled.collectives:
         if each.between_slices:
             # A loop of unknown length counts as one run.
