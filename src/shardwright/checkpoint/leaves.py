@@ -139,8 +139,8 @@ def _refusal(value: Any) -> tuple[str, str] | None:
         dtype = value.dtype
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             return None
-        # Objects, texts and dates. bfloat16 and the kinds of float8 have the kind V, as NumPy sees
-        # them.
+        # Objects, texts and dates. V is left out: it is the kind of bfloat16, float8_e4m3fn and
+        # int4.
         if dtype.kind not in "OSUMm" and str(dtype) not in _NOT_WRITTEN:
             return None
         return f"the dtype {dtype} cannot be saved", "save numbers, bools and PRNG keys"
@@ -225,8 +225,8 @@ class TargetLeaf:
     @property
     def sharding(self) -> Sharding | None:
         """Sharding of the restored leaf. None for NumPy, and for JAX's default device."""
-        # An uncommitted array goes where the next operation is, so the restored one is not bound to
-        # a device.
+        # An uncommitted array follows the other operands of an operation, and so must the restored
+        # one.
         if isinstance(self.target, jax.Array) and not self.target.committed:
             return None
         sharding: Sharding | None = getattr(self.target, "sharding", None)

@@ -60,6 +60,7 @@ def _local(dim: AtomDim, shards: int) -> AtomDim:
     while shards > 1 and factors:
         first = factors[0]
         if shards % first.size == 0:
+            # The shards use up this factor, and may go on in the next one.
             first.is_shards = True
             shards //= first.size
             factors = factors[1:]

@@ -89,6 +89,7 @@ def _tables(facts: Facts, results: Sequence[ArrayFacts]) -> list[Tables]:
     ends = [dim for dim, _ in _ends(facts, results)]
     tied = {atom for dim in ends for atom in finest(dim)}
     summed = summed_over(facts.projections)
+    # A dim that a weight sums over is a residual or a hidden dim, and no logits.
     counts = {
         size_of(finest(dim)) for dim in ends if learned(dim) and summed.isdisjoint(finest(dim))
     }

@@ -175,6 +175,7 @@ class _AccumulationStep:
         """Return the sums of a device, and (sent, seen) of each microbatch."""
         # The gradient of a weight that varies over the devices is not summed over them.
         weights, zero = self._varying((weights, jnp.zeros(())))
+        # The batch is that of a device, so the microbatches are cut without sending an example.
         parts = jax.tree.map(lambda leaf: leaf.reshape(self.n, -1, *leaf.shape[1:]), batch)
         start = Weighted(zero, zero), jax.tree.map(_zeros, weights)
         add = functools.partial(self._add, weights)

@@ -247,6 +247,8 @@ def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
         counts = {
             name: jnp.where((count == 0) & trained, 1.0, count) for name, count in counts.items()
         }
+        # The kernels share the scale of their input, so one wrong counter makes all of them
+        # invalid.
         valid = jnp.stack([count == 1 for count in counts.values()]).all(axis=0)
 
         def tensor(old: TensorScaling, amax: Any, dtype: str) -> TensorScaling:

@@ -209,6 +209,7 @@ def _mesh_axes(
     manager: Any, annotation: Any, shape: tuple[int, ...], dim: int, **options: Any
 ) -> tuple[str, ...]:
     """Return the mesh axes that a dim is sharded over."""
+    # Rules divide global sizes, and inside a `shard_map` the shape is that of a shard.
     known = None if is_inside_shard_map() else shape
     spec = manager.explain(annotation, shape=known, **options).spec
     return () if spec is None else entry_names((*spec.partitions, *[None] * len(shape))[dim])

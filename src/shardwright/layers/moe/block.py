@@ -391,6 +391,7 @@ def _over_shards(
 ) -> tuple[Any, dict[str, Any]]:
     """Run the layer on the shards of tokens and experts."""
     axes = _token_axes(x.shape)
+    # The sums are those of all devices, so they leave the `shard_map` replicated.
     sums = {"load": (EMPTY,), "losses": (EMPTY,)} if config.has_loss else {"load": (EMPTY,)}
     weight_axes = {name: _USED_AS[name] for name in params}
     # Kept with the manager, so that layers with the same options share one trace.
