@@ -30,6 +30,7 @@ def make_parser(name: str, what: str, *, epilog: str) -> argparse.ArgumentParser
     width = help_width()
     return _Parser(
         prog=f"shardwright {name}",
+        # RawDescriptionHelpFormatter keeps the line breaks of examples, and wraps nothing.
         description=wrapped(what, width),
         epilog=wrapped(epilog, width),
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(

@@ -92,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         # argparse cannot require this: either the words or --strategy will do.
         parser().error("the following arguments are required: STRATEGY")
     tensors = None if arguments.tensors is None else read_tensors(arguments.tensors)
+    # A model may use axes that a strategy of the same command line declares.
     own_axes = _own_axes(strategies) if any(map(is_model, strategies)) else frozenset()
     results: list[Checked] = []
     for text in strategies:

@@ -148,6 +148,7 @@ def _check_program(
     label: str, mode: str, program: Program, own_axes: Collection[str]
 ) -> tuple[Finding, ...]:
     shapes = program.shapes
+    # Without an entry per argument, nothing says which argument an entry is for.
     specs = program.specs if isinstance(program.specs, (tuple, list)) else (None,) * len(shapes)
     holds = program.holds if isinstance(program.holds, (tuple, list)) else (None,) * len(shapes)
     is_params = [
@@ -206,4 +207,5 @@ def _seed(annotation: Any, leaf: Any) -> Any:
     is_axes = isinstance(axes, (tuple, list)) and len(axes) == len(leaf.shape)
     if not is_axes or isinstance(axes, PartitionSpec) or is_layout(axes):
         return None
+    # A seed names one axis, and a dim of several axes has none.
     return [None if isinstance(axis, (tuple, list)) else axis for axis in axes]

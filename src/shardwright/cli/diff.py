@@ -25,6 +25,7 @@ from shardwright.vocabulary.lowering import describe
 from shardwright.vocabulary.modes import MODE_NAMES, mode_name
 from shardwright.vocabulary.units import bytes_text
 
+# Growth is red, because bytes are a cost.
 _GROWS = {r"\+[0-9][0-9,]*(?: \(.*\))?$": "red", r"-[0-9][0-9,]*(?: \(.*\))?$": "green"}
 _EPILOG = f"""\
 Give two strategies, or one strategy and --mesh, --devices, --mode or --topology twice: first the
@@ -126,6 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
     strategies, meshes = _two("STRATEGY", arguments.strategies), _two("--mesh", arguments.mesh)
     devices, modes = _two("--devices", arguments.devices), _two("--mode", arguments.mode)
     topologies = _two("--topology", arguments.topology)
+    # A pair of equal values is an option that was given once, or not at all.
     sides = (strategies, meshes, devices, modes, topologies)
     if all(left == right for left, right in sides):
         raise StrategyError(
@@ -253,6 +255,7 @@ def _section(comparison: Comparison, role: Role, modes: Sequence[str], *, width:
     )
     has_bytes = any(row.grows is not None for row in rows)
     body = [_HEAD, *map(_cells, changed), *([total_row] if has_bytes else [])]
+    # The second cell is the axes.
     if width < _ROOM:
         body = [(cells[0], *cells[2:]) for cells in body]
     lines = table(body, indent="  ", width=width, prose=1) if changed else []

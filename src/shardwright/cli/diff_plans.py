@@ -18,6 +18,7 @@ from shardwright.show.changes import changes_text
 from shardwright.strategy.foreign_files import read_json
 from shardwright.vocabulary.modes import mode_name, parse_mode
 
+# As in `diff`: a share in percent, or a factor.
 GROWS = {r"(?:\+[0-9.]+%|x [0-9.]+)$": "red", r"-[0-9.]+%$": "green"}
 
 # Mode, or "mode -> mode" -> the plans of both sides.
@@ -45,6 +46,7 @@ def run_files(arguments: argparse.Namespace) -> int:
     left, right = (_read_plans(name) for name in arguments.plan)
     if arguments.mode:
         names = [mode_name(parse_mode(mode)) for mode in arguments.mode]
+        # A mode that is given once is for both sides.
         for plans, mode in ((left, names[0]), (right, names[-1])):
             if mode not in plans:
                 fix = f"the modes are {', '.join(plans)}"

@@ -109,6 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
             fix=f"write {names} in the file, or leave --tensors out",
         )
     setting = read_setting(arguments.strategy, mesh=arguments.mesh, devices=arguments.devices)
+    # `MODES` and `MODE_NAMES` have one order.
     modes = MODES if arguments.mode == "all" else (MODES[MODE_NAMES.index(arguments.mode)],)
     if arguments.tensors is not None:
         answers = [ask(tensor, setting, modes) for tensor in read_tensors(arguments.tensors)]
@@ -351,6 +352,7 @@ def _tensor_row(
     for at, names in enumerate(columns):
         placement, count = _cells(answer, names[0])
         same = at > 0 and (placement, count) == first
+        # Equal columns are for the other tensors, in which these modes differ.
         row.append("=" if same else placement)
         if sized:
             row.append("=" if same and count else count)
@@ -364,6 +366,7 @@ def _totals(answers: Sequence[ExplainedTensor], columns: Sequence[Sequence[str]]
         for answer in answers
         if any(count is not None for count in answer.bytes_per_device.values())
     ]
+    # Over one device, which is the whole array.
     total = sum(answer.tensor.bytes_over(1) or 0 for answer in counted)
     parts = []
     for names in columns:

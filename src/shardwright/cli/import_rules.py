@@ -185,6 +185,7 @@ def _imported(arguments: argparse.Namespace) -> Imported:
         )
     if arguments.format == "levanter":
         known = haliax.NAMES if arguments.vocabulary else {}
+        # A name that stands for EMPTY is no axis, and needs no rule.
         own = {name: axis for name, axis in known.items() if axis != EMPTY}
         return haliax.levanter.to_strategy(
             arguments.file,

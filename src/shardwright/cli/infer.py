@@ -72,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     own_axes = read_strategy(arguments.strategy)[0].axes if arguments.strategy else ()
     sizes = dict(map(read_size, arguments.size))
     inferred = infer_model(model, sizes=sizes, own_axes=own_axes)
+    # Of two names for one dim, each is wrong for one of the operations.
     if arguments.out is not None and not inferred.conflicts:
         _write(arguments.out, inferred.toml())
     failed = bool(inferred.problems()) if arguments.strict else bool(inferred.conflicts)

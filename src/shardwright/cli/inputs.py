@@ -48,6 +48,7 @@ def read_axes(words: Sequence[str]) -> Any:
     >>> read_axes(["BATCH", "_", "dp+fsdp"])
     ('__BATCH__', '_', ('__DATA_PARALLEL__', '__FULLY_SHARDED_DATA_PARALLEL__'))
     """
+    # A comma is a space, so `BATCH,LENGTH` is two words as in Python.
     dims = [word for text in words for word in text.replace(",", " ").split()]
     if dims == ["()"]:
         return ()
@@ -114,6 +115,7 @@ def read_shape(text: str) -> tuple[int, ...]:
     """
     if text.strip() == "()":
         return ()
+    # `16x4096` too, because tables print shapes so.
     parts = [part.strip() for part in re.split(r"[,x]", text)]
     sizes = [size for part in parts if (size := _whole(part)) is not None]
     if len(sizes) < len(parts):
@@ -158,6 +160,7 @@ class Setting:
 
     def on(self, topology: Topology) -> Topology:
         """Return a topology with the parts of the mesh axes that cross its slices."""
+        # A part of 1 stays inside a slice.
         crossing = {axis: part for axis, part in self.dcn.items() if part > 1}
         return dataclasses.replace(topology, crossing=crossing)
 
@@ -288,6 +291,7 @@ def read_mesh(strategy: Any, label: str, text: str | None, devices: int | None) 
     if text is None and not strategy.mesh:
         raise MeshSpecError(f"strategy {label} has no [mesh]", fix="give a mesh: --mesh dp:2,tp:4")
     source: Any = text if text is not None else dict(strategy.mesh)
+    # Named here, because `abstract_mesh` does not know from which strategy the -1 comes.
     if text is None and devices is None and INFER in strategy.mesh.values():
         name = next(axis for axis, size in strategy.mesh.items() if size == INFER)
         raise MeshSpecError(

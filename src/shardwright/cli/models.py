@@ -171,6 +171,7 @@ def _arrays(params: Any, result: list[_Params]) -> list[Any]:
 
 def _is_fixed(leaf: Any) -> bool:
     """Tell whether a leaf is a function or a number, such as a probability, and not an array."""
+    # As an array, such a number would be a tracer, on which the model cannot branch.
     return callable(leaf) or isinstance(leaf, (bool, int, float, complex, str))
 
 
@@ -263,6 +264,7 @@ def read_input(text: str) -> tuple[jax.ShapeDtypeStruct, tuple[str | None, ...]]
         )
     shape = tuple(int(size) for size in match[2].replace(",", " ").split())
     words = match[3].replace(",", " ").split()
+    # Without axes, inference starts from the operations of the model alone.
     if len(words) not in (0, len(shape)) or not all(map(_AXIS.fullmatch, words)):
         raise StrategyError(
             f"--input {text!r} does not have one axis for each of {len(shape)} dims",

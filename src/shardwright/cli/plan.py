@@ -172,6 +172,7 @@ def _read_topology(arguments: argparse.Namespace) -> Topology | None:
 
 def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topology | None) -> int:
     """Count the state of a file of tensors."""
+    # A file of tensors has no program that could send, be compiled or take options.
     for option in ("forbid", "verify", "html", "batch", "set"):
         if getattr(arguments, option):
             raise StrategyError(

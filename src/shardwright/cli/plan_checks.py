@@ -16,6 +16,7 @@ from shardwright.vocabulary.modes import mode_name, parse_mode
 from shardwright.vocabulary.units import BYTES, bytes_text
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(B|KiB|MiB|GiB|TiB|%)")
+# `*` stands for every kind.
 _FORBID = re.compile(r"([a-z_*]+)(?:@([a-z]+))?(?:>([0-9]+(?:\.[0-9]+)?)\s*(B|KiB|MiB|GiB|TiB))?")
 
 

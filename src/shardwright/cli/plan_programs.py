@@ -43,6 +43,7 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
         options=_options(arguments),
         notes=notes,
     )
+    # Before the plans, which take longest.
     _check_forbidden(arguments, programs)
     reports = {
         mode: plan_program(

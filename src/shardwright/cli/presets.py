@@ -124,6 +124,7 @@ def _what(name: str) -> str:
         if not line.startswith("#"):
             break
         comment.append(line.removeprefix("#").strip())
+    # The whole comment is one text: a sentence may go over several lines.
     return " ".join(comment).partition(". ")[0].rstrip(".")
 
 

@@ -70,6 +70,7 @@ def read_programs(
       StrategyError: The file cannot be read or raises, the function does not take the options, or
         it does not return programs.
     """
+    # A file of tensors is refused later: it is not file.py:function.
     if is_config(model):
         programs: Mapping[str, Any]
         programs, lines = read_reference(model, options or {}, devices=devices)

@@ -61,6 +61,7 @@ def read_reference(
     from shardwright.interop.hf import programs, read_config
 
     _check(options)
+    # What is not given has the defaults of `programs`.
     keywords = {key: options[key] for key in ("remat", "chunks") if key in options}
     sizes = read_config(
         str(_config_path(model)),

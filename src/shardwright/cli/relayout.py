@@ -35,6 +35,7 @@ def relayout_lines(
     The arrays are those of the source. Both programs must have equally many parameters.
     """
     name = f"from {source.name} on {source.mesh} to {target.name} on {target.mesh}"
+    # The modes of a group share the weights, so its first mode stands for all.
     modes = next(iter(source.reports)), next(iter(target.reports))
     weights = _weights(before[modes[0]]), _weights(after[modes[1]])
     if weights[0] is None or weights[1] is None:

@@ -172,6 +172,8 @@ def run(arguments: argparse.Namespace) -> int:
             print_lines(relayout)
     for name, problem in errors.items():
         print(f"shardwright: mode {name} was not searched: {problem}", file=sys.stderr)
+    # The results of the other groups are printed already; the code says that the answer is
+    # incomplete.
     if errors:
         return 2
     bad = [not report.candidates for report in reports.values()]
@@ -234,6 +236,7 @@ def _stoppable(show: ProgressLine) -> Iterator[Callable[[object], bool]]:
 
     def shown(state: object) -> bool:
         show(state)
+        # A search stops as soon as its progress returns False, and keeps what it has planned.
         return not stopped
 
     # Python lets only the main thread set a handler.

@@ -58,6 +58,7 @@ def _console() -> Any:
     except ImportError:  # rich is optional (the extra `cli`)
         return None
     console = Console(file=sys.stdout)
+    # rich reads NO_COLOR and TERM.
     return None if console.no_color or console.color_system is None else console
 
 

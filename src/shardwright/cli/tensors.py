@@ -57,6 +57,7 @@ def read_tensors(name: str) -> tuple[Tensor, ...]:
             fix="pass it as the strategy; a file of tensors has one table per tensor, "
             f"such as [mlp.wi]: {_EXAMPLE}",
         )
+    # All problems of the file are collected, so that one run shows them.
     problems: list[Problem] = []
     tensors = tuple(_walk(data, (), {}, origin, problems))
     if not tensors and not problems:
