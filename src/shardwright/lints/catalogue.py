@@ -72,5 +72,7 @@ def lint(strategy: Any, tensors: Any = None, *, mesh: Any = None) -> tuple[Findi
         subject = make_subject(strategy, tree, mesh)
     except ShardingError as error:  # the rules do not compile; the mesh and the tree have been read
         return tuple(from_problem(problem) for problem in error.problems)
+    # Equal findings are listed once. `sorted` is stable, so the order of LINTS stays within a
+    # severity.
     findings = dict.fromkeys(finding for check in LINTS for finding in check(subject))
     return tuple(sorted(findings, key=lambda finding: _WORST_FIRST.index(finding.severity)))

@@ -12,6 +12,7 @@ from shardwright.vocabulary.axes import Role, axis_label
 from shardwright.vocabulary.modes import MODES, mode_name
 
 _MODES = ("train", "prefill", "decode", "insert")
+# Whether one regular expression covers another is not decided in general, only for these.
 _EVERYTHING = ("", ".", ".*", ".+", "^", "^.*", "^.*$")
 
 
@@ -57,6 +58,7 @@ def shadowed_rules(subject: Subject) -> Iterator[Finding]:
         if _in_every_mode(subject, axis, "params"):
             yield _shadowed(subject, "params", rule)
     for axis, rule in subject.tables.get(("rules",), {}).items():
+        # A rule of [rules] also reaches weights, unless [params] or every mode states another.
         weights = (
             axis in subject.tables.get(("params",), {})
             or _in_every_mode(subject, axis, "params")
@@ -153,6 +155,7 @@ def mode_changes_nothing(subject: Subject) -> Iterator[Finding]:
     """
     is_ordered = subject.rules.policy.order is Order.RULES
     for table, rules in subject.tables.items():
+        # An empty [modes.M] exists in the data as the parent of [modes.M.params].
         if table[0] != "modes" or (not rules and (*table, "params") in subject.tables):
             continue
         if is_ordered and rules:
@@ -235,6 +238,7 @@ def _moved(subject: Subject, axis: str, mode: str) -> bool:
     if not subject.exact:
         return bool(answers)
     mesh_axes = {
+        # The modes of one tensor are next to each other, so the quotient numbers the tensors.
         (at // len(MODES), mode_name(answer.mode)): [
             decision.mesh_axes for decision in answer.resolution.decisions
         ]
@@ -253,6 +257,7 @@ def _weights(subject: Subject, mode: str) -> dict[str, Rule]:
         if table[0] == "modes" and table[2:] == ("params",)
         for axis in rules
     }
+    # `_MODES` has the short names in the order of `MODES`, as the tables do.
     effective = dict(subject.rules.params[_MODES.index(mode)])
     return {axis: effective[axis] for axis in stated if axis in effective}
 

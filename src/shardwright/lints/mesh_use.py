@@ -142,11 +142,13 @@ def idle_zero1(subject: Subject) -> Iterator[Finding]:
     else:
         answers = _states(subject)
         if not answers or any(
+            # State that does not resolve may be sharded over zero1 once it does.
             not resolution.ok or any(decision.zero1 for decision in resolution.decisions)
             for resolution in answers
         ):
             return
         reasons = dict.fromkeys(
+            # A note starts with the rule and its place, which ends in "[policy]): ".
             note.partition("]): ")[2]
             for resolution in answers
             for note in resolution.notes
@@ -209,11 +211,14 @@ def _used(subject: Subject) -> set[str]:
             used.update(problem.mesh_axes)
             if problem.error is ShapeRequiredError and problem.dim is not None:
                 rule = answer.resolution.decisions[problem.dim].rule
+                # Without a size it is unknown which candidate applies, so all names of the rule
+                # count. The text of a composite has parentheses.
                 used.update(re.findall(r"[^\s+|()]+", rule.text if rule is not None else ""))
     for role, tables in (
         (Role.ACTIVATION, subject.rules.activations),
         (Role.PARAM, subject.rules.params),
     ):
+        # A tree of parameters alone says nothing about the mesh axes of activations.
         if role not in subject.roles():
             used.update(axis for table in tables for _, rule in table for axis in rule.mesh_axes)
     if subject.rules.policy.zero1 is not None and not any(
@@ -234,6 +239,7 @@ def dcn_order(subject: Subject) -> Iterator[Finding]:
         for candidate in rule.candidates:
             pair = _minor(subject, candidate)
             if pair:
+                # The sort is stable, so axes of one kind keep their order.
                 major = sorted(candidate, key=lambda axis: axis not in subject.crossing)
                 yield subject.finding(
                     Code.DCN_MINOR,
@@ -246,6 +252,7 @@ def dcn_order(subject: Subject) -> Iterator[Finding]:
     seen: set[tuple[str, int]] = set()
     for answer in subject.answers:
         for decision in answer.resolution.decisions:
+            # The candidates of single rules are checked above, where they are written.
             is_composite = decision.rule is not None and len(decision.rule.members) > 1
             pair = _minor(subject, decision.mesh_axes) if is_composite else ()
             if pair and (answer.tensor.path, decision.dim) not in seen:

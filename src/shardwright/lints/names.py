@@ -137,6 +137,7 @@ def _compare(
     names, actual = _annotated_names(annotated), _inferred_names(dim)
     if _is_composite(annotated):
         names = annotated.axes
+    # A dim of size 1 broadcasts against any dim, so its use does not tell its axis.
     if dim.guess or dim.is_open or names is None or dim.size == 1:
         return None
     if any(name not in SEMANTIC_AXES for name in (*names, *actual)):

@@ -147,6 +147,7 @@ def make_subject(
     """
     rules = strategy.compile()
     sizes, crossing = _mesh(strategy, mesh)
+    # On one device every size divides, so problems of sizes are not found.
     known = sizes if sizes and INFER not in sizes.values() else {"dp": 1}
     answers = tuple(
         ResolvedTensor(tensor=tensor, mode=mode, resolution=_resolve(tensor, rules, known, mode))
@@ -176,6 +177,7 @@ def _used(tensors: tuple[Tensor, ...]) -> dict[Role, frozenset[str]]:
 
 
 def _resolve(tensor: Tensor, rules: AxisRules, sizes: Mapping[str, int], mode: str) -> Resolution:
+    # Lints judge how a weight is stored. Gathering has lints of its own.
     role = Role.PARAM if tensor.role is Role.USE else tensor.role
     return explain(
         tensor.axes,

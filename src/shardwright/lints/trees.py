@@ -114,6 +114,7 @@ def _cut(
     if axis not in _HEADS or decision.size is None:
         return None
     if decision.outcome in _POLICY:
+        # A candidate that failed has a detail, such as `6 % 4 != 0`. An empty one has none.
         failed = next(
             (skip for skip in decision.skipped if skip.detail and not skip.mesh_axis), None
         )
@@ -128,6 +129,7 @@ def _cut(
     shards = 1
     for name in decision.mesh_axes:
         shards *= subject.sizes[name]
+    # A merged dim, HEAD*HEAD_DIM, is sharded over its heads alone, and splits none.
     heads = flat.get(axis, {}).get(decision.size) if "*" not in decision.label else None
     if heads is None or heads % shards == 0:
         return None
@@ -150,6 +152,7 @@ def _flattened(subject: Subject) -> dict[str, dict[int, int]]:
     for tensor in subject.tensors or ():
         for axis, inner in _HEADS.items():
             for heads, width in _pairs(tensor.axes, tensor.shape, axis, inner):
+                # With a head dim of size 1, the flat size is the number of heads itself.
                 if width > 1:
                     flat_sizes.setdefault(axis, {})[heads * width] = heads
     return flat_sizes
@@ -164,6 +167,7 @@ def _pairs(
         return
     for dim in dims:
         members = dict(dim.merged)
+        # A merged dim has the number of heads and their size, without a second dim.
         if axis in members and inner in members:
             yield members[axis], members[inner]
     by_axis = {

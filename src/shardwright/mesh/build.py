@@ -226,7 +226,7 @@ def mesh_sizes(
     >>> mesh_sizes([("dp", 2), ("tp", 4)])
     {'dp': 2, 'tp': 4}
     """
-    # It was checked when it was built, and each request to the rules comes here.
+    # It was checked when it was built, and each call of `explain` comes here.
     if isinstance(mesh, MeshSizes):
         return mesh
     if isinstance(mesh, Mesh | AbstractMesh):
@@ -320,6 +320,7 @@ def _slices(spec: MeshSpec, devices: Sequence[Any]) -> dict[int, list[Any]]:
     by_slice = _grouped(devices, "slice_index")
     # GPU and CPU clusters often have one process per device, so processes count as slices only if
     # dcn is given.
+    # A TPU slice may have several processes with a fast network between them. They never count.
     if len(by_slice) == 1 and math.prod(spec.dcn) > 1 and devices[0].platform != "tpu":
         by_slice = _grouped(devices, "process_index")
     counts = {len(members) for members in by_slice.values()}

@@ -143,6 +143,7 @@ def _simplified(
             runs.append([part])
     tables: list[list[TableCandidates]] = [[]]
     for entry in map(_joined, runs):
+        # A table of TOML cannot have a key twice, so a name that comes again starts a new table.
         if entry.name in [other.name for other in tables[-1]]:
             tables.append([])
         tables[-1].append(entry)

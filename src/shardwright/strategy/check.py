@@ -30,6 +30,7 @@ from shardwright.vocabulary.axes import (
     file_name,
 )
 
+# A bare key of TOML, or the canonical spelling: `rotary_dim`, `__ROTARY_DIM__`.
 _AXIS_NAME: Final = re.compile(
     r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?|__[A-Z]([A-Z0-9_]*[A-Z0-9])?__"
 )
@@ -131,6 +132,8 @@ def _fix_for_unknown(name: str, known: Sequence[str]) -> str:
     if len(words) > 1 and all(word in known for word in words):
         return f'mesh axes are joined by "+": did you mean "{"+".join(words)}"?'
     axis = canonical_axis(name.strip("_"))
+    # The name is that of an axis, such as `tensor_parallel` or `TP`, in place of its mesh axis
+    # `tp`.
     if (parallelism := PARALLELISM_AXES.get(axis)) in known:
         return did_you_mean(str(parallelism), known)
     if axis in KNOWN_AXES and name.lower() not in map(str.lower, known):
@@ -187,6 +190,7 @@ def _user_axis_problems(data: Mapping[str, Any], origin: KeySources) -> list[Pro
                     fix="drop the line, or choose another name",
                 )
             )
+        # `params` is a key of [modes.M] and `match` is one of [[tensors]], where axes are keys too.
         elif not _AXIS_NAME.fullmatch(str(name)) or name in ("params", "match"):
             what = f"{name!r} cannot be the name of an axis"
             problems.append(
@@ -202,6 +206,7 @@ def _user_axis_problems(data: Mapping[str, Any], origin: KeySources) -> list[Pro
 
 def _mesh_problems(data: Mapping[str, Any], origin: KeySources) -> list[Problem]:
     mesh, dcn, types = data.get("mesh"), data.get("dcn") or {}, data.get("axis_types")
+    # pydantic reports sizes of other types. By `type`, because True is an int too.
     has_sizes = isinstance(mesh, Mapping) and all(type(size) is int for size in mesh.values())
     if not (
         has_sizes and isinstance(dcn, Mapping) and all(type(size) is int for size in dcn.values())

@@ -74,6 +74,7 @@ def _compile_policy(table: Any, parsed: ParsedTables) -> Policy:
         order=Order(table.order or base.order),
         gather=parsed.gather.mesh_axes if parsed.gather is not None else (),
         idle=parsed.idle.mesh_axes if parsed.idle is not None else (),
+        # An absent key is read as "-", which has no candidates and shards no state.
         zero1=parsed.zero1 if parsed.zero1 is not None and parsed.zero1.candidates else None,
         missing=Missing(table.missing or base.missing),
         rank=Rank(table.rank or base.rank),

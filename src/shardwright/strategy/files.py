@@ -139,6 +139,7 @@ def parse(text: str, *, format: str, source: str) -> Parsed:
             if format == "toml"
             else json.loads(text, object_pairs_hook=_no_duplicates)
         )
+    # All of these errors except RecursionError are ValueErrors, so the plain one comes last.
     except tomllib.TOMLDecodeError as error:
         line, column = _toml_position(str(error), text)
         raise _syntax(text, source, str(error), line, column, fix=_toml_fix(text, line)) from error
@@ -210,6 +211,7 @@ def _toml_fix(text: str, line: int) -> str:
 
 def _quoted(line: str) -> str:
     """Return a fix for a TOML line whose value lacks quotes, or "" for any other line."""
+    # The parts of this pattern overlap in spaces, which takes quadratic time on a long line.
     match = _BARE.match(line) if len(line) <= LONGEST_LINE else None
     return f'quote the value: {match[1]} = "{match[2]}"' if match else ""
 
@@ -257,10 +259,12 @@ def _toml(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
     plain = {
         key: value
         for key, value in table.items()
+        # An array of tables needs a header per entry, so an empty one can only be a value.
         if not isinstance(value, (Mapping, list)) or value == []
     }
     if path and (plain or not table):
         yield f"\n[{'.'.join(map(_toml_key, path))}]"
+    # Before any table: in TOML, a key after a header belongs to the table of that header.
     for key, value in plain.items():
         yield f"{_toml_key(key)} = {_toml_value(value)}"
     for key, value in table.items():
@@ -305,6 +309,8 @@ def write_text(path: Path, text: str, *, overwrite: bool = True) -> Path:
     # If the path is a symbolic link, overwrite its target and keep the link.
     target = Path(os.path.realpath(path)) if overwrite else path
     _check_target(path, target)
+    # In the folder of the target, because `os.replace` is atomic only within one file system. Forty
+    # characters of the name keep the temporary name below the usual limit of 255 bytes.
     temporary = target.with_name(f".{target.name:.40}.{secrets.token_hex(8)}")
     try:
         # open() applies the umask. Reading the umask here would change it for every thread.

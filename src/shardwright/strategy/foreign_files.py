@@ -31,6 +31,7 @@ def read_text(
     try:
         # By pieces: `read(most)` takes the memory of `most` characters, whatever the file has.
         with path.open(encoding="utf-8-sig") as file:
+            # One piece more than `most` needs, so that a file that is too long is noticed.
             pieces = itertools.islice(iter(lambda: file.read(_PIECE), ""), most // _PIECE + 1)
             text = "".join(pieces)
     except OSError as failure:

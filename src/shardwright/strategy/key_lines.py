@@ -57,6 +57,7 @@ def json_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
         token = match[0]
         if token in ("{", "["):
             owners.append(key)
+            # -1 stands for an object, whose commas count no entries.
             counts.append(0 if token == "[" else -1)
             key = "0" if token == "[" else ""
         elif token in ("}", "]"):
@@ -66,7 +67,9 @@ def json_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
             key = str(counts[-1])
         elif match["key"]:
             key = json.loads(match["key"])
+            # Counting goes on from the last key, so the whole text is counted once.
             line += text.count("\n", counted, match.start())
             counted = match.start()
+            # Deeper data is refused later. Its paths alone would take quadratic memory.
             if len(owners) <= DEEPEST:
                 yield (*filter(None, owners), key), line

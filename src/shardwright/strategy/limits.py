@@ -16,6 +16,7 @@ from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.mesh.check import MOST_MESH_AXES
 from shardwright.strategy.origin import KeyPath, KeySources, source_of, where
 
+# Far below Python's limit of 1,000 nested calls, since merging and writing are recursive.
 DEEPEST = 64
 # The largest size of a dim in JAX and XLA. An array with more elements cannot be addressed.
 MOST_ELEMENTS = 2**63 - 1
@@ -72,6 +73,8 @@ def check_entries(data: Mapping[str, Any], origin: KeySources) -> None:
 
 
 def _problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[Problem]:
+    # A list in place of recursion, because the depth is not checked yet. Reversed entries are
+    # popped in the order of the file.
     waiting: list[tuple[KeyPath, Any]] = [((), data)]
     while waiting:
         path, value = waiting.pop()

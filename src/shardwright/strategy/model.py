@@ -110,6 +110,7 @@ def _lower_keys(table: Any) -> Any:
 
 class _TableModel(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    # pydantic checks keys that are no fields by this type. Here each is an axis with its rule.
     __pydantic_extra__: dict[str, str]
 
     @property
@@ -215,6 +216,7 @@ class Strategy(BaseModel):
     8
     """
 
+    # Without `strict`, pydantic would read the text "4" as the size 4.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     version: Literal[1] = Field(default=1, description="Version of this format.")
@@ -282,6 +284,7 @@ class Strategy(BaseModel):
         self._build(data, {})
 
     def _build(self, data: Mapping[str, Any], origin: KeySources) -> None:
+        # First, because the time of all later steps grows with the number of entries.
         check_entries(data, origin)
         data, origin, problems = normalized(data, origin)
         try:
@@ -393,6 +396,7 @@ class Strategy(BaseModel):
 
     def to_data(self) -> dict[str, Any]:
         """Return the keys that were set, as plain data."""
+        # A default would override the strategy below in an overlay.
         return self.model_dump(exclude_unset=True)
 
     def dumps(self, *, format: Literal["toml", "json"] = "toml") -> str:
@@ -455,6 +459,7 @@ class Strategy(BaseModel):
         return super().model_copy(deep=deep)
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        # Tables are read-only views, so nothing in a strategy can change.
         return self
 
     def __reduce__(self) -> Any:
@@ -466,6 +471,8 @@ class Strategy(BaseModel):
         The order of the mesh axes decides where each device is. Under `order = "rules"` the order
         of the rules is part of the value too.
         """
+        # `dict(self.rules)` joins interleaved chains, which mean the same as one table unless the
+        # order of rules decides.
         keys = self.model_dump() | {"rules": dict(self.rules), "params": dict(self.params)}
         order: tuple[Any, ...] = ()
         if self.policy.order == "rules":

@@ -46,6 +46,7 @@ def overlay(
     data, origin = merge(base, other), merge_origin(below, above, other)
     for name in chains.ARRAYS:
         tables = base.get(name), other.get(name)
+        # `merge` is right for two plain tables. With an array, the order of all entries matters.
         if None in tables or not any(isinstance(table, list) for table in tables):
             continue
         data[name], sources = chains.overlaid(name, *tables, below=below, above=above)
@@ -63,6 +64,7 @@ def merge(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(below, Mapping) and isinstance(value, Mapping):
             merged[key] = merge(below, value)
         elif isinstance(below, list) and isinstance(value, list):
+            # `[[tensors]]`: the first entry that matches applies, so those of `other` come first.
             merged[key] = [*value, *below]
         else:
             merged[key] = value
@@ -80,6 +82,7 @@ def merge_origin(base: KeySources, other: KeySources, data: Mapping[str, Any]) -
       other: Origin of the strategy above.
       data: Plain data of the strategy above.
     """
+    # Entries are counted in key paths, `("tensors", "0")`, so the lower ones get larger numbers.
     shift = len(data.get("tensors", ()))
     moved = {
         (path[0], str(int(path[1]) + shift), *path[2:])

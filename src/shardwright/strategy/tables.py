@@ -70,6 +70,8 @@ def parse_rules(data: Mapping[str, Any], origin: KeySources) -> ParsedTables:
     problems: list[Problem] = []
     for path, table, role in rule_tables(data):
         is_array = path[0] in ARRAYS and len(path) > 1
+        # The tables of an array are one table for look-ups. Only `orders` keeps how they
+        # interleave.
         home = path[:1] if is_array else path
         parsed = tables.setdefault(home, {})
         for key, text in table.items():
@@ -96,6 +98,8 @@ def parse_rules(data: Mapping[str, Any], origin: KeySources) -> ParsedTables:
                 )
             if axis in parsed:
                 problems += _continuation_problems(parsed[axis], rule, where(full, origin))
+                # Only an array of tables has an axis twice; pydantic refuses two spellings in one
+                # table.
                 rule = _continued(parsed[axis], rule)
             parsed[axis] = rule
     gather, zero1, idle = (

@@ -254,6 +254,7 @@ def annotate_state(
         override = next(
             (annotation for pattern, annotation in patterns if pattern.search(text)), None
         )
+        # Overrides come first, so they can also annotate an array that would follow a parameter.
         if override is not None or np.shape(leaf) == ():
             followers.append(Follower(path=text, override=() if override is None else override))
             continue
