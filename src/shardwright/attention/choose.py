@@ -36,7 +36,7 @@ class Choice:
 
     Attributes:
       name: Name of the implementation, or empty if none can serve the call.
-      why: The deciding reason.
+      why: Why it comes before the alternatives. Why it comes after a refused one is in `refusals`.
       refusals: The implementations that cannot serve the call, each with all its reasons.
       alternatives: Names of the less preferred ones that could serve it, best first. An
         implementation that is never preferred, such as a registered one, is not listed.

@@ -1,8 +1,8 @@
 """Resolve an annotation, with rules and mesh sizes, to a spec and one recorded decision per dim.
 
 Rules, decisions, and values derived from them belong here. Everything is pure: no arrays, devices,
-globals or environment. Divisibility, conflicts and fallbacks are decided in `decide` and
-`fallbacks`, and nowhere else in the project.
+globals or environment. Divisibility, conflicts and fallbacks are decided in `decide`, and nowhere
+else in the project.
 """
 
 from shardwright.resolution.decisions import Resolution as Resolution
