@@ -90,7 +90,9 @@ def raises(
     given = what[0] if len(what) == 1 and isinstance(what[0], tuple) else what
     if not given or not isinstance(given[0], Facts):
         given = (facts(*what, path=path, fix=fix, count=count, **fields),)
-    if any(not (fact.what or fact.path or fact.fix or fact.texts or fact.fields) for fact in given):
+    elif path or fix or fields or count is not None:
+        raise TypeError("raises() takes facts(...), or keywords, not both")
+    if not all(map(_says_something, given)):
         raise TypeError("raises() needs a fact: a name, a size or a path of the error")
     with pytest.raises(error) as caught:
         yield caught
@@ -101,6 +103,11 @@ def raises(
         assert not closest, f"the message lacks {closest}:\n{caught.value}"
     unfixed = [problem.what for problem in problems if not problem.fix]
     assert not unfixed, f"no fix: {unfixed}"
+
+
+def _says_something(fact: Facts) -> bool:
+    named = fact.path if fact.path is not ... else ""
+    return bool(fact.what or named or fact.fix or fact.texts or fact.fields)
 
 
 def _problems(error: BaseException) -> tuple[Problem, ...]:

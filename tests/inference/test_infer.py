@@ -472,3 +472,18 @@ def test_invalid_sizes(sizes: Any, says: Facts) -> None:
     seeds = [(sw.BATCH, sw.LENGTH)]
     with raises(sw.StrategyError, says):
         sw.infer_axes(lambda p, x: p["table"][x], params, tokens, seeds=seeds, sizes=sizes)
+
+
+def test_sizes_by_path_may_name_a_dim_as_its_weight_does() -> None:
+    """A vector along EMBED is spelled NORM. That is no contradiction to the given name."""
+
+    def forward(params: Any, x: Any) -> Any:
+        return jnp.einsum("bte,ef->btf", x * params["scale"], params["w"][0])
+
+    params = {"scale": jnp.zeros(64), "w": [jnp.zeros((64, 128))]}
+    x = jnp.zeros((2, 16, 64))
+    for key in ("scale dim 0", "w/0 dim 0"):
+        seeds, sizes = [("BATCH", "LENGTH", None)], {key: "EMBED"}
+        inferred = sw.infer_axes(forward, params, x, seeds=seeds, sizes=sizes)
+        assert inferred.annotations["scale"] == (sw.NORM,)
+        assert inferred.annotations["w"][0][0] == sw.EMBED

@@ -120,10 +120,19 @@ def test_values_that_are_wrong_are_reported_at_once(config: Path) -> None:
     assert "ep" in str(absent.value)
 
 
-@pytest.mark.parametrize("text", ["- a", "trainer: [1]", "trainer: !include x.yaml", "a: [", "3"])
-def test_files_without_a_trainer(text: str, config: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [
+        ("- a", "trainer"),
+        ("trainer: [1]", "trainer"),
+        ("trainer: !include x.yaml", "trainer"),
+        ("a: [", "YAML"),
+        ("3", "trainer"),
+    ],
+)
+def test_files_without_a_trainer(text: str, fact: str, config: Path) -> None:
     config.write_text(text, encoding="utf-8")
-    with raises(sw.StrategyError, path=...):
+    with raises(sw.StrategyError, fact, path=...):
         levanter.to_strategy(config)
 
 

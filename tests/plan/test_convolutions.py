@@ -148,3 +148,16 @@ def test_xla_may_compute_sharded_space_and_channels_wrongly(
         actual = np.asarray(jax.jit(function)(*placed))
     ratio = np.median(actual / np.asarray(jax.jit(padded)(w, x)))
     assert ratio == pytest.approx(2 if warned else 1, rel=1e-3)
+
+
+def test_other_sharded_dims_of_such_a_convolution_stay_doubts() -> None:
+    """A width over tp is gathered, beside a height over sp that XLA may compute wrongly."""
+    strategy = sw.Strategy.loads(SPATIAL.format("tp"))
+    pm = sw.PartitionManager(strategy, mesh=sw.abstract_mesh("fsdp:2,sp:2,tp:2"))
+    w = jax.ShapeDtypeStruct((3, 1, 8, 16), jnp.float32)
+    axes = (sw.EMPTY, sw.EMPTY, sw.EMPTY, "kernel_channels")
+    images = (sw.BATCH, "height", "channels", sw.EMPTY)
+    report = pm.plan(padded, w, X, specs=(axes, images))
+    doubts = {each.mesh_axis: each.fix for each in report.walked.choices}
+    assert "spatial_and_channel" in doubts["sp"]
+    assert doubts["tp"].startswith("gather the dim")

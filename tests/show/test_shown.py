@@ -6,7 +6,10 @@ import ast
 import importlib
 import subprocess
 import sys
+import threading
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +66,49 @@ def test_options_pass_on_the_first_call() -> None:
         "first = empty.toml(); assert first == empty.toml() and 'Review' in first"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+SLOW = """
+import gate
+from shardwright.vocabulary.shown import text_of
+
+@text_of.register(gate.SlowValue)
+def _slow(value):
+    return _late()
+
+gate.half.set()
+gate.go_on.wait(60)
+
+def _late():
+    return "shown"
+"""
+
+
+def test_a_thread_waits_for_the_import_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file registers a function before the names that the function uses are defined."""
+    gate: Any = types.ModuleType("gate")
+    gate.half, gate.go_on = threading.Event(), threading.Event()
+    gate.SlowValue = type("SlowValue", (), {})
+    (tmp_path / "slow_show.py").write_text(SLOW, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "gate", gate)
+    monkeypatch.setitem(shown._FILES, "SlowValue", "slow_show")
+    texts: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: texts.append(text_of(gate.SlowValue()))) for _ in range(2)
+    ]
+    threads[0].start()
+    assert gate.half.wait(60)
+    threads[1].start()
+    threads[1].join(0.3)
+    gate.go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert texts == ["shown", "shown"]
+    monkeypatch.delitem(text_of.registry, gate.SlowValue)
+    sys.modules.pop("slow_show")
 
 
 def test_a_class_without_a_function_is_named() -> None:

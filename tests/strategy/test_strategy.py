@@ -353,6 +353,27 @@ def test_a_file_names_its_base(tmp_path: Path) -> None:
     assert Strategy.loads(f'base = "fsdp_tp"\n{text}') == Strategy.preset("fsdp_tp") | own
 
 
+def test_an_overlay_names_what_its_base_declares(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text(
+        '[axes]\nmine = "an axis"\n[mesh]\nrow = 2\n[rules]\nmine = "row"\n', encoding="utf-8"
+    )
+    over = tmp_path / "over.toml"
+    over.write_text('base = "own.toml"\n[mesh]\nrow = 4\n[modes.decode]\nmine = "-"\n')
+    assert dict(Strategy.load(over).mesh) == {"row": 4}
+    over.write_text('base = "fsdp_tp"\n[mesh]\ntp = 8\n[axis_types]\nfsdp = "explicit"\n')
+    assert Strategy.load(over).axis_types == {"fsdp": "explicit"}
+    over.write_text('base = "fsdp_tp"\n[rules]\nbatch = "row"\n')
+    with raises(sw.MissingMeshAxisError, "row", path="over.toml:3 rules.batch"):
+        Strategy.load(over)
+
+
+def test_a_loop_of_links_is_refused(tmp_path: Path) -> None:
+    loop = tmp_path / "loop.toml"
+    loop.symlink_to(loop)
+    with raises(sw.StrategyError, "loop.toml"):
+        Strategy.load(loop)
+
+
 @pytest.mark.parametrize(
     ("base", "says"),
     [
@@ -457,7 +478,7 @@ def test_schema_accepts_presets_only() -> None:
     ]
     for data in bad:
         assert not validator.is_valid(data), data
-        with raises(sw.StrategyError, path=...):
+        with pytest.raises(sw.StrategyError):
             Strategy(**data)
 
 

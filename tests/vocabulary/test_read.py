@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from shardwright.errors import LayerError, ShardingError
+from shardwright.layers.norm import NormConfig
 from shardwright.vocabulary import read
 from shardwright.vocabulary.read import array, instance, integer, number, one_of, passes
 from tests.raising import raises
@@ -102,3 +104,29 @@ def test_broken_rules_are_raised_together() -> None:
     with pytest.raises(LayerError) as caught:
         read.refuse(LayerError, *rules)
     assert [problem.what for problem in caught.value.problems] == ["2 is above 1", "3 is above 1"]
+
+
+@pytest.mark.parametrize("value", [np.float32("inf"), np.float32(0), np.float16("nan"), 10**400])
+def test_numbers_are_compared_as_python_floats(value: Any) -> None:
+    """NumPy would compare a scalar of 32 bits with the limits of float64 in float32."""
+    with raises(LayerError, "epsilon", path="epsilon"):
+        NormConfig(epsilon=value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert NormConfig(epsilon=np.float32(1e-6)).epsilon == np.float32(1e-6)
+
+
+def test_a_subclass_may_add_fields_of_any_kind() -> None:
+    class Kind:
+        pass
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Mine(NormConfig):
+        extra: float = 1
+        number: Annotated[int, "a number"] = 2
+        local: Kind | None = None
+        choice: Literal[1, 2] = 1
+
+    assert Mine(epsilon=1e-5).extra == 1
+    with raises(LayerError, "epsilon", path="epsilon"):
+        Mine(epsilon=-1.0)

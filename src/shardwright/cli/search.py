@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
 from shardwright.cli.inputs import read_count, read_strategy, unreadable, write_page
@@ -32,9 +32,6 @@ from shardwright.plan.verify.compiler import TIMEOUT
 from shardwright.show.page import search_html
 from shardwright.show.search import search_text, verified_text
 from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
-
-if TYPE_CHECKING:
-    pass
 
 _EPILOG = f"""\
 MODEL is file.py:function or a config.json, as for `shardwright plan`. A candidate is a strategy on

@@ -75,7 +75,7 @@ class GivenSizes:
             axis = place or self.by_size.get(size)
             if axis is not None and (entry.guess or entry.is_open):
                 entries[at] = Spelled(axis, Evidence(_reason(size)))
-            elif place is not None and entry.axis != place:
+            elif place not in (None, entry.axis) and entry.evidence.reason != _reason(size):
                 raise StrategyError(
                     f"sizes names dim {at} {axis_text(place)}, and the program uses it as "
                     f"{axis_text(entry.axis)}: {entry.evidence}",
@@ -116,7 +116,8 @@ def read_sizes(sizes: Any, paths: Sequence[str], shapes: Sequence[Sequence[int]]
         places = {
             (leaf, int(dim)): canonical_axis(axis)
             for leaf, path in enumerate(paths)
-            if found and dim.isdecimal() and fnmatch.fnmatchcase(path, pattern)
+            if found and dim.isdecimal()
+            if pattern == (path or "(root)") or fnmatch.fnmatchcase(path, pattern)
             if int(dim) < len(shapes[leaf])
         }
         if not places:

@@ -158,7 +158,7 @@ class InferenceStep:
         )
 
     def new_origin(self, *, is_matmul: bool = False) -> ActivationOrigin | None:
-        """Return a origin whose parents are those of the operands, or None without inputs."""
+        """Return an origin whose parents are those of the operands, or None without inputs."""
         if not any(value.data for value in self.values):
             return None
         origins = [value.origin for value in self.values if value.origin is not None]

@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import operator
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -283,7 +284,9 @@ class Strategy(BaseModel):
                 data[table] = _python_integers(data[table])
         self._build(data, {})
 
-    def _build(self, data: Mapping[str, Any], origin: KeySources) -> None:
+    def _build(
+        self, data: Mapping[str, Any], origin: KeySources, *, is_overlay: bool = False
+    ) -> None:
         # First, because the time of all later steps grows with the number of entries.
         check_entries(data, origin)
         data, origin, problems = normalized(data, origin)
@@ -291,13 +294,17 @@ class Strategy(BaseModel):
             super().__init__(**data)
         except ValidationError as error:
             problems += problems_of(error, type(self), origin)
-        raise_problems(first_problems(itertools.chain(problems, check.data_problems(data, origin))))
+        # The base of an overlay may declare its names, so the sum of both is checked instead.
+        found = () if is_overlay else check.data_problems(data, origin)
+        raise_problems(first_problems(itertools.chain(problems, found)))
         self._origin = origin
 
     @classmethod
-    def _from_data(cls, data: Mapping[str, Any], origin: KeySources) -> Strategy:
+    def _from_data(
+        cls, data: Mapping[str, Any], origin: KeySources, *, is_overlay: bool = False
+    ) -> Strategy:
         strategy = cls.__new__(cls)
-        strategy._build(data, origin)
+        strategy._build(data, origin, is_overlay=is_overlay)
         return strategy
 
     @classmethod
@@ -312,8 +319,8 @@ class Strategy(BaseModel):
     @classmethod
     def _load(cls, path: Path, inside: tuple[Path, ...]) -> Strategy:
         """Read a file. `inside` has the files whose `base` leads here."""
-        inside = (*inside, path.resolve())
         data, origin = files.read(path)
+        inside = (*inside, Path(os.path.realpath(path)))
         return cls._on_base(data, origin, path.parent, inside)
 
     @classmethod
@@ -321,16 +328,16 @@ class Strategy(BaseModel):
         cls, data: dict[str, Any], origin: KeySources, root: Path, inside: tuple[Path, ...] = ()
     ) -> Strategy:
         base = data.pop("base", "")
-        own = cls._from_data(data, {key: at for key, at in origin.items() if key != ("base",)})
+        own_origin = {key: at for key, at in origin.items() if key != ("base",)}
         if base == "":
-            return own
+            return cls._from_data(data, own_origin)
         if not isinstance(base, str):
             raise StrategyError(
                 f"base must be text, got {base!r:.80}",
                 path=where(("base",), origin),
                 fix='write base = "fsdp_tp", or the name of a file beside this one',
             )
-        return cls._read(base, root, inside) | own
+        return cls._read(base, root, inside) | cls._from_data(data, own_origin, is_overlay=True)
 
     @classmethod
     def read(cls, text: str | Path, *, root: str | Path = "") -> Strategy:
@@ -352,7 +359,7 @@ class Strategy(BaseModel):
             path = root / name
             if not files.is_file_name(name):
                 parts.append(cls.preset(name))
-            elif path.resolve() in inside:
+            elif Path(os.path.realpath(path)) in inside:
                 raise StrategyError(
                     f"base leads back to this file: "
                     f"{' -> '.join(each.name for each in (*inside, path))}",
@@ -370,7 +377,8 @@ class Strategy(BaseModel):
         """Read a strategy from text.
 
         Args:
-          text: Text of a strategy file.
+          text: Text of a strategy file. A file that it names as `base` is read, from the working
+            directory.
           format: "toml" or "json".
           source: Name of the text in messages. Defaults to `<toml>` or `<json>`.
 

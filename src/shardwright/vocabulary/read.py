@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import math
 import numbers
-import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -84,10 +83,13 @@ def number(sign: Literal["any", "positive", "not negative"] = "any", *, fix: str
     words = {"any": "", "positive": " above 0", "not negative": " of at least 0"}[sign]
 
     def fits(value: Any) -> bool:
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        # The comparison with the largest float is false for NaN and infinity, and for an integer
-        # that no float can hold.
-        return is_number and abs(value) <= sys.float_info.max and value >= lowest
+        if not isinstance(value, numbers.Real) or isinstance(value, bool):
+            return False
+        # As a float of Python: NumPy would compare a float32 with these limits in float32.
+        try:
+            return math.isfinite(value) and float(value) >= lowest
+        except OverflowError:  # an integer beyond float64
+            return False
 
     return passes(fits, f"is not a finite Python number{words}", fix=fix)
 
@@ -147,6 +149,8 @@ def read_fields(config: Any, *, error: type[ShardingError]) -> None:
 @functools.cache
 def _kinds(cls: Any) -> list[tuple[str, FieldKind]]:
     # At the first construction and not at import: annotations may name what is defined later.
+    # A subclass of a caller may add fields of any kind, which the caller checks.
+    *_, cls = (base for base in cls.__mro__ if "__post_init__" in vars(base))
     hints = typing.get_type_hints(cls, include_extras=True)
     kinds = [(field.name, _kind(hints[field.name])) for field in dataclasses.fields(cls)]
     return [(name, kind) for name, kind in kinds if kind]

@@ -7,10 +7,12 @@ imported when the first value is shown: tables and pages would slow down `import
 
 from __future__ import annotations
 
-import functools
 import importlib
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Generic, TypeVar
+
+Shown = TypeVar("Shown")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 WIDTH: Final = 90  # characters per line that a page of the documentation shows without scrolling
 
@@ -22,40 +24,47 @@ def shown_by(files: Mapping[str, str]) -> None:
     _FILES.update(files)
 
 
-@functools.singledispatch
-def text_of(value: Any, **options: Any) -> str:
-    """Return a value as text for people. Options depend on its class."""
-    text: str = _required(text_of, value)(value, **options)
-    return text
+class Form(Generic[Shown]):
+    """A way to show values: functions by class, which the files of `shardwright/show` register.
+
+    `functools.singledispatch` would remember that a class has no function, if one thread shows a
+    value while another one imports the file that registers it.
+    """
+
+    def __init__(self) -> None:
+        self.registry: dict[type, Callable[..., Shown]] = {}
+
+    def register(self, cls: type) -> Callable[[Function], Function]:
+        """Return a decorator that adds the function of a class."""
+
+        def add(function: Function) -> Function:
+            self.registry[cls] = function
+            return function
+
+        return add
+
+    def __call__(self, value: Any, **options: Any) -> Shown:
+        """Show a value. Options depend on its class."""
+        function = function_for(self, value)
+        if function is None:
+            raise AssertionError(f"shardwright/show has no function for {type(value).__name__}")
+        return function(value, **options)
 
 
-@functools.singledispatch
-def html_of(value: Any) -> str:
-    """Return a value as HTML for a notebook."""
-    html: str = _required(html_of, value)(value)
-    return html
+# Text for people, HTML for a notebook, and plain data: what JSON has.
+text_of: Final = Form[str]()
+html_of: Final = Form[str]()
+data_of: Final = Form[dict[str, Any]]()
 
 
-@functools.singledispatch
-def data_of(value: Any) -> dict[str, Any]:
-    """Return a value as plain data: what JSON has."""
-    data: dict[str, Any] = _required(data_of, value)(value)
-    return data
-
-
-def function_for(form: Any, value: Any) -> Any:
+def function_for(form: Form[Shown], value: Any) -> Callable[..., Shown] | None:
     """Return the function of a form for the class of a value, or for a base of it; None if none."""
     # A base too, because a class of another room may derive from one that is shown.
     for base in type(value).__mro__:
+        # Imported in every call: another thread may be in the middle of the import, and waits here.
         if base.__name__ in _FILES:
             # The import registers the functions of the class with `form`.
             importlib.import_module(_FILES[base.__name__])
-    function = form.dispatch(type(value))
-    return None if function is form.dispatch(object) else function
-
-
-def _required(form: Any, value: Any) -> Any:
-    function = function_for(form, value)
-    if function is None:  # calling the form again would call this function again, without end
-        raise AssertionError(f"shardwright/show has no function for {type(value).__name__}")
-    return function
+        if base in form.registry:
+            return form.registry[base]
+    return None

@@ -105,6 +105,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
         # around a ring of eight devices, and three around one of four.
         held = (_HELD if births[0].size > _HELD * part else _HELD - 1) * part
         births[0].size = max(births[0].size - parts, min(births[0].size, held))
+        births[0].dtype, births[0].shape = "", ()  # a few parts have no single shape
     if step.name == "dot_general" and step.location.recomputed:
         # The backward pass may then run in another order, see `_REMAT` of `liveness`.
         ledger.timeline.recomputes = True

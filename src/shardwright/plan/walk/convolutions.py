@@ -40,7 +40,8 @@ def convolution(step: PlanStep) -> list[ShardedValue]:
             f"{'+'.join(channels)}, XLA may compute this convolution or its gradient wrongly "
             "(spatial_and_channel)",
         )
-    else:
+        unsharded -= windowed
+    if unsharded:
         step.doubt(unsharded, "gather the dim with shard(...) before this convolution")
     results = follow_matmul(step, values, labels)
     step.ledger.doubt_kernel(results[0].owed, step.location)
