@@ -24,7 +24,7 @@ def shown_by(files: Mapping[str, str]) -> None:
     _FILES.update(files)
 
 
-class Form(Generic[Shown]):
+class ShownForm(Generic[Shown]):
     """A way to show values: functions by class, which the files of `shardwright/show` register.
 
     `functools.singledispatch` would remember that a class has no function, if one thread shows a
@@ -52,12 +52,12 @@ class Form(Generic[Shown]):
 
 
 # Text for people, HTML for a notebook, and plain data: what JSON has.
-text_of: Final = Form[str]()
-html_of: Final = Form[str]()
-data_of: Final = Form[dict[str, Any]]()
+text_of: Final = ShownForm[str]()
+html_of: Final = ShownForm[str]()
+data_of: Final = ShownForm[dict[str, Any]]()
 
 
-def function_for(form: Form[Shown], value: Any) -> Callable[..., Shown] | None:
+def function_for(form: ShownForm[Shown], value: Any) -> Callable[..., Shown] | None:
     """Return the function of a form for the class of a value, or for a base of it; None if none."""
     # A base too, because a class of another room may derive from one that is shown.
     for base in type(value).__mro__:
