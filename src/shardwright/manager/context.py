@@ -139,9 +139,6 @@ _FLOW: contextvars.ContextVar[_EnteredManager | None] = contextvars.ContextVar(
 _ENTERED = _Thread()
 
 
-# Entering and leaving.
-
-
 def enter(manager: Any, mesh: Any, key: Key) -> None:
     """Make a manager ambient. Make its mesh ambient too, except in a trace."""
     thread, task = _ENTERED, _current_task()
@@ -236,9 +233,6 @@ def take_back() -> Any:
 def depth() -> int:
     """Return the number of managers that this thread has entered and not left."""
     return len(_ENTERED.stack)
-
-
-# The manager that applies.
 
 
 def _current_task() -> Any:

@@ -92,8 +92,6 @@ class PartitionManager(Manager):
         """Return the HTML that a notebook shows."""
         return html_of(self)
 
-    # Questions.
-
     def explain(
         self,
         *axes: Any,
@@ -175,8 +173,6 @@ class PartitionManager(Manager):
           StrategyError: The rule is `?`, so the compiler decides.
         """
         return math.prod(self.sizes[name] for name in self.mesh_axes(axis, size, mode=mode))
-
-    # Arrays.
 
     def shard(
         self, x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None
@@ -304,8 +300,6 @@ class PartitionManager(Manager):
             mode=mode,
             check_vma=check_vma,
         )
-
-    # Trees and training.
 
     def shardings(
         self,
@@ -503,8 +497,6 @@ class PartitionManager(Manager):
           ShardingError: An annotation does not fit the rules or the mesh.
         """
         return steps.jit_step(self, step, state, *inputs, donate=donate)
-
-    # Rooms above.
 
     def plan(
         self,

@@ -202,6 +202,9 @@ def _all_gather_of(weight: Weight, decision: DimDecision, axes: tuple[str, ...])
         return AllGather(dim=decision.dim, axes=gathered, sizes=sizes)
     # Shards are numbered along `axes`. The position of a device along `order` is the number of the
     # shard that it needs.
+    # For example, a dim over (fsdp, tp) of 2 * 2 is gathered over fsdp. Device (f, t) holds shard
+    # 2f + t, and the devices of one t must hold 2t and 2t + 1 afterwards. So device (f, t) first
+    # gets shard 2t + f.
     numbers = np.arange(weight.shards(axes)).reshape([weight.manual[axis] for axis in order])
     sources = numbers.transpose([order.index(axis) for axis in axes]).ravel()
     moves = tuple((int(source), position) for position, source in enumerate(sources))

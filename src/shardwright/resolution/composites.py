@@ -118,6 +118,7 @@ class Composite:
         """
         # By identity, since equal candidates of two members both report what they skipped.
         reported: set[int] = set()
+        # For "dp | -" and "sp | -", the product is dp+sp, dp, sp, -.
         for at, picks in enumerate(itertools.product(*self.chains)):
             skipped = [] if at else [*self.unruled]
             for pick in picks:

@@ -210,6 +210,7 @@ class HiddenStateSharding(DynamicShardingAxes):
     """Hidden states `[batch, q_length, embed]`."""
 
     axes = (BATCH, QUERY_LENGTH, EMBED)
+    # Dim 1 has one query in decode, and a sequence in the other modes.
     mode = 1
 
 
@@ -244,6 +245,7 @@ class ColumnWiseBias(DynamicShardingAxes, role=Role.PARAM):
 class RowWiseBias(DynamicShardingAxes, role=Role.PARAM):
     """Bias `[out]` of a `RowWise` weight."""
 
+    # The outputs of a row-wise weight are summed over tp and then whole, and so is their bias.
     axes = (EMPTY,)
 
 
@@ -264,6 +266,8 @@ class ExpertRowWiseBias(DynamicShardingAxes, role=Role.PARAM):
 class ColumnWise(DynamicShardingAxes, role=Role.PARAM):
     """Weight `[in, out]` whose output is sharded: the first weight of a pair."""
 
+    # With `RowWise`, the pair of Megatron-LM (arXiv:1909.08053, section 3): outputs of the first
+    # weight and inputs of the second are split alike, so only the second needs a sum over tp.
     axes = ((FSDP, SP), TP)
     semantic_axes = (EMBED, MLP_INTERMEDIATE)
     bias = ColumnWiseBias

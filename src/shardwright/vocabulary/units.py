@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-# Units of bytes, and the bytes of each.
 BYTES: Final = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 
 
