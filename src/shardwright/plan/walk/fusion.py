@@ -227,6 +227,8 @@ def _is_copy(buffer: Buffer, fused: set[Buffer]) -> bool:
 def _is_at_hand(buffer: Buffer, fused: set[Buffer], reach: Mapping[Buffer, int]) -> bool:
     """Tell whether a value is cheap to compute from one that is in memory longer than it anyway."""
     small = buffer.size // _SMALL
+    # XLA's `InstructionFusion` freely repeats a value of which at most one operand is large: to
+    # compute it reads no more than to load it.
     large = [each for each in held(buffer, {*fused, buffer}) if each.size > small]
     if len(large) != 1 or (buffer.costly and not large[0].costly):
         return False

@@ -29,8 +29,8 @@ def dynamic_update_slice(step: PlanStep) -> list[ShardedValue]:
     if value.free:
         dims = step.wanted[0] or update.dims
         value = ShardedValue(dims=dims, origins=update.origins)
-    # Along a dim that is written in part, each device gets the whole update, and writes what falls
-    # into its shard.
+    # Along a dim that is written in part, each device gets the whole update. XLA does so if the
+    # update has one element there. For more, it gathers the operand, which is not counted here.
     step.move(1, _kept(value.dims, shape, part))
     return [value]
 
@@ -70,6 +70,7 @@ def scatter(step: PlanStep) -> list[ShardedValue]:
     lookup = _lookup(step, pairs, adds=True)
     if made and step.name in _COMBINES and lookup is not None and shared_axes(lookup, held):
         return [_partitioned(step, lookup, held, value.origins)]
+    # Each device adds its rows to its own copy, as in `PartitionScatterIndexPassthroughDimensions`.
     owed = frozenset(axis for at in rows for axis in update.dims[at]) - value.mesh_axes
     targets = list(_targets(value.dims, update.dims, pairs))
     if step.name in _COMBINES and owed:
@@ -137,6 +138,7 @@ def gather(step: PlanStep) -> list[ShardedValue]:
     value, index, result = step.whole(0), step.whole(1), step.results[0]
     numbers, shape = step.parameters["dimension_numbers"], step.avals[0].shape
     entries = _entries(step, adds=False)
+    # A device has zeros for rows that it lacks (`PartitionGatherTrivialSlicedOperandDimensions`).
     owed = frozenset(axis for dim in entries for axis in value.dims[dim])
     # A device has its part of each row only along a dim of which the gather takes all elements.
     taken = step.parameters["slice_sizes"]

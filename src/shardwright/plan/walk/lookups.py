@@ -129,7 +129,8 @@ def _partition(lookup: Lookup, level: _Level, moves: list[LookupMove]) -> bool:
         moves += [each for n in operands for each in _route(n, level.dims[n], whole[n])]
         moves.append(LookupMove(name=result, held=whole[result], goal=level.dims[result]))
         return True
-    # Of equal options, `min` keeps the first one, as XLA does: `_options` has XLA's order.
+    # As XLA's `GatherPartitionMethodsOrderedByCost`, and the same for scatters. Of equal options,
+    # `min` keeps the first one, in the order of XLA's list.
     chosen = min(options, key=lambda option: _cost(lookup, level, option))
     after = chosen.after
     changed = [name for name in _NAMES if name != result]
@@ -228,6 +229,7 @@ def _freed(lookup: Lookup, level: _Level, name: Name, group: frozenset[str]) -> 
     dims, sizes = level.inner(name), lookup.sizes
     if not axes_of(dims) & group:
         return dims, True
+    # XLA replicates the dims that come first, as in `GatherOperandDimsByPriority`.
     order: Iterable[int]
     if name == "table":
         order = (*lookup.entries, *lookup.columns)
@@ -235,6 +237,7 @@ def _freed(lookup: Lookup, level: _Level, name: Name, group: frozenset[str]) -> 
         order = tuple(lookup.tokens)
     else:
         order = (*lookup.tokens.values(), *lookup.columns.values())
+    # `GroupShardingOnReplicatedDim` counts parts and knows no mesh axes, so it may split one.
     left = [shards(axes, sizes) for axes in dims]
     copies, needed = shards(level.free, sizes) // math.prod(left), shards(group, sizes)
     for at in order:
@@ -257,6 +260,7 @@ def _cost(lookup: Lookup, level: _Level, option: _Option) -> tuple[float, float]
     """
     result: Name = "table" if lookup.adds else "rows"
     whole = {name: option.after.outer(name) for name in _NAMES}
+    # `EvaluatePartitionCost` tries each method, and looks only at the lookup and at collectives.
     memory = [sum(lookup.bytes(name, whole[name]) for name in _NAMES)]
     sent = 0
     pairs: list[tuple[Name, Dims, Dims]] = []

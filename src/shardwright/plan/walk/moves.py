@@ -58,6 +58,8 @@ def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> ValueMove:
       last dim first. If the mesh axis is not the last one of its dim, a permute comes first.
     * If one mesh axis replaces another one in a dim, a permute of the smaller shards is needed.
     """
+    # `PartitionedHlo::ReshardNoCache` of XLA's SPMD partitioner tries a permute, an all-to-all,
+    # slices and all-gathers, in this order, then two of them. At last it gathers the whole array.
     before, after = _places(held), _places(goal)
     gone = before.keys() - after.keys()
     moved = {axis for axis in before.keys() & after.keys() if before[axis] != after[axis]}
@@ -219,6 +221,7 @@ def _traded(
     both = {left, entered}
     permute = _transfer(Kind.PERMUTE, both, current, sizes)
     swapped = entered in axes_of(held)
+    # `CanReshardWithCollectivePermute`: after slices, dims have as many parts as in the goal.
     if sizes[left] == sizes[entered] or (not swapped and sizes[left] < sizes[entered]):
         return ValueMove(transfers=(permute,))
     smaller, larger = sorted(both, key=sizes.__getitem__)

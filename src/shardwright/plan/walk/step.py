@@ -156,6 +156,7 @@ class PlanStep:
         variable, value = self.equation.invars[at], self.whole(at)
         if isinstance(variable, Literal):
             return value
+        # XLA's `reshard_cache` holds one result per value and sharding.
         key = (variable, dims, use)
         if key not in self.scope.moved:
             self.scope.moved[key] = self.ledger.move(
