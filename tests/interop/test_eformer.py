@@ -76,6 +76,20 @@ def test_every_name_is_importable() -> None:
         _ = constraints.MAX_SHARDING_SIZE
 
 
+def test_star_import_gives_every_name() -> None:
+    names: dict[str, Any] = {}
+    exec("from shardwright.interop.eformer import *", names)
+    errors = {"NoMeshError", "NotRegisteredError", "WrongTypeError"}
+    assert {*COMMON_TYPES.split(), *ESCALE.split(), *errors} <= set(names)
+    assert ef.MIN_SHARDING_SIZE == 16384
+    assert not hasattr(ef, "os")
+
+
+def test_misspelled_attribute_in_a_dict() -> None:
+    with raises(sw.StrategyError, "batc_axis", fix="batch_axis"):
+        ef.PartitionAxis.from_dict({"batc_axis": "dp"})
+
+
 SUBMODULES = {
     "escale.mesh": (
         "create_mesh create_cpu_mesh parse_mesh_from_string force_cpu cpu_context",
@@ -404,7 +418,7 @@ class TestMeshes:
             (2, 4), ("dp", "tp"), axis_types=("auto", AxisType.Explicit)
         ).axis_types == (AxisType.Auto, AxisType.Explicit)
         assert ef.create_mesh((3, 2), ("dp", "tp")).size == 6, "a part of the devices will do"
-        with pytest.raises(ValueError, match="shorter than argument 1"):
+        with raises(sw.MeshSpecError, 2, "axis_types", 3, fix="name"):
             ef.create_mesh((2, 2, 2), ("dp", "tp", "sp"), axis_types=("auto", "auto"))
         manual = ef.create_mesh((2, -1), ("dp", "tp"), axis_types=("auto", " Manual "))
         assert manual.axis_types == (AxisType.Auto, AxisType.Manual)
@@ -413,7 +427,9 @@ class TestMeshes:
         assert ef.create_mesh(axis_types=AxisType.Manual).axis_types == (AxisType.Manual,) * 5
         with raises(sw.MeshSpecError, "axis_types", "dp", "manuel", fix="auto"):
             ef.create_mesh((8,), ("dp",), axis_types="manuel")
-        with pytest.raises(ValueError, match="shorter than argument 1"):
+        with raises(sw.MeshSpecError, 3, "axis_types", 2, fix="name"):
+            ef.create_mesh((2, 4), ("dp", "tp"), axis_types=["auto"] * 3)
+        with raises(sw.MeshSpecError, 1, "dcn_mesh_dims", 2, fix="name"):
             ef.create_mesh((2, 4), ("dp", "tp"), dcn_mesh_dims=(2,))
         with raises(sw.MeshSpecError, "dp=2", "(2)", 1):
             ef.create_mesh((2, 4), ("dp", "tp"), dcn_mesh_dims=(2, 1))

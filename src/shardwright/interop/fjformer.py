@@ -31,6 +31,22 @@ from shardwright.resolution.patterns import compile_pattern
 from shardwright.resolution.rules import build_rules
 from shardwright.trees.paths import match_paths, path_text
 
+__all__ = [
+    "flatten_tree",
+    "get_metrics",
+    "get_names_from_partition_spec",
+    "get_weight_decay_mask",
+    "make_shard_and_gather_fns",
+    "match_partition_rules",
+    "named_tree_map",
+    "names_in_current_mesh",
+    "names_in_mesh",
+    "tree_apply",
+    "tree_path_to_string",
+    "with_sharding_constraint",
+    "wrap_function_with_rng",
+]
+
 names_in_current_mesh = names_in_mesh = current_mesh_has
 
 
@@ -502,13 +518,45 @@ def get_metrics(metrics: Any, unreplicate: bool = False, stack: bool = False) ->
       unreplicate: Whether metrics have a leading axis of replicas. The first replica is returned.
       stack: Whether to stack the steps along a new leading axis.
 
+    Raises:
+      StrategyError: A scalar is text; or there are no steps to stack, or they have different
+        metrics.
+      TypeError, ValueError: A metric is not a real scalar; or steps do not stack.
+
     >>> get_metrics({"loss": jax.numpy.float32(0.5)})
     {'loss': 0.5}
     """
+    if stack:
+        _check_steps(metrics)
     if unreplicate:
         metrics = jax.tree.map(lambda value: value[0], metrics)
     values = jax.device_get(metrics)
     if stack:
         return jax.tree.map(lambda *steps: np.stack(steps), *values)
+    return {name: _scalar(name, value) for name, value in values.items()}
+
+
+def _check_steps(metrics: Any) -> None:
+    if not isinstance(metrics, list | tuple) or not metrics:
+        what = f"a {type(metrics).__name__}" if metrics else f"{metrics!r}"
+        raise StrategyError(
+            f"metrics to stack are {what}", fix="pass a list with one dict per step"
+        )
+    first: Any = jax.tree.structure(metrics[0])
+    for number, step in enumerate(metrics):
+        # `jax.tree.map` would take a whole subtree of a later step for a leaf of the first.
+        if (structure := jax.tree.structure(step)) != first:
+            raise StrategyError(
+                f"step {number} has the metrics {structure}, and step 0 has {first}",
+                fix="stack steps with the same metrics",
+            )
+
+
+def _scalar(name: str, value: Any) -> float:
     # `item` refuses arrays of several elements, and `float` what is complex or not a number.
-    return {name: float(np.asarray(value).item()) for name, value in values.items()}
+    item = np.asarray(value).item()
+    if isinstance(item, str | bytes):
+        raise StrategyError(
+            f"metric {name!r} is the text {item!r}, not a number", fix="leave it out of the metrics"
+        )
+    return float(item)

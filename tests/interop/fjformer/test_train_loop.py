@@ -13,7 +13,7 @@ import pytest
 import shardwright as sw
 from shardwright.interop.fjformer import get_metrics, wrap_function_with_rng
 from shardwright.testing import cpu_mesh
-from tests.raising import raises
+from tests.raising import Facts, facts, raises
 
 
 def data(key: Any) -> tuple[int, ...]:
@@ -119,11 +119,25 @@ def test_unreplicate() -> None:
         ({"loss": np.complex64(1j)}, {}, "not 'complex'"),
         ({"grad": {"norm": 1.0}}, {}, "not 'dict'"),
         ({"loss": None}, {}, "not 'NoneType'"),
-        ({"name": "run"}, {}, "could not convert string to float"),
-        ([{"a": 1.0}, {"a": 1.0, "b": 2.0}], {"stack": True}, "structure error|key mismatch"),
         ([{"a": np.ones(2)}, {"a": np.ones(3)}], {"stack": True}, "must have the same shape"),
     ],
 )
 def test_invalid_metrics(metrics: Any, options: dict[str, bool], says: str) -> None:
     with pytest.raises((TypeError, ValueError), match=says):
         get_metrics(metrics, **options)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "stack", "says"),
+    [
+        ({"loss": "3"}, False, facts("loss", "3")),
+        ({"loss": np.array(b"3")}, False, facts("loss", "b'3'")),
+        ({"loss": 1.0, "acc": 2.0}, True, facts("dict", fix="list")),
+        ([], True, facts("[]", fix="list")),
+        ([{"a": 1}, {"a": {"c": 2, "d": 3}}], True, facts("step 1", "step 0", "'c'")),
+        ([{"a": 1.0}, {"a": 1.0, "b": 2.0}], True, facts("step 1", "step 0", "'b'")),
+    ],
+)
+def test_text_and_steps_that_differ(metrics: Any, stack: bool, says: Facts) -> None:
+    with raises(sw.StrategyError, says):
+        get_metrics(metrics, stack=stack)

@@ -32,6 +32,14 @@ class State:
 TREE = State(step=0, params={"blocks": [{"q": 1}, {"q": 2}], "norm": 3})
 
 
+def test_star_import_gives_functions_alone() -> None:
+    names: dict[str, Any] = {}
+    exec("from shardwright.interop.fjformer import *", names)
+    del names["__builtins__"]
+    assert len(names) == 13
+    assert {value.__module__.partition(".")[0] for value in names.values()} == {"shardwright"}
+
+
 def test_path_of_every_kind_of_key() -> None:
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(TREE)[0]]
     assert [tree_path_to_string(path) for path in paths] == [

@@ -151,7 +151,17 @@ class PartitionAxis(Attributes):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PartitionAxis:
-        """Return the `PartitionAxis` whose `to_dict` is this data."""
+        """Return the `PartitionAxis` whose `to_dict` is this data.
+
+        Raises:
+          StrategyError: A key is not an attribute.
+        """
+        for name in data:
+            if name not in ATTRIBUTES:
+                raise StrategyError(
+                    f"{name!r} is not an attribute of PartitionAxis",
+                    fix=did_you_mean(name, ATTRIBUTES) or f"leave {name} out",
+                )
         return cls(**data)
 
     @classmethod

@@ -67,7 +67,6 @@ def create_mesh(
 
     Raises:
       MeshSpecError: Sizes, names, types or slices do not fit, or an option is not supported.
-      ValueError: There are not as many types or slices as names.
     """
     # eformer passes both on to `mesh_utils.create_hybrid_device_mesh`.
     for name, value in (
@@ -83,6 +82,11 @@ def create_mesh(
     types = _axis_types(names, axis_types)
     dcn = None
     if dcn_mesh_dims is not None:
+        if len(dcn_mesh_dims) != len(names):
+            raise MeshSpecError(
+                f"there are {len(dcn_mesh_dims)} dcn_mesh_dims for {len(names)} axes",
+                fix="give one per name, and 1 for an axis that does not cross slices",
+            )
         dims = zip(names, dcn_mesh_dims, strict=True)
         dcn = {name: size for name, size in dims if size != 1}
     # A mesh of Manual axes is one for `shard_map` alone. Its devices have the same order.
@@ -105,6 +109,11 @@ def _axis_types(names: tuple[str, ...], axis_types: Any) -> dict[str, Any]:
     if axis_types is None or isinstance(axis_types, str | AxisType):
         axis_types = (axis_types or "auto",)
     types = [kind.strip().lower() if isinstance(kind, str) else kind for kind in axis_types]
+    if len(types) not in (1, len(names)):
+        raise MeshSpecError(
+            f"there are {len(types)} axis_types for {len(names)} axes",
+            fix="give one for all, or one per name",
+        )
     return dict(zip(names, types * len(names) if len(types) == 1 else types, strict=True))
 
 
