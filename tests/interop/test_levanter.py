@@ -106,6 +106,11 @@ def test_values_that_are_wrong_are_reported_at_once(config: Path) -> None:
         count=6,
     ) as caught:
         levanter.to_strategy({"trainer": trainer})
+    empties: tuple[Any, ...] = ([], 0, "")
+    for empty in empties:
+        for key in ("axis_resources", "parameter_axis_resources"):
+            with raises(sw.StrategyError, f"trainer.{key}", f"{empty!r}", path="configuration"):
+                levanter.to_strategy({"trainer": {key: empty}})
     text = str(caught.value)
     assert "trainer.model_axis_size must be a positive integer, got 0" in text
     assert "trainer.tensor_parallel_axes must be a list of names, got 'mlp'" in text

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
+import re
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from shardwright.interop.logical_rules import (
     to_logical_axis_rules,
     to_strategy,
 )
+from shardwright.interop.logical_rules.models import library
 from shardwright.testing import cpu_mesh
 from shardwright.vocabulary.axes import CAPACITY, NORM
 from tests.interop.rule_lists import (
@@ -510,6 +515,19 @@ def test_the_mesh_may_be_text() -> None:
     assert (one.strategy, one.names, one.notes) == (other.strategy, other.names, other.notes)
     with raises(sw.MeshSpecError, "data", -1, fix="devices"):
         to_strategy(rules, mesh="data:-1,model:4")
+
+
+@pytest.mark.parametrize("name", ["equinox", "flax", "haliax", "safetensors"])
+def test_an_absent_library_is_named_as_in_pyproject(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = itertools.chain(*project["optional-dependencies"].values())
+    wanted = next(extra for extra in extras if extra.startswith(f"{name}>="))
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=re.escape(f"pip install '{wanted}'")):
+        library(f"{name}.part")
 
 
 def test_a_strategy_is_not_a_manager() -> None:

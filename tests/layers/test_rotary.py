@@ -171,6 +171,8 @@ def test_repeated_kv_heads_are_adjacent(repeats: int) -> None:
             facts("(2,)", "(1, 2, 4, 8)", path="positions", fix="attention.next_positions"),
         ),
         (lambda x: repeat_kv_bnsh(x[0], 2), facts("(2, 4, 8)", 4)),
+        (lambda x: repeat_kv_bnsh(x, 0), facts("n_rep=0", fix="kv heads")),
+        (lambda x: repeat_kv_bsnh(x, 0), facts("n_rep=0", fix="kv heads")),
     ],
 )
 def test_invalid_shapes(call: Any, says: Facts) -> None:

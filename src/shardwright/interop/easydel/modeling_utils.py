@@ -183,6 +183,10 @@ def _repeat(x: jax.Array, n_rep: int, dim: int) -> jax.Array:
             f"the array has shape {x.shape}, and needs 4 dims",
             fix="pass keys or values with batch and heads",
         )
+    if n_rep < 1:
+        raise RankMismatchError(
+            f"n_rep={n_rep} is not a positive integer", fix="pass query heads // kv heads"
+        )
     return x if n_rep == 1 else jnp.repeat(x, n_rep, axis=dim)
 
 

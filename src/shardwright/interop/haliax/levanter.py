@@ -35,7 +35,7 @@ _NAME_OR_NAMES: Final[_Kind] = (
 )
 _TABLE: Final[_Kind] = (
     "a mapping of names",
-    lambda value: not value or (isinstance(value, Mapping) and _are_names([*value])),
+    lambda value: value is None or (isinstance(value, Mapping) and _are_names([*value])),
 )
 _COUNT: Final[_Kind] = ("a positive integer", lambda value: (as_integer(value) or 0) > 0)
 _SIZE: Final[_Kind] = (

@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from shardwright.manager.manager import PartitionManager
 
 
+# As in pyproject.toml. `pip install haliax` would give the last release, which is too old.
+_REQUIREMENTS = {
+    "equinox": "equinox>=0.11",
+    "flax": "flax>=0.12",
+    "haliax": "haliax>=1.4.dev453",
+    "safetensors": "safetensors>=0.8",
+}
+
+
 def library(module: str) -> Any:
     """Return a module of the library of a bridge.
 
@@ -31,7 +40,8 @@ def library(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         name = module.partition(".")[0]
-        raise ImportError(f"this bridge needs {name}: python -m pip install {name}") from error
+        text = f"this bridge needs {name}: python -m pip install '{_REQUIREMENTS[name]}'"
+        raise ImportError(text) from error
 
 
 def place(values: Any, pm: PartitionManager, annotations: Any) -> Any:
