@@ -143,6 +143,7 @@ def _own_axes(strategies: Sequence[str]) -> frozenset[str]:
 
 def _is_about(error: ShardingError, text: str) -> bool:
     """Tell whether an error is about the contents of a file: its problems then name the file."""
+    # An overlay has several files, and each problem is about one of them.
     names = [os.path.basename(name) for name in strategy_names(text) if name]
     return all(problem.path.startswith(tuple(names)) for problem in error.problems)
 

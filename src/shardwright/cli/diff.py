@@ -235,6 +235,7 @@ def _groups(comparison: Comparison, role: Role) -> list[list[str]]:
 
 
 def _section(comparison: Comparison, role: Role, modes: Sequence[str], *, width: int) -> list[str]:
+    # The modes of a group have equal cells, so the first one stands for all.
     rows = [row for row in comparison.rows if row.role is role and row.mode == modes[0]]
     changed = [row for row in rows if row.changed]
     names = "all modes" if len(modes) == len(MODE_NAMES) else ", ".join(map(mode_name, modes))

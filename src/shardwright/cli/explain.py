@@ -309,6 +309,7 @@ def tree_lines(answers: Sequence[ExplainedTensor], *, width: int) -> list[str]:
 
 
 def _section(answers: Sequence[ExplainedTensor], *, width: int) -> list[str]:
+    # Modes with equal cells in all rows share a column, so that a table of a model fits a terminal.
     columns = _columns(answers)
     sized = any(
         count is not None for answer in answers for count in answer.bytes_per_device.values()

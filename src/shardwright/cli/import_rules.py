@@ -127,6 +127,7 @@ def _next_steps(imported: Imported, arguments: argparse.Namespace) -> list[str]:
     own = [
         name
         for name, target in imported.names.items()
+        # Such a name has no axis of the vocabulary, so a model must spell it out.
         if _axis_of(target) == canonical_axis(f"logical_{name}")
     ]
     if own:

@@ -152,6 +152,7 @@ def _overview() -> str:
 
     lines = ["usage: shardwright <command> ...", "", "commands:"]
     for name, what in COMMANDS.items():
+        # 13 columns: two blanks, ten for a name, and a gap.
         lines += textwrap.wrap(f"  {name:<10} {what}", help_width(), subsequent_indent=" " * 13)
     lines += [
         "",

@@ -63,6 +63,7 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
         arguments,
         {mode: report.state for mode, report in reports.items()},
         {
+            # What the compiler says takes the place of the upper end of the plan.
             mode: verified[mode].most_bytes if mode in verified else report.memory.high
             for mode, report in reports.items()
         },

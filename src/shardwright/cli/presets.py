@@ -60,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     action, preset, file = arguments.action, arguments.preset, arguments.file
     if arguments.name is not None and action != "copy":
         raise StrategyError(f"presets {action} takes no --name", fix="leave it out")
+    # Only `list` takes no preset, and only `copy` takes a file.
     if (preset is not None) != (action != "list") or (file is not None and action != "copy"):
         fix = {
             "list": "shardwright presets list",

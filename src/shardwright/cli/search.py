@@ -174,6 +174,7 @@ def run(arguments: argparse.Namespace) -> int:
     if errors:
         return 2
     bad = [not report.candidates for report in reports.values()]
+    # Without --verify nothing is compiled, and the plans alone decide.
     bad += [not any(each.fits for each in compiled) for compiled in verified.values() if compiled]
     return 1 if any(bad) else 0
 
@@ -332,7 +333,6 @@ def _print_json(
         }
         for name, report in reports.items()
     ]
-    # A single search is printed without a list around it.
     print_json(data[0] if len(data) == 1 else {"searches": data})
 
 
