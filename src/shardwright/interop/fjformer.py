@@ -77,6 +77,7 @@ def _names(specs: Any) -> Iterable[str]:
             yield from _names(entry)
     elif isinstance(specs, PartitionSpec | NamedSharding):
         yield from _names((specs.spec if isinstance(specs, NamedSharding) else specs).partitions)
+    # A leaf is no spec. Any other container, such as a dataclass, is flattened by JAX below.
     elif jax.tree_util.all_leaves([specs]):
         raise StrategyError(
             f"{specs!r} of type {type(specs).__name__} is not a spec",
@@ -111,6 +112,7 @@ def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
     if mesh is None or not current_mesh_has(*get_names_from_partition_spec(partition_specs)):
         return x
     # A `PartitionSpec` is a leaf, and covers all arrays below its place.
+    # A list of copies flattens to one spec for each array.
     covering = jax.tree.leaves(
         jax.tree.map(lambda spec, part: [spec] * len(jax.tree.leaves(part)), partition_specs, x)
     )
@@ -193,6 +195,7 @@ def match_partition_rules(rules: Iterable[tuple[str, Any]], params: Any) -> Any:
     for (key_path, leaf), annotation in zip(leaves, annotations, strict=True):
         path, shape = path_text(key_path), np.shape(leaf)
         # fjformer tests this before it looks for a rule, so such an array needs none.
+        # The product over no dims is 1, so scalars are among them.
         if np.prod(shape, dtype=int) == 1:
             specs.append(PartitionSpec())
         elif path in unmatched:

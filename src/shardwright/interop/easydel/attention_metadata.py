@@ -107,6 +107,7 @@ class AttentionMetadata:
     backend: Any = NOT_GIVEN
     partition_axis: Any = NOT_GIVEN
     partition_manager: Any = NOT_GIVEN
+    # Not compared: the metadata is static under jit, and a configuration may not be hashable.
     base_config: Any = dataclasses.field(default=None, compare=False, repr=False)
     scan_ring_attention: Any = NOT_GIVEN
     softmax_scale: Any = NOT_GIVEN
@@ -116,6 +117,7 @@ class AttentionMetadata:
     blocksize_b: Any = NOT_GIVEN
 
     def __post_init__(self) -> None:
+        # None means the default here, while NOT_GIVEN lets the configuration decide.
         if self.runtime_softmax_dtype is None:
             object.__setattr__(self, "runtime_softmax_dtype", NOT_GIVEN)
         for name, default, pickup_name in (
@@ -259,6 +261,7 @@ class AttentionMetadata:
         mode = parse_mode(mode)
         known = self._sizes(sizes)
         joint = self.joint(mode, qkv_mni_sharding=qkv_mni_sharding, sizes=sizes)
+        # Attention never shards head_dim, so the specs end with the heads.
         query = spec_of(joint.batch, joint.q_length, joint.heads)
         key = spec_of(joint.batch, joint.kv_length, joint.kv_heads)
         scores = (BATCH, BIAS_HEAD_SEQ, QUERY_LENGTH, BIAS_KV_SEQ)
@@ -400,6 +403,7 @@ class AttentionMetadata:
         """Return the metadata of `to_json` on a mesh of local devices. This starts the backend."""
         values = json.loads(text)
         axis = {
+            # JSON has no tuples, and a rule is hashable only as a tuple.
             name: tuple(value) if isinstance(value, list) else value
             for name, value in values["partition_axis"].items()
         }
@@ -507,6 +511,7 @@ def _array_to_plain(value: Any) -> Any:
     return {
         "dtype": str(value.dtype),
         "shape": list(value.shape),
+        # JSON has no bfloat16; float32 holds its values exactly.
         "values": jnp.ravel(value).astype(jnp.float32).tolist(),
     }
 

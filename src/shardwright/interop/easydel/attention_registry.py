@@ -221,7 +221,9 @@ class AttentionRegistry:
                     f"the name {name!r} belongs to {other.__qualname__}",
                     fix="give the implementation another name",
                 )
+        # First: it refuses names of the library, and then nothing is changed here.
         core.register(implementation.value())
+        # A new dict, so that a thread that reads the old one is not disturbed.
         cls._known = {**cls._known, **dict.fromkeys(names, implementation)}
         return implementation
 

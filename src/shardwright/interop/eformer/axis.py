@@ -202,6 +202,7 @@ class PartitionAxis(Attributes):
                     f"Semantic axis {name!r} already exists",
                     fix="pass override=True to replace its rule",
                 )
+            # A new dict, because readers do not take the lock.
             _Process.axes = {**_Process.axes, key: axis}
 
     @classmethod
@@ -389,6 +390,7 @@ def _with_registered(axis: PartitionAxis, base: AxisRules, registered: Registere
     ]
     params = [dict(table) | texts[False] for table in base.params]
     return AxisRules(
+        # Sorted, so that equal rules are equal values in every process.
         activations=tuple(tuple(sorted(table.items())) for table in activations),
         params=tuple(tuple(sorted(table.items())) for table in params),
         user_axes=tuple(sorted(name for name in by_name if name not in KNOWN_AXES)),

@@ -39,6 +39,7 @@ def get_incontext_mesh(raise_error: bool = True) -> Mesh | AbstractMesh:
     mesh = current_mesh()
     if mesh is None and raise_error:
         raise no_mesh()
+    # JAX has an empty mesh, too, where none is set.
     return mesh if mesh is not None else Mesh(np.empty((), dtype=object), ())
 
 
@@ -88,6 +89,7 @@ def create_mesh(
                 fix="give one per name, and 1 for an axis that does not cross slices",
             )
         dims = zip(names, dcn_mesh_dims, strict=True)
+        # A part of 1 does not cross slices.
         dcn = {name: size for name, size in dims if size != 1}
     # A mesh of Manual axes is one for `shard_map` alone. Its devices have the same order.
     manual = [name for name, kind in types.items() if kind in ("manual", AxisType.Manual)]

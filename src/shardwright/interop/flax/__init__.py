@@ -192,6 +192,7 @@ def rules(
     """
     import flax.linen as nn
 
+    # This file can be imported without flax, and that one cannot.
     from shardwright.interop.flax.dense_general import kernels_unflattened
 
     exported = to_logical_axis_rules(pm, names, sizes=sizes)

@@ -25,6 +25,7 @@ def kernels_unflattened() -> contextlib.AbstractContextManager[None]:
 def _intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     """Call a method, with other initializers if it is that of `nn.DenseGeneral`."""
     module = context.module
+    # Only `__call__` creates parameters.
     if not isinstance(module, nn.DenseGeneral) or context.method_name != "__call__":
         return call(*args, **kwargs)
     own = {name: getattr(module, name) for name in ("kernel_init", "bias_init")}
@@ -35,6 +36,7 @@ def _intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         return call(*args, **kwargs)
     finally:
         for name, init in own.items():
+            # The module may be called again outside of this context.
             object.__setattr__(module, name, init)
 
 

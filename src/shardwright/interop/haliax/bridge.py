@@ -114,6 +114,7 @@ def annotate(model: Any, names: Names = NAMES) -> Any:
         fix="pass a model with NamedArrays\n"
         "or let interop.equinox.infer find the axes of a model without names",
     )
+    # `_leaves` yields in JAX's order, so the axes fit the structure of the arrays.
     return jax.tree.unflatten(jax.tree.structure(values), axes)
 
 
@@ -306,6 +307,7 @@ def _leaves(node: Any, path: tuple[Any, ...]) -> Iterator[_NamedLeaf]:
 
     named = library("haliax").NamedArray
 
+    # Only a module knows the metadata of its fields, so the walk goes module by module.
     def stops(child: Any) -> bool:
         return child is not node and isinstance(child, (named, equinox.Module))
 

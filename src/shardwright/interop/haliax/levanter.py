@@ -220,6 +220,7 @@ def _read_trainer(
         compute=compute,
         parameter={**compute, **listed("parameter_axis_resources"), **listed("fsdp_axis", "data")},
         mesh={
+            # One mesh axis has the replicas of a slice and those across slices.
             "replica": values["replica_ici_axis_size"] * across,
             "data": -1,
             "model": values["model_axis_size"],
@@ -242,6 +243,7 @@ def _given(overrides: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
     Raises:
       StrategyError: A key does not concern sharding; all are reported at once.
     """
+    # At most three parts: `mesh`, a key of it, and a name in its table.
     given = {tuple(key.removeprefix("trainer.").split(".", 2)): key for key in overrides}
     problems = []
     for keys, key in given.items():
@@ -297,6 +299,7 @@ def _read_mesh(
     for (key, *names), value in overrides.items():
         if not names:
             table[key] = value
+        # An override of one name keeps the other names of its table.
         elif isinstance(old := table.get(key, {}), Mapping):
             table[key] = {**old, names[0]: value}
     at = {**places, **dict.fromkeys(overrides, "overrides")}
@@ -316,6 +319,7 @@ def _read_mesh(
         for name, axes in _SHARED.items()
     }
     shared = {**defaults, **entries("shared_mapping", {})}
+    # `shared_mapping` holds for activations and for parameters, and each own mapping wins over it.
     compute, batch = dict(shared), table.get("batch_axis_name", "batch")
     own = entries("compute_mapping", {})
     if batch is not None and batch not in shared:
@@ -357,6 +361,7 @@ def _sizes(table: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int], li
         for name, size in dcn.items()
         if size == -1
     ]
+    # -1 is one slice here; a note says how to write more.
     known = {name: max(size, 1) for name, size in dcn.items()}
     across = {name: size for name, size in known.items() if size > 1}
     return {**axes, **known}, across, notes

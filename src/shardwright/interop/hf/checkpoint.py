@@ -220,6 +220,7 @@ def _checkpoint(
     # After the unknown ones: with a wrong `model_type` nearly all are both.
     raise_problems(missing(stacked, config))
     if len(stacked) < len(sources):
+        # A stack takes the place of its tensors, and is itself among the results.
         count = sum(isinstance(source, StackedSource) for source in stacked.values())
         notes.append(
             f"{len(sources) - len(stacked) + count} tensors of experts became {count} stacks"
@@ -302,6 +303,7 @@ def _pad_vocabulary(checkpoint: Checkpoint, multiple: int | None) -> Checkpoint:
         what = " and ".join(f"{size} in {name}" for size, name in sizes.items())
         raise CheckpointError(f"VOCAB has several sizes: {what}", fix="load it without pad_vocab")
     vocab = next(iter(sizes), 0)
+    # The fewest rows that lead to a multiple.
     more = -vocab % multiple
     if not more:
         return checkpoint

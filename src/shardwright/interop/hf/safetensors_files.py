@@ -83,6 +83,7 @@ class SafetensorsTensor:
                 # These dtypes have one byte.
                 end = self.offset + math.prod(self.shape)
                 whole = self.content[self.offset : end].view(self.dtype).reshape(self.shape)
+                # A copy, because a view would read the file when it is used, perhaps changed.
                 return np.array(whole[index])
             return np.asarray(self.handle.get_slice(self.name)[index])
         except (OSError, ValueError) as error:

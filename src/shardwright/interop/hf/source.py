@@ -128,6 +128,7 @@ class PaddedSource(ChangedSource):
         if stored == bounds:
             return self.source.read(bounds)
         piece = np.zeros([stop - start for start, stop in bounds], self.dtype)
+        # A shard may lie in the padding alone.
         if all(start < stop for start, stop in stored):
             inner = tuple(slice(stop - start) for start, stop in stored)
             piece[inner] = self.source.read(stored)

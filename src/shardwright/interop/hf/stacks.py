@@ -41,6 +41,7 @@ def stack_experts(sources: Mapping[str, Source]) -> dict[str, Source]:
         numbers = (number for number in range(max(names) + 1) if number not in names)
         if absent := ", ".join(map(str, itertools.islice(numbers, 10))):
             problems.append(fault(f"the experts {absent} are absent", whole, _APART))
+        # By number: as text, expert 10 would come before expert 2.
         parts = [sources[names[number]] for number in sorted(names)]
         kinds = sorted({(part.dtype.name, part.shape) for part in parts})
         if len(kinds) > 1:
@@ -98,6 +99,7 @@ def stack_layers(
         if len(names) != count:
             what = f"{len(names)} of the {count} layers have this tensor"
             problems.append(fault(what, whole, fix))
+        # By number, like the experts above.
         parts = [specs[names[number]] for number in sorted(names)]
         kinds = {f"{part.dtype}{list(part.shape)} {describe(part.axes)}" for part in parts}
         if len(kinds) > 1:

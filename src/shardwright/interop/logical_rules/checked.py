@@ -100,6 +100,7 @@ class CheckedTable:
             if isinstance(name, str) and name not in known:
                 axis_of(name, model, place, problems)
         raise_problems(problems)
+        # flax allows fewer names than dims; the last dims are then replicated.
         for dim, (name, size, entry) in enumerate(zip(names, shape, entries, strict=False)):
             where = {"path": place, "dim": dim, "size": size}
             error = None if size is None else self._misfit(name, size, entry, advice, where)

@@ -38,6 +38,7 @@ def read_rules(path: Path) -> tuple[list[Any], list[str]]:
         raise StrategyError(what, path=path.name, fix=f"write {RULES}: [[embed, fsdp]]")
     if len(lines) == len(rules):
         return rules, [f"{path.name}:{line}" for line in lines]
+    # JSON is read without lines, so its rules have numbers instead.
     return rules, [f"{path.name}[{at}]" for at in range(len(rules))]
 
 
@@ -51,6 +52,7 @@ def read_yaml(path: Path, key: str) -> tuple[Any, list[int]]:
     Raises:
       StrategyError: The file cannot be read, or is not YAML.
     """
+    # The loader in C is much faster, and not every build of PyYAML has it.
     root, value = _parsed(path, getattr(_yaml(), "CSafeLoader", _yaml().SafeLoader))
     if isinstance(value, list):
         return value, [entry.start_mark.line + 1 for entry in root.value]
@@ -58,6 +60,7 @@ def read_yaml(path: Path, key: str) -> tuple[Any, list[int]]:
         return value, []
     sequence = _yaml().SequenceNode
     lists = [node for name, node in root.value if name.value == key]
+    # Of equal keys, PyYAML keeps the value of the last one.
     entries = lists[-1].value if lists and isinstance(lists[-1], sequence) else []
     return value, [entry.start_mark.line + 1 for entry in entries]
 
@@ -75,6 +78,7 @@ def read_yaml_tree(path: Path) -> tuple[Any, dict[tuple[str, ...], int]]:
     class Loader(yaml.SafeLoader):  # type: ignore[name-defined, misc]
         """Ignore tags, without changing the loader of others."""
 
+    # None stands for every tag that has no constructor.
     Loader.add_constructor(None, lambda loader, node: None)
     root, value = _parsed(path, Loader)
     lines: dict[tuple[str, ...], int] = {}
@@ -96,6 +100,7 @@ def _parsed(path: Path, loader_type: Any) -> tuple[Any, Any]:
     loader = None
     try:
         loader = loader_type(text)
+        # Nodes first: they have the lines, and show how many values the aliases mean.
         root = loader.get_single_node()
         is_small = root is None or _size(root) <= _MOST_VALUES
         value = loader.construct_document(root) if root is not None and is_small else {}

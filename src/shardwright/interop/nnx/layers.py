@@ -80,6 +80,7 @@ class _Block(_Parameters):
         manager, key = context.current(), stream()
         arrays = initializer(nested)(key) if manager is None else manager.init(nested, key)
         for part in parts:
+            # The module itself has no levels for its path.
             arrays = arrays[part]
         super().__init__(specs, arrays)
         self.path = path
@@ -374,6 +375,7 @@ class Transformer(_Block):
         self, config: transformer_block.TransformerConfig, *, rngs: Any, path: str | None = None
     ) -> None:
         parts = (config, config.attention, config.cross, *config.mlps)
+        # A part may be None, or a block that has no dropout.
         drops = any(getattr(part, "dropout", 0) > 0 for part in parts)
         super().__init__(transformer_block.specs(config), rngs, path, drops=drops)
         self.config = config

@@ -192,6 +192,7 @@ def _updated(recipe: DelayedScaling, node: Any, path: str) -> tuple[Any, int]:
         scale, inverse = (f"{match[1]}{part}{match[2]}" for part in ("scale", "scale_inv"))
         if scale in node and inverse in node:
             new[scale] = _row_scales(recipe, amax, node[scale], own)
+            # The old layout stores both, and its readers expect them to agree.
             new[inverse] = 1 / new[scale]
             updated += 1
     kind: Any = type(node)

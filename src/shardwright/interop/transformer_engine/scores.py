@@ -223,6 +223,7 @@ def hidden_pairs(
     first: Any = kv_length - q_length if is_at_end else 0
     if start is not None:
         first = start
+    # Positive for keys after the query.
     distance = jnp.arange(kv_length)[None] - (jnp.arange(q_length) + first)[:, None]
     left, right = (-1, -1) if config.window is None else config.window
     rules = []

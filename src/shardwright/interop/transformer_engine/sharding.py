@@ -289,6 +289,7 @@ def constrain(x: jax.Array, names: Sequence[str | None] | None) -> jax.Array:
         placed: jax.Array = manager.shard(x, tuple(_axis_of(name) for name in names))
         return placed
     table = mesh_axes_of_names()
+    # "" is no name of the table, so a dim without a name is not sharded.
     return _constrain_to_spec(x, PartitionSpec(*(table.get(name or "") for name in names)))
 
 
@@ -326,6 +327,7 @@ def shards_of(
     sizes = mesh.shape
     return tuple(
         tuple((axis, sizes[axis]) for axis in entry_names(entry) if axis in sizes)
+        # A spec may leave out trailing dims that are not sharded.
         for entry in (*spec, *[None] * (len(shape) - len(spec)))
     )
 

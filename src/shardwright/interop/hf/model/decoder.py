@@ -34,6 +34,7 @@ from shardwright.vocabulary.axes import BATCH, EMBED, EMPTY, EXPERT_GATE, QUERY_
 TOKENS = (BATCH, QUERY_LENGTH)
 LAST = (BATCH, EMPTY, VOCAB)  # logits of the last token
 MODES = ("train", "prefill", "decode")
+# A plan depends on shapes alone, so these may have any value.
 _RATE, _DECAY, _SQUARE_DECAY, _EPSILON = 1e-4, 0.9, 0.95, 1e-8
 
 
@@ -213,6 +214,7 @@ class Decoder:
             return p - (_RATE * m / (jnp.sqrt(v) + _EPSILON)).astype(p.dtype), m, v
 
         structure: Any
+        # `tree.map` would return one tree of triples, and the step needs three trees.
         leaves, structure = jax.tree.flatten(params)
         others = (jax.tree.leaves(tree) for tree in (gradients, *moments))
         new = [update(*each) for each in zip(leaves, *others, strict=True)]
@@ -259,6 +261,7 @@ class Decoder:
 
     def last_logits(self, params: Any, x: Any) -> Any:
         """Return the logits of the last token, whose length of 1 is not sharded."""
+        # Only the last token gets logits, so the norm and the matmul skip all others.
         x = self.end(params, place(x[:, -1:], (BATCH, EMPTY, EMBED)))
         tied, dtype = self.sizes.tied, self.sizes.dtypes.compute
         head = use(self.head(params), (VOCAB, EMBED) if tied else (EMBED, VOCAB)).astype(dtype)
@@ -287,6 +290,7 @@ class Decoder:
             (specs, axes, TOKENS),
             (specs, axes),
             ("parameters", "optimizer", "inputs"),
+            # Donated: the step replaces parameters and moments, and may write into their memory.
             (0, 1),
             any_mesh=True,
         )
@@ -303,6 +307,7 @@ class Decoder:
             (specs, axes, TOKENS),
             (LAST, axes),
             ("parameters", "cache", "inputs"),
+            # Donated: an append writes into the memory of the caches.
             (1,),
             any_mesh=True,
         )

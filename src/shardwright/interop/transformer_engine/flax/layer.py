@@ -165,6 +165,7 @@ def add(
     branch = drop(branch, deterministic)
     if drop_path > 0:
         # One random number per sequence: stochastic depth (arXiv:1603.09382).
+        # The mask is the same along all dims but the batch.
         inner = (0, 2) if layer.transpose_batch_sequence else (1, 2)
         branch = Dropout(drop_path, inner, stream)(branch, deterministic)
     return branch + residual

@@ -71,6 +71,7 @@ def split_init(init: Any, count: int, *, sequential: bool = False) -> Any:
                 keys.append(own)
         else:
             keys = list(jax.random.split(key, count))
+        # The last dim but one counts the kernels, and no single kernel has it.
         each = (*shape[:-2], shape[-1])
         kernels = [one(own, each, dtype) for one, own in zip(inits, keys, strict=True)]
         return jnp.stack(kernels, axis=-2, dtype=dtype)
@@ -178,6 +179,7 @@ def matmul(
 def _scaling(module: Any, name: str, recipe: DelayedScaling) -> TensorScaling:
     """Create or read the scale and the history of one tensor."""
     collection = NVTE_FP8_COLLECTION_NAME
+    # In a collection of its own, because an optimizer must not update it like a parameter.
     scale = module.variable(collection, f"{name}_scale", jnp.ones, (1,), jnp.float32)
     history = module.variable(
         collection, f"{name}_amax_history", jnp.zeros, (recipe.history,), jnp.float32
@@ -384,6 +386,7 @@ def adapted(
 def bias_of(module: Any, features: tuple[int, ...], dtype: Any) -> Any:
     """Create the parameter `bias`, and cast it; 0 if the module uses none."""
     if not module.use_bias:
+        # A scalar broadcasts, so callers add it without a branch.
         return jnp.zeros((), dtype)
     bias = parameter(module, "bias", module.bias_init, features, module.bias_axes)
     return bias.astype(dtype)
@@ -395,6 +398,7 @@ def contracted(axis: Any, x: Any) -> tuple[int, ...]:
     Raises:
       LayerError: A dim does not exist, or is named twice.
     """
+    # A dim that does not exist is left out here, and makes the counts below differ.
     dims = tuple(at % x.ndim for at in as_tuple(axis) if -x.ndim <= at < x.ndim)
     if len(set(dims)) != len(as_tuple(axis)):
         raise LayerError(

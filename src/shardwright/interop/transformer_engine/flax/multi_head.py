@@ -107,6 +107,7 @@ def split_heads(module: Any, arrays: Any, *, starts: tuple[Any, Any]) -> list[An
       arrays: Query, key and value, with their heads in one dim.
       starts: Positions of the first query and of the first key.
     """
+    # -1 is the number of heads, which may be smaller for keys and values.
     query, key, value = (array.reshape(*array.shape[:2], -1, module.head_dim) for array in arrays)
     if not module.enable_rotary_pos_emb:
         return [query, key, value]
@@ -241,6 +242,7 @@ def attention_of(module: Any, *, decode: bool) -> DotProductAttention:
         attn_bias_type=module.attn_bias_type,
         dropout_rng_name=module.dropout_rng_name,
         float32_logits=module.float32_logits,
+        # Without the factor, the initial query kernel is smaller instead; see `query_init_of`.
         scale_factor=1 / math.sqrt(module.head_dim) if module.scale_attn_logits else 1.0,
         transpose_batch_sequence=module.transpose_batch_sequence,
         window_size=None if decode else module.window_size,

@@ -350,6 +350,7 @@ def extract_shardings(tree: Any, mesh: Mesh | None = None) -> Any:
 
     def sharding_of(leaf: Any) -> NamedSharding | None:
         sharding = getattr(leaf, "sharding", None)
+        # A ShapeDtypeStruct keeps a bare spec if it was given one.
         if isinstance(sharding, PartitionSpec):
             target = current_mesh() if mesh is None else mesh
             if target is None:
