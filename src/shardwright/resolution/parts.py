@@ -193,8 +193,8 @@ def add_zero1(
     """
     if rule is None or param.problems:
         return param
-    # ZeRO stage 1 (arXiv:1910.02054) partitions a flat buffer of all states. Here a dim of each
-    # state is sharded, so that the state keeps its shape and has a spec.
+    # This is stage 1 of ZeRO (arXiv:1910.02054). A dim of each state is sharded, and not a flat
+    # buffer of all states, so that each state keeps its shape and has a spec.
     taken = {axis for decision in param.decisions for axis in decision.mesh_axes}
     able = [decision for decision in param.decisions if decision.outcome is not Outcome.EMPTY]
     tried = []
