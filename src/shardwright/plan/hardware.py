@@ -231,6 +231,7 @@ def _chip(name: str, cells: Mapping[str, Any]) -> Chip:
         wraps=cells["wraps"],
         # The file has the rates of a chip, and the memory of a device.
         flops=cells["bf16_tflops"]["value"] * 1e12 / devices,
+        # Memory is in GiB, of 2**30 bytes, and rates are in GB/s, of 10**9, as vendors state them.
         hbm_bytes=int(cells["hbm_gib"]["value"] * 2**30),
         hbm_rate=cells["hbm_gbps"]["value"] * 1e9 / devices,
         link_rates=(link["low"] * 1e9 / devices, link["high"] * 1e9 / devices),

@@ -246,6 +246,8 @@ def trace_program(
         program.shapes,
         specs=program.specs,
         outputs=program.outputs,
+        # Moments have the annotation of their parameter. Only the category tells that `zero1`
+        # applies.
         roles=[None if category is None else ROLES[category] for category in categories],
         platform=platform or (None if topology is None else topology.platform),
     )
@@ -272,6 +274,7 @@ def price(
       ShardingError: An annotation does not resolve.
     """
     shapes = program.shapes
+    # Before the walk, which takes the first of several possible roles of an output.
     check_outputs(traced, manager)
     state = program_state(manager, traced, program)
     walked = walk(

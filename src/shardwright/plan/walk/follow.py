@@ -10,7 +10,6 @@ from shardwright.plan.walk.factors import AxesByFactor, fitting, placed, spread
 from shardwright.plan.walk.step import PlanStep
 from shardwright.plan.walk.values import ShardedValue, axes_of, merged_origins, shards
 
-# Chooses between the shardings of the operands.
 Choose: TypeAlias = Callable[[PlanStep, Correspondence, Mapping[int, AxesByFactor]], AxesByFactor]
 
 

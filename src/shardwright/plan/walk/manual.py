@@ -128,7 +128,7 @@ def _is_scattered(equation: Any, jaxpr: Any, step: PlanStep) -> bool:
     """
     body = step.parameters["jaxpr"]
     results = equation.outvars
-    # Inside a loop or a branch, the sum is used there and not returned.
+    # Results of an inner jaxpr, such as a loop's body, are not yet results of the `shard_map`.
     if jaxpr is not getattr(body, "jaxpr", body) or len(results) != 1:
         return False
     axes = _mesh_axes(equation, step)

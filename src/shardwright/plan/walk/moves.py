@@ -207,7 +207,6 @@ def _entered(
             return None
         if have and want:
             pairs.append((have[0], want[0]))
-    # Two dims trade their mesh axes.
     if len(pairs) == 2 and pairs[0] == pairs[1][::-1]:
         return pairs[0]
     # The mesh axis that moves on leaves its dim to one that was in no dim.
