@@ -107,6 +107,7 @@ class Route:
     @property
     def temporary_bytes(self) -> int:
         """Upper bound of the bytes beside source and target, over all devices."""
+        # Tests compare this bound with the temporaries of the compiled programs.
         return 3 * self.pieces.bytes if self.moves else 0
 
     @property

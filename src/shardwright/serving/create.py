@@ -44,6 +44,7 @@ def make_loop(setup: Setup, meter: Meter, *, queue: int, ahead: bool) -> Loop:
             sizes = dict(zip(("pages", "page_size"), cache.k_pages.shape[:2], strict=True))
         limits = _limits(setup, cache.spec, queue, quantum=_QUANTUM, **sizes)
         space = SlotSpace(limits)
+    # Engines of other limits would run other programs, so processes compare the limits too.
     calls = Calls(setup.manager, f"{limits}, ahead={ahead}")
     return Loop(Scheduler(limits, space), arrays, meter, calls, ahead=ahead)
 

@@ -72,6 +72,7 @@ def _free_bytes(setup: Setup, percent: int, memory: Any) -> int:
         return min(limit * percent // 100 - _weight_bytes(setup, device) for device in devices)
     free = []
     for device in devices:
+        # None on CPUs, which report nothing.
         stats = device.memory_stats() or {}
         if "bytes_limit" not in stats:
             raise ServingError(

@@ -210,4 +210,6 @@ def keep(chances: jax.Array, *, top_k: jax.Array, top_p: jax.Array) -> jax.Array
     rank = jnp.arange(chances.size)
     # float32 may round a small top_p to 0, so the first token is always kept. For top_p = 1, all
     # are kept, even if the sum rounds up to 1 before the last token.
+    # The sum before a token, so that the token which reaches top_p is kept: nucleus sampling
+    # (https://arxiv.org/abs/1904.09751).
     return (rank < top_k) & ((rank == 0) | (top_p >= 1) | (jnp.cumsum(chances) - chances < top_p))

@@ -67,6 +67,7 @@ class StepLock:
         try:
             self.calls.compare()
         except AgreementError:
+            # The processes do not agree on these cancels, so none may take effect here.
             self._loop.drop_requested()
             raise
         self._loop.step()
@@ -81,6 +82,7 @@ class StepLock:
         """
         while whole or not done():
             with self._lock:
+                # Another thread may have run the step while this one waited for the lock.
                 if done():
                     return
                 self.step()
@@ -104,5 +106,6 @@ class StepLock:
 
     def _step_alone(self) -> None:
         with self._lock:
+            # Another thread may have run the last step since the task asked for one.
             if not self._loop.idle:
                 self.step()

@@ -89,6 +89,7 @@ def annotate_boxes(
     for path, leaf in leaves:
         text = path_text(path)
         pairs, inner = jax.tree_util.tree_flatten_with_path(value_of(leaf))
+        # Factored moments have the box of a parameter with other dims, so their paths go first.
         own = [moments.get(path_text((*path, *below))) for below, _ in pairs]
         if None in own:
             of_shape = functools.partial(axes_of, leaf, text, problems)
@@ -131,6 +132,7 @@ def check_used(names: Names, *, is_named: bool, arrays: Any, fix: str) -> None:
     Raises:
       StrategyError: There are names, and the model has none.
     """
+    # Scalars have no dims to name.
     if names and not is_named and any(np.ndim(leaf) for leaf in jax.tree.leaves(arrays)):
         what = "no array of the model has names, so all of them would be replicated"
         raise StrategyError(what, fix=f"{fix}\nor pass names={{}} to replicate them")

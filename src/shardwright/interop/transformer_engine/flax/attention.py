@@ -331,6 +331,7 @@ def _written(stored: Any, rows: Any, start: Any, dim: int) -> Any:
 def _is_full(start: Any, count: int, length: int) -> Any:
     """Tell whether rows are past the end of the cache."""
     is_full = start + count > length
+    # A trace cannot raise, so there the caller turns the values into NaN.
     if not isinstance(is_full, jax.core.Tracer) and bool(np.asarray(is_full)):
         raise CacheError(
             f"the cache holds {length} tokens, has {int(start)}, and gets {count} more",
