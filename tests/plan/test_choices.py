@@ -186,3 +186,19 @@ def test_partial_scalar_that_gets_dims_is_summed() -> None:
         return lax.expand_dims(lax.reshape(jnp.sum(x), (1,)), (0,)) * 2
 
     assert check(total, ((16, 64), (None, "b"))) == ["all_reduce"]
+
+
+@pytest.mark.parametrize(("rows", "marked"), [(1, False), (4, True), (64, False)])
+def test_writes_of_several_rows_to_a_sharded_dim_are_marked(rows: int, marked: bool) -> None:
+    """XLA gathers the operand where the rows may be on two devices, and sends nothing for one."""
+
+    def write(x: Any, update: Any, at: Any) -> Any:
+        return jnp.tanh(lax.dynamic_update_slice(x, update, (at, 0)))
+
+    operands = ((64, 32), ("b", None)), ((rows, 32), (None, None)), ((), (), INTS)
+    walked = planned(write, operands, SIZES)
+    assert bool(walked.choices) == marked
+    shardings = [on(SIZES, *each[1]) for each in operands]
+    shapes = [shape_of(each, sharding) for each, sharding in zip(operands, shardings, strict=True)]
+    compiled = jax.jit(write, out_shardings=on(SIZES, "b")).lower(*shapes).compile()
+    assert bool(read_collectives(compiled, sw.create_mesh(SIZES))) == marked

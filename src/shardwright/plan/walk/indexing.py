@@ -30,7 +30,9 @@ def dynamic_update_slice(step: PlanStep) -> list[ShardedValue]:
         dims = step.wanted[0] or update.dims
         value = ShardedValue(dims=dims, origins=update.origins)
     # Along a dim that is written in part, each device gets the whole update. XLA does so if the
-    # update has one element there. For more, it gathers the operand, which is not counted here.
+    # update has one element there. For more, XLA for CPUs gathers the operand.
+    cut = zip(value.dims, shape, part, strict=True)
+    step.doubt({axis for axes, size, rows in cut if 1 < rows < size for axis in axes}, _WRITES)
     step.move(1, _kept(value.dims, shape, part))
     return [value]
 
