@@ -93,7 +93,7 @@ def _machines(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _missed(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return how many targets each run meets, and each one missed."""
+    """Return how many targets each run meets, and each one missed. The tables have its case."""
     lines = []
     for name, run in results.items():
         rows = _with_targets(run)
@@ -104,7 +104,7 @@ def _missed(results: Mapping[str, Mapping[str, Any]]) -> str:
         )
         lines += [
             textwrap.fill(
-                f"- {row['subject']}, {row['case']}, {row['what']}: {row['value']:.3f} "
+                f"- {row['subject']}, {row['what']}{_beside(row)}: {row['value']:.3f} "
                 f"{row['unit']}, not {_target(row)}",
                 width=100,
                 initial_indent="    ",
@@ -114,6 +114,10 @@ def _missed(results: Mapping[str, Mapping[str, Any]]) -> str:
             for row in missed
         ]
     return "\n".join(lines)
+
+
+def _beside(row: Row) -> str:
+    return f" beside {row['against']}" if row["against"] else ""
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> str:
