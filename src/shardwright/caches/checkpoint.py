@@ -167,7 +167,7 @@ def restore(
 
 
 def _assemble(cls: Any, spec: CacheSpec, arrays: Mapping[str, Any]) -> Any:
-    # A cache that is no ring has no `start`.
+    # Only the cache of a ring has `start`.
     absent = {field.name: None for field in dataclasses.fields(cls)}
     return cls(**{**absent, "spec": spec, **arrays})
 

@@ -238,10 +238,7 @@ def _strategy(name: str) -> Any:
     # A copy of a preset may have its name, so the file comes first.
     if stem in Strategy.presets() and not os.path.exists(name):
         raise StrategyError(f"no file {name!r}", fix=f"for the preset, write {stem}")
-    try:
-        return Strategy.load(name)
-    except OSError as error:
-        raise unreadable(name, error) from error
+    return Strategy.load(name)
 
 
 def unreadable(name: str, error: OSError, *, verb: str = "read") -> StrategyError:

@@ -17,6 +17,7 @@ from shardwright.vocabulary.integers import read_integer
 from shardwright.vocabulary.merged_dims import axis_text
 
 _FIX: Final = 'write sizes={11008: "MLP_INTERMEDIATE"} or {"layers/*/gate dim 0": "HEAD"}'
+_BY_PLACE: Final = "its place is in sizes"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,14 +40,14 @@ class GivenSizes:
                 whole = self.by_place.get((leaf, at)) if len(atoms) == 1 else None
                 for atom in atoms:
                     unmet.pop(atom.size, None)
-                    axis = whole or self.by_size.get(atom.size)
+                    axis, reason = self._given(whole, atom.size)
                     if axis is None:
                         continue
                     # `give` names only what has no name, and the caller knows better than a default
                     # rule.
                     if atom.guess:
                         atom.name, atom.guess = "", False
-                    names.give((atom,), axis, Evidence(_reason(atom.size)))
+                    names.give((atom,), axis, Evidence(reason))
         whole_sizes = {size_of(finest(dim)) for dims in params for dim in dims}
         problems = [
             Problem(
@@ -72,10 +73,11 @@ class GivenSizes:
         entries = list(row)
         for at, (entry, size) in enumerate(zip(row, shape, strict=True)):
             place = self.by_place.get((leaf, at))
-            axis = place or self.by_size.get(size)
+            axis, reason = self._given(place, size)
             if axis is not None and (entry.guess or entry.is_open):
-                entries[at] = Spelled(axis, Evidence(_reason(size)))
-            elif place not in (None, entry.axis) and entry.evidence.reason != _reason(size):
+                entries[at] = Spelled(axis, Evidence(reason))
+            # `spell` may call the given EMBED of a vector NORM, which is no contradiction.
+            elif place not in (None, entry.axis) and entry.evidence.reason != _BY_PLACE:
                 raise StrategyError(
                     f"sizes names dim {at} {axis_text(place)}, and the program uses it as "
                     f"{axis_text(entry.axis)}: {entry.evidence}",
@@ -84,9 +86,11 @@ class GivenSizes:
                 )
         return entries
 
-
-def _reason(size: int) -> str:
-    return f"size {size} is in sizes"
+    def _given(self, place: str | None, size: int) -> tuple[str | None, str]:
+        """Return the axis that the caller gives a dim, by its place first, and why."""
+        if place is not None:
+            return place, _BY_PLACE
+        return self.by_size.get(size), f"size {size} is in sizes"
 
 
 def read_sizes(sizes: Any, paths: Sequence[str], shapes: Sequence[Sequence[int]]) -> GivenSizes:

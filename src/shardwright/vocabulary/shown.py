@@ -1,8 +1,8 @@
 """Show a value without knowing how: as text, as HTML for a notebook, or as data for JSON.
 
-The room `show` is above all rooms that have values. It registers a function per class here, and
-`functools.singledispatch` picks it. `shardwright/__init__` names the file of each class, which is
-imported when the first value is shown: tables and pages would slow down `import shardwright`.
+The room `show` is above all rooms that have values. It registers a function per class here.
+`shardwright/__init__` names the file of each class, which is imported when the first value is
+shown: tables and pages would slow down `import shardwright`.
 """
 
 from __future__ import annotations
