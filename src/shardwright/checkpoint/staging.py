@@ -33,15 +33,23 @@ def staged(path: str) -> Iterator[str]:
         # The operating system refuses to replace a folder with files, so one that appeared since
         # stays.
         os.rename(new, path)
-    finally:
+    except BaseException:
         _remove(folder)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove(folder: str) -> None:
-    """Remove a folder, to which threads of a write that failed may still add files for a moment."""
-    for _ in range(20):
+    """Remove the folder of a write that failed, until it stays away for a second.
+
+    Threads of the write may still add files to it. TensorStore creates the folder again for them,
+    and nothing tells when its threads have ended.
+    """
+    absent = 0
+    for _ in range(40):
         shutil.rmtree(folder, ignore_errors=True)
-        if not os.path.exists(folder):
+        absent = 0 if os.path.exists(folder) else absent + 1
+        if absent == 10:
             return
         time.sleep(0.1)
 
