@@ -340,8 +340,8 @@ def test_every_mode_is_planned(file: Path, tmp_path: Path) -> None:
         ("[]", "has no model_type"),
         ('{"model_type": "lama"}', "the family 'lama' is unknown"),
         ('{"model_type": "mamba"}', "families are llama, mistral, qwen2"),
-        ('{"model_type": "llama"}', "num_attention_heads is missing"),
-        ('{"model_type": "llama", "num_attention_heads": 0}', "0 is not a positive integer"),
+        ('{"model_type": "llama"}', "lacks num_attention_heads"),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "a positive integer, got 0"),
     ],
 )
 def test_bad_config_has_message_and_fix(text: str, says: str, tmp_path: Path) -> None:

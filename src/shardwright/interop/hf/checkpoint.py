@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,26 +21,33 @@ from shardwright.errors import (
     StrategyError,
     raise_problems,
 )
-from shardwright.interop.hf.config import fault
+from shardwright.interop.hf.config import MOST_PROBLEMS, Config, fault
 from shardwright.interop.hf.families import tensors_of
 from shardwright.interop.hf.names import axes_of, check_mappings, missing
-from shardwright.interop.hf.safetensors_files import safetensors_of
-from shardwright.interop.hf.source import PaddedSource, Source, StackedSource, place
-from shardwright.interop.hf.stacks import check_experts
-from shardwright.interop.hf.stacks import stack_experts as _stack_experts
-from shardwright.interop.hf.stacks import stack_layers as _stack_layers
+from shardwright.interop.hf.source import (
+    PaddedSource,
+    Source,
+    StackedSource,
+    place,
+    safetensors_of,
+)
 from shardwright.interop.logical_rules import check_manager
 from shardwright.manager.manager import PartitionManager
 from shardwright.strategy.foreign_files import read_json
-from shardwright.vocabulary.annotations import ArraySpec
+from shardwright.vocabulary.annotations import ArraySpec, PartOf, stacked
 from shardwright.vocabulary.axes import VOCAB
 from shardwright.vocabulary.integers import read_integer
+from shardwright.vocabulary.lowering import describe
 from shardwright.vocabulary.shown import text_of
 
 _OTHERWISE: Final = (
     "axes= of hf.read and hf.load places a tensor otherwise: "
     'axes={r"up_proj\\.weight$": (sw.EMPTY, sw.EMBED)}. The scales of a weight follow it.'
 )
+_EXPERT: Final = re.compile(r"(.*\bexperts\.)(\d+)\.(.*)", re.DOTALL)
+_APART: Final = "download the checkpoint again, or keep experts apart with stack_experts=False"
+# The number of a name that has none.
+_NO_NUMBER: Final = -1
 _SHORTER: Final = {np.dtype(np.int64): np.dtype(np.int32), np.dtype(np.uint64): np.dtype(np.uint32)}
 
 
@@ -197,7 +206,15 @@ def read(
     others = [file.name for file in sorted(path.glob("*.safetensors")) if file.name not in read]
     notes = [f"not read: {', '.join(others[:10])}"] if others else []
     checkpoint = _checkpoint(config, sources, notes, dtype=dtype, axes=axes, experts=stack_experts)
-    checkpoint = _with_stacks(checkpoint) if stack_layers else checkpoint
+    if stack_layers:
+        specs, layers = _stack_layers(checkpoint.specs, checkpoint.sources, config)
+        count = sum(name not in checkpoint.specs for name in specs)
+        notes = [
+            f"{len(checkpoint.specs) - len(specs) + count} tensors of layers became {count} stacks"
+        ]
+        checkpoint = dataclasses.replace(
+            checkpoint, specs=specs, sources=layers, notes=(*checkpoint.notes, *notes)
+        )
     return _pad_vocabulary(checkpoint, pad_vocab)
 
 
@@ -211,39 +228,27 @@ def _checkpoint(
     experts: bool,
 ) -> Checkpoint:
     floats = _float_dtype(dtype)
-    stacked = _stack_experts(sources) if experts else sources
+    tensors = _stack_experts(sources) if experts else sources
     # A stack checks this itself.
     if not experts:
-        check_experts(sources, config)
-    shapes = {name: source.shape for name, source in stacked.items()}
+        _check_experts(sources, config)
+    shapes = {name: source.shape for name, source in tensors.items()}
     annotations = axes_of(shapes, config, axes=axes)
     # After the unknown ones: with a wrong `model_type` nearly all are both.
-    raise_problems(missing(stacked, config))
-    if len(stacked) < len(sources):
+    raise_problems(missing(tensors, config))
+    if len(tensors) < len(sources):
         # A stack takes the place of its tensors, and is itself among the results.
-        count = sum(isinstance(source, StackedSource) for source in stacked.values())
+        count = sum(isinstance(source, StackedSource) for source in tensors.values())
         notes.append(
-            f"{len(sources) - len(stacked) + count} tensors of experts became {count} stacks"
+            f"{len(sources) - len(tensors) + count} tensors of experts became {count} stacks"
         )
     problems: list[Problem] = []
     specs = {}
-    for name, source in stacked.items():
+    for name, source in tensors.items():
         own = _dtype_of(name, source.dtype, floats, notes, problems)
         specs[name] = ArraySpec(source.shape, own, annotations[name])
     raise_problems(problems)
-    return Checkpoint(config=config, specs=specs, sources=stacked, notes=tuple(notes))
-
-
-def _with_stacks(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint in which each tensor of all layers is one stack."""
-    config = checkpoint.config
-    specs, sources = _stack_layers(
-        checkpoint.specs, checkpoint.sources, family=tensors_of(config), config=config
-    )
-    count = sum(name not in checkpoint.specs for name in specs)
-    note = f"{len(checkpoint.specs) - len(specs) + count} tensors of layers became {count} stacks"
-    notes = (*checkpoint.notes, note)
-    return dataclasses.replace(checkpoint, specs=specs, sources=sources, notes=notes)
+    return Checkpoint(config=config, specs=specs, sources=tensors, notes=tuple(notes))
 
 
 def _float_dtype(dtype: Any) -> np.dtype[Any] | None:
@@ -319,3 +324,122 @@ def _pad_vocabulary(checkpoint: Checkpoint, multiple: int | None) -> Checkpoint:
     return dataclasses.replace(
         checkpoint, specs=specs, sources=sources, notes=notes, unpadded=unpadded
     )
+
+
+def _stack_experts(sources: Mapping[str, Source]) -> dict[str, Source]:
+    """Return the tensors, with the experts of each layer stacked into one.
+
+    The name of a stack has no expert number.
+
+    Raises:
+      CheckpointError: Experts are absent, or differ in shape or dtype.
+    """
+    problems: list[Problem] = []
+    result: dict[str, Source] = {}
+    for whole, names in _groups(sources, _EXPERT, problems).items():
+        if _NO_NUMBER in names:
+            result[whole] = sources[whole]
+            continue
+        # Name ten at most, because a damaged name may have a huge number.
+        numbers = (number for number in range(max(names) + 1) if number not in names)
+        if absent := ", ".join(map(str, itertools.islice(numbers, 10))):
+            problems.append(fault(f"the experts {absent} are absent", whole, _APART))
+        # By number: as text, expert 10 would come before expert 2.
+        parts = [sources[names[number]] for number in sorted(names)]
+        kinds = sorted({(part.dtype.name, part.shape) for part in parts})
+        if len(kinds) > 1:
+            texts = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in kinds)
+            problems.append(fault(f"the experts differ: {texts}", whole, _APART))
+        result[whole] = StackedSource(name=whole, parts=tuple(parts), dtype=parts[0].dtype)
+    raise_problems(problems[:MOST_PROBLEMS])
+    return result
+
+
+def _check_experts(names: Iterable[str], config: Mapping[str, Any]) -> None:
+    """Check that each layer with experts has all of them.
+
+    Raises:
+      CheckpointError: Experts are absent.
+    """
+    problems: list[Problem] = []
+    groups = _groups(names, _EXPERT, problems)
+    count = Config(values=config).size("num_local_experts", "num_experts", "n_routed_experts") or 0
+    for whole, group in groups.items():
+        numbers = (number for number in range(count) if number not in group)
+        absent = ", ".join(map(str, itertools.islice(numbers, 10)))
+        if absent and _NO_NUMBER not in group:
+            again = "download the checkpoint again"
+            problems.append(fault(f"the experts {absent} are absent", whole, again))
+    raise_problems(problems[:MOST_PROBLEMS])
+
+
+def _stack_layers(
+    specs: Mapping[str, ArraySpec],
+    sources: Mapping[str, Source],
+    config: Mapping[str, Any],
+) -> tuple[dict[str, ArraySpec], dict[str, Source]]:
+    """Return specs and tensors, with each tensor of all layers stacked into one.
+
+    The name of a stack has no layer number.
+
+    Raises:
+      CheckpointError: A tensor is not in every layer, or layers differ.
+    """
+    family = tensors_of(config)
+    # A model without a head has the same names without the prefix.
+    start, prefix = re.escape(family.layers.removesuffix("#.")), re.escape(family.prefix)
+    pattern = re.compile(rf"((?:{prefix})?{start})(\d+)\.(.*)", re.DOTALL)
+    count = Config(values=config).number("num_hidden_layers")
+    fix = "leave out stack_layers=True: this model has no single stack of equal layers"
+    problems: list[Problem] = []
+    stacks: dict[str, ArraySpec] = {}
+    tensors: dict[str, Source] = {}
+    for whole, names in _groups(specs, pattern, problems).items():
+        if _NO_NUMBER in names:
+            stacks[whole], tensors[whole] = specs[whole], sources[whole]
+            continue
+        if len(names) != count:
+            what = f"{len(names)} of the {count} layers have this tensor"
+            problems.append(fault(what, whole, fix))
+        # By number, like the experts above.
+        parts = [specs[names[number]] for number in sorted(names)]
+        kinds = {f"{part.dtype}{list(part.shape)} {describe(part.axes)}" for part in parts}
+        if len(kinds) > 1:
+            what = f"the layers differ: {', '.join(sorted(kinds)[:4])}"
+            problems.append(fault(what, whole, fix))
+        stack = stacked(parts[0], len(parts))
+        if isinstance(stack.axes, PartOf):
+            # A part of another tensor, such as its scale, becomes a part of the stack of it.
+            path = _without_number(stack.axes.path, pattern)
+            stack = dataclasses.replace(stack, axes=dataclasses.replace(stack.axes, path=path))
+        stacks[whole] = stack
+        tensors[whole] = StackedSource(
+            name=whole,
+            parts=tuple(sources[names[number]] for number in sorted(names)),
+            dtype=np.dtype(parts[0].dtype),
+        )
+    raise_problems(problems[:MOST_PROBLEMS])
+    return stacks, tensors
+
+
+def _groups(
+    names: Iterable[str], pattern: re.Pattern[str], problems: list[Problem]
+) -> dict[str, dict[int, str]]:
+    """Return number -> name for each stack. A name without a number is a group of its own."""
+    groups: dict[str, dict[int, str]] = {}
+    for name in names:
+        match = pattern.fullmatch(name)
+        # The first name gives the stack its place in the order.
+        group = groups.setdefault(_without_number(name, pattern), {})
+        number = int(match[2]) if match else _NO_NUMBER
+        is_whole = number == _NO_NUMBER
+        if number in group or (group and is_whole != (_NO_NUMBER in group)):
+            what = f"this tensor and {next(iter(group.values()))} have the same place in a stack"
+            problems.append(fault(what, name, "download the checkpoint again"))
+        group[number] = name
+    return groups
+
+
+def _without_number(name: str, pattern: re.Pattern[str]) -> str:
+    match = pattern.fullmatch(name)
+    return match[1] + match[3] if match else name

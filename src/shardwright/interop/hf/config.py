@@ -7,11 +7,13 @@ its class. `transformers` 5.24 has these defaults, in `CONFIG_MAPPING[family]`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from shardwright.errors import CheckpointError, Problem
+from shardwright.errors import CheckpointError, Problem, ShardingError
+from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.vocabulary.axes import (
     EMBED,
     EMPTY,
@@ -26,8 +28,7 @@ from shardwright.vocabulary.axes import (
     NORM,
     VOCAB,
 )
-from shardwright.vocabulary.integers import as_integer
-from shardwright.vocabulary.lowering import short
+from shardwright.vocabulary.integers import as_integer, quoted
 from shardwright.vocabulary.merged_dims import merged
 
 # Further problems of a checkpoint are counted: an unknown model may have 90,000 tensors.
@@ -50,66 +51,110 @@ def fault(what: str, name: str, fix: str = OWN_CONFIG) -> Problem:
     return Problem(error=CheckpointError, what=what, path=name, fix=fix)
 
 
-def size_of(config: Mapping[str, Any], *keys: str) -> int | None:
-    """Return the first of several sizes that a configuration has, or None. Zero counts as absent.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The values of a `config.json`, read by one key at a time.
 
-    Raises:
-      CheckpointError: It is not a positive integer.
+    Attributes:
+      values: The content of the file.
+      source: Name of the file.
+      error: Class of the error that a wrong value raises.
+      dtypes: Dtypes of the decoder that is made of it.
+      capacity: Capacity factor of its experts. None: no token is dropped.
     """
-    for key in keys:
-        value = config.get(key)
-        size = None if value is None else as_integer(value)
-        if value is not None and (size is None or size < 0):
-            what = f"config.json: {key} must be a positive integer, got {short(value)}"
-            raise CheckpointError(what, fix=OWN_CONFIG)
-        if size:
-            return size
-    return None
+
+    values: Mapping[str, Any]
+    source: str = "config.json"
+    error: type[ShardingError] = CheckpointError
+    dtypes: Dtypes = FLOAT32
+    capacity: float | None = None
+
+    @property
+    def family(self) -> str:
+        """The `model_type`."""
+        family: str = self.values["model_type"]
+        return family
+
+    def wrong(self, key: str, value: Any, wanted: str) -> ShardingError:
+        """Return the error of a value that is not what its key needs."""
+        what = f"{self.source}: {key} must be {wanted}, got {quoted(value)}"
+        return self.error(
+            f"{self.source} lacks {key}" if value is None else what,
+            fix=f'write "{key}", as the config.json that the model was published with has it',
+        )
+
+    def size(self, *keys: str) -> int | None:
+        """Return the first of several sizes that there is, or None. Zero counts as absent."""
+        for key in keys:
+            value = self.values.get(key)
+            size = 0 if value is None else as_integer(value)
+            if size is None or size < 0:
+                raise self.wrong(key, value, "a positive integer")
+            if size:
+                return size
+        return None
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """Return a positive integer."""
+        value = self.values.get(key)
+        value = default if value is None else as_integer(value)
+        if value is None or value < 1:
+            raise self.wrong(key, self.values.get(key), "a positive integer")
+        return value
+
+    def real(self, key: str, given: Any = None) -> float | None:
+        """Return a positive number: `given`, or the value of the key; None if both are absent."""
+        value = self.values.get(key) if given is None else given
+        if value is None:
+            return None
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise self.wrong(key, value, "a positive number")
+        return float(value)
+
+    def mapping(self, *keys: str) -> Mapping[str, Any]:
+        """Return the mapping at a path of keys; an empty one if it is absent."""
+        found = self.values
+        for at, key in enumerate(keys):
+            value = found.get(key)
+            if value is not None and not isinstance(value, Mapping):
+                raise self.wrong(".".join(keys[: at + 1]), value, "a JSON object")
+            found = value or {}
+        return found
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        """Return whether a key is true."""
+        value = self.values.get(key)
+        return default if value is None else bool(value)
 
 
-def block_of(config: Mapping[str, Any]) -> tuple[int, ...]:
+def block_of(config: Config) -> tuple[int, ...]:
     """Return the sizes of the blocks of weights that share a scale; none if there are no blocks.
 
     Raises:
       CheckpointError: They are not positive integers.
     """
-    quantized = config.get("quantization_config") or {}
-    block = quantized.get("weight_block_size") if isinstance(quantized, Mapping) else quantized
-    if block is None:
-        return ()
+    block = config.mapping("quantization_config").get("weight_block_size")
     sizes = [as_integer(size) for size in block] if isinstance(block, (list, tuple)) else [None]
     whole = tuple(size for size in sizes if size is not None and size > 0)
-    if len(whole) != len(sizes):
-        what = f"config.json: weight_block_size must be positive integers, got {short(block)}"
-        raise CheckpointError(what, fix=OWN_CONFIG)
+    if block is not None and len(whole) != len(sizes):
+        raise config.wrong("weight_block_size", block, "positive integers")
     return whole
 
 
-def required_size(config: Mapping[str, Any], key: str) -> int:
-    """Return a size of a configuration.
-
-    Raises:
-      CheckpointError: The configuration lacks it, or it is not a positive integer.
-    """
-    size = size_of(config, key)
-    if size is None:
-        raise CheckpointError(f"config.json lacks {key}", fix=OWN_CONFIG)
-    return size
-
-
-def dims_of(config: Mapping[str, Any]) -> dict[str, SizedDim]:
+def dims_of(config: Config) -> dict[str, SizedDim]:
     """Return the dims of this model, by the words that the tables of families use."""
-    embed = required_size(config, "hidden_size")
-    experts = size_of(config, "num_local_experts", "num_experts", "n_routed_experts")
-    mlp = size_of(config, "intermediate_size")
+    embed = config.number("hidden_size")
+    experts = config.size("num_local_experts", "num_experts", "n_routed_experts")
+    mlp = config.size("intermediate_size")
     # Mixtral and gpt-oss have experts alone, and name their size as that of an MLP.
-    expert_mlp = size_of(config, "moe_intermediate_size", "intermediate_size")
-    shared_mlp = size_of(config, "shared_expert_intermediate_size")
-    if (shared := size_of(config, "n_shared_experts")) is not None:
-        shared_mlp = shared * required_size(config, "moe_intermediate_size")
+    expert_mlp = config.size("moe_intermediate_size", "intermediate_size")
+    shared_mlp = config.size("shared_expert_intermediate_size")
+    if (shared := config.size("n_shared_experts")) is not None:
+        shared_mlp = shared * config.number("moe_intermediate_size")
     dims = {
-        "layers": (LAYERS, size_of(config, "num_hidden_layers")),
-        "vocab": (VOCAB, size_of(config, "vocab_size")),
+        "layers": (LAYERS, config.size("num_hidden_layers")),
+        "vocab": (VOCAB, config.size("vocab_size")),
         "embed": (EMBED, embed),
         "norm": (NORM, embed),
         "mlp": (MLP_INTERMEDIATE, mlp),
@@ -121,15 +166,15 @@ def dims_of(config: Mapping[str, Any]) -> dict[str, SizedDim]:
         # The layers of DeepSeek-V3 that predict further tokens join two residuals.
         "two_embed": (EMPTY, 2 * embed),
         # Only BERT has tables of positions and of token types.
-        "positions": (EMPTY, size_of(config, "max_position_embeddings")),
-        "token_types": (EMPTY, size_of(config, "type_vocab_size")),
+        "positions": (EMPTY, config.size("max_position_embeddings")),
+        "token_types": (EMPTY, config.size("type_vocab_size")),
     }
     if expert_mlp is not None:
         # gpt-oss interleaves gate and up, and packs the weights of a block.
         dims["gate_up"] = (MLP_INTERMEDIATE, 2 * expert_mlp)
         dims["mlp_blocks"] = (MLP_INTERMEDIATE, -(-expert_mlp // _MXFP4_BLOCK))
         dims["embed_blocks"] = (EMBED, -(-embed // _MXFP4_BLOCK))
-    dims |= _latent_heads(config) if config.get("kv_lora_rank") else _heads(config, embed)
+    dims |= _latent_heads(config) if config.values.get("kv_lora_rank") else _heads(config, embed)
     sized = {
         name: SizedDim(entry=entry, size=size)
         for name, (entry, size) in dims.items()
@@ -138,16 +183,16 @@ def dims_of(config: Mapping[str, Any]) -> dict[str, SizedDim]:
     return {**sized, "-": SizedDim(entry=EMPTY, size=None)}
 
 
-def _heads(config: Mapping[str, Any], embed: int) -> dict[str, tuple[Any, int]]:
+def _heads(config: Config, embed: int) -> dict[str, tuple[Any, int]]:
     """Return the dims of attention. A projection merges heads and head_dim into one dim."""
-    heads = required_size(config, "num_attention_heads")
+    heads = config.number("num_attention_heads")
     # Without this key every head has its own keys and values.
-    kv_heads = size_of(config, "num_key_value_heads") or heads
-    head_dim = size_of(config, "head_dim")
+    kv_heads = config.size("num_key_value_heads") or heads
+    head_dim = config.size("head_dim")
     if head_dim is None:
         if embed % heads:
-            what = f"config.json: hidden_size {embed} is not a multiple of the {heads} heads"
-            raise CheckpointError(what, fix="write head_dim in config.json")
+            what = f"{config.source}: hidden_size {embed} is not a multiple of the {heads} heads"
+            raise config.error(what, fix="write head_dim in config.json")
         head_dim = embed // heads
     return {
         "head": (HEAD, heads),
@@ -158,20 +203,20 @@ def _heads(config: Mapping[str, Any], embed: int) -> dict[str, tuple[Any, int]]:
     }
 
 
-def _latent_heads(config: Mapping[str, Any]) -> dict[str, tuple[Any, int | None]]:
+def _latent_heads(config: Config) -> dict[str, tuple[Any, int | None]]:
     """Return the dims of attention through latents (MLA). The latents are not sharded."""
-    heads = required_size(config, "num_attention_heads")
+    heads = config.number("num_attention_heads")
     content, rope, value = (
-        required_size(config, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        config.number(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
-    latent = required_size(config, "kv_lora_rank")
+    latent = config.number("kv_lora_rank")
 
     # A projection merges the heads with a part of a head that only this projection has.
     def of_heads(size: int) -> tuple[Any, int]:
         return merged((HEAD, heads), (HEAD_DIM, size)), heads * size
 
     return {
-        "q_latent": (EMPTY, size_of(config, "q_lora_rank")),
+        "q_latent": (EMPTY, config.size("q_lora_rank")),
         "kv_latent": (EMPTY, latent),
         "kv_latent_rope": (EMPTY, latent + rope),
         "heads": of_heads(content + rope),

@@ -19,13 +19,12 @@ import numpy as np
 from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.interop.hf.checkpoint import Checkpoint, read
 from shardwright.interop.hf.config import OWN_CONFIG, fault
-from shardwright.interop.hf.families import sizes_of, tensors_of
+from shardwright.interop.hf.families import Tensors, sizes_of, tensors_of
 from shardwright.interop.hf.model.decoder import Decoder, decoder_specs
 from shardwright.interop.hf.model.latent import LatentConfig
 from shardwright.interop.hf.model.sizes import Sizes
 from shardwright.interop.hf.names import limited
 from shardwright.interop.hf.source import Bounds, ChangedSource, Source, StackedSource, place
-from shardwright.interop.hf.tensors import Tensors
 from shardwright.interop.logical_rules import check_manager
 from shardwright.manager.manager import PartitionManager
 from shardwright.trees.paths import is_array_spec, path_text

@@ -13,16 +13,14 @@ from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.interop.hf.config import (
     MOST_PROBLEMS,
     OWN_CONFIG,
+    Config,
     SizedDim,
     block_of,
     complete,
     dims_of,
     fault,
-    required_size,
-    size_of,
 )
-from shardwright.interop.hf.families import tensors_of
-from shardwright.interop.hf.tensors import Tensors
+from shardwright.interop.hf.families import Tensors, tensors_of
 from shardwright.trees.paths import compile_rule, is_array_spec, path_text
 from shardwright.vocabulary.annotations import PartOf
 from shardwright.vocabulary.axes import EMBED, EMPTY, axis_label
@@ -133,7 +131,7 @@ def axes_of(
 def missing(names: Iterable[str], config: Mapping[str, Any]) -> list[Problem]:
     """Return a problem for each tensor that is missing."""
     present = {_NUMBERED.sub("", name) for name in names}
-    layers = required_size(config, "num_hidden_layers")
+    layers = Config(values=config).number("num_hidden_layers")
     # A number of layers that is wrong by far would list a problem for each of them.
     if layers > len(present):
         what = f"config.json has {layers} layers, and there are {len(present)} tensors"
@@ -164,7 +162,7 @@ class NameTable:
     family: Tensors
     rows: Mapping[str, str]
     dims: Mapping[str, SizedDim]
-    config: Mapping[str, Any]
+    config: Config
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "NameTable":
@@ -175,8 +173,8 @@ class NameTable:
         """
         family = tensors_of(config)
         # A checkpoint has the class defaults of its model where its configuration says nothing.
-        dims = dims_of(complete(config)[0])
-        return cls(family=family, rows=family.rows(), dims=dims, config=config)
+        whole = Config(values=complete(config)[0])
+        return cls(family=family, rows=family.rows(), dims=dims_of(whole), config=whole)
 
     def axes(self, name: str, shapes: Shapes, of: Callable[[str], Any]) -> Any:
         """Return the annotation of a tensor, or a problem.
@@ -219,10 +217,10 @@ class NameTable:
     def _out_of_range(self, name: str, numbers: Mapping[str, int]) -> Problem | None:
         """Return a problem if the number of a layer or of an expert is too large."""
         # DeepSeek-V3 counts these layers on from the last one.
-        further = size_of(self.config, "num_nextn_predict_layers") or 0
+        further = self.config.size("num_nextn_predict_layers") or 0
         for kind, number in numbers.items():
             if kind == "layers":
-                count = required_size(self.config, "num_hidden_layers")
+                count = self.config.number("num_hidden_layers")
             else:
                 count = (self.dims[kind].size or 0) if kind in self.dims else 0
             if number >= count + (further if kind == "layers" else 0):
@@ -270,7 +268,7 @@ class NameTable:
         return fault(what, name, fix)
 
     def _unknown(self, name: str, shapes: Shapes, of: Callable[[str], Any]) -> Problem:
-        model = self.config.get("model_type")
+        model = self.config.family
         what = f"no tensor of {model} has this name, so its axes are unknown"
         # One pattern for this tensor of all layers.
         pattern = re.escape(_NUMBER.sub("#", name)).replace(r"\#", r"\d+")
@@ -294,7 +292,7 @@ class NameTable:
         prefix = family.prefix if any(name.startswith(family.prefix) for name in present) else ""
         yield from (prefix + name for name, dims in family.whole.items() if dims[-1] != "?")
         has_head = prefix and "lm_head.weight" in family.whole
-        if has_head and self.config.get("tie_word_embeddings") is False:
+        if has_head and self.config.values.get("tie_word_embeddings") is False:
             yield "lm_head.weight"
         groups = ((family.layer,), *family.choices)
         # Experts are stacked here, so that their names have no numbers.
@@ -306,7 +304,7 @@ class NameTable:
             for kinds in groups
         ]
         chosen: list[tuple[str, int, int]] = []
-        for number in range(required_size(self.config, "num_hidden_layers")):
+        for number in range(self.config.number("num_hidden_layers")):
             start = prefix + family.layers.replace("#", str(number))
             for at, kinds in enumerate(choices):
                 there = [sum(start + name in present for name in rows) for rows in kinds]

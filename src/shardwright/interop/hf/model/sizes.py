@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
 from shardwright.attention.masks import Window
 from shardwright.errors import LayerError, StrategyError
+from shardwright.interop.hf.config import Config
 from shardwright.interop.hf.model.latent import LatentConfig
 from shardwright.layers.attention_block import AttentionConfig
 from shardwright.layers.dtypes import Dtypes
@@ -86,84 +85,6 @@ class Sizes:
     differs: tuple[str, ...] = ()
 
 
-class Config:
-    """The values of a `config.json`, with errors that name the file and the key.
-
-    Attributes:
-      values: The content of the file.
-      source: Name of the file.
-      dtypes: Dtypes of the decoder.
-      capacity: Capacity factor of its experts. None: no token is dropped.
-      family: `model_type`.
-    """
-
-    def __init__(
-        self, values: Mapping[str, Any], source: str, dtypes: Dtypes, capacity: float | None
-    ) -> None:
-        self.values = values
-        self.source = source
-        self.dtypes = dtypes
-        self.capacity = capacity
-        self.family: str = values["model_type"]
-
-    def number(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer."""
-        value = self.values.get(key)
-        if value is None:
-            value = default
-        if type(value) is not int or value < 1:
-            what = "is missing" if value is None else f"{value!r:.40} is not a positive integer"
-            fix = f'write "{key}", as the config.json that the model was published with has it'
-            raise StrategyError(f"{self.source}: {key} {what}", fix=fix)
-        return value
-
-    def real(self, key: str) -> float | None:
-        """Return a positive number, or None if it is absent."""
-        value = self.values.get(key)
-        return None if value is None else self.positive(key, value)
-
-    def positive(self, key: str, value: Any) -> float:
-        """Return a value of a key as a positive number."""
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 < value < math.inf:
-            raise StrategyError(
-                f"{self.source}: {key} {value!r:.40} is not a positive number",
-                fix=f'write "{key}", as the config.json that the model was published with has it',
-            )
-        return float(value)
-
-    def mapping(self, *keys: str) -> Mapping[str, Any]:
-        """Return the mapping at a path of keys; an empty one if it is absent."""
-        found = self.values
-        for at, key in enumerate(keys):
-            value = found.get(key)
-            if value is not None and not isinstance(value, Mapping):
-                name = ".".join(keys[: at + 1])
-                raise StrategyError(
-                    f"{self.source}: {name} {value!r:.40} is not a JSON object",
-                    fix=f"write {name} as {{...}}, or leave it out",
-                )
-            found = value or {}
-        return found
-
-    def flag(self, key: str, *, default: bool = False) -> bool:
-        """Return whether a key is true."""
-        value = self.values.get(key)
-        return default if value is None else bool(value)
-
-    def ratio(self, key: str, over: int, what: str) -> int:
-        """Return how many times `over` a number is; 0 if it is absent."""
-        if not self.values.get(key):
-            return 0
-        number = self.number(key)
-        if number % over:
-            raise StrategyError(
-                f"{self.source}: {key} {number} is not a multiple of {over}, the size of {what}",
-                fix="write the model as file.py:function",
-            )
-        return number // over
-
-
 def _norm(config: Config) -> NormConfig:
     """Return the norms of the model. Gemma stores their scales minus 1."""
     # The defaults of `MixtralConfig` and `GptOssConfig`, and of the others.
@@ -202,7 +123,7 @@ def _attention(config: Config, **options: Any) -> AttentionConfig:
         heads=heads,
         kv_heads=config.number("num_key_value_heads", heads),
         # Newer configurations state it, since it need not be embed ÷ heads: Gemma has 256.
-        head_dim=config.values.get("head_dim") or embed // heads,
+        head_dim=config.size("head_dim") or embed // heads,
         norm=own,
         dtypes=config.dtypes,
         **options,
@@ -372,8 +293,7 @@ def _rope(config: Config, kind: str, head_dim: int, differs: list[str]) -> float
     if kind == _LOCAL and config.family.startswith("gemma3"):
         base, default = "rope_local_base_freq", 10_000.0
         scaling = scaling if is_nested else {}
-    given = (scaling.pop("rope_theta", None), values.get(base))
-    theta = config.positive(base, next((each for each in given if each is not None), default))
+    theta = config.real(base, scaling.pop("rope_theta", None)) or default
     if scaling.get("rope_type", scaling.get("type", "default")) == "default":
         return theta
     longest = values.get("max_position_embeddings")
@@ -412,7 +332,14 @@ def qwen(config: Config) -> Sizes:
                 fix="write the model as file.py:function",
             )
         hidden = config.number("moe_intermediate_size")
-        shared = config.ratio("shared_expert_intermediate_size", hidden, "an expert")
+        size = config.size("shared_expert_intermediate_size") or 0
+        shared, rest = divmod(size, hidden)
+        if rest:
+            raise StrategyError(
+                f"{config.source}: shared_expert_intermediate_size {size} is not a multiple of "
+                f"{hidden}, the size of an expert",
+                fix="write the model as file.py:function",
+            )
         if shared:
             differs += ("the shared experts have no gate",)
         mlp = _moe_block(
@@ -481,7 +408,7 @@ def deepseek(config: Config) -> Sizes:
     attention = LatentConfig(
         embed=config.number("hidden_size"),
         heads=config.number("num_attention_heads"),
-        query_rank=config.number("q_lora_rank") if config.values.get("q_lora_rank") else None,
+        query_rank=config.size("q_lora_rank"),
         rank=config.number("kv_lora_rank"),
         plain_dim=config.number("qk_nope_head_dim"),
         rope_dim=config.number("qk_rope_head_dim"),
@@ -489,9 +416,9 @@ def deepseek(config: Config) -> Sizes:
         dtypes=config.dtypes,
     )
     # The first layers of DeepSeek have an MLP in place of experts.
-    dense = config.values.get("first_k_dense_replace") or 0
+    dense = config.size("first_k_dense_replace") or 0
     layers = config.number("num_hidden_layers")
-    if type(dense) is not int or not 0 <= dense < layers or config.number("moe_layer_freq", 1) > 1:
+    if dense >= layers or config.number("moe_layer_freq", 1) > 1:
         raise StrategyError(
             f"{config.source}: experts are not in every layer after the first dense ones",
             fix="write the model as file.py:function",
@@ -500,7 +427,7 @@ def deepseek(config: Config) -> Sizes:
         config,
         "n_routed_experts",
         "moe_intermediate_size",
-        shared=config.values.get("n_shared_experts") or 0,
+        shared=config.size("n_shared_experts") or 0,
         score="sigmoid" if config.values.get("scoring_func") == "sigmoid" else "softmax",
         groups=config.number("n_group", 1),
         top_groups=config.number("topk_group", 1),
