@@ -266,9 +266,8 @@ def make_shard_and_gather_fns(partition_specs: Any, dtype_specs: Any = None) -> 
         _shard_fn(spec, cast, mesh, path_text(path))
         for (path, spec), cast in zip(specs, casts, strict=True)
     ]
-    return jax.tree.unflatten(structure, shards), jax.tree.unflatten(
-        structure, [_gather_fn(cast) for cast in casts]
-    )
+    gathers = [functools.partial(_to_host, cast) for cast in casts]
+    return jax.tree.unflatten(structure, shards), jax.tree.unflatten(structure, gathers)
 
 
 Cast = Callable[[Any], Any]
@@ -360,17 +359,14 @@ def _shard_fn(
     return shard_fn
 
 
-def _gather_fn(cast: Cast) -> Callable[[Any], np.ndarray]:
-    def gather_fn(x: Any) -> np.ndarray:
-        x = cast(x)
-        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
-            from jax.experimental import multihost_utils
+def _to_host(cast: Cast, x: Any) -> np.ndarray:
+    x = cast(x)
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        from jax.experimental import multihost_utils
 
-            # Tiled: the result has the global shape, without a leading axis of processes.
-            x = multihost_utils.process_allgather(x, tiled=True)
-        return np.asarray(x)
-
-    return gather_fn
+        # Tiled: the result has the global shape, without a leading axis of processes.
+        x = multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
 
 
 def tree_path_to_string(path: Sequence[Any], sep: str | None = None) -> Any:
@@ -536,7 +532,15 @@ def get_metrics(metrics: Any, unreplicate: bool = False, stack: bool = False) ->
     values = jax.device_get(metrics)
     if stack:
         return jax.tree.map(lambda *steps: np.stack(steps), *values)
-    return {name: _scalar(name, value) for name, value in values.items()}
+    # `item` refuses arrays of several elements, and `float` what is complex or not a number.
+    items = {name: np.asarray(value).item() for name, value in values.items()}
+    for name, item in items.items():
+        if isinstance(item, str | bytes):
+            raise StrategyError(
+                f"metric {name!r} is the text {item!r}, not a number",
+                fix="leave it out of the metrics",
+            )
+    return {name: float(item) for name, item in items.items()}
 
 
 def _check_steps(metrics: Any) -> None:
@@ -553,13 +557,3 @@ def _check_steps(metrics: Any) -> None:
                 f"step {number} has the metrics {structure}, and step 0 has {first}",
                 fix="stack steps with the same metrics",
             )
-
-
-def _scalar(name: str, value: Any) -> float:
-    # `item` refuses arrays of several elements, and `float` what is complex or not a number.
-    item = np.asarray(value).item()
-    if isinstance(item, str | bytes):
-        raise StrategyError(
-            f"metric {name!r} is the text {item!r}, not a number", fix="leave it out of the metrics"
-        )
-    return float(item)

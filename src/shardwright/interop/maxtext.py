@@ -154,16 +154,34 @@ def _merged(config: Any, overrides: dict[str, Any], notes: list[str]) -> _MaxTex
         # A mapping has no folder, so files that it names are not found.
         folder, base = None, _MaxTextConfig(values=config, places=_numbered("config", config))
     else:
-        path = Path(config)
-        folder, base = path.parent, _read_with_bases(path)
-    _check_keys(overrides, base.values)
+        folder, base = Path(config).parent, _read_with_bases(Path(config))
+    axes = _axes(base.values, overrides)
+    known = {*base.values, *_KEYS, *(key for axis in axes for key in _keys(axis))}
+    raise_problems(
+        [
+            Problem(
+                error=StrategyError,
+                what=f"the configuration has no key {key!r}",
+                fix=f"{did_you_mean(key, known)} correct the key or drop it".strip(),
+            )
+            for key in overrides
+            if key not in known
+        ]
+    )
     _check_rules(overrides, "overrides")
-    model = _model_file({**base.values, **overrides}, folder, notes)
-    override_layer = _MaxTextConfig(values=overrides, places=_numbered("overrides", overrides))
+    layers = [_MaxTextConfig(values=overrides, places=_numbered("overrides", overrides))]
+    # MaxText has one file for a model and its instruct variant.
+    name = {**base.values, **overrides}.get("model_name") or "default"
+    name = str(name).replace("-Instruct", "")
+    if name != "default":
+        path = _find(f"models/{name}.yml", folder)
+        if path is None:
+            notes.append(f"models/{name}.yml is missing: its rules, if any, are not imported")
+        else:
+            layers.insert(0, _read(path))
     merged = base
-    for layer in (model, override_layer):
-        if layer is not None:
-            merged = _over(merged, layer)
+    for layer in layers:
+        merged = _over(merged, layer)
     custom = merged.values.get(_CUSTOM)
     if not custom:
         return merged
@@ -225,36 +243,6 @@ def _read_with_bases(path: Path) -> _MaxTextConfig:
         values.update(layer.values)
         places = layer.places if _RULES in layer.values else places
     return _MaxTextConfig(values=values, places=places)
-
-
-def _check_keys(overrides: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Check that each override replaces a key.
-
-    Raises:
-      StrategyError: Some do not; all are reported at once.
-    """
-    known = {*values, *_KEYS, *(key for axis in _axes(values, overrides) for key in _keys(axis))}
-    problems = []
-    for key in overrides:
-        if key not in known:
-            fix = f"{did_you_mean(key, known)} correct the key or drop it".strip()
-            what = f"the configuration has no key {key!r}"
-            problems.append(Problem(error=StrategyError, what=what, fix=fix))
-    raise_problems(problems)
-
-
-def _model_file(
-    values: Mapping[str, Any], folder: Path | None, notes: list[str]
-) -> _MaxTextConfig | None:
-    # MaxText has one file for a model and its instruct variant.
-    name = str(values.get("model_name") or "default").replace("-Instruct", "")
-    if name == "default":
-        return None
-    path = _find(f"models/{name}.yml", folder)
-    if path is None:
-        notes.append(f"models/{name}.yml is missing: its rules, if any, are not imported")
-        return None
-    return _read(path)
 
 
 def _over(base: _MaxTextConfig, layer: _MaxTextConfig) -> _MaxTextConfig:
@@ -324,7 +312,12 @@ def _mesh(values: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, int], 
     if unsized := [axis for axis in axes if not any(key in values for key in _keys(axis))]:
         missing = [f"{axis} (no {next(_keys(axis))})" for axis in unsized]
         notes.append(f"mesh axes without a size have size 1: {', '.join(missing)}")
-    slices = _slices(values)
+    given = values.get("num_slices")
+    count = 1 if given is None else as_integer(given)
+    if count is None:
+        raise StrategyError(f"num_slices must be an integer, got {given!r}", fix="write 4, or -1")
+    # -1 lets MaxText count the slices of its devices, which are not known here.
+    slices = max(count, 1)
     if slices == 1 and (ignored := {axis: size for axis, size in across.items() if size > 1}):
         texts = [f"{[*_keys(axis)][1]}={size}" for axis, size in ignored.items()]
         notes.append(f"not imported, because num_slices is not more than 1: {', '.join(texts)}")
@@ -342,7 +335,10 @@ def _absent(merged: _MaxTextConfig, mesh: Mapping[str, int], notes: list[str]) -
 
     MaxText lets a rule take such an axis, so that a later dim cannot, and then leaves it out.
     """
-    named = [axis for rule in merged.rules if _name(rule) for axis in _listed(rule[1])]
+    written = [rule[1] for rule in merged.rules if _name(rule)]
+    # A value that is not the name of a mesh axis is reported later.
+    listed = [axes if isinstance(axes, (list, tuple)) else [axes] for axes in written]
+    named = [axis for axes in listed for axis in axes if isinstance(axis, str)]
     absent = [axis for axis in dict.fromkeys(named) if axis in _MESH_AXES and axis not in mesh]
     if absent:
         notes.append(f"mesh axes of rules that the mesh lacks have size 1: {', '.join(absent)}")
@@ -352,26 +348,6 @@ def _absent(merged: _MaxTextConfig, mesh: Mapping[str, int], notes: list[str]) -
         if size is not None and size > 1 and key not in {k for own in mesh for k in _keys(own)}:
             notes.append(f"not imported, because the mesh has no such axis: {key}={size}")
     return dict.fromkeys(absent, 1)
-
-
-def _listed(axes: Any) -> list[str]:
-    """Return the mesh axes of a rule that are text; another value is reported later."""
-    listed = axes if isinstance(axes, (list, tuple)) else [axes]
-    return [axis for axis in listed if isinstance(axis, str)]
-
-
-def _slices(values: Mapping[str, Any]) -> int:
-    """Return the number of slices; 1 if MaxText would count them on the devices.
-
-    Raises:
-      StrategyError: It is not a number.
-    """
-    given = values.get("num_slices")
-    count = 1 if given is None else as_integer(given)
-    if count is None:
-        raise StrategyError(f"num_slices must be an integer, got {given!r}", fix="write 4, or -1")
-    # -1 lets MaxText count the slices of its devices, which are not known here.
-    return max(count, 1)
 
 
 def _filled(across: Mapping[str, int], slices: int) -> dict[str, int]:

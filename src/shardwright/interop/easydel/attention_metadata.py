@@ -449,14 +449,28 @@ class AttentionOutput:
 
     def to_json(self, **kwargs: Any) -> str:
         """Return JSON text with dtypes, shapes and values; `kwargs` go to `json.dumps`."""
-        return json.dumps(
-            {name: _array_to_plain(value) for name, value in self.to_dict().items()}, **kwargs
-        )
+        plain = {
+            name: value
+            if value is None
+            else {
+                "dtype": str(value.dtype),
+                "shape": list(value.shape),
+                # JSON has no bfloat16; float32 holds its values exactly.
+                "values": jnp.ravel(value).astype(jnp.float32).tolist(),
+            }
+            for name, value in self.to_dict().items()
+        }
+        return json.dumps(plain, **kwargs)
 
     @classmethod
     def from_json(cls, text: str) -> AttentionOutput:
         """Return the output of `to_json`."""
-        return cls(**{name: _array_from_plain(value) for name, value in json.loads(text).items()})
+        arrays = dict.fromkeys(values := json.loads(text))
+        for name, value in values.items():
+            if value is not None:
+                array = jnp.array(value["values"], jnp.float32).reshape(value["shape"])
+                arrays[name] = array.astype(value["dtype"])
+        return cls(**arrays)
 
 
 def create_stable_sharding(
@@ -503,22 +517,3 @@ def get_mode(q: Any, BTHD: bool = True, *, mode: str | None = None) -> str:  # n
         return parse_mode(mode)
     # As EasyDeL tells them apart: a decode step has one query.
     return MODE_DECODE if q.shape[1 if BTHD else 2] == 1 else MODE_TRAIN
-
-
-def _array_to_plain(value: Any) -> Any:
-    if value is None:
-        return None
-    return {
-        "dtype": str(value.dtype),
-        "shape": list(value.shape),
-        # JSON has no bfloat16; float32 holds its values exactly.
-        "values": jnp.ravel(value).astype(jnp.float32).tolist(),
-    }
-
-
-def _array_from_plain(value: Any) -> Any:
-    return (
-        None
-        if value is None
-        else jnp.array(value["values"], jnp.float32).reshape(value["shape"]).astype(value["dtype"])
-    )

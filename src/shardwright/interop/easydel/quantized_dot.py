@@ -244,12 +244,11 @@ def _forward(lhs: Any, rhs: Any, call: _DotCall) -> tuple[Any, tuple[Quantized, 
     return _dot_quantized(left, right, call), (left, right)
 
 
-def _backward(call: _DotCall, kept: tuple[Quantized, Quantized], g: Any) -> tuple[Any, Any]:
-    left, right = kept
-    return _gradient(g, right, 0, call), _gradient(g, left, 1, call)
-
-
-_dot.defvjp(_forward, _backward)
+# `kept` has both operands, and the gradient of each needs the other.
+_dot.defvjp(
+    _forward,
+    lambda call, kept, g: (_gradient(g, kept[1], 0, call), _gradient(g, kept[0], 1, call)),
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -262,11 +261,7 @@ def _forward_stored(lhs: Any, rhs: Quantized, call: _DotCall) -> tuple[Any, Quan
     return _dot_quantized(left, rhs, call), rhs
 
 
-def _backward_stored(call: _DotCall, rhs: Quantized, g: Any) -> tuple[Any, None]:
-    return _gradient(g, rhs, 0, call), None
-
-
-_dot_stored.defvjp(_forward_stored, _backward_stored)
+_dot_stored.defvjp(_forward_stored, lambda call, rhs, g: (_gradient(g, rhs, 0, call), None))
 
 
 def _dot_quantized(left: Quantized, right: Quantized, call: _DotCall) -> Any:

@@ -63,6 +63,8 @@ INSTEAD = {
 }
 
 
+# Cached, so that a name is the same class each time.
+@functools.cache
 def __getattr__(name: str) -> Any:
     """Return a class that stands for a name of eformer, so that a file that imports it imports.
 
@@ -73,11 +75,7 @@ def __getattr__(name: str) -> Any:
     """
     if name not in INSTEAD:
         raise AttributeError(f"eformer has no attribute {name!r}")
-    return _class_of(name)
 
-
-@functools.cache
-def _class_of(name: str) -> Any:
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise NotProvidedError(f"{name} of eformer is not provided here", fix=INSTEAD[name])
 

@@ -376,13 +376,13 @@ def _with_registered(axis: PartitionAxis, base: AxisRules, registered: Registere
     if not registered:
         return base
     by_name = {canonical_axis(entry.name): entry for entry in registered}
-    texts = {
-        generation: {
-            name: _rule(entry.name, _follow(axis, name, by_name, generation, ()))
-            for name, entry in by_name.items()
-        }
-        for generation in (False, True)
-    }
+    texts: dict[bool, dict[str, Rule]] = {False: {}, True: {}}
+    for generation, rules in texts.items():
+        for name, entry in by_name.items():
+            value = _follow(axis, name, by_name, generation, ())
+            text = REPLICATED if value is None else "+".join(entry_names(value))
+            ref = RuleRef(key=entry.name, text=text, source="PartitionAxis.register")
+            rules[name] = parse_rule(text, ref=ref)
     # `activations` has one table for each mode, in the order of `MODES`.
     activations = [
         dict(table) | texts[mode in GENERATION_MODES]
@@ -396,11 +396,6 @@ def _with_registered(axis: PartitionAxis, base: AxisRules, registered: Registere
         user_axes=tuple(sorted(name for name in by_name if name not in KNOWN_AXES)),
         policy=base.policy,
     )
-
-
-def _rule(name: str, value: Any) -> Rule:
-    text = REPLICATED if value is None else "+".join(entry_names(value))
-    return parse_rule(text, ref=RuleRef(key=name, text=text, source="PartitionAxis.register"))
 
 
 def _follow(

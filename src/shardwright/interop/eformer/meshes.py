@@ -80,7 +80,15 @@ def create_mesh(
                 fix='leave it out; a leading "!" in the text of a mesh keeps device order',
             )
     names = tuple(axis_names)
-    types = _axis_types(names, axis_types)
+    if axis_types is None or isinstance(axis_types, str | AxisType):
+        axis_types = (axis_types or "auto",)
+    kinds = [kind.strip().lower() if isinstance(kind, str) else kind for kind in axis_types]
+    if len(kinds) not in (1, len(names)):
+        raise MeshSpecError(
+            f"there are {len(kinds)} axis_types for {len(names)} axes",
+            fix="give one for all, or one per name",
+        )
+    types: Any = dict(zip(names, kinds * len(names) if len(kinds) == 1 else kinds, strict=True))
     dcn = None
     if dcn_mesh_dims is not None:
         if len(dcn_mesh_dims) != len(names):
@@ -104,19 +112,6 @@ def create_mesh(
         return mesh
     built = dict(zip(names, mesh.axis_types, strict=True)) | dict.fromkeys(manual, AxisType.Manual)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=tuple(built.values()))
-
-
-def _axis_types(names: tuple[str, ...], axis_types: Any) -> dict[str, Any]:
-    """Return the type of each axis."""
-    if axis_types is None or isinstance(axis_types, str | AxisType):
-        axis_types = (axis_types or "auto",)
-    types = [kind.strip().lower() if isinstance(kind, str) else kind for kind in axis_types]
-    if len(types) not in (1, len(names)):
-        raise MeshSpecError(
-            f"there are {len(types)} axis_types for {len(names)} axes",
-            fix="give one for all, or one per name",
-        )
-    return dict(zip(names, types * len(names) if len(types) == 1 else types, strict=True))
 
 
 def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:

@@ -122,7 +122,8 @@ def arrays(model: Any) -> Any:
     """Return a model in which each leaf that is neither an array nor the shape of one is None."""
     import equinox
 
-    return equinox.filter(model, _is_array)
+    kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+    return equinox.filter(model, lambda leaf: isinstance(leaf, kinds))
 
 
 def place(model: Any, pm: "PartitionManager", names: Names = NAMES) -> Any:
@@ -356,7 +357,3 @@ def _mapping(
             targets[name] = (axis, role)
     rules = one_rule_each(pm, targets, sizes=sizes)
     return {name: axes for name, axes in rules.items() if axes}
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))

@@ -139,6 +139,12 @@ def to_strategy(
     {'replica': 1, 'data': -1, 'model': 4}
     """
     settings = _settings(config, overrides or {})
+
+    def source(role: Role, name: str) -> str:
+        table = settings.compute if role is Role.ACTIVATION else settings.parameter
+        entry = table.get(name)
+        return f"{settings.source} (not mapped)" if entry is None else entry.place
+
     imported = from_mappings(
         {name: entry.mesh_axes for name, entry in settings.compute.items()},
         {name: entry.mesh_axes for name, entry in settings.parameter.items()},
@@ -146,7 +152,7 @@ def to_strategy(
         mesh=dict.fromkeys(settings.mesh, 1),
         names=names,
         replicated=replicated,
-        source=lambda role, name: _source(settings, role, name),
+        source=source,
         own_axes=own_axes,
     )
     sized = resized(imported, mesh=settings.mesh, dcn=settings.dcn)
@@ -229,12 +235,6 @@ def _read_trainer(
         source=source,
         notes=() if given or overrides else (note,),
     )
-
-
-def _source(settings: _Settings, role: Role, name: str) -> str:
-    table = settings.compute if role is Role.ACTIVATION else settings.parameter
-    entry = table.get(name)
-    return f"{settings.source} (not mapped)" if entry is None else entry.place
 
 
 def _given(overrides: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:

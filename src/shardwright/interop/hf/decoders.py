@@ -265,9 +265,13 @@ def arrange(
             continue
         for name in names:
             unused.pop(name, None)
-        arranged = _arranged(checkpoint, names, path, spec, _starts(path, sizes))
+        latent = _latent(path, sizes)
+        # `kv_b_proj` of DeepSeek has, for each head, its plain key and then its value.
+        start = latent.plain_dim if latent is not None and path.endswith("value") else 0
+        arranged = _arranged(checkpoint, names, path, spec, start)
         found[path] = arranged
-        problems += _misfits(checkpoint, names, arranged, path, sizes)
+        problems += _misfits(checkpoint, names, arranged, path, latent)
+    count = sum(stack.layers for stack in sizes.stacks)
     for name in unused:
         what, fix = "the decoder has no parameter for this tensor", _OWN_FORWARD
         if name in family.parameters["head"] and sizes.tied:
@@ -277,8 +281,13 @@ def arrange(
                 continue
             what = "tie_word_embeddings is true, and this differs from the embedding"
             fix = 'write "tie_word_embeddings": false in config.json'
-        elif _is_left_out(name, sizes, prefix + family.layers):
-            continue
+        else:
+            stem = (prefix + family.layers).removesuffix("#.")
+            number = name.removeprefix(stem).partition(".")[0] if name.startswith(stem) else ""
+            # Layers after the last one predict further tokens. Frequencies are computed.
+            is_further = number.isdigit() and int(number) >= count
+            if is_further or name.endswith("rotary_emb.inv_freq"):
+                continue
         problems.append(fault(what, name, fix))
     raise_problems(limited(problems))
     return found
@@ -303,15 +312,12 @@ def _latent(path: str, sizes: Sizes) -> LatentConfig | None:
     return next((each for each in latents if is_part and isinstance(each, LatentConfig)), None)
 
 
-def _starts(path: str, sizes: Sizes) -> int:
-    """Return where a parameter starts in HEAD_DIM."""
-    latent = _latent(path, sizes)
-    # `kv_b_proj` of DeepSeek has, for each head, its plain key and then its value.
-    return latent.plain_dim if latent is not None and path.endswith("attention/value") else 0
-
-
 def _misfits(
-    checkpoint: Checkpoint, names: Sequence[str], found: Arranged, path: str, sizes: Sizes
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    found: Arranged,
+    path: str,
+    latent: LatentConfig | None,
 ) -> Iterator[Problem]:
     """Yield what keeps tensors from being a parameter: no floats, or other sizes."""
     for name in names:
@@ -322,7 +328,7 @@ def _misfits(
     flat = [size for part in found.split for size in part]
     stored = tuple(flat[dim] for dim in found.order)
     expected = found.shape
-    if (latent := _latent(path, sizes)) is not None:
+    if latent is not None:
         expected = (*expected[:-1], latent.plain_dim + latent.value_dim)
     if stored != expected:
         what = f"the tensor has the sizes {stored}, and the decoder {expected}"
@@ -363,16 +369,6 @@ def _members(spec: ArraySpec) -> Iterator[list[tuple[str, int]]]:
     """Yield the axes of each dim with their sizes: several of a merged dim."""
     for dim, size in zip(lower(spec.axes, spec.shape).dims, spec.shape, strict=True):
         yield list(dim.merged) or [(dim.semantic_axis or next(iter(dim.axes), EMPTY), size)]
-
-
-def _is_left_out(name: str, sizes: Sizes, layers: str) -> bool:
-    """Tell whether the logits do not depend on a tensor."""
-    start = layers.removesuffix("#.")
-    number = name.removeprefix(start).partition(".")[0] if name.startswith(start) else ""
-    count = sum(stack.layers for stack in sizes.stacks)
-    # Layers after the last one predict further tokens. Frequencies are computed.
-    is_further = number.isdigit() and int(number) >= count
-    return is_further or name.endswith("rotary_emb.inv_freq")
 
 
 def _are_equal(first: Source, second: Source) -> bool:

@@ -118,7 +118,14 @@ def annotate(model: Any, names: Names, *, params: Any = None) -> Any:
             return metadata["axes"] if shape else ()
         own = names_of_metadata(metadata)
         if own and len(own) != len(shape):
-            problems.append(_other_rank(path, own, len(shape)))
+            fix = "give the variable one name per dim, None for a dim that is not sharded\nor "
+            if len(own) < len(shape):
+                fix += "pass a name to nnx.vmap or nnx.scan: "
+                fix += 'transform_metadata={nnx.PARTITION_NAME: "layers"}'
+            else:
+                fix += f"if it is a factored moment of an optimizer: {_CREATE}"
+            what = f"the variable has the names {own} for {len(shape)} dims"
+            problems.append(Problem(error=RankMismatchError, what=what, path=path, fix=fix))
             own = ()
         axes = tuple(entry_of(name, names, path, problems) for name in own)
         return axes or (EMPTY,) * len(shape)
@@ -201,17 +208,3 @@ def place(model: Any, pm: "PartitionManager", names: Names, *, params: Any = Non
     placed = logical_rules.place(arrays(model), pm, annotate(model, names, params=params))
     library("flax.nnx").update(model, placed)
     return model
-
-
-def _other_rank(place: str, names: tuple[Any, ...], rank: int) -> Problem:
-    """Return the problem of a variable with another number of names than dims."""
-    fix = "give the variable one name per dim, None for a dim that is not sharded"
-    if len(names) < rank:
-        fix += (
-            "\nor pass a name to nnx.vmap or nnx.scan: "
-            'transform_metadata={nnx.PARTITION_NAME: "layers"}'
-        )
-    else:
-        fix += f"\nor, if it is a factored moment of an optimizer: {_CREATE}"
-    what = f"the variable has the names {names} for {rank} dims"
-    return Problem(error=RankMismatchError, what=what, path=place, fix=fix)

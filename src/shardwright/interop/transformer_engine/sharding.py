@@ -234,7 +234,15 @@ def extend_logical_axis_rules(
       AxisConflictError: A rule gives another mesh axis to one of TransformerEngine's names, or a
         second one.
     """
-    pairs = tuple((name, axis) for name, axis in map(_pair, rules))
+    pairs: Any = tuple(tuple(rule) if isinstance(rule, Sequence) else rule for rule in rules)
+    for rule in pairs:
+        match rule:
+            case (str(), str() | None):
+                continue
+        raise StrategyError(
+            f"{rule!r} is not a pair of a logical name and one mesh axis or None",
+            fix='write ("batch", "data")',
+        )
     known = mesh_axes_of_names()
     for name, axis in known.items():
         given = [value for own, value in pairs if own == name]
@@ -246,18 +254,7 @@ def extend_logical_axis_rules(
                 fix="leave the name out of the rules, or change the MeshResource",
             )
     given_names = {name for name, _ in pairs}
-    return pairs + tuple(item for item in known.items() if item[0] not in given_names)
-
-
-def _pair(rule: Any) -> tuple[str, str | None]:
-    if isinstance(rule, Sequence) and len(rule) == 2:
-        name, axis = rule
-        if isinstance(name, str) and (axis is None or isinstance(axis, str)):
-            return name, axis
-    raise StrategyError(
-        f"{rule!r} is not a pair of a logical name and one mesh axis or None",
-        fix='write ("batch", "data")',
-    )
+    return (*pairs, *(item for item in known.items() if item[0] not in given_names))
 
 
 def constrain(x: jax.Array, names: Sequence[str | None] | None) -> jax.Array:

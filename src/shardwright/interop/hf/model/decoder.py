@@ -232,8 +232,12 @@ class Decoder:
         """Return the residual after the last layer, and the caches after the append."""
         x = self.start(params, tokens)
         written = []
-        layers = zip(self.numbered(), params["layers"], _with_same_lengths(caches), strict=True)
+        # All layers have the same lengths, so rotary positions are computed once, not once a layer.
+        length: Any = next((cache.length for cache in caches if isinstance(cache, KVCache)), None)
+        layers = zip(self.numbered(), params["layers"], caches, strict=True)
         for (stack, number), w, cache in layers:
+            if isinstance(cache, KVCache):
+                cache = dataclasses.replace(cache, length=length)  # noqa: PLW2901
             x, cache = self.layer(stack, number, w, x, cache, valid)  # noqa: PLW2901
             written.append(cache)
         return x, written
@@ -322,36 +326,19 @@ class Decoder:
                 cache: Any = latent.cache_shape(config, batch=batch, capacity=capacity)
                 own: Any = latent.ROWS
             else:
-                make = _cache_maker(config, batch, capacity)
+                make = functools.partial(
+                    attention_block.init_cache, config, batch=batch, capacity=capacity
+                )
+                left = None if config.window is None else config.window[0]
+                if left is not None and left + 1 < capacity:
+                    # A ring of the positions before a query, and its own.
+                    size = left + 1
+                    make = functools.partial(make, kind="sliding", capacity=size, window=size)
                 cache = jax.eval_shape(make)
                 own = cache.axes()
             caches.append(cache)
             axes.append(own)
         return caches, axes
-
-
-def _with_same_lengths(caches: list[Any]) -> list[Any]:
-    """Return the caches with the lengths of the first one.
-
-    All layers have the same lengths, so rotary positions are computed once, not once a layer.
-    """
-    dense = [cache for cache in caches if isinstance(cache, KVCache)]
-    return [
-        dataclasses.replace(cache, length=dense[0].length) if isinstance(cache, KVCache) else cache
-        for cache in caches
-    ]
-
-
-def _cache_maker(config: attention_block.AttentionConfig, batch: int, capacity: int) -> Any:
-    """Return a function that makes a cache. A layer with a window has a ring of its length."""
-    window = None if config.window is None else config.window[0]
-    if window is None or window + 1 >= capacity:
-        return lambda: attention_block.init_cache(config, batch=batch, capacity=capacity)
-    # The positions before a query, and its own.
-    size = window + 1
-    return lambda: attention_block.init_cache(
-        config, "sliding", batch=batch, capacity=size, window=size
-    )
 
 
 def _shapes(specs: Mapping[str, Any]) -> Any:

@@ -295,7 +295,13 @@ def with_cache(module: Any, arrays: Any, mask: Any, bias: Any) -> tuple[list[Any
     start, count = index.value, query.shape[dim]
     if exists:
         length = keys.value.shape[dim]
-        is_full = _is_full(start, count, length)
+        is_full = start + count > length
+        if not isinstance(is_full, jax.core.Tracer) and bool(np.asarray(is_full)):
+            raise CacheError(
+                f"the cache holds {length} tokens, has {int(start)}, and gets {count} more",
+                path="cache_index",
+                fix="initialize the module with inputs as long as the longest sequence",
+            )
         key = _written(keys.value, key, start, dim)
         value = _written(values.value, value, start, dim)
         keys.value, values.value, index.value = key, value, start + count
@@ -326,19 +332,6 @@ def _written(stored: Any, rows: Any, start: Any, dim: int) -> Any:
         # Over Explicit axes an update must have the sharding of what it updates.
         stored = jax.sharding.reshard(stored, sharding)
     return jax.lax.dynamic_update_slice_in_dim(stored, rows.astype(stored.dtype), start, dim)
-
-
-def _is_full(start: Any, count: int, length: int) -> Any:
-    """Tell whether rows are past the end of the cache."""
-    is_full = start + count > length
-    # A trace cannot raise, so there the caller turns the values into NaN.
-    if not isinstance(is_full, jax.core.Tracer) and bool(np.asarray(is_full)):
-        raise CacheError(
-            f"the cache holds {length} tokens, has {int(start)}, and gets {count} more",
-            path="cache_index",
-            fix="initialize the module with inputs as long as the longest sequence",
-        )
-    return is_full
 
 
 class RelativePositionBiases(Module):  # type: ignore[misc]

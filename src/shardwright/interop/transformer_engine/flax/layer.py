@@ -176,13 +176,6 @@ def residual_names(layer: Any) -> tuple[str, str, str]:
     return (*leading(layer, is_sharded=layer.enable_sequence_parallel), HIDDEN_AXES)
 
 
-def position_of(layer: Any) -> Any:
-    """Return the position of the first token that a layer decodes, which its cache counts."""
-    # Read before the attention creates or moves it.
-    cache = layer.variables.get("cache", {}).get("self_attention", {})
-    return cache.get("cache_index", 0)
-
-
 def bias_of_positions(layer: Any, length: int, *, is_encoder: bool) -> Any:
     """Return the relative position bias of the self-attention, or None."""
     if not layer.enable_relative_embedding:
@@ -357,7 +350,9 @@ class TransformerLayer(Module):  # type: ignore[misc]
         names, keep_normed = residual_names(self), self.apply_residual_connection_post_layernorm
         branch: dict[str, Any] = {"deterministic": deterministic, "drop_path": self.drop_path}
         x = constrain(inputs, names)
-        start = position_of(self) if decode else None
+        # Read before the attention creates or moves it.
+        cache = self.variables.get("cache", {}).get("self_attention", {})
+        start = cache.get("cache_index", 0) if decode else None
         y, normed = self_attention_of(self, "attention" if is_encoder else "self_attention")(
             x,
             x,

@@ -369,7 +369,8 @@ class MultiHeadAttention(Module):  # type: ignore[misc]
         x = constrain(inputs_q, names)
         *arrays, normed = projected(self, x, None if is_self else inputs_kv)
         # Rotary positions go on where the cache ends.
-        starts = (next_position(self),) * 2 if decode else (first_query(self), 0)
+        first = self.start if isinstance(self, CrossAttention) else 0
+        starts = (next_position(self),) * 2 if decode else (first, 0)
         arrays = split_heads(self, arrays, starts=starts)
         if decode:
             arrays, mask, bias = with_cache(self, arrays, mask, bias)
@@ -401,8 +402,3 @@ class CrossAttention(MultiHeadAttention):
     """
 
     start: Any = 0
-
-
-def first_query(module: MultiHeadAttention) -> Any:
-    """Return the position of the first query of a call without a cache."""
-    return module.start if isinstance(module, CrossAttention) else 0

@@ -136,7 +136,19 @@ def with_sharding_constraint(
       NoMeshError: There is no mesh, and the policy is strict.
       ShardingError: The spec does not fit. The error lists the problems of all leaves.
     """
-    mesh, spec = _mesh_and_spec(sharding)
+    if not isinstance(sharding, (PartitionSpec, NamedSharding)):
+        raise WrongTypeError(
+            f"{sharding!r} is neither a PartitionSpec nor a NamedSharding",
+            fix='write PartitionSpec("dp", None)',
+        )
+    mesh, spec = current_mesh(), sharding
+    if isinstance(sharding, NamedSharding):
+        mesh, spec = sharding.mesh, sharding.spec
+        if sharding.memory_kind not in (None, "device"):
+            raise StrategyError(
+                f"a constraint cannot have the memory kind {sharding.memory_kind!r}",
+                fix="use jax.device_put",
+            )
     parsed = parse_policy(policy)
     # eformer ignores a constraint without a mesh.
     if mesh is None and parsed.missing is Missing.REPLICATE:
@@ -157,22 +169,6 @@ def with_sharding_constraint(
 
 
 lax_reshard = with_sharding_constraint
-
-
-def _mesh_and_spec(sharding: Any) -> tuple[Mesh | AbstractMesh | None, PartitionSpec]:
-    if isinstance(sharding, NamedSharding):
-        if sharding.memory_kind not in (None, "device"):
-            raise StrategyError(
-                f"a constraint cannot have the memory kind {sharding.memory_kind!r}",
-                fix="use jax.device_put",
-            )
-        return sharding.mesh, sharding.spec
-    if not isinstance(sharding, PartitionSpec):
-        raise WrongTypeError(
-            f"{sharding!r} is neither a PartitionSpec nor a NamedSharding",
-            fix='write PartitionSpec("dp", None)',
-        )
-    return current_mesh(), sharding
 
 
 def _rules_for(mesh: Mesh | AbstractMesh, policy: Policy) -> AxisRules:
