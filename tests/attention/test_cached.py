@@ -463,9 +463,9 @@ def test_next_positions() -> None:
     )
     with manager_of("batch"):
         assert_spec(jax.jit(next_positions)(make("dense")), sw.BATCH, sw.EMPTY)
-    with raises(AttentionError, "float32", "(4, 1)", path="valid"):
+    with raises(AttentionError, "float32", path="valid", fix="(4, 1)"):
         next_positions(cache, valid=np.ones((BATCH, 1), np.float32))
-    with raises(AttentionError, "bool", "(4, 3)", path="valid", fix="pass bool of shape (4, 2)"):
+    with raises(AttentionError, "(4, 3)", path="valid", fix="pass bool of shape (4, 2)"):
         next_positions(cache, q_length=2, valid=valid)
 
 

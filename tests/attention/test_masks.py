@@ -187,7 +187,7 @@ def test_limits_of_lengths() -> None:
     [
         (
             lambda: masks.window(left=-1),
-            facts("window", "(-1, None)", fix="positions"),
+            facts("window", "(-1, None)", fix="(w - 1, 0)"),
         ),
         (lambda: masks.window(right=-1), facts("window", -1)),
         (

@@ -336,9 +336,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "table of one sequence": (
         {"block_tables": np.zeros(COLUMNS, np.int32)},
-        facts("int32", "(6,)", path="block_tables", fix="pages_per_sequence"),
+        facts("(6,)", path="block_tables", fix="pages_per_sequence"),
     ),
-    "no integers": ({"lengths": np.ones(4)}, facts("float64", "(4,)", path="lengths")),
+    "no integers": ({"lengths": np.ones(4)}, facts("float64", path="lengths", fix="(4,)")),
     "rank": (
         {"k_pages": np.ones((24, 4, 8), np.float32)},
         facts("(24, 4, 8)", path="k_pages", fix="page_size"),

@@ -82,7 +82,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda cache: cache.insert(cache, [0]),
         facts("(1,)", "(2,)", path="slots", fix="2"),
     ),
-    "no cache": (lambda cache: cache.insert(K, [0]), facts("cache", path="source")),
+    "no cache": (lambda cache: cache.insert(K, [0]), facts(path="source", fix="caches.init")),
     "other heads": (
         lambda cache: cache.insert(
             caches.init("dense", **SIZES | {"kv_heads": 1, "dtype": "bfloat16"}), [0, 1]

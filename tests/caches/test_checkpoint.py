@@ -187,7 +187,7 @@ def test_invalid_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "empty").mkdir()
     with raises(CacheError, "cache", path="path", fix="caches.save"):
         restore(tmp_path / "empty")
-    with raises(CacheError, "jit", path="cache"):
+    with raises(CacheError, "jit"):
         jax.jit(lambda cache: save(cache, tmp_path / "traced"))(make())
     rows: Any = caches.QuantizedRows(values=make().k, scale=make().k)
     with raises(CacheError, "restored", path="cache", fix="DenseCache"):

@@ -171,7 +171,7 @@ def test_bad_input() -> None:
         (lambda: apply(valid=SEGMENTS == 0), facts("cache", path="valid", fix="segment_ids")),
         (
             lambda: apply(state={}),
-            facts("dict", "cache", path="state", fix="attention_block.init_cache"),
+            facts("dict", path="state", fix="attention_block.init_cache"),
         ),
     ]
     for call, message in cases:

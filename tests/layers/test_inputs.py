@@ -112,7 +112,9 @@ def test_parameters_are_those_of_the_config(name: str) -> None:
     refused(run(missing), f"parameter {inside} is missing")
     extra = edited(params, path, lambda node, name: node.update(foo=HEAD))
     refused(run(extra), f"the config describes no parameter {added}: the names are ")
-    refused(run(None), "NoneType" if name in ("stack", "unrolled") else "the parameters are None")
+    refused(
+        run(None), "params is None" if name in ("stack", "unrolled") else "the parameters are None"
+    )
 
 
 def test_parameters_of_other_options_are_refused() -> None:
@@ -159,7 +161,7 @@ def test_keys_are_known(name: str) -> None:
             "keys has the unknown name 'dropuot'; the known names are dropout",
         ),
         (KEY, "keys is a PRNGKeyArray, not a dict"),
-        ({"dropout": 0}, 'keys["dropout"]: it is an int, not one key'),
+        ({"dropout": 0}, 'keys["dropout"]: it is an int of shape (), not one key'),
         ({"dropout": jax.random.split(KEY)}, "of shape (2,), not one key"),
     ):
         refused(lambda keys=keys: module.apply(config, params, X, keys=keys), text)
@@ -250,8 +252,11 @@ def test_states_of_other_configs() -> None:
 
     fix = "pass fp8.uses"
     for state, text in (
-        (states(scaling=SCALING * 2), f"state: scaling has 2 trees for 1 trees\n  fix   {fix}"),
-        (states(scaling=[3]), "state: scaling[0] has int, not attention and mlp"),
+        (
+            states(scaling=SCALING * 2),
+            f"state: scaling has 2 entries, and the config needs 1\n  fix   {fix}",
+        ),
+        (states(scaling=[3]), "state: scaling[0] is not a dict of attention and mlp"),
         (states(moe=[moe.MoEState()]), "moe[0] is a MoEState, and layer 0 has an MLP"),
     ):
         refused(run(state), text)
@@ -259,7 +264,7 @@ def test_states_of_other_configs() -> None:
     text = "params[0]: parameter mlp/down/kernel has shape (4, 8, 16), and the config needs (2, 8"
     refused(lambda: transformer_block.apply(config, four, X), text)
     for tree in (params * 2, params[0]):
-        refused(lambda tree=tree: transformer_block.unstack(config, tree), "describes 1 trees")
+        refused(lambda tree=tree: transformer_block.unstack(config, tree), "the config needs 1")
     own = blocks.random_params(attention_block.specs(attention()))
     state = attention_block.AttentionState(scaling={"qkv": None, "out": None})
     text = "state has scaling, and the config has no recipe"

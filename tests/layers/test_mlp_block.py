@@ -135,8 +135,8 @@ def test_bad_input() -> None:
             facts("1.0", "[0, 1)", path="dropout"),
         ),
         (lambda: mlp_block.apply(CONFIG, {}, X[0]), facts("(8, 16)", path="x")),
-        (lambda: Dtypes(compute="int8"), facts("compute", "int8", fix="bfloat16")),
-        (lambda: Dtypes(param="float33"), facts("param", "float33", "dtype", fix="bfloat16")),
+        (lambda: Dtypes(compute="int8"), facts("int8", path="compute", fix="bfloat16")),
+        (lambda: Dtypes(param="float33"), facts("float33", path="param", fix="bfloat16")),
     ]
     for call, message in cases:
         with raises(sw.ShardingError, message) as caught:

@@ -321,7 +321,7 @@ def test_bad_input() -> None:
             lambda: transformer_block.apply(
                 CONFIG, PARAMS, X, state=transformer_block.StackState(moe=[None])
             ),
-            facts(1, "MoE", 2, path="state", fix="MoEState"),
+            facts(1, "moe", 2, path="state", fix="MoEState"),
         ),
         (lambda: change(mlp=()), facts("mlp", "tuple", fix="MlpConfig")),
         (

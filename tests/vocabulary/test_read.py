@@ -16,7 +16,9 @@ from shardwright.vocabulary import read
 from shardwright.vocabulary.read import array, instance, integer, number, one_of, passes
 from tests.raising import raises
 
-ARRAY = array((2, 3), "float32", layout="pass [batch, length]", cast="pass {name}.astype({dtype})")
+ARRAY = array(
+    (2, 3), dtype="float32", layout="pass [batch, length]", cast="pass {name}.astype({dtype})"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,15 @@ def test_all_problems_are_raised_at_once() -> None:
 )
 def test_arrays_have_a_shape_and_a_dtype(value: Any, found: list[Any]) -> None:
     assert ARRAY.read("x", value)[1] == found
+
+
+def test_arrays_may_have_one_of_several_shapes() -> None:
+    rows = array((2, 3), (3,), dtype=np.integer)
+    for value in (np.ones((2, 3), int), np.ones(3, np.uint8)):
+        assert rows.read("x", value)[1] == []
+    usual = "pass integers of shape (2, 3) or (3,)"
+    wrong = [("shape (2,), not (2, 3) or (3,)", usual), ("dtype float64, not integers", usual)]
+    assert rows.read("x", np.ones(2))[1] == wrong
 
 
 def test_arguments_are_read_in_order() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -14,16 +12,17 @@ from shardwright import _jax
 from shardwright.attention.api import dot_product_attention
 from shardwright.attention.masks import MaskRules, Window
 from shardwright.attention.paged import paged_attention
-from shardwright.caches.base import KVCache, View
+from shardwright.caches.base import CACHE, KVCache, View
 from shardwright.caches.change import Change
 from shardwright.caches.rows import RowCache
-from shardwright.caches.sharding import PlacedArrays, ambient_sharding, axes_by_dim
+from shardwright.caches.sharding import ambient_sharding, axes_by_dim
 from shardwright.errors import AttentionError
 from shardwright.manager import context
 from shardwright.resolution.partition_specs import spec_text
 from shardwright.vocabulary.axes import BATCH, EMPTY, KV_LENGTH
 from shardwright.vocabulary.integers import read_integer
 from shardwright.vocabulary.modes import MODE_DECODE, mode_name, parse_mode
+from shardwright.vocabulary.read import array, read_value
 
 C = TypeVar("C", bound=KVCache)
 
@@ -96,8 +95,14 @@ def append_and_attend(
       CacheError: Keys and values do not fit the cache.
       ShardingError: The rules of the manager do not fit the arrays.
     """
-    _check_cache(cache)
-    _check_rows(q, k)
+    read_value("cache", cache, CACHE, error=AttentionError)
+    # The cache checks k and v, and attention checks q.
+    if getattr(q, "ndim", 0) == getattr(k, "ndim", 0) == 4 and q.shape[:2] != k.shape[:2]:
+        raise AttentionError(
+            f"q has [batch, q_length] {q.shape[:2]}, and k {k.shape[:2]}",
+            path="q",
+            fix="pass the queries of the tokens that are appended, row by row",
+        )
     mode = _mode(cache, mode)
     query_window = _window(cache, window)
     options = {
@@ -142,17 +147,12 @@ def next_positions(cache: KVCache, *, q_length: int = 1, valid: Any = None) -> j
       AttentionError: `valid` has another shape, `q_length` is not a number of rows, or `cache` is
         not a cache.
     """
-    _check_cache(cache)
+    read_value("cache", cache, CACHE, error=AttentionError)
     fix = "pass the number of rows to append"
     q_length = read_integer("q_length", q_length, error=AttentionError, fix=fix)
     shape = (cache.batch, q_length)
-    if valid is not None and (getattr(valid, "shape", None) != shape or valid.dtype != bool):
-        kind = getattr(valid, "dtype", type(valid).__name__)
-        raise AttentionError(
-            f"valid is {kind} of shape {getattr(valid, 'shape', None)}",
-            path="valid",
-            fix=f"pass bool of shape {shape}, one per row that is appended",
-        )
+    if valid is not None:
+        read_value("valid", valid, array(shape, dtype="bool"), error=AttentionError)
     sharding = ambient_sharding(cache.spec.mode)
     is_token = sharding.place(
         jnp.ones(shape, bool) if valid is None else jnp.asarray(valid), (BATCH, EMPTY)
@@ -162,26 +162,6 @@ def next_positions(cache: KVCache, *, q_length: int = 1, valid: Any = None) -> j
 
 
 # Arguments.
-
-
-def _check_cache(cache: Any) -> None:
-    if not isinstance(cache, KVCache):
-        raise AttentionError(
-            f"cache is {type(cache).__name__}, not a cache",
-            path="cache",
-            fix="create one with caches.init",
-        )
-
-
-def _check_rows(q: Any, k: Any) -> None:
-    """Check that q and k have equal batch and length. Later code checks the rest of the shapes."""
-    comparable = getattr(q, "ndim", None) == 4 and getattr(k, "ndim", None) == 4
-    if comparable and q.shape[:2] != k.shape[:2]:
-        raise AttentionError(
-            f"q has [batch, q_length] {q.shape[:2]}, and k {k.shape[:2]}",
-            path="q",
-            fix="pass the queries of the tokens that are appended, row by row",
-        )
 
 
 def _mode(cache: KVCache, mode: str | None) -> str:
@@ -291,9 +271,18 @@ def _join(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> V
     old = {**cache.buffers, "positions": ring.positions}
     new = {**cache.encode(k, v), "positions": positions}
     placed = sharding.with_specs(old, {**cache.buffer_axes, "positions": (BATCH, KV_LENGTH)})
+    shards = sharding.shards(axes_by_dim(placed.specs["positions"], 2)[1])
     # Each shard gets the same number of new rows. Padding is at position -1, which no query sees.
-    padding = -positions.shape[1] % _row_shards(placed)
-    new = {name: _pad_rows(x, padding, -1 if name == "positions" else 0) for name, x in new.items()}
+    padding = -positions.shape[1] % shards
+    if padding:
+        new = {
+            name: jnp.pad(
+                x,
+                ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)),
+                constant_values=-1 if name == "positions" else 0,
+            )
+            for name, x in new.items()
+        }
 
     def local(old: dict[str, jax.Array], new: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return {name: jnp.concatenate([x, new[name]], axis=1) for name, x in old.items()}
@@ -311,18 +300,3 @@ def _join(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> V
 
 
 _jitted_join = jax.jit(_join)
-
-
-def _row_shards(placed: PlacedArrays) -> int:
-    """Return the number of shards of the rows."""
-    manager = placed.sharding.manager
-    if manager is None:
-        return 1
-    sizes: Mapping[str, int] = manager.mesh.shape
-    return math.prod(sizes[name] for name in axes_by_dim(placed.specs["positions"], 2)[1])
-
-
-def _pad_rows(x: jax.Array, count: int, value: int) -> jax.Array:
-    if not count:
-        return x
-    return jnp.pad(x, ((0, 0), (0, count), *((0, 0),) * (x.ndim - 2)), constant_values=value)

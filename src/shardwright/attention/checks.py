@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Final, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,6 +11,7 @@ from shardwright import _jax
 from shardwright.attention.call import Arithmetic, DimOrder, Options
 from shardwright.attention.masks import Mask
 from shardwright.errors import AttentionError
+from shardwright.vocabulary.read import array, read_value
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
 QUANTIZED: Final = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -68,16 +67,14 @@ def read_sizes(q: Any, k: Any, v: Any, layout: str, *, cast: bool) -> CallSizes:
         fix = "; ".join(f"{name} is {order}" for name, order in _ORDER.items())
         raise AttentionError(f"unknown layout {layout!r}", fix=fix)
     order = f"layout {layout} is {_ORDER[layout]}"
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        _check_array(name, array, order)
-        if name != "q" and str(array.dtype) in QUANTIZED:
+    for name, given in (("q", q), ("k", k), ("v", v)):
+        check_dims(name, given, order)
+        dtype = str(given.dtype)
+        if name != "q" and dtype in QUANTIZED:
             continue
-        if str(array.dtype) not in DTYPES:
-            fix = f"attention computes in {', '.join(DTYPES)}: cast it"
-            raise AttentionError(f"{name} is {array.dtype}", path=name, fix=fix)
-        if array.dtype != q.dtype and not cast:
-            fix = "cast q, k and v to one dtype"
-            raise AttentionError(f"{name} is {array.dtype}, and q is {q.dtype}", path=name, fix=fix)
+        if dtype not in DTYPES or (given.dtype != q.dtype and not cast):
+            fix = f"cast q, k and v to one dtype of {', '.join(DTYPES)}"
+            raise AttentionError(f"{name} is {dtype}, and q is {q.dtype}", path=name, fix=fix)
     length, head = (1, 2) if layout == "BTHD" else (2, 1)
     sizes = CallSizes(
         batch=q.shape[0],
@@ -108,13 +105,12 @@ def read_sizes(q: Any, k: Any, v: Any, layout: str, *, cast: bool) -> CallSizes:
     return sizes
 
 
-def _check_array(name: str, array: Any, order: str) -> None:
-    shape = getattr(array, "shape", None)
-    if shape is None or len(shape) != 4:
-        raise AttentionError(f"{name} has shape {shape}, not 4 dims", path=name, fix=order)
-    if 0 in shape:
-        fix = "pass arrays without an empty dim"
-        raise AttentionError(f"{name} has shape {shape}: a dim is empty", path=name, fix=fix)
+def check_dims(name: str, given: Any, order: str) -> None:
+    """Raise AttentionError unless an array has four dims, and elements."""
+    shape = getattr(given, "shape", None)
+    if shape is None or len(shape) != 4 or 0 in shape:
+        what = f"{name} has shape {shape}, not 4 dims of at least 1"
+        raise AttentionError(what, path=name, fix=order)
 
 
 def read_dtype(value: Any) -> str:
@@ -124,22 +120,6 @@ def read_dtype(value: Any) -> str:
         fix = f"attention computes in {', '.join(DTYPES)}: pass one of them"
         raise AttentionError(f"runtime_dtype is {dtype}", path="runtime_dtype", fix=fix)
     return dtype
-
-
-def read_number(name: str, value: Any) -> float:
-    """Return a finite Python float.
-
-    Raises:
-      AttentionError: The value is an array, infinite, NaN, or not a number.
-    """
-    array = isinstance(value, (jax.Array, jax.core.Tracer))
-    if array or not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
-        raise AttentionError(
-            f"{name}={value!r} is not a finite Python number",
-            path=name,
-            fix="pass a Python float: the value is compiled into the program",
-        )
-    return float(value)
 
 
 # Scales of quantized keys.
@@ -170,19 +150,12 @@ def check_scale(name: str, scale: Any, dims: tuple[int, ...], *, of: str, dtype:
     Raises:
       AttentionError: The scale is missing, superfluous, or has a wrong dtype or shape.
     """
-    quantized = str(dtype) in QUANTIZED
-    if scale is None:
-        if quantized:
-            fix = f"pass {name}=, float32 of shape {dims}"
-            raise AttentionError(f"{of} is {dtype} and has no scale", path=name, fix=fix)
-        return
-    if not quantized:
-        fix = f"pass scales only with keys and values in {', '.join(QUANTIZED)}"
-        raise AttentionError(f"{name} is given, and {of} is {dtype}", path=name, fix=fix)
-    shape, kind = getattr(scale, "shape", None), getattr(scale, "dtype", type(scale).__name__)
-    if str(kind) != "float32" or shape != dims:
-        fix = f"pass float32 of shape {dims}, one scale for each row and head"
-        raise AttentionError(f"{name} is {kind} of shape {shape}", path=name, fix=fix)
+    if (scale is not None) != (str(dtype) in QUANTIZED):
+        what = f"{of} is {dtype}, and {name} is {'missing' if scale is None else 'given'}"
+        fix = f"pass scales with {', '.join(QUANTIZED)} and only then: float32 of shape {dims}"
+        raise AttentionError(what, path=name, fix=fix)
+    if scale is not None:
+        read_value(name, scale, array(dims, dtype="float32"), error=AttentionError)
 
 
 # Arrays beside q, k and v.
@@ -192,75 +165,55 @@ def check_arrays(options: Options, mask: Mask, sizes: CallSizes) -> None:
     """Raise AttentionError unless masks, biases, positions and sinks have the right shapes."""
     batch, q_length, kv_length = sizes.batch, sizes.q_length, sizes.kv_length
     longest = kv_length if options.kv_positions is None else _MAX_POSITION
-    for name, array, shape, low, high in (
+    for name, given, shape, low, high in (
         ("segment_ids", mask.q_segment_ids, (batch, q_length), None, None),
         ("kv_segment_ids", mask.kv_segment_ids, (batch, kv_length), None, None),
         ("lengths", mask.lengths, (batch,), 0, longest),
         ("positions", options.positions, (batch, q_length), 0, _MAX_POSITION),
         ("kv_positions", options.kv_positions, (batch, kv_length), -_MAX_POSITION, _MAX_POSITION),
     ):
-        if array is not None:
-            _check_integers(name, array, shape, low, high)
+        if given is None:
+            continue
+        shapes = [shape, (1, *shape[1:]), shape[1:]] if "positions" in name else [shape]
+        check_integers(name, given, *shapes)
+        if low is not None and high is not None:
+            fix = "count from 0; a negative key position hides its row"
+            check_range(name, given, low, high, fix)
     full = (batch, sizes.heads, q_length, kv_length)
-    if mask.dense is not None:
-        if not jnp.issubdtype(mask.dense.dtype, jnp.bool_):
-            what = f"mask is {mask.dense.dtype}, not bool"
-            raise AttentionError(what, path="mask", fix="True means attend")
-        _check_pairs("mask", mask.dense.shape, full)
-    if options.bias is not None:
-        if not jnp.issubdtype(options.bias.dtype, jnp.floating):
-            fix = "pass a mask as mask=; a bias is added to the logits"
-            what = f"bias is {options.bias.dtype}, not floating point"
-            raise AttentionError(what, path="bias", fix=fix)
-        _check_pairs("bias", options.bias.shape, full)
-    if options.sinks is not None and tuple(options.sinks.shape) != (sizes.heads,):
+    for name, pairs, dtype, word in (
+        ("mask", mask.dense, jnp.bool_, "bool, True where a query attends"),
+        ("bias", options.bias, jnp.floating, "floats, which are added to the logits"),
+    ):
+        if pairs is not None:
+            _check_pairs(name, pairs, full, dtype, word)
+    if options.sinks is not None:
+        sinks = array((sizes.heads,), dtype=jnp.floating, layout="give one logit per query head")
+        read_value("sinks", options.sinks, sinks, error=AttentionError)
+
+
+def _check_pairs(name: str, pairs: Any, full: tuple[int, ...], dtype: Any, word: str) -> None:
+    """Check an array with an entry per query and key."""
+    fits = [size in (1, whole) for size, whole in zip(pairs.shape, full, strict=False)]
+    if len(pairs.shape) != 4 or not all(fits) or not jnp.issubdtype(pairs.dtype, dtype):
         raise AttentionError(
-            f"sinks have shape {tuple(options.sinks.shape)}, not ({sizes.heads},)",
-            path="sinks",
-            fix="give one logit per query head",
+            f"{name} is {pairs.dtype} of shape {tuple(pairs.shape)}, "
+            f"and the logits are [batch, heads, q_length, kv_length] = {full}",
+            path=name,
+            fix=f"pass {word}, with these 4 dims, each full or 1: for [q_length, kv_length] "
+            f"{name}[None, None], for [batch, q_length, kv_length] {name}[:, None]",
         )
 
 
-def _check_pairs(name: str, shape: tuple[int, ...], full: tuple[int, ...]) -> None:
-    """Check the shape of an array with an entry per query and key."""
-    fits = [size in (1, whole) for size, whole in zip(shape, full, strict=False)]
-    if len(shape) == 4 and all(fits):
-        return
-    more = {
-        2: f"; for [q_length, kv_length] pass {name}[None, None]",
-        3: f"; for [batch, q_length, kv_length] pass {name}[:, None]",
-    }
-    raise AttentionError(
-        f"{name} has shape {tuple(shape)}, "
-        f"and the logits are [batch, heads, q_length, kv_length] = {full}",
-        path=name,
-        fix=f"give it 4 dims, each full or 1{more.get(len(shape), '')}",
-    )
+def check_integers(name: str, given: Any, *shapes: tuple[int, ...]) -> None:
+    """Raise AttentionError unless an argument is an array of integers of one of the shapes."""
+    read_value(name, given, array(*shapes, dtype=jnp.integer), error=AttentionError)
 
 
-def _check_integers(
-    name: str, array: Any, shape: tuple[int, ...], low: int | None, high: int | None
-) -> None:
-    if not hasattr(array, "shape") or not jnp.issubdtype(array.dtype, jnp.integer):
-        kind = getattr(array, "dtype", type(array).__name__)
-        fix = "pass an int32 array"
-        raise AttentionError(f"{name} is {kind}, not integers", path=name, fix=fix)
-    fits = [shape]
-    if "positions" in name:
-        fits += [(1, *shape[1:]), shape[1:]]
-    if tuple(array.shape) not in fits:
-        allowed = " or ".join(str(fit) for fit in dict.fromkeys(fits))
-        what = f"{name} has shape {tuple(array.shape)}, not {allowed}"
-        raise AttentionError(what, path=name, fix="give one integer per row")
-    # The values of a JAX array may not be known yet, and reading them would wait for the device.
-    if isinstance(array, np.ndarray) and low is not None and high is not None:
-        check_range(name, array, low, high, "count from 0; a negative key position hides its row")
-
-
-def check_range(name: str, array: Any, low: int, high: int, fix: str) -> None:
+def check_range(name: str, given: Any, low: int, high: int, fix: str) -> None:
     """Raise AttentionError if a NumPy array has values outside of a range."""
-    if isinstance(array, np.ndarray) and (array.min() < low or array.max() > high):
-        worst = array.min() if array.min() < low else array.max()
+    # The values of a JAX array may not be known yet, and reading them would wait for the device.
+    if isinstance(given, np.ndarray) and (given.min() < low or given.max() > high):
+        worst = given.min() if given.min() < low else given.max()
         raise AttentionError(f"{name} has {worst}, outside {low} to {high}", path=name, fix=fix)
 
 

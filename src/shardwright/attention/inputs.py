@@ -34,11 +34,20 @@ from shardwright.manager.platform import platform_of
 from shardwright.vocabulary.integers import as_integer
 from shardwright.vocabulary.keys import as_key
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_INSERT, MODE_TRAIN, mode_name, parse_mode
+from shardwright.vocabulary.read import RATE, integer, number, read_value
 
 # Rows of queries and keys in a block. On a CPU a small block takes half the time of a larger one:
 # it fits the CPU's caches, and more blocks of a causal mask are skipped (benchmarks/attention.py).
 _CPU_BLOCKS = {"q_block": 256, "kv_block": 512}
 _BLOCKS = {"q_block": 512, "kv_block": 1024}
+_COMPILED = "pass a Python number: the value is compiled into the program"
+_NUMBERS = {
+    "scale": number(fix=_COMPILED),
+    "softcap": number("positive", fix=f"{_COMPILED}; None is no cap"),
+    "dropout": RATE,
+    "q_block": integer(fix="pass the number of rows per block"),
+    "kv_block": integer(fix="pass the number of rows per block"),
+}
 
 
 class Defaults(Protocol):
@@ -127,8 +136,14 @@ def _read_call(
     if specs is None and manager is not None:
         specs = resolve_joint(manager, q=sizes.q, k=sizes.k, v=sizes.v, mode=mode)
     specs = specs or JointSpecs()
-    if options.sequence_axis is not None:
-        _check_sequence_axis(options.sequence_axis, specs)
+    for axes in (specs.q_length, specs.kv_length) if options.sequence_axis is not None else ():
+        if axes not in ((), (options.sequence_axis,)):
+            over = "+".join(axes)
+            raise AttentionError(
+                f"a length is sharded over {over}, not over {options.sequence_axis}",
+                path="sequence_axis_name",
+                fix=f"name {over}, or change the rules of query_length and kv_length",
+            )
     call = AttentionCall(
         batch=sizes.batch,
         q_length=sizes.q_length,
@@ -225,18 +240,13 @@ def _seed(value: Any) -> jax.Array:
 def _read_mode(mode: str | None, manager: PartitionManager | None) -> str:
     if mode is None and manager is not None:
         mode = manager.mode
-    if mode is None and manager is None:
-        # A call with a mode and without a manager is attention without sharding.
-        raise NoManagerError(
-            "attention needs a PartitionManager, and none is entered in this thread",
-            fix='enter a manager that has a mode, with pm.for_mode("train"): ..., or pass '
-            'mode="train" to attend without sharding',
-        )
     if mode is None:
-        raise AttentionError(
-            "attention needs a mode, and neither the call nor the manager has one",
-            fix='pass mode="train", "prefill" or "decode", '
-            'or use a manager with a mode, pm.for_mode("decode")',
+        # A call with a mode and without a manager is attention without sharding.
+        error = NoManagerError if manager is None else AttentionError
+        raise error(
+            "attention needs the mode of a PartitionManager, or mode=",
+            fix='enter a manager that has one, with pm.for_mode("train"): ..., or pass '
+            'mode="train"; without a manager, nothing is sharded',
         )
     parsed = parse_mode(mode)
     if parsed == MODE_INSERT:
@@ -245,19 +255,6 @@ def _read_mode(mode: str | None, manager: PartitionManager | None) -> str:
             fix='pass mode="decode" or "prefill"',
         )
     return parsed
-
-
-def _check_sequence_axis(name: str, specs: JointSpecs) -> None:
-    """Check that the rules shard the lengths over the caller's mesh axis or not at all."""
-    for what, axes in (("queries", specs.q_length), ("keys", specs.kv_length)):
-        if axes and axes != (name,):
-            over = "+".join(axes)
-            raise AttentionError(
-                f"the length of the {what} is sharded over {over}, "
-                f"not over sequence_axis_name={name!r}",
-                path="sequence_axis_name",
-                fix=f"name {over}, or change the rules of query_length and kv_length",
-            )
 
 
 # Masks and positions.
@@ -349,45 +346,29 @@ def _rows(positions: Any) -> jax.Array:
 def _read_recipe(
     options: Options, mask: Mask, sizes: CallSizes, platform: str, cached: bool
 ) -> Arithmetic:
-    scale = 1.0 / math.sqrt(sizes.head_dim)
-    if options.scale is not None:
-        scale = checks.read_number("scale", options.scale)
-    softcap = None if options.softcap is None else checks.read_number("softcap", options.softcap)
-    if softcap is not None and softcap <= 0:
-        raise AttentionError(
-            f"softcap={softcap} is not positive",
-            path="softcap",
-            fix="pass a positive number, or None for no cap",
-        )
-    dropout = 0.0 if options.dropout is None else checks.read_number("dropout", options.dropout)
-    if not 0.0 <= dropout < 1.0:
-        raise AttentionError(
-            f"dropout={dropout} is not in [0, 1)",
-            path="dropout",
-            fix="pass the probability of dropping a weight",
-        )
+    read: dict[str, Any] = {}
+    for name, kind in _NUMBERS.items():
+        if (value := getattr(options, name)) is not None:
+            read[name] = read_value(name, value, kind, error=AttentionError)
+    dropout = float(read.get("dropout", 0.0))
     if dropout and options.dropout_key is None:
         raise AttentionError(
             f"dropout={dropout} without a key",
             path="dropout_key",
             fix="pass dropout_key=, a JAX key or an integer seed",
         )
-    blocks = dict(_CPU_BLOCKS if platform == "cpu" else _BLOCKS)
-    for name, default in blocks.items():
-        rows = getattr(options, name)
-        if rows is not None and rows < 1:
-            what = f"{name}={rows} is not a positive number"
-            raise AttentionError(what, path=name, fix="pass the number of rows per block")
-        blocks[name] = rows or default
+    softcap = read.get("softcap")
+    blocks = _CPU_BLOCKS if platform == "cpu" else _BLOCKS
     # Positions and lengths may come from a cache, whose unused rows hold what an earlier sequence
     # left.
     explicit = options.positions is not None or options.kv_positions is not None
     return Arithmetic(
         mask=mask.rules,
-        scale=scale,
-        softcap=softcap,
+        scale=float(read.get("scale", 1.0 / math.sqrt(sizes.head_dim))),
+        softcap=None if softcap is None else float(softcap),
         dropout=dropout,
         cached=DimOrder(options.layout) if cached else None,
         partly_filled=explicit or mask.lengths is not None,
-        **blocks,
+        q_block=read.get("q_block", blocks["q_block"]),
+        kv_block=read.get("kv_block", blocks["kv_block"]),
     )

@@ -52,7 +52,7 @@ class MaskRules:
 
     def __post_init__(self) -> None:
         if self.window is not None:
-            object.__setattr__(self, "window", _check_window(self.window))
+            object.__setattr__(self, "window", _read_window(self.window))
         if self.chunk is not None:
             fix = "pass the number of positions per chunk, such as 8192"
             chunk = read_integer("chunk", self.chunk, error=AttentionError, fix=fix)
@@ -77,26 +77,21 @@ class MaskRules:
         )
 
 
-def _check_window(window: Any) -> Window:
-    good = isinstance(window, (tuple, list)) and len(window) == 2
-    if not good or any(side is not None and as_integer(side) is None for side in window):
-        fix = (
-            "pass (left, right): (w - 1, 0) is the query's own token and w - 1 before it, "
-            "(w, w) is w on each side, None means no bound"
-        )
-        raise AttentionError(f"window={window!r} is not a pair of lengths", fix=fix)
-    left, right = (None if side is None else int(side) for side in window)
-    sides = [side for side in (left, right) if side is not None]
-    if any(side < 0 for side in sides):
+def _read_window(window: Any) -> Window:
+    sides = window if isinstance(window, (tuple, list)) and len(window) == 2 else (-1,)
+    read = tuple(None if side is None else as_integer(side) for side in sides)
+    bad = [
+        side
+        for side, given in zip(read, sides, strict=True)
+        if given is not None and (side is None or not 0 <= side < 2**30)
+    ]
+    if bad:
         raise AttentionError(
-            f"window={window!r} has a negative side",
-            fix="count positions to the left and to the right, each from 0",
+            f"window={window!r} is not a pair of lengths from 0 to 2**30 - 1",
+            fix="pass (left, right): (w - 1, 0) is the query's own token and w - 1 before it, "
+            "(w, w) is w on each side, None means no bound",
         )
-    if any(side >= 2**30 for side in sides):
-        raise AttentionError(
-            f"window={window!r} has a side of 2**30 or more",
-            fix="pass None for a side without a bound",
-        )
+    left, right = read
     return left, right
 
 

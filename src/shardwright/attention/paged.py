@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from shardwright import _jax
 from shardwright.attention.call import AttentionCall, JointSpecs, Operands, Result
-from shardwright.attention.checks import check_range, check_scale
+from shardwright.attention.checks import check_dims, check_integers, check_range, check_scale
 from shardwright.attention.inputs import describe, read_options
 from shardwright.attention.kernels import blockwise, flash_decode
 from shardwright.attention.parts import online_softmax, sequence, shards
@@ -31,6 +31,7 @@ from shardwright.manager import context
 from shardwright.manager.shards import call_on_shards
 from shardwright.resolution.partition_specs import spec_of
 from shardwright.vocabulary.modes import MODE_DECODE
+from shardwright.vocabulary.read import array, read_value
 
 # Rows of keys per sequence that the loop reads at a time, if a page is not larger.
 _ROWS = 128
@@ -101,17 +102,30 @@ def paged_attention(
       AttentionError: The arguments do not go together, or the result is differentiated.
       ShardingError: The rules of the manager do not fit the arrays.
     """
-    sizes = _check_pages(q, k_pages, v_pages)
-    _check_tables(block_tables, lengths, q_lengths, sizes)
-    _check_positions(positions, q_lengths, sizes)
+    check_dims("q", q, "pass [batch, q_length, heads, head_dim]")
+    check_dims("k_pages", k_pages, "pass [pages, page_size, kv_heads, head_dim]")
+    check_dims("v_pages", v_pages, "pass [pages, page_size, kv_heads, v_dim]")
+    if k_pages.shape[:3] != v_pages.shape[:3]:
+        what = f"v_pages has shape {v_pages.shape}, and k_pages {k_pages.shape}"
+        raise AttentionError(what, path="v_pages", fix="give both the same pages, rows and heads")
+    _check_tables(block_tables, lengths, q_lengths, q, k_pages)
     keywords = {name: value for name, value in locals().items() if name in _ARITHMETIC}
     scales = {"k_scale": k_scale_pages, "v_scale": v_scale_pages}
-    rows = sizes.capacity(block_tables)
+    rows = block_tables.shape[1] * k_pages.shape[1]
     keywords |= {"mode": mode, "lengths": lengths}
     call = _call_of(q, k_pages, v_pages, scales, rows, keywords)
     if positions is None:
-        q_positions = _positions(lengths, q_lengths, sizes)
+        q_positions = _positions(lengths, q_lengths, q.shape[:2])
+    elif q_lengths is not None:
+        raise AttentionError(
+            "positions and q_lengths both give the positions of the queries",
+            path="positions",
+            fix="pass one of them",
+        )
     else:
+        check_integers("positions", positions, q.shape[:2])
+        fix = "pass int32 positions; negative for padding"
+        check_range("positions", positions, -(2**31), 2**31 - 1, fix)
         q_positions = _integers(positions)
     operands = Operands(
         q=jnp.asarray(q),
@@ -154,9 +168,17 @@ def _call_of(
         )
     manager, (batch, q_length) = context.current(), q.shape[:2]
     mode = keywords["mode"] or (MODE_DECODE if manager is None else manager.mode)
-    in_rows = functools.partial(_in_rows, batch=batch, capacity=rows)
-    by_position = {"positions": _int32((batch, q_length)), "kv_positions": _int32((batch, rows))}
+
+    def in_rows(pages: Any) -> Any:
+        if pages is None:
+            return None
+        return jax.ShapeDtypeStruct((batch, rows, *pages.shape[2:]), pages.dtype)
+
     shapes = {name: in_rows(scale) for name, scale in scales.items()}
+    by_position = {
+        name: jax.ShapeDtypeStruct((batch, length), jnp.int32)
+        for name, length in (("positions", q_length), ("kv_positions", rows))
+    }
     options = read_options({**keywords, **by_position, **shapes, "mode": mode})
     specs = JointSpecs()
     if manager is not None and mode is not None:
@@ -245,9 +267,9 @@ def _attend(
     if shared:
         positions = positions[_sequences(call, ())]
         shard, tables = _with_shared_sequences(shard, tables, call)
-    combine = flash_decode.combination(
-        dataclasses.replace(call.specs, kv_length=_other_axes(call.specs)), call
-    )
+    # The shards of the batch that share pages are joined by `return_sequences`, the others here.
+    others = tuple(axis for axis in call.specs.kv_length if axis not in call.specs.batch)
+    combine = flash_decode.combination(dataclasses.replace(call.specs, kv_length=others), call)
     operands = combine.with_all_heads(shard) if combine.axes else shard
     by_page = bool(call.specs.kv_length)
     first = jax.lax.axis_index(call.specs.kv_length) * shard.k.shape[0] if by_page else 0
@@ -286,11 +308,6 @@ def _attend(
 def _shared_axes(specs: JointSpecs) -> tuple[str, ...]:
     """Return the mesh axes of the batch that shard the pages too."""
     return tuple(axis for axis in specs.batch if axis in specs.kv_length)
-
-
-def _other_axes(specs: JointSpecs) -> tuple[str, ...]:
-    """Return the mesh axes of the pages that do not shard the batch."""
-    return tuple(axis for axis in specs.kv_length if axis not in specs.batch)
 
 
 def _with_shared_sequences(
@@ -351,138 +368,47 @@ def _read(operands: Operands, entries: _ShardPages) -> Operands:
 # Arguments.
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _PageSizes:
-    batch: int
-    q_length: int
-    pages: int
-    page_size: int
-
-    def capacity(self, block_tables: Any) -> int:
-        return int(block_tables.shape[1]) * self.page_size
-
-
-def _check_pages(q: Any, k_pages: Any, v_pages: Any) -> _PageSizes:
-    for name, array, order in (
-        ("q", q, "[batch, q_length, heads, head_dim]"),
-        ("k_pages", k_pages, "[pages, page_size, kv_heads, head_dim]"),
-        ("v_pages", v_pages, "[pages, page_size, kv_heads, v_dim]"),
-    ):
-        shape = getattr(array, "shape", None)
-        if shape is None or len(shape) != 4 or 0 in shape:
-            raise AttentionError(
-                f"{name} has shape {shape}", path=name, fix=f"pass {order} without an empty dim"
-            )
-    if k_pages.shape[:3] != v_pages.shape[:3]:
-        what = f"v_pages has shape {v_pages.shape}, and k_pages {k_pages.shape}"
-        raise AttentionError(what, path="v_pages", fix="give both the same pages, rows and heads")
-    return _PageSizes(
-        batch=q.shape[0], q_length=q.shape[1], pages=k_pages.shape[0], page_size=k_pages.shape[1]
-    )
-
-
-def _check_tables(block_tables: Any, lengths: Any, q_lengths: Any, sizes: _PageSizes) -> None:
-    for name, array, dims in (
-        ("block_tables", block_tables, 2),
-        ("lengths", lengths, 1),
-        ("q_lengths", q_lengths, 1),
-    ):
-        if array is None and name == "q_lengths":
-            continue
-        shape = getattr(array, "shape", None)
-        if (
-            shape is None
-            or len(shape) != dims
-            or shape[0] != sizes.batch
-            or 0 in shape
-            or not jnp.issubdtype(array.dtype, jnp.integer)
-        ):
-            want = f"({sizes.batch}, pages_per_sequence)" if dims == 2 else f"({sizes.batch},)"
-            kind = getattr(array, "dtype", type(array).__name__)
-            raise AttentionError(
-                f"{name} is {kind} of shape {shape}",
-                path=name,
-                fix=f"pass integers of shape {want}",
-            )
-    check_range(
-        "lengths",
-        lengths,
-        0,
-        sizes.capacity(block_tables),
-        "pass at most pages_per_sequence * page_size keys, or wider tables",
-    )
-    check_range("q_lengths", q_lengths, 0, sizes.q_length, "pass at most the number of rows of q")
-    if (
-        isinstance(lengths, np.ndarray)
-        and isinstance(q_lengths, np.ndarray)
-        and (q_lengths > lengths).any()
-    ):
+def _check_tables(block_tables: Any, lengths: Any, q_lengths: Any, q: Any, k_pages: Any) -> None:
+    batch, (pages, page_size) = q.shape[0], k_pages.shape[:2]
+    columns = (getattr(block_tables, "shape", (batch,))[1:] or (1,))[0] or 1
+    order = "pass [batch, pages_per_sequence]"
+    tables = array((batch, columns), dtype=jnp.integer, layout=order)
+    read_value("block_tables", block_tables, tables, error=AttentionError)
+    check_integers("lengths", lengths, (batch,))
+    most, fix = columns * page_size, "pass at most pages_per_sequence * page_size, or wider tables"
+    check_range("lengths", lengths, 0, most, fix)
+    if q_lengths is not None:
+        check_integers("q_lengths", q_lengths, (batch,))
+        check_range("q_lengths", q_lengths, 0, q.shape[1], "pass at most the number of rows of q")
+    if not isinstance(lengths, np.ndarray):
+        return
+    if isinstance(q_lengths, np.ndarray) and (q_lengths > lengths).any():
         b = int(np.argmax(q_lengths > lengths))
-        what = f"sequence {b} has {q_lengths[b]} queries and {lengths[b]} keys"
         raise AttentionError(
-            what,
+            f"sequence {b} has {q_lengths[b]} queries and {lengths[b]} keys",
             path="q_lengths",
             fix="count the keys of the queries in lengths, and write them before attending",
         )
-    if isinstance(block_tables, np.ndarray) and isinstance(lengths, np.ndarray):
-        used = np.arange(block_tables.shape[1])[None] * sizes.page_size < lengths[:, None]
-        wrong = used & ((block_tables < 0) | (block_tables >= sizes.pages))
+    if isinstance(block_tables, np.ndarray):
+        used = np.arange(columns)[None] * page_size < lengths[:, None]
+        wrong = used & ((block_tables < 0) | (block_tables >= pages))
         if wrong.any():
             b, j = (int(at) for at in np.argwhere(wrong)[0])
             raise AttentionError(
                 f"block_tables[{b}, {j}] is page {block_tables[b, j]}, and there are "
-                f"{sizes.pages} pages; sequence {b} has {lengths[b]} keys",
+                f"{pages} pages; sequence {b} has {lengths[b]} keys",
                 path="block_tables",
-                fix=f"number pages from 0 to {sizes.pages - 1}",
+                fix=f"number pages from 0 to {pages - 1}",
             )
-
-
-def _check_positions(positions: Any, q_lengths: Any, sizes: _PageSizes) -> None:
-    if positions is None:
-        return
-    if q_lengths is not None:
-        raise AttentionError(
-            "positions and q_lengths both give the positions of the queries",
-            path="positions",
-            fix="pass one of them",
-        )
-    shape, kind = (
-        getattr(positions, "shape", None),
-        getattr(positions, "dtype", type(positions).__name__),
-    )
-    if shape != (sizes.batch, sizes.q_length) or not jnp.issubdtype(kind, jnp.integer):
-        want = f"pass integers of shape ({sizes.batch}, {sizes.q_length})"
-        raise AttentionError(f"positions is {kind} of shape {shape}", path="positions", fix=want)
-    check_range(
-        "positions",
-        positions,
-        -(2**31),
-        2**31 - 1,
-        "pass int32 positions; negative for padding",
-    )
-
-
-def _in_rows(pages: Any, *, batch: int, capacity: int) -> Any:
-    """Return the shape and dtype of pages as rows of a cache, or None."""
-    if pages is None:
-        return None
-    return jax.ShapeDtypeStruct((batch, capacity, *pages.shape[2:]), pages.dtype)
-
-
-def _int32(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def _integers(array: Any) -> jax.Array:
     return jnp.asarray(array).astype(jnp.int32)
 
 
-def _positions(lengths: Any, q_lengths: Any, sizes: _PageSizes) -> jax.Array:
+def _positions(lengths: Any, q_lengths: Any, shape: tuple[int, int]) -> jax.Array:
     """Return `[batch, q_length]` positions of the queries, -1 for padding."""
-    counts = (
-        jnp.full((sizes.batch,), sizes.q_length, jnp.int32)
-        if q_lengths is None
-        else _integers(q_lengths)
-    )
-    rows = jnp.arange(sizes.q_length, dtype=jnp.int32)[None]
+    batch, q_length = shape
+    counts = jnp.full(batch, q_length, jnp.int32) if q_lengths is None else _integers(q_lengths)
+    rows = jnp.arange(q_length, dtype=jnp.int32)[None]
     return jnp.where(rows < counts[:, None], (_integers(lengths) - counts)[:, None] + rows, -1)

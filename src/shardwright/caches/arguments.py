@@ -36,11 +36,11 @@ def check_append(spec: CacheSpec, k: Any, v: Any, valid: Any) -> None:
       CacheError: Shapes or dtypes do not fit the cache; all problems at once.
     """
     rows = (spec.batch, _dim(k, 1) or _dim(v, 1) or 1, spec.kv_heads)
-    keys = array((*rows, spec.head_dim), spec.dtype, layout=_KEYS, cast=_CAST + _CREATE)
-    values = array((*rows, spec.v_dim), spec.dtype, layout=_VALUES, cast=_CAST + _CREATE)
+    keys = array((*rows, spec.head_dim), dtype=spec.dtype, layout=_KEYS, cast=_CAST + _CREATE)
+    values = array((*rows, spec.v_dim), dtype=spec.dtype, layout=_VALUES, cast=_CAST + _CREATE)
     given = [("k", k, keys), ("v", v, values)]
     if valid is not None:
-        given.append(("valid", valid, array(rows[:2], "bool", layout=_TOKENS, cast=_CAST)))
+        given.append(("valid", valid, array(rows[:2], dtype="bool", layout=_TOKENS, cast=_CAST)))
     read_all(given, error=CacheError)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from shardwright.caches.sharding import CacheSharding, PlacedArrays, ambient_sha
 from shardwright.caches.spec import CacheSpec
 from shardwright.errors import CacheError
 from shardwright.vocabulary.axes import BATCH, AxisNames
+from shardwright.vocabulary.read import instance, read_value
 
 C = TypeVar("C")
 STATIC: Mapping[str, Any] = {"static": True}
@@ -169,12 +170,7 @@ class KVCache(abc.ABC):
         Raises:
           CacheError: The sizes or the dtype of the source differ from those of this cache.
         """
-        if not isinstance(source, KVCache):
-            raise CacheError(
-                f"source is {type(source).__name__}, not a cache",
-                path="source",
-                fix="pass a cache of n slots that prefill has filled",
-            )
+        read_value("source", source, CACHE, error=CacheError)
         arguments.check_source(self.spec, source.spec)
         per = f"sequence of the source; {self.batch} is not a slot, and skips a sequence"
         destinations = arguments.integers("slots", slots, size=source.batch, per=per)
@@ -243,3 +239,6 @@ class KVCache(abc.ABC):
         # A function of the class and not a bound method: `jit` then finds the program of another
         # cache of the same type.
         return operate(operation, self, *arrays, overflow=self.spec.overflow, **static)
+
+
+CACHE: Final = instance(KVCache, fix="create one with caches.init")

@@ -12,19 +12,18 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 
-from shardwright import _jax
 from shardwright.caches.base import KVCache
 from shardwright.caches.kinds import KINDS
 from shardwright.caches.row_order import RowOrder
-from shardwright.caches.sharding import CacheSharding
+from shardwright.caches.sharding import CacheSharding, read_mode
 from shardwright.caches.spec import CacheSpec, Overflow
 from shardwright.checkpoint import orbax_files
 from shardwright.checkpoint.orbax_files import import_orbax
 from shardwright.checkpoint.staging import fix_of_write, staged
-from shardwright.errors import CacheError, Problem, raise_problems
+from shardwright.errors import CacheError
 from shardwright.manager import constraint, context
 from shardwright.manager.manager import PartitionManager
-from shardwright.vocabulary.modes import parse_mode
+from shardwright.vocabulary.read import refuse
 
 # Raise it if an older version could not read what this one writes.
 _FORMAT = 1
@@ -85,12 +84,7 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
 
 def _check_saveable(cache: KVCache) -> ArraysByField:
     """Return the arrays of a cache that can be saved."""
-    if _jax.in_trace():
-        raise CacheError(
-            "a cache can be saved only outside of jit",
-            path="cache",
-            fix="return the cache from the compiled step, then save it",
-        )
+    orbax_files.check_outside_of_trace("a cache can be saved", CacheError)
     if type(cache).__name__ not in _CLASSES:
         raise CacheError(
             f"{type(cache).__name__} is not a cache that can be restored",
@@ -137,12 +131,7 @@ def restore(
             path="like",
             fix="pass either like, or manager and mode",
         )
-    if _jax.in_trace():
-        raise CacheError(
-            "a cache can be restored only outside of jit",
-            path="path",
-            fix="restore the cache, then pass it to the compiled step",
-        )
+    orbax_files.check_outside_of_trace("a cache can be restored", CacheError)
     orbax, directory = import_orbax(_WHAT, CacheError), orbax_files.directory(path, CacheError)
     with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
         description = _read_description(orbax, checkpointer, directory)
@@ -157,7 +146,7 @@ def restore(
             shardings = {name: x.sharding for name, x in _arrays(like).items()}
         else:
             manager = context.current() if manager is None else manager
-            spec = dataclasses.replace(spec, mode=_restored_mode(spec, manager, mode))
+            spec = dataclasses.replace(spec, mode=read_mode(mode, manager, spec.mode))
             shardings = _shardings(_assemble(cls, spec, shapes), manager)
         targets = {
             name: jax.ShapeDtypeStruct(shapes[name].shape, shapes[name].dtype, sharding=sharding)
@@ -250,25 +239,28 @@ def _check_like(
             path="like",
             fix="create like with the saved kind, then insert the restored cache into another kind",
         )
-    problems = []
-    for field in dataclasses.fields(CacheSpec):
-        saved, like_value = getattr(spec, field.name), getattr(like.spec, field.name)
-        # The mode only decides the sharding, and that is to be that of `like`.
-        if saved != like_value and field.name != "mode":
-            what = f"{field.name} was saved as {_text(saved)}, and like has {_text(like_value)}"
-            fix = f"create like with {field.name}={_text(saved)}"
-            problems.append(Problem(error=CacheError, what=what, path="like", fix=fix))
-    raise_problems(problems)
-    for name, x in _arrays(like).items():
-        saved = shapes[name]
-        if (tuple(x.shape), str(x.dtype)) != (saved.shape, str(saved.dtype)):
-            what = (
-                f"{name} was saved as {saved.dtype}{list(saved.shape)}, and like has "
-                f"{x.dtype}{list(x.shape)}"
+    # The mode only decides the sharding, and that is to be that of `like`.
+    names = [each.name for each in dataclasses.fields(CacheSpec) if each.name != "mode"]
+    pairs = [(name, getattr(spec, name), getattr(like.spec, name)) for name in names]
+    if spec == dataclasses.replace(like.spec, mode=spec.mode):
+        # Options of the kind, such as `page_size`, show in the arrays alone.
+        pairs = [
+            (name, f"{x.dtype}{list(x.shape)}", f"{own.dtype}{list(own.shape)}")
+            for name, own in _arrays(like).items()
+            for x in (shapes[name],)
+        ]
+    refuse(
+        CacheError,
+        *(
+            (
+                saved != own,
+                "like",
+                f"{name} was saved as {_text(saved)}, and like has {_text(own)}",
+                f"create like with {name}={_text(saved)}, and the same options of the kind",
             )
-            fix = "create like with the same options of the kind"
-            problems.append(Problem(error=CacheError, what=what, path="like", fix=fix))
-    raise_problems(problems)
+            for name, saved, own in pairs
+        ),
+    )
     if any(getattr(x, "sharding", None) is None for x in _arrays(like).values()):
         raise CacheError(
             "the arrays of like have no shardings: jax.eval_shape does not keep them",
@@ -279,24 +271,6 @@ def _check_like(
 
 def _text(value: Any) -> str:
     return repr(str(value)) if isinstance(value, str) else repr(value)
-
-
-def _restored_mode(
-    spec: CacheSpec, manager: PartitionManager | None, mode: str | None
-) -> str | None:
-    if manager is None:
-        if mode is not None:
-            parse_mode(mode)  # a misspelled mode is an error here too
-        return None
-    mode = mode or manager.mode or spec.mode
-    if mode is None:
-        raise CacheError(
-            "a cache is sharded by mode, and neither the call, the manager nor the saved cache "
-            "has a mode",
-            path="mode",
-            fix='pass mode="decode"',
-        )
-    return parse_mode(mode)
 
 
 def _shardings(cache: KVCache, manager: PartitionManager | None) -> dict[str, Any]:

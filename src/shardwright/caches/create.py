@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from shardwright import _jax
@@ -18,16 +17,21 @@ from shardwright.caches.base import KVCache
 from shardwright.caches.kinds import KINDS, CacheKind
 from shardwright.caches.row_order import RowOrder
 from shardwright.caches.rows import ROW_AXES
-from shardwright.caches.sharding import ambient_sharding
+from shardwright.caches.sharding import ambient_sharding, read_mode
 from shardwright.caches.spec import CacheSpec, Overflow
 from shardwright.errors import CacheError, did_you_mean
 from shardwright.manager import constraint, context
-from shardwright.manager.manager import PartitionManager
-from shardwright.vocabulary.modes import parse_mode
-from shardwright.vocabulary.read import integer, one_of, read_all, read_value
+from shardwright.vocabulary.read import floating, instance, integer, one_of, read_all, read_value
 
 _SIZE: Final = integer()
 _KIND: Final = one_of(KINDS)
+_ORDER: Final = instance(
+    RowOrder, fix="pass caches.RowOrder(block=..., shards=...), or leave it out"
+)
+_FLOATS: Final = floating(
+    fix='pass the dtype of the keys and values, such as "bfloat16"; '
+    'use init("quantized", ...) to store fewer bits'
+)
 _OVERFLOW: Final = one_of([str(policy) for policy in Overflow])
 
 
@@ -83,18 +87,21 @@ def init(
             path="capacity",
             fix="pass capacity=2048: the tokens of the longest text, with its prompt",
         )
+    if overflow is not None:
+        read_value("overflow", overflow, _OVERFLOW, error=CacheError)
     spec = CacheSpec(
         batch=batch,
         capacity=window if capacity is None else capacity,  # type: ignore[arg-type]  # see above
         kv_heads=kv_heads,
         head_dim=head_dim,
         v_dim=head_dim if v_dim is None else v_dim,
-        dtype=_parse_dtype(dtype),
-        overflow=_parse_overflow(overflow, cache_kind.overflow),
+        dtype=str(read_value("dtype", dtype, _FLOATS, error=CacheError)),
+        overflow=cache_kind.overflow if overflow is None else Overflow(overflow),
         order=RowOrder() if order is None else order,
         window=window,
-        mode=_mode(mode, manager),
+        mode=read_mode(mode, manager),
     )
+    read_value("order", spec.order, _ORDER, error=CacheError)
     spec = _checked_spec(spec)
     if manager is not None:
         rows = (spec.batch, spec.capacity, spec.kv_heads, spec.head_dim)
@@ -121,22 +128,6 @@ def _create(
 
 # Compiled, so that every device writes its own shards only.
 _create_jitted = functools.partial(jax.jit, static_argnums=(0, 1, 2))(_create)
-
-
-def _mode(mode: str | None, manager: PartitionManager | None) -> str | None:
-    if manager is None:
-        if mode is not None:
-            parse_mode(mode)  # a misspelled mode is an error here too
-        return None
-    mode = manager.mode if mode is None else mode
-    if mode is None:
-        raise CacheError(
-            "a cache is sharded by mode, and neither the call nor the manager has a mode",
-            path="mode",
-            fix='use a manager that has one, with pm.for_mode("decode"): ..., or pass '
-            'mode="decode"',
-        )
-    return parse_mode(mode)
 
 
 _COMMON = ("capacity", "v_dim", "dtype", "overflow", "window", "order", "mode")
@@ -168,40 +159,6 @@ def _check_options(name: str, kind: CacheKind, options: Mapping[str, Any]) -> No
             )
 
 
-def _parse_dtype(dtype: Any) -> str:
-    try:
-        parsed = jnp.dtype(dtype)
-    except TypeError as err:
-        raise CacheError(
-            f"{dtype!r} is not a dtype",
-            path="dtype",
-            fix='pass "bfloat16", "float16" or "float32"',
-        ) from err
-    if not jnp.issubdtype(parsed, jnp.floating):
-        raise CacheError(
-            f"{parsed} is not a floating-point dtype",
-            path="dtype",
-            fix='pass the dtype of the keys and values, such as "bfloat16"; '
-            'use init("quantized", ...) to store fewer bits',
-        )
-    # JAX itself would only warn, and store fewer bits.
-    canonical = jax.dtypes.canonicalize_dtype(parsed)
-    if canonical != parsed:
-        raise CacheError(
-            f"without x64, JAX stores {parsed} as {canonical}",
-            path="dtype",
-            fix='pass "float32", or call jax.config.update("jax_enable_x64", True) before '
-            "anything else",
-        )
-    return str(parsed)
-
-
-def _parse_overflow(overflow: str | None, default: Overflow) -> Overflow:
-    if overflow is None:
-        return default
-    return Overflow(read_value("overflow", overflow, _OVERFLOW, error=CacheError))
-
-
 def _checked_spec(spec: CacheSpec) -> CacheSpec:
     """Return the spec with its sizes as Python ints, after checking that they fit each other."""
     names = ["batch", "capacity", "kv_heads", "head_dim", "v_dim"]
@@ -214,12 +171,6 @@ def _checked_spec(spec: CacheSpec) -> CacheSpec:
             f"{spec.capacity}",
             path="window",
             fix="pass a capacity of at least the window; more allows longer chunks and rewinds",
-        )
-    if not isinstance(spec.order, RowOrder):
-        raise CacheError(
-            f"order={spec.order!r} is not a RowOrder",
-            path="order",
-            fix="pass caches.RowOrder(block=..., shards=...), or leave it out",
         )
     spec.order.check(spec.capacity)
     return spec

@@ -11,8 +11,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardwright import _jax
-from shardwright.caches.base import KVCache
-from shardwright.caches.sharding import CacheSharding, axes_by_dim
+from shardwright.caches.base import CACHE, KVCache
+from shardwright.caches.sharding import CacheSharding, axes_by_dim, read_mode
 from shardwright.errors import CacheError
 from shardwright.manager import constraint, context
 from shardwright.manager.manager import PartitionManager
@@ -22,7 +22,7 @@ from shardwright.reshard.plan import Move, MoveKind, plan_moves
 from shardwright.reshard.run import run_moves
 from shardwright.resolution.partition_specs import entry_names, spec_of
 from shardwright.vocabulary.axes import AxisNames
-from shardwright.vocabulary.modes import parse_mode
+from shardwright.vocabulary.read import instance, read_value
 from shardwright.vocabulary.shown import text_of
 
 C = TypeVar("C", bound=KVCache)
@@ -160,16 +160,9 @@ def _target(
     cache: Any, mode: str | None, manager: PartitionManager | None
 ) -> tuple[PartitionManager, str]:
     """Return the manager and the mode that decide on the new sharding."""
-    if not isinstance(cache, KVCache):
-        raise CacheError(
-            f"cache is {type(cache).__name__}, not a cache",
-            path="cache",
-            fix="create one with caches.init",
-        )
-    if manager is not None and not isinstance(manager, PartitionManager):
-        raise CacheError(
-            f"manager is {type(manager).__name__}", path="manager", fix="pass a PartitionManager"
-        )
+    read_value("cache", cache, CACHE, error=CacheError)
+    if manager is not None:
+        read_value("manager", manager, instance(PartitionManager), error=CacheError)
     manager = context.current() if manager is None else manager
     if manager is None:
         raise CacheError(
@@ -177,14 +170,9 @@ def _target(
             path="manager",
             fix="pass manager=, or call within `with manager:`",
         )
-    mode = manager.mode if mode is None else mode
-    if mode is None:
-        raise CacheError(
-            "neither the call nor the manager has a mode",
-            path="mode",
-            fix='pass one, such as "decode"',
-        )
-    return manager, parse_mode(mode)
+    mode = read_mode(mode, manager)
+    assert mode is not None
+    return manager, mode
 
 
 def _arrays(cache: KVCache) -> dict[str, Any]:

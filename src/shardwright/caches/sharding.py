@@ -19,6 +19,7 @@ from shardwright.manager.manager import PartitionManager
 from shardwright.manager.shards import call_on_shards
 from shardwright.resolution.partition_specs import entry_names
 from shardwright.vocabulary.axes import KV_LENGTH, AxisNames, Role
+from shardwright.vocabulary.modes import parse_mode
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,7 @@ class CacheSharding:
             return
         mesh_axes = axes_by_dim(self.spec(axes, shape), len(axes))[axes.index(KV_LENGTH)]
         # More shards in the order than in the mesh are fine: each device then has several of them.
-        parts = math.prod(self.manager.mesh.shape[name] for name in mesh_axes)
+        parts = self.shards(mesh_axes)
         if order.shards % parts:
             raise CacheError(
                 f"order distributes the rows over {order.shards} shards, but the rows have "
@@ -93,6 +94,11 @@ class CacheSharding:
                 fix=f"create the cache with RowOrder(block={order.block}, "
                 f"shards={math.lcm(order.shards, parts)})",
             )
+
+    def shards(self, mesh_axes: Sequence[str]) -> int:
+        """Return the number of shards over some mesh axes."""
+        assert self.manager is not None or not mesh_axes
+        return math.prod(self.manager.mesh.shape[name] for name in mesh_axes)  # type: ignore[union-attr]
 
     def place(self, x: jax.Array, axes: AxisNames) -> jax.Array:
         """Return an array with the sharding that its annotation resolves to."""
@@ -183,6 +189,32 @@ def ambient_sharding(mode: str | None) -> CacheSharding:
       mode: None for a cache that was created without a manager, which is not sharded.
     """
     return CacheSharding(manager=None if mode is None else context.current(), mode=mode)
+
+
+def read_mode(
+    mode: str | None, manager: PartitionManager | None, saved: str | None = None
+) -> str | None:
+    """Return the mode whose sharding a cache gets; None if it is not sharded.
+
+    It is that of the call, else that of the manager, else that of a saved cache.
+
+    Raises:
+      CacheError: Nothing has a mode.
+      StrategyError: The mode is unknown.
+    """
+    if manager is None:
+        if mode is not None:
+            parse_mode(mode)  # a misspelled mode is an error here too
+        return None
+    mode = (manager.mode or saved) if mode is None else mode
+    if mode is None:
+        raise CacheError(
+            "a cache is sharded by mode, and neither the call nor the manager has a mode",
+            path="mode",
+            fix='use a manager that has one, with pm.for_mode("decode"): ..., or pass '
+            'mode="decode"',
+        )
+    return parse_mode(mode)
 
 
 def axes_by_dim(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:

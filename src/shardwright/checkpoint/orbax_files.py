@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from shardwright import _jax
 from shardwright.errors import ShardingError
 
 
@@ -27,6 +28,15 @@ def import_orbax(what: str, error: type[ShardingError]) -> Any:
             "clone of shardwright",
         ) from err
     return orbax
+
+
+def check_outside_of_trace(what: str, error: type[ShardingError]) -> None:
+    """Refuse a call inside a trace, such as "a cache can be saved"."""
+    if _jax.in_trace():
+        raise error(
+            f"{what} only outside of jit",
+            fix="return it from the compiled function, or call this before that function",
+        )
 
 
 def directory(path: str | os.PathLike[str], error: type[ShardingError], name: str = "path") -> str:

@@ -15,9 +15,8 @@ from typing import Any, BinaryIO, Final
 import jax
 import numpy as np
 
-from shardwright import _jax
 from shardwright.checkpoint import leaves
-from shardwright.checkpoint.orbax_files import directory
+from shardwright.checkpoint.orbax_files import check_outside_of_trace, directory
 from shardwright.checkpoint.staging import fix_of_write, staged
 from shardwright.errors import CheckpointError, Problem, ShardingError, raise_problems
 from shardwright.reshard.pieces import parse_bytes
@@ -80,9 +79,7 @@ def export_safetensors(
         them are named); the tree is empty; metadata or `shapes` is not valid; or the call is inside
         a trace.
     """
-    if _jax.in_trace():
-        what = "parameters can be exported only outside of jit"
-        raise CheckpointError(what, fix="return them from the compiled function first")
+    check_outside_of_trace("parameters can be exported", CheckpointError)
     path = Path(directory(folder, CheckpointError, "folder"))
     text_by_name = _checked_metadata(metadata)
     if "://" in os.fspath(folder):

@@ -12,10 +12,9 @@ from typing import Any
 
 import jax
 
-from shardwright import _jax
 from shardwright.checkpoint import chunks, leaves
 from shardwright.checkpoint.leaves import SavedLeaf
-from shardwright.checkpoint.orbax_files import directory, import_orbax
+from shardwright.checkpoint.orbax_files import check_outside_of_trace, directory, import_orbax
 from shardwright.checkpoint.staging import fix_of_write
 from shardwright.errors import CheckpointError
 from shardwright.vocabulary.integers import read_integer
@@ -140,8 +139,8 @@ def save(
         for, or orbax is not installed.
     """
     orbax, path = import_orbax(_WHAT, CheckpointError), directory(folder, CheckpointError, "folder")
-    _check_outside_of_trace("saved")
-    step = _step_number(step)
+    check_outside_of_trace("a state can be saved", CheckpointError)
+    step = read_integer("step", step, error=CheckpointError, least=0)
     if keep is not None:
         keep = read_integer("keep", keep, error=CheckpointError)
     pairs, _ = leaves.flatten(state)
@@ -159,7 +158,8 @@ def save(
             path="step",
             fix="pass the number of a new step, or delete the directory of the old checkpoint",
         )
-    items = {"about": orbax.args.JsonSave(_description(saved))}
+    about = {"format": _FORMAT, "leaves": [leaf.to_json() for leaf in saved]}
+    items = {"about": orbax.args.JsonSave(about)}
     if arrays:
         items["state"] = chunks.write_request(orbax, arrays)
     size = sum(array.nbytes for array in jax.tree.leaves(arrays))
@@ -205,7 +205,7 @@ def restore(
         not installed.
     """
     orbax, path = import_orbax(_WHAT, CheckpointError), directory(folder, CheckpointError, "folder")
-    _check_outside_of_trace("restored")
+    check_outside_of_trace("a state can be restored", CheckpointError)
     pairs, structure = leaves.flatten(target)
     number = _existing_step(path, step)
     manager = _manager(orbax, path)
@@ -217,10 +217,15 @@ def restore(
     try:
         arrays = chunks.read(orbax, os.path.join(path, str(number), "state"), matched)
     except (KeyError, ValueError, OSError) as error:
+        why = "they were changed or damaged after they were saved"
+        others = ", ".join(str(known) for known in steps(path) if known != number)
+        fix = f"pass another step: {others}" if others else "save it again"
         # TensorStore tells what the file system refused by a ValueError with this text.
         if isinstance(error, PermissionError) or "PERMISSION_DENIED" in str(error):
-            raise _no_permission(path, number) from error
-        raise _damaged(path, number) from error
+            why = "this program may not read the files"
+            fix = "change their permissions, or restore as a user who may read them"
+        what = f"the arrays of step {number} in {path} cannot be read: {why}"
+        raise CheckpointError(what, path="folder", fix=fix) from error
     values = [
         leaf.restored(leaves.get(arrays, leaf.saved.path) if leaf.saved.is_stored else None)
         for leaf in matched
@@ -263,18 +268,6 @@ def _is_local(path: str) -> bool:
     return "://" not in path
 
 
-def _check_outside_of_trace(what: str) -> None:
-    if _jax.in_trace():
-        raise CheckpointError(
-            f"a state can be {what} only outside of jit",
-            fix="return it from the compiled step first",
-        )
-
-
-def _step_number(step: Any) -> int:
-    return read_integer("step", step, error=CheckpointError, least=0)
-
-
 def _existing_step(path: str, step: int | None) -> int:
     """Return the number of the checkpoint to read."""
     if path in _PENDING:
@@ -286,7 +279,9 @@ def _existing_step(path: str, step: int | None) -> int:
             path="folder",
             fix="pass the folder that was given to save; a save that did not complete leaves none",
         )
-    number = known[-1] if step is None else _step_number(step)
+    if step is None:
+        return known[-1]
+    number = read_integer("step", step, error=CheckpointError, least=0)
     if number not in known:
         raise CheckpointError(
             f"{path} has no checkpoint of step {number}",
@@ -294,10 +289,6 @@ def _existing_step(path: str, step: int | None) -> int:
             fix=f"steps are {', '.join(map(str, known))}",
         )
     return number
-
-
-def _description(saved: list[SavedLeaf]) -> dict[str, Any]:
-    return {"format": _FORMAT, "leaves": [leaf.to_json() for leaf in saved]}
 
 
 def _read_description(orbax: Any, manager: Any, path: str, step: int) -> list[SavedLeaf]:
@@ -317,25 +308,6 @@ def _read_description(orbax: Any, manager: Any, path: str, step: int) -> list[Sa
         f"{_FORMAT}",
         path="folder",
         fix="restore it with the version that wrote it",
-    )
-
-
-def _damaged(path: str, step: int) -> CheckpointError:
-    others = [known for known in steps(path) if known != step]
-    text = f"pass another step: {', '.join(map(str, others))}" if others else "save it again"
-    return CheckpointError(
-        f"the arrays of step {step} in {path} cannot be read: they were changed or damaged after "
-        "they were saved",
-        path="folder",
-        fix=text,
-    )
-
-
-def _no_permission(path: str, step: int) -> CheckpointError:
-    return CheckpointError(
-        f"this program may not read the files of step {step} in {path}",
-        path="folder",
-        fix="change their permissions, or restore as a user who may read them",
     )
 
 

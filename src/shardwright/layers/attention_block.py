@@ -16,16 +16,15 @@ from shardwright.attention.cached import append_and_attend, next_positions
 from shardwright.attention.masks import MaskRules, Window
 from shardwright.caches import create
 from shardwright.caches.base import KVCache
-from shardwright.errors import LayerError, RankMismatchError
+from shardwright.errors import LayerError
 from shardwright.layers import fp8, norm, projection
-from shardwright.layers.dropout import RATE
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.layers.fp8 import Recipe, read_recipe
 from shardwright.layers.fp8.recipe import RECIPE
 from shardwright.layers.inputs import check_params, read_keys
 from shardwright.layers.lora import LoraConfig
 from shardwright.layers.norm import RMS, NormConfig
-from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, place
+from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, check_rows, place
 from shardwright.layers.projection import gather_weights, parts_of, project
 from shardwright.layers.rope import RopeFrequencies, rope
 from shardwright.manager import context
@@ -40,7 +39,17 @@ from shardwright.vocabulary.axes import (
     QUERY_LENGTH,
 )
 from shardwright.vocabulary.modes import MODE_TRAIN
-from shardwright.vocabulary.read import Faults, FieldKind, integer, number, read_fields, read_value
+from shardwright.vocabulary.read import (
+    RATE,
+    Faults,
+    FieldKind,
+    instance,
+    integer,
+    number,
+    read_fields,
+    read_value,
+    refuse,
+)
 
 QUERIES = (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM)
 NEW_ROWS = (BATCH, QUERY_LENGTH, KV_HEAD, KV_HEAD_DIM)
@@ -63,6 +72,9 @@ BASE: Final = number(
     "positive", fix="pass a number, rope_frequencies(...), or None for no rotary positions"
 )
 THETA: Final = FieldKind(_read_theta)
+STATE: Final = instance(
+    KVCache, fix="pass attention_block.init_cache(config, batch=..., capacity=...)"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,22 +129,28 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         read_fields(self, error=LayerError)
+        # The class is frozen, because a config is hashed as a static value under `jit`.
         if self.kv_heads is None:
-            # The class is frozen, because a config is hashed as a static value under `jit`.
             object.__setattr__(self, "kv_heads", self.heads)
+        divides = self.head_dim is not None or not self.embed % self.heads
         if self.head_dim is None:
-            if self.embed % self.heads:
-                raise LayerError(
-                    f"heads={self.heads} do not divide embed={self.embed}",
-                    fix="pass head_dim=, or a number of heads that divides embed",
-                )
             object.__setattr__(self, "head_dim", self.embed // self.heads)
-        if self.heads % self.key_heads:
-            raise LayerError(
+        refuse(
+            LayerError,
+            (
+                not divides,
+                "",
+                f"heads={self.heads} do not divide embed={self.embed}",
+                "pass head_dim=, or a number of heads that divides embed",
+            ),
+            (
+                self.heads % self.key_heads,
+                "",
                 f"kv_heads={self.kv_heads} do not divide heads={self.heads}",
-                fix="pass a divisor of heads: each kv head serves the same number of query heads",
-            )
-        check_theta("rope_theta", self.rope_theta, self.size)
+                "pass a divisor of heads: each kv head serves the same number of query heads",
+            ),
+            theta_rule("rope_theta", self.rope_theta, self.size),
+        )
 
     @property
     def key_heads(self) -> int:
@@ -283,8 +301,7 @@ def apply(
     if isinstance(state, AttentionState):
         cache, scaling = state.cache, state.scaling
     given = {"positions": positions, "segment_ids": segment_ids, "bias": bias}
-    _check_arguments(cache, x, valid, given, key)
-    _check_scaling(recipe, scaling)
+    _check_arguments(cache, x, recipe, scaling, valid, {**given, 'keys["dropout"]': key})
     if encoded is not None or encoded_segment_ids is not None:
         _check_encoded(config, encoded, encoded_segment_ids, cache, given)
         given |= _segments(x, segment_ids, encoded_segment_ids)
@@ -296,7 +313,11 @@ def apply(
         x = norm.apply(config.norm, weights["norm"], x, dtype=config.dtypes.compute)
     # With sequence parallelism the residual is gathered here, after the norm.
     x = place(x.astype(config.dtypes.compute), OPERAND)
-    at = _rotations(cache, x, positions, valid)
+    at = positions
+    if cache is not None:
+        at = next_positions(cache, q_length=x.shape[1], valid=valid)
+    elif at is None:
+        at = jnp.arange(x.shape[1])[None]
     rows, seen = _project(config, weights, (x, encoded), at, states["qkv"])
     sinks = weights["sinks"]["logits"] if config.sinks else None
     if cache is None:
@@ -322,13 +343,6 @@ def apply(
         cache = AttentionState(cache=cache, scaling=scaling)
     y = outs.ys["out"].astype(config.dtypes.output)
     return checkpoint_name(y, "attention_out"), cache
-
-
-def _rotations(cache: Any, x: Any, positions: Any, valid: Any) -> Any:
-    """Return the positions by which queries and keys are rotated."""
-    if cache is not None:
-        return next_positions(cache, q_length=x.shape[1], valid=valid)
-    return jnp.arange(x.shape[1])[None] if positions is None else positions
 
 
 def _project(
@@ -420,58 +434,49 @@ def _attend_to_cache(
     return result.o, result.cache
 
 
-def _check_arguments(state: Any, x: Any, valid: Any, given: dict[str, Any], key: Any) -> None:
-    if state is None:
-        if valid is not None:
-            raise LayerError(
-                "valid= is only allowed with a cache",
-                path="valid",
-                fix="pass segment_ids= for padding",
-            )
-        return
-    if not isinstance(state, KVCache):
-        raise LayerError(
-            f"state is {type(state).__name__}, not a cache",
-            path="state",
-            fix="pass attention_block.init_cache(config, batch=..., capacity=...)",
-        )
-    if state.batch != x.shape[0]:
-        raise LayerError(
-            f"the cache has {state.batch} slots, and x has a batch of {x.shape[0]}",
-            path="state",
-            fix="create the cache with batch=, or pass a row of x per slot, and valid=",
-        )
-    for name, value in {**given, 'keys["dropout"]': key}.items():
-        if value is not None:
-            raise LayerError(
+def _check_arguments(
+    state: Any, x: Any, recipe: Any, scaling: Any, valid: Any, given: dict[str, Any]
+) -> None:
+    if state is not None:
+        read_value("state", state, STATE, error=LayerError)
+    slots = x.shape[0] if state is None else state.batch
+    refuse(
+        LayerError,
+        (
+            state is None and valid is not None,
+            "valid",
+            "valid= is only allowed with a cache",
+            "pass segment_ids= for padding",
+        ),
+        (
+            slots != x.shape[0],
+            "state",
+            f"the cache has {slots} slots, and x has a batch of {x.shape[0]}",
+            "create the cache with batch=, or pass a row of x per slot, and valid=",
+        ),
+        *(
+            (
+                state is not None and value is not None,
+                name,
                 f"{name} is not allowed with a cache",
-                path=name,
-                fix="leave it out: a cache has its own positions, and is for inference only",
+                "leave it out: a cache has its own positions, and is for inference only",
             )
-
-
-def _check_scaling(recipe: Any, scaling: Any) -> None:
-    if scaling is not None and recipe is None:
-        raise LayerError(
+            for name, value in given.items()
+        ),
+        (
+            scaling is not None and recipe is None,
+            "state",
             "state has scaling, and the config has no recipe",
-            path="state",
-            fix='write recipe="delayed" in the config, or pass AttentionState(cache=...)',
-        )
+            'write recipe="delayed" in the config, or pass AttentionState(cache=...)',
+        ),
+    )
 
 
-def check_theta(name: str, theta: Any, head_dim: int) -> None:
-    """Check a base of rotary frequencies, or frequencies, or None.
-
-    Raises:
-      LayerError: It is not a positive number, or a head has fewer points than frequencies.
-    """
-    read_value(name, theta, THETA, error=LayerError)
-    if isinstance(theta, RopeFrequencies) and 2 * len(theta.values) > head_dim:
-        raise LayerError(
-            f"{name} has {len(theta.values)} frequencies, and head_dim is {head_dim}",
-            path=name,
-            fix=f"pass at most {head_dim // 2}, one for each point of two elements",
-        )
+def theta_rule(name: str, theta: Any, head_dim: int) -> tuple[object, str, str, str]:
+    """Return the rule for `refuse` that a head has a point of two elements for each frequency."""
+    count = len(theta.values) if isinstance(theta, RopeFrequencies) else 0
+    what = f"{name} has {count} frequencies, and head_dim is {head_dim}"
+    return 2 * count > head_dim, name, what, f"pass at most {head_dim // 2}"
 
 
 def check_cross(config: AttentionConfig, path: str) -> None:
@@ -480,21 +485,25 @@ def check_cross(config: AttentionConfig, path: str) -> None:
     Raises:
       LayerError: It compares positions of different sequences, or has delayed scaling.
     """
-    for name, none in (("causal", False), ("window", None), ("rope_theta", None)):
-        value = getattr(config, name)
-        if value != none:
-            raise LayerError(
-                f"{name}={value!r} compares positions, and cross-attention is between sequences",
-                path=path,
-                fix="AttentionConfig(causal=False, rope_theta=None, ...)",
+    options = {"causal": False, "window": None, "rope_theta": None}
+    refuse(
+        LayerError,
+        *(
+            (
+                getattr(config, name) != value,
+                path,
+                f"{name}={getattr(config, name)!r} compares positions of different sequences",
+                "AttentionConfig(causal=False, rope_theta=None, ...)",
             )
-    if isinstance(config.recipe, fp8.DelayedScaling):
-        raise LayerError(
-            "delayed scaling has one scale for the input of queries, keys and values, and "
-            "cross-attention has two inputs",
-            path=path,
-            fix='use recipe="current"',
-        )
+            for name, value in options.items()
+        ),
+        (
+            isinstance(config.recipe, fp8.DelayedScaling),
+            path,
+            "delayed scaling has one scale for q, k and v, and cross-attention has two inputs",
+            'use recipe="current"',
+        ),
+    )
 
 
 def _check_encoded(
@@ -502,26 +511,24 @@ def _check_encoded(
 ) -> None:
     """Check the arguments of cross-attention."""
     check_cross(config, "config")
-    shape = getattr(encoded, "shape", None)
-    if shape is None or len(shape) != 3 or shape[-1] != config.embed:
-        raise RankMismatchError(
-            f"encoded has shape {shape}",
-            path="encoded",
-            fix=f"pass the output of an encoder, [batch, encoded length, {config.embed}]",
-        )
-    for name, value in {"a cache": cache, "positions": given["positions"]}.items():
-        if value is not None:
-            raise LayerError(
-                f"encoded is not allowed with {name}",
-                path="encoded",
-                fix="leave it out: all tokens see all rows of encoded, which are not appended",
-            )
-    if given["segment_ids"] is not None and segment_ids is None:
-        raise LayerError(
+    check_rows("encoded", encoded, config.embed)
+    fix = "leave it out: all tokens see all rows of encoded, which are not appended"
+    refuse(
+        LayerError,
+        (cache is not None, "encoded", "encoded is not allowed with a cache", fix),
+        (
+            given["positions"] is not None,
+            "encoded",
+            "encoded is not allowed with positions",
+            fix,
+        ),
+        (
+            given["segment_ids"] is not None and segment_ids is None,
+            "encoded_segment_ids",
             "segment_ids is given without encoded_segment_ids",
-            path="encoded_segment_ids",
-            fix="pass the id of each row of encoded",
-        )
+            "pass the id of each row of encoded",
+        ),
+    )
 
 
 def _segments(x: Any, segment_ids: Any, encoded_segment_ids: Any) -> dict[str, Any]:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from shardwright import _jax
 from shardwright.errors import LayerError
-from shardwright.vocabulary.read import passes, read_value
-
-RATE: Final = passes(
-    lambda rate: isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 <= rate < 1,
-    "is not in [0, 1)",
-    fix="write 0.1, or 0",
-)
+from shardwright.vocabulary.read import RATE, read_value
 
 
 def dropout(x: Any, key: Any, rate: float, *, shared: Sequence[int] = ()) -> Any:
@@ -35,7 +29,7 @@ def dropout(x: Any, key: Any, rate: float, *, shared: Sequence[int] = ()) -> Any
       LayerError: The rate is outside of [0, 1), or a shared dim does not exist. Or, inside a
         `shard_map`, shards have the same key.
     """
-    check_rate("rate", rate)
+    read_value("rate", rate, RATE, error=LayerError)
     if key is None or rate == 0:
         return x
     _check_shards(x, key)
@@ -66,12 +60,3 @@ def _check_shards(x: Any, key: Any) -> None:
             "take key= in the loss; if x is the same on these shards, pass "
             f'jax.lax.pcast(key, {same}, to="varying")',
         )
-
-
-def check_rate(name: str, rate: Any) -> None:
-    """Check a dropout rate.
-
-    Raises:
-      LayerError: It is not a number from 0 up to, but not including, 1.
-    """
-    read_value(name, rate, RATE, error=LayerError)

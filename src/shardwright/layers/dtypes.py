@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final
 
-import jax.numpy as jnp
-
 from shardwright.errors import LayerError
-from shardwright.vocabulary.read import instance
+from shardwright.vocabulary.read import floating, instance, read_value
 
-_FIX: Final = 'write one such as "bfloat16"'
+_FLOATS: Final = floating(fix='write one such as "bfloat16"')
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,23 +34,13 @@ class Dtypes:
     cache: Any = None
 
     def __post_init__(self) -> None:
-        inherited: Any = None
-        for name in ("param", "compute", "output"):
-            # A cache follows compute and not output, because attention computes in the dtype of the
-            # cache.
-            inherited = self._parse(name, inherited)
-        self._parse("cache", self.compute)
-
-    def _parse(self, name: str, inherited: Any) -> Any:
-        given = getattr(self, name)
-        try:
-            dtype = jnp.dtype(inherited if given is None else given)
-        except TypeError as error:
-            raise LayerError(f"{name}={given!r} is not a dtype", fix=_FIX) from error
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise LayerError(f"{name}={dtype} is not floating-point", fix=_FIX)
-        object.__setattr__(self, name, dtype)
-        return dtype
+        # A cache follows compute and not output, because attention computes in the dtype of the
+        # cache.
+        followed = {"param": "param", "compute": "param", "output": "compute", "cache": "compute"}
+        for name, other in followed.items():
+            given = getattr(self, name)
+            value = getattr(self, other) if given is None else given
+            object.__setattr__(self, name, read_value(name, value, _FLOATS, error=LayerError))
 
 
 FLOAT32: Final = Dtypes()

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardwright.errors import LayerError, RankMismatchError
+from shardwright.errors import LayerError
 from shardwright.layers.dtypes import DTYPES, FLOAT32, Dtypes
 from shardwright.layers.inputs import read_array
 from shardwright.layers.placement import (
@@ -62,8 +62,8 @@ def apply(
       RankMismatchError: The tokens are not `[batch, length]`, or the table is not `[vocab, embed]`.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
-    table, tokens = read_array("table", table), read_array("tokens", tokens)
-    _check(table, tokens)
+    table = read_array("table", table, "[vocab, embed]")
+    tokens = read_array("tokens", tokens, "[batch, length]", integers=True)
     read_value("dtypes", dtypes, DTYPES, error=LayerError)
     if tokens.dtype.itemsize < 4:
         tokens = tokens.astype(jnp.int32)  # 256 rows compared with uint8 tokens would be 0 rows
@@ -115,16 +115,3 @@ def _lookup(table: Any, tokens: Any, names: tuple[str, ...]) -> Any:
     found = jnp.where(is_here[..., None], found, jnp.zeros((), found.dtype))
     # One shard has the row of a token and the others add 0, so the sum is exact in every dtype.
     return jax.lax.psum(found, names) if names else found
-
-
-def _check(table: Any, tokens: Any) -> None:
-    if table.ndim != 2:
-        raise RankMismatchError(
-            f"the table has shape {table.shape}", path="table", fix="pass [vocab, embed]"
-        )
-    if tokens.ndim != 2:
-        raise RankMismatchError(
-            f"tokens have shape {tokens.shape}", path="tokens", fix="pass [batch, length]"
-        )
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise LayerError(f"tokens are {tokens.dtype}", path="tokens", fix="pass integers")

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardwright.errors import LayerError, Problem, did_you_mean, raise_problems
+from shardwright.errors import LayerError, Problem, RankMismatchError, did_you_mean, raise_problems
 from shardwright.layers.placement import is_inside_shard_map
 from shardwright.manager import context
+from shardwright.vocabulary.integers import with_article
 from shardwright.vocabulary.keys import as_key
+from shardwright.vocabulary.read import array, read_value
 
 KEYS: Final = ("dropout",)  # the names that a block reads in `keys`
 _KEYS_FIX: Final = 'pass keys={"dropout": jax.random.key(0)}; leave keys out to drop nothing'
@@ -67,7 +69,10 @@ def _problems(
     """Yield what is wrong with a tree, and the fix if that is not to create the tree again."""
     if not isinstance(params, Mapping):
         where = f"parameter {'/'.join(parents)} is" if parents else "the parameters are"
-        yield f"{where} {_kind(params)}, not a dict of {', '.join(map(str, specs))}", ""
+        yield (
+            f"{where} {with_article(type(params))}, not a dict of {', '.join(map(str, specs))}",
+            "",
+        )
         return
     for name, spec in specs.items():
         place = (*parents, str(name))
@@ -77,7 +82,11 @@ def _problems(
         elif isinstance(spec, Mapping):
             yield from _problems(spec, value, place, with_shapes=with_shapes)
         elif with_shapes and spec is not None and getattr(value, "shape", None) != spec.shape:
-            what = f"has shape {value.shape}" if hasattr(value, "shape") else f"is {_kind(value)}"
+            what = (
+                f"has shape {value.shape}"
+                if hasattr(value, "shape")
+                else f"is {with_article(type(value))}"
+            )
             yield f"parameter {'/'.join(place)} {what}, and the config needs {spec.shape}", ""
     for name in params:
         if name not in specs:
@@ -92,14 +101,9 @@ def check_valid(valid: Any, rows: tuple[int, ...]) -> None:
     Raises:
       LayerError: It is not bool, or has another shape than the rows.
     """
-    shape, dtype = getattr(valid, "shape", None), getattr(valid, "dtype", None)
-    if valid is not None and (shape, dtype) != (rows, jnp.bool_):
-        has = _kind(valid) if shape is None else f"{dtype} of shape {shape}"
-        raise LayerError(
-            f"it is {has}, and the rows of x have shape {rows}",
-            path="valid",
-            fix="pass an array of bool, True where a row of x is a token",
-        )
+    if valid is not None:
+        kind = array(rows, dtype="bool", layout=f"pass one bool for each row of x, {rows}")
+        read_value("valid", valid, kind, error=LayerError)
 
 
 def read_keys(keys: Any) -> jax.Array | None:
@@ -114,7 +118,9 @@ def read_keys(keys: Any) -> jax.Array | None:
     if keys is None:
         return None
     if not isinstance(keys, Mapping):
-        raise LayerError(f"keys is {_kind(keys)}, not a dict", path="keys", fix=_KEYS_FIX)
+        raise LayerError(
+            f"keys is {with_article(type(keys))}, not a dict", path="keys", fix=_KEYS_FIX
+        )
     if unknown := [str(name) for name in keys if name not in KEYS]:
         raise LayerError(
             f"keys has the unknown name {', '.join(map(repr, unknown))}; "
@@ -134,34 +140,34 @@ def read_key(name: str, value: Any, *, fix: str) -> jax.Array:
     """
     key = as_key(value)
     if key is None:
-        shape = getattr(value, "shape", None)
-        raise LayerError(
-            f"it is {_kind(value)}{'' if shape is None else f' of shape {shape}'}, not one key",
-            path=name,
-            fix=fix,
-        )
+        what = f"it is {with_article(type(value))} of shape {np.shape(value)}, not one key"
+        raise LayerError(what, path=name, fix=fix)
     return key
 
 
-def _kind(value: Any) -> str:
-    if value is None:
-        return "None"
-    name = type(value).__name__
-    return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
-
-
-def read_array(name: str, value: Any) -> jax.Array:
+def read_array(name: str, value: Any, dims: str, *, integers: bool = False) -> jax.Array:
     """Return an array, or numbers in nested lists, as a JAX array.
 
+    Args:
+      name: Name of the argument.
+      value: The argument.
+      dims: Its dims, such as "[batch, length]".
+      integers: Whether it must have integers.
+
     Raises:
-      LayerError: It is None, a dict, or another value that is not an array.
+      LayerError: It is None, a dict, or another value that is not an array, or not of integers.
+      RankMismatchError: It has another number of dims.
     """
     try:
-        return jnp.asarray(value)
+        array = jnp.asarray(value)
     except (TypeError, ValueError) as error:
-        raise LayerError(
-            f"{name} is {_kind(value)}, not an array", path=name, fix="pass a JAX or NumPy array"
-        ) from error
+        what = f"{name} is {with_article(type(value))}, not an array"
+        raise LayerError(what, path=name, fix="pass a JAX or NumPy array") from error
+    if array.ndim != 1 + dims.count(","):
+        raise RankMismatchError(f"{name} has shape {array.shape}", path=name, fix=f"pass {dims}")
+    if integers and not jnp.issubdtype(array.dtype, jnp.integer):
+        raise LayerError(f"{name} has {array.dtype}", path=name, fix="pass integers")
+    return array
 
 
 def as_concrete(value: Any) -> np.ndarray | None:

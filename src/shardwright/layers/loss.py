@@ -102,8 +102,8 @@ def logits(
         call has split EMBED, or VOCAB if it is padded.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
-    x, head = read_array("x", x), read_array("head", head)
     read_value("dtypes", dtypes, DTYPES, error=LayerError)
+    x, head = _read_operands(x, head, tied)
     weight = _use_head(x, head, tied, path).astype(dtypes.compute)
     _check_padding(weight, tied, vocab)
     if vocab is not None:
@@ -157,9 +157,16 @@ def cross_entropy(
         split VOCAB or EMBED; or `x` or the compute dtype is float16, which has no loss scaling.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
-    given, x, head = labels, read_array("x", x), read_array("head", head)
-    labels = read_array("labels", labels)
-    _check_half(x, dtypes)
+    read_value("dtypes", dtypes, DTYPES, error=LayerError)
+    given, (x, head) = labels, _read_operands(x, head, tied)
+    labels = read_array("labels", labels, "[batch, length]", integers=True)
+    # Its gradients underflow.
+    if jnp.float16 in (x.dtype, dtypes.compute):
+        raise LayerError(
+            "float16 needs loss scaling, which does not exist here: small gradients would become 0",
+            path="x",
+            fix="train in bfloat16; to evaluate a float16 model, pass x.astype(jnp.float32)",
+        )
     _check_labels(x, labels, chunks)
     read_value("z_loss", z_loss, Z_LOSS, error=LayerError)
     weight = _use_head(x, head, tied, path).astype(dtypes.compute)
@@ -187,18 +194,26 @@ def cross_entropy(
     return Loss(mean=entropy + square, cross_entropy=entropy, z_loss=square, tokens=count)
 
 
+def _read_operands(x: Any, head: Any, tied: bool) -> tuple[jax.Array, jax.Array]:
+    read_value("tied", tied, TIED, error=LayerError)
+    dims = "[vocab, embed]" if tied else "[embed, vocab]"
+    return read_array("x", x, "[batch, length, embed]"), read_array("head", head, dims)
+
+
 def _use_head(x: Any, head: Any, tied: bool, path: str | None) -> Any:
     """Gather the head. Inside a `shard_map`, only then it has the size EMBED.
 
     Raises:
       LayerError: A `shard_map` has split EMBED.
     """
-    read_value("tied", tied, TIED, error=LayerError)
     axes = (VOCAB, EMBED) if tied else (EMBED, VOCAB)
-    # A head of another rank goes to `_check_head`, whose message is about the head. The resolver's
-    # would be about two axes for another number of dims.
-    weight = use(head, axes, path=path) if np.ndim(head) == 2 else head
-    _check_head(x, weight, tied)
+    weight = use(head, axes, path=path)
+    if weight.shape[1 if tied else 0] != x.shape[-1]:
+        raise RankMismatchError(
+            f"head has shape {weight.shape}, and x has shape {x.shape}",
+            path="head",
+            fix="pass a head whose EMBED is that of x, and tied=True for the embedding table",
+        )
     problems = split_problems(x.shape, OPERAND, (EMBED,), name="x", role=Role.ACTIVATION)
     problems += split_problems(weight.shape, axes, (EMBED,), name="head", path=path)
     raise_problems(problems)
@@ -273,33 +288,11 @@ def _cap(softcap: float | None) -> float | None:
     return softcap
 
 
-def _check_half(x: Any, dtypes: Dtypes) -> None:
-    """Refuse float16: its gradients underflow without loss scaling, which is not built."""
-    read_value("dtypes", dtypes, DTYPES, error=LayerError)
-    if jnp.float16 in (x.dtype, dtypes.compute):
-        raise LayerError(
-            "float16 needs loss scaling, which does not exist here: small gradients would become 0",
-            path="x",
-            fix="train in bfloat16; to evaluate a float16 model, pass x.astype(jnp.float32)",
-        )
-
-
 def _check_padding(weight: Any, tied: bool, vocab: Any) -> None:
     if vocab is not None:
         size = weight.shape[0 if tied else 1]
         fix = f"pass the number of tokens without padding, at most the {size} of head"
         read_integer("vocab", vocab, error=LayerError, most=size, fix=fix)
-
-
-def _check_head(x: Any, head: Any, tied: bool) -> None:
-    shape, own = np.shape(x), np.shape(head)
-    if len(shape) != 3 or len(own) != 2 or own[1 if tied else 0] != shape[-1]:
-        kind = "[vocab, embed], the embedding table" if tied else "[embed, vocab]"
-        raise RankMismatchError(
-            f"head has shape {own}, and x has shape {shape}",
-            path="head",
-            fix=f"pass x as [batch, length, embed], and head as {kind}",
-        )
 
 
 def _check_labels_in(labels: Any, vocab: int, ignore: int) -> None:
@@ -325,8 +318,6 @@ def _check_labels(x: Any, labels: Any, chunks: int) -> None:
             path="labels",
             fix=f"pass shape {x.shape[:2]}, one label per token",
         )
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise LayerError(f"labels are {labels.dtype}", path="labels", fix="pass integers")
     read_integer("chunks", chunks, error=LayerError, fix="pass 1 for all tokens at once")
     manager, length = context.current(), x.shape[1]
     # Inside a shard_map, the length is that of a shard.

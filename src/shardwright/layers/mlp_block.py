@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from shardwright.errors import LayerError
 from shardwright.layers import fp8, norm, projection
 from shardwright.layers.activation import CLAMP, NAMES, Clamp, gated
-from shardwright.layers.dropout import RATE, dropout
+from shardwright.layers.dropout import dropout
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.layers.fp8 import Recipe, read_recipe
 from shardwright.layers.fp8.recipe import RECIPE
@@ -28,7 +28,7 @@ from shardwright.vocabulary.axes import (
     MLP_INTERMEDIATE,
     QUERY_LENGTH,
 )
-from shardwright.vocabulary.read import integer, read_fields
+from shardwright.vocabulary.read import RATE, integer, read_fields
 
 SIZE: Final = integer(fix="pass a positive integer, {name}=512")
 HIDDEN = (BATCH, QUERY_LENGTH, MLP_INTERMEDIATE)

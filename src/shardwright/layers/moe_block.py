@@ -13,7 +13,7 @@ from shardwright.layers import moe, norm
 from shardwright.layers.inputs import check_params, read_keys
 from shardwright.layers.moe import MoEConfig, MoEState
 from shardwright.layers.norm import RMS, NormConfig
-from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, place, use
+from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, path_of, place, use
 from shardwright.vocabulary.read import read_fields
 
 
@@ -87,17 +87,13 @@ def apply(
     read_keys(keys)
     described = specs(config)
     check_params(described, params, path=path, create="moe_block.specs(config)")
-
-    def part(name: str) -> str | None:
-        return None if path is None else f"{path}/{name}"
-
     x = place(x, RESIDUAL)
     if config.norm is not None:
-        scale = use(params["norm"], described["norm"], path=part("norm"))
+        scale = use(params["norm"], described["norm"], path=path_of(path, "norm"))
         x = norm.apply(config.norm, scale, x, dtype=config.moe.dtypes.compute)
     x = place(x.astype(config.moe.dtypes.compute), OPERAND)
     y, state = moe.apply(
-        config.moe, params["moe"], x, keys=keys, state=state, path=part("moe"), valid=valid
+        config.moe, params["moe"], x, keys=keys, state=state, path=path_of(path, "moe"), valid=valid
     )
     # The name of an MLP's result, so that the remat policy "blocks" keeps both.
     return checkpoint_name(place(y, RESIDUAL), "mlp_down"), state

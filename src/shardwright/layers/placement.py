@@ -133,6 +133,19 @@ def use(params: Any, specs: Any, *, path: str | None = None) -> Any:
     return params if manager is None else manager.gather(params, specs, path=path)
 
 
+def path_of(parent: str | None, name: object) -> str | None:
+    """Return the path of a part of a model; None if that of the whole is not given."""
+    return None if parent is None else f"{parent}/{name}"
+
+
+def check_rows(name: str, x: Any, embed: int) -> None:
+    """Raise RankMismatchError unless an argument is `[batch, length, embed]`."""
+    shape = getattr(x, "shape", None)
+    if shape is None or len(shape) != 3 or shape[-1] != embed:
+        fix = f"pass [batch, length, {embed}]: the residual, or the output of an encoder"
+        raise RankMismatchError(f"{name} has shape {shape}", path=name, fix=fix)
+
+
 def check_residual(x: Any, embed: int) -> None:
     """Check the shape and the dtype of a residual.
 
@@ -141,18 +154,12 @@ def check_residual(x: Any, embed: int) -> None:
       LayerError: It does not have floats, so what a block adds would be cut to integers. Or a
         `shard_map` has split its length, and the input of matmuls needs the whole length.
     """
-    shape = getattr(x, "shape", None)
-    if shape is None or len(shape) != 3 or shape[-1] != embed:
-        raise RankMismatchError(
-            f"x has shape {shape}",
-            path="x",
-            fix=f"pass the residual, [batch, length, {embed}]",
-        )
+    check_rows("x", x, embed)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise LayerError(
             f"x is {x.dtype}", path="x", fix="pass floats: tokens go through layers.embedding first"
         )
-    before, after = split_over(shape, RESIDUAL)[1], split_over(shape, OPERAND)[1]
+    before, after = (split_over(x.shape, axes)[1] for axes in (RESIDUAL, OPERAND))
     if before != after:
         raise LayerError(
             f"a shard_map has split LENGTH over {'+'.join(before) or '-'}, and QUERY_LENGTH over "

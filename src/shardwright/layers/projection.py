@@ -17,7 +17,7 @@ from shardwright.layers.fp8.recipe import Recipe
 from shardwright.layers.fp8.state import USES_FIX
 from shardwright.layers.fp8.weights import stored
 from shardwright.layers.lora import LoraConfig
-from shardwright.layers.placement import is_inside_shard_map, split_problems, use
+from shardwright.layers.placement import is_inside_shard_map, path_of, split_problems, use
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.annotations import is_annotation
 from shardwright.vocabulary.axes import EMPTY
@@ -60,12 +60,13 @@ def gather_weights(
     if is_inside_shard_map():
         leaves = jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_annotation)[0]
         names = {path_text(keys): spec for keys, spec in leaves}
-        own = {name: None if path is None else f"{path}/{name}" for name in names}
         raise_problems(
             [
                 problem
                 for name, spec in names.items()
-                for problem in split_problems(spec.shape, spec.axes, name=name, path=own[name])
+                for problem in split_problems(
+                    spec.shape, spec.axes, name=name, path=path_of(path, name)
+                )
             ]
         )
     if recipe is None:
@@ -73,15 +74,15 @@ def gather_weights(
         return gathered
     weights = {}
     for name, part in specs.items():
-        place = None if path is None else f"{path}/{name}"
+        place = path_of(path, name)
         kernel = part.get("kernel")
         rest = {key: spec for key, spec in part.items() if key != "kernel"}
         # Biases and norms are gathered as usual. The kernel stays as stored, so that FSDP sends
         # fp8.
         weights[name] = use({key: params[name][key] for key in rest}, rest, path=place)
         if kernel is not None:
-            place = None if place is None else f"{place}/kernel"
-            weights[name]["kernel"] = stored(params[name]["kernel"], kernel, path=place)
+            own = path_of(place, "kernel")
+            weights[name]["kernel"] = stored(params[name]["kernel"], kernel, path=own)
     return weights
 
 

@@ -16,12 +16,18 @@ from typing import Annotated, Any, Final
 import jax
 import jax.numpy as jnp
 
-from shardwright.attention.masks import MaskRules, Window
+from shardwright.attention.masks import Window
 from shardwright.caches.base import KVCache
 from shardwright.errors import LayerError
 from shardwright.layers import attention_block, mlp_block, moe, moe_block
-from shardwright.layers.attention_block import AttentionConfig, AttentionState, check_theta
-from shardwright.layers.dropout import RATE, dropout
+from shardwright.layers.attention_block import (
+    THETA,
+    WINDOW,
+    AttentionConfig,
+    AttentionState,
+    theta_rule,
+)
+from shardwright.layers.dropout import dropout
 from shardwright.layers.fp8 import DenseUse
 from shardwright.layers.inputs import (
     check_params,
@@ -31,10 +37,20 @@ from shardwright.layers.inputs import (
 from shardwright.layers.mlp_block import MlpConfig
 from shardwright.layers.moe import MoEState
 from shardwright.layers.moe_block import MoEBlockConfig
-from shardwright.layers.placement import RESIDUAL, check_residual, place
+from shardwright.layers.placement import RESIDUAL, check_residual, path_of, place
 from shardwright.layers.rope import RopeFrequencies
 from shardwright.trees.initialize import stack_specs
-from shardwright.vocabulary.read import instance, integer, one_of, read_all, read_fields
+from shardwright.vocabulary.integers import with_article
+from shardwright.vocabulary.read import (
+    RATE,
+    instance,
+    integer,
+    one_of,
+    read_all,
+    read_fields,
+    read_value,
+    refuse,
+)
 
 # What the forward pass keeps of each layer. The rest is computed again in the backward pass.
 REMAT: Final[Mapping[str, Callable[..., Any] | None]] = MappingProxyType(
@@ -90,44 +106,50 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         read_fields(self, error=LayerError)
-        read_all((("mlp", mlp, MLP) for mlp in self.mlps), error=LayerError)
-        for window in self.windows:
-            MaskRules(window=window)  # refuses what is not a window
-        for theta in self.thetas:
-            check_theta("thetas", theta, self.attention.size)
+        given: list[Any] = [("mlp", mlp, MLP) for mlp in self.mlps]
+        given += [("windows", window, WINDOW) for window in self.windows]
+        given += [("thetas", theta, THETA) for theta in self.thetas]
+        read_all(given, error=LayerError)
         # Every block reads the residual and adds to it, so all have its size.
-        sizes = [("mlp", mlp.embed) for mlp in self.mlps]
+        blocks: list[tuple[str, Any]] = [("mlp", mlp) for mlp in self.mlps]
         if self.cross is not None:
             attention_block.check_cross(self.cross, "cross")
-            sizes.append(("cross", self.cross.embed))
-        for name, embed in sizes:
-            if embed != self.attention.embed:
-                raise LayerError(
-                    f"{name}.embed={embed} differs from attention.embed={self.attention.embed}",
-                    fix="give both the size of the residual",
-                )
+            blocks.append(("cross", self.cross))
         patterns = {"windows": self.windows, "thetas": self.thetas, "mlp": self.mlps}
-        for name, pattern in patterns.items():
-            if len(pattern) > self.layers:
-                raise LayerError(
-                    f"{name} has {len(pattern)} entries for {self.layers} layers",
-                    fix="write a pattern that repeats, or one entry per layer",
+        refuse(
+            LayerError,
+            *(theta_rule("thetas", theta, self.attention.size) for theta in self.thetas),
+            *(
+                (
+                    block.embed != self.attention.embed,
+                    "",
+                    f"{name}.embed={block.embed}, and attention.embed={self.attention.embed}",
+                    "give both the size of the residual",
                 )
-        if self.scan and self.period > self.layers:
-            raise LayerError(
-                f"the patterns repeat after {self.period} layers, and there are {self.layers}: a "
-                "scan would have nothing to repeat",
-                path="scan",
-                fix="pass scan=False",
-            )
+                for name, block in blocks
+            ),
+            *(
+                (
+                    len(pattern) > self.layers,
+                    "",
+                    f"{name} has {len(pattern)} entries for {self.layers} layers",
+                    "write a pattern that repeats, or one entry per layer",
+                )
+                for name, pattern in patterns.items()
+            ),
+            (not self.mlps, "", "mlp is an empty tuple", "give at least one MlpConfig"),
+            (
+                self.scan and self.period > self.layers,
+                "scan",
+                f"the patterns repeat after {self.period} of {self.layers} layers: nothing to scan",
+                "pass scan=False",
+            ),
+        )
 
     @property
     def mlps(self) -> tuple[MlpConfig | MoEBlockConfig, ...]:
         """The MLPs and MoE blocks of the layers that repeat."""
-        mlps = self.mlp if isinstance(self.mlp, tuple) else (self.mlp,)
-        if not mlps:
-            raise LayerError("mlp is an empty tuple", fix="give at least one MlpConfig")
-        return mlps
+        return self.mlp if isinstance(self.mlp, tuple) else (self.mlp,)
 
     @property
     def period(self) -> int:
@@ -181,6 +203,9 @@ class StackState:
         return sum((jnp.sum(each.aux) for each in stats if each is not None), jnp.float32(0))
 
 
+STATE: Final = instance(StackState, fix="pass transformer_block.StackState(caches=...)")
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKeys:
@@ -205,17 +230,16 @@ def specs(config: TransformerConfig) -> list[Any]:
     shared = {"attention": attention_block.specs(config.attention)}
     if config.cross is not None:
         shared["cross"] = attention_block.specs(config.cross)
-    layers = [{**shared, "mlp": _specs_of(config.mlp_of(number))} for number in range(count)]
+    mlps = [config.mlp_of(number) for number in range(count)]
+    layers = [{**shared, "mlp": _module_of(mlp).specs(mlp)} for mlp in mlps]
     return [
         stack_specs(layer, config.trips) if _is_scanned(config, number) else layer
         for number, layer in enumerate(layers)
     ]
 
 
-def _specs_of(mlp: MlpConfig | MoEBlockConfig) -> dict[str, Any]:
-    if isinstance(mlp, MoEBlockConfig):
-        return moe_block.specs(mlp)
-    return mlp_block.specs(mlp)
+def _module_of(mlp: MlpConfig | MoEBlockConfig) -> Any:
+    return moe_block if isinstance(mlp, MoEBlockConfig) else mlp_block
 
 
 def init_scaling(config: TransformerConfig) -> list[Any] | None:
@@ -396,7 +420,7 @@ def apply(
         # These layers are outside of the scan, so `_layer` must keep XLA from merging their
         # recomputation.
         own_config = dataclasses.replace(config, remat=remat, scan=False)
-        run = _layer(own_config, number, None if path is None else f"{path}/{at}", given)
+        run = _layer(own_config, number, path_of(path, at), given)
         own = (biases[at], scalings[at])
         x, cache, after = run(params[at], x, _keys(config, key, number), cache, own)
         caches.append(cache)
@@ -421,9 +445,7 @@ def _scan(
 ) -> tuple[jax.Array, list[Any], list[Any]]:
     """Run the layers that are scanned; return the residual, and MoE states and scalings by tree."""
     count = config.period
-    runs = [
-        _layer(config, at, None if path is None else f"{path}/{at}", given) for at in range(count)
-    ]
+    runs = [_layer(config, at, path_of(path, at), given) for at in range(count)]
 
     def body(x: Any, trip: Any) -> tuple[Any, tuple[list[Any], list[Any]]]:
         trees, *states, number = trip
@@ -467,17 +489,13 @@ def _run_layer(
     states: tuple[Any, Any],
 ) -> tuple[Any, Any, tuple[Any, Any]]:
     moe_state, scaling = states
-
-    def part(name: str) -> str | None:
-        return None if path is None else f"{path}/{name}"
-
     added, attended = attention_block.apply(
         attention,
         params["attention"],
         x,
         keys=_dropout_keys(keys.attention),
         state=AttentionState(cache=cache, scaling=scaling["attention"]),
-        path=part("attention"),
+        path=path_of(path, "attention"),
         **given["attention"],
     )
     x = _add(x, dropout(added, keys.after_attention, config.dropout))
@@ -487,19 +505,18 @@ def _run_layer(
             params["cross"],
             x,
             keys=_dropout_keys(keys.cross),
-            path=part("cross"),
+            path=path_of(path, "cross"),
             **given["cross"],
         )
         x = _add(x, dropout(added, keys.after_cross, config.dropout))
     is_moe = isinstance(mlp, MoEBlockConfig)
-    apply_mlp = moe_block.apply if is_moe else mlp_block.apply
-    added, state = apply_mlp(
-        mlp,  # type: ignore[arg-type]
+    added, state = _module_of(mlp).apply(
+        mlp,
         params["mlp"],
         x,
         keys=_dropout_keys(keys.mlp),
         state=moe_state if is_moe else scaling["mlp"],
-        path=part("mlp"),
+        path=path_of(path, "mlp"),
         **(given["moe"] if is_moe else {}),
     )
     x = _add(x, dropout(added, keys.after_mlp, config.dropout))
@@ -538,15 +555,28 @@ def _dropout_keys(key: Any) -> dict[str, Any] | None:
 
 
 def _check_state(config: TransformerConfig, state: Any) -> None:
-    if not isinstance(state, StackState):
-        raise LayerError(
-            f"state is a {type(state).__name__}",
-            path="state",
-            fix="pass transformer_block.StackState(caches=...)",
-        )
+    read_value("state", state, STATE, error=LayerError)
     check_moe_states(config, state.moe)
     _check_scaling(config, state.scaling)
-    _check_caches(config, state.caches)
+    if state.caches is None:
+        return
+    if config.scan:
+        raise LayerError(
+            "caches cannot be used with scan=True",
+            path="state",
+            fix="config, params = transformer_block.unstack(config, params)",
+        )
+    fix = "pass transformer_block.init_caches(config, batch=..., capacity=...)"
+    _check_count("caches", state.caches, config.layers, path="state", fix=fix)
+    _check_rings(config, state.caches)
+
+
+def _check_count(name: str, values: Any, count: int, *, path: str, fix: str) -> None:
+    """Check that there is a value per tree of parameters, or per layer."""
+    if not isinstance(values, Sequence) or len(values) != count:
+        is_list = isinstance(values, Sequence)
+        has = f"has {len(values)} entries" if is_list else f"is {with_article(type(values))}"
+        raise LayerError(f"{name} {has}, and the config needs {count}", path=path, fix=fix)
 
 
 def _trees_of(config: TransformerConfig) -> int:
@@ -563,15 +593,9 @@ def _is_scanned(config: TransformerConfig, tree: int) -> bool:
 
 def _check_trees(specs: Sequence[Any], params: Any, path: str | None) -> None:
     """Check the number of trees of parameters, and each tree."""
-    trees, create = len(specs), "transformer_block.specs(config)"
-    if not isinstance(params, Sequence) or len(params) != trees:
-        is_list = isinstance(params, Sequence)
-        has = f"{len(params)} trees" if is_list else f"is a {type(params).__name__}"
-        raise LayerError(
-            f"params {'has ' if is_list else ''}{has}, and the config describes {trees} trees",
-            path="params",
-            fix=f"pass the list that {create} describes",
-        )
+    create = "transformer_block.specs(config)"
+    fix = f"pass the list that {create} describes"
+    _check_count("params", params, len(specs), path="params", fix=fix)
     for number, (own, tree) in enumerate(zip(specs, params, strict=True)):
         place = f"params[{number}]" if path is None else f"{path}/{number}"
         check_params(own, tree, path=place, create=create)
@@ -579,32 +603,28 @@ def _check_trees(specs: Sequence[Any], params: Any, path: str | None) -> None:
 
 def _check_encoded(config: TransformerConfig, encoded: Any, segment_ids: Any) -> None:
     """Check that the output of an encoder is given if, and only if, the layers read one."""
-    if config.cross is not None and encoded is None:
+    wants, is_given = config.cross is not None, encoded is not None
+    if wants != is_given or (segment_ids is not None and not wants):
         raise LayerError(
-            "the layers have cross-attention, and encoded is not given",
+            f"encoded is {'given' if is_given else 'missing'}, and the layers have "
+            f"{'' if wants else 'no '}cross-attention",
             path="encoded",
-            fix="pass the output of an encoder, [batch, encoded length, embed]",
-        )
-    if config.cross is None and not (encoded is None and segment_ids is None):
-        raise LayerError(
-            "encoded is given, and the layers have no cross-attention",
-            path="encoded",
-            fix="TransformerConfig(cross=AttentionConfig(causal=False, rope_theta=None, ...))",
+            fix="TransformerConfig(cross=AttentionConfig(causal=False, rope_theta=None, ...)) "
+            "needs the output of an encoder, [batch, encoded length, embed]",
         )
 
 
 def check_moe_states(config: TransformerConfig, moe_states: Any) -> None:
     """Check that there is a state per tree of parameters, and None for an MLP."""
-    trees = _trees_of(config)
-    if moe_states is not None and len(moe_states) != trees:
-        raise LayerError(
-            f"state has {len(moe_states)} MoE states for {trees} trees of parameters",
-            path="state",
-            fix="pass one MoEState per tree, and None where a layer has an MLP; that of a scan "
-            "becomes that of its layers by transformer_block.unstack_state(config, state), or by "
-            "init_caches(state=state) of an nnx Transformer",
-        )
-    for number, moe_state in enumerate(moe_states or ()):
+    if moe_states is None:
+        return
+    fix = (
+        "pass one MoEState per tree, and None where a layer has an MLP; that of a scan becomes "
+        "that of its layers by transformer_block.unstack_state(config, state), or by "
+        "init_caches(state=state) of an nnx Transformer"
+    )
+    _check_count("moe", moe_states, _trees_of(config), path="state", fix=fix)
+    for number, moe_state in enumerate(moe_states):
         if moe_state is None:
             continue
         if not isinstance(config.mlp_of(number), MoEBlockConfig):
@@ -620,16 +640,12 @@ def _check_scaling(config: TransformerConfig, scaling: Any) -> None:
     """Check that scaling has a tree per tree of parameters; each block checks its own part."""
     if scaling is None:
         return
-    trees, fix = _trees_of(config), "pass fp8.uses(transformer_block.init_scaling(config))"
-    if not isinstance(scaling, Sequence) or len(scaling) != trees:
-        has = f"{len(scaling)} trees" if isinstance(scaling, Sequence) else type(scaling).__name__
-        raise LayerError(f"scaling has {has} for {trees} trees", path="state", fix=fix)
+    fix = "pass fp8.uses(transformer_block.init_scaling(config))"
+    _check_count("scaling", scaling, _trees_of(config), path="state", fix=fix)
     for number, tree in enumerate(scaling):
         if not isinstance(tree, Mapping) or set(tree) != {"attention", "mlp"}:
-            has = ", ".join(map(str, tree)) if isinstance(tree, Mapping) else type(tree).__name__
-            raise LayerError(
-                f"scaling[{number}] has {has}, not attention and mlp", path="state", fix=fix
-            )
+            what = f"scaling[{number}] is not a dict of attention and mlp"
+            raise LayerError(what, path="state", fix=fix)
         for use in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, DenseUse)):
             scale = use.x if isinstance(use, DenseUse) else None
             _check_layers(config, number, f"the scales of scaling[{number}]", scale, own_rank=0)
@@ -652,25 +668,6 @@ def _check_layers(
         path="state",
         fix=fix,
     )
-
-
-def _check_caches(config: TransformerConfig, caches: Any) -> None:
-    """Check that there is a cache per layer, and no scan."""
-    if caches is None:
-        return
-    if config.scan:
-        raise LayerError(
-            "caches cannot be used with scan=True",
-            path="state",
-            fix="config, params = transformer_block.unstack(config, params)",
-        )
-    if len(caches) != config.layers:
-        raise LayerError(
-            f"state has {len(caches)} caches for {config.layers} layers",
-            path="state",
-            fix="pass transformer_block.init_caches(config, batch=..., capacity=...)",
-        )
-    _check_rings(config, caches)
 
 
 def _check_rings(config: TransformerConfig, caches: list[KVCache]) -> None:

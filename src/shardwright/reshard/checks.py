@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -10,37 +10,11 @@ import numpy as np
 
 from shardwright.errors import Problem, ShardingError
 from shardwright.reshard.route import local_dtype
+from shardwright.vocabulary.integers import quoted
+from shardwright.vocabulary.read import floating
 
-_DTYPE_FIX = "pass a floating-point dtype, such as jnp.bfloat16"
-
-
-def read_dtype(dtype: Any) -> np.dtype | None:
-    """Return the dtype of floating-point leaves after a move. None keeps the dtype of each leaf.
-
-    Raises:
-      ShardingError: It is not a dtype of floats, or JAX would cut it to 32 bits.
-    """
-    if dtype is None:
-        return None
-    try:
-        read: np.dtype = np.dtype(jnp.dtype(dtype))
-    except TypeError as error:
-        raise ShardingError(
-            f"{dtype!r:.60} is not a dtype", path="dtype", fix=_DTYPE_FIX
-        ) from error
-    if not jnp.issubdtype(read, jnp.floating) or not _is_number(read):
-        raise ShardingError(
-            f"{read} is not a floating-point dtype of JAX, and only such leaves are cast",
-            path="dtype",
-            fix=_DTYPE_FIX,
-        )
-    if local_dtype(read) != read:
-        raise ShardingError(
-            f"JAX makes {local_dtype(read)} of {read} here",
-            path="dtype",
-            fix=f"pass {local_dtype(read)}, or set jax_enable_x64",
-        )
-    return read
+# Of floating-point leaves after a move.
+FLOATS: Final = floating(fix="pass a floating-point dtype, such as jnp.bfloat16")
 
 
 def check_value(path: str, value: Any) -> list[Problem]:
@@ -50,7 +24,7 @@ def check_value(path: str, value: Any) -> list[Problem]:
     # JAX arrays and abstract leaves have a dtype that JAX has accepted; these have not.
     host = np.asarray(value)
     if not _is_number(host.dtype):
-        what = f"{_short(value)} is not an array or a number that JAX can hold"
+        what = f"{quoted(value)} is not an array or a number that JAX can hold"
         return [_problem(path, what, "leave it out of the tree")]
     if host.dtype.kind not in "iu" or not host.size:
         return []
@@ -63,28 +37,19 @@ def check_value(path: str, value: Any) -> list[Problem]:
 
 def check_alive(path: str, value: Any) -> list[Problem]:
     """Return a problem if an array was deleted."""
-    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
-        return []
-    if not value.is_deleted():
+    is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    if not is_array or not value.is_deleted():
         return []
     fix = "move the arrays that the last step or move returned"
     return [_problem(path, "the array is deleted: it was donated", fix)]
 
 
-def check_width(path: str, dtype: np.dtype) -> list[Problem]:
-    """Return a problem if XLA cannot move arrays of a dtype.
+def is_wide_enough(dtype: np.dtype) -> bool:
+    """Tell whether XLA can move arrays of a dtype: one of at least 4 bits.
 
     Its collectives on elements of 2 bits write past the memory of the result, and end the process:
     on CPUs under JAX 0.10.2 and 0.12.0.
     """
-    if is_wide_enough(dtype):
-        return []
-    fix = "move it with jax.device_put(x, sharding), or as int8"
-    return [_problem(path, f"the collectives of XLA do not take arrays of {dtype}", fix)]
-
-
-def is_wide_enough(dtype: np.dtype) -> bool:
-    """Tell whether XLA can move arrays of a dtype: one of at least 4 bits."""
     return int(jax.dtypes.itemsize_bits(dtype)) >= 4
 
 
@@ -98,7 +63,3 @@ def _is_number(dtype: np.dtype) -> bool:
         return False
     # NumPy's longdouble and clongdouble are wider, and JAX has no such dtypes.
     return dtype.itemsize <= (16 if dtype.kind == "c" else 8)
-
-
-def _short(value: Any) -> str:
-    return f"{value!r:.40}" if isinstance(value, (int, str)) else f"a {type(value).__name__}"

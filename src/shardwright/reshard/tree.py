@@ -23,6 +23,7 @@ from shardwright.reshard.route import Route, Way, find_route, local_dtype
 from shardwright.resolution.partition_specs import spec_text
 from shardwright.trees.paths import is_array_spec, path_text
 from shardwright.vocabulary.annotations import ArraySpec
+from shardwright.vocabulary.read import read_value
 from shardwright.vocabulary.shown import data_of, text_of
 
 
@@ -210,7 +211,9 @@ def plan_moves_of(
     dtype: Any = None,
 ) -> ReshardPlan:
     """Plan a move to a tree of shardings. For the other arguments, see `plan_reshard`."""
-    limit, dtype = parse_bytes(piece), checks.read_dtype(dtype)
+    limit = parse_bytes(piece)
+    if dtype is not None:
+        dtype = read_value("dtype", dtype, checks.FLOATS, error=ShardingError)
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_array_spec)
     after = _flattened(structure, targets, "specs")
     before = [None] * len(pairs) if sources is None else _flattened(structure, sources, "source")
@@ -268,7 +271,11 @@ def _plan_leaf(
     # Step counters, token ids and the like keep their dtype.
     is_cast = dtype is not None and jnp.issubdtype(own, jnp.floating)
     route = find_route(shape, own, dtype if is_cast else own, where, target, limit)
-    raise_problems(checks.check_width(path, own) if route.moves else [])
+    if route.moves and not checks.is_wide_enough(own):
+        raise ShardingError(
+            f"the collectives of XLA do not take arrays of {own}",
+            fix="move it with jax.device_put(x, sharding), or as int8",
+        )
     return LeafMove(
         path=path, source=_source_text(where), target=spec_text(target.spec), route=route
     )

@@ -76,8 +76,10 @@ def quoted(value: Any) -> str:
 
 
 def with_article(cls: type) -> str:
-    """Return `an int` or `a str`."""
+    """Return `an int`, `a str` or `None`."""
     name = cls.__name__
+    if cls is type(None):
+        return "None"
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 

@@ -17,12 +17,16 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardwright.errors import Problem, ShardingError, did_you_mean, raise_problems
 from shardwright.vocabulary.integers import as_integer, integer_faults, quoted, with_article
 
 Faults = Sequence[tuple[str, str]]  # what is wrong, and the fix
+# Classes of dtypes, as messages call their members.
+_CLASSES: Final = {jnp.integer: "integers", jnp.floating: "floats"}
 _WORDS: Final = {bool: "True or False", Callable: "a function", type(None): "None"}
 
 
@@ -48,9 +52,8 @@ def instance(*classes: Any, fix: str = "") -> FieldKind:
     def read(name: str, value: Any) -> tuple[Any, Faults]:
         if isinstance(value, classes):
             return value, []
-        own = f"{quoted(value)} is {with_article(type(value))}"
-        what = "it is None" if value is None else own
-        return value, [(what, fix or f"pass {words}")]
+        shown = "it" if value is None or hasattr(value, "shape") else quoted(value)
+        return value, [(f"{shown} is {with_article(type(value))}", fix or f"pass {words}")]
 
     return FieldKind(read)
 
@@ -94,19 +97,53 @@ def number(sign: Literal["any", "positive", "not negative"] = "any", *, fix: str
     return passes(fits, f"is not a finite Python number{words}", fix=fix)
 
 
-def array(shape: tuple[int, ...], dtype: Any, *, layout: str, cast: str) -> FieldKind:
-    """Return the kind of arrays of a shape and a dtype, with the fix of a wrong one of each."""
+def floating(*, fix: str) -> FieldKind:
+    """Return the kind of floating-point dtypes that JAX has, read as NumPy dtypes."""
+
+    def read(name: str, value: Any) -> tuple[Any, Faults]:
+        try:
+            dtype = np.dtype(jnp.dtype(value))
+        except TypeError:
+            return value, [(f"{name}={quoted(value)} is not a dtype", fix)]
+        # `longdouble` is wider, and JAX has no such dtype.
+        if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 8:
+            return value, [(f"{name}={dtype} is not a floating-point dtype of JAX", fix)]
+        # Without x64, JAX would only warn.
+        if (kept := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
+            return value, [(f"JAX makes {kept} of {dtype}", f"pass {kept}, or set jax_enable_x64")]
+        return dtype, []
+
+    return FieldKind(read)
+
+
+# A probability of dropping: below 1, since what stays is divided by `1 - rate`.
+RATE: Final = passes(
+    lambda rate: (
+        isinstance(rate, (int, float, np.floating)) and not isinstance(rate, bool) and 0 <= rate < 1
+    ),
+    "is not in [0, 1)",
+    fix="write 0.1, or 0",
+)
+
+
+def array(*shapes: tuple[int, ...], dtype: Any, layout: str = "", cast: str = "") -> FieldKind:
+    """Return the kind of arrays of one of the shapes, and of a dtype or of a class of dtypes.
+
+    `layout` is the fix of a wrong shape, `cast` that of a wrong dtype.
+    """
+    name_of = _CLASSES.get(dtype) or str(dtype)
+    known = " or ".join(map(str, shapes))
+    usual = f"pass {name_of} of shape {known}"
 
     def read(name: str, value: Any) -> tuple[Any, Faults]:
         if not hasattr(value, "shape"):
-            what = f"it is {type(value).__name__}, not an array"
-            return value, [(what, f"pass {dtype} of shape {shape}")]
+            return value, [(f"it is {type(value).__name__}, not an array", usual)]
         faults = []
-        if tuple(value.shape) != shape:
-            faults.append((f"shape {tuple(value.shape)}, not {shape}", layout))
-        if jnp.dtype(value.dtype) != jnp.dtype(dtype):
+        if tuple(value.shape) not in shapes:
+            faults.append((f"shape {tuple(value.shape)}, not {known}", layout or usual))
+        if not jnp.issubdtype(value.dtype, dtype):
             fix = cast.format(name=name, own=value.dtype, dtype=dtype)
-            faults.append((f"dtype {value.dtype}, not {dtype}", fix))
+            faults.append((f"dtype {value.dtype}, not {name_of}", fix or usual))
         return value, faults
 
     return FieldKind(read)
@@ -140,20 +177,24 @@ def refuse(error: type[ShardingError], *rules: tuple[object, str, str, str]) -> 
 
 def read_fields(config: Any, *, error: type[ShardingError]) -> None:
     """Read the fields of a frozen dataclass by their annotations; call it in `__post_init__`."""
-    given = [(name, getattr(config, name), kind) for name, kind in _kinds(config.__class__)]
+    given = [
+        (name, value, kind)
+        for name, kind, default in _kinds(config.__class__)
+        if (value := getattr(config, name)) is not default
+    ]
     for (name, value, _), read in zip(given, read_all(given, error=error), strict=True):
         if read is not value:
             object.__setattr__(config, name, read)
 
 
 @functools.cache
-def _kinds(cls: Any) -> list[tuple[str, FieldKind]]:
+def _kinds(cls: Any) -> list[tuple[str, FieldKind, Any]]:
     # At the first construction and not at import: annotations may name what is defined later.
     # A subclass of a caller may add fields of any kind, which the caller checks.
     *_, cls = (base for base in cls.__mro__ if "__post_init__" in vars(base))
     hints = typing.get_type_hints(cls, include_extras=True)
-    kinds = [(field.name, _kind(hints[field.name])) for field in dataclasses.fields(cls)]
-    return [(name, kind) for name, kind in kinds if kind]
+    kinds = [(each.name, _kind(hints[each.name]), each.default) for each in dataclasses.fields(cls)]
+    return [(name, kind, default) for name, kind, default in kinds if kind]
 
 
 def _kind(hint: Any) -> FieldKind | None:

@@ -30,6 +30,7 @@ from shardwright.layers.placement import use
 from shardwright.manager import context
 from shardwright.trees.initialize import initializer
 from shardwright.trees.paths import is_array_spec
+from shardwright.vocabulary.read import RATE, read_value
 
 # Any, so that type checkers give the same result with and without flax.
 Module: Any = nnx.Module
@@ -232,7 +233,7 @@ class Dropout(Module):  # type: ignore[misc]
     """
 
     def __init__(self, rate: float, *, rngs: Any, shared: tuple[int, ...] = ()) -> None:
-        dropout.check_rate("rate", rate)
+        read_value("rate", rate, RATE, error=LayerError)
         self.rate, self.shared, self.rngs = rate, shared, _stream(rngs, "dropout").fork()
         self.deterministic = False
 

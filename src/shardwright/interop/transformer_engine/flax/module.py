@@ -27,6 +27,7 @@ from shardwright.layers import dense, dropout, norm
 from shardwright.layers.fp8 import BlockScaling, DelayedScaling, TensorScaling
 from shardwright.layers.lora import LoraConfig
 from shardwright.layers.norm import NormConfig
+from shardwright.vocabulary.read import RATE, read_value
 
 # Any, so that type checkers give the same result with and without flax.
 Module: Any = nn.Module
@@ -122,7 +123,7 @@ class Dropout(Module):  # type: ignore[misc]
     @compact  # type: ignore[untyped-decorator]
     def __call__(self, x: Any, deterministic: bool) -> Any:
         """Drop elements of `x`, unless `deterministic`."""
-        dropout.check_rate("rate", self.rate)
+        read_value("rate", self.rate, RATE, error=LayerError)
         if deterministic or self.rate == 0:
             return x
         return dropout.dropout(x, self.make_rng(self.rng_name), self.rate, shared=self.shared)
