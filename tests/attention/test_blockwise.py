@@ -46,7 +46,7 @@ def value_and_grads(attend: Callable[[Operands], Any], operands: Operands) -> An
     weigh = jax.random.normal(jax.random.key(9), shape)
 
     def loss(arrays: dict[str, Any]) -> Any:
-        o, lse = attend(operands.replace(**arrays))
+        o, lse, *_ = attend(operands.replace(**arrays))
         finite = jnp.where(jnp.isneginf(lse), 0.0, lse)
         return jnp.sum(o.astype(jnp.float32) * weigh) + jnp.sum(jnp.sin(finite)), (o, lse)
 
