@@ -39,6 +39,7 @@ examples:
   shardwright diff fsdp_tp --tensors model.toml --devices 8 --mode train --mode decode
   shardwright diff fsdp fsdp_tp --model model.py:programs --mesh fsdp:2,tp:4
   shardwright diff --plan before.json --plan after.json --exit-code
+  shardwright diff --plan before.json --plan after.json --markdown > comment.md
 
 exit codes: 0 compared; 1 a tensor has no spec on one side, or with --exit-code something differs;
 {EXIT_CODES}."""
@@ -95,6 +96,9 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--exit-code", action="store_true", help="exit with 1 if something differs"
     )
+    command.add_argument(
+        "--markdown", action="store_true", help="print Markdown; with --model, --plan"
+    )
     add_output(command)
     return command
 
@@ -120,6 +124,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
       ShardingError: The question is invalid.
     """
+    if arguments.markdown and arguments.json:
+        raise StrategyError("--markdown and --json exclude each other", fix="leave one out")
     if arguments.plan is not None:
         return run_files(arguments)
     if not arguments.strategies:
@@ -136,8 +142,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.model is not None:
         return run_model(arguments, tuple(zip(*sides, strict=True)))
-    for option in ("topology", "hardware", "rows"):
-        if getattr(arguments, option) is not None:
+    for option in ("topology", "hardware", "rows", "markdown"):
+        if getattr(arguments, option):
             raise StrategyError(
                 f"--{option} is for programs, and --tensors only gives arrays",
                 fix="leave it out, or compare a program: --model file.py:function",

@@ -135,7 +135,10 @@ def _show(arguments: argparse.Namespace, pairs: Pairs, only: Mapping[str, list[s
         lines: list[str] = []
         for mode, comparison in compared.items():
             text = changes_text(comparison, rows=arguments.rows, width=width_of(arguments.width))
-            lines += ["", f"mode {mode}", *text.split("\n")]
+            if arguments.markdown:
+                lines += ["", f"### Plan of {mode}", "", "```text", *text.split("\n"), "```"]
+            else:
+                lines += ["", f"mode {mode}", *text.split("\n")]
         lines += [f"only {side}: mode {', '.join(modes)}" for side, modes in unpaired.items()]
         print_lines(lines[1:], marks=GROWS)
     return 1 if arguments.exit_code and _changed(compared, unpaired) else 0
