@@ -16,7 +16,8 @@ import pytest
 from tests.docs.snippets import PAGES, ROOT
 
 DOCS = ROOT / "docs"
-WORDS_FOR_USERS, WORDS_FOR_MAINTAINERS = 46_000, 13_000
+# The guides, and what releases and the action add.
+WORDS_FOR_USERS, WORDS_FOR_MAINTAINERS = 46_000 + 300, 13_000
 # What users import from.
 PACKAGES = (
     "shardwright",

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from shardwright.testing import Golden
 from tools import addresses
@@ -106,6 +107,16 @@ def test_action_compares_a_pull_request_with_its_base(tmp_path: Path, golden: Go
     code, comment = act(folder, STRATEGIES="mine.toml", BASE=base, **options)
     assert code == 1, comment
     assert git(folder, "worktree", "list").count("\n") == 0
+
+
+def test_page_uses_inputs_of_the_action() -> None:
+    page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```text\n(- uses: .*?)```", page, re.DOTALL)
+    action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+    used = yaml.safe_load(block)[1]["with"]
+    assert used.keys() <= action["inputs"].keys()
+    steps = yaml.dump(action["runs"])
+    assert all(f"inputs.{name}" in steps for name in action["inputs"])
 
 
 @pytest.mark.parametrize("name", ["strategy.toml", "conf/strategies_v2.toml", "strategies/a.toml"])
