@@ -38,8 +38,6 @@ LONG = {
         "managers",
         "moe",
         "moving",
-        "plan",
-        "plan-accuracy",
         "processes",
         "search",
         "serving",
