@@ -377,6 +377,31 @@ def is_sharding_type_error(error: BaseException) -> bool:
     return type(error).__name__ == "ShardingTypeError"
 
 
+def refusals() -> tuple[type[Exception], ...]:
+    """Return the errors by which JAX refuses a program on a mesh with Explicit axes."""
+    from jax._src import core
+
+    types: Any = getattr(core, "ShardingTypeError", ValueError)
+    # An unequal type of a carry is a TypeError, an unknown rule a NotImplementedError, and a
+    # constraint that differs from the type an AssertionError.
+    return (types, ValueError, TypeError, NotImplementedError, AssertionError)
+
+
+@contextlib.contextmanager
+def types_without_size_one() -> Iterator[None]:
+    """Leave mesh axes of size 1 out of the types of values.
+
+    A program for Explicit axes then has equal types on a mesh of one device, whatever its specs.
+    """
+    name = "jax_remove_size_one_mesh_axis_from_type"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
 def shuts_down(frame: Any) -> bool:
     """Tell whether a thread is in `jax.distributed.shutdown`, where it waits for all processes."""
     from jax._src import distributed

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from shardwright.cli.models import NamedModel, infer_model, read_model, with_manager
+from shardwright.cli.models import NamedModel, infer_model, infer_on_one_device, read_model
 from shardwright.cli.programs import read_programs
 from shardwright.cli.python_files import raised_error, read_function
 from shardwright.errors import ShardingError, StrategyError
@@ -176,8 +176,11 @@ def _check_program(
         return () if updates else results  # updated weights are not results of a model
 
     try:
-        with with_manager(own_axes, mode):
-            inferred = infer_axes(forward, own, others, seeds=seeds, own_axes=own_axes)
+        inferred = infer_on_one_device(
+            lambda: infer_axes(forward, own, others, seeds=seeds, own_axes=own_axes),
+            own_axes,
+            mode,
+        )
     except ShardingError:
         raise
     except Exception as error:

@@ -282,6 +282,8 @@ def read_mesh_text(strategy: Any, text: str | None, devices: int | None) -> Mesh
 def read_mesh(strategy: Any, label: str, text: str | None, devices: int | None) -> AbstractMesh:
     """Return the mesh of a text, or else the strategy's own mesh, as an abstract mesh.
 
+    Its axes have the types of the strategy.
+
     Raises:
       MeshSpecError: The mesh cannot be read, or a size is unknown.
     """
@@ -296,7 +298,11 @@ def read_mesh(strategy: Any, label: str, text: str | None, devices: int | None) 
             fix="add --devices 8, or give all sizes: --mesh dp:2,tp:4",
         )
     try:
-        built = abstract_mesh(source, devices=devices)
+        types = strategy.axis_types
+        if not isinstance(types, str):
+            names = parse_mesh(source).names  # a text may leave axes of the strategy out
+            types = {axis: kind for axis, kind in types.items() if axis in names}
+        built = abstract_mesh(source, devices=devices, axis_types=types)
     except MeshSpecError as error:
         # The mesh is on the command line, so the fix names options in place of arguments.
         if text is not None and devices is None and "needs a number of devices" in str(error):

@@ -8,17 +8,17 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 
+from shardwright import _jax
 from shardwright.cli.python_files import raised_error, read_function
 from shardwright.errors import ShardingError, StrategyError
 from shardwright.inference.infer import infer_axes
 from shardwright.inference.inferred import Inferred
 from shardwright.manager.manager import PartitionManager
-from shardwright.mesh.build import abstract_mesh
+from shardwright.mesh.build import AxisTypes, abstract_mesh
 from shardwright.resolution.unknown_axes import check_axes
 from shardwright.trees.paths import is_array_spec
 from shardwright.trees.tensors import is_dtype
@@ -204,38 +204,60 @@ def infer_model(
         model.params,
         is_leaf=is_array_spec,
     )
+
+    def infer() -> Inferred:
+        return infer_axes(
+            model.forward,
+            params,
+            *model.inputs,
+            seeds=model.seeds,
+            sizes=sizes,
+            own_axes=own_axes,
+        )
+
     try:
-        with with_manager(own_axes):
-            return infer_axes(
-                model.forward,
-                params,
-                *model.inputs,
-                seeds=model.seeds,
-                sizes=sizes,
-                own_axes=own_axes,
-            )
+        return infer_on_one_device(infer, own_axes)
     except ShardingError:
         raise
     except Exception as error:
         raise raised_error(model.name, error) from error
 
 
-def with_manager(
-    own_axes: Collection[str], mode: str = MODE_TRAIN
-) -> AbstractContextManager[object]:
-    """Return a context with a manager on a mesh of one device, for `shard` and `gather` in models.
+def infer_on_one_device(
+    infer: Callable[[], Inferred], own_axes: Collection[str], mode: str = MODE_TRAIN
+) -> Inferred:
+    """Infer under a manager on a mesh of one device, for `shard` and `gather` in models.
+
+    The mesh axes are Auto. If JAX refuses the model there, as it refuses `out_sharding=`, they are
+    Explicit.
 
     Args:
+      infer: The inference, which traces the model.
       own_axes: Axes of their own that strategies declare.
       mode: Mode in which the model is traced; attention needs one.
     """
+    try:
+        with _manager(own_axes, mode, "auto"):
+            return infer()
+    except ShardingError:
+        raise
+    except _jax.refusals() as error:
+        refused = error
+    try:
+        with _jax.types_without_size_one(), _manager(own_axes, mode, "explicit"):
+            return infer()
+    except _jax.refusals():
+        raise refused from None
+
+
+def _manager(own_axes: Collection[str], mode: str, axis_types: AxisTypes) -> PartitionManager:
     from shardwright.strategy.model import Strategy
 
     names = [file_name(axis) for axis in own_axes]
     own = {"axes": dict.fromkeys(names, "own"), "rules": dict.fromkeys(names, "-")}
     strategy = Strategy.preset("fsdp_tp") | Strategy.model_validate(own)
     # Sizes of 1, so that no rule fails on an indivisible dim while the model is traced.
-    mesh = abstract_mesh(",".join(f"{axis}:1" for axis in strategy.mesh))
+    mesh = abstract_mesh(dict.fromkeys(strategy.mesh, 1), axis_types=axis_types)
     return PartitionManager(strategy, mesh=mesh, mode=mode)
 
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from shardwright.errors import ShardingError
 from shardwright.manager.core import Manager
-from shardwright.mesh.build import abstract_mesh, mesh_sizes
+from shardwright.mesh.build import abstract_mesh, mesh_axis_types, mesh_sizes
 from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology
 from shardwright.plan.layout import lay_out
@@ -59,7 +59,7 @@ def find_other_mesh(program: Program, manager: Manager, topology: Topology) -> F
     traced = trace_program(manager, program, topology)  # its arguments are those under every mesh
     meshes: list[tuple[int, dict[str, int]]] = []
     for sizes in _exchanged(mesh_sizes(manager.mesh), manager):
-        other = manager.having(mesh=abstract_mesh(sizes))
+        other = _on(manager, sizes)
         try:
             held = program_state(other, traced, program).of().per_device
         except ShardingError:
@@ -93,13 +93,18 @@ def find_larger_mesh(
     return _first_fitting(program, manager, _larger(mesh_sizes(manager.mesh), topology, held))
 
 
+def _on(manager: Manager, sizes: Mapping[str, int]) -> Manager:
+    """Return a manager on a mesh with the same axes, of other sizes."""
+    return manager.having(mesh=abstract_mesh(sizes, axis_types=mesh_axis_types(manager.mesh)))
+
+
 def _first_fitting(
     program: Program, manager: Manager, meshes: Iterable[_MeshOnSlice]
 ) -> FittingMesh | None:
     """Plan a program on meshes. Return the first on which it fits, else the first close one."""
     close: FittingMesh | None = None
     for slice_, sizes in meshes:
-        other = manager.having(mesh=abstract_mesh(sizes))
+        other = _on(manager, sizes)
         try:
             traced = trace_program(other, program, slice_)
             verdict = price(other, traced, program, layout=lay_out(slice_, sizes)).verdict

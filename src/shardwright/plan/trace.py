@@ -10,13 +10,19 @@ from typing import Any
 import jax
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardwright import _jax
-from shardwright.errors import MeshMismatchError, ShardingError, StrategyError, located
+from shardwright.errors import (
+    MeshMismatchError,
+    ProgramError,
+    ShardingError,
+    StrategyError,
+    located,
+)
 from shardwright.manager import context
 from shardwright.manager.core import Manager
-from shardwright.manager.effect import Decided, Effect, constrain
+from shardwright.manager.effect import Decided, Effect, constrain, constrain_weight
 from shardwright.plan.annotate import Annotation, annotate, annotate_axes_p, annotate_weight
 from shardwright.plan.attention_calls import AttentionCalls, read_attention_calls
 from shardwright.plan.renaming import Renaming, find_renaming
@@ -61,6 +67,8 @@ class Trace:
       mesh: Size of each mesh axis.
       attention: Rules of the strategy that choose an implementation of attention.
       attention_calls: The calls of attention, and the implementation that each takes.
+      typed_for: The manager, if its mesh has Explicit axes. Then shardings are part of the types of
+        all values, and the trace fits this manager only.
     """
 
     jaxpr: Any
@@ -71,11 +79,12 @@ class Trace:
     attention: tuple[tuple[str, RuleRef], ...]
     unclear: tuple[tuple[ShardingRequest, ...], ...] = ()
     attention_calls: tuple[AttentionCalls, ...] = ()
+    typed_for: Manager | None = None
 
     @property
     def fits_all(self) -> bool:
-        """Whether nothing in the trace depends on the manager. Then it fits every manager."""
-        return not self.answers and not holds_shard_map(self.jaxpr)
+        """Whether nothing in the trace depends on the manager. Then it fits every Auto mesh."""
+        return self.typed_for is None and not self.answers and not holds_shard_map(self.jaxpr)
 
     def renaming(self, manager: Manager) -> Renaming | None:
         """Return the mesh axes by which a trace under this manager differs, or None if it differs.
@@ -83,11 +92,11 @@ class Trace:
         It is empty if the trace itself fits. Otherwise the trace is planned under the manager with
         other names of mesh axes. The program must be for `any_mesh`.
         """
-        if self.fits_all:
+        if self.fits_all and not is_typed(manager):
             return {}
         # Such a sharding names mesh axes, and `find_renaming` does not see it.
         own = any(isinstance(given, NamedSharding) for given in self.inputs)
-        if own or self.attention != manager.rules.attention:
+        if own or self.attention != manager.rules.attention or self.typed_for or is_typed(manager):
             return {} if self.fits(manager) else None
         pairs = ((known.spec, manager.answer(known.request).spec) for known in self.answers)
         return find_renaming(pairs, self.mesh, dict(manager.mesh.shape))
@@ -98,6 +107,8 @@ class Trace:
         If the trace has answers or a `shard_map`, it has shapes of shards. Then the manager must
         have the same mesh sizes and rules of attention, and resolve each request to the same spec.
         """
+        if self.typed_for is not None or is_typed(manager):
+            return self.typed_for == manager
         return self.fits_all or (
             dict(self.mesh) == dict(manager.mesh.shape)
             and self.attention == manager.rules.attention
@@ -110,17 +121,23 @@ class Recorder:
     """The effect of a plan: annotations stay in the trace, and other requests are recorded.
 
     Attributes:
+      typed: Whether the mesh has Explicit axes. Then the trace has the constraints too, because
+        they decide the types of later values, and each of their requests is recorded.
       answers: The recorded requests, of all modes of a manager.
     """
 
+    typed: bool = False
     answers: dict[tuple[Any, ...], TracedRequest] = dataclasses.field(default_factory=dict)
 
     def record(self, request: ShardingRequest, resolution: Resolution) -> None:
         """Record a request whose answer may change the trace."""
+        self._keep(request, resolution.spec)
+
+    def _keep(self, request: ShardingRequest, spec: PartitionSpec | None) -> None:
         shape = None if request.shape is None else tuple(request.shape)
         request = request._replace(shape=shape)
         key = (repr(request.annotation), *request[1:])
-        self.answers.setdefault(key, TracedRequest(request=request, spec=resolution.spec))
+        self.answers.setdefault(key, TracedRequest(request=request, spec=spec))
 
     def place(self, x: Any, decided: Decided) -> Any:
         """Annotate an array. Under Manual mesh axes, the trace gets an ordinary constraint."""
@@ -129,28 +146,35 @@ class Recorder:
             return constrain(x, decided)
         if decided.placement is None:
             return x
+        if self.typed:
+            self._keep(decided.request, decided.placement.spec)
+            x = constrain(x, decided)
         request = decided.request._replace(manual=frozenset())
         return annotate(x, Annotation(request, decided.strict))
 
     def gather(self, w: Any, use: Decided, stored: Decided) -> Any:
         """Annotate a weight as it is used and as it is stored."""
+        if self.typed:
+            assert use.placement is not None
+            self._keep(use.request, use.placement.spec)
+            return annotate(constrain_weight(w, use, stored), Annotation(use.request))
         return annotate_weight(w, Annotation(use.request), Annotation(stored.request))
+
+
+def is_typed(manager: Manager) -> bool:
+    """Tell whether the mesh has Explicit axes, so that types of values have shardings."""
+    return AxisType.Explicit in manager.mesh.axis_types
 
 
 def planning_manager(manager: Manager) -> tuple[Manager, Recorder]:
     """Return a manager under which a trace keeps its annotations, and what it records.
 
-    It resolves every request like the given manager, on a mesh with Auto axes. If all axes of the
-    manager's mesh are Auto, this mesh is kept, since a `shard_map` of the model may name it.
-    Otherwise the new mesh is abstract.
+    It resolves every request like the given manager, on the same mesh.
     """
-    mesh, shape, recorder = manager.mesh, manager.mesh.shape, Recorder()
-    auto = (AxisType.Auto,) * len(shape)
-    if mesh.axis_types != auto:
-        mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=auto)
+    recorder = Recorder(typed=is_typed(manager))
     # The token is new and small: JAX reuses no trace with annotations, and never frees its keys.
     effect = Effect(recorder.place, recorder.gather, object(), recorder.record)
-    return manager.having(effect=effect, mesh=mesh), recorder
+    return manager.having(effect=effect), recorder
 
 
 def trace(
@@ -184,8 +208,19 @@ def trace(
         )
     # All plans of a manager share one planning manager, so that JAX's caches do not grow.
     planning, recorder = manager.remember(("planning",), lambda: planning_manager(manager))
-    # Shardings of the arguments would become part of the trace, which many strategies share.
-    bare = jax.tree.map(_bare, tuple(shapes))
+    inputs = _inputs(shapes, specs, planning, roles)
+    leaves, structure = jax.tree.flatten(tuple(shapes))
+    if len(inputs) != len(leaves):
+        raise StrategyError(
+            f"the function has {len(leaves)} array arguments, but {len(inputs)} annotations "
+            "were given",
+            fix="give one annotation, or a tree of annotations, for each argument",
+        )
+    # On an Auto mesh, shardings of the arguments would become part of the trace, which many
+    # strategies share. On an Explicit mesh, JAX needs them in the types.
+    typed = recorder.typed
+    shardings = [_sharding(each, planning) if typed else None for each in inputs]
+    arguments = jax.tree.unflatten(structure, map(_argument, leaves, shardings))
 
     def traced_once(*arguments: Any) -> Any:
         # A new function for each call: when it is freed, JAX frees its trace too.
@@ -193,21 +228,24 @@ def trace(
 
     try:
         with planning, context.TARGET(platform):
-            traced = jax.jit(traced_once).trace(*bare)
+            traced = jax.jit(traced_once).trace(*arguments)
     except ShardingError as error:
         raise located(error, _jax.raising_line(error)) from error
-    inputs = _inputs(shapes, specs, planning, roles)
+    except _jax.refusals() as error:
+        if not typed:
+            raise
+        reason = " ".join(str(error).split())
+        refused = ProgramError(
+            f"JAX refuses the program on a mesh with Explicit axes: {reason:.300}",
+            fix="say how the result is sharded, with sw.einsum(..., out=axes), sw.shard or "
+            "out_sharding=; or use a mesh with Auto axes",
+        )
+        raise located(refused, _jax.raising_line(error)) from error
     # A loop may compute values that nothing uses. JAX keeps them and compilers remove them, so they
     # are removed before the walk.
     whole = traced.jaxpr.jaxpr
     # `instantiate` keeps unused inputs, because `inputs` has an entry for each argument.
     jaxpr, _ = dce_jaxpr(whole, [True] * len(whole.outvars), instantiate=True)
-    if len(inputs) != len(jaxpr.invars):
-        raise StrategyError(
-            f"the function has {len(jaxpr.invars)} array arguments, but {len(inputs)} annotations "
-            "were given",
-            fix="give one annotation, or a tree of annotations, for each argument",
-        )
     goals = _outputs(traced, outputs, planning.mode)
     by_role = _roles_by_arguments(goals, inputs, planning)
     return Trace(
@@ -219,14 +257,23 @@ def trace(
         mesh=dict(manager.mesh.shape),
         attention=manager.rules.attention,
         attention_calls=read_attention_calls(jaxpr),
+        typed_for=manager if typed else None,
     )
 
 
-def _bare(x: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of an argument, without its sharding."""
+def _argument(x: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of an argument, with this sharding only."""
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     weak = getattr(aval, "weak_type", False)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak, sharding=sharding)
+
+
+def _sharding(given: ShardingRequest | NamedSharding | None, manager: Manager) -> NamedSharding:
+    """Return the sharding of an argument on the manager's mesh. By default, it is replicated."""
+    if isinstance(given, ShardingRequest):
+        return manager.sharding_of(manager.answer(given))
+    # Its own mesh may have devices, or other axis types.
+    return NamedSharding(manager.mesh, PartitionSpec() if given is None else given.spec)
 
 
 def _inputs(

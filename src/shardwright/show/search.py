@@ -59,6 +59,9 @@ def count_lines(found: SearchReport) -> list[str]:
     for reason, count in found.dropped.items():
         lines.append(f"dropped {count}: {reason}")
         lines += [f"  {line}" for line in found.examples.get(reason, "").splitlines()]
+    for point, why in found.refused:
+        lines.append(f"refused: {point}")
+        lines += [f"  {line}" for line in why.splitlines()]
     return lines
 
 

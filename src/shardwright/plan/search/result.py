@@ -132,6 +132,7 @@ class SearchReport:
         fit` it is the candidate that needs least.
       fixed_axes: Mesh axes of the strategies that have one device in every candidate, because
         `axes` leaves them out.
+      refused: Candidates on Explicit meshes that JAX refuses, and why. They come after all others.
     """
 
     topology: Topology
@@ -141,12 +142,13 @@ class SearchReport:
     skipped: int = 0
     examples: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fixed_axes: tuple[str, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
 
     @property
     def judged(self) -> int:
         """Number of all candidates that a search has looked at."""
         seen = sum(count for reason, count in self.dropped.items() if reason != STOPPED)
-        return len(self.candidates) + seen
+        return len(self.candidates) + len(self.refused) + seen
 
     @property
     def exhaustive(self) -> bool:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from shardwright.errors import ShardingError, StrategyError
+from shardwright.errors import ProgramError, ShardingError, StrategyError
 from shardwright.manager.manager import PartitionManager
 from shardwright.mesh.build import abstract_mesh
 from shardwright.plan.fit import Verdict
@@ -31,7 +31,7 @@ from shardwright.plan.search.result import STOPPED, Candidate, SearchReport
 from shardwright.plan.search.settings import read_pins, read_vary
 from shardwright.plan.search.space import Point, Space, default_strategies
 from shardwright.plan.search.unused import UnusedAxes
-from shardwright.plan.trace import Trace
+from shardwright.plan.trace import Trace, is_typed
 from shardwright.resolution.request import ShardingRequest
 from shardwright.vocabulary.axes import BATCH, LENGTH, QUERY_LENGTH
 from shardwright.vocabulary.modes import MODE_TRAIN, parse_mode
@@ -64,7 +64,8 @@ def search(
     fit, is the same program as another candidate of its strategy, or has a mesh axis that no tensor
     can be sharded over. The others are ordered: first those that fit, then those that are close to
     the memory of the chip; among each by the upper end of the estimated time, then by that of the
-    memory. The same arguments always give the same result.
+    memory. If a strategy has Explicit `axis_types`, its candidates are traced one by one, and those
+    that JAX refuses come last. The same arguments always give the same result.
 
     Args:
       program: What to plan, or one program per mode. One strategy serves all of them.
@@ -158,6 +159,11 @@ def search_variants(
         skipped=sum(report.skipped for report in reports.values()),
         examples=examples,
         fixed_axes=next(iter(reports.values())).fixed_axes,
+        refused=tuple(
+            (f"{label}, {point}" if label else point, why)
+            for label, report in reports.items()
+            for point, why in report.refused
+        ),
     )
 
 
@@ -230,6 +236,7 @@ class _Search:
       tokens: Tokens of one run, by mode; 0 if no argument says so.
       dropped: Reason -> number of candidates.
       examples: Reason -> a candidate that was dropped for it, with its error.
+      refused: Candidates that JAX refuses, and why.
       smallest: Bytes of the candidate that needs least of those that do not fit.
       stopped: Whether `progress` has ended the search.
     """
@@ -247,6 +254,7 @@ class _Search:
     tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     dropped: Counter[str] = dataclasses.field(default_factory=Counter)
     examples: dict[str, str] = dataclasses.field(default_factory=dict)
+    refused: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     smallest: float = math.inf
     stopped: bool = False
 
@@ -284,6 +292,7 @@ class _Search:
             skipped=skipped + self.dropped[STOPPED],
             examples=self.examples,
             fixed_axes=self.space.fixed_axes,
+            refused=tuple(self.refused),
         )
 
     def _drop_large(self, point: Point, needed: int) -> None:
@@ -317,6 +326,10 @@ class _Search:
                     self.examples.setdefault(_UNUSED, f"{point}: {', '.join(idle)}")
                     continue
                 each = self._resolve(point, strategy)
+            except ProgramError as error:
+                self.refused.append((str(point), str(error.problems[0])))
+                first_error = first_error or error
+                continue
             except ShardingError as error:
                 reason = _reason(error)
                 self.dropped[reason] += 1
@@ -353,7 +366,7 @@ class _Search:
         """Resolve a candidate. If its state does not fit, count it as dropped and return None."""
         layout = lay_out(self.topology, point.sizes)
         strategy = base | type(base)(mesh=dict(point.sizes), dcn=dict(layout.crossing))
-        manager = PartitionManager(strategy, mesh=abstract_mesh(dict(point.sizes)))
+        manager = _manager(strategy, point)
         sizes = {axis: size for axis, size in point.sizes.items() if size > 1}
         # Specs name mesh axes without sizes, so the sizes are part of the key.
         specs: list[Any] = [tuple(sorted(sizes.items()))]
@@ -374,9 +387,12 @@ class _Search:
                 asked = (known.request for known in shared.trace.answers)
                 answers = (
                     tuple(sorted(point.sizes.items())),
+                    manager.mesh.axis_types,
                     *(in_mode.answer(each).spec for each in asked),
                 )
-            specs.append((mode, shared.number, answers, tuple(each.dims for each in resolved)))
+            # An Explicit candidate has its own trace. Equal answers give it the same equations.
+            number = -1 if shared.trace.typed_for is not None else shared.number
+            specs.append((mode, number, answers, tuple(each.dims for each in resolved)))
             rank += closed_form(resolved, in_mode, layout, flops=self.flops[mode])
         return _Resolved(
             point=point,
@@ -415,7 +431,7 @@ class _Search:
     def _renaming(self, traced: Trace, manager: PartitionManager, mode: str) -> Renaming | None:
         """Return how the axes of a trace are renamed for a candidate, or None if it differs."""
         # Nothing in such a trace depends on the manager, so there are no mesh axes to rename.
-        if mode in self.shared:
+        if mode in self.shared and not is_typed(manager):
             return {}
         if self.programs[mode].any_mesh:
             return traced.renaming(manager)
@@ -443,7 +459,7 @@ class _Search:
 
     def _walk(self, each: _Resolved) -> Candidate:
         """Walk a candidate. Candidates that differ only in the order of axes share their walks."""
-        manager = PartitionManager(each.strategy, mesh=abstract_mesh(dict(each.point.sizes)))
+        manager = _manager(each.strategy, each.point)
         if each.specs not in self.walks:
             reports = {}
             for mode, program in self.programs.items():
@@ -469,6 +485,11 @@ class _Search:
             position=list(self.space.strategies).index(each.point.name),
             tokens={mode: count for mode, count in self.tokens.items() if count},
         )
+
+
+def _manager(strategy: Strategy, point: Point) -> PartitionManager:
+    mesh = abstract_mesh(dict(point.sizes), axis_types=strategy.axis_types)
+    return PartitionManager(strategy, mesh=mesh)
 
 
 def _tokens(given: Any) -> int:

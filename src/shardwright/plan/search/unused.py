@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardwright import _jax
 from shardwright.manager.manager import PartitionManager
 from shardwright.mesh.build import abstract_mesh
 from shardwright.plan.planner import Program, trace_program
@@ -65,9 +66,11 @@ class UnusedAxes:
         """Return the questions of a program. Keep the mesh axes that it names itself."""
         # The annotations of a program do not depend on the strategy, so the first one traces it.
         if mode not in self._asked:
-            mesh = abstract_mesh(dict.fromkeys(strategy.mesh, 1))
+            sizes = dict.fromkeys(strategy.mesh, 1)
+            mesh = abstract_mesh(sizes, axis_types=strategy.axis_types)
             manager = PartitionManager(strategy, mesh=mesh).for_mode(mode)
-            traced = trace_program(manager, self._programs[mode])
+            with _jax.types_without_size_one():
+                traced = trace_program(manager, self._programs[mode])
             asked = [each.request for each in read_annotations(traced)]
             self._asked[mode] = [*asked, *(known.request for known in traced.answers)]
             specs = [each.spec for each in traced.inputs if isinstance(each, NamedSharding)]

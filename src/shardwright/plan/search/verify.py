@@ -120,7 +120,8 @@ def verify_front(
     verified = []
     chosen = found.front[:most]
     for number, candidate in enumerate(chosen, 1):
-        manager = PartitionManager(candidate.strategy, mesh=abstract_mesh(dict(candidate.sizes)))
+        mesh = abstract_mesh(dict(candidate.sizes), axis_types=candidate.strategy.axis_types)
+        manager = PartitionManager(candidate.strategy, mesh=mesh)
         verifications: dict[str, Verification] = {}
         failures: list[str] = []
         for mode in candidate.reports:

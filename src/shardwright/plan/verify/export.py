@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import jax
 import jax.export
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 
 from shardwright.errors import ProgramError, ShardingError
 from shardwright.manager import context
@@ -54,7 +54,7 @@ def export_program(
     """Export a program under a manager. No device is needed.
 
     Args:
-      manager: Strategy, mesh and mode. As in a plan, Explicit mesh axes are taken as Auto ones.
+      manager: Strategy, mesh and mode.
       program: What to export.
       traced: Its trace, which has the annotations of the arguments and results.
       platform: `tpu` or `cpu`.
@@ -65,13 +65,15 @@ def export_program(
       ProgramError: The program has a part that JAX cannot export.
     """
     shape = manager.mesh.shape
-    auto = (AxisType.Auto,) * len(shape)
     device = None
     if chip in DEVICES:
         kind, cores = DEVICES[chip]
         device = AbstractDevice(device_kind=kind, num_cores=cores, platform=platform)
     mesh = AbstractMesh(
-        tuple(shape.values()), tuple(shape), axis_types=auto, abstract_device=device
+        tuple(shape.values()),
+        tuple(shape),
+        axis_types=manager.mesh.axis_types,
+        abstract_device=device,
     )
     abstract = manager.having(mesh=mesh)
 

@@ -10,7 +10,13 @@ from typing import Any
 from shardwright.dims.table import FactorRole, correspondence
 from shardwright.plan.walk.events import Idle
 from shardwright.plan.walk.step import PlanStep
-from shardwright.plan.walk.values import Dims, ShardedValue, merged_origins, shards
+from shardwright.plan.walk.values import (
+    Dims,
+    ShardedValue,
+    explicit_axes,
+    merged_origins,
+    shards,
+)
 from shardwright.trees.tensors import whole_bytes
 
 
@@ -78,7 +84,7 @@ def follow_matmul(
         return tuple(tuple(order.get(label, ())) for label in of)
 
     for at, names in enumerate(labels.operands):
-        step.move(at, dims(names), use=_use(step, values[at], names, order))
+        step.move(at, dims(names), use=_use(step, at, values[at], names, order))
     _count(step, labels, order)
     owed = frozenset(axis for axis, label in places.items() if label.startswith("c"))
     # XLA adds over the mesh axes of one dim after the other.
@@ -95,13 +101,20 @@ def follow_matmul(
 
 
 def _use(
-    step: PlanStep, value: ShardedValue, names: Sequence[str], order: dict[str, list[str]]
+    step: PlanStep,
+    at: int,
+    value: ShardedValue,
+    names: Sequence[str],
+    order: dict[str, list[str]],
 ) -> object:
     """Return the key of a move. XLA merges two moves of one value only if their keys are equal.
 
     If a gather is over fewer devices than the dims that stay sharded, all matmuls share it. Else
-    matmuls share it only if they keep the same kinds of dims sharded.
+    matmuls share it only if they keep the same kinds of dims sharded. If the type of the value has
+    its sharding, all matmuls share it too.
     """
+    if explicit_axes(step.avals[at]):
+        return None
     sizes = step.ledger.sizes
     kept = {axis for name in names for axis in order.get(name, ())}
     gathered = value.mesh_axes - kept
@@ -128,7 +141,8 @@ def _places(step: PlanStep, values: Sequence[ShardedValue], labels: Labels) -> d
     places: dict[str, str] = {}
     one_sided: dict[str, tuple[str, int]] = {}
     for axis, claims in _claims(step, values, labels).items():
-        decided_label = _constrained_label(axis, labels, step.wanted[0])
+        wanted = step.wanted_over(axis)
+        decided_label = _constrained_label(axis, labels, wanted)
         contracted = [label for label in claims if label.startswith("c")]
         shared = [label for label in contracted if len(claims[label].operands) == 2]
         if decided_label is not None and _is_dispatched(claims, decided_label):
@@ -144,7 +158,7 @@ def _places(step: PlanStep, values: Sequence[ShardedValue], labels: Labels) -> d
             one_sided[axis] = label, claims[label].operands[0]
         elif len(claims) == 1:
             places[axis] = next(iter(claims))
-        elif step.wanted[0] is None:
+        elif wanted is None:
             # If bytes are equal, a dim of the result wins over a contracted one.
             places[axis] = max(
                 claims, key=lambda label: (claims[label].bytes, not label.startswith("c"))

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from jax.extend.core import Literal
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from shardwright import _jax
 from shardwright.dims.primitives import (
@@ -38,6 +38,7 @@ from shardwright.plan.walk.masks import EquationIds, equal_masks, required_dims,
 from shardwright.plan.walk.padding import is_across
 from shardwright.plan.walk.peers import Peers, is_scattered
 from shardwright.plan.walk.step import PlanRule, PlanStep, Scope
+from shardwright.plan.walk.types import add_typed_demands, as_typed, with_owed
 from shardwright.plan.walk.values import (
     KEEP,
     Dims,
@@ -125,6 +126,8 @@ class ShardingWalker:
         goals = wanted or [None] * len(jaxpr.outvars)
         equations = list(live_equations(jaxpr))
         asked = demands(jaxpr, goals, sizes=notes.sizes, target=_target_dims(target))
+        results = (variable for equation in equations for variable in equation.outvars)
+        add_typed_demands(asked, [*jaxpr.invars, *results], notes.sizes)
         scope = Scope(
             ledger=notes,
             asked=asked,
@@ -186,7 +189,8 @@ def _follow(step: PlanStep) -> Sequence[ShardedValue]:
         return called
     rule = _RULES.get(step.name)
     if rule is not None:
-        results = [value.pruned() for value in rule(step)]
+        step = step if step.name in _LOOPS else with_owed(step)
+        results = as_typed(step, [value.pruned() for value in rule(step)])
         if step.name not in _LOOPS:
             # XLA moves loop-invariant code out of loops: only operands of a loop make a result run
             # again.
@@ -214,9 +218,10 @@ def written_target(equation: Any, ledger: Ledger) -> ShardedValue | None:
     sharding = parameters.get("sharding", parameters.get("dst_sharding"))
     if not isinstance(sharding, NamedSharding):
         return None
-    if equation.primitive.name == "reshard" and AxisType.Explicit not in sharding.mesh.axis_types:
-        return None  # JAX itself calls `reshard`, which changes nothing over Auto axes
     aval = equation.invars[0].aval
+    if equation.primitive.name == "reshard":
+        # It changes nothing over Auto axes. The type of its result has the Explicit ones.
+        return ShardedValue(dims=(KEEP,) * aval.ndim)
     dims = ledger.dims_of(sharding.spec, aval.ndim)
     origin = Origin(source=_jax.source_line(equation))
     return ShardedValue(dims=dims, origins={axis: origin for dim in dims for axis in dim})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Final
+
+from jax.extend.core import Literal
 
 from shardwright.dims.primitives import CUMULATIVE
 from shardwright.dims.table import correspondence
@@ -14,8 +17,10 @@ from shardwright.plan.walk.values import (
     Dims,
     ShardedValue,
     axes_of,
+    explicit_axes,
     merged_origins,
     shards,
+    typed_dims,
     with_kept,
 )
 
@@ -120,16 +125,21 @@ def stack(step: PlanStep) -> list[ShardedValue]:
 def constraint(step: PlanStep) -> list[ShardedValue]:
     """Follow a constraint. Equal constraints on one variable share a move."""
     target = step.scope.target(step.equation)
-    if target is None:
-        return step.values
     variable, value = step.equation.invars[0], step.maybe_partial(0)
-    dims = with_kept(target.dims, value.dims)
+    if target is None or isinstance(variable, Literal):
+        return step.values
+    if step.name == "annotate_axes" and explicit_axes(step.results[0]):
+        # A reshard before it has moved the value already. The annotation says why.
+        return [dataclasses.replace(value, origins={**value.origins, **target.origins})]
+    dims = typed_dims(step.results[0], with_kept(target.dims, value.dims), step.ledger.sizes)
     if value.owed and not value.owed & axes_of(dims):
         dims = _scattered_later(step, value, dims)
     # The key of `PlanStep.move` without a use, so that later gathers to these dims share this one.
     key = (variable, dims, None)
     if key not in step.scope.moved:
-        moved = step.ledger.move(value, step.avals[0], dims, step.location, origins=target.origins)
+        # A spec that is written by hand has no axes: an annotation before it says more.
+        origins = merged_origins([target, value])
+        moved = step.ledger.move(value, step.avals[0], dims, step.location, origins=origins)
         step.scope.moved[key] = moved
     return [step.scope.moved[key]]
 

@@ -11,7 +11,16 @@ from jax.extend.core import Literal
 from shardwright.plan.walk.events import CompilerChoice, WalkLocation
 from shardwright.plan.walk.ledger import Ledger
 from shardwright.plan.walk.masks import EquationIds
-from shardwright.plan.walk.values import Dims, Origin, ShardedValue, anywhere, most_runs, replicated
+from shardwright.plan.walk.values import (
+    Dims,
+    Origin,
+    ShardedValue,
+    anywhere,
+    explicit_axes,
+    most_runs,
+    replicated,
+    typed_dims,
+)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -72,6 +81,16 @@ class PlanStep:
     def wanted(self) -> list[Dims | None]:
         """Per result, the dims that a later constraint requires, or None."""
         return [self.scope.asked.get(variable) for variable in self.equation.outvars]
+
+    def wanted_over(self, axis: str) -> Dims | None:
+        """Dims of the first result that decide which one a mesh axis shards, or None.
+
+        Those of its type over an Explicit mesh axis, else those that a later constraint requires.
+        """
+        result = self.results[0]
+        if axis in explicit_axes(result):
+            return typed_dims(result, ((),) * result.ndim, self.ledger.sizes)
+        return self.wanted[0]
 
     @property
     def suggested(self) -> Dims | None:

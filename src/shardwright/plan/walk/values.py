@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from shardwright.plan.walk.entries import Buffer
 
@@ -114,6 +114,28 @@ def dims_of_spec(spec: Sequence[Any], ndim: int, sizes: Mapping[str, int]) -> Di
         if entry is PartitionSpec.UNCONSTRAINED
         else tuple(name for name in _names(entry) if name in sizes)
         for entry in entries
+    )
+
+
+def explicit_axes(aval: Any) -> frozenset[str]:
+    """Return the mesh axes over which a type has a sharding."""
+    # A token has none.
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+        return frozenset()
+    kinds = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
+    return frozenset(axis for axis, kind in kinds if kind is AxisType.Explicit)
+
+
+def typed_dims(aval: Any, dims: Dims, sizes: Mapping[str, int]) -> Dims:
+    """Return dims with the Explicit mesh axes that a type has. They come before Auto ones."""
+    explicit = explicit_axes(aval)
+    if not explicit:
+        return dims
+    own = dims_of_spec(aval.sharding.spec.partitions, aval.ndim, sizes)
+    return tuple(
+        (*typed, *(axis for axis in held if axis not in explicit))
+        for typed, held in zip(own, dims, strict=True)
     )
 
 

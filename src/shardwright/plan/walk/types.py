@@ -1,0 +1,66 @@
+"""Shardings in the types of values, which JAX writes there over Explicit mesh axes.
+
+They are exact: JAX lowers the type of each result to a constraint. Auto mesh axes are in no type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from shardwright.plan.walk.demands import Demands
+from shardwright.plan.walk.step import PlanStep
+from shardwright.plan.walk.values import ShardedValue, explicit_axes, typed_dims
+
+
+def add_typed_demands(demands: Demands, variables: Iterable[Any], sizes: Mapping[str, int]) -> None:
+    """Require of each variable the sharding of its type, beside what constraints require."""
+    for variable in variables:
+        explicit = explicit_axes(variable.aval)
+        # Without a constraint, propagation still decides over Auto mesh axes.
+        if variable in demands or (explicit and explicit >= sizes.keys()):
+            dims = demands.get(variable, ((),) * variable.aval.ndim)
+            demands[variable] = typed_dims(variable.aval, dims, sizes)
+
+
+def _unreduced(avals: Iterable[Any]) -> frozenset[str]:
+    """Return the mesh axes over which values are partial sums by their types."""
+    return frozenset().union(
+        *(aval.sharding.spec.unreduced for aval in avals if explicit_axes(aval))
+    )
+
+
+def with_owed(step: PlanStep) -> PlanStep:
+    """Return an equation whose operands owe the sums that are unreduced in their types only.
+
+    While a type is unreduced, equations run on the terms of the sum. The equation with a type that
+    is not, a reshard, adds them.
+    """
+    paid = _unreduced(step.avals) - _unreduced(step.results)
+    if not paid:
+        return step
+    values = [
+        value if value.free else dataclasses.replace(value, owed=value.owed | mine, groups=())
+        for value, aval in zip(step.values, step.avals, strict=True)
+        for mine in [paid & _unreduced([aval])]
+    ]
+    return dataclasses.replace(step, values=values)
+
+
+def as_typed(step: PlanStep, results: Sequence[ShardedValue]) -> list[ShardedValue]:
+    """Move results to the shardings of their types."""
+    return [
+        _as_typed(step, value, aval) if explicit_axes(aval) and not value.free else value
+        for value, aval in zip(results, step.results, strict=True)
+    ]
+
+
+def _as_typed(step: PlanStep, value: ShardedValue, aval: Any) -> ShardedValue:
+    unreduced = frozenset(aval.sharding.spec.unreduced)
+    groups = tuple(group - unreduced for group in value.groups)
+    partial = dataclasses.replace(value, owed=value.owed - unreduced, groups=groups)
+    dims = typed_dims(aval, value.dims, step.ledger.sizes)
+    if dims == value.dims:
+        return partial
+    return step.ledger.move(partial, aval, dims, step.location, origins=value.origins)

@@ -1,0 +1,292 @@
+"""Plans of programs for Explicit and mixed meshes, equal to their own compiled collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardwright as sw
+from shardwright.cli.main import main
+from shardwright.errors import ProgramError
+from shardwright.plan import Program, verify_plan
+from shardwright.plan.search import search
+from shardwright.show.search import search_text
+from shardwright.testing import cpu_mesh
+from tests.plan.against_xla import compiled_bytes, planned_bytes
+from tests.raising import raises
+
+BATCH, LENGTH, EMBED, INNER, HEADS, DIM, VOCAB, EXPERTS = 8, 16, 64, 128, 8, 16, 256, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Spelling:
+    """How a program says where a value goes.
+
+    Attributes:
+      explicit: The Explicit mesh axes. Over the others, programs add constraints.
+      unreduced: Whether a sum over shards stays unreduced, until a reshard adds it.
+    """
+
+    explicit: frozenset[str] = frozenset({"dp", "tp"})
+    unreduced: bool = False
+
+    def over(self, spec: P, axes: frozenset[str]) -> P:
+        return P(*(entry if entry in axes else None for entry in spec.partitions))
+
+    def constrain(self, x: Any, spec: P) -> Any:
+        auto = frozenset({"dp", "tp"}) - self.explicit
+        return jax.lax.with_sharding_constraint(x, self.over(spec, auto)) if auto else x
+
+    def reshard(self, x: Any, spec: P) -> Any:
+        return self.constrain(jax.reshard(x, self.over(spec, self.explicit)), spec)
+
+    def einsum(self, terms: str, left: Any, right: Any, out: P) -> Any:
+        spec = self.over(out, self.explicit)
+        if not self.unreduced:
+            return self.constrain(jnp.einsum(terms, left, right, out_sharding=spec), out)
+        sides, result = terms.split("->")
+        specs = (jax.typeof(side).sharding.spec.partitions for side in (left, right))
+        held = {
+            axis
+            for labels, entries in zip(sides.split(","), specs, strict=True)
+            for label, axis in zip(labels, entries, strict=True)
+            if axis is not None and label not in result
+        }
+        kept = (None if axis in held else axis for axis in spec.partitions)
+        y = jnp.einsum(terms, left, right, out_sharding=P(*kept, unreduced=held))
+        return jax.reshard(y, spec)
+
+
+def mlp(by: Spelling, weights: Any, x: Any) -> Any:
+    """The gradient of scanned layers whose weights are stored over dp and used over tp."""
+
+    def layer(x: Any, w: Any) -> Any:
+        inner = jnp.tanh(by.einsum("bse,em->bsm", x, w["up"], P("dp", None, "tp")))
+        return x + by.einsum("bsm,me->bse", inner, w["down"], P("dp", None, None)), None
+
+    def loss(weights: Any) -> Any:
+        used = {"up": P(None, None, "tp"), "down": P(None, "tp", None)}
+        gathered = jax.tree.map(by.reshard, weights, used)
+        return (jax.lax.scan(jax.checkpoint(layer), x, gathered)[0] ** 2).sum()
+
+    return jax.grad(loss)(weights)
+
+
+def attention(by: Spelling, weights: Any, tokens: Any) -> Any:
+    """Attention with heads over tp, behind a look-up in a table whose rows are over tp."""
+    hidden, heads = P("dp", None, None), P("dp", None, "tp", None)
+    rows = weights["table"].at[tokens].get(out_sharding=by.over(hidden, by.explicit))
+    x = by.constrain(rows, hidden)
+    q, k, v = (by.einsum("bse,ehd->bshd", x, weights[name], heads) for name in "qkv")
+    scores = jax.nn.softmax(by.einsum("bshd,bthd->bhst", q, k, P("dp", "tp", None, None)))
+    mixed = by.einsum("bhst,bthd->bshd", scores, v, heads)
+    x += by.einsum("bshd,hde->bse", mixed, weights["o"], hidden)
+    logits = by.einsum("bse,ve->bsv", x, weights["table"], P("dp", None, "tp"))
+    return jax.nn.logsumexp(logits, axis=-1)
+
+
+def sequence(by: Spelling, weights: Any, x: Any) -> Any:
+    """The gradient of a block with its residual stream over tp: gathers and reduce-scatters."""
+
+    def loss(weights: Any) -> Any:
+        h = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+        h = by.reshard(h, P("dp", None, None))
+        inner = jax.nn.silu(by.einsum("bse,em->bsm", h, weights["up"], P("dp", None, "tp")))
+        return ((x + by.einsum("bsm,me->bse", inner, weights["down"], SEQUENCE)) ** 2).sum()
+
+    return jax.grad(loss)(weights)
+
+
+def experts(by: Spelling, weights: Any, x: Any) -> Any:
+    """A mixture with its experts over dp: an all-to-all to the experts, and one back."""
+    chosen = by.einsum("bse,ek->bsk", x, weights["router"], P("dp", None, None))
+    gates = jax.nn.one_hot(chosen.argmax(-1), EXPERTS) * jax.nn.softmax(chosen)
+    sent = by.reshard(jnp.einsum("bsk,bse->kbse", gates, x), P("dp", None, None, None))
+    inner = jax.nn.gelu(by.einsum("kbse,kem->kbsm", sent, weights["up"], P("dp", None, None, "tp")))
+    back = by.einsum("kbsm,kme->kbse", inner, weights["down"], P("dp", None, None, None))
+    return by.reshard(back, P(None, "dp", None, None)).sum(0)
+
+
+Array = tuple[tuple[int, ...], P]
+ROWS, SEQUENCE = P("dp", None, None), P("dp", "tp", None)
+# A model, its weights, and its input.
+MODELS: dict[str, tuple[Callable[..., Any], dict[str, Array], Array]] = {
+    "mlp": (
+        mlp,
+        {
+            "up": ((3, EMBED, INNER), P(None, "dp", "tp")),
+            "down": ((3, INNER, EMBED), P(None, "tp", "dp")),
+        },
+        ((BATCH, LENGTH, EMBED), ROWS),
+    ),
+    "attention": (
+        attention,
+        {
+            "table": ((VOCAB, EMBED), P("tp", None)),
+            **{name: ((EMBED, HEADS, DIM), P(None, "tp", None)) for name in "qkv"},
+            "o": ((HEADS, DIM, EMBED), P("tp", None, None)),
+        },
+        ((BATCH, LENGTH), P("dp", None)),
+    ),
+    "sequence": (
+        sequence,
+        {"up": ((EMBED, INNER), P(None, "tp")), "down": ((INNER, EMBED), P("tp", None))},
+        ((BATCH, LENGTH, EMBED), SEQUENCE),
+    ),
+    "experts": (
+        experts,
+        {
+            "router": ((EMBED, EXPERTS), P(None, None)),
+            "up": ((EXPERTS, EMBED, INNER), P("dp", None, "tp")),
+            "down": ((EXPERTS, INNER, EMBED), P("dp", "tp", None)),
+        },
+        ((BATCH, LENGTH, EMBED), ROWS),
+    ),
+}
+SPELLINGS = {"reshard": Spelling(unreduced=True), "out_sharding": Spelling()}
+MIXED = {f"{axis} explicit": Spelling(explicit=frozenset({axis})) for axis in ("dp", "tp")}
+PROGRAMS = {
+    **{f"{name} by {by}": (name, SPELLINGS[by]) for name in MODELS for by in SPELLINGS},
+    **{f"{name}, {by}": (name, MIXED[by]) for name in ("mlp", "attention") for by in MIXED},
+}
+
+
+def arguments(name: str, mesh: Any) -> tuple[Any, Any]:
+    def shaped(shape: tuple[int, ...], spec: P) -> Any:
+        dtype = jnp.int32 if len(shape) == 2 and spec[0] == "dp" else jnp.float32
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    _, weights, x = MODELS[name]
+    return {key: shaped(*each) for key, each in weights.items()}, shaped(*x)
+
+
+def program(name: str, by: Spelling) -> Callable[[Any, Any], Any]:
+    return lambda weights, x: MODELS[name][0](by, weights, x)
+
+
+@pytest.mark.full(
+    but=["attention by reshard", "sequence by out_sharding", "attention, dp explicit"]
+)
+@pytest.mark.parametrize("case", list(PROGRAMS))
+def test_plan_equals_compiled_program(case: str) -> None:
+    name, by = PROGRAMS[case]
+    mesh = cpu_mesh("dp:2,tp:4", axis_types=dict.fromkeys(by.explicit, "explicit"))
+    pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=mesh)
+    given, run = arguments(name, mesh), program(name, by)
+    report = pm.plan(run, *given)
+    assert report.walked.complete
+    assert planned_bytes(report) == compiled_bytes(pm, run, given)
+
+
+HIDDEN = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
+INSIDE = (sw.BATCH, sw.QUERY_LENGTH, sw.MLP_INTERMEDIATE)
+SPECS = {
+    "up": sw.ArraySpec((EMBED, INNER), jnp.float32, (sw.EMBED, sw.MLP_INTERMEDIATE)),
+    "down": sw.ArraySpec((INNER, EMBED), jnp.float32, (sw.MLP_INTERMEDIATE, sw.EMBED)),
+}
+SHAPES = (
+    {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in SPECS.items()},
+    jax.ShapeDtypeStruct((BATCH, LENGTH, EMBED), jnp.float32),
+)
+
+
+def annotated(weights: Any, x: Any) -> Any:
+    """The gradient of a block that any mesh can run."""
+
+    def loss(weights: Any) -> Any:
+        w = sw.gather(weights, SPECS)
+        inner = jnp.tanh(sw.einsum("bse,em->bsm", sw.shard(x, HIDDEN), w["up"], out=INSIDE))
+        return (sw.einsum("bsm,me->bse", inner, w["down"], out=HIDDEN) ** 2).sum()
+
+    return jax.grad(loss)(weights)
+
+
+@pytest.mark.parametrize("types", ["explicit", {"tp": "explicit"}])
+def test_annotations_explain_the_same_collectives(types: Any) -> None:
+    def events(types: Any) -> list[Any]:
+        mesh = sw.abstract_mesh("fsdp:2,tp:4", axis_types=types)
+        pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=mesh)
+        report = pm.plan(annotated, *SHAPES, specs=(SPECS, HIDDEN), outputs=SPECS)
+        return sorted(
+            (str(each.kind), each.mesh_axes, each.axes, each.logical_bytes)
+            for each in report.events
+        )
+
+    assert events(types) == events("auto")
+
+
+def contracted(weights: Any, x: Any) -> Any:
+    """A program that JAX refuses if tp is Explicit and has several devices."""
+    return jnp.tanh(x @ weights["up"]) @ weights["down"]
+
+
+def test_refused_program_names_line_and_fix() -> None:
+    mesh = sw.abstract_mesh("dp:2,tp:4", axis_types="explicit")
+    pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=mesh)
+    with raises(ProgramError, "Contracting dimensions", "test_explicit.py:", fix="sw.einsum"):
+        pm.plan(contracted, *SHAPES, specs=(SPECS, HIDDEN))
+
+
+def test_search_traces_each_explicit_candidate_once() -> None:
+    traces = []
+
+    def counted(weights: Any, x: Any) -> Any:
+        traces.append(dict(jax.typeof(x).sharding.mesh.shape))
+        return contracted(weights, x)
+
+    strategy = sw.Strategy.preset("tensor") | sw.Strategy.model_validate(
+        {"mesh": {"dp": -1, "tp": 1}, "axis_types": "explicit"}
+    )
+    program = Program(counted, SHAPES, (SPECS, HIDDEN))
+    found = search(program, {"tensor": strategy}, topology="v5e:2x4")
+    assert [each.mesh for each in found.candidates] == ["dp:8"]
+    refused = ["tensor on dp:2,tp:4", "tensor on dp:4,tp:2", "tensor on tp:8"]
+    assert sorted(point for point, _ in found.refused) == refused
+    assert found.judged == 4
+    assert "refused: tensor on tp:8\n  JAX refuses" in str(search_text(found))
+    # The first trace is on one device: it finds the mesh axes that no tensor uses.
+    assert sorted(each["dp"] for each in traces) == [1, 1, 2, 4, 8]
+
+
+@pytest.mark.full
+def test_verified_plan_of_explicit_program_is_exact() -> None:
+    mesh = sw.abstract_mesh("dp:2,tp:4", axis_types="explicit")
+    pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=mesh)
+    run = program("experts", SPELLINGS["out_sharding"])
+    verified = verify_plan(pm, Program(run, arguments("experts", mesh)), platform="cpu")
+    assert [sent.difference for sent in verified.traffic] == [0, 0]
+
+
+def test_infer_and_check_read_explicit_program(tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(_MODEL)
+    for command in ("check", "infer"):
+        array = ("--input", "int32[8,32] BATCH LENGTH")
+        assert main([command, f"{file}:forward", "--params", "init", *array]) == 0
+
+
+_MODEL = """
+import jax
+import jax.numpy as jnp
+import shardwright as sw
+from jax.sharding import PartitionSpec as P
+
+def init():
+    inner = sw.ArraySpec((64, 128), jnp.float32, (sw.EMBED, sw.MLP_INTERMEDIATE))
+    table = sw.ArraySpec((512, 64), jnp.float32, (sw.VOCAB, sw.EMBED))
+    return {"table": table, "up": inner}
+
+def forward(params, tokens):
+    x = params["table"].at[tokens].get(out_sharding=P("dp", None, None))
+    inner = jnp.einsum("bse,em->bsm", x, params["up"], out_sharding=P("dp", None, "tp"))
+    x += jnp.einsum("bsm,em->bse", jax.nn.silu(inner), params["up"], out_sharding=P("dp"))
+    return jnp.einsum("bse,ve->bsv", x, params["table"], out_sharding=P("dp", None, "tp"))
+"""
