@@ -51,96 +51,117 @@ class Argument:
         # None means that JAX does not restrict the sharding of the array.
         self.shardings = self.structure.flatten_up_to(shardings)
 
+    def problem(self, path: Sequence[Any], what: str, fix: str) -> Problem:
+        """Return a problem at a path in this argument."""
+        return Problem(error=StrategyError, what=what, path=self.path(path), fix=fix)
+
     def path(self, path: Sequence[Any]) -> str:
         """Return a path in this argument as text."""
         return f"{self.name} {path_text(path)}".strip()
 
-    def structure_problems(self, value: Any) -> list[Problem]:
-        """Return a problem for each place where a value's structure differs from the argument's."""
+    def structure_problems(self, value: Any, given: str, passed: str, fix: str) -> list[Problem]:
+        """Return a problem for each place where a value's structure differs from the argument's.
+
+        Args:
+          value: The value.
+          given: Who has the argument's structure, such as "the step takes".
+          passed: Who has the value's structure, such as "it returns".
+          fix: How to fix it.
+        """
         try:
             self.structure.flatten_up_to(value)
-        except ValueError as error:
-            reason = str(error).splitlines()[0]
+        except ValueError:
+            pass
         else:
             return []
-        fix = f"pass the {self.name} in the structure that jit_step was given"
-        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(value)[0]]
-        missing = [start for start in self.paths if not any(_starts(path, start) for path in paths)]
-        unknown = [path for path in paths if not any(_starts(path, start) for start in self.paths)]
-        problems = [
-            Problem(error=StrategyError, what=what, path=self.path(path), fix=fix)
-            for what, different in (
-                ("jit_step was given this, and the call does not pass it", missing),
-                ("the call passes this, and jit_step was not given it", unknown),
-            )
-            for path in different
-        ]
-        what = f"the call passes another structure than jit_step was given: {reason}"
-        return problems or [Problem(error=StrategyError, what=what, path=self.name, fix=fix)]
-
-    def type_problems(self, value: Any) -> list[Problem]:
-        """Return a problem for each array whose shape or dtype differs from the argument's."""
-        arrays = self.structure.flatten_up_to(value)
+        # Shardings cannot stand for the leaves, because None would be an empty node.
+        tree = jax.tree.unflatten(self.structure, [object()] * len(self.leaves))
+        other = ((), f"a {type(value).__name__}", "one with other static fields")
         return [
-            Problem(
-                error=StrategyError,
-                what=f"jit_step was given {_type(leaf)}, and the call passes {_type(array)}",
-                path=self.path(path),
-                fix=f"pass the {self.name} that jit_step was given, or call jit_step with this one",
-            )
-            for path, leaf, array in zip(self.paths, self.leaves, arrays, strict=True)
+            self.problem(path, f"{given} {old}, and {passed} {new}", fix)
+            for path, old, new in list(_differences(tree, value)) or [other]
+        ]
+
+    def type_problems(
+        self, leaves: Sequence[Any], value: Any, given: str, passed: str, fix: str
+    ) -> list[Problem]:
+        """Return a problem for each array whose shape or dtype differs from that of a leaf."""
+        pairs = zip(self.paths, leaves, self.structure.flatten_up_to(value), strict=True)
+        return [
+            self.problem(path, f"{given} {_type(leaf)}, and {passed} {_type(array)}", fix)
+            for path, leaf, array in pairs
             if _type(leaf) != _type(array)
         ]
 
     def placement_problems(self, value: Any) -> list[Problem]:
         """Return a problem for each array that is placed in another way than the argument says."""
         problems: list[Problem] = []
-        # One annotation may cover a subtree of the input, so each part is a tree of arrays.
-        parts = self.structure.flatten_up_to(value)
-        for part, path, leaf, sharding in zip(
-            parts, self.paths, self.leaves, self.shardings, strict=True
-        ):
-            move = "pm.shard(x, *axes)" if is_annotation(leaf) else "jax.device_put(x, sharding)"
-            for below, array in jax.tree_util.tree_flatten_with_path(part)[0]:
-                placed = getattr(array, "sharding", None)
-                if placed is None and sharding is not None and not sharding.is_fully_addressable:
-                    problems.append(_host_problem(self.path((*path, *below))))
-                if sharding is None or placed is None or not getattr(array, "committed", True):
-                    continue
-                if placed.is_equivalent_to(sharding, len(array.shape)):
-                    continue
-                problem = Problem(
-                    error=StrategyError,
-                    what=f"the array is placed as {_placement(placed)}, and jit_step was given "
-                    f"{_placement(sharding)}",
-                    path=self.path((*path, *below)),
-                    fix=f"move it with {move}, as jit_step was given it",
-                )
-                problems.append(problem)
+        for path, _, leaf, sharding, array in self._arrays(value):
+            placed = getattr(array, "sharding", None)
+            if placed is None and not sharding.is_fully_addressable:
+                what = "the array is in the memory of this process, "
+                what += "and the mesh has several processes"
+                fix = "join the parts of all processes: pm.global_array(rows, *axes)"
+                problems.append(self.problem(path, what, fix))
+            if placed is None or not getattr(array, "committed", True):
+                continue
+            if not placed.is_equivalent_to(sharding, len(array.shape)):
+                move = "pm.shard(x, *axes)"
+                if not is_annotation(leaf):
+                    move = "jax.device_put(x, sharding)"
+                what = f"the array is placed as {_placement(placed)}, and jit_step was given "
+                what += _placement(sharding)
+                fix = f"move it with {move}, as jit_step was given it"
+                problems.append(self.problem(path, what, fix))
         return problems
 
     def size_problems(self, value: Any, check: Callable[[Any, Any, str], Any]) -> list[Problem]:
         """Return a problem for each array whose shape does not fit its annotation or sharding."""
         problems: list[Problem] = []
+        for path, above, leaf, sharding, array in self._arrays(value):
+            shape = np.shape(array)
+            try:
+                # An array or a `ShapeDtypeStruct` in place of an annotation has only a sharding to
+                # check.
+                if is_annotation(leaf):
+                    # Pass the path of the annotation, because `[[tensors]]` entries match it.
+                    check(leaf, shape, self.path(above))
+                sharding.shard_shape(shape)
+            except ShardingError as error:
+                at = self.path(path)
+                problems += [dataclasses.replace(problem, path=at) for problem in error.problems]
+            except ValueError:
+                what = f"the shape {shape} does not fit {_placement(sharding)}"
+                fix = "pass an array of a size that divides, or give jit_step an array or "
+                fix += "a ShapeDtypeStruct whose sharding fits this shape"
+                problem = self.problem(path, what, fix)
+                problems.append(dataclasses.replace(problem, error=IndivisibleError))
+        return problems
+
+    def _arrays(self, value: Any) -> Iterator[tuple[Any, Any, Any, Any, Any]]:
+        """Yield path, path of the leaf above, leaf, sharding and array of all restricted arrays."""
+        # One annotation may cover a subtree of the input, so each part is a tree of arrays.
         parts = self.structure.flatten_up_to(value)
-        for part, path, leaf, sharding in zip(
-            parts, self.paths, self.leaves, self.shardings, strict=True
-        ):
-            if sharding is None:
+        given = zip(parts, self.paths, self.leaves, self.shardings, strict=True)
+        for part, path, leaf, sharding in given:
+            if sharding is not None:
+                for below, array in jax.tree_util.tree_flatten_with_path(part)[0]:
+                    yield (*path, *below), path, leaf, sharding, array
+
+    def repeated_problems(self, value: Any) -> list[Problem]:
+        """Return a problem for each repeated array. XLA can reuse its memory only once."""
+        first: dict[int, str] = {}
+        problems = []
+        for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
+            # Only concrete arrays are donated. A repeated number or tracer is harmless.
+            if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
                 continue
-            for below, array in jax.tree_util.tree_flatten_with_path(part)[0]:
-                try:
-                    # An array or a `ShapeDtypeStruct` in place of an annotation has only a sharding
-                    # to check.
-                    if is_annotation(leaf):
-                        # Pass the path of the annotation, because `[[tensors]]` entries match it.
-                        check(leaf, np.shape(array), self.path(path))
-                    _check_shards(sharding, np.shape(array))
-                except ShardingError as error:
-                    full = self.path((*path, *below))
-                    problems += [
-                        dataclasses.replace(problem, path=full) for problem in error.problems
-                    ]
+            if id(leaf) in first:
+                what = f"this is the same array as {first[id(leaf)]}, "
+                what += "and an array can be donated only once"
+                fix = "copy it, x.copy(), or pass donate=False to jit_step"
+                problems.append(self.problem(path, what, fix))
+            first.setdefault(id(leaf), path_text(path))
         return problems
 
 
@@ -205,19 +226,24 @@ class JittedStep:
             raise_problems([self._call_problem(arguments, keywords)])
         state, structure = jax.tree.flatten(arguments[0])
         if self._donate and len(set(map(id, state))) != len(state):
-            raise_problems(_repeated(arguments[0]))
+            raise_problems(self._arguments[0].repeated_problems(arguments[0]))
         leaves, input_structure = jax.tree.flatten(arguments[1:])
         # Numbers have no shape or dtype. np.shape takes five times as long, and states are large.
         types = tuple([(getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in state])
         key = (structure, types, input_structure, tuple(map(np.shape, leaves)))
         if key in self._known:
             return
-        pairs = list(zip(self._arguments, arguments, strict=True))
-        raise_problems(
-            [problem for argument, value in pairs for problem in argument.structure_problems(value)]
-        )
-        problems = self._arguments[0].type_problems(arguments[0])
-        for argument, value in pairs[1:]:
+        who = ("jit_step was given", "the call passes")
+        problems = []
+        for argument, value in zip(self._arguments, arguments, strict=True):
+            fix = (
+                f"pass the {argument.name} that jit_step was given, or call jit_step with this one"
+            )
+            problems += argument.structure_problems(value, *who, fix)
+        raise_problems(problems)
+        state_argument, *inputs = self._arguments
+        problems = state_argument.type_problems(state_argument.leaves, arguments[0], *who, fix)
+        for argument, value in zip(inputs, arguments[1:], strict=True):
             problems += argument.size_problems(value, self._check)
         raise_problems(problems)
         self._known.add(key)
@@ -244,18 +270,12 @@ class JittedStep:
 
     def _deleted(self, arguments: tuple[Any, ...]) -> list[Problem]:
         """Return a problem for each deleted array."""
-        state = self._arguments[0]
+        what = "the array is deleted: a step has donated it, or it was deleted by hand"
+        keep = "keep the state that a step returns, state, loss = step(state, batch), "
+        keep += "or pass donate=False to jit_step"
         return [
-            Problem(
-                error=StrategyError,
-                what="the array is deleted: a step has donated it, or it was deleted by hand",
-                path=argument.path(path),
-                fix="keep the state that a step returns, state, loss = step(state, batch), "
-                "or pass donate=False to jit_step"
-                if argument is state
-                else "pass a new array",
-            )
-            for argument, value in zip(self._arguments, arguments, strict=True)
+            argument.problem(path, what, "pass a new array" if at else keep)
+            for at, (argument, value) in enumerate(zip(self._arguments, arguments, strict=True))
             for path, x in jax.tree_util.tree_flatten_with_path(value)[0]
             if _jax.is_deleted(x)
         ]
@@ -302,55 +322,7 @@ def is_open_or_annotation(leaf: Any) -> bool:
     return leaf is None or is_annotation(leaf)
 
 
-def _starts(path: Sequence[Any], start: Sequence[Any]) -> bool:
-    return tuple(path[: len(start)]) == tuple(start)
-
-
-def _check_shards(sharding: NamedSharding, shape: tuple[Any, ...]) -> None:
-    try:
-        sharding.shard_shape(shape)
-    except ValueError as error:
-        raise IndivisibleError(
-            f"the shape {shape} does not fit the sharding {sharding.spec} on "
-            f"{dict(sharding.mesh.shape_tuple)}",
-            fix="pass an array of a size that divides, or give jit_step an array or "
-            "a ShapeDtypeStruct whose sharding fits this shape",
-        ) from error
-
-
-def _host_problem(path: str) -> Problem:
-    return Problem(
-        error=StrategyError,
-        what="the array is in the memory of this process, and the mesh has several processes",
-        path=path,
-        fix="join the parts of all processes: pm.global_array(rows, *axes)",
-    )
-
-
-def _repeated(state: Any) -> list[Problem]:
-    """Return a problem for each repeated array of a state. XLA can reuse its memory only once."""
-    first: dict[int, str] = {}
-    problems = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        # Only concrete arrays are donated. A repeated number or tracer is harmless.
-        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
-            continue
-        text = path_text(path)
-        if id(leaf) in first:
-            problems.append(
-                Problem(
-                    error=StrategyError,
-                    what=f"this is the same array as {first[id(leaf)]}, "
-                    "and an array can be donated only once",
-                    path=f"state {text}".strip(),
-                    fix="copy it, x.copy(), or pass donate=False to jit_step",
-                )
-            )
-        first.setdefault(id(leaf), text)
-    return problems
-
-
-def checked_state(before: Any, after: Any) -> Any:
+def checked_state(argument: Argument, before: Any, after: Any) -> Any:
     """Return the state that a step returns, strongly typed where the state that it takes is.
 
     A state that differs cannot reuse the memory of the old state, and the next call would compile
@@ -359,76 +331,43 @@ def checked_state(before: Any, after: Any) -> Any:
     Raises:
       StrategyError: It has other structure, shapes or dtypes than the state that the step takes.
     """
+    who = ("the step takes", "it returns")
+    fix = "return the state with the structure, shapes and dtypes that it has, "
+    fix += "for instance new.astype(old.dtype)"
+    raise_problems(argument.structure_problems(after, *who, fix))
+    leaves = jax.tree.leaves(before)
+    raise_problems(argument.type_problems(leaves, after, *who, fix))
     raise_problems(
         [
-            Problem(
-                error=StrategyError,
-                what=what,
-                path=f"state {path_text(path)}".strip(),
-                fix="return every part of the state, in the same containers",
-            )
-            for path, what in _structure_changes(before, after)
-        ]
-    )
-    leaves, _ = jax.tree_util.tree_flatten_with_path(before)
-    triples = [
-        (f"state {path_text(path)}".strip(), old, new)
-        for (path, old), new in zip(leaves, jax.tree.leaves(after), strict=True)
-    ]
-    raise_problems(
-        [
-            Problem(
-                error=StrategyError,
-                what=f"the step takes {_type(old)} and returns {_type(new)}",
-                path=path,
-                fix="return the state with the shapes and dtypes that it has, "
-                "for instance new.astype(old.dtype)",
-            )
-            for path, old, new in triples
-            if _type(old) != _type(new)
-        ]
-    )
-    raise_problems(
-        [
-            Problem(
-                error=StrategyError,
-                what=f"the step takes a weakly typed {_type(old)} and returns a strongly typed one",
-                path=path,
-                fix="create the state with a dtype, for instance "
+            argument.problem(
+                path,
+                f"the step takes a weakly typed {_type(old)}, and it returns a strongly typed one",
+                "create the state with a dtype, for instance "
                 f"pm.shard(jnp.asarray(x, jnp.{jnp.result_type(old)}))",
             )
-            for path, old, new in triples
+            for path, old, new in zip(argument.paths, leaves, jax.tree.leaves(after), strict=True)
             if jax.typeof(old).weak_type and not jax.typeof(new).weak_type
         ]
     )
     return jax.tree.map(_typed_like, before, after)
 
 
-def _structure_changes(before: Any, after: Any, path: tuple[Any, ...] = ()) -> Iterator[Any]:
-    """Yield the path and a description of each part in which two trees differ."""
-    structure: Any = jax.tree.structure(before)
-    if structure == jax.tree.structure(after):
+def _differences(tree: Any, value: Any, path: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """Yield the path of each place where a value lacks the nodes of a tree, and what both have."""
+    old, new = _children(tree), _children(value)
+    if old is None:  # a leaf stands for any value
         return
-    old, new = _children(before), _children(after)
-    if old is None or new is None or type(before) is not type(after):
-        names = [
-            "an array" if children is None else type(node).__name__
-            for node, children in ((before, old), (after, new))
-        ]
-        yield path, f"the step takes {names[0]} and returns {names[1]}"
+    if new is None or type(tree) is not type(value):
+        found = "an array" if new is None else f"a {type(value).__name__}"
+        yield path, f"a {type(tree).__name__}", found
         return
-    found = False
     for key in dict.fromkeys((*old, *new)):
         if key not in new:
-            changes = [((*path, key), "the step takes this and does not return it")]
+            yield (*path, key), "this", "nothing here"
         elif key not in old:
-            changes = [((*path, key), "the step returns this and does not take it")]
+            yield (*path, key), "nothing here", "this"
         else:
-            changes = list(_structure_changes(old[key], new[key], (*path, key)))
-        found = found or bool(changes)
-        yield from changes
-    if not found:
-        yield path, f"the step returns a {type(before).__name__} with other static fields"
+            yield from _differences(old[key], new[key], (*path, key))
 
 
 def _children(node: Any) -> dict[Any, Any] | None:

@@ -103,7 +103,7 @@ def jit_step(
                 f"the step returns a {type(result).__name__}, not a pair",
                 fix="return the new state and the rest, for instance `return state, loss`",
             )
-        return jitted_step.checked_state(state, result[0]), result[1]
+        return jitted_step.checked_state(described, state, result[0]), result[1]
 
     jitted = jax.jit(
         run,
